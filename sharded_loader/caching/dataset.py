@@ -175,7 +175,7 @@ class StoredDataset(Cache):
 
 
 def global_states() -> dict[str, bytes]:
-    """What each generator would draw next, by the name that users know it by: equal if nothing was drawn in between.
+    """Return the state of each global generator, by name. States are equal if nothing was drawn in between.
 
     Example:
         >>> before = global_states()

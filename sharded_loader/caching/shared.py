@@ -6,10 +6,10 @@
     Opened(fd, name, ...)           # a descriptor, and the name by which other processes open it
 
 *Finding it.* A process that holds memory has a link with its label in ``/proc/<pid>/fd``. So a newcomer finds it in any
-process that holds it, also if the one that made it has ended. A lock lets one process at a time look, and make what it
-does not find. The memory has no name in a folder, so nothing is left of it if processes are killed: the kernel frees it
-with its last process. The lock is that of an empty file in the folder for temporary files, one for each user, which
-stays.
+process that holds it, also if the one that made it has ended. A lock lets one process at a time search, and create the
+memory if there is none. The memory has no name in a folder, so nothing is left of it if processes are killed: the
+kernel frees it with its last process. The lock is that of an empty file in the folder for temporary files, one for each
+user, which stays.
 
 Only memory of this user, that no other user may write to, is used. What can go wrong: a file system without locks
 (OSError). Where processes do not find each other, as without /proc (macOS, Windows) and in another container, each one

@@ -336,7 +336,7 @@ class Wrapper(Dataset):
 
 
 class Cache(Wrapper):
-    """What `Dataset.cache` makes: a dataset that keeps samples of the one inside, ``_dataset``.
+    """Base class of caches, which `Dataset.cache` makes: it keeps samples of the dataset inside, ``_dataset``.
 
     For a cache of your own, write ``__getitem__``, and ``__init__(self, dataset, max_bytes, path, key)`` with the
     arguments of `Dataset.cache`. Then call ``provide("dataset", "cache", YourCache)``.
@@ -460,7 +460,7 @@ class SubsetDataset(View):
 
     @property
     def indices(self) -> Selection:
-        """Where the samples are in `dataset`: a range, or an array of int64. Both are read-only.
+        """The indices of the samples in `dataset`: a range or an int64 array, both read-only.
 
         The samples are ``[dataset[index] for index in indices]``. So the labels of a part are ``labels[part.indices]``,
         if ``labels`` is an array of the labels of the whole dataset.

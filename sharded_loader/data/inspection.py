@@ -1,4 +1,4 @@
-"""What can be known of a dataset before it is read: what it can do, and which files it holds open.
+"""Facts about a dataset before any sample is read: its capabilities, and the files that it holds open.
 
     is_indexed(dataset)         it is read by index, as torch's map-style datasets
     is_stream(dataset)          it is read in its own order only: iterable data

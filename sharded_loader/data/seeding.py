@@ -47,7 +47,7 @@ TOLD = 1000
 """Of a search for datasets with ``set_epoch``: objects, and the entries of a list or dict. It takes 1 ms at most."""
 
 Keys = Sequence[rng.SampleScope] | None
-"""Which sample each one is, by its scope; None outside a loader, where nothing is keyed."""
+"""The scope of each sample, which keys its random numbers; None outside a loader."""
 
 T = TypeVar("T")
 
@@ -65,7 +65,7 @@ class KeyedIndices(list[int]):
 
 
 def keys_of(indices: Sequence[object]) -> Keys:
-    """The keys of these samples."""
+    """Return the keys of these samples."""
     if isinstance(indices, KeyedIndices) and tuple(indices) == indices.made:  # it was not sorted or cut
         return indices.keys
     scope = rng.reading.get()

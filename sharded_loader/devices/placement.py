@@ -121,9 +121,7 @@ class Placer:
         if can_pin:
             self._pinner = provided("pinner", "thread")(can_pin[0], in_background)
         elif pin_memory and (devices is None or not kinds):
-            why = (
-                "torch has no pinned memory on mps (a Mac)" if kinds else "this process sees no accelerator to copy to"
-            )
+            why = "torch has no pinned memory on mps, a Mac" if kinds else "this process sees no accelerator to copy to"
             warnings.warn(f"pin_memory=True has no effect: {why}", stacklevel=3)
         self._on_host = all(one.type == "cpu" for one in devices or ())
         self._stays = self._on_host and self._pinner is None and transform is None

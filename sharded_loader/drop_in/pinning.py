@@ -25,7 +25,7 @@ from sharded_loader.batching.tree import ATOMS, has_method, map_leaves
 from sharded_loader.devices.accelerator import note_rejected
 
 CLOSING_SECONDS = 10.0
-"""How long `Pinner.close` waits for an object that pins itself, and does not come to an end."""
+"""Seconds that `Pinner.close` waits for an object whose own ``pin_memory`` does not return."""
 
 LOOKS = 0.1
 """Seconds between two looks of who waits for a copy: on Windows a Ctrl-C does not end the wait for a lock."""
@@ -95,8 +95,8 @@ class Pinner:
     """Copies batches into pinned memory, in the order in which they come, in a thread.
 
     Args:
-        kind: of the accelerator, such as ``"cuda"``. The device that is current at the first batch is the one that
-            pins. In a new thread the first device would be, and would get a context.
+        kind: the type of accelerator, such as ``"cuda"``. The thread pins for the device that is current at the first
+            batch. By itself it would use device 0, and create a context there.
         in_thread: False: copies at once, in the thread that calls `begin`.
         pin: makes a pinned batch of a batch.
 

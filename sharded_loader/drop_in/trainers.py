@@ -4,9 +4,9 @@
     fetched_by_lightning()                           what Lightning has fetched and not trained on
     refuse_skipping(loader)                          Accelerate would read the data in another order
 
-The names are not public, as in `base.private`: each use says what happens without them, and the same tests look at
-them. The loader of the core asks for two of these functions by kind and name, where it gives a state away or is about
-to be rebuilt. Neither library is imported here.
+The names are not public, as in `base.private`: each use says what happens without them, and the same tests cover them.
+The core asks for two of these functions by name: when it returns a state, and before another library rebuilds the
+loader. Neither library is imported here.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from typing_extensions import TypedDict
 from sharded_loader.base.checks import check_int, refuse_arguments, refuse_async_iterable, refuse_class
 from sharded_loader.base.described import an
 from sharded_loader.base.imports import names_of, provided
+from sharded_loader.base.notices import logger
 from sharded_loader.batching.default import Batchify, default_batchify_fn
 from sharded_loader.batching.protocol import some
 from sharded_loader.data.columns import as_dataset, named_columns
@@ -87,7 +88,8 @@ class Placement:
         resident: Which rows to keep on the devices, which then gather batches, without workers: True (all), a fraction
             such as 0.6, or ``"auto"`` (those that fit). The other rows of a batch are sent. The dataset is an array,
             a tensor, a ``TensorDataset``, an `ArrayDataset`, or a part of one. With True or a fraction, any other
-            dataset is an error, and too little room a warning. ``"auto"`` looks for room again after the first step.
+            dataset is an error, and too little room a warning. Room is looked for once, before the first batch: put
+            your model on the device before that, or give a fraction.
         device_transform: A function ``fn(batch)`` or ``fn(batch, rng)`` that each batch (each shard) goes through on
             its device, ahead of your program. ``rng`` is a NumPy generator, keyed by the seed, the epoch, the batch and
             the shard. The function must return dense tensors. Without devices it runs on the CPU.
@@ -396,6 +398,8 @@ def make_pool(
             f'num_workers="auto" is for threads and processes on this machine, and the pool is {pool!r}: leave out one'
         )
     count = max(0, num_workers)
+    if num_workers < 0:
+        logger.warning("num_workers is %d, which means 0, as in MXNet Gluon: the main process reads", num_workers)
     timeout = timeout or None  # 0 is torch's default, and means never
     given = {"worker_init_fn": worker_init_fn, "timeout": timeout}
     options = {name: value for name, value in given.items() if value is not None}

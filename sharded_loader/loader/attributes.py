@@ -49,13 +49,8 @@ def _context(loader: Any) -> Any:
     return None if method is None else multiprocessing.get_context(method)
 
 
-def _per_worker(loader: Any) -> int | None:
-    return max(1, loader.prefetch // loader.num_workers) if loader.num_workers else None
-
-
-def shown(read: Callable[[Any], Any]) -> Any:
-    """An attribute of a loader that cannot be set, as a function of the loader."""
-    return property(read)
+shown: Any = property
+"""An attribute of a loader that cannot be set, as a function of the loader."""
 
 
 def keeps_arguments(init: Callable[Given, None]) -> Callable[Given, None]:
@@ -127,7 +122,9 @@ class LoaderAttributes(Instruments):
     persistent_workers: bool = shown(lambda loader: loader.num_workers > 0)  # they outlive an epoch
     pin_memory: bool = shown(lambda loader: loader._pin_memory)
     pin_memory_device: str = shown(lambda loader: "")
-    prefetch_factor: int | None = shown(_per_worker)
+    prefetch_factor: int | None = shown(
+        lambda one: max(1, one.prefetch // one.num_workers) if one.num_workers else None
+    )
     timeout: float = shown(lambda loader: loader._workers.timeout or 0)
     worker_init_fn: Callable[[int], Any] | None = shown(lambda loader: loader._workers.worker_init_fn)
 

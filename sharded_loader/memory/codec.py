@@ -469,10 +469,11 @@ def encode_error(error: BaseException) -> EncodedError:
     arguments cannot be called with ``args``. Each is tried out here, because a failure in the main process would come
     too late.
     """
-    notes = (*errors.notes_of(error), *([NO_CUDA_HERE] if _needs_cuda(error) else ()))
+    said, notes = errors.text_of(error), (*errors.notes_of(error),)
+    if ("Cannot re-initialize" in said and "forked" in said) or said.startswith("CUDA error: initialization error"):
+        notes = *notes, NO_CUDA_HERE
     errors.shorten(error)
-    text = errors.format_traceback(error, whole=False)
-    payload, said = None, errors.text_of(error)
+    payload, text = None, errors.format_traceback(error, whole=False)
     for pickler in (ReplyPickler, _ByParts):
         with contextlib.suppress(BaseException):  # a __reduce__ may call sys.exit
             # All in band: it has to be read twice, here and there.
@@ -491,12 +492,6 @@ NO_CUDA_HERE = (
     'the dataset, and give the loader device="cuda": it copies batches in the background. If the dataset needs the '
     'accelerator, use ProcessPool(n, start_method="spawn"), or multiprocessing_context="spawn" with the drop-in'
 )
-
-
-def _needs_cuda(error: BaseException) -> bool:
-    """Whether an accelerator was used in a process that was forked from one that uses it."""
-    text = errors.text_of(error)
-    return ("Cannot re-initialize" in text and "forked" in text) or text.startswith("CUDA error: initialization error")
 
 
 def _text(error: BaseException) -> str:

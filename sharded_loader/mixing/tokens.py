@@ -269,9 +269,7 @@ def _check(file: _TokenFile | Array) -> None:
 # -- what a user gives -------------------------------------------------------------------------------------------------
 
 
-def _tokens_of(
-    given: object, dtype: DTypeLike | None, documents: ArrayLike | None
-) -> tuple[str, _TokenFile | Array, Int64s]:
+def _tokens_of(given: object, dtype: DTypeLike | None, documents: Any) -> tuple[str, _TokenFile | Array, Int64s]:
     """A file or an array, checked: its name, its tokens, and where documents begin, and the last one ends.
 
     Args:
