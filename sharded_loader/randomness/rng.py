@@ -207,7 +207,8 @@ def lent() -> Iterator[None]:
 reading: ContextVar[SampleScope | None] = ContextVar("reading", default=None)
 """Scope of the current sample in this thread or event-loop task; loaders may nest.
 
-Restore the previous one in ``finally``, by a plain ``set``: Ctrl-C can strike as a context manager's ``__exit__`` begins.
+Restore the previous one in ``finally``, with a plain ``set``: Ctrl-C can strike as the ``__exit__`` of a context
+manager begins.
 """
 
 if hasattr(os, "register_at_fork"):  # the child does not read the parent's sample
@@ -357,7 +358,7 @@ _DRAWS = {
 
 
 def key_parts(scope: SampleScope, label: str, index: object = None) -> tuple[Any, ...]:
-    """Return the parts of the key of the current sample, or of ``index``. ValueError: there is none, or it is cached."""
+    """Return the parts of the key of the current sample or ``index``; ValueError if there is none, or it is cached."""
     if scope.is_cached:
         raise ValueError(
             f"{_DRAWS[label]} is called below cache(...), which keeps the sample for all epochs: move the transform "
