@@ -121,18 +121,22 @@ class MapOrder(Order[Signature]):
         self.drops_last |= bool(getattr(sampling.given, "drop_last", False)) and sampling.given_batches
         self._past, self._dataset = _Past(), dataset
         self._count, self._settled = StepCount(self.steps), False
-        if self.has_seed:
+        if seed is not None or self.replicated:  # one of its own, or one that all ranks agree on
             sampling.read = with_seeds(sampling.read, [self.seed if takes else None for takes in sampling.takes_seed])
         self.resize(length)
         self.add_skip(skip)
         self.skip = self.given_skip
+
+    @property
+    def sampler(self) -> Any:
+        return self.sampling.sampler
 
     def resize(self, length: int | None) -> None:
         """Make the loader's samplers again, for a dataset of this length; the epoch that comes next stays."""
         self._count.forget(self.next_epoch)
         self.dataset_length, sampling = length, self.sampling
         sampling.make(length, self.seed, self.replicas if self.replicated else None)
-        self._sampler, self.batch_sampler = sampling.sampler, sampling.batch_sampler
+        self.batch_sampler = sampling.batch_sampler
         # The samples of a batch keep their order where the last ones may be fillers.
         self.shard_costs = None if sampling.costs is None or sampling.evaluate else sampling.sampler.costs
         # set_epoch may be called on the samplers that the user gave, and on those that the loader shows.
