@@ -182,7 +182,6 @@ class SupervisedPool(WorkerPool, Generic[W]):
 
     shares_dataset = False
     _transport: Transport[W]
-    _group_bytes: int | None = None
 
     def __init__(
         self, num_workers: int, worker_init_fn: Init | None, timeout: float | None, restarts: int, grouping: Grouping
@@ -394,9 +393,7 @@ class SupervisedPool(WorkerPool, Generic[W]):
             result = result._replace(rebuilt=True)
         if result.seconds:  # it was not dropped
             self._sizes.note(wanted)
-            self.group = self._grouping.note(result.seconds)
-            if self._group_bytes is not None:
-                self.group = max(1, min(self.group, self._group_bytes // max(1, self._sizes.wanted)))
+            self.group = self._grouping.note(result.seconds, self._sizes.wanted)
         if self.deaths.unsettled:
             self.deaths.settle(run, seq)
         return result
