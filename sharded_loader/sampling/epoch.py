@@ -507,18 +507,11 @@ class _RollingSpan(Rolling):
     """The batches of an epoch in the endless sequence of epochs."""
 
     def __init__(self, source: SamplerSource, epoch: int, position: Position | None) -> None:
-        self.source = source
-        steps, shift = source.signature.steps_per_epoch, source.signature.shift
+        self.source, steps = source, source.signature.steps_per_epoch
         self.is_endless = steps is not None and known_length(source.items, 0) is None
         length = ENDLESS if self.is_endless else len_epoch(source.items, 0)
-        size, before = source.batch_size or 1, epoch * length
-        self.length_of_epoch = length
-        if steps is not None:
-            whole = Rolling(length, size, epoch, source.replicas, None, steps, shift)
-            before, self.length_of_epoch = whole.begin, whole.total(steps) - whole.begin
-        self._before = before
-        total = None if position is None else before + position.done
-        super().__init__(length, size, epoch, source.replicas, total, steps, shift)
+        size, done = source.batch_size or 1, None if position is None else position.done
+        super().__init__(length, size, epoch, source.replicas, done, steps, source.signature.shift)
 
     def open(self, items: object) -> Table:
         """The batches as a table."""
@@ -531,8 +524,8 @@ class _RollingSpan(Rolling):
         return self.table(open_epoch, source.rank, name_of(items), arrays=True, convert=source.arrays)
 
     def done(self, batches: int) -> int:
-        """Items done after a number of batches from the position on, counted from the epoch's own first."""
-        return self.total(batches) - self._before
+        """Items of the epoch that are done after a number of batches from the position on."""
+        return self.total(batches) - self.origin
 
     def items_from(self, position: int) -> int:
         """Any number: there are no fillers."""
