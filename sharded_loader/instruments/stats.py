@@ -195,7 +195,8 @@ class LoaderStats(Totals, Sums):
             >>> list(stats.as_dict("batches", "samples", prefix="data/").items())
             [('data/batches', 10.0), ('data/samples', 640.0)]
         """
-        known: dict[str, float] = {name: getattr(self, name) for name in _SCALARS}
+        scalars = *NUMBERS, "samples_per_second", "waiting_share"
+        known: dict[str, float] = {name: getattr(self, name) for name in scalars}
         if not names or not set(names).issubset(known):
             known |= self._measured()
         if unknown := [name for name in names if name not in known]:
@@ -228,8 +229,6 @@ class LoaderStats(Totals, Sums):
 SUMS, TOTALS = (tuple(one.name for one in dataclasses.fields(kind)) for kind in (Sums, Totals))
 NUMBERS = *SUMS[:6], *TOTALS[:4], *SUMS[6:], *TOTALS[4:]
 """The attributes of `LoaderStats` that are numbers. Files and tables of users depend on their order."""
-
-_SCALARS = *NUMBERS, "samples_per_second", "waiting_share"
 
 
 def quiet_counts(stats: LoaderStats) -> list[str]:

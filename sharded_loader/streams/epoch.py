@@ -256,14 +256,12 @@ class StreamEpoch(Epoch):
 
     def following(self) -> Position:
         """Where the next epoch begins, if this one `is_over`."""
-        return self._begin_after(Position(self.number + 1), {})
+        return self.after(Position(self.number + 1))
 
     def after(self, begin: Position) -> Position:
         """The beginning of the next epoch, as it is after this one."""
-        return self._begin_after(begin, self._planned.copy())
-
-    def _begin_after(self, begin: Position, planned: Mapping[int, tuple[PartBatch, PartPoint | None]]) -> Position:
-        return begin if self._last is None else Position(begin.epoch, 0, None, *self._advanced(planned)[1:])
+        passed = self._advanced(self._planned.copy())
+        return begin if self._last is None else Position(begin.epoch, 0, None, *passed[1:])
 
     def counts_behind(self) -> Mapping[int, int]:
         """How many batches each part has given when the epoch is over, also if its loop was left before."""
