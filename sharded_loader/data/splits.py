@@ -1,9 +1,7 @@
-"""The sizes of parts.
+"""Sizes of splits.
 
-    split_sizes(length, ratios)       -> a size per part, from sizes or ratios
-    apportioned(total, shares)        -> whole numbers with this total, each a share rounded down or up
-
-What can go wrong: sizes that do not sum to the whole. They are rejected with an error.
+split_sizes(length, ratios)       -> a size per subset, from sizes or ratios
+apportioned(total, shares)        -> integers with this total, each a share rounded down or up
 """
 
 from __future__ import annotations
@@ -17,10 +15,7 @@ import numpy as np
 
 
 def split_sizes(length: int, parts: list[Any]) -> list[int]:
-    """Sizes of parts that sum to ``length``, from sizes or ratios.
-
-    Raises:
-        ValueError: they do not sum to the whole, or one is not a number of at least 0.
+    """Return sizes that sum to ``length``, from sizes or ratios, or raise ValueError.
 
     Example:
         >>> split_sizes(11, [0.8, 0.2]), split_sizes(11, [8, 3])
@@ -43,15 +38,10 @@ def split_sizes(length: int, parts: list[Any]) -> list[int]:
 
 
 def apportioned(total: int, shares: Sequence[Fraction], digits: int | None = None) -> list[int]:
-    """Whole numbers with this total, each a share rounded down or up. The largest remainders are rounded up.
+    """Round exact shares to integers that sum to ``total``.
 
-    Args:
-        total: what the shares sum to.
-        shares: of the total, exact.
-        digits: decimal places of the remainders that count. So 0.29 * 100 counts as a whole 29. None: all.
-
-    Returns:
-        One number per share; of equal remainders, the earlier one is rounded up.
+    The largest remainders are rounded up; of equal ones, the earlier. ``digits`` limits the decimal places of
+    remainders that count (with 9, 0.29 * 100 is a whole 29); None: all.
 
     Example:
         >>> apportioned(10, [Fraction(10, 3)] * 3)

@@ -20,6 +20,8 @@ More than 2 ms saves little, and for so long a batch that is finished may wait i
 
 from __future__ import annotations
 
+from math import inf
+
 GROUP_SECONDS = 2e-3
 """Work in one message."""
 
@@ -39,6 +41,7 @@ class Grouping:
     Args:
         seconds: work in one message.
         most: batches in one message.
+        most_bytes: bytes in one message.
         patient: one batch that took eight times as long as usual does not count, only the second in a row does. Where
             more processes run than there are cores, a batch may take long because its worker had to wait.
 
@@ -55,14 +58,16 @@ class Grouping:
         1
     """
 
-    def __init__(self, seconds: float = GROUP_SECONDS, most: int = MAX_GROUP, *, patient: bool = False) -> None:
-        self._seconds, self._most, self._patient = seconds, most, patient
+    def __init__(
+        self, seconds: float = GROUP_SECONDS, most: int = MAX_GROUP, *, most_bytes: float = inf, patient: bool = False
+    ) -> None:
+        self._seconds, self._most, self._most_bytes, self._patient = seconds, most, most_bytes, patient
         self._mean = seconds
         self._was_long = False
         self.size = 1
 
-    def note(self, seconds: float) -> int:
-        """A worker took so long for a batch; how many batches go together from now on."""
+    def note(self, seconds: float, nbytes: int = 0) -> int:
+        """A worker took so long for a batch; how many batches of ``nbytes`` go together from now on."""
         is_long, was_long = seconds > 8 * self._mean, self._was_long
         self._was_long = is_long
         if is_long and (was_long or not self._patient):
@@ -70,5 +75,6 @@ class Grouping:
             self._mean = seconds
         elif not is_long:
             self._mean += _MEMORY * (seconds - self._mean)
-        self.size = min(self._most, max(1, int(self._seconds / max(self._mean, 1e-9))))
+        most = min(self._most, self._most_bytes / max(nbytes, 1), self._seconds / max(self._mean, 1e-9))
+        self.size = max(1, int(most))
         return self.size

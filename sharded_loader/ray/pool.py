@@ -113,7 +113,6 @@ class RayPool(SupervisedPool[ActorWorker]):
 
     is_here = False
     _transport: RayTransport
-    _group_bytes = GROUP_BYTES
 
     def __init__(
         self,
@@ -130,7 +129,7 @@ class RayPool(SupervisedPool[ActorWorker]):
         max_bytes: int | None = None,
         start_timeout: float = 600,
     ) -> None:
-        grouping = Grouping(GROUP_SECONDS, MAX_GROUP, patient=True)
+        grouping = Grouping(GROUP_SECONDS, MAX_GROUP, most_bytes=GROUP_BYTES, patient=True)
         super().__init__(num_workers, worker_init_fn, timeout, restarts, grouping)
         self.address = cluster.check_address(address)
         if max_bytes is not None:

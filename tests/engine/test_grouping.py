@@ -109,3 +109,9 @@ def test_one_slow_batch_ends_the_grouping() -> None:
     assert grouping.size == 1
     grouping.note(GROUP_SECONDS)
     assert grouping.size == 1
+
+
+def test_the_bytes_of_a_message_are_bounded_too() -> None:
+    grouping = Grouping(most_bytes=1000)
+    assert [grouping.note(10e-6, nbytes) for nbytes in [0] * 200][-1] == MAX_GROUP
+    assert [grouping.note(10e-6, nbytes) for nbytes in (100, 101, 1001)] == [10, 9, 1]
