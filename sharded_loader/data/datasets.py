@@ -25,11 +25,13 @@ Source of the idea: ``mxnet.gluon.data.dataset``.
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 import os
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from fractions import Fraction
 from functools import partial
 from inspect import iscoroutinefunction
 from itertools import accumulate
@@ -59,7 +61,6 @@ from sharded_loader.data.bulk import (
     read_many,
 )
 from sharded_loader.data.columns import as_column, check_dataset, is_dataset, named_columns
-from sharded_loader.data.splits import split_sizes
 from sharded_loader.randomness import rng
 from sharded_loader.randomness.shuffle import Selection, composed, shuffle, taken
 
@@ -488,6 +489,58 @@ class SubsetDataset(View):
 
     def __repr__(self) -> str:
         return f"<{len(self)} of {brief(self._dataset)}>"
+
+
+# -- the sizes of parts ------------------------------------------------------------------------------------------------
+
+
+def split_sizes(length: int, parts: list[Any]) -> list[int]:
+    """Sizes of parts that sum to ``length``, from sizes or ratios.
+
+    Raises:
+        ValueError: they do not sum to the whole, or one is not a number of at least 0.
+
+    Example:
+        >>> split_sizes(11, [0.8, 0.2]), split_sizes(11, [8, 3])
+        ([9, 2], [8, 3])
+    """
+    if not parts:
+        raise ValueError("split([]): give at least one size or ratio")
+    if any(isinstance(part, (bool, np.bool_, str)) or not 0 <= part < math.inf for part in parts):
+        raise ValueError(f"split({parts}): sizes and ratios are numbers of 0 or more")
+    if all(isinstance(part, (int, np.integer)) for part in parts):
+        if sum(parts) == length:
+            return parts
+        advice = "make them sum to its length, or give ratios (floats) that sum to 1"
+        raise ValueError(f"split({parts}): the sizes sum to {sum(parts)}, the dataset has {length} samples: {advice}")
+    total = math.fsum(parts)
+    if abs(total - 1) > 1e-6:
+        raise ValueError(f"split({parts}): the ratios sum to {total:g}: make them sum to 1, or give sizes (ints)")
+    exact = [Fraction(float(part)) for part in parts]
+    return apportioned(length, [part * length / sum(exact) for part in exact], digits=9)
+
+
+def apportioned(total: int, shares: Sequence[Fraction], digits: int | None = None) -> list[int]:
+    """Whole numbers with this total, each a share rounded down or up. The largest remainders are rounded up.
+
+    Args:
+        total: what the shares sum to.
+        shares: of the total, exact.
+        digits: decimal places of the remainders that count. So 0.29 * 100 counts as a whole 29. None: all.
+
+    Returns:
+        One number per share; of equal remainders, the earlier one is rounded up.
+
+    Example:
+        >>> apportioned(10, [Fraction(10, 3)] * 3)
+        [4, 3, 3]
+    """
+    counts = list(map(math.floor, shares))
+    exact = [count - share for count, share in zip(counts, shares, strict=True)]
+    below: list[Any] = exact if digits is None else [round(float(one), digits) for one in exact]
+    for number in sorted(range(len(counts)), key=below.__getitem__)[: total - sum(counts)]:
+        counts[number] += 1
+    return counts
 
 
 # -- through a function ------------------------------------------------------------------------------------------------

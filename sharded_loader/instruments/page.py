@@ -31,8 +31,8 @@ from string import Template
 
 import numpy as np
 
-from sharded_loader.base.described import brief, table
 from sharded_loader.extend import BatchTimes
+from sharded_loader.extend.tools import brief, table
 from sharded_loader.instruments.stats import LoaderStats
 from sharded_loader.instruments.times import CAUSES, ENOUGH, STAGES, time_text
 

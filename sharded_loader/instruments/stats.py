@@ -28,14 +28,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sharded_loader.base.errors import WorkerDiedError, WorkerTimeoutError
-from sharded_loader.base.limits import cores_for_workers
-from sharded_loader.data.datasets import counts_of, mixture_of, retries_of
-from sharded_loader.engine.reader import KEPT_SAMPLES, plain_indices
+from sharded_loader import WorkerDiedError, WorkerTimeoutError
 from sharded_loader.extend import BatchTimes, Entry, Observer, Pipeline, Result
+from sharded_loader.extend.data import counts_of, mixture_of, retries_of
+from sharded_loader.extend.engine import KEPT_SAMPLES, Stamps, plain_indices
+from sharded_loader.extend.tools import cores_for_workers
 from sharded_loader.instruments import times
 from sharded_loader.instruments.times import CAUSES, STAGES, Histograms, SlowSample, StageTimes, WorkerTimes
-from sharded_loader.loader.observer import Stamps
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
-from sharded_loader.base.notices import logger, warn
+from sharded_loader.extend.tools import logger, warn
 from sharded_loader.storage.files import Options, Stat, shown
 
 _NAMES = (
