@@ -44,7 +44,7 @@ from sharded_loader.extend.data import (
     tell_epoch,
 )
 from sharded_loader.extend.engine import this_worker
-from sharded_loader.extend.order import reading, shuffled
+from sharded_loader.extend.order import SampleScope, reading, shuffled
 from sharded_loader.extend.tools import an, brief, call_after_import, check_int, entries, pass_on, refuse_class
 from sharded_loader.mixing.schedule import ALL, EACH, FIRST, Plan
 
@@ -506,7 +506,7 @@ class ShuffledIterator(Iterator[Any]):
             while len(self._coming) < count:
                 if scope is not None:
                     index = part, self._source.taken, self._at.epoch
-                    reading.set(replace(scope, index=index, items=None, drawn=None))
+                    reading.set(SampleScope(scope.seed, scope.epoch, index, scope.owners, scope.is_cached))
                 try:
                     sample = self._source.read()
                 except Exception as error:
