@@ -63,7 +63,7 @@ def bench(dataset: str, collate: str | None, pools: str, quiet: bool, **options:
     no arguments and returns one. Datasets with only __iter__ work too.
     """
     from sharded_loader.extend.data import is_stream
-    from sharded_loader.extend.tools import table
+    from sharded_loader.instruments.page import table
 
     listed = sorted(dict.fromkeys(pools.split(",")), key="inline".__ne__)
     if unknown := {*listed} - {*POOLS}:

@@ -605,19 +605,6 @@ def _of_first(fn: Callable[[Any], Any], first: object, *others: object) -> Any:
     return (fn(first), *others) if others else fn(first)
 
 
-def counts_of(dataset: object) -> tuple[int, int, int]:
-    """The hits and misses of the caches of a dataset, and of those inside it, and the bytes that they hold.
-
-    Example:
-        >>> cached = SimpleDataset([1, 2]).cache("1 MB")
-        >>> list(cached), counts_of(cached.take(1) + [3])
-        ([1, 2], (0, 2, 16))
-    """
-    counts = [one.counts for one in nested(dataset) if isinstance(one, Cache)]
-    hits, misses, nbytes = map(sum, zip((0, 0, 0), *counts, strict=True))
-    return hits, misses, nbytes
-
-
 # -- one after the other -----------------------------------------------------------------------------------------------
 
 
@@ -769,17 +756,6 @@ def _of_inner(batches: Batches, translate: Translate) -> Batches:
         return None if indices is None else translate(indices)
 
     return translated_batch
-
-
-def retries_of(dataset: object) -> int:
-    """The number of requests that a dataset, and those inside it, have tried again in this process.
-
-    Example:
-        >>> retries_of([1, 2])
-        0
-    """
-    counts = [getattr(one, "retries", 0) for one in nested(dataset) if callable(getattr(one, "follow", None))]
-    return sum(count for count in counts if isinstance(count, int))
 
 
 # -- columns in memory -------------------------------------------------------------------------------------------------

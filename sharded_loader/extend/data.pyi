@@ -59,10 +59,9 @@ from sharded_loader.data.columns import check_dataset as check_dataset
 from sharded_loader.data.datasets import Mixture as Mixture
 from sharded_loader.data.datasets import Translate as Translate
 from sharded_loader.data.datasets import apportioned as apportioned
-from sharded_loader.data.datasets import counts_of as counts_of
 from sharded_loader.data.datasets import follow as follow
 from sharded_loader.data.datasets import mixture_of as mixture_of
-from sharded_loader.data.datasets import retries_of as retries_of
+from sharded_loader.data.datasets import nested as nested
 from sharded_loader.data.datasets import tell_epoch as tell_epoch
 from sharded_loader.data.inspection import Known as Known
 from sharded_loader.data.inspection import digest_of_read as digest_of_read

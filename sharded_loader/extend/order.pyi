@@ -20,7 +20,6 @@ from sharded_loader.sampling.base import is_own as is_own
 from sharded_loader.sampling.base import nested as nested
 from sharded_loader.sampling.base import resolve_seed as resolve_seed
 from sharded_loader.sampling.base import tell_epoch as tell_epoch
-from sharded_loader.sampling.base import underscored as underscored
 from sharded_loader.sampling.foreign import ForeignItems as ForeignItems
 from sharded_loader.sampling.foreign import first_of as first_of
 from sharded_loader.sampling.foreign import known_length as known_length

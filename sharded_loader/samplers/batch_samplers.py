@@ -21,9 +21,9 @@ import numpy as np
 
 from sharded_loader.extend import Int64s, Sampler, Table, WrapperSampler
 from sharded_loader.extend.engine import check_shares, is_sharded, split_batch
-from sharded_loader.extend.order import Bijections, len_epoch, parts, resolve_seed, shuffled, table_of, underscored
+from sharded_loader.extend.order import Bijections, len_epoch, parts, resolve_seed, shuffled, table_of
 from sharded_loader.extend.tools import brief, check_int
-from sharded_loader.samplers.index_samplers import Numbers, integers, sort_order, sortable
+from sharded_loader.samplers.index_samplers import Numbers, integers, sort_order, sortable, underscored
 
 BATCHES = 64
 """How many batches a batch sampler of ours makes at once: to ask for one takes 12 us, whatever its size."""

@@ -25,10 +25,10 @@ from typing import Any
 import numpy as np
 
 from sharded_loader.extend import Int64s
-from sharded_loader.extend.order import LAST_BATCH, Bijections, parts, underscored
+from sharded_loader.extend.order import LAST_BATCH, Bijections, parts
 from sharded_loader.extend.tools import Described, check_choice, check_int
 from sharded_loader.samplers.batch_samplers import NumberedBatches, kinds_of, length_table
-from sharded_loader.samplers.index_samplers import Numbers
+from sharded_loader.samplers.index_samplers import Numbers, underscored
 
 
 class BucketScheme(Described):

@@ -78,7 +78,6 @@ from sharded_loader.extend.order import (
     shuffled,
     table_of,
     taken,
-    underscored,
     uniforms,
     uniforms_at,
 )
@@ -96,6 +95,16 @@ def integers(
     if array.ndim not in dims or (array.size and array.dtype.kind not in "iu"):
         raise wrong(f"{name} must be {must}, got shape {array.shape} and dtype {array.dtype}: {advice}")
     return array
+
+
+def underscored(*names: str) -> tuple[tuple[str, str], ...]:
+    """Pairs for `Described`, of attributes that have the name of an argument, with an underscore in front.
+
+    Example:
+        >>> underscored("repeat", "shuffle")
+        (('repeat', '_repeat'), ('shuffle', '_shuffle'))
+    """
+    return tuple((name, f"_{name}") for name in names)
 
 
 class _ListedSampler(IndexSampler):
