@@ -337,7 +337,7 @@ class SupervisedPool(WorkerPool, Generic[W]):
         """A worker died over a task. The results of those that are given up."""
         if not self.deaths.record_batch_death(task):
             # Also where the sample is known: the last worker, whose board the error quotes, may note no cheap samples.
-            worker.tasks[task.run, task.seq] = task._replace(careful=True)
+            worker.tasks[task.run, task.seq] = replace(task, careful=True)
             return []
         lost = []
         # To reach later batches of the same part, a worker would have to read this one again. The lanes of a map-style
@@ -414,15 +414,15 @@ def fields_of(task: Task, *, forked: bool) -> bytes | tuple[Any, ...]:
     """
     known = (isinstance(shard, np.ndarray) or _PLAIN.issuperset(map(type, shard)) for shard in task.shards)
     if (task.part is not None and task.part.point.state is None) or all(known):
-        return tuple(task)
+        return task.fields
     try:
         if forked:
             try:
-                return pickle.dumps(task, protocol=5)
+                return pickle.dumps(task.fields, protocol=5)
             except Exception as error:  # a class that has no name to be found by goes by value
                 pass_on(error)
         with script_by_value():
-            return bytes(cloudpickle.dumps(task, protocol=5))
+            return bytes(cloudpickle.dumps(task.fields, protocol=5))
     except Exception as error:
         pass_on(error)
         raise TypeError(
