@@ -6,7 +6,7 @@ import difflib
 import inspect
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -105,3 +105,11 @@ def refuse_arguments(
     if not others:
         raise TypeError(f"{name} has no argument {first}")
     raise TypeError("\n  ".join([f"{name} has none of these {1 + len(others)} arguments:", first, *others]))
+
+
+def check_choice(name: str, value: object, known: Sequence[str], owner: str) -> str:
+    """Return ``value`` if it is one of the ``known`` texts; otherwise raise a ValueError that lists them."""
+    if value not in known:
+        advice = f"{', '.join(map(repr, known[:-1]))} or {known[-1]!r}"
+        raise ValueError(f"{name} is {value!r}, which {owner} does not know: choose {advice}")
+    return str(value)

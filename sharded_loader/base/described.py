@@ -10,7 +10,7 @@ is shown as ``?``.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import numpy as np
@@ -121,16 +121,3 @@ def an(kind: type | str) -> str:
     name = kind if isinstance(kind, str) else kind.__name__
     sound = name.lstrip("_").lower()
     return f"{'an' if sound[:1] in set('aeio') and not sound.startswith('one') else 'a'} {name}"
-
-
-def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Format a table as aligned lines. Columns after the first are right-aligned if there are more than two.
-
-    Example:
-        >>> table(["pool", "workers", "x"], [["inline", "0", "1.00"]])
-        ['pool    workers     x', 'inline        0  1.00']
-    """
-    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
-    alignments = "<" + (">" if len(widths) > 2 else "<") * (len(widths) - 1)
-    form = "  ".join(f"{{:{alignment}{width}}}" for alignment, width in zip(alignments, widths, strict=True))
-    return [form.format(*cells).rstrip() for cells in (headings, *rows)]
