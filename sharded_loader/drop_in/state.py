@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -117,16 +118,20 @@ class TorchRun(Run):
     """A run of an epoch, and its position. The loader keeps it when the iterator has gone, after a ``break``.
 
     Attributes:
+        job: what the workers read.
         base_seed: what the workers' generators were seeded with.
         yielded: how many batches of the epoch were received.
         points_at_start: part of iterable data, or worker -> where the previous epoch left it, if the workers live on.
+        unread: the parts of iterable data that had ended in a loaded state: no worker has read them.
         epoch_of_dataset: the attribute ``epoch`` of an iterable dataset when the epoch began.
     """
 
     epoch: TorchEpoch | StreamEpoch
+    job: Job
     base_seed: int
     yielded: int
     points_at_start: Mapping[int, PartPoint]
+    unread: set[int]
     epoch_of_dataset: int | None
 
     def state_dict(self, loader: Loader) -> dict[str, Any]:
@@ -139,8 +144,7 @@ class TorchRun(Run):
             generator = samplers.generator_state(loader.generator)
         elif finished or (isinstance(epoch, TorchEpoch) and epoch.ends_after(delivered)):
             # A new iterator draws the loader's seed, and then the sampler one of its own.
-            lives_on = loader.persistent_workers and loader.num_workers > 0
-            following = [self.base_seed, *samplers.next_draws(1)] if lives_on else samplers.next_draws(2)
+            following = [self.base_seed, *samplers.next_draws(1)] if lives_on(loader) else samplers.next_draws(2)
         if isinstance(epoch, TorchEpoch):
             position = epoch.position(delivered, finished)
             named = {"sampler": position.mark}
@@ -197,7 +201,6 @@ class TorchProgress:
     Attributes:
         live: the iterator that has begun an epoch last, by the number of its run, as long as it is alive.
         shown: the run that began last.
-        job: of the newest epoch.
         data: the dataset's fingerprint, once it was needed.
         requests: the calls of ``set_epoch`` of the dataset: workers that live on have copies of it.
         waiting: the newest iterator, if it waits.
@@ -214,7 +217,6 @@ class TorchProgress:
     rng_at_load: torch.Tensor | None = None
     following: list[int] | None = None
     is_of_fabric = False
-    job: Job | None = None
     data: str | None = None
 
     def __init__(self, count: EpochCount) -> None:
@@ -370,6 +372,11 @@ def check_data(loader: Loader) -> None:
         raise TypeError(f"a dataset needs __getitem__, and {type(loader.dataset).__name__} has none")
 
 
+def lives_on(loader: Loader) -> bool:
+    """Return True if the workers of an epoch are those of the next one."""
+    return loader.persistent_workers and loader.num_workers > 0
+
+
 def job_of(loader: Loader, collate_fn: object) -> Job:
     """What the workers of a loader read."""
     batched, seed = loader._auto_collation, int(loader.seed or 0)
@@ -395,7 +402,8 @@ class TorchSteps(KnownSteps):
     def job(self) -> Job:
         """The job of the newest epoch; before the first one, what is known of it."""
         check_data(self._loader)
-        return self._loader._progress.job or job_of(self._loader, self._loader.collate_fn)
+        run = self._loader._progress.shown
+        return job_of(self._loader, self._loader.collate_fn) if run is None else run.job
 
     @property
     def parts(self) -> int:
@@ -411,6 +419,11 @@ class TorchSteps(KnownSteps):
             return max(parts, run.epoch.stream.parts)
         return parts
 
+    @property
+    def left_out(self) -> Callable[[int], tuple[range, ...]]:
+        """Epoch -> the numbers of the batches that it leaves out. The function does not hold the loader."""
+        return partial(self._loader._steps.within, tuple(self._loader.skip), length=partial(len_epoch, self._sampler))
+
     def job_now(self) -> Job:
         is_told, seed = self._loader._progress.count.request is not None, int(self._loader.seed or 0)
         return replace(self.job, seed=seed, base_seed=None, keeps_state=False, tells_epoch=is_told)
@@ -419,7 +432,7 @@ class TorchSteps(KnownSteps):
         progress, count = self._loader._progress, self._loader._progress.count
         live = None if progress.shown is None else progress.live.get(progress.shown.number)
         set_epoch = None if count.request is None else set_epoch_of(self.dataset)
-        reads = live is not None and not live._shutdown and live._num_workers and live._pool.shares_dataset
+        reads = live is not None and not live._shutdown and live._num_workers and live._engine.pool.shares_dataset
         back = lambda: 0 if count.request is None else count.request[1]  # noqa: E731
         return in_epoch(set_epoch, epoch, back, [progress.epoch] if reads else ())
 
@@ -442,7 +455,7 @@ class TorchSteps(KnownSteps):
 
     def checksums(self, epoch: int) -> list[str]:
         found = self._look_up(epoch, range(sys.maxsize), lambda indices: step_checksum([indices]))
-        left_out = self._loader._left_out(epoch)
+        left_out = self.left_out(epoch)
         return [LEFT_OUT if any(step in one for one in left_out) else text for step, text in enumerate(found)]
 
     def _look_up(self, epoch: object, steps: range, of: Callable[[list[Any]], object]) -> list[Any]:
@@ -475,7 +488,7 @@ class TorchSteps(KnownSteps):
             loaded = parsed(LoaderState, progress.pending, ADVICE)
             number, known = loaded.epoch, loaded.sampler
         elif run is not None and isinstance(run.epoch, TorchEpoch):
-            number, known = run.epoch.number, run.epoch.start.state
+            number, known = run.epoch.number, run.epoch.drawn.start.state
         kept = zip(samplers.keep_epochs(self._sampler), (known and known.epochs) or (), strict=False)
         if {named for one, named in kept if not isinstance(one, InOrderSampler)} - {number}:
             raise ValueError(
