@@ -6,6 +6,9 @@ The class is a subclass of torch's `DataLoader` and takes the same arguments wit
 the checks and the attributes are torch's. The iterator is new (`sharded_loader.drop_in`): batches lie in shared memory
 that is reused, killed workers are replaced, errors name the sample, and `state_dict` is exact.
 
+`DataLoader` has the constructor and the documentation. What it passes calls on to is one object, `_reads`: a
+`TorchReading`, which reads in torch's order, or a `ShardedDataLoader`, if an argument asks for its order.
+
 The iterator owns the workers, not the loader. So you can pickle and copy a loader before and between epochs.
 """
 
@@ -16,6 +19,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn
 
 import numpy.typing as npt
@@ -50,7 +54,7 @@ from sharded_loader.sampling.base import nested, tell_epoch
 from sharded_loader.sampling.foreign import text_if_ranks_repeat
 from sharded_loader.sampling.order import warn_of_done_steps
 from sharded_loader.sampling.state import steps_to_skip
-from sharded_loader.sampling.tables import StepCount, check_skip, merged
+from sharded_loader.sampling.tables import check_skip, merged
 from sharded_loader.streams.order import NO_SKIP
 
 if TYPE_CHECKING:
@@ -62,7 +66,7 @@ _TORCHS = torch.utils.data.DataLoader  # programs put this module's class in its
 
 
 class OwnArguments:
-    """Arguments of the drop-in that torch's loader does not have.
+    """Arguments of the drop-in that torch's loader does not have, or has not in torch 2.4 (``in_order``).
 
     They are kept under their names, as torch keeps its own: other libraries build a loader again from its attributes.
     """
@@ -79,25 +83,17 @@ class OwnArguments:
     max_worker_memory: int | str | None
     streams: int | None
     snapshot_every_n_steps: int
+    in_order: bool
 
 
-class ShardedArguments:
-    """Arguments of `ShardedDataLoader` that torch's order cannot have."""
+SHARDED = ("num_replicas", "rank", "mesh", "costs", "evaluate", "steps_per_epoch")
+"""Arguments of `ShardedDataLoader` that torch's order cannot have."""
 
-    num_replicas: int | Literal["auto"] | DeviceMesh | None
-    rank: int | None
-    mesh: DeviceMesh | None
-    costs: Sequence[float] | npt.NDArray[Any] | Callable[[int], float] | None
-    evaluate: bool
-    steps_per_epoch: int | None
+_TORCHS_TOO = {"in_order"} & inspect.signature(_TORCHS).parameters.keys()
+_OURS = {"self", "__class__", "skip", "unknown", *OwnArguments.__annotations__, *SHARDED} - _TORCHS_TOO
 
 
-SHARDED = tuple(ShardedArguments.__annotations__)
-_NEW = {"in_order"} - inspect.signature(_TORCHS).parameters.keys()  # in torch 2.4
-_NOT_TORCHS = {"self", "__class__", "skip", "unknown", *OwnArguments.__annotations__, *SHARDED, *_NEW}
-
-
-class DataLoader(OwnArguments, ShardedArguments, Instruments, torch.utils.data.DataLoader[Batch]):
+class DataLoader(OwnArguments, Instruments, torch.utils.data.DataLoader[Batch]):
     """torch's ``DataLoader`` with this library's engine.
 
     Args:
@@ -152,7 +148,7 @@ class DataLoader(OwnArguments, ShardedArguments, Instruments, torch.utils.data.D
     """
 
     _sharded: ShardedDataLoader[Batch] | int | None = None  # the epoch that it begins with, until it is made
-    _given_order: tuple[Any, ...] = ()  # `shuffle`, `sampler` and `batch_sampler`
+    _given_order: Mapping[str, Any] = MappingProxyType({})  # `shuffle`, `sampler` and `batch_sampler`
     skip: Sequence[tuple[int, int]] = ()  # torchdata's subclass has a constructor that calls no other
 
     def __init__(
@@ -201,18 +197,19 @@ class DataLoader(OwnArguments, ShardedArguments, Instruments, torch.utils.data.D
         if not hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset):  # an array that has a shape
             dataset = as_dataset(dataset, "DataLoader", needs_length=sampler is None and batch_sampler is None)
         is_auto, workers = number_of_workers(num_workers)
-        for name in (*OwnArguments.__annotations__, *SHARDED):
+        self.num_replicas, self.rank, self.mesh = num_replicas, rank, mesh
+        self.costs, self.evaluate, self.steps_per_epoch = costs, evaluate, steps_per_epoch
+        for name in OwnArguments.__annotations__:
             setattr(self, name, given[name])
         self._meter = Meter(dataset, action_and_limit(on_error)[1])
         self._tuner = Tuner(self._meter) if is_auto else None  # it finds the number of workers
         if any(given[name] is not None and given[name] is not False for name in SHARDED):
-            self._sharded, self._given_order = 0, (shuffle, sampler, batch_sampler)
+            self._sharded = 0
+            self._given_order = {"shuffle": shuffle or False, "sampler": sampler, "batch_sampler": batch_sampler}
         self._scales_prefetch = prefetch_factor is None
-        self._progress = TorchProgress(EpochCount())
+        self._progress = TorchProgress(EpochCount(), check_skip(skip))
         self._progress.requests.listen(told_in(dataset) if persistent_workers else [])
-        self._given_skip = check_skip(skip)
-        self.skip = list(self._given_skip)
-        self._steps = StepCount(None)
+        self.skip = list(self._progress.given_skip)
         self._memory = drop_in.DeviceMemory()
         is_ours = sampler is None and batch_sampler is None and self._sharded is None
         if is_ours and not isinstance(dataset, IterableDataset):
@@ -222,12 +219,11 @@ class DataLoader(OwnArguments, ShardedArguments, Instruments, torch.utils.data.D
             elif seed is not None:
                 sampler = InOrderSampler(dataset)
         given |= {"dataset": dataset, "num_workers": workers, "shuffle": shuffle, "sampler": sampler}
-        super().__init__(**{name: value for name, value in given.items() if name not in _NOT_TORCHS})
-        self.in_order = in_order
+        super().__init__(**{name: value for name, value in given.items() if name not in _OURS})
         drop_in.check_arguments(self)
         if isinstance(self._reads, ShardedDataLoader):
             return
-        TorchReading(self).check_skip(self._given_skip)
+        TorchReading(self).check_skip(self._progress.given_skip)
         made: Any = self.batch_sampler if batch_sampler is None else None
         if isinstance(made, BatchSampler) and hasattr(self.sampler, "set_epoch"):
             # transformers and Accelerate wrap the batch sampler and call it there. It stays of torch's own class,
@@ -458,10 +454,11 @@ class DataLoader(OwnArguments, ShardedArguments, Instruments, torch.utils.data.D
             >>> list(batches)
             [tensor([4, 5, 6, 7])]
         """
-        inner, (shuffle, sampler, batches) = need_sharded(self._reads, "rescale"), self._given_order
+        inner, order = need_sharded(self._reads, "rescale"), self._given_order
         inner.rescale(num_replicas, rank, batch_size)
         vars(self).update(num_replicas=num_replicas, rank=rank, mesh=None, batch_size=inner.batch_size)
-        self._given_order = shuffle, sampler, batches if batches is None else inner.batch_sampler
+        if order["batch_sampler"] is not None:
+            self._given_order = {**order, "batch_sampler": inner.batch_sampler}
         self._show_sharded(inner)
 
     def set_weights(self, weights: Sequence[float] | None) -> None:
@@ -508,7 +505,7 @@ class TorchReading(Generic[Batch]):
     It keeps nothing, so it is made for each call: the loader would wait for the garbage collector if it held one.
 
     Args:
-        loader: a loader without an argument of `ShardedArguments`.
+        loader: a loader without one of the arguments in `SHARDED`.
     """
 
     def __init__(self, loader: DataLoader[Batch]) -> None:
@@ -519,7 +516,7 @@ class TorchReading(Generic[Batch]):
         if skip and isinstance(self._loader.dataset, IterableDataset | IterDataPipe | MapDataPipe):
             raise TypeError(NO_SKIP)
         try:
-            self._loader._steps.within(skip, 1, self._steps.length)
+            self._loader._progress.steps.within(skip, 1, self._steps.length)
         except TypeError as error:
             raise ValueError(f"skip counts the steps of all epochs: {error}") from error
 
@@ -600,31 +597,28 @@ class TorchReading(Generic[Batch]):
                 run = progress.known_run()
                 assert run is not None  # the iterator waits
             state, progress.data = run.state_dict(loader), progress.data or fingerprint_of(loader.dataset)
-            if "_sampler" in state and (known := length(loader.dataset)) is not None:
-                state["_length"] = known
             if progress.data is not None:
                 state["_data"] = progress.data
         return {**state, "_skip": list(map(list, loader.skip))} if loader.skip else state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], skip: Sequence[tuple[int, int]] | None) -> None:
-        loader, steps, advice = self._loader, self._steps, ADVICE
+        loader, progress, advice = self._loader, self._loader._progress, ADVICE
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"the state is {an(type(state_dict))}; give what state_dict() has returned")
         kind = "_stream" if isinstance(loader.dataset, IterableDataset) else "_sampler"
         state = parsed(LoaderState, state_dict, advice)
         read_entry(state_dict, kind, anything, advice)
         state.check_length(length(loader.dataset), loader.sampler)
-        given = merged(loader._given_skip, check_skip(skip))
+        given = merged(progress.given_skip, check_skip(skip))
         saved = read_entry({"_skip": (), **state_dict}, "_skip", steps_to_skip, advice)
         self.check_skip(given)
         if given and state.sampler is not None:
-            warn_of_done_steps(
-                given, saved, loader._steps.before(state.epoch or 0, steps.length) + state.sampler.yielded
-            )
+            before = progress.steps.before(state.epoch or 0, self._steps.length)
+            warn_of_done_steps(given, saved, before + state.sampler.yielded)
         warn_of_other_data(state_dict.get("_data"), fingerprint_of(loader.dataset))
-        loader._given_skip, loader.skip = given, list(merged(given, saved))
+        progress.given_skip, loader.skip = given, list(merged(given, saved))
         # `set_epoch` after this decides, as it would have at the end of an epoch.
-        loader._progress.load(copy.deepcopy(dict(state_dict)), state.epoch_to_begin)
+        progress.load(copy.deepcopy(dict(state_dict)), state.epoch_to_begin)
         sampler, shuffle = loader.sampler, state.sampler and state.sampler.shuffle
         if isinstance(sampler, ShuffleSampler):
             sampler.is_named, sampler.seed = False, (shuffle or {}).get("seed", sampler.seed)
@@ -651,24 +645,22 @@ def make_sharded(loader: DataLoader[Any]) -> ShardedDataLoader[Any]:
     Raises:
         TypeError, ValueError: they contradict each other.
     """
-    shuffle, sampler, batch_sampler = loader._given_order
+    batch_size = loader.batch_size if loader._given_order["batch_sampler"] is None else None
     wrong = {"generator": loader.generator is not None, "in_order": not loader.in_order}
     for name in (name for name, is_wrong in wrong.items() if is_wrong):
         text = f"{name} goes with torch's order, and {' and '.join(SHARDED)} with another"
         raise ValueError(f"{text}: {arguments.INSTEAD[name]}")
-    if batch_sampler is None and loader.batch_size is None:
+    if batch_size is None and loader._given_order["batch_sampler"] is None:
         raise ValueError("batch_size=None gives single samples, and this order is one of batches: give a batch_size")
     options = {name: getattr(loader, name) for name in (*SHARDED, *KEPT)}
     return ShardedDataLoader(
         loader.dataset,
-        batch_size=loader.batch_size if batch_sampler is None else None,
-        shuffle=shuffle or False,
-        sampler=sampler,
-        batch_sampler=batch_sampler,
+        batch_size=batch_size,
         collate_fn=batchify_fn_of(loader.collate_fn, batched=True),
         num_workers=0 if loader._tuner is None else "auto",
         pool=drop_in.make_pool(loader),
         prefetch_factor=None if loader._scales_prefetch else loader.prefetch_factor,
-        skip=loader._given_skip or None,
+        skip=loader._progress.given_skip or None,
+        **loader._given_order,
         **options,
     )

@@ -23,10 +23,10 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import IterableDataset, _utils
@@ -43,16 +43,8 @@ from sharded_loader.devices.names import accelerators, find_devices
 from sharded_loader.devices.placement import Placer
 from sharded_loader.drop_in import sampler as samplers
 from sharded_loader.drop_in.pinning import Pinner
-from sharded_loader.drop_in.sampler import SamplerStart, TorchEpoch
-from sharded_loader.drop_in.state import (
-    LoaderState,
-    TorchRun,
-    TorchSteps,
-    check_data,
-    job_of,
-    lives_on,
-    stream_epoch,
-)
+from sharded_loader.drop_in.sampler import Points, SamplerStart, Skips, TorchEpoch
+from sharded_loader.drop_in.state import LoaderState, TorchRun, TorchSteps, check_data, job_of, lives_on, stream_epoch
 from sharded_loader.engine.messages import PartPoint
 from sharded_loader.extend import Pipeline, Pool, Task
 from sharded_loader.loader import arguments
@@ -247,28 +239,13 @@ class Engine:
         return [self.views.setdefault(handle, WorkerView(handle)) for handle in handles]
 
     def shut_down(self) -> None:
-        """End the workers, but not for good: `close` does."""
-        self.shown()  # afterwards they are known no more
+        """End the workers. Memory that a device reads is kept for those of another iterator."""
+        self.shown()  # the pool forgets them
         _let_go(self.views)
         if not self.pipeline.is_open_step:  # otherwise an exception has struck, and the arena may be wrong
             self._memory.take_back(self.pool, self.placement)
         self.pipeline.close()
         self.placement.closer()()
-
-
-class _Beginning(NamedTuple):
-    """How an epoch begins.
-
-    Attributes:
-        start: starts the sampler; None: of iterable data.
-        drawn: the seed that the epoch would have drawn when a state of the end before it was saved. None: it draws now.
-            It does so, too, if the program has seeded, or used, the default generator since it loaded the state.
-        following: what the epoch after it draws, if it goes on from a state.
-    """
-
-    start: SamplerStart | None
-    drawn: int | None
-    following: list[int] | None
 
 
 class LoaderIterator(_BaseDataLoaderIter):
@@ -283,7 +260,8 @@ class LoaderIterator(_BaseDataLoaderIter):
     """
 
     run: TorchRun
-    _waits: tuple[Loader, Any] | None = None  # until the first `next`: for what was planned, see `TorchProgress.asked`
+    # Until the first `next`: the loader, and what was planned for: the last ``set_epoch``, and the loaded state.
+    _waits: tuple[Loader, Any] | None = None
 
     def __init__(self, loader: Loader, state: LoaderState | None = None) -> None:
         check_data(loader)
@@ -294,17 +272,17 @@ class LoaderIterator(_BaseDataLoaderIter):
         dataset: Any = loader.dataset
         if draws and generator is not None and saved is not None:
             samplers.set_generator(generator, saved)
-        plan = self._plan_for(loader, state)
+        drawn = self._plan(loader, state)
         if draws and state is not None and state.sampler is not None and loader.num_workers == 0:
             # The dataset may restore the global generator, so this comes before the next epoch draws its seed.
             datasets = state.sampler.datasets
             if datasets and datasets[-1] is not None and is_stateful(dataset):
                 dataset.load_state_dict(copy.deepcopy(datasets[-1]))
         super().__init__(loader)
-        if plan.start is not None:
-            plan.start.put_back()  # torch has asked for items that may not be used
-        if plan.drawn is not None:
-            self._base_seed = plan.drawn
+        if self._start is not None:
+            self._start.put_back()  # torch has asked for items that may not be used
+        if drawn is not None:
+            self._base_seed = drawn
         if not draws:
             if generator is not None and saved is not None:
                 samplers.set_generator(generator, saved)
@@ -312,7 +290,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._is_stream = isinstance(loader.dataset, IterableDataset)
         self._engine, self._shutdown = Engine(loader, self._pin_memory, self._pin_memory_device), False
         self._begin(loader, state, self._sampler_iter if loader.num_workers == 0 else None)
-        if plan.drawn is not None:  # what this iterator has drawn changes nothing for others that begin at this state
+        if drawn is not None:  # what this iterator has drawn changes nothing for others that begin at this state
             loader._progress.rng_at_load = torch.get_rng_state()
 
     def _reset(self, loader: Loader, first_iter: bool = False) -> None:
@@ -323,24 +301,28 @@ class LoaderIterator(_BaseDataLoaderIter):
         if isinstance(self._engine.pool, ProcessPool):
             then = "Persistent workers still have the old one: leave out persistent_workers, or make a new loader"
             warn_of_length(self._dataset, self._engine.length, self._engine.pool.notices, then)
-        plan = self._plan_for(loader, None)
+        self._plan(loader, None)
         super()._reset(loader, first_iter)
-        if plan.start is not None:
-            plan.start.put_back()
+        if self._start is not None:
+            self._start.put_back()
         self._begin(loader, None, self._sampler_iter, self.run)
 
-    def _plan_for(self, loader: Loader, state: LoaderState | None) -> _Beginning:
-        """Plan an epoch, and prepare the start of its sampler."""
+    def _plan(self, loader: Loader, state: LoaderState | None) -> int | None:
+        """Prepare the start of the sampler, if the data has one, and say which seed the epoch draws.
+
+        Returns:
+            The seed that the next epoch would have drawn when a state of an epoch's end was saved. None: it draws now.
+            It does so, too, if the program has seeded, or used, the default generator since it loaded the state.
+        """
         progress, seed, of_sampler = loader._progress, None, None
-        start = None if isinstance(loader.dataset, IterableDataset) else start_of(loader, state)
+        self._start = None if isinstance(loader.dataset, IterableDataset) else start_of(loader, state)
         loaded_at, draws = progress.rng_at_load, progress.following if state is None else state.next_draws
-        following = draws if state is not None and not state.finished else None
-        if draws and not following and loaded_at is not None and torch.equal(loaded_at, torch.get_rng_state()):
+        self._following = draws if state is not None and not state.finished else None
+        if draws and not self._following and loaded_at is not None and torch.equal(loaded_at, torch.get_rng_state()):
             seed, of_sampler = draws
-        if start is not None and start.shuffle is not None:
-            start.shuffle.expect(of_sampler)
-        self._plan = _Beginning(start, seed, following)
-        return self._plan
+        if self._start is not None and self._start.shuffle is not None:
+            self._start.shuffle.expect(of_sampler)
+        return seed
 
     def _begin(
         self, loader: Loader, state: LoaderState | None, items: Iterator[object] | None, before: TorchRun | None = None
@@ -352,7 +334,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             items: the sampler's iterator. None: `SamplerStart` asks for it. With workers, torch asks a second time too.
             before: the run before this one, of the same workers.
         """
-        is_new, workers, start = state is None or state.finished, self._num_workers, self._plan.start
+        is_new, workers, start = state is None or state.finished, self._num_workers, self._start
         # Ignore the state if its epoch was finished and the workers were not persistent: the next epoch starts new
         # workers with new seeds.
         if is_new and workers > 0 and not lives_on(loader):
@@ -363,17 +345,15 @@ class LoaderIterator(_BaseDataLoaderIter):
         number = None if start is None else start.epoch_of_seed()
         if number is None:
             number = loader._progress.count.next_epoch if state is None or is_new else state.epoch or 0
-        base = drawn if loader.seed is None and loader._tuner is None else None  # None: nothing depends on the workers
-        seed = drawn if loader.seed is None else int(loader.seed)
-        job = replace(job_of(loader, self._collate_fn), seed=seed, base_seed=base)
-        points: Mapping[int, PartPoint] = {}
+        job = job_of(loader, self._collate_fn, drawn)
+        points: Points = {}
         if before is not None:
             points = before.points_at_start if self._waits is not None else before.after()
         epoch: TorchEpoch | StreamEpoch
         unread, of_epoch = set[int](), None
         if start is None:
             behind = {} if before is None else {part: points[part] for part in before.unread & points.keys()}
-            epoch = stream_epoch(loader, seed, state, behind)
+            epoch = stream_epoch(loader, job.seed, state, behind)
             unread = {part for part, point in epoch.at_beginning().points.items() if point.ended}
             job = replace(job, stream=epoch.stream._replace(tells_epoch=False))
             epochs = (getattr(one, "epoch", None) for one in told_in(loader.dataset, nearest=True))
@@ -398,11 +378,10 @@ class LoaderIterator(_BaseDataLoaderIter):
         if workers == 0:
             self._prime(is_new)
         # Until the first `next` the loader is what it was: an iterator that reads nothing changes nothing.
-        self._waits, loader._progress.waiting = (loader, loader._progress.asked()), self
+        progress = loader._progress
+        self._waits, progress.waiting = (loader, (progress.count.request, progress.pending)), self
 
-    def _sampler_epoch(
-        self, start: SamplerStart, items: Any, points: Mapping[int, PartPoint], left_out: Callable[[int], Any]
-    ) -> TorchEpoch:
+    def _sampler_epoch(self, start: SamplerStart, items: Any, points: Points, left_out: Skips) -> TorchEpoch:
         """An epoch of map-style data.
 
         Args:
@@ -443,10 +422,10 @@ class LoaderIterator(_BaseDataLoaderIter):
         if is_stale or progress.pending is not pending or (is_named and pending is not None):
             self._make_again(loader)
         elif is_named:
-            self._plan = self._plan._replace(start=start_of(loader, None))
+            self._start = start_of(loader, None)
             self._begin(loader, None, None, self.run)
         with uninterrupted():
-            self._waits, progress.following = None, self._plan.following
+            self._waits, progress.following = None, self._following
             progress.begun(self.run, self)
 
     def _prime(self, is_new: bool) -> None:
@@ -499,7 +478,7 @@ class LoaderIterator(_BaseDataLoaderIter):
     # -- workers --------------------------------------------------------------------------------------------
 
     def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        # After a ``break``: so that the loader keeps the memory. `_closer` sees to the rest.
+        # After a ``break``: so that the loader keeps the memory. `Engine.close` sees to the rest.
         if _is_finalizing() or getattr(self, "_shutdown", True):
             return
         if self._engine.placement.devices is not None and os.getpid() == self._engine.pipeline.pid:
@@ -530,38 +509,39 @@ def _let_go(views: dict[Any, WorkerView]) -> None:
     """The loader is about to end the workers."""
     for view in views.values():
         if view.is_alive():
-            view.let_go()
+            view.handle = None
 
 
 class WorkerView:
-    """A worker process as torch's iterator shows it to programs that watch or kill workers."""
+    """A worker process as torch's iterator shows it to programs that watch or kill workers.
+
+    Attributes:
+        handle: of the process, with its shared memory; None: the loader has ended it.
+        pid: the process id.
+    """
 
     def __init__(self, handle: Any) -> None:
-        self._handle = handle
+        self.handle = handle
         self.pid: int = handle.pid
 
     def is_alive(self) -> bool:
         """Whether the process runs."""
-        return self._handle is not None and bool(self._handle.is_alive())
-
-    def let_go(self) -> None:
-        """Drop the handle, which holds shared memory: the loader has ended the process."""
-        self._handle = None
+        return self.handle is not None and bool(self.handle.is_alive())
 
     @property
     def exitcode(self) -> int | None:
         """The exit code; None while the process runs. As in torch, 0 if the loader has ended it."""
-        return None if self.is_alive() else getattr(self._handle, "exitcode", None) or 0
+        return None if self.is_alive() else getattr(self.handle, "exitcode", None) or 0
 
     def join(self, timeout: float | None = None) -> None:
         """Wait until the process has ended."""
-        if self._handle is not None:
-            self._handle.wait(timeout)
+        if self.handle is not None:
+            self.handle.wait(timeout)
 
     def terminate(self) -> None:
         """Kill the process."""
-        if self._handle is not None:
-            self._handle.kill()
+        if self.handle is not None:
+            self.handle.kill()
 
     kill = terminate
 

@@ -127,11 +127,8 @@ class ShuffleSampler(RandomSampler):
             before: what this has returned for the same iterator. Others may have drawn since, or have begun.
         """
         self._next = (before or {}).get("next", self._next)
-        return {"next": list(self._decided())} if self._draws else self.end_state()
-
-    @property
-    def _draws(self) -> bool:
-        return self.generator is None and self.seed is None
+        draws = self.generator is None and self.seed is None
+        return {"next": list(self._decided())} if draws else self.end_state()
 
     def end_state(self) -> dict[str, Any]:
         """What decides the epochs after this one, as far as that is known at its end. It draws nothing."""
@@ -561,6 +558,13 @@ class _Planned(NamedTuple):
     point: PartPoint | None = None
 
 
+Points = Mapping[int, PartPoint]
+"""Worker -> its position, with the state of its dataset. A new worker has no entry."""
+
+Skips = Callable[[int], Sequence[range]]
+"""The number of an epoch -> the numbers of the sampler's items that are left out."""
+
+
 class TorchEpoch(Epoch):
     """One epoch of a sampler that belongs to the user, as torch reads it: once, from its beginning, in this process.
 
@@ -571,21 +575,15 @@ class TorchEpoch(Epoch):
             sampler's ``set_epoch`` after ``iter(loader)``.
         lanes: the number of workers, at least 1.
         batched: whether an item is a list of indices; otherwise it is a single index.
-        points: worker -> its position, with the state of its dataset. A new worker has no entry.
+        points: at the beginning.
         keeps_state: the dataset has a state, which each worker keeps.
-        skips: number of the epoch -> the numbers of the sampler's items that are left out.
+        skips: what is left out.
     """
 
     takes_turns = True
 
     def __init__(
-        self,
-        start: SamplerStart,
-        lanes: int,
-        batched: bool,
-        points: Mapping[int, PartPoint],
-        keeps_state: bool,
-        skips: Callable[[int], Sequence[range]] = lambda number: (),
+        self, start: SamplerStart, lanes: int, batched: bool, points: Points, keeps_state: bool, skips: Skips
     ) -> None:
         self.drawn, self._batched, self._skips = DrawnItems(start), batched, skips
         self._left_out: Sequence[range] = ()

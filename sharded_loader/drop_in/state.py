@@ -37,7 +37,7 @@ from sharded_loader.drop_in import sampler as samplers
 from sharded_loader.drop_in.collate import batchify_fn_of
 from sharded_loader.drop_in.sampler import EpochCount, InOrderSampler, SamplerState, ShuffleSampler, TorchEpoch
 from sharded_loader.drop_in.trainers import counted_by_fabric, fetched_by_lightning
-from sharded_loader.engine.epoch_requests import EpochRequest, EpochRequests
+from sharded_loader.engine.epoch_requests import EpochRequests
 from sharded_loader.engine.messages import PartPoint
 from sharded_loader.engine.split import plain_indices
 from sharded_loader.extend import Job, Position, Run
@@ -47,6 +47,7 @@ from sharded_loader.sampling.base import nested
 from sharded_loader.sampling.foreign import len_epoch, read_twice, table_of, undisturbed
 from sharded_loader.sampling.order import LEFT_OUT, step_checksum
 from sharded_loader.sampling.state import Signature, arguments_of, dump, kind_of, seed_of
+from sharded_loader.sampling.tables import StepCount
 from sharded_loader.streams.epoch import StreamEpoch
 from sharded_loader.streams.order import StreamOrder
 from sharded_loader.streams.state import parse
@@ -147,7 +148,7 @@ class TorchRun(Run):
             following = [self.base_seed, *samplers.next_draws(1)] if lives_on(loader) else samplers.next_draws(2)
         if isinstance(epoch, TorchEpoch):
             position = epoch.position(delivered, finished)
-            named = {"sampler": position.mark}
+            named = {"sampler": position.mark, "length": length(loader.dataset)}
             datasets = position.mark.datasets or [None] * max(1, loader.num_workers)
             snapshots = [{"dataset_state": dataset, "fetcher_state": None} for dataset in datasets]
         else:
@@ -203,6 +204,8 @@ class TorchProgress:
         shown: the run that began last.
         data: the dataset's fingerprint, once it was needed.
         requests: the calls of ``set_epoch`` of the dataset: workers that live on have copies of it.
+        given_skip: the steps to leave out that were given, without those of a loaded state.
+        steps: counts the steps before each epoch.
         waiting: the newest iterator, if it waits.
         is_promised: a state was taken of the epoch that ``waiting`` begins: the next ``iter()`` returns it.
         rng_at_load: the state of torch's default generator when a state was loaded.
@@ -219,22 +222,23 @@ class TorchProgress:
     is_of_fabric = False
     data: str | None = None
 
-    def __init__(self, count: EpochCount) -> None:
-        self.count, self.requests = count, EpochRequests()
+    def __init__(self, count: EpochCount, given_skip: tuple[tuple[int, int], ...]) -> None:
+        self.count, self.requests, self.given_skip, self.steps = count, EpochRequests(), given_skip, StepCount(None)
         self.live: weakref.WeakValueDictionary[int, LoaderIterator] = weakref.WeakValueDictionary()
 
     def __reduce__(self) -> Any:  # a copy of the loader has its own iterators and states
-        return TorchProgress, (copy.copy(self.count),), {"requests": self.requests, "data": self.data}
+        kept = {"requests": self.requests, "data": self.data, "steps": self.steps}
+        return TorchProgress, (copy.copy(self.count), self.given_skip), kept
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the one that begins next."""
-        self._forget_waiting()
+        self.waiting, self.is_promised = None, False
         self.count.note(epoch)
 
     def load(self, state: dict[str, Any], epoch: int) -> None:
         """Make the next epoch, number ``epoch``, begin at a state. ``set_epoch`` after this counts."""
         self.pending, self.rng_at_load = state, torch.get_rng_state()
-        self._forget_waiting()
+        self.waiting, self.is_promised = None, False
         self.count.set_epoch(epoch)
 
     def state_to_begin(self, sampler: object) -> LoaderState | None:
@@ -250,9 +254,6 @@ class TorchProgress:
         self.live.clear()  # an iterator with persistent workers has one run after the other
         self.live[run.number], self.pending, self.shown = iterator, None, run
         self.count.set_epoch(run.epoch.number + 1)
-        self._forget_waiting()
-
-    def _forget_waiting(self) -> None:
         self.waiting, self.is_promised = None, False
 
     def promised(self) -> LoaderIterator | None:
@@ -273,10 +274,6 @@ class TorchProgress:
         run, coming = self.shown, self.count.next_epoch
         goes_on = self.pending is None and run is not None and not run.ended and run.epoch.number + 1 == coming
         return coming - goes_on
-
-    def asked(self) -> tuple[EpochRequest | None, dict[str, Any] | None]:
-        """What decides a plan: the last call of ``set_epoch``, and the state that was loaded."""
-        return self.count.request, self.pending
 
 
 # -- epochs that go on from a state ------------------------------------------------------------------------------------
@@ -377,12 +374,12 @@ def lives_on(loader: Loader) -> bool:
     return loader.persistent_workers and loader.num_workers > 0
 
 
-def job_of(loader: Loader, collate_fn: object) -> Job:
-    """What the workers of a loader read."""
-    batched, seed = loader._auto_collation, int(loader.seed or 0)
-    batchify = batchify_fn_of(collate_fn, batched=batched)
-    action, _ = action_and_limit(loader.on_error)
-    return Job(loader.dataset, batchify, seed, action, in_bulk=batched, tells_epoch=False)
+def job_of(loader: Loader, collate_fn: object, drawn: int | None = None) -> Job:
+    """What the workers of a loader read, in an epoch that has drawn a seed."""
+    batched, seed = loader._auto_collation, int((drawn or 0) if loader.seed is None else loader.seed)
+    base = drawn if loader.seed is None and loader._tuner is None else None  # None: nothing depends on the workers
+    batchify, (action, _) = batchify_fn_of(collate_fn, batched=batched), action_and_limit(loader.on_error)
+    return Job(loader.dataset, batchify, seed, action, in_bulk=batched, base_seed=base, tells_epoch=False)
 
 
 # -- any step ----------------------------------------------------------------------------------------------------------
@@ -422,7 +419,9 @@ class TorchSteps(KnownSteps):
     @property
     def left_out(self) -> Callable[[int], tuple[range, ...]]:
         """Epoch -> the numbers of the batches that it leaves out. The function does not hold the loader."""
-        return partial(self._loader._steps.within, tuple(self._loader.skip), length=partial(len_epoch, self._sampler))
+        return partial(
+            self._loader._progress.steps.within, tuple(self._loader.skip), length=partial(len_epoch, self._sampler)
+        )
 
     def job_now(self) -> Job:
         is_told, seed = self._loader._progress.count.request is not None, int(self._loader.seed or 0)

@@ -26,7 +26,7 @@ def read(
     if state is None:
         start.begin()
     start.settle()
-    return TorchEpoch(start, lanes, batched, {}, keeps_state)
+    return TorchEpoch(start, lanes, batched, {}, keeps_state, lambda number: ())
 
 
 def item_of(epoch: TorchEpoch, seq: int) -> Any:
