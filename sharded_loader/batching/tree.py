@@ -392,7 +392,7 @@ def to_torch(tree: Any) -> Any:
         if set(map(type, arrays)) != _ARRAYS or len(set(map(id, arrays))) != len(tree):
             arrays = ()
     if not arrays:
-        return map_leaves(_leaf_to_torch, tree, skip=ATOMS)
+        return map_leaves(_leaf_to_torch, tree, skip=_atoms_and_tensors())
     import torch
 
     leaves: Any = []
@@ -405,6 +405,13 @@ def to_torch(tree: Any) -> Any:
     if kind is dict:
         return dict(zip(tree, leaves, strict=True))
     return leaves[0] if kind is np.ndarray else kind(leaves)
+
+
+@functools.cache
+def _atoms_and_tensors() -> frozenset[type]:
+    import torch
+
+    return ATOMS | {torch.Tensor}
 
 
 def _leaf_to_torch(leaf: object) -> Any:
@@ -511,14 +518,10 @@ def check_no_grad(tensors: Samples) -> None:
 def is_plain(tensors: Samples) -> bool:
     """Whether these are torch's own dense tensors in host memory, so that their bytes can be written anywhere."""
     torch: Any = sys.modules["torch"]
+    if set(map(type, tensors)) != {torch.Tensor}:
+        return False
     first = tensors[0]
-    return (
-        set(map(type, tensors)) == {torch.Tensor}
-        and bool(first.is_cpu)
-        and first.layout is torch.strided
-        and not first.is_quantized
-        and not first.is_nested
-    )
+    return bool(first.is_cpu) and first.layout is torch.strided and not (first.is_quantized or first.is_nested)
 
 
 def is_column(tensor: Any) -> bool:
@@ -530,7 +533,7 @@ def is_column(tensor: Any) -> bool:
 
 def numpy_can(tensors: Samples) -> bool:
     """Whether these tensors can be read as NumPy arrays without a copy."""
-    return all(dtype_name(tensor.dtype) in NUMPY_NAMES and is_plain([tensor]) for tensor in tensors)
+    return all(numpy_dtype(tensor.dtype) is not None and is_plain([tensor]) for tensor in tensors)
 
 
 def dtype_name(dtype: object) -> str:
@@ -544,6 +547,19 @@ def dtype_name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+@functools.cache  # asked for each column of each batch
+def numpy_dtype(dtype: object) -> Dtype | None:
+    """NumPy's dtype for one of torch's; None where NumPy has none.
+
+    Example:
+        >>> import torch
+        >>> numpy_dtype(torch.float32), numpy_dtype(torch.bfloat16)
+        (dtype('float32'), None)
+    """
+    name = dtype_name(dtype)
+    return np.dtype(name) if name in NUMPY_NAMES else None
+
+
 def as_numpy(tensor: torch.Tensor) -> Array:
     """The memory of a plain host tensor as an array; as integers of the same size where NumPy lacks the dtype.
 
@@ -552,7 +568,7 @@ def as_numpy(tensor: torch.Tensor) -> Array:
         >>> as_numpy(torch.ones(2, dtype=torch.bfloat16))
         array([16256, 16256], dtype=int16)
     """
-    if dtype_name(tensor.dtype) in NUMPY_NAMES:
+    if numpy_dtype(tensor.dtype) is not None:
         return tensor.numpy()
     torch: Any = sys.modules["torch"]
     array: Array = tensor.view(getattr(torch, f"int{8 * tensor.dtype.itemsize}")).numpy()
@@ -562,9 +578,9 @@ def as_numpy(tensor: torch.Tensor) -> Array:
 def empty_tensor(shape: tuple[int, ...], dtype: torch.dtype, empty: Empty) -> tuple[Array | None, torch.Tensor]:
     """A host tensor over memory from ``empty``, and the array that is the same memory where NumPy has the dtype."""
     torch: Any = sys.modules["torch"]
-    name = dtype_name(dtype)
-    if name in NUMPY_NAMES:
-        array = empty(shape, np.dtype(name))
+    known = numpy_dtype(dtype)
+    if known is not None:
+        array = empty(shape, known)
         return array, torch.from_numpy(array)
     # bfloat16, float8, complex32: integers of the same size lend their memory.
     memory = empty(shape, np.dtype(f"i{dtype.itemsize}"))

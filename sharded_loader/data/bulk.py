@@ -468,10 +468,10 @@ def gather_rows(columns: Sequence[Any], where: Int64s, empty: Empty) -> list[Any
         elif is_column(column):
             # By NumPy, not index_select: that wakes torch's threads, which on two busy cores took 840 us where
             # one thread took 78 (256 rows of 3x32x32 uint8).
-            held, tensor = empty_tensor((count, *column.shape[1:]), column.dtype, empty)
+            dtype, column = column.dtype, as_numpy(column)
+            held, tensor = empty_tensor((count, *column.shape[1:]), dtype, empty)
             out = as_numpy(tensor) if held is None else held
             fields.append(tensor)
-            column = as_numpy(column)
         else:
             fields.append(_other_rows(column, where, empty))
             continue
@@ -549,7 +549,8 @@ def checked_indices(indices: object, length: int) -> Int64s:
         return np.empty(0, np.int64)
     if array.dtype.kind not in "iu" or array.ndim != 1:
         raise TypeError(f"indices of dtype {array.dtype} and shape {array.shape}: give a flat list of integers")
-    array = array.astype(np.int64, copy=False)
+    if array.dtype != np.int64:
+        array = array.astype(np.int64)
     # One reduction for the usual case (a negative number is a large unsigned one): 0.9 us against 1.5.
     if int(np.maximum.reduce(array.view(np.uint64))) < length:
         return array

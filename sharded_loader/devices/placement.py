@@ -270,7 +270,7 @@ class Placer:
             return [self._pinner.begin(self._in_host_memory(shard)) for shard in shards]
         if self._ahead.count < self._ahead.wanted:
             self._ahead.retry()
-        begun = list[PendingCopy]()
+        begun: list[PendingCopy] = []
         for place, (device, shard) in enumerate(zip(self.devices or itertools.repeat(_CPU), shards, strict=False)):
             try:
                 copies = self.copies[device]

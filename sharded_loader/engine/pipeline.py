@@ -243,7 +243,7 @@ class Scheduler:
             if planned is None:
                 run.exhausted = True
                 break
-            if isinstance(planned, Task) and self.split.num_shards is not None:
+            if self.split.num_shards is not None and isinstance(planned, Task):
                 try:
                     planned = self.split.sharded(planned)
                 except Exception as raised:
@@ -263,7 +263,8 @@ class Scheduler:
             window.append(entry)
             run.planned = seq + 1
             del planned, entry  # as in `Pipeline.next`
-        tasks, now = list[Task](), host_clock.now() if self.is_timed and workers else 0.0
+        tasks: list[Task] = []
+        now = host_clock.now() if self.is_timed and workers else 0.0
         while len(tasks) < pool.room:
             if len(self._runs) > 1:
                 run = min(self._runs.values(), key=Run.distance)
@@ -511,17 +512,21 @@ class Pipeline:
                 pool.submit(tasks)
             if not window:
                 return None
-            if not pool.started:
-                self._recover()  # the pool itself was closed
-                continue
-            blocks = all(one.result is None for one in (window if run.epoch.any_order else (window[0],)))
+            blocks = window[0].result is None
+            if run.epoch.any_order:
+                blocks = all(one.result is None for one in window)
             if blocks and not run.waits_since and pool.num_workers:
                 run.waits_since = host_clock.now()
                 due = run.waits_since + PATIENCE
             try:
-                self.runs.file(pool.wait(blocks))
+                results = pool.wait(blocks)
             except PoolBroken as broken:
                 self.runs.fail(broken.error)
+                continue
+            self.runs.file(results)
+            if not results and not pool.started:
+                self._recover()  # the pool itself was closed
+            del results
             if not window:
                 continue
             if run.epoch.any_order:

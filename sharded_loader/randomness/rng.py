@@ -381,9 +381,9 @@ class SampleScope:
     seed: int
     epoch: int
     index: Any = NO_SAMPLE
-    indices: Sequence[Any] = ()
-    items: Iterator[Any] | None = None
-    drawn: tuple[int, np.random.Generator] | None = None
+    indices: Sequence[Any] = field(default=(), init=False)
+    items: Iterator[Any] | None = field(default=None, init=False)
+    drawn: tuple[int, np.random.Generator] | None = field(default=None, init=False)
     owners: dict[int, Any] = field(default_factory=dict)
     is_cached: bool = False
 
