@@ -45,7 +45,7 @@ from sharded_loader.extend import Epoch, Position, Result, Sampler, Task
 from sharded_loader.randomness.rng import derive_key
 from sharded_loader.sampling import foreign
 from sharded_loader.sampling.base import is_own, nested
-from sharded_loader.sampling.foreign import ForeignItems, known_length, loaded, rank_of
+from sharded_loader.sampling.foreign import ForeignItems, known_length, rank_of
 from sharded_loader.sampling.state import Checkpoint
 from sharded_loader.sampling.tables import bytes_of_one
 
@@ -446,12 +446,12 @@ class SamplerStart:
                 self._load_between(mark.state)
                 yield iter(() if mark.finished else self.sampler), self.stateful
             else:
-                yield loaded(self.sampler, self.stateful, copy.deepcopy(mark.state))
+                yield foreign.loaded(self.sampler, self.stateful, copy.deepcopy(mark.state))
             return
         saved = (self.state.rng if self._draws else None) or [[]]
         with torch.random.fork_rng(devices=[]):
             _set_all(self._sources, saved[0])
-            items, stateful = loaded(self.sampler, self.stateful, copy.deepcopy(mark.state))
+            items, stateful = foreign.loaded(self.sampler, self.stateful, copy.deepcopy(mark.state))
             if mark.state is None or stateful is None:
                 _set_all(self._sources, saved[-1])
                 items = self.first(items)

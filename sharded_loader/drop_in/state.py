@@ -19,7 +19,6 @@ from __future__ import annotations
 import copy
 import itertools
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -42,6 +41,7 @@ from sharded_loader.engine.messages import PartPoint
 from sharded_loader.engine.split import plain_indices
 from sharded_loader.extend import Job, Position, Run
 from sharded_loader.loader.arguments import action_and_limit, length
+from sharded_loader.loader.epochs import Place
 from sharded_loader.loader.lookup import KnownSteps, in_epoch
 from sharded_loader.sampling.base import nested
 from sharded_loader.sampling.foreign import len_epoch, read_twice, table_of, undisturbed
@@ -193,14 +193,15 @@ def _snapshot(position: Position, part: int) -> dict[str, Any]:
     return {"dataset_state": dataset, "fetcher_state": fetcher}
 
 
-class TorchProgress:
-    """The position of a loader. ``pending`` is the state that was loaded: the next epoch begins there, whatever it is.
+class TorchProgress(Place):
+    """The position of a loader that reads in torch's order; `Place` draws its states.
 
-    An epoch begins when an iterator is asked for its first batch. Until then the iterator waits, with a plan. It plans
-    again if a state was loaded since, or ``set_epoch`` was called.
+    ``pending`` is the state that was loaded: the next epoch begins there, whatever it is. An epoch begins when an
+    iterator is asked for its first batch. Until then the iterator waits, with a plan. It plans again if a state was
+    loaded since, or ``set_epoch`` was called.
 
     Attributes:
-        live: the iterator that has begun an epoch last, by the number of its run, as long as it is alive.
+        live: as of `Place`, but only the iterator that has begun an epoch last.
         shown: the run that began last.
         data: the dataset's fingerprint, once it was needed.
         requests: the calls of ``set_epoch`` of the dataset: workers that live on have copies of it.
@@ -216,15 +217,15 @@ class TorchProgress:
     shown: TorchRun | None = None
     pending: dict[str, Any] | None = None
     waiting: LoaderIterator | None = None
-    is_promised = False
+    keeps, is_promised = True, False
     rng_at_load: torch.Tensor | None = None
     following: list[int] | None = None
     is_of_fabric = False
     data: str | None = None
 
     def __init__(self, count: EpochCount, given_skip: tuple[tuple[int, int], ...]) -> None:
+        super().__init__(count)
         self.count, self.requests, self.given_skip, self.steps = count, EpochRequests(), given_skip, StepCount(None)
-        self.live: weakref.WeakValueDictionary[int, LoaderIterator] = weakref.WeakValueDictionary()
 
     def __reduce__(self) -> Any:  # a copy of the loader has its own iterators and states
         kept = {"requests": self.requests, "data": self.data, "steps": self.steps}
@@ -249,12 +250,10 @@ class TorchProgress:
         self.is_of_fabric = counted_by_fabric(state.epoch_to_begin)
         return state if self.is_of_fabric else at_named_epoch(state, sampler, self.count)
 
-    def begun(self, run: TorchRun, iterator: LoaderIterator) -> None:
-        """An epoch has begun, with its first batch: the one after it is next."""
+    def begun(self, run: Any, iterator: object) -> None:
         self.live.clear()  # an iterator with persistent workers has one run after the other
-        self.live[run.number], self.pending, self.shown = iterator, None, run
-        self.count.set_epoch(run.epoch.number + 1)
-        self.waiting, self.is_promised = None, False
+        super().begun(run, iterator)
+        self.shown, self.waiting, self.is_promised = run, None, False
 
     def promised(self) -> LoaderIterator | None:
         """The iterator that was promised. It is so once."""
@@ -263,7 +262,7 @@ class TorchProgress:
 
     def known_run(self) -> TorchRun | None:
         """The run whose state is the loader's; None: no iterator is there. One that waits is promised."""
-        if self.waiting is None or not (self.shown is None or self.shown.ended):
+        if self.waiting is None or self.run() is not None:
             return self.shown
         self.is_promised = True
         return self.waiting.run
@@ -271,9 +270,8 @@ class TorchProgress:
     @property
     def epoch(self) -> int:
         """The number of the epoch that is read, or of the one that begins next."""
-        run, coming = self.shown, self.count.next_epoch
-        goes_on = self.pending is None and run is not None and not run.ended and run.epoch.number + 1 == coming
-        return coming - goes_on
+        run, coming = self.run(), self.count.next_epoch
+        return coming - (run is not None and run.epoch.number + 1 == coming)
 
 
 # -- epochs that go on from a state ------------------------------------------------------------------------------------
