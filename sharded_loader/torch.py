@@ -19,7 +19,6 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn
 
 import numpy.typing as npt
@@ -148,7 +147,7 @@ class DataLoader(OwnArguments, Instruments, torch.utils.data.DataLoader[Batch]):
     """
 
     _sharded: ShardedDataLoader[Batch] | int | None = None  # the epoch that it begins with, until it is made
-    _given_order: Mapping[str, Any] = MappingProxyType({})  # `shuffle`, `sampler` and `batch_sampler`
+    _given_order: dict[str, Any]  # with another order than torch's: `shuffle`, `sampler` and `batch_sampler`
     skip: Sequence[tuple[int, int]] = ()  # torchdata's subclass has a constructor that calls no other
 
     def __init__(

@@ -120,7 +120,7 @@ def _uses_threads(loader: Loader) -> bool:
 
 def _process_pool(loader: Loader, count: int) -> ProcessPool:
     """``count`` worker processes, as the loader's arguments ask for them."""
-    context, restarts = loader.multiprocessing_context, loader.restarts
+    context = loader.multiprocessing_context
     method: Any = loader.start_method
     if method is None and context is not None:
         # Other libraries' contexts have names of their own.
@@ -128,15 +128,9 @@ def _process_pool(loader: Loader, count: int) -> ProcessPool:
         kinds = [name for name in methods if isinstance(context, type(multiprocessing.get_context(name)))]
         name = context.get_start_method()
         method = name if name in methods else [*kinds, "spawn"][0]
-    return ProcessPool(
-        count,
-        start_method=method,
-        worker_init_fn=loader.worker_init_fn,
-        timeout=loader.timeout or None,
-        restarts=(0 if loader.timeout else 3) if restarts is None else restarts,
-        max_bytes=loader.max_bytes,
-        max_worker_memory=loader.max_worker_memory,
-    )
+    restarts = (0 if loader.timeout else 3) if loader.restarts is None else loader.restarts
+    given = {name: getattr(loader, name) for name in ("worker_init_fn", "max_bytes", "max_worker_memory")}
+    return ProcessPool(count, start_method=method, timeout=loader.timeout or None, restarts=restarts, **given)
 
 
 def as_collated(devices: list[torch.device] | None, pinner: Pinner | None = None) -> Placer:
@@ -552,9 +546,8 @@ def in_torchs_words(error: WorkerDiedError | WorkerTimeoutError, timeout: float)
         return RuntimeError(f"DataLoader timed out after {timeout} seconds. {error}")
     code = error.exitcode
     if code is not None and code < 0:
-        return RuntimeError(
-            f"DataLoader worker (pid {error.pid}) is killed by signal: {signal.strsignal(-code)}. {error}"
-        )
+        name = signal.strsignal(-code)
+        return RuntimeError(f"DataLoader worker (pid {error.pid}) is killed by signal: {name}. {error}")
     return RuntimeError(f"DataLoader worker (pid(s) {error.pid}) exited unexpectedly. {error}")
 
 

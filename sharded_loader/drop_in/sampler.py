@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data.sampler import SubsetRandomSampler, WeightedRandomSampler
 
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.entries import anything, entry, integer, written
@@ -229,14 +230,7 @@ class SamplerState:
 _PLAIN = (BatchSampler, SequentialSampler, InOrderSampler, list, tuple, range)
 """Samplers whose order is always the same."""
 
-_DRAW_ONCE = (
-    *_PLAIN,
-    ShuffleSampler,
-    RandomSampler,
-    torch.utils.data.SubsetRandomSampler,
-    torch.utils.data.WeightedRandomSampler,
-    DistributedSampler,
-)
+_DRAW_ONCE = (*_PLAIN, ShuffleSampler, RandomSampler, DistributedSampler, SubsetRandomSampler, WeightedRandomSampler)
 """Samplers that draw from the global generators at their first item only."""
 
 

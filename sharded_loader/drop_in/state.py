@@ -417,9 +417,8 @@ class TorchSteps(KnownSteps):
     @property
     def left_out(self) -> Callable[[int], tuple[range, ...]]:
         """Epoch -> the numbers of the batches that it leaves out. The function does not hold the loader."""
-        return partial(
-            self._loader._progress.steps.within, tuple(self._loader.skip), length=partial(len_epoch, self._sampler)
-        )
+        within, skip = self._loader._progress.steps.within, tuple(self._loader.skip)
+        return partial(within, skip, length=partial(len_epoch, self._sampler))
 
     def job_now(self) -> Job:
         is_told, seed = self._loader._progress.count.request is not None, int(self._loader.seed or 0)
