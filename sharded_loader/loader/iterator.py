@@ -17,6 +17,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Sized
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -166,7 +167,7 @@ class EpochIterator(Iterator[Batch]):
             if observer.times:
                 stamps = turn, asked, taken, clock.behind - behind, self._starts
                 observer.step(self._counts, found, stamps, self._pipeline)
-            return found.batch, found.result and found.result.error
+            return found.batch, None if found.result is None else found.result.error
         finally:
             del found  # as in `__next__`
 
@@ -217,7 +218,7 @@ class EpochIterator(Iterator[Batch]):
                     entry.batch = entry.batch, run.epoch.real(task)
             except Exception as raised:
                 error = not_placed(task, raised, "while the batch was placed")
-                entry.result = result = result._replace(batch=None, error=error)
+                entry.result = result = replace(result, batch=None, error=error)
                 del error
         if self._observer.times:
             entry.placing = host_clock.now() - began
@@ -306,7 +307,7 @@ class EpochIterator(Iterator[Batch]):
                 self._observer.notices.warn("left out", text)
             except Warning as raised:
                 error = raised
-        return result if error is None else result._replace(batch=None, error=error)
+        return result if error is None else replace(result, batch=None, error=error)
 
 
 leave_alone(EpochIterator.__next__, EpochIterator.__del__)

@@ -503,7 +503,7 @@ class ShuffledIterator(Iterator[Any]):
             while len(self._coming) < count:
                 if scope is not None:
                     index = part, self._source.taken, self._at.epoch
-                    rng.reading.set(replace(scope, index=index, items=None, drawn=None))
+                    rng.reading.set(rng.SampleScope(scope.seed, scope.epoch, index, scope.owners, scope.is_cached))
                 try:
                     sample = self._source.read()
                 except Exception as error:

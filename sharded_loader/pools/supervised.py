@@ -35,6 +35,7 @@ import pickle
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 import cloudpickle
@@ -391,7 +392,7 @@ class SupervisedPool(WorkerPool, Generic[W]):
         result = decode_result(run, seq, pickled, buffers, task, times)
         if self.rebuilt and (run, seq) in self.rebuilt:
             self.rebuilt.discard((run, seq))
-            result = result._replace(rebuilt=True)
+            result = replace(result, rebuilt=True)
         if result.seconds:  # it was not dropped
             self._sizes.note(wanted)
             self.group = self._grouping.note(result.seconds)
@@ -452,4 +453,4 @@ def decode_result(
     result: Any = reply.reply if type(reply) is SetApart else reply
     failed = None if result.error is None else decode_error(result.error)
     skipped = tuple((index, decode_error(encoded)) for index, encoded in result.skipped)
-    return result._replace(error=failed, skipped=skipped, times=times)  # type: ignore[no-any-return]
+    return replace(result, error=failed, skipped=skipped, times=times)  # type: ignore[no-any-return]

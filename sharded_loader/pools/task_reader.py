@@ -19,6 +19,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from threading import get_ident
 from types import FrameType
 
@@ -215,7 +216,7 @@ class TaskReader:
         self._seed_globals(task.epoch, task.position)
         result = self._reader.read(task, self.name, empty, board, self._number)
         if result.times is not None and result.times.retries:
-            result = result._replace(retries=result.times.retries)
+            result = replace(result, retries=result.times.retries)
         board[SAMPLE] = SENDING
         return result, slot, task
 
@@ -245,7 +246,7 @@ def _encode(result: Result, slot: SlotWriter) -> Encoded:
     """A result that `pack_result` does not take."""
     skipped = tuple((index, encode_error(error)) for index, error in result.skipped)
     error = None if result.error is None else encode_error(result.error)
-    reply = result._replace(error=error, skipped=skipped, times=None)  # type: ignore[arg-type]  # these lie beside it
+    reply = replace(result, error=error, skipped=skipped, times=None)  # type: ignore[arg-type]  # these lie beside it
     objects, movers = set_apart(result.batch)
     if objects or movers or skipped:
         return encode(SetApart([*objects, skipped], Moving, movers, End, reply), slot)

@@ -277,7 +277,7 @@ class RayPool(SupervisedPool[ActorWorker]):
         made = [self._result(reply, its, tasks.get(reply[:2])) for reply, its in found]
         # By another machine's clock. The last batch of the group has ended about now.
         late = now - max((one.began + one.seconds for one in made if one.began), default=now)
-        results += [one._replace(began=one.began + late) if one.began else one for one in made]
+        results += [replace(one, began=one.began + late) if one.began else one for one in made]
 
     def _failed(self, task: Task, error: BaseException) -> Result:
         """The error of a batch that Ray could not bring."""

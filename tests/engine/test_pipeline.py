@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -137,7 +138,7 @@ def test_of_two_results_of_a_batch_the_first_counts(monkeypatch: pytest.MonkeyPa
     late, wait = TimeoutError("it stands still"), pool.wait
 
     def twice(block: bool = True) -> Sequence[Result]:
-        return [found for one in wait(block) for found in (one._replace(error=late) if one.seq else one, one)]
+        return [found for one in wait(block) for found in (replace(one, error=late) if one.seq else one, one)]
 
     monkeypatch.setattr(pool, "wait", twice)
     assert [step(pipeline, run) for _ in range(3)] == [0, late, None]
