@@ -651,7 +651,7 @@ def make_sharded(loader: DataLoader[Any]) -> ShardedDataLoader[Any]:
         raise ValueError(f"{text}: {arguments.INSTEAD[name]}")
     if batch_size is None and loader._given_order["batch_sampler"] is None:
         raise ValueError("batch_size=None gives single samples, and this order is one of batches: give a batch_size")
-    options = {name: getattr(loader, name) for name in (*SHARDED, *KEPT)}
+    options = {name: getattr(loader, name) for name in (*SHARDED, *KEPT)} | loader._given_order
     return ShardedDataLoader(
         loader.dataset,
         batch_size=batch_size,
@@ -660,6 +660,5 @@ def make_sharded(loader: DataLoader[Any]) -> ShardedDataLoader[Any]:
         pool=drop_in.make_pool(loader),
         prefetch_factor=None if loader._scales_prefetch else loader.prefetch_factor,
         skip=loader._progress.given_skip or None,
-        **loader._given_order,
         **options,
     )
