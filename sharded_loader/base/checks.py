@@ -2,6 +2,7 @@
 
 check_int("batch_size", 2.5, 1, advice)      -> an int of at least 1
 bytes_of_text("100 GB")                      -> 100_000_000_000
+check_choice("long", "trim", known, owner)   -> one of the known texts
 refuse_class("the dataset", list)            an error: the class stands in the place of an object
 refuse_arguments(name, unknown, function)    an error: the function has no such arguments
 """
@@ -12,7 +13,7 @@ import difflib
 import inspect
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -125,3 +126,11 @@ def refuse_arguments(
     if not others:
         raise TypeError(f"{name} has no argument {first}")
     raise TypeError("\n  ".join([f"{name} has none of these {1 + len(others)} arguments:", first, *others]))
+
+
+def check_choice(name: str, value: object, known: Sequence[str], owner: str) -> str:
+    """One of the texts that an argument may have; otherwise a ValueError that lists them."""
+    if value not in known:
+        advice = f"{', '.join(map(repr, known[:-1]))} or {known[-1]!r}"
+        raise ValueError(f"{name} is {value!r}, which {owner} does not know: choose {advice}")
+    return str(value)

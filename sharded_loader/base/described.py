@@ -4,7 +4,6 @@
     call_of(pool, [2], timeout=(30.0, None))                                 -> ThreadPool(2, timeout=30.0)
     brief(value)                                                             -> a few words, however large it is
     an(type(1))                                  -> "an int"
-    table(headings, rows)                        -> lines whose cells stand below each other
 
 Nothing is kept, and nothing is computed or drawn. What can go wrong: an attribute that cannot be read, because a
 subclass never called the constructor, for example. It is shown as ``?``: a repr must not raise.
@@ -13,7 +12,7 @@ subclass never called the constructor, for example. It is shown as ``?``: a repr
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import numpy as np
@@ -129,16 +128,3 @@ def an(kind: type | str) -> str:
     name = kind if isinstance(kind, str) else kind.__name__
     sound = name.lstrip("_").lower()
     return f"{'an' if sound[:1] in set('aeio') and not sound.startswith('one') else 'a'} {name}"
-
-
-def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table. Of more than two columns, all but the first are numbers.
-
-    Example:
-        >>> table(["pool", "workers", "x"], [["inline", "0", "1.00"]])
-        ['pool    workers     x', 'inline        0  1.00']
-    """
-    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
-    sides = "<" + (">" if len(widths) > 2 else "<") * (len(widths) - 1)  # numbers end below each other
-    form = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
-    return [form.format(*cells).rstrip() for cells in (headings, *rows)]

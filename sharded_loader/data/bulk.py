@@ -1,49 +1,37 @@
-"""Reading many samples of a dataset at once, through any stack of wrappers.
+"""Bulk reads: many samples of a dataset at once, through any stack of wrappers.
 
-    batch_reader(dataset) -> read(indices, empty)       ``get_batch`` as a function; None if there is none to use
-    gather(dataset, indices, empty) -> finished batch   the same, of a dataset that has it
-    read_many(dataset, indices) -> list of samples      ``__getitems__`` where the dataset has it
-    gather_rows(columns, rows, empty) -> the rows       of each column, in memory from ``empty``, each written once
-
-    as_bulk(dataset)  -> gather(indices, empty) -> the batch | NOT_IN_BULK     None: no such way
-    as_items(dataset) -> ``__getitems__``, through torch's Subset              None: sample by sample
+    as_bulk(dataset)  -> gather(indices, empty) -> batch | NOT_IN_BULK
+    as_items(dataset) -> read(indices) -> list of samples
 
 | dataset | is read as |
 |---|---|
 | anything with ``get_batch`` (see `bulk_method`) | ``get_batch(indices)``; our own write into memory from ``empty`` |
-| NumPy array, torch tensor | one gather |
-| torch ``TensorDataset`` | one gather per tensor |
+| NumPy array, torch tensor, torch ``TensorDataset`` | one gather per array |
 | Hugging Face ``datasets.Dataset`` | ``dataset[indices]``, then each column by the default rules |
-| what ``cache`` returns | one gather per column, if all samples of the batch are stored |
+| the result of ``cache`` | one gather per column, if all samples of the batch are stored |
 | our `ShardDataset` over tables | the rows of each column, out of decoded groups |
 | torch ``Subset``, our `SimpleDataset` and `SubsetDataset` over any of these | the same |
 
-The batch is what the default batchify makes of the samples, value by value: same structure, dtypes, shapes. Where that
-is not certain, the answer is None, or `NOT_IN_BULK` for this batch, and the samples are read. Examples are a subclass
-that reads in its own way, tensors on a device, and indices that are no integers. Hugging Face samples are those of its
-``__getitems__``, which torch's DataLoader reads too: in NumPy format ``dataset[i]`` gives a float column as float64,
-``dataset[[i]]`` as float32.
+The batch has exactly the structure, dtypes, shapes and values that the default batchify makes of the samples. Where
+that is not certain (tensors on a device, indices that are not integers), the result is None, or `NOT_IN_BULK` for one
+batch, and the samples are read instead. Hugging Face samples are those of ``__getitems__``, as in torch's DataLoader:
+in NumPy format ``dataset[i]`` gives a float column as float64, ``dataset[[i]]`` as float32. No library is imported: if
+it is not loaded, none of its datasets exist.
 
-Nothing is imported: where a library is not loaded, none of its datasets exists.
+A wrapper has a bulk method exactly where the dataset inside has one, and ``hasattr`` reflects that (`bulk`). If a class
+overrides ``__getitem__``, inherited bulk methods are ignored, because they would bypass the override (see
+`sharded_loader.batching.protocol.known_to`). So are methods that a wrapper finds through ``__getattr__``, and those of
+a mixin behind the class that defines ``__getitem__``.
 
-Two rules decide what is used. A wrapper has a bulk method exactly where the dataset inside it has one, and ``hasattr``
-tells the truth (`bulk`). A class that overrides ``__getitem__`` is read by it: an inherited bulk method, which
-does not know the override, is never used (`bulk_method`; see `sharded_loader.batching.protocol.known_to`).
-A method that a wrapper finds in the wrapped object through ``__getattr__`` is never used either.
+Random numbers of a sample are keyed by the index that the loader's sampler yielded, however the sample is read. So
+wrappers pass on the keys with the translated indices (`KeyedIndices` in seeding). A third-party wrapper other than
+torch's Subset drops the keys; its samples are keyed by the inner index, which is still the same in every pool.
 
-A sample draws its random numbers by the index that the loader's sampler yielded, whichever way it is read. So wrappers
-that translate indices hand on, beside the translated ones, the key of each sample (`KeyedIndices` in seeding).
-
-*Samples that an* ``async def`` *reads*: those of a batch are awaited together, by one event loop of the process. It
-has a thread of its own: a notebook already runs one in the main thread. All readers of a process share it, because
-objects such as HTTP sessions belong to one loop. It ends with the last reader. Each sample is a task with its own
-`rng.reading`, so `sample_rng()` knows it. The thread that reads waits for the whole batch, and calls what is no ``async
-def`` afterwards. Where a coroutine raises, those beside it are cancelled, and the reader reads the samples again one at
-a time, so the error names the sample. Source of the idea: the event loop in a thread of fsspec.
-
-What can go wrong: a wrapper that is neither ours nor torch's Subset drops the keys. Its samples are then keyed by the
-inner index, still the same in every pool. A class whose bulk method comes from a mixin behind the class that defines
-``__getitem__`` is read sample by sample: right, but slower.
+*Async datasets.* One event loop per process awaits the samples of a batch together, since objects such as HTTP sessions
+belong to one loop. It runs in a thread of its own, because a notebook already runs one in the main thread, and ends
+with the last reader. Each sample is a task with its own `rng.reading`, so `sample_rng()` works. If a coroutine raises,
+the others are cancelled and the reader reads the samples one at a time, so that the error names the sample. Source of
+the idea: the event loop in a thread of fsspec.
 """
 
 from __future__ import annotations
@@ -70,11 +58,11 @@ from sharded_loader.base.interrupts import uninterrupted
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.batching.protocol import Empty, call_with_empty, in_fields, known_to
 from sharded_loader.batching.tree import as_numpy, check_no_grad, empty_tensor, is_column, is_tensor
-from sharded_loader.data.seeding import Keys, each_by_its_key, handed_out, keys_of, translated
+from sharded_loader.data.seeding import Keys, attach_keys, copy_indices, keys_of, map_with_keys
 from sharded_loader.randomness.rng import lent, reading
 
 Indices = Sequence[int] | np.ndarray[Any, Any]
-"""The positions of samples in a dataset: a sequence of integers, or an array of integers."""
+"""Positions of samples in a dataset: a sequence or an array of integers."""
 
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
 """An array of int64."""
@@ -90,19 +78,19 @@ Gather = Callable[[Any, Empty], Any]
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 NOT_IN_BULK: Any = object()
-"""What a gather function returns when this batch has to be read sample by sample."""
+"""Returned by a gather function if this batch has to be read sample by sample."""
 
 READS = ("__getitem__", "__getitems__", "get_batch")
-"""The methods that read samples. Each one does the work of those before it, faster."""
+"""Methods that read samples. Each one does the work of those before it, faster."""
 
 
-# -- which methods a dataset has ---------------------------------------------------------------------------------------
+# -- methods of a dataset ----------------------------------------------------------------------------------------------
 
 
 def bulk_method(dataset: object, name: str) -> Any:
-    """The bound ``__getitems__`` or ``get_batch`` of a dataset, if it reads what ``dataset[index]`` reads; or None.
+    """Return the bound ``__getitems__`` or ``get_batch`` of a dataset, or None if it would bypass ``dataset[index]``.
 
-    Where samples are awaited, ``__getitems__`` is a function that awaits those of a batch together.
+    For async datasets, ``__getitems__`` awaits the samples of a batch together.
 
     Example:
         >>> from sharded_loader import ArrayDataset
@@ -113,22 +101,22 @@ def bulk_method(dataset: object, name: str) -> Any:
     """
     plain = READS[: READS.index(name)]
     if known_to(type(dataset), name, plain) is None and name not in getattr(dataset, "__dict__", ()):
-        return many(dataset) if name == "__getitems__" and is_awaited(dataset) else None
+        return concurrent_reader(dataset) if name == "__getitems__" and is_awaited(dataset) else None
     method = getattr(dataset, name, None)
     if name == "__getitems__":
-        inside = _read_by_torch(dataset)
-        # Where nothing inside is faster, torch's method reads one by one, and an error would not name its sample.
+        inside = _inner_of_torch(dataset)
+        # torch's method falls back to reading one by one, and then an error would not name its sample.
         if any(bulk_method(inner, name) is None for inner in inside):
             return None
-        if any(map(is_awaited, inside)):  # which torch's method does not do
-            return many(dataset)
+        if any(map(is_awaited, inside)):  # torch's method does not await samples
+            return concurrent_reader(dataset)
         if iscoroutinefunction(method):
-            return lambda indices: resolved(method(indices))
+            return lambda indices: await_value(method(indices))
     return method
 
 
-def _read_by_torch(dataset: Any) -> Iterable[Any]:
-    """The datasets whose ``__getitems__`` torch's own method calls, whatever their classes override."""
+def _inner_of_torch(dataset: Any) -> Iterable[Any]:
+    """Return the datasets whose ``__getitems__`` torch's own method calls, whatever their classes override."""
     torch: Any = sys.modules.get("torch.utils.data")
     method = getattr(type(dataset), "__getitems__", None)
     if torch is None or method is None:
@@ -143,9 +131,9 @@ def _read_by_torch(dataset: Any) -> Iterable[Any]:
 def bulk(method: Method) -> Method:
     """Decorate a method that a dataset has only where the datasets inside it (``_inside``) have it.
 
-    In a subclass that overrides ``__getitem__`` alone, ``get_batch`` is absent, and ``__getitems__``, which torch's
-    DataLoader and Subset also look for, reads sample by sample. A subclass that writes the bulk method itself may call
-    ``super()``'s.
+    A subclass that overrides only ``__getitem__`` has no ``get_batch``, and its ``__getitems__``, which torch's
+    DataLoader and Subset look for, reads sample by sample. A subclass may override the bulk method itself and call
+    ``super()``.
 
     Example:
         >>> class Evens:
@@ -160,32 +148,32 @@ def bulk(method: Method) -> Method:
 
     Source of the idea: scikit-learn's ``available_if``.
     """
-    return _Offered(method)  # type: ignore[return-value]
+    return _ConditionalMethod(method)  # type: ignore[return-value]
 
 
-class _Offered:
+class _ConditionalMethod:
     def __init__(self, method: Callable[..., Any]) -> None:
         self._method = method
         self._name = method.__name__
-        method.takes_empty = True  # type: ignore[attr-defined]  # of get_batch: a method of ours has this argument
-        update_wrapper(self, method)  # type: ignore[arg-type]  # doctest looks through it
+        method.takes_empty = True  # type: ignore[attr-defined]  # for get_batch: our methods have this argument
+        update_wrapper(self, method)  # type: ignore[arg-type]  # so that doctest finds the examples
 
     def __get__(self, instance: Any, owner: type) -> Any:
         name = self._name
         if instance is None:
             return self._method
-        if name not in READS:  # set_epoch: one inside may be enough
-            is_offered = any(hasattr(one, name) for one in instance._inside)
+        if name not in READS:  # set_epoch: one dataset inside is enough
+            is_available = any(hasattr(inner, name) for inner in instance._inside)
         else:
-            is_offered = name in getattr(instance, "_reads", ())  # whatever is inside
-            is_offered = is_offered or all(bulk_method(one, name) is not None for one in instance._inside)
-            is_offered = is_offered or (name == "__getitems__" and is_awaited(instance))
-        if not is_offered:
+            is_available = name in getattr(instance, "_reads", ())  # regardless of the datasets inside
+            is_available = is_available or all(bulk_method(inner, name) is not None for inner in instance._inside)
+            is_available = is_available or (name == "__getitems__" and is_awaited(instance))
+        if not is_available:
             raise AttributeError(f"{owner.__name__!r} object has no attribute {name!r} here")
         if name not in READS or known_to(owner, name, READS[: READS.index(name)]) is not None:
             return MethodType(self._method, instance)
         if name == "__getitems__":
-            return partial(_one_by_one, instance)
+            return partial(_read_one_by_one, instance)
         ours = next(cls.__name__ for cls in owner.__mro__ if cls.__module__.startswith("sharded_loader."))
         raise AttributeError(
             f"{owner.__name__} overrides how samples are read, and {ours}.{name} would ignore that: write "
@@ -196,23 +184,18 @@ class _Offered:
 
 # -- reading -----------------------------------------------------------------------------------------------------------
 
-_DRAW_NOTHING = (list, tuple, range, str, np.ndarray, np.memmap)
+_NEVER_RANDOM = (list, tuple, range, str, np.ndarray, np.memmap)
 
 
-def listed(found: Any, count: int) -> list[Any]:
-    """What ``__getitems__`` has returned, as a list of ``count`` samples.
-
-    Raises:
-        TypeError: it is None or an object, or its items are keys or in no order.
-        ValueError: there are more or fewer.
-    """
-    is_list = hasattr(found, "__iter__") or hasattr(found, "__getitem__")
-    if not is_list or isinstance(found, (dict, UserDict, set, frozenset, str, bytes)):
+def listed(result: Any, count: int) -> list[Any]:
+    """Check the result of ``__getitems__`` and return it as a list of ``count`` samples."""
+    is_list = hasattr(result, "__iter__") or hasattr(result, "__getitem__")
+    if not is_list or isinstance(result, (dict, UserDict, set, frozenset, str, bytes)):
         raise TypeError(
-            f"__getitems__ returned {an(type(found))}: return a list of samples, one per index, in the order of "
+            f"__getitems__ returned {an(type(result))}: return a list of samples, one per index, in the order of "
             "the indices"
         )
-    if len(samples := list(found)) != count:
+    if len(samples := list(result)) != count:
         raise ValueError(
             f"__getitems__ was asked for {count} samples and returned {len(samples)}: return one sample per index, in "
             "the order of the indices"
@@ -221,76 +204,55 @@ def listed(found: Any, count: int) -> list[Any]:
 
 
 def read_many(dataset: object, indices: Sequence[int]) -> list[Any]:
-    """The samples at these indices, in bulk where the dataset can.
-
-    Example:
-        >>> read_many("abc", [2, 0])
-        ['c', 'a']
-    """
+    """Return the samples at these indices, read in bulk if the dataset can."""
     read = bulk_method(dataset, "__getitems__")
-    return _one_by_one(dataset, indices) if read is None else listed(read(handed_out(indices)), len(indices))
+    return _read_one_by_one(dataset, indices) if read is None else listed(read(copy_indices(indices)), len(indices))
 
 
-def _one_by_one(dataset: Any, indices: Sequence[int]) -> list[Any]:
-    if type(dataset) in _DRAW_NOTHING:
+def _read_one_by_one(dataset: Any, indices: Sequence[int]) -> list[Any]:
+    if type(dataset) in _NEVER_RANDOM:
         return [dataset[index] for index in indices]
-    return each_by_its_key(lambda index: dataset[index], indices, indices)
+    return map_with_keys(lambda index: dataset[index], indices, indices)
 
 
 def each_sample(dataset: Any) -> Iterator[Any]:
-    """The samples of a dataset in order. Those of an ``async def`` are awaited many at a time.
-
-    Example:
-        >>> list(each_sample("abc"))
-        ['a', 'b', 'c']
-    """
+    """Iterate over the samples of a dataset in order. Those of an ``async def`` are awaited `CONCURRENCY` at a time."""
     if is_awaited(dataset):
-        held = Awaited(dataset)
+        loop_owner = Awaited(dataset)
         for begin in range(0, len(dataset), CONCURRENCY):
             yield from read_many(dataset, range(begin, min(begin + CONCURRENCY, len(dataset))))
-        del held
+        del loop_owner
     else:
         yield from (dataset[index] for index in range(len(dataset)))
 
 
 def batch_reader(dataset: object) -> Gather | None:
-    """``get_batch`` of a dataset, if it is one to use, as ``read(indices, empty)``.
+    """Return the usable ``get_batch`` of a dataset as ``read(indices, empty)``, or None.
 
-    Methods of this library take ``empty``. While another one runs, `sharded_loader.empty` is it.
-
-    Example:
-        >>> from sharded_loader import ArrayDataset
-        >>> batch_reader(ArrayDataset(np.arange(5) * 10))([3, 1], np.empty)
-        array([30, 10])
+    Our own methods take ``empty`` as an argument; third-party ones find it in `sharded_loader.empty` while they run.
     """
     method = bulk_method(dataset, "get_batch")
     if method is None or hasattr(method, "takes_empty"):
         return method  # type: ignore[no-any-return]
 
     def read(indices: object, empty: Empty) -> Any:
-        return call_with_empty(method, handed_out(indices), empty)
+        return call_with_empty(method, copy_indices(indices), empty)
 
     return read
 
 
 def gather(dataset: object, indices: Indices, empty: Empty) -> Any:
-    """A finished batch of a dataset that has ``get_batch``, in memory from ``empty``."""
+    """Return a collated batch of a dataset that has ``get_batch``, in memory from ``empty``."""
     read = batch_reader(dataset)
     assert read is not None
     return read(indices, empty)
 
 
-# -- finished batches --------------------------------------------------------------------------------------------------
+# -- collated batches --------------------------------------------------------------------------------------------------
 
 
 def as_bulk(dataset: Any) -> Gather | None:
-    """How to read finished batches of a dataset; as the default batchify would make them.
-
-    Args:
-        dataset: any.
-
-    Returns:
-        ``gather(indices, empty)``, which returns a batch or `NOT_IN_BULK`; None if there is no such way.
+    """Return ``gather(indices, empty)``, which returns a collated batch or `NOT_IN_BULK`; None without a bulk read.
 
     Example:
         >>> as_bulk(np.arange(5) * 10)([3, 1], np.empty)
@@ -299,52 +261,43 @@ def as_bulk(dataset: Any) -> Gather | None:
         True
     """
     if (inside := part_of(dataset)) is not None:
-        return _translated(as_bulk(inside[0]), inside[1])
+        return _translating_reader(as_bulk(inside[0]), inside[1])
     if known_to(type(dataset), "_in_columns", READS) is not None:
         in_columns: Gather = dataset._in_columns
         return in_columns
     if (read := batch_reader(dataset)) is not None:
         return read
-    if (found := arrays_of(dataset)) is not None:
-        return _of_columns(*found)
+    if (arrays := arrays_of(dataset)) is not None:
+        return _column_reader(*arrays)
     if _reads_like(dataset, "datasets.arrow_dataset", "Dataset"):
-        return partial(_of_hugging_face, dataset)
+        return partial(_read_hugging_face, dataset)
     return None
 
 
 def takes_arrays(dataset: object) -> bool:
-    """Whether `as_bulk` reads this dataset by arrays of indices, so that no lists need be made of them.
-
-    Example:
-        >>> takes_arrays(np.arange(5)), takes_arrays([1, 2, 3])
-        (True, False)
-    """
+    """Return True if `as_bulk` accepts arrays of indices, so that no lists need to be made."""
     if arrays_of(dataset) is not None:
         return as_bulk(dataset) is not None
     return hasattr(batch_reader(dataset), "takes_empty")
 
 
 def as_items(dataset: Any) -> Callable[[Sequence[Any]], Iterable[Any]] | None:
-    """How to read many samples of a dataset at once: its ``__getitems__``.
+    """Return a function that reads many samples at once by ``__getitems__``, or None.
 
-    torch's `Subset` always has one. It is looked through. If the dataset inside has none, samples are read one by one.
-    If it has one, each sample keeps its key, so its random numbers are those of the loader's index.
-
-    Example:
-        >>> as_items([1, 2, 3]) is None
-        True
+    The dataset inside a torch `Subset`, which always has the method, decides. Samples keep the keys of their outer
+    indices.
     """
     if _reads_like(dataset, "torch.utils.data", "Subset"):
         inner = as_items(dataset.dataset)
         if inner is None:
             return None
-        return lambda indices: inner(translated(_chosen(dataset, indices), indices))
+        return lambda indices: inner(attach_keys(_subset_indices(dataset, indices), indices))
     items = bulk_method(dataset, "__getitems__")
-    return None if items is None else lambda indices: items(handed_out(indices))
+    return None if items is None else lambda indices: items(copy_indices(indices))
 
 
 def _reads_like(dataset: object, module: str, name: str) -> bool:
-    """Whether this is an instance of that class and reads samples as the class does, not in a way of its own."""
+    """Return True if ``dataset`` is an instance of that class and does not override how it reads."""
     base = getattr(sys.modules.get(module), name, None)
     if not isinstance(base, type) or not isinstance(dataset, base):
         return False
@@ -353,7 +306,7 @@ def _reads_like(dataset: object, module: str, name: str) -> bool:
 
 
 def part_of(dataset: Any) -> tuple[Any, Callable[[Any], Any]] | None:
-    """Of a part of another dataset, that one, and the function that translates indices; otherwise None.
+    """Return the dataset inside a subset, and the function that translates indices; None for other datasets.
 
     Example:
         >>> from sharded_loader import SubsetDataset
@@ -364,67 +317,67 @@ def part_of(dataset: Any) -> tuple[Any, Callable[[Any], Any]] | None:
     if "_is_part" in vars(type(dataset)) and "get_batch" not in vars(dataset):
         return dataset._dataset, dataset._inner
     if _reads_like(dataset, "torch.utils.data", "Subset") and batch_reader(dataset) is None:
-        return dataset.dataset, partial(_chosen, dataset)
+        return dataset.dataset, partial(_subset_indices, dataset)
     return None
 
 
 def arrays_of(dataset: Any) -> tuple[Callable[[], Sequence[Any]], bool] | None:
-    """What looks up the arrays that a sample is made of, and whether it is a row of the only one; otherwise None.
+    """Return a function that looks up a dataset's arrays, and whether samples are bare rows; None for other datasets.
 
-    They are looked up for each batch: a TensorDataset's may be replaced between epochs.
+    Each batch looks them up again, because the arrays of a TensorDataset may be replaced between epochs.
     """
     if isinstance(dataset, np.ndarray) or is_tensor(dataset):
         return (lambda: (dataset,)), True
     return ((lambda: dataset.tensors), False) if _reads_like(dataset, "torch.utils.data", "TensorDataset") else None
 
 
-def _chosen(subset: Any, indices: Sequence[Any]) -> list[Any]:
-    """Indices into what a torch Subset wraps."""
+def _subset_indices(subset: Any, indices: Sequence[Any]) -> list[Any]:
+    """Translate indices through a torch Subset."""
     return list(map(subset.indices.__getitem__, indices))
 
 
-def _translated(inner: Gather | None, translate: Callable[[Any], Any]) -> Gather | None:
-    """Reads other indices. Those that cannot be translated are no integers: a dataset may have other keys."""
+def _translating_reader(inner: Gather | None, translate: Callable[[Any], Any]) -> Gather | None:
+    """Read at translated indices. Keys that cannot be translated are read sample by sample."""
     if inner is None:
         return None
 
     def read(indices: object, empty: Empty) -> Any:
         try:
-            found = translate(indices)
+            inner_indices = translate(indices)
         except (TypeError, ValueError, OverflowError):
             return NOT_IN_BULK
-        return inner(found, empty)
+        return inner(inner_indices, empty)
 
     return read
 
 
-def _of_columns(columns: Callable[[], Sequence[Any]], bare: bool) -> Gather | None:
+def _column_reader(columns: Callable[[], Sequence[Any]], is_single: bool) -> Gather | None:
     def read(where: Any, empty: Empty) -> Any:
         if not are_rows(columns()):
             return NOT_IN_BULK
         fields = gather_rows(columns(), where, empty)
-        return fields[0] if bare else fields
+        return fields[0] if is_single else fields
 
     if not are_rows(columns()):
         return None
-    return _translated(read, lambda indices: checked_indices(indices, len(columns()[0])))
+    return _translating_reader(read, lambda indices: checked_indices(indices, len(columns()[0])))
 
 
 def are_rows(columns: Sequence[Any]) -> bool:
     return all(is_gathered(column) or is_column(column) for column in columns)
 
 
-def _of_hugging_face(dataset: Any, indices: Sequence[Any], empty: Empty) -> Any:
+def _read_hugging_face(dataset: Any, indices: Sequence[Any], empty: Empty) -> Any:
     count = len(indices)
     columns = dataset[indices if isinstance(indices, list) else np.asarray(indices).tolist()]
     if not isinstance(columns, Mapping) or not columns or any(len(columns[name]) != count for name in columns):
         return NOT_IN_BULK
-    fields = in_fields(columns, "[{!r}]", repeat(_field), [columns[name] for name in columns], empty)
+    fields = in_fields(columns, "[{!r}]", repeat(_collate_column), [columns[name] for name in columns], empty)
     return dict(zip(columns, fields, strict=True))
 
 
-def _field(column: Any, empty: Empty) -> Any:
-    """A column as the default batchify makes it of ``column[0]``, ``column[1]``, ..."""
+def _collate_column(column: Any, empty: Empty) -> Any:
+    """Collate a column as the default batchify does with ``column[0]``, ``column[1]``, ..."""
     if (is_gathered(column) and column.dtype.isnative) or is_column(column):
         return column
     return default_batchify_fn.assemble([column[i] for i in range(len(column))], empty)
@@ -437,9 +390,7 @@ NUMBERS = "biufc"
 
 
 def is_gathered(array: Any) -> bool:
-    """Whether these are an array's rows of numbers, which `gather_rows` gathers at once.
-
-    A subclass of NumPy's array may read its rows in its own way, as masked arrays do: its rows are read one by one.
+    """Return True for a plain NumPy array of numbers. Subclasses may read rows in their own way, as masked arrays do.
 
     Example:
         >>> is_gathered(np.zeros(3)), is_gathered(np.array(["a"])), is_gathered(np.ma.array([1, 2]))
@@ -448,63 +399,59 @@ def is_gathered(array: Any) -> bool:
     return type(array) in _ARRAYS and array.ndim > 0 and array.dtype.kind in NUMBERS
 
 
-def gather_rows(columns: Sequence[Any], where: Int64s, empty: Empty) -> list[Any]:
-    """The rows of each column at checked indices, in memory from ``empty``, each written once.
+def gather_rows(columns: Sequence[Any], indices: Int64s, empty: Empty) -> list[Any]:
+    """Return the rows of each column at checked indices, each written once into memory from ``empty``.
 
     Example:
         >>> gather_rows([np.arange(5), ["a", "b", "c", "d", "e"]], np.array([3, 1]), np.empty)
         [array([3, 1]), ['d', 'b']]
     """
-    count = len(where)
-    rows: Int64s | slice = where
-    # Most shuffled batches are told apart by the first comparison: 0.2 us.
-    if count and int(where[-1]) - int(where[0]) == count - 1 and (where[1:] - where[:-1] == 1).all():
-        rows = slice(int(where[0]), int(where[-1]) + 1)
+    count = len(indices)
+    rows: Int64s | slice = indices
+    # The first comparison rules out most shuffled batches: 0.2 us.
+    if count and int(indices[-1]) - int(indices[0]) == count - 1 and (indices[1:] - indices[:-1] == 1).all():
+        rows = slice(int(indices[0]), int(indices[-1]) + 1)
     fields = []
     for column in columns:
-        if type(column) in _ARRAYS and column.ndim and column.dtype.kind in NUMBERS:  # `is_gathered`, without a call
+        if type(column) in _ARRAYS and column.ndim and column.dtype.kind in NUMBERS:  # `is_gathered`, inlined
             out: Any = empty((count, *column.shape[1:]), column.dtype.newbyteorder("="))
             fields.append(out)
         elif is_column(column):
-            # By NumPy, not index_select: that wakes torch's threads, which on two busy cores took 840 us where
-            # one thread took 78 (256 rows of 3x32x32 uint8).
+            # NumPy instead of index_select, which wakes torch's threads: 840 us on two busy cores against 78 in one
+            # thread (256 rows of 3x32x32 uint8).
             dtype, column = column.dtype, as_numpy(column)
             held, tensor = empty_tensor((count, *column.shape[1:]), dtype, empty)
             out = as_numpy(tensor) if held is None else held
             fields.append(tensor)
         else:
-            fields.append(_other_rows(column, where, empty))
+            fields.append(_gather_other_rows(column, indices, empty))
             continue
-        if rows is where and out.dtype == column.dtype:
-            # The indices are checked, so clipping changes nothing; the default mode "raise" buffers the output
+        if rows is indices and out.dtype == column.dtype:
+            # The indices are checked, so "clip" changes nothing, while the default mode "raise" buffers the output
             # (256 rows of 3x32x32 uint8 out of 50,000: 77 us against 53).
-            column.take(where, 0, out, "clip")
+            column.take(indices, 0, out, "clip")
         else:
-            out[...] = column[rows]  # a run in one copy: 20 us where taking the same 256 rows one by one costs 24
+            out[...] = column[rows]  # one copy: 20 us for 256 contiguous rows, against 24 with take
     return fields
 
 
-def _other_rows(column: Any, where: Int64s, empty: Empty) -> Any:
-    """The rows of a column that does not lie in plain memory."""
+def _gather_other_rows(column: Any, indices: Int64s, empty: Empty) -> Any:
+    """Return the rows of a column that does not lie in plain memory."""
     if is_tensor(column) and type(column).__getitem__ is sys.modules["torch"].Tensor.__getitem__:
         check_no_grad([column])
         torch: Any = sys.modules["torch"]
-        return column[torch.from_numpy(where).to(column.device)]
+        return column[torch.from_numpy(indices).to(column.device)]
     read = batch_reader(column)
     if read is not None:
-        return read(where, empty)
-    return default_batchify_fn.assemble(read_many(column, where.tolist()), empty)
+        return read(indices, empty)
+    return default_batchify_fn.assemble(read_many(column, indices.tolist()), empty)
 
 
 # -- checked indices ---------------------------------------------------------------------------------------------------
 
 
 def check_one_index(index: Any) -> None:
-    """Reject a list or an array of several indices with a TypeError, where one index, or a key, is expected.
-
-    Example:
-        >>> check_one_index("key")
-    """
+    """Reject a list or array of several indices with a TypeError."""
     dimensions: Any = getattr(index, "ndim", 0)
     if isinstance(index, list) or dimensions:
         raise TypeError(
@@ -514,11 +461,7 @@ def check_one_index(index: Any) -> None:
 
 
 def checked_index(index: Any, length: int) -> int:
-    """An index as a number in 0..length-1; negative ones count from the end.
-
-    Raises:
-        IndexError: out of range; says the length.
-        TypeError: no integer.
+    """Return an index as an int in 0..length-1, or raise IndexError or TypeError; negative ones count from the end.
 
     Example:
         >>> checked_index(-1, 5), checked_index(np.int64(2), 5)
@@ -528,7 +471,7 @@ def checked_index(index: Any, length: int) -> int:
         number = operator.index(index)
     except TypeError:
         check_one_index(index)
-        raise TypeError(f"index {index!r} is no integer: give one in 0..{length - 1}") from None
+        raise TypeError(f"index {index!r} is not an integer: give one in 0..{length - 1}") from None
     if number < 0:
         number += length
     if not 0 <= number < length:
@@ -538,7 +481,7 @@ def checked_index(index: Any, length: int) -> int:
 
 
 def checked_indices(indices: object, length: int) -> Int64s:
-    """Many indices as an int64 array of numbers in 0..length-1; see `checked_index`.
+    """Return indices as an int64 array of numbers in 0..length-1; see `checked_index`.
 
     Example:
         >>> checked_indices([0, -1], 5)
@@ -551,7 +494,7 @@ def checked_indices(indices: object, length: int) -> Int64s:
         raise TypeError(f"indices of dtype {array.dtype} and shape {array.shape}: give a flat list of integers")
     if array.dtype != np.int64:
         array = array.astype(np.int64)
-    # One reduction for the usual case (a negative number is a large unsigned one): 0.9 us against 1.5.
+    # One reduction in the usual case, since negative numbers are large unsigned ones: 0.9 us against 1.5.
     if int(np.maximum.reduce(array.view(np.uint64))) < length:
         return array
     low, high = int(array.min()), int(array.max())
@@ -560,139 +503,120 @@ def checked_indices(indices: object, length: int) -> Int64s:
     return np.where(array < 0, array + length, array)
 
 
-# -- samples that an ``async def`` reads -------------------------------------------------------------------------------
+# -- async datasets ----------------------------------------------------------------------------------------------------
 
-if TYPE_CHECKING:  # it takes 40 ms: imported where something is awaited
+if TYPE_CHECKING:  # imported on first use elsewhere: it takes 40 ms
     import asyncio
 
 CONCURRENCY = 64
-"""Samples that are awaited at a time, unless the dataset has an attribute ``concurrency``."""
+"""Samples awaited at a time, unless the dataset has an attribute ``concurrency``."""
 
 STEP_SECONDS = 1.0
-"""Between two looks for a Ctrl-C: on Windows it does not end a wait."""
+"""Interval between checks for Ctrl-C, which does not interrupt a wait on Windows."""
 
 CLOSING_GRACE = 0.2
-"""Seconds that the end of the last reader waits for the event loop: a coroutine may go on when it is cancelled."""
+"""Seconds to wait for the event loop to end. Bounded, because a coroutine may ignore its cancellation."""
 
 
 class EventLoop:
-    """An event loop in a thread. It ends when this object is collected."""
+    """An event loop in a thread of its own. The loop ends when this object is collected."""
 
     def __init__(self) -> None:
         import asyncio
 
         self.loop = asyncio.new_event_loop()
-        over, name = threading.Event(), "sharded_loader-event-loop"
-        self.thread = threading.Thread(target=_run, args=[self.loop, over], name=name, daemon=True)
+        closed, name = threading.Event(), "sharded_loader-event-loop"
+        self.thread = threading.Thread(target=_run_loop, args=[self.loop, closed], name=name, daemon=True)
         self.thread.start()
-        weakref.finalize(self, _end, self.loop, over, self.thread.ident, os.getpid())
+        weakref.finalize(self, _stop_loop, self.loop, closed, self.thread.ident, os.getpid())
 
 
 _loops: weakref.WeakValueDictionary[int, EventLoop] = weakref.WeakValueDictionary()
-"""The event loop of a process, by its id: a forked child has no thread of its parent's."""
+"""Event loops by process id: a forked child has no threads of its parent."""
 
 
-def _run(loop: asyncio.AbstractEventLoop, over: threading.Event) -> None:
+def _run_loop(loop: asyncio.AbstractEventLoop, closed: threading.Event) -> None:
     import asyncio
 
     asyncio.set_event_loop(loop)
-    is_over = False
-    while not is_over:
-        with suppress(SystemExit, KeyboardInterrupt):  # of a task: they belong to its sample
+    is_stopped = False
+    while not is_stopped:
+        with suppress(SystemExit, KeyboardInterrupt):  # raised in a task, which reports them
             loop.run_forever()
-            is_over = True
+            is_stopped = True
     for task in (tasks := asyncio.all_tasks(loop)):
         task.cancel()
     loop.run_until_complete(asyncio.gather(*tasks, loop.shutdown_asyncgens(), return_exceptions=True))
     loop.close()
-    over.set()
+    closed.set()
 
 
-def _end(loop: asyncio.AbstractEventLoop, over: threading.Event, ident: int | None, pid: int) -> None:
+def _stop_loop(loop: asyncio.AbstractEventLoop, closed: threading.Event, ident: int | None, pid: int) -> None:
     if os.getpid() == pid:
-        with suppress(RuntimeError):  # it is closed
+        with suppress(RuntimeError):  # already closed
             loop.call_soon_threadsafe(loop.stop)
         if ident != threading.get_ident():
-            over.wait(CLOSING_GRACE)  # not `join`: in a thread that is at its end, that leaves an entry behind for ever
+            closed.wait(CLOSING_GRACE)  # not `join`, which in a dying thread leaves an entry behind for ever
 
 
-def _event_loop() -> EventLoop:
+def _get_event_loop() -> EventLoop:
     return _loops.get(os.getpid()) or _loops.setdefault(os.getpid(), EventLoop())
 
 
-def resolved(found: object) -> Any:
-    """What was found, awaited if need be. Blocks.
-
-    Raises:
-        RuntimeError: this is the event loop, which would wait for itself.
-
-    Example:
-        >>> async def read(): return 7
-        >>> resolved(read()), resolved(8)
-        (7, 8)
-    """
-    if type(found) is not CoroutineType:
-        return found
-    events = _event_loop()
+def await_value(value: object) -> Any:
+    """Return a value, or wait for the result of a coroutine. Fails on the event loop, which would wait for itself."""
+    if type(value) is not CoroutineType:
+        return value
+    events = _get_event_loop()
     if threading.current_thread() is events.thread:
-        found.close()
+        value.close()
         raise RuntimeError("samples are read here by an async def that is awaited itself: await dataset[index]")
     import asyncio
     from concurrent.futures import wait
 
     future = error = None
     try:
-        with uninterrupted():  # a Ctrl-C between the two would leave it running
-            future = asyncio.run_coroutine_threadsafe(found, events.loop)
+        with uninterrupted():  # a Ctrl-C between call and assignment would leave it running
+            future = asyncio.run_coroutine_threadsafe(value, events.loop)
         while not future.done():
             with lent():
                 wait([future], STEP_SECONDS)
         if (error := future.exception()) is not None:
-            raise error  # not by `result`, whose frames are no user's
+            raise error  # not by `result`, which would add its frames to the traceback
         return future.result()
     finally:
-        (found.close if future is None else future.cancel)()
-        del future, error  # otherwise error -> traceback -> this frame -> error
+        (value.close if future is None else future.cancel)()
+        del future, error  # breaks the cycle error -> traceback -> this frame -> error
 
 
-def each(fn: Callable[[Any], Any], items: Sequence[Any], keys: Keys, limit: int = CONCURRENCY) -> list[Any]:
-    """``fn(item)`` of each item, awaited together. Blocks.
+def await_each(fn: Callable[[Any], Any], items: Sequence[Any], keys: Keys, limit: int = CONCURRENCY) -> list[Any]:
+    """Call ``fn(item)`` for each item, and await at most ``limit`` of its coroutines together. Blocks."""
 
-    Args:
-        fn: an ``async def``, or what may return a coroutine.
-        items: what it is called with.
-        keys: which sample each of them is; None: the one that is read anyway.
-        limit: how many are awaited at a time.
-    """
-
-    async def together() -> list[Any]:
+    async def run_all() -> list[Any]:
         import asyncio
 
-        room = asyncio.Semaphore(limit)
+        semaphore = asyncio.Semaphore(limit)
 
-        async def one(position: int) -> Any:
+        async def run_one(position: int) -> Any:
             if keys is not None:
                 reading.set(keys[position])
-            async with room:
-                found = fn(items[position])
-                return await found if type(found) is CoroutineType else found
+            async with semaphore:
+                result = fn(items[position])
+                return await result if type(result) is CoroutineType else result
 
-        tasks = [asyncio.ensure_future(one(position)) for position in range(len(items))]
+        tasks = [asyncio.ensure_future(run_one(position)) for position in range(len(items))]
         try:
             return await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)  # nothing of this batch runs any more
+            await asyncio.gather(*tasks, return_exceptions=True)  # wait until no task of the batch runs
 
-    return resolved(together())  # type: ignore[no-any-return]
-
-
-# -- datasets ----------------------------------------------------------------------------------------------------------
+    return await_value(run_all())  # type: ignore[no-any-return]
 
 
 def is_awaited(dataset: object) -> bool:
-    """Whether a dataset, or one inside it, reads or transforms samples with an ``async def``.
+    """Return True if a dataset, or one inside it, reads or transforms samples with an ``async def``.
 
     Example:
         >>> class Store:
@@ -705,7 +629,7 @@ def is_awaited(dataset: object) -> bool:
         return True
     inside: Iterable[Any] = ()
     module = getattr(methods[0], "__module__", None) or ""
-    if module.startswith("sharded_loader."):  # a class of the user's over it may await by itself
+    if module.startswith("sharded_loader."):  # wrappers of other packages may await by themselves
         if getattr(dataset, "_is_async", False):
             return True
         inside = getattr(dataset, "_inside", ())
@@ -714,22 +638,18 @@ def is_awaited(dataset: object) -> bool:
     return any(map(is_awaited, inside))
 
 
-def many(dataset: Any) -> Callable[[Sequence[Any]], list[Any]]:
-    """How to read many samples of a dataset whose ``dataset[index]`` is to be awaited.
-
-    Raises:
-        TypeError, ValueError: its ``concurrency`` is no number above 0.
-    """
+def concurrent_reader(dataset: Any) -> Callable[[Sequence[Any]], list[Any]]:
+    """Return a function that reads many samples of an async dataset, at most its ``concurrency`` at a time."""
     advice = "the number of samples of a batch that are awaited at a time"
     limit = check_int("concurrency of the dataset", getattr(dataset, "concurrency", CONCURRENCY), 1, advice)
-    return lambda indices: each(dataset.__getitem__, indices, keys_of(indices), limit)
+    return lambda indices: await_each(dataset.__getitem__, indices, keys_of(indices), limit)
 
 
 class Awaited:
-    """Stands in for a dataset that is awaited. While it lives, the event loop lives on between two batches."""
+    """Stand-in for an async dataset. While it lives, the event loop stays alive between batches."""
 
     def __init__(self, dataset: Any) -> None:
-        self._dataset, self._events = dataset, _event_loop()
+        self._dataset, self._events = dataset, _get_event_loop()
 
     def __getitem__(self, index: Any) -> Any:
-        return resolved(self._dataset[index])
+        return await_value(self._dataset[index])

@@ -1,16 +1,13 @@
-"""Columns that are no arrays: those of other libraries, read by position.
+"""Columns of other libraries, read by position.
 
-    pandas, polars: a Series               --as_column-->     NumPy array, no copy where there need be none
-    pyarrow: an Array, a ChunkedArray      --as_column-->     NumPy array, or a list of Python values
-    a DataFrame, a pyarrow Table, a dict   --named_columns--> {name: column}
-    zarr, tensorstore, h5py, xarray, dask  --ArrayRows-->     rows as NumPy arrays, read when they are asked for
+    pandas, polars: Series                 --as_column-->     NumPy array, without a copy where possible
+    pyarrow: Array, ChunkedArray           --as_column-->     NumPy array, or a list of Python values
+    DataFrame, pyarrow Table, dict         --named_columns--> {name: column}
+    zarr, tensorstore, h5py, xarray, dask  --ArrayRows-->     rows as NumPy arrays, read on demand
 
-A pandas Series is indexed by its labels: after a shuffle or a split, ``series[3]`` is not the fourth value. Arrow's
-scalars are objects of their own. So such a column becomes an array once, when the dataset is made. Later changes of
-the Series are not seen. Nothing is imported: the objects are known by their methods.
-
-What can go wrong: missing values in a column of numbers, which an array of its dtype cannot hold (ValueError), a table
-where one column is expected (TypeError). Both errors say what to write instead.
+A pandas Series is indexed by label, so after a shuffle or split ``series[3]`` is not the fourth value, and Arrow's
+scalars are objects of their own. So columns are converted once, when the dataset is made; later changes of the Series
+are not seen. No library is imported: its objects are recognised by their methods.
 """
 
 from __future__ import annotations
@@ -27,21 +24,16 @@ from sharded_loader.data.bulk import NUMBERS, checked_indices
 
 
 def is_table(value: object) -> bool:
-    """Whether this is a table of columns: a DataFrame of pandas, polars or cuDF, or Arrow's Table or RecordBatch.
-
-    Example:
-        >>> is_table(np.zeros((2, 3))), is_table([1, 2])
-        (False, False)
-    """
+    """Return True for a table of columns: a DataFrame of pandas, polars or cuDF, or Arrow's Table or RecordBatch."""
     kind = type(value)
-    marks = ("iloc", "__arrow_c_stream__", "__dataframe__")
-    return hasattr(kind, "columns") and any(hasattr(kind, mark) for mark in marks)
+    methods = ("iloc", "__arrow_c_stream__", "__dataframe__")
+    return hasattr(kind, "columns") and any(hasattr(kind, method) for method in methods)
 
 
 def named_columns(value: Any) -> dict[Any, Any] | None:
-    """The columns of a table, or of a dict of columns, by name; None for everything else.
+    """Return the columns of a table, or of a dict of columns, by name; None for everything else.
 
-    A dict whose keys are 0, 1, 2, ... is indexed as a list is, and a TensorDict by rows: no dicts of columns.
+    A dict with keys 0, 1, 2, ... is indexed like a list, and a TensorDict by row; both give None.
 
     Raises:
         ValueError: two columns have the same name.
@@ -54,34 +46,22 @@ def named_columns(value: Any) -> dict[Any, Any] | None:
         return None if reads_rows(type(value)) or all(index in value for index in range(len(value))) else dict(value)
     if not is_table(value):
         return None
-    # Arrow's ``columns`` are the columns themselves.
+    # In Arrow, ``columns`` holds the columns and not their names.
     names = list(getattr(value, "column_names", None) or value.columns)
     if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
+        duplicate = next(name for name in names if names.count(name) > 1)
         raise ValueError(
-            f"the {type(value).__name__} has several columns {twice!r}: rename them, so that each has a name of its own"
+            f"the {type(value).__name__} has several columns {duplicate!r}: rename them, so that the names are unique"
         )
     return {name: value[name] for name in names}
 
 
 def as_column(value: object, name: str) -> Any:
-    """A column that is read by position.
+    """Convert a column to an object that is indexed by position. ``name`` is its name in errors.
 
-    Args:
-        value: any column.
-        name: how errors name it.
-
-    Returns:
-        A NumPy array of a Series or an Arrow column (a list where Arrow's values are nested), `ArrayRows` of an array
-        of another library, anything else as it is.
-
-    Raises:
-        TypeError: it is a table, or a dict that is not indexed by position.
-        ValueError: it has missing or masked values, which an array of its dtype cannot hold.
-
-    Example:
-        >>> as_column([1, 2], "column y")
-        [1, 2]
+    A Series or an Arrow column becomes a NumPy array (a list if the values are nested), another library's array becomes
+    `ArrayRows`, and anything else is returned as it is. Raises TypeError for a table or a dict that is not indexed by
+    position, and ValueError for missing or masked values, which an array of the dtype cannot hold.
     """
     kind = type(value)
     if kind is np.ndarray or kind is list:
@@ -97,11 +77,11 @@ def as_column(value: object, name: str) -> Any:
             "x.filled(0), or give the mask as a column of its own, ArrayDataset(x=x.data, mask=np.ma.getmaskarray(x))"
         )
     if hasattr(kind, "iloc") and hasattr(kind, "to_numpy"):
-        return _of_pandas(value, name)
+        return _pandas_values(value, name)
     if hasattr(kind, "to_pylist") and hasattr(kind, "to_numpy"):
-        return _of_arrow(value, name)
+        return _arrow_values(value, name)
     if hasattr(kind, "null_count") and hasattr(kind, "to_numpy"):
-        return _of_polars(value, name)
+        return _polars_values(value, name)
     is_array = hasattr(kind, "__array__") and not isinstance(value, np.ndarray) and not is_tensor(value)
     return ArrayRows(value) if has_rows(value) and (is_array or not hasattr(value, "__len__")) else value
 
@@ -118,13 +98,10 @@ def has_rows(value: object) -> bool:
 
 
 class ArrayRows:
-    """The rows of an array of another library, as NumPy arrays.
+    """Rows of another library's array (anything with ``shape`` and ``__getitem__``), as NumPy arrays.
 
-    Many rows are read at once: a run of them by a slice, others by an array of ascending indices, as h5py wants it. An
-    array that takes none is read row by row.
-
-    Args:
-        array: has ``shape`` and ``__getitem__``.
+    A contiguous run of rows is read as a slice, other rows by one array of ascending indices, which h5py requires. If
+    the array does not support that, rows are read one by one.
 
     Example:
         >>> rows = ArrayRows(np.arange(5) * 10)
@@ -143,34 +120,22 @@ class ArrayRows:
         return self.__getitems__([index])[0] if is_one else np.asarray(self.array[index])
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Many rows at once."""
-        where, places = np.unique(checked_indices(indices, len(self)), return_inverse=True)
+        unique, inverse = np.unique(checked_indices(indices, len(self)), return_inverse=True)
         try:
-            is_run = where[-1] - where[0] == len(where) - 1
-            rows = np.asarray(self.array[slice(int(where[0]), int(where[-1]) + 1) if is_run else where])
-            if rows.shape == (len(where), *self.array.shape[1:]):
-                return list(rows[places])
-        except Exception as error:  # it takes no arrays of indices; another error comes again with its row
+            is_run = unique[-1] - unique[0] == len(unique) - 1
+            rows = np.asarray(self.array[slice(int(unique[0]), int(unique[-1]) + 1) if is_run else unique])
+            if rows.shape == (len(unique), *self.array.shape[1:]):
+                return list(rows[inverse])
+        except Exception as error:  # no indexing by arrays; any other error is raised again for its row
             pass_on(error)
-        return [np.asarray(self.array[index])[()] for index in where[places].tolist()]
+        return [np.asarray(self.array[index])[()] for index in unique[inverse].tolist()]
 
 
 def as_dataset(value: object, owner: str, needs_length: bool = True) -> Any:
-    """A dataset that is read by position: a Series or an Arrow column as an array, an array without a length by its
-    shape, anything else as it is.
+    """Convert a Series, an Arrow column or an array without a length to a dataset that is read by position.
 
-    Args:
-        value: any dataset.
-        owner: who takes it, for errors.
-        needs_length: False: an object of the user's may have a shape of another meaning, and no length.
-
-    Raises:
-        TypeError: it is a table, whose samples have no index.
-        ValueError: as `as_column`.
-
-    Example:
-        >>> as_dataset("abc", "SimpleDataset")
-        'abc'
+    ``owner`` is the caller's name in errors: TypeError for a table, otherwise as in `as_column`. With
+    ``needs_length=False``, third-party objects may have a ``shape`` of another meaning and no length.
     """
     if is_table(value):
         raise TypeError(
@@ -178,20 +143,20 @@ def as_dataset(value: object, owner: str, needs_length: bool = True) -> Any:
             f"ArrayDataset(table), whose samples are dicts of its columns"
         )
     column = value if isinstance(value, (Mapping, np.ndarray)) else as_column(value, f"{owner}: the dataset")
-    gives_own = hasattr(value, "__len__") or not (needs_length or hasattr(value, "__array__"))
-    return value if type(column) is ArrayRows and gives_own else column
+    has_own_rows = hasattr(value, "__len__") or not (needs_length or hasattr(value, "__array__"))
+    return value if type(column) is ArrayRows and has_own_rows else column
 
 
-def _of_pandas(series: Any, name: str) -> Any:
-    # Nullable and Arrow dtypes have a NumPy dtype beside them, which to_numpy() uses only where nothing is missing.
-    known = getattr(getattr(series, "dtype", None), "numpy_dtype", None)
-    if known is None or np.dtype(known).kind not in NUMBERS:
+def _pandas_values(series: Any, name: str) -> Any:
+    # Nullable and Arrow dtypes have a matching NumPy dtype, which to_numpy() uses only if nothing is missing.
+    dtype = getattr(getattr(series, "dtype", None), "numpy_dtype", None)
+    if dtype is None or np.dtype(dtype).kind not in NUMBERS:
         return series.to_numpy()
-    _check_complete(name, int(series.isna().sum()), np.dtype(known), "series.fillna(0)")
-    return series.to_numpy(known)
+    _check_complete(name, int(series.isna().sum()), np.dtype(dtype), "series.fillna(0)")
+    return series.to_numpy(dtype)
 
 
-def _of_polars(series: Any, name: str) -> Any:
+def _polars_values(series: Any, name: str) -> Any:
     dtype: Any = getattr(series, "dtype", None)
     if hasattr(dtype, "is_nested") and dtype.is_nested():
         return series.to_list()
@@ -201,20 +166,20 @@ def _of_polars(series: Any, name: str) -> Any:
     return array
 
 
-def _of_arrow(column: Any, name: str) -> Any:
-    kind = column.type
-    if hasattr(kind, "index_type"):  # a dictionary: to_numpy() of several chunks has values where nulls are
-        return _of_arrow(column.cast(kind.value_type), name)
-    if getattr(kind, "num_fields", 0):
-        return _of_arrow_lists(column)
+def _arrow_values(column: Any, name: str) -> Any:
+    arrow_type = column.type
+    if hasattr(arrow_type, "index_type"):  # to_numpy() of a chunked dictionary array fills nulls with values
+        return _arrow_values(column.cast(arrow_type.value_type), name)
+    if getattr(arrow_type, "num_fields", 0):
+        return _arrow_list_values(column)
     array = column.to_numpy(zero_copy_only=False)
     if array.dtype.kind in NUMBERS:
-        _check_complete(name, column.null_count, kind, "column.fill_null(0)")
+        _check_complete(name, column.null_count, arrow_type, "column.fill_null(0)")
     return array
 
 
-def _of_arrow_lists(column: Any) -> Any:
-    """Lists keep their dtype as arrays; a list that has a null or names inside is Python's."""
+def _arrow_list_values(column: Any) -> Any:
+    """Convert a list column, keeping its dtype. Lists with nulls or names inside become Python lists."""
     if not hasattr(column.type, "value_type") or column.type.value_type.num_fields:
         return column.to_pylist()
     values = [chunk.flatten() for chunk in getattr(column, "chunks", [column])]
@@ -236,7 +201,7 @@ def _check_complete(name: str, missing: int, dtype: object, fill: str) -> None:
 
 
 def is_dataset(value: object) -> bool:
-    """Return True if ``value`` can be indexed and has a length, or a shape from which it follows.
+    """Return True if ``value`` can be indexed and has a length, or a shape that implies one.
 
     Example:
         >>> is_dataset([1]), is_dataset(iter([1]))
@@ -246,15 +211,7 @@ def is_dataset(value: object) -> bool:
 
 
 def check_dataset(value: object, owner: str) -> Any:
-    """Reject what has no samples by index with a TypeError.
-
-    Returns:
-        The dataset, read by position: see `as_dataset`.
-
-    Example:
-        >>> check_dataset([1, 2], "SimpleDataset")
-        [1, 2]
-    """
+    """Return a dataset as `as_dataset` does, and raise a TypeError for objects that cannot be indexed."""
     if not is_dataset(value):
         raise TypeError(
             f"{owner} needs an object with __getitem__ and __len__, not {an(type(value))}: "

@@ -1,23 +1,18 @@
-"""Datasets: samples by index, and what can be done with them.
+"""Datasets: samples read by index, and the operations on them.
 
     SimpleDataset(anything)        ArrayDataset(columns)        ConcatDataset(datasets)
-          .filter .shard .take .sample .split      -> SubsetDataset: fewer samples, by indices
-          .transform .transform_first              -> TransformDataset: other samples
-          .cache                                   -> `caching.dataset.StoredDataset`: the same samples, kept
-          a + b                                    -> ConcatDataset: one after the other
+          .filter .shard .take .sample .split      -> SubsetDataset: some of the samples, by index
+          .transform .transform_first              -> TransformDataset: each sample through a function
+          .cache                                   -> `caching.dataset.StoredDataset`: the same samples, stored
+          a + b                                    -> ConcatDataset: one dataset after the other
 
-    Wrapper          around other datasets: TransformDataset, ConcatDataset, and what ``cache`` returns
-      View           samples of another dataset, by translated indices: SimpleDataset, SubsetDataset
+A dataset owns no thread and no process. Bulk reads use ``get_batch(indices)``, which returns a collated batch, or
+``__getitems__(indices)``, which returns a list of samples (see `sharded_loader.data.bulk`). A wrapper has
+``set_epoch``, ``get_batch`` and ``__getitems__`` exactly where the datasets inside it do. A subset of a subset is
+flattened, so reading a sample takes one look-up however often a dataset was cut.
 
-A dataset owns no thread and no process. Where it can it reads in bulk: ``get_batch(indices)`` returns a finished batch,
-``__getitems__(indices)`` a list of samples (see `sharded_loader.data.bulk`). A wrapper has ``set_epoch``, ``get_batch``
-and ``__getitems__`` exactly where what it wraps has them.
-
-A part of a part is made a part of the dataset at once, so reading a sample takes one look-up, however often a dataset
-was cut. A part owns its array of indices, which cannot be changed.
-
-What can go wrong: an index out of range (IndexError with the length), samples whose structure differs in one batch
-(ValueError that names the field). Indices that do not fit a dataset are rejected when the subset is made.
+Reading raises IndexError (with the length) for an index out of range, and ValueError (with the field) if the samples of
+a batch differ in structure.
 
 Source of the idea: ``mxnet.gluon.data.dataset``.
 """
@@ -25,11 +20,13 @@ Source of the idea: ``mxnet.gluon.data.dataset``.
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 import os
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from fractions import Fraction
 from functools import partial
 from inspect import iscoroutinefunction
 from itertools import accumulate
@@ -47,19 +44,18 @@ from sharded_loader.data import seeding
 from sharded_loader.data.bulk import (
     Indices,
     Int64s,
+    await_each,
     bulk,
     bulk_method,
     check_one_index,
     checked_index,
     checked_indices,
-    each,
     each_sample,
     gather,
     gather_rows,
     read_many,
 )
 from sharded_loader.data.columns import as_column, check_dataset, is_dataset, named_columns
-from sharded_loader.data.splits import split_sizes
 from sharded_loader.randomness import rng
 from sharded_loader.randomness.shuffle import Selection, composed, shuffle, taken
 
@@ -72,10 +68,10 @@ Translate = Callable[[Any], Any]
 
 
 class Dataset:
-    """Base of datasets: subclasses write ``__getitem__(index)`` and ``__len__()``.
+    """Base class of datasets. Subclasses implement ``__getitem__(index)`` and ``__len__()``.
 
-    ``__getitem__`` may be an ``async def``. Loaders then await the samples of a batch together, at most ``concurrency``
-    of them (an attribute of the dataset), or 64.
+    ``__getitem__`` may be an ``async def``. The samples of a batch are then awaited concurrently, 64 at a time; a
+    ``concurrency`` attribute of the dataset changes that number.
 
     Example:
         >>> class Squares(Dataset):
@@ -85,51 +81,49 @@ class Dataset:
         [0, 4, 16]
     """
 
-    _inside: Any = ()  # the datasets that this one is made of
-    _in_columns: Any = None  # of a dataset that reads some batches in bulk: gather(indices, empty), see `as_bulk`
+    _inside: Any = ()  # the wrapped datasets
+    _in_columns: Any = None  # gather(indices, empty) of a dataset that reads some batches in bulk, see `as_bulk`
 
     def __getitem__(self, index: Any) -> Any:
-        """The sample at ``index``."""
         raise NotImplementedError
 
     def __len__(self) -> int:
-        """The number of samples."""
         raise NotImplementedError
 
     def __add__(self, other: object) -> ConcatDataset:
-        """This dataset's samples, then the other's."""
+        """Return this dataset's samples followed by the other's."""
         return ConcatDataset([self, other]) if is_dataset(other) else NotImplemented
 
     def __radd__(self, other: object) -> Any:
-        """The other's samples, then this dataset's; ``sum(datasets)`` begins with 0, which adds none."""
+        """Return the other's samples followed by this dataset's. ``sum(datasets)`` starts with 0, which is ignored."""
         if type(other) is int and other == 0:
             return self
         return ConcatDataset([other, self]) if is_dataset(other) else NotImplemented
 
-    __array_ufunc__ = None  # or ``array + dataset`` would be NumPy's sum, value by value
+    __array_ufunc__ = None  # otherwise NumPy would evaluate ``array + dataset`` element by element
 
     def _part(self, index: slice) -> SubsetDataset:
-        """The samples of a slice, which are read when they are asked for."""
+        """Return the samples of a slice as a subset, without reading them."""
         return SubsetDataset(self, range(len(self))[index])
 
     def filter(self, fn: Callable[[Any], Any]) -> SubsetDataset:
-        """The samples for which ``fn(sample)`` is true. Every sample is read once, now.
+        """Return the samples for which ``fn(sample)`` is true. Reads every sample once, now.
 
         Example:
             >>> list(SimpleDataset(range(10)).filter(lambda x: x % 3 == 0))
             [0, 3, 6, 9]
         """
-        kept = [index for index, sample in enumerate(each_sample(self)) if fn(sample)]
-        return SubsetDataset(self, np.array(kept, np.int64))
+        chosen = [index for index, sample in enumerate(each_sample(self)) if fn(sample)]
+        return SubsetDataset(self, np.array(chosen, np.int64))
 
     def shard(self, num_shards: int, index: int) -> SubsetDataset:
-        """Part ``index`` of ``num_shards`` contiguous parts; the first ones are one sample larger where it must be.
+        """Return shard ``index`` of ``num_shards`` contiguous shards. The first ones have one sample more if needed.
 
         Example:
             >>> [list(SimpleDataset(range(5)).shard(2, i)) for i in range(2)]
             [[0, 1, 2], [3, 4]]
         """
-        if not all(isinstance(one, (int, np.integer)) for one in (num_shards, index)):
+        if not all(isinstance(value, (int, np.integer)) for value in (num_shards, index)):
             raise TypeError(f"shard({num_shards!r}, {index!r}): give two ints: how many parts, and which of them")
         if num_shards < 1:
             raise ValueError(f"shard(num_shards={num_shards}): the number of shards must be greater than 0")
@@ -140,7 +134,7 @@ class Dataset:
         return SubsetDataset(self, range(begin, begin + size + (index < larger)))
 
     def take(self, count: int | None) -> SubsetDataset:
-        """The first ``count`` samples, or all where there are fewer or ``count`` is None.
+        """Return the first ``count`` samples, or all if there are fewer or ``count`` is None.
 
         Example:
             >>> list(SimpleDataset("abc").take(2))
@@ -153,22 +147,22 @@ class Dataset:
         return SubsetDataset(self, range(len(self))[:count])
 
     def sample(self, sampler: Any) -> SubsetDataset:
-        """The samples at the indices that ``sampler`` (ours or torch's) yields, read from it once, now (its epoch 0).
+        """Return the samples at the indices that ``sampler`` (ours or torch's) yields. Reads its epoch 0 once, now.
 
         Example:
             >>> from torch.utils.data import SequentialSampler
             >>> list(SimpleDataset("abc").sample(SequentialSampler(range(2))))
             ['a', 'b']
         """
-        torchs = getattr(sys.modules.get("torch.utils.data"), "Sampler", ())  # not imported: it may not be needed
-        if not (hasattr(type(sampler), "iter_epoch") or isinstance(sampler, torchs)):
+        torch_kind = getattr(sys.modules.get("torch.utils.data"), "Sampler", ())  # avoids importing torch
+        if not (hasattr(type(sampler), "iter_epoch") or isinstance(sampler, torch_kind)):
             raise TypeError(
                 f"Invalid sampler type: {type(sampler)}. Expected a Sampler of sharded_loader or torch; for a list of "
                 "indices use SubsetDataset(dataset, indices)"
             )
-        # An __iter__ that a subclass overrides is used, whatever it inherits.
+        # An __iter__ overridden in a subclass takes precedence over an inherited iter_epoch.
         is_pure = any(known_to(type(sampler), name, ["__iter__"]) for name in ("iter_epoch", "chunks"))
-        with contextlib.suppress(TypeError, NotImplementedError):  # it has no length
+        with contextlib.suppress(TypeError, NotImplementedError):  # the sampler has no length
             what = f"sample() keeps all {len(sampler):,} indices of the {type(sampler).__name__}"
             check_fits(8 * len(sampler), what, "give the sampler to the loader, which asks for a batch at a time")
         order = sampler.iter_epoch(0) if is_pure else iter(sampler)
@@ -178,24 +172,21 @@ class Dataset:
             raise TypeError(f"{type(sampler).__name__} yields no single indices: give a sampler of samples") from None
 
     def split(self, sizes_or_ratios: Sequence[float], seed: int | None = None) -> list[SubsetDataset]:
-        """Random parts, disjoint and together complete.
+        """Split into random, disjoint subsets that together cover the dataset.
 
-        For parts with equal shares of each class, let scikit-learn choose the indices, and take them:
-        ``train, test = train_test_split(np.arange(len(labels)), test_size=0.2, stratify=labels)``, and then
-        ``SubsetDataset(dataset, train)`` and ``SubsetDataset(dataset, test)``.
+        For stratified subsets, split the indices by scikit-learn (``train_test_split(np.arange(len(labels)),
+        stratify=labels)``) and make a `SubsetDataset` of each result.
 
         Args:
-            sizes_or_ratios: ints that sum to ``len(self)``, or ratios that sum to 1 (sizes then by largest
-                remainder).
-            seed: the same seed gives the same parts; None draws one from torch's default generator.
+            sizes_or_ratios: ints that sum to ``len(self)``, or ratios that sum to 1 (rounded by largest remainder).
+            seed: equal seeds give equal subsets; None draws a seed from torch's default generator.
 
         Returns:
-            The parts. Their indices take 8 bytes each. Parts that are cut by ``take``, ``shard`` or a slice take no
-            memory.
+            The subsets. Each index takes 8 bytes; ``take``, ``shard`` and slices store no indices.
 
         Raises:
             ValueError: The sizes or ratios do not sum to the whole.
-            MemoryError: There is no room for the indices.
+            MemoryError: The indices do not fit into memory.
 
         Example:
             >>> train, test = SimpleDataset(range(10)).split([0.8, 0.2], seed=1)
@@ -215,28 +206,28 @@ class Dataset:
     def cache(
         self, max_bytes: int | str | None = None, path: str | os.PathLike[str] | None = None, key: str | None = None
     ) -> StoredDataset:
-        """Read each sample once, and keep it. Put what is random behind the cache: ``.cache(...).transform(augment)``.
+        """Read each sample once and store it. Put random steps behind the cache: ``.cache(...).transform(augment)``.
 
-        All workers of all loaders share one copy, and so do all ranks of a job on this machine (Linux; elsewhere with
-        ``path``). With ``path``, later runs share it too.
+        All workers and loaders share one copy, and so do all ranks on this machine (on Linux; elsewhere with ``path``).
+        With ``path``, later runs reuse it.
 
         Args:
-            max_bytes: What the samples may take: a number of bytes, a text such as "8 GB", or a share of what is free,
-                such as "50%". None: three quarters of the memory that is free now, or all that is free on the disk of
-                ``path``. No sample is ever evicted. The samples that do not fit are read in each epoch.
-            path: A file for the samples. Without it they are in memory.
-            key: A text for what the loader cannot see, such as the version of your decoder. A file with another key,
-                another number of samples or another first sample is rejected with an error.
+            max_bytes: Limit in bytes, a string such as "8 GB", or a share of the free space such as "50%". None: three
+                quarters of the free memory, or all free space on the disk of ``path``. Nothing is evicted; samples that
+                do not fit are read in each epoch.
+            path: File for the samples. Without it they are stored in memory.
+            key: Text for what the loader cannot see, such as the version of your decoder. A file with another key,
+                number of samples or first sample is rejected with an error.
 
         Returns:
             A dataset of the same samples. ``loader.stats()`` counts hits and misses.
 
         Raises:
             CacheMismatchError: The file belongs to another dataset.
-            ValueError: A sample draws random numbers, or depends on the epoch. Or there is not as much memory.
+            ValueError: A sample draws random numbers or depends on the epoch, or there is not enough memory.
             TypeError: A sample holds something other than arrays, tensors, numbers, strings, bytes, None, and dicts,
                 lists and tuples of these.
-            OSError: The file cannot be made, or belongs to another user.
+            OSError: The file cannot be created, or belongs to another user.
 
         Example:
             >>> decoded = SimpleDataset(range(3)).transform(lambda i: np.full(4, i))
@@ -244,8 +235,8 @@ class Dataset:
             >>> [sample.sum().item() for _ in range(2) for sample in cached], cached.cached
             ([0, 4, 8, 0, 4, 8], 3)
 
-        Source of the idea: CoorDL (VLDB 2021). If each epoch is in a new random order, the share of the samples that
-        fits is the share of hits, and to evict gains nothing.
+        Source of the idea: CoorDL (VLDB 2021). With a new random order per epoch, the hit rate is the share of samples
+        that fit, so eviction gains nothing.
         """
         cached: StoredDataset = provided("dataset", "cache")(self, max_bytes, path, key)
         return cached
@@ -254,13 +245,13 @@ class Dataset:
         """Pass every sample through ``fn``; a tuple sample is unpacked: ``fn(*sample)``.
 
         Args:
-            fn: called with a sample, returns another.
-            lazy: False reads and transforms all samples now, once.
-            seeded: seed all that ``fn`` draws from by the seed, the epoch and the index of the sample: ``random``,
-                NumPy's and torch's global generators, and every object inside ``fn`` that has a method
-                ``set_random_seed`` (albumentations) or ``set_random_state`` (MONAI). Then ``fn`` gives the same in
-                every pool, with any number of workers. It takes about 0.1 ms per sample, and threads run ``fn`` one
-                at a time. An object that ``fn`` makes while it runs is not seeded: make it before. Needs ``lazy=True``.
+            fn: takes a sample and returns the new one.
+            lazy: False reads and transforms all samples once, now.
+            seeded: seed everything that ``fn`` draws from by the seed, the epoch and the sample's index: the global
+                generators of ``random``, NumPy and torch, and every object inside ``fn`` with a method
+                ``set_random_seed`` (albumentations) or ``set_random_state`` (MONAI). Results are then the same in every
+                pool, with any number of workers. Costs about 0.1 ms per sample, and threads run ``fn`` one at a time.
+                Objects that ``fn`` creates while it runs are not seeded: create them beforehand. Needs ``lazy=True``.
 
         Example:
             >>> from sharded_loader import ArrayDataset
@@ -276,17 +267,16 @@ class Dataset:
         return transformed if lazy else SimpleDataset(list(transformed))
 
     def transform_first(self, fn: Callable[[Any], Any], lazy: bool = True, seeded: bool = False) -> Dataset:
-        """Pass the first field of every tuple sample through ``fn`` (or the sample itself, if it is no tuple).
+        """Pass the first field of every tuple sample through ``fn``, or the sample itself if it is not a tuple.
 
         Example:
             >>> from sharded_loader import ArrayDataset
             >>> list(ArrayDataset([1, 2], [10, 20]).transform_first(lambda a: -a))
             [(-1, 10), (-2, 20)]
         """
-        return self.transform(partial(_of_first, fn), lazy, seeded)
+        return self.transform(partial(_apply_to_first, fn), lazy, seeded)
 
     def __iter__(self) -> Iterator[Any]:
-        """The samples in order."""
         return each_sample(self)
 
     def __repr__(self) -> str:
@@ -296,24 +286,24 @@ class Dataset:
             return f"{type(self).__name__}(unknown number of samples)"
 
 
-# -- some samples, by index --------------------------------------------------------------------------------------------
+# -- subsets -----------------------------------------------------------------------------------------------------------
 
 
 def nested(dataset: object) -> Iterator[Any]:
-    """A dataset, and those inside it."""
+    """Yield a dataset and, recursively, the datasets inside it."""
     yield dataset
     for inner in dataset._inside if isinstance(dataset, Wrapper) else ():
         yield from nested(inner)
 
 
 def tell_epoch(dataset: object, epoch: int) -> None:
-    """Tell a dataset inside another one the epoch, if it has ``set_epoch``."""
+    """Pass the epoch to a wrapped dataset, if it has ``set_epoch``."""
     if (tell := seeding.set_epoch_of(dataset)) is not None:
         tell(epoch)
 
 
 class Wrapper(Dataset):
-    """Around another dataset, or several: forwards ``set_epoch`` where one of them has it."""
+    """Base class of datasets around other datasets. Forwards ``set_epoch`` if one of them has it."""
 
     _dataset: Any
 
@@ -326,46 +316,43 @@ class Wrapper(Dataset):
 
     @bulk
     def set_epoch(self, epoch: int) -> None:
-        """Tell the datasets inside which epoch is read."""
         for inner in self._inside:
             tell_epoch(inner, epoch)
 
     def _routes(self) -> Iterable[tuple[Any, Translate]]:
-        """The datasets inside, each with the function that makes indices of this dataset its own."""
+        """Return the datasets inside, each with the function that translates indices for it."""
         return ((inner, lambda indices: indices) for inner in self._inside)
 
 
 class Cache(Wrapper):
-    """Base class of caches, which `Dataset.cache` makes: it keeps samples of the dataset inside, ``_dataset``.
+    """Base class of the caches that `Dataset.cache` makes: stores samples of the dataset inside, ``_dataset``.
 
-    For a cache of your own, write ``__getitem__``, and ``__init__(self, dataset, max_bytes, path, key)`` with the
-    arguments of `Dataset.cache`. Then call ``provide("dataset", "cache", YourCache)``.
+    Your own has ``__getitem__``, and ``__init__(self, dataset, max_bytes, path, key)`` with the arguments of
+    `Dataset.cache`. Activate it with ``provide("dataset", "cache", YourCache)``.
     """
 
     counts: Any = (0, 0, 0)
-    """Samples that it had, samples that it had not, and the bytes that it holds. The loader's statistics tell them."""
+    """Hits, misses and stored bytes, for the loader's statistics."""
 
 
 class View(Wrapper):
-    """Samples of the other dataset, by translated indices. Subclasses write `_one` and `_inner`, not ``__getitem__``.
+    """Samples of another dataset at translated indices.
 
-    A ``__getitem__`` that is not of the same class as the bulk methods is an override, and they are not used.
+    Subclasses implement `_one` and `_inner`. A subclass that overrides ``__getitem__`` loses the bulk methods.
     """
 
     _one: Callable[[Any], Any]  # the sample at one index
-    _inner: Callable[[Indices], Int64s]  # indices into the wrapped dataset
+    _inner: Callable[[Indices], Int64s]  # translates to indices into the wrapped dataset
 
     def __getitem__(self, index: Any) -> Any:
         return self._one(index)
 
     @bulk
     def __getitems__(self, indices: Sequence[int]) -> Any:
-        """Many samples at once, as the dataset inside returns them."""
-        return bulk_method(self._dataset, "__getitems__")(seeding.translated(self._inner(indices).tolist(), indices))
+        return bulk_method(self._dataset, "__getitems__")(seeding.attach_keys(self._inner(indices).tolist(), indices))
 
     @bulk
     def get_batch(self, indices: Indices, empty: Empty = new_array) -> Any:
-        """A finished batch, in memory from ``empty``."""
         return gather(self._dataset, self._inner(indices), empty)
 
     def _routes(self) -> Iterable[tuple[Any, Translate]]:
@@ -373,10 +360,9 @@ class View(Wrapper):
 
 
 class SimpleDataset(View):
-    """Any object with ``__getitem__`` and ``__len__`` as a dataset with this library's methods.
+    """Wrap any object with ``__getitem__`` and ``__len__`` in a dataset with this library's methods.
 
-    Integer indices are checked (negative ones work, whether the object knows them or not); any other index, such as
-    a slice or a column name, is passed on.
+    Integer indices are checked and may be negative; others, such as slices and column names, are passed on.
 
     Args:
         data: a list, a NumPy array, a torch or Hugging Face dataset, ...
@@ -386,7 +372,7 @@ class SimpleDataset(View):
         9
     """
 
-    _is_part = True  # its subclasses are not; see `bulk.part_of`
+    _is_part = True  # not inherited, see `bulk.part_of`
 
     def __init__(self, data: object) -> None:
         self._dataset = check_dataset(data, "SimpleDataset")
@@ -404,14 +390,13 @@ class SimpleDataset(View):
 
 
 class SubsetDataset(View):
-    """The samples of ``dataset`` at ``indices``, in that order: what ``take``, ``shard``, ``split``, ... return.
+    """The samples of ``dataset`` at ``indices``, in that order: the result of ``take``, ``shard``, ``split``, ...
 
-    A part of a part is a part of the dataset: `dataset` is never a `SubsetDataset`, and `indices` always count the
-    samples of `dataset`.
+    A subset of a subset is flattened: `dataset` is never a `SubsetDataset`, and `indices` always refer to `dataset`.
 
     Args:
         dataset: anything with ``__getitem__`` and ``__len__``.
-        indices: integers in 0..len(dataset)-1. A range costs no memory.
+        indices: integers in 0..len(dataset)-1. A range takes no memory.
 
     Raises:
         IndexError: an index is out of range.
@@ -426,7 +411,7 @@ class SubsetDataset(View):
     Source of the idea: ``torch.utils.data.Subset``.
     """
 
-    _is_part = True  # its subclasses are not; see `bulk.part_of`
+    _is_part = True  # not inherited, see `bulk.part_of`
 
     def __init__(self, dataset: Any, indices: Selection | Sequence[int]) -> None:
         dataset = check_dataset(dataset, "SubsetDataset")
@@ -436,9 +421,9 @@ class SubsetDataset(View):
                 checked_indices([indices[0], indices[-1]], len(dataset))
             chosen = indices
         else:
-            # A copy: the caller may shuffle an array of indices again, for another subset.
+            # A copy, because the caller may reshuffle the array for another subset.
             chosen = np.array(checked_indices(indices, len(dataset)))
-        if type(dataset) is SubsetDataset and vars(dataset).keys() == {"_dataset", "_indices"}:  # no method of its own
+        if type(dataset) is SubsetDataset and vars(dataset).keys() == {"_dataset", "_indices"}:  # no own methods
             dataset, chosen = dataset._dataset, composed(dataset._indices, chosen)
         if isinstance(chosen, np.ndarray):
             chosen.flags.writeable = False
@@ -449,7 +434,7 @@ class SubsetDataset(View):
 
     @property
     def dataset(self) -> Any:
-        """The dataset that the samples are taken from.
+        """The dataset that the samples are read from.
 
         Example:
             >>> from sharded_loader import SimpleDataset
@@ -462,16 +447,12 @@ class SubsetDataset(View):
     def indices(self) -> Selection:
         """The indices of the samples in `dataset`: a range or an int64 array, both read-only.
 
-        The samples are ``[dataset[index] for index in indices]``. So the labels of a part are ``labels[part.indices]``,
-        if ``labels`` is an array of the labels of the whole dataset.
+        Use them to select labels, too: ``labels[subset.indices]``, for an array of the whole dataset's labels.
 
         Example:
             >>> from sharded_loader import SimpleDataset
             >>> SimpleDataset("abcde").shard(2, 1).indices
             range(3, 5)
-            >>> train, test = SimpleDataset("abcde").split([3, 2], seed=1)
-            >>> sorted([*train.indices.tolist(), *test.indices.tolist()])
-            [0, 1, 2, 3, 4]
         """
         return self._indices
 
@@ -482,7 +463,7 @@ class SubsetDataset(View):
 
     def _inner(self, indices: Indices) -> Int64s:
         where = checked_indices(indices, len(self._indices))
-        if isinstance(self._indices, range):  # `taken`, without a call
+        if isinstance(self._indices, range):  # `taken`, inlined
             return self._indices.start + self._indices.step * where
         return taken(self._indices, where)
 
@@ -490,13 +471,57 @@ class SubsetDataset(View):
         return f"<{len(self)} of {brief(self._dataset)}>"
 
 
-# -- through a function ------------------------------------------------------------------------------------------------
+# -- the sizes of parts ------------------------------------------------------------------------------------------------
+
+
+def split_sizes(length: int, parts: list[Any]) -> list[int]:
+    """Return sizes that sum to ``length``, from sizes or ratios, or raise ValueError.
+
+    Example:
+        >>> split_sizes(11, [0.8, 0.2]), split_sizes(11, [8, 3])
+        ([9, 2], [8, 3])
+    """
+    if not parts:
+        raise ValueError("split([]): give at least one size or ratio")
+    if any(isinstance(part, (bool, np.bool_, str)) or not 0 <= part < math.inf for part in parts):
+        raise ValueError(f"split({parts}): sizes and ratios are numbers of 0 or more")
+    if all(isinstance(part, (int, np.integer)) for part in parts):
+        if sum(parts) == length:
+            return parts
+        advice = "make them sum to its length, or give ratios (floats) that sum to 1"
+        raise ValueError(f"split({parts}): the sizes sum to {sum(parts)}, the dataset has {length} samples: {advice}")
+    total = math.fsum(parts)
+    if abs(total - 1) > 1e-6:
+        raise ValueError(f"split({parts}): the ratios sum to {total:g}: make them sum to 1, or give sizes (ints)")
+    exact = [Fraction(float(part)) for part in parts]
+    return apportioned(length, [part * length / sum(exact) for part in exact], digits=9)
+
+
+def apportioned(total: int, shares: Sequence[Fraction], digits: int | None = None) -> list[int]:
+    """Round exact shares to integers that sum to ``total``.
+
+    The largest remainders are rounded up; of equal ones, the earlier. ``digits`` limits the decimal places of
+    remainders that count (with 9, 0.29 * 100 is a whole 29); None: all.
+
+    Example:
+        >>> apportioned(10, [Fraction(10, 3)] * 3)
+        [4, 3, 3]
+    """
+    counts = list(map(math.floor, shares))
+    exact = [count - share for count, share in zip(counts, shares, strict=True)]
+    below: list[Any] = exact if digits is None else [round(float(one), digits) for one in exact]
+    for number in sorted(range(len(counts)), key=below.__getitem__)[: total - sum(counts)]:
+        counts[number] += 1
+    return counts
+
+
+# -- transforms --------------------------------------------------------------------------------------------------------
 
 
 class TransformDataset(Wrapper):
     """The samples of a dataset, each passed through a function; made by `Dataset.transform`.
 
-    A slice is a dataset of those samples. Keys, such as strings and tuples, are passed on to the wrapped dataset.
+    A slice returns a subset. Keys, such as strings and tuples, are passed on to the wrapped dataset.
 
     Example:
         >>> list(TransformDataset(SimpleDataset([1, 2, 3]), str)[1:])
@@ -519,9 +544,9 @@ class TransformDataset(Wrapper):
         if isinstance(index, slice):
             return self._part(index)
         check_one_index(index)
-        found = self._dataset[index]
-        is_coroutine = type(found) is CoroutineType
-        return self._apply_async(found, is_coroutine) if is_coroutine or self._is_async else self._apply(found)
+        sample = self._dataset[index]
+        is_coroutine = type(sample) is CoroutineType
+        return self._apply_async(sample, is_coroutine) if is_coroutine or self._is_async else self._apply(sample)
 
     async def _apply_async(self, found: Any, is_coroutine: bool) -> Any:
         sample = self._apply(await found if is_coroutine else found)
@@ -536,43 +561,27 @@ class TransformDataset(Wrapper):
 
     @bulk
     def __getitems__(self, indices: Sequence[int]) -> Any:
-        """Many samples: read at once, then transformed one by one."""
-        indices = seeding.translated(indices, indices)
-        samples = read_many(self._dataset, indices)  # which hands out a copy: these are looked at again
+        """Read many samples in bulk, then transform them one by one."""
+        indices = seeding.attach_keys(indices, indices)
+        samples = read_many(self._dataset, indices)  # passes on a copy of `indices`, which are used again below
         if self._is_async:
-            return each(self._apply, samples, seeding.keys_of(indices))
-        return seeding.each_by_its_key(self._apply, samples, indices)
+            return await_each(self._apply, samples, seeding.keys_of(indices))
+        return seeding.map_with_keys(self._apply, samples, indices)
 
     def __repr__(self) -> str:
         return f"{brief(self._dataset)}.transform({self._fn!r}{'' if self._level is None else ', seeded=True'})"
 
 
-def _of_first(fn: Callable[[Any], Any], first: object, *others: object) -> Any:
-    """``fn`` of the first field of a sample."""
+def _apply_to_first(fn: Callable[[Any], Any], first: object, *others: object) -> Any:
+    """Apply ``fn`` to the first field of a sample."""
     return (fn(first), *others) if others else fn(first)
 
 
-def counts_of(dataset: object) -> tuple[int, int, int]:
-    """The hits and misses of the caches of a dataset, and of those inside it, and the bytes that they hold.
-
-    Example:
-        >>> cached = SimpleDataset([1, 2]).cache("1 MB")
-        >>> list(cached), counts_of(cached.take(1) + [3])
-        ([1, 2], (0, 2, 16))
-    """
-    counts = [one.counts for one in nested(dataset) if isinstance(one, Cache)]
-    hits, misses, nbytes = map(sum, zip((0, 0, 0), *counts, strict=True))
-    return hits, misses, nbytes
-
-
-# -- one after the other -----------------------------------------------------------------------------------------------
+# -- concatenation -----------------------------------------------------------------------------------------------------
 
 
 class ConcatDataset(Wrapper):
-    """Several datasets as one, one after the other; nested ones (``a + b + c``) are flattened.
-
-    It reads in bulk where every part does. A batch out of several parts is the default batchify of its samples, which
-    each part reads at once.
+    """Several datasets, one after the other; nested ones (``a + b + c``) are flattened. Reads in bulk if they all do.
 
     Args:
         datasets: at least one; anything with ``__getitem__`` and ``__len__``.
@@ -606,7 +615,7 @@ class ConcatDataset(Wrapper):
         return self._parts
 
     def _chunks(self, indices: Indices) -> list[tuple[Any, Int64s, Int64s]]:
-        """Which samples lie in which part: the part, where in the part, and where in the batch."""
+        """Group indices by part: the part, the indices in the part, and their positions in the batch."""
         where = checked_indices(indices, self._length)
         owners = np.searchsorted(self._begins, where, side="right") - 1
         positions = [(number, np.flatnonzero(owners == number)) for number in np.unique(owners).tolist()]
@@ -614,30 +623,28 @@ class ConcatDataset(Wrapper):
 
     @bulk
     def __getitems__(self, indices: Indices) -> Any:
-        """Many samples: each part reads its own at once."""
-        outer = seeding.handed_out(indices)
-        outer = seeding.translated(outer, outer)
+        outer = seeding.copy_indices(indices)
+        outer = seeding.attach_keys(outer, outer)
         chunks = [(part, inner.tolist(), positions.tolist()) for part, inner, positions in self._chunks(indices)]
         samples: list[Any] = [None] * len(outer)
         for part, inner, positions in chunks:
-            found = read_many(part, seeding.translated(inner, outer, positions))
-            for position, sample in zip(positions, found, strict=True):
+            part_samples = read_many(part, seeding.attach_keys(inner, outer, positions))
+            for position, sample in zip(positions, part_samples, strict=True):
                 samples[position] = sample
         return samples
 
     @bulk
     def get_batch(self, indices: Indices, empty: Empty = new_array) -> Any:
-        """A finished batch, in memory from ``empty``."""
         chunks = self._chunks(indices)
         if len(chunks) == 1:
             return gather(chunks[0][0], chunks[0][1], empty)
         return default_batchify_fn.assemble(ConcatDataset.__getitems__(self, indices), empty)
 
     def _routes(self) -> Iterable[tuple[Any, Translate]]:
-        return ((part, partial(self._of_part, part)) for part in self._parts)
+        return ((part, partial(self._indices_in_part, part)) for part in self._parts)
 
-    def _of_part(self, part: object, indices: Indices) -> Int64s:
-        """The indices that lie in one part, as the part counts them."""
+    def _indices_in_part(self, part: object, indices: Indices) -> Int64s:
+        """Return the indices that lie in one part, relative to the part."""
         chunks = [inner for owner, inner, _ in self._chunks(indices) if owner is part]
         return np.concatenate([np.zeros(0, np.int64), *chunks])
 
@@ -645,43 +652,43 @@ class ConcatDataset(Wrapper):
         return " + ".join(briefs(self._parts))
 
 
-# -- mixed -------------------------------------------------------------------------------------------------------------
+# -- mixtures ----------------------------------------------------------------------------------------------------------
 
 
 class Mixture(View):
-    """Base class of several datasets as one, whose order is not that of the indices: see `sharded_loader.mixing`."""
+    """Base class of datasets that interleave several others in their own order: see `sharded_loader.mixing`."""
 
     sources_of: Callable[[Any], Int64s]
-    """For each of the datasets, how many of the samples at these indices are its."""
+    """``sources_of(indices)``: the number of samples from each source."""
 
     pairs: Callable[[Any, int], list[tuple[int, int]]]
-    """Which dataset each of these samples comes from, and its index in it: of indices, in an epoch."""
+    """``pairs(indices, epoch)``: the source of each sample, and its index there."""
 
 
 def mixture_of(dataset: object) -> Mixture | None:
-    """The mixture whose samples a dataset has, at the same indices, perhaps transformed; None if there is none."""
+    """Return the mixture at the bottom of a stack of transforms, or None."""
     while type(dataset) is TransformDataset:
         dataset = dataset._dataset
     return dataset if isinstance(dataset, Mixture) else None
 
 
 def has_mixture(dataset: object) -> bool:
-    """Whether a dataset is a mixture, or has one inside."""
-    return any(isinstance(one, Mixture) for one in nested(dataset))
+    """Return True if a dataset is a mixture or contains one."""
+    return any(isinstance(inner, Mixture) for inner in nested(dataset))
 
 
-# -- datasets that read from servers -----------------------------------------------------------------------------------
+# -- announcing upcoming samples ---------------------------------------------------------------------------------------
 
 
 def follow(dataset: object, batches: Batches, position: NextBatch, later: Batches) -> None:
-    """Tell the datasets inside that have a method ``follow`` which samples come. `ShardDataset` fetches shards by it.
+    """Announce upcoming samples to the datasets inside that have a method ``follow``, such as `ShardDataset`.
 
     Args:
         dataset: any; its wrappers translate the indices.
-        batches: number -> the indices of a batch; None after the last one. All three functions are called by threads of
-            the dataset, at any time in the epoch.
-        position: the number of the batch that the user receives next; None: the epoch is not read any more.
-        later: number -> the indices of a batch of the next epoch, counted from 0; None after the last one.
+        batches: ``batches(number)`` returns the indices of a batch, or None after the last one. Threads of the dataset
+            may call all three functions at any time in the epoch.
+        position: returns the number of the batch that the user receives next, or None when the epoch is no longer read.
+        later: as ``batches``, for the next epoch, counted from 0.
 
     Example:
         >>> class Shards(SimpleDataset):
@@ -695,21 +702,16 @@ def follow(dataset: object, batches: Batches, position: NextBatch, later: Batche
     elif isinstance(dataset, Wrapper):
         for inner, translate in dataset._routes():
             if can_follow(inner):
-                follow(inner, _of_inner(batches, translate), position, _of_inner(later, translate))
+                follow(inner, _translate_batches(batches, translate), position, _translate_batches(later, translate))
 
 
 def can_follow(dataset: object) -> bool:
-    """Whether a dataset, or one inside it, wants to know which samples come.
-
-    Example:
-        >>> can_follow([1, 2])
-        False
-    """
-    return any(callable(getattr(one, "follow", None)) for one in nested(dataset))
+    """Return True if a dataset, or one inside it, has a method ``follow``."""
+    return any(callable(getattr(inner, "follow", None)) for inner in nested(dataset))
 
 
-def _of_inner(batches: Batches, translate: Translate) -> Batches:
-    """The indices of each batch, translated."""
+def _translate_batches(batches: Batches, translate: Translate) -> Batches:
+    """Return ``batches`` with translated indices."""
 
     def translated_batch(number: int) -> Any:
         indices = batches(number)
@@ -718,35 +720,23 @@ def _of_inner(batches: Batches, translate: Translate) -> Batches:
     return translated_batch
 
 
-def retries_of(dataset: object) -> int:
-    """The number of requests that a dataset, and those inside it, have tried again in this process.
-
-    Example:
-        >>> retries_of([1, 2])
-        0
-    """
-    counts = [getattr(one, "retries", 0) for one in nested(dataset) if callable(getattr(one, "follow", None))]
-    return sum(count for count in counts if isinstance(count, int))
-
-
 # -- columns in memory -------------------------------------------------------------------------------------------------
 
 
 class ArrayDataset(Dataset):
-    """Columns of the same length: sample i is the i-th entry of each. A batch costs one gather per column.
+    """Columns of equal length: sample i is row i of each. A batch costs one gather per column.
 
     Args:
         *arrays: positional columns: NumPy arrays, torch tensors, lists, or any object with ``__getitem__`` and
-            ``__len__``. Several give tuple samples and a list of fields per batch, one gives bare samples. A pandas
-            or polars Series and a pyarrow column are read by position. An array of zarr, tensorstore, h5py, xarray or
-            dask gives its rows as NumPy arrays, and reads those of a batch at once. A DataFrame, a pyarrow Table or a
-            dict of columns, given alone, is its columns by name.
-        **columns: named columns: dict samples and dict batches. Positional and named together is a TypeError.
+            ``__len__``. Several give tuple samples and a list of fields per batch, one gives bare samples. A Series
+            (pandas, polars) or pyarrow column is read by position; an array of zarr, tensorstore, h5py, xarray or dask
+            is read in bulk per batch, as NumPy arrays. A single DataFrame, pyarrow Table or dict of columns gives named
+            columns.
+        **columns: named columns: dict samples and dict batches.
 
     Raises:
         TypeError: positional and named columns, or none; a column that cannot be indexed by position.
-        ValueError: the columns have different lengths (names two that do); a column of numbers has missing or masked
-            values.
+        ValueError: the columns differ in length; a column of numbers has missing or masked values.
 
     Example:
         >>> import numpy as np
@@ -802,7 +792,7 @@ class ArrayDataset(Dataset):
 
     @property
     def columns(self) -> dict[str, Any] | tuple[Any, ...]:
-        """The columns: a dict of the named ones, otherwise a tuple.
+        """The columns: a dict if they are named, otherwise a tuple.
 
         Example:
             >>> ArrayDataset([1, 2], [3, 4]).columns
@@ -812,17 +802,17 @@ class ArrayDataset(Dataset):
 
     @bulk
     def get_batch(self, indices: Indices, empty: Empty = new_array) -> Any:
-        """A finished batch: one array, a list of fields, or a dict of fields.
+        """Return a collated batch: one array, a list of fields, or a dict of fields.
 
         Args:
             indices: flat integers; negative ones count from the end.
-            empty: gives the memory: ``empty(shape, dtype)`` returns an array. A loader gives its own.
+            empty: allocates memory: ``empty(shape, dtype)`` returns an array. A loader passes its own.
 
         Returns:
-            NumPy arrays for NumPy columns, tensors for tensors, the default batchify of the others.
+            NumPy arrays for NumPy columns, tensors for tensors, the default batchify for other columns.
 
         Raises:
-            IndexError: one is out of range.
+            IndexError: an index is out of range.
 
         Example:
             >>> import numpy as np
@@ -832,7 +822,7 @@ class ArrayDataset(Dataset):
         return self.as_batch(gather_rows(self._columns, checked_indices(indices, self._length), empty))
 
     def as_batch(self, fields: list[Any]) -> Any:
-        """The batch whose columns are these, in the order of the dataset's.
+        """Build a batch from one field per column, in the dataset's order.
 
         Example:
             >>> ArrayDataset(x=[1], y=[2]).as_batch(["xs", "ys"])
@@ -844,8 +834,7 @@ class ArrayDataset(Dataset):
 
     @bulk
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Many samples at once."""
-        where = seeding.translated(checked_indices(indices, self._length).tolist(), indices)
+        where = seeding.attach_keys(checked_indices(indices, self._length).tolist(), indices)
         columns = [read_many(column, where) for column in self._columns]
         if self._names is not None:
             names = self._names

@@ -1,37 +1,26 @@
-"""Facts about a dataset before any sample is read: its capabilities, and the files that it holds open.
+"""Facts about a dataset: capabilities, open files, and fingerprints of its data.
 
-    is_indexed(dataset)         it is read by index, as torch's map-style datasets
-    is_stream(dataset)          it is read in its own order only: iterable data
-    is_stateful(one)            it has ``state_dict`` and ``load_state_dict``, and the state says all
-    keeps_place(dataset)        it may know in itself how far it was read
-    known_parts(dataset)        how many parts iterable data is made of
-    takes_two(function)         a function needs two arguments, such as the part that it is to read
-    iterable_of(dataset, part)  the dataset, or what a function of its part returns
-    open_file(dataset)          the first open file that is found, as "dataset.f"
+    open_file(dataset)                 path to an open file, as "dataset.f"
+    exact(sample) -> text              digest of all values, the same in every process
+    sampled(sample) -> text            digest of parts of large values: takes less than 1 ms
+    fingerprint_of(dataset) -> text    a few bytes that differ for other data of equal length
+    Known(dataset)                     data entries of a loader's states, and their check when a state is loaded
 
-No sample is read. Of the user's own code only what a file class defines is called. What cannot be found
-out counts as missing.
+Capabilities and open files are found without reading samples, and without calling user code other than methods of file
+classes. Anything that cannot be determined counts as missing.
 
-    exact(sample) -> text              a digest, the same in every process: all values of the sample count
-    sampled(sample) -> text            a digest for which a part of large values counts: it takes less than 1 ms
-    fingerprint_of(dataset) -> text    a few bytes that tell other data of the same length
-    Known(dataset)                     what a loader's states have of the data, and what is checked when one is loaded
+*Fingerprints.* Every state contains what is known without reading: ``_fingerprint`` (Hugging Face's datasets,
+`ShardDataset`), some rows of arrays and tensors, some items of lists of plain values. Objects are searched for wrapped
+datasets, the first turns of a mixture, and public attributes as long as the dataset. Of a path only the last component
+counts, because folders move. ``loader.fingerprint()`` reads a few samples, whose digests are then stored in states;
+`Known.check` reads them again with the seed of the state. Samples that are not reproducible are skipped. Another
+version of a library may decode differently; ``strict=False`` loads such a state.
 
-*Fingerprints.* What is known without a read is in every state: ``_fingerprint`` (Hugging Face's datasets,
-`ShardDataset`), a few rows of arrays and tensors, a few items of lists of plain values. Inside an object it is what a
-wrapper wraps, the first turns of a mixture, and public attributes that are as long as the dataset. Of a path only the
-last part counts: a folder may have moved. ``loader.fingerprint()`` reads a few samples, and from then on states have
-their digests. `Known.check` reads these again, with the seed of the state. A sample that is another one each time says
-nothing, and is left out. A library of another version may decode differently: then ``strict=False`` loads the state.
-
-*Open files.* A file has one position. Where worker A seeks and worker B seeks before A reads, A gets B's bytes: wrong
-samples, without an error. Threads share the file object; forked processes share the position behind it. Spawned workers
-get the dataset as a pickle: a file of bytes cannot be pickled, and a text that is read goes as a copy of its own. The
-search looks a few levels deep at the attributes of the dataset, and of the datasets inside it, and only at the first
-entries of long lists.
-
-What can go wrong: a file that lies deeper, or that a library hides (HDF5, LMDB), is not found. A file that is only read
-with ``os.pread``, or under a lock of another object, is reported though it does no harm.
+*Open files.* A file has one position. If worker A seeks, and worker B seeks before A reads, A gets B's bytes: wrong
+samples without an error. Threads share the file object, forked processes the position behind it. Spawned workers get a
+pickle, which rejects binary files and copies text files opened for reading. The search covers a few levels of
+attributes and the first entries of long lists. It misses deeper files and those hidden by a library (HDF5, LMDB), and
+reports files that are read safely with ``os.pread`` or under another object's lock.
 """
 
 from __future__ import annotations
@@ -65,16 +54,16 @@ from sharded_loader.batching import tree
 from sharded_loader.data.columns import is_dataset
 from sharded_loader.data.seeding import set_epoch_of
 
-DEPTH, ENTRIES, OBJECTS = 4, 8, 4000
-"""Of a search for open files: levels, the entries of a list or dict, and all objects."""
+MAX_LEVELS, MAX_ENTRIES, MAX_OBJECTS = 4, 8, 4000
+"""Limits of the search for open files: levels, entries of a list or dict, and objects in all."""
 
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
 
-# -- what it can do ----------------------------------------------------------------------------------------------------
+# -- capabilities ------------------------------------------------------------------------------------------------------
 
 
 def has_own(kind: type, name: str) -> bool:
-    """Whether a class has a method that does something: torch's base classes have some that only raise."""
+    """Return True if a class has a method that is not one of the raising stubs of torch's base classes."""
     method = getattr(kind, name, None)
     module = sys.modules.get("torch.utils.data")
     bases = (getattr(module, base, None) for base in ("Dataset", "IterableDataset"))
@@ -82,7 +71,7 @@ def has_own(kind: type, name: str) -> bool:
 
 
 def is_indexed(dataset: object) -> bool:
-    """Whether a dataset is read by index, and has a length.
+    """Return True if a dataset is read by index and has a length.
 
     Example:
         >>> is_indexed([1, 2]), is_indexed({1, 2})
@@ -92,7 +81,7 @@ def is_indexed(dataset: object) -> bool:
 
 
 def is_stream(dataset: object) -> bool:
-    """Whether a dataset can be read in its own order only.
+    """Return True if a dataset can only be read in its own order.
 
     Example:
         >>> is_stream(range(3)), is_stream(lambda: range(3)), is_stream({1, 2})
@@ -102,22 +91,19 @@ def is_stream(dataset: object) -> bool:
     if isinstance(dataset, type):
         return False
     if has_own(kind, "__getitem__"):
-        # Hugging Face's IterableDataset has one too: for the name of a column.
+        # Hugging Face's IterableDataset has one, too, which takes the name of a column.
         base = getattr(sys.modules.get("torch.utils.data"), "IterableDataset", None)
         return base is not None and isinstance(dataset, base) and not hasattr(kind, "__len__")
     return has_own(kind, "__iter__") or callable(dataset)
 
 
 def is_stateful(obj: Any) -> bool:
-    """Whether an object has ``state_dict`` and ``load_state_dict``, to be called as torchdata calls them.
-
-    The state of some Hugging Face streams does not count; see `_is_lossy`.
-    """
+    """Return True if ``state_dict()`` and ``load_state_dict()`` of an object restore it exactly; see `_is_lossy`."""
     if not all(callable(getattr(obj, name, None)) for name in ("state_dict", "load_state_dict")):
         return False
     if _is_lossy(obj) or hasattr(obj, "no_such_attribute"):  # a mock has every attribute
         return False
-    # MosaicML's and litdata's StreamingDataset want to be told by their own loaders how far they were read.
+    # MosaicML's and litdata's StreamingDataset require the position, which only their own loaders pass.
     function: Any = getattr(obj.state_dict, "__func__", None)
     if not isinstance(function, types.FunctionType):
         return True
@@ -125,36 +111,35 @@ def is_stateful(obj: Any) -> bool:
 
 
 def _is_lossy(dataset: object) -> bool:
-    """Whether an object is, or holds, a stream of Hugging Face's from whose state it cannot go on exactly.
+    """Return True for a Hugging Face stream, or an object that holds one, whose state does not resume exactly.
 
-    The state leaves out the samples in a shuffle buffer. The state of streams one behind the other
-    (``concatenate_datasets``) is an IndexError in workers, from the second epoch on.
+    States omit shuffle buffers. Those of ``concatenate_datasets`` raise IndexError in workers from the second epoch on.
     """
     if "datasets" not in sys.modules:
         return False
-    for _, obj in tree.reachable(dataset, _held, most=10_000):
+    for _, obj in tree.reachable(dataset, _stream_children, most=10_000):
         is_concatenated = type(obj).__name__.startswith("VerticallyConcatenated")
-        if _package(obj) == "datasets" and (is_concatenated or hasattr(obj, "buffer_size")):
+        if _top_package(obj) == "datasets" and (is_concatenated or hasattr(obj, "buffer_size")):
             return True
     return False
 
 
-def _held(obj: object) -> tree.Children:
-    """What an object holds; not a mixture, which asks its sources."""
-    return iter(()) if _package(obj) == "sharded_loader" else tree.parts(obj, 1000)
+def _stream_children(obj: object) -> tree.Children:
+    """Yield what an object holds. A mixture is skipped, because it asks its sources itself."""
+    return iter(()) if _top_package(obj) == "sharded_loader" else tree.parts(obj, 1000)
 
 
-def _package(obj: object) -> str:
+def _top_package(obj: object) -> str:
     return type(obj).__module__.partition(".")[0]
 
 
 def keeps_place(dataset: object) -> bool:
-    """Whether a dataset may know in itself how far it was read, or in which epoch: then it can be open once only."""
+    """Return True if a dataset may store its position or epoch in itself, so that only one reader can use it."""
     return hasattr(dataset, "state_dict") or hasattr(dataset, "__next__") or set_epoch_of(dataset) is not None
 
 
 def known_parts(dataset: object) -> int | None:
-    """How many parts a dataset says that it has, as Hugging Face's do; None if it does not."""
+    """Return the number of parts that a dataset declares, as Hugging Face's do, or None."""
     for name in ("num_shards", "n_shards"):
         count = getattr(dataset, name, None)
         if isinstance(count, int) and not isinstance(count, bool) and count > 0:
@@ -163,39 +148,32 @@ def known_parts(dataset: object) -> int | None:
 
 
 def takes_two(function: Callable[..., object]) -> bool:
-    """Whether a function needs two arguments, such as the number of its part, and how many parts there are.
+    """Return True if a function requires two arguments, such as the number of its part and the number of parts.
 
     Example:
         >>> takes_two(lambda part, parts: []), takes_two(lambda: []), takes_two(lambda size=3: [])
         (True, False, False)
     """
-    by_position = [one for one in _parameters(function) if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
-    return sum(one.default is one.empty for one in by_position) >= 2
+    by_position = [p for p in _parameters(function) if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return sum(p.default is p.empty for p in by_position) >= 2
 
 
 def takes_named(function: Callable[..., object], name: str) -> bool:
-    """Whether a function has an argument of this name.
-
-    Example:
-        >>> takes_named(lambda batch, rng=None: batch, "rng"), takes_named(len, "rng")
-        (True, False)
-    """
-    return any(one.name == name for one in _parameters(function))
+    """Return True if a function has an argument of this name."""
+    return any(parameter.name == name for parameter in _parameters(function))
 
 
 def _parameters(function: Callable[..., object]) -> list[inspect.Parameter]:
     try:
         return list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # of some functions in C
+    except (TypeError, ValueError):  # some functions written in C
         return []
 
 
 def iterable_of(dataset: Any, part: Callable[[], tuple[int, int]]) -> Any:
-    """What is iterated over: a dataset itself, or what a function returns.
+    """Return the dataset to iterate over: ``dataset`` itself, or the result of calling it.
 
-    Args:
-        dataset: an object with ``__iter__``, or a function.
-        part: the number of the part, and how many there are. It is asked only for a function that needs it.
+    ``part()`` returns the number of the part and the number of parts. Called only for a function that needs them.
 
     Example:
         >>> iterable_of("abc", lambda: (0, 2)), iterable_of(lambda part, parts: range(part, 9, parts), lambda: (1, 2))
@@ -210,11 +188,9 @@ def iterable_of(dataset: Any, part: Callable[[], tuple[int, int]]) -> Any:
 
 
 def open_file(dataset: object, in_threads: bool = False) -> str | None:
-    """Where a dataset holds an open file with a position, as the user would write it.
+    """Return the path of an open file with a position inside a dataset, as Python code; None if there is none.
 
-    Args:
-        dataset: any object.
-        in_threads: a file beside a lock, in the same object, does not count: the lock is taken to guard it.
+    With ``in_threads``, a file beside a lock in the same object is skipped, because the lock probably guards it.
 
     Example:
         >>> import tempfile, types
@@ -222,19 +198,19 @@ def open_file(dataset: object, in_threads: bool = False) -> str | None:
         ...     open_file(types.SimpleNamespace(source=[file]))
         'dataset.source[0]'
     """
-    children = partial(_children, in_threads=in_threads)
-    inside = islice(tree.reachable(dataset, children, "dataset", OBJECTS, DEPTH), 1, None)
+    list_children = partial(_children_for_files, in_threads=in_threads)
+    inside = islice(tree.reachable(dataset, list_children, "dataset", MAX_OBJECTS, MAX_LEVELS), 1, None)
     return next((path for path, obj in inside if issubclass(type(obj), io.IOBase) and _has_position(obj)), None)
 
 
 def warn_of_open_file(dataset: object, kind: str) -> None:
     """Warn if workers of this kind, ``"threads"`` or ``"forked processes"``, would share a file of the dataset."""
-    found = open_file(dataset, kind == "threads")
-    if found is None:
+    path = open_file(dataset, kind == "threads")
+    if path is None:
         return
     own = "threading.local()" if kind == "threads" else "os.getpid()"
     warnings.warn(
-        f"{found} is an open file, and the workers are {kind}, which share its position: they may read each other's "
+        f"{path} is an open file, and the workers are {kind}, which share its position: they may read each other's "
         f"data, and give wrong samples. Open it in __getitem__, once for each worker (see {own}), or read with "
         f"os.pread, which uses no position",
         RuntimeWarning,
@@ -242,37 +218,37 @@ def warn_of_open_file(dataset: object, kind: str) -> None:
     )
 
 
-def _children(obj: object, in_threads: bool) -> tree.Children:
-    if issubclass(type(obj), io.IOBase):  # isinstance asks the object too
+def _children_for_files(obj: object, in_threads: bool) -> tree.Children:
+    if issubclass(type(obj), io.IOBase):  # isinstance would also look up __class__ of the object
         return iter(())
-    held = list(tree.parts(obj, ENTRIES))
-    is_guarded = in_threads and any(type(value) in _LOCKS and end[0] == "." for end, value in held)
-    return iter(() if is_guarded else held)
+    children = list(tree.parts(obj, MAX_ENTRIES))
+    is_guarded = in_threads and any(type(value) in _LOCKS and end[0] == "." for end, value in children)
+    return iter(() if is_guarded else children)
 
 
 def _has_position(file: io.IOBase) -> bool:
     try:
-        file.fileno()  # one in memory has none
-        return file.readable() and file.seekable()  # not a log
-    except Exception:  # it is closed, or a class of the user's cannot say: no reason to end the epoch
+        file.fileno()  # raises for a file in memory
+        return file.readable() and file.seekable()  # excludes logs
+    except Exception:  # a closed file, or user code: no reason to end the epoch
         return False
 
 
-# -- what states have of the data --------------------------------------------------------------------------------------
+# -- digests -----------------------------------------------------------------------------------------------------------
 
 Digests = list[list[Any]]
-"""Of each sample the epoch, the index and the digest."""
+"""Epoch, index and digest of each sample."""
 
-Read = Callable[[Any, int, int | None], str]
-"""Reads the sample of an index in an epoch, with a seed (None: the loader's), and returns its digest."""
+ReadDigest = Callable[[Any, int, int | None], str]
+"""Reads the sample of (index, epoch, seed; None: the loader's seed), and returns its digest."""
 
-DEEPEST = 8
-"""Wrappers inside each other that count."""
+MAX_DEPTH = 8
+"""Maximum depth of nested wrappers."""
 
-_WRAPPED = ("dataset", "datasets", "tensors", "_dataset", "_indices", "_parts", "_columns", "_schedule")
+_WRAPPER_ATTRIBUTES = ("dataset", "datasets", "tensors", "_dataset", "_indices", "_parts", "_columns", "_schedule")
 
-ITEMS, NUMBERS, CHARACTERS = 16, 1024, 1 << 16
-"""For `sampled`: items of a list or rows of an array, numbers of a row, and characters of a text."""
+MAX_ITEMS, MAX_NUMBERS, MAX_CHARACTERS = 16, 1024, 1 << 16
+"""Limits of `sampled`: items of a list or rows of an array, numbers of a row, and characters of a text."""
 
 _FOLDER = re.compile(r"(/|[A-Za-z]:[\\/])(\S*[\\/])?(?=\S*$)")
 
@@ -281,9 +257,9 @@ _PLAIN = (bool, int, float, complex, bytes, range, type(None), type, Enum)
 
 
 def exact(sample: object) -> str:
-    """16 hexadecimal digits that depend on the values of a sample, and on nothing of this process.
+    """Return 16 hexadecimal digits that depend on all values of a sample, and not on the process.
 
-    Dicts and sets count without their order. Of an absolute path the last part counts: a folder may have moved.
+    Dicts and sets count without their order. Of an absolute path only the last component counts, because folders move.
 
     Example:
         >>> exact({"x": np.arange(3), "y": 1.5}) == exact({"y": 1.5, "x": np.arange(3)})
@@ -297,7 +273,7 @@ def exact(sample: object) -> str:
 
 
 def sampled(sample: object) -> str:
-    """16 hexadecimal digits as of `exact`, for which some rows and characters of large values are enough.
+    """Return a digest like `exact`, from some rows and characters of large values.
 
     Example:
         >>> sampled([1, "a"]) == sampled([1, "a"]), sampled([1, "a"]) == sampled([1, "b"])
@@ -305,36 +281,30 @@ def sampled(sample: object) -> str:
     """
     try:
         return _hash(sample, {}, False).hex()
-    except Exception as error:  # a class of the user's
+    except Exception as error:  # raised by user code
         pass_on(error)
         return type(sample).__qualname__
 
 
-def some(length: int) -> range | list[int]:
-    """A few positions, from the first to the last.
+def sample_positions(length: int) -> range | list[int]:
+    """Return at most `MAX_ITEMS` evenly spaced positions, from the first to the last.
 
     Example:
-        >>> some(3), some(31)
+        >>> sample_positions(3), sample_positions(31)
         (range(0, 3), [0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30])
     """
-    return range(length) if length <= ITEMS else [i * (length - 1) // (ITEMS - 1) for i in range(ITEMS)]
+    return range(length) if length <= MAX_ITEMS else [i * (length - 1) // (MAX_ITEMS - 1) for i in range(MAX_ITEMS)]
 
 
 def _hash(value: object, seen: dict[int, Any], whole: bool) -> bytes:
-    """The digest of a value.
-
-    Args:
-        value: any.
-        seen: objects that were seen, by `id`. They may refer to each other.
-        whole: whether all of a large value counts.
-    """
-    if type(value) in _SCALARS:  # in a quarter of the time: each batch of iterable data asks for its first sample's
+    """Return the digest of a value, or of an excerpt unless ``whole``. ``seen`` breaks cycles: objects by `id`."""
+    if type(value) in _SCALARS:  # four times faster; computed for each batch of iterable data
         return blake2b(f"{type(value).__name__}{value!r}".encode(), digest_size=8).digest()
-    value = value if whole else _part_of(value)
+    value = value if whole else _excerpt(value)
     text, content, parts = type(value).__name__, b"", []
     array = None if isinstance(value, str) else _as_array(value, whole)
     if isinstance(value, str | PathLike):
-        text = "text " + (str(value)[found.end() :] if (found := _FOLDER.match(str(value))) else str(value))
+        text = "text " + (str(value)[folder.end() :] if (folder := _FOLDER.match(str(value))) else str(value))
     elif array is not None and array.dtype.kind in "biufcmMSUV" and not array.dtype.hasobject:
         array = array.astype(array.dtype.newbyteorder("<"), copy=False)
         text, content = f"array {array.shape} {array.dtype.str}", array.tobytes()
@@ -348,7 +318,7 @@ def _hash(value: object, seen: dict[int, Any], whole: bool) -> bytes:
     elif isinstance(value, set | frozenset):
         text, parts = "set", sorted(_hash(part, seen, whole) for part in value)
     elif not whole and not isinstance(value, _PLAIN):
-        pass  # it counts by its class
+        pass  # only its class counts
     elif isinstance(value, type | Enum) or not (held := _attributes(value)):
         text += "" if " at 0x" in repr(value) else repr(value)
     elif id(value) not in seen:
@@ -364,29 +334,29 @@ def _attributes(value: object) -> dict[str, Any]:
 
 
 def _as_array(value: Any, whole: bool) -> Any:
-    """A tensor, a picture of PIL's, or what else is an array, as one of NumPy's; None: it is none."""
+    """Return a tensor, a PIL picture or another array as a NumPy array; None for other values."""
     if tree.is_tensor(value):
         return tree.as_numpy(value.detach().cpu().to_dense().resolve_conj().resolve_neg().contiguous())
-    # A picture of PIL's is decoded for it.
+    # This decodes a PIL picture, so only `exact` does it.
     is_array = isinstance(value, np.ndarray | np.generic) or (whole and hasattr(type(value), "__array_interface__"))
     return np.asarray(value) if is_array else None
 
 
-def _part_of(value: Any) -> Any:
-    """What stands for a large value; any other as it is."""
+def _excerpt(value: Any) -> Any:
+    """Return an excerpt of a large value, or the value itself."""
     if isinstance(value, str | bytes):
-        return value[:CHARACTERS]
-    if isinstance(value, list | tuple) and len(value) > ITEMS:
-        return [len(value), *[value[place] for place in some(len(value))]]
-    if (isinstance(value, np.ndarray) or tree.is_tensor(value)) and value.nbytes > CHARACTERS:
+        return value[:MAX_CHARACTERS]
+    if isinstance(value, list | tuple) and len(value) > MAX_ITEMS:
+        return [len(value), *[value[i] for i in sample_positions(len(value))]]
+    if (isinstance(value, np.ndarray) or tree.is_tensor(value)) and value.nbytes > MAX_CHARACTERS:
         size = max(1, math.prod(value.shape[1:]))
-        rows = [value[place : place + max(1, NUMBERS // size)].reshape(-1) for place in some(len(value))]
-        return [tuple(value.shape), *[row[:: max(1, len(row) // NUMBERS)] for row in rows]]
+        rows = [value[i : i + max(1, MAX_NUMBERS // size)].reshape(-1) for i in sample_positions(len(value))]
+        return [tuple(value.shape), *[row[:: max(1, len(row) // MAX_NUMBERS)] for row in rows]]
     return value
 
 
 def digest_of_read(read: Callable[[], object]) -> str:
-    """The digest of the sample that a function reads; or its error as a text."""
+    """Return the digest of the sample that ``read`` returns, or the text of its error."""
     try:
         return exact(read())
     except Exception as error:
@@ -395,12 +365,12 @@ def digest_of_read(read: Callable[[], object]) -> str:
 
 
 def text_with_type(error: BaseException) -> str:
-    """What stands in the place of a digest."""
+    """Return the text of an error, in place of a digest."""
     return f"{type(error).__name__}: {text_of(error)}"
 
 
 def look_in_worker(samples: list[Any]) -> list[Any]:
-    """A collate function: a digest of each sample, and the memory of this process, or None."""
+    """Collate samples into their digests and the private memory of this process (None if unknown)."""
     nbytes = None
     with contextlib.suppress(ImportError):
         nbytes = private_bytes()
@@ -411,7 +381,7 @@ def look_in_worker(samples: list[Any]) -> list[Any]:
 
 
 def fingerprint_of(dataset: object) -> str | None:
-    """A short text that is the same in every process, and probably another one for other data.
+    """Return a short text that is the same in every process, and most likely differs for other data; None if unknown.
 
     Example:
         >>> fingerprint_of([1, 2]) == fingerprint_of([1, 2]) != fingerprint_of([1, 3])
@@ -420,68 +390,64 @@ def fingerprint_of(dataset: object) -> str | None:
         True
     """
     try:
-        found = _of_data(dataset, 0)
-    except Exception as error:  # the user's class
+        data = _data_bytes(dataset, 0)
+    except Exception as error:  # raised by user code
         pass_on(error)
         return None
-    return f"{zlib.crc32(found):08x}" if found else None
+    return f"{zlib.crc32(data):08x}" if data else None
 
 
-def _other_data(saved: object, own: object) -> str:
-    """How fingerprints differ; nothing if they do not. A state of an older version has none."""
+def _describe_change(saved: object, own: object) -> str:
+    """Describe how fingerprints differ; "" if they agree or one is missing, as in states of older versions."""
     differs = isinstance(saved, str) and own is not None and saved != own
     return f"the fingerprint of the dataset was {saved}, and is {own}" if differs else ""
 
 
 def warn_of_other_data(saved: object, own: str | None) -> None:
     """Warn if a state was saved with other data."""
-    if how := _other_data(saved, own):
+    if change := _describe_change(saved, own):
         warn(
-            f"the state was saved with other data: {how}. The loader goes on at this position in the data that it has. "
+            f"the state was saved with other data: {change}. The loader continues at this position in its own data. "
             f"Load the original data. If you mean the change, ignore this LoaderWarning"
         )
 
 
-def _of_data(data: Any, depth: int) -> bytes:
-    """What is known of a dataset, or of something in it; nothing if nothing is."""
+def _data_bytes(data: Any, depth: int) -> bytes:
+    """Return the bytes to be fingerprinted of a dataset or an object inside; empty if nothing is known."""
     own = getattr(data, "_fingerprint", None)
     if isinstance(own, str):
         return own.encode()
-    if depth > DEEPEST or isinstance(data, range | str | bytes):
+    if depth > MAX_DEPTH or isinstance(data, range | str | bytes):
         return b""
     if isinstance(data, np.ndarray) or tree.is_tensor(data):
         return sampled(data).encode()
     if isinstance(data, list | tuple):
-        return b"|".join(_of_item(data[i], depth + 1) for i in some(len(data)))
-    found = []
+        return b"|".join(_item_bytes(data[i], depth + 1) for i in sample_positions(len(data)))
+    parts = []
     for name, value in sorted(getattr(data, "__dict__", {}).items()):
         may_be_column = not name.startswith("_") and isinstance(value, np.ndarray | list | tuple)
-        if name in _WRAPPED or (may_be_column and len(value) == len(data)):
-            found.append(_of_data(value, depth + 1))
-    return b"/".join(found) if any(found) else b""
+        if name in _WRAPPER_ATTRIBUTES or (may_be_column and len(value) == len(data)):
+            parts.append(_data_bytes(value, depth + 1))
+    return b"/".join(parts) if any(parts) else b""
 
 
-def _of_item(item: object, depth: int) -> bytes:
+def _item_bytes(item: object, depth: int) -> bytes:
     if isinstance(item, str | PathLike):
         item = str(item).replace("\\", "/").rsplit("/", 1)[-1]
     if isinstance(item, dict):
-        return _of_data([*item.keys(), *item.values()], depth)
+        return _data_bytes([*item.keys(), *item.values()], depth)
     is_plain = isinstance(item, str | bytes | bool | int | float | complex | np.generic | None)
-    return sampled(item).encode() if is_plain else _of_data(item, depth)
+    return sampled(item).encode() if is_plain else _data_bytes(item, depth)
 
 
-# -- what states have -------------------------------------------------------------------------------------------------
+# -- data entries of states --------------------------------------------------------------------------------------------
 
 
 class Known:
-    """What a loader knows of its data.
+    """The data entries of a loader's states.
 
-    Args:
-        dataset: what is read.
-
-    Attributes:
-        data: what is known without a read; "": it was not asked for.
-        digests: those that states have, of samples whose index JSON can have.
+    `data` is the fingerprint of the dataset, "" before it is computed. `digests` are stored if JSON can represent the
+    index.
     """
 
     def __init__(self, dataset: object) -> None:
@@ -489,39 +455,35 @@ class Known:
         self.forget()
 
     def forget(self) -> None:
-        """The data have changed."""
+        """Reset after the data have changed."""
         self.data: str | None = ""
         self.digests: Digests = []
 
-    def look(self, indices: list[Any], epoch: int, read: Read) -> None:
-        """Read some samples, for states. One that is another one when it is read again is left out."""
-        found = [[epoch, index, read(index, epoch, None)] for index in indices if type(index) in (int, str)]
-        self.digests = [one for one in found if read(one[1], epoch, None) == one[2]]
+    def look(self, indices: list[Any], epoch: int, read: ReadDigest) -> None:
+        """Read some samples, for states. Samples that are not reproducible are skipped."""
+        read_once = [[epoch, index, read(index, epoch, None)] for index in indices if type(index) in (int, str)]
+        self.digests = [entry for entry in read_once if read(entry[1], epoch, None) == entry[2]]
 
     def entries(self) -> dict[str, Any]:
-        """What a state has of the data: a new dict."""
+        """Return the data entries of a state, as a new dict."""
         if self.data == "":
             self.data = fingerprint_of(self._dataset)
-        found = {"data": self.data, "digests": list(map(list, self.digests))}
-        return {name: value for name, value in found.items() if value}
+        entries = {"data": self.data, "digests": list(map(list, self.digests))}
+        return {name: value for name, value in entries.items() if value}
 
-    def check(self, state: Mapping[str, Any], read: Read) -> None:
-        """Reject a state that fits the loader, but was saved with other data.
-
-        Raises:
-            ValueError: the data differ.
-        """
-        how = _other_data(state.get("data"), self.entries().get("data"))
+    def check(self, state: Mapping[str, Any], read: ReadDigest) -> None:
+        """Raise ValueError if a state fits the loader but was saved with other data."""
+        change = _describe_change(state.get("data"), self.entries().get("data"))
         digests = state.get("digests", ())
-        for one in digests if isinstance(digests, list | tuple) else [digests]:
-            if type(one) not in (list, tuple) or [type(part) for part in one] not in ([int, int, str], [int, str, str]):
-                raise ValueError(f"the state's 'digests' has {brief(one)}: give what state_dict() returned")
-            (epoch, index, digest), seed = one, state["seed"]
-            own = read(index, epoch, seed)
-            if own != digest and read(index, epoch, seed) == own:  # not another one each time
-                how = f"the digest of sample {index} was {digest}, and is {own}"
-        if how:
+        for row in digests if isinstance(digests, list | tuple) else [digests]:
+            if type(row) not in (list, tuple) or [type(part) for part in row] not in ([int, int, str], [int, str, str]):
+                raise ValueError(f"the state's 'digests' has {brief(row)}: give what state_dict() returned")
+            (epoch, index, digest), seed = row, state["seed"]
+            current = read(index, epoch, seed)
+            if current != digest and read(index, epoch, seed) == current:  # reproducible
+                change = f"the digest of sample {index} was {digest}, and is {current}"
+        if change:
             raise ValueError(
-                f"load_state_dict: the state was saved with other data: {how}. Load the original data. If you mean the "
-                f"change, call load_state_dict(state, strict=False)"
+                f"load_state_dict: the state was saved with other data: {change}. Load the original data. If you mean "
+                f"the change, call load_state_dict(state, strict=False)"
             )

@@ -1,1 +1,1 @@
-"""Where batches end up: host memory, one device, or shard i on device i."""
+"""Placement of batches: host memory, one device, or shard i on device i."""

@@ -1,22 +1,20 @@
-"""What an accelerator offers for copies to it: streams, events, their errors, and pinned memory, which it reads itself.
+"""Streams, events, errors and pinned memory of one accelerator.
 
-    streams_of(device) -> Streams          by torch's module for its kind (torch.cuda, torch.xpu); None: the CPU, mps
-    Registrar.register(mapping) -> undo    pins a process pool's segment, when it is made; undone when the pool closes,
-                                           unless a device may still read it: undo() -> whether it was undone
+    streams_of(device) -> Streams          from torch's module for its kind (torch.cuda, torch.xpu); None: the CPU, mps
+    Registrar.register(mapping) -> undo    pins a process pool's segment; undo() -> True if it is unregistered
     pinned_empty(streams, shape, dtype)    memory for the batches of threads and of the main process
-    pinned_copy(streams, host, stride)     what lies elsewhere, on its way to a device
+    pinned_copy(streams, host, stride)     pinned copy of memory from elsewhere, on its way to a device
 
-`devices.copies` says when to copy and what waits for what. Tests replace `Streams` by a device that does the work of
-its streams late and in odd orders.
+`devices.copies` decides when to copy. Tests replace `Streams` by a device that works late and in odd orders.
 
-A segment is pinned once, so a batch goes from the slot that a worker wrote to the device without another copy. PyTorch
-does not guard memory that it did not pin. So only `devices.copies` reads a segment, and holds the slots until its
-copies are done. The user's program never sees that memory.
+A segment is pinned once, when it is made, so a batch goes from the slot that a worker wrote to the device without
+another copy. It is unregistered when the pool closes, unless a device may still read it. PyTorch does not guard memory
+that it did not pin, so only `devices.copies` reads a segment, holding the slots until its copies are done. The user's
+program never sees that memory.
 
-What can go wrong: no device memory (`OUT_OF_MEMORY`). Pinning is rejected (a limit, no permission, confidential
-computing): one warning says so, and copies go through memory that torch pins, as on all devices without CUDA. The CUDA
-runtime keeps the error of the rejected call and would report it in the next, unrelated call. So the error is cleared.
-Where torch itself can pin no more, one warning says so too, and batches lie in plain memory.
+Pinning may be rejected (a limit, no permission, confidential computing). Then there is one warning, and copies go
+through memory that torch pins, as on all devices without CUDA; if torch cannot pin either, another warning, and plain
+memory. The CUDA runtime would report the error of a rejected call in the next, unrelated call, so it is cleared.
 
 Source of the idea: vLLM and SGLang register their host pools this way, and their reports of how it fails.
 """
@@ -40,7 +38,7 @@ from sharded_loader.base.interrupts import program_ends, uninterrupted
 from sharded_loader.base.notices import warn
 
 OUT_OF_MEMORY: tuple[type[BaseException], ...] = (torch.cuda.OutOfMemoryError,)
-"""What torch raises when an accelerator has no memory left; from 2.5 on also called torch.OutOfMemoryError."""
+"""Errors of torch when an accelerator has no memory left; from 2.5 on also called torch.OutOfMemoryError."""
 
 
 LATE_NOTE = (
@@ -49,34 +47,26 @@ LATE_NOTE = (
 )
 
 NOTHING: AbstractContextManager[Any] = nullcontext()
-"""There is nothing to set up."""
+"""Context manager that does nothing."""
 
 
 class Streams:
-    """One accelerator, as far as copies to it are concerned.
+    """The parts of an accelerator's interface that copies need.
 
-    What torch does in one call is torch's own function here, and streams and events are torch's own objects
-    (``record_event``, ``wait_event``, ``query``, ``synchronize``).
+    Most attributes are torch's own functions, bound to the device. Streams and events are torch's own objects.
 
     Args:
-        device: with its number.
+        device: with its index.
 
     Attributes:
-        device: as given.
-        current_device: ``current_device()``, the number of the device that is current in this thread.
-        new_stream: ``new_stream()``, a stream of the device.
-        caller_stream: ``caller_stream()``, the current stream of the calling thread.
-        set_stream: ``set_stream(stream)`` gives this thread's work on the device to the stream from now on. (Torch's
-            context manager for it takes 12 us on an H200's host, two calls of this 3 us.)
-        empty_like: ``empty_like(host)``, memory on the device in the layout of a host tensor, taken on the caller's
-            stream.
-        hollow: ``hollow(dtype=dtype)``, a tensor on the device without memory.
+        set_stream: makes a stream current for this thread. (Torch's context manager takes 12 us on an H200's host, two
+            calls of this 3 us.)
+        empty_like: allocates memory on the device in the layout of a host tensor, on the caller's stream.
+        hollow: makes a tensor on the device without memory.
         copy: ``copy(target, source)`` copies from pinned host memory, on the current stream.
-        is_pinned: ``is_pinned(host)``, whether the device reads the tensor's memory by itself.
-        empty_cache: ``empty_cache()`` gives unused memory back to the device.
-        timed_event: ``timed_event()``, an event that tells how long after another one it has passed.
+        timed_event: makes an event that measures the time since another one.
         has_warned: a warning has said that torch cannot pin host memory.
-        rest: ``rest(seconds)`` lets the host sleep between two looks at an event.
+        rest: sleeps between two queries of an event, in seconds.
     """
 
     has_warned = False
@@ -87,7 +77,7 @@ class Streams:
         self._module = module
         self.current_device: Callable[[], int] = module.current_device
         self.new_stream: Callable[[], Any] = functools.partial(module.Stream, device)
-        # By number: torch takes 3 us to look into a torch.device each time (on an H200's host).
+        # By index: parsing a torch.device takes torch 3 us each time (on an H200's host).
         self.caller_stream: Callable[[], Any] = functools.partial(module.current_stream, device.index)
         self.set_stream: Callable[[Any], None] = module.set_stream
         self.empty_like: Callable[[torch.Tensor], torch.Tensor] = functools.partial(torch.empty_like, device=device)
@@ -100,10 +90,10 @@ class Streams:
         self.rest: Callable[[float], None] = time.sleep
 
     def current(self) -> AbstractContextManager[Any]:
-        """``with current():`` makes the device current, as pinning, `set_stream`, `empty_cache` and a look at an event
-        (``query``) require. Otherwise CUDA makes a context on the device that is current: in a new thread, device 0.
+        """Make the device current, as pinning, `set_stream`, `empty_cache` and ``query`` of an event require.
 
-        What is made in the block can be used after the caller's inference mode, if there is one.
+        Otherwise CUDA creates a context on the current device: in a new thread, device 0. Leaves the caller's inference
+        mode, so that tensors made in the block can be used after it.
         """
         number, module = self.device.index, self._module
         if torch.is_inference_mode_enabled():
@@ -111,35 +101,32 @@ class Streams:
         return NOTHING if module.current_device() == number else module.device(number)
 
     def used_on(self, tensors: Iterable[torch.Tensor], stream: Any) -> None:
-        """When a tensor is dropped, keep its memory until ``stream`` has done the work that it has by then.
-
-        Tensors that are not on this device are left out.
-        """
+        """Keep the memory of dropped tensors on this device until ``stream`` has done the work enqueued by then."""
         for tensor in tensors:
             if self.holds(tensor):
                 tensor.record_stream(stream)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is on this device."""
+        """Return True if a tensor is on this device."""
         return tensor.device == self.device
 
     def pin(self, host: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-        """A copy in pinned memory with these strides; torch uses that again when the copies from it have passed."""
+        """Copy into pinned memory with these strides. Torch reuses the memory when the copies from it are done."""
         pinned = torch.empty_strided(host.shape, stride, dtype=host.dtype, device="cpu", pin_memory=True)
         return pinned.copy_(host)
 
     def pinned_bytes(self, nbytes: int) -> torch.Tensor:
-        """Pinned memory of this size."""
+        """Allocate pinned memory."""
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def runtime(self) -> Any:
-        """The CUDA runtime, which pins memory in place (``cudaHostRegister``); None elsewhere."""
+        """Return the CUDA runtime, which pins memory in place (``cudaHostRegister``); None elsewhere."""
         return torch.cuda.cudart() if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
 
 @contextmanager
 def in_turn(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
-    """One context in another.
+    """Nest one context in another.
 
     Example:
         >>> with in_turn(torch.inference_mode(), NOTHING):
@@ -151,7 +138,7 @@ def in_turn(outer: AbstractContextManager[Any], inner: AbstractContextManager[An
 
 
 def is_late(error: BaseException) -> bool:
-    """Whether an accelerator reports with this error that earlier work failed.
+    """Return True if an accelerator reports with this error that earlier work failed.
 
     Example:
         >>> is_late(RuntimeError("CUDA error: device-side assert triggered")), is_late(RuntimeError("no pinned memory"))
@@ -164,12 +151,7 @@ def is_late(error: BaseException) -> bool:
 
 
 def note_late(error: BaseException) -> bool:
-    """Note on an error that `is_late` that the batch may not be the cause; whether the error is late.
-
-    Example:
-        >>> note_late(ValueError("no tensor"))
-        False
-    """
+    """Note on an error that `is_late` that the batch may not be its cause. Returns True if it is late."""
     if not is_late(error):
         return False
     if LATE_NOTE not in notes_of(error):
@@ -178,31 +160,21 @@ def note_late(error: BaseException) -> bool:
 
 
 def capture_probe(kind: str) -> Callable[[], bool] | None:
-    """What tells whether the current stream of an accelerator of this kind is being captured into a graph.
+    """Return torch's function that tells if the current stream of this kind is being captured into a graph.
 
-    Returns:
-        torch's function; None: there is none, or it raises, as in a torch without this accelerator.
-
-    Example:
-        >>> capture_probe("cpu") is None
-        True
+    None if there is none, or if it raises, as in a torch without this accelerator.
     """
     probe: Callable[[], bool] | None = getattr(getattr(torch, kind, None), "is_current_stream_capturing", None)
     try:
         if probe is not None:
-            probe()  # touches no device: where this process has no context on it, nothing is captured
+            probe()  # touches no device: without a context nothing is captured
     except RuntimeError:
         return None
     return probe
 
 
 def streams_of(device: torch.device) -> Streams | None:
-    """The streams of a device; None where it has none.
-
-    Example:
-        >>> streams_of(torch.device("cpu")) is None
-        True
-    """
+    """Return the `Streams` of a device, or None if it has none."""
     if device.type in ("cpu", "meta"):
         return None
     module = torch.get_device_module(device)
@@ -212,13 +184,13 @@ def streams_of(device: torch.device) -> Streams | None:
 # -- pinned memory ---------------------------------------------------------------------------------------------------
 
 PORTABLE = 1
-"""cudaHostRegisterPortable: pinned for every device's context, also those made later."""
+"""cudaHostRegisterPortable: pinned for the contexts of all devices, including later ones."""
 
-BROKEN = frozenset({700, 702, 710, 714, 715, 716, 717, 718, 719})
+BROKEN_CONTEXT = frozenset({700, 702, 710, 714, 715, 716, 717, 718, 719})
 """Codes of errors of earlier kernels, which break the device's context. The copy of the batch reports them."""
 
 Drain = Callable[[], Any]
-"""Waits until no copy reads from the segments any more. False: one may still, and the segments must stay."""
+"""Waits until no copy reads from the segments. False: one may still, and the segments must stay."""
 
 Undo = Callable[[], bool]
 """Unregisters a segment. False: it is still registered, and its mapping must stay."""
@@ -227,46 +199,40 @@ Undo = Callable[[], bool]
 class Registrar:
     """Pins the segments of one pool.
 
-    Args:
-        streams: of a device of the loader; it is current while a segment is pinned, so that no context appears
-            on another one.
-        drain: waits until no copy reads from the segments any more.
+    Each undo is stored, so if a Ctrl-C interrupts the caller before it has received one, it can ask again.
 
-    The registrar notes each segment that it has pinned. If a Ctrl-C keeps the caller from noting the undo, the caller
-    asks again and gets the same undo.
+    Args:
+        streams: of a device of the loader. It is current while pinning, so that no context appears on another device.
+        drain: waits until no copy reads from the segments.
     """
 
     def __init__(self, streams: Streams, drain: Drain) -> None:
         self._streams = streams
         self._drain = drain
         self._rejected = False
-        self._undo: dict[int, Undo] = {}
+        self._undos: dict[int, Undo] = {}
 
     def register(self, mapping: mmap.mmap) -> Undo | None:
-        """Pin a segment.
-
-        Returns:
-            What undoes it, to be called before the memory is unmapped; None if it was rejected.
-        """
+        """Pin a segment. Returns the undo, to be called before the memory is unmapped; None if pinning was rejected."""
         address, nbytes = address_of(mapping)
-        if self._rejected or address in self._undo:
-            return self._undo.get(address)
+        if self._rejected or address in self._undos:
+            return self._undos.get(address)
         with self._streams.current(), uninterrupted():
             try:
                 runtime = self._streams.runtime()
                 if runtime is None:
                     return None
                 code = int(runtime.cudaHostRegister(address, nbytes, PORTABLE))
-                reason = "" if code == 0 else _reason(runtime, code)
-                if code in BROKEN:
+                reason = "" if code == 0 else _error_text(runtime, code)
+                if code in BROKEN_CONTEXT:
                     return None
             except RuntimeError as error:
                 if is_late(error):
                     return None
                 reason = str(error)
             if not reason:
-                undo = functools.partial(_undo, self._streams, runtime, address, self._drain, self._undo)
-                self._undo[address] = undo
+                undo = functools.partial(_unregister, self._streams, runtime, address, self._drain, self._undos)
+                self._undos[address] = undo
                 return undo
         self._rejected = True
         warnings.warn(
@@ -278,35 +244,35 @@ class Registrar:
         return None
 
 
-def _undo(streams: Streams, runtime: Any, address: int, drain: Drain, noted: dict[int, Undo]) -> bool:
-    """Unregister a segment when no copy reads it any more. At the program's end the driver does it."""
+def _unregister(streams: Streams, runtime: Any, address: int, drain: Drain, registered: dict[int, Undo]) -> bool:
+    """Unregister a segment when no copy reads it. At the program's end the driver does it."""
     if program_ends():
         return False
-    with contextlib.suppress(RuntimeError):  # the device's context is broken: nothing is copied any more
+    with contextlib.suppress(RuntimeError):  # broken context: nothing is copied any more
         if drain() is False:
             return False
-    # It fails where the segment is not registered, and in a broken context, where nothing can be registered later.
+    # Fails if the segment is not registered, and in a broken context, which also rejects later registrations.
     with contextlib.suppress(RuntimeError), streams.current():
         if int(runtime.cudaHostUnregister(address)) != 0:
             clear_error(runtime)
-    noted.pop(address, None)
+    registered.pop(address, None)
     return True
 
 
 def address_of(mapping: mmap.mmap) -> tuple[int, int]:
-    """Where a mapping begins, and its size in bytes.
+    """Return the address of a mapping, and its size in bytes.
 
     Example:
         >>> address_of(mmap.mmap(-1, 4096))[1]
         4096
     """
-    # An exporter that goes at once: the mapping can be closed only when there is none.
+    # Dropped at once, because a mapping with an exported buffer cannot be closed.
     whole = np.frombuffer(mapping, np.uint8)
     return int(whole.__array_interface__["data"][0]), whole.nbytes
 
 
-def _reason(runtime: Any, code: int) -> str:
-    """What an error code says; the error is cleared."""
+def _error_text(runtime: Any, code: int) -> str:
+    """Return the text of an error code, and clear the error."""
     reason = f"cudaHostRegister: error {code}"
     with contextlib.suppress(Exception):
         reason = f"{runtime.cudaGetErrorString(runtime.cudaError(code))} ({reason})"
@@ -315,26 +281,21 @@ def _reason(runtime: Any, code: int) -> str:
 
 
 def clear_error(runtime: object) -> None:
-    """Take the error that a rejected call has left behind in the CUDA runtime."""
+    """Clear the error that a rejected call has left in the CUDA runtime."""
     if hasattr(runtime, "cudaGetLastError"):
         runtime.cudaGetLastError()
         return
-    # torch's runtime has no such function. But torch looks for errors after each kernel, and takes the one it finds.
+    # torch's runtime lacks that function, but torch fetches and clears pending errors after each kernel.
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device="cuda")
 
 
 def pinned_empty(streams: Streams, shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, np.dtype[Any]]:
-    """Like `numpy.empty`, in memory that torch has pinned, and uses again when the copies from it are done.
-
-    Args:
-        streams: of the device whose context pins.
-        shape, dtype: as for `numpy.empty`.
-    """
+    """Like `numpy.empty`, in memory that torch pins, and reuses when the copies from it are done."""
     dtype = np.dtype(dtype)
     if dtype.hasobject:
         return np.empty(shape, dtype)
-    # A tensor of its own for each array: torch finds the memory that a copy reads by where it begins.
+    # One tensor per array: torch identifies the memory that a copy reads by its start address.
     with streams.current():
         try:
             raw = streams.pinned_bytes(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
@@ -345,13 +306,7 @@ def pinned_empty(streams: Streams, shape: Sequence[int], dtype: np.dtype[Any]) -
 
 
 def pinned_copy(streams: Streams, host: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """A copy with these strides in memory that torch pins; in plain memory if it cannot pin any more.
-
-    Args:
-        streams: of the device whose context pins.
-        host: a tensor in host memory.
-        stride: of the copy.
-    """
+    """Copy a host tensor with these strides into memory that torch pins, or into plain memory if it cannot pin."""
     try:
         return streams.pin(host, stride)
     except RuntimeError as error:
@@ -359,16 +314,16 @@ def pinned_copy(streams: Streams, host: torch.Tensor, stride: tuple[int, ...]) -
     return torch.empty_strided(host.shape, stride, dtype=host.dtype, device="cpu").copy_(host)
 
 
-def note_rejected(where: Any, error: RuntimeError) -> None:
-    """Warn that memory cannot be pinned, unless ``where.has_warned``. An error of another cause is raised again."""
+def note_rejected(owner: Any, error: RuntimeError) -> None:
+    """Warn once per ``where`` that memory cannot be pinned. Errors of another cause are raised again."""
     if not any(words in str(error) for words in ("out of memory", "not supported")):
         raise error
-    if not where.has_warned:
-        where.has_warned = True
-        warn(_UNPINNED.format(text_of(error)))
+    if not owner.has_warned:
+        owner.has_warned = True
+        warn(_PINNING_FAILED.format(text_of(error)))
 
 
-_UNPINNED = (
+_PINNING_FAILED = (
     "batches could not be pinned ({}). They lie in plain memory, and their copies to the device make the program wait. "
     "Free host memory, or raise the memory limit of the container. WSL and confidential computing allow little pinned "
     "memory, or none"

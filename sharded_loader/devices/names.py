@@ -1,10 +1,10 @@
-"""Which devices the user means.
+"""Parsing of the ``device`` and ``devices`` arguments.
 
     device=, devices=  --find_devices-->  torch.device objects, or None for host memory
-    a list, or "auto"  --device_list-->   torch.device objects, each with its number
+    a list, or "auto"  --device_list-->   torch.device objects, each with its index
 
-What can go wrong: a device that this process does not see, an int alone, an empty list (ValueError, TypeError; the
-messages list the devices). To look creates no context on any device.
+Invalid arguments (both, an int alone, an empty list, an unknown device) raise ValueError or TypeError. The messages
+list the devices that this process can see. Looking creates no context on any device.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from sharded_loader.base.described import an
 from sharded_loader.base.system import LOCAL_RANKS
 
 DeviceLike = str | int | torch.device
-"""A device: a name such as ``"cuda:1"``, the number of an accelerator, or a ``torch.device``."""
+"""A device: a name such as ``"cuda:1"``, the index of an accelerator, or a ``torch.device``."""
 
 
 def accelerators() -> list[torch.device]:
-    """The accelerators that this process can see."""
+    """Return the accelerators that this process can see."""
     if torch.cuda.is_available():
         return [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     accelerator = getattr(torch, "accelerator", None)  # torch >= 2.6
@@ -36,43 +36,31 @@ def accelerators() -> list[torch.device]:
 
 
 def find_device(name: object) -> torch.device:
-    """The device that ``name`` means: a string, an index of an accelerator, or a `torch.device`.
-
-    Raises:
-        ValueError: there is no such device; the message lists the devices of this process.
-        TypeError: ``name`` is something else.
-    """
+    """Return the device for a name, an index of an accelerator or a `torch.device`."""
     present = [torch.device("cpu"), *accelerators()]
-    listed = ", ".join(map(str, present))
+    device_names = ", ".join(map(str, present))
     if isinstance(name, bool) or not isinstance(name, (str, int, torch.device)):
         raise TypeError(f"device {name!r} is {an(type(name))}; give a name, an index or a torch.device")
     if isinstance(name, int):
         if not 0 <= name < len(present) - 1:
-            raise ValueError(f"there is no accelerator {name}; this process sees: {listed}")
+            raise ValueError(f"there is no accelerator {name}; this process sees: {device_names}")
         return present[1 + name]
     try:
         device = torch.device(name)
     except RuntimeError:
         hint = '; devices="auto" means all accelerators' if name == "auto" else ""
-        raise ValueError(f"device {name!r} is unknown; this process sees: {listed}{hint}") from None
-    # The meta device holds no data. Only the object itself means it (as a stand-in, in tests), not a name.
+        raise ValueError(f"device {name!r} is unknown; this process sees: {device_names}{hint}") from None
+    # The meta device holds no data, so it is accepted only as an object (a stand-in, in tests), not by name.
     if device.type == "cpu" or name == torch.device("meta"):
         return device
-    same_kind = [one for one in present if one.type == device.type]
+    same_kind = [other for other in present if other.type == device.type]
     if not same_kind or (device.index is not None and device.index >= len(same_kind)):
-        raise ValueError(f"device {str(device)!r} is not there; this process sees: {listed}")
+        raise ValueError(f"device {str(device)!r} does not exist; this process sees: {device_names}")
     return device
 
 
 def find_devices(device: object, devices: object) -> tuple[list[torch.device] | None, bool]:
-    """The devices that the loader's arguments ask for.
-
-    Returns:
-        The devices, or None for host memory; and whether batches are lists of shards.
-
-    Raises:
-        ValueError, TypeError: both are given, an int alone, an empty list, or an unknown device.
-    """
+    """Return the devices for the loader's arguments (None for host memory), and True if batches are lists of shards."""
     if device is not None and devices is not None:
         raise ValueError("give device (plain batches on it) or devices (a list: one shard for each), not both")
     if isinstance(device, int):
@@ -82,23 +70,20 @@ def find_devices(device: object, devices: object) -> tuple[list[torch.device] | 
         )
     if device is not None:
         return [find_device(device)], False
-    return (None, False) if devices is None else (_listed(devices, "; device= takes one"), True)
+    return (None, False) if devices is None else (_find_all(devices, "; device= takes one"), True)
 
 
 def device_list(devices: object) -> list[torch.device]:
-    """The devices that a list means, or ``"auto"``, each with its number, so that equal ones compare equal.
-
-    Raises:
-        ValueError, TypeError: one device instead of a list, an int alone, an empty list, or an unknown device.
+    """Return the devices of a list or ``"auto"``, each with its index, so that equal ones compare equal.
 
     Example:
         >>> device_list(["cpu", "cpu"])
         [device(type='cpu'), device(type='cpu')]
     """
-    return [indexed(device) for device in _listed(devices)]
+    return [indexed(device) for device in _find_all(devices)]
 
 
-def _listed(devices: object, hint: str = "") -> list[torch.device]:
+def _find_all(devices: object, hint: str = "") -> list[torch.device]:
     if isinstance(devices, int):
         raise ValueError(
             f"devices={devices!r}: an int alone could be an index or a count; give a list such as [0, 1], "
@@ -117,16 +102,9 @@ def _listed(devices: object, hint: str = "") -> list[torch.device]:
 
 
 def warn_of_rank(name: torch.device, found: torch.device) -> None:
-    """Warn if ``cuda`` without a number means the first device, and this is not the first process of the machine.
+    """Warn if ``cuda`` without an index resolves to the first device in a process that is not the machine's first.
 
-    Then several processes copy to one GPU, and no error would say so. A process that sees only one GPU is not warned.
-
-    Args:
-        name: the device as it was given.
-        found: the device with its number.
-
-    Example:
-        >>> warn_of_rank(torch.device("cpu"), torch.device("cpu"))
+    Several processes would then silently share one GPU. There is no warning if the process sees only one.
     """
     if name.index is not None or found.index != 0 or name.type in ("cpu", "meta"):
         return
@@ -143,7 +121,7 @@ def warn_of_rank(name: torch.device, found: torch.device) -> None:
 
 
 def _local_rank() -> tuple[int, str]:
-    """The number of this process on its machine, and where it stands; 0 if it is unknown."""
+    """Return the rank of this process on its machine and its source; 0 if unknown."""
     for variable in LOCAL_RANKS:
         value = os.environ.get(variable, "")
         if value.isdecimal():
@@ -156,7 +134,7 @@ def _local_rank() -> tuple[int, str]:
 
 
 def indexed(device: torch.device) -> torch.device:
-    """The device with its number, so that equal ones compare equal: ``cuda`` is the current one.
+    """Return the device with its index (``cuda`` is the current one), so that equal ones compare equal.
 
     Example:
         >>> indexed(torch.device("cpu", 0))

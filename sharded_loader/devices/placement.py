@@ -1,22 +1,18 @@
-"""From a batch as a worker made it to tensors where the user wants them.
+"""Placement: from a worker's batch to tensors in host memory or on devices.
 
     batch of NumPy arrays and tensors  -->  tensors in host memory, or on a device
     list of such batches (shards)           shards[i] on devices[i]
 
-    window of entries --place--> batch      begin the first entry and those behind it, finish the first
+Each device has a copy stream (`devices.copies`); all copy at the same time. `Placer.place` finishes the first entry and
+begins up to `ahead` batches behind it. The first batch creates the copy streams, so constructing a loader touches no
+device.
 
-Each device has a copy stream (`devices.copies`). All copy at the same time, none by way of another device.
-`place` copies ahead: it begins up to `ahead` batches behind the one that is handed out next. `devices.accelerator`
-gives the memory that the batches of threads lie in, and pins segments. The first batch makes the copy streams, so a
-loader that is only constructed touches no device.
+Leaves other than arrays and tensors stay as they are. Objects with a ``to`` method (a tokenizer's encoding, a
+`PackedSequence`) and containers whose class has one move themselves, since they know which tensors belong on the host.
+An array that occurs several times in a shard is copied once.
 
-Anything that is no array, tensor or structure of them stays as it is. An object with a ``to`` method (a tokenizer's
-encoding, a `PackedSequence`) is asked to move itself. A container whose class has ``to`` is asked too: it knows which
-of its tensors belong on the host. An array that stands in several places of a shard is copied once.
-
-What can go wrong: no memory on a device. Then one batch less is copied ahead, down to none. What torch has cached is
-given back, and the copy is tried again. If that fails, it is that batch's error. After `PAUSE` batches one batch more
-is copied ahead again.
+If a device has no memory, one batch less is copied ahead, torch's cached memory is released, and the copy is retried.
+If that fails, it is the batch's error. After `PAUSE` batches one more is copied ahead again.
 """
 
 from __future__ import annotations
@@ -47,11 +43,11 @@ from sharded_loader.engine.pipeline import Entry
 from sharded_loader.memory.arena import ReusedMemory
 
 AHEAD = 2
-"""Batches copied ahead: one is being copied while the one before it waits for the consumer."""
+"""Batches copied ahead: one is being copied while the previous one waits for the consumer."""
 
 PAUSE = 64
-"""Batches after which a device that was full is tried again. A try that fails costs one wait for the device, so the
-pause doubles with each, up to `LONGEST_PAUSE`."""
+"""Batches until a full device is tried again. A failed try costs one wait for the device, so the pause doubles with
+each, up to `LONGEST_PAUSE`."""
 
 LONGEST_PAUSE = 1024
 
@@ -59,28 +55,20 @@ _CPU = torch.device("cpu")
 
 
 class CopyDepth:
-    """How many batches are copied ahead: fewer for some time after a device was full.
-
-    Args:
-        wanted: how many, where there is room.
-
-    Attributes:
-        wanted: as given.
-        count: how many now.
-    """
+    """Number of batches copied ahead: at most ``wanted``, and less for some time after a device was full."""
 
     def __init__(self, wanted: int) -> None:
         self.count = self.wanted = wanted
         self._pause, self._until_retry, self._retried = PAUSE, 0, False
 
     def retry(self) -> None:
-        """A batch is begun while fewer are wanted: try one more, after a pause."""
+        """Count a batch that begins at reduced depth. After the pause, the depth grows by one."""
         self._until_retry -= 1
         if self._until_retry <= 0:
             self.count, self._until_retry, self._retried = self.count + 1, self._pause, True
 
     def lower(self) -> None:
-        """A device is full."""
+        """Reduce the depth, because a device is full."""
         if self._retried:
             self._pause, self._retried = min(2 * self._pause, LONGEST_PAUSE), False
         self.count, self._until_retry = max(0, self.count - 1), self._pause
@@ -93,17 +81,16 @@ class Placer:
         devices: of the shards, or of plain batches (the first); None: host memory.
         pin_memory: without devices, put batches into pinned host memory.
         in_background: pin in a thread.
-        transform: what each shard goes through on its device.
-        in_host_memory: what each shard goes through that stays in host memory.
-        pinner: pins the batches, in the place of one of its own: `drop_in.pinning.Pinner`.
+        transform: applied to each shard on its device.
+        in_host_memory: applied to each shard that stays in host memory.
+        pinner: a `drop_in.pinning.Pinner` that pins the batches; None: makes one if needed.
 
     Attributes:
-        is_plain: batches stay in host memory that is not pinned: `to_torch` is all there is to do.
-        asynchronous: the devices that copies go to by a stream.
-        capture_probes: each tells whether a graph is being captured on an accelerator that a batch is copied or pinned
-            for. See `check_not_capturing`.
-        copies: the `CopyStream` of each device; None where it has no streams.
-        clock: the iterator notes each ``next`` there.
+        is_plain: batches stay in host memory that is not pinned, so `to_torch` suffices.
+        asynchronous: devices that are copied to by a stream.
+        capture_probes: functions that detect graph captures on the accelerators in use.
+        copies: the `CopyStream` of each device; None if it has no streams.
+        clock: the iterator records each ``next`` there.
     """
 
     def __init__(
@@ -116,40 +103,36 @@ class Placer:
         pinner: Any = None,
     ) -> None:
         self.devices, self._transform, self._in_host_memory, self._pinner = devices, transform, in_host_memory, pinner
-        kinds = {one.type for one in accelerators()} if pin_memory else set()
+        kinds = {device.type for device in accelerators()} if pin_memory else set()
         can_pin = sorted(kinds - {"mps"}) if devices is None else []
         if can_pin:
             self._pinner = provided("pinner", "thread")(can_pin[0], in_background)
         elif pin_memory and (devices is None or not kinds):
             why = "torch has no pinned memory on mps, a Mac" if kinds else "this process sees no accelerator to copy to"
             warnings.warn(f"pin_memory=True has no effect: {why}", stacklevel=3)
-        self._on_host = all(one.type == "cpu" for one in devices or ())
-        self._stays = self._on_host and self._pinner is None and transform is None
-        self.is_plain = self._stays and in_host_memory is to_torch
-        self.asynchronous = [one for one in devices or () if streams_of(one) is not None]
-        touched = kinds if can_pin else {one.type for one in self.asynchronous}
+        self._on_host = all(device.type == "cpu" for device in devices or ())
+        self._is_passthrough = self._on_host and self._pinner is None and transform is None
+        self.is_plain = self._is_passthrough and in_host_memory is to_torch
+        self.asynchronous = [device for device in devices or () if streams_of(device) is not None]
+        touched = kinds if can_pin else {device.type for device in self.asynchronous}
         self.capture_probes = [probe for probe in map(accelerator.capture_probe, touched) if probe is not None]
         self.clock = Clock()
         self.copies = _CopyStreams(self.clock, devices or [])
         self._reused = ReusedMemory()
-        self._latest: tuple[list[Any], bool] | None = None  # the events of the shards, and whether they are a list
+        self._latest_events: tuple[list[Any], bool] | None = None  # of the shards; True for a list of shards
         self.copy_ahead(AHEAD)
 
     @property
     def ahead(self) -> int:
-        """How many batches are begun behind the next one."""
+        """Number of batches that are begun behind the next one."""
         return self._ahead.count
 
     def copy_ahead(self, count: int) -> None:
-        """Set `ahead`; it stays 0 where nothing is done in the background."""
+        """Set `ahead`, which stays 0 if nothing is done in the background."""
         self._ahead = CopyDepth(count if self.asynchronous or self._pinner is not None else 0)
 
     def check_not_capturing(self) -> None:
-        """Reject a call inside a graph capture, before anything is done that would break the capture.
-
-        Raises:
-            RuntimeError: the current stream is being captured.
-        """
+        """Raise RuntimeError inside a graph capture, before anything is done that would break it."""
         if any(is_capturing() for is_capturing in self.capture_probes):
             raise RuntimeError(
                 "next() was called on a loader while a graph is being captured, and the loader's copies cannot be part "
@@ -157,10 +140,10 @@ class Placer:
                 "captured: static.copy_(next(batches)); graph.replay()"
             )
 
-    # -- memory that batches come from ----------------------------------------------------------------------
+    # -- memory of batches ----------------------------------------------------------------------------------
 
     def register(self, mapping: mmap.mmap) -> accelerator.Undo | None:
-        """Make a segment readable for the devices; what undoes that, or None."""
+        """Pin a segment for the devices; see `Registrar.register`."""
         return self._registrar.register(mapping) if self.asynchronous else None
 
     @functools.cached_property
@@ -168,7 +151,7 @@ class Placer:
         return Registrar(self._first_streams, self.closer())
 
     def settle(self) -> None:
-        """Settle which device a ``cuda`` without a number is: the current one of this thread, not of one that reads."""
+        """Create the copy streams in this thread, so that ``cuda`` without an index means its current device."""
         for device in self.asynchronous:
             self.copies[device]
 
@@ -180,15 +163,12 @@ class Placer:
 
     @property
     def empty(self) -> Empty:
-        """Gives memory for the batches of threads and of the main process: pinned, if they are going to be copied.
-
-        Other large batches lie in memory that is used again.
-        """
+        """Allocator for batches of threads and of the main process: pinned if they will be copied, else reused."""
         return self._pinned if self.asynchronous else self._reused
 
     @property
     def pinned(self) -> Empty | None:
-        """Gives pinned memory for one array; None where nothing is copied by a stream."""
+        """Allocator of pinned memory; None if nothing is copied by a stream."""
         return self._pinned if self.asynchronous else None
 
     def _pinned(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, np.dtype[Any]]:
@@ -197,55 +177,55 @@ class Placer:
         except RuntimeError as error:
             if not accelerator.is_late(error):
                 raise
-            return np.empty(shape, dtype)  # the copy of the batch meets the error again, so no reader is blamed
+            return np.empty(shape, dtype)  # the batch's copy raises the error again, so no reader is blamed
 
     # -- batches --------------------------------------------------------------------------------------------
 
     def place(self, window: Sequence[Entry], following: Sequence[Entry] | None = None) -> Any:
-        """Put the batch of the first entry where it belongs, and send those behind it on their way.
+        """Put the batch of the first entry where it belongs, and begin those behind it.
 
         Args:
             window: entries in order. The first has a batch.
-            following: those of the next epoch, which are prefetched. None: no ``next`` asks, so `ready_event` tells
-                nothing of this batch.
+            following: prefetched entries of the next epoch. None: not called by ``next``, so `ready_event` ignores this
+                batch.
 
         Returns:
             The batch, ready on the current stream of this thread.
 
         Raises:
-            Exception: a device has no memory for it, or an object in it cannot be moved. What goes wrong with a batch
-                behind the first comes again in its turn.
+            Exception: a device has no memory for it, or an object in it cannot be moved. Errors of later batches are
+                raised in their turn.
         """
-        head = window[0]
-        result, task = head.result, head.task
+        first = window[0]
+        result, task = first.result, first.task
         assert result is not None and task is not None  # it has a batch
-        if self._stays:
+        if self._is_passthrough:
             convert = self._in_host_memory
             return list(map(convert, result.batch)) if task.sharded else convert(result.batch)
         for is_last_try in (False, True):
             try:
-                if head.begun is None:
-                    head.begun = self._begin(result.batch, task)
+                if first.begun is None:
+                    first.begun = self._begin(result.batch, task)
                 if self._ahead.count:
-                    self._begin_behind(window, following or ())
+                    self._begin_following(window, following or ())
                 shards, events = [], []
-                for copy in head.begun:
+                for copy in first.begun:
                     shards.append(copy.finish())
                     events.append(copy.event)
                 if following is not None:
-                    self._latest = events, task.sharded
+                    self._latest_events = events, task.sharded
                 return shards if task.sharded else shards[0]
             except accelerator.OUT_OF_MEMORY:
                 if is_last_try or self._pinner is not None:
                     raise
-            # Not done above: the error's traceback holds the parts that had found room.
+            # Outside the handler, because the error's traceback holds the parts that were allocated.
             for entry in itertools.chain(itertools.islice(window, 1, None), following or ()):
                 entry.begun = None
             self.make_room()
         raise AssertionError("the last try returns")
 
-    def _begin_behind(self, window: Sequence[Entry], following: Sequence[Entry]) -> None:
-        """Begin up to `ahead` batches behind the first, up to one that is not finished."""
+    def _begin_following(self, window: Sequence[Entry], following: Sequence[Entry]) -> None:
+        """Begin up to `ahead` batches behind the first, stopping at one that is not finished."""
         for entry in itertools.islice(itertools.chain(window, following), 1, 1 + self._ahead.count):
             result = entry.result
             if result is None:
@@ -257,42 +237,42 @@ class Placer:
             except accelerator.OUT_OF_MEMORY:
                 break
             except Exception as raised:
-                as_batch_error(raised, "while the batch was placed")  # raises what a signal handler has raised
+                as_batch_error(raised, "while the batch was placed")  # passes on exceptions of signal handlers
                 return
         else:
             return
-        self.make_room()  # not done above, as in `place`
+        self.make_room()  # outside the handler, as in `place`
 
     def _begin(self, batch: Any, task: Task) -> list[Any]:
-        """Start to put a batch where it belongs. The copies of its shards may still be under way after this."""
+        """Start to put a batch where it belongs. Copies of its shards may be under way afterwards."""
         shards = batch if task.sharded else (batch,)
         if self._pinner is not None:
             return [self._pinner.begin(self._in_host_memory(shard)) for shard in shards]
         if self._ahead.count < self._ahead.wanted:
             self._ahead.retry()
-        begun: list[PendingCopy] = []
-        for place, (device, shard) in enumerate(zip(self.devices or itertools.repeat(_CPU), shards, strict=False)):
+        copies_begun: list[PendingCopy] = []
+        for number, (device, shard) in enumerate(zip(self.devices or itertools.repeat(_CPU), shards, strict=False)):
             try:
                 copies = self.copies[device]
                 if type(shard) is TensorBatch:
                     shard = shard.arrays
                 if copies is None or self._transform is not None:
-                    begun.append(self._begin_shard(device, shard, task, place))
+                    copies_begun.append(self._begin_shard(device, shard, task, number))
                 else:
-                    begun.append(shard if type(shard) is PendingCopy else copies.begin(shard))
+                    copies_begun.append(shard if type(shard) is PendingCopy else copies.begin(shard))
             except Exception as error:
                 if not self._on_host:
                     note_device(error, device)
                 raise
-        return begun
+        return copies_begun
 
-    def _begin_shard(self, device: torch.device, shard: object, task: Task, place: int) -> PendingCopy:
-        """Start to put shard ``place`` of a task on a device without streams, or through the user's function."""
+    def _begin_shard(self, device: torch.device, shard: object, task: Task, number: int) -> PendingCopy:
+        """Start to put shard ``number`` of a task on a device without streams, or through the user's function."""
         copies, transform, apply = self.copies[device], self._transform, None
         with torch.inference_mode(False):  # as in `CopyStream.begin`
             if transform is not None:
-                apply = functools.partial(transform.apply, task=task, number=place)
-                shard = transform.hold_back(shard)
+                apply = functools.partial(transform.apply, task=task, number=number)
+                shard = transform.keep_on_host(shard)
             if type(shard) is PendingCopy:
                 placed = shard.batch
             elif copies is not None:
@@ -300,78 +280,67 @@ class Placer:
             elif self._on_host:
                 placed = self._in_host_memory(shard)
             else:
-                placed = map_leaves(functools.partial(_move, device), shard, own="to", skip=ATOMS)
+                placed = map_leaves(functools.partial(_move_leaf, device), shard, own="to", skip=ATOMS)
             return PendingCopy(placed if apply is None else apply(placed))
 
     def ready_event(self) -> Any:
-        """What passes when the batch that was handed out last is ready; of each shard, if it is a list of shards.
-
-        None where nothing has to be waited for: in host memory, and before the first batch.
-        """
-        if self._latest is None or not self.asynchronous:
+        """Return the event of the last batch handed out, or one per shard; None if there is nothing to wait for."""
+        if self._latest_events is None or not self.asynchronous:
             return None
-        events, sharded = list(self._latest[0]), self._latest[1]
-        for place, (device, event) in enumerate(zip(self.devices or (), events, strict=False)):
+        events, sharded = list(self._latest_events[0]), self._latest_events[1]
+        for number, (device, event) in enumerate(zip(self.devices or (), events, strict=False)):
             if event is None and (copies := self.copies[device]) is not None:
-                with copies.streams.current():  # it was made on this stream
-                    events[place] = copies.streams.caller_stream().record_event()
+                with copies.streams.current():  # the batch was made on this stream
+                    events[number] = copies.streams.caller_stream().record_event()
         return events if sharded else events[0]
 
     def make_room(self) -> None:
-        """A device has no memory left: copy one batch less ahead for some time, and give back what is not used."""
+        """Reduce `ahead` and release unused memory, because a device has no memory left."""
         self._ahead.lower()
         for copies in filter(None, self.copies.values()):
             copies.make_room()
 
     def end_epoch(self) -> None:
-        """Wait for the last copies of an epoch, so that no host memory is held for them until the next one."""
+        """Wait for the last copies of an epoch, so that they hold no host memory until the next one."""
         for copies in filter(None, self.copies.values()):
             copies.drain()
 
     def closer(self) -> Callable[[], bool]:
-        """What waits for the copies under way, as a function that does not hold this object.
+        """Return a function that waits for the copies under way and holds no reference to this object.
 
-        It returns whether they are done. If not, the memory that they read must stay as it is.
+        It returns False if the memory that the copies read must stay as it is.
         """
         return functools.partial(_close, self.copies, self._reused, self._pinner, os.getpid())
 
 
 class _CopyStreams(dict[torch.device, "CopyStream | None"]):
-    """The copies to each device; None where it has no streams. ``cuda`` is the current device at the first look.
-
-    Args:
-        clock: of the loader.
-        devices: of the shards.
-    """
+    """Copy streams by device, created on first access, when ``cuda`` resolves to the current device."""
 
     def __init__(self, clock: Clock, devices: list[torch.device]) -> None:
         self._clock, self._devices = clock, devices
 
     def __missing__(self, device: torch.device) -> CopyStream | None:
-        number = indexed(device)
-        warn_of_rank(device, number)
-        streams, shards = streams_of(number), max(1, self._devices.count(device))
+        indexed_device = indexed(device)
+        warn_of_rank(device, indexed_device)
+        streams, shards = streams_of(indexed_device), max(1, self._devices.count(device))
         self[device] = None if streams is None else CopyStream(streams, self._clock, shards)
         return self[device]
 
 
 def not_placed(task: Task, raised: BaseException, where: str) -> Exception:
-    """The error of a batch that could not be put on its devices. What a signal handler has raised is raised again.
+    """Return the error of a batch that could not be placed. Exceptions of a signal handler are raised again.
 
-    Args:
-        task: what was to be read.
-        raised: an exception that was caught just now.
-        where: by what it was raised.
+    ``raised`` is an exception caught just now, ``where`` the step that raised it.
     """
     error = as_batch_error(raised, where)
-    # Of an error of an earlier kernel no sample is the cause.
+    # No sample is the cause of an earlier kernel's error.
     Location(task.epoch, task.seq).note(error, samples=() if accelerator.note_late(error) else task.shards[0])
     return error
 
 
 def _close(streams: dict[torch.device, CopyStream | None], reused: ReusedMemory, pinner: Any, pid: int) -> bool:
     reused.clear()
-    if os.getpid() != pid:  # a forked child has no device, and not the threads that may hold a lock
+    if os.getpid() != pid:  # a forked child has neither the device nor the threads that hold locks
         return False
     if pinner is not None:
         pinner.close()
@@ -380,9 +349,9 @@ def _close(streams: dict[torch.device, CopyStream | None], reused: ReusedMemory,
     return all(done)
 
 
-def _move(device: torch.device, leaf: Any) -> Any:
+def _move_leaf(device: torch.device, leaf: Any) -> Any:
     leaf = to_torch(leaf)
     if device.type == "cpu":
-        # Pinned segments are not for the user's own asynchronous copies: torch would not know of them.
+        # Copied out of pinned segments, since torch would not guard them during the user's own asynchronous copies.
         return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
     return leaf.to(device) if has_method(leaf, "to") else leaf

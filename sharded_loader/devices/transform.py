@@ -1,13 +1,11 @@
-"""What a batch goes through on its device: the user's ``device_transform``, and the fields that stay on the host.
+"""The user's ``device_transform``, and the fields that stay on the host.
 
-    hold_back(shard)             -> shard    its host fields are wrapped, so that nothing copies them to the device
-    apply(shard, task, number)   -> batch    they are unwrapped, then ``fn(batch)`` or ``fn(batch, rng)``
+    keep_on_host(shard)          -> shard    host fields are wrapped, so that they are not copied to the device
+    apply(shard, task, number)   -> batch    host fields are unwrapped, then ``fn(batch)`` or ``fn(batch, rng)``
 
-`devices.placement` calls both. On a device with streams `apply` runs on the copy stream, ahead of the user's program.
-The generator is keyed by the seed, the epoch, the batch's position in the epoch and the number of the shard. So the
-numbers are the same in every pool, after a resume, and on the CPU.
-
-What can go wrong: a batch has no such field, or the function raises. Both are the batch's error.
+On a device with streams `apply` runs on the copy stream, ahead of the user's program. The generator is keyed by the
+seed, the epoch, the batch's position in the epoch and the shard number. So its numbers are the same in every pool,
+after a resume, and on the CPU. A missing field and an exception of the function are errors of the batch.
 
 Source of the idea: FFCV and DALI, which normalise images and change their layout on the device.
 """
@@ -27,16 +25,16 @@ from sharded_loader.batching.tree import children, field_names, map_leaves, rebu
 from sharded_loader.engine.messages import Task
 from sharded_loader.randomness.rng import philox
 
-RAISED = "raised by device_transform"
-"""The note on an error of the user's function."""
+TRANSFORM_NOTE = "raised by device_transform"
+"""Note on an exception of the user's function."""
 
 
-class OnHost:
-    """The value of a host field. A container that moves itself asks it to move, and it stays what it is.
+class HostValue:
+    """Wrapper of a host field, or of an object that moves itself. Containers call ``to`` on it, which does nothing.
 
     Attributes:
-        value: of the field; or an object that moves itself, and then what it has become.
-        has_moved: it was such an object.
+        value: the field; or an object that moves itself, and later its moved version.
+        has_moved: the object has moved itself.
     """
 
     has_moved = False
@@ -44,27 +42,24 @@ class OnHost:
     def __init__(self, value: Any) -> None:
         self.value = value
 
-    def to(self, *args: object, **named: object) -> OnHost:
-        """Nothing is copied."""
+    def to(self, *args: object, **named: object) -> HostValue:
+        """Return self; nothing is copied."""
         return self
 
-    def pin_memory(self, *args: object) -> OnHost:
-        """Nothing is pinned."""
+    def pin_memory(self, *args: object) -> HostValue:
+        """Return self; nothing is pinned."""
         return self
 
 
 class BatchTransform:
-    """What each shard, or each plain batch, goes through on its device.
+    """The function that each shard, or each plain batch, passes through on its device.
 
     Args:
-        fn: ``fn(batch)`` or ``fn(batch, rng)``; None: nothing.
-        takes_rng: which of both.
-        host_fields: the fields that stay on the host: keys of a dict, fields of a dataclass or named tuple, numbers in
-            a tuple or list.
-        seed: the loader's seed now. A loaded state changes it, but not for the runs that have begun.
-
-    Attributes:
-        fn: as given.
+        fn: ``fn(batch)`` or ``fn(batch, rng)``; None: identity.
+        takes_rng: call ``fn(batch, rng)``.
+        host_fields: fields that stay on the host: keys of a dict, fields of a dataclass or named tuple, positions in a
+            tuple or list.
+        seed: returns the loader's current seed. Loading a state changes it, but not for runs that have begun.
 
     Example:
         >>> transform = BatchTransform(lambda batch, rng: batch["x"] * rng.integers(2, 3), True, (), lambda: 0)
@@ -80,17 +75,17 @@ class BatchTransform:
         seed: Callable[[], int],
     ) -> None:
         self.fn, self._takes_rng, self._host_fields = fn, takes_rng, frozenset(host_fields)
-        self._seed = functools.lru_cache(maxsize=64)(lambda run: seed())  # as it was at the run's first batch
+        self._seed = functools.lru_cache(maxsize=64)(lambda run: seed())  # fixed at the run's first batch
 
-    def hold_back(self, shard: object) -> Any:
-        """The shard with its host fields wrapped. Their tensors get memory of their own, which is not pinned.
+    def keep_on_host(self, shard: object) -> Any:
+        """Wrap the host fields of a shard, with their tensors copied into memory that is not pinned.
 
         Raises:
             TypeError: the batch has no such field.
         """
         if not self._host_fields:
             return shard
-        names, parts = _names(shard), children(shard) or []
+        names, parts = _field_names(shard), children(shard) or []
         if missing := self._host_fields.difference(names):
             raise TypeError(
                 f"host_fields has {some(sorted(map(repr, missing)))}, and the batch is {an(type(shard))} "
@@ -99,49 +94,40 @@ class BatchTransform:
         return rebuild(
             shard,
             [
-                OnHost(map_leaves(_copied, to_torch(part))) if name in self._host_fields else part
+                HostValue(map_leaves(_clone_tensor, to_torch(part))) if name in self._host_fields else part
                 for name, part in zip(names, parts, strict=True)
             ],
         )
 
     def apply(self, shard: object, task: Task, number: int) -> Any:
-        """What the user's program gets.
-
-        Args:
-            shard: on its device, but for the host fields.
-            task: what was read.
-            number: of the shard; 0 for a plain batch.
-
-        Raises:
-            Exception: what the function raises.
-        """
+        """Return the batch that the user's program receives. ``number`` is that of the shard, 0 for a plain batch."""
         if self._host_fields:
-            shard = shown(shard)
+            shard = unwrap_host_values(shard)
         if self.fn is None:
             return shard
         try:
-            with torch.no_grad():  # however the program calls ``next``; who calls this sees to the inference mode
+            with torch.no_grad():  # regardless of the caller's mode; inference mode is left by the caller
                 if self._takes_rng:
                     rng = philox(self._seed(task.run), "device transform", task.epoch, task.position, number)
                 made = self.fn(shard, rng) if self._takes_rng else self.fn(shard)
             refuse_async([made], "device_transform")
             return made
         except Exception as error:
-            if RAISED not in notes_of(error):
-                add_note(error, RAISED)
+            if TRANSFORM_NOTE not in notes_of(error):
+                add_note(error, TRANSFORM_NOTE)
             raise
 
 
-def shown(shard: object) -> Any:
-    """A shard with the values of its host fields in their places."""
+def unwrap_host_values(shard: object) -> Any:
+    """Return a shard with its host fields unwrapped."""
     parts = children(shard) or []
-    if OnHost not in map(type, parts):
+    if HostValue not in map(type, parts):
         return shard
-    return rebuild(shard, [part.value if type(part) is OnHost else part for part in parts])
+    return rebuild(shard, [part.value if type(part) is HostValue else part for part in parts])
 
 
-def _names(shard: object) -> list[Any]:
-    """The names of what `children` gives."""
+def _field_names(shard: object) -> list[Any]:
+    """Return the field names that belong to `children`."""
     if isinstance(shard, Mapping):
         return list(shard.keys())
     if isinstance(shard, (list, tuple)):
@@ -149,5 +135,5 @@ def _names(shard: object) -> list[Any]:
     return [] if children(shard) is None else field_names(shard)
 
 
-def _copied(leaf: object) -> Any:
+def _clone_tensor(leaf: object) -> Any:
     return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf

@@ -207,7 +207,6 @@ class Order(ABC, Generic[Signature]):
 
     Attributes:
         steps: ``steps_per_epoch``.
-        has_seed: the loader was given a seed, or needs one that all ranks agree on.
         seed: of everything random.
         arrays: batches may be int64 arrays instead of lists, from the next epoch on.
         max_shards: how many shards a batch may have; None: any number.
@@ -221,7 +220,6 @@ class Order(ABC, Generic[Signature]):
         asked: ``set_epoch`` has said which epoch is next, since a state was loaded.
     """
 
-    _sampler: Any = None
     batch_sampler: Any = None
     shard_costs: Any = None
     arrays = asked = False
@@ -245,7 +243,6 @@ class Order(ABC, Generic[Signature]):
         if num_replicas is not None or rank is not None:
             is_late = num_replicas == "auto" and rank is None  # it is looked up later: the process group may come up
             self._replicas = (num_replicas, rank) if is_late else resolve_replicas(num_replicas, rank)
-        self.has_seed = seed is not None or self.replicated
         if seed is None:
             seed = 0 if self.replicated else draw_seed()
         self.seed = check_int("seed", seed, -(1 << 128), "give an integer, or None")
@@ -258,9 +255,9 @@ class Order(ABC, Generic[Signature]):
         return self._replicas is not None
 
     @property
+    @abstractmethod
     def sampler(self) -> Any:
         """What the loader shows as its sampler."""
-        return self._sampler
 
     @property
     def stream(self) -> Stream | None:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain, count
 from typing import Any, NamedTuple
@@ -215,7 +216,7 @@ class Reader:
             for number, indices in enumerate(task.shards):
                 for ordinal, index in enumerate(plain_indices(indices)):
                     board[SHARD], board[SAMPLE] = number, ordinal
-                    self.read(task._replace(shards=([index],), sharded=False), "a worker")  # errors come again later
+                    self.read(replace(task, shards=([index],), sharded=False), "a worker")  # errors come again later
 
     def _tell_epoch(self, epoch: int) -> None:
         try:

@@ -19,7 +19,7 @@ import heapq
 import math
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from sharded_loader.base.checks import check_int
-from sharded_loader.data.splits import apportioned
+from sharded_loader.data.datasets import apportioned
 from sharded_loader.engine.messages import PartIndices, RowIndices, Task
 from sharded_loader.randomness.rng import RepeatedIndex
 
@@ -59,7 +59,7 @@ class Split:
             shards += split_batch(indices, self.num_shards, self.weights, self.costs)
         if not shards:
             raise ValueError("the batch is empty: the batch sampler must yield at least one index")
-        return task._replace(shards=tuple(shards), sharded=True)
+        return replace(task, shards=tuple(shards), sharded=True)
 
 
 def plain_index(item: Any) -> Any:

@@ -46,8 +46,7 @@ from sharded_loader.base.errors import Location
 from sharded_loader.base.interrupts import pass_on, uninterrupted
 from sharded_loader.base.system import write_to_stderr
 from sharded_loader.engine.board import UNUSED, is_at
-from sharded_loader.engine.grouping import Grouping
-from sharded_loader.engine.messages import NOTHING, BatchTimes, Job, Result, Task, unpack_result
+from sharded_loader.engine.messages import NOTHING, BatchTimes, Grouping, Job, Result, Task, unpack_result
 from sharded_loader.engine.pool import PoolBroken, WorkerPool
 from sharded_loader.memory.arena import RecentSizes
 from sharded_loader.memory.codec import SetApart, decode_error
@@ -183,7 +182,6 @@ class SupervisedPool(WorkerPool, Generic[W]):
 
     shares_dataset = False
     _transport: Transport[W]
-    _group_bytes: int | None = None
 
     def __init__(
         self, num_workers: int, worker_init_fn: Init | None, timeout: float | None, restarts: int, grouping: Grouping
@@ -338,7 +336,7 @@ class SupervisedPool(WorkerPool, Generic[W]):
         """A worker died over a task. The results of those that are given up."""
         if not self.deaths.record_batch_death(task):
             # Also where the sample is known: the last worker, whose board the error quotes, may note no cheap samples.
-            worker.tasks[task.run, task.seq] = task._replace(careful=True)
+            worker.tasks[task.run, task.seq] = replace(task, careful=True)
             return []
         lost = []
         # To reach later batches of the same part, a worker would have to read this one again. The lanes of a map-style
@@ -395,9 +393,7 @@ class SupervisedPool(WorkerPool, Generic[W]):
             result = replace(result, rebuilt=True)
         if result.seconds:  # it was not dropped
             self._sizes.note(wanted)
-            self.group = self._grouping.note(result.seconds)
-            if self._group_bytes is not None:
-                self.group = max(1, min(self.group, self._group_bytes // max(1, self._sizes.wanted)))
+            self.group = self._grouping.note(result.seconds, self._sizes.wanted)
         if self.deaths.unsettled:
             self.deaths.settle(run, seq)
         return result
@@ -415,15 +411,15 @@ def fields_of(task: Task, *, forked: bool) -> bytes | tuple[Any, ...]:
     """
     known = (isinstance(shard, np.ndarray) or _PLAIN.issuperset(map(type, shard)) for shard in task.shards)
     if (task.part is not None and task.part.point.state is None) or all(known):
-        return tuple(task)
+        return task.fields
     try:
         if forked:
             try:
-                return pickle.dumps(task, protocol=5)
+                return pickle.dumps(task.fields, protocol=5)
             except Exception as error:  # a class that has no name to be found by goes by value
                 pass_on(error)
         with script_by_value():
-            return bytes(cloudpickle.dumps(task, protocol=5))
+            return bytes(cloudpickle.dumps(task.fields, protocol=5))
     except Exception as error:
         pass_on(error)
         raise TypeError(

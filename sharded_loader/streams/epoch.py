@@ -21,7 +21,7 @@ import heapq
 import itertools
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from sharded_loader.base.described import an
 from sharded_loader.engine.messages import NOTHING, PartBatch, PartIndices, PartPoint, Result, Stream, Task
@@ -52,6 +52,22 @@ class SharedParts:
         self.begun[weakref.ref(epoch, self.begun.pop)] = epoch.opening
 
 
+Passed = tuple[int, dict[int, int], dict[int, PartPoint]]
+"""How many batches were done at some time, how many of each part, and the point of each part there."""
+
+
+class Ends(NamedTuple):
+    """What the parts of an epoch have lost at their ends.
+
+    Attributes:
+        discarded: of each part, the samples that filled no batch.
+        empty: the batches that were planned behind the end of a part that was given up.
+    """
+
+    discarded: dict[int, int]
+    empty: set[int]
+
+
 class StreamEpoch(Epoch):
     """One epoch of iterable data for one rank, from a position on.
 
@@ -79,9 +95,7 @@ class StreamEpoch(Epoch):
         counts = {part: begin.counts.get(part, 0) for part in parts}
         beginning = PartPoint(passes=0 if endless else begin.epoch)
         points = {part: begin.points.get(part, beginning) for part in parts}
-        # How many batches of each part are forgotten, and the point there: changed in one assignment.
-        self._passed: tuple[dict[int, int], dict[int, PartPoint]] = counts, points
-        self._before = begin.done - sum(counts.values())
+        self._passed: Passed = begin.done, counts, points  # by what is forgotten: changed in one assignment
         self._known = dict(points)  # of each part the farthest point that was reached
         turns = [(counts[part], part) for part in parts if not points[part].ended]
         heapq.heapify(turns)
@@ -90,8 +104,7 @@ class StreamEpoch(Epoch):
         # By number: what was planned, and the point behind it once it has come.
         self._planned: dict[int, tuple[PartBatch, PartPoint | None]] = {}
         self.given_up: dict[int, int] = {}
-        self._empty: set[int] = set()  # what was planned behind those
-        self._discarded: dict[int, int] = {}  # of each part, the samples at its end that filled no batch
+        self._ends = Ends({}, set())
 
     @property
     def stream(self) -> Stream:
@@ -102,7 +115,7 @@ class StreamEpoch(Epoch):
     def _last(self) -> int | None:
         """No batch has this number, or a greater one; None: that is not known."""
         steps = self._signature.steps_per_epoch
-        return None if steps is None else steps + len(self._empty)
+        return None if steps is None else steps + len(self._ends.empty)
 
     def task(self, seq: int) -> Task | None:
         """Batch ``seq`` as a task; None after the last one."""
@@ -147,7 +160,7 @@ class StreamEpoch(Epoch):
         part, known = planned.number, self._known[planned.number]
         if planned.batch > self.given_up.get(part, planned.batch):
             result, point = Result(result.run, seq, NOTHING), known
-            self._empty.add(seq)
+            self._ends.empty.add(seq)
         elif point is None:
             # It is not known how far the part was read. Behind it nothing can be read. If a later batch of the part has
             # come first, with an error of its own, that is left out when its turn comes (`Run.leave_out`).
@@ -155,15 +168,16 @@ class StreamEpoch(Epoch):
             point = known._replace(batches=planned.batch + 1, ended=True, state=None)
         self._planned[seq] = planned, point
         if point.ended and not known.ended and result.batch is NOTHING and self.stream.drops_last:
-            self._discarded[part] = point.samples - known.samples
+            self._ends.discarded[part] = point.samples - known.samples
         if point.ended or point.batches > known.batches:
             self._known[part] = point
         self._shared.reached[part] = point
         return result
 
     def discarded(self) -> tuple[int, str]:
-        lost = sum(count == self._known[part].samples for part, count in self._discarded.items() if count)
-        return sum(self._discarded.values()), f"{lost} of its {self._signature.streams} parts" if lost else ""
+        found = self._ends.discarded
+        lost = sum(count == self._known[part].samples for part, count in found.items() if count)
+        return sum(found.values()), f"{lost} of its {self._signature.streams} parts" if lost else ""
 
     @property
     def tables(self) -> tuple[dict[int, Any], ...]:
@@ -178,17 +192,16 @@ class StreamEpoch(Epoch):
         for seq in over:  # at the end: interrupted before, all of it is done again
             del self._planned[seq]
 
-    def _advanced(
-        self, planned: Mapping[int, tuple[PartBatch, PartPoint | None]]
-    ) -> tuple[dict[int, int], dict[int, PartPoint]]:
+    def _advanced(self, planned: Mapping[int, tuple[PartBatch, PartPoint | None]]) -> Passed:
         """What was passed, after these batches too. Another thread may `forget` meanwhile: a part never goes back."""
-        counts, points = self._passed
+        done, counts, points = self._passed
         counts, points = counts.copy(), points.copy()
         for seq in sorted(planned):
             batch, point = planned[seq]
             if point is not None and point.batches >= counts[batch.number]:
+                done += point.batches - counts[batch.number]
                 counts[batch.number], points[batch.number] = point.batches, point
-        return counts, points
+        return done, counts, points
 
     def repeats(self, delivered: int, at_end: bool) -> bool | None:
         """Whether the parts give the same samples, because the dataset has not asked which part it is to read.
@@ -215,18 +228,18 @@ class StreamEpoch(Epoch):
     def position(self, delivered: int) -> Position:
         """The position after the batches before number ``delivered`` were received."""
         planned = self._planned.copy()
-        counts, points = self._advanced({seq: one for seq, one in planned.items() if seq < delivered})
+        done, counts, points = self._advanced({seq: one for seq, one in planned.items() if seq < delivered})
         if self._last is None and not any(counts.values()):
             return Position(self.number)
-        return Position(self.number, self._before + sum(counts.values()), None, counts, points)
+        return Position(self.number, done, None, counts, points)
 
     def primed(self, part: int, point: PartPoint) -> None:
         """A part has been opened, and is at this point."""
-        self._passed[1][part] = self._known[part] = point
+        self._passed[2][part] = self._known[part] = point
 
     def at_beginning(self) -> Position:
         """The position that the reading began at, with a point for each part."""
-        return Position(self.number, self.first, None, *self._advanced({}))
+        return Position(self.number, self.first, None, *self._advanced({})[1:])
 
     def batches(self, delivered: int) -> int:
         """How many batches of the epoch were received, if ``delivered`` numbers are done."""
@@ -239,18 +252,16 @@ class StreamEpoch(Epoch):
         """Whether no batch is left at the position, as far as that can be known now."""
         if self._last is not None:
             return self.first >= self._last
-        return self.resumed and all(point.ended for point in self._passed[1].values())
+        return self.resumed and all(point.ended for point in self._passed[2].values())
 
     def following(self) -> Position:
         """Where the next epoch begins, if this one `is_over`."""
-        return self._begin_after(Position(self.number + 1), {})
+        return self.after(Position(self.number + 1))
 
     def after(self, begin: Position) -> Position:
         """The beginning of the next epoch, as it is after this one."""
-        return self._begin_after(begin, self._planned.copy())
-
-    def _begin_after(self, begin: Position, planned: Mapping[int, tuple[PartBatch, PartPoint | None]]) -> Position:
-        return begin if self._last is None else Position(begin.epoch, 0, None, *self._advanced(planned))
+        passed = self._advanced(self._planned.copy())
+        return begin if self._last is None else Position(begin.epoch, 0, None, *passed[1:])
 
     def counts_behind(self) -> Mapping[int, int]:
         """How many batches each part has given when the epoch is over, also if its loop was left before."""

@@ -40,8 +40,8 @@ def test_a_device_has_a_name_an_index_or_is_one(two_gpus: Any, name: Any, found:
     [
         ("gpu", ValueError, "device 'gpu' is unknown; this process sees: cpu, cuda:0, cuda:1"),
         ("auto", ValueError, 'devices="auto" means all accelerators'),
-        ("cuda:2", ValueError, "device 'cuda:2' is not there; this process sees: cpu, cuda:0, cuda:1"),
-        ("xpu", ValueError, "device 'xpu' is not there"),
+        ("cuda:2", ValueError, "device 'cuda:2' does not exist; this process sees: cpu, cuda:0, cuda:1"),
+        ("xpu", ValueError, "device 'xpu' does not exist"),
         (2, ValueError, "there is no accelerator 2"),
         (-1, ValueError, "there is no accelerator -1"),
         (True, TypeError, "device True is a bool; give a name, an index or a torch.device"),

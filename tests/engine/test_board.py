@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from sharded_loader.engine.board import (
@@ -47,7 +49,7 @@ def test_places_that_do_not_exist_tell_no_sample() -> None:
 
 
 def test_the_sample_of_an_array_is_a_plain_int() -> None:
-    (index,) = sample_in(TASK._replace(shards=(np.array([3, 4]),)), [4, 5, 0, 1])
+    (index,) = sample_in(replace(TASK, shards=(np.array([3, 4]),)), [4, 5, 0, 1])
     assert type(index) is int
 
 

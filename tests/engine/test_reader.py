@@ -6,6 +6,7 @@ import gc
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -417,7 +418,7 @@ def test_the_board_says_where_the_reader_is() -> None:
         reader.read(task_of([3, 1], [2]), WORKER, board=board)
         assert seen == expected  # later ones are cheap, and are not timed
     seen.clear()
-    careful = task_of([3, 1], [2])._replace(careful=True)
+    careful = replace(task_of([3, 1], [2]), careful=True)
     Reader(Job(Looks(), batchify, 7)).read(careful, WORKER, board=board)
     assert seen == noted
     seen.clear()

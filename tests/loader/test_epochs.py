@@ -9,7 +9,7 @@ import pytest
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset
 
 from sharded_loader import ProcessPool, ShardedDataLoader, SimpleDataset, ThreadPool
-from sharded_loader.data.seeding import TOLD, _datasets_in, reachable, set_epoch_of, told_in
+from sharded_loader.data.seeding import MAX_SEARCHED, _datasets_in, reachable, set_epoch_of, told_in
 
 
 class NoLength:
@@ -221,4 +221,5 @@ def test_the_search_for_datasets_with_set_epoch_is_bounded() -> None:
     assert list(told_in(data)) == [data.held["it"]]
     many = Around(None)
     many.held = [[Around([Around(number)]) for number in range(100)] for _ in range(100)]  # type: ignore[assignment]
-    assert sum(1 for _ in reachable(many, _datasets_in, most=TOLD)) <= TOLD and set_epoch_of(many) is None
+    assert sum(1 for _ in reachable(many, _datasets_in, most=MAX_SEARCHED)) <= MAX_SEARCHED
+    assert set_epoch_of(many) is None

@@ -148,7 +148,7 @@ def test_a_mixture_is_a_dataset_with_all_its_methods():
     assert repr(mixed).endswith(f"weights=[3, 1]; {len(mixed)} samples)")
     with pytest.raises(IndexError, match=f"out of range for a dataset of {len(mixed)} samples"):
         mixed[len(mixed)]
-    with pytest.raises(TypeError, match="is no integer"):
+    with pytest.raises(TypeError, match="is not an integer"):
         mixed["a"]
 
 

@@ -42,7 +42,7 @@ def reader(dataset: Any, **options: Any) -> TaskReader:
 
 
 def fields(*indices: Any, seq: int = 0) -> tuple[Any, ...]:
-    return tuple(Task(0, seq, 1, 10 * seq, (list(indices),), False))
+    return Task(0, seq, 1, 10 * seq, (list(indices),), False).fields
 
 
 def test_a_batch_that_is_read_again_by_another_worker_is_the_same() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -73,7 +74,7 @@ def test_twins_notice_workers_that_read_something_else(monkeypatch: pytest.Monke
     submit = ThreadPool.submit
 
     def submit_others(self: ThreadPool, tasks: Any) -> None:
-        submit(self, [task._replace(epoch=task.epoch + 1) for task in tasks])
+        submit(self, [replace(task, epoch=task.epoch + 1) for task in tasks])
 
     monkeypatch.setattr(ThreadPool, "submit", submit_others)
     with pytest.raises(fuzz.Difference, match="twin: "):

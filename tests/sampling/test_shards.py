@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -248,7 +249,7 @@ def test_a_task_is_split_by_the_weights_of_the_moment() -> None:
     assert split.sharded(task).shards == ([1, 2], [3, 4])
     split.weights = [3.0, 1.0]
     assert split.sharded(task).shards == ([1, 2, 3], [4])
-    assert [shard.places for shard in split.sharded(task._replace(shards=(PartIndices(0, range(4)),))).shards] == [
+    assert [shard.places for shard in split.sharded(replace(task, shards=(PartIndices(0, range(4)),))).shards] == [
         range(3),
         range(3, 4),
     ]

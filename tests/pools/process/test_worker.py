@@ -90,7 +90,7 @@ def trainer() -> Iterator[Trainer]:
 
 
 def task(seq: int, *indices: Any, run: int = 0) -> tuple[int, int, Slot | None, Any]:
-    return run, seq, None, tuple(Task(run, seq, 0, 2 * seq, (list(indices),), False))
+    return run, seq, None, Task(run, seq, 0, 2 * seq, (list(indices),), False).fields
 
 
 def test_tasks_of_one_message_are_answered_in_order_with_the_error_of_one(trainer: Trainer) -> None:

@@ -51,7 +51,7 @@ def begun(dataset: Any = None) -> LoaderActor:
 
 
 def task(seq: int, *indices: int) -> tuple[int, int, tuple[Any, ...]]:
-    return 0, seq, tuple(Task(0, seq, 0, 0, (list(indices),), False))
+    return 0, seq, Task(0, seq, 0, 0, (list(indices),), False).fields
 
 
 def read(made: LoaderActor, *tasks: tuple[int, int, tuple[Any, ...]]) -> tuple[list[Result], Any]:
