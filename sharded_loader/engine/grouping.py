@@ -1,21 +1,17 @@
-"""How many batches travel in one message, and how many are kept in flight: a pure policy.
+"""Policy for the number of batches in one message, and in flight.
 
-    seconds that a worker took for each batch -> Grouping.note -> Grouping.size
+Sending a message and waking the receiver costs 20 to 50 us on each side, more than reading a small batch. So cheap
+batches travel in groups of about `GROUP_SECONDS` of work, and a worker holds `HELD` groups so that it never waits. An
+expensive batch is a group of its own: with more in its queue, one worker would be busy while others idle.
 
-To send a message and to wake the process that waits for it costs 20 to 50 us on each side. A small batch takes less
-to read. So cheap batches go in groups, each about `GROUP_SECONDS` of work. Workers hold `HELD` groups, so that none
-waits for the next. A batch that takes longer is a group by itself. Then a worker holds one batch beyond the one that it
-does: with more, uneven batches would leave one worker with work while others idle.
-
-Measured (2 workers, 2 cores, medians of 8 epochs in turns; CPU time of the main process, and time, both per batch):
+Measured (2 workers, 2 cores, medians of 8 epochs in turns; CPU time of the main process, and time, both per batch);
+more than 2 ms gains little, and delays finished batches by as much:
 
     a group takes                    0.3 ms         1 ms           2 ms           4 ms
     images, 256 of 3 KB              166, 508 us    143, 521 us    106, 472 us    96, 464 us
     rows of 64 float32, 1,024        145, 272       106, 215       101, 209       98, 206
     64 padded texts                  147, 359        86, 264        69, 236       54, 209
     16 numbers                        51, 113        42, 100        43, 104       40, 99
-
-More than 2 ms saves little, and for so long a batch that is finished may wait in its worker.
 """
 
 from __future__ import annotations
@@ -27,23 +23,19 @@ MAX_GROUP = 64
 """Batches in one message. 16 numbers a batch, 24 turns: 1.09 times as fast with 32 as with 16, 1.23 with 64."""
 
 HELD = 2
-"""Groups that a worker holds: the one it does and one more."""
+"""Groups that a worker holds: one in work, one queued."""
 
 _MEMORY = 0.1
-"""Weight of the newest batch in the mean."""
 
 
 class Grouping:
-    """Learns from the batches that have come how many go together.
+    """Group size, learned from the time that workers take for a batch.
 
     Args:
         seconds: work in one message.
-        most: batches in one message.
-        patient: one batch that took eight times as long as usual does not count, only the second in a row does. Where
-            more processes run than there are cores, a batch may take long because its worker had to wait.
-
-    Attributes:
-        size: batches in a group, at least 1.
+        most: maximum number of batches in one message.
+        patient: ignore a single batch that takes eight times the mean; the second in a row counts. Set where processes
+            outnumber cores, so that a batch may be slow because its worker waited for one.
 
     Example:
         >>> grouping = Grouping()
@@ -62,11 +54,11 @@ class Grouping:
         self.size = 1
 
     def note(self, seconds: float) -> int:
-        """A worker took so long for a batch; how many batches go together from now on."""
+        """Record the seconds that a worker took for a batch, and return the new group size."""
         is_long, was_long = seconds > 8 * self._mean, self._was_long
         self._was_long = is_long
         if is_long and (was_long or not self._patient):
-            # It counts in full: the next ones may take as long, and the main process waits for them.
+            # Replaces the mean: the next ones may take as long, and the main process waits for them.
             self._mean = seconds
         elif not is_long:
             self._mean += _MEMORY * (seconds - self._mean)

@@ -525,7 +525,7 @@ class Epochs:
                     f"set_epoch and is shared by all iterators of this pool, can be in one epoch only. "
                     f"Use worker processes, or finish one epoch before the next"
                 )
-                run.forget_window()
+                run.rollback()
         set_epoch(new)
 
     def set_epoch_of_data(self) -> Any:

@@ -120,7 +120,7 @@ def test_two_batches_are_copied_ahead(machine: Machine, kind: str) -> None:
         ahead.append(sum(entry.begun is not None for entry in run.window))
         machine.finish()
         while any(entry.result is None for entry in run.window if entry not in run.waiting):  # however slow threads are
-            batches._pipeline.runs.file(batches._pipeline.pool.wait(True))
+            batches._pipeline.runs.store(batches._pipeline.pool.wait(True))
     assert max(ahead) == AHEAD
 
 
