@@ -316,8 +316,7 @@ class Order(ABC, Generic[Signature]):
             is_size = only.startswith("batch_size") and "None" not in only and "stay" not in only
             hint = "; strict=False allows another batch size" if is_size else ""
             advices = [phrase for phrase in phrases if phrase.endswith(".")] or [advice + hint]
-            reasons = ", ".join(phrase for phrase in phrases if phrase not in advices)
-            raise ValueError(f"{doing}{reasons}. {' '.join(advices)}")
+            raise ValueError(f"{doing}{', '.join(one for one in phrases if one not in advices)}. {' '.join(advices)}")
         check()
         return position, saved, self._adopt(saved, position)
 

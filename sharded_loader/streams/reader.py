@@ -41,7 +41,7 @@ from sharded_loader.engine.messages import Job, PartBatch, PartIndices, PartPoin
 from sharded_loader.engine.reader import BadSample, BatchScope, Reader
 from sharded_loader.engine.split import shard_sizes
 from sharded_loader.randomness.rng import derive_key, reading
-from sharded_loader.streams.worker_info import Part, here, tell
+from sharded_loader.streams.worker_info import Part, here, set_current_part
 
 SHARED_BYTES = 64 << 20
 """Size from which arrays are shared by all parts, as data. A smaller one may be an order that is shuffled in place."""
@@ -100,12 +100,12 @@ class OpenPart(Part):
 
     Args:
         alone: no other thread of this process reads a part.
-        told: call the dataset's ``set_epoch``.
+        tells_epoch: call the dataset's ``set_epoch``.
 
     Attributes:
         point: progress, which the reader updates.
         busy: a thread is in the middle of a batch.
-        advance: returns the next sample; StopIteration ends the pass.
+        next_sample: returns the next sample; StopIteration ends the pass.
         is_stateful: the dataset, or its iterator, has a ``state_dict``.
     """
 
@@ -113,23 +113,23 @@ class OpenPart(Part):
     items: Any = None
 
     def __init__(
-        self, dataset: object, number: int, parts: int, seed: int, *, alone: bool = False, told: bool = True
+        self, dataset: object, number: int, parts: int, seed: int, *, alone: bool = False, tells_epoch: bool = True
     ) -> None:
         super().__init__(number, parts, seed, dataset)
-        self._alone, self._told = alone, told
+        self._alone, self._tells_epoch = alone, tells_epoch
         self._last_state: tuple[Any, Any] | None = None
         self.point = PartPoint()
-        self.advance: Callable[[], Any] = _nothing
+        self.next_sample: Callable[[], Any] = _nothing
 
     def begin(self, passes: int, state: Any = None) -> None:
         """Begin a pass, or resume from a state that `state` has returned. With a third item: begin after that pass."""
         dataset: Any = self.dataset
-        if self._told and (set_epoch := set_epoch_of(dataset)) is not None:
+        if self._tells_epoch and (set_epoch := set_epoch_of(dataset)) is not None:
             set_epoch(passes)
         of_dataset, of_items, *begins_anew = state or (None, None)
         if of_dataset is not None:
             dataset.load_state_dict(copy.deepcopy(of_dataset))
-        before = self.tell()
+        before = self.set_current()
         try:
             items = iterable_of(dataset, lambda: self.place)
             method: Any = getattr(type(items), "__iter__", None)
@@ -139,33 +139,33 @@ class OpenPart(Part):
             self.items = iter(items)
             if of_items is not None:
                 self.items.load_state_dict(copy.deepcopy(of_items))
-            if begins_anew:  # the state is that of the end of a pass
+            if begins_anew:  # the state was taken at the end of a pass
                 self.items = iter(items)
         finally:
             here.part = before
         self.is_stateful = is_stateful(dataset) or is_stateful(self.items)
-        self.advance = self.items.__next__
+        self.next_sample = self.items.__next__
 
-    def tell(self) -> Part | None:
+    def set_current(self) -> Part | None:
         """Announce the part to this thread; see `streams.worker_info`."""
-        # One part in the main process is everything, as in torch: there is no worker.
-        return tell(None if self.parts == 1 and not self._alone else self, alone=self._alone)
+        # As in torch, there is no worker info if the main process reads everything.
+        return set_current_part(None if self.parts == 1 and not self._alone else self, alone=self._alone)
 
     def end(self) -> None:
         """Release the iterator at the end of the part."""
         self._last_state = self.state()
-        self.items, self.advance = None, _nothing
+        self.items, self.next_sample = None, _nothing
 
     def state(self) -> tuple[Any, Any] | None:
         """Return the state that `begin` resumes from, or None if the dataset has none."""
         if self._last_state is not None or not self.is_stateful:
             return self._last_state
-        # A dataset that is its own iterator is loaded as that.
+        # A dataset that is its own iterator has one state: the iterator's.
         return None if self.items is self.dataset else _state_of(self.dataset), _state_of(self.items)
 
 
 def _state_of(obj: Any) -> Any:
-    # A copy: some return the dict that they go on changing.
+    # A copy, because some datasets return a dict that they change later.
     return copy.deepcopy(obj.state_dict()) if is_stateful(obj) else None
 
 
@@ -199,7 +199,7 @@ class StreamReader(Reader):
         super().__init__(job, in_bulk=False)
         assert job.stream is not None  # see `reader_for`
         self._stream: Stream = job.stream
-        self._several, self._alone, self._seed = several, alone, seed or (lambda epoch, position: None)
+        self._copies_dataset, self._alone, self._seed = several, alone, seed or (lambda epoch, position: None)
         self._copies: Copies | None = None
         self._opened: dict[tuple[int, int], OpenPart] = {}
 
@@ -209,20 +209,20 @@ class StreamReader(Reader):
             part, place = map(operator.index, index)
         except (TypeError, ValueError):
             raise TypeError(f"a sample of iterable data is read as (part, position), not as {index!r}") from None
-        parts, size, samples, before = self._stream.parts, self._stream.batch_size, list[Any](), reading.get()
+        parts, size, samples, previous_scope = self._stream.parts, self._stream.batch_size, list[Any](), reading.get()
         if 0 <= part < parts and place >= 0:
-            batch = place // size
-            asked = PartBatch(0, 0, part, batch, PartPoint())
-            task = Task(0, 0, epoch, 0, (PartIndices(part, range(batch * size, place + 1)),), False, part=asked)
+            part_batch = PartBatch(0, 0, part, place // size, PartPoint())
+            indices = PartIndices(part, range(place - place % size, place + 1))
+            task = Task(0, 0, epoch, 0, (indices,), False, part=part_batch)
             reader = StreamReader(replace(self._job, on_error="raise"))
             scope = reader._scope(task)
             try:
                 reading.set(scope)
-                samples = reader._read_batch(reader._open_at(asked, scope), task.shards, scope)
+                samples = reader._read_batch(reader._open_at(part_batch, scope), task.shards, scope)
             except EmptyPartError:
                 pass
             finally:
-                reading.set(before)
+                reading.set(previous_scope)
         if len(samples) != place % size + 1:
             raise IndexError(f"part {part} of epoch {epoch} has no sample {place}; there are {parts} parts")
         return samples[-1]
@@ -277,7 +277,7 @@ class StreamReader(Reader):
         board, stream = scope.board, self._stream
         point, samples, failed = opened.point, list[Any](), False
         passes, ended, base = point.passes, False, point.samples  # len(samples) + base: read in this pass
-        advance, told = opened.advance, opened.tell()
+        next_sample, part_before = opened.next_sample, opened.set_current()
         try:
             for number, indices in enumerate(shards):
                 board[SHARD], board[SAMPLE] = number, ONE_BY_ONE
@@ -288,7 +288,7 @@ class StreamReader(Reader):
                 while not ended:
                     try:
                         for _ in places:
-                            samples.append(advance())
+                            samples.append(next_sample())
                         break
                     except StopIteration:
                         ended = not stream.endless
@@ -297,7 +297,7 @@ class StreamReader(Reader):
                                 raise EmptyPartError(_EMPTY.format(opened.number, stream.parts)) from None
                             passes, base = passes + 1, -len(samples)
                             opened.begin(passes)
-                            advance = opened.advance
+                            next_sample = opened.next_sample
                             scope.items = items = iter(range(len(samples) - before, len(indices)))
                             places = scope.watch_items(items, len(samples) - before) if is_watched else items
                     except Exception as error:
@@ -312,7 +312,7 @@ class StreamReader(Reader):
             failed = not scope.is_for_caller(error)
             raise
         finally:
-            here.part = told
+            here.part = part_before
             is_batch = bool(samples) and not (ended and stream.drops_last and len(samples) < sum(map(len, shards)))
             count, total = point.batches + (failed or is_batch), len(samples) + base + failed
             checked = point.checksum
@@ -336,30 +336,30 @@ class StreamReader(Reader):
             scope.board[SAMPLE] = BEGINNING
             opened = self._open(part, scope)
             self._opened[part.stream, part.number] = opened
-        opened.busy = True  # until its batch is read: if something strikes before that, it has perhaps lost samples
+        opened.busy = True  # until its batch is read: an interruption before that may lose samples
         self._skip(opened, part.batch, scope)
         return opened
 
     def _open(self, part: PartBatch, scope: BatchScope) -> OpenPart:
-        if self._copies is None and self._several:
-            self._copies = Copies(self._job.dataset)  # before any part has changed it
+        if self._copies is None and self._copies_dataset:
+            self._copies = Copies(self._job.dataset)  # before any part changes it
         dataset = self._job.dataset if self._copies is None else self._copies.make()
         job, stream = self._job, self._stream
         seed = derive_key(job.seed, "part", scope.epoch, part.number) & 0x7FFFFFFFFFFFFFFF
         if job.base_seed is not None:
             seed = job.base_seed + part.number
-        opened = OpenPart(dataset, part.number, stream.parts, seed, alone=self._alone, told=stream.tells_epoch)
+        opened = OpenPart(dataset, part.number, stream.parts, seed, alone=self._alone, tells_epoch=stream.tells_epoch)
         point, first = part.point, scope.epoch
         opened.point = PartPoint(passes=first) if point.state is None else point
         self._seed(scope.epoch, opened.point.batches * self._stream.parts + part.number)
-        # What it draws belongs to its first sample, as in a generator, which begins there.
+        # Random numbers drawn on opening are the first sample's, as in a generator, which begins there.
         scope.indices, scope.items, scope.drawn = PartIndices(part.number, range(1)), iter(range(1)), None
         next(scope.items)
         opened.begin(opened.point.passes, point.state)
         if point.state is None and not point.ended:
             self._skip(opened, point.batches, scope)
             if opened.point != point._replace(passes=max(first, point.passes), asked=opened.point.asked):
-                raise self._differs(part, opened.point)
+                raise self._not_reproducible(part, opened.point)
         return opened
 
     def _skip(self, opened: OpenPart, batch: int, scope: BatchScope) -> None:
@@ -371,21 +371,20 @@ class StreamReader(Reader):
             indices = PartIndices(number, range(count * size, (count + 1) * size))
             try:
                 self._read_batch(opened, [indices], scope)
-            except BaseException as error:  # as when it was read: the batches behind it come all the same
+            except BaseException as error:  # it was the error of its batch, and later ones can still be read
                 if scope.is_for_caller(error):
                     raise
-            scope.skipped = ()
-            scope.durations = ()
-            scope.board[SHARD], scope.board[SAMPLE] = count & 1023, BEGINNING  # a sign of life
+            scope.skipped = scope.durations = ()
+            scope.board[SHARD], scope.board[SAMPLE] = count & 1023, BEGINNING  # shows progress
 
-    def _differs(self, part: PartBatch, found: PartPoint) -> ValueError:
-        then, kind = part.point, type(self._job.dataset).__name__
-        what = f"other samples than the {then.samples} that it had yielded"
-        if found.ended and found.samples < then.samples:
-            what = f"only {found.samples} samples, where it had yielded {then.samples}"
+    def _not_reproducible(self, part: PartBatch, actual: PartPoint) -> ValueError:
+        expected, kind = part.point, type(self._job.dataset).__name__
+        others = f"other samples than the {expected.samples} that it had yielded"
+        if actual.ended and actual.samples < expected.samples:
+            others = f"only {actual.samples} samples, where it had yielded {expected.samples}"
         return ValueError(
             f"the epoch cannot go on after a resume or a lost worker: part {part.number} of the dataset, {an(kind)}, "
-            f"yields {what}. Its samples must be the same each time it is read, in every pool: draw random numbers "
+            f"yields {others}. Its samples must be the same each time it is read, in every pool: draw random numbers "
             f"from sample_rng(), not from the modules random, numpy.random and torch, or give the dataset state_dict() "
             f"and load_state_dict()"
         )
@@ -394,15 +393,14 @@ class StreamReader(Reader):
 class StatefulReader(Reader):
     """Reads a map-style dataset with a ``state_dict``: loads it unless the lane's last batch was read here."""
 
-    _at: tuple[int, int, int] | None = None  # the batch that the dataset is in front of
+    _next_batch: tuple[int, int, int] | None = None  # the batch that the dataset's state is at
 
     def _make_batches(self, scope: BatchScope) -> list[Any]:
         part = scope.task.part
         assert part is not None  # of a dataset with a state, each batch belongs to a lane
-        here = part.stream, part.number, part.batch
-        if self._at != here and part.point.state is not None:
+        if self._next_batch != (part.stream, part.number, part.batch) and part.point.state is not None:
             self._job.dataset.load_state_dict(copy.deepcopy(part.point.state))
-        self._at = part.stream, part.number, part.batch + 1
+        self._next_batch = part.stream, part.number, part.batch + 1
         try:
             return super()._make_batches(scope)
         finally:

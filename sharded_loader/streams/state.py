@@ -1,13 +1,9 @@
-"""What ``state_dict()`` returns over iterable data: a position, and what it is a position in. Pure functions.
+"""States of iterable data: a position and its signature, as ``state_dict()`` returns them. Pure functions.
 
-    Position (where) + StreamSignature (in what)  --dump-->  dict  --parse-->  Position, StreamSignature
-    differences(saved, own, position, rank)             why a state does not fit a loader, in words
+    Position + StreamSignature  --dump-->  dict  --parse-->  Position, StreamSignature
 
-A rank knows its own parts only, so each rank saves a state of its own. `parse` takes a list of them too: then another
-number of ranks may go on. A state is a flat dict of numbers, strings and lists, and in ``parts`` of one list per field.
-States of the dataset's own are in it as they are.
-
-What can go wrong: no such state, a damaged one, one of a newer version; states of different runs or steps.
+Each rank saves the progress of its own parts. `parse` takes a list of the ranks' states, from which another number of
+ranks can resume. A state is a flat dict of numbers, strings and lists, and of the dataset's own states as they are.
 """
 
 from __future__ import annotations
@@ -29,12 +25,12 @@ _PARTS = {
     "ended": list_of(entries.true_or_false),
     "state": optional(list_of(anything)),
 }
-"""The entry ``parts``: of each part its number, how many batches it has given, and the fields of a `PartPoint`."""
+"""The entry ``parts``: for each part its number, batches given, and the fields of a `PartPoint`."""
 
 
 @dataclass(frozen=True)
 class StreamSignature:
-    """What a position in iterable data is a position in. All of it is in a state."""
+    """Parameters that a position in iterable data depends on. All are saved in a state."""
 
     dataset_length: ClassVar[None] = None
 
@@ -49,11 +45,10 @@ class StreamSignature:
 
     @property
     def stream(self) -> Stream:
-        """How the data is cut into batches."""
         return Stream(self.streams, self.batch_size, self.last_batch == "discard", self.steps_per_epoch is not None)
 
     def parts_of_rank(self) -> range:
-        """The numbers of the parts that this rank reads."""
+        """Return the numbers of this rank's parts."""
         return range(self.rank, self.streams, self.num_replicas)
 
 
@@ -64,13 +59,9 @@ _STAYS = (
 
 
 def differences(saved: StreamSignature, own: StreamSignature, position: Position, strict: bool = True) -> list[str]:
-    """Why a state does not fit a loader, one phrase each; none if it fits.
+    """Return the reasons why a state does not fit a loader, one phrase each.
 
-    Args:
-        saved: of the state.
-        own: of the loader.
-        position: of the state.
-        strict: whether another batch size matters at the beginning of an epoch.
+    ``strict`` means that the batch size matters even at the beginning of an epoch.
     """
     found = []
     begins = not any(position.counts.values())  # no batch was read
@@ -95,7 +86,7 @@ def differences(saved: StreamSignature, own: StreamSignature, position: Position
 
 
 def dump(position: Position, signature: StreamSignature) -> dict[str, Any]:
-    """A position as a state: a new dict.
+    """Return a position as a new state dict.
 
     Example:
         >>> signature = StreamSignature(7, "Lines", 2, 8, "keep", None, 1, 0)
@@ -113,14 +104,9 @@ def dump(position: Position, signature: StreamSignature) -> dict[str, Any]:
 
 
 def parse(state: object, replicas: tuple[int, int]) -> tuple[Position, StreamSignature]:
-    """A state, or a list of the states of all ranks, as position and signature.
+    """Return position and signature from a state, or from a list of the states of all ranks.
 
-    Args:
-        state: what `dump` returned, also after a way through JSON; or several of them.
-        replicas: how many ranks there are, and which is this one.
-
-    Raises:
-        TypeError, ValueError: it is no such state.
+    ``replicas`` is the number of ranks, and this rank. TypeError or ValueError: it is no such state.
     """
     states = state if isinstance(state, list | tuple) and state else [state]
     positions, signatures = zip(*map(_parse, states), strict=True)

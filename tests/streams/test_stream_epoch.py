@@ -119,7 +119,7 @@ def test_with_steps_a_part_that_is_given_up_leaves_its_steps_to_the_others(windo
     assert len(found) == 8 and sum(batch is None for batch in found) == 1
     assert [batch[0] // 100 for batch in found if batch] == [0, 1, 2, 0, 2, 0, 2]
     assert reads.reading.batches(reads.delivered) == 8
-    assert reads.reading.counts_behind() == {0: 3, 1: 2, 2: 3}
+    assert reads.reading.counts_at_end() == {0: 3, 1: 2, 2: 3}
 
 
 @pytest.mark.parametrize("window", [1, 5])
@@ -127,7 +127,7 @@ def test_the_next_epoch_begins_behind_this_one_however_much_of_it_was_read(windo
     for count in range(6):
         reads = Reads([9, 9], reading_of(2, steps=5))
         reads.all(window, count)
-        assert reads.reading.counts_behind() == {0: 3, 1: 2}
+        assert reads.reading.counts_at_end() == {0: 3, 1: 2}
 
 
 def test_an_epoch_is_over_at_its_last_step_or_where_all_parts_have_ended() -> None:

@@ -118,15 +118,15 @@ def test_readings_have_numbers_and_the_oldest_one_that_has_begun_and_lives_is_kn
     order = order_of(streams=2)
     readings = [order.epoch(epoch) for epoch in range(3)]
     numbers = [one.opening for one in readings]
-    assert numbers == sorted(numbers) and min(order._shared.begun.values(), default=0) == 0
+    assert numbers == sorted(numbers) and min(order._shared.live.values(), default=0) == 0
     for reading in readings:
         order.begun(reading)
-    assert min(order._shared.begun.values(), default=0) == numbers[0]
+    assert min(order._shared.live.values(), default=0) == numbers[0]
     order.begun(order.epoch(3))  # the order itself goes on with the last one
     del reading, readings[0]
-    assert min(order._shared.begun.values(), default=0) == numbers[1]
+    assert min(order._shared.live.values(), default=0) == numbers[1]
     readings.clear()
-    assert min(order._shared.begun.values(), default=0) == numbers[-1] + 1
+    assert min(order._shared.live.values(), default=0) == numbers[-1] + 1
 
 
 def test_no_two_readings_have_the_same_number_whatever_their_orders() -> None:
