@@ -149,7 +149,7 @@ class BatchTimes(SimpleNamespace):
         slow, shards: position and seconds of slow samples; the indices that the positions refer to.
         sent, wait_began, wait_ended: stamps of submission to the pool and of the wait of ``next`` for workers; 0: none.
         lacks_tasks: meanwhile a worker had no task: ``prefetch`` batches were in flight, or the user held too many.
-        threads, per_core: number of workers that are threads of this process, at least 1; workers per usable core.
+        threads, per_core: number of workers that are threads of this process, or 1; workers per usable core.
         samples: number of samples; -1 for an error in the batch's place.
         worker, began, seconds: reader (-1: the main process), start, and duration without `write`.
         turn, asked, taken: stamps of the delivery of the batch before, and of the start and end of this ``next``.
@@ -327,7 +327,7 @@ class Job:
         in_bulk: read several samples at once where the dataset can.
         keeps_state: the dataset has a state that each worker keeps; results include it.
         tells_epoch: worker processes call the dataset's ``set_epoch``.
-        notes_samples: record each sample in the heartbeat before it is read, in every task.
+        notes_samples: record each sample of every task in the heartbeat before it is read.
         max_memory: private bytes that a worker process may use; None: no limit.
     """
 

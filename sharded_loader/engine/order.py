@@ -57,7 +57,7 @@ class Epoch(ABC):
     """Batches of one epoch for one rank, from a position on.
 
     Attributes:
-        number, first: of the epoch; of its first batch.
+        number, first: number of the epoch; index of its first batch.
         run: number of the run that reads the epoch, copied into its tasks.
         limit: samples in the dataset, to check indices against; None: not checked.
         resumed, in_mid_epoch: made from a position; from one behind the epoch's first batch.

@@ -9,8 +9,9 @@ One `Pipeline.next` of a run:
     Scheduler.tasks       plan and submit the next tasks, then return the batch
 
 All of it runs inside `next`, under one lock that iterators in several threads share: no background thread competes for
-the GIL. If a worker dies, the pool replaces it and submits its tasks again, and the pipeline just waits longer. If no
-worker can run (`PoolBroken`), every run ends with the pool's error, and a new epoch starts the pool again.
+the GIL. If a worker dies, the pool replaces it and reads its tasks again: the pipeline just waits longer, and gets an
+error as the result of a task that has killed several workers. If no worker can run (`PoolBroken`), every run ends with
+the pool's error, and a new epoch starts the pool again.
 
 Everything in flight is a cache. The only truth is the number of batches delivered (`Run.delivered`). If an exception
 from outside, such as Ctrl-C, interrupts a step, `fail` leaves the step open. The next step then rolls back: it discards
@@ -49,7 +50,7 @@ Measured (medians of 20 to 24 turns, of the rate with 1): `images` 1.05 to 1.13,
 """
 
 PATIENCE = 30.0
-"""Seconds of waiting after which ``next`` reports on stderr whom it waits for."""
+"""Seconds of waiting after which ``next`` reports on stderr which worker it waits for."""
 
 PER_WORKER = 2
 """Default number of batches in flight per worker."""
@@ -303,7 +304,7 @@ class Pipeline:
     def fail(self) -> None:
         """Handle an exception that has left the step. Unless the pool only waited, the next step rolls back.
 
-        If the loader was closed meanwhile, give back what the step has created since: once, as others may get the pool.
+        If the loader was closed meanwhile, release what the step has created since: once, as others may get the pool.
         """
         was_open = self.is_open_step
         self.is_open_step, self.pool.waiting = not self.closed and not self.pool.waiting, False

@@ -6,11 +6,11 @@
 (see `data.bulk`; with the default batchify_fn, or one with ``bulk_of``), or samples from ``__getitems__(indices)``. If
 a bulk read raises, the samples are read one by one to find the one to blame. `ErrorPolicy` applies ``on_error``.
 
-`BatchScope` is the current position: random numbers, error notes and `sharded_loader.empty` in the user's code go by
-it. The loops of `OneByOne.samples` do nothing per sample but read it. If the worker dies, the main process looks at its
-heartbeat instead.
+`BatchScope` is the current position, for random numbers, error notes and `sharded_loader.empty`. The loops of
+`OneByOne.samples` do nothing per sample but read it: the position follows from the iterator. If the worker dies, the
+main process looks at its heartbeat instead.
 
-`Timing` decides which batches are measured. A reader keeps no batch, so threads may share it. Nothing imports torch.
+`Timing` selects batches to measure. A reader keeps no batch, so threads may share it. It does not import torch.
 """
 
 from __future__ import annotations
