@@ -178,7 +178,6 @@ class Order(ABC, Generic[Signature]):
     """All epochs of one loader for one rank. Takes the loader's arguments of the same names.
 
     Attributes:
-        has_seed: the loader was given a seed, or all ranks must agree on one.
         arrays: batches may be int64 arrays instead of lists, from the next epoch on.
         max_shards: maximum number of shards of a batch; None: no limit.
         shard_costs: cost of each sample, by which batches are split into shards; None: equal.
@@ -188,7 +187,6 @@ class Order(ABC, Generic[Signature]):
         asked: ``set_epoch`` has chosen the next epoch since a state was loaded.
     """
 
-    _sampler: Any = None
     batch_sampler: Any = None
     shard_costs: Any = None
     arrays = asked = False
@@ -212,7 +210,6 @@ class Order(ABC, Generic[Signature]):
         if num_replicas is not None or rank is not None:
             is_late = num_replicas == "auto" and rank is None  # resolved later: a process group may start
             self._replicas = (num_replicas, rank) if is_late else resolve_replicas(num_replicas, rank)
-        self.has_seed = seed is not None or self.replicated
         if seed is None:
             seed = 0 if self.replicated else draw_seed()
         self.seed = check_int("seed", seed, -(1 << 128), "give an integer, or None")
@@ -225,8 +222,9 @@ class Order(ABC, Generic[Signature]):
         return self._replicas is not None
 
     @property
+    @abstractmethod
     def sampler(self) -> Any:
-        return self._sampler
+        """The loader's ``sampler`` attribute."""
 
     @property
     def stream(self) -> Stream | None:

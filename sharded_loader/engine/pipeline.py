@@ -33,8 +33,16 @@ from functools import partial
 from typing import Any
 
 from sharded_loader.base import host_clock
-from sharded_loader.base.errors import LoaderClosedError, leave_frames
+from sharded_loader.base.errors import (
+    HAS_ENDED,
+    LoaderClosedError,
+    TooManySkippedError,
+    leave_frames,
+    notes_of,
+    text_of,
+)
 from sharded_loader.base.interrupts import note_handlers
+from sharded_loader.base.notices import Notices
 from sharded_loader.engine.messages import NOTHING, Job, Nothing, Result, Task
 from sharded_loader.engine.order import Epoch
 from sharded_loader.engine.pool import Pool, PoolBroken
@@ -527,3 +535,59 @@ class Pipeline:
             )
         if self.closed:
             raise LoaderClosedError()
+
+
+# -- the observer of all batches ---------------------------------------------------------------------------------------
+
+Stamps = tuple[float, float, float, float, bool]
+"""The ``turn``, ``asked``, ``taken``, ``behind`` and ``starts`` of a batch: see `BatchTimes`."""
+
+
+class Observer:
+    """Receives each batch that is handed out, and records skipped samples and silent problems of one loader.
+
+    Iterators call it one at a time, under the pipeline's lock. It measures nothing; the observer that does is looked up
+    by name (`sharded_loader.instruments`), and a loader reads just as well without it.
+
+    Args:
+        max_skipped: maximum number of samples of an epoch that ``on_error`` may skip or replace; None: no limit.
+
+    Attributes:
+        times: call `step`, with stamps. Otherwise nothing is timed.
+        notices: counts of the loader and its pool.
+        skipped: ``(index, error)`` of the last samples that ``on_error`` skipped or replaced.
+    """
+
+    KEPT = 1000
+    times = False
+
+    def __init__(self, dataset: Any = None, max_skipped: int | None = None) -> None:
+        self.dataset, self.max_skipped, self.notices = dataset, max_skipped, Notices()
+        self.skipped: list[tuple[Any, BaseException]] = []
+
+    def counts(self) -> Any:
+        """Return an object for the counts of one iterator. Called with the iterator's first batch."""
+
+    def begin(self, epoch: int, counts: Any) -> None:
+        """Called when an iterator delivers its first batch of an epoch, which later ones add to ``counts``."""
+
+    def step(self, counts: Any, entry: Entry, stamps: Stamps, pipeline: Pipeline) -> None:
+        """Called when ``entry``, a batch or an error in its place, is handed out. ``counts`` as in `begin`."""
+
+    def skip(self, skipped: Sequence[tuple[Any, BaseException]], where: str = "", before: int = 0) -> Exception | None:
+        """Record skipped or replaced samples, and return the error to raise if they are too many.
+
+        Args:
+            skipped: index and error of each.
+            where: epoch and batch, in words.
+            before: number of those skipped earlier in this epoch.
+        """
+        self.skipped.extend(skipped)
+        del self.skipped[: -self.KEPT]
+        for index, error in skipped:
+            why = f"{type(error).__name__}: {text_of(error)}"
+            for note in (note for note in notes_of(error) if note.endswith(HAS_ENDED)):
+                self.notices.warn(note, f"{note} (in {where}; {why})")
+            self.notices.happened("skipped_samples", f"on_error skipped or replaced sample {index!r} in {where}: {why}")
+        count, limit = before + len(skipped), self.max_skipped
+        return None if limit is None or count <= limit else TooManySkippedError(count, limit, where, *skipped[-1])

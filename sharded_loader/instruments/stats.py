@@ -28,18 +28,46 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sharded_loader.base.errors import WorkerDiedError, WorkerTimeoutError
-from sharded_loader.base.limits import cores_for_workers
-from sharded_loader.data.datasets import counts_of, mixture_of, retries_of
-from sharded_loader.engine.reader import KEPT_SAMPLES, plain_indices
-from sharded_loader.extend import BatchTimes, Entry, Observer, Pipeline, Result
+from sharded_loader import WorkerDiedError, WorkerTimeoutError
+from sharded_loader.extend import BatchTimes, Cache, Entry, Observer, Pipeline, Result
+from sharded_loader.extend.data import mixture_of, nested
+from sharded_loader.extend.engine import KEPT_SAMPLES, Stamps, plain_indices
+from sharded_loader.extend.tools import cores_for_workers
 from sharded_loader.instruments import times
 from sharded_loader.instruments.times import CAUSES, STAGES, Histograms, SlowSample, StageTimes, WorkerTimes
-from sharded_loader.loader.observer import Stamps
 
 
 @dataclass(frozen=True)
-class LoaderStats:
+class Sums:
+    """What is summed over batches; see `LoaderStats`."""
+
+    batches: int = 0
+    samples: int = 0
+    seconds: float = 0.0
+    waiting_seconds: float = 0.0
+    reading_seconds: float = 0.0
+    placing_seconds: float = 0.0
+    device_seconds: float = 0.0
+    device_waiting_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What the pool and the dataset count, not each batch; see `LoaderStats`."""
+
+    retries: int = 0
+    replaced_workers: int = 0
+    skipped_samples: int = 0
+    slow_batches: int = 0
+    recycled_workers: int = 0
+    discarded_samples: int = 0
+    cache_hits: int = 0
+    cache_misses: int = 0
+    cache_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class LoaderStats(Totals, Sums):
     """What a loader has done so far, in all epochs or in one: what `ShardedDataLoader.stats` returns.
 
     Attributes:
@@ -89,23 +117,6 @@ class LoaderStats:
         {'samples_per_second': 320.0, 'waiting_share': 0.25}
     """
 
-    batches: int = 0
-    samples: int = 0
-    seconds: float = 0.0
-    waiting_seconds: float = 0.0
-    reading_seconds: float = 0.0
-    placing_seconds: float = 0.0
-    retries: int = 0
-    replaced_workers: int = 0
-    skipped_samples: int = 0
-    slow_batches: int = 0
-    device_seconds: float = 0.0
-    device_waiting_seconds: float = 0.0
-    recycled_workers: int = 0
-    discarded_samples: int = 0
-    cache_hits: int = 0
-    cache_misses: int = 0
-    cache_bytes: int = 0
     sources: tuple[int, ...] = ()
     causes: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0), hash=False)
     slowest: tuple[SlowSample, ...] = ()
@@ -183,7 +194,8 @@ class LoaderStats:
             >>> list(stats.as_dict("batches", "samples", prefix="data/").items())
             [('data/batches', 10.0), ('data/samples', 640.0)]
         """
-        known: dict[str, float] = {name: getattr(self, name) for name in _SCALARS}
+        scalars = *NUMBERS, "samples_per_second", "waiting_share"
+        known: dict[str, float] = {name: getattr(self, name) for name in scalars}
         if not names or not set(names).issubset(known):
             known |= self._measured()
         if unknown := [name for name in names if name not in known]:
@@ -213,10 +225,9 @@ class LoaderStats:
         return "\n".join(filter(None, [numbers, self.verdict, self.advice]))
 
 
-NUMBERS = tuple(one.name for one in dataclasses.fields(LoaderStats) if one.type in ("int", "float") and one.repr)
-"""The attributes of `LoaderStats` that are numbers."""
-
-_SCALARS = *NUMBERS, "samples_per_second", "waiting_share"
+SUMS, TOTALS = (tuple(one.name for one in dataclasses.fields(kind)) for kind in (Sums, Totals))
+NUMBERS = *SUMS[:6], *TOTALS[:4], *SUMS[6:], *TOTALS[4:]
+"""The attributes of `LoaderStats` that are numbers. Files and tables of users depend on their order."""
 
 
 def quiet_counts(stats: LoaderStats) -> list[str]:
@@ -234,11 +245,8 @@ def quiet_counts(stats: LoaderStats) -> list[str]:
     return [f"{count} {one if count == 1 else many} {fate}" for count, one, many, fate in words if count]
 
 
-POOLED = NUMBERS[NUMBERS.index("retries") : NUMBERS.index("slow_batches") + 1] + NUMBERS[-5:]
-"""The numbers that the pool and the dataset count, not each batch."""
-
-COUNTED = tuple(name for name in reversed(NUMBERS) if name not in POOLED[1:])
-"""The numbers that are sums over batches. Read in this order in another thread, a part never exceeds its whole."""
+COUNTED = "retries", *reversed(SUMS)
+"""The numbers that each batch adds to. Read in this order in another thread, a part never exceeds its whole."""
 
 NOTED_SECONDS = 2e-4
 """Of a batch that is read faster, only sums are kept, unless it was measured (`messages.BatchTimes`) or waited for for
@@ -295,13 +303,13 @@ class Counts:
     """
 
     number = -1
-    ended: LoaderStats | None = None
+    ended: Totals | None = None
     sources: npt.NDArray[np.int64] | None = None
     batches = samples = retries = 0
     seconds = waiting_seconds = reading_seconds = placing_seconds = device_seconds = 0.0
     for_workers = device_waiting_seconds = 0.0
 
-    def __init__(self, began: LoaderStats = LoaderStats()) -> None:
+    def __init__(self, began: Totals = Totals()) -> None:
         self.began = began
         self.state: tuple[LoaderStats, list[BatchTimes]] = LoaderStats(), []
 
@@ -309,12 +317,12 @@ class Counts:
         """Add up the batches that were noted."""
         self.state = with_rows(*self.state), []  # in one step: another thread may look
 
-    def report(self, totals: LoaderStats = LoaderStats()) -> LoaderStats:
+    def report(self, totals: Totals = Totals()) -> LoaderStats:
         """The counts so far. ``totals``: as `Meter.totals` returns them."""
         (stats, rows), after = self.state, self.ended or totals
         stats = with_rows(stats, rows[:])
         counts: dict[str, Any] = {name: getattr(self, name) for name in COUNTED}
-        for name in POOLED:
+        for name in TOTALS:
             counts[name] = counts.get(name, 0) + getattr(after, name) - getattr(self.began, name)
         causes = {**stats.causes, "placing": counts["placing_seconds"]}
         causes["compute"] += stats._share * self.for_workers
@@ -355,7 +363,7 @@ class Meter(Observer):
         self.epochs: dict[int, Counts] = {}
         self._last = deque([Counts()])  # of the last iterators
         self._sum, self._late = LoaderStats(), Counts()  # of those before them, and what these still add
-        self._late.ended = LoaderStats()
+        self._late.ended = Totals()
         self._rows: deque[BatchTimes] = deque(maxlen=KEPT_BATCHES)
         self._cores = cores_for_workers()
 
@@ -444,11 +452,10 @@ class Meter(Observer):
         came = np.sum([self.mixture.sources_of(shard) for shard in shards], 0)
         counts.sources = came if counts.sources is None else came + counts.sources
 
-    def totals(self) -> LoaderStats:
+    def totals(self) -> Totals:
         """What has been counted so far: retried requests of this process for the dataset, the notices, the caches."""
-        counts: dict[str, Any] = {name: self.notices.counts[name] for name in POOLED[1:-3]}
-        counts |= zip(POOLED[-3:], counts_of(self.dataset), strict=True)
-        return LoaderStats(retries=retries_of(self.dataset), **counts)
+        noted = [self.notices.counts[name] for name in TOTALS[1:-3]]
+        return Totals(*[retries_of(self.dataset), *noted, *held_by_caches(self.dataset)])
 
     def stats(self, epoch: int | None = None) -> LoaderStats:
         """The counts of all epochs, or of one; all zeros if it has delivered no batch yet."""
@@ -457,3 +464,28 @@ class Meter(Observer):
             counts = self.epochs.get(epoch)
             return LoaderStats() if counts is None else counts.report(totals)
         return sum_of([self._sum, *(counts.report(totals) for counts in (self._late, *self._last))])
+
+
+def held_by_caches(dataset: object) -> tuple[int, int, int]:
+    """The hits and misses of the caches of a dataset, and of those inside it, and the bytes that they hold.
+
+    Example:
+        >>> from sharded_loader import SimpleDataset
+        >>> cached = SimpleDataset([1, 2]).cache("1 MB")
+        >>> list(cached), held_by_caches(cached.take(1) + [3])
+        ([1, 2], (0, 2, 16))
+    """
+    counts = [one.counts for one in nested(dataset) if isinstance(one, Cache)]
+    hits, misses, nbytes = map(sum, zip((0, 0, 0), *counts, strict=True))
+    return hits, misses, nbytes
+
+
+def retries_of(dataset: object) -> int:
+    """The number of requests that a dataset, and those inside it, have tried again in this process.
+
+    Example:
+        >>> retries_of([1, 2])
+        0
+    """
+    counts = [getattr(one, "retries", 0) for one in nested(dataset) if callable(getattr(one, "follow", None))]
+    return sum(count for count in counts if isinstance(count, int))

@@ -31,14 +31,13 @@ from accelerate.state import GradientState
 from accelerate.utils import broadcast_object_list, find_batch_size, synchronize_rng_states
 from torch.utils.data import IterableDataset, RandomSampler
 
-from sharded_loader.base.described import an
-from sharded_loader.data.inspection import is_stream
+from sharded_loader import ShardedDataLoader
 from sharded_loader.drop_in.sampler import ShuffleSampler
 from sharded_loader.drop_in.trainers import begin_loader, called_by, end_loader, note_prepared
-from sharded_loader.loader.arguments import placement_given
-from sharded_loader.loader.loader import ShardedDataLoader
-from sharded_loader.sampling.base import nested, tell_epoch
-from sharded_loader.sampling.foreign import len_epoch
+from sharded_loader.extend.data import is_stream
+from sharded_loader.extend.engine import placement_given
+from sharded_loader.extend.order import len_epoch, nested, tell_epoch
+from sharded_loader.extend.tools import an
 from sharded_loader.torch import DataLoader
 
 

@@ -46,8 +46,7 @@ from sharded_loader.base.errors import Location
 from sharded_loader.base.interrupts import pass_on, uninterrupted
 from sharded_loader.base.system import write_to_stderr
 from sharded_loader.engine.board import UNUSED, is_at
-from sharded_loader.engine.grouping import Grouping
-from sharded_loader.engine.messages import NOTHING, BatchTimes, Job, Result, Task, unpack_result
+from sharded_loader.engine.messages import NOTHING, BatchTimes, Grouping, Job, Result, Task, unpack_result
 from sharded_loader.engine.pool import PoolBroken, WorkerPool
 from sharded_loader.memory.arena import RecentSizes
 from sharded_loader.memory.codec import SetApart, decode_error
@@ -183,7 +182,6 @@ class SupervisedPool(WorkerPool, Generic[W]):
 
     shares_dataset = False
     _transport: Transport[W]
-    _group_bytes: int | None = None
 
     def __init__(
         self, num_workers: int, worker_init_fn: Init | None, timeout: float | None, restarts: int, grouping: Grouping
@@ -395,9 +393,7 @@ class SupervisedPool(WorkerPool, Generic[W]):
             result = replace(result, rebuilt=True)
         if result.seconds:  # it was not dropped
             self._sizes.note(wanted)
-            self.group = self._grouping.note(result.seconds)
-            if self._group_bytes is not None:
-                self.group = max(1, min(self.group, self._group_bytes // max(1, self._sizes.wanted)))
+            self.group = self._grouping.note(result.seconds, self._sizes.wanted)
         if self.deaths.unsettled:
             self.deaths.settle(run, seq)
         return result

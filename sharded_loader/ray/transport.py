@@ -33,13 +33,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from sharded_loader.base import host_clock
-from sharded_loader.base.errors import add_note
-from sharded_loader.base.notices import logger
-from sharded_loader.engine.board import IN_BATCH, UNUSED, is_at
-from sharded_loader.engine.grouping import HELD
-from sharded_loader.extend import Job, Task, Transport, Worker
-from sharded_loader.pools.deaths import Death
+from sharded_loader.extend import Death, Job, Task, Transport, Worker
+from sharded_loader.extend.engine import HELD, IN_BATCH, UNUSED, is_at
+from sharded_loader.extend.tools import add_note, host_clock, logger
 from sharded_loader.ray import cluster
 from sharded_loader.ray.actor import Begun, LoaderActor
 
@@ -197,6 +193,47 @@ Event = tuple[ActorWorker, "Call | str", "Future[Any]"]
 """A call that has ended: of which actor, the call (or its name, if it was no group), and how."""
 
 
+class Absence:
+    """The time without any actor that is ready, and what the user is told of it.
+
+    Args:
+        wanted: what each actor is asked for with.
+        start_timeout: of the `RayPool`.
+
+    Attributes:
+        since: when it began.
+    """
+
+    def __init__(self, wanted: cluster.Wanted, start_timeout: float) -> None:
+        self._wanted, self._start_timeout = wanted, start_timeout
+        self.begin()
+
+    def begin(self) -> None:
+        """It begins, and no actor has been ready before."""
+        self.since, self._is_told, self._had_one = host_clock.now(), False, False
+
+    def end(self) -> None:
+        """An actor is ready."""
+        self._is_told, self._had_one = False, True
+
+    def error(self) -> Exception | None:
+        """The error that ends the pool, if there has been no actor for ``start_timeout``. Before that, a warning."""
+        passed = host_clock.now() - self.since
+        if passed > PATIENCE and not self._is_told:
+            self._is_told = True
+            fate = f"after {PATIENCE:g} s no worker has begun, perhaps for want of room (start_timeout="
+            fate += f"{self._start_timeout:g})"
+            if self._had_one:
+                fate = "all workers have ended, and there is no room for others. The loader goes on when there is"
+            logger.warning("RayPool: %s: %s", fate, cluster.what_there_is(self._wanted))
+        if passed > self._start_timeout and not self._had_one:
+            return TimeoutError(
+                f"no worker could start within {self._start_timeout:g} s (start_timeout=): "
+                f"{cluster.what_there_is(self._wanted)}. Ask for less (num_cpus=, resources=), or add nodes"
+            )
+        return None
+
+
 class RayTransport(Transport[ActorWorker]):
     """Actors of Ray, and the calls to them.
 
@@ -213,7 +250,7 @@ class RayTransport(Transport[ActorWorker]):
     """
 
     def __init__(self, num_workers: int, wanted: cluster.Wanted, start_timeout: float) -> None:
-        self.num_workers, self.start_timeout, self._wanted = num_workers, start_timeout, wanted
+        self.num_workers, self._wanted, self._absence = num_workers, wanted, Absence(wanted, start_timeout)
         self.events: deque[Event] = deque()
         self.bell: Bell = queue.SimpleQueue()
         self.actors: list[Any] = []
@@ -223,7 +260,6 @@ class RayTransport(Transport[ActorWorker]):
         self._holders: dict[int, ActorWorker] = {}  # by lane, the actor that reads its tasks
         self._published: Any = None
         self._session: str | None = None
-        self._absent_since, self._is_told, self._had_one = 0.0, False, False  # as long as no actor is ready
         self._pid = os.getpid()
 
     @property
@@ -255,7 +291,7 @@ class RayTransport(Transport[ActorWorker]):
         import ray
 
         if not any(worker.ready for worker in self.workers if worker.number != number):
-            self._absent_since = host_clock.now()
+            self._absence.since = host_clock.now()
         threads = max(1, int(self._wanted["num_cpus"]))
         actor = ray.remote(**self._wanted)(LoaderActor).remote(number, self.num_workers, threads)
         self.actors.append(actor)
@@ -272,8 +308,8 @@ class RayTransport(Transport[ActorWorker]):
 
     def has_begun(self, worker: ActorWorker, said: Begun) -> None:
         """An actor has its job. It gets its share of the lanes."""
-        worker.begun, self._is_told, self._had_one = said, False, True
-        ready = self.ready
+        worker.begun, ready = said, self.ready
+        self._absence.end()
         share = -(-len(self._holders) // max(1, len(ready)))
         for one in ready:
             for lane in [lane for lane, holder in self._holders.items() if holder is one][share:]:
@@ -290,7 +326,7 @@ class RayTransport(Transport[ActorWorker]):
         # Calls that are under way may end yet: no event tells of it any more. Who waits in an outer step goes on.
         self.bell.put(None)
         self.events, self.bell = deque(), queue.SimpleQueue()
-        self._absent_since, self._is_told, self._had_one = host_clock.now(), False, False
+        self._absence.begin()
 
     def closer(self) -> Callable[[], None]:
         """Stops the actors, without a reference to this object."""
@@ -373,22 +409,7 @@ class RayTransport(Transport[ActorWorker]):
         """What no event tells of: none that is ready, and no Ray. The error that ends the pool."""
         if self._session != cluster.session():
             return RuntimeError("Ray was shut down while the loader read: make the loader after ray.init()")
-        if self.ready:
-            return None
-        passed = host_clock.now() - self._absent_since
-        if passed > PATIENCE and not self._is_told:
-            self._is_told = True
-            fate = f"after {PATIENCE:g} s no worker has begun, perhaps for want of room (start_timeout="
-            fate += f"{self.start_timeout:g})"
-            if self._had_one:
-                fate = "all workers have ended, and there is no room for others. The loader goes on when there is"
-            logger.warning("RayPool: %s: %s", fate, cluster.what_there_is(self._wanted))
-        if passed > self.start_timeout and not self._had_one:
-            return TimeoutError(
-                f"no worker could start within {self.start_timeout:g} s (start_timeout=): "
-                f"{cluster.what_there_is(self._wanted)}. Ask for less (num_cpus=, resources=), or add nodes"
-            )
-        return None
+        return None if self.ready else self._absence.error()
 
 
 def _note(events: deque[Event], bell: Bell, worker: ActorWorker, what: Call | str, future: Future[Any]) -> None:

@@ -48,7 +48,7 @@ from sharded_loader.sampling.state import Checkpoint, Signature, dump
 from sharded_loader.sampling.tables import ENDLESS, Batched, Dealt, Filled, Rolling, Table, parts
 
 
-@dataclass
+@dataclass(frozen=True)
 class SamplerSource:
     """What an epoch is read from, as it is settled when the epoch begins.
 
@@ -61,7 +61,6 @@ class SamplerSource:
         max_shards: how many shards a batch may have; None: any number.
         evaluates: all batches are whole: fillers follow the items, and `MapEpoch.real` tells them apart.
         skips: the numbers of the batches that are left out; they may reach beyond the epoch.
-        given_batches: the items are batches, which may be lists of shards. Indices may be tuples, and are no shards.
     """
 
     items: Any
@@ -74,18 +73,17 @@ class SamplerSource:
     evaluates: bool = False
     skips: tuple[range, ...] = ()
 
-    def __post_init__(self) -> None:
-        self.seed, self.batch_size = self.signature.seed, self.signature.batch_size
-        self.given_batches = self.batch_size is None
-        self.steps = self.signature.steps_per_epoch
-        self.rollover = self.signature.last_batch == "rollover" or self.steps is not None
-        self.drops_last = self.signature.last_batch == "discard"
+    @property
+    def batch_size(self) -> int | None:
+        """Of this rank; None: the items are batches, and may be lists of shards. A tuple as an index is no shard."""
+        return self.signature.batch_size
 
     @property
     def cuts(self) -> bool:
         """Whether the last items of an epoch may belong to no batch of it."""
         given = (getattr(sampler, "last_batch", "keep") for sampler in nested(self.items))
-        return self.rollover or self.drops_last or any(last_batch != "keep" for last_batch in given)
+        own = self.signature
+        return own.rolls_over or own.drops_last or any(last_batch != "keep" for last_batch in given)
 
 
 class MapEpoch(Epoch):
@@ -102,12 +100,12 @@ class MapEpoch(Epoch):
 
     def __init__(self, source: SamplerSource, epoch: int, position: Position | None) -> None:
         self.number, self.resumed, self.evaluates = epoch, position is not None, source.evaluates
-        self.source, self._position = source, position or Position(epoch)
+        self.source, self._position, own = source, position or Position(epoch), source.signature
         self._counting = next((one for one in nested(source.items) if hasattr(one, "landmark")), None)
         if self._counting is not None and self._position.landmark is not None:
             self._counting.note_landmark(self._position_in_items(self._position)[0], self._position.landmark)
         self._span: _SeparateSpan | _RollingSpan
-        self._span = _RollingSpan(source, epoch, position) if source.rollover else _SeparateSpan(source, self._position)
+        self._span = _RollingSpan(source, epoch, position) if own.rolls_over else _SeparateSpan(source, self._position)
         self.first, self.in_mid_epoch = self._span.first, self._span.is_begun
         self.carry = self.following() if self._span.is_behind else None
         self._batches = _Batches(source, self._span, self._position.mark)
@@ -145,7 +143,7 @@ class MapEpoch(Epoch):
             return as_batch_error(raised, "by a batch of the sampler's")
 
     def _make_task(self, seq: int, batch: Any, first: int) -> Task:
-        limit, given = self.limit, self.source.given_batches
+        limit, given = self.limit, self.source.signature.batch_size is None
         if type(batch) is np.ndarray and not given and batch.dtype == np.int64 and batch.ndim == 1 and batch.size:
             if limit is not None and (batch.base is None or batch.base is not self._within):
                 # Batches that are views of one block are checked together: 3 us for it, and 0.2 each, instead of 2.5.
@@ -226,7 +224,7 @@ class MapEpoch(Epoch):
         if self.source.skips and self._left_out(self.first) == self._span.length():
             return True
         mark: Checkpoint | None = self._position.mark
-        if self._counting is not None and not self.source.rollover:
+        if self._counting is not None and not self.source.signature.rolls_over:
             return self._batches.open(self.first).upto(0, 1) <= 0  # its length would take a pass
         if mark is not None and not (self.source.cuts or self.evaluates):
             return mark.finished  # a sampler of another library may yield more than its length says
@@ -240,7 +238,7 @@ class MapEpoch(Epoch):
         done, mark = self._position.done, self._position.mark
         if self.source.skips:  # all that is left of the epoch is left out
             done = self._span.done(self._left_out(self.first))
-        if self.source.rollover:
+        if self.source.signature.rolls_over:
             return Position(self.number + 1, done - self._span.length_of_epoch, mark)
         if mark is None or mark.state is None:
             return Position(self.number + 1)
@@ -258,7 +256,7 @@ class MapEpoch(Epoch):
     def discarded(self) -> tuple[int, str]:
         source, span, size = self.source, self._span, self.source.batch_size
         end = span.items_from(0)
-        if size is None or not source.drops_last or end >= sys.maxsize:
+        if size is None or not source.signature.drops_last or end >= sys.maxsize:
             return 0, ""
         mine = len(range(self._position.done + source.rank, end, source.replicas))
         return max(0, mine - span.length() * size), ""
@@ -282,9 +280,10 @@ class MapEpoch(Epoch):
 
     def _position_in_items(self, position: Position) -> tuple[int, int]:
         """The epoch of a sampler with ``counts_by_pass``, and the number of an item there."""
-        if not self.source.rollover:
+        own = self.source.signature
+        if not own.rolls_over:
             return position.epoch, position.done
-        before = position.epoch * (self.source.steps or 0) * self.source.replicas + self.source.signature.shift
+        before = position.epoch * (own.steps_per_epoch or 0) * self.source.replicas + own.shift
         return EVERY, before + position.done
 
     def position(self, delivered: int) -> Position:
@@ -305,7 +304,7 @@ class MapEpoch(Epoch):
         That matters where the sampler goes on from it: with rollover, or by a state of its own.
         """
         mark = self._batches.at_end
-        if mark is None or begin.mark is not None or (mark.state is None and not self.source.rollover):
+        if mark is None or begin.mark is not None or (mark.state is None and not self.source.signature.rolls_over):
             return begin
         return replace(begin, mark=mark)
 
@@ -328,8 +327,8 @@ class _Batches:
 
     def __init__(self, source: SamplerSource, span: _SeparateSpan | _RollingSpan, mark: Checkpoint | None) -> None:
         self._source, self._span, self.listed = source, span, None
-        self.foreign, self._seed = find_foreign(source.items, source.seed)
-        if type(source.items) in (list, tuple, range) and source.batch_size is not None and not source.rollover:
+        self.foreign, self._seed = find_foreign(source.items, source.signature.seed)
+        if type(source.items) in (list, tuple, range) and source.batch_size and isinstance(span, _SeparateSpan):
             self.foreign, self.listed = None, Listed(source.items, mark)
         self._noted = [sampler for sampler, _ in noted(nested(self.foreign))]
         self._table: Table | None = None
@@ -450,7 +449,7 @@ class Ahead(NamedTuple):
 
 def _flat(epoch: MapEpoch, number: int) -> Any:
     found = epoch.batch(number)
-    if found is None or not (epoch.source.given_batches and is_sharded(found[0])):
+    if found is None or not (epoch.source.batch_size is None and is_sharded(found[0])):
         return found and found[0]
     return list(chain.from_iterable(found[0]))
 
@@ -475,22 +474,22 @@ class _SeparateSpan:
 
     def open(self, items: object) -> Table:
         """The batches of the epoch after the position, as a table."""
-        source, table = self.source, table_of(items, self._epoch, self.source.seed)
+        source, table = self.source, table_of(items, self._epoch, self.source.signature.seed)
         if source.evaluates:
             steps = parts(self._end - self._done, self._step, cut=False)
             goes_back = source.replicas if find_foreign(source.items, 0)[0] is None else 0
             table = Filled(table, self._end, self._done, self._done + steps * self._step, goes_back)
         if source.dealt or self._done:
-            table = Dealt(table, source.replicas, source.rank, self._done, source.dealt and source.drops_last)
+            table = Dealt(table, source.replicas, source.rank, self._done, source.dealt and source.signature.drops_last)
         if source.batch_size is None:
             return table
-        return Batched(table, source.batch_size, source.drops_last, arrays=True, convert=source.arrays)
+        return Batched(table, source.batch_size, source.signature.drops_last, arrays=True, convert=source.arrays)
 
     def length(self) -> int:
         source = self.source
         rest = max(len_epoch(source.items, self._epoch) - self._done, 0)
-        mine = parts(rest, source.replicas, source.dealt and source.drops_last)
-        return parts(mine, source.batch_size or 1, source.drops_last)
+        mine = parts(rest, source.replicas, source.dealt and source.signature.drops_last)
+        return parts(mine, source.batch_size or 1, source.signature.drops_last)
 
     def done(self, batches: int) -> int:
         """Items of the epoch that are done after a number of batches from the position on."""
@@ -509,31 +508,25 @@ class _RollingSpan(Rolling):
     """The batches of an epoch in the endless sequence of epochs."""
 
     def __init__(self, source: SamplerSource, epoch: int, position: Position | None) -> None:
-        self.source = source
-        self.is_endless = source.steps is not None and known_length(source.items, 0) is None
+        self.source, steps = source, source.signature.steps_per_epoch
+        self.is_endless = steps is not None and known_length(source.items, 0) is None
         length = ENDLESS if self.is_endless else len_epoch(source.items, 0)
-        size, before = source.batch_size or 1, epoch * length
-        self.length_of_epoch, shift = length, source.signature.shift
-        if source.steps is not None:
-            whole = Rolling(length, size, epoch, source.replicas, None, source.steps, shift)
-            before, self.length_of_epoch = whole.begin, whole.total(source.steps) - whole.begin
-        self._before = before
-        total = None if position is None else before + position.done
-        super().__init__(length, size, epoch, source.replicas, total, source.steps, shift)
+        size, done = source.batch_size or 1, None if position is None else position.done
+        super().__init__(length, size, epoch, source.replicas, done, steps, source.signature.shift)
 
     def open(self, items: object) -> Table:
         """The batches as a table."""
-        source = self.source
-        open_epoch = partial(table_of, items, seed=source.seed)
+        source, seed = self.source, self.source.signature.seed
+        open_epoch = partial(table_of, items, seed=seed)
         if getattr(items, "counts_by_pass", False):
-            return self.items(lambda _: table_of(items, EVERY, source.seed), source.rank, name_of(items))
+            return self.items(lambda _: table_of(items, EVERY, seed), source.rank, name_of(items))
         if source.batch_size is None:
             return self.items(open_epoch, source.rank, name_of(items))
         return self.table(open_epoch, source.rank, name_of(items), arrays=True, convert=source.arrays)
 
     def done(self, batches: int) -> int:
-        """Items done after a number of batches from the position on, counted from the epoch's own first."""
-        return self.total(batches) - self._before
+        """Items of the epoch that are done after a number of batches from the position on."""
+        return self.total(batches) - self.origin
 
     def items_from(self, position: int) -> int:
         """Any number: there are no fillers."""

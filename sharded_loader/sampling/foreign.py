@@ -497,9 +497,8 @@ def text_if_ranks_repeat(samplers: Iterable[object], environ: Mapping[str, str] 
     for one in samplers if ranks > 1 else ():
         if rank_of(one) is not None or getattr(one, "is_part", False) or any(hasattr(one, name) for name in counts):
             return None
-    return (
-        f"this process is one of {ranks} ranks {known_from}, and each reads the whole dataset: " if ranks > 1 else None
-    )
+    text = f"this process is one of {ranks} ranks {known_from}, and each reads the whole dataset: "
+    return text if ranks > 1 else None
 
 
 def refuse_distributed_sampler(sampler: object) -> None:

@@ -121,18 +121,22 @@ class MapOrder(Order[Signature]):
         self.drops_last |= bool(getattr(sampling.given, "drop_last", False)) and sampling.given_batches
         self._past, self._dataset = _Past(), dataset
         self._count, self._settled = StepCount(self.steps), False
-        if self.has_seed:
+        if seed is not None or self.replicated:  # one of its own, or one that all ranks agree on
             sampling.read = with_seeds(sampling.read, [self.seed if takes else None for takes in sampling.takes_seed])
         self.resize(length)
         self.add_skip(skip)
         self.skip = self.given_skip
+
+    @property
+    def sampler(self) -> Any:
+        return self.sampling.sampler
 
     def resize(self, length: int | None) -> None:
         """Make the loader's samplers again, for a dataset of this length; the epoch that comes next stays."""
         self._count.forget(self.next_epoch)
         self.dataset_length, sampling = length, self.sampling
         sampling.make(length, self.seed, self.replicas if self.replicated else None)
-        self._sampler, self.batch_sampler = sampling.sampler, sampling.batch_sampler
+        self.batch_sampler = sampling.batch_sampler
         # The samples of a batch keep their order where the last ones may be fillers.
         self.shard_costs = None if sampling.costs is None or sampling.evaluate else sampling.sampler.costs
         # set_epoch may be called on the samplers that the user gave, and on those that the loader shows.
@@ -308,36 +312,24 @@ class MapOrder(Order[Signature]):
 
     def source(self, number: int, rank: int | None = None, skips: tuple[range, ...] = ()) -> SamplerSource:
         """What an epoch is read from, as this rank reads it, or another one. Without ``skips`` no step is left out."""
-        replicas, own_rank = self.replicas()
-        return SamplerSource(
-            self._items_of(number, self._past.rest)[0],
-            self.signature(number),
-            replicas,
-            own_rank if rank is None else rank,
-            self.replicated,
-            self.arrays,
-            self.max_shards,
-            self.sampling.evaluate,
-            skips,
-        )
+        (items, _), (replicas, own) = self._items_of(number, self._past.rest), self.replicas()
+        signature, rank = self.signature(number), own if rank is None else rank
+        form = self.arrays, self.max_shards, self.sampling.evaluate
+        return SamplerSource(items, signature, replicas, rank, self.replicated, *form, skips)
 
     def epoch(self, number: int, position: Position | None = None) -> MapEpoch:
         """An epoch's batches for this rank, from a position on. What it reads is settled now: `resize` may come."""
-        return MapEpoch(
-            self.source(number, skips=self._count.within(self.skip, number, self._whole_length)), number, position
-        )
+        skips = self._count.within(self.skip, number, self._whole_length)
+        return MapEpoch(self.source(number, skips=skips), number, position)
 
     def epoch_at(self, number: int, step: int, rank: int | None = None) -> MapEpoch:
         """The epoch as a rank reads it, or has read it, at a step. No step is left out."""
         past = self._past
         is_before = (number, step) < (past.epoch, past.first)
         if is_before and not past.is_known:
-            text = (
-                f"step {step} of epoch {number} was read by other ranks, or in other batches: this loader goes on from"
-            )
-            raise ValueError(
-                f"{text} step {past.first} of epoch {past.epoch}. Ask a loader that is made as it was then"
-            )
+            text = f"step {step} of epoch {number} was read by other ranks, or in other batches: this loader goes on"
+            advice = "Ask a loader that is made as it was then"
+            raise ValueError(f"{text} from step {past.first} of epoch {past.epoch}. {advice}")
         return MapEpoch(self.source(number, rank), number, None if is_before or number != past.epoch else past.position)
 
     def facts(self, number: int) -> tuple[object, ...] | None:

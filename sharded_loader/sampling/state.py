@@ -109,6 +109,16 @@ class Signature:
     skip: Ranges = entry(steps_to_skip, write=lambda skip: list(map(list, skip)), default=())  # noqa: RUF009 - it makes a field
 
     @property
+    def rolls_over(self) -> bool:
+        """Whether samples of an incomplete last batch begin the next epoch."""
+        return self.last_batch == "rollover" or self.steps_per_epoch is not None
+
+    @property
+    def drops_last(self) -> bool:
+        """Whether an incomplete last batch is left out."""
+        return self.last_batch == "discard"
+
+    @property
     def step(self) -> int | None:
         """The samples of one step of all ranks; None with a given batch sampler."""
         return self.batch_size and self.batch_size * (self.num_replicas or 1)

@@ -368,21 +368,23 @@ class Rolling:
         length, replicas: items in an epoch, and how many ranks there are.
         size: items of a batch, for each rank.
         epoch: which epoch. It begins where the whole batches of the epochs before it end.
-        total: the number of items before the beginning, counted over all epochs from epoch 0. The batches end where
+        done: the number of items of the epoch before the beginning, counted from ``origin``. The batches end where
             epoch + 1 begins. None: begin where the epoch begins.
         batches: the number of batches in an epoch, whatever the length; None: those that fit.
         shift: how many items later all epochs begin. If it is not 0, ``replicas`` divides ``length``.
 
     Attributes:
         first: number of the first batch.
-        is_begun: some of the epoch's own items come before ``total``.
-        is_behind: ``total`` lies behind the beginning of epoch + 1, so there is no batch.
-        begin: the number of items before the epoch, counted over all epochs from epoch 0.
+        is_begun: some of the epoch's own items come before the beginning.
+        is_behind: the beginning lies behind that of epoch + 1, so there is no batch.
+        origin: where the items of the epoch are counted from, as a number of items of all epochs: its own first item,
+            which may belong to the last batch of the epoch before. With ``batches``, where the epoch begins.
+        length_of_epoch: how many items later the origin of epoch + 1 is.
 
     Example:
         Of 5 items in twos epoch 0 has 2 batches, and epoch 1 begins at item 4.
 
-        >>> one, rest = Rolling(5, 2, epoch=1), Rolling(5, 2, epoch=1, total=6)
+        >>> one, rest = Rolling(5, 2, epoch=1), Rolling(5, 2, epoch=1, done=1)
         >>> one.length(), one.total(0), rest.first, rest.length()
         (3, 4, 1, 2)
     """
@@ -393,15 +395,15 @@ class Rolling:
         size: int,
         epoch: int,
         replicas: int = 1,
-        total: int | None = None,
+        done: int | None = None,
         batches: int | None = None,
         shift: int = 0,
     ) -> None:
         whole = Stretch(length, replicas, 0, 0)
         cuts = [e * whole.steps // size if batches is None else e * batches * bool(length) for e in (epoch, epoch + 1)]
         begin, end = whole.total(cuts[0] * size) + shift, whole.total(cuts[1] * size) + shift
-        self.begin = begin
-        total = begin if total is None else total
+        self.origin, self.length_of_epoch = (epoch * length, length) if batches is None else (begin, end - begin)
+        total = begin if done is None else self.origin + done
         self._size, self._end = size, max(end, total)
         self._stretch = Stretch(length, replicas, *divmod(total, max(length, 1)))
         self._count = self._stretch.steps_before(self._end) if total < end else 0

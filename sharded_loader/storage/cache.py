@@ -36,13 +36,11 @@ import stat as modes
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from sharded_loader.base import host_clock
-from sharded_loader.base.checks import bytes_of_text, refuse_arguments
-from sharded_loader.base.notices import logger
-from sharded_loader.base.system import lock_at
+from sharded_loader.extend.tools import bytes_of_text, host_clock, lock_at, logger, refuse_arguments
 from sharded_loader.storage.files import LocalFile, ShardError, Stat, shown
 
 LOCKS = 1024
@@ -101,7 +99,6 @@ class ShardCache:
         self.folder, self.max_bytes = Path(folder).absolute(), bytes_of_text(max_bytes)
         self.fetched = self.evicted = 0
         self.read_only = False
-        self._has_warned = False
         try:
             (self.folder / "locks").mkdir(parents=True, exist_ok=True)
             with self._lock("room"):
@@ -283,7 +280,7 @@ class ShardCache:
                     self.evicted += 1
                     missing -= found[name]
                     if used > now:
-                        self._warn_of_needed()
+                        _warn_of_needed(self.limit_text)
                 if missing <= 0 or not (is_waiting or stuck):  # if the disk is full, the write says so
                     part.touch()
                     return True
@@ -297,13 +294,6 @@ class ShardCache:
         missing, disk = sum(found.values()) + size - self.max_bytes, shutil.disk_usage(self.folder)
         unwritten = sum(taken for name, taken in found.items() if name.endswith(".part"))
         return max(missing, unwritten + size - disk.free) if disk.total else missing  # 0: the system does not know
-
-    def _warn_of_needed(self) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            advice = "Give a larger max_bytes, free disk space, or use a smaller window (this is shown once)"
-            text = "a shard was deleted from the cache that a reader still needs, and is fetched again: %s. %s"
-            logger.warning(text, self.limit_text, advice)
 
     def _may_go(self, name: str, part: Path) -> bool:
         """Whether a file may be deleted: it is a shard, or a part whose fetcher has died."""
@@ -339,6 +329,14 @@ class ShardCache:
 
     def _lock(self, name: str) -> Any:
         return lock_at(self.folder / "locks" / name)
+
+
+@lru_cache
+def _warn_of_needed(limit_text: str) -> None:
+    """Say it once for each cache."""
+    advice = "Give a larger max_bytes, free disk space, or use a smaller window (this is shown once)"
+    text = "a shard was deleted from the cache that a reader still needs, and is fetched again: %s. %s"
+    logger.warning(text, limit_text, advice)
 
 
 def _lock_of(name: str) -> str:

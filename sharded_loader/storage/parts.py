@@ -30,10 +30,9 @@ import re
 import uuid
 from collections.abc import Mapping
 from datetime import datetime
-from functools import lru_cache
 from typing import Any
 
-from sharded_loader.base.notices import logger, warn
+from sharded_loader.extend.tools import logger, warn
 from sharded_loader.storage.files import Options, Stat, shown
 
 _NAMES = (
@@ -129,9 +128,13 @@ def part(system: Any, path: str, begin: int, end: int, stat: Stat | None, second
     return found, tag_of(seen[0].headers) if seen else ""  # without an answer: from a cache of fsspec
 
 
-@lru_cache
+_whole_files: dict[str, object] = {}
+
+
 def _note_whole_files(folder: str) -> None:
-    """Say it once for each folder."""
+    """Warn once per folder, also if several threads find out at the same time."""
+    if _whole_files.setdefault(folder, this_call := object()) is not this_call:
+        return
     text = "the server of %s ignores requests for parts of a file and sends whole files, so each sample costs a shard. "
     logger.warning(text + "Give the dataset a ShardCache, or let the server answer ranges", folder)
 

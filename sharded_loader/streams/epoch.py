@@ -19,7 +19,7 @@ import heapq
 import itertools
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from sharded_loader.base.described import an
 from sharded_loader.engine.messages import NOTHING, PartBatch, PartIndices, PartPoint, Result, Stream, Task
@@ -49,6 +49,17 @@ class SharedParts:
         self.live[weakref.ref(epoch, self.live.pop)] = epoch.opening
 
 
+Dropped = tuple[int, dict[int, int], dict[int, PartPoint]]
+"""Number of batches dropped, number of each part, and the progress of each part behind them."""
+
+
+class Ends(NamedTuple):
+    """Losses at the ends of parts: samples that filled no batch, by part, and indices planned behind abandoned parts."""
+
+    discarded: dict[int, int]
+    empty: set[int]
+
+
 class StreamEpoch(Epoch):
     """One epoch of iterable data for one rank, from position ``begin`` on.
 
@@ -70,9 +81,7 @@ class StreamEpoch(Epoch):
         counts = {part: begin.counts.get(part, 0) for part in parts}
         beginning = PartPoint(passes=0 if endless else begin.epoch)
         points = {part: begin.points.get(part, beginning) for part in parts}
-        # Batches of each part that were dropped, and the progress there. Replaced in one assignment.
-        self._dropped: tuple[dict[int, int], dict[int, PartPoint]] = counts, points
-        self._batches_before = begin.done - sum(counts.values())
+        self._dropped: Dropped = begin.done, counts, points  # replaced in one assignment
         self._progress = dict(points)  # farthest progress of each part
         queue = [(counts[part], part) for part in parts if not points[part].ended]
         heapq.heapify(queue)
@@ -81,8 +90,7 @@ class StreamEpoch(Epoch):
         # By index: the batch planned, and once read, the progress behind it.
         self._planned: dict[int, tuple[PartBatch, PartPoint | None]] = {}
         self.given_up: dict[int, int] = {}
-        self._empty: set[int] = set()  # indices planned behind an abandoned batch
-        self._discarded: dict[int, int] = {}  # samples at the end of each part that filled no batch
+        self._ends = Ends({}, set())
 
     @property
     def stream(self) -> Stream:
@@ -92,7 +100,7 @@ class StreamEpoch(Epoch):
     def _last(self) -> int | None:
         """Upper bound of the batch indices (exclusive), or None if unknown."""
         steps = self._signature.steps_per_epoch
-        return None if steps is None else steps + len(self._empty)
+        return None if steps is None else steps + len(self._ends.empty)
 
     def task(self, seq: int) -> Task | None:
         """Return batch ``seq`` as a task; None after the last one."""
@@ -133,7 +141,7 @@ class StreamEpoch(Epoch):
         part, progress = planned.number, self._progress[planned.number]
         if planned.batch > self.given_up.get(part, planned.batch):
             result, point = Result(result.run, seq, NOTHING), progress
-            self._empty.add(seq)
+            self._ends.empty.add(seq)
         elif point is None:
             # The part's progress is lost, so nothing behind this batch can be read. A later batch that has already
             # returned, with an error of its own, is emptied when it is delivered (`Run.empty_if_abandoned`).
@@ -141,15 +149,16 @@ class StreamEpoch(Epoch):
             point = progress._replace(batches=planned.batch + 1, ended=True, state=None)
         self._planned[seq] = planned, point
         if point.ended and not progress.ended and result.batch is NOTHING and self.stream.drops_last:
-            self._discarded[part] = point.samples - progress.samples
+            self._ends.discarded[part] = point.samples - progress.samples
         if point.ended or point.batches > progress.batches:
             self._progress[part] = point
         self._shared.progress[part] = point
         return result
 
     def discarded(self) -> tuple[int, str]:
-        lost = sum(count == self._progress[part].samples for part, count in self._discarded.items() if count)
-        return sum(self._discarded.values()), f"{lost} of its {self._signature.streams} parts" if lost else ""
+        counts = self._ends.discarded
+        lost = sum(count == self._progress[part].samples for part, count in counts.items() if count)
+        return sum(counts.values()), f"{lost} of its {self._signature.streams} parts" if lost else ""
 
     @property
     def tables(self) -> tuple[dict[int, Any], ...]:
@@ -163,17 +172,16 @@ class StreamEpoch(Epoch):
         for seq in delivered_seqs:  # last, so that an interruption before it can be repeated
             del self._planned[seq]
 
-    def _advanced(
-        self, planned: Mapping[int, tuple[PartBatch, PartPoint | None]]
-    ) -> tuple[dict[int, int], dict[int, PartPoint]]:
+    def _advanced(self, planned: Mapping[int, tuple[PartBatch, PartPoint | None]]) -> Dropped:
         """Return the progress of dropped batches, advanced by these; never back: a thread may call `forget`."""
-        counts, points = self._dropped
+        done, counts, points = self._dropped
         counts, points = counts.copy(), points.copy()
         for seq in sorted(planned):
             batch, point = planned[seq]
             if point is not None and point.batches >= counts[batch.number]:
+                done += point.batches - counts[batch.number]
                 counts[batch.number], points[batch.number] = point.batches, point
-        return counts, points
+        return done, counts, points
 
     def repeats(self, delivered: int, at_end: bool) -> bool | None:
         """Return True if the dataset ignores its part number, so that the parts give the same samples; None if unknown.
@@ -195,18 +203,18 @@ class StreamEpoch(Epoch):
     def position(self, delivered: int) -> Position:
         """Return the position after the batches before ``delivered`` were received."""
         planned = self._planned.copy()
-        counts, points = self._advanced({seq: batch for seq, batch in planned.items() if seq < delivered})
+        done, counts, points = self._advanced({seq: batch for seq, batch in planned.items() if seq < delivered})
         if self._last is None and not any(counts.values()):
             return Position(self.number)
-        return Position(self.number, self._batches_before + sum(counts.values()), None, counts, points)
+        return Position(self.number, done, None, counts, points)
 
     def primed(self, part: int, point: PartPoint) -> None:
         """Set the progress of a part that has been opened."""
-        self._dropped[1][part] = self._progress[part] = point
+        self._dropped[2][part] = self._progress[part] = point
 
     def at_beginning(self) -> Position:
         """Return the position that the epoch was made from, with the progress of each part."""
-        return Position(self.number, self.first, None, *self._advanced({}))
+        return Position(self.number, self.first, None, *self._advanced({})[1:])
 
     def batches(self, delivered: int) -> int:
         return self.position(delivered).done
@@ -218,16 +226,14 @@ class StreamEpoch(Epoch):
         """Return True if no batch is known to be left at the position that the epoch was made from."""
         if self._last is not None:
             return self.first >= self._last
-        return self.resumed and all(point.ended for point in self._dropped[1].values())
+        return self.resumed and all(point.ended for point in self._dropped[2].values())
 
     def following(self) -> Position:
-        return self._next_beginning(Position(self.number + 1), {})
+        return self.after(Position(self.number + 1))
 
     def after(self, begin: Position) -> Position:
-        return self._next_beginning(begin, self._planned.copy())
-
-    def _next_beginning(self, begin: Position, planned: Mapping[int, tuple[PartBatch, PartPoint | None]]) -> Position:
-        return begin if self._last is None else Position(begin.epoch, 0, None, *self._advanced(planned))
+        dropped = self._advanced(self._planned.copy())
+        return begin if self._last is None else Position(begin.epoch, 0, None, *dropped[1:])
 
     def counts_at_end(self) -> Mapping[int, int]:
         """Return the number of batches of each part at the end of the epoch, even if its loop was left early."""

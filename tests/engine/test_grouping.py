@@ -11,7 +11,7 @@ import pytest
 from conftest import ahead
 
 from sharded_loader import ProcessPool, ShardedDataLoader
-from sharded_loader.engine.grouping import GROUP_SECONDS, MAX_GROUP, Grouping
+from sharded_loader.engine.messages import GROUP_SECONDS, MAX_GROUP, Grouping
 from sharded_loader.pools.process.link import TASKS
 
 
@@ -109,3 +109,9 @@ def test_one_slow_batch_ends_the_grouping() -> None:
     assert grouping.size == 1
     grouping.note(GROUP_SECONDS)
     assert grouping.size == 1
+
+
+def test_the_bytes_of_a_message_are_bounded_too() -> None:
+    grouping = Grouping(most_bytes=1000)
+    assert [grouping.note(10e-6, nbytes) for nbytes in [0] * 200][-1] == MAX_GROUP
+    assert [grouping.note(10e-6, nbytes) for nbytes in (100, 101, 1001)] == [10, 9, 1]

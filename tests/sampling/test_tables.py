@@ -138,12 +138,12 @@ def test_rollover_is_arithmetic_on_the_items_of_all_epochs() -> None:
 
 
 def test_rollover_goes_on_from_any_item() -> None:
-    begun = Rolling(5, 2, epoch=1, total=6)
+    begun = Rolling(5, 2, epoch=1, done=1)
     assert (begun.first, begun.length(), begun.is_begun, begun.is_behind) == (1, 2, True, False)
     # Another batch size left 7 items: the next whole batch is number 2, and the last batch has one item.
-    odd = Rolling(5, 2, epoch=1, total=7)
+    odd = Rolling(5, 2, epoch=1, done=2)
     assert (odd.first, odd.length(), [odd.total(batches) for batches in range(3)]) == (1, 2, [7, 9, 10])
-    behind = Rolling(5, 3, epoch=0, total=4)
+    behind = Rolling(5, 3, epoch=0, done=4)
     assert (behind.length(), behind.is_behind, behind.total(0)) == (0, True, 4)
 
 

@@ -19,7 +19,7 @@
     RESULTS          of each: run, seq, pickled reply; its buffers lie in the task's slot, or follow
 
 A message carries several tasks or results where batches are cheap: a system call, and the waking of the other
-process, costs more than a small batch (`engine.grouping`). A buffer with an offset lies in the slot of the task and is
+process, costs more than a small batch (`engine.messages`). A buffer with an offset lies in the slot of the task and is
 not sent; the offset of one that follows is -1.
 
 Both ends are a `Link`. That of the worker blocks. That of the main process must not: two processes that both send

@@ -14,7 +14,7 @@ Not a ``Pool`` of ``multiprocess``: that one replaces a dead worker and forgets 
 Here no lock or queue is shared between processes, so a worker can die anywhere and stops no other.
 
 A worker holds at most one task beyond the one that it does. While batches are cheap, it holds groups of tasks, and each
-group is one message (`engine.grouping`).
+group is one message (`engine.messages`).
 
 What can go wrong, and what then:
   * a worker dies: another takes its place and builds its batches again (`pools.supervised`). A batch that has killed
@@ -44,8 +44,7 @@ from sharded_loader.base.limits import own_bytes, processes_here, warn_of_worker
 from sharded_loader.base.notices import logger
 from sharded_loader.batching.protocol import Empty
 from sharded_loader.data.inspection import warn_of_open_file
-from sharded_loader.engine.grouping import HELD, Grouping
-from sharded_loader.engine.messages import Job, Result, Task, unpack_reply
+from sharded_loader.engine.messages import HELD, Grouping, Job, Result, Task, unpack_reply
 from sharded_loader.engine.pool import check_num_workers
 from sharded_loader.memory.arena import Arena, RecentSizes, Register
 from sharded_loader.memory.codec import decode, decode_error

@@ -167,11 +167,14 @@ def start_forked(name: str, target: Callable[..., None], *args: Any, daemon: boo
         target, args: what it calls.
         daemon: whether it may have no children.
     """
-    forked = _ForkedProcess(name=name, target=target, args=args, daemon=daemon)
+    return _started(_ForkedProcess(name=name, target=target, args=args, daemon=daemon))
+
+
+def _started(process: Any) -> Any:
     with starting_worker():
-        forked.start()
-    private.forget_child(forked)
-    return forked
+        process.start()
+    private.forget_child(process)
+    return process
 
 
 def warn(text: str) -> None:
@@ -436,18 +439,13 @@ def spawn_worker(number: int, num_workers: int, start_method: str, conn: Any) ->
         The process, as ``multiprocess`` has it.
     """
     name = f"{NAME}-{number}"
-    started: Any
     if start_method == "spawn" and _HAS_INTERPRETER:
-        started = SpawnedProcess(name, {"number": number, "num_workers": num_workers}, conn)
-    else:
-        context = multiprocess.get_context(start_method)
-        started = context.Process(name=name, target=worker.main, args=(conn, number, num_workers, None), daemon=True)
-        if sys.platform != "win32":
-            resource_tracker.ensure_running()  # its start would unblock SIGINT again
-    with starting_worker():
-        started.start()
-    private.forget_child(started)
-    return started
+        return _started(SpawnedProcess(name, {"number": number, "num_workers": num_workers}, conn))
+    context = multiprocess.get_context(start_method)
+    process = context.Process(name=name, target=worker.main, args=(conn, number, num_workers, None), daemon=True)
+    if sys.platform != "win32":
+        resource_tracker.ensure_running()  # its start would unblock SIGINT again
+    return _started(process)
 
 
 def start_forkserver(modules: Iterable[str] = ()) -> None:

@@ -78,6 +78,10 @@ KILLED_GRACE = 3.0
 """Seconds in which a killed process ends. One that does not is inside the kernel, with a disk or a network file system
 that does not answer: nothing ends it before that does, so it is left behind."""
 
+# Of published jobs. Negative, unlike those of batches, and each its own: a worker that is in a sample may get two in a
+# row.
+_numbers = itertools.count(-1, -1)
+
 _AS_IT_IS_NOW = (
     "workers are forked from the main process as it is now: with its threads, and with the dataset as it is now"
 )
@@ -210,8 +214,6 @@ class ProcessTransport(Transport[ProcessWorker]):
         self.lifeline: tuple[int, int] | None = None
         self.template: start.Template | None = None
         self.published: tuple[int, Encoded, Segment | None] | None = None
-        # Negative, unlike those of batches, and each its own: a worker that is in a sample may get two in a row.
-        self._numbers = itertools.count(-1, -1)
         self._oom_kills: int | None = None
         self._is_up = False  # the workers have been started: one that is launched now joins them
         self._pid = os.getpid()
@@ -245,7 +247,7 @@ class ProcessTransport(Transport[ProcessWorker]):
         encoded = publish.publish(job, **job.parts)
         with uninterrupted():
             self._unpublish()
-            self.published = (number := next(self._numbers)), *publish.share(encoded, number)
+            self.published = (number := next(_numbers)), *publish.share(encoded, number)
         return encoded.modules
 
     def _unpublish(self) -> None:
