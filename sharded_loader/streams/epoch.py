@@ -54,7 +54,7 @@ Dropped = tuple[int, dict[int, int], dict[int, PartPoint]]
 
 
 class Ends(NamedTuple):
-    """Losses at the ends of parts: samples that filled no batch, by part, and indices planned behind abandoned parts."""
+    """Losses at the ends of parts: samples that filled no batch, by part; indices planned behind abandoned parts."""
 
     discarded: dict[int, int]
     empty: set[int]
