@@ -32,7 +32,7 @@ from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.batching.protocol import ASYNC, BatchifyError, Empty, assembler, refuse_async
 from sharded_loader.data.bulk import NOT_IN_BULK, Awaited, as_bulk, as_items, is_awaited, listed, takes_arrays
 from sharded_loader.data.seeding import set_epoch_of
-from sharded_loader.engine.board import IN_BATCHIFY, IN_BULK, ONE_BY_ONE, SAMPLE, SHARD, UNUSED, Board
+from sharded_loader.engine.heartbeat import IN_BATCHIFY, IN_BULK, ONE_BY_ONE, SAMPLE, SHARD, UNUSED, Heartbeat
 from sharded_loader.engine.messages import NOTHING, BatchTimes, Job, PartPoint, Result, Task
 from sharded_loader.randomness.rng import NO_SAMPLE, OF_BATCH, OfBatch, SampleScope, philox, reading
 
@@ -54,7 +54,7 @@ class BatchScope(SampleScope):
     task: Task
     worker: str | None
     empty: Empty
-    board: Board
+    heartbeat: Heartbeat
     misfit: tuple[int, ...] = ()
     skipped: tuple[tuple[Any, BaseException], ...] = ()
     lost: tuple[int, ...] = ()
@@ -75,14 +75,14 @@ class BatchScope(SampleScope):
     @property
     def of_batch(self) -> OfBatch:
         """Key of the random numbers of ``batchify_fn``."""
-        return OfBatch(self.task.key, self.board[SHARD])
+        return OfBatch(self.task.key, self.heartbeat[SHARD])
 
     def watch_items(self, items: Iterator[object], first: int = 0) -> Iterator[Any]:
         """Record, and perhaps time, each item from position ``first`` on, without a Python call per item.
 
         The time of a sample that fails lasts until the next one begins.
         """
-        watchers: list[Any] = [map(partial(operator.setitem, self.board, SAMPLE), count(first))]
+        watchers: list[Any] = [map(partial(operator.setitem, self.heartbeat, SAMPLE), count(first))]
         if self.is_timed:
             self.stamps = stamps = list(self.stamps[:first])
             watchers.append(map(stamps.append, iter(host_clock.now, None)))
@@ -98,9 +98,9 @@ class BatchScope(SampleScope):
 
     def locate_error(self, error: BaseException) -> Exception:
         """Return the exception with notes that say where the reader is."""
-        task, indices, board = self.task, self.indices, self.board
+        task, indices, heartbeat = self.task, self.indices, self.heartbeat
         error = errors.as_exception(error, "by the dataset or collate_fn")
-        location = errors.Location(task.epoch, task.seq, board[SHARD] if task.sharded else None, self.worker)
+        location = errors.Location(task.epoch, task.seq, heartbeat[SHARD] if task.sharded else None, self.worker)
         positions = self.misfit if self.items is None else (self.place,)
         suspects = [indices[position] for position in positions if len(indices)]
         if len(suspects) == 2:
@@ -132,7 +132,7 @@ class Reader:
         task: Task,
         worker: str | None = None,
         empty: Empty = np.empty,
-        board: Board | None = None,
+        heartbeat: Heartbeat | None = None,
         number: int = -1,
     ) -> Result:
         """Return the batch that ``task`` asks for; exceptions become part of the result.
@@ -141,12 +141,12 @@ class Reader:
             worker: the worker in error messages (``worker 2 (pid 4711)``); None in the caller's own thread, where
                 KeyboardInterrupt and errors of signal handlers pass (`base.interrupts.is_from_outside`).
             empty: allocates the memory that the batch is assembled in.
-            board: records what is being read.
+            heartbeat: records what is being read.
             number: of the worker; -1: the main process.
         """
         scope, timing, previous_scope = BatchScope(self._job.seed, task.epoch), self.timing, reading.get()
         scope.task, scope.worker, scope.empty, retries_before = task, worker, empty, len(RETRIES)
-        scope.board = list(UNUSED) if board is None else board
+        scope.heartbeat = list(UNUSED) if heartbeat is None else heartbeat
         scope.records_samples, scope.indices = self._job.notes_samples or task.careful, task.shards[0]
         timing.batches += 1
         scope.is_timed, scope.cpu_before = timing.spare <= 0, core_seconds() if timing.batches > timing.next else None
@@ -186,7 +186,7 @@ class Reader:
         finally:
             reading.set(previous_scope)
 
-    def probe(self, task: Task, board: Board) -> None:
+    def probe(self, task: Task, heartbeat: Heartbeat) -> None:
         """Read each sample of a task alone and drop it, if the dataset reads in bulk.
 
         A worker has died over it: now the next death points to one sample. The caller seeds the generators afterwards.
@@ -194,7 +194,7 @@ class Reader:
         if isinstance(self._fetcher, Bulk):
             for number, indices in enumerate(task.shards):
                 for ordinal, index in enumerate(plain_indices(indices)):
-                    board[SHARD], board[SAMPLE] = number, ordinal
+                    heartbeat[SHARD], heartbeat[SAMPLE] = number, ordinal
                     self.read(replace(task, shards=([index],), sharded=False), "a worker")  # its error is raised later
 
     def _set_dataset_epoch(self, epoch: int) -> None:
@@ -230,7 +230,7 @@ class Reader:
         """
         batches = []
         for number, indices, samples in self._policy.apply(shards, scope):
-            scope.board[SHARD], scope.indices = number, indices
+            scope.heartbeat[SHARD], scope.indices = number, indices
             batches.append(self._fetcher.collate(samples, scope))
         return batches
 
@@ -269,7 +269,7 @@ class OneByOne:
         scope.indices = indices = given.tolist() if isinstance(given, np.ndarray) else given  # `plain_indices` inlined
         items, scope.drawn, scope.is_alone = iter(indices), None, scope.cpu_before is not None
         scope.items = items
-        scope.board[SHARD], scope.board[SAMPLE] = number, ONE_BY_ONE
+        scope.heartbeat[SHARD], scope.heartbeat[SAMPLE] = number, ONE_BY_ONE
         items = scope.watch_items(items) if scope.records_samples or scope.is_timed else items
         samples: list[Any] = [dataset[index] for index in items] if self._policy.raises else []
         while not self._policy.raises:
@@ -287,7 +287,7 @@ class OneByOne:
 
     def collate(self, samples: Any, scope: BatchScope) -> Any:
         """Collate ``samples``: a list, or the object that ``__getitems__`` returned."""
-        scope.board[SAMPLE] = IN_BATCHIFY
+        scope.heartbeat[SAMPLE] = IN_BATCHIFY
         scope.items, scope.index, scope.drawn, scope.misfit = None, OF_BATCH, None, ()  # `set_index` inlined
         began = 0.0 if scope.cpu_before is None else host_clock.now()
         is_list = type(samples) is list
@@ -340,7 +340,7 @@ class Bulk(OneByOne):
             if batch is not NOT_IN_BULK:
                 return batch
         except BaseException as error:
-            if scope.board[SAMPLE] != IN_BULK or scope.is_for_caller(error):  # the samples are not to blame
+            if scope.heartbeat[SAMPLE] != IN_BULK or scope.is_for_caller(error):  # the samples are not to blame
                 raise
             failed = error
         try:
@@ -349,7 +349,7 @@ class Bulk(OneByOne):
             if failed is None:
                 return self.collate(samples, scope)
             scope.set_index(NO_SAMPLE)
-            scope.board[SAMPLE] = IN_BULK
+            scope.heartbeat[SAMPLE] = IN_BULK
             raise failed
         finally:
             failed = None  # breaks the cycle error -> traceback -> this frame -> error
@@ -358,7 +358,7 @@ class Bulk(OneByOne):
         """Return the batch of shard ``number``, read at once; `NOT_IN_BULK` if it must be read one by one."""
         given = scope.task.shards[number]
         scope.indices = indices = given if self._takes_arrays else plain_indices(given)
-        scope.board[SHARD], scope.board[SAMPLE] = number, IN_BULK
+        scope.heartbeat[SHARD], scope.heartbeat[SAMPLE] = number, IN_BULK
         scope.items, scope.index, scope.drawn = None, NO_SAMPLE, None  # `set_index` inlined
         if self.gather is not None:
             batch = self.gather(indices, scope.empty)
@@ -399,7 +399,7 @@ class ErrorPolicy:
     def substitute(self, index: object, error: Exception, scope: BatchScope) -> Any:
         """Return the substitute for a failed sample: the result of the user's ``on_error``, or a `BadSample`."""
         on_error, task = self._job.on_error, scope.task
-        failed, shard = scope.locate_error(error), scope.board[SHARD] if task.sharded else None
+        failed, shard = scope.locate_error(error), scope.heartbeat[SHARD] if task.sharded else None
         value = on_error(errors.SampleError(index, task.epoch, task.seq, shard, failed)) if callable(on_error) else None
         scope.skipped += ((index, errors.without_frames(failed)),)
         return value if callable(on_error) else BadSample(scope.skipped[-1])

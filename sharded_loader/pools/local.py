@@ -44,7 +44,7 @@ from sharded_loader.base.errors import add_note, as_exception
 from sharded_loader.base.system import write_to_stderr
 from sharded_loader.batching.protocol import Empty
 from sharded_loader.data.inspection import warn_of_open_file
-from sharded_loader.engine.board import BEGINNING, IDLE, RUN, SAMPLE, SEQ, new_board
+from sharded_loader.engine.heartbeat import BEGINNING, IDLE, RUN, SAMPLE, SEQ, new_heartbeat
 from sharded_loader.engine.messages import NOTHING, Job, Result, Task
 from sharded_loader.engine.pool import Pool, PoolBroken, WorkerPool
 from sharded_loader.engine.reader import Reader
@@ -111,7 +111,7 @@ class _Thread(threading.Thread):
         self.shared = shared
         self.number = number
         self.init = init
-        self.board = new_board()
+        self.heartbeat = new_heartbeat()
         self.task: Task | None = None
         self.written_off = False
 
@@ -131,7 +131,7 @@ class _Thread(threading.Thread):
 
     def _serve(self) -> None:
         """Read until there is no more to do. While it waits for a task it holds nothing of the user's."""
-        shared, board, who = self.shared, self.board, f"thread {self.number}"
+        shared, heartbeat, who = self.shared, self.heartbeat, f"thread {self.number}"
         while not self.written_off and not shared.closing:
             queues = shared.queues
             tasks = queues[self.number % len(queues)]
@@ -140,12 +140,12 @@ class _Thread(threading.Thread):
                 continue
             reader, task = taken
             if task.run in shared.live:
-                board[RUN], board[SEQ], board[SAMPLE] = task.run, task.seq, BEGINNING
+                heartbeat[RUN], heartbeat[SEQ], heartbeat[SAMPLE] = task.run, task.seq, BEGINNING
                 self.task = task
                 result = Result(task.run, task.seq, NOTHING)
                 if task.part is None or (task.run, task.part.number) not in shared.given_up:
-                    result = reader.read(task, who, shared.empty, board, self.number)
-                board[SAMPLE], self.task = IDLE, None
+                    result = reader.read(task, who, shared.empty, heartbeat, self.number)
+                heartbeat[SAMPLE], self.task = IDLE, None
                 if not shared.closing:
                     shared.results.append(result)
                     shared.ring()
@@ -306,9 +306,9 @@ class ThreadPool(WorkerPool):
 
     def _write_off(self, shared: _Shared, timeout: float) -> None:
         """Errors for the batches over which threads stand still; others take their places."""
-        busy = [(thread, thread.board) for thread in shared.threads if thread.task is not None]
+        busy = [(thread, thread.heartbeat) for thread in shared.threads if thread.task is not None]
         for thread in self._watch.late(busy):
-            task, words = thread.task, list(thread.board)
+            task, words = thread.task, list(thread.heartbeat)
             if task is None:
                 continue
             error = timed_out(f"thread {thread.number}", timeout, task, words, 1, killed=False)

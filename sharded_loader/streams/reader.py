@@ -36,7 +36,7 @@ from sharded_loader.base.errors import HAS_ENDED, add_note
 from sharded_loader.batching.protocol import refuse_async
 from sharded_loader.data.inspection import is_stateful, iterable_of, sampled
 from sharded_loader.data.seeding import set_epoch_of
-from sharded_loader.engine.board import BEGINNING, ONE_BY_ONE, SAMPLE, SHARD, UNUSED
+from sharded_loader.engine.heartbeat import BEGINNING, ONE_BY_ONE, SAMPLE, SHARD, UNUSED
 from sharded_loader.engine.messages import Job, PartBatch, PartIndices, PartPoint, Stream, Task
 from sharded_loader.engine.reader import BadSample, BatchScope, Reader
 from sharded_loader.engine.split import shard_sizes
@@ -236,7 +236,7 @@ class StreamReader(Reader):
 
     def _scope(self, task: Task) -> BatchScope:
         scope = BatchScope(self._job.seed, 0 if self._stream.endless else task.epoch)
-        scope.task, scope.worker, scope.empty, scope.board = task, None, np.empty, list(UNUSED)
+        scope.task, scope.worker, scope.empty, scope.heartbeat = task, None, np.empty, list(UNUSED)
         return scope
 
     # -- one batch ------------------------------------------------------------------------------------------
@@ -274,13 +274,13 @@ class StreamReader(Reader):
 
     def _read_batch(self, opened: OpenPart, shards: Sequence[Any], scope: BatchScope) -> list[Any]:
         """Read the next samples, at most as many as ``shards`` have indices; a failed one is a `BadSample`."""
-        board, stream = scope.board, self._stream
+        heartbeat, stream = scope.heartbeat, self._stream
         point, samples, failed = opened.point, list[Any](), False
         passes, ended, base = point.passes, False, point.samples  # len(samples) + base: read in this pass
         next_sample, part_before = opened.next_sample, opened.set_current()
         try:
             for number, indices in enumerate(shards):
-                board[SHARD], board[SAMPLE] = number, ONE_BY_ONE
+                heartbeat[SHARD], heartbeat[SAMPLE] = number, ONE_BY_ONE
                 scope.indices, scope.drawn, before = indices, None, len(samples)
                 scope.items = items = iter(range(len(indices)))
                 is_watched = scope.records_samples or scope.is_timed
@@ -333,7 +333,7 @@ class StreamReader(Reader):
                 self._opened.pop(key, None)
         opened = self._opened.get((part.stream, part.number))
         if opened is None or opened.busy or opened.point.batches > part.batch:
-            scope.board[SAMPLE] = BEGINNING
+            scope.heartbeat[SAMPLE] = BEGINNING
             opened = self._open(part, scope)
             self._opened[part.stream, part.number] = opened
         opened.busy = True  # until its batch is read: an interruption before that may lose samples
@@ -375,7 +375,7 @@ class StreamReader(Reader):
                 if scope.is_for_caller(error):
                     raise
             scope.skipped = scope.durations = ()
-            scope.board[SHARD], scope.board[SAMPLE] = count & 1023, BEGINNING  # shows progress
+            scope.heartbeat[SHARD], scope.heartbeat[SAMPLE] = count & 1023, BEGINNING  # shows progress
 
     def _not_reproducible(self, part: PartBatch, actual: PartPoint) -> ValueError:
         expected, kind = part.point, type(self._job.dataset).__name__

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from sharded_loader.base.errors import SampleReadError, notes_of
-from sharded_loader.engine.board import SHARD, UNUSED
+from sharded_loader.engine.heartbeat import SHARD, UNUSED
 from sharded_loader.engine.messages import PartIndices, Task
 from sharded_loader.engine.reader import BatchScope
 from sharded_loader.randomness.rng import OF_BATCH
@@ -17,7 +17,7 @@ from sharded_loader.randomness.rng import OF_BATCH
 def scope_of(*shards: Any, worker: str | None = None) -> BatchScope:
     at = BatchScope(7, 2)
     at.task = Task(0, 4, 2, 0, shards, len(shards) > 1)
-    at.worker, at.empty, at.board = worker, np.empty, list(UNUSED)
+    at.worker, at.empty, at.heartbeat = worker, np.empty, list(UNUSED)
     at.indices = shards[0]
     return at
 
@@ -38,7 +38,7 @@ def test_an_error_names_the_sample_that_is_read() -> None:
 
 def test_with_shards_and_a_worker_it_names_them_too() -> None:
     at = scope_of([5], [6, 7], worker="worker 1 (pid 9)")
-    at.board[SHARD], at.indices = 1, [6, 7]
+    at.heartbeat[SHARD], at.indices = 1, [6, 7]
     reading(at, 0)
     assert notes_of(at.locate_error(KeyError("x")))[0].endswith("batch 4, shard 1, sample 6, worker 1 (pid 9)")
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sharded_loader import ShardedDataLoader
-from sharded_loader.engine.board import IDLE
+from sharded_loader.engine.heartbeat import IDLE
 from sharded_loader.engine.messages import Job, Result, Task, unpack_reply
 from sharded_loader.memory.codec import decode, decode_error, encode
 from sharded_loader.pools import task_reader

@@ -28,14 +28,14 @@ WORDS = 8
 
 UNUSED = 0, 0, 0, IDLE
 
-Board = MutableSequence[int]
+Heartbeat = MutableSequence[int]
 
 
-def new_board() -> Board:
+def new_heartbeat() -> Heartbeat:
     return list(UNUSED)
 
 
-def board_in(memory: Any, number: int) -> Any:
+def heartbeat_in(memory: Any, number: int) -> Any:
     """Return the heartbeat of worker ``number`` in shared memory."""
     size = WORDS * 8
     return memoryview(memory)[number * size : (number + 1) * size].cast("q")
