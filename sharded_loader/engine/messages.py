@@ -234,7 +234,7 @@ class Task:
         shards: the indices of each shard (lists, or int64 arrays where the dataset gathers by them). A batch without
             shards is a tuple of one.
         sharded: the batch is a list of shards.
-        careful: a worker has died over the task. Each sample is recorded, and before a bulk read each is read alone.
+        isolated: a worker has died over the task. Each sample is recorded, and before a bulk read each is read alone.
         lane: worker ``lane % num_workers`` reads all tasks of a lane, in order. None: any worker.
         part: of iterable data, whose ``shards`` are `PartIndices`.
     """
@@ -245,7 +245,7 @@ class Task:
     position: int
     shards: tuple[Any, ...]
     sharded: bool
-    careful: bool = False
+    isolated: bool = False
     lane: int | None = None
     part: PartBatch | None = None
 

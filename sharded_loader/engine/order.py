@@ -66,8 +66,8 @@ class Epoch(ABC):
         any_order: deliver batches as they are finished.
         takes_turns: successive batches go to the workers in rotation, by the tasks' lanes.
         keeps: batches are kept until `forget`.
-        second_turn: index of the first batch after each part has given one; -1: there are no parts.
-        given_up: last batch of each part that cannot be read further. Later ones need not be read.
+        second_pass: index of the first batch after each part has given one; -1: there are no parts.
+        abandoned: last batch of each part that cannot be read further. Later ones need not be read.
     """
 
     number: int
@@ -77,8 +77,8 @@ class Epoch(ABC):
     resumed = in_mid_epoch = any_order = takes_turns = evaluates = False
     carry: Position | None = None
     keeps = True
-    second_turn = -1
-    given_up: Mapping[int, int] = MappingProxyType({})
+    second_pass = -1
+    abandoned: Mapping[int, int] = MappingProxyType({})
 
     @abstractmethod
     def task(self, seq: int) -> Task | Exception | Nothing | None:

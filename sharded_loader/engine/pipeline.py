@@ -143,7 +143,7 @@ class Run:
     def empty_if_abandoned(self, entry: Entry) -> bool:
         """Make the batch empty if its part was abandoned before it; returns True then."""
         part = None if entry.task is None else entry.task.part
-        is_abandoned = part is not None and part.batch > self.epoch.given_up.get(part.number, part.batch)
+        is_abandoned = part is not None and part.batch > self.epoch.abandoned.get(part.number, part.batch)
         if is_abandoned:
             entry.result = self.epoch.came(entry.seq, Result(self.number, entry.seq, NOTHING))
         return is_abandoned
@@ -257,7 +257,7 @@ class Scheduler:
             if not run.waiting:
                 break
             entry = run.waiting.popleft()
-            if entry.task is not None and not (run.epoch.given_up and run.empty_if_abandoned(entry)):
+            if entry.task is not None and not (run.epoch.abandoned and run.empty_if_abandoned(entry)):
                 tasks.append(entry.task)
                 entry.sent = now
         return tasks
@@ -430,7 +430,7 @@ class Pipeline:
             if head is not None or not window:
                 break
             head = window[0]
-            if run.epoch.given_up and head.result is not None and head.result.error is not None:
+            if run.epoch.abandoned and head.result is not None and head.result.error is not None:
                 run.empty_if_abandoned(head)  # it arrived before the error that ended its part
             is_empty = not deliver(run, head)
             window.popleft()

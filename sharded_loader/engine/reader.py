@@ -41,7 +41,7 @@ class BatchScope(SampleScope):
     """The task that is being read, and its outcome so far.
 
     Attributes:
-        misfit: positions of the sample, or the two samples, that ``batchify_fn`` could not collate.
+        uncollatable: positions of the sample, or the two samples, that ``batchify_fn`` could not collate.
         skipped, dropped: samples left out or replaced, with their errors; number of those left out.
         lost: shards without any sample left.
         records_samples, is_timed: record each sample in the heartbeat before it is read; and time it.
@@ -55,7 +55,7 @@ class BatchScope(SampleScope):
     worker: str | None
     empty: Empty
     heartbeat: Heartbeat
-    misfit: tuple[int, ...] = ()
+    uncollatable: tuple[int, ...] = ()
     skipped: tuple[tuple[Any, BaseException], ...] = ()
     lost: tuple[int, ...] = ()
     durations: Sequence[float] = ()
@@ -101,10 +101,10 @@ class BatchScope(SampleScope):
         task, indices, heartbeat = self.task, self.indices, self.heartbeat
         error = errors.as_exception(error, "by the dataset or collate_fn")
         location = errors.Location(task.epoch, task.seq, heartbeat[SHARD] if task.sharded else None, self.worker)
-        positions = self.misfit if self.items is None else (self.place,)
+        positions = self.uncollatable if self.items is None else (self.place,)
         suspects = [indices[position] for position in positions if len(indices)]
         if len(suspects) == 2:
-            location.note(error, misfit=(suspects[0], suspects[1]))
+            location.note(error, uncollatable=(suspects[0], suspects[1]))
         else:
             location.note(error, suspects or None, samples=indices)
         errors.shorten(error)
@@ -147,7 +147,7 @@ class Reader:
         scope, timing, previous_scope = BatchScope(self._job.seed, task.epoch), self.timing, reading.get()
         scope.task, scope.worker, scope.empty, retries_before = task, worker, empty, len(RETRIES)
         scope.heartbeat = list(UNUSED) if heartbeat is None else heartbeat
-        scope.records_samples, scope.indices = self._job.notes_samples or task.careful, task.shards[0]
+        scope.records_samples, scope.indices = self._job.notes_samples or task.isolated, task.shards[0]
         timing.batches += 1
         scope.is_timed, scope.cpu_before = timing.spare <= 0, core_seconds() if timing.batches > timing.next else None
         scope.began = host_clock.now()
@@ -288,7 +288,7 @@ class OneByOne:
     def collate(self, samples: Any, scope: BatchScope) -> Any:
         """Collate ``samples``: a list, or the object that ``__getitems__`` returned."""
         scope.heartbeat[SAMPLE] = IN_BATCHIFY
-        scope.items, scope.index, scope.drawn, scope.misfit = None, OF_BATCH, None, ()  # `set_index` inlined
+        scope.items, scope.index, scope.drawn, scope.uncollatable = None, OF_BATCH, None, ()  # `set_index` inlined
         began = 0.0 if scope.cpu_before is None else host_clock.now()
         is_list = type(samples) is list
         try:
@@ -301,7 +301,7 @@ class OneByOne:
                 scope.collate_seconds += host_clock.now() - began
             return batch
         except BatchifyError:
-            scope.misfit = self._find_uncollatable(samples, scope) if is_list else ()
+            scope.uncollatable = self._find_uncollatable(samples, scope) if is_list else ()
             raise
 
     def _find_uncollatable(self, samples: list[Any], scope: BatchScope) -> tuple[int, ...]:

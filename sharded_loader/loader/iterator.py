@@ -204,7 +204,7 @@ class EpochIterator(Iterator[Batch]):
         result, task, placement = entry.result, entry.task, self._placement
         assert result is not None  # it is finished
         began = host_clock.now() if self._observer.times else 0.0
-        if entry.seq == run.epoch.second_turn:
+        if entry.seq == run.epoch.second_pass:
             self._check_parts(run, at_end=False)
         if result.error is None and result.batch is not NOTHING:
             assert task is not None  # it has a batch

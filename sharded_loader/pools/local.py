@@ -66,7 +66,7 @@ class _Shared:
         # None: look for your queue again. It stays in its queue, for the next thread.
         self.queues: list[queue.SimpleQueue[tuple[Any, Task] | None]] = [queue.SimpleQueue() for _ in range(queues)]
         self.live: set[int] = set()  # runs whose tasks are wanted
-        self.given_up: set[tuple[int, int]] = set()  # runs and parts that a thread hangs in: they end there
+        self.abandoned: set[tuple[int, int]] = set()  # runs and parts that a thread hangs in: they end there
         self.results: deque[Result | Exception] = deque()
         self.bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.closing = False
@@ -143,7 +143,7 @@ class _Thread(threading.Thread):
                 heartbeat[RUN], heartbeat[SEQ], heartbeat[SAMPLE] = task.run, task.seq, BEGINNING
                 self.task = task
                 result = Result(task.run, task.seq, NOTHING)
-                if task.part is None or (task.run, task.part.number) not in shared.given_up:
+                if task.part is None or (task.run, task.part.number) not in shared.abandoned:
                     result = reader.read(task, who, shared.empty, heartbeat, self.number)
                 heartbeat[SAMPLE], self.task = IDLE, None
                 if not shared.closing:
@@ -316,7 +316,7 @@ class ThreadPool(WorkerPool):
             was_leaving, thread.written_off = thread.written_off, True
             if thread.task is task:
                 if task.part is not None:
-                    shared.given_up.add((task.run, task.part.number))
+                    shared.abandoned.add((task.run, task.part.number))
                 shared.results.append(Result(task.run, task.seq, error=error))
             shared.threads.remove(thread)
             if not was_leaving:

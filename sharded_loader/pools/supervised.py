@@ -336,7 +336,7 @@ class SupervisedPool(WorkerPool, Generic[W]):
         """A worker died over a task. The results of those that are given up."""
         if not self.deaths.record_batch_death(task):
             # Also if the sample is known: the last worker, whose heartbeat the error quotes, may record no samples.
-            worker.tasks[task.run, task.seq] = replace(task, careful=True)
+            worker.tasks[task.run, task.seq] = replace(task, isolated=True)
             return []
         lost = []
         # To reach later batches of the same part, a worker would have to read this one again. The lanes of a map-style

@@ -77,7 +77,7 @@ class StreamEpoch(Epoch):
         endless, parts = signature.stream.endless, signature.parts_of_rank()
         self.opening = 0 if endless else next(_openings)
         self._shared, self._signature = shared, signature
-        self.second_turn = self.first + len(parts)
+        self.second_pass = self.first + len(parts)
         counts = {part: begin.counts.get(part, 0) for part in parts}
         beginning = PartPoint(passes=0 if endless else begin.epoch)
         points = {part: begin.points.get(part, beginning) for part in parts}
@@ -89,7 +89,7 @@ class StreamEpoch(Epoch):
         self._plan: tuple[int, list[tuple[int, int]]] = self.first, queue
         # By index: the batch planned, and once read, the progress behind it.
         self._planned: dict[int, tuple[PartBatch, PartPoint | None]] = {}
-        self.given_up: dict[int, int] = {}
+        self.abandoned: dict[int, int] = {}
         self._ends = Ends({}, set())
 
     @property
@@ -139,13 +139,13 @@ class StreamEpoch(Epoch):
             return result
         planned, point = self._planned[seq][0], result.point
         part, progress = planned.number, self._progress[planned.number]
-        if planned.batch > self.given_up.get(part, planned.batch):
+        if planned.batch > self.abandoned.get(part, planned.batch):
             result, point = Result(result.run, seq, NOTHING), progress
             self._ends.empty.add(seq)
         elif point is None:
             # The part's progress is lost, so nothing behind this batch can be read. A later batch that has already
             # returned, with an error of its own, is emptied when it is delivered (`Run.empty_if_abandoned`).
-            self.given_up[part] = planned.batch
+            self.abandoned[part] = planned.batch
             point = progress._replace(batches=planned.batch + 1, ended=True, state=None)
         self._planned[seq] = planned, point
         if point.ended and not progress.ended and result.batch is NOTHING and self.stream.drops_last:

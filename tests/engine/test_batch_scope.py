@@ -56,7 +56,7 @@ def test_samples_of_a_part_are_named_by_part_and_place() -> None:
 def test_samples_that_do_not_fit_are_named_both() -> None:
     at = scope_of([5, 6, 7])
     at.set_index(OF_BATCH)
-    at.misfit = 0, 2
+    at.uncollatable = 0, 2
     assert "sample 7 (it does not fit sample 5)" in notes_of(at.locate_error(ValueError("x")))[0]
 
 

@@ -418,8 +418,8 @@ def test_the_heartbeat_says_where_the_reader_is() -> None:
         reader.read(task_of([3, 1], [2]), WORKER, heartbeat=heartbeat)
         assert seen == expected  # later ones are cheap, and are not timed
     seen.clear()
-    careful = replace(task_of([3, 1], [2]), careful=True)
-    Reader(Job(Looks(), batchify, 7)).read(careful, WORKER, heartbeat=heartbeat)
+    isolated = replace(task_of([3, 1], [2]), isolated=True)
+    Reader(Job(Looks(), batchify, 7)).read(isolated, WORKER, heartbeat=heartbeat)
     assert seen == noted
     seen.clear()
     read(LooksInItems(), [3, 1], [2], heartbeat=heartbeat, batchify_fn=batchify)

@@ -203,7 +203,7 @@ def test_after_a_death_each_sample_is_noted(at: int) -> None:
     pool = Pool()
     pool.give(0, task(3), task(4), heartbeat=reading(3, at))
     pool.kill(0)
-    assert [one.careful for one in pool.supervisor.requeued] == [True, False]
+    assert [one.isolated for one in pool.supervisor.requeued] == [True, False]
     pool.give(1, task(3), heartbeat=reading(3, BEGINNING))
     assert len(pool.kill(1)) == 1
 

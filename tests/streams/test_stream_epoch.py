@@ -97,7 +97,7 @@ def test_a_part_that_is_given_up_ends_and_what_was_planned_behind_is_empty() -> 
     assert [(one.number, one.batch) for one in planned if one] == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)]
     error = Result(0, 0, error=KeyError("x"))
     assert reading.came(0, error) is error
-    assert reading.given_up == {0: 0}
+    assert reading.abandoned == {0: 0}
     for seq in (2, 4):
         again = reading.came(seq, Result(0, seq, error=KeyError("again")))
         assert again.batch is NOTHING and again.error is None

@@ -209,7 +209,7 @@ def test_a_batch_that_kills_is_found_among_its_group_and_named(transport: Transp
     assert isinstance(error, WorkerDiedError)
     assert (error.batch, error.index, error.exitcode) == (4, None, None)
     assert "died: SYSTEM_ERROR: It exited.. It was reading the batch, in epoch 0, batch 4" in str(error)
-    assert not any(one.careful for one in supervisor.requeued)
+    assert not any(one.isolated for one in supervisor.requeued)
 
 
 def test_an_actor_that_hung_was_in_the_task_that_it_has_said(transport: Transport) -> None:
