@@ -88,10 +88,10 @@ class Entry:
     placing: float = 0.0
 
 
-class ShownRun:
+class CurrentRun:
     """The run that handed out a batch, or its end, most recently: the loader reports its position."""
 
-    shown: Run | None = None
+    current_run: Run | None = None
 
 
 @dataclass(eq=False)
@@ -100,7 +100,7 @@ class Run:
 
     Attributes:
         number: identifies the run in tasks and results.
-        mark: the loader's position before it chose the run.
+        rollback_point: the loader's position before it chose the run.
         delivered: batches that the user has received, including errors in a batch's place. The only truth: all fields
             below can be discarded and built again from it.
         planned: index of the first batch that is not in the window yet.
@@ -114,7 +114,7 @@ class Run:
 
     number: int
     epoch: Epoch
-    mark: Any = None
+    rollback_point: Any = None
     window: deque[Entry] = field(default_factory=deque)
     waiting: deque[Entry] = field(default_factory=deque)
     dead: str | Exception | None = None
