@@ -25,36 +25,41 @@ import numpy.typing as npt
 import torch.utils.data
 from torch.utils.data import BatchSampler, IterableDataset, IterDataPipe, MapDataPipe
 
-from sharded_loader.base.checks import refuse_arguments
-from sharded_loader.base.described import an
-from sharded_loader.base.entries import anything, parsed, read_entry
-from sharded_loader.base.imports import leave_alone
-from sharded_loader.data.columns import as_dataset
-from sharded_loader.data.inspection import fingerprint_of, warn_of_other_data
-from sharded_loader.data.seeding import told_in
-from sharded_loader.devices.names import find_devices
+from sharded_loader import OnError, ShardedDataLoader
 from sharded_loader.drop_in import iterator as drop_in
 from sharded_loader.drop_in.collate import batchify_fn_of
 from sharded_loader.drop_in.iterator import LoaderIterator
 from sharded_loader.drop_in.sampler import EpochCount, InOrderSampler, ShuffleSampler
 from sharded_loader.drop_in.state import ADVICE, LoaderState, TorchProgress, TorchSteps, lives_on
 from sharded_loader.drop_in.trainers import rebuilt_by_accelerate, refuse_skipping
-from sharded_loader.engine.messages import NOTHING, ErrorAction
-from sharded_loader.extend import Entry, Pool, Task, reader_for
+from sharded_loader.extend import NOTHING, Entry, ErrorAction, Pool, Task, reader_for
+from sharded_loader.extend.data import as_dataset, fingerprint_of, told_in, warn_of_other_data
+from sharded_loader.extend.engine import (
+    INSTEAD,
+    NO_SKIP,
+    Batch,
+    KnownSteps,
+    action_and_limit,
+    find_devices,
+    length,
+    make_split,
+    number_of_workers,
+    seeded_as_worker,
+    shown_indices,
+)
+from sharded_loader.extend.order import (
+    check_skip,
+    merged,
+    nested,
+    steps_to_skip,
+    tell_epoch,
+    text_if_ranks_repeat,
+    warn_of_done_steps,
+)
+from sharded_loader.extend.tools import an, entries, leave_alone, refuse_arguments
 from sharded_loader.instruments.auto import Tuner
 from sharded_loader.instruments.report import Instruments
 from sharded_loader.instruments.stats import Meter
-from sharded_loader.loader import arguments
-from sharded_loader.loader.arguments import Batch, OnError, action_and_limit, length, make_split, number_of_workers
-from sharded_loader.loader.loader import ShardedDataLoader
-from sharded_loader.loader.lookup import KnownSteps, shown_indices
-from sharded_loader.pools.task_reader import seeded_as_worker
-from sharded_loader.sampling.base import nested, tell_epoch
-from sharded_loader.sampling.foreign import text_if_ranks_repeat
-from sharded_loader.sampling.order import warn_of_done_steps
-from sharded_loader.sampling.state import steps_to_skip
-from sharded_loader.sampling.tables import check_skip, merged
-from sharded_loader.streams.order import NO_SKIP
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -192,7 +197,7 @@ class DataLoader(OwnArguments, Instruments, torch.utils.data.DataLoader[Batch]):
         **unknown: NoReturn,
     ) -> None:
         given = dict(locals())
-        refuse_arguments("DataLoader", unknown, type(self).__init__, {"max_skipped": arguments.INSTEAD["max_skipped"]})
+        refuse_arguments("DataLoader", unknown, type(self).__init__, {"max_skipped": INSTEAD["max_skipped"]})
         if not hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset):  # an array that has a shape
             dataset = as_dataset(dataset, "DataLoader", needs_length=sampler is None and batch_sampler is None)
         is_auto, workers = number_of_workers(num_workers)
@@ -605,11 +610,11 @@ class TorchReading(Generic[Batch]):
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"the state is {an(type(state_dict))}; give what state_dict() has returned")
         kind = "_stream" if isinstance(loader.dataset, IterableDataset) else "_sampler"
-        state = parsed(LoaderState, state_dict, advice)
-        read_entry(state_dict, kind, anything, advice)
+        state = entries.parsed(LoaderState, state_dict, advice)
+        entries.read_entry(state_dict, kind, entries.anything, advice)
         state.check_length(length(loader.dataset), loader.sampler)
         given = merged(progress.given_skip, check_skip(skip))
-        saved = read_entry({"_skip": (), **state_dict}, "_skip", steps_to_skip, advice)
+        saved = entries.read_entry({"_skip": (), **state_dict}, "_skip", steps_to_skip, advice)
         self.check_skip(given)
         if given and state.sampler is not None:
             before = progress.steps.before(state.epoch or 0, self._steps.length)
@@ -648,7 +653,7 @@ def make_sharded(loader: DataLoader[Any]) -> ShardedDataLoader[Any]:
     wrong = {"generator": loader.generator is not None, "in_order": not loader.in_order}
     for name in (name for name, is_wrong in wrong.items() if is_wrong):
         text = f"{name} goes with torch's order, and {' and '.join(SHARDED)} with another"
-        raise ValueError(f"{text}: {arguments.INSTEAD[name]}")
+        raise ValueError(f"{text}: {INSTEAD[name]}")
     if batch_size is None and loader._given_order["batch_sampler"] is None:
         raise ValueError("batch_size=None gives single samples, and this order is one of batches: give a batch_size")
     options = {name: getattr(loader, name) for name in (*SHARDED, *KEPT)} | loader._given_order

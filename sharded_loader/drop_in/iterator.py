@@ -32,31 +32,33 @@ import torch
 from torch.utils.data import IterableDataset, _utils
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from sharded_loader.base.checks import check_int
-from sharded_loader.base.errors import WorkerDiedError, WorkerTimeoutError
-from sharded_loader.base.imports import leave_alone
-from sharded_loader.base.interrupts import uninterrupted
-from sharded_loader.batching.tree import TensorBatch, to_torch
-from sharded_loader.data.inspection import is_stateful
-from sharded_loader.data.seeding import told_in
-from sharded_loader.devices.names import accelerators, find_devices
-from sharded_loader.devices.placement import Placer
+from sharded_loader import InlinePool, ProcessPool, ThreadPool, WorkerDiedError, WorkerTimeoutError
 from sharded_loader.drop_in import sampler as samplers
 from sharded_loader.drop_in.pinning import Pinner
 from sharded_loader.drop_in.sampler import Points, SamplerStart, Skips, TorchEpoch
 from sharded_loader.drop_in.state import LoaderState, TorchRun, TorchSteps, check_data, job_of, lives_on, stream_epoch
-from sharded_loader.engine.messages import PartPoint
-from sharded_loader.extend import Pipeline, Pool, Task
-from sharded_loader.loader import arguments
-from sharded_loader.loader.arguments import length
-from sharded_loader.loader.epochs import OneRun, warn_of_length
-from sharded_loader.loader.iterator import EpochIterator, profiler_enabled
-from sharded_loader.loader.loader import call_all
-from sharded_loader.pools.local import InlinePool, ThreadPool
-from sharded_loader.pools.process.pool import ArenaInUse, ProcessPool
-from sharded_loader.sampling.base import nested
-from sharded_loader.streams.epoch import StreamEpoch
-from sharded_loader.streams.reader import StreamReader
+from sharded_loader.extend import PartPoint, Pipeline, Pool, Task
+from sharded_loader.extend.data import TensorBatch, is_stateful, to_torch, told_in
+from sharded_loader.extend.engine import (
+    ArenaInUse,
+    EpochIterator,
+    OneRun,
+    Placer,
+    StreamEpoch,
+    StreamReader,
+    accelerators,
+    call_all,
+    claim,
+    collate_function,
+    find_devices,
+    length,
+    make_split,
+    profiler_enabled,
+    refuse_streams,
+    warn_of_length,
+)
+from sharded_loader.extend.order import nested
+from sharded_loader.extend.tools import check_int, leave_alone, uninterrupted
 
 if TYPE_CHECKING:
     from sharded_loader.drop_in.state import Loader
@@ -70,18 +72,18 @@ def check_arguments(loader: Loader) -> None:
     Raises:
         ValueError, TypeError: An argument has a wrong value or type.
     """
-    arguments.collate_function(None, loader.collate_fn)
+    collate_function(None, loader.collate_fn)
     if loader.generator is not None and not isinstance(loader.generator, torch.Generator):
         raise TypeError(f"generator is {loader.generator!r}; it must be a torch.Generator, or give seed= (an int)")
     if loader.prefetch_factor is not None:
         check_int("prefetch_factor", loader.prefetch_factor, 0, "give the number of batches to prefetch per worker")
     if loader.seed is not None:
         loader.seed = check_int("seed", loader.seed, -math.inf, "give an integer, or None")
-    arguments.make_split(*find_devices(loader.device, loader.devices), loader.num_shards)
+    make_split(*find_devices(loader.device, loader.devices), loader.num_shards)
     if loader.streams is not None:
         check_int("streams", loader.streams, 1, "give the number of parts, or None for one per worker")
         if not isinstance(loader.dataset, IterableDataset):
-            arguments.refuse_streams(loader.streams, loader.dataset)
+            refuse_streams(loader.streams, loader.dataset)
     if loader.start_method and loader.multiprocessing_context is not None:
         raise ValueError("start_method and multiprocessing_context set the same thing: leave out one of them")
     if loader.max_worker_memory is not None and (loader.num_workers == 0 or _uses_threads(loader)):
@@ -216,8 +218,8 @@ class Engine:
         self.pool = make_pool(loader)
         self.pool.notices = loader._meter.notices
         self._memory.lend(self.pool, self.placement)
-        self.pipeline = Pipeline(self.pool, arguments.make_split(devices, sharded, loader.num_shards))
-        arguments.claim(self.pool, self.pipeline)
+        self.pipeline = Pipeline(self.pool, make_split(devices, sharded, loader.num_shards))
+        claim(self.pool, self.pipeline)
         # Without prefetch_factor, enough batches are in flight to fill the messages to the workers.
         self.pipeline.scheduler.scale_by_group = loader._scales_prefetch
         self.pipeline.scheduler.per_worker = loader.prefetch_factor or 0

@@ -35,20 +35,22 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 from torch.utils.data.sampler import SubsetRandomSampler, WeightedRandomSampler
 
-from sharded_loader.base.checks import check_int
-from sharded_loader.base.entries import anything, entry, integer, written
-from sharded_loader.base.interrupts import is_from_outside, pass_on
-from sharded_loader.data.inspection import is_stateful
-from sharded_loader.engine.epoch_requests import EpochRequest, note
-from sharded_loader.engine.messages import NOTHING, Nothing, PartBatch, PartPoint, RowIndices
-from sharded_loader.engine.order import sampler_error
-from sharded_loader.extend import Epoch, Position, Result, Sampler, Task
-from sharded_loader.randomness.rng import derive_key
-from sharded_loader.sampling import foreign
-from sharded_loader.sampling.base import is_own, nested
-from sharded_loader.sampling.foreign import ForeignItems, known_length, rank_of
-from sharded_loader.sampling.state import Checkpoint
-from sharded_loader.sampling.tables import bytes_of_one
+from sharded_loader.extend import NOTHING, Epoch, Nothing, PartPoint, Position, Result, Sampler, Task
+from sharded_loader.extend.data import is_stateful
+from sharded_loader.extend.engine import EpochRequest, PartBatch, RowIndices, note, sampler_error
+from sharded_loader.extend.order import (
+    Checkpoint,
+    ForeignItems,
+    bytes_of_one,
+    derive_key,
+    first_of,
+    is_own,
+    known_length,
+    loaded,
+    nested,
+    rank_of,
+)
+from sharded_loader.extend.tools import check_int, entries, is_from_outside, pass_on
 
 
 class ShuffleSampler(RandomSampler):
@@ -214,17 +216,17 @@ class SamplerState:
         datasets: the state of each worker's dataset.
     """
 
-    yielded: int = entry(integer(0))
-    checksum: int = entry(integer(0))
-    rank: int | None = entry(anything, default=None)
-    shuffle: dict[str, Any] | None = entry(anything, default=None)
-    rng: list[list[str]] | None = entry(anything, default=None)
-    epochs: list[int] | None = entry(anything, default=None)
-    ahead: list[int] | None = entry(anything, default=None)
-    over: bool | None = entry(anything, default=None)
-    own: Any = entry(anything, write=copy.deepcopy, name="state", default=None)
-    generators: list[str] | None = entry(anything, default=None)
-    datasets: list[Any] | None = entry(anything, write=copy.deepcopy, default=None)
+    yielded: int = entries.entry(entries.integer(0))
+    checksum: int = entries.entry(entries.integer(0))
+    rank: int | None = entries.entry(entries.anything, default=None)
+    shuffle: dict[str, Any] | None = entries.entry(entries.anything, default=None)
+    rng: list[list[str]] | None = entries.entry(entries.anything, default=None)
+    epochs: list[int] | None = entries.entry(entries.anything, default=None)
+    ahead: list[int] | None = entries.entry(entries.anything, default=None)
+    over: bool | None = entries.entry(entries.anything, default=None)
+    own: Any = entries.entry(entries.anything, write=copy.deepcopy, name="state", default=None)
+    generators: list[str] | None = entries.entry(entries.anything, default=None)
+    datasets: list[Any] | None = entries.entry(entries.anything, write=copy.deepcopy, default=None)
 
 
 _PLAIN = (BatchSampler, SequentialSampler, InOrderSampler, list, tuple, range)
@@ -381,7 +383,7 @@ class SamplerStart:
         if is_stateful(items) or not self._draws:
             return items
         try:
-            items = foreign.first_of(self._of_named_epoch(items))[1]
+            items = first_of(self._of_named_epoch(items))[1]
         except Exception as error:
             pass_on(error)
             items = raising(error)
@@ -440,12 +442,12 @@ class SamplerStart:
                 self._load_between(mark.state)
                 yield iter(() if mark.finished else self.sampler), self.stateful
             else:
-                yield foreign.loaded(self.sampler, self.stateful, copy.deepcopy(mark.state))
+                yield loaded(self.sampler, self.stateful, copy.deepcopy(mark.state))
             return
         saved = (self.state.rng if self._draws else None) or [[]]
         with torch.random.fork_rng(devices=[]):
             _set_all(self._sources, saved[0])
-            items, stateful = foreign.loaded(self.sampler, self.stateful, copy.deepcopy(mark.state))
+            items, stateful = loaded(self.sampler, self.stateful, copy.deepcopy(mark.state))
             if mark.state is None or stateful is None:
                 _set_all(self._sources, saved[-1])
                 items = self.first(items)
@@ -734,7 +736,7 @@ class TorchEpoch(Epoch):
 
     def state(self, position: Position) -> dict[str, Any]:
         """What a state says of the sampler, and of the workers' datasets."""
-        return written(position.mark)
+        return entries.written(position.mark)
 
 
 def _set_all(generators: Iterable[torch.Generator], states: Iterable[str] | None) -> None:

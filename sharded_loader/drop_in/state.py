@@ -28,29 +28,40 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe, RandomSampler, SequentialSampler
 
-from sharded_loader.base.checks import check_int, refuse_async_iterable, refuse_class
-from sharded_loader.base.entries import anything, dict_of, entry, integer, optional, parsed, true_or_false, written
-from sharded_loader.data.inspection import Known
-from sharded_loader.data.seeding import set_epoch_of
 from sharded_loader.drop_in import sampler as samplers
 from sharded_loader.drop_in.collate import batchify_fn_of
 from sharded_loader.drop_in.sampler import EpochCount, InOrderSampler, SamplerState, ShuffleSampler, TorchEpoch
 from sharded_loader.drop_in.trainers import counted_by_fabric, fetched_by_lightning
-from sharded_loader.engine.epoch_requests import EpochRequests
-from sharded_loader.engine.messages import PartPoint
-from sharded_loader.engine.split import plain_indices
-from sharded_loader.extend import Job, Position, Run
-from sharded_loader.loader.arguments import action_and_limit, length
-from sharded_loader.loader.epochs import Place
-from sharded_loader.loader.lookup import KnownSteps, in_epoch
-from sharded_loader.sampling.base import nested
-from sharded_loader.sampling.foreign import len_epoch, read_twice, table_of, undisturbed
-from sharded_loader.sampling.order import LEFT_OUT, step_checksum
-from sharded_loader.sampling.state import Signature, arguments_of, dump, kind_of, seed_of
-from sharded_loader.sampling.tables import StepCount
-from sharded_loader.streams.epoch import StreamEpoch
-from sharded_loader.streams.order import StreamOrder
-from sharded_loader.streams.state import parse
+from sharded_loader.extend import Job, PartPoint, Position, Run
+from sharded_loader.extend.data import Known, set_epoch_of
+from sharded_loader.extend.engine import (
+    EpochRequests,
+    KnownSteps,
+    Place,
+    StreamEpoch,
+    StreamOrder,
+    action_and_limit,
+    in_epoch,
+    length,
+    parse,
+    plain_indices,
+)
+from sharded_loader.extend.order import (
+    LEFT_OUT,
+    Signature,
+    StepCount,
+    arguments_of,
+    dump,
+    kind_of,
+    len_epoch,
+    nested,
+    read_twice,
+    seed_of,
+    step_checksum,
+    table_of,
+    undisturbed,
+)
+from sharded_loader.extend.tools import check_int, entries, refuse_async_iterable, refuse_class
 
 if TYPE_CHECKING:
     from sharded_loader.drop_in.iterator import LoaderIterator
@@ -81,16 +92,18 @@ class LoaderState:
         length: the number of samples in the dataset, of map-style data.
     """
 
-    yielded: int = entry(integer(), name="_num_yielded")
-    finished: bool = entry(true_or_false, name="_iterator_finished")
-    base_seed: int = entry(integer(), name="_base_seed")
-    epoch: int | None = entry(optional(integer()), name="_epoch", default=None)
-    epoch_of_dataset: int | None = entry(anything, name="_epoch_of_dataset", default=None)
-    generator: str | None = entry(anything, name="_generator", default=None)
-    next_draws: list[int] | None = entry(anything, name="_next", default=None)
-    sampler: SamplerState | None = entry(optional(dict_of(SamplerState)), write=written, name="_sampler", default=None)
-    stream: Any = entry(anything, name="_stream", default=None)
-    length: int | None = entry(optional(integer(0)), name="_length", default=None)
+    yielded: int = entries.entry(entries.integer(), name="_num_yielded")
+    finished: bool = entries.entry(entries.true_or_false, name="_iterator_finished")
+    base_seed: int = entries.entry(entries.integer(), name="_base_seed")
+    epoch: int | None = entries.entry(entries.optional(entries.integer()), name="_epoch", default=None)
+    epoch_of_dataset: int | None = entries.entry(entries.anything, name="_epoch_of_dataset", default=None)
+    generator: str | None = entries.entry(entries.anything, name="_generator", default=None)
+    next_draws: list[int] | None = entries.entry(entries.anything, name="_next", default=None)
+    sampler: SamplerState | None = entries.entry(
+        entries.optional(entries.dict_of(SamplerState)), write=entries.written, name="_sampler", default=None
+    )
+    stream: Any = entries.entry(entries.anything, name="_stream", default=None)
+    length: int | None = entries.entry(entries.optional(entries.integer(0)), name="_length", default=None)
 
     @property
     def epoch_to_begin(self) -> int:
@@ -160,9 +173,9 @@ class TorchRun(Run):
             yielded, finished, self.base_seed, epoch.number, self.epoch_of_dataset, generator, following, **named
         )
         if loader.num_workers == 0:
-            return {**written(own), **snapshots[0]}
+            return {**entries.written(own), **snapshots[0]}
         workers = {f"worker_{i}": {"worker_id": i, **snapshot} for i, snapshot in enumerate(snapshots)}
-        return {**written(own), "_snapshot": {"_worker_snapshots": workers}}
+        return {**entries.written(own), "_snapshot": {"_worker_snapshots": workers}}
 
     def _stream_position(self, epoch: StreamEpoch, delivered: int, is_over: bool) -> Position:
         """The position in iterable data, with a point for each part."""
@@ -246,7 +259,7 @@ class TorchProgress(Place):
         """The state that was loaded, if no epoch has begun since; see `at_named_epoch`."""
         if self.pending is None:
             return None
-        state = parsed(LoaderState, self.pending, ADVICE)
+        state = entries.parsed(LoaderState, self.pending, ADVICE)
         self.is_of_fabric = counted_by_fabric(state.epoch_to_begin)
         return state if self.is_of_fabric else at_named_epoch(state, sampler, self.count)
 
@@ -481,7 +494,7 @@ class TorchSteps(KnownSteps):
             raise ValueError(f"epoch {epoch} cannot be looked up: {drawn}")
         run, number, known = progress.current_run, None, None
         if progress.pending is not None:
-            loaded = parsed(LoaderState, progress.pending, ADVICE)
+            loaded = entries.parsed(LoaderState, progress.pending, ADVICE)
             number, known = loaded.epoch, loaded.sampler
         elif run is not None and isinstance(run.epoch, TorchEpoch):
             number, known = run.epoch.number, run.epoch.drawn.start.state
