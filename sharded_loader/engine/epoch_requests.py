@@ -22,18 +22,18 @@ EpochRequest = tuple[int, int]
 _numbers = count(1)
 
 
-def note(epoch: int) -> EpochRequest:
+def new_request(epoch: int) -> EpochRequest:
     """Return the ``epoch_request`` that a sampler stores after ``set_epoch(epoch)``."""
     return next(_numbers), epoch
 
 
-def noted(samplers: Iterable[object]) -> list[tuple[Any, EpochRequest | None]]:
+def last_requests(samplers: Iterable[object]) -> list[tuple[Any, EpochRequest | None]]:
     """Return the samplers that record calls of ``set_epoch``, each with its last call."""
     return [(sampler, sampler.epoch_request) for sampler in samplers if hasattr(sampler, "epoch_request")]
 
 
-def put_back(before: list[tuple[Any, EpochRequest | None]]) -> None:
-    """Discard the calls made since `noted`: they were a loader's own."""
+def restore_requests(before: list[tuple[Any, EpochRequest | None]]) -> None:
+    """Discard the calls made since `last_requests`: they were a loader's own."""
     for sampler, request in before:
         if sampler.epoch_request is not request:
             _store(sampler, request)
@@ -61,7 +61,7 @@ class _RecordingSetEpoch:
         if obj is None:
             return method
         recording: Any = partial(_call_and_record, obj, method)
-        recording.is_noted, recording.unnoted = True, partial(_call_unrecorded, obj, method)
+        recording.is_recorded, recording.unrecorded = True, partial(_call_unrecorded, obj, method)
         return recording
 
     def _belongs_to(self, obj: object) -> bool:
@@ -84,8 +84,8 @@ def _start_recording(sampler: object) -> bool:
         if "epoch_request" not in vars(sampler):
             # An epoch above 0 means an earlier call, except in a copy of a sampler that was recorded.
             epoch = None if hasattr(type(sampler), "epoch_request") else getattr(sampler, "epoch", None)
-            _store(sampler, note(epoch) if isinstance(epoch, int) and epoch > 0 else None)
-        if getattr(method, "is_noted", False) is not True:
+            _store(sampler, new_request(epoch) if isinstance(epoch, int) and epoch > 0 else None)
+        if getattr(method, "is_recorded", False) is not True:
             kind: Any = next((one for one in type(sampler).__mro__ if "set_epoch" in vars(one)), type(sampler))
             kind.set_epoch = _RecordingSetEpoch(vars(kind).get("set_epoch"))
     except (AttributeError, TypeError) as error:
@@ -100,17 +100,17 @@ def _call_and_record(sampler: object, method: Callable[[int], object], epoch: in
     """Call a class's own ``set_epoch``, and record the call."""
     answer = method(epoch)
     with suppress(AttributeError, TypeError):  # no loader listens to objects that cannot store it
-        _store(sampler, note(epoch))
+        _store(sampler, new_request(epoch))
     return answer
 
 
 def _call_unrecorded(sampler: object, method: Callable[[int], object], epoch: int) -> Any:
     """Call ``set_epoch`` for a loader. Calls that a super class records meanwhile are discarded."""
-    before = noted([sampler])
+    before = last_requests([sampler])
     try:
         return method(epoch)
     finally:
-        put_back(before)
+        restore_requests(before)
 
 
 class EpochRequests:
@@ -144,4 +144,4 @@ class EpochRequests:
         return max(new)[1]
 
     def drop(self) -> None:
-        self._seen = noted(sampler for sampler, _ in self._seen)
+        self._seen = last_requests(sampler for sampler, _ in self._seen)

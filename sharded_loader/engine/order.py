@@ -2,7 +2,7 @@
 
     Order.epoch(number, position) -> Epoch       its batches for this rank, from a position on
     Epoch.task(seq)               -> Task | the error in its place | NOTHING: left out | None after the last batch
-    Epoch.came(seq, result)       -> Result      record the progress that the reader of a part reports
+    Epoch.record_result(seq, result) -> Result   record the progress that the reader of a part reports
     Epoch.position(delivered)     -> Position    the position to resume from; Epoch.state(position) writes it
     Order.load(state)             -> Position    resume there, with the seeds of the state
 
@@ -84,7 +84,7 @@ class Epoch(ABC):
     def task(self, seq: int) -> Task | Exception | Nothing | None:
         """Return batch ``seq`` as a task; the error in its place; `NOTHING` if left out; None after the last one."""
 
-    def came(self, seq: int, result: Result) -> Result:
+    def record_result(self, seq: int, result: Result) -> Result:
         """Record a finished batch of a part, now at ``seq``. Return its result, empty if the part had ended."""
         return result
 

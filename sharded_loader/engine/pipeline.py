@@ -145,7 +145,7 @@ class Run:
         part = None if entry.task is None else entry.task.part
         is_abandoned = part is not None and part.batch > self.epoch.abandoned.get(part.number, part.batch)
         if is_abandoned:
-            entry.result = self.epoch.came(entry.seq, Result(self.number, entry.seq, NOTHING))
+            entry.result = self.epoch.record_result(entry.seq, Result(self.number, entry.seq, NOTHING))
         return is_abandoned
 
     def distance(self) -> float:
@@ -175,7 +175,7 @@ class ReorderBuffer(dict[int, Run]):
             run = self.get(result.run)
             if run is not None and (entry := run.awaited.pop(result.seq, None)) is not None:
                 is_of_part = entry.task is not None and entry.task.part is not None
-                entry.result = run.epoch.came(entry.seq, result) if is_of_part else result
+                entry.result = run.epoch.record_result(entry.seq, result) if is_of_part else result
 
     def fail(self, error: Exception) -> None:
         """End all runs with the error of a broken pool."""
@@ -204,7 +204,7 @@ class Scheduler:
         self.prefetch = self.per_worker = 0
         self.scale_by_group = self.one_by_one = self.is_timed = False
 
-    def follow(self, pool: Pool) -> None:
+    def update_prefetch(self, pool: Pool) -> None:
         if self.per_worker:
             self.prefetch = self.per_worker * pool.num_workers
 
@@ -326,7 +326,7 @@ class Pipeline:
 
     def _apply_resize(self, pool: Pool) -> None:
         pool.adopt()
-        self.scheduler.follow(pool)
+        self.scheduler.update_prefetch(pool)
 
     def _call_between_steps(self, do: Callable[[], None]) -> bool:
         """Call ``do`` unless a step is under way in any thread, or was interrupted. Returns True if called."""

@@ -13,7 +13,7 @@ from sharded_loader.devices.placement import Placer as Placer
 from sharded_loader.devices.placement import not_placed as not_placed
 from sharded_loader.engine.epoch_requests import EpochRequest as EpochRequest
 from sharded_loader.engine.epoch_requests import EpochRequests as EpochRequests
-from sharded_loader.engine.epoch_requests import note as note
+from sharded_loader.engine.epoch_requests import new_request as new_request
 from sharded_loader.engine.heartbeat import IDLE as IDLE
 from sharded_loader.engine.heartbeat import IN_BATCH as IN_BATCH
 from sharded_loader.engine.heartbeat import SAMPLE as SAMPLE
@@ -46,8 +46,8 @@ from sharded_loader.loader.arguments import make_split as make_split
 from sharded_loader.loader.arguments import number_of_workers as number_of_workers
 from sharded_loader.loader.arguments import placement_given as placement_given
 from sharded_loader.loader.arguments import refuse_streams as refuse_streams
-from sharded_loader.loader.epochs import Place as Place
 from sharded_loader.loader.epochs import OneRun as OneRun
+from sharded_loader.loader.epochs import Place as Place
 from sharded_loader.loader.epochs import warn_of_length as warn_of_length
 from sharded_loader.loader.iterator import EpochIterator as EpochIterator
 from sharded_loader.loader.iterator import profiler_enabled as profiler_enabled

@@ -254,6 +254,6 @@ def _encode(result: Result, slot: SlotWriter) -> Encoded:
 
 
 def _tell_torch(number: int, num_workers: int, seed: int, job: Job) -> None:
-    from sharded_loader.streams.worker_info import tell_of_worker
+    from sharded_loader.streams.worker_info import announce_worker
 
-    tell_of_worker(number, num_workers, seed, job)
+    announce_worker(number, num_workers, seed, job)

@@ -1,7 +1,7 @@
 """One epoch of iterable data: selects the part that gives the next batch, and tracks the progress of each part.
 
     StreamEpoch.task(seq) -> Task with a PartBatch    batch b of part p; its samples are known only when it is read
-    StreamEpoch.came(seq, result) -> Result           record the progress that the reader reports, or the part's end
+    StreamEpoch.record_result(seq, result) -> Result  record the progress that the reader reports, or the part's end
     StreamEpoch.position(delivered)                   the position between two batches
 
 The next batch comes from the part with the fewest batches so far, the first of several. So parts take turns and ended
@@ -133,7 +133,7 @@ class StreamEpoch(Epoch):
             self._plan = next_seq + 1, queue
         return self._planned[seq][0] if seq in self._planned else None
 
-    def came(self, seq: int, result: Result) -> Result:
+    def record_result(self, seq: int, result: Result) -> Result:
         """Record the progress of the batch's part, or its end."""
         if seq not in self._planned:
             return result

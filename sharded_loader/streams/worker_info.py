@@ -106,7 +106,7 @@ def this_worker() -> tuple[int, int] | None:
     return None if info is None else (info.id, info.num_workers)
 
 
-def tell_of_worker(number: int, num_workers: int, seed: int, job: Job) -> None:
+def announce_worker(number: int, num_workers: int, seed: int, job: Job) -> None:
     """Announce to torch, which has been imported, that this process is a worker."""
     import torch
 

@@ -155,7 +155,7 @@ def test_it_goes_on_from_the_farthest_point_that_lies_before_an_epoch() -> None:
     assert all(planned)
     for seq in range(4):
         point = PartPoint(seq // 2 + 1, 0, 4 * (seq // 2 + 1))
-        reading.came(seq, Result(0, seq, [1], point=point))
+        reading.record_result(seq, Result(0, seq, [1], point=point))
     order.begun(reading)
     begin = order._beginning(1, range(2))
     assert begin.counts == {0: 2, 1: 2} and begin.points == {0: PartPoint(2, 0, 8), 1: PartPoint(2, 0, 8)}
