@@ -145,7 +145,7 @@ class BatchTimes(SimpleNamespace):
             ``seconds`` is other waiting, such as for files.
         collate, write: time in ``batchify_fn``, and to write the batch into its slot.
         retries: requests of the dataset that were retried. `Result` counts them.
-        weight: number of batches it stands for, as few of the cheapest are measured (see `Reader`); 0: not measured.
+        weight: number of batches it stands for, as few of the cheapest are measured (see `Timing`); 0: not measured.
         is_first, starts: the worker's first batch; an iterator's first one, with nothing read before.
         slow, shards: position and seconds of slow samples; the indices that the positions refer to.
         sent, wait_began, wait_ended: stamps of submission to the pool and of the wait of ``next`` for workers; 0: none.

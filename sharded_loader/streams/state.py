@@ -63,26 +63,26 @@ def differences(saved: StreamSignature, own: StreamSignature, position: Position
 
     ``strict`` means that the batch size matters even at the beginning of an epoch.
     """
-    found = []
-    begins = not any(position.counts.values())  # no batch was read
+    texts = []
+    is_at_start = not any(position.counts.values())
     same_step = saved.batch_size * saved.num_replicas == own.batch_size * own.num_replicas
     if saved.streams < own.num_replicas:
-        found.append(f"there were {saved.streams} parts (streams), and are {own.num_replicas} ranks: each needs a part")
+        texts.append(f"there were {saved.streams} parts (streams), and are {own.num_replicas} ranks: each needs a part")
     phrases = entries.differing(saved, own)
-    if begins and (same_step or not strict):
+    if is_at_start and (same_step or not strict):
         phrases.pop("batch_size", None)
-    elif not begins and "batch_size" in phrases:
+    elif not is_at_start and "batch_size" in phrases:
         steps = "" if own.steps_per_epoch is None else " and with steps_per_epoch=,"
         phrases["batch_size"] += _STAYS.format(was=saved.batch_size, steps=steps)
-    found += phrases.values()
+    texts += phrases.values()
     missing = [part for part in own.parts_of_rank() if part not in position.counts]
-    if not found and position.counts and missing:
-        found.append(
+    if not texts and position.counts and missing:
+        texts.append(
             f"it is the state of rank {saved.rank} of {saved.num_replicas}, which knows nothing of part {missing[0]}: "
             f"each rank saves its own state, and for another number of ranks load all of them, "
             f"load_state_dict([state of rank 0, state of rank 1, ...])"
         )
-    return found
+    return texts
 
 
 def dump(position: Position, signature: StreamSignature) -> dict[str, Any]:
@@ -113,15 +113,15 @@ def parse(state: object, replicas: tuple[int, int]) -> tuple[Position, StreamSig
     first = signatures[0]
     if len(states) == 1 and (first.num_replicas, first.rank) == replicas:
         return positions[0], first
-    for one in signatures:
-        if one.seed != first.seed or entries.differing(one, first):
+    for signature in signatures:
+        if signature.seed != first.seed or entries.differing(signature, first):
             raise ValueError(f"the states are those of different runs: {_ADVICE}, one of each rank")
-    places = {"in different epochs": [position.epoch for position in positions]}
+    compared = {"in different epochs": [position.epoch for position in positions]}
     if first.steps_per_epoch is not None:
-        places["after different steps"] = [position.done for position in positions]
-    for where, found in places.items():
-        if len(set(found)) > 1:
-            numbers = ", ".join(map(str, found))
+        compared["after different steps"] = [position.done for position in positions]
+    for where, values in compared.items():
+        if len(set(values)) > 1:
+            numbers = ", ".join(map(str, values))
             raise ValueError(f"the states of the ranks lie {where} ({numbers}): save them after the same step")
     counts = {part: count for position in positions for part, count in position.counts.items()}
     points = {part: point for position in positions for part, point in position.points.items()}
@@ -136,11 +136,11 @@ def _parse(state: Any) -> tuple[Position, StreamSignature]:
     signature = parsed(StreamSignature, state, _ADVICE)
     epoch, batches = (read_entry(state, name, integer(0), _ADVICE) for name in ("epoch", "batches"))
     parts = {"state": None, **read_entry(state, "parts", entries.instance(Mapping, "a dict"), _ADVICE)}
-    what = "the state's 'parts'"
-    numbers, given, *columns = (read_entry(parts, name, read, _ADVICE, what) for name, read in _PARTS.items())
+    where = "the state's 'parts'"
+    numbers, given, *columns = (read_entry(parts, name, read, _ADVICE, where) for name, read in _PARTS.items())
     columns[-1] = copy.deepcopy(columns[-1]) or [None] * len(numbers)
     if any(len(column) != len(numbers) for column in (given, *columns)):
-        raise ValueError(f"{what} is wrong: its lists have different lengths: {_ADVICE}")
+        raise ValueError(f"{where} is wrong: its lists have different lengths: {_ADVICE}")
     counts = dict(zip(numbers, given, strict=True))
     points = dict(zip(numbers, map(PartPoint, *columns), strict=True))
     return Position(epoch, batches, None, counts, points), signature
