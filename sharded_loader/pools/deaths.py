@@ -22,7 +22,7 @@ from typing import NamedTuple, TypeVar
 
 from sharded_loader.base import host_clock
 from sharded_loader.base.errors import Location, WorkerDiedError, WorkerTimeoutError, WorkerTraceback, describe_exit
-from sharded_loader.engine.board import SAMPLE, SHARD, UNUSED, phase, sample_in
+from sharded_loader.engine.heartbeat import SAMPLE, SHARD, UNUSED, phase, sample_in
 from sharded_loader.engine.messages import Task
 
 E = TypeVar("E", bound=BaseException)
@@ -147,8 +147,8 @@ class Watch:
         """Those of the workers that have stood still for ``timeout`` seconds.
 
         Args:
-            workers: those that have something to do, each with its board. An empty board: it is in its start. The
-                clock of a worker that is left out starts again from 0.
+            workers: those that have something to do, each with its heartbeat, which is empty while it
+                starts. The clock of a worker that is left out starts again from 0.
         """
         if self.timeout is None:
             return []
@@ -177,7 +177,7 @@ class Death(NamedTuple):
         oom_kills: what `ProcessTransport.oom_kills` said then.
         host, cause: where another program runs the workers: the address of its machine, and what that program says.
         hung: it was killed because it was late.
-        board: where it was; None: that is not known.
+        heartbeat: where it was; None: that is not known.
         is_of_machine: its machine has gone: no batch is to blame.
         is_final: it could not be made; nor could another one.
     """
@@ -189,7 +189,7 @@ class Death(NamedTuple):
     host: str = ""
     cause: str = ""
     hung: bool = False
-    board: Sequence[int] | None = UNUSED
+    heartbeat: Sequence[int] | None = UNUSED
     is_of_machine: bool = False
     is_final: bool = False
 
@@ -217,10 +217,10 @@ class Death(NamedTuple):
             tries: how many there were.
             timeout: seconds that they were given.
         """
-        board = self.board or ()
+        heartbeat = self.heartbeat or ()
         if self.hung and timeout is not None:
-            return timed_out(self.who, timeout, task, board, tries, killed=True)
-        return _stopped_too_many(self._error, self.who, str(self), task, board, tries, "", ", which it may end too")
+            return timed_out(self.who, timeout, task, heartbeat, tries, killed=True)
+        return _stopped_too_many(self._error, self.who, str(self), task, heartbeat, tries, "", ", which it may end too")
 
     def error_in_start(self) -> WorkerDiedError:
         """The error for workers that cannot start."""
@@ -260,7 +260,7 @@ def timed_out(who: str, timeout: float, task: Task, words: Sequence[int], tries:
         who: the worker.
         timeout: seconds that it was given.
         task: the batch.
-        words: the worker's board.
+        words: the worker's heartbeat.
         tries: how many workers stood still.
         killed: whether it could be stopped; a thread cannot.
     """

@@ -38,7 +38,7 @@ import numpy as np
 
 from sharded_loader.base.errors import as_batch_error
 from sharded_loader.base.interrupts import is_from_outside
-from sharded_loader.engine.epoch_requests import noted, put_back
+from sharded_loader.engine.epoch_requests import last_requests, restore_requests
 from sharded_loader.engine.messages import NOTHING, Nothing, Task
 from sharded_loader.engine.order import Epoch, Position, sampler_error
 from sharded_loader.engine.split import is_sharded, plain_indices
@@ -330,7 +330,7 @@ class _Batches:
         self.foreign, self._seed = find_foreign(source.items, source.signature.seed)
         if type(source.items) in (list, tuple, range) and source.batch_size and isinstance(span, _SeparateSpan):
             self.foreign, self.listed = None, Listed(source.items, mark)
-        self._noted = [sampler for sampler, _ in noted(nested(self.foreign))]
+        self._noted = [sampler for sampler, _ in last_requests(nested(self.foreign))]
         self._table: Table | None = None
         self._replay: Replay | None = None
         self._open_before: Replay | None = None  # as the epoch before has left it
@@ -359,15 +359,15 @@ class _Batches:
         found = self.ready.get(number)
         if found is not None or number >= self._ended:
             return found
-        before = noted(self._noted)
+        before = last_requests(self._noted)
         try:
             if self.foreign is None:
                 self.ready = self._read(number)
             else:
                 self._read_foreign(number)
-            put_back(before)
+            restore_requests(before)
         except BaseException as error:  # also a Ctrl-C that comes while they are put back
-            put_back(before)
+            restore_requests(before)
             self._table = None
             # A batch that was read, but not counted, is read again: perhaps in another order.
             self.ready = {seq: found for seq, found in self.ready.items() if seq < self._coming}

@@ -4,8 +4,8 @@
 
     TASKS            pickled list of tasks, each with its slot             main process -> worker
     CANCEL  run                             do not begin the tasks of this run
-    BOARD            row, size, name        where the worker notes what it is at (`engine.board`); without a name a
-                     descriptor comes along
+    HEARTBEAT        row, size, name        memory in which the worker records its step (`engine.heartbeat`); without a
+                     name a descriptor comes along
     DEATH            name: the worker dies when the other end of that pipe is closed; likewise
     STACKS  run         write what is read, and the user's stacks, to stderr. 1: and end
     FLUSH            send what is finished now: the consumer waits for it, and the worker still reads what comes after
@@ -60,7 +60,7 @@ CHUNK = 65536
 """Bytes that a link reads at once: two batches that go through the pipe, or hundreds of small ones."""
 
 TASKS, CANCEL, SEGMENT, JOB, READY, FAILED, RESULTS = b"T", b"C", b"S", b"J", b"Y", b"F", b"R"
-BOARD, DEATH, STACKS, LEAVE, GROWN, FLUSH = b"B", b"D", b"P", b"L", b"G", b"U"
+HEARTBEAT, DEATH, STACKS, LEAVE, GROWN, FLUSH = b"B", b"D", b"P", b"L", b"G", b"U"
 
 NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
 """Flag of a send: a worker that is gone is an error here, also where the user has SIGPIPE end the program."""

@@ -2,13 +2,13 @@
 
     start(job)         fork: workers are launched with the job. spawn, forkserver: it is published once, and sent
     retire(worker)     it is told to end when it has answered
-    last_words(worker) reaped: its exit code, its board
+    last_words(worker) reaped: its exit code, its heartbeat
     close()            workers end (end-of-file, then SIGKILL), and their links, slots and memory are given back
 
-A `ProcessTransport` owns the workers, and what they start with: the boards (`engine.board`), the lifeline, the template
-that forked workers come from, the memory of the published job. It also owns the arena, and the pipe that wakes the
-thread that waits for the workers. It keeps no job, so that a finalizer may hold it: a job leads to the user's dataset,
-and that often to the loader.
+A `ProcessTransport` owns the workers, and what they start with: the heartbeats (`engine.heartbeat`), the lifeline, the
+template that forked workers come from, the memory of the published job. It also owns the arena, and the pipe that wakes
+the thread that waits for the workers. It keeps no job, so that a finalizer may hold it: a job leads to the
+user's dataset, and that often to the loader.
 
 A slot is free only when its writer has ended: never, if that is left behind (`KILLED_GRACE`). In a process that the
 user forks `close` does nothing: the workers belong to the main process.
@@ -42,7 +42,7 @@ from sharded_loader.base import host_clock
 from sharded_loader.base.interrupts import uninterrupted
 from sharded_loader.base.limits import oom_kills
 from sharded_loader.base.system import PORTABLE, can_pass_descriptors, open_pidfd, write_to_stderr
-from sharded_loader.engine.board import IDLE, SAMPLE, WORDS, Board, board_in, new_board
+from sharded_loader.engine.heartbeat import IDLE, SAMPLE, WORDS, Heartbeat, heartbeat_in, new_heartbeat
 from sharded_loader.engine.messages import Job, Task
 from sharded_loader.memory import publish
 from sharded_loader.memory.arena import Arena
@@ -50,7 +50,7 @@ from sharded_loader.memory.codec import Encoded
 from sharded_loader.memory.segments import Segment, Slot, create
 from sharded_loader.pools.deaths import Death
 from sharded_loader.pools.process import start
-from sharded_loader.pools.process.link import BOARD, CANCEL, DEATH, JOB, LEAVE, STACKS, Link
+from sharded_loader.pools.process.link import CANCEL, DEATH, HEARTBEAT, JOB, LEAVE, STACKS, Link
 from sharded_loader.pools.process.worker import STACKS_SIGNAL, find_libraries
 from sharded_loader.pools.process.worker import main as work
 from sharded_loader.pools.supervised import Transport, Worker
@@ -72,7 +72,7 @@ STACKS_GRACE = 1.0
 """Seconds in which a worker that hangs writes its stacks and ends: 1 to 20 ms, and more on a busy machine."""
 
 ROWS = 2048
-"""Workers that have room on the board, with those that are leaving: 128 KB of memory."""
+"""Workers whose heartbeats have room in the shared memory, with those that are leaving: 128 KB."""
 
 KILLED_GRACE = 3.0
 """Seconds in which a killed process ends. One that does not is inside the kernel, with a disk or a network file system
@@ -96,8 +96,8 @@ class ProcessWorker(Worker):
         self.pid: int = process.pid
         self.link = link
         self.slots: dict[tuple[int, int], Slot | None] = {}
-        self.row = -1  # of the board
-        self.board: Board = new_board()
+        self.row = -1  # of the shared memory
+        self.heartbeat: Heartbeat = new_heartbeat()
         self.has_grown = False  # it takes more memory than it may
         self.has_ended = False  # as far as is known, and it was not replaced yet; or it was killed for its silence
         self._released = False
@@ -118,7 +118,7 @@ class ProcessWorker(Worker):
 
     def is_busy(self) -> bool:
         """Whether it is in a batch, and lives."""
-        return bool(self.board[SAMPLE] != IDLE) and self.is_alive()
+        return bool(self.heartbeat[SAMPLE] != IDLE) and self.is_alive()
 
     def kill(self) -> None:
         """SIGKILL, if it has not been released; on Windows, TerminateProcess."""
@@ -173,14 +173,14 @@ class ProcessWorker(Worker):
             pass
         finally:
             self._released = True
-            self.board = list(self.board)  # the last look at it: holding the worker does not hold the memory
+            self.heartbeat = list(self.heartbeat)  # a copy, so that holding the worker does not hold the memory
             if owns_sentinel:
                 os.close(self.sentinel)
 
     def where(self) -> Sequence[int] | None:
         if not self.ready:
             return ()
-        return self.board if self.tasks else None
+        return self.heartbeat if self.tasks else None
 
     def cancel(self, run: int) -> None:
         self.link.send(CANCEL, run)  # its last task may not have begun; it answers for each that it drops
@@ -198,7 +198,7 @@ class ProcessTransport(Transport[ProcessWorker]):
     Attributes:
         waker: both ends of the pipe that `wake` writes to.
         arena: the slots that batches lie in.
-        template, board, lifeline: what workers start with.
+        template, heartbeats, lifeline: what workers start with.
         published: its number, the job and its memory; None: forked workers have the job.
     """
 
@@ -210,7 +210,7 @@ class ProcessTransport(Transport[ProcessWorker]):
         self.leaving: list[ProcessWorker] = []
         self.arena = Arena(max_bytes)
         self.waker: tuple[connection.Connection, connection.Connection] | None = None
-        self.board: Segment | None = None
+        self.heartbeats: Segment | None = None
         self.lifeline: tuple[int, int] | None = None
         self.template: start.Template | None = None
         self.published: tuple[int, Encoded, Segment | None] | None = None
@@ -280,7 +280,7 @@ class ProcessTransport(Transport[ProcessWorker]):
         self._pid = os.getpid()
         self.waker = multiprocess.Pipe(duplex=False)
         try:
-            self.board = create(0, ROWS * WORDS * 8)
+            self.heartbeats = create(0, ROWS * WORDS * 8)
         except OSError as error:
             raise MemoryError(f"no shared memory to start workers with ({error}): free some, or files") from error
         self.lifeline = os.pipe() if sys.platform == "linux" else None
@@ -307,13 +307,13 @@ class ProcessTransport(Transport[ProcessWorker]):
         with contextlib.ExitStack() as undo:  # another thread may close the transport in the middle of this
             undo.callback(worker.release)
             undo.callback(link.close)
-            if self.board is not None:
+            if self.heartbeats is not None:
                 # A row that no worker has. Its number will not do: one that is leaving may have it too.
                 used = {one.row for one in (*self.workers, *self.leaving)}
                 worker.row = next(row for row in range(ROWS) if row not in used)
-                worker.board = board_in(self.board.mapping, worker.row)
-                worker.board[SAMPLE] = IDLE
-                link.send_segment(self.board, BOARD, worker.row)
+                worker.heartbeat = heartbeat_in(self.heartbeats.mapping, worker.row)
+                worker.heartbeat[SAMPLE] = IDLE
+                link.send_segment(self.heartbeats, HEARTBEAT, worker.row)
             if (lifeline := self.lifeline) is not None and not PORTABLE:
                 if can_pass_descriptors():
                     link.send(DEATH, descriptor=lifeline[0])
@@ -366,7 +366,7 @@ class ProcessTransport(Transport[ProcessWorker]):
         worker.wait(0.0 if worker.hung else 1.0)
         worker.release()
         death = Death(worker.number, worker.pid, worker.exitcode, self.oom_kills())
-        return death._replace(hung=worker.hung, board=list(worker.board))
+        return death._replace(hung=worker.hung, heartbeat=list(worker.heartbeat))
 
     def oom_kills(self) -> int | None:
         """How many processes of this cgroup the kernel has killed for want of memory since the workers started."""
@@ -395,10 +395,10 @@ class ProcessTransport(Transport[ProcessWorker]):
         steps += [worker.slots.clear for worker in workers]
         # Meanwhile: to give 150 MB back takes as long as a process takes to end. Workers have mappings of their own.
         steps += [self._unpublish, self.arena.close, self.stop_workers]
-        steps += [one.close for one in (*(self.waker or ()), self.board) if one is not None]
+        steps += [one.close for one in (*(self.waker or ()), self.heartbeats) if one is not None]
         steps += [functools.partial(os.close, end) for end in self.lifeline or ()]
         with uninterrupted(), contextlib.ExitStack() as stack:  # each step is done, whatever another one raises
-            self.waker = self.lifeline = self.board = None
+            self.waker = self.lifeline = self.heartbeats = None
             self._new_arena()
             for step in reversed(steps):
                 stack.callback(step)
@@ -471,8 +471,8 @@ def _after_fork_in_child() -> None:
         ends, transport.lifeline = transport.lifeline, None
         for end in ends or ():  # its copy must not keep the workers alive
             os.close(end)
-        if transport.board is not None:
-            transport.board.close_descriptor()
+        if transport.heartbeats is not None:
+            transport.heartbeats.close_descriptor()
         if transport.template is not None:
             transport.template.control.close()
 

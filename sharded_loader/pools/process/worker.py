@@ -3,8 +3,8 @@
     receiver thread:  pipe -> inbox                            always drains, so the main process's sends never wait
     main thread:      inbox -> TaskReader -> slot, packed reply -> pipe
 
-The main thread notes on the board where it is. So a main process that finds it dead or silent can say in which batch,
-and over which sample, if the user has to know that (`engine.board`).
+The main thread records its step in the heartbeat (`engine.heartbeat`). So a main process that finds it dead or silent
+knows the batch, and the sample if the user has to know that.
 
 A message brings the job (the dataset and how to read it). A forked worker inherits the job, and the message says when
 to begin. A job that cannot be taken is the answer (`FAILED`). What else strikes ends the process, with its traceback.
@@ -40,7 +40,7 @@ from sharded_loader.base import host_clock
 from sharded_loader.base.interrupts import python_handlers
 from sharded_loader.base.private import end_compiling, limit_to_one_thread
 from sharded_loader.base.system import ONE_THREAD, is_readable, why_refused
-from sharded_loader.engine.board import IDLE, SAMPLE, board_in
+from sharded_loader.engine.heartbeat import IDLE, SAMPLE, heartbeat_in
 from sharded_loader.engine.messages import GROUP_SECONDS, Job
 from sharded_loader.memory.codec import Array, decode
 from sharded_loader.memory.segments import attach
@@ -138,7 +138,7 @@ class WorkerThreads:
 
     def _take(self, message: Message) -> None:
         kind, run = message.kind, message.run
-        if kind in (wire.BOARD, wire.DEATH, wire.SEGMENT):
+        if kind in (wire.HEARTBEAT, wire.DEATH, wire.SEGMENT):
             self._open_shared(message)
         elif kind == wire.FLUSH:
             if self._sending.acquire(blocking=False):  # otherwise the main thread sends; this one must drain
@@ -166,14 +166,14 @@ class WorkerThreads:
                 finally:
                     if fd is not None:
                         os.close(fd)
-            elif kind == wire.BOARD:
-                self._reading.board = board_in(attach(0, nbytes, fd, name).mapping, number)
+            elif kind == wire.HEARTBEAT:
+                self._reading.heartbeat = heartbeat_in(attach(0, nbytes, fd, name).mapping, number)
             else:
                 # Batches are written for the main process to see; a dataset's segment (negative) stays private.
                 segment = attach(number, nbytes, fd, name, private=number < 0)
                 self._segments[number] = np.frombuffer(segment.mapping, np.uint8)
         except OSError as error:
-            # Without the board errors will not name the sample; without the lifeline this thread ends the process.
+            # Without the heartbeat errors will not name the sample; without the lifeline this thread ends the process.
             if kind == wire.SEGMENT:
                 self._segments[number] = error
                 if number >= 0:
@@ -205,7 +205,7 @@ class WorkerThreads:
                 del message
                 if self._inbox.empty():
                     self._send_replies()
-                    self._reading.board[SAMPLE] = IDLE
+                    self._reading.heartbeat[SAMPLE] = IDLE
                 self._waits = True
         finally:
             self._finished.set()
