@@ -22,7 +22,7 @@ from sharded_loader import PackSampler, ShardedBatchSampler, ShardedDataLoader
 from sharded_loader.batchify import Pack
 from sharded_loader.samplers import packing
 from sharded_loader.samplers.packing import Packed, best_fit
-from sharded_loader.sampling.tables import Dealt
+from sharded_loader.sampling.tables import StridedTable
 from sharded_loader.torch import DataLoader
 
 TOKENS = 32
@@ -308,7 +308,7 @@ def test_a_rank_of_thousands_packs_each_window_once(monkeypatch: pytest.MonkeyPa
     packed = windows_packed(monkeypatch)
     lengths = some_lengths(10_000)
     batches = sampler(lengths, rows=1)
-    table = Dealt(batches.epoch_table(0), 200, 199)
+    table = StridedTable(batches.epoch_table(0), 200, 199)
     found = [table.slice(step, step + 1)[0] for step in range(5)]
     assert len(packed) == len(set(packed))
     assert found == [batch for n, batch in enumerate(sampler(lengths, rows=1)) if n % 200 == 199][:5]

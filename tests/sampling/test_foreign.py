@@ -22,7 +22,7 @@ from sharded_loader import (
     ShardedDataLoader,
 )
 from sharded_loader.sampling.base import check_sampler, is_own
-from sharded_loader.sampling.foreign import LISTED, Listed, len_epoch, table_of
+from sharded_loader.sampling.foreign import SEQUENCE_BLOCK, SequenceSampler, len_epoch, table_of
 from sharded_loader.sampling.state import Checkpoint
 from sharded_loader.sampling.tables import BLOCK
 
@@ -447,15 +447,15 @@ KINDS = pytest.mark.parametrize("kind", [list, tuple, lambda items: range(items[
 
 
 def table_of_list(items: Any, mark: Checkpoint | None = None, epoch: int = 0) -> Any:
-    return Listed(items, mark).epoch_table(epoch)
+    return SequenceSampler(items, mark).epoch_table(epoch)
 
 
 @KINDS
 def test_items_are_read_in_blocks_at_any_place(kind: Any) -> None:
-    items = kind(list(range(3, 3 + 2 * LISTED)))
+    items = kind(list(range(3, 3 + 2 * SEQUENCE_BLOCK)))
     table = table_of_list(items)
-    assert table.block == LISTED and Listed(items, None).len_epoch(5) == 2 * LISTED
-    for positions in ([0], [LISTED - 1, LISTED], [2 * LISTED - 1], [5, 9, 100]):
+    assert table.block == SEQUENCE_BLOCK and SequenceSampler(items, None).len_epoch(5) == 2 * SEQUENCE_BLOCK
+    for positions in ([0], [SEQUENCE_BLOCK - 1, SEQUENCE_BLOCK], [2 * SEQUENCE_BLOCK - 1], [5, 9, 100]):
         found = table.at(np.array(positions))
         assert isinstance(found, np.ndarray) and found.dtype == np.int64
         assert found.tolist() == [3 + position for position in positions]
@@ -475,7 +475,7 @@ def test_items_that_are_no_plain_numbers_stay_what_they_are(items: list[Any]) ->
 
 def test_an_epoch_goes_on_where_the_list_is_the_same() -> None:
     items = list(range(50, 0, -1))
-    mark = Listed(items, None).checkpoint(2, 20)
+    mark = SequenceSampler(items, None).checkpoint(2, 20)
     assert (mark.epoch, mark.items, mark.finished) == (2, 20, False)
     assert table_of_list(list(items), mark, 2).at(np.arange(20, 22)).tolist() == [30, 29]
     behind = items[:20] + ["other"] * 30
@@ -489,8 +489,8 @@ def test_an_epoch_goes_on_where_the_list_is_the_same() -> None:
 
 def test_checkpoints_may_be_asked_for_in_any_order() -> None:
     items = list(range(100))
-    listed = Listed(items, None)
-    once = {count: Listed(items, None).checkpoint(0, count) for count in (0, 10, 50, 100)}
+    listed = SequenceSampler(items, None)
+    once = {count: SequenceSampler(items, None).checkpoint(0, count) for count in (0, 10, 50, 100)}
     for count in (50, 10, 100, 0, 50):
         assert listed.checkpoint(0, count) == once[count]
     assert once[100].finished and listed.checkpoint(0, 1000) == once[100]
