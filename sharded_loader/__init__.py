@@ -43,9 +43,8 @@ _HOMES = {
     "samplers.bucket_samplers": "BucketScheme ConstWidthBucket ExpWidthBucket FixedBucketSampler "
     "GroupedBatchSampler LinearWidthBucket",
     "samplers.index_samplers": "FilterSampler IntervalSampler SortedSampler SplitSampler SubsetRandomSampler "
-    "WeightedRandomSampler ShardShuffleSampler",
+    "WeightedRandomSampler RepeatedSampler ShardShuffleSampler",
     "samplers.packing": "PackSampler",
-    "samplers.repeated": "RepeatedSampler",
     "storage.cache": "ShardCache",
     "storage.dataset": "ShardDataset",
     "storage.files": "ShardError",

@@ -47,13 +47,13 @@ from sharded_loader.samplers.bucket_samplers import GroupedBatchSampler as Group
 from sharded_loader.samplers.bucket_samplers import LinearWidthBucket as LinearWidthBucket
 from sharded_loader.samplers.index_samplers import FilterSampler as FilterSampler
 from sharded_loader.samplers.index_samplers import IntervalSampler as IntervalSampler
+from sharded_loader.samplers.index_samplers import RepeatedSampler as RepeatedSampler
 from sharded_loader.samplers.index_samplers import ShardShuffleSampler as ShardShuffleSampler
 from sharded_loader.samplers.index_samplers import SortedSampler as SortedSampler
 from sharded_loader.samplers.index_samplers import SplitSampler as SplitSampler
 from sharded_loader.samplers.index_samplers import SubsetRandomSampler as SubsetRandomSampler
 from sharded_loader.samplers.index_samplers import WeightedRandomSampler as WeightedRandomSampler
 from sharded_loader.samplers.packing import PackSampler as PackSampler
-from sharded_loader.samplers.repeated import RepeatedSampler as RepeatedSampler
 from sharded_loader.sampling.base import Sampler as Sampler
 from sharded_loader.sampling.own import BatchSampler as BatchSampler
 from sharded_loader.sampling.own import RandomSampler as RandomSampler

@@ -26,7 +26,7 @@ PUMP = (
         "messages.py",
     ),
     *("pool.py", "local.py", "link.py", "supervised.py", "codec.py", "arena.py"),
-    *("placement.py", "tree.py", "deaths.py", "grouping.py"),
+    *("placement.py", "tree.py", "deaths.py"),
 )
 """The modules of the road, from the iterator to the pool and back."""
 

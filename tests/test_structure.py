@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+import sharded_loader
 from benchmarks.imports import HIDDEN, Import, circles, imports_of, parsed, read_sources, upward
 from benchmarks.road import lost, read_targets
 from benchmarks.sizes import FLOORS, OPTIONAL, out_of_core, sizes_of
-from sharded_loader import PROVIDED, extend
+from sharded_loader import PROVIDED
 
 ROOT = Path(__file__).parents[1]
 SOURCES = read_sources(ROOT / "sharded_loader")
@@ -34,50 +35,52 @@ def test_the_core_imports_no_satellite(imports: list[Import]) -> None:
     assert out_of_core(imports) == []
 
 
-BESIDE_THE_SEAM = {
-    "batchify": 22,
-    "caching": 25,
-    "cli": 6,
-    "demo": 1,
-    "drop_in": 77,
-    "instruments": 23,
-    "integrations": 6,
-    "mixing": 27,
-    "parallel": 9,
-    "ray": 25,
-    "recordio": 7,
-    "resident": 22,
-    "samplers": 32,
-    "storage": 13,
-    "torch": 28,
-}
-"""How many other names of the core each satellite imports. A number may only go down."""
+def room_of(module: str) -> str:
+    """The folder below the package, or the module there; the package itself has none."""
+    return f"{module}.".split(".")[1]
 
 
-def test_satellites_take_the_names_of_the_seam_from_the_seam() -> None:
-    """And few others of the core: what many need is to stand in the seam."""
-    home_of = {name: f"sharded_loader.{home}" for home, names in extend.HOMES.items() for name in names.split()}
-    beside: dict[str, set[tuple[str, str]]] = {}
-    for module, source in SOURCES.items():
-        room = module.split(".")[1] if "." in module else ""
-        if room not in OPTIONAL or room == "extend":
-            continue
-        for node in ast.walk(parsed(source)):
-            home = (isinstance(node, ast.ImportFrom) and node.module) or ""
-            if not home.startswith("sharded_loader.") or home.split(".")[1] in OPTIONAL:
-                continue
-            names = {alias.name for alias in node.names}
-            assert [name for name in names if home_of.get(name) == home] == [], f"{module} takes them from {home}"
-            beside.setdefault(room, set()).update((home, name) for name in names if ".base." not in home)
-    assert {room: len(names) for room, names in beside.items() if names} == BESIDE_THE_SEAM
+def names_of_seam() -> dict[str, list[str]]:
+    """The names in the stub of each module of the seam."""
+    found = {}
+    for path in sorted((ROOT / "sharded_loader" / "extend").glob("*.pyi")):
+        _, _, *lines = path.read_text(encoding="utf-8").splitlines()
+        assert [line for line in lines if not re.fullmatch(r"from \S+ import (\w+) as \1", line)] == [], path
+        found[f"sharded_loader.extend.{path.stem}".removesuffix(".__init__")] = [line.split()[-1] for line in lines]
+    return found
 
 
-def test_each_name_of_the_seam_is_there_and_says_what_it_is() -> None:
-    for name in extend.__all__:
-        assert getattr(extend, name).__doc__, name
-    stub = (ROOT / "sharded_loader" / "extend.pyi").read_text(encoding="utf-8")
-    typed = re.findall(r"^from sharded_loader\.(\S+) import (\w+) as \2$", stub, re.MULTILINE)
-    assert typed == [(home, name) for home, names in extend.HOMES.items() for name in names.split()]
+def imported_by_satellites() -> list[tuple[str, str, str]]:
+    """Each import of the core or of the seam by a satellite: the satellite, the module, the name."""
+    found = []
+    for satellite in (module for module in SOURCES if room_of(module) in {*OPTIONAL} - {"extend"}):
+        for node in ast.walk(parsed(SOURCES[satellite])):
+            if isinstance(node, ast.Import):
+                found += [(satellite, alias.name, "") for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                assert not node.level, f"{satellite}: give the whole name of the module, as elsewhere"
+                found += [(satellite, node.module or "", alias.name) for alias in node.names]
+    within = [(one, module, name) for one, module, name in found if f"{module}.".startswith("sharded_loader.")]
+    return [(one, module, name) for one, module, name in within if room_of(module) not in {*OPTIONAL} - {"extend"}]
+
+
+def test_satellites_import_the_core_only_through_the_seam() -> None:
+    """What they need stands in a stub of ``sharded_loader/extend``, or is a public name of the package."""
+    allowed = {**names_of_seam(), "sharded_loader": [*sharded_loader.__all__, *OPTIONAL, "__version__"]}
+    beside = [
+        f"{satellite}: from {module} import {name}"
+        for satellite, module, name in imported_by_satellites()
+        if name not in allowed.get(module, ())
+    ]
+    assert beside == []
+
+
+def test_each_name_on_the_second_shelf_of_the_seam_is_used_by_a_satellite() -> None:
+    """What nobody uses is taken out: so the stubs say what the core has to go on having."""
+    used = {(module, name) for _, module, name in imported_by_satellites()}
+    for module, names in names_of_seam().items():
+        unused = [name for name in names if (module, name) not in used]
+        assert unused == [] or module == "sharded_loader.extend"
 
 
 def test_what_satellites_give_to_the_core_is_there() -> None:

@@ -1,1 +1,1 @@
-"""What every room stands on: errors, signals, system calls, names. It imports no other room."""
+"""Foundation of all other rooms: errors, signals, system calls, non-public names. Imports no other room."""

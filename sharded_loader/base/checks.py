@@ -1,10 +1,4 @@
-"""Checks what users pass: each function returns the value, or raises an error that says what to pass instead.
-
-check_int("batch_size", 2.5, 1, advice)      -> an int of at least 1
-bytes_of_text("100 GB")                      -> 100_000_000_000
-refuse_class("the dataset", list)            an error: the class stands in the place of an object
-refuse_arguments(name, unknown, function)    an error: the function has no such arguments
-"""
+"""Validation of user arguments: each function returns the value, or raises an error that says what to pass instead."""
 
 from __future__ import annotations
 
@@ -12,14 +6,14 @@ import difflib
 import inspect
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 CLOSE = 0.72
-"""From which similarity on an argument is suggested: shm_size and batch_size have 0.67, data and dataset 0.73."""
+"""Minimum similarity for suggesting an argument: shm_size and batch_size have 0.67, data and dataset 0.73."""
 
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)}
@@ -27,7 +21,7 @@ _UNITS |= {f"{letter}IB": 1024**power for power, letter in enumerate("KMGT", 1)}
 
 
 def refuse_async_iterable(dataset: object) -> None:
-    """Reject data that has only ``__aiter__``: it would have to be read in one order, one sample after the other."""
+    """Reject data that has only ``__aiter__``: it could only be read sequentially, one sample at a time."""
     if hasattr(type(dataset), "__aiter__") and not any(hasattr(type(dataset), n) for n in ("__getitem__", "__iter__")):
         raise TypeError(
             f"the dataset, {type(dataset).__name__}, is an async iterable (__aiter__), which the loader does not read: "
@@ -37,7 +31,7 @@ def refuse_async_iterable(dataset: object) -> None:
 
 
 def check_int(name: str, value: Any, least: float, advice: str, wrong_type: type[Exception] = TypeError) -> int:
-    """``value`` as an int that is at least ``least``; otherwise an error that names the argument."""
+    """Return ``value`` as an int of at least ``least``, or raise an error that names the argument."""
     try:
         if isinstance(value, bool | np.bool_):
             raise TypeError
@@ -52,13 +46,7 @@ def check_int(name: str, value: Any, least: float, advice: str, wrong_type: type
 def bytes_of_text(
     text: object, least: int = 1, allowed: str = "a number of bytes above 0", name: str = "max_bytes"
 ) -> int:
-    """A number of bytes, from a number or a text.
-
-    Args:
-        text: as the user gave it.
-        least: the smallest number that is allowed.
-        allowed: what the user may give, for the message.
-        name: of the argument, for the message.
+    """Parse a number of bytes, given as a number or as text. The last three arguments serve the check and its message.
 
     Example:
         >>> bytes_of_text("1.5 GB"), bytes_of_text("2KiB"), bytes_of_text(7)
@@ -66,14 +54,14 @@ def bytes_of_text(
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
     unit = _UNITS.get(match[2].upper()) if match else None
-    is_part = match is not None and unit == 1 and not float(match[1]).is_integer()  # 0.5 is no share
-    if match is None or unit is None or is_part or isinstance(text, bool) or float(match[1]) * unit < least:
+    is_fraction = match is not None and unit == 1 and not float(match[1]).is_integer()
+    if match is None or unit is None or is_fraction or isinstance(text, bool) or float(match[1]) * unit < least:
         raise ValueError(f"{name} is {text!r}: give {allowed}, or a text such as '100 GB' or '20 GiB'")
     return int(float(match[1]) * unit)
 
 
 def refuse_class(name: str, given: object) -> None:
-    """A TypeError if a class stands where an object of it belongs.
+    """Raise a TypeError if ``given`` is a class where an instance is expected.
 
     Example:
         >>> refuse_class("the dataset", list)
@@ -91,17 +79,9 @@ def refuse_arguments(
     instead: Mapping[str, str] = MappingProxyType({}),
     also: Iterable[str] = (),
 ) -> None:
-    """Reject arguments that a function does not have: all at once, each with the name that it may mean.
+    """Raise a TypeError that lists all unknown arguments of a call, each with the argument that was probably meant.
 
-    Args:
-        name: of the function, or of the class.
-        unknown: the arguments that it does not have.
-        function: has the others.
-        instead: by the name of an argument of other libraries, what to do about it here.
-        also: names that the function takes by ``**``.
-
-    Raises:
-        TypeError: there are some.
+    ``instead`` holds advice for arguments that other libraries have; ``also`` lists names accepted through ``**``.
 
     Example:
         >>> refuse_arguments("max", ["keys"], lambda values, key=None: None)
@@ -113,15 +93,23 @@ def refuse_arguments(
         return
     known = [*inspect.signature(function).parameters, *also, *instead]
 
-    def advice(one: str) -> str:
-        if one in instead:
-            return f"{one!r}: {instead[one]}"
-        close = difflib.get_close_matches(one, known, 1, CLOSE)
+    def suggest(arg: str) -> str:
+        if arg in instead:
+            return f"{arg!r}: {instead[arg]}"
+        close = difflib.get_close_matches(arg, known, 1, CLOSE)
         if not close:
-            return f"{one!r}; see help({name}) for those it has"
-        return f"{one!r}; did you mean {close[0]!r}?" + (f" Here {instead[close[0]]}" if close[0] in instead else "")
+            return f"{arg!r}; see help({name}) for those it has"
+        return f"{arg!r}; did you mean {close[0]!r}?" + (f" Here {instead[close[0]]}" if close[0] in instead else "")
 
-    first, *others = map(advice, unknown)
+    first, *others = map(suggest, unknown)
     if not others:
         raise TypeError(f"{name} has no argument {first}")
     raise TypeError("\n  ".join([f"{name} has none of these {1 + len(others)} arguments:", first, *others]))
+
+
+def check_choice(name: str, value: object, known: Sequence[str], owner: str) -> str:
+    """Return ``value`` if it is one of the ``known`` texts; otherwise raise a ValueError that lists them."""
+    if value not in known:
+        advice = f"{', '.join(map(repr, known[:-1]))} or {known[-1]!r}"
+        raise ValueError(f"{name} is {value!r}, which {owner} does not know: choose {advice}")
+    return str(value)

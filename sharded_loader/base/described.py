@@ -1,35 +1,32 @@
-"""What objects of this library say of themselves: one short line with the arguments that made them.
+"""Short descriptions of objects for reprs, messages and tables.
 
     class SplitSampler(Described): shown = (("num_parts", "_parts"), ...)    -> SplitSampler(length=2, num_parts=3)
     call_of(pool, [2], timeout=(30.0, None))                                 -> ThreadPool(2, timeout=30.0)
-    brief(value)                                                             -> a few words, however large it is
-    an(type(1))                                  -> "an int"
-    table(headings, rows)                        -> lines whose cells stand below each other
 
-Nothing is kept, and nothing is computed or drawn. What can go wrong: an attribute that cannot be read, because a
-subclass never called the constructor, for example. It is shown as ``?``: a repr must not raise.
+A repr must not raise: an attribute that cannot be read (for example, because a subclass did not call the constructor)
+is shown as ``?``.
 """
 
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import numpy as np
 
-SHOWN_WHOLE, SHOWN_FIRST = 6, 3  # items: a list of up to 6 is shown whole, a longer one as its first 3 and its length
+SHOWN_WHOLE, SHOWN_FIRST = 6, 3  # items; a longer list is shown as its first 3 and its length
 
 _limits = reprlib.Repr()
 _limits.maxstring = _limits.maxother = _limits.maxlong = 60
 
 
 class Described:
-    """Gives a class a repr: its name, its length, and what decides its order beside seed and length.
+    """Mixin with a repr: the class name, its length, the arguments that determine its order, and its seed.
 
     Attributes:
-        decided_by: what a state calls it, and the attribute, a number or an array.
-        shown: what the repr shows instead, in the same form. Empty: ``decided_by``.
+        decided_by: pairs of a name, used by the repr and by saved states, and the attribute (a number or an array).
+        shown: pairs for the repr, if they differ from ``decided_by``.
     """
 
     decided_by: ClassVar[tuple[tuple[str, str], ...]] = ()
@@ -46,7 +43,7 @@ class Described:
         return f"{kind.__name__}({', '.join(parts)})"
 
     def _shown(self) -> Iterable[tuple[str, str]]:
-        """Names and attributes, in the form of `decided_by`."""
+        """Return the (name, attribute) pairs to display."""
         return type(self).shown or type(self).decided_by
 
     def _brief(self, attribute: str) -> str:
@@ -65,25 +62,20 @@ class Described:
 
 
 def call_of(value: object, first: Iterable[object] = (), **options: tuple[object, object]) -> str:
-    """The call that makes an object like this one, without the options that have their usual values.
-
-    Args:
-        value: The object. Its class is called.
-        first: The arguments that are always shown, without names.
-        options: For each other argument, its value and its usual value.
+    """Format the constructor call of an object: ``first``, then the ``options`` (value, default) that differ.
 
     Example:
         >>> call_of(range(3), [3], step=(1, 1), start=(7, 0))
         'range(3, start=7)'
     """
-    given = [
-        f"{name}={brief(found)}" for name, (found, usual) in options.items() if found is not usual and found != usual
+    changed = [
+        f"{name}={brief(given)}" for name, (given, usual) in options.items() if given is not usual and given != usual
     ]
-    return f"{type(value).__name__}({', '.join([*map(brief, first), *given])})"
+    return f"{type(value).__name__}({', '.join([*map(brief, first), *changed])})"
 
 
 def brief(value: Any) -> str:
-    """A few words that tell a value, however large it is.
+    """Describe a value in a few words, whatever its size.
 
     Example:
         >>> brief(np.arange(1_000_000)), brief([5, 9]), brief({1: 2})
@@ -94,7 +86,7 @@ def brief(value: Any) -> str:
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return _limits.repr(value)
     if str(getattr(type(value).__repr__, "__module__", "")).startswith("sharded_loader."):
-        return repr(value)  # of this library: it is short
+        return repr(value)  # short, as it is one of ours
     if (isinstance(value, np.ndarray) and value.ndim) or type(value) in (list, tuple, range):
         return f"[{', '.join(briefs(value))}]"
     if isinstance(getattr(value, "__qualname__", None), str):  # a function or a class
@@ -108,19 +100,19 @@ def brief(value: Any) -> str:
 
 
 def briefs(values: Any) -> list[str]:
-    """What `brief` says of each item of a sequence; of a long one of the first few, and the length.
+    """Describe the items of a sequence with `brief`; of a long one only the first items and the length.
 
     Example:
         >>> briefs([1, "a"]), briefs(range(100))
         (['1', "'a'"], ['0', '1', '2', '... 100 in all'])
     """
     if len(values) <= SHOWN_WHOLE:
-        return [brief(one) for one in values]
+        return [brief(value) for value in values]
     return [*map(brief, values[:SHOWN_FIRST]), f"... {len(values)} in all"]
 
 
 def an(kind: type | str) -> str:
-    """The name of a class with its article, for a message.
+    """Return the name of a class with its article.
 
     Example:
         >>> an(list), an("IterableDataset")
@@ -129,16 +121,3 @@ def an(kind: type | str) -> str:
     name = kind if isinstance(kind, str) else kind.__name__
     sound = name.lstrip("_").lower()
     return f"{'an' if sound[:1] in set('aeio') and not sound.startswith('one') else 'a'} {name}"
-
-
-def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table. Of more than two columns, all but the first are numbers.
-
-    Example:
-        >>> table(["pool", "workers", "x"], [["inline", "0", "1.00"]])
-        ['pool    workers     x', 'inline        0  1.00']
-    """
-    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
-    sides = "<" + (">" if len(widths) > 2 else "<") * (len(widths) - 1)  # numbers end below each other
-    form = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
-    return [form.format(*cells).rstrip() for cells in (headings, *rows)]

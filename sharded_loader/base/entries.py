@@ -1,16 +1,13 @@
-"""The entries of a saved position: how each one is read from a dict, written into one, and compared.
+"""Entries of a saved position: how each is parsed from a dict, serialized, and compared.
 
-    entry(integer(0), "there were {was}, and are {now}")    a field of a dataclass that is an entry of a state
-    written(position)                 the entries as a new dict
-    parsed(kind, state, advice)       the dataclass that a dict describes; an error names the entry that is wrong
-    differing(saved, now)             what to say of each entry that is another one
+    entry(integer(0), "there were {was}, and are {now}")    declares a dataclass field as an entry of the state
+    written(position)                 -> a new dict of the entries
+    parsed(kind, state, advice)       -> the dataclass; errors name the invalid entry
+    differing(saved, now)             -> messages about the entries whose values differ
 
-A state is a flat dict of numbers, strings and lists, so that JSON, pickle and ``torch.save`` keep it. Only states that
-users' objects have returned may be anything. A new entry is one line. An entry with a default is left out where it has
-that value, and may be missing.
-
-What can go wrong: a dict that is no state, or one of a newer version (ValueError, TypeError). Each error ends with the
-advice of the caller.
+A state is a flat dict of numbers, strings and lists, so it survives JSON, pickle and ``torch.save``. Only states from
+users' objects may hold anything else. An invalid state, or one of a newer version, raises ValueError or TypeError, with
+the caller's advice at the end.
 """
 
 from __future__ import annotations
@@ -24,10 +21,10 @@ from sharded_loader.base.checks import check_int
 from sharded_loader.base.described import an, brief
 
 VERSION = 1
-"""Of states of loaders: their entry ``version``."""
+"""Format version of loader states (their entry ``version``)."""
 
 Reader = Callable[[str, Any, str], Any]
-"""``read(what, value, advice)`` checks and converts what a state has. ``what`` names the entry in errors."""
+"""``read(what, value, advice)`` validates and converts the value in a state; ``what`` names the entry in errors."""
 
 T = TypeVar("T")
 
@@ -36,12 +33,12 @@ T = TypeVar("T")
 
 
 def integer(least: float = -math.inf) -> Reader:
-    """Reads an int of at least ``least``."""
+    """Read an int of at least ``least``."""
     return lambda what, value, advice: check_int(what, value, least, advice, ValueError)
 
 
 def instance(kind: Any, must: str) -> Reader:
-    """Reads an object of a class; ``must`` says in an error what it must be."""
+    """Read an instance of ``kind``; ``must`` describes it in errors."""
 
     def read(what: str, value: Any, advice: str) -> Any:
         if not isinstance(value, kind):
@@ -56,25 +53,25 @@ anything = instance(object, "anything")
 
 
 def optional(read: Reader) -> Reader:
-    """Reads None too."""
+    """Read a value that may be None."""
     return lambda what, value, advice: None if value is None else read(what, value, advice)
 
 
 def list_of(read: Reader, must: str = "a list") -> Reader:
-    """Reads a list as a tuple."""
+    """Read a list as a tuple."""
     is_list = instance(list | tuple, must)
     return lambda what, value, advice: tuple(read(what, item, advice) for item in is_list(what, value, advice))
 
 
 def dict_of(kind: type[object]) -> Reader:
-    """Reads a dict of entries as the dataclass that they are fields of."""
+    """Read a nested dict as a dataclass of entries."""
     return lambda what, value, advice: parsed(kind, instance(Mapping, "a dict")(what, value, advice), advice, what)
 
 
 # -- entries -----------------------------------------------------------------------------------------------------------
 
 
-class _Stored(NamedTuple):
+class _EntrySpec(NamedTuple):
     read: Reader
     differs: str | None
     write: Callable[[Any], object] | None
@@ -89,31 +86,31 @@ def entry(
     name: str | None = None,
     default: object = MISSING,
 ) -> Any:
-    """A field of a dataclass that is an entry of a state.
+    """Declare a dataclass field that is an entry of the state.
 
     Args:
-        read: checks and converts what a dict has.
-        differs: what to say where ``was`` and ``now`` are not the same. None: they are not compared.
-        write: makes what a dict gets. None: the value as it is.
-        name: of the entry. None: that of the field.
-        default: left out of the dict.
+        read: validates and converts the value in a dict.
+        differs: message for values that differ, with ``{was}`` and ``{now}``; None: the entry is not compared.
+        write: converts the value for the dict.
+        name: name of the entry; None: that of the field.
+        default: a value that is omitted from the dict.
     """
-    return field(default=default, metadata={"entry": _Stored(read, differs, write, name)})
+    return field(default=default, metadata={"entry": _EntrySpec(read, differs, write, name)})
 
 
-_known: dict[Any, list[tuple[str, str, object, _Stored]]] = {}
+_class_entries: dict[Any, list[tuple[str, str, object, _EntrySpec]]] = {}
 
 
-def _entries(kind: Any) -> list[tuple[str, str, object, _Stored]]:
-    """Name, field, default and the rest of each entry."""
-    if kind not in _known:
-        found = [(one, one.metadata["entry"]) for one in fields(kind) if "entry" in one.metadata]
-        _known[kind] = [(which.name or one.name, one.name, one.default, which) for one, which in found]
-    return _known[kind]
+def _entries(kind: Any) -> list[tuple[str, str, object, _EntrySpec]]:
+    """Return name, field, default and `_EntrySpec` of each entry."""
+    if kind not in _class_entries:
+        specs = [(member, member.metadata["entry"]) for member in fields(kind) if "entry" in member.metadata]
+        _class_entries[kind] = [(spec.name or member.name, member.name, member.default, spec) for member, spec in specs]
+    return _class_entries[kind]
 
 
 def written(position: object) -> dict[str, Any]:
-    """The entries of a dataclass as a new dict.
+    """Serialize the entries of a dataclass into a new dict.
 
     Example:
         >>> from dataclasses import dataclass
@@ -128,61 +125,44 @@ def written(position: object) -> dict[str, Any]:
         ValueError: the state's 'epoch' must be at least 0, got -1: give a state
     """
     state = {}
-    for name, attribute, default, one in _entries(type(position)):
+    for name, attribute, default, spec in _entries(type(position)):
         value = getattr(position, attribute)
         if value is not default and (default is None or default is MISSING or value != default):
-            state[name] = value if one.write is None else one.write(value)
+            state[name] = value if spec.write is None else spec.write(value)
     return state
 
 
 def parsed(kind: type[T], state: Mapping[str, object], advice: str, what: str = "the state") -> T:
-    """The dataclass that a dict describes. Other entries of the dict do not count.
+    """Build a dataclass from the dict that `written` returned, ignoring unknown keys.
 
-    Args:
-        kind: the dataclass.
-        state: what `written` has returned, also after a way through JSON.
-        advice: what to do instead, for errors.
-        what: names the dict in errors.
-
-    Raises:
-        ValueError: an entry is missing or wrong.
+    A missing or invalid entry raises a ValueError that begins with ``what`` and ends with ``advice``.
     """
     values = {}
-    for name, attribute, default, one in _entries(kind):
+    for name, attribute, default, spec in _entries(kind):
         if name in state or default is MISSING:
-            values[attribute] = read_entry(state, name, one.read, advice, what)
+            values[attribute] = read_entry(state, name, spec.read, advice, what)
     return kind(**values)
 
 
 def read_entry(state: Mapping[str, object], name: str, read: Reader, advice: str, what: str = "the state") -> Any:
-    """One entry of a dict."""
+    """Read a single entry of a dict."""
     if name not in state:
         raise ValueError(f"{what} has no {name!r}: {advice}")
     return read(f"{what}'s {name!r}" if what == "the state" else f"{what} is wrong: its {name!r}", state[name], advice)
 
 
 def differing(saved: T, now: T, **words: str) -> dict[str, str]:
-    """What to say of each entry that is compared and is another one, by the names of the fields.
-
-    Args:
-        saved, now: two objects of one class.
-        words: what else the texts have in braces.
-    """
-    found = {}
-    for _, attribute, _, one in _entries(type(saved)):
+    """Return a message for each compared entry whose value differs, by field name; ``words`` fill its other braces."""
+    messages = {}
+    for _, attribute, _, spec in _entries(type(saved)):
         was, is_now = getattr(saved, attribute), getattr(now, attribute)
-        if one.differs is not None and was != is_now:
-            found[attribute] = one.differs.format(was=was, now=is_now, **words)
-    return found
+        if spec.differs is not None and was != is_now:
+            messages[attribute] = spec.differs.format(was=was, now=is_now, **words)
+    return messages
 
 
 def check_version(state: object, advice: str) -> None:
-    """An error if this is no state of a loader, or one that this version cannot read.
-
-    Raises:
-        TypeError: it is no dict.
-        ValueError: it has no version, or a newer one.
-    """
+    """Raise a TypeError or ValueError unless ``state`` is a loader state that this version can read."""
     if not isinstance(state, Mapping):
         raise TypeError(f"the state is {brief(state)}, {an(type(state))}; it must be a dict: {advice}")
     if "version" not in state:

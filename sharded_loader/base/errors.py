@@ -1,12 +1,9 @@
-"""What went wrong, where, and how to see it again.
+"""Errors of the loader, and the notes and tracebacks of errors that users' code raises.
 
-An error that the dataset raises reaches the loop as the object that was raised: same class, same attributes.
-Two notes are added to it: where it happened (epoch, batch, shard, sample, worker) and, as the last line, the
-call that repeats it in the main process. From a worker process the traceback travels as text and becomes the
-``__cause__``.
-
-The library has classes of its own only where no code raised an error, as when a worker died. They inherit from the
-built-in class that a caller would catch.
+An error raised by the dataset reaches the loop as the original object, with its class and attributes. Two notes are
+added: where it happened and, as the last line, the call that reproduces it in the main process. From a worker process
+the traceback travels as text and becomes the ``__cause__``. The library's own classes cover only what no user code
+raised, such as the death of a worker. They inherit from the built-in class that a caller would catch.
 """
 
 from __future__ import annotations
@@ -40,26 +37,26 @@ class LoaderClosedError(RuntimeError):
         super().__init__(text)
 
 
-class _WithFacts(Exception):
-    """What is known of an error, as attributes of it."""
+class _ErrorWithAttributes(Exception):
+    """Base class that stores keyword arguments as attributes of the error."""
 
-    def __init__(self, message: str, **facts: object) -> None:
+    def __init__(self, message: str, **attributes: object) -> None:
         super().__init__(message)
-        vars(self).update(facts)
+        vars(self).update(attributes)
 
 
-class WorkerDiedError(_WithFacts, RuntimeError):
-    """A worker process ended while the loader needed it (killed, out of memory, crashed, ``os._exit``).
+class WorkerDiedError(_ErrorWithAttributes, RuntimeError):
+    """A worker process exited while the loader needed it (killed, out of memory, crashed, ``os._exit``).
 
-    Raised in the batch's place, after ``restarts`` workers have died over it; or at once, if no worker can start.
+    Raised in place of the batch after ``restarts`` workers have died reading it, or at once if no worker can start.
 
     Attributes:
         worker: number of the worker, from 0.
-        exitcode: its exit code; minus the number of the signal that killed it; None where unknown.
-        pid: its process id.
-        batch: number of the batch that it was reading, None if it was starting.
-        epoch: number of the epoch, None likewise.
-        index: the sample that it was reading, None if it was reading several at once, or none.
+        exitcode: exit code, or minus the number of the signal that killed it; None if unknown.
+        pid: process id.
+        batch: number of the batch being read; None during startup.
+        epoch: number of the epoch; None during startup.
+        index: sample being read; None if several were being read at once, or none.
 
     Example:
         >>> WorkerDiedError("worker 1 died", worker=1, exitcode=-9, batch=12).exitcode
@@ -76,13 +73,13 @@ class WorkerDiedError(_WithFacts, RuntimeError):
     index: object = None
 
 
-class WorkerTimeoutError(_WithFacts, TimeoutError):
+class WorkerTimeoutError(_ErrorWithAttributes, TimeoutError):
     """A worker made no progress on one sample for the pool's ``timeout``.
 
     Attributes:
-        batch: number of the batch that it was reading.
-        epoch: its epoch.
-        index: the sample, None if it was reading several at once, or was in ``batchify_fn``.
+        batch: number of the batch being read.
+        epoch: number of its epoch.
+        index: sample being read; None if several were being read at once, or ``batchify_fn`` was running.
 
     Example:
         >>> WorkerTimeoutError("worker 1 hangs", batch=3, epoch=0, index=17).index
@@ -95,12 +92,12 @@ class WorkerTimeoutError(_WithFacts, TimeoutError):
 
 
 class TooManySkippedError(RuntimeError):
-    """``on_error`` has skipped or replaced more samples of an epoch than the limit of `OnError`.
+    """``on_error`` skipped or replaced more samples of an epoch than the limit of `OnError`.
 
-    Raised in the place of the batch. The ``__cause__`` is the error of the last sample.
+    Raised in place of the batch. The ``__cause__`` is the error of the last sample.
 
     Attributes:
-        skipped: how many samples of this epoch were skipped or replaced.
+        skipped: number of samples of this epoch that were skipped or replaced.
 
     Example:
         >>> TooManySkippedError(2, 1, "epoch 0, batch 3", 17, ValueError("bad")).skipped
@@ -118,10 +115,10 @@ class TooManySkippedError(RuntimeError):
 
 
 class SampleReadError(RuntimeError):
-    """Stands in for an exception that cannot travel or must not pass through a ``for`` loop as itself.
+    """Replacement for an exception that cannot be pickled, or must not reach the loop as itself.
 
-    Some exceptions do not pickle; the message keeps their type name and text. Others must not be raised in the loop:
-    ``StopIteration``, ``SystemExit`` and the like, which would end the loop or the program in silence.
+    ``StopIteration``, ``SystemExit`` and similar exceptions would end the loop or the program silently. The message
+    keeps the original type and text.
 
     Example:
         >>> isinstance(SampleReadError("OddError: sample is odd"), RuntimeError)
@@ -130,7 +127,7 @@ class SampleReadError(RuntimeError):
 
 
 class WorkerTraceback(Exception):
-    """The traceback of a worker process, as text. Always the ``__cause__`` of the exception, which says the rest."""
+    """Traceback of a worker process as text; always the ``__cause__`` of the actual exception."""
 
     def __str__(self) -> str:
         return f'\n"""\n{self.args[0]}"""'
@@ -138,14 +135,14 @@ class WorkerTraceback(Exception):
 
 @dataclass(frozen=True)
 class SampleError:
-    """A sample that could not be read, as ``on_error`` callables get it.
+    """A sample that could not be read, as passed to ``on_error`` callables.
 
     Attributes:
-        index: the index that the sampler yielded.
+        index: index yielded by the sampler.
         epoch: number of the epoch, from 0.
         batch: number of the batch in the epoch, from 0.
-        shard: number of the shard in the batch, from 0; None where batches have no shards.
-        error: the exception that was raised.
+        shard: number of the shard in the batch, from 0; None if batches have no shards.
+        error: the exception raised by the dataset.
 
     Example:
         >>> from sharded_loader import ShardedDataLoader
@@ -164,7 +161,7 @@ class SampleError:
 
 
 class Location(NamedTuple):
-    """Where in the stream, and in which worker, something happened."""
+    """Position in the epoch, and the worker, to which an error belongs."""
 
     epoch: int
     batch: int
@@ -174,14 +171,14 @@ class Location(NamedTuple):
     def note(
         self, error: BaseException, sample: Any = None, *, samples: Any = (), misfit: Any = None, but: str = ""
     ) -> None:
-        """Add to ``error`` where it happened and how to see it again.
+        """Add two notes to ``error``: where it happened, and how to reproduce it.
 
         Args:
-            error: gets two notes.
-            sample: the index that was being read, in a list of one; None if none was.
-            samples: the indices of the shard, if it was not reading but e.g. ``batchify_fn`` that failed.
-            misfit: the indices of two samples of it that do not fit together.
-            but: what to beware of when it is seen again.
+            error: the exception.
+            sample: the index being read, as a list of one; None if no single sample was being read.
+            samples: all indices of the shard, if for example ``batchify_fn`` failed.
+            misfit: the indices of two samples that could not be collated.
+            but: a caveat about reproducing the error.
         """
         where = [f"{name} {at}" for name, at in zip(self._fields, self[:3], strict=False) if at is not None]
         if sample is not None:
@@ -190,7 +187,7 @@ class Location(NamedTuple):
             where.append(f"sample {misfit[1]!r} (it does not fit sample {misfit[0]!r})")
         if self.worker is not None:
             where.append(self.worker)
-        # A dataset may raise one and the same object again and again: only its last place is true.
+        # A dataset may raise the same object repeatedly: only the last location is true.
         notes = [note for note in notes_of(error) if not note.startswith(_OUR_NOTES)]
         notes.append(f"{_OUR_NOTES[0]} in {', '.join(where)}")
         read = sample or misfit
@@ -206,7 +203,7 @@ _OUR_NOTES = ("sharded_loader:", "see it again,")
 
 
 def read_again(samples: Sequence[object], epoch: int) -> str:
-    """The line to type to read these samples in the main process.
+    """Return the expression that reads these samples in the main process.
 
     Example:
         >>> read_again([3], 1), read_again(range(50), 0)[-9:]
@@ -220,12 +217,7 @@ def read_again(samples: Sequence[object], epoch: int) -> str:
 
 
 def as_exception(error: BaseException, where: str) -> Exception:
-    """``error``, or what stands in for it if a loop or a program would take it for its own end.
-
-    Args:
-        error: anything that was raised.
-        where: by what, e.g. ``by the dataset``.
-    """
+    """Return ``error``, or a `SampleReadError` if it (raised ``where``) would end a loop or the program."""
     if isinstance(error, Exception) and not isinstance(error, (StopIteration, StopAsyncIteration)):
         return error
     what = type(error).__name__ + (f" ({text})" if (text := text_of(error)) else "")
@@ -235,18 +227,13 @@ def as_exception(error: BaseException, where: str) -> Exception:
 
 
 def as_batch_error(error: BaseException, where: str) -> Exception:
-    """`as_exception` in the main process, where what a signal handler raises belongs to no batch: it is raised again.
-
-    Args:
-        error: an exception that was caught just now.
-        where: by what it was raised.
-    """
+    """Like `as_exception`, in the main process, but raise exceptions of signal handlers, which belong to no batch."""
     pass_on(error)
     return as_exception(error, where)
 
 
 def text_of(error: BaseException) -> str:
-    """What the exception says; nothing if its ``__str__`` raises, be it SystemExit."""
+    """Return the message of an exception; empty if its ``__str__`` raises anything, including SystemExit."""
     try:
         return str(error)
     except BaseException:
@@ -254,29 +241,28 @@ def text_of(error: BaseException) -> str:
 
 
 FULL_TRACEBACKS = "SHARDED_LOADER_FULL_TRACEBACKS"
-"""The environment variable that keeps the library's own frames in tracebacks."""
+"""Environment variable that keeps the library's own frames in tracebacks."""
 
 
 def shorten(error: BaseException) -> None:
-    """Leave the user's frames in the traceback of an error, and of those that it comes from; the last one, if all are
-    the library's."""
-    for one in [] if is_on(FULL_TRACEBACKS) else _chain(error):
-        frames, short = _frames(one), None
-        for at in reversed(list(filter(_is_of_user, frames)) or frames[-1:]):
-            short = TracebackType(short, at.tb_frame, at.tb_lasti, at.tb_lineno)
-        BaseException.__setattr__(one, "__traceback__", short)
+    """Remove the library's frames, unless nothing remains, from the tracebacks of an error and its causes."""
+    for link in [] if is_on(FULL_TRACEBACKS) else _chain(error):
+        frames, short = _frames(link), None
+        for frame in reversed(list(filter(_is_user_frame, frames)) or frames[-1:]):
+            short = TracebackType(short, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+        BaseException.__setattr__(link, "__traceback__", short)
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """An error, and those that it comes from."""
-    found: dict[int, BaseException] = {}
-    waiting: list[BaseException | None] = [error]
-    while waiting:
-        one = waiting.pop()
-        if one is not None and id(one) not in found:
-            found[id(one)] = one
-            waiting += [one.__cause__, one.__context__]
-    return list(found.values())
+    """Return an error with all its causes and contexts."""
+    chain: dict[int, BaseException] = {}
+    pending: list[BaseException | None] = [error]
+    while pending:
+        link = pending.pop()
+        if link is not None and id(link) not in chain:
+            chain[id(link)] = link
+            pending += [link.__cause__, link.__context__]
+    return list(chain.values())
 
 
 def _frames(error: BaseException) -> list[TracebackType]:
@@ -286,16 +272,14 @@ def _frames(error: BaseException) -> list[TracebackType]:
     return frames
 
 
-def _is_of_user(at: TracebackType) -> bool:
-    return not is_ours(at.tb_frame.f_code.co_filename)
+def _is_user_frame(frame: TracebackType) -> bool:
+    return not is_ours(frame.tb_frame.f_code.co_filename)
 
 
 def format_traceback(error: BaseException, whole: bool = True) -> str:
-    """The traceback as Python prints it, without the notes: they stay with the exception itself. Never raises.
+    """Format the traceback as Python does, without the notes, which stay on the exception. Never raises.
 
-    Args:
-        error: any exception. If a `WorkerTraceback` is all that it has, its text.
-        whole: with the lines at the end that say what `error` is.
+    With ``whole`` it ends with the exception itself. If the only traceback is a `WorkerTraceback`, return its text.
     """
     if error.__traceback__ is None and isinstance(error.__cause__, WorkerTraceback):
         return str(error.__cause__.args[0])
@@ -305,33 +289,32 @@ def format_traceback(error: BaseException, whole: bool = True) -> str:
         lines = list(shown.format())
         own = 0 if whole or getattr(shown, "exceptions", None) else len(list(shown.format_exception_only()))
         return "".join(lines[: len(lines) - own])
-    except BaseException:  # the user's __str__ may exit, which Python does not expect
+    except BaseException:  # a user's __str__ may call sys.exit, which `traceback` does not expect
         return "".join(traceback.format_tb(error.__traceback__)) + type(error).__name__
 
 
 def without_frames(error: BaseException) -> BaseException:
-    """``error`` with its traceback as text: the frames would keep the whole batch alive."""
+    """Replace the traceback of ``error`` by its text: the frames would keep the whole batch alive."""
     if error.__traceback__ is not None:
         text = format_traceback(error, whole=False)
-        # Past a class that takes no attributes (a frozen dataclass).
+        # Bypasses classes that reject attributes (frozen dataclasses).
         for name, value in (("__traceback__", None), ("__context__", None), ("__cause__", WorkerTraceback(text))):
             BaseException.__setattr__(error, name, value)
     return error
 
 
 def leave_frames(error: BaseException) -> None:
-    """Cut an error off from the frames that it was raised in: a frame leads to those that have called it, and these to
-    what is iterated over. If the user's code is among them, the traceback stays as text."""
+    """Detach an error from its frames, which keep callers and their iterators alive; keep user frames as text."""
     chain = _chain(error)
-    if is_on(FULL_TRACEBACKS) or any(_is_of_user(at) for one in chain for at in _frames(one)):
+    if is_on(FULL_TRACEBACKS) or any(_is_user_frame(frame) for link in chain for frame in _frames(link)):
         without_frames(error)
         return
-    for one in chain:
-        BaseException.__setattr__(one, "__traceback__", None)
+    for link in chain:
+        BaseException.__setattr__(link, "__traceback__", None)
 
 
 def notes_of(error: BaseException) -> list[str]:
-    """The notes of an exception; none if its class does something else with the name, or raises."""
+    """Return the notes of an exception; empty if its class uses the attribute for something else, or raises."""
     try:
         notes = getattr(error, "__notes__", None)
     except Exception:
@@ -340,10 +323,10 @@ def notes_of(error: BaseException) -> list[str]:
 
 
 def set_notes(error: BaseException, notes: list[str]) -> None:
-    """Give an exception these notes, on Python 3.10 too, which keeps but does not print them.
+    """Replace the notes of an exception, even on Python 3.10, which stores but does not print them.
 
-    An exception of a class that takes no attributes (a frozen dataclass) is written all the same; one
-    that has no room for them stays without: better no notes than another error in its place.
+    Classes that reject attributes (frozen dataclasses) are bypassed. An object without room for attributes stays
+    without notes: raising here would hide the original error.
     """
     try:
         BaseException.__setattr__(error, "__notes__", notes)
@@ -355,20 +338,16 @@ HAS_ENDED = (
     "has ended too early: its generator raised, and a generator cannot go on after that. Its other samples are lost. "
     "Catch the error inside the generator, or give an iterator whose __next__ can go on"
 )
-"""The end of a note on the error that ended a part of iterable data, although ``on_error`` skipped it."""
+"""End of the note on an error that ended a part of iterable data although ``on_error`` skipped it."""
 
 
 def add_note(error: BaseException, text: str) -> None:
-    """`BaseException.add_note`, for every Python and every exception class."""
+    """Like `BaseException.add_note`, for every Python version and exception class."""
     set_notes(error, [*notes_of(error), text])
 
 
 def describe_exit(exitcode: int | None, oom_kills: int | None = None) -> str:
-    """An exit code in words: ``killed by SIGKILL (signal 9); often the out-of-memory killer``.
-
-    Args:
-        exitcode: minus the number of a signal; None if unknown.
-        oom_kills: how often the kernel has killed in this cgroup since the workers started; None if unknown.
+    """Describe an exit code (minus a signal number), given the kernel's OOM kills since the workers started, if known.
 
     Example:
         >>> describe_exit(-9, 1)[:83]
@@ -384,7 +363,7 @@ def describe_exit(exitcode: int | None, oom_kills: int | None = None) -> str:
         return killed
     advice = "use fewer workers or smaller batches"
     if oom_kills:
-        struck = f"has struck in this cgroup, {oom_kills} x since the workers started: {advice}"
-        return f"{killed}; the kernel's out-of-memory killer {struck}"
-    unmoved = "" if oom_kills is None else " (this container's own limit was not the cause)"
-    return f"{killed}; often the kernel's out-of-memory killer{unmoved}: see dmesg, {advice}"
+        kills = f"has struck in this cgroup, {oom_kills} x since the workers started: {advice}"
+        return f"{killed}; the kernel's out-of-memory killer {kills}"
+    ruled_out = "" if oom_kills is None else " (this container's own limit was not the cause)"
+    return f"{killed}; often the kernel's out-of-memory killer{ruled_out}: see dmesg, {advice}"

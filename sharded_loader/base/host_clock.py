@@ -1,10 +1,7 @@
-"""The clock that engine, pools, devices, storage and instruments read.
+"""Monotonic clock of the package, shared by all threads and processes of a machine: seconds from an arbitrary start.
 
-    host_clock.now() -> seconds, as a float, from an arbitrary start
-
-Thresholds in seconds are compared with differences of this clock, and the times that ``stats()`` reports are such
-differences. All threads and processes of a machine share it. Modules import this module, and not the function, so tests
-replace `now` for the whole package at once. File times and the command line read the system's clocks themselves.
+Import the module rather than the function, so that tests can replace `now` for the whole package at once. File times
+and the command line use the system's clocks directly.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
-"""Imports that happen later, or in other libraries.
+"""Deferred imports, and hooks on imports of other libraries.
 
-    call_after_import("torch", then)    calls ``then`` when torch has been imported; at once if it is imported already
-    forget_import("torch")              takes that back
-    provide("pool", "ray", "sharded_loader.ray.pool:RayPool")    gives the core something that it does not import
-    provided("pool", "ray")             the class; its module is imported now
-    leave_alone(function, ...)          `torch.compile` compiles neither these functions nor what they call
+    call_after_import("torch", then)    calls ``then`` once torch is imported; at once if it already is
+    provide("pool", "ray", "sharded_loader.ray.pool:RayPool")    registers an object that the core does not import
+    provided("pool", "ray")             -> the class; its module is imported now
+    leave_alone(function, ...)          excludes functions and their callees from `torch.compile`
 
-The first serves what a worker has to say to a library, or has to seed in it. Most workers never import torch.
-
-A loop over a loader may stand in a compiled function. Dynamo would compile the engine, and what the engine calls: the
-dataset, and in forked workers, which inherit Dynamo's hook, everything that they do (100 times slower).
+Import hooks let a worker configure or seed a library on import; most workers never import torch. If a compiled function
+iterates over a loader, Dynamo would compile the engine, the dataset and, since forked workers inherit Dynamo's hook,
+the workers' code. That is 100 times slower.
 """
 
 from __future__ import annotations
@@ -25,12 +23,7 @@ from sharded_loader.base.private import is_being_imported, skip_compiling
 
 
 def call_after_import(name: str, then: Callable[[], None]) -> None:
-    """Call ``then`` once, when the module has been imported, in the thread that imports it; at once if it is here.
-
-    Args:
-        name: name of the module.
-        then: the function; it replaces the function of an earlier call for this module.
-    """
+    """Call ``then`` when the module is imported, or now if it already is. Replaces an earlier call for the module."""
     forget_import(name)
     module = sys.modules.get(name)
     if module is not None and not is_being_imported(module):
@@ -40,12 +33,12 @@ def call_after_import(name: str, then: Callable[[], None]) -> None:
 
 
 def forget_import(name: str) -> None:
-    """Take back the call of `call_after_import` for this module."""
+    """Cancel `call_after_import` for this module."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not (isinstance(finder, _Finder) and finder.name == name)]
 
 
 class _Finder:
-    """Import hooks are Python's own way to wait for an import. No `MetaPathFinder`: its import takes 3 ms."""
+    """Import hook for one module. Not a `MetaPathFinder`, whose import takes 3 ms."""
 
     def __init__(self, name: str, then: Callable[[], None]) -> None:
         self.name = name
@@ -69,32 +62,30 @@ class _Finder:
         return spec
 
 
-_alone: list[FunctionType] = []
+_not_compiled: list[FunctionType] = []
 
-
-_places: dict[tuple[str, str], Any] = dict(PROVIDED)
+_providers: dict[tuple[str, str], Any] = dict(PROVIDED)
 
 
 def provide(kind: str, name: str, place: Any) -> None:
-    """Give the core something by name. What its own satellites give stands in ``sharded_loader/__init__.py``.
+    """Register an object that the core looks up by name. ``sharded_loader/__init__.py`` lists the library's own.
 
     Args:
-        kind: What it is, such as ``"pool"``.
-        name: What the user, or the core, calls it.
-        place: The class or function; or where it is, as ``"package.module:attribute"``, to import the module only when
-            it is asked for.
+        kind: kind of object, such as ``"pool"``.
+        name: name by which the user or the core refers to it.
+        place: the class or function, or ``"package.module:attribute"`` to import the module only on first use.
 
     Example:
         >>> provide("example", "ordered", "collections:OrderedDict")
         >>> provided("example", "ordered").__name__, names_of("example")
         ('OrderedDict', ['ordered'])
     """
-    _places[kind, name] = place
+    _providers[kind, name] = place
 
 
 def provided(kind: str, name: str) -> Any:
-    """Return what `provide` was given under this name."""
-    place = _places[kind, name]
+    """Return the object registered with `provide`, importing its module if necessary."""
+    place = _providers[kind, name]
     if not isinstance(place, str):
         return place
     module, _, attribute = place.partition(":")
@@ -102,15 +93,15 @@ def provided(kind: str, name: str) -> Any:
 
 
 def names_of(kind: str) -> list[str]:
-    """The names of everything of a kind."""
-    return [name for one, name in _places if one == kind]
+    """Return the registered names of a kind."""
+    return [name for registered_kind, name in _providers if registered_kind == kind]
 
 
 def leave_alone(*functions: Any) -> None:
-    """See to it that Dynamo does not compile these functions of ours, nor what they call.
+    """Exclude these functions, and everything they call, from compilation by Dynamo.
 
-    Other functions of this library are not compiled either, but what they call may be. Before torch 2.7, so may what
-    these call.
+    The rest of this library is not compiled either, but its callees may be. Before torch 2.7, so may the callees of
+    these functions.
     """
-    _alone.extend(functions)
-    call_after_import("torch._dynamo", lambda: skip_compiling(_alone))
+    _not_compiled.extend(functions)
+    call_after_import("torch._dynamo", lambda: skip_compiling(_not_compiled))

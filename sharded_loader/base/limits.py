@@ -1,14 +1,11 @@
-"""How much this process may use: memory and cores of the machine, and what the cgroups around it allow (v1, v2).
+"""Resource limits of this process: memory and cores of the machine, restricted by its cgroups (v1 and v2).
 
-    free_bytes() -> Limit(nbytes, what)      the tightest limit of memory
-    own_bytes(), private_bytes() -> nbytes   what this process takes, with and without what a fork has left to two
-    check_fits(nbytes, what, instead)        a MemoryError for what would not fit
-    oom_kills() -> count | None              how often the kernel has killed in this cgroup, where it says so
+    free_bytes() -> Limit(nbytes, what)      tightest memory limit
+    own_bytes(), private_bytes() -> nbytes   memory of this process, with and without pages shared by a fork
     cores_for_workers() -> number
-    warn_of_workers(workers)                 far more worker processes than cores: a `LoaderWarning`
 
-`free_bytes` is asked before shared memory grows: in a memory cgroup the kernel gives no error, it kills. Nothing here
-imports NumPy or torch.
+Check `free_bytes` before growing shared memory: in a memory cgroup the kernel kills instead of reporting an error.
+Functions with a ``root`` argument read /proc and /sys below it, for tests. This module imports neither NumPy nor torch.
 """
 
 from __future__ import annotations
@@ -26,50 +23,35 @@ from sharded_loader.base.system import integer
 T = TypeVar("T")
 
 SMALL = 1 << 28
-"""Bytes that are not worth a look at what is free: 0.1 ms."""
+"""Bytes below which checking for free memory (0.1 ms) is not worthwhile."""
 
 FEW = 4
-"""Processes that are no burden on any machine."""
+"""Number of processes that never warrants a warning."""
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
 class Limit(NamedTuple):
-    """The number of bytes that are free, and what sets that limit, in words."""
+    """Free bytes, and the name of the limit that determines them."""
 
     nbytes: int
     what: str
 
 
 def processes_here() -> int:
-    """The number of processes that share this machine's memory: LOCAL_WORLD_SIZE, which torchrun sets.
-
-    Raises:
-        ValueError: the variable holds no such number.
-    """
+    """Return the number of processes that share this machine's memory (LOCAL_WORLD_SIZE; ValueError if invalid)."""
     advice = "torchrun sets it to the number of processes on this machine; unset it, or give ProcessPool(max_bytes=...)"
     return integer("LOCAL_WORLD_SIZE", 1, least=1, advice=advice)
 
 
 def free_bytes(root: Path = Path("/")) -> Limit:
-    """What is free for this process.
-
-    Args:
-        root: where /proc and /sys are; another folder in tests.
-    """
-    return min([_machine(root), *_of_groups(root, "memory", _memory)])
+    """Return the memory available to this process."""
+    return min([_machine_limit(root), *_read_groups(root, "memory", _group_memory)])
 
 
 def own_bytes(root: Path = Path("/")) -> int:
-    """The memory of this process, without shared memory, with what a fork has left to it and to its parent: 40 us.
-
-    Args:
-        root: where /proc is; another folder in tests.
-
-    Raises:
-        ImportError: this system has no such file, and psutil is not installed.
-    """
+    """Return this process's memory in bytes, without shared memory but with pages shared through a fork (40 us)."""
     try:
         _, resident, shared, *_ = map(int, (root / "proc/self/statm").read_text().split())
     except (OSError, ValueError):
@@ -80,39 +62,23 @@ def own_bytes(root: Path = Path("/")) -> int:
 
 
 def private_bytes(root: Path = Path("/")) -> int:
-    """The memory that this process alone has: 2 ms for each 100 MB of `own_bytes`. Arguments and errors as there."""
+    """Return the bytes of memory that belong to this process alone (2 ms per 100 MB of `own_bytes`)."""
     nbytes = own_bytes(root)
     with contextlib.suppress(OSError, ValueError):
         lines = (root / "proc/self/smaps_rollup").read_text().splitlines()
         private = [int(line.split()[1]) for line in lines if line.startswith(("Private_C", "Private_D"))]
-        nbytes = min(nbytes, 1024 * sum(private))  # that has pages of shared memory which no other one has touched
+        nbytes = min(nbytes, 1024 * sum(private))  # they include shared memory that only this process has touched
     return nbytes
 
 
 def check_fits(nbytes: int, what: str, instead: str) -> None:
-    """Refuse what would not fit into memory, before it is made: while it grows, the kernel may kill the process.
-
-    Args:
-        nbytes: how much it takes.
-        what: what it is, and why.
-        instead: what to do.
-
-    Raises:
-        MemoryError: so much is not free.
-    """
+    """Raise a MemoryError before an allocation that would not fit: while it grows, the kernel may kill the process."""
     if nbytes > SMALL and nbytes > (limit := free_bytes()).nbytes:
         raise MemoryError(f"{what}. That takes {nbytes:,} bytes, and {limit.what} leaves {limit.nbytes:,}: {instead}")
 
 
 def oom_kills(root: Path = Path("/")) -> int | None:
-    """How many processes of this cgroup the kernel has killed for want of memory, its own or the machine's.
-
-    Args:
-        root: where /proc and /sys are; another folder in tests.
-
-    Returns:
-        None where the kernel does not say.
-    """
+    """Return the number of processes of this cgroup that the kernel killed for lack of memory; None if unknown."""
     for base, group, version in groups(root):
         for folder in (group, base):
             try:
@@ -123,7 +89,7 @@ def oom_kills(root: Path = Path("/")) -> int | None:
     return None
 
 
-def _machine(root: Path) -> Limit:
+def _machine_limit(root: Path) -> Limit:
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in (root / "proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -134,10 +100,9 @@ def _machine(root: Path) -> Limit:
 
 
 def groups(root: Path, controller: str = "memory") -> Iterator[tuple[Path, Path, int]]:
-    """This process's cgroups of a controller: where they are mounted, the group itself, version (1, 2).
+    """Yield mount point, folder and version (1, 2) of this process's cgroups of a controller.
 
-    In a container the group may be a folder that only the host can see: the root of what is mounted is then the
-    container's own group.
+    In a container the folder may exist only on the host; the root of the mount is then the container's own group.
     """
     lines: list[str] = []
     with contextlib.suppress(OSError):
@@ -151,19 +116,19 @@ def groups(root: Path, controller: str = "memory") -> Iterator[tuple[Path, Path,
             yield base / controller, base / controller / path.lstrip("/"), 1
 
 
-def _of_groups(root: Path, controller: str, read: Callable[[Path, int], T]) -> Iterator[T]:
-    """What ``read(folder, version)`` finds in this process's cgroups and in those around them."""
+def _read_groups(root: Path, controller: str, read: Callable[[Path, int], T]) -> Iterator[T]:
+    """Apply ``read(folder, version)`` to this process's cgroups and their ancestors, skipping those without a limit."""
     for base, group, version in groups(root, controller):
         for folder in {base, *(g for g in [group, *group.parents] if base in g.parents)}:
             with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no limit
                 yield read(folder, version)
 
 
-def _memory(folder: Path, version: int) -> Limit:
+def _group_memory(folder: Path, version: int) -> Limit:
     maximum, current = ("max", "current") if version == 2 else ("limit_in_bytes", "usage_in_bytes")
     limit, used = (int((folder / f"memory.{name}").read_text()) for name in (maximum, current))
-    # The page cache is counted as used, and given up when memory is wanted; the active part too, which is
-    # most of it where every epoch reads the same files. v1 counts the groups below only under "total_".
+    # The page cache counts as used but is reclaimable, including its active part, which dominates when every
+    # epoch reads the same files. In v1 only the "total_" values include child groups.
     stat = dict(line.split(maxsplit=1) for line in (folder / "memory.stat").read_text().splitlines())
     for key in ("inactive_file", "active_file"):
         used -= int(stat.get(f"total_{key}", stat.get(key, 0)))
@@ -174,52 +139,42 @@ def _memory(folder: Path, version: int) -> Limit:
 
 
 def usable_cores() -> int:
-    """How many cores this process may run on."""
-    with contextlib.suppress(AttributeError, OSError):  # not on this system, or a sandbox does not allow it
+    """Return the number of cores on which this process may run."""
+    with contextlib.suppress(AttributeError, OSError):  # not on this system, or forbidden by a sandbox
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def core_limit(root: Path = Path("/")) -> float | None:
-    """The processor time that the cgroups around this process allow, in cores; None: no limit.
-
-    Args:
-        root: where /proc and /sys are; another folder in tests.
-    """
-    shares = _of_groups(root, "cpu", _cores)
+    """Return the CPU quota of the cgroups around this process, in cores; None without a limit."""
+    shares = _read_groups(root, "cpu", _group_quota)
     return min((share for share in shares if share > 0), default=None)
 
 
-def _cores(folder: Path, version: int) -> float:
+def _group_quota(folder: Path, version: int) -> float:
     names = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
     quota, period = map(float, " ".join((folder / name).read_text() for name in names).split())
     return quota / period if period else 0
 
 
 def cores_for_workers() -> int:
-    """How many cores worker processes can share, at least 1."""
+    """Return the number of cores that worker processes can share, at least 1."""
     return math.ceil(min(usable_cores(), core_limit() or math.inf))
 
 
 def ranks_here(environ: Mapping[str, str] = os.environ) -> int:
-    """The number of programs on this machine by LOCAL_WORLD_SIZE; 1 if that is no number."""
+    """Return the number of ranks on this machine (LOCAL_WORLD_SIZE); 1 if it is not a number."""
     given = environ.get("LOCAL_WORLD_SIZE", "").strip()
     return max(1, int(given)) if given.isdecimal() else 1
 
 
 def ranks_on_cores(environ: Mapping[str, str] = os.environ) -> int:
-    """The number of programs that share the cores of this one. A rank that is bound to cores has them to itself."""
+    """Return the number of ranks that share this one's cores; 1 if this rank is bound to cores of its own."""
     return ranks_here(environ) if usable_cores() == os.cpu_count() else 1
 
 
 def warn_of_workers(workers: int, environ: Mapping[str, str] = os.environ) -> None:
-    """Warn of more than two worker processes for each core.
-
-    Args:
-        workers: the processes of this loader.
-        environ: where to look for LOCAL_WORLD_SIZE. It is the number of programs on this machine, each with as many
-            workers.
-    """
+    """Warn about more than two worker processes per core, counting ``workers`` for each rank on this machine."""
     cores, ranks = cores_for_workers(), ranks_on_cores(environ)
     if workers > FEW and workers * ranks > 2 * cores:
         each = f", in each of {ranks} ranks on this machine," if ranks > 1 else ""

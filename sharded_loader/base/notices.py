@@ -1,18 +1,10 @@
-"""What goes wrong quietly: said once for each loader, and counted.
+"""Warnings for silent problems: emitted once per loader, and counted.
 
-    Notices.happened("replaced_workers", text)   the first time a line of the logger at WARNING, then at INFO; counted
-    Notices.counts                               -> `LoaderStats`, the loader's repr
-    Notices.warn("length", text)                 a `LoaderWarning`, the first time
-    note_retry()                                 a request to a server is tried again: one more in `RETRIES`
-
-Which of the two a notice is:
-
-- A `LoaderWarning` says that the program probably does not do what is meant. It comes before samples are read: when the
-  loader is made, when a state is loaded, when an epoch begins. If warnings are errors, the program stops in time. In
-  mid-epoch there are two: samples are lost (a whole batch or shard, the rest of a part), or each sample of iterable
-  data comes once for each part.
-- A line of the logger ``sharded_loader`` says what happened while batches were read. The loader has dealt with it. Such
-  a line is never an exception. Python prints lines at WARNING to stderr if the program has not set up logging.
+- A `LoaderWarning` means that the program probably does not do what was intended. It is emitted before samples are
+  read (constructor, loaded state, start of an epoch), so that a program that turns warnings into errors stops early.
+  Only two occur mid-epoch: lost samples, and samples of iterable data repeated by each part.
+- A line of the logger ``sharded_loader`` reports a problem during reading that the loader has handled: the first of its
+  kind at WARNING, later ones at INFO. It never raises. Python prints it to stderr if logging is not configured.
 """
 
 from __future__ import annotations
@@ -27,7 +19,7 @@ logger = logging.getLogger("sharded_loader")
 
 
 class LoaderWarning(UserWarning):
-    """The category of the loader's warnings, for ``warnings.filterwarnings(..., category=LoaderWarning)``.
+    """Category of the loader's warnings, for ``warnings.filterwarnings(..., category=LoaderWarning)``.
 
     Example:
         >>> issubclass(LoaderWarning, UserWarning)
@@ -35,31 +27,30 @@ class LoaderWarning(UserWarning):
     """
 
 
-_BETWEEN = os.path.join("torch", "utils", "data", "dataloader.py")
-"""torch's loader, which is between the drop-in and the user's line."""
+_TORCH_LOADER = os.path.join("torch", "utils", "data", "dataloader.py")
+"""File of torch's loader, which lies between the drop-in and the user's line."""
 
-_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
-"""The folder of the package."""
+_PACKAGE_FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 def is_ours(filename: str) -> bool:
-    """Whether a source file belongs to this library."""
-    return filename.startswith(_OURS)
+    """Return True if a source file belongs to this library."""
+    return filename.startswith(_PACKAGE_FOLDER)
 
 
 def warn(text: str) -> None:
-    """Warn at the line of the user's program that has called the library."""
+    """Emit a `LoaderWarning` at the line of the user's program that called the library."""
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and (is_ours(name := frame.f_code.co_filename) or name.endswith(_BETWEEN)):
+    while frame.f_back is not None and (is_ours(name := frame.f_code.co_filename) or name.endswith(_TORCH_LOADER)):
         frame, level = frame.f_back, level + 1
     warnings.warn(text, LoaderWarning, stacklevel=level)
 
 
 class Notices:
-    """The notices of one loader.
+    """Notices of one loader.
 
     Attributes:
-        counts: how often each kind has happened. The kinds are names of `LoaderStats`.
+        counts: number of occurrences by kind. The kinds are names of `LoaderStats`.
 
     Example:
         >>> notices = Notices()
@@ -73,30 +64,29 @@ class Notices:
         self._warned: set[str] = set()
 
     def happened(self, kind: str, text: str) -> None:
-        """Count something that has happened, and log it."""
+        """Count an occurrence, and log it."""
         self.counts[kind] += 1
         first = self.counts[kind] == 1
         more = " (shown once; the logger 'sharded_loader' shows the others at level INFO)"
         logger.log(logging.WARNING if first else logging.INFO, "%s%s", text, more if first else "")
 
     def settle(self, kind: str) -> None:
-        """There is no reason to warn of this kind."""
+        """Suppress later warnings of this kind."""
         self._warned.add(kind)
 
     def warn(self, kind: str, text: str) -> None:
-        """Warn, once of each kind."""
+        """Warn, once per kind."""
         if kind not in self._warned:
             self._warned.add(kind)
             warn(text)
 
 
 RETRIES: list[None] = []
-"""One entry for each retry in this process, and before that in the one it was forked from. A reader takes its length
-for each batch, which calls no function."""
+"""One item per retry in this process and, before a fork, its parent. Its length is read per batch, without a call."""
 
 
 def note_retry() -> None:
-    """A request to a server is tried again (`storage.stores`). Any thread may call it.
+    """Count a retried request to a server (`storage.stores`) in `RETRIES`. Thread-safe.
 
     Example:
         >>> before = len(RETRIES)
@@ -104,4 +94,4 @@ def note_retry() -> None:
         >>> len(RETRIES) - before
         1
     """
-    RETRIES.append(None)  # no lock is needed, and none can be held by another thread when the process is forked
+    RETRIES.append(None)  # atomic: a lock could be held by another thread when the process forks

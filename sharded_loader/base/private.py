@@ -1,9 +1,8 @@
-"""Names of Python and of other libraries that are not public. They are used here, and in `drop_in.trainers`.
+"""Non-public names of Python and other libraries. Besides this module, only `drop_in.trainers` uses such names.
 
-A new version of a library may drop such a name without notice. Each use says what happens then, and
-``tests/base/test_private.py`` has a test for each name. Nothing here imports a library that is not imported already,
-except where the caller needs that library anyway. Classes of this library that override methods of `multiprocess` or of
-torch's loader stay with the pools and with the drop-in.
+A new version of a library may drop such a name without notice. Each docstring says what happens then ("Without the
+name"), and ``tests/base/test_private.py`` tests each name. No library is imported here unless the caller needs it
+anyway. Subclasses that override methods of `multiprocess` or of torch's loader stay with the pools and the drop-in.
 """
 
 from __future__ import annotations
@@ -34,28 +33,24 @@ __all__ = ["blake2b", "getsignal"]
 
 
 def is_owned(lock: Any) -> bool:
-    """Whether this thread has an `RLock`; `threading.Condition` asks in the same way."""
+    """Return True if this thread holds an `RLock`; `threading.Condition` asks in the same way."""
     return bool(lock._is_owned())
 
 
 def is_being_imported(module: object) -> bool:
-    """Whether the import of a module has begun and not ended. Without the name: no."""
+    """Return True while the import of a module is in progress. Without the name: False."""
     return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 
 
 def posix_shared_memory() -> Any:
-    """The module with ``shm_open``, which makes no name that the resource tracker looks after.
-
-    Raises:
-        ImportError: there is none: memory is then a file.
-    """
+    """Return the module with ``shm_open``, which bypasses the resource tracker; ImportError if it is missing."""
     import _posixshmem  # type: ignore[import-not-found]
 
     return _posixshmem
 
 
 def is_thread_of_others(thread: threading.Thread) -> bool:
-    """Whether `threading` has not started this thread."""
+    """Return True if the thread was not started by `threading`."""
     return isinstance(thread, threading._DummyThread)
 
 
@@ -65,33 +60,33 @@ def is_thread_of_others(thread: threading.Thread) -> bool:
 def fork_quietly(popen: object, started: object) -> None:
     """Fork as ``multiprocess`` does, without Python's warning about threads. Without the names: with the warning.
 
-    From Python 3.12 on, a fork beside threads is followed by a DeprecationWarning, which the user cannot act on: the
-    child runs only this library's code. A filter would not do, because all threads share the list of filters. Python
-    drops a warning from code whose module has no name, so this one fork runs in a namespace without a name.
+    Since Python 3.12 a fork beside threads emits a DeprecationWarning, on which the user cannot act: the child runs
+    only this library's code. A filter would affect all threads, which share the list of filters. Python drops warnings
+    from code whose module has no name, so this fork runs in a namespace without a name.
     """
     from multiprocess import popen_fork
 
-    launch, made = popen_fork.Popen._launch, list[int]()
+    launch, opened = popen_fork.Popen._launch, list[int]()
 
     def pipe() -> list[int]:
-        made.extend(os.pipe())
-        return made[-2:]
+        opened.extend(os.pipe())
+        return opened[-2:]
 
     if isinstance(launch, FunctionType):
         names = {**vars(popen_fork), "__name__": None, "os": SimpleNamespace(**{**vars(os), "pipe": pipe})}
         launch = FunctionType(launch.__code__, names, closure=launch.__closure__)
     try:
         launch(popen, started)
-    except OSError:  # no process, or no descriptors: `multiprocess` leaves its pipes open
-        popen_fork.util.close_fds(*made)
+    except OSError:  # no process or no descriptors; `multiprocess` leaves its pipes open
+        popen_fork.util.close_fds(*opened)
         raise
 
 
 def forget_child(started: object) -> None:
-    """Take a process out of the list of children that ``multiprocess`` looks after.
+    """Remove a process from the list of children that ``multiprocess`` manages.
 
-    It would send them SIGTERM and join them when the program ends, or when a child that the user forked ends; ours end
-    by end-of-file. Without the name: they get the SIGTERM.
+    It would send them SIGTERM and join them at exit, or when another forked child exits; ours exit on end-of-file.
+    Without the name: they get the SIGTERM.
     """
     from multiprocess import process
 
@@ -99,7 +94,7 @@ def forget_child(started: object) -> None:
 
 
 def become_child(name: str, authkey: bytes, folder: str, tracker: int | None) -> None:
-    """In a spawned worker: name, authentication key, daemon, as ``multiprocess`` itself passes them on."""
+    """Set name, authentication key and daemon flag in a spawned worker, as ``multiprocess`` does."""
     from multiprocess import process, resource_tracker
 
     current: Any = process.current_process()
@@ -110,14 +105,14 @@ def become_child(name: str, authkey: bytes, folder: str, tracker: int | None) ->
 
 
 def tracker_descriptor() -> int | None:
-    """The descriptor of the resource tracker; None where none runs. Without the name: None, and a worker starts one."""
+    """Return the descriptor of a running resource tracker. Without the name: None, and a worker starts another one."""
     from multiprocess import resource_tracker
 
     return getattr(getattr(resource_tracker, "_resource_tracker", None), "_fd", None)
 
 
 def interpreter_flags() -> list[str]:
-    """The options of this interpreter, for another one. Without the name: none."""
+    """Return the options of this interpreter, for starting another one. Without the name: none."""
     from multiprocess import util
 
     flags: list[str] = getattr(util, "_args_from_interpreter_flags", list)()
@@ -125,17 +120,16 @@ def interpreter_flags() -> list[str]:
 
 
 def has_forkserver_preload() -> bool:
-    """Whether the user has chosen what the forkserver imports. Without the name: yes."""
+    """Return True if the user has chosen the forkserver's imports. Without the name: True."""
     from multiprocess import forkserver
 
     return bool(getattr(forkserver._forkserver, "_preload_modules", None) != ["__main__"])
 
 
 def forget_forkserver() -> int | None:
-    """In a forked child: the forkserver is the parent's, and ``multiprocess`` would wait for it as for a child.
+    """Reset the parent's forkserver in a forked child, where ``multiprocess`` would wait for it as for a child.
 
-    Returns:
-        The descriptor that keeps the forkserver alive, to be closed; None where none runs.
+    Return the descriptor that keeps it alive, to be closed; None if none runs.
     """
     from multiprocess import forkserver
 
@@ -149,7 +143,7 @@ def forget_forkserver() -> int | None:
 
 
 def change_preparation_data(change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Have ``multiprocess`` send its new processes what ``change`` makes of the data that it would send."""
+    """Apply ``change`` to the data that ``multiprocess`` sends to its new processes."""
     from multiprocess import spawn
 
     original = spawn.get_preparation_data
@@ -160,34 +154,34 @@ def change_preparation_data(change: Callable[[dict[str, Any]], dict[str, Any]]) 
 
 
 def tracker_of(cls: type) -> str | None:
-    """The mark by which cloudpickle knows a class that it sends by value. Without the name: None."""
+    """Return cloudpickle's id of a class that it sends by value. Without the name: None."""
     tracker: str | None = _cloudpickle("_DYNAMIC_CLASS_TRACKER_BY_CLASS").get(cls)
     return tracker
 
 
 def tracked_class(tracker: str | None) -> type | None:
-    """The class with this mark."""
-    found: type | None = _cloudpickle("_DYNAMIC_CLASS_TRACKER_BY_ID").get(tracker)
-    return found
+    """Return the class with this id."""
+    cls: type | None = _cloudpickle("_DYNAMIC_CLASS_TRACKER_BY_ID").get(tracker)
+    return cls
 
 
 def _cloudpickle(table: str) -> Any:
-    return getattr(sys.modules.get("cloudpickle.cloudpickle"), table, {})  # not loaded: it has brought no class
+    return getattr(sys.modules.get("cloudpickle.cloudpickle"), table, {})  # if it is not loaded, no class came by value
 
 
 # -- torch -------------------------------------------------------------------------------------------------------------
 
 
 def find_profiler_enabled() -> Callable[[], bool]:
-    """The function that tells whether torch's profiler runs. Without the name: it never does."""
+    """Return the function that tells if torch's profiler is running. Without the name: it returns False."""
     enabled: Callable[[], bool] = getattr(sys.modules["torch"].autograd, "_profiler_enabled", lambda: False)
     return enabled
 
 
 def skip_compiling(functions: Iterable[FunctionType]) -> None:
-    """Have Dynamo, which is imported, compile neither these functions, nor what they call, nor this library.
+    """Exclude these functions, their callees and this library from compilation by Dynamo, which is imported.
 
-    Before torch 2.7 what they call may be compiled. Without the names: it is.
+    Before torch 2.7, and without the names, callees may be compiled.
     """
     rules: Any = getattr(sys.modules["torch._dynamo"], "trace_rules", None)
     if rules is not None:
@@ -200,7 +194,7 @@ def skip_compiling(functions: Iterable[FunctionType]) -> None:
 
 
 def end_compiling() -> None:
-    """Take Dynamo's hook out of this thread, which has inherited it by a fork. Without the name: it stays."""
+    """Remove Dynamo's hook, inherited by a fork, from this thread. Without the name: it stays."""
     hook: Any = sys.modules.get("torch._C._dynamo.eval_frame")
     if hasattr(hook, "set_eval_frame"):
         hook.set_eval_frame(None)
@@ -210,12 +204,12 @@ _TORCH_WORKER = "torch.utils.data._utils.worker"
 
 
 def answer_for_torch(answer: Callable[[], object]) -> None:
-    """Have torch's ``get_worker_info()`` return what ``answer`` returns, if that is not None, once torch is imported.
+    """Make torch's ``get_worker_info()`` return the result of ``answer`` unless that is None, once torch is imported.
 
-    The function stays the same object, because datasets import it by name. Without the name: torch answers by itself.
+    The function object stays the same, because datasets import it by name. Without the name: torch answers by itself.
     """
     module: Any = sys.modules.get(_TORCH_WORKER)
-    function: Any = getattr(module, "get_worker_info", None)  # None: it is not imported, or only half of it
+    function: Any = getattr(module, "get_worker_info", None)  # None: not imported, or only partly
     code = getattr(function, "__code__", None)
     if code is not None and not code.co_freevars and code is not _get_worker_info.__code__:
         module._sharded_loader_info = answer
@@ -223,38 +217,34 @@ def answer_for_torch(answer: Callable[[], object]) -> None:
 
 
 def _get_worker_info() -> Any:
-    """Its code runs in torch's module, where these names are."""
+    """Replacement code, which runs in the namespace of torch's module."""
     names = globals()
     info = names["_sharded_loader_info"]()
     return names["_worker_info"] if info is None else info
 
 
 def worker_info(**fields: object) -> Any:
-    """What ``get_worker_info()`` returns, as an object of torch, which is imported."""
+    """Create a ``WorkerInfo`` of torch, which is imported."""
     return sys.modules[_TORCH_WORKER].WorkerInfo(**fields)
 
 
 def set_worker_info(**fields: object) -> None:
-    """This process is a worker of torch's kind."""
+    """Mark this process as a worker in torch's sense."""
     module: Any = sys.modules[_TORCH_WORKER]
     module._worker_info = worker_info(**fields)
 
 
 SEED_BYTES, WORD_BYTES = slice(0, 8), slice(24, 24 + 8 * 624)
-"""Where torch keeps the seed and the words of a Mersenne Twister in the state of a CPU generator."""
+"""Layout of the state of torch's CPU generator: the seed and the words of a Mersenne Twister."""
 
 
 # -- threadpoolctl -----------------------------------------------------------------------------------------------------
 
 
 def limit_to_one_thread(library: Any) -> None:
-    """Limit a library to one thread, in a process that was just forked.
+    """Limit a library, given by threadpoolctl, to one thread in a newly forked process.
 
-    There OpenBLAS would start a thread for every core before it takes the limit, and each waits actively for 30 ms.
-    Without the name: it does.
-
-    Args:
-        library: as a controller of threadpoolctl has it.
+    OpenBLAS would first start a thread per core, and each busy-waits for 30 ms. Without the name: it does.
     """
     if library.internal_api == "openblas" and library.threading_layer == "pthreads":
         with contextlib.suppress(AttributeError, ValueError):  # an old threadpoolctl, no such symbol
@@ -267,14 +257,14 @@ def limit_to_one_thread(library: Any) -> None:
 
 
 def path_of(system: Any, url: str) -> str:
-    """A URL as a file system of fsspec knows it, or as a class of file systems does."""
+    """Strip the protocol from a URL, as fsspec's file systems and their classes do."""
     return str(system._strip_protocol(url))
 
 
 def close_session(system: Any) -> None:
-    """Close the connections of a file system. Without the names: they are closed when the program ends.
+    """Close the connections of a file system. Without the names: they are closed at exit.
 
-    So are those of ``simplecache::http://``: fsspec shares the file system inside with the whole program.
+    So are those of ``simplecache::http://``: fsspec shares the inner file system with the whole program.
     """
     if hasattr(system, "fs"):
         return

@@ -1,24 +1,13 @@
-"""What the operating system gives: calls that it may not allow, each with its twin, and environment variables.
+"""System calls, each with a fallback where it may be missing or forbidden, and environment variables.
 
-    open_pidfd(pid)             None: the caller watches a pipe that the process holds
-    open_memory(label, kind)    memfd_create, else shm_open, else a file without a name
+    open_pidfd(pid)             else None: the caller watches a pipe that the process holds
+    open_memory(label, kind)    memfd_create, else shm_open, else an unnamed file
     allocate(fd, nbytes)        posix_fallocate, else zeros are written
-    can_pass_descriptors()      False: the other process opens them by name, under /proc
+    can_pass_descriptors()      else the other process opens them by name, under /proc
 
-    is_readable(fd)             whether a read would return at once
-    write_whole(path, data)     a file that appears when it is whole
-    with lock_at(path):         a file that only serves as a lock: one thread of one process at a time
-    write_to_stderr(text)       straight to descriptor 2, where the processes of a program write side by side
-    core_seconds()              how long this thread has run, and has waited for a core
-    why_refused(error)          an OSError of these calls in words
-
-    integer("RANK", 0, least=0, advice="")   the number that an environment variable holds; an error names the variable
-    is_on("SHARDED_LOADER_PORTABLE")         whether an environment variable switches something on
-
-A call is tried, and its twin is used when the call fails. ``hasattr`` tells only what Python was built with: an old
-kernel says ENOSYS, a seccomp profile of a container says EPERM, EACCES or what its author chose.
-
-Owns nothing: the caller closes the descriptors. Nothing here imports NumPy or torch.
+A call is tried, and the fallback is used if it fails. ``hasattr`` reflects only the build of Python: an old kernel says
+ENOSYS, a container's seccomp profile says EPERM, EACCES or whatever its author chose. Callers own and close all
+descriptors. This module imports neither NumPy nor torch.
 """
 
 from __future__ import annotations
@@ -41,32 +30,32 @@ from typing import Any
 from sharded_loader.base.private import posix_shared_memory
 
 MAP_OPTIONS: dict[str, Any] = {} if sys.version_info < (3, 13) else {"trackfd": False}
-"""For ``mmap.mmap``: it makes no duplicate of the descriptor, where that can be said."""
+"""Options of ``mmap.mmap`` that avoid a duplicate of the descriptor, where supported."""
 
 NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
-"""A limit is reached: for now there are no descriptors."""
+"""Error numbers of an exhausted descriptor limit, which may be temporary."""
 
 PREFIX = "sharded_loader"
-"""How every name begins that the library gives to shared memory, however briefly it exists."""
+"""Prefix of every name that the library gives to shared memory, however short-lived."""
 
 ALLOCATED_AT_ONCE = 32 << 20
-"""Bytes per `posix_fallocate`: 8 ms."""
+"""Bytes per `posix_fallocate` (8 ms)."""
 
 LOCK_POLL = 0.005
-"""Seconds between two looks at a lock that others hold."""
+"""Seconds between attempts to acquire a file lock."""
 
-_NO_ROOM = {getattr(errno, name) for name in ("ENOSPC", "ENOMEM", "EDQUOT", "EFBIG", "EIO") if hasattr(errno, name)}
-"""Errors of an allocation that mean what they say: there is no room. All others mean that the call does not work."""
+_NO_SPACE = {getattr(errno, name) for name in ("ENOSPC", "ENOMEM", "EDQUOT", "EFBIG", "EIO") if hasattr(errno, name)}
+"""Allocation errors that mean a lack of space; all others mean that the call is not supported."""
 
 
 def write_to_stderr(text: str) -> None:
-    """Write a text to descriptor 2 in one piece. In a notebook that may be the console, not the cell."""
+    """Write a text to descriptor 2 in one call. In a notebook that may be the console instead of the cell."""
     with contextlib.suppress(OSError):
         os.write(2, text.encode(errors="replace"))
 
 
 def open_pidfd(pid: int) -> int | None:
-    """A descriptor that can be read when the process has ended; None where the kernel gives none.
+    """Return a descriptor that becomes readable when the process exits; None if the kernel does not support it.
 
     Example:
         >>> fd = open_pidfd(os.getpid())
@@ -75,7 +64,7 @@ def open_pidfd(pid: int) -> int | None:
     """
     try:
         return os.pidfd_open(pid)
-    except (AttributeError, OSError):  # not Linux, before 5.3, or not allowed
+    except (AttributeError, OSError):  # not Linux, before 5.3, or forbidden
         return None
 
 
@@ -90,7 +79,7 @@ def _open_shm(label: str) -> tuple[int, str]:
     shared, name = posix_shared_memory(), f"/{label}-{os.getpid()}-{os.urandom(8).hex()}"
     try:
         fd: int = shared.shm_open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode=0o600)
-    finally:  # also when a Ctrl-C comes in between
+    finally:  # also on Ctrl-C
         with contextlib.suppress(OSError):
             shared.shm_unlink(name)
     os.set_inheritable(fd, False)
@@ -104,23 +93,20 @@ def _open_file(label: str) -> tuple[int, str]:
 
 
 def open_memory(label: str, kind: str | None = None) -> tuple[int, str | None]:
-    """A descriptor of new, empty memory that processes can share, without a name that could stay behind.
+    """Open new, empty shared memory without a name that could outlive the process.
 
     Args:
-        label: shown by the system's own tools.
-        kind: ``"memfd"``, ``"shm"`` or ``"file"``; None: the first of them that works.
+        label: name shown by system tools.
+        kind: ``"memfd"``, ``"shm"`` or ``"file"``; None: the first that works. OSError if none does.
 
     Returns:
-        The descriptor, and the folder where the memory is a file; None if it is in no folder.
-
-    Raises:
-        OSError: none works, or there are no descriptors.
+        The descriptor, and the folder if the memory is a file in one, else None.
     """
     for name, opener in (("memfd", _open_memfd), ("shm", _open_shm), ("file", _open_file)):
         if kind in (None, name):
             try:
                 return opener(label)
-            except (AttributeError, ImportError):  # this system has no such call
+            except (AttributeError, ImportError):  # missing on this system
                 last = OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
             except OSError as error:
                 if error.errno in NO_DESCRIPTORS:
@@ -130,20 +116,16 @@ def open_memory(label: str, kind: str | None = None) -> tuple[int, str | None]:
 
 
 def allocate(fd: int, nbytes: int) -> None:
-    """Have the system set aside the memory of a descriptor that was made this large, now.
-
-    Raises:
-        OSError: there is no room.
-    """
+    """Allocate the memory behind a descriptor of this size now. A lack of space raises an OSError."""
     if not hasattr(os, "posix_fallocate"):
         return
-    # In pieces: before Linux 5.19 any signal made one call start over, and a profiler's timer for ever.
+    # In chunks: before Linux 5.19 any signal restarts the call, and a profiler's timer does so forever.
     for offset in range(0, nbytes, ALLOCATED_AT_ONCE):
         size = min(ALLOCATED_AT_ONCE, nbytes - offset)
         try:
             os.posix_fallocate(fd, offset, size)
         except OSError as error:
-            if error.errno in _NO_ROOM:
+            if error.errno in _NO_SPACE:
                 raise
             _write_zeros(fd, offset, size)
 
@@ -157,15 +139,14 @@ def _write_zeros(fd: int, offset: int, size: int) -> None:
 
 # -- files that processes share -------------------------------------------------------------------------------
 
-_at_place = threading.Lock()
-"""Held where a read or a write at a place takes two calls."""
+_seek_lock = threading.Lock()
+"""Serializes seek and read or write on systems without `pread` and `pwrite`."""
 
 
 def lock_at(path: Any) -> Any:
-    """A lock that all processes of this machine share by the name of a file. Each call makes another lock object.
+    """Return a new lock object, shared by all processes of this machine through the name of a file.
 
-    Raises:
-        OSError, NotImplementedError: when it is taken, if the file system has no locks, or the file cannot be made.
+    Acquiring it raises OSError or NotImplementedError if the file cannot be created, or its file system has no locks.
     """
     from filelock import FileLock
 
@@ -173,19 +154,10 @@ def lock_at(path: Any) -> Any:
 
 
 def write_at(fd: int, data: Any, offset: int) -> None:
-    """Write bytes to a place in a file. Unlike a write to a mapping, it tells by an error that there is no room.
-
-    Args:
-        fd: of the file.
-        data: bytes, or a flat view of bytes.
-        offset: the place.
-
-    Raises:
-        OSError: a full disk, a limit of the file's size.
-    """
+    """Write bytes, or a flat view of bytes, at an offset. Unlike a mapping, this raises OSError on a full disk."""
     data = memoryview(data)
     if not hasattr(os, "pwrite"):  # Windows
-        with _at_place:
+        with _seek_lock:
             os.lseek(fd, offset, os.SEEK_SET)
             while data:
                 data = data[os.write(fd, data) :]
@@ -196,20 +168,16 @@ def write_at(fd: int, data: Any, offset: int) -> None:
 
 
 def read_at(fd: int, nbytes: int, offset: int) -> bytes:
-    """Read bytes from a place in a file; less at its end."""
+    """Read bytes at an offset; fewer at the end of the file."""
     if hasattr(os, "pread"):
         return os.pread(fd, nbytes, offset)
-    with _at_place:
+    with _seek_lock:
         os.lseek(fd, offset, os.SEEK_SET)
         return os.read(fd, nbytes)
 
 
 def write_whole(path: Any, data: bytes) -> None:
-    """Write a file whole or not at all: then an older file of this name stays.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a file atomically: on failure (OSError) an older file of this name stays."""
     part = Path(f"{os.fspath(path)}.{uuid.uuid4().hex}.part")
     try:
         part.write_bytes(data)
@@ -223,7 +191,7 @@ def write_whole(path: Any, data: bytes) -> None:
 
 
 def can_pass_descriptors() -> bool:
-    """Whether this process may send a descriptor through a socket, and receive one. To find out takes 30 us."""
+    """Return True if this process can send and receive descriptors through a socket. The check takes 30 us."""
     if sys.platform == "win32":
         return False
     try:
@@ -239,7 +207,7 @@ def can_pass_descriptors() -> bool:
 
 
 def is_readable(fd: int) -> bool:
-    """Whether a read would return at once. POSIX; unlike ``select``, for any number of open descriptors.
+    """Return True if a read would not block. POSIX; unlike ``select``, not limited to low descriptor numbers.
 
     Example:
         >>> reader, writer = os.pipe()
@@ -252,7 +220,7 @@ def is_readable(fd: int) -> bool:
 
 
 def why_refused(error: OSError) -> str:
-    """Why there was no shared memory, and what to do."""
+    """Explain why shared memory could not be allocated, with advice."""
     if error.errno in NO_DESCRIPTORS:
         limit = ""
         with contextlib.suppress(ImportError):  # Windows
@@ -273,10 +241,9 @@ def why_refused(error: OSError) -> str:
 
 
 def core_seconds() -> tuple[float, float]:
-    """Seconds in which a core ran this thread, and in which the thread waited for a core. In the others it waited for
-    something else. It takes 13 us.
+    """Return the seconds that this thread has run, and has waited for a core; it takes 13 us.
 
-    Only Linux tells of waits for a core. Elsewhere they are 0.
+    Only Linux reports waits for a core; elsewhere they are 0.
 
     Example:
         >>> began, _ = core_seconds()
@@ -285,7 +252,7 @@ def core_seconds() -> tuple[float, float]:
         True
     """
     waited = 0
-    # A file object: one that an interruption leaves behind closes itself.
+    # A file object closes itself if an interruption leaves it behind.
     with contextlib.suppress(OSError, ValueError, IndexError), io.FileIO("/proc/thread-self/schedstat") as file:
         waited = int(file.read(100).split()[1])
     return time.thread_time(), waited / 1e9
@@ -295,17 +262,9 @@ def core_seconds() -> tuple[float, float]:
 
 
 def integer(name: str, default: int, *, least: int, advice: str, environ: Mapping[str, str] = os.environ) -> int:
-    """The number that an environment variable holds.
+    """Return the number in an environment variable, or ``default`` if it is unset or empty.
 
-    Args:
-        name: name of the variable.
-        default: what an unset or empty variable means.
-        least: the smallest number allowed.
-        advice: what to do instead; the end of the error message.
-        environ: where to look.
-
-    Raises:
-        ValueError: the variable holds something else.
+    Anything but an integer of at least ``least`` raises a ValueError that ends with ``advice``.
 
     Example:
         >>> integer("RANK", 0, least=0, advice="unset it", environ={"RANK": "3"})
@@ -328,11 +287,11 @@ def integer(name: str, default: int, *, least: int, advice: str, environ: Mappin
 
 
 LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
-"""Environment variables that number the ranks of a machine."""
+"""Environment variables that hold the rank within the machine."""
 
 
 def is_on(name: str, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether an environment variable switches something on: it is set, and neither empty nor 0.
+    """Return True if an environment variable is set, and neither empty nor 0.
 
     Example:
         >>> [is_on("X", environ) for environ in ({}, {"X": ""}, {"X": "0"}, {"X": "1"})]
@@ -342,9 +301,9 @@ def is_on(name: str, environ: Mapping[str, str] = os.environ) -> bool:
 
 
 PORTABLE = not hasattr(select, "poll") or is_on("SHARDED_LOADER_PORTABLE")
-"""Use only what there is on every system: no ``poll``, and no descriptors that are passed to workers."""
+"""Use only calls available on every system: no ``poll``, and no descriptors passed to workers."""
 
 ONE_THREAD = dict.fromkeys(
     ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"), "1"
 )
-"""Variables that numerical libraries read once, when they are loaded: a worker process wants one thread of each."""
+"""Variables that numerical libraries read once, on load, so that a worker process uses one thread of each."""

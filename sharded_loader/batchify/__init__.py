@@ -25,11 +25,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
 from typing import Any, Literal
 
-from sharded_loader.base.described import an
+from sharded_loader import default_batchify_fn
 from sharded_loader.batchify.pad import Pad, to_numpy_dtype
-from sharded_loader.batching import protocol
-from sharded_loader.batching.default import Batchify, default_batchify_fn, is_numbers, stack, unlike
-from sharded_loader.batching.protocol import BatchifyError, BatchifyFn, Empty, Samples, check_not_empty, in_fields
+from sharded_loader.extend import Batchify, BatchifyError, BatchifyFn, Empty, Samples
+from sharded_loader.extend.data import Assemble, assembler, check_not_empty, in_fields, is_numbers, some, stack, unlike
+from sharded_loader.extend.tools import an
 from sharded_loader.samplers.packing import Pack
 
 __all__ = ["Dict", "List", "NamedTuple", "Pack", "Pad", "Stack", "Tuple", "default_batchify_fn"]
@@ -115,7 +115,7 @@ class _FieldWise(Batchify):
                 what = f"the function of field {key!r} is {fn!r}, which is not callable"
                 raise ValueError(f"{name}: {what}: give functions")
         self._fns = dict(fns)
-        self._makes = list(map(protocol.assembler, fns.values()))
+        self._makes = list(map(assembler, fns.values()))
         self._label = label  # how errors name a field
 
     def assemble(self, samples: Samples, empty: Empty) -> Any:
@@ -224,9 +224,9 @@ class Dict(_FieldWise):
             raise ValueError(f"Dict(rest={rest!r}): give 'keep', 'drop', a function, or None to reject other keys")
         super().__init__(fn_dict, "[{!r}]")
         self._rest = rest
-        self._make_rest: protocol.Assemble | None = None
+        self._make_rest: Assemble | None = None
         if rest is not None and rest != "drop":
-            self._make_rest = protocol.assembler(default_batchify_fn if rest == "keep" else rest)
+            self._make_rest = assembler(default_batchify_fn if rest == "keep" else rest)
 
     def assemble(self, samples: Samples, empty: Empty) -> Any:
         """The batch as NumPy arrays in memory from ``empty``."""
@@ -242,16 +242,16 @@ class Dict(_FieldWise):
 
     def _problem(self, sample: object) -> str | None:
         if not isinstance(sample, Mapping):
-            return f"is {an(type(sample))}, and Dict has the keys {protocol.some(list(map(repr, self._fns)), 8)}"
+            return f"is {an(type(sample))}, and Dict has the keys {some(list(map(repr, self._fns)), 8)}"
         for key in self._fns:
             if key not in sample:
-                return f"has no key {key!r} (it has keys {protocol.some(list(map(repr, sample)), 8)})"
+                return f"has no key {key!r} (it has keys {some(list(map(repr, sample)), 8)})"
         return None
 
     def _columns(self, samples: Samples) -> Iterable[Samples]:
         for position, sample in enumerate(samples if self._rest is None else ()):
             if len(sample) > len(self._fns):
-                others = protocol.some([repr(key) for key in sample if key not in self._fns], 8)
+                others = some([repr(key) for key in sample if key not in self._fns], 8)
                 raise BatchifyError(
                     f"sample {position} of the batch has keys for which Dict has no function: {others}",
                     "give each a function, or write Dict(..., rest='keep') to batchify them by the default rules, "

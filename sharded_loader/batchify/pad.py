@@ -19,11 +19,27 @@ from typing import Any, Literal
 
 import numpy as np
 
-from sharded_loader.base.checks import check_int
-from sharded_loader.base.described import call_of
-from sharded_loader.batching import default, tree
-from sharded_loader.batching.protocol import Array, BatchifyError, Dtype, Empty, Samples, check_not_empty, ragged
-from sharded_loader.batching.tree import are_tensors, check_no_grad, dtype_of, empty_tensor, is_plain
+from sharded_loader.extend import Array, Batchify, BatchifyError, Dtype, Empty, Samples
+from sharded_loader.extend.data import (
+    COPIED_AT_ONCE,
+    JOINABLE,
+    JOINED_BYTES,
+    are_tensors,
+    as_array,
+    check_no_grad,
+    check_not_empty,
+    common_dtype,
+    dtype_name,
+    dtype_of,
+    empty_tensor,
+    is_new,
+    is_numbers,
+    is_plain,
+    join,
+    numpy_can,
+    ragged,
+)
+from sharded_loader.extend.tools import call_of, check_int
 
 _SMALL_ROW = 16 * 1024  # bytes
 
@@ -41,12 +57,12 @@ def to_numpy_dtype(dtype: Any) -> Dtype | None:
     if dtype is None:
         return None
     try:
-        return np.dtype(tree.dtype_name(dtype) if str(dtype).startswith("torch.") else dtype)
+        return np.dtype(dtype_name(dtype) if str(dtype).startswith("torch.") else dtype)
     except TypeError:
         raise TypeError(f"dtype {dtype!r} is unknown to NumPy: give one that is, or convert the batch after") from None
 
 
-class Pad(default.Batchify):
+class Pad(Batchify):
     """Pad the samples along one axis, or every axis, to the longest of the batch, and stack them.
 
     Args:
@@ -126,12 +142,12 @@ class Pad(default.Batchify):
         check_not_empty(samples)
         shape: tuple[int, ...]
         lengths: Sequence[Any]
-        if isinstance(samples[0], tuple) and not default.is_numbers(samples[0]):
+        if isinstance(samples[0], tuple) and not is_numbers(samples[0]):
             raise BatchifyError(
                 f"samples are tuples of {len(samples[0])} fields, and Pad takes bare sequences",
                 "say what to do with each field: Tuple(Pad(), Stack()) for sequences and labels",
             )
-        if are_tensors(set(map(type, samples))) and not tree.numpy_can(samples):
+        if are_tensors(set(map(type, samples))) and not numpy_can(samples):
             _check_tensors(samples)
             samples = self._cut(samples)
             shape, axis, lengths = self._plan([tuple(tensor.shape) for tensor in samples])
@@ -145,7 +161,7 @@ class Pad(default.Batchify):
                 shape = (self._rounded(max(lengths)),)
             else:
                 shape, axis, lengths = self._plan([array.shape for array in samples])
-            dtype = self._dtype or default.common_dtype(samples)
+            dtype = self._dtype or common_dtype(samples)
             fill = self._fills.get(dtype)
             if fill is None:
                 fill = self._fills[dtype] = self._fill_value(dtype)
@@ -246,19 +262,19 @@ def _join(
 
     64 rows of 5 to 500 int64 in new memory: 38 us, in a slot 47; row after row 61 (medians of 9).
     """
-    if not 0 < width * dtype.itemsize <= default.JOINED_BYTES or dtype.num not in default.JOINABLE:
+    if not 0 < width * dtype.itemsize <= JOINED_BYTES or dtype.num not in JOINABLE:
         return None
     if set(map(dtype_of, samples)) != {dtype}:
         return None
     nbytes = len(samples) * width * dtype.itemsize
-    new = default.is_new(empty, nbytes)
-    if not new and nbytes > default.COPIED_AT_ONCE:
+    new = is_new(empty, nbytes)
+    if not new and nbytes > COPIED_AT_ONCE:
         return None
     gap = np.full(width, fill, dtype).view(np.uint8).data
     parts: list[Any] = [gap] * (2 * len(samples))
     parts[::2] = samples
     parts[1::2] = [gap[: (width - length) * dtype.itemsize] for length in lengths]
-    return default.join(parts, (len(samples), width), dtype, None if new else empty)
+    return join(parts, (len(samples), width), dtype, None if new else empty)
 
 
 def _write(out: Any, samples: Samples, fill: Any, axis: int | None, lengths: Sequence[Any]) -> None:
@@ -297,10 +313,10 @@ def _check_tensors(tensors: Samples) -> None:
 def _to_arrays(samples: Samples) -> list[Array]:
     if set(map(type, samples)) == {np.ndarray}:
         return list(samples)
-    arrays = list(map(default.as_array, samples))
+    arrays = list(map(as_array, samples))
     known = [array for array in arrays if array.size]
     if known and any(isinstance(sample, list) and not sample for sample in samples):
         # An empty list has no dtype of its own: it must not turn a batch of ints into floats.
-        dtype = default.common_dtype(known)
+        dtype = common_dtype(known)
         arrays = [array if array.size else array.astype(dtype) for array in arrays]
     return arrays

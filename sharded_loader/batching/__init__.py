@@ -1,4 +1,1 @@
-"""How samples become a batch: the default rules, the functions to compose others from, nested structures.
-
-Nothing here imports torch when it is imported: a worker process whose dataset needs no torch must not pay for it.
-"""
+"""Collation of samples into batches. Does not import torch, so that only workers whose dataset needs it pay for it."""

@@ -1,19 +1,11 @@
-"""How samples become a batch: the default rules, the base of all batchify functions, and stacking.
+"""Default collation rules, the base class of batchify functions, and stacking.
 
-Two ways to use a batchify object:
+    fn(samples)                   -> the batch, with torch tensors: for any caller
+    fn.assemble(samples, empty)   -> the same with NumPy arrays in memory from ``empty(shape, dtype)``: for the loader
 
-    fn(samples)                   -> the batch, with torch tensors: what anyone expects
-    fn.assemble(samples, empty)   -> the same structure with NumPy arrays, written straight into memory that
-                                     ``empty(shape, dtype)`` gave: what the loader uses, free of torch
-
-    samples (numbers | number lists | arrays | tensors) + empty(shape, dtype) -> stack -> one array of shape (n, ...)
-
-`stack` is the step under the default rules, `Stack` and `Pad` that touches the bytes. ``empty`` is the caller's
-allocator (`numpy.empty`, or a slot of shared memory). The result is written into its memory once. NumPy dtypes give a
-NumPy array; for tensors see `sharded_loader.batching.tree`.
-
-What can go wrong is a `BatchifyError`, a ValueError: no samples; different shapes or structures; numbers too large;
-masked values; tensors that require grad.
+`stack` is the step of the default rules, `Stack` and `Pad` that touches the bytes. It writes the result once, into
+memory of the caller's allocator ``empty`` (`numpy.empty`, or a slot of shared memory). For tensors see
+`sharded_loader.batching.tree`. Samples that cannot be collated raise a `BatchifyError`, a ValueError.
 """
 
 from __future__ import annotations
@@ -31,17 +23,17 @@ from sharded_loader.batching.protocol import Array, BatchifyError, Dtype, Empty,
 
 
 class Batchify:
-    """Base of the functions here: subclasses write `assemble`, calling them gives torch tensors."""
+    """Base class of batchify functions. Subclasses implement `assemble`; calls return torch tensors."""
 
     def assemble(self, samples: Samples, empty: Empty) -> Any:
-        """The batch as NumPy arrays in memory from ``empty``."""
+        """Return the batch as NumPy arrays in memory from ``empty``."""
         raise NotImplementedError
 
     def __call__(self, samples: Samples) -> Any:
-        """The batch as torch tensors."""
-        # The samples may be a column of another library's, which is no list: a Series is indexed by its labels.
-        held = samples if isinstance(samples, (list, tuple)) else list(samples)
-        return tree.to_torch(self.assemble(held, new_array))
+        """Return the batch as torch tensors."""
+        # A column of another library may not index like a list: a Series uses its labels.
+        values = samples if isinstance(samples, (list, tuple)) else list(samples)
+        return tree.to_torch(self.assemble(values, new_array))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -54,12 +46,12 @@ class DefaultBatchify(Batchify):
     |---|---|
     | a number, an array, a tensor, a PIL image | one array, first axis the samples |
     | a list of numbers | one array (Gluon) |
-    | a tuple, or a list that holds anything else | a list of fields, each by these rules |
-    | a mapping, namedtuple, dataclass | the same with each field by these rules |
-    | a string, bytes, None, any other object | a list of them |
+    | a tuple, or a list with anything else | a list of fields, each by these rules |
+    | a mapping, namedtuple, dataclass | the same type, each field by these rules |
+    | a string, bytes, None, any other object | a list of the objects |
 
-    Python ints become int64 (uint64 where only that holds them), floats float64; dtypes of NumPy and torch
-    are kept.
+    Python ints become int64 (uint64 if only that holds them) and floats float64. Dtypes of NumPy and torch are
+    preserved.
 
     Args:
         samples: the samples of one batch, of one structure.
@@ -81,7 +73,7 @@ class DefaultBatchify(Batchify):
     """
 
     def assemble(self, samples: Samples, empty: Empty) -> Any:
-        """The batch as NumPy arrays in memory from ``empty``."""
+        """Return the batch as NumPy arrays in memory from ``empty``."""
         types = set(map(type, samples))
         if types == _ARRAYS:
             return stack_arrays(samples, empty)
@@ -93,9 +85,9 @@ class DefaultBatchify(Batchify):
         if kind not in _TRAITS:
             protocol.refuse_async(samples, "a field of the samples")
             return list(samples)
-        for trait, what, advice in _TRAITS[kind]:
+        for trait, noun, advice in _TRAITS[kind]:
             if len(set(map(trait, samples))) > 1:
-                raise unlike(samples, trait, what, advice)
+                raise unlike(samples, trait, noun, advice)
         first = samples[0]
         label, names = "[{!r}]", range(len(first)) if kind in _LISTS else first
         if kind == "mapping":
@@ -111,18 +103,18 @@ class DefaultBatchify(Batchify):
         try:
             for column in columns:
                 types = set(map(type, column))
-                if types == _ARRAYS:  # the two commonest kinds, without a call
+                if types == _ARRAYS:  # the two most common kinds, without a call
                     fields.append(stack_arrays(column, empty))
                 elif types <= PYTHON_NUMBERS:
                     fields.append(stack_numbers(column, types, empty))
                 else:
                     fields.append(default_batchify_fn.assemble(column, empty))
         except BatchifyError as error:
-            raise error.within(label.format(list(names)[len(fields)]))  # noqa: B904 - the same exception, which now knows more
+            raise error.within(label.format(list(names)[len(fields)]))  # noqa: B904 - the same exception, with the field
         return fields if kind in _LISTS else tree.rebuild(first, fields)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # One object per process: identity survives pickling. A subclass's objects are others.
+        # A singleton, so that identity survives pickling; instances of subclasses are not.
         return "default_batchify_fn" if type(self) is DefaultBatchify else super().__reduce_ex__(protocol)
 
     def __repr__(self) -> str:
@@ -132,7 +124,7 @@ class DefaultBatchify(Batchify):
 default_batchify_fn = DefaultBatchify()
 
 
-# -- what samples are to these rules -----------------------------------------------------------------------------------
+# -- kinds of samples --------------------------------------------------------------------------------------------------
 
 _ARRAYS, _TUPLES = {np.ndarray}, {tuple}
 
@@ -160,11 +152,11 @@ _TRAITS: dict[str, list[_Trait]] = {
         (lambda sample: frozenset(tree.field_names(sample)), "fields set", "set the same fields in every sample"),
     ],
 }
-"""Kinds that have fields, and the traits in which all samples of a batch must agree: see `unlike`."""
+"""Traits in which all samples of a batch must agree, by kind of structure: see `unlike`."""
 
 
 def _kind_of(kind: type) -> str:
-    """What a sample of this type is to the default rules."""
+    """Return the kind that the default rules assign to samples of a type."""
     if issubclass(kind, tuple):
         return "namedtuple" if hasattr(kind, "_fields") and hasattr(kind, "_make") else "tuple"
     for types, name in _KINDS.items():
@@ -191,8 +183,8 @@ def _common_kind(samples: Samples, types: set[type]) -> str:
     raise unlike(samples, type, "types", "make them all alike, or leave the field apart with List")
 
 
-def unlike(samples: Samples, trait: Callable[[Any], object], what: str, advice: str) -> BatchifyError:
-    """The error for samples that differ in a trait such as their keys. It names the first two that differ.
+def unlike(samples: Samples, trait: Callable[[Any], object], noun: str, advice: str) -> BatchifyError:
+    """Return the error for samples that differ in a trait such as their keys, naming the first two that differ.
 
     Example:
         >>> str(unlike(["ab", "cd", "e"], len, "lengths", "make them equal"))
@@ -201,7 +193,7 @@ def unlike(samples: Samples, trait: Callable[[Any], object], what: str, advice: 
     first, *others = map(trait, samples)
     position, other = next((position, other) for position, other in enumerate(others, 1) if other != first)
     return BatchifyError(
-        f"samples of different {what}: {_shown(first)} in sample 0 of the batch, {_shown(other)} in sample {position}",
+        f"samples of different {noun}: {_shown(first)} in sample 0 of the batch, {_shown(other)} in sample {position}",
         advice,
     )
 
@@ -212,25 +204,17 @@ def _shown(trait: object) -> str:
     return trait.__name__ if isinstance(trait, type) else str(trait)
 
 
-# -- many values become one array --------------------------------------------------------------------------------------
+# -- stacking ----------------------------------------------------------------------------------------------------------
 
 _shape_of_array = attrgetter("shape")
 
 
 def stack(samples: Samples, empty: Empty, dtype: Dtype | None = None) -> Any:
-    """Stack numbers, lists of numbers, arrays or tensors along a new first axis.
+    """Stack n numbers, lists of numbers, arrays or tensors, of one shape, along a new first axis.
 
-    Args:
-        samples: n values of one shape; kinds may be mixed.
-        empty: the allocator.
-        dtype: of the result; None keeps the samples' own (promoted as NumPy does where they differ; Python
-            ints are int64, floats float64).
-
-    Returns:
-        An array of shape (n, *shape of a sample), or a tensor where NumPy lacks the dtype.
-
-    Raises:
-        BatchifyError: shapes differ, no samples, an int beyond 64 bits, tensors that require grad.
+    The result has ``dtype``, or by default the dtype to which NumPy promotes the samples' (Python ints are int64,
+    floats float64). It is a tensor if NumPy lacks the dtype. A `BatchifyError` rejects different shapes, no samples,
+    ints beyond 64 bits, and tensors that require grad.
 
     Example:
         >>> stack([np.zeros(2), np.ones(2)], new_array)
@@ -255,7 +239,7 @@ def stack(samples: Samples, empty: Empty, dtype: Dtype | None = None) -> Any:
 
 
 def is_new(empty: Empty, nbytes: int) -> bool:
-    """Whether the allocator would make new memory for ``nbytes``. Then any other new memory will do.
+    """Return True if the allocator would take new memory for ``nbytes``, so that any other new memory serves as well.
 
     Example:
         >>> is_new(np.empty, 1000), is_new(lambda shape, dtype: np.zeros(shape, dtype), 1000)
@@ -297,29 +281,25 @@ def stack_arrays(arrays: Sequence[Array], empty: Empty, dtype: Dtype | None = No
 
 
 JOINED_BYTES = 16384
-"""Samples up to this size are joined as bytes where the batch lies in new memory.
+"""Maximum size of samples that are joined as bytes if the batch lies in new memory.
 
 Measured (256 images of 3 KB at random places of 150 MB, reading included, medians of 9, two runs): joined 124 and 174
-us, concatenated 220 and 313."""
+us, concatenated 220 and 313.
+"""
 
 COPIED_BYTES, COPIED_AT_ONCE = 3072, 1 << 20
-"""Samples and batches up to these sizes are joined even where the bytes have to be copied once more, into given memory.
+"""Maximum sizes of samples and batches that are joined even if the bytes must then be copied into given memory.
 
 Measured as above: 256 of 3 KB: joined 194 to 284 us, concatenated 212 to 346. 1,024 of 256 bytes: 325 and 398. 256 of
-12 KB: 870 and 684. Large batches lose: 16,384 of 4,000 bytes take 75 and 24 ms."""
+12 KB: 870 and 684. Large batches lose: 16,384 of 4,000 bytes take 75 and 24 ms.
+"""
 
 JOINABLE = {np.dtype(char).num for char in "?bBhHiIlLqQefdgFDG"}
-"""NumPy's numbers for the dtypes of numbers, which are only bytes."""
+"""NumPy's type numbers of numeric dtypes, whose values are plain bytes."""
 
 
 def join(parts: Samples, shape: tuple[int, ...], dtype: Dtype, empty: Empty | None) -> Array | None:
-    """An array out of the bytes of its parts; None where one of them has gaps in memory.
-
-    Args:
-        parts: arrays of this dtype, and bytes.
-        shape, dtype: of the result.
-        empty: the allocator; None: the array may lie in new memory.
-    """
+    """Concatenate arrays or bytes in memory from ``empty`` (None: new memory); None if one is not contiguous."""
     try:
         if empty is None:
             return np.frombuffer(bytearray().join(parts), dtype).reshape(shape)
@@ -332,7 +312,7 @@ def join(parts: Samples, shape: tuple[int, ...], dtype: Dtype, empty: Empty | No
 
 
 def common_dtype(arrays: Sequence[Array]) -> Dtype:
-    """The native dtype that all these arrays promote to; a `BatchifyError` where NumPy has none.
+    """Return the native dtype to which these arrays promote; a `BatchifyError` if NumPy has none.
 
     Example:
         >>> common_dtype([np.zeros(1, ">i4"), np.zeros(1, "f4")])
@@ -350,10 +330,9 @@ def common_dtype(arrays: Sequence[Array]) -> Dtype:
 
 
 def as_array(sample: Any) -> Array:
-    """One sample as a NumPy array, without a copy where it lies in host memory; a `BatchifyError` if it is none.
+    """Return a number, list, array, host tensor or array-like (PIL image) as a NumPy array, without a copy if possible.
 
-    A sample is a number, a (nested) list of numbers or arrays, an array, a host tensor, or any object with
-    ``__array__`` or ``__array_interface__`` (PIL images).
+    Anything else raises a `BatchifyError`.
 
     Example:
         >>> as_array([1, 2])
@@ -376,7 +355,7 @@ def as_array(sample: Any) -> Array:
         if not sample:
             return np.array(sample)
         if type(sample[0]) is int:
-            # Token ids, the usual case: looking at every number's type first costs more than the conversion.
+            # Usually token ids: checking the type of every number costs more than the conversion.
             with contextlib.suppress(ValueError, TypeError, OverflowError):
                 array = np.array(sample)
                 if array.dtype == np.int64 and array.ndim == 1:
@@ -395,14 +374,14 @@ def as_array(sample: Any) -> Array:
 # -- Python's numbers --------------------------------------------------------------------------------------------------
 
 _DTYPES = {complex: np.dtype(complex), float: np.dtype(float), int: np.dtype(np.int64), bool: np.dtype(bool)}
-"""The widest type first."""
+"""Ordered from the widest type."""
 
 PYTHON_NUMBERS = set(_DTYPES)
 _NUMBERS = (int, float, complex, np.generic)
 
 
 def is_numbers(sample: object) -> bool:
-    """Whether a list (or tuple) holds numbers only, at any depth, so that it is one array, as in Gluon.
+    """Return True for a list or tuple that holds only numbers, at any depth, and so becomes one array, as in Gluon.
 
     Example:
         >>> is_numbers([1, 2.5, True]), is_numbers([[1], [2]]), is_numbers(["a"])
@@ -412,21 +391,21 @@ def is_numbers(sample: object) -> bool:
 
 
 def _number_types(sample: Any) -> set[type] | None:
-    """Types of the numbers in a (nested) sequence; None if it holds anything that is not a number."""
+    """Return the types of the numbers in a (nested) sequence; None if it holds anything else."""
     types = set(map(type, sample))
     if types <= PYTHON_NUMBERS:
         return types
     lists = {kind for kind in types if issubclass(kind, (list, tuple)) and not hasattr(kind, "_fields")}
-    found = types - lists
-    if not all(issubclass(kind, _NUMBERS) and not issubclass(kind, (str, bytes)) for kind in found):
+    types -= lists
+    if not all(issubclass(kind, _NUMBERS) and not issubclass(kind, (str, bytes)) for kind in types):
         return None
     for item in sample:
         if type(item) in lists:
             inner = _number_types(item)
             if inner is None:
                 return None
-            found |= inner
-    return found
+            types |= inner
+    return types
 
 
 def stack_numbers(numbers: Samples, types: set[type], empty: Empty, dtype: Dtype | None = None) -> Array:
@@ -436,16 +415,16 @@ def stack_numbers(numbers: Samples, types: set[type], empty: Empty, dtype: Dtype
         >>> stack_numbers([1, 2.5], {int, float}, new_array)
         array([1. , 2.5])
     """
-    wanted = None
-    if types <= PYTHON_NUMBERS:  # neither NumPy's scalars nor subclasses; no types at all: an empty list
-        wanted = _DTYPES[next(filter(types.__contains__, _DTYPES), float)]
+    dtype_of_types = None
+    if types <= PYTHON_NUMBERS:  # no NumPy scalars or subclasses; an empty list has no types
+        dtype_of_types = _DTYPES[next(filter(types.__contains__, _DTYPES), float)]
     try:
         try:
-            array = np.array(numbers, wanted)
+            array = np.array(numbers, dtype_of_types)
             if array.dtype.hasobject:  # an int subclass beyond 64 bits
                 raise OverflowError
         except OverflowError:
-            if np.array(numbers, object).min() < 0:  # NumPy 1 would wrap it around
+            if np.array(numbers, object).min() < 0:  # NumPy 1 would wrap around
                 raise
             array = np.array(numbers, np.uint64)
     except OverflowError:

@@ -1,15 +1,15 @@
-"""What all functions that make batches share: the memory of a batch, the error, and the rule about overrides.
+"""Common ground of all collate functions: the memory of a batch, the error, and the rule for overridden methods.
 
     assembler(fn)(samples, empty) -> batch      ``fn.assemble(samples, empty)``, or a user's own ``fn(samples)``
 
-An `Empty` is the caller's allocator: ``empty(shape, dtype)`` returns a writable C-contiguous array, uninitialised. Its
-memory belongs to the caller. Our own functions get it as an argument. A user's ``batchify_fn(samples)`` and
-``get_batch(indices)`` have no such argument, so `sharded_loader.empty` is the allocator while they run in this thread.
-In a sample's ``__getitem__`` it is `numpy.empty`: a cache may keep a sample longer than the memory lives.
+An `Empty` is the caller's allocator: ``empty(shape, dtype)`` returns an uninitialised, writable, C-contiguous array,
+whose memory belongs to the caller. The library's functions receive it as an argument. A user's ``batchify_fn(samples)``
+and ``get_batch(indices)`` cannot, so `sharded_loader.empty` calls it while they run in this thread. In ``__getitem__``
+that is `numpy.empty`: a cache may keep a sample longer than the memory lives.
 
-What can go wrong: samples that cannot become a batch raise a `BatchifyError`, which is a ValueError. It names the field
-within the sample, shows the shapes and says what to do. An array from `empty` that ``batchify_fn`` keeps for itself in
-a worker process is overwritten by a later batch. Nothing here imports torch.
+Samples that cannot be collated raise a `BatchifyError` (a ValueError), which names the field, shows the shapes and says
+what to do. In a worker, an array from `empty` that ``batchify_fn`` keeps is overwritten by a later batch. Nothing here
+imports torch.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ Array = np.ndarray[Any, Dtype]
 """A NumPy array of any shape and dtype."""
 
 Samples = Sequence[Any]
-"""The samples of a batch, or the values of one of their fields."""
+"""Samples of a batch, or the values of one of their fields."""
 
 Empty = Callable[[tuple[int, ...], Dtype], Array]
-"""A function ``(shape, dtype) -> array`` that gives the memory of a batch."""
+"""Allocator of a batch's memory: ``(shape, dtype) -> array``."""
 
 Assemble = Callable[[Samples, Empty], Any]
 
-# The parameter is Any, because a user's function may say list where ours say Sequence.
+# The parameter is Any, because users may annotate it as list where ours use Sequence.
 BatchifyFn = Callable[[Any], Any]
-"""A collate function: list of samples -> batch."""
+"""Collate function: list of samples -> batch."""
 
 new_array: Empty = np.empty
-"""The plain allocator: memory of this process."""
+"""The default allocator: private memory of this process."""
 
 
 class BatchifyError(ValueError):
-    """Samples that cannot become one batch. The message: what happened, in which field, what to do.
+    """Samples that cannot be collated. The message says what happened, in which field, and what to do.
 
     Args:
-        problem: what is wrong, with shapes or positions of samples.
+        problem: description, with shapes or positions of samples.
         advice: what to do about it.
         field: path of the field within a sample, such as ``[1]`` or ``['tokens']``; '' is the whole sample.
 
@@ -64,7 +64,7 @@ class BatchifyError(ValueError):
         self.problem, self.advice, self.field = problem, advice, field
 
     def within(self, label: str) -> BatchifyError:
-        """Say that the field lies inside another one; returns itself."""
+        """Prepend the label of an enclosing field; return self."""
         self.field = label + self.field
         self.args = (self.problem, self.advice, self.field)
         return self
@@ -75,20 +75,11 @@ class BatchifyError(ValueError):
 
 
 def known_to(kind: type, fast: str, plain: Sequence[str]) -> Any:
-    """A class's fast method, if no more derived class overrides one of the plain methods that it stands for.
+    """Return a class's fast method, or None if a subclass overrides one of the plain methods that it replaces.
 
-    A class that overrides ``__getitem__`` changes the samples, and the bulk method of a base class does not know that.
-    So there is one rule everywhere: a fast method is used only if the class that defines it is the class that defines
-    the plain method, or a more derived class. The rule holds for bulk methods of datasets, and for ``assemble`` and
-    ``__call__`` of batchify functions.
-
-    Args:
-        kind: the class.
-        fast: name of the method that is faster.
-        plain: names of the methods whose work it does.
-
-    Returns:
-        What the class has under the name ``fast``; None if there is nothing, or an override is not known to it.
+    A subclass that overrides ``__getitem__`` changes the samples, of which a base class's bulk method does not know. So
+    a fast method counts only if the class that defines it also defines the plain method, or is more derived. The rule
+    holds for bulk methods of datasets, and for ``assemble`` and ``__call__`` of batchify functions.
 
     Example:
         >>> class Base:
@@ -110,19 +101,7 @@ def known_to(kind: type, fast: str, plain: Sequence[str]) -> Any:
 
 
 def assembler(fn: BatchifyFn) -> Assemble:
-    """How to make a batch with ``fn`` in memory that the caller gives.
-
-    Args:
-        fn: a function of this library, or any function of a list of samples.
-
-    Returns:
-        ``assemble(samples, empty) -> batch``. Arrays may be NumPy arrays (`sharded_loader.batching.tree.to_torch` makes
-        them tensors).
-
-    Example:
-        >>> assembler(lambda samples: len(samples))([1, 2], np.empty)
-        2
-    """
+    """Return ``assemble(samples, empty) -> batch`` for any collate function. The batch may hold NumPy arrays."""
     if known_to(type(fn), "assemble", ["__call__"]) is not None or "assemble" in getattr(fn, "__dict__", ()):
         return fn.assemble  # type: ignore[attr-defined, no-any-return]
     return partial(call_with_empty, fn)
@@ -131,14 +110,7 @@ def assembler(fn: BatchifyFn) -> Assemble:
 def in_fields(
     names: Iterable[object], label: str, makes: Iterable[Assemble], columns: Iterable[Samples], empty: Empty
 ) -> list[Any]:
-    """A batch for each field of the samples. An error says in which field it lies.
-
-    Args:
-        names: of the fields.
-        label: how errors show a name: ``"[{!r}]"`` or ``".{}"``.
-        makes: the function of each field.
-        columns: the samples of each field.
-        empty: gives the memory.
+    """Collate each field of the samples; errors name the field with ``label``, such as ``"[{!r}]"`` or ``".{}"``.
 
     Example:
         >>> in_fields("ab", "[{!r}]", [lambda samples, empty: max(samples)] * 2, [(1, 2), (3, 4)], np.empty)
@@ -149,24 +121,16 @@ def in_fields(
         try:
             fields.append(make(column, empty))
         except BatchifyError as error:
-            raise error.within(label.format(name))  # noqa: B904 - the same exception, which now knows more
+            raise error.within(label.format(name))  # noqa: B904 - the same exception, with the field
     return fields
 
 
 def refuse_async(values: Samples, what: str) -> None:
-    """Reject what an ``async def`` returns with a TypeError, where the loader does not await it.
-
-    Args:
-        values: samples or batches, of which the first one is looked at.
-        what: where they are from.
-
-    Example:
-        >>> refuse_async([1, 2], "dataset[index]")
-    """
+    """Raise a TypeError if ``values`` (from ``what``) come from an ``async def``, which is not awaited there."""
     if values and type(values[0]) in ASYNC:
-        for one in values:
-            if type(one) is CoroutineType:
-                one.close()  # or Python warns of each that it was never awaited
+        for value in values:
+            if type(value) is CoroutineType:
+                value.close()  # otherwise Python warns that it was never awaited
         raise TypeError(
             f"{what} is async: it gives {type(values[0]).__name__} objects, and the loader does not await them there. "
             f"Write it with def instead of async def. Only __getitem__, __getitems__ and functions of "
@@ -178,17 +142,13 @@ ASYNC = (CoroutineType, AsyncGeneratorType)
 
 
 def check_not_empty(samples: Samples) -> None:
-    """Reject an empty batch with a `BatchifyError`.
-
-    Example:
-        >>> check_not_empty([1])
-    """
+    """Reject an empty batch with a `BatchifyError`."""
     if len(samples) == 0:
         raise BatchifyError("a batch of no samples", "leave empty batches (and empty shards) out of the sampler")
 
 
 def some(items: Sequence[object], limit: int = 5) -> str:
-    """A few of many for an error message.
+    """List the first items for an error message.
 
     Example:
         >>> some([(1,), (2,)])
@@ -198,7 +158,7 @@ def some(items: Sequence[object], limit: int = 5) -> str:
 
 
 def ragged(shapes: Sequence[tuple[int, ...]], why: str = "", advice: str = "") -> BatchifyError:
-    """The error for samples of different shapes. It shows each shape once, with a sample that has it.
+    """Return the error for samples of different shapes. It shows each shape once, with a sample that has it.
 
     Example:
         >>> ragged([(1,), (2,), (1,)]).problem.split(": ")[1]
@@ -214,7 +174,7 @@ def ragged(shapes: Sequence[tuple[int, ...]], why: str = "", advice: str = "") -
     )
 
 
-# -- the memory of the batch that is being made ------------------------------------------------------------------------
+# -- memory of the current batch ---------------------------------------------------------------------------------------
 
 
 class _Current(threading.local):
@@ -224,31 +184,31 @@ class _Current(threading.local):
 _current = _Current()
 
 
-def _begin_afresh() -> None:
-    """In a forked child: the batch that the parent's thread is making is not this process's."""
+def _reset_allocator() -> None:
+    """In a forked child, forget the batch that the parent's thread was collating."""
     _current.allocator = np.empty
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_afresh)
+    os.register_at_fork(after_in_child=_reset_allocator)
 
 
 def empty(shape: int | Iterable[int], dtype: Any = np.float64) -> Array:
-    """Like `numpy.empty`; in ``batchify_fn`` and ``get_batch``, memory of the batch that is being made.
+    """Like `numpy.empty`; in ``batchify_fn`` and ``get_batch``, memory of the current batch.
 
-    A worker process that makes its batch there saves the copy into shared memory. Return the array as (a part
-    of) the batch, and keep it no longer: in a worker its memory is used again once the batch has left.
+    This saves a worker process the copy into shared memory. Return the array as the batch or a part of it, and keep no
+    reference: in a worker its memory is reused once the batch has been sent.
 
     Args:
-        shape: of the array.
-        dtype: anything that NumPy takes as one.
+        shape: shape of the array.
+        dtype: anything that NumPy accepts as a dtype.
 
     Returns:
-        An uninitialised, writable, C-contiguous array. Outside of a loader, and where the batch's memory is
-        full, it is `numpy.empty`'s.
+        An uninitialised, writable, C-contiguous array. Outside a loader, or if the batch's memory is full, it is
+        `numpy.empty`'s.
 
     Raises:
-        TypeError: the shape holds something other than integers, or NumPy does not know the dtype.
+        TypeError: the shape contains non-integers, or NumPy does not know the dtype.
         ValueError: a dimension is negative.
 
     Example:
@@ -264,13 +224,13 @@ def empty(shape: int | Iterable[int], dtype: Any = np.float64) -> Array:
     """
     dims = tuple(map(operator.index, shape)) if isinstance(shape, Iterable) else (operator.index(shape),)
     dtype = np.dtype(dtype)
-    # numpy.empty refuses negative dimensions, and knows how wide a string without a width is.
+    # numpy.empty rejects negative dimensions, and knows the width of a string dtype without one.
     allocator = _current.allocator if dtype.itemsize and math.prod(dims) > 0 else np.empty
     return allocator(dims, dtype)
 
 
 def call_with_empty(fn: Callable[[Any], object], argument: object, allocator: Empty) -> Any:
-    """``fn(argument)``. While it runs, `empty` calls ``allocator`` in this thread.
+    """Call ``fn(argument)`` with ``allocator`` behind `empty` in this thread.
 
     Example:
         >>> call_with_empty(lambda size: empty(size, "i4"), 2, np.zeros)

@@ -1,20 +1,18 @@
-"""The structures of samples and batches: nested lists, tuples, mappings, dataclasses; tensors and arrays in them.
+"""Nested structures of samples and batches (lists, tuples, mappings, dataclasses), and the tensors and arrays in them.
 
-    children(tree)           -> its parts | None, where it is a leaf
+    children(tree)           -> its parts | None for a leaf
     rebuild(tree, parts)     -> a structure of the same type with these parts
-    map_leaves(fn, tree)     -> tree of the same shape, each leaf through ``fn``
+    map_leaves(fn, tree)     -> a tree of the same shape with ``fn`` applied to each leaf
     to_torch(tree)           -> the same tree, NumPy arrays turned into torch tensors over the same memory
-    stack_tensors(tensors, empty) -> array, or a tensor where NumPy lacks the dtype
+    stack_tensors(tensors, empty) -> array, or a tensor if NumPy lacks the dtype
     empty_tensor(shape, dtype, empty) -> (array or None, tensor)      over memory from ``empty``
-    as_numpy(tensor) -> array                                         over the tensor's memory
 
-Tensors of a dtype that NumPy lacks (bfloat16, float8) lie in memory of integers of the same size. Tensors that do not
-lie in plain host memory (CUDA, sparse, quantised, subclasses) are stacked by torch, in torch's memory.
+Tensors of a dtype that NumPy lacks (bfloat16, float8) use memory of integers of the same size. Tensors outside plain
+host memory (CUDA, sparse, quantised, subclasses) are stacked by torch, in its own memory.
 
-What can go wrong: torch cannot take some arrays as they are (read-only, negative strides, foreign byte order,
-unaligned). Those are copied. An array whose dtype torch lacks (strings, objects, dates) stays a NumPy array. An array
-with masked values is rejected with an error, and so are tensors that require grad. Only `to_torch` imports torch,
-because its caller wants tensors; where a tensor is, it is loaded.
+Arrays that torch cannot share (read-only, negative strides, non-native byte order, unaligned) are copied. Arrays whose
+dtype torch lacks (strings, objects, dates) stay NumPy arrays. Masked values and tensors that require grad are rejected.
+Only `to_torch` imports torch; if there are tensors, it is loaded already.
 """
 
 from __future__ import annotations
@@ -39,8 +37,8 @@ import numpy as np
 from sharded_loader.base.interrupts import is_from_outside, pass_on
 from sharded_loader.batching.protocol import Array, BatchifyError, Dtype, Empty, Samples, ragged
 
-# kind and size of the dtypes that torch.from_numpy takes; keyed so because np.longlong and np.int64 are two
-# dtypes of one layout on Linux.
+# Kind and size of the dtypes that torch.from_numpy accepts, because np.longlong and np.int64 are two dtypes of one
+# layout on Linux.
 _TORCH_HAS = {"b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"}
 TORCH_TAKES = {np.dtype(name).num for name in _TORCH_HAS}
 
@@ -50,23 +48,23 @@ ATOMS: frozenset[type] = frozenset({str, bytes, int, float, bool, complex, type(
 """Types of leaves that hold no arrays."""
 
 
-# -- what a value is ---------------------------------------------------------------------------------------------------
+# -- type checks -------------------------------------------------------------------------------------------------------
 
 
 def is_tensor(value: object) -> bool:
-    """Whether ``value`` is a torch tensor, without importing torch: where torch is not loaded, none exists."""
+    """Return True for a torch tensor. Does not import torch: without it no tensor exists."""
     tensor = getattr(sys.modules.get("torch"), "Tensor", None)
     return tensor is not None and issubclass(type(value), tensor)
 
 
 def are_tensors(types: set[type]) -> bool:
-    """Whether all these types are torch's tensors; quicker than `is_tensor` for each of many values."""
+    """Return True if all these types are tensors; faster than `is_tensor` for each of many values."""
     tensor = getattr(sys.modules.get("torch"), "Tensor", None)
     return tensor is not None and all(issubclass(kind, tensor) for kind in types)
 
 
 def is_masked(value: object) -> bool:
-    """Whether ``value`` is a NumPy array some of whose values are masked.
+    """Return True for a NumPy array with masked values.
 
     Example:
         >>> is_masked(np.zeros(2)), is_masked(np.ma.array([1, 2])), is_masked(np.ma.array([1, 2], mask=[0, 1]))
@@ -80,7 +78,7 @@ def is_masked(value: object) -> bool:
 
 
 def check_unmasked(value: object) -> None:
-    """Reject masked values with a `BatchifyError`: a batch has no mask, and what lies under the mask is not data."""
+    """Reject masked values with a `BatchifyError`: a batch has no mask, and the values under the mask are not data."""
     if is_masked(value):
         raise BatchifyError(
             "a masked array with masked values cannot go into a batch, which has no mask",
@@ -89,25 +87,17 @@ def check_unmasked(value: object) -> None:
 
 
 def is_dataclass_instance(value: object) -> bool:
-    """Whether ``value`` is an instance of a dataclass (not the class itself)."""
+    """Return True for an instance of a dataclass, False for the class itself."""
     return hasattr(type(value), "__dataclass_fields__")
 
 
 def field_names(value: Any) -> list[str]:
-    """The names of the fields of a dataclass instance that are set.
-
-    Example:
-        >>> Point = dataclasses.make_dataclass("Point", ["x", "y"])
-        >>> field_names(Point(1, 2))
-        ['x', 'y']
-    """
+    """Return the names of those fields of a dataclass instance that are set."""
     return [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
 
 
 def has_own(value: object, method: str) -> bool:
-    """Whether the class of ``value`` has this method; builtin containers and plain namedtuples have no ``to``.
-
-    The class is asked, not the object: keys and fields may be attributes of an object too.
+    """Return True if the class of ``value`` defines this method; keys and fields of the object do not count.
 
     Example:
         >>> from collections import namedtuple
@@ -119,33 +109,23 @@ def has_own(value: object, method: str) -> bool:
 
 
 def has_method(value: object, name: str) -> bool:
-    """Whether an object has a method of this name. Classes themselves are no objects to move.
-
-    Example:
-        >>> has_method([], "append"), has_method(list, "append"), has_method([], "to")
-        (True, False, False)
-    """
+    """Return True if an object, which is not itself a class, has a method of this name."""
     try:
         return callable(getattr(value, name, None)) and not isinstance(value, type)
-    except Exception:  # an object that looks its attributes up as keys
+    except Exception:  # e.g. an object that looks up attributes as keys
         return False
 
 
 def reads_rows(kind: type) -> bool:
-    """Whether a mapping is indexed and iterated by rows, as a tensor is: a TensorDict is. Its truth is an error.
-
-    Example:
-        >>> reads_rows(dict)
-        False
-    """
+    """Return True for mappings indexed and iterated by rows, as a TensorDict is. Their truth value is an error."""
     return issubclass(kind, Mapping) and hasattr(kind, "__torch_function__")
 
 
-# -- one walk ----------------------------------------------------------------------------------------------------------
+# -- traversal ---------------------------------------------------------------------------------------------------------
 
 
 def children(tree: object) -> list[Any] | None:
-    """The parts of a list, tuple, namedtuple, mapping or dataclass instance; None for everything else, a leaf.
+    """Return the parts of a list, tuple, namedtuple, mapping or dataclass instance; None for a leaf.
 
     Example:
         >>> children({"a": 1, "b": 2}), children((3, 4)), children("ab")
@@ -161,9 +141,9 @@ def children(tree: object) -> list[Any] | None:
 
 
 def rebuild(template: Any, parts: Samples) -> Any:
-    """A structure of ``template``'s type with these parts, in the order of `children`.
+    """Create a structure of ``template``'s type with these parts, in the order of `children`.
 
-    A type that cannot be built again becomes a plain list, tuple or dict.
+    A type that cannot be rebuilt becomes a plain list, tuple or dict.
 
     Example:
         >>> from collections import OrderedDict
@@ -180,41 +160,41 @@ def rebuild(template: Any, parts: Samples) -> Any:
     elif isinstance(template, (list, tuple)):
         plain = list(parts) if isinstance(template, list) else tuple(parts)
     else:
-        # A copy, not `dataclasses.replace`: that rejects ``init=False`` fields and runs ``__post_init__`` again.
-        again = _copy(template)
+        # Not `dataclasses.replace`, which rejects ``init=False`` fields and repeats ``__post_init__``.
+        rebuilt = _copy(template)
         for name, part in zip(field_names(template), parts, strict=True):
-            object.__setattr__(again, name, part)  # also of a frozen class
-        return again
+            object.__setattr__(rebuilt, name, part)  # even if frozen
+        return rebuilt
     try:
         if isinstance(template, tuple) or not isinstance(template, (list, MutableMapping)):
             return kind._make(plain) if hasattr(kind, "_make") else kind(plain)
-        # A copy keeps what the constructor may not take back: a defaultdict's factory, own attributes.
-        again = _copy(template)
+        # A copy preserves what the constructor may not accept: a defaultdict's factory, extra attributes.
+        rebuilt = _copy(template)
         if isinstance(plain, dict):
-            # As torch does: it calls no ``__setitem__`` of a user's dict, which may check its values.
-            again.update(plain)
+            # Like torch, bypass the ``__setitem__`` of a user's dict, which may validate its values.
+            rebuilt.update(plain)
         else:
             for position, part in enumerate(plain):
-                again[position] = part
-        return again
+                rebuilt[position] = part
+        return rebuilt
     except Exception as error:  # the user's class
         pass_on(error)
         return plain
 
 
 def _copy(template: object) -> Any:
-    """A shallow copy. If a class has a ``__copy__`` for samples, which fails with what is in a batch, an empty one."""
+    """Make a shallow copy; an empty one if the class's ``__copy__``, written for samples, fails on parts of a batch."""
     try:
         return copy.copy(template)
     except Exception as error:
-        # A dataclass says with a TypeError that it has no copies. What others hold may lie in an object inside.
+        # A TypeError of a dataclass means that it cannot be copied. Other classes may wrap their contents.
         is_failed = is_dataclass_instance(template) and not isinstance(error, TypeError)
         if is_from_outside(error) or not (is_failed or isinstance(template, dict)):
             raise
     kind: Any = type(template)
-    again = kind.__new__(kind)
-    getattr(again, "__dict__", {}).update(getattr(template, "__dict__", {}))  # none where it has slots
-    return again
+    blank = kind.__new__(kind)
+    getattr(blank, "__dict__", {}).update(getattr(template, "__dict__", {}))  # empty for classes with slots
+    return blank
 
 
 def map_leaves(
@@ -222,17 +202,14 @@ def map_leaves(
 ) -> Any:
     """Apply ``fn`` to every leaf and keep the structure.
 
-    An object that stands in two places is mapped once and stands in two places after. Parts in which nothing
-    changed may be returned as they are.
+    An object that occurs twice is mapped once. Unchanged parts may be returned as they are. Container types and key
+    order are preserved if possible.
 
     Args:
         fn: called with each leaf, at most once per object.
         tree: any structure without cycles.
-        own: the name of a method. A container whose class has it is a leaf.
-        skip: leaves of these types stay as they are: 131,000 ints in lists take 8 ms instead of 480.
-
-    Returns:
-        The structure with the mapped leaves; container types and key order are kept where they can be.
+        own: name of a method; containers whose class has it are leaves.
+        skip: types of leaves to leave unchanged: 131,000 ints in lists take 8 ms instead of 480.
 
     Example:
         >>> map_leaves(lambda leaf: leaf * 10, {"a": [1, 2], "b": (3,)})
@@ -243,19 +220,19 @@ def map_leaves(
 
 _STRUCTURES = (list, tuple, Mapping)
 
-# By the `id` of each object: the object and its image. The object is kept, because a mapping may make its values on
-# access, and the next one must not get the same `id`.
+# By `id`, each object and its image. The reference to the object keeps the `id` unique: a mapping may create its values
+# on access.
 _Seen = dict[int, tuple[Any, Any]]
 
 
 def _mapped(tree: Any, fn: Callable[[Any], Any], own: str | None, skip: frozenset[type], seen: _Seen) -> Any:
-    """The walk of `map_leaves`. No closure: its cycle would keep the batch until the collector comes."""
+    """Implement `map_leaves`. Not a closure, whose cycle would keep the batch until the collector runs."""
     kind = type(tree)
     if kind in skip:
         return tree
-    known = seen.get(id(tree))
-    if known is not None:
-        return known[1]
+    entry = seen.get(id(tree))
+    if entry is not None:
+        return entry[1]
     parts: Samples | None = None
     if kind is list or kind is tuple:
         parts = tree
@@ -274,13 +251,13 @@ def _mapped(tree: Any, fn: Callable[[Any], Any], own: str | None, skip: frozense
     return mapped
 
 
-# -- what an object refers to ------------------------------------------------------------------------------------------
+# -- object graphs -----------------------------------------------------------------------------------------------------
 
 MOST = 2000
-"""Objects to search, nearest first: about 2 ms. It is done once per batch."""
+"""Maximum number of objects to search, nearest first (about 2 ms, once per batch)."""
 
 MANY = 200
-"""Items of one list or dict to search: what is longer is data, and no pipeline."""
+"""Maximum number of items of a list or dict to search: longer ones are data rather than a pipeline."""
 
 _LEAVES = frozenset(
     (str, bytes, bytearray, int, float, complex, bool, type(None), range, slice, type(Ellipsis))
@@ -293,17 +270,12 @@ Children = Iterator[tuple[str, Any]]
 def reachable(
     root: object, children: Callable[[Any], Children], name: str = "", most: int = MOST, deepest: int = MOST
 ) -> Children:
-    """An object, and those that it refers to, directly or not, nearest first, each with its path.
+    """Yield an object and those that it refers to, directly or indirectly, nearest first, each with its path.
 
-    Args:
-        root: the object.
-        children: object -> what it refers to, each with the end of its path. It is asked for one object after the
-            other, as they are yielded. What it yields of numbers, texts, arrays and modules is left out.
-        name: the path of ``root``.
-        most: the number of objects after which no more are searched.
-        deepest: the greatest number of steps from ``root``.
+    ``children(object)`` yields (path suffix, child) pairs, lazily. Numbers, texts, arrays and modules are skipped.
+    ``most`` limits the number of objects, ``deepest`` their distance from ``root``.
     """
-    seen: dict[int, Any] = {id(root): root}  # the objects too: the address of one that is gone is given to another
+    seen: dict[int, Any] = {id(root): root}  # references keep the ids unique
     queue = deque([(name, root, 0)])
     while queue:
         path, obj, depth = queue.popleft()
@@ -316,12 +288,7 @@ def reachable(
 
 
 def parts(obj: Any, most: int = MANY) -> Children:
-    """What an object holds, each with the end of its path, in an order that is the same in every process.
-
-    Args:
-        obj: any.
-        most: items of a list or a dict.
-    """
+    """Yield the contents of an object, at most ``most`` items, as (path suffix, child) in a reproducible order."""
     kind = type(obj)
     if issubclass(kind, (list, tuple, deque)):
         yield from ((f"[{number}]", child) for number, child in enumerate(tuple(islice(obj, most))))
@@ -335,15 +302,15 @@ def parts(obj: Any, most: int = MANY) -> Children:
 
 
 def attributes(obj: object) -> Children:
-    """The attributes that an object itself holds; no code of its class runs."""
-    held: dict[Any, Any] = {}
+    """Yield the instance attributes of an object without running code of its class."""
+    members: dict[Any, Any] = {}
     with suppress(Exception):
-        held = object.__getattribute__(obj, "__dict__").copy()
-    yield from ((f".{name}", held[name]) for name in sorted(name for name in held if type(name) is str))
+        members = object.__getattribute__(obj, "__dict__").copy()
+    yield from ((f".{name}", members[name]) for name in sorted(name for name in members if type(name) is str))
     for base in type(obj).__mro__:
         slots = base.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
-            with suppress(AttributeError):  # not assigned, or private: then its name is another
+            with suppress(AttributeError):  # not assigned, or private, whose name is mangled
                 yield f".{name}", object.__getattribute__(obj, name)
 
 
@@ -351,10 +318,7 @@ def attributes(obj: object) -> Children:
 
 
 class TensorBatch:
-    """An array, or a list of arrays and tensors, that are to be tensors where the batch is used.
-
-    Only a function of this library makes one. NumPy arrays in other batches stay what they are there.
-    """
+    """Arrays and tensors, created by this library, to be converted to tensors by the process that uses the batch."""
 
     __slots__ = ("arrays",)
 
@@ -362,7 +326,7 @@ class TensorBatch:
         self.arrays = arrays
 
     def to_torch(self) -> Any:
-        """The tensors, over the same memory."""
+        """Return the tensors, over the same memory."""
         return to_torch(self.arrays)
 
     def __reduce__(self) -> Any:
@@ -370,22 +334,17 @@ class TensorBatch:
 
 
 def to_torch(tree: Any) -> Any:
-    """Turn the NumPy arrays and scalars in a structure into torch tensors over the same memory.
+    """Convert the NumPy arrays and scalars in a structure to torch tensors over the same memory.
 
-    Args:
-        tree: any structure.
-
-    Returns:
-        The same structure. Arrays that torch could not share (read-only, negative or odd strides, foreign
-        byte order, unaligned) are copied. Arrays of strings, objects or dates stay as they are; so do tensors
-        and all other leaves. A `TensorBatch` becomes its tensors.
+    Arrays that torch cannot share are copied; those of strings, objects or dates stay as they are, like all other
+    leaves. A `TensorBatch` becomes its tensors.
 
     Example:
         >>> to_torch({"x": np.ones(2, np.float32), "name": ["a", "b"]})
         {'x': tensor([1., 1.]), 'name': ['a', 'b']}
     """
     kind = type(tree)
-    # What most batches are, without the walk: 2 us for two arrays instead of 9.
+    # Fast path for most batches: 2 us for two arrays instead of 9.
     arrays: Any = (tree,) if kind is np.ndarray else ()
     if kind in _FLAT:
         arrays = tree.values() if kind is dict else tree
@@ -397,7 +356,6 @@ def to_torch(tree: Any) -> Any:
 
     leaves: Any = []
     for array in arrays:
-        # What batches are made of, first.
         if array.flags.carray and array.dtype.num in TORCH_TAKES and array.dtype.isnative and array.size:
             leaves.append(torch.from_numpy(array))
         else:
@@ -423,22 +381,22 @@ def _leaf_to_torch(leaf: object) -> Any:
 
 
 def _other_to_torch(array: Any) -> Any:
-    """A tensor of an array, or of a scalar, that torch may not take as it is."""
+    """Convert an array or scalar that torch may not accept as it is."""
     check_unmasked(array)
     if not torch_has(array.dtype):
         return array
     import torch
 
     tensor = torch.from_numpy(_for_torch(np.asarray(array)))
-    # NumPy's arrays of size 0 have the strides 0 or others, by how they were made.
+    # The strides of NumPy's empty arrays vary, so torch sets its own.
     return tensor if array.size else torch.empty(array.shape, dtype=tensor.dtype, device="cpu")
 
 
 def _for_torch(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     size, flags = array.itemsize, array.flags
-    # Not just the native order: np.ulonglong is not np.uint64 on Linux, and torch does not know it.
+    # Not only for byte order: np.ulonglong is not np.uint64 on Linux, and torch does not know it.
     plain = np.dtype(f"{array.dtype.kind}{size}")
-    # Read-only memory makes torch warn; it rejects the others.
+    # torch warns about read-only memory and rejects the other cases.
     shared = flags.writeable and flags.aligned and array.dtype.isnative
     if shared and all(stride >= 0 and stride % size == 0 for stride in array.strides):
         return array.view(plain)
@@ -446,7 +404,7 @@ def _for_torch(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def torch_has(dtype: Dtype) -> bool:
-    """Whether torch has a dtype of this layout.
+    """Return True if torch has a dtype of this layout.
 
     Example:
         >>> torch_has(np.dtype("uint16")), torch_has(np.dtype("U3"))
@@ -468,14 +426,11 @@ NUMPY_NAMES = {"bool", "float16", "float32", "float64", "complex64", "complex128
 
 
 def stack_tensors(tensors: Samples, empty: Empty, dtype: Dtype | None = None) -> Any:
-    """Stack torch tensors. Returns a NumPy array where NumPy has the dtype.
-
-    Args and errors: those of `sharded_loader.batching.default.stack`.
-    """
+    """Stack torch tensors as `sharded_loader.batching.default.stack` does; a NumPy array if NumPy has the dtype."""
     torch: Any = sys.modules["torch"]
     if dtype is None and torch.is_grad_enabled() and is_plain(tensors) and len(set(map(dtype_of, tensors))) == 1:
-        # The usual case: torch itself notices what does not fit, and below it is said. 256 tensors of 3 KB: 155 us;
-        # to look at the other traits of each takes 80 more.
+        # Fast path: torch itself detects a mismatch, which is then explained below. 256 tensors of 3 KB: 155 us;
+        # checking the other traits takes 80 more.
         out, tensor_out = empty_tensor((len(tensors), *tensors[0].shape), tensors[0].dtype, empty)
         try:
             torch.stack(tuple(tensors), out=tensor_out)
@@ -516,7 +471,7 @@ def check_no_grad(tensors: Samples) -> None:
 
 
 def is_plain(tensors: Samples) -> bool:
-    """Whether these are torch's own dense tensors in host memory, so that their bytes can be written anywhere."""
+    """Return True for dense tensors of torch's own class in host memory, whose bytes can be written anywhere."""
     torch: Any = sys.modules["torch"]
     if set(map(type, tensors)) != {torch.Tensor}:
         return False
@@ -525,31 +480,25 @@ def is_plain(tensors: Samples) -> bool:
 
 
 def is_column(tensor: Any) -> bool:
-    """Whether this is a tensor whose rows can be copied as they lie in memory."""
+    """Return True for a tensor whose rows can be copied bytewise."""
     if not is_tensor(tensor) or not is_plain([tensor]):
         return False
     return bool(tensor.ndim) and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
 
 
 def numpy_can(tensors: Samples) -> bool:
-    """Whether these tensors can be read as NumPy arrays without a copy."""
+    """Return True if these tensors can be read as NumPy arrays without a copy."""
     return all(numpy_dtype(tensor.dtype) is not None and is_plain([tensor]) for tensor in tensors)
 
 
 def dtype_name(dtype: object) -> str:
-    """The name that NumPy has for a dtype of torch.
-
-    Example:
-        >>> import torch
-        >>> dtype_name(torch.float32)
-        'float32'
-    """
+    """Return NumPy's name of a torch dtype, such as ``"float32"``."""
     return str(dtype).removeprefix("torch.")
 
 
-@functools.cache  # asked for each column of each batch
+@functools.cache  # called for each column of each batch
 def numpy_dtype(dtype: object) -> Dtype | None:
-    """NumPy's dtype for one of torch's; None where NumPy has none.
+    """Return the NumPy dtype of a torch dtype; None if NumPy has none.
 
     Example:
         >>> import torch
@@ -561,7 +510,7 @@ def numpy_dtype(dtype: object) -> Dtype | None:
 
 
 def as_numpy(tensor: torch.Tensor) -> Array:
-    """The memory of a plain host tensor as an array; as integers of the same size where NumPy lacks the dtype.
+    """Return the memory of a plain host tensor as an array; as integers of the same size if NumPy lacks the dtype.
 
     Example:
         >>> import torch
@@ -576,13 +525,13 @@ def as_numpy(tensor: torch.Tensor) -> Array:
 
 
 def empty_tensor(shape: tuple[int, ...], dtype: torch.dtype, empty: Empty) -> tuple[Array | None, torch.Tensor]:
-    """A host tensor over memory from ``empty``, and the array that is the same memory where NumPy has the dtype."""
+    """Create a host tensor over memory from ``empty``; return the array (None if NumPy lacks the dtype) and it."""
     torch: Any = sys.modules["torch"]
-    known = numpy_dtype(dtype)
-    if known is not None:
-        array = empty(shape, known)
+    numpy_equivalent = numpy_dtype(dtype)
+    if numpy_equivalent is not None:
+        array = empty(shape, numpy_equivalent)
         return array, torch.from_numpy(array)
-    # bfloat16, float8, complex32: integers of the same size lend their memory.
+    # bfloat16, float8, complex32: memory of integers of the same size.
     memory = empty(shape, np.dtype(f"i{dtype.itemsize}"))
-    # Of size 0 the strides are torch's own: NumPy has others, by how an array was made.
+    # The strides of NumPy's empty arrays vary, so torch sets its own.
     return None, torch.from_numpy(memory).view(dtype) if memory.size else torch.empty(shape, dtype=dtype, device="cpu")

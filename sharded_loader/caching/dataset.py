@@ -24,20 +24,28 @@ from typing import Any
 
 import numpy as np
 
-from sharded_loader.base.described import brief
-from sharded_loader.base.system import LOCAL_RANKS
-from sharded_loader.batching.default import default_batchify_fn
-from sharded_loader.batching.protocol import Array, Empty, new_array
+from sharded_loader import default_batchify_fn
 from sharded_loader.caching.store import MISSING, Node, Path, batched, open_store
-from sharded_loader.data.bulk import NOT_IN_BULK, Indices, bulk, checked_index, checked_indices, gather_rows, read_many
-from sharded_loader.data.columns import check_dataset
-from sharded_loader.data.datasets import Translate
-from sharded_loader.data.inspection import exact, fingerprint_of
-from sharded_loader.data.seeding import generators, set_epoch_of
-from sharded_loader.extend import Cache
-from sharded_loader.randomness import rng
+from sharded_loader.extend import Array, Cache, Empty, Indices
+from sharded_loader.extend.data import (
+    NOT_IN_BULK,
+    Translate,
+    bulk,
+    check_dataset,
+    checked_index,
+    checked_indices,
+    exact,
+    fingerprint_of,
+    gather_rows,
+    generators,
+    new_array,
+    read_many,
+    set_epoch_of,
+)
+from sharded_loader.extend.order import SampleScope, reading
+from sharded_loader.extend.tools import LOCAL_RANKS, brief
 
-_KEPT = rng.SampleScope(0, 0, is_cached=True)
+_KEPT = SampleScope(0, 0, is_cached=True)
 
 
 class StoredDataset(Cache):
@@ -89,12 +97,12 @@ class StoredDataset(Cache):
 
     def _read(self, indices: list[int]) -> list[object]:
         """Samples that are not stored. To draw random numbers is an error meanwhile."""
-        before = rng.reading.get()
+        before = reading.get()
         try:
-            rng.reading.set(_KEPT)
+            reading.set(_KEPT)
             return read_many(self._dataset, indices)
         finally:
-            rng.reading.set(before)
+            reading.set(before)
 
     def _checked(self) -> int:
         length = len(self._dataset)

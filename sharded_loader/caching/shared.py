@@ -30,9 +30,9 @@ from typing import TypeVar
 
 import numpy as np
 
-from sharded_loader.base.system import MAP_OPTIONS, PREFIX, lock_at, open_memory
-from sharded_loader.batching.protocol import Array
-from sharded_loader.memory.segments import chosen_backend
+from sharded_loader.extend import Array
+from sharded_loader.extend.engine import chosen_backend
+from sharded_loader.extend.tools import MAP_OPTIONS, PREFIX, lock_at, open_memory
 
 if sys.platform != "win32":
     import fcntl

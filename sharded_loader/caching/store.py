@@ -68,17 +68,11 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from sharded_loader.base.checks import bytes_of_text
-from sharded_loader.base.described import an
-from sharded_loader.base.limits import SMALL, Limit, free_bytes
-from sharded_loader.base.notices import logger
-from sharded_loader.base.private import blake2b
-from sharded_loader.base.system import read_at, write_at
-from sharded_loader.batching.protocol import Array
-from sharded_loader.batching.tree import NUMPY_NAMES, as_numpy, dtype_name, is_plain, is_tensor
 from sharded_loader.caching.shared import Opened, close_locked, is_own, locked, meet, name_of, open_named, open_nameless
-from sharded_loader.data.inspection import exact
-from sharded_loader.memory.codec import aligned
+from sharded_loader.extend import Array
+from sharded_loader.extend.data import NUMPY_NAMES, as_numpy, dtype_name, exact, is_plain, is_tensor
+from sharded_loader.extend.engine import aligned
+from sharded_loader.extend.tools import SMALL, Limit, an, blake2b, bytes_of_text, free_bytes, logger, read_at, write_at
 
 VERSION = 1
 """Of the layout. A file of another version is rejected."""

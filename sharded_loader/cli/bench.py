@@ -27,11 +27,11 @@ from warnings import catch_warnings, simplefilter
 
 import click
 
-from sharded_loader.base.limits import cores_for_workers
-from sharded_loader.base.notices import LoaderWarning
+from sharded_loader import LoaderWarning
 from sharded_loader.cli import output
 from sharded_loader.cli.output import CannotRun, Steps
 from sharded_loader.cli.target import find_dataset, find_function, say_error
+from sharded_loader.extend.tools import cores_for_workers
 
 if TYPE_CHECKING:
     from sharded_loader import ShardedDataLoader
@@ -62,8 +62,8 @@ def bench(dataset: str, collate: str | None, pools: str, quiet: bool, **options:
     MODULE:DATASET is an object in a module, or path/to/file.py:DATASET. DATASET is a dataset, or a function that takes
     no arguments and returns one. Datasets with only __iter__ work too.
     """
-    from sharded_loader.base.described import table
-    from sharded_loader.data.inspection import is_stream
+    from sharded_loader.extend.data import is_stream
+    from sharded_loader.instruments.page import table
 
     listed = sorted(dict.fromkeys(pools.split(",")), key="inline".__ne__)
     if unknown := {*listed} - {*POOLS}:

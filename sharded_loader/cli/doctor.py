@@ -28,10 +28,9 @@ from typing import NamedTuple
 import click
 
 from sharded_loader import __version__
-from sharded_loader.base.limits import core_limit, free_bytes, usable_cores
-from sharded_loader.base.system import open_memory
 from sharded_loader.cli import output
 from sharded_loader.cli.output import counted, size_text
+from sharded_loader.extend.tools import core_limit, free_bytes, open_memory, usable_cores
 
 PACKAGES = ("torch", "numpy", "multiprocess", "cloudpickle", "filelock", "fsspec", "threadpoolctl", "pyarrow", "ray")
 
@@ -120,7 +119,7 @@ def collect() -> Facts:
     facts.nvidia_driver = os.path.exists("/proc/driver/nvidia/version") or shutil.which("nvidia-smi") is not None
     with _noting_error(facts, "torch_error"):
         from sharded_loader import ShardedDataLoader
-        from sharded_loader.devices.names import accelerators
+        from sharded_loader.extend.engine import accelerators
 
         facts.gpus = list(map(str, accelerators()))
         with _noting_error(facts, "trial_error"), ShardedDataLoader(range(64), 8, num_workers=2) as loader:
@@ -139,7 +138,7 @@ def _noting_error(facts: Facts, name: str) -> Iterator[None]:
 
 def _shared_memory() -> str:
     """The kind of memory that batches will lie in."""
-    from sharded_loader.memory.segments import chosen_backend
+    from sharded_loader.extend.engine import chosen_backend
 
     if os.name == "nt":
         return "named"

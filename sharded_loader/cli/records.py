@@ -94,7 +94,7 @@ def index(file: Path, force: bool, quiet: bool) -> int:
 
     All of the file is read. If it is damaged, one line says where.
     """
-    from sharded_loader.base.system import write_whole
+    from sharded_loader.extend.tools import write_whole
     from sharded_loader.recordio import MXRecordIO, RecordIOError
     from sharded_loader.recordio.files import index_line
 
@@ -133,7 +133,7 @@ def index_shards(
     URL is a pattern in quotes, such as "s3://bucket/train-*.tar", a shard, or a file that lists shards. The file lists
     exactly these shards. If it is there already, only shards that were added or replaced are read.
     """
-    from sharded_loader.base.notices import LoaderWarning
+    from sharded_loader import LoaderWarning
     from sharded_loader.storage.dataset import ShardDataset
 
     try:

@@ -38,8 +38,8 @@ def find_dataset(target: str) -> Any:
         >>> find_dataset("keyword:kwlist")[:2]
         ['False', 'None']
     """
-    from sharded_loader.data.inspection import has_own, is_stream, takes_two
-    from sharded_loader.loader.arguments import check_dataset
+    from sharded_loader.extend.data import has_own, is_stream, takes_two
+    from sharded_loader.extend.engine import dataset_given
 
     data = _find(target, "dataset")
     is_class = isinstance(data, type)
@@ -53,7 +53,7 @@ def find_dataset(target: str) -> Any:
             raise CannotRun(f"calling {target} failed: {_with_line(error)}{advice}") from None
         data = data if isinstance(made, Iterator) and not is_class else made  # a generator function is iterable data
     try:
-        data = check_dataset(data)
+        data = dataset_given(data)
         is_empty = not is_stream(data) and len(data) == 0
     except Exception as error:
         why = say_error(error).partition(": ")[2] or say_error(error)
@@ -78,7 +78,7 @@ def find_function(target: str) -> Callable[..., Any]:
     """
     named = _find(target, "function")
     if not callable(named):
-        from sharded_loader.base.described import an  # imports NumPy, which --help does not wait for
+        from sharded_loader.extend.tools import an  # imports NumPy, which --help does not wait for
 
         raise CannotRun(f"{target} is {an(type(named))}, not a function: name a function")
     return named  # type: ignore[no-any-return]
@@ -91,7 +91,7 @@ def say_error(error: BaseException) -> str:
         >>> say_error(KeyError("label"))
         "KeyError: 'label'"
     """
-    from sharded_loader.base.errors import notes_of
+    from sharded_loader.extend.tools import notes_of
 
     where = [note.partition(" in ")[2] for note in notes_of(error) if note.startswith("sharded_loader: in ")]
     return one_line(error) + (f" (in {where[-1]})" if where else "")

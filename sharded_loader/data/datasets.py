@@ -20,11 +20,13 @@ Source of the idea: ``mxnet.gluon.data.dataset``.
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 import os
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from fractions import Fraction
 from functools import partial
 from inspect import iscoroutinefunction
 from itertools import accumulate
@@ -54,7 +56,6 @@ from sharded_loader.data.bulk import (
     read_many,
 )
 from sharded_loader.data.columns import as_column, check_dataset, is_dataset, named_columns
-from sharded_loader.data.splits import split_sizes
 from sharded_loader.randomness import rng
 from sharded_loader.randomness.shuffle import Selection, composed, shuffle, taken
 
@@ -470,6 +471,50 @@ class SubsetDataset(View):
         return f"<{len(self)} of {brief(self._dataset)}>"
 
 
+# -- the sizes of parts ------------------------------------------------------------------------------------------------
+
+
+def split_sizes(length: int, parts: list[Any]) -> list[int]:
+    """Return sizes that sum to ``length``, from sizes or ratios, or raise ValueError.
+
+    Example:
+        >>> split_sizes(11, [0.8, 0.2]), split_sizes(11, [8, 3])
+        ([9, 2], [8, 3])
+    """
+    if not parts:
+        raise ValueError("split([]): give at least one size or ratio")
+    if any(isinstance(part, (bool, np.bool_, str)) or not 0 <= part < math.inf for part in parts):
+        raise ValueError(f"split({parts}): sizes and ratios are numbers of 0 or more")
+    if all(isinstance(part, (int, np.integer)) for part in parts):
+        if sum(parts) == length:
+            return parts
+        advice = "make them sum to its length, or give ratios (floats) that sum to 1"
+        raise ValueError(f"split({parts}): the sizes sum to {sum(parts)}, the dataset has {length} samples: {advice}")
+    total = math.fsum(parts)
+    if abs(total - 1) > 1e-6:
+        raise ValueError(f"split({parts}): the ratios sum to {total:g}: make them sum to 1, or give sizes (ints)")
+    exact = [Fraction(float(part)) for part in parts]
+    return apportioned(length, [part * length / sum(exact) for part in exact], digits=9)
+
+
+def apportioned(total: int, shares: Sequence[Fraction], digits: int | None = None) -> list[int]:
+    """Round exact shares to integers that sum to ``total``.
+
+    The largest remainders are rounded up; of equal ones, the earlier. ``digits`` limits the decimal places of
+    remainders that count (with 9, 0.29 * 100 is a whole 29); None: all.
+
+    Example:
+        >>> apportioned(10, [Fraction(10, 3)] * 3)
+        [4, 3, 3]
+    """
+    counts = list(map(math.floor, shares))
+    exact = [count - share for count, share in zip(counts, shares, strict=True)]
+    below: list[Any] = exact if digits is None else [round(float(one), digits) for one in exact]
+    for number in sorted(range(len(counts)), key=below.__getitem__)[: total - sum(counts)]:
+        counts[number] += 1
+    return counts
+
+
 # -- transforms --------------------------------------------------------------------------------------------------------
 
 
@@ -530,13 +575,6 @@ class TransformDataset(Wrapper):
 def _apply_to_first(fn: Callable[[Any], Any], first: object, *others: object) -> Any:
     """Apply ``fn`` to the first field of a sample."""
     return (fn(first), *others) if others else fn(first)
-
-
-def counts_of(dataset: object) -> tuple[int, int, int]:
-    """Return the hits, misses and stored bytes of all caches in a dataset."""
-    counts = [inner.counts for inner in nested(dataset) if isinstance(inner, Cache)]
-    hits, misses, nbytes = map(sum, zip((0, 0, 0), *counts, strict=True))
-    return hits, misses, nbytes
 
 
 # -- concatenation -----------------------------------------------------------------------------------------------------
@@ -680,12 +718,6 @@ def _translate_batches(batches: Batches, translate: Translate) -> Batches:
         return None if indices is None else translate(indices)
 
     return translated_batch
-
-
-def retries_of(dataset: object) -> int:
-    """Return the number of requests that a dataset, and those inside it, have retried in this process."""
-    counts = [getattr(inner, "retries", 0) for inner in nested(dataset) if callable(getattr(inner, "follow", None))]
-    return sum(count for count in counts if isinstance(count, int))
 
 
 # -- columns in memory -------------------------------------------------------------------------------------------------

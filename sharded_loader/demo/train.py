@@ -44,8 +44,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from sharded_loader import ArrayDataset, Dataset, ProcessPool, ShardedDataLoader, sample_rng
-from sharded_loader.devices.names import accelerators
 from sharded_loader.extend import Pool
+from sharded_loader.extend.engine import accelerators
 
 BATCH_SIZE, WORKERS = 64, 2
 

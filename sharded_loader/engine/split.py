@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from sharded_loader.base.checks import check_int
-from sharded_loader.data.splits import apportioned
+from sharded_loader.data.datasets import apportioned
 from sharded_loader.engine.messages import PartIndices, RowIndices, Task
 from sharded_loader.randomness.rng import RepeatedIndex
 

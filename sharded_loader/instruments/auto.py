@@ -22,10 +22,9 @@ from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
-from sharded_loader.base.limits import SMALL, cores_for_workers, free_bytes, ranks_here, ranks_on_cores
-from sharded_loader.base.notices import logger
-from sharded_loader.engine.pipeline import PER_WORKER
 from sharded_loader.extend import Pipeline
+from sharded_loader.extend.engine import PER_WORKER
+from sharded_loader.extend.tools import SMALL, cores_for_workers, free_bytes, logger, ranks_here, ranks_on_cores
 from sharded_loader.instruments.stats import LoaderStats, Meter
 
 START = 2

@@ -33,21 +33,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from sharded_loader.base.checks import check_int
-from sharded_loader.base.described import brief
-from sharded_loader.base.errors import WorkerDiedError, WorkerTimeoutError
-from sharded_loader.base.interrupts import is_from_outside
-from sharded_loader.base.private import blake2b
-from sharded_loader.data.inspection import digest_of_read, exact, look_in_worker, text_with_type
-from sharded_loader.data.seeding import generators
+from sharded_loader import ProcessPool, ThreadPool, WorkerDiedError, WorkerTimeoutError
 from sharded_loader.extend import Pool, PoolBroken, Result, Task
-from sharded_loader.loader.lookup import KnownSteps
-from sharded_loader.memory.publish import publish
-from sharded_loader.pools.local import ThreadPool
-from sharded_loader.pools.process.pool import ProcessPool
-from sharded_loader.randomness.rng import seeded_globals
-from sharded_loader.sampling.order import LEFT_OUT
-from sharded_loader.sampling.state import differences, other_arguments, parse
+from sharded_loader.extend.data import digest_of_read, exact, generators, look_in_worker, text_with_type
+from sharded_loader.extend.engine import KnownSteps, publish
+from sharded_loader.extend.order import LEFT_OUT, differences, other_arguments, parse, seeded_globals
+from sharded_loader.extend.tools import blake2b, brief, check_int, is_from_outside
 
 GLOBALS: dict[str, Callable[[], object]] = {
     "Python's random": random.getstate,

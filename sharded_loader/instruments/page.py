@@ -31,8 +31,8 @@ from string import Template
 
 import numpy as np
 
-from sharded_loader.base.described import brief, table
 from sharded_loader.extend import BatchTimes
+from sharded_loader.extend.tools import brief
 from sharded_loader.instruments.stats import LoaderStats
 from sharded_loader.instruments.times import CAUSES, ENOUGH, STAGES, time_text
 
@@ -87,6 +87,19 @@ def _sections(stats: LoaderStats, given: Mapping[str, object]) -> list[Section]:
 
 def _name(worker: int) -> str:
     return "main process" if worker < 0 else str(worker)
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table. Of more than two columns, all but the first are numbers.
+
+    Example:
+        >>> table(["pool", "workers", "x"], [["inline", "0", "1.00"]])
+        ['pool    workers     x', 'inline        0  1.00']
+    """
+    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
+    sides = "<" + (">" if len(widths) > 2 else "<") * (len(widths) - 1)  # numbers end below each other
+    form = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
+    return [form.format(*cells).rstrip() for cells in (headings, *rows)]
 
 
 # -- the ranks of a job ------------------------------------------------------------------------------------------------

@@ -22,14 +22,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sharded_loader.base.checks import check_int
-from sharded_loader.base.system import write_whole
-from sharded_loader.engine.order import process_group, resolve_replicas
 from sharded_loader.extend import BatchTimes, Pool
+from sharded_loader.extend.engine import KnownSteps, process_group, resolve_replicas
+from sharded_loader.extend.tools import check_int, write_whole
 from sharded_loader.instruments import page
 from sharded_loader.instruments.check import Fingerprint, LoaderCheck, check_loader, fingerprint_of_epoch
 from sharded_loader.instruments.stats import LoaderStats, Meter
-from sharded_loader.loader.lookup import KnownSteps
 
 
 class RankStats(NamedTuple):

@@ -28,14 +28,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sharded_loader.base.errors import WorkerDiedError, WorkerTimeoutError
-from sharded_loader.base.limits import cores_for_workers
-from sharded_loader.data.datasets import counts_of, mixture_of, retries_of
-from sharded_loader.engine.reader import KEPT_SAMPLES, plain_indices
-from sharded_loader.extend import BatchTimes, Entry, Observer, Pipeline, Result
+from sharded_loader import WorkerDiedError, WorkerTimeoutError
+from sharded_loader.extend import BatchTimes, Cache, Entry, Observer, Pipeline, Result
+from sharded_loader.extend.data import mixture_of, nested
+from sharded_loader.extend.engine import KEPT_SAMPLES, Stamps, plain_indices
+from sharded_loader.extend.tools import cores_for_workers
 from sharded_loader.instruments import times
 from sharded_loader.instruments.times import CAUSES, STAGES, Histograms, SlowSample, StageTimes, WorkerTimes
-from sharded_loader.loader.observer import Stamps
 
 
 @dataclass(frozen=True)
@@ -456,7 +455,7 @@ class Meter(Observer):
     def totals(self) -> Totals:
         """What has been counted so far: retried requests of this process for the dataset, the notices, the caches."""
         noted = [self.notices.counts[name] for name in TOTALS[1:-3]]
-        return Totals(*[retries_of(self.dataset), *noted, *counts_of(self.dataset)])
+        return Totals(*[retries_of(self.dataset), *noted, *held_by_caches(self.dataset)])
 
     def stats(self, epoch: int | None = None) -> LoaderStats:
         """The counts of all epochs, or of one; all zeros if it has delivered no batch yet."""
@@ -465,3 +464,28 @@ class Meter(Observer):
             counts = self.epochs.get(epoch)
             return LoaderStats() if counts is None else counts.report(totals)
         return sum_of([self._sum, *(counts.report(totals) for counts in (self._late, *self._last))])
+
+
+def held_by_caches(dataset: object) -> tuple[int, int, int]:
+    """The hits and misses of the caches of a dataset, and of those inside it, and the bytes that they hold.
+
+    Example:
+        >>> from sharded_loader import SimpleDataset
+        >>> cached = SimpleDataset([1, 2]).cache("1 MB")
+        >>> list(cached), held_by_caches(cached.take(1) + [3])
+        ([1, 2], (0, 2, 16))
+    """
+    counts = [one.counts for one in nested(dataset) if isinstance(one, Cache)]
+    hits, misses, nbytes = map(sum, zip((0, 0, 0), *counts, strict=True))
+    return hits, misses, nbytes
+
+
+def retries_of(dataset: object) -> int:
+    """The number of requests that a dataset, and those inside it, have tried again in this process.
+
+    Example:
+        >>> retries_of([1, 2])
+        0
+    """
+    counts = [getattr(one, "retries", 0) for one in nested(dataset) if callable(getattr(one, "follow", None))]
+    return sum(count for count in counts if isinstance(count, int))

@@ -31,14 +31,13 @@ from accelerate.state import GradientState
 from accelerate.utils import broadcast_object_list, find_batch_size, synchronize_rng_states
 from torch.utils.data import IterableDataset, RandomSampler
 
-from sharded_loader.base.described import an
-from sharded_loader.data.inspection import is_stream
+from sharded_loader import ShardedDataLoader
 from sharded_loader.drop_in.sampler import ShuffleSampler
 from sharded_loader.drop_in.trainers import begin_loader, called_by, end_loader, note_prepared
-from sharded_loader.loader.arguments import placement_given
-from sharded_loader.loader.loader import ShardedDataLoader
-from sharded_loader.sampling.base import nested, tell_epoch
-from sharded_loader.sampling.foreign import len_epoch
+from sharded_loader.extend.data import is_stream
+from sharded_loader.extend.engine import placement_given
+from sharded_loader.extend.order import len_epoch, nested, tell_epoch
+from sharded_loader.extend.tools import an
 from sharded_loader.torch import DataLoader
 
 
@@ -288,7 +287,7 @@ def _skip_first_batches(dataloader: object, num_batches: int = 0) -> Any:
 
 
 def _prepare_drop_in(loader: DataLoader[Any], accelerator: Any, on_device: bool) -> Prepared:
-    if loader._inner is not None:
+    if isinstance(loader._reads, ShardedDataLoader):
         raise ValueError("prepare() needs torch's order of a sharded_loader.torch.DataLoader: make a ShardedDataLoader")
     names = inspect.signature(DataLoader.__init__).parameters
     given = {name: getattr(loader, name) for name in names if hasattr(loader, name)}

@@ -217,7 +217,7 @@ def length(dataset: Any, *, needed: bool = False) -> int | None:
         return None
 
 
-def check_dataset(dataset: Any, has_sampler: bool = False) -> Any:
+def dataset_given(dataset: Any, has_sampler: bool = False) -> Any:
     """The dataset, read by position (see `as_dataset`); what cannot be read by index is rejected.
 
     Args:

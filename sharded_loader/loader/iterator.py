@@ -30,10 +30,9 @@ from sharded_loader.base.private import find_profiler_enabled, is_owned
 from sharded_loader.batching.tree import to_torch
 from sharded_loader.devices.placement import not_placed
 from sharded_loader.engine.messages import NOTHING, Result
-from sharded_loader.engine.pipeline import Entry, Run
+from sharded_loader.engine.pipeline import Entry, Observer, Run
 from sharded_loader.loader.arguments import Batch
 from sharded_loader.loader.epochs import Epochs, OneRun
-from sharded_loader.loader.observer import Observer
 from sharded_loader.streams.epoch import StreamEpoch
 
 if TYPE_CHECKING:

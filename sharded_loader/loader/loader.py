@@ -178,7 +178,7 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         **names: Unpack[OtherNames[Batch]],
     ) -> None:
         arguments.refuse_names(names, type(self).__init__)
-        dataset = arguments.check_dataset(dataset, sampler is not None or batch_sampler is not None)
+        dataset = arguments.dataset_given(dataset, sampler is not None or batch_sampler is not None)
         action, limit = arguments.action_and_limit(on_error)
         batchify_fn = arguments.collate_function(batchify_fn, names.get("collate_fn"))
         workers = arguments.make_pool(pool, num_workers, thread_pool, names.get("worker_init_fn"), names.get("timeout"))

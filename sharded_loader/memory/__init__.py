@@ -1,1 +1,1 @@
-"""How a batch, and the dataset, get from one process into another."""
+"""Transport of batches and datasets between processes."""

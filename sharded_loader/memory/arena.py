@@ -1,32 +1,23 @@
-"""The shared memory of a process pool: a few segments, divided into slots, each of which holds one batch at a time.
+"""Shared memory of a process pool: a few segments, divided into slots that each hold one batch at a time.
 
-    free -> a worker writes -> lent to the user -> free
+    free -> a worker writes -> borrowed by the user -> free
 
-    RecentSizes.wanted -> nbytes            how large the next slot should be
+    RecentSizes.wanted -> nbytes            size of the next slot
     Arena.take(nbytes) -> Slot              when a task is sent
-    Arena.lend(slot, places) -> buffers     when its batch has arrived; the arrays over the buffers keep the lease
-    Arena.give(slot)                        when nobody wants the slot, and its writer has ended
+    Arena.lend(slot, places) -> buffers     when its batch has arrived; the arrays over the buffers hold the lease
+    Arena.give(slot)                        when the slot is unreferenced and its writer has exited
 
 A segment is mapped once, so a batch costs no system call and no page fault. Segments grow geometrically, because each
-of them holds a descriptor in every process. Slots begin at multiples of 64 bytes.
+holds a descriptor in every process. Slots are aligned to 64 bytes.
 
-A lease is a weak reference to the array that is lent, which is the base of all its views and tensors. When that
-array dies, in any thread or inside the garbage collector, the reference is appended to a deque. The lender finds it
-there. No lock is needed: any thread may call, also a signal handler inside a call. The next `take` uses the slot again.
+A lease is a weak reference to the borrowed array, the base of all its views and tensors. When that array dies, in any
+thread or inside the garbage collector, the lease is appended to a deque, and the next `take` reuses the slot. Appending
+needs no lock, so it is safe even in a signal handler.
 
-*ReusedMemory* is an allocator for large batches. New memory costs a page fault per 4 KB when it is written to: 6 ms for
-a batch of 38 MB. The C library returns memory of this size to the system as soon as a batch is dropped. So this library
-keeps the block, an anonymous mapping that is private to this process, and uses it for a later batch. A block that was
-not wanted for `KEPT` calls is given back to the system.
-
-What can go wrong:
-  * the bound is reached and all slots are held: `take` returns None, and the batch goes through the pipe;
-  * the system gives no descriptor, or the mount has no room: a warning, and `take` returns None too. The arena asks
-    again from time to time;
-  * the machine or a cgroup has no memory left: MemoryError, because the pipe would need the same memory.
-Nothing here waits for memory that the user holds.
-
-A process that the user forks can read the batches that are lent at that moment. Their slots are never used again.
+`take` returns None, and the batch goes through the pipe, if all slots are borrowed at the bound. The same happens, with
+a warning and occasional retries, if descriptors or the mount are exhausted. If the machine or a cgroup is out of
+memory, `take` raises MemoryError, because the pipe would need the same memory. It never waits for memory that the user
+holds.
 
 Source of the idea: the slot rings of SeqTools and SPDL; leases instead of a fixed number of slots are ours.
 """
@@ -55,30 +46,26 @@ from sharded_loader.memory.segments import Segment, Slot, create
 T = TypeVar("T")
 
 LEAST_BYTES = 1 << 20
-"""Smaller arrays are new: the C library uses their memory again by itself."""
+"""Smaller arrays are newly allocated: the C library reuses their memory itself."""
 
 KEPT = 32
-"""Large arrays that are made before a block that is not wanted goes: as many as eight threads have in flight."""
+"""Number of large allocations after which an unused block is freed (the working set of eight threads)."""
 
 _PRIVATE: dict[str, Any] = {"flags": mmap.MAP_PRIVATE} if hasattr(mmap, "MAP_PRIVATE") else {}
 
 _STEPS = 8
-"""Sizes of blocks in each factor of two: batches of slightly different sizes share blocks, at a loss of an eighth."""
+"""Block sizes per factor of two, so that similar batches share blocks at a loss of at most an eighth."""
 
 
 class Lease(weakref.ref):  # type: ignore[type-arg]
-    """A reference to an array that is lent. Its callback is C code, which runs safely anywhere.
+    """Weak reference to a borrowed array, with the ``resource`` to release. Its callback, C code, is safe anywhere."""
 
-    Attributes:
-        held: what comes back when the array has gone.
-    """
-
-    __slots__ = ("held",)
-    held: Any
+    __slots__ = ("resource",)
+    resource: Any
 
 
 class Leases(Generic[T]):
-    """What is lent, and what has come back.
+    """Resources on loan, each bound to the lifetime of an array.
 
     Example:
         >>> leases, array = Leases(), np.zeros(3)
@@ -89,29 +76,29 @@ class Leases(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._leases: dict[int, Lease] = {}  # by their ids; a lease that is not kept would not tell of its end
+        self._leases: dict[int, Lease] = {}  # by id; a lease that is dropped never calls back
         self._ended: deque[Lease] = deque()
 
-    def lend(self, array: object, held: T) -> None:
-        """Have ``held`` come back when ``array`` has gone."""
+    def lend(self, array: object, resource: T) -> None:
+        """Release ``resource`` when ``array`` dies."""
         lease = Lease(array, self._ended.append)
-        lease.held = held
+        lease.resource = resource
         self._leases[id(lease)] = lease
 
     def ended(self) -> Iterator[T]:
-        """What has come back since the last call. Each step is one that no other thread can divide."""
+        """Yield the resources released since the last call. Thread-safe, since each step is atomic."""
         with contextlib.suppress(IndexError):
             while True:
                 lease = self._ended.popleft()
                 del self._leases[id(lease)]
-                yield lease.held
+                yield lease.resource
 
 
 class ReusedMemory:
-    """An allocator (`sharded_loader.batching.protocol.Empty`). Large arrays lie in memory that is used again.
+    """Allocator (`sharded_loader.batching.protocol.Empty`) that recycles the memory of large arrays (``least_bytes``).
 
-    Attributes:
-        least_bytes: smaller arrays are `numpy.empty`'s.
+    New memory costs a page fault per 4 KB, 6 ms for 38 MB, and the C library returns large blocks to the system at
+    once. So blocks, private mappings, are kept for later arrays, and freed if unused for `KEPT` calls.
 
     Example:
         >>> empty = ReusedMemory()
@@ -124,7 +111,7 @@ class ReusedMemory:
 
     def __init__(self) -> None:
         self._leases: Leases[mmap.mmap] = Leases()
-        # By size, those that came back last at the end; each with the number of the call that found it free.
+        # By size, most recently released last; each with the number of the call that found it free.
         self._free: dict[int, list[tuple[int, mmap.mmap]]] = {}
         self._calls = 0
 
@@ -133,27 +120,27 @@ class ReusedMemory:
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes < LEAST_BYTES or dtype.hasobject:
             return np.empty(shape, dtype)
-        whole = self._lend(_rounded(nbytes))
-        return np.ndarray(shape, dtype, whole)
+        memory = self._lend(_rounded(nbytes))
+        return np.ndarray(shape, dtype, memory)
 
     def clear(self) -> None:
-        """Give back what is not held; what is held goes with its last holder."""
+        """Release the free blocks; borrowed ones are released with their last holder."""
         self._leases, self._free = Leases(), {}
 
     def _lend(self, size: int) -> Array:
         self._calls += 1
         self._find_ended()
         try:
-            _, block = self._free[size].pop()  # it may still be in the core's cache
+            _, block = self._free[size].pop()  # the most recent one may still be in the core's cache
         except (KeyError, IndexError):
             block = mmap.mmap(-1, size, **_PRIVATE)
-        # An array of its own for each lease: NumPy makes it the base of all views of it.
-        whole = np.frombuffer(block, np.uint8)
-        self._leases.lend(whole, block)
-        return whole
+        # A separate array per lease: NumPy makes it the base of all its views.
+        memory = np.frombuffer(block, np.uint8)
+        self._leases.lend(memory, block)
+        return memory
 
     def _find_ended(self) -> None:
-        """Put what has come back among the free blocks."""
+        """Move released blocks to the free lists, and free those unused for `KEPT` calls."""
         for block in self._leases.ended():
             self._free.setdefault(len(block), []).append((self._calls, block))
         for blocks in list(self._free.values()):
@@ -163,7 +150,7 @@ class ReusedMemory:
 
 
 def _rounded(nbytes: int) -> int:
-    """The size of the block for this number of bytes: a multiple of an eighth of the power of two below, and of a page.
+    """Return the block size for ``nbytes``: a multiple of a page, and of an eighth of the next lower power of two.
 
     Example:
         >>> [_rounded(size) // mmap.PAGESIZE for size in (1 << 20, 9_000_000)]
@@ -178,28 +165,21 @@ FIRST_SEGMENT = 4 << 20
 """Enough for the batches in flight of most small datasets; allocating it takes 1 ms."""
 
 PAUSE = 256
-"""Batches before the system is asked again for what it has denied: to ask takes 0.2 ms."""
+"""Number of batches before a denied system call is retried (0.2 ms each)."""
 
 WINDOW = 64
-"""Batches: where sizes vary at random, one batch in 64 does not fit its slot, and is copied once more."""
+"""Number of recent sizes: if sizes are random, one batch in 64 exceeds its slot and is copied once more."""
 
 LEFT_ALONE: list[Segment] = []
-"""Those that a device may still read when their arena was closed. They stay mapped. An arena looks again whenever it
-closes, or makes a segment."""
+"""Segments of closed arenas that a device may still read; they stay mapped. Arenas check them on close and growth."""
 
 Register = Callable[[mmap.mmap], Callable[[], Any] | None]
 
 
 class RecentSizes:
-    """How large the next slot should be: the largest of the last ``window`` batches, and a sixteenth more.
+    """Predictor of slot sizes: the largest of the last ``window`` batches plus a sixteenth; 0 bytes before the first.
 
-    Not the mean: a slot that is too small costs a copy through the pipe, one that is too large costs only memory.
-
-    Args:
-        window: how many sizes are remembered.
-
-    Attributes:
-        wanted: bytes; 0 before the first batch.
+    Not the mean: a slot that is too small costs a copy through the pipe, one that is too large only memory.
 
     Example:
         >>> sizes = RecentSizes(window=2)
@@ -216,21 +196,21 @@ class RecentSizes:
         self.wanted = 0
 
     def note(self, nbytes: int) -> None:
-        """A batch of ``nbytes`` has arrived."""
+        """Record the size of a batch that has arrived."""
         self._sizes.append(nbytes)
         largest = max(self._sizes)
         self.wanted = largest + largest // 16
 
 
 class Arena:
-    """Slots for one pool. One thread at a time uses it; leases end in any thread.
+    """Slots of one pool. Used by one thread at a time; leases may end in any thread.
 
     Args:
-        max_bytes: bound on all segments together; None: a quarter of what is free when the first is made,
-            shared by the processes of this machine (LOCAL_WORLD_SIZE).
-        register: called with the memory of each new segment, which a device is to read by itself. It returns a function
-            to call before that memory goes, or None.
-        pinned: gives pinned memory, for the tensors of objects that move themselves; None: there is none.
+        max_bytes: bound on all segments together; None: a quarter of the memory free when the first one is created,
+            divided by the number of processes on this machine (LOCAL_WORLD_SIZE).
+        register: called with the memory of each new segment that a device reads directly; may return a function to call
+            before that memory is unmapped.
+        pinned: allocator of pinned memory for the tensors of objects that move themselves; None if there is none.
     """
 
     def __init__(
@@ -241,9 +221,9 @@ class Arena:
         self.segments: list[Segment] = []
         self._max_bytes = max_bytes
         self._free: list[list[tuple[int, int]]] = []
-        self._taken = 0
-        self._out: dict[Slot, Lease] = {}  # of each slot that is lent
-        self._shared: set[Slot] = set()  # a process that the user has forked can read these
+        self._take_count = 0
+        self._borrowed: dict[Slot, Lease] = {}
+        self._inherited: set[Slot] = set()  # readable by a process that the user forked
         self._returned: deque[Lease] = deque()
         self._warned = False
         self._paused_until = 0
@@ -255,103 +235,97 @@ class Arena:
 
     @property
     def lent(self) -> int:
-        """How many batches the user holds. Any thread may ask: it counts, and changes nothing."""
-        return len(self._out) - len(self._returned)
+        """Number of batches that the user holds. Thread-safe."""
+        return len(self._borrowed) - len(self._returned)
 
     def take(self, nbytes: int) -> Slot | None:
-        """A free slot of at least ``nbytes``; None at the bound.
-
-        Raises:
-            MemoryError: the arena may grow, but the system does not have the memory.
-        """
-        self._taken += 1
+        """Return a free slot of at least ``nbytes``; None at the bound. MemoryError: the system is out of memory."""
+        self._take_count += 1
         wanted = max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
         while self._returned:
-            slot: Slot = self._returned.popleft().held
-            del self._out[slot]
-            if slot in self._shared:
+            slot: Slot = self._returned.popleft().resource
+            del self._borrowed[slot]
+            if slot in self._inherited:
                 continue
             if slot.nbytes == wanted:
-                return slot  # as it is, where all batches are equally large
+                return slot  # unchanged, since most batches are equally large
             self.give(slot)
-        found = self._carve(wanted)
-        if found is None and self._grow(wanted):
-            found = self._carve(wanted)
-        return found
+        new_slot = self._carve(wanted)
+        if new_slot is None and self._grow(wanted):
+            new_slot = self._carve(wanted)
+        return new_slot
 
     def give(self, slot: Slot) -> None:
-        """Free a slot that is not lent, and join it with its free neighbours."""
+        """Free a slot that is not borrowed, and merge it with free neighbours."""
         free = self._free[slot.segment]
         start, end = slot.offset, slot.offset + slot.nbytes
-        place = bisect.bisect(free, (start, end))
-        if place < len(free) and free[place][0] == end:
-            end = free.pop(place)[1]
-        if place and free[place - 1][1] == start:
-            place -= 1
-            start = free.pop(place)[0]
-        free.insert(place, (start, end))
+        index = bisect.bisect(free, (start, end))
+        if index < len(free) and free[index][0] == end:
+            end = free.pop(index)[1]
+        if index and free[index - 1][1] == start:
+            index -= 1
+            start = free.pop(index)[0]
+        free.insert(index, (start, end))
 
     def lend(self, slot: Slot, places: Sequence[object]) -> list[Any]:
-        """The buffers of a batch. The slot comes back when the last array over it has died.
+        """Return the buffers of a batch. The slot is released when the last array over it dies.
 
-        Args:
-            slot: the slot.
-            places: of each buffer, (offset, size) in the slot, or the buffer itself if it is not there. A negative size
-                marks an object that the library does not copy to a device itself. It is copied out of memory that a
-                device reads: PyTorch would not keep the slot for a copy that the user has begun.
+        ``places`` holds (offset, size) in the slot for each buffer, or the buffer itself if it lies elsewhere. A
+        negative size marks an object that the library does not copy to a device. If a device reads the segment, such a
+        buffer is copied: PyTorch would not keep the slot alive for a copy that the user has started.
         """
         segment = self.segments[slot.segment]
-        # An array of its own for each lease: NumPy makes it the base of all views of it.
-        whole = np.frombuffer(segment.mapping, np.uint8, slot.nbytes, slot.offset)
-        lease = Lease(whole, self._returned.append)
-        lease.held = slot
-        self._out[slot] = lease
+        # A separate array per lease: NumPy makes it the base of all its views.
+        memory = np.frombuffer(segment.mapping, np.uint8, slot.nbytes, slot.offset)
+        lease = Lease(memory, self._returned.append)
+        lease.resource = slot
+        self._borrowed[slot] = lease
         buffers = []
-        for place in places:
-            if type(place) is tuple:
-                offset, nbytes = place
-                place = part = whole[offset : offset + (abs(nbytes) & SIZE)]
+        for buffer in places:
+            if type(buffer) is tuple:
+                offset, nbytes = buffer
+                buffer = part = memory[offset : offset + (abs(nbytes) & SIZE)]
                 if nbytes < 0 and segment.unregister is not None:
-                    # What moves itself moves from pinned memory. What does not may be held for ever.
+                    # Objects that move themselves do so from pinned memory; others may be held forever.
                     if self.pinned is not None and -nbytes & MOVES:
-                        place = self.pinned(part.shape, part.dtype)
-                        place[:] = part
+                        buffer = self.pinned(part.shape, part.dtype)
+                        buffer[:] = part
                     else:
-                        place = part.copy()
-            buffers.append(place)
+                        buffer = part.copy()
+            buffers.append(buffer)
         return buffers
 
     def retire_lent(self) -> None:
-        """Never use the slots again that are lent now: the user is about to fork. Any thread may call this."""
-        self._shared.update(slot for slot, lease in list(self._out.items()) if lease() is not None)
+        """Exclude the borrowed slots from reuse: a child that the user is about to fork can read them. Thread-safe."""
+        self._inherited.update(slot for slot, lease in list(self._borrowed.items()) if lease() is not None)
 
     def close_descriptors(self) -> None:
-        """In a forked child: the descriptors belong to the main process."""
+        """Close the main process's descriptors in a forked child."""
         for segment in self.segments:
             segment.close_descriptor()
 
     def close(self) -> None:
-        """Give the segments up. Memory under batches that are held stays until they go."""
+        """Close all segments. Memory under borrowed batches stays mapped until they die."""
         segments = self.segments
         self.segments, self._free = [], []
-        # New ones: a lease that ends later must not free a slot of a later segment.
-        self._out, self._returned, self._shared = {}, deque(), set()
-        with contextlib.ExitStack() as steps:  # each step is done, whatever another one raises
+        # New containers: a lease that ends later must not free a slot of a later segment.
+        self._borrowed, self._returned, self._inherited = {}, deque(), set()
+        with contextlib.ExitStack() as steps:  # each step runs, even if another one raises
             for segment in (*segments, *LEFT_ALONE):
-                steps.callback(_give_up, segment)
+                steps.callback(_close_segment, segment)
 
     def _carve(self, nbytes: int) -> Slot | None:
-        # The first that fits: memory that was just used is used again before memory that was never touched.
+        # First fit: recently used memory before memory that was never touched.
         for number, free in enumerate(self._free):
-            for place, (start, end) in enumerate(free):
+            for index, (start, end) in enumerate(free):
                 if end - start >= nbytes:
-                    free[place : place + 1] = [(start + nbytes, end)] if end - start > nbytes else []
+                    free[index : index + 1] = [(start + nbytes, end)] if end - start > nbytes else []
                     return Slot(number, start, nbytes)
         return None
 
     def _grow(self, nbytes: int) -> bool:
-        """Another segment that holds at least one slot; False at the bound."""
-        if self._taken < self._paused_until:
+        """Add a segment that holds at least one slot; return False at the bound."""
+        if self._take_count < self._paused_until:
             return False
         have = self.nbytes
         if self._max_bytes is None:
@@ -363,19 +337,19 @@ class Arena:
         size = min(_pages(max(FIRST_SEGMENT, 4 * nbytes, have) + PAGE - 1), room)
         free = limits.free_bytes()
         if free.nbytes < size + size // 4:
-            # Half of what may be taken, not only one slot: near a limit, too, there are to be few descriptors.
+            # Half of the allowed memory rather than one slot, to keep descriptors few even near a limit.
             size = max(least, min(size, _pages(free.nbytes * 2 // 5)))
         if free.nbytes < size + size // 4:
             raise MemoryError(
                 f"no room for a batch in shared memory: {size:,} bytes wanted, {have:,} in use, and "
                 f"{free.what} leaves {free.nbytes:,}: use smaller batches, fewer workers or a smaller prefetch"
             )
-        for left in tuple(LEFT_ALONE):
-            _give_up(left)
-        with uninterrupted():  # a segment that is not noted would keep its descriptor, and stay registered
+        for leftover in tuple(LEFT_ALONE):
+            _close_segment(leftover)
+        with uninterrupted():  # a segment lost halfway would keep its descriptor and registration
             segment = self._create(size, least, have)
             if segment is None:
-                self._paused_until = self._taken + PAUSE
+                self._paused_until = self._take_count + PAUSE
                 return False
             self.segments.append(segment)
             self._free.append([(0, segment.nbytes)])
@@ -384,7 +358,7 @@ class Arena:
         return True
 
     def _create(self, size: int, least: int, have: int) -> Segment | None:
-        """A segment of ``size``, or of as much as a small mount takes; None if shared memory goes no further."""
+        """Create a segment of ``size``, or less on a small mount; return None if shared memory is exhausted."""
         while True:
             try:
                 return create(len(self.segments), size)
@@ -394,8 +368,8 @@ class Arena:
                     size = max(least, _pages(size // 2))
                     continue
                 text = f"{size:,} bytes of shared memory wanted, {have:,} in use: {system.why_refused(error)}"
-                # What the machine does not have would be missing in the pipe too; not so a small mount (`filename`).
-                # With segments of its own the arena may be what fills the machine, and goes on with those.
+                # If the machine is out of memory, the pipe would fail too; a full mount (`filename`) is different.
+                # An arena with segments may itself be what fills the machine, and continues with those.
                 if full and not have and error.filename is None:
                     raise MemoryError(text) from error
                 if not self._warned:
@@ -405,17 +379,17 @@ class Arena:
 
 
 def _pages(nbytes: int) -> int:
-    """The bytes of the whole pages in ``nbytes``."""
+    """Round down to whole pages."""
     return nbytes // PAGE * PAGE
 
 
-def _give_up(segment: Segment) -> None:
-    """Close a segment; leave its mapping alone if a device may still read it."""
-    left_alone = False
+def _close_segment(segment: Segment) -> None:
+    """Close a segment, but keep its mapping if a device may still read it."""
+    is_read = False
     try:
-        left_alone = segment.unregister is not None and segment.unregister() is False
-    finally:  # where this raises, the device is broken, and reads nothing any more
-        if left_alone:
+        is_read = segment.unregister is not None and segment.unregister() is False
+    finally:  # if this raises, the device is broken and reads nothing more
+        if is_read:
             if segment not in LEFT_ALONE:
                 LEFT_ALONE.append(segment)
             segment.close_descriptor()

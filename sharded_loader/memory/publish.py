@@ -1,26 +1,22 @@
-"""The dataset on its way to spawned workers: pickled once, by value where it must be, and sent to all.
+"""Publishing the dataset to spawned workers: pickled once, by value where necessary, and sent to all.
 
-    publish(job) -> Encoded                cloudpickle, protocol 5: lambdas, classes of ``__main__`` and of notebooks by
-                                           value (`script_by_value`), arrays and tensors out of band, arrays over files
-                                           by name (`MappedFiles`)
-    share(encoded, number) -> Encoded, Segment   its large buffers in one segment, for all workers
+    publish(job) -> Encoded                cloudpickle, protocol 5: lambdas and classes of ``__main__`` and of notebooks
+                                           by value (`script_by_value`), arrays and tensors out of band, arrays over
+                                           files by name (`MappedFiles`)
+    share(encoded, number) -> Encoded, Segment   moves large buffers to one segment, for all workers
 
-A worker reads it with `codec.decode`, over a private mapping of the segment: what a dataset writes into its own arrays
-stays in that worker. The pool owns the segment, until it publishes again or is closed.
+Workers use `codec.decode` over a private mapping of the segment, so each worker's writes to its arrays stay local. The
+pool owns the segment until it publishes again or is closed. Under fork nothing is published. dill, the default of
+``multiprocess``, pickles in pure Python and puts arrays in band: 0.92 s for a 154 MB dataset with a lambda, against 2
+ms.
 
-*Files.* A worker opens the file of a `numpy.memmap`, of its views and slices, itself, so 100 MB cost neither a copy nor
-a page. What is written to a file that was opened with ``"r+"`` is written to that file, as in the main process. A file
-goes by name only if the worker would find the same bytes. By value go a file that has been deleted or replaced since it
-was mapped, and an array in mode ``"c"`` that this process has written to: all of it is compared. A tensor over a memmap
-also goes by value: torch does not say where its memory is from.
+A worker opens the file of a `numpy.memmap`, or of a view of one, itself, so 100 MB cost neither a copy nor a page.
+Writes in mode ``"r+"`` reach that file, as in the main process. Deleted or replaced files, and modified copy-on-write
+arrays (mode ``"c"``, compared in full), are sent by value. So are tensors over a memmap, because torch does not reveal
+the origin of their memory. If a file disappears before a worker opens it, that worker fails to start.
 
-dill, which ``multiprocess`` uses by itself, pickles in pure Python and puts arrays in band: 0.92 s for a
-154 MB dataset with a lambda in it, against 2 ms. Under fork nothing is published: the worker is born with it.
-
-What can go wrong: an object that cannot be pickled. It is looked for and named, because "cannot pickle '_thread.lock'
-object" alone does not help. Without room for a segment the buffers go through the pipe to each worker. If a file goes
-before a worker has opened it, that is the error with which the worker cannot start. A ``Value`` or a ``Lock`` of
-``multiprocessing`` cannot be pickled: only forked workers inherit it.
+An object that cannot be pickled is searched for and named, because "cannot pickle '_thread.lock' object" alone does not
+help. ``Value`` and ``Lock`` of ``multiprocessing`` need forked workers.
 """
 
 from __future__ import annotations
@@ -46,46 +42,43 @@ from sharded_loader.memory import codec
 from sharded_loader.memory.segments import Segment, create
 
 SHARED_BYTES = 65536
-"""Below this the buffers of a job go through the pipe to each worker: a segment costs as much."""
+"""Smaller buffers of a job go through the pipe to each worker: a segment costs as much."""
 
 
 COMPARED = 1 << 20
-"""Bytes of a file that are compared at once: as many stay in a processor's cache."""
+"""Bytes of a file compared at a time, so that they stay in the processor's cache."""
 
 SCRIPT = "__mp_main__"
-"""What ``multiprocessing`` calls the user's script in a process that it has spawned, or forked from a forkserver."""
+"""Name that ``multiprocessing`` gives the user's script in a spawned process, or one forked by a fork server."""
 
-_registering = threading.RLock()
+_registry_lock = threading.RLock()
 
 
 @contextlib.contextmanager
 def script_by_value() -> Iterator[None]:
-    """Inside, cloudpickle sends what is defined in the user's script by value, also where that is `SCRIPT`.
+    """Make cloudpickle send definitions of the user's script by value, including those of `SCRIPT`.
 
-    A worker does not run the script, so it can import neither ``__main__`` nor ``__mp_main__``. Outside, the user's
-    own use of cloudpickle goes on as before, unless it is in another thread at this moment.
+    A worker does not run the script, so it can import neither ``__main__`` nor ``__mp_main__``. The user's own use of
+    cloudpickle is unaffected, except in other threads while the block runs.
     """
     script = sys.modules.get(SCRIPT)
-    if script is None or script.__name__ != SCRIPT:  # elsewhere it is another name of ``__main__``
+    if script is None or script.__name__ != SCRIPT:  # otherwise an alias of ``__main__``
         yield
         return
-    with _registering:
-        if SCRIPT in cloudpickle.list_registry_pickle_by_value():  # by the user, or further out
+    with _registry_lock:
+        if SCRIPT in cloudpickle.list_registry_pickle_by_value():  # by the user, or an outer block
             yield
             return
         cloudpickle.register_pickle_by_value(script)
         try:
             yield
         finally:
-            with contextlib.suppress(ValueError):  # the user has done so
+            with contextlib.suppress(ValueError):  # the user did it meanwhile
                 cloudpickle.unregister_pickle_by_value(script)
 
 
 class Publisher(cloudpickle.Pickler):  # type: ignore[misc]
-    """Tensors go as views of their storage, which goes once: views of one tensor stay views of one tensor.
-
-    Arrays over files likewise, as views of the file.
-    """
+    """Pickler that sends each storage and each file once; tensors and arrays over files are views of them."""
 
     def __init__(self, *arguments: object, **options: object) -> None:
         super().__init__(*arguments, **options)
@@ -95,7 +88,7 @@ class Publisher(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, types.ModuleType) and obj is sys.modules.get(SCRIPT):
-            return importlib.import_module, ("__main__",)  # not its variables, which may be anything
+            return importlib.import_module, ("__main__",)  # not its variables, which may hold anything
         reduced = self._files.reduce(obj) if isinstance(obj, np.ndarray) else NotImplemented
         if reduced is NotImplemented and type(obj) is np.ndarray:
             reduced = codec.reduce_array(obj)
@@ -105,7 +98,7 @@ class Publisher(cloudpickle.Pickler):  # type: ignore[misc]
         if reduced is NotImplemented:
             reduced = super().reducer_override(obj)
             by_name = isinstance(obj, (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType))
-            if reduced is NotImplemented and by_name:  # its module has to be imported
+            if reduced is NotImplemented and by_name:  # unpickling imports its module
                 self.modules.add(str(obj.__name__ if isinstance(obj, types.ModuleType) else obj.__module__))
         return reduced
 
@@ -114,7 +107,7 @@ class Publisher(cloudpickle.Pickler):  # type: ignore[misc]
 
         storage = tensor.untyped_storage()
         key = storage.data_ptr(), storage.nbytes()
-        if key not in self._storages:  # the array keeps the storage alive, and so the address its own
+        if key not in self._storages:  # the array keeps the storage alive, and its address unique
             raw = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
             self._storages[key] = raw
         layout = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
@@ -122,14 +115,10 @@ class Publisher(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def publish(job: object, **parts: object) -> codec.Encoded:
-    """Pickle ``job`` for all workers.
-
-    Args:
-        job: what the workers get.
-        **parts: the user's objects in it, by the name that the user knows, for the error message.
+    """Pickle ``job`` for all workers. ``parts`` are the user's objects in it, by the names that error messages use.
 
     Raises:
-        TypeError: it cannot be pickled; names the attribute and the ways out.
+        TypeError: it cannot be pickled; names the attribute and possible solutions.
     """
     try:
         return dump(job)
@@ -145,22 +134,14 @@ def publish(job: object, **parts: object) -> codec.Encoded:
 
 
 def share(encoded: codec.Encoded, number: int) -> tuple[codec.Encoded, Segment | None]:
-    """Put the buffers of a published job into shared memory.
-
-    Args:
-        encoded: what `publish` made.
-        number: number of the segment.
-
-    Returns:
-        What is to be sent of the job, and the memory; None if there is nothing large, or no room.
-    """
+    """Move the buffers of a published job to a segment; return both. None: nothing large, or no room for a segment."""
     places, end = [], 0
     for buffer in encoded.buffers:
         start = -(-end // codec.ALIGNMENT) * codec.ALIGNMENT
         end = start + buffer.nbytes
         places.append((start, buffer.nbytes))
     if end >= SHARED_BYTES and free_bytes().nbytes > end + end // 4:
-        with contextlib.suppress(OSError):  # a pipe takes longer, and gets it there
+        with contextlib.suppress(OSError):  # the pipe is slower, but works
             segment = create(number, end)
             for (start, _), buffer in zip(places, encoded.buffers, strict=True):
                 segment.mapping[start : start + buffer.nbytes] = buffer
@@ -169,56 +150,53 @@ def share(encoded: codec.Encoded, number: int) -> tuple[codec.Encoded, Segment |
 
 
 def dump(obj: object) -> codec.Encoded:
-    """Pickle an object, its arrays and tensors out of band."""
+    """Pickle an object, arrays and tensors out of band."""
     with script_by_value():
         return codec.encode(obj, pickler=Publisher)
 
 
 def culprit_in(parts: abc.Mapping[str, Any]) -> str:
-    """The first of the innermost parts of these objects that cannot be pickled, as the user would write it.
-
-    Args:
-        parts: the objects, by their names.
+    """Find the innermost part that cannot be pickled, written as the user would access it.
 
     Example:
         >>> culprit_in({"dataset": {"x": 1, "stop": threading.Event()}})
         "dataset['stop']._cond._lock (lock)"
     """
     try:
-        return next(filter(None, (_culprit(part, name, set()) for name, part in parts.items())), "it")
-    except RecursionError:  # too deep for pickle, and so for us
+        return next(filter(None, (_find_culprit(part, name, set()) for name, part in parts.items())), "it")
+    except RecursionError:  # too deep for pickle and for this search
         return "it"
 
 
-def _culprit(obj: object, path: str, seen: set[int]) -> str | None:
+def _find_culprit(obj: object, path: str, seen: set[int]) -> str | None:
     if id(obj) in seen:
         return None
     seen.add(id(obj))
     try:
         dump(obj)
     except Exception:
-        below = (_culprit(child, where, seen) for where, child in children(obj, path))
+        below = (_find_culprit(child, where, seen) for where, child in children(obj, path))
         return next(filter(None, below), f"{path} ({type(obj).__name__})")
     return None
 
 
 def children(obj: object, path: str) -> list[tuple[str, Any]]:
-    """The parts of an object. A list: a traceback would keep a generator, and the lock that HDF5 holds in one."""
+    """Return the parts of an object, as a list: a traceback would keep a generator, and HDF5's lock in it, alive."""
     if isinstance(obj, abc.Mapping):
         return [(f"{path}[{key!r}]", value) for key, value in list(obj.items())]
-    found = [(path + end, child) for end, child in parts(obj, sys.maxsize)]
+    named = [(path + end, child) for end, child in parts(obj, sys.maxsize)]
     names = getattr(getattr(obj, "__code__", None), "co_freevars", ())
     for name, cell in zip(names, getattr(obj, "__closure__", None) or (), strict=False):
         with contextlib.suppress(ValueError):  # an empty cell
-            found.append((f"{path}: variable {name}", cell.cell_contents))
-    return found
+            named.append((f"{path}: variable {name}", cell.cell_contents))
+    return named
 
 
 # -- arrays over files -------------------------------------------------------------------------------------------------
 
 
 class Mapping:
-    """A part of a file, which arrives in the worker as that part, mapped again: arguments of `numpy.memmap`."""
+    """Arguments of `numpy.memmap` that reopen a part of a file in the worker."""
 
     def __init__(self, *arguments: object) -> None:
         self.arguments = arguments
@@ -228,25 +206,25 @@ class Mapping:
 
 
 class MappedFiles:
-    """The files under the arrays of one dataset, each described once, so that views of one stay views of one."""
+    """Files under the arrays of one dataset, each described once, so that views of one file stay so."""
 
     def __init__(self) -> None:
-        # By id of the mapping, which is kept beside its description, so that its id stays its own.
-        self._known: dict[int, tuple[Mapping | None, Any, Any]] = {}
+        # By id of the mapping; the value references the mapping, so that the id stays unique.
+        self._descriptions: dict[int, tuple[Mapping | None, Any, Any]] = {}
 
     def reduce(self, array: codec.Array) -> Any:
-        """A reduction of an array over a file; NotImplemented if it is none, and has to go by value."""
+        """Reduce an array over a file; NotImplemented if it is not one, or must be sent by value."""
         if type(array) not in (np.ndarray, np.memmap) or array.base is None or not array.nbytes:
             return NotImplemented
-        found = memmap_of(array)
-        if found is None:
+        located = memmap_of(array)
+        if located is None:
             return NotImplemented
-        whole, start, span = found
+        whole, start, span = located
         key = id(whole._mmap)
-        if key not in self._known:
-            self._known[key] = *_describe(whole), whole._mmap
-        mapping, again, _ = self._known[key]
-        if mapping is not None and (whole.mode != "c" or _is_same(whole, again, span)):
+        if key not in self._descriptions:
+            self._descriptions[key] = *_describe(whole), whole._mmap
+        mapping, reopened, _ = self._descriptions[key]
+        if mapping is not None and (whole.mode != "c" or _have_same_bytes(whole, reopened, span)):
             layout = array.shape, array.dtype, start, array.strides
             return codec.view_mapping, (mapping, type(array), array.flags.writeable, *layout)
         # NumPy itself would pickle its subclass in band.
@@ -254,32 +232,29 @@ class MappedFiles:
 
 
 def _describe(whole: Any) -> tuple[Mapping | None, Any]:
-    """The part of the file under this memmap, and a new memmap of it; None if that does not give the same."""
-    # numpy.memmap maps whole pages, and keeps the offset that it was asked for.
+    """Return a `Mapping` for the file under this memmap, and a new memmap of it; None if the file has changed."""
+    # numpy.memmap maps whole pages, but stores the requested offset.
     offset = whole.offset - whole.offset % mmap.ALLOCATIONGRANULARITY
-    mode = "r+" if whole.mode == "w+" else whole.mode  # which would empty it
+    mode = "r+" if whole.mode == "w+" else whole.mode  # "w+" would truncate it
     filename, shape = os.fspath(whole.filename), (len(whole._mmap),)
     try:
-        again = np.memmap(filename, np.uint8, "r", offset, shape)
-    except (OSError, ValueError):  # it has gone, or is shorter
+        reopened = np.memmap(filename, np.uint8, "r", offset, shape)
+    except (OSError, ValueError):  # deleted or truncated
         return None, None
-    ends = () if mode == "c" else (range(len(again))[: mmap.PAGESIZE], range(len(again))[-mmap.PAGESIZE :])
-    is_same = all(_is_same(whole, again, end) for end in ends)
-    return (Mapping(filename, np.uint8, mode, offset, shape) if is_same else None), again
+    ends = () if mode == "c" else (range(len(reopened))[: mmap.PAGESIZE], range(len(reopened))[-mmap.PAGESIZE :])
+    is_same = all(_have_same_bytes(whole, reopened, end) for end in ends)
+    return (Mapping(filename, np.uint8, mode, offset, shape) if is_same else None), reopened
 
 
-def _is_same(whole: Any, again: Any, span: range) -> bool:
-    """Whether two memmaps have the same bytes in a span."""
+def _have_same_bytes(whole: Any, reopened: Any, span: range) -> bool:
+    """Return True if two memmaps have the same bytes in a span."""
     before = np.frombuffer(whole._mmap, np.uint8)
     parts = (slice(begin, min(begin + COMPARED, span.stop)) for begin in range(span.start, span.stop, COMPARED))
-    return all(np.array_equal(before[part], again[part]) for part in parts)
+    return all(np.array_equal(before[part], reopened[part]) for part in parts)
 
 
 def memmap_of(array: codec.Array) -> tuple[Any, int, range] | None:
-    """The memmap that ``array`` is, or is a view of; None if none.
-
-    Returns:
-        Also where the first element is there, and the bytes that the array reaches.
+    """Return the memmap under ``array``, the offset of its first element, and the range of bytes it covers; else None.
 
     Example:
         >>> import tempfile
@@ -290,7 +265,7 @@ def memmap_of(array: codec.Array) -> tuple[Any, int, range] | None:
         >>> memmap_of(np.arange(3))
     """
     base: Any = array
-    # Between the views may be a memoryview, and what as_strided and sliding_window_view hold their array by.
+    # Views may be chained through memoryviews, and through the wrappers of as_strided and sliding_window_view.
     while base is not None and getattr(base, "filename", None) is None:
         base = base.obj if isinstance(base, memoryview) else getattr(base, "base", None)
     memory = getattr(base, "_mmap", None)

@@ -1,26 +1,21 @@
-"""Memory that two processes share, and how the second process gets it.
+"""Shared memory segments, and how workers attach to them.
 
     create(number, nbytes) -> Segment(descriptor or name, mapping)     in the main process
     attach(number, nbytes, fd, name) -> Segment                        in a worker
-    Slot(segment, offset, nbytes)                                      the part of a segment that holds one batch
+    Slot(segment, offset, nbytes)                                      part of a segment that holds one batch
 
-There are several back ends. The first that the system does not refuse is used (`system.open_memory`), unless
-``SHARDED_LOADER_MEMORY`` names one, so that all are tested on Linux:
+The first back end that the system supports is used (`system.open_memory`), unless ``SHARDED_LOADER_MEMORY`` names one:
 
     memfd   Linux. Anonymous: no name to leak, and not counted against a container's small shm mount.
-            The descriptor travels to running workers through the pipe (SCM_RIGHTS).
+            The descriptor is sent to running workers through the pipe (SCM_RIGHTS).
     shm     POSIX without memfd. ``shm_open``, unlinked at once, then like memfd.
-    file    Where neither works: a file in the folder for temporary files, unlinked at once. Slower: the system
-            writes it to the disk.
-    named   Windows: a named mapping, which vanishes with its last handle. Elsewhere, for tests and where descriptors
-            cannot be passed, the name of the main process's descriptor under /proc. It vanishes with that process.
+    file    Fallback: a temporary file, unlinked at once. Slower, because the system writes it to disk.
+    named   Windows: a named mapping, which disappears with its last handle. Elsewhere, for tests and where descriptors
+            cannot be passed, the main process's descriptor under /proc, which disappears with that process.
 
-A segment owns its mapping and its descriptor. It is allocated in full when it is created (`system.allocate`): memory
-that is promised and not there ends in SIGBUS, in the process that touches it. `Arena` and `publish` ask before how
-much memory is free (`limits.free_bytes`).
-
-What can go wrong: the system call fails (OSError). Before Python 3.13 a mapping holds a second descriptor, which must
-not be closed: it stays open after `close`, until the last array over the memory has died.
+A segment owns its mapping and descriptor, and is fully allocated on creation (`system.allocate`): touching
+overcommitted memory ends in SIGBUS. Callers check the free memory first (`limits.free_bytes`). Before Python 3.13 a
+mapping holds a second descriptor, which stays open after `close` until the last array over the memory has died.
 """
 
 from __future__ import annotations
@@ -40,11 +35,7 @@ BACKENDS = ("memfd", "shm", "file", "named")
 
 
 def chosen_backend() -> str | None:
-    """The back end that the environment asks for; None: the best that works.
-
-    Raises:
-        ValueError: there is no such back end.
-    """
+    """Return the back end that the environment requests; None: the best available. Unknown names raise a ValueError."""
     chosen = os.environ.get("SHARDED_LOADER_MEMORY")
     if chosen not in (None, *BACKENDS):
         raise ValueError(f'SHARDED_LOADER_MEMORY is {chosen!r}; it must be "memfd", "shm", "file" or "named"')
@@ -52,7 +43,7 @@ def chosen_backend() -> str | None:
 
 
 class Slot(NamedTuple):
-    """The part of a segment that holds one batch: the segment's number, and bytes."""
+    """Part of a segment that holds one batch; ``offset`` and ``nbytes`` are in bytes."""
 
     segment: int
     offset: int
@@ -64,12 +55,9 @@ class Segment:
     """Shared memory, mapped in this process.
 
     Attributes:
-        number: identifies it between the main process and its workers.
-        nbytes: its size.
-        mapping: the memory.
-        fd: its descriptor, where it has one.
-        name: its name, where workers open it by name.
-        unregister: to be called before the memory goes, where a device reads it by itself (`Arena`).
+        number: identifies the segment in the main process and its workers.
+        fd, name: descriptor, and the name by which workers open the segment, if it has one.
+        unregister: called before the memory is unmapped, if a device reads it directly (`Arena`).
     """
 
     number: int
@@ -80,7 +68,7 @@ class Segment:
     unregister: Callable[[], Any] | None = None
 
     def __del__(self) -> None:
-        self.close_descriptor()  # an exception may have struck before anybody could note that it is there
+        self.close_descriptor()  # an exception may strike before it has an owner
 
     def close_descriptor(self) -> None:
         """Close the descriptor; the mapping stays."""
@@ -89,22 +77,17 @@ class Segment:
             os.close(fd)
 
     def close(self) -> None:
-        """Close the descriptor. The mapping goes when the last array over it does."""
+        """Close the descriptor. The memory is unmapped with the last array over it."""
         self.close_descriptor()
         with contextlib.suppress(BufferError):
             self.mapping.close()
 
 
 def create(number: int, nbytes: int) -> Segment:
-    """Make a segment of ``nbytes``.
-
-    Args:
-        number: of the segment.
-        nbytes: its size.
+    """Create a segment.
 
     Raises:
-        OSError: the system refuses (no memory, no room in the mount, no descriptors). Its ``filename`` is the folder
-            that has no room, where the memory is a file there.
+        OSError: out of memory, space or descriptors. ``filename`` is the folder if the memory is a file in it.
     """
     backend = chosen_backend()
     if sys.platform == "win32":
@@ -130,8 +113,8 @@ def attach(number: int, nbytes: int, fd: int | None, name: str | None, *, privat
 
     Args:
         number, nbytes, name: of the segment.
-        fd: a descriptor of it, taken over and closed; None if it is opened by name.
-        private: what this process writes stays its own (copy on write).
+        fd: its descriptor, which this call closes; None: open it by name.
+        private: map copy-on-write, so that writes stay in this process.
     """
     options: dict[str, Any] = {}
     if sys.platform == "win32":

@@ -34,18 +34,19 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Final
 
-from sharded_loader.base.checks import check_int, refuse_class
-from sharded_loader.base.described import an, brief
-from sharded_loader.base.entries import anything, dict_of, differing, entry, instance, integer, list_of, parsed, written
-from sharded_loader.base.imports import call_after_import
-from sharded_loader.base.interrupts import pass_on
-from sharded_loader.data.columns import check_dataset
-from sharded_loader.data.datasets import tell_epoch
-from sharded_loader.data.inspection import is_indexed, is_stateful, iterable_of, known_parts, takes_two
+from sharded_loader.extend.data import (
+    check_dataset,
+    is_indexed,
+    is_stateful,
+    iterable_of,
+    known_parts,
+    takes_two,
+    tell_epoch,
+)
+from sharded_loader.extend.engine import this_worker
+from sharded_loader.extend.order import SampleScope, reading, shuffled
+from sharded_loader.extend.tools import an, brief, call_after_import, check_int, entries, pass_on, refuse_class
 from sharded_loader.mixing.schedule import ALL, EACH, FIRST, Plan
-from sharded_loader.randomness import rng
-from sharded_loader.randomness.shuffle import shuffled
-from sharded_loader.streams.worker_info import this_worker
 
 # -- one dataset -------------------------------------------------------------------------------------------------------
 
@@ -103,10 +104,10 @@ class SourcePoint:
         iterator: the state of its iterator; None: it has none.
     """
 
-    passes: int = entry(integer(0), name="pass")
-    taken: int = entry(integer(0))
-    dataset: object = entry(anything, default=None)
-    iterator: object = entry(anything, default=None)
+    passes: int = entries.entry(entries.integer(0), name="pass")
+    taken: int = entries.entry(entries.integer(0))
+    dataset: object = entries.entry(entries.anything, default=None)
+    iterator: object = entries.entry(entries.anything, default=None)
 
 
 BEGINNING = SourcePoint(0, 0)
@@ -225,14 +226,16 @@ _MIXTURES = "give what state_dict() of a mixture returned"
 class _MixPosition:
     """Where an iteration goes on, and in which mixture: the state of an `InterleavedIterable`."""
 
-    schedule: int = entry(integer(), "the datasets took turns by another schedule")
-    weights: tuple[int, ...] = entry(list_of(integer(0)), "weights was {was}, and is {now}", write=list)
-    seed: int = entry(integer(), "seed was {was}, and is {now}")
-    stop: object = entry(anything, "stop was {was!r}, and is {now!r}")
-    epoch: object = entry(anything)
-    position: int = entry(integer(0))
-    sources: tuple[SourcePoint, ...] = entry(
-        list_of(dict_of(SourcePoint)), write=lambda points: list(map(written, points))
+    schedule: int = entries.entry(entries.integer(), "the datasets took turns by another schedule")
+    weights: tuple[int, ...] = entries.entry(
+        entries.list_of(entries.integer(0)), "weights was {was}, and is {now}", write=list
+    )
+    seed: int = entries.entry(entries.integer(), "seed was {was}, and is {now}")
+    stop: object = entries.entry(entries.anything, "stop was {was!r}, and is {now!r}")
+    epoch: object = entries.entry(entries.anything)
+    position: int = entries.entry(entries.integer(0))
+    sources: tuple[SourcePoint, ...] = entries.entry(
+        entries.list_of(entries.dict_of(SourcePoint)), write=lambda points: list(map(entries.written, points))
     )
 
 
@@ -285,7 +288,7 @@ class InterleavedIterable(InOrder):
     def state_dict(self) -> dict[str, Any]:
         """The position of the iterator that began or yielded last; see `interleave`."""
         position = self._loaded or self._beginning()
-        return written(position if self._last is None else self._last.state())
+        return entries.written(position if self._last is None else self._last.state())
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Let the next iteration continue where `state_dict` was taken.
@@ -297,8 +300,8 @@ class InterleavedIterable(InOrder):
             raise TypeError(
                 f"interleave: the state is {brief(state)}, {an(type(state))}; it must be a dict: {_MIXTURES}"
             )
-        position = parsed(_MixPosition, state, _MIXTURES, "interleave: the state")
-        differences = list(differing(position, self._beginning()).values())
+        position = entries.parsed(_MixPosition, state, _MIXTURES, "interleave: the state")
+        differences = list(entries.differing(position, self._beginning()).values())
         if not differences and len(position.sources) != len(self._schedule.sources):
             differences.append(f"it was one of {len(position.sources)} datasets")
         if differences:
@@ -430,12 +433,12 @@ class _BufferPosition:
         source: the dataset at the beginning of the block.
     """
 
-    size: int = entry(integer(1), "size was {was}, and is {now}")
-    seed: int = entry(integer(), "seed was {was}, and is {now}")
-    epoch: int = entry(integer(0))
-    block: int = entry(integer(0))
-    given: int = entry(integer(0))
-    source: SourcePoint = entry(dict_of(SourcePoint), write=written)  # noqa: RUF009 - it makes a field
+    size: int = entries.entry(entries.integer(1), "size was {was}, and is {now}")
+    seed: int = entries.entry(entries.integer(), "seed was {was}, and is {now}")
+    epoch: int = entries.entry(entries.integer(0))
+    block: int = entries.entry(entries.integer(0))
+    given: int = entries.entry(entries.integer(0))
+    source: SourcePoint = entries.entry(entries.dict_of(SourcePoint), write=entries.written)  # noqa: RUF009 - it makes a field
 
 
 class _FailedRead:
@@ -498,12 +501,12 @@ class ShuffledIterator(Iterator[Any]):
 
     def _fill(self, count: int) -> None:
         """Read samples of the next block, until there are ``count`` of them."""
-        scope, part = rng.reading.get(), _part()
+        scope, part = reading.get(), _part()
         try:
             while len(self._coming) < count:
                 if scope is not None:
                     index = part, self._source.taken, self._at.epoch
-                    rng.reading.set(rng.SampleScope(scope.seed, scope.epoch, index, scope.owners, scope.is_cached))
+                    reading.set(SampleScope(scope.seed, scope.epoch, index, scope.owners, scope.is_cached))
                 try:
                     sample = self._source.read()
                 except Exception as error:
@@ -513,11 +516,11 @@ class ShuffledIterator(Iterator[Any]):
                     return
                 self._coming.append(sample)
         finally:
-            rng.reading.set(scope)
+            reading.set(scope)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the iteration is: a small dict, without samples."""
-        return written(replace(self._at, given=self._given))
+        return entries.written(replace(self._at, given=self._given))
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Go on where `state_dict` was taken. Reads the samples of the block again.
@@ -525,8 +528,10 @@ class ShuffledIterator(Iterator[Any]):
         Raises:
             TypeError, ValueError: no state, or one of another buffer; says what differs.
         """
-        at = parsed(_BufferPosition, instance(Mapping, "a dict")("the state", state, _BUFFERS), _BUFFERS)
-        if found := differing(at, self._at):
+        at = entries.parsed(
+            _BufferPosition, entries.instance(Mapping, "a dict")("the state", state, _BUFFERS), _BUFFERS
+        )
+        if found := entries.differing(at, self._at):
             raise ValueError(f"ShuffleBuffer: the state is that of another one: {', '.join(found.values())}")
         self._go_to(replace(at, given=0))
         self._source.open()  # if it cannot go on there, that is no error of a sample
@@ -540,5 +545,5 @@ class ShuffledIterator(Iterator[Any]):
 
 def _part() -> int:
     """The number of the part that is read. Inside a loader this does not count as a question of the dataset's."""
-    part = getattr(getattr(rng.reading.get(), "indices", None), "part", None)
+    part = getattr(getattr(reading.get(), "indices", None), "part", None)
     return int((this_worker() or (0, 1))[0] if part is None else part)

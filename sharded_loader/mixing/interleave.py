@@ -29,19 +29,13 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from sharded_loader.base.checks import check_int, refuse_arguments
-from sharded_loader.base.described import an, brief
-from sharded_loader.batching.protocol import Array
-from sharded_loader.data.bulk import Indices, Int64s, checked_index, checked_indices
-from sharded_loader.data.datasets import ConcatDataset, Mixture, mixture_of, tell_epoch
-from sharded_loader.data.inspection import is_indexed
-from sharded_loader.extend import Dataset, Table
+from sharded_loader import ConcatDataset
+from sharded_loader.extend import Array, Dataset, Indices, Int64s, Table
+from sharded_loader.extend.data import Mixture, checked_index, checked_indices, is_indexed, mixture_of, tell_epoch
+from sharded_loader.extend.order import BLOCK, WEIGHTS_SET, Bijections, IndexSampler
+from sharded_loader.extend.tools import an, brief, check_int, refuse_arguments
 from sharded_loader.mixing import in_order
 from sharded_loader.mixing.schedule import ALL, EACH, FAR, FIRST, Plan, changes_of, whole_numbers
-from sharded_loader.randomness.shuffle import Bijections
-from sharded_loader.sampling.own import IndexSampler
-from sharded_loader.sampling.state import WEIGHTS_SET
-from sharded_loader.sampling.tables import BLOCK
 
 CODED = FAR
 """The least of the numbers by which a loader names the samples of a mixture; see `InterleavedDataset.codes`."""

@@ -41,10 +41,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sharded_loader.batching.protocol import Array
-from sharded_loader.data.bulk import Int64s
-from sharded_loader.data.splits import apportioned
-from sharded_loader.randomness.rng import philox
+from sharded_loader.extend import Array, Int64s
+from sharded_loader.extend.data import apportioned
+from sharded_loader.extend.order import philox
 
 FIRST = "first_exhausted"
 ALL = "all_exhausted"

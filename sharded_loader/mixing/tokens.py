@@ -33,11 +33,9 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from sharded_loader.base.checks import check_int, refuse_arguments
-from sharded_loader.base.described import an
-from sharded_loader.batching.protocol import Array, Empty, new_array
-from sharded_loader.data.bulk import Indices, Int64s, bulk, checked_index, checked_indices
-from sharded_loader.extend import Dataset
+from sharded_loader.extend import Array, Dataset, Empty, Indices, Int64s
+from sharded_loader.extend.data import bulk, checked_index, checked_indices, new_array
+from sharded_loader.extend.tools import an, check_int, refuse_arguments
 from sharded_loader.recordio.positioned import is_rewritten, settled, tag_of
 
 OPEN = 64

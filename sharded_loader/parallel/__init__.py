@@ -27,10 +27,11 @@ from typing import Any, TypeGuard
 import numpy as np
 import torch
 
-from sharded_loader.base.described import an, brief
-from sharded_loader.batching.default import default_batchify_fn, is_numbers
-from sharded_loader.batching.tree import children, is_dataclass_instance, map_leaves, rebuild, to_torch
-from sharded_loader.devices.names import DeviceLike, device_list
+from sharded_loader import default_batchify_fn
+from sharded_loader.extend import DeviceLike
+from sharded_loader.extend.data import children, is_dataclass_instance, is_numbers, map_leaves, rebuild, to_torch
+from sharded_loader.extend.engine import device_list
+from sharded_loader.extend.tools import an, brief
 
 
 def split_data(data: object, num_slice: int, batch_axis: int = 0, even_split: bool = True) -> list[Any]:

@@ -41,8 +41,7 @@ from sharded_loader.base.errors import Location
 from sharded_loader.base.interrupts import pass_on, uninterrupted
 from sharded_loader.base.system import write_to_stderr
 from sharded_loader.engine.board import UNUSED, is_at
-from sharded_loader.engine.grouping import Grouping
-from sharded_loader.engine.messages import NOTHING, BatchTimes, Job, Result, Task, unpack_result
+from sharded_loader.engine.messages import NOTHING, BatchTimes, Grouping, Job, Result, Task, unpack_result
 from sharded_loader.engine.pool import PoolBroken, WorkerPool
 from sharded_loader.memory.arena import RecentSizes
 from sharded_loader.memory.codec import SetApart, decode_error

@@ -1,1 +1,1 @@
-"""Random numbers and shuffles that depend on a seed and a position alone."""
+"""Random numbers and shuffles determined only by a seed and a position."""

@@ -1,15 +1,14 @@
-"""Randomness that depends on (seed, epoch, sample) and on nothing else.
+"""Randomness determined by (seed, epoch, sample) and nothing else.
 
-Every random number of the library comes from a *key*: a 128-bit hash of a few integers and strings. The
-key of an epoch's order is (seed, epoch). The key of the numbers that one sample draws is (seed, epoch, index). The
-global generators of a process worker have the key (seed, epoch, position of the batch). So neither the pool, nor the
-number of workers, nor history can change the numbers, and a batch that is built again is the same batch.
+Every random number of the library is derived from a *key*, a 128-bit hash of a few integers and strings: (seed, epoch)
+for an epoch's order, (seed, epoch, index) for a sample's numbers, (seed, epoch, batch position) for a process worker's
+global generators. So neither the pool, nor the number of workers, nor history changes the numbers, and a batch that is
+built again is the same batch.
 
     derive_key(seed, label, ...) -> key -> philox(...)            our own order, ``sample_rng``
                                         -> seeded_globals(key)    ``random``, ``numpy.random``, torch (if imported)
 
-Every use of a key has a label of its own. Without it, two uses with equal numbers beside the seed would draw the same
-random numbers. A test compares this table with the code.
+Each use of a key has its own label, since equal keys give equal numbers. A test compares this table with the code.
 
     label                          who draws
     order                          the permutation of an epoch: RandomSampler
@@ -48,18 +47,14 @@ random numbers. A test compares this table with the code.
     costs                          the steps of costs=
     device transform               the rng of device_transform, for each batch and shard
 
-While a batch is read, the thread or the task that reads it has a `SampleScope` that says which sample it is at;
-`sample_rng`, `sample_generator` and `sample_seed` look it up. torch is imported only where a generator or a seed
-of its own is asked for.
+While a batch is read, a `SampleScope` in its thread or task identifies the current sample. The process-wide generators
+are seeded with all 128 bits of the key. The exception is each batch of a process worker, where NumPy's and torch's get
+32 bits: all three then take 14 us. Of a million batches about 116 pairs thus draw the same numbers. All are Mersenne
+Twisters, so each gets its own bits: equal seeds would give equal numbers. While one thread has them seeded, others that
+want to seed them wait, even if it hangs in user code.
 
-*The generators that all threads of a process share* are seeded with all 128 bits of the key, with one exception. For
-each batch, a process worker seeds NumPy's and torch's with 32 bits: 14 us for all three. So of a million batches about
-116 pairs draw the same numbers. All of them are Mersenne Twisters, which draw the same numbers if they get the same
-seed. So each gets bits of its own. While they are seeded for one thread, every other thread that wants to seed them
-waits: if it hangs in the user's code, so do the others.
-
-Source of the idea: counter-based generators keyed by their position (Salmon et al., "Parallel random
-numbers: as easy as 1, 2, 3", SC 2011), as JAX and Grain use them.
+Source of the idea: counter-based generators keyed by their position (Salmon et al., "Parallel random numbers: as easy
+as 1, 2, 3", SC 2011), as JAX and Grain use them.
 """
 
 from __future__ import annotations
@@ -88,28 +83,23 @@ if TYPE_CHECKING:
     import torch
 
 FOR_NUMPY, FOR_TORCH = 1, 2
-"""A fifth word after the four words of the key. ``random`` has none."""
+"""Fifth word after the four words of the key; ``random`` has none."""
 
 _lock = threading.RLock()
 
 
-def _begin_afresh() -> None:
-    """In a forked child: another thread, which is gone there, may have held the lock."""
+def _replace_lock() -> None:
+    """In a forked child, replace the lock, which a thread of the parent may have held."""
     global _lock
     _lock = threading.RLock()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_afresh)
+    os.register_at_fork(after_in_child=_replace_lock)
 
 
 def seed_as_torch(base_seed: int, worker: int) -> None:
-    """Seed ``random`` and NumPy as worker number ``worker`` of torch's own loader does. torch gets their sum.
-
-    Args:
-        base_seed: what torch's loader draws for all workers of an iterator.
-        worker: the number of the worker, from 0.
-    """
+    """Seed ``random`` and NumPy as torch's loader does in a worker, given its base seed; torch gets the sum of both."""
     random.seed(base_seed + worker)
     words = np.random.SeedSequence([worker, base_seed & 0xFFFFFFFF, base_seed >> 32, 0])
     np.random.seed(words.generate_state(4))
@@ -118,12 +108,7 @@ def seed_as_torch(base_seed: int, worker: int) -> None:
 def seed_globals(key: int, *, whole: bool = True) -> None:
     """Seed ``random``, ``numpy.random`` and, if this process has imported it, torch's CPU generator.
 
-    ``torch.manual_seed`` would also queue a call for every accelerator, with a formatted stack each time.
-
-    Args:
-        key: an integer of up to 128 bits; see `sharded_loader.randomness.rng.derive_key`.
-        whole: whether NumPy's and torch's generators are seeded with all bits, which takes 11 and 27 us. With 32 bits
-            it takes 2 us each. A process worker does this for every batch.
+    If ``whole``, NumPy and torch get all 128 bits of the key (11 and 27 us), otherwise 32 (2 us each).
 
     Example:
         >>> seed_globals(7)
@@ -138,8 +123,9 @@ def seed_globals(key: int, *, whole: bool = True) -> None:
         for_numpy = np.frombuffer((key | FOR_NUMPY << 128).to_bytes(20, "little"), "<u4").astype(np.uint32)
     if "numpy.random" in sys.modules:
         np.random.seed(for_numpy)
-    else:  # as soon as the user's code draws from it; to import it takes 8 ms
+    else:  # on import by the user's code, because the import takes 8 ms
         call_after_import("numpy.random", lambda: sys.modules["numpy.random"].seed(for_numpy))
+    # Not torch.manual_seed: it would also queue a call, with a formatted stack, for every accelerator.
     generator = getattr(sys.modules.get("torch"), "default_generator", None)
     if generator is not None and whole:
         seed_torch(generator, key)
@@ -148,13 +134,7 @@ def seed_globals(key: int, *, whole: bool = True) -> None:
 
 
 def seed_torch(generator: torch.Generator, key: int) -> None:
-    """Seed a torch CPU generator with all bits of ``key``: ``manual_seed`` ignores all but the lowest 32 on the CPU.
-
-    ``generator.initial_seed()`` is then the lowest 63 bits of the key.
-
-    Args:
-        generator: any; one of an accelerator gets the lowest 63 bits, of which it uses all.
-        key: an integer of up to 128 bits.
+    """Seed a torch generator with all 128 bits of ``key``: ``manual_seed`` ignores all but the lowest 32 on the CPU.
 
     Example:
         >>> import torch
@@ -166,7 +146,7 @@ def seed_torch(generator: torch.Generator, key: int) -> None:
     seed = key & 0x7FFFFFFFFFFFFFFF
     template = _torch_state() if generator.device.type == "cpu" else None
     if template is None:
-        generator.manual_seed(seed)
+        generator.manual_seed(seed)  # accelerators use all 63 bits
         return
     words = random.Random(key | FOR_TORCH << 128).getrandbits(32 * 624).to_bytes(4 * 624, "little")
     state = template.copy()
@@ -177,10 +157,10 @@ def seed_torch(generator: torch.Generator, key: int) -> None:
 
 @cache
 def _torch_state() -> npt.NDArray[Any] | None:
-    """The state of a torch generator seeded with 0; None if this version of torch keeps its words elsewhere."""
+    """Return the state of a torch generator seeded with 0; None if this version of torch has another layout."""
     generator = sys.modules["torch"].Generator()
     state: npt.NDArray[Any] = generator.manual_seed(0).get_state().numpy().copy()
-    # NumPy's Mersenne Twister makes the same words of a seed of 32 bits.
+    # NumPy's Mersenne Twister derives the same words from a 32-bit seed.
     expected = np.random.RandomState(0).get_state(legacy=False)["state"]["key"]
     if state.nbytes < WORD_BYTES.stop or not np.array_equal(state[WORD_BYTES].view(np.uint64), expected):
         return None
@@ -189,18 +169,13 @@ def _torch_state() -> npt.NDArray[Any] | None:
 
 @contextmanager
 def seeded_globals(key: int, *, whole: bool = True) -> Iterator[None]:
-    """Seed the global generators inside the block and restore their states after it, one thread at a time.
-
-    Args:
-        key: any integer; see `sharded_loader.randomness.rng.derive_key`.
-        whole: as of `seed_globals`.
-    """
+    """Seed the global generators (`seed_globals`) inside the block and restore them; one thread at a time."""
     with _lock:
         python_state, numpy_state = random.getstate(), np.random.get_state()
         generator = getattr(sys.modules.get("torch"), "default_generator", None)
         torch_state = generator and generator.get_state()
 
-        def put_back() -> None:
+        def restore() -> None:
             random.setstate(python_state)
             np.random.set_state(numpy_state)
             if generator is not None:
@@ -209,18 +184,15 @@ def seeded_globals(key: int, *, whole: bool = True) -> Iterator[None]:
         try:
             seed_globals(key, whole=whole)
             yield
-            put_back()
-        except BaseException:  # also a Ctrl-C that comes while they are restored
-            put_back()
+            restore()
+        except BaseException:  # including Ctrl-C during `restore`
+            restore()
             raise
 
 
 @contextmanager
 def lent() -> Iterator[None]:
-    """Inside, other threads may seed the generators, though this one has seeded them: it waits for such a thread.
-
-    They find the states that this thread has left, and put these back.
-    """
+    """Let other threads seed the generators inside the block, and wait for them; they restore this thread's states."""
     lock, count = _lock, 0
     while is_owned(lock):
         lock.release()
@@ -233,28 +205,21 @@ def lent() -> Iterator[None]:
 
 
 reading: ContextVar[SampleScope | None] = ContextVar("reading", default=None)
-"""Which sample this thread reads, or this task of an event loop.
+"""Scope of the current sample in this thread or event-loop task; loaders may nest.
 
-Who sets it puts back what was there before (loaders may nest) in a ``finally`` clause, by a plain call of ``set``. A
-Ctrl-C can strike where the ``__exit__`` of a context manager begins, and the scope would stay.
+Restore the previous one in ``finally``, with a plain ``set``: Ctrl-C can strike as the ``__exit__`` of a context
+manager begins.
 """
 
-if hasattr(os, "register_at_fork"):  # what the parent's thread is reading is not the child's sample
+if hasattr(os, "register_at_fork"):  # the child does not read the parent's sample
     os.register_at_fork(after_in_child=lambda: reading.set(None))
 
 
 def derive_key(*parts: Hashable) -> int:
-    """Hash a few integers and strings to a 128-bit integer, the same on every machine.
+    """Hash parts to a 128-bit integer, the same on every machine.
 
-    Args:
-        *parts: integers of any size (NumPy's included), strings, bytes, or tuples of them. Other values count by what
-            they hold (floats, enums, frozensets, dataclasses) or by their ``repr``.
-
-    Returns:
-        An integer in [0, 2**128).
-
-    Raises:
-        TypeError: the ``repr`` of a value shows only where it lies in memory.
+    Parts are integers of any size (including NumPy's), strings, bytes, or tuples of them. Other values count by their
+    contents (floats, enums, frozensets, dataclasses) or ``repr``; a TypeError rejects a ``repr`` with a memory address.
 
     Example:
         >>> derive_key(7, 0, 3) == derive_key(7, 0, np.int64(3))
@@ -272,7 +237,7 @@ _PLAIN = {int, str, bytes}
 
 
 def _canonical(part: Any) -> Any:
-    """The same value in plain Python types: ``np.int64(3)`` and ``3`` are one key."""
+    """Convert to plain Python types, so that ``np.int64(3)`` and ``3`` give one key."""
     if type(part) in _PLAIN:
         return part
     if isinstance(part, RepeatedIndex):
@@ -286,19 +251,19 @@ def _canonical(part: Any) -> Any:
 
 
 def _by_value(part: object) -> Any:
-    """A text or a tuple of what ``part`` holds, the same in every process."""
+    """Return a text or tuple of the contents of ``part``, the same in every process."""
     if isinstance(part, Enum):
         return type(part).__qualname__, part.name
-    if isinstance(part, str):  # of a subclass, as ``np.str_``
+    if isinstance(part, str):  # of a subclass such as ``np.str_``
         return str.__str__(part)
     if isinstance(part, bytes):
         return bytes(part)
     if isinstance(part, float):
         return "float", float.__repr__(part)
-    if isinstance(part, (frozenset, set)):  # Python iterates over strings in another order in each process
-        return "set", *sorted(repr(_canonical(one)) for one in part)
+    if isinstance(part, (frozenset, set)):  # string sets iterate in another order in each process
+        return "set", *sorted(repr(_canonical(item)) for item in part)
     if is_dataclass(part) and not isinstance(part, type):
-        return type(part).__qualname__, *(_canonical(getattr(part, one.name)) for one in fields(part))
+        return type(part).__qualname__, *(_canonical(getattr(part, member.name)) for member in fields(part))
     text = repr(part)
     if re.search(r" at 0x[0-9A-Fa-f]+", text):
         raise TypeError(
@@ -310,72 +275,57 @@ def _by_value(part: object) -> Any:
 
 
 class RepeatedIndex(int):
-    """The index of a sample that comes again in its epoch. It is an int; each copy has random numbers of its own.
-
-    Attributes:
-        copy: which copy of the sample this is, from 1. The first one has a plain int as its index.
-    """
+    """Index of a repeated sample: an int whose ``copy``, from 1, gives each repetition its own random numbers."""
 
     __slots__ = ()
     copy = 0
 
     def __reduce__(self) -> Any:
-        return _repeated, (self.copy, int(self))
+        return _rebuild_index, (self.copy, int(self))
 
 
 @cache
 def repeated_index(copy: int) -> type[RepeatedIndex]:
-    """The class of the indices of a copy: to make an index then takes a quarter of the time of an attribute."""
+    """Return the index class of a copy: creating an index takes a quarter of the time that an attribute would."""
     return type("RepeatedIndex", (RepeatedIndex,), {"__slots__": (), "copy": copy})
 
 
-def _repeated(copy: int, index: int) -> RepeatedIndex:
+def _rebuild_index(copy: int, index: int) -> RepeatedIndex:
     return repeated_index(copy)(index)
 
 
 class OfBatch(NamedTuple):
-    """What ``collate_fn`` is keyed by, in the place of the index of a sample."""
+    """Key of ``collate_fn``, in place of the index of a sample."""
 
     seq: int
     shard: int
 
 
 def philox(*parts: Hashable) -> np.random.Generator:
-    """A fresh NumPy generator keyed by ``parts`` (6 us).
-
-    Example:
-        >>> philox(7, "order", 0).integers(100) == philox(7, "order", 0).integers(100)
-        np.True_
-    """
+    """Return a fresh NumPy generator keyed by ``parts`` (6 us)."""
     key = derive_key(*parts)
-    # Two words, not one big integer: NumPy converts an integer key in Python, 1.5 us slower.
+    # Two words, because NumPy converts a big integer in Python, 1.5 us slower.
     words = np.array((key & 0xFFFFFFFFFFFFFFFF, key >> 64), dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=words))
 
 
 NO_SAMPLE: Any = object()
-"""The index of a `SampleScope` while several samples are read at once."""
+"""Index of a `SampleScope` while several samples are read at once."""
 
 OF_BATCH: Any = object()
-"""The index while ``collate_fn`` runs: numbers are keyed by `SampleScope.of_batch` then."""
+"""Index while ``collate_fn`` runs; the key is then `SampleScope.of_batch`."""
 
 
 @dataclass(eq=False, slots=True)
 class SampleScope:
-    """Which sample the thread that owns this scope is reading.
-
-    While samples are read one by one, nothing is noted for each. The reader iterates over ``items``, and how far it is
-    follows from `operator.length_hint` when it is asked for.
+    """The sample being read by the thread that owns this scope.
 
     Attributes:
-        seed: of the loader.
-        epoch: of the batch.
-        index: of the sample, or `NO_SAMPLE`, or `OF_BATCH`. It counts where ``items`` is None.
-        indices: those of the shard.
-        items: the iterator over ``indices`` that the reader goes by; None if the samples are not read one by one.
-        drawn: what `sample_rng` has returned for this sample, and the sample's `place`.
-        owners: what ``transform(seeded=True)`` has found: see `data.seeding`.
-        is_cached: a cache keeps the sample for all epochs: to draw is an error.
+        index: the sample's index, or `NO_SAMPLE`, or `OF_BATCH`. Valid if ``items`` is None.
+        items: the reader's iterator over ``indices``; None if samples are not read one by one.
+        drawn: the sample's `place`, and the generator that `sample_rng` returned for it.
+        owners: objects found by ``transform(seeded=True)``: see `data.seeding`.
+        is_cached: a cache keeps the sample for all epochs, so drawing is an error.
     """
 
     seed: int
@@ -389,12 +339,12 @@ class SampleScope:
 
     @property
     def of_batch(self) -> OfBatch:
-        """What ``collate_fn`` is keyed by."""
+        """Key of ``collate_fn``."""
         return OfBatch(0, 0)
 
     @property
     def place(self) -> int:
-        """Position of the sample among ``indices``; -1 if the samples are not read one by one."""
+        """Position of the sample among ``indices``, at no cost per sample; -1 if samples are not read one by one."""
         return -1 if self.items is None else len(self.indices) - operator.length_hint(self.items) - 1
 
 
@@ -404,15 +354,11 @@ _DRAWS = {
     "sample globals": "sample_seed()",
     "transform globals": "transform(fn, seeded=True)",
 }
-"""What draws with a label of a sample, as the user calls it."""
+"""Public function behind each label of a sample."""
 
 
 def key_parts(scope: SampleScope, label: str, index: object = None) -> tuple[Any, ...]:
-    """The parts of a sample's key: of the sample that is being read, or of ``index``.
-
-    Raises:
-        ValueError: several samples are read at once, and ``index`` is None. Or a cache keeps the sample.
-    """
+    """Return the parts of the key of the current sample or ``index``; ValueError if there is none, or it is cached."""
     if scope.is_cached:
         raise ValueError(
             f"{_DRAWS[label]} is called below cache(...), which keeps the sample for all epochs: move the transform "
@@ -430,18 +376,16 @@ def key_parts(scope: SampleScope, label: str, index: object = None) -> tuple[Any
 
 
 def sample_rng(index: Hashable | None = None) -> np.random.Generator:
-    """The random generator of the sample that is being read.
+    """Return the random generator of the current sample.
 
-    The numbers depend on the seed, the epoch and the index that the loader's sampler yielded. They are the same in
-    every pool, with any number of workers, and when the batch is built again. If an index comes several times in an
-    epoch (`WeightedRandomSampler` with replacement), the sample draws the same numbers each time. `RepeatedSampler`
-    gives each copy numbers of its own. In ``batchify_fn`` the numbers depend on the seed, the epoch, the batch and the
-    shard. Outside a loader the generator is fresh and unpredictable.
+    The numbers depend on the seed, the epoch and the index that the sampler yielded. They are the same in every pool,
+    with any number of workers, and when a batch is built again. An index that occurs several times in an epoch
+    (`WeightedRandomSampler` with replacement) draws the same numbers each time; `RepeatedSampler` gives each copy its
+    own. In ``batchify_fn`` they depend on seed, epoch, batch and shard. Outside a loader they are unpredictable.
 
     Args:
-        index: only in ``get_batch(indices)``, which reads several samples at once: the index in question. Under a
-            wrapper that gives samples other indices (``shard``, ``split``, ``filter``, ``+``) it is the dataset's own
-            index. Its numbers then differ from those of a sample that is read alone.
+        index: which sample, only in ``get_batch(indices)``, which reads several at once. Under a wrapper that changes
+            indices (``shard``, ``split``, ``filter``, ``+``) it is the dataset's own index, with other numbers.
 
     Returns:
         A `numpy.random.Generator` (Philox). Without ``index``, all calls during one sample return the same object.
@@ -449,7 +393,7 @@ def sample_rng(index: Hashable | None = None) -> np.random.Generator:
 
     Raises:
         ValueError: in ``get_batch`` without ``index``.
-        TypeError: the index is an object whose ``repr`` shows only where it lies in memory.
+        TypeError: the index is an object whose ``repr`` contains its memory address.
 
     Example:
         >>> class Noisy:
@@ -464,7 +408,7 @@ def sample_rng(index: Hashable | None = None) -> np.random.Generator:
     scope = reading.get()
     if scope is None:
         return np.random.default_rng()
-    if index is not None:  # kept, it would go on where an equal index earlier in the batch has stopped
+    if index is not None:  # a cached one would continue after an equal index earlier in the batch
         return philox(*key_parts(scope, "sample", index))
     place = scope.place
     if scope.drawn is None or scope.drawn[0] != place:
@@ -473,15 +417,13 @@ def sample_rng(index: Hashable | None = None) -> np.random.Generator:
 
 
 def sample_generator(index: Hashable | None = None) -> torch.Generator:
-    """Like `sample_rng`, as a fresh CPU `torch.Generator` for functions that take ``generator=``.
-
-    A sample whose index comes several times in an epoch gets a generator with the same numbers each time.
+    """Like `sample_rng`, but return a fresh CPU `torch.Generator` for functions with a ``generator`` argument.
 
     Args:
         index: as in `sample_rng`.
 
     Returns:
-        A generator of its own at each call: two of one sample draw the same numbers.
+        A new generator per call. Those of one sample, or of equal indices in an epoch, draw the same numbers.
 
     Raises:
         ValueError: in ``get_batch`` without ``index``.
@@ -503,12 +445,12 @@ def sample_generator(index: Hashable | None = None) -> torch.Generator:
 
 @contextmanager
 def sample_seed(index: Hashable | None = None) -> Iterator[None]:
-    """Seed ``random``, ``numpy.random`` and torch by the sample inside the block, and restore them after.
+    """Seed ``random``, ``numpy.random`` and torch by the current sample inside the block, and restore them afterwards.
 
-    Use it for code that draws from the global generators, such as torchvision's transforms: the code then gives the
-    same in every pool. Two blocks for the same sample draw the same numbers. Threads share the global generators, so
-    only one thread at a time is inside such a block. Outside a loader the block runs unseeded. Objects with generators
-    of their own are not seeded: ``transform(fn, seeded=True)`` does that.
+    Code that draws from the global generators, such as torchvision's transforms, then gives the same results in every
+    pool. Two blocks for one sample draw the same numbers. Threads share the generators, so only one at a time is inside
+    a block. Outside a loader the block is unseeded. ``transform(fn, seeded=True)`` also seeds objects with their own
+    generators.
 
     Args:
         index: as in `sample_rng`.
@@ -529,11 +471,7 @@ def sample_seed(index: Hashable | None = None) -> Iterator[None]:
 
 
 def draw_seed() -> int:
-    """A seed from torch's default generator, so that ``torch.manual_seed`` governs it (as torch's loader).
-
-    Returns:
-        An integer in [0, 2**62).
-    """
+    """Draw a seed in [0, 2**62) from torch's default generator, so that ``torch.manual_seed`` governs it."""
     import torch
 
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_(0, 2**62).item())

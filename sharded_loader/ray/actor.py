@@ -22,13 +22,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sharded_loader.base.errors import add_note
-from sharded_loader.data.datasets import follow
-from sharded_loader.engine.board import IDLE, SAMPLE
-from sharded_loader.extend import TaskReader
-from sharded_loader.memory.arena import RecentSizes
-from sharded_loader.memory.codec import Array, decode
-from sharded_loader.pools.task_reader import write_stacks
+from sharded_loader.extend import Array, TaskReader
+from sharded_loader.extend.data import follow
+from sharded_loader.extend.engine import IDLE, SAMPLE, RecentSizes, decode, write_stacks
+from sharded_loader.extend.tools import add_note
 from sharded_loader.ray.cluster import here
 
 SPARE = 2

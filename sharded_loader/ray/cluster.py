@@ -36,12 +36,10 @@ from typing import Any
 
 import numpy as np
 
-from sharded_loader.base.notices import Notices
-from sharded_loader.base.private import is_thread_of_others
-from sharded_loader.batching.protocol import Empty, new_array
-from sharded_loader.memory import publish
-from sharded_loader.memory.arena import Leases
-from sharded_loader.memory.codec import APART, SIZE, Array
+from sharded_loader.extend import Array, Empty, Notices
+from sharded_loader.extend.data import new_array
+from sharded_loader.extend.engine import APART, SIZE, Leases, publish
+from sharded_loader.extend.tools import is_thread_of_others
 
 Wanted = dict[str, Any]
 """What an actor is asked for with: arguments of ``ray.remote``."""
@@ -256,7 +254,7 @@ def put(value: object, parts: dict[str, Any]) -> Any:
     """
     import ray
 
-    encoded = publish.publish(value, **parts)
+    encoded = publish(value, **parts)
     buffers = [np.frombuffer(buffer, np.uint8) for buffer in encoded.buffers]
     try:
         return ray.put((encoded.head, buffers))

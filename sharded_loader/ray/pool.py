@@ -32,17 +32,9 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from sharded_loader.base import host_clock
-from sharded_loader.base.checks import check_int
-from sharded_loader.base.errors import Location, add_note, as_batch_error
-from sharded_loader.batching.protocol import Empty
-from sharded_loader.engine.grouping import HELD, Grouping
-from sharded_loader.engine.messages import unpack_reply
-from sharded_loader.engine.pool import check_timeout
-from sharded_loader.extend import Job, PoolBroken, Result, SupervisedPool, Task
-from sharded_loader.memory.arena import Register
-from sharded_loader.memory.codec import decode, decode_error
-from sharded_loader.pools.supervised import fields_of
+from sharded_loader.extend import Empty, Job, PoolBroken, Register, Result, SupervisedPool, Task
+from sharded_loader.extend.engine import HELD, Grouping, check_timeout, decode, decode_error, fields_of, unpack_reply
+from sharded_loader.extend.tools import Location, add_note, as_batch_error, check_int, host_clock
 from sharded_loader.ray import cluster
 from sharded_loader.ray.actor import Begun, Group
 from sharded_loader.ray.transport import LOOK_SECONDS, ActorWorker, Call, RayTransport

@@ -33,13 +33,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from sharded_loader.base import host_clock
-from sharded_loader.base.errors import add_note
-from sharded_loader.base.notices import logger
-from sharded_loader.engine.board import IN_BATCH, UNUSED, is_at
-from sharded_loader.engine.grouping import HELD
-from sharded_loader.extend import Job, Task, Transport, Worker
-from sharded_loader.pools.deaths import Death
+from sharded_loader.extend import Death, Job, Task, Transport, Worker
+from sharded_loader.extend.engine import HELD, IN_BATCH, UNUSED, is_at
+from sharded_loader.extend.tools import add_note, host_clock, logger
 from sharded_loader.ray import cluster
 from sharded_loader.ray.actor import Begun, LoaderActor
 

@@ -24,9 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from sharded_loader.batching.protocol import Empty
-from sharded_loader.data.bulk import Indices, bulk, checked_index, checked_indices
-from sharded_loader.extend import Dataset
+from sharded_loader.extend import Dataset, Empty, Indices
+from sharded_loader.extend.data import bulk, checked_index, checked_indices
 from sharded_loader.recordio import files
 from sharded_loader.recordio.files import MAX_LENGTH, Closable, RecordFile, RecordIOError, Writer
 from sharded_loader.recordio.images import IRHeader, pack, pack_img, unpack, unpack_img

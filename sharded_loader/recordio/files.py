@@ -44,7 +44,7 @@ from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 
-from sharded_loader.data.bulk import Int64s
+from sharded_loader.extend import Int64s
 from sharded_loader.recordio.positioned import BINARY, PositionedFile, checksums, settled
 
 MAGIC_NUMBER = 0xCED7230A

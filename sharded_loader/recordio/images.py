@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sharded_loader.batching.tree import check_unmasked
+from sharded_loader.extend.data import check_unmasked
 
 
 class IRHeader(NamedTuple):

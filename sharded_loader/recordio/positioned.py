@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable
 from functools import partial
 
-from sharded_loader.base.system import read_at
+from sharded_loader.extend.tools import read_at
 
 BINARY = getattr(os, "O_BINARY", 0)
 """For `os.open`: Windows translates line ends without it."""

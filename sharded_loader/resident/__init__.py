@@ -39,18 +39,30 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from sharded_loader.base import host_clock
-from sharded_loader.base.described import an, brief
-from sharded_loader.base.interrupts import pass_on
-from sharded_loader.batching.protocol import Empty, new_array
-from sharded_loader.batching.tree import is_column, to_torch, torch_has
-from sharded_loader.data.bulk import Int64s, are_rows, arrays_of, checked_indices, gather_rows, is_gathered, part_of
-from sharded_loader.data.datasets import ArrayDataset
-from sharded_loader.devices.accelerator import OUT_OF_MEMORY, Streams, pinned_copy
-from sharded_loader.devices.copies import CopyStream, PendingCopy
-from sharded_loader.devices.placement import Placer, not_placed
-from sharded_loader.extend import Result
-from sharded_loader.pools.local import InlinePool
+from sharded_loader import ArrayDataset, InlinePool
+from sharded_loader.extend import Empty, Int64s, Result
+from sharded_loader.extend.data import (
+    are_rows,
+    arrays_of,
+    checked_indices,
+    gather_rows,
+    is_column,
+    is_gathered,
+    new_array,
+    part_of,
+    to_torch,
+    torch_has,
+)
+from sharded_loader.extend.engine import (
+    OUT_OF_MEMORY,
+    CopyStream,
+    PendingCopy,
+    Placer,
+    Streams,
+    not_placed,
+    pinned_copy,
+)
+from sharded_loader.extend.tools import an, brief, host_clock, pass_on
 
 RESERVE = 0.25
 """Of a device's memory, left for the model and what it computes."""

@@ -1,9 +1,9 @@
 """Orders that no loader makes by itself: by length, label, weight or cost, in packed rows, in shards.
 
-    index_samplers.py     orders of single indices: filtered, in parts, sorted, by weight, of equal cost, of few shards
+    index_samplers.py     orders of single indices: filtered, in parts, sorted, by weight, of equal cost, of few shards,
+                          each several times
     batch_samplers.py     batches in shards, of similar length, of some classes each
     bucket_samplers.py    `FixedBucketSampler`, `GroupedBatchSampler`: batches from one bucket
-    repeated.py           `RepeatedSampler`: each sample several times
     packing.py            `PackSampler` and `batchify.Pack`: documents side by side in rows of tokens
 
 For: samples of different lengths and kinds, and shards that do not all fit on a machine.

@@ -19,15 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from sharded_loader.base.checks import check_int
-from sharded_loader.base.described import brief
-from sharded_loader.engine.split import check_shares, is_sharded, split_batch
-from sharded_loader.extend import Sampler, Table, WrapperSampler
-from sharded_loader.randomness.shuffle import Bijections, Indices, shuffled
-from sharded_loader.samplers.index_samplers import Numbers, integers, sort_order, sortable
-from sharded_loader.sampling.base import resolve_seed, underscored
-from sharded_loader.sampling.foreign import len_epoch, table_of
-from sharded_loader.sampling.tables import parts
+from sharded_loader.extend import Int64s, Sampler, Table, WrapperSampler
+from sharded_loader.extend.engine import check_shares, is_sharded, split_batch
+from sharded_loader.extend.order import Bijections, len_epoch, parts, resolve_seed, shuffled, table_of
+from sharded_loader.extend.tools import brief, check_int
+from sharded_loader.samplers.index_samplers import Numbers, integers, sort_order, sortable, underscored
 
 BATCHES = 64
 """How many batches a batch sampler of ours makes at once: to ask for one takes 12 us, whatever its size."""
@@ -65,16 +61,16 @@ class NumberedBatches(Sampler[Any]):
     def epoch_table(self, epoch: int) -> Table:
         return Table(self.len_epoch(epoch), self._at(epoch), BATCHES)
 
-    def _at(self, epoch: int) -> Callable[[Indices], list[Any]]:
+    def _at(self, epoch: int) -> Callable[[Int64s], list[Any]]:
         """Positions -> batches. What the whole epoch needs is made now."""
         raise NotImplementedError
 
-    def _order(self, count: int, *key: Hashable) -> Indices:
+    def _order(self, count: int, *key: Hashable) -> Int64s:
         """An order of so many things, shuffled if this sampler shuffles."""
         return shuffled(count, self.seed, *key) if self._shuffle else np.arange(count)
 
 
-def in_step(count: int, ranks: int, order: Callable[[int], Indices]) -> tuple[int, Callable[[Indices], Indices]]:
+def in_step(count: int, ranks: int, order: Callable[[int], Int64s]) -> tuple[int, Callable[[Int64s], Int64s]]:
     """Put neighbours into one step: groups of as many items as there are ranks, and the groups in any order.
 
     Args:
@@ -93,7 +89,7 @@ def in_step(count: int, ranks: int, order: Callable[[int], Indices]) -> tuple[in
     groups = parts(count, ranks, cut=False)
     numbers = order(groups)
 
-    def at(positions: Indices) -> Indices:
+    def at(positions: Int64s) -> Int64s:
         first = np.minimum(numbers[positions // ranks] * ranks, count - ranks)
         return (first + positions % ranks) % count
 
@@ -178,7 +174,7 @@ class _SplitTable(Table):
     def upto(self, begin: int, end: int) -> int:
         return self._batches.upto(begin, end)
 
-    def at(self, positions: Indices) -> list[list[list[int]]]:
+    def at(self, positions: Int64s) -> list[list[list[int]]]:
         return list(map(self._split, self._batches.at(positions), positions.tolist()))
 
 
@@ -228,12 +224,12 @@ class SortedBucketSampler(NumberedBatches):
         self._reverse = bool(reverse)
         super().__init__(shuffle, seed)
 
-    def _at(self, epoch: int) -> Callable[[Indices], list[list[int]]]:
+    def _at(self, epoch: int) -> Callable[[Int64s], list[list[int]]]:
         key, size, whole = ("sorted bucket", epoch), self.batch_size, self._whole_bucket
         order, per_bucket = self._order(len(self._sort_keys), *key), parts(whole, size, cut=False)
 
         @lru_cache(maxsize=1)
-        def bucket(begin: int) -> tuple[Indices, Indices]:
+        def bucket(begin: int) -> tuple[Int64s, Int64s]:
             """The indices of a bucket, sorted, and the order of its batches."""
             indices = order[begin : begin + whole]
             indices = indices[sort_order(self._sort_keys[indices], self._reverse)]
@@ -324,11 +320,11 @@ class BoundedBudgetSampler(NumberedBatches):
         self._max_num_tokens, self._max_num_sentences = tokens, sentences
         self._required_batch_size_multiple = multiple
         self.dataset_length = len(array)
-        self._sorted: Indices = np.argsort(array, kind="stable")
+        self._sorted: Int64s = np.argsort(array, kind="stable")
         self._bounds = _bounds(array[self._sorted].tolist(), tokens, sentences, multiple)
         super().__init__(shuffle, seed)
 
-    def _at(self, epoch: int) -> Callable[[Indices], list[list[int]]]:
+    def _at(self, epoch: int) -> Callable[[Int64s], list[list[int]]]:
         indices, bounds = self._sorted, self._bounds
         _, batch = in_step(len(bounds) - 1, self.ranks, lambda groups: self._order(groups, "budget", epoch))
         return lambda positions: [indices[bounds[n] : bounds[n + 1]].tolist() for n in batch(positions).tolist()]
@@ -413,7 +409,7 @@ class ClassBalancedBatchSampler(Sampler[list[int]]):
         # Small shuffles that are all computed in one step, so that the last rank needs no whole shuffle per batch.
         of_round, of_pass = Bijections(self.seed, "class round"), Bijections(self.seed, "class samples")
 
-        def at(positions: Indices) -> list[list[int]]:
+        def at(positions: Int64s) -> list[list[int]]:
             rounds, batch = np.divmod(positions + epoch * self._batches, count // classes)
             places = (batch[:, None] * classes + np.arange(classes)).ravel()
             rounds = np.repeat(rounds, classes)
@@ -433,7 +429,7 @@ class ClassBalancedBatchSampler(Sampler[list[int]]):
         return self._batches
 
 
-def kinds_of(labels: Any, name: str) -> tuple[list[Any], Indices]:
+def kinds_of(labels: Any, name: str) -> tuple[list[Any], Int64s]:
     """The different labels, in order if they have one, and the number of each sample's label among them.
 
     Raises:
@@ -462,7 +458,7 @@ def kinds_of(labels: Any, name: str) -> tuple[list[Any], Indices]:
     return kinds, ranks[numbers]
 
 
-def length_table(lengths: object, advice: str) -> Indices:
+def length_table(lengths: object, advice: str) -> Int64s:
     """Lengths of samples, of one part or of several, as an int64 array of shape (samples, parts).
 
     Raises:

@@ -24,14 +24,11 @@ from typing import Any
 
 import numpy as np
 
-from sharded_loader.base.checks import check_int
-from sharded_loader.base.described import Described
-from sharded_loader.randomness.shuffle import Bijections, Indices
+from sharded_loader.extend import Int64s
+from sharded_loader.extend.order import LAST_BATCH, Bijections, parts
+from sharded_loader.extend.tools import Described, check_choice, check_int
 from sharded_loader.samplers.batch_samplers import NumberedBatches, kinds_of, length_table
-from sharded_loader.samplers.index_samplers import Numbers
-from sharded_loader.sampling.base import check_choice, underscored
-from sharded_loader.sampling.own import LAST_BATCH
-from sharded_loader.sampling.tables import parts
+from sharded_loader.samplers.index_samplers import Numbers, underscored
 
 
 class BucketScheme(Described):
@@ -284,7 +281,7 @@ class FixedBucketSampler(NumberedBatches):
             unused = [key for key, count in zip(shown, counts, strict=True) if not count]
             warnings.warn(f"Some buckets are empty and will be removed. Unused bucket keys={unused}", stacklevel=2)
         self.bucket_keys = [shown[bucket] for bucket in used]
-        self._members: list[Indices] = [members[bucket] for bucket in used]
+        self._members: list[Int64s] = [members[bucket] for bucket in used]
         if use_average_length and ratio > 0:
             warnings.warn(f"ratio={ratio} is not used, because use_average_length is set", stacklevel=2)
         if sizes is not None:
@@ -306,14 +303,14 @@ class FixedBucketSampler(NumberedBatches):
         """The number of samples in each bucket."""
         return list(map(len, self._members))
 
-    def _at(self, epoch: int) -> Callable[[Indices], list[Any]]:
+    def _at(self, epoch: int) -> Callable[[Int64s], list[Any]]:
         shards, unit = self._num_shards, self._unit
         buckets, batches = np.arange(len(self._members))[::-1], self._batches(epoch)[::-1]  # the longest first
         units = -(-batches // unit)
         count = int(units.sum()) * unit
         order, ends, read = self._order(count // unit, "fixed bucket", epoch), np.cumsum(units), self._reader(epoch)
 
-        def at(positions: Indices) -> list[list[int]]:
+        def at(positions: Int64s) -> list[list[int]]:
             number, within = np.divmod(positions, unit)
             place = np.searchsorted(ends, order[number], side="right")
             first = (order[number] - ends[place] + units[place]) * unit
@@ -321,7 +318,7 @@ class FixedBucketSampler(NumberedBatches):
             found = (np.minimum(first, batches[place] - unit) + within) % batches[place]
             return read(buckets[place], found)
 
-        def groups(positions: Indices) -> list[list[list[int]]]:
+        def groups(positions: Int64s) -> list[list[list[int]]]:
             begins, ends = positions * shards, np.minimum((positions + 1) * shards, count)
             if self._last_group == "overlap":
                 begins = np.clip(begins, 0, max(count - shards, 0))  # the batches before fill the last group
@@ -331,13 +328,13 @@ class FixedBucketSampler(NumberedBatches):
 
         return groups if shards else at
 
-    def _reader(self, epoch: int) -> Callable[[Indices, Indices], list[list[int]]]:
+    def _reader(self, epoch: int) -> Callable[[Int64s, Int64s], list[list[int]]]:
         """What reads batches of an epoch: the bucket of each, and its number in the bucket -> lists of indices."""
         counts, sizes = np.array(self._counts, np.int64), np.array(self.bucket_batch_sizes, np.int64)
         (begins, ends), firsts, place = self._span(epoch), np.cumsum(counts) - counts, self._placer()
         members = np.concatenate([np.zeros(0, np.int64), *self._members])
 
-        def read(buckets: Indices, numbers: Indices) -> list[list[int]]:
+        def read(buckets: Int64s, numbers: Int64s) -> list[list[int]]:
             low = begins[buckets] + numbers * sizes[buckets]
             many = np.minimum(sizes[buckets], ends[buckets] - low)
             cuts = np.cumsum(many)
@@ -349,12 +346,12 @@ class FixedBucketSampler(NumberedBatches):
 
         return read
 
-    def _placer(self) -> Callable[[Indices, Indices, Indices], Indices]:
+    def _placer(self) -> Callable[[Int64s, Int64s, Int64s], Int64s]:
         """What shuffles: places in buckets, the buckets, and the number of each pass over one -> other places there."""
         kinds = len(self._counts)
         order = cache(lambda one: self._order(self._counts[one % kinds], "fixed bucket", one // kinds, one % kinds))
 
-        def place(places: Indices, buckets: Indices, passes: Indices) -> Indices:
+        def place(places: Int64s, buckets: Int64s, passes: Int64s) -> Int64s:
             begins = np.flatnonzero(np.diff(passes, prepend=-1))
             parts = zip(passes[begins].tolist(), np.split(places, begins[1:]), strict=True)
             return np.concatenate([order(one)[part] for one, part in parts])
@@ -366,7 +363,7 @@ class FixedBucketSampler(NumberedBatches):
         """The number of batches of one bucket that come together: those of one step of all ranks."""
         return 1 if self.ranks == 1 else self.ranks * max(self._num_shards, 1)
 
-    def _span(self, epoch: int) -> tuple[Indices, Indices]:
+    def _span(self, epoch: int) -> tuple[Int64s, Int64s]:
         """Where each bucket's samples of an epoch begin and end, counted over all epochs."""
         counts, steps = np.array(self._counts, np.int64), np.array(self.plan, np.int64)
         begins, ends = epoch * counts, (epoch + 1) * counts
@@ -374,7 +371,7 @@ class FixedBucketSampler(NumberedBatches):
             return begins // steps * steps, ends // steps * steps
         return begins, ends if self._last_batch == "keep" else begins + counts // steps * steps
 
-    def _batches(self, epoch: int) -> Indices:
+    def _batches(self, epoch: int) -> Int64s:
         """The number of batches of each bucket in an epoch."""
         begins, ends = self._span(epoch)
         return -((begins - ends) // np.array(self.bucket_batch_sizes, np.int64))
@@ -450,7 +447,7 @@ class GroupedBatchSampler(FixedBucketSampler):
         super().__init__(numbers + 1, sizes, None, range(1, len(kinds) + 1), shuffle=shuffle, seed=seed, **groups)
         vars(self)["bucket_keys"], self.dataset_length = kinds, len(numbers)
 
-    def _placer(self) -> Callable[[Indices, Indices, Indices], Indices]:
+    def _placer(self) -> Callable[[Int64s, Int64s, Int64s], Int64s]:
         # There may be many kinds, each of them read for the first time by a rank: no shuffle is made whole.
         counts, shuffle = np.array(self._counts, np.int64), Bijections(self.seed, "kinds")
         return lambda places, buckets, passes: shuffle(places, counts[buckets], passes)
@@ -472,7 +469,7 @@ def _batch_sizes(given: Any, keys: Any, ratio: float, by_tokens: bool) -> tuple[
     return sizes, 0, [sizes[place] for place in order]
 
 
-def _check_keys(keys: Numbers, parts: int) -> Indices:
+def _check_keys(keys: Numbers, parts: int) -> Int64s:
     """Distinct bucket keys in ascending order, shape (keys, parts)."""
     try:
         rows = [tuple(map(operator.index, np.atleast_1d(key))) for key in keys]
@@ -485,7 +482,7 @@ def _check_keys(keys: Numbers, parts: int) -> Indices:
     return np.array(sorted(set(rows)), np.int64).reshape(-1, parts)
 
 
-def _match(table: Indices, bounds: Indices) -> Indices:
+def _match(table: Int64s, bounds: Int64s) -> Int64s:
     """For each sample the bucket that it fits into with the least padding."""
     if table.shape[1] == 1:
         found = np.searchsorted(bounds[:, 0], table[:, 0], side="left").astype(np.int64)

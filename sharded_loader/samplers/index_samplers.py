@@ -38,8 +38,12 @@ windows of some shards, and samples change positions within their window. The wi
 Each step is arithmetic, a binary search, or a keyed bijection. So any position takes the same time, and nothing is kept
 of the samples: of n shards of different lengths 24 n bytes, of shards that all have one length nothing.
 
-What can go wrong: arguments, all rejected in the constructors; keys that Python cannot compare (its TypeError), and
-keys or weights that do not fit into memory (MemoryError).
+`RepeatedSampler` puts copies of each index of another order one behind the other. The first copy is a plain int; the
+others are ints that `sample_rng` tells apart.
+
+What can go wrong: arguments, all rejected in the constructors; an order to repeat that does not yield integers
+(TypeError); keys that Python cannot compare (its TypeError), and keys or weights that do not fit into memory
+(MemoryError).
 
 Sources of ideas: the order of Mosaic's streaming datasets, whose "canonical nodes" are the lanes of shards. For equal
 cost: to deal out the samples of each random step, the longest first, so that ranks have equal work (Graham, 1969, as in
@@ -51,21 +55,33 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from sharded_loader.base.checks import check_int
-from sharded_loader.base.limits import check_fits
-from sharded_loader.data.columns import as_dataset
-from sharded_loader.extend import Sampler, Table
-from sharded_loader.randomness import shuffle as shuffles
-from sharded_loader.randomness.shuffle import Bijections, Indices, Selection, shuffle
-from sharded_loader.sampling.base import resolve_seed, underscored
-from sharded_loader.sampling.own import IndexSampler, check_length
-from sharded_loader.sampling.tables import checksum_of
+from sharded_loader.extend import Int64s, Sampler, Selection, Table, WrapperSampler
+from sharded_loader.extend.data import as_dataset
+from sharded_loader.extend.order import (
+    MAX_LENGTH,
+    Bijections,
+    IndexSampler,
+    check_length,
+    checksum_of,
+    len_epoch,
+    parts,
+    random_words,
+    repeated_index,
+    resolve_seed,
+    shuffle,
+    shuffled,
+    table_of,
+    taken,
+    uniforms,
+    uniforms_at,
+)
+from sharded_loader.extend.tools import brief, check_fits, check_int
 
 Numbers = Sequence[Any] | npt.NDArray[Any]
 """One number, or one label, per sample."""
@@ -81,13 +97,23 @@ def integers(
     return array
 
 
+def underscored(*names: str) -> tuple[tuple[str, str], ...]:
+    """Pairs for `Described`, of attributes that have the name of an argument, with an underscore in front.
+
+    Example:
+        >>> underscored("repeat", "shuffle")
+        (('repeat', '_repeat'), ('shuffle', '_shuffle'))
+    """
+    return tuple((name, f"_{name}") for name in names)
+
+
 class _ListedSampler(IndexSampler):
     """Base class of samplers that keep all their indices, in order."""
 
-    def __init__(self, indices: Indices) -> None:
+    def __init__(self, indices: Int64s) -> None:
         self._indices, self._length = indices, len(indices)
 
-    def _order(self, epoch: int) -> Callable[[Indices], Indices]:
+    def _order(self, epoch: int) -> Callable[[Int64s], Int64s]:
         return self._indices.take
 
 
@@ -115,7 +141,7 @@ class SubsetRandomSampler(IndexSampler):
     decided_by = (("indices", "_indices"),)
 
     def __init__(self, indices: Numbers, seed: int | None = None) -> None:
-        if isinstance(indices, range) and len(indices[: shuffles.MAX_LENGTH + 1]) > shuffles.MAX_LENGTH:
+        if isinstance(indices, range) and len(indices[: MAX_LENGTH + 1]) > MAX_LENGTH:
             raise ValueError(f"SubsetRandomSampler shuffles up to 2**62 samples, got {indices}: give a shorter range")
         advice = "give a list of sample indices (np.flatnonzero(mask) for a mask)"
         self._indices: Selection
@@ -127,9 +153,9 @@ class SubsetRandomSampler(IndexSampler):
         self._length, self._checksum = len(self._indices), checksum_of(self._indices)
         self.seed = resolve_seed(seed)
 
-    def _order(self, epoch: int) -> Callable[[Indices], Indices]:
+    def _order(self, epoch: int) -> Callable[[Int64s], Int64s]:
         order = shuffle(self._length, self.seed, "subset", self._checksum, epoch)
-        return lambda positions: shuffles.taken(self._indices, order(positions))
+        return lambda positions: taken(self._indices, order(positions))
 
 
 class FilterSampler(_ListedSampler):
@@ -186,11 +212,11 @@ class IntervalSampler(IndexSampler):
             raise ValueError(f"interval is {interval}, more than the {length} samples: give an interval up to length")
         self._rollover = bool(rollover)
 
-    def _order(self, epoch: int) -> Callable[[Indices], Indices]:
+    def _order(self, epoch: int) -> Callable[[Int64s], Int64s]:
         # The order is rows, one per offset: the first `long` rows have one index more than the others.
         short, long = divmod(self._length, self._interval)
 
-        def at(positions: Indices) -> Indices:
+        def at(positions: Int64s) -> Int64s:
             is_early = positions < long * (short + 1)
             row = np.where(is_early, positions // (short + 1), (positions - long) // short)
             return np.asarray(row + (positions - row * short - np.minimum(row, long)) * self._interval)
@@ -243,7 +269,7 @@ class SplitSampler(IndexSampler):
         self._num_parts, self._part_index, self._shuffle = parts, part, bool(shuffle)
         self.seed = resolve_seed(seed) if shuffle or seed is not None else None
 
-    def _order(self, epoch: int) -> Callable[[Indices], Indices]:
+    def _order(self, epoch: int) -> Callable[[Int64s], Int64s]:
         if not self._shuffle:
             return lambda positions: positions + self._begin
         # The part belongs to the key: parts of one size would otherwise be shuffled alike.
@@ -273,11 +299,11 @@ def sortable(keys: Any) -> npt.NDArray[Any]:
             return array
         if isinstance(keys, np.ndarray):
             keys = keys.tolist()
-    ranks: Indices = np.unique(np.fromiter(keys, object, len(keys)), return_inverse=True)[1]
+    ranks: Int64s = np.unique(np.fromiter(keys, object, len(keys)), return_inverse=True)[1]
     return ranks
 
 
-def sort_order(keys: npt.NDArray[Any], reverse: bool) -> Indices:
+def sort_order(keys: npt.NDArray[Any], reverse: bool) -> Int64s:
     """The stable order of numeric keys; in reverse, equal keys keep their order too, as in ``sorted``."""
     if not reverse:
         return np.argsort(keys, kind="stable")
@@ -357,15 +383,15 @@ class WeightedRandomSampler(IndexSampler):
         self.order_version = 2 if replacement else 1
         self.seed = resolve_seed(seed)
 
-    def _order(self, epoch: int) -> Callable[[Indices], Indices]:
+    def _order(self, epoch: int) -> Callable[[Int64s], Int64s]:
         key = (self.seed, "weighted", epoch)
         if not self._replacement:
             return self._without_replacement(key).take
         bounds = np.cumsum(self._shares)
         # Rounding may put a draw on the very end: it belongs to the last index that can be drawn.
-        last, draw = np.flatnonzero(self._weights)[-1:], shuffles.uniforms_at(*key, "choice")
+        last, draw = np.flatnonzero(self._weights)[-1:], uniforms_at(*key, "choice")
 
-        def at(positions: Indices) -> Indices:
+        def at(positions: Int64s) -> Int64s:
             draws = draw(positions) * bounds[-1]
             # In ascending order they are found four times as fast among a million bounds.
             ascending = np.argsort(draws)
@@ -375,13 +401,13 @@ class WeightedRandomSampler(IndexSampler):
 
         return at
 
-    def _without_replacement(self, key: tuple[object, ...]) -> Indices:
+    def _without_replacement(self, key: tuple[object, ...]) -> Int64s:
         candidates = np.flatnonzero(self._weights)
         # A uniform of 0 stands for the middle of the first step: its logarithm would be no number.
-        races = np.maximum(-np.log1p(-shuffles.uniforms(len(self._weights), *key)), 2.0**-54)
+        races = np.maximum(-np.log1p(-uniforms(len(self._weights), *key)), 2.0**-54)
         with np.errstate(over="ignore"):
             first = np.argsort(races[candidates] / self._weights[candidates], kind="stable")[: self._length]
-        drawn: Indices = candidates[first].astype(np.int64, copy=False)
+        drawn: Int64s = candidates[first].astype(np.int64, copy=False)
         return drawn
 
 
@@ -431,7 +457,7 @@ class CostSampler(Sampler[int]):
     ) -> None:
         self.costs = checked_costs(costs, length)
         self._batch_size = check_int("batch_size", batch_size, 1, "give the number of samples in a batch")
-        self._sorted: Indices = np.argsort(self.costs, kind="stable")
+        self._sorted: Int64s = np.argsort(self.costs, kind="stable")
         self._whole_steps = whole_steps
         self.seed = resolve_seed(seed)
 
@@ -460,13 +486,13 @@ class _CostSteps:
         key: what decides the order.
     """
 
-    def __init__(self, order: Indices, costs: npt.NDArray[np.float64], size: int, ranks: int, key: tuple[object, ...]):
+    def __init__(self, order: Int64s, costs: npt.NDArray[np.float64], size: int, ranks: int, key: tuple[object, ...]):
         self._order, self._costs, self._size, self._ranks = order, costs, size, ranks
         self._count = steps = len(order) // size
         self._levels = max(n for n in range(1, LEVELS + 1) if size % n == 0 and n * n <= size)
         self._tuple = size // self._levels
         rest = len(order) - steps * size
-        shift = int(shuffles.random_words(1, *key)[0]) % max(len(order), 1)
+        shift = int(random_words(1, *key)[0]) % max(len(order), 1)
         self._rest = (np.arange(rest) * len(order) + shift) // max(rest, 1)
         self._passed = self._rest - np.arange(rest)
         self._tuples = [shuffle(steps, *key, level) for level in range(self._levels)]
@@ -476,20 +502,20 @@ class _CostSteps:
         begins = np.flatnonzero(np.diff(grade, prepend=np.nan))
         lengths = np.diff(np.append(begins, count))
         begin, length = np.repeat(begins, lengths), np.repeat(lengths, lengths)
-        self._first: Indices = begin + (np.arange(count) - begin) // MIXED * MIXED
-        self._mixed: Indices = np.minimum(begin + length - self._first, MIXED)
+        self._first: Int64s = begin + (np.arange(count) - begin) // MIXED * MIXED
+        self._mixed: Int64s = np.minimum(begin + length - self._first, MIXED)
         self._shuffles = Bijections(*key, "mixed")
 
-    def at(self, positions: Indices) -> Indices:
+    def at(self, positions: Int64s) -> Int64s:
         """The indices at these positions."""
         whole = positions[: np.searchsorted(positions, self._count * self._size)]
         places = self._places(whole) if len(whole) else whole
         places = places + np.searchsorted(self._passed, places, side="right")
         last = positions[len(whole) :] - self._count * self._size
-        found: Indices = self._order[np.concatenate([places, self._rest[last]])]
+        found: Int64s = self._order[np.concatenate([places, self._rest[last]])]
         return found
 
-    def _places(self, positions: Indices) -> Indices:
+    def _places(self, positions: Int64s) -> Int64s:
         """Places in the sorted order, those in `_rest` left out."""
         size, ranks, width = self._size, self._ranks, self._tuple
         step, within = np.divmod(positions, size)
@@ -502,10 +528,10 @@ class _CostSteps:
         level, member = np.divmod(row * ranks + rank, width)
         number = tuples[here, level]
         first, mixed = self._first[number], self._mixed[number]
-        found: Indices = first * width + mixed * member + self._shuffles(number - first, mixed, first * width + member)
+        found: Int64s = first * width + mixed * member + self._shuffles(number - first, mixed, first * width + member)
         return found
 
-    def _backwards(self, tuples: Indices) -> npt.NDArray[np.bool_]:
+    def _backwards(self, tuples: Int64s) -> npt.NDArray[np.bool_]:
         """Which rows of each step go from dear to cheap. In: the tuples of each step, shape (steps, levels)."""
         rows, width = self._size // self._ranks, self._tuple
         ends = np.arange(rows)[:, None] * self._ranks + np.array([0, self._ranks - 1])
@@ -588,18 +614,18 @@ class ShardShuffleSampler(IndexSampler):
         self._count, known = len(array), array[:1] if array.strides == (0,) else array  # of np.broadcast_to
         if known.min(initial=0) < 0:
             raise ValueError(f"lengths[{int(known.argmin())}] is {known.min()}: a shard has 0 samples or more")
-        if self._count and known.mean(dtype=np.float64) * self._count > shuffles.MAX_LENGTH:
+        if self._count and known.mean(dtype=np.float64) * self._count > MAX_LENGTH:
             raise ValueError(f"the lengths sum to more than 2**62 samples: {advice}")
         self.window = check_int("window", window, 1, "give how many shards are mixed")
         self.lanes = check_int("lanes", lanes, 1, "give a number that your numbers of ranks divide, such as 64")
         # Of all shards; 0: they have several. They are one order, however they are given.
         self._size = int(known[0]) if self._count and (known == known[0]).all() else 0
-        self._lengths: Indices = known[: 1 if self._size else None].astype(np.int64)
+        self._lengths: Int64s = known[: 1 if self._size else None].astype(np.int64)
         self._length = self._size * self._count or int(self._lengths.sum())
         self._signature = f"EqualShards({self._length}, {self._size})" if self._size else self._lengths
         self.seed = resolve_seed(seed)
 
-    def _order(self, epoch: int) -> Callable[[Indices], Indices]:
+    def _order(self, epoch: int) -> Callable[[Int64s], Int64s]:
         key = self.seed, "shard order", epoch
         lanes, count = self.lanes, self._count
         window = min(self.window, max(count, 1))  # a number that fits into int64
@@ -607,7 +633,7 @@ class ShardShuffleSampler(IndexSampler):
         mix = Bijections(self.seed, "shard window", epoch)
         size, longer = divmod(self._length, lanes)  # the first lanes have one sample more where it must be
 
-        def at(positions: Indices) -> Indices:
+        def at(positions: Int64s) -> Int64s:
             if not len(positions):
                 return positions
             row = positions // lanes
@@ -626,7 +652,7 @@ class ShardShuffleSampler(IndexSampler):
         return at
 
 
-def windows_of(shards: Indices, last: Callable[[Indices], Indices], window: int) -> tuple[Indices, Indices]:
+def windows_of(shards: Int64s, last: Callable[[Int64s], Int64s], window: int) -> tuple[Int64s, Int64s]:
     """Where the windows that shards of a lane lie in begin and end, in shards from the beginning of the lane.
 
     They have 1, 2, 4, ... shards, up to ``window``. As soon as no more than ``window`` shards are left, these are one
@@ -664,25 +690,25 @@ class _Line:
     Of shards that all have one length nothing is kept.
     """
 
-    def __init__(self, lengths: Indices, size: int, count: int, *key: Hashable) -> None:
+    def __init__(self, lengths: Int64s, size: int, count: int, *key: Hashable) -> None:
         self._size = size
         if size:
             self._order = shuffle(count, *key)
             return
-        order = shuffles.shuffled(len(lengths), *key)
+        order = shuffled(len(lengths), *key)
         self._begins = _sums(lengths[order])
         # What is added to a position in the line to get the index.
         self._shifts = _sums(lengths)[order] - self._begins[:-1]
 
-    def shard(self, positions: Indices) -> Indices:
+    def shard(self, positions: Int64s) -> Int64s:
         """The shards at these positions of the line."""
         return positions // self._size if self._size else np.searchsorted(self._begins, positions, side="right") - 1
 
-    def begin(self, shards: Indices) -> Indices:
+    def begin(self, shards: Int64s) -> Int64s:
         """Where these shards begin. One number more than there are shards: where the line ends."""
         return shards * self._size if self._size else self._begins[shards]
 
-    def index(self, positions: Indices) -> Indices:
+    def index(self, positions: Int64s) -> Int64s:
         """The dataset's indices of the samples at these positions."""
         shards = self.shard(positions)
         if not self._size:
@@ -694,6 +720,90 @@ class _Line:
         return positions + (originals - shards) * self._size
 
 
-def _sums(lengths: Indices) -> Indices:
+def _sums(lengths: Int64s) -> Int64s:
     """Where each of these begins, and where the last ends."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+
+
+# -- each sample several times -----------------------------------------------------------------------------------------
+
+
+class RepeatedSampler(WrapperSampler[int]):
+    """Each index of another order ``copies`` times, one behind the other, and each copy with its own random numbers.
+
+    This is repeated augmentation: the copies of a sample are augmented differently, because `sample_rng`,
+    `sample_generator` and ``transform(fn, seeded=True)`` know the copy. Under ``num_replicas`` the copies go to
+    different ranks. On one rank they lie in one batch.
+
+    Without ``sampler`` it repeats the loader's own order: ``ShardedDataLoader(dataset, 64, shuffle=True,
+    sampler=RepeatedSampler(3))``. That is the only sampler that may come with ``shuffle``.
+
+    Args:
+        copies: how many times each sample comes in an epoch.
+        sampler: any sampler of single indices. None: the order that the loader would have without a sampler.
+        seed: starts ``sampler`` if another library made it. None draws one if it is needed.
+
+    Raises:
+        TypeError, ValueError: ``copies`` is no integer of at least 1, or ``sampler`` is no sampler.
+
+    Example:
+        >>> from sharded_loader import SequentialSampler, ShardedDataLoader
+        >>> list(RepeatedSampler(2, SequentialSampler(3)))
+        [0, 0, 1, 1, 2, 2]
+        >>> loader = ShardedDataLoader(range(3), 4, sampler=RepeatedSampler(2))
+        >>> [batch.tolist() for batch in loader]
+        [[0, 0, 1, 1], [2, 2]]
+
+    Source of the idea: Hoffer et al., "Augment your batch" (2019), MultiGrain (2019), timm's ``RepeatAugSampler``.
+    """
+
+    decided_by = (("copies", "copies"),)
+    fixed = ("copies",)
+    sampler: Any
+
+    def __init__(self, copies: int, sampler: Iterable[object] | None = None, *, seed: int | None = None) -> None:
+        self.copies = check_int("copies", copies, 1, "give how many times each sample comes in an epoch")
+        if sampler is None:  # until a loader has put its own order inside
+            self.sampler, self._shares_epoch, self.seed = None, False, 0
+        else:
+            super().__init__(sampler, seed)
+
+    def epoch_table(self, epoch: int) -> Table:
+        self._check()
+        return _Copied(table_of(self.sampler, epoch, self.seed), self.copies)
+
+    def len_epoch(self, epoch: int) -> int:
+        self._check()
+        return self.copies * len_epoch(self.sampler, epoch)
+
+    def _check(self) -> None:
+        if self.sampler is None:
+            advice = "give it to a loader as sampler=, or give it a sampler as its second argument"
+            raise ValueError(f"RepeatedSampler({self.copies}) has no order to repeat: {advice}")
+
+
+class _Copied(Table):
+    """The items of another table, each of them several times. The first copy is a plain int."""
+
+    def __init__(self, table: Table, copies: int) -> None:
+        self._table, self._copies = table, copies
+        self._block = min(table.block, 1024)
+        self._last: tuple[int, Any] = -1, None  # an iterator is not read twice for copies in two batches
+
+    def upto(self, begin: int, end: int) -> int:
+        copies = self._copies
+        return min(end, copies * self._table.upto(begin // copies, parts(end, copies, cut=False)))
+
+    def at(self, positions: Int64s) -> list[Any]:
+        places, which = np.unique(positions // self._copies, return_inverse=True)
+        held, item = self._last
+        known = [item] if held == places[0] else []
+        found = self._table.at(places[len(known) :]) if len(places) > len(known) else []
+        items = known + (found.tolist() if isinstance(found, np.ndarray) else found)
+        self._last = int(places[-1]), items[-1]
+        kinds, copies = [int, *map(repeated_index, range(1, self._copies))], positions % self._copies
+        try:
+            return [kinds[copy](items[place]) for place, copy in zip(which.tolist(), copies.tolist(), strict=True)]
+        except (TypeError, ValueError):
+            text = f"RepeatedSampler repeats single integer indices, and its sampler yields {brief(items[0])}"
+            raise TypeError(f"{text}: put the RepeatedSampler inside the batch sampler") from None

@@ -38,18 +38,12 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from sharded_loader.base.checks import check_int
-from sharded_loader.base.described import an, call_of
-from sharded_loader.batching.default import Batchify, as_array
-from sharded_loader.batching.protocol import Array, BatchifyError, Empty, check_not_empty
-from sharded_loader.engine.messages import RowIndices
-from sharded_loader.extend import Sampler, Table
-from sharded_loader.randomness.rng import reading
-from sharded_loader.randomness.shuffle import IN_MEMORY, Indices, shuffle, shuffled
+from sharded_loader.extend import Array, Batchify, BatchifyError, Empty, Int64s, Sampler, Table
+from sharded_loader.extend.data import as_array, check_not_empty
+from sharded_loader.extend.engine import RowIndices
+from sharded_loader.extend.order import EVERY, IN_MEMORY, SUM, parts, reading, resolve_seed, shuffle, shuffled
+from sharded_loader.extend.tools import an, call_of, check_choice, check_int
 from sharded_loader.samplers.index_samplers import Numbers, integers
-from sharded_loader.sampling.base import EVERY, check_choice, resolve_seed
-from sharded_loader.sampling.state import SUM
-from sharded_loader.sampling.tables import parts
 
 GROUP = 2**17
 """How many documents are packed at once, if windows are not larger: 20 ms."""
@@ -64,13 +58,13 @@ Places = npt.NDArray[np.int64]
 Landmark = tuple[int, int]
 """How many rows come before a window, and the window's number, counted over all epochs."""
 
-Order = Callable[[Indices], Indices]
+Order = Callable[[Int64s], Int64s]
 """Positions in an epoch -> documents."""
 
-Layout = tuple[Indices, Places, Indices]
+Layout = tuple[Int64s, Places, Int64s]
 """The documents of a window, row after row; their places (see `Packed`); where each row begins, and the end."""
 
-Group = tuple[Indices, Callable[[int], Layout]]
+Group = tuple[Int64s, Callable[[int], Layout]]
 """Windows that were packed together: the rows before each and in all, and a function that lays one out. Most are only
 counted."""
 
@@ -170,7 +164,7 @@ class PackSampler(Sampler[list[int]]):
             checksum = zlib.crc32(block.astype("<i8", copy=False).tobytes(), checksum)
         return f"{SUM}{checksum:08x}"
 
-    def _check(self, lengths: Indices, documents: Indices) -> None:
+    def _check(self, lengths: Int64s, documents: Int64s) -> None:
         if (least := lengths.min(initial=1)) < 1:
             text = f"lengths must be above 0, but lengths[{documents[lengths.argmin()]}] is {least}"
             raise ValueError(f"{text}: leave that document out of the dataset")
@@ -251,7 +245,7 @@ class PackSampler(Sampler[list[int]]):
 
         return np.cumsum([0, *counts]), lru_cache(KEPT)(layout)
 
-    def _documents(self, window: int, end: int, order: Callable[[int], Order]) -> tuple[Indices, Indices]:
+    def _documents(self, window: int, end: int, order: Callable[[int], Order]) -> tuple[Int64s, Int64s]:
         """The documents of some windows, and the window of each."""
         documents, windows = [], []
         for epoch in range(window // self.windows, parts(end, self.windows, cut=False)):
@@ -262,7 +256,7 @@ class PackSampler(Sampler[list[int]]):
         return np.concatenate(documents), np.concatenate(windows)
 
 
-def best_fit(sizes: npt.NDArray[np.int32], windows: Indices, count: int, tokens: int) -> tuple[Indices, Indices]:
+def best_fit(sizes: npt.NDArray[np.int32], windows: Int64s, count: int, tokens: int) -> tuple[Int64s, Int64s]:
     """Best fit decreasing in each of many windows at once: the longest document first, each where it leaves the least.
 
     Args:
@@ -323,7 +317,7 @@ class _PackTable(Table):
             return end
         return min(end, parts(total, rows, cut=self._sampler.last_batch == "discard"))
 
-    def at(self, positions: Indices) -> list[Packed]:
+    def at(self, positions: Int64s) -> list[Packed]:
         return list(map(self._batch, positions.tolist()))
 
     def _batch(self, number: int) -> Packed:

@@ -52,24 +52,6 @@ def resolve_seed(seed: object) -> int:
     return check_int("seed", seed, -math.inf, "give an int, or None to draw one from torch's default generator")
 
 
-def check_choice(name: str, value: object, known: Sequence[str], owner: str) -> str:
-    """Return ``value`` if it is one of the known texts; otherwise raise a ValueError that lists them."""
-    if value not in known:
-        advice = f"{', '.join(map(repr, known[:-1]))} or {known[-1]!r}"
-        raise ValueError(f"{name} is {value!r}, which {owner} does not know: choose {advice}")
-    return str(value)
-
-
-def underscored(*names: str) -> tuple[tuple[str, str], ...]:
-    """Return (argument, attribute) pairs for `Described`, with attributes prefixed by an underscore.
-
-    Example:
-        >>> underscored("repeat", "shuffle")
-        (('repeat', '_repeat'), ('shuffle', '_shuffle'))
-    """
-    return tuple((name, f"_{name}") for name in names)
-
-
 def check_sampler(sampler: object, name: str = "sampler") -> None:
     """Reject objects that cannot be samplers: non-iterables, generators and other one-shot iterators."""
     kind = type(sampler)

@@ -19,7 +19,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from sharded_loader.base.checks import check_int
+from sharded_loader.base.checks import check_choice, check_int
 from sharded_loader.base.imports import provided
 from sharded_loader.randomness.shuffle import MAX_LENGTH, Indices, shuffle
 from sharded_loader.sampling import base
@@ -147,7 +147,7 @@ class BatchSampler(WrapperSampler[list[int]]):
         self, sampler: Iterable[object], batch_size: int, last_batch: str = "keep", *, seed: int | None = None
     ) -> None:
         self.batch_size = check_int("batch_size", batch_size, 1, "give the number of samples in a batch")
-        self.last_batch = base.check_choice("last_batch", last_batch, LAST_BATCH, "BatchSampler")
+        self.last_batch = check_choice("last_batch", last_batch, LAST_BATCH, "BatchSampler")
         super().__init__(sampler, seed)
 
     @property

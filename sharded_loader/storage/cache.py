@@ -40,10 +40,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from sharded_loader.base import host_clock
-from sharded_loader.base.checks import bytes_of_text, refuse_arguments
-from sharded_loader.base.notices import logger
-from sharded_loader.base.system import lock_at
+from sharded_loader.extend.tools import bytes_of_text, host_clock, lock_at, logger, refuse_arguments
 from sharded_loader.storage.files import LocalFile, ShardError, Stat, shown
 
 LOCKS = 1024

@@ -40,12 +40,9 @@ from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
-from sharded_loader.base import host_clock
-from sharded_loader.base.checks import refuse_arguments
-from sharded_loader.base.notices import warn
-from sharded_loader.batching.protocol import Empty
-from sharded_loader.data.bulk import NOT_IN_BULK, Int64s, bulk, bulk_method, checked_index, checked_indices
-from sharded_loader.extend import Dataset
+from sharded_loader.extend import Dataset, Empty, Int64s
+from sharded_loader.extend.data import NOT_IN_BULK, bulk, bulk_method, checked_index, checked_indices
+from sharded_loader.extend.tools import host_clock, refuse_arguments, warn
 from sharded_loader.recordio.positioned import checked_parts, is_rewritten
 from sharded_loader.storage import indexes
 from sharded_loader.storage.cache import TRIES, ShardCache

@@ -44,9 +44,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from sharded_loader.base.notices import Notices, logger
-from sharded_loader.base.system import lock_at, write_whole
-from sharded_loader.data.bulk import Int64s
+from sharded_loader.extend import Int64s, Notices
+from sharded_loader.extend.tools import lock_at, logger, write_whole
 from sharded_loader.storage.files import ShardError, ShardFile, Stat, joined, local_path, shown
 from sharded_loader.storage.parts import UNKNOWN, is_same
 from sharded_loader.storage.stores import ObjectStore

@@ -29,8 +29,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, product
 from typing import Any, NamedTuple
 
-from sharded_loader.base.notices import warn
-from sharded_loader.base.private import path_of
+from sharded_loader.extend.tools import path_of, warn
 from sharded_loader.storage.files import ShardError, Stat, Trust, joined, local_path, local_stat, normal, shown
 from sharded_loader.storage.indexes import SUFFIX, Format, ShardEntry, entries_in, place_of
 from sharded_loader.storage.records import MDS, Lines, RecordIO

@@ -32,7 +32,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
-from sharded_loader.base.notices import logger, warn
+from sharded_loader.extend.tools import logger, warn
 from sharded_loader.storage.files import Options, Stat, shown
 
 _NAMES = (

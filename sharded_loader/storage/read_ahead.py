@@ -41,9 +41,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from sharded_loader.base import host_clock
-from sharded_loader.base.limits import processes_here
-from sharded_loader.base.notices import warn
+from sharded_loader.extend.tools import host_clock, processes_here, warn
 from sharded_loader.storage.stores import CONNECTIONS, IN_ALL, pieces_of
 
 if TYPE_CHECKING:

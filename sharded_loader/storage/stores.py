@@ -41,9 +41,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from itertools import islice
 from typing import Any, BinaryIO, TypeVar
 
-from sharded_loader.base.notices import note_retry
-from sharded_loader.base.private import close_session, path_of
-from sharded_loader.base.system import write_whole
+from sharded_loader.extend.tools import close_session, note_retry, path_of, write_whole
 from sharded_loader.storage import files
 from sharded_loader.storage.files import Options, ShardError, ShardFile, Stat, Trust, local_path, shown
 from sharded_loader.storage.parts import UNKNOWN, Changed, FastS3, Unfit, bound, is_same, part, tag_of

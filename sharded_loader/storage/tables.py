@@ -37,10 +37,9 @@ from typing import Any
 
 import numpy as np
 
-from sharded_loader.batching.default import default_batchify_fn
-from sharded_loader.batching.protocol import Empty, in_fields, some
-from sharded_loader.data.bulk import NOT_IN_BULK, Int64s, is_gathered
-from sharded_loader.data.columns import as_column
+from sharded_loader import default_batchify_fn
+from sharded_loader.extend import Empty, Int64s
+from sharded_loader.extend.data import NOT_IN_BULK, as_column, in_fields, is_gathered, some
 from sharded_loader.storage.files import ShardError, ShardFile
 from sharded_loader.storage.indexes import Index, by_part, in_order
 

@@ -36,7 +36,8 @@ from sharded_loader.base.limits import Limit
 from sharded_loader.caching import shared, store
 from sharded_loader.caching.dataset import StoredDataset
 from sharded_loader.data.bulk import NOT_IN_BULK, as_bulk
-from sharded_loader.data.datasets import SubsetDataset, counts_of
+from sharded_loader.data.datasets import SubsetDataset
+from sharded_loader.instruments.stats import held_by_caches
 
 COUNT = 24
 
@@ -408,7 +409,7 @@ def test_two_loaders_share_the_samples_of_one_dataset() -> None:
     batches_of(cached, make_pool("thread"), epochs=1)
     before = cached.counts
     batches_of(cached.take(10), make_pool("inline"), epochs=1)
-    assert counts_of(cached) == (before[0] + 10, *before[1:])
+    assert held_by_caches(cached) == (before[0] + 10, *before[1:])
 
 
 def test_a_copy_of_the_dataset_shares_the_samples(tmp_path: Path) -> None:
@@ -473,7 +474,7 @@ def test_threads_count_every_sample() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    hits, misses, nbytes = counts_of(cached)
+    hits, misses, nbytes = held_by_caches(cached)
     assert hits + misses == 8 * 20 * 100 and nbytes == 800
 
 

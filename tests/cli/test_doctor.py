@@ -152,7 +152,7 @@ def test_without_torch_everything_else_is_described(monkeypatch: pytest.MonkeyPa
     def broken() -> Any:
         raise ImportError("libc10.so")
 
-    monkeypatch.setattr("sharded_loader.devices.names.accelerators", broken)
+    monkeypatch.setattr("sharded_loader.extend.engine.accelerators", broken)
     found = collect()
     assert found.torch_error == "ImportError: libc10.so"
     assert (found.trial, found.trial_error, found.gpus) == ("not tried", None, ())

@@ -11,7 +11,7 @@ import pytest
 from conftest import ahead
 
 from sharded_loader import ProcessPool, ShardedDataLoader
-from sharded_loader.engine.grouping import GROUP_SECONDS, MAX_GROUP, Grouping
+from sharded_loader.engine.messages import GROUP_SECONDS, MAX_GROUP, Grouping
 from sharded_loader.pools.process.link import TASKS
 
 

@@ -58,7 +58,7 @@ def test_a_loader_can_be_neither_pickled_nor_copied_and_says_what_to_do() -> Non
 
 def test_a_loader_over_plain_data_asks_for_no_satellite_but_its_instruments(monkeypatch: pytest.MonkeyPatch) -> None:
     instruments = {key: place for key, place in imports.PROVIDED.items() if ".instruments." in place}
-    monkeypatch.setattr(imports, "_places", instruments)
+    monkeypatch.setattr(imports, "_providers", instruments)
     dataset = SimpleDataset(range(10)).transform(str)
     assert len(list(ShardedDataLoader(dataset, 4, shuffle=True, steps_per_epoch=3))) == 3
 

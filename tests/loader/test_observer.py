@@ -49,5 +49,5 @@ def test_batches_errors_and_states_are_the_same_without_measuring(
     options = {"pool": pool, "num_workers": 2 if pool else 0, "on_error": on_error}
     options["max_skipped"] = max_skipped if on_error == "skip" else None
     expected = outcomes(**options)
-    monkeypatch.setitem(imports._places, ("observer", "instruments"), "sharded_loader.loader.observer:Observer")
+    monkeypatch.setitem(imports._providers, ("observer", "instruments"), "sharded_loader.engine.pipeline:Observer")
     assert outcomes(**options) == expected

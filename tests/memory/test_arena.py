@@ -206,7 +206,7 @@ def test_without_descriptors_batches_go_through_the_pipe_until_there_are_some(ha
     assert len(seen) == 1
     raised()
     while arena.take(16 << 20) is None:
-        assert arena._taken < 5 * PAUSE
+        assert arena._take_count < 5 * PAUSE
     arena.close()
 
 
@@ -516,4 +516,4 @@ def test_one_large_batch_does_not_make_all_later_slots_large() -> None:
                 held.append(batch)
         arena = loader._pipeline.pool._transport.arena
         assert arena.lent == len(held) > 5
-        assert all(slot.nbytes < 8 * SHAPE for slot in list(arena._out)[-5:])
+        assert all(slot.nbytes < 8 * SHAPE for slot in list(arena._borrowed)[-5:])

@@ -82,7 +82,7 @@ def test_a_class_that_was_looked_for_is_remembered_as_long_as_it_lives(monkeypat
         patched.setattr(classes, "_all_classes", lambda: pytest.fail("walked again"))
         assert resolved(cls) is cls
     key = cls.__module__, cls.__qualname__, id(cls)
-    assert key in classes._nameless
+    assert key in classes._searched_classes
     del cls
     gc.collect()
-    assert key not in classes._nameless
+    assert key not in classes._searched_classes

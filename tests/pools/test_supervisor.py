@@ -12,8 +12,7 @@ from sharded_loader import WorkerDiedError, WorkerTimeoutError
 from sharded_loader.base.interrupts import note_handlers
 from sharded_loader.base.notices import Notices
 from sharded_loader.engine.board import BEGINNING, IDLE, IN_BULK, ONE_BY_ONE, UNUSED
-from sharded_loader.engine.grouping import Grouping
-from sharded_loader.engine.messages import NOTHING, Job, PartBatch, PartPoint, Result, Stream, Task
+from sharded_loader.engine.messages import NOTHING, Grouping, Job, PartBatch, PartPoint, Result, Stream, Task
 from sharded_loader.engine.pool import PoolBroken
 from sharded_loader.pools.deaths import IDLE_DEATHS, Death
 from sharded_loader.pools.supervised import SupervisedPool, Transport, Worker, fields_of

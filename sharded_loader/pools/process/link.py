@@ -17,7 +17,7 @@
     RESULTS          of each: run, seq, pickled reply; its buffers lie in the task's slot, or follow
 
 Cheap batches share messages: a system call, and waking the other process, costs more than a small batch
-(`engine.grouping`). A buffer with an offset lies in the task's slot and is not sent; others have offset -1.
+(`engine.messages`). A buffer with an offset lies in the task's slot and is not sent; others have offset -1.
 
 Both ends are a `Link`. The worker's end blocks. The main process's must not: two processes that send 400 KB each
 through one duplex pipe would wait for each other forever. Unsent data waits in `outbox`, partial messages in the link.

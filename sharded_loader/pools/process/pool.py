@@ -11,7 +11,7 @@ slot belongs to its worker until that has answered or ended, then to the user wh
 
 A ``Pool`` of ``multiprocess`` replaces a dead worker but forgets its task, so the caller hangs. Here processes share no
 lock or queue, so a worker may die anywhere without blocking others. A worker holds at most one task, or one group of
-cheap tasks in one message (`engine.grouping`), beyond the current one.
+cheap tasks in one message (`engine.messages`), beyond the current one.
 
 What can go wrong, and what happens:
   * a worker dies: it is replaced, and its batches are retried (`pools.supervised`); after ``restarts`` deaths a batch
@@ -40,8 +40,7 @@ from sharded_loader.base.limits import own_bytes, processes_here, warn_of_worker
 from sharded_loader.base.notices import logger
 from sharded_loader.batching.protocol import Empty
 from sharded_loader.data.inspection import warn_of_open_file
-from sharded_loader.engine.grouping import HELD, Grouping
-from sharded_loader.engine.messages import Job, Result, Task, unpack_reply
+from sharded_loader.engine.messages import HELD, Grouping, Job, Result, Task, unpack_reply
 from sharded_loader.engine.pool import check_num_workers
 from sharded_loader.memory.arena import Arena, RecentSizes, Register
 from sharded_loader.memory.codec import decode, decode_error

@@ -38,8 +38,7 @@ from sharded_loader.base.interrupts import python_handlers
 from sharded_loader.base.private import end_compiling, limit_to_one_thread
 from sharded_loader.base.system import ONE_THREAD, is_readable, why_refused
 from sharded_loader.engine.board import IDLE, SAMPLE, board_in
-from sharded_loader.engine.grouping import GROUP_SECONDS
-from sharded_loader.engine.messages import Job
+from sharded_loader.engine.messages import GROUP_SECONDS, Job
 from sharded_loader.memory.codec import Array, decode
 from sharded_loader.memory.segments import attach
 from sharded_loader.pools.process import link as wire

@@ -1,0 +1,10 @@
+"""Messages, pools, memory, devices, streams, and parts of the loader: what satellites use of the rooms of these names.
+
+For the library's own satellites: these names may change in any version. They stand in ``engine.pyi``.
+"""
+
+from __future__ import annotations
+
+from sharded_loader.extend import listed
+
+__all__, __dir__, __getattr__ = listed(__name__, __file__)

@@ -1,0 +1,10 @@
+"""Random numbers, tables, states, samplers of other libraries: what satellites use of `randomness` and `sampling`.
+
+For the library's own satellites: these names may change in any version. They stand in ``order.pyi``.
+"""
+
+from __future__ import annotations
+
+from sharded_loader.extend import listed
+
+__all__, __dir__, __getattr__ = listed(__name__, __file__)

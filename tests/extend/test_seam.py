@@ -1,0 +1,49 @@
+"""The seam: names of the core, looked up when they are used."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+
+from sharded_loader import extend
+from sharded_loader.base import checks
+from sharded_loader.extend import tools
+
+MODULES = ["extend", "extend.data", "extend.engine", "extend.order", "extend.tools"]
+
+
+def test_what_you_build_on_says_what_it_is() -> None:
+    found = [getattr(extend, name) for name in extend.__all__]
+    assert [one for one in found if (inspect.isclass(one) or inspect.isfunction(one)) and not one.__doc__] == []
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_name_is_there_and_is_shown(module: str) -> None:
+    names = import_module(f"sharded_loader.{module}")
+    assert len(set(names.__all__)) == len(names.__all__) > 0
+    assert {*names.__all__, "__doc__"} <= {*dir(names)}
+    assert [name for name in names.__all__ if not hasattr(names, name)] == []
+
+
+def test_a_name_is_the_object_of_the_core() -> None:
+    assert tools.check_int is checks.check_int
+    assert vars(tools)["check_int"] is checks.check_int  # looked up once
+
+
+def test_an_unknown_name_is_named() -> None:
+    with pytest.raises(AttributeError, match=r"module 'sharded_loader.extend.tools' has no attribute 'chek_int'"):
+        tools.chek_int
+    with pytest.raises(ImportError, match="chek_int"):
+        exec("from sharded_loader.extend.tools import chek_int")
+
+
+def test_nothing_is_imported_before_it_is_used() -> None:
+    program = "import sys; import sharded_loader.extend.data, sharded_loader.extend.engine; print(*sorted(sys.modules))"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    ours = [name for name in found if name.startswith("sharded_loader.")]
+    assert ours == ["sharded_loader.extend", "sharded_loader.extend.data", "sharded_loader.extend.engine"]
+    assert "numpy" not in found
