@@ -11,7 +11,7 @@ over a sampler does not affect them. An explicit ``set_epoch`` does, as timm, Li
 sampler stores the last call, and each loader checks for new calls.
 
 What can go wrong: a subclass that overrides only ``__iter__``, as in Gluon, has no pure access. It still works, like a
-third-party sampler (`sharded_loader.sampling.foreign`).
+third-party sampler (`sharded_loader.sampling.third_party`).
 """
 
 from __future__ import annotations
@@ -305,7 +305,7 @@ class WrapperSampler(Sampler[Item_co]):
 
     @property
     def _shown_seed(self) -> int | None:
-        return None if find_foreign(self, 0)[0] is None else self.seed
+        return None if find_third_party(self, 0)[0] is None else self.seed
 
 
 def for_ranks(sampler: object, ranks: int) -> Any:
@@ -322,7 +322,7 @@ def is_wrapper(sampler: object) -> TypeGuard[WrapperSampler[Any]]:
     return isinstance(sampler, WrapperSampler) and is_own(sampler)
 
 
-def find_foreign(sampler: Any, seed: int) -> tuple[Any, int]:
+def find_third_party(sampler: Any, seed: int) -> tuple[Any, int]:
     """Return the third-party sampler at the end of a chain of wrappers, or None, and the seed that starts it."""
     while is_wrapper(sampler):
         sampler, seed = sampler.inner, sampler.seed

@@ -36,10 +36,10 @@ from sharded_loader.engine.epoch_requests import noted, put_back
 from sharded_loader.engine.messages import NOTHING, Nothing, Task
 from sharded_loader.engine.order import Epoch, Position, sampler_error
 from sharded_loader.engine.split import is_sharded, plain_indices
-from sharded_loader.sampling.base import EVERY, find_foreign, nested
-from sharded_loader.sampling.foreign import RecordedSampler, SequenceSampler, known_length, len_epoch, name_of, table_of
+from sharded_loader.sampling.base import EVERY, find_third_party, nested
 from sharded_loader.sampling.state import Checkpoint, Signature, dump
 from sharded_loader.sampling.tables import ENDLESS, BatchedTable, PaddedTable, Rollover, StridedTable, Table, parts
+from sharded_loader.sampling.third_party import ListSampler, RecordedSampler, known_length, len_epoch, name_of, table_of
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class SamplerSource:
 
 
 class MapEpoch(Epoch):
-    """One epoch of a sampler, from a position on (None: its beginning). ``foreign``: a third-party sampler, or None."""
+    """One epoch of a sampler, from a position on (None: its beginning). ``third_party``: its third-party sampler."""
 
     def __init__(self, source: SamplerSource, epoch: int, position: Position | None) -> None:
         self.number, self.resumed, self.evaluates = epoch, position is not None, source.evaluates
@@ -91,7 +91,7 @@ class MapEpoch(Epoch):
         self.first, self.in_mid_epoch = self._span.first, self._span.is_begun
         self.carry = self.following() if self._span.is_behind else None
         self._batches = _Batches(source, self._span, self._position.mark)
-        self.foreign, self.keeps = self._batches.foreign, self._batches.foreign is not None
+        self.third_party, self.keeps = self._batches.third_party, self._batches.third_party is not None
         self._checked_array: object = None  # last array without an index out of range
 
     def go_on_from(self, before: Epoch) -> None:
@@ -275,10 +275,10 @@ class _Batches:
 
     def __init__(self, source: SamplerSource, span: _SeparateSpan | _RolloverSpan, begin: Checkpoint | None) -> None:
         self._source, self._span, self.sequence = source, span, None
-        self.foreign, self._seed = find_foreign(source.items, source.signature.seed)
+        self.third_party, self._seed = find_third_party(source.items, source.signature.seed)
         if type(source.items) in (list, tuple, range) and source.batch_size and isinstance(span, _SeparateSpan):
-            self.foreign, self.sequence = None, SequenceSampler(source.items, begin)
-        self._noted = [sampler for sampler, _ in noted(nested(self.foreign))]
+            self.third_party, self.sequence = None, ListSampler(source.items, begin)
+        self._noted = [sampler for sampler, _ in noted(nested(self.third_party))]
         self._table: Table | None = None
         self._recorded: RecordedSampler | None = None
         self._previous: RecordedSampler | None = None  # left open by the previous epoch
@@ -295,7 +295,7 @@ class _Batches:
         """
         ended = before.at_end is not None
         checkpoint = before.at_end if ended else before.checkpoints.get(before._next_number)  # the loop was interrupted
-        if checkpoint is None or before.foreign is not self.foreign:
+        if checkpoint is None or before.third_party is not self.third_party:
             return
         if checkpoint.state is not None or is_endless:
             self.checkpoints[self._span.first] = checkpoint
@@ -308,10 +308,10 @@ class _Batches:
             return found
         before = noted(self._noted)
         try:
-            if self.foreign is None:
+            if self.third_party is None:
                 self.ready = self._read(number)
             else:
-                self._read_foreign(number)
+                self._read_third_party(number)
             put_back(before)
         except BaseException as error:  # also a Ctrl-C in put_back()
             put_back(before)
@@ -334,13 +334,13 @@ class _Batches:
     def open(self, number: int) -> Table:
         """Return the batches as a table, starting at a number."""
         items = self.sequence or self._source.items
-        if self.foreign is not None:
-            self._recorded = RecordedSampler(self.foreign, self._seed, self.checkpoints[number], self._previous)
+        if self.third_party is not None:
+            self._recorded = RecordedSampler(self.third_party, self._seed, self.checkpoints[number], self._previous)
             self._previous = None
             items = self._recorded.in_wrappers(items)
         return self._span.open(items)
 
-    def _read_foreign(self, number: int) -> None:
+    def _read_third_party(self, number: int) -> None:
         """Read a third-party sampler up to a batch, with a checkpoint after each batch."""
         while self._next_number <= number:
             found = self._read(self._next_number)
@@ -419,7 +419,7 @@ class _SeparateSpan:
         table = table_of(items, self._epoch, own.seed)
         if source.evaluates:
             steps = parts(self._end - self._done, self._step, cut=False)
-            stride = source.replicas if find_foreign(source.items, 0)[0] is None else 0
+            stride = source.replicas if find_third_party(source.items, 0)[0] is None else 0
             table = PaddedTable(table, self._end, self._done, self._done + steps * self._step, stride)
         if source.strided or self._done:
             table = StridedTable(table, source.replicas, source.rank, self._done, source.strided and own.drops_last)

@@ -25,14 +25,14 @@ from sharded_loader.base.checks import check_int
 from sharded_loader.base.notices import warn
 from sharded_loader.data.seeding import told_in
 from sharded_loader.engine.order import Order, Position, resolve_replicas
-from sharded_loader.sampling import foreign
 from sharded_loader.sampling import state as states
-from sharded_loader.sampling.base import find_foreign, for_ranks, is_own, nested, ranks_of
+from sharded_loader.sampling import third_party
+from sharded_loader.sampling.base import find_third_party, for_ranks, is_own, nested, ranks_of
 from sharded_loader.sampling.epoch import MapEpoch, SamplerSource
-from sharded_loader.sampling.foreign import Found, known_length
 from sharded_loader.sampling.own import Sampling, with_seeds
 from sharded_loader.sampling.state import Signature, arguments_of, has_weights, other_arguments, seed_of, shifted
 from sharded_loader.sampling.tables import Ranges, StepCount, bytes_of, check_skip, merged
+from sharded_loader.sampling.third_party import Found, known_length, read_twice, text_if_ranks_repeat
 
 LEFT_OUT = "--------"
 """Placeholder for a skipped step in `checksums`."""
@@ -91,7 +91,7 @@ class MapOrder(Order[Signature]):
         self.sampling = sampling = Sampling(**given)
         super().__init__(given["last_batch"], num_replicas, rank, seed, sampling.steps_per_epoch)
         if self._replicas not in (None, (1, 0)):
-            foreign.refuse_distributed_sampler(sampling.given)
+            third_party.refuse_distributed_sampler(sampling.given)
         self.drops_last |= bool(getattr(sampling.given, "drop_last", False)) and sampling.given_batches
         self._resume, self._dataset = _ResumePoint(), dataset
         self._count, self._has_begun = StepCount(self.steps), False
@@ -116,7 +116,7 @@ class MapOrder(Order[Signature]):
         self._requests.listen([*nested(sampling.given), *nested(self.batch_sampler), *told_in(self._dataset)])
 
     def undisturbed(self, but: object) -> AbstractContextManager[None]:
-        return foreign.undisturbed([sampler for sampler in nested(self.batch_sampler) if not is_own(sampler)], but)
+        return third_party.undisturbed([sampler for sampler in nested(self.batch_sampler) if not is_own(sampler)], but)
 
     # -- state ----------------------------------------------------------------------------------------------
 
@@ -130,7 +130,7 @@ class MapOrder(Order[Signature]):
             dataset_length=length,
             sampler=states.kind_of(sampling.items),
             # The length of a third-party sampler may change when it is read.
-            sampler_length=known_length(items, epoch) if find_foreign(sampling.items, 0)[0] is None else None,
+            sampler_length=known_length(items, epoch) if find_third_party(sampling.items, 0)[0] is None else None,
             sampler_seeds=tuple(map(seed_of, sampling.samplers)),
             batch_size=None if sampling.given_batches else self.batch_sampler.batch_size,
             last_batch=None if sampling.given_batches else sampling.last_batch or "keep",
@@ -246,14 +246,14 @@ class MapOrder(Order[Signature]):
         self.sampling.follow_given()
         if not self._has_begun:
             self._has_begun = True
-            if not self.replicated and (text := foreign.text_if_ranks_repeat(nested(self.batch_sampler))) is not None:
+            if not self.replicated and (text := text_if_ranks_repeat(nested(self.batch_sampler))) is not None:
                 warn(f'{text}give num_replicas="auto" to share it out, or num_replicas=1 if that is intended')
 
     def rescale(self, num_replicas: object, rank: object, batch_size: object, then: Callable[[], Found]) -> Found:
         """Change the ranks, and return ``then()``. On an error all changes are undone."""
         before, ranks, size = (self._replicas, self._resume, self.sampling), self.replicas()[0], self.sampling.size
         replicas = resolve_replicas(num_replicas, rank)
-        foreign.refuse_distributed_sampler(self.sampling.given)
+        third_party.refuse_distributed_sampler(self.sampling.given)
         if batch_size is not None:
             batch_size = check_int("batch_size", batch_size, 1, "give the number of samples per rank and step")
         # The order continues here, unless then() loads a state.
@@ -438,7 +438,7 @@ def look_up(order: MapOrder, number: object, step: object, rank: object = None) 
     """
     number = check_int("epoch", number, 0, "epochs count from 0")
     step = check_int("step", step, 0, "steps count from 0 in each epoch")
-    if rank is not None and rank != (shared := foreign.rank_of(order.sampling.items)):
+    if rank is not None and rank != (shared := third_party.rank_of(order.sampling.items)):
         rank, replicas = check_int("rank", rank, 0, "ranks count from 0"), order.replicas()[0]
         if shared is not None:
             raise ValueError(f"the sampler has the samples of rank {shared} only: ask the loader of rank {rank}")
@@ -507,6 +507,6 @@ def _check_weights(epoch: MapEpoch, step: int) -> None:
 
 def _read_twice(epoch: MapEpoch, read: Callable[[MapEpoch], Found]) -> Found:
     """Read an epoch with a function, twice for a third-party sampler to verify that the result is reproducible."""
-    if epoch.foreign is None:
+    if epoch.third_party is None:
         return read(epoch)
-    return foreign.read_twice(lambda turn: read(epoch if turn == 1 else epoch.again()), epoch.foreign, epoch.number)
+    return read_twice(lambda turn: read(epoch if turn == 1 else epoch.again()), epoch.third_party, epoch.number)

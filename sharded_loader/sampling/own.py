@@ -24,9 +24,9 @@ from sharded_loader.base.imports import provided
 from sharded_loader.randomness.shuffle import MAX_LENGTH, Indices, shuffle
 from sharded_loader.sampling import base
 from sharded_loader.sampling.base import DrawnSeed, Sampler, WrapperSampler, is_own, nested, resolve_seed
-from sharded_loader.sampling.foreign import known_length, len_epoch, name_of, table_of
 from sharded_loader.sampling.state import arguments_of
 from sharded_loader.sampling.tables import BLOCK, BatchedTable, Rollover, StridedTable, Table, parts
+from sharded_loader.sampling.third_party import known_length, len_epoch, name_of, table_of
 
 LAST_BATCH = ("keep", "discard", "rollover")
 

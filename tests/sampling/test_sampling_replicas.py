@@ -20,9 +20,9 @@ from sharded_loader import (
     SequentialSampler,
 )
 from sharded_loader.engine.order import resolve_replicas
-from sharded_loader.sampling.foreign import table_of
 from sharded_loader.sampling.own import ReplicaSampler
 from sharded_loader.sampling.tables import BLOCK, StridedTable
+from sharded_loader.sampling.third_party import table_of
 
 
 class Foreign:

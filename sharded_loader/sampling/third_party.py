@@ -4,7 +4,7 @@
     len_epoch(sampler, epoch)                    its number of items
     RecordedSampler(sampler, seed, checkpoint)   a third-party sampler, from a checkpoint on
     ThirdPartyItems(sampler, start, checkpoint)  its items, with count, checksum and the sampler's own state
-    SequenceSampler(items, checkpoint)           a list, a tuple or a range, with random access and checkpoints
+    ListSampler(items, checkpoint)               a list, a tuple or a range, with random access and checkpoints
     with undisturbed(samplers):                  read samplers and restore them afterwards
     read_twice(read, sampler, epoch)             read an epoch, and verify that the result is reproducible
 
@@ -250,7 +250,7 @@ def check_reproduced(sampler: object, checkpoint: Checkpoint, items: int, checks
     raise ValueError(f"the state cannot be resumed: the sampler, {an(type(sampler))}, yields {found}. {advice}")
 
 
-class ForeignItems:
+class ThirdPartyItems:
     """Items of a third-party sampler, read once, from a checkpoint on; ValueError if it does not get there again.
 
     Attributes:
@@ -313,8 +313,8 @@ class ReplayTable(LazyTable):
         begin = checkpoint or Checkpoint(epoch, 0, 0, None, False, None)
         resumes = begin.epoch == epoch and begin.items > 0
         if begin.finished and begin.epoch <= epoch and not resumes:
-            ForeignItems(sampler, partial(start_seeded, sampler, begin.epoch, seed), begin)
-        self._reader = ForeignItems(sampler, partial(start_seeded, sampler, epoch, seed), begin if resumes else None)
+            ThirdPartyItems(sampler, partial(start_seeded, sampler, begin.epoch, seed), begin)
+        self._reader = ThirdPartyItems(sampler, partial(start_seeded, sampler, epoch, seed), begin if resumes else None)
         self._base, self._ended = self._reader.count, self._reader.ended
         self._resume_state = begin.state if resumes and begin.finished else self._reader.own_state()
 
@@ -378,11 +378,11 @@ class RecordedSampler:
         return len_epoch(self.sampler, epoch)
 
 
-SEQUENCE_BLOCK = 4096
-"""Items of a sequence that are read at once."""
+LIST_BLOCK = 4096
+"""Items of a list that are read at once."""
 
 
-class SequenceSampler:
+class ListSampler:
     """A list, a tuple or a range as a sampler: random access in blocks, with checkpoints."""
 
     def __init__(self, items: Sequence[object], checkpoint: Checkpoint | None) -> None:
@@ -393,7 +393,7 @@ class SequenceSampler:
         begin = self._begin
         if begin is not None and begin.epoch == epoch and begin.items:
             check_reproduced(self._items, begin, min(begin.items, len(self._items)), self._checksum(begin.items))
-        return Table(len(self._items), self._at, SEQUENCE_BLOCK)
+        return Table(len(self._items), self._at, LIST_BLOCK)
 
     def len_epoch(self, epoch: int) -> int:
         return len(self._items)
