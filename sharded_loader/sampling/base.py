@@ -230,8 +230,8 @@ def _fixed_arguments(kind: type[Sampler[Any]]) -> frozenset[str]:
     base: Any = next(one for one in kind.__mro__ if one.__module__.startswith("sharded_loader."))
     if any(getattr(kind, name, None) is not getattr(base, name, None) for name in _OF_ORDER):
         return frozenset()
-    kept = [name for name, attribute in (*kind.decided_by, *kind.shown) if name == attribute]
-    names = frozenset(inspect.signature(base).parameters) - {"seed", "sampler", "batch_sampler", *kept}
+    stored = [name for name, attribute in (*kind.decided_by, *kind.shown) if name == attribute]
+    names = frozenset(inspect.signature(base).parameters) - {"seed", "sampler", "batch_sampler", *stored}
     return frozenset(name for name in names if getattr(kind, name, None) is getattr(base, name, None))
 
 

@@ -72,9 +72,9 @@ class SamplerSource:
     @property
     def cuts(self) -> bool:
         """True if the last items of an epoch may belong to none of its batches."""
-        given = (getattr(sampler, "last_batch", "keep") for sampler in nested(self.items))
+        last_batches = (getattr(sampler, "last_batch", "keep") for sampler in nested(self.items))
         own = self.signature
-        return own.rolls_over or own.drops_last or any(last_batch != "keep" for last_batch in given)
+        return own.rolls_over or own.drops_last or any(last_batch != "keep" for last_batch in last_batches)
 
 
 class MapEpoch(Epoch):
@@ -123,8 +123,8 @@ class MapEpoch(Epoch):
             return as_batch_error(raised, "by a batch of the sampler's")
 
     def _make_task(self, seq: int, batch: Any, first: int) -> Task:
-        limit, given = self.limit, self.source.signature.batch_size is None
-        if type(batch) is np.ndarray and not given and batch.dtype == np.int64 and batch.ndim == 1 and batch.size:
+        limit, is_batched = self.limit, self.source.signature.batch_size is None
+        if type(batch) is np.ndarray and not is_batched and batch.dtype == np.int64 and batch.ndim == 1 and batch.size:
             if limit is not None and (batch.base is None or batch.base is not self._checked_array):
                 # Views of one block are checked together: 3 us per block and 0.2 us per batch, instead of 2.5.
                 self._checked_array = next((one for one in (batch.base, batch) if _is_in_range(one, limit)), None)
@@ -141,7 +141,7 @@ class MapEpoch(Epoch):
             raise TypeError(f"{text}; it must yield lists of indices, or lists of such lists (shards)")
         if size == 0:
             raise ValueError(f"{where} is empty: the batch sampler must yield at least one index")
-        if not (given and is_sharded(batch)):
+        if not (is_batched and is_sharded(batch)):
             indices = plain_indices(batch)
             _check_range(indices, limit, where)
             return Task(self.run, seq, self.number, first, (indices,), False)

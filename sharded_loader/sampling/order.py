@@ -318,9 +318,9 @@ class MapOrder(Order[Signature]):
             raise ValueError(f"{text} over it: give steps_per_epoch=")
 
 
-def warn_of_done_steps(given: Ranges, saved: Ranges, done: int) -> None:
+def warn_of_done_steps(requested: Ranges, saved: Ranges, done: int) -> None:
     """Warn if steps to skip were done before a state was saved that does not skip them."""
-    unsaved = [one for one in given if merged(saved, [one]) != saved]
+    unsaved = [one for one in requested if merged(saved, [one]) != saved]
     if unsaved and unsaved[0][0] < done:
         text = f"skip has the steps {unsaved[0]}, and some of them were done before the state was saved"
         warn(f"{text}: load a state that was saved before step {unsaved[0][0]}")
@@ -470,10 +470,10 @@ def checksums(order: MapOrder, number: object) -> list[str]:
     """
     number = check_int("epoch", number, 0, "epochs count from 0")
     _check_weights(order.epoch_at(number, 0), 0)
-    skips, given, replicas = order.epoch(number).source.skips, order.sampling.given_batches, order.replicas()[0]
+    skips, is_batched, replicas = order.epoch(number).source.skips, order.sampling.given_batches, order.replicas()[0]
     # Each pass is split among the ranks separately, so steps of all ranks are not batches of a single rank.
     by_rank = order.rolls_over and order.replicated and replicas > 1
-    in_step = replicas if given and not by_rank else 1
+    in_step = replicas if is_batched and not by_rank else 1
 
     def checksum(step: int, batches: Iterable[object]) -> str:
         return LEFT_OUT if any(step in one for one in skips) else step_checksum(batches)
@@ -493,7 +493,7 @@ def checksums(order: MapOrder, number: object) -> list[str]:
         return _read_twice(MapEpoch(source, number, None), read)
     epochs = (MapEpoch(order.source(number, rank), number, None) for rank in range(replicas))
     steps = zip(*(_read_twice(epoch, read) for epoch in epochs), strict=True)
-    steps_in_order = (batches if given else [[*chain(*zip(*batches, strict=True))]] for batches in steps)
+    steps_in_order = (batches if is_batched else [[*chain(*zip(*batches, strict=True))]] for batches in steps)
     return [checksum(step, batches) for step, batches in enumerate(steps_in_order)]
 
 

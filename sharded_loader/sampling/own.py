@@ -293,16 +293,16 @@ class Sampling:
         return _limit_length(self.read, length, self._length)
 
     def _indices(self, length: int | None, seed: int) -> Any:
-        given = self.read
-        if not takes_order(given):
-            return given
+        read = self.read
+        if not takes_order(read):
+            return read
         if length is None:
             raise TypeError("the dataset has no __len__: give it one, or give the loader a sampler of its indices")
         if self.costs is not None:
             costs = self.costs if callable(self.costs) or length == self._length else self.costs[:length]
             return provided("sampler", "costs")(costs, self.batch_size, length, seed, self.steps_per_epoch is not None)
         made = RandomSampler(length, seed=seed) if self.shuffle else SequentialSampler(length)
-        return made if given is None else given.over(made)
+        return made if read is None else read.over(made)
 
     def follow_given(self) -> None:
         """Copy attributes that the user has changed, such as ``batch_size``, to the copies that are read."""
@@ -366,13 +366,13 @@ def with_seeds(sampler: Any, seeds: Sequence[int | None]) -> Any:
     return twin
 
 
-def _check_arguments(given: Sampling) -> None:
-    sampler, batch_sampler, last_batch, shuffle = given.sampler, given.batch_sampler, given.last_batch, given.shuffle
+def _check_arguments(args: Sampling) -> None:
+    sampler, batch_sampler, last_batch, shuffle = args.sampler, args.batch_sampler, args.last_batch, args.shuffle
     if isinstance(batch_sampler, int):
         text = f"batch_sampler is {batch_sampler!r}, a number. Here this position is that of batch_sampler, as in Gluon"
         raise TypeError(f"{text}: write the names, such as num_workers=")
     if batch_sampler is not None:
-        if given.batch_size is not None or shuffle or sampler is not None or last_batch is not None:
+        if args.batch_size is not None or shuffle or sampler is not None or last_batch is not None:
             text = "batch_size, shuffle, sampler and last_batch must not be specified if batch_sampler is specified"
             raise ValueError(f"{text}: it decides all of that. drop_last is torch's name for last_batch")
         base.check_sampler(batch_sampler, "batch_sampler")
@@ -381,7 +381,7 @@ def _check_arguments(given: Sampling) -> None:
         raise TypeError(f"sampler is a {kind}, which yields batches: give it as batch_sampler=, without batch_size")
     elif last_batch not in (None, *LAST_BATCH):
         raise ValueError(f'last_batch is {last_batch!r}; it must be "keep", "discard" or "rollover"')
-    elif given.batch_size is None:
+    elif args.batch_size is None:
         text = "batch_size must be specified unless batch_sampler is specified. For single samples, as in torch with"
         raise ValueError(f"{text} batch_size=None: from sharded_loader.torch import DataLoader")
     elif isinstance(shuffle, str) or callable(shuffle):
@@ -390,12 +390,12 @@ def _check_arguments(given: Sampling) -> None:
         raise ValueError("shuffle must not be specified if sampler is specified: the sampler decides the order")
     elif sampler is not None:
         base.check_sampler(sampler)
-    if given.costs is not None and (sampler is not None or batch_sampler is not None):
+    if args.costs is not None and (sampler is not None or batch_sampler is not None):
         name = "sampler" if batch_sampler is None else "batch_sampler"
         raise ValueError(f"costs= and {name}= both decide the order: leave out one of them")
-    if given.costs is not None and last_batch == "rollover":
+    if args.costs is not None and last_batch == "rollover":
         advice = 'give last_batch="discard", or steps_per_epoch='
         raise ValueError(f'costs= makes whole steps, and last_batch="rollover" would cut them elsewhere: {advice}')
-    if given.evaluate and (last_batch not in (None, "keep") or given.steps_per_epoch is not None):
-        contrary = f"last_batch={last_batch!r}" if given.steps_per_epoch is None else "steps_per_epoch"
+    if args.evaluate and (last_batch not in (None, "keep") or args.steps_per_epoch is not None):
+        contrary = f"last_batch={last_batch!r}" if args.steps_per_epoch is None else "steps_per_epoch"
         raise ValueError(f"evaluate gives each sample once, and {contrary} does not: leave out one of them")

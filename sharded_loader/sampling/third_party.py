@@ -430,8 +430,8 @@ def text_if_ranks_repeat(samplers: Iterable[object], environ: Mapping[str, str] 
         >>> text_if_ranks_repeat([], {"WORLD_SIZE": "2"})
         'this process is one of 2 ranks (WORLD_SIZE), and each reads the whole dataset: '
     """
-    distributed, given = process_group(), environ.get("WORLD_SIZE", "").strip()
-    ranks, known_from = int(given) if given.isdecimal() else 1, "(WORLD_SIZE)"
+    distributed, world_size = process_group(), environ.get("WORLD_SIZE", "").strip()
+    ranks, known_from = int(world_size) if world_size.isdecimal() else 1, "(WORLD_SIZE)"
     if distributed is not None:
         ranks, known_from = int(distributed.get_world_size()), "(torch.distributed)"
     counts = ("num_replicas", "num_processes")  # the second: Accelerate's samplers
