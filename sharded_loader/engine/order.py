@@ -53,7 +53,7 @@ class Position:
         mark: how a sampler of another library gets there (`sampling.state.Checkpoint`); None: by (seed, epoch).
         counts: of each part of iterable data, how many batches it has given.
         points: of each part, a point at or before that batch.
-        landmark: what a sampler with ``counts_by_pass`` finds the position from without a pass; None: nothing.
+        row_checkpoint: what a sampler with ``counts_by_pass`` finds the position from without a pass; None: nothing.
     """
 
     epoch: int
@@ -61,7 +61,7 @@ class Position:
     mark: Any = None
     counts: Mapping[int, int] = field(default_factory=dict)
     points: Mapping[int, PartPoint] = field(default_factory=dict)
-    landmark: tuple[int, int] | None = None
+    row_checkpoint: tuple[int, int] | None = None
 
 
 class Epoch(ABC):

@@ -83,9 +83,9 @@ class MapEpoch(Epoch):
     def __init__(self, source: SamplerSource, epoch: int, position: Position | None) -> None:
         self.number, self.resumed, self.evaluates = epoch, position is not None, source.evaluates
         self.source, self._position, own = source, position or Position(epoch), source.signature
-        self._row_sampler = next((one for one in nested(source.items) if hasattr(one, "landmark")), None)
-        if self._row_sampler is not None and self._position.landmark is not None:
-            self._row_sampler.note_landmark(self._position_in_items(self._position)[0], self._position.landmark)
+        self._rows = next((one for one in nested(source.items) if hasattr(one, "row_checkpoint")), None)
+        if self._rows is not None and self._position.row_checkpoint is not None:
+            self._rows.add_row_checkpoint(self._position_in_items(self._position)[0], self._position.row_checkpoint)
         self._span: _SeparateSpan | _RolloverSpan
         self._span = _RolloverSpan(source, epoch, position) if own.rolls_over else _SeparateSpan(source, self._position)
         self.first, self.in_mid_epoch = self._span.first, self._span.is_begun
@@ -192,7 +192,7 @@ class MapEpoch(Epoch):
         if self.source.skips and self._count_skipped(self.first) == self._span.length():
             return True
         checkpoint: Checkpoint | None = self._position.mark
-        if self._row_sampler is not None and not self.source.signature.rolls_over:
+        if self._rows is not None and not self.source.signature.rolls_over:
             return self._batches.open(self.first).upto(0, 1) <= 0  # its length would take a pass
         if checkpoint is not None and not (self.source.cuts or self.evaluates):
             return checkpoint.finished  # a third-party sampler may exceed its length
@@ -234,8 +234,8 @@ class MapEpoch(Epoch):
         return min(parts(max(before, 0), self.source.replicas, cut=False), size)
 
     def state(self, position: Position) -> dict[str, Any]:
-        if self._row_sampler is not None:
-            position = replace(position, landmark=self._row_sampler.landmark(*self._position_in_items(position)))
+        if self._rows is not None:
+            position = replace(position, row_checkpoint=self._rows.row_checkpoint(*self._position_in_items(position)))
         return dump(position, self.source.signature)
 
     def _position_in_items(self, position: Position) -> tuple[int, int]:

@@ -381,7 +381,7 @@ def _convert_batches(order: MapOrder, position: Position, saved: Signature, cutt
         is_over = position.done == saved.sampler_length or (position.mark is not None and position.mark.finished)
         # An epoch may end with fewer rows than batches; dropped rows are not read.
         if twin.counts_by_pass and (rest or twin.last_batch == "discard"):
-            twin.note_landmark(number, position.landmark or twin.known(number)[0])
+            twin.add_row_checkpoint(number, position.row_checkpoint or twin.known(number)[0])
             is_over = twin.epoch_table(number).upto(position.done, position.done + 1) <= position.done
             length = cutter.len_epoch(number) if is_over else None
         if is_over:

@@ -134,8 +134,8 @@ def dump(position: Position, signature: Signature) -> dict[str, Any]:
     state |= entries.written(signature)
     if position.mark is not None:
         state["passed"] = entries.written(position.mark)
-    if position.landmark is not None:
-        state["landmark"] = list(position.landmark)
+    if position.row_checkpoint is not None:
+        state["landmark"] = list(position.row_checkpoint)
     return state
 
 
@@ -156,11 +156,11 @@ def parse(state: Any) -> tuple[Position, Signature]:
     epoch = entries.read_entry(state, "epoch", integer(0), _ADVICE)
     may_be_early = signature.last_batch == "rollover"  # an epoch may begin with samples of the previous one
     done = entries.read_entry(state, unit, integer() if may_be_early else integer(0), _ADVICE)
-    landmark = None if "landmark" not in state else entries.read_entry(state, "landmark", list_of(integer(0)), _ADVICE)
-    if landmark is not None and len(landmark) != 2:
-        raise ValueError(f"the state's 'landmark' must have two numbers, got {brief(landmark)}: {_ADVICE}")
+    rows = None if "landmark" not in state else entries.read_entry(state, "landmark", list_of(integer(0)), _ADVICE)
+    if rows is not None and len(rows) != 2:
+        raise ValueError(f"the state's 'landmark' must have two numbers, got {brief(rows)}: {_ADVICE}")
     if state.get("passed") is None:
-        return Position(epoch, done, landmark=landmark), signature
+        return Position(epoch, done, row_checkpoint=rows), signature
     passed: Checkpoint = entries.read_entry(state, "passed", entries.dict_of(Checkpoint), _ADVICE)
     if passed.epoch > epoch and signature.steps_per_epoch is None:
         raise ValueError(f"the state's 'passed' has epoch {passed.epoch}, but the state has epoch {epoch}: {_ADVICE}")
