@@ -46,9 +46,9 @@ START_SECONDS = 600.0
 class Deaths:
     """Counts worker deaths caused by batches, and during start.
 
-    A worker that ends by itself during start (exit code, segmentation fault) would do so again: at most ``restarts``
-    such deaths in all. Workers killed there (out of memory, another program) may be unlucky: ``restarts`` of the same
-    number are too many, or `PROVEN` times as many once any worker has been ready. 0 counts as 1.
+    A worker that ends by itself during start (exit code, segmentation fault) would do so again: ``restarts`` such
+    deaths, of any numbers, are too many. Workers killed there (out of memory, another program) may be unlucky:
+    ``restarts`` of the same number are too many, or `PROVEN` times as many once any worker was ready. 0 counts as 1.
 
     Attributes:
         crash_suspects: (run, seq) of tasks that are sent alone, because a worker died with them or others of their

@@ -1,7 +1,7 @@
 """Transport of process pools: worker processes, and all system resources of a pool.
 
     start(job)         fork: launches workers with the job. spawn, forkserver: publishes it once, and sends it
-    drain(worker)     tells a worker to end when it has answered its tasks
+    drain(worker)      tells a worker to end when it has answered its tasks
     last_words(worker) reaps a worker: exit code, board
     close()            ends workers (end-of-file, then SIGKILL), and frees links, slots and memory
 
@@ -13,7 +13,7 @@ A slot is free only when its writer has ended: never, if that had to be abandone
 
 The parent guard is a pipe whose end in the main process is closed by the kernel when that ends, also by SIGKILL; the
 kernel then kills the workers (`worker.die_with`), even ones that hold the GIL. The user's own child processes of a
-worker live on. Where the kernel refuses the signal (a sandbox), or is not Linux, the worker's receiver thread ends the
+worker live on. If the kernel refuses the signal (a sandbox), or has none (not Linux), the receiver thread ends the
 process, which it cannot while C code holds the GIL.
 
 What can go wrong: no process, descriptor or memory (OSError, MemoryError), an unpicklable job. If the zygote is dead,
