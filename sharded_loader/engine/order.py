@@ -42,7 +42,7 @@ class Position:
             epoch before are due. Of iterable data: batches of this rank.
         mark: how another library's sampler gets there (`sampling.state.Checkpoint`); None: by (seed, epoch).
         counts, points: of each part of iterable data, batches given, and progress at or before the last of them.
-        landmark: checkpoint from which a sampler with ``counts_by_pass`` finds the position without a pass, or None.
+        row_checkpoint: where a sampler with ``counts_by_pass`` starts to look for the position, or None.
     """
 
     epoch: int
@@ -50,7 +50,7 @@ class Position:
     mark: Any = None
     counts: Mapping[int, int] = field(default_factory=dict)
     points: Mapping[int, PartPoint] = field(default_factory=dict)
-    landmark: tuple[int, int] | None = None
+    row_checkpoint: tuple[int, int] | None = None
 
 
 class Epoch(ABC):

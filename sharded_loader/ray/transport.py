@@ -115,7 +115,7 @@ class ActorWorker(Worker):
     def tell(self) -> None:
         self.control("stacks")  # Ray brings what it writes to this process
 
-    def kill_late(self, seconds: float) -> None:
+    def kill_stalled(self, seconds: float) -> None:
         import ray
 
         ray.wait([self.control("stacks")], timeout=ANSWER_SECONDS)  # one that holds the GIL cannot write them
@@ -255,7 +255,7 @@ class RayTransport(Transport[ActorWorker]):
         self.bell: Bell = queue.SimpleQueue()
         self.actors: list[Any] = []
         self.workers: list[ActorWorker] = []
-        self.leaving: list[ActorWorker] = []  # none: an actor is stopped at once
+        self.draining: list[ActorWorker] = []  # none: an actor is stopped at once
         self.ahead = FetchAhead()
         self._holders: dict[int, ActorWorker] = {}  # by lane, the actor that reads its tasks
         self._published: Any = None
@@ -359,7 +359,7 @@ class RayTransport(Transport[ActorWorker]):
         progress = self.ahead.progress_for(worker, self.workers)
         self.listen(worker.actor.read.remote(content, *progress), worker, call)
 
-    def retire(self, worker: ActorWorker) -> None:
+    def drain(self, worker: ActorWorker) -> None:
         cluster.stop(self.actors, worker.actor)
         self.bell.put(None)  # its tasks wait for another one
 

@@ -107,7 +107,7 @@ class ShardedBatchSampler(WrapperSampler[list[list[int]]]):
             weight gets at least one sample. Weights of 0 must come last. See `shard_sizes`.
         costs: one number per sample of the dataset, e.g. its length: the most expensive shard is then as
             cheap as greedy assignment makes it.
-        seed: starts ``batch_sampler`` if it is foreign. None draws one if it is needed.
+        seed: starts ``batch_sampler`` if it is third-party. None draws one if it is needed.
 
     Raises:
         TypeError, ValueError: for bad ``num_shards``, ``weights`` or ``costs``; while iterating, for a

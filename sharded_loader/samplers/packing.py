@@ -9,12 +9,12 @@ A window is packed alone, so any row follows from (seed, epoch, window). `GROUP`
 in one pass, all windows side by side.
 
 How many rows a window gives depends on its lengths. So a row's window cannot be computed from the row's number. A
-sampler notes *landmarks*: the number of rows before a window, one for each group that was packed. From the nearest
-landmark before a row it packs window after window. A state has the landmark of its position. So nothing before it needs
-to be packed again, on any number of ranks. ``len`` and steps far ahead take one pass over the lengths between.
+sampler notes *row checkpoints*: the number of rows before a window, one for each group that was packed. From the
+nearest one before a row it packs window after window. A state has the row checkpoint of its position. So nothing before
+it needs to be packed again, on any number of ranks. ``len`` and steps far ahead take one pass over the lengths between.
 
-All epochs are one endless sequence of windows. Under ``steps_per_epoch`` the loader reads that (`EVERY`). Landmarks are
-a cache: they never change a batch. Beside them a sampler owns nothing that changes.
+All epochs are one endless sequence of windows. Under ``steps_per_epoch`` the loader reads that (`EVERY`). Row
+checkpoints are a cache: they never change a batch. Beside them a sampler owns nothing that changes.
 
 A `Packed` is a batch's list of indices, so datasets, errors and states see plain numbers. It can be cut into shards,
 and parts of it can be left out. Rows stay whole where it is cut. The arrays of a batch are written once, into memory
@@ -55,7 +55,7 @@ ROWS = 64
 Places = npt.NDArray[np.int64]
 """Of each document: its row, its first token there, the token behind its last one, and how many tokens it has."""
 
-Landmark = tuple[int, int]
+RowCheckpoint = tuple[int, int]
 """How many rows come before a window, and the window's number, counted over all epochs."""
 
 Order = Callable[[Int64s], Int64s]
@@ -147,7 +147,7 @@ class PackSampler(Sampler[list[int]]):
         self.windows = parts(len(self._lengths), self.window, cut=False)
         self.at_once = max(min(GROUP // self.window, self.windows), 1)  # few documents: not thousands of epochs
         self.seed = resolve_seed(seed) if shuffle or seed is not None else None
-        self._landmarks: dict[Any, list[Landmark]] = {}
+        self._row_checkpoints: dict[Any, list[RowCheckpoint]] = {}
 
     @property
     def _shown_length(self) -> int:
@@ -188,24 +188,24 @@ class PackSampler(Sampler[list[int]]):
         """The number of batches in an epoch. The first time it takes a pass over the lengths: 2 M per second."""
         return _PackTable(self, epoch).upto(0, 1 << 60)
 
-    def known(self, epoch: int) -> list[Landmark]:
-        """The landmarks of an epoch, ascending. Those of the last epochs are kept."""
+    def known(self, epoch: int) -> list[RowCheckpoint]:
+        """The row checkpoints of an epoch, ascending. Those of the last epochs are kept."""
         key = self.seed, epoch
-        if key not in self._landmarks:
-            while len(self._landmarks) >= 4:
-                self._landmarks.pop(next(iter(self._landmarks)))
-            self._landmarks[key] = [(0, max(epoch, 0) * self.windows)]
-        return self._landmarks[key]
+        if key not in self._row_checkpoints:
+            while len(self._row_checkpoints) >= 4:
+                self._row_checkpoints.pop(next(iter(self._row_checkpoints)))
+            self._row_checkpoints[key] = [(0, max(epoch, 0) * self.windows)]
+        return self._row_checkpoints[key]
 
-    def landmark(self, epoch: int, batch: int) -> Landmark:
+    def row_checkpoint(self, epoch: int, batch: int) -> RowCheckpoint:
         """The nearest one that is known before a batch: what a state keeps."""
         found = self.known(epoch)
         return found[bisect_right(found, (batch * self.rows, 1 << 62)) - 1]
 
-    def note_landmark(self, epoch: int, landmark: Landmark) -> None:
-        """Take over a landmark from a state."""
-        if landmark not in (found := self.known(epoch)):
-            insort(found, landmark)
+    def add_row_checkpoint(self, epoch: int, row_checkpoint: RowCheckpoint) -> None:
+        """Take over a row checkpoint from a state."""
+        if row_checkpoint not in (found := self.known(epoch)):
+            insort(found, row_checkpoint)
 
     # -- packing --------------------------------------------------------------------------------------------
 
@@ -342,8 +342,8 @@ class _PackTable(Table):
             found += end - begin
         return Packed(documents, np.concatenate(places), found)
 
-    def _find(self, row: int) -> Landmark:
-        """The landmark of the group that has a row. Behind the last row: the end, and how many rows there are."""
+    def _find(self, row: int) -> RowCheckpoint:
+        """The row checkpoint of the group that has a row. Behind the last row: the end, and how many rows there are."""
         known, step = self._sampler.known(self._epoch), self._sampler.at_once
         n = bisect_right(known, (row, 1 << 62)) - 1
         while True:

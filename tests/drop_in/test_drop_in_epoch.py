@@ -220,7 +220,7 @@ def test_a_sampler_that_a_signal_ended_is_started_again_where_it_was(at: int, wo
 
 @pytest.mark.parametrize("step", [9, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_interruption_at_any_line_that_reads_the_sampler_loses_no_batch(step: int, signal_name: str) -> None:
-    interrupt = functools.partial(InterruptAt, modules=("sampler.py", "foreign.py"), name=signal_name)
+    interrupt = functools.partial(InterruptAt, modules=("sampler.py", "third_party.py"), name=signal_name)
     line, fired = 1, True
     while fired:
         torch.manual_seed(5)

@@ -40,7 +40,7 @@ class Pretended(Worker):
     def tell(self) -> None:
         self.said.append(("tell", self.number))
 
-    def kill_late(self, seconds: float) -> None:
+    def kill_stalled(self, seconds: float) -> None:
         self.said.append(("late", self.number, seconds))
 
 
@@ -48,7 +48,7 @@ class PretendedTransport(Transport[Pretended]):
     def __init__(self, num_workers: int) -> None:
         self.num_workers = num_workers
         self.workers: list[Pretended] = []
-        self.leaving: list[Pretended] = []
+        self.draining: list[Pretended] = []
         self.drains = True  # one that is retired answers what it has
         self.said: list[tuple[Any, ...]] = []
         self.needs_all = True
@@ -64,10 +64,10 @@ class PretendedTransport(Transport[Pretended]):
         worker.said = self.said
         return worker
 
-    def retire(self, worker: Pretended) -> None:
+    def drain(self, worker: Pretended) -> None:
         self.said.append(("retired", worker.pid))
         if self.drains:
-            self.leaving.append(worker)
+            self.draining.append(worker)
 
     def last_words(self, worker: Pretended, error: BaseException | None) -> Death:
         return Death(worker.number, worker.pid, -9, hung=worker.hung, heartbeat=worker.heartbeat, **worker.more)
@@ -229,12 +229,12 @@ def test_where_nobody_knows_what_a_worker_read_all_its_tasks_are_suspects_and_no
     pool = Pool(restarts=1)
     pool.give(0, task(3), task(4), heartbeat=None)
     assert pool.kill(0) == []
-    assert pool.supervisor.deaths.suspects == {(0, 3), (0, 4)}
+    assert pool.supervisor.deaths.crash_suspects == {(0, 3), (0, 4)}
     pool.supervisor.deaths.settle(0, 3)
     pool.give(1, task(4), heartbeat=reading(4))
     [given_up] = pool.kill(1)
     assert given_up.seq == 4
-    assert not pool.supervisor.deaths.suspects
+    assert not pool.supervisor.deaths.crash_suspects
 
 
 def test_nobody_is_to_blame_where_a_machine_has_gone() -> None:
@@ -280,7 +280,7 @@ def test_a_worker_that_is_late_is_killed_once_and_its_batch_is_an_error(monkeypa
     pool.give(0, task(3), heartbeat=reading(3))
     for _ in range(20):
         now += 0.25
-        pool.supervisor.stop_late()
+        pool.supervisor.kill_stalled_workers()
     assert pool.transport.said == [("late", 0, 2.0)]
     [given_up] = pool.kill(0)
     assert isinstance(given_up.error, WorkerTimeoutError)
@@ -292,7 +292,7 @@ def test_closed_it_has_neither_workers_nor_tasks_and_may_be_started_again() -> N
     pool.give(0, task(5), heartbeat=None)
     pool.kill(0)
     pool.supervisor.close()
-    assert (pool.transport.workers, pool.requeued, pool.supervisor.deaths.suspects) == ([], [], set())
+    assert (pool.transport.workers, pool.requeued, pool.supervisor.deaths.crash_suspects) == ([], [], set())
     pool.supervisor._start(JOB)
     assert len(pool.transport.workers) == 2
 
@@ -312,8 +312,8 @@ def test_more_workers_are_launched_and_those_that_are_too_many_leave_with_their_
     pool.supervisor._have(1)
     assert numbers_and_pids(pool.transport.workers) == [(0, 101)] and pool.requeued == []
     assert pool.transport.said == [("retired", 104), ("retired", 103), ("retired", 102)]
-    (leaving, *_) = pool.transport.leaving
-    assert list(leaving.tasks) == [(0, 7)]
+    (draining, *_) = pool.transport.draining
+    assert list(draining.tasks) == [(0, 7)]
 
 
 def test_a_worker_that_has_left_is_no_death_and_one_that_dies_over_a_batch_is_to_blame() -> None:
@@ -321,15 +321,15 @@ def test_a_worker_that_has_left_is_no_death_and_one_that_dies_over_a_batch_is_to
     pool.give(1, task(7), task(8), heartbeat=reading(7))
     pool.supervisor._have(1)
     pool.supervisor._have(2)
-    (leaving,) = pool.transport.leaving
-    (result,) = pool.supervisor.replace(leaving)
+    (draining,) = pool.transport.draining
+    (result,) = pool.supervisor.replace(draining)
     assert isinstance(result.error, WorkerDiedError) and result.seq == 7 and pool.requeued == [8]
-    assert numbers_and_pids(pool.transport.workers) == [(0, 101), (1, 103)] and pool.transport.leaving == []
+    assert numbers_and_pids(pool.transport.workers) == [(0, 101), (1, 103)] and pool.transport.draining == []
     pool.supervisor._have(1)
-    (leaving,) = pool.transport.leaving
+    (draining,) = pool.transport.draining
     for _ in range(2):  # told twice
-        assert pool.supervisor.replace(leaving) == []
-    assert pool.transport.leaving == [] and not pool.supervisor.notices.counts
+        assert pool.supervisor.replace(draining) == []
+    assert pool.transport.draining == [] and not pool.supervisor.notices.counts
 
 
 def test_where_workers_cannot_end_by_themselves_others_get_their_tasks_at_once() -> None:
@@ -337,7 +337,7 @@ def test_where_workers_cannot_end_by_themselves_others_get_their_tasks_at_once()
     pool.transport.drains = False
     pool.give(1, task(7), task(8))
     pool.supervisor._have(1)
-    assert pool.requeued == [7, 8] and pool.transport.leaving == []
+    assert pool.requeued == [7, 8] and pool.transport.draining == []
 
 
 def test_another_worker_gets_the_number_of_one_that_lives() -> None:
@@ -345,7 +345,7 @@ def test_another_worker_gets_the_number_of_one_that_lives() -> None:
     pool.give(0, task(7))
     pool.supervisor.renew(pool.transport.workers[0])
     assert numbers_and_pids(pool.transport.workers) == [(0, 103), (1, 102)]
-    assert numbers_and_pids(pool.transport.leaving) == [(0, 101)] and pool.requeued == []
+    assert numbers_and_pids(pool.transport.draining) == [(0, 101)] and pool.requeued == []
 
 
 @pytest.mark.parametrize(("parts", "renewed"), [(2, True), (1, False), (3, False)])
@@ -361,7 +361,7 @@ def test_a_worker_that_leaves_is_watched_and_told_what_is_cancelled() -> None:
     pool.supervisor._have(1)
     pool.supervisor.cancel(0)
     while not any(said[0] == "late" for said in pool.transport.said):
-        pool.supervisor.stop_late()
+        pool.supervisor.kill_stalled_workers()
     assert [said[:2] for said in pool.transport.said] == [("retired", 102), ("cancel", 1), ("late", 1)]
 
 

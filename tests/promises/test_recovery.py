@@ -242,30 +242,30 @@ def test_all_workers_at_once(method: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_template_and_a_worker() -> None:
+def test_the_zygote_and_a_worker() -> None:
     pool = make_pool("fork")
     assert isinstance(pool, ProcessPool)
     found = []
     for number, batch in enumerate(random_stream(pool, None, 0.001)):
         if number in (10, 60):
-            template = pool._transport.template
-            assert template is not None
-            os.kill(template._process.pid, signal.SIGKILL)
+            zygote = pool._transport.zygote
+            assert zygote is not None
+            os.kill(zygote._process.pid, signal.SIGKILL)
             os.kill(pool.pids[number == 60], signal.SIGKILL)
         found.append(batch)
     assert found == list(random_stream(make_pool("fork"), None, 0))
 
 
-def test_the_template_alone_is_not_missed() -> None:
+def test_the_zygote_alone_is_not_missed() -> None:
     pool = make_pool("fork")
     assert isinstance(pool, ProcessPool)
     with ShardedDataLoader(range(40), 4, pool=pool) as loader:
         iterator = iter(loader)
         next(iterator)  # it is made behind the first batch
         next(iterator)
-        template = pool._transport.template
-        assert template is not None
-        os.kill(template._process.pid, signal.SIGKILL)
+        zygote = pool._transport.zygote
+        assert zygote is not None
+        os.kill(zygote._process.pid, signal.SIGKILL)
         assert len(list(iterator)) == 8
 
 
@@ -342,7 +342,7 @@ def is_over(pid: int) -> bool:
         return True
 
 
-def test_replacements_come_from_the_template_and_see_the_dataset_as_it_was() -> None:
+def test_replacements_come_from_the_zygote_and_see_the_dataset_as_it_was() -> None:
     data, pool = Parents(), make_pool("fork")
     assert isinstance(pool, ProcessPool)
     with ahead(ShardedDataLoader(data, 2, pool=pool), False) as loader:
@@ -351,9 +351,9 @@ def test_replacements_come_from_the_template_and_see_the_dataset_as_it_was() -> 
         for pid in pool.pids:
             os.kill(pid, signal.SIGKILL)
         after = np.concatenate([np.asarray(batch) for batch in loader])
-        template = pool._transport.template
-        assert template is not None
-        parent = template._process.pid
+        zygote = pool._transport.zygote
+        assert zygote is not None
+        parent = zygote._process.pid
     for rows in (before, after):
         assert rows[:, 0].tolist() == list(range(40))
         assert set(rows[:, 1]) == {1}

@@ -247,7 +247,7 @@ def test_a_trainer_that_is_away_makes_nobody_late(name: str, tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", PROCESS_POOLS)
 def test_a_program_that_is_stopped_makes_nobody_late_or_dead(method: str, tmp_path: Path) -> None:
-    """Ctrl-Z and fg: trainer, workers and template stand still for longer than the timeout."""
+    """Ctrl-Z and fg: trainer, workers and zygote stand still for longer than the timeout."""
     script = tmp_path / "script.py"
     script.write_text(
         textwrap.dedent("""

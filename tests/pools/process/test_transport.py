@@ -106,14 +106,14 @@ def test_what_is_opened_is_opened_once_and_closed_once() -> None:
     owner = ProcessTransport(1, "fork", None)
     owner.wake()  # nobody waits yet
     owner.open()
-    opened = owner.waker, owner.heartbeats, owner.lifeline
+    opened = owner.waker, owner.heartbeat, owner.parent_guard
     owner.open()
-    assert (owner.waker, owner.heartbeats, owner.lifeline) == opened and opened[1]
+    assert (owner.waker, owner.heartbeat, owner.parent_guard) == opened and opened[1]
     owner.wake()
     assert owner.waker is not None and owner.waker[0].poll()
     for _ in range(2):
         owner.close()
-        assert (owner.waker, owner.heartbeats, owner.lifeline) == (None, None, None)
+        assert (owner.waker, owner.heartbeat, owner.parent_guard) == (None, None, None)
     assert open_descriptors() == before
     owner.open()
     owner.close()
@@ -121,9 +121,9 @@ def test_what_is_opened_is_opened_once_and_closed_once() -> None:
 
 
 STEPS = {
-    "before the template forks": (start.Template, "fork", True),
-    "when it was asked": (start.Template, "_receive", True),
-    "when it has forked": (start.Template, "fork", False),
+    "before the zygote forks": (start.Zygote, "fork", True),
+    "when it was asked": (start.Zygote, "_receive", True),
+    "when it has forked": (start.Zygote, "fork", False),
     "before the process is known": (transport_module, "open_pidfd", True),
     "when it is known": (transport_module, "open_pidfd", False),
     "before the heartbeat": (transport_module, "heartbeat_in", True),
@@ -141,8 +141,8 @@ def fail() -> None:
 @pytest.mark.parametrize(
     "step, event",
     [
-        *itertools.product(STEPS, ["closed", "template killed"]),
-        *itertools.product(["before the template forks", "before the heartbeat", "before it is told"], ["no memory"]),
+        *itertools.product(STEPS, ["closed", "zygote killed"]),
+        *itertools.product(["before the zygote forks", "before the heartbeat", "before it is told"], ["no memory"]),
     ],
 )
 def test_whatever_happens_in_a_launch_it_leaves_nothing(step: str, event: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,12 +150,12 @@ def test_whatever_happens_in_a_launch_it_leaves_nothing(step: str, event: str, m
     supervisor = ProcessPool(2, start_method="fork", restarts=2)
     owner = supervisor._transport
     supervisor._start(JOB)
-    owner.make_template(JOB)
-    made = owner.template
+    owner.make_zygote(JOB)
+    made = owner.zygote
     assert made is not None
     kill(owner.workers[1])
     where, name, is_before = STEPS[step]
-    happen = {"closed": supervisor.close, "template killed": made._process.kill, "no memory": fail}[event]
+    happen = {"closed": supervisor.close, "zygote killed": made._process.kill, "no memory": fail}[event]
     known, happened = getattr(where, name), list[str]()
 
     def strike(*args: Any) -> Any:
@@ -169,7 +169,7 @@ def test_whatever_happens_in_a_launch_it_leaves_nothing(step: str, event: str, m
     with contextlib.suppress(*{"closed": (Exception,), "no memory": (MemoryError,)}.get(event, ())):
         supervisor.replace(owner.workers[1])
     assert happened
-    if event == "template killed":
+    if event == "zygote killed":
         assert [one.is_alive() for one in owner.workers] == [True, True]
     supervisor.close()  # as at the end of the step
     gc.collect()  # heartbeats are mapped until then
@@ -190,7 +190,7 @@ def test_a_ctrl_c_while_the_system_is_asked_for_descriptors_leaves_none(monkeypa
     before, owner = open_descriptors(), ProcessTransport(2, "fork", None)
     monkeypatch.setattr(socket, "recv_fds", strike)
     with pytest.raises(KeyboardInterrupt):
-        owner.make_template(JOB)
+        owner.make_zygote(JOB)
     owner.close()
     assert open_descriptors() == before
 
@@ -203,7 +203,7 @@ def test_a_process_that_cannot_be_forked_leaves_no_descriptors(monkeypatch: pyte
     before, pool = open_descriptors(), ProcessPool(2, start_method="fork")
     monkeypatch.setattr(os, "fork", fork)
     with pytest.warns(RuntimeWarning, match="too many processes"):
-        pool._transport.make_template(JOB)
+        pool._transport.make_zygote(JOB)
     with pytest.raises(BlockingIOError):
         pool._start(JOB)
     assert open_descriptors() == before

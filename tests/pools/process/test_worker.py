@@ -131,7 +131,7 @@ def test_the_tasks_of_a_cancelled_run_are_answered_and_not_read() -> None:
     trainer.send_tasks(task(0, 1, run=8))
     trainer.send_tasks(task(0, 2, run=7))
     trainer.send(link.CANCEL, 7)
-    while 7 not in trainer.worker._reading.cancelled:  # it is taken while the first task is under way
+    while 7 not in trainer.worker._reader.cancelled:  # it is taken while the first task is under way
         time.sleep(0.001)
     go_on.set()
     assert [(result.run, result.samples) for result in trainer.results(2)] == [(8, 1), (7, 0)]
@@ -181,5 +181,5 @@ def test_a_job_that_comes_in_a_message_is_read() -> None:
 def test_a_worker_between_batches_is_idle_on_its_heartbeat(trainer: Trainer) -> None:
     trainer.send_tasks(task(0, 1))
     trainer.results(1)
-    while trainer.worker._reading.heartbeat[SAMPLE] != IDLE:  # it is told after the answer
+    while trainer.worker._reader.heartbeat[SAMPLE] != IDLE:  # it is told after the answer
         time.sleep(0.001)

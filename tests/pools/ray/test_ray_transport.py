@@ -200,7 +200,7 @@ def test_a_batch_that_kills_is_found_among_its_group_and_named(transport: Transp
     supervisor = supervised(transport, 2)
     give(transport.workers[0], 3, 4)
     assert supervisor.replace(transport.workers[0], KILLED) == []
-    assert supervisor.deaths.suspects == {(0, 3), (0, 4)}
+    assert supervisor.deaths.crash_suspects == {(0, 3), (0, 4)}
     for number in (0, 1):
         give(transport.workers[number], 4, alone=True)
         results = supervisor.replace(transport.workers[number], KILLED)
