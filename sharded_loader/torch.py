@@ -6,6 +6,9 @@ The class is a subclass of torch's `DataLoader` and takes the same arguments wit
 the checks and the attributes are torch's. The iterator is new (`sharded_loader.drop_in`): batches lie in shared memory
 that is reused, killed workers are replaced, errors name the sample, and `state_dict` is exact.
 
+`DataLoader` has the constructor and the documentation. What it passes calls on to is one object, `_reads`: a
+`TorchReading`, which reads in torch's order, or a `ShardedDataLoader`, if an argument asks for its order.
+
 The iterator owns the workers, not the loader. So you can pickle and copy a loader before and between epochs.
 """
 
@@ -16,42 +19,47 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn
 
 import numpy.typing as npt
 import torch.utils.data
 from torch.utils.data import BatchSampler, IterableDataset, IterDataPipe, MapDataPipe
 
-from sharded_loader.base.checks import refuse_arguments
-from sharded_loader.base.described import an
-from sharded_loader.base.entries import anything, parsed, read_entry
-from sharded_loader.base.imports import leave_alone
-from sharded_loader.data.columns import as_dataset
-from sharded_loader.data.inspection import fingerprint_of, warn_of_other_data
-from sharded_loader.data.seeding import told_in
-from sharded_loader.devices.names import find_devices
+from sharded_loader import OnError, ShardedDataLoader
 from sharded_loader.drop_in import iterator as drop_in
-from sharded_loader.drop_in.iterator import DeviceMemory, LoaderIterator, is_sharded, make_sharded, need_sharded
+from sharded_loader.drop_in.collate import batchify_fn_of
+from sharded_loader.drop_in.iterator import LoaderIterator
 from sharded_loader.drop_in.sampler import EpochCount, InOrderSampler, ShuffleSampler
-from sharded_loader.drop_in.state import ADVICE, LoaderState, TorchProgress, TorchSteps
+from sharded_loader.drop_in.state import ADVICE, LoaderState, TorchProgress, TorchSteps, lives_on
 from sharded_loader.drop_in.trainers import rebuilt_by_accelerate, refuse_skipping
-from sharded_loader.engine.messages import NOTHING, ErrorAction
-from sharded_loader.extend import Entry, Pool, Task, reader_for
+from sharded_loader.extend import NOTHING, Entry, ErrorAction, Pool, Task, reader_for
+from sharded_loader.extend.data import as_dataset, fingerprint_of, told_in, warn_of_other_data
+from sharded_loader.extend.engine import (
+    INSTEAD,
+    NO_SKIP,
+    Batch,
+    KnownSteps,
+    action_and_limit,
+    find_devices,
+    length,
+    make_split,
+    number_of_workers,
+    seeded_as_worker,
+    shown_indices,
+)
+from sharded_loader.extend.order import (
+    check_skip,
+    merged,
+    nested,
+    steps_to_skip,
+    tell_epoch,
+    text_if_ranks_repeat,
+    warn_of_done_steps,
+)
+from sharded_loader.extend.tools import an, entries, leave_alone, refuse_arguments
 from sharded_loader.instruments.auto import Tuner
 from sharded_loader.instruments.report import Instruments
 from sharded_loader.instruments.stats import Meter
-from sharded_loader.loader import arguments
-from sharded_loader.loader.arguments import Batch, OnError, action_and_limit, length, make_split, number_of_workers
-from sharded_loader.loader.loader import ShardedDataLoader
-from sharded_loader.loader.lookup import KnownSteps, shown_indices
-from sharded_loader.pools.task_reader import seeded_as_worker
-from sharded_loader.sampling.base import nested, tell_epoch
-from sharded_loader.sampling.foreign import len_epoch, text_if_ranks_repeat
-from sharded_loader.sampling.order import warn_of_done_steps
-from sharded_loader.sampling.state import steps_to_skip
-from sharded_loader.sampling.tables import StepCount, check_skip, merged
-from sharded_loader.streams.order import NO_SKIP
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -59,10 +67,37 @@ if TYPE_CHECKING:
 __all__ = ["DataLoader"]
 
 _TORCHS = torch.utils.data.DataLoader  # programs put this module's class in its place: the name is looked up once
-_HAS_IN_ORDER = "in_order" in inspect.signature(_TORCHS).parameters  # torch 2.4 has none
 
 
-class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
+class OwnArguments:
+    """Arguments of the drop-in that torch's loader does not have, or has not in torch 2.4 (``in_order``).
+
+    They are kept under their names, as torch keeps its own: other libraries build a loader again from its attributes.
+    """
+
+    seed: int | None
+    on_error: ErrorAction | OnError
+    device: Any
+    devices: Any
+    num_shards: int | None
+    start_method: Literal["fork", "forkserver", "spawn"] | None
+    thread_pool: bool
+    restarts: int | None
+    max_bytes: int | None
+    max_worker_memory: int | str | None
+    streams: int | None
+    snapshot_every_n_steps: int
+    in_order: bool
+
+
+SHARDED = ("num_replicas", "rank", "mesh", "costs", "evaluate", "steps_per_epoch")
+"""Arguments of `ShardedDataLoader` that torch's order cannot have."""
+
+_TORCHS_TOO = {"in_order"} & inspect.signature(_TORCHS).parameters.keys()
+_OURS = {"self", "__class__", "skip", "unknown", *OwnArguments.__annotations__, *SHARDED} - _TORCHS_TOO
+
+
+class DataLoader(OwnArguments, Instruments, torch.utils.data.DataLoader[Batch]):
     """torch's ``DataLoader`` with this library's engine.
 
     Args:
@@ -117,7 +152,7 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
     """
 
     _sharded: ShardedDataLoader[Batch] | int | None = None  # the epoch that it begins with, until it is made
-    _given_order: tuple[Any, ...] = ()  # `shuffle`, `sampler` and `batch_sampler`
+    _given_order: dict[str, Any]  # with another order than torch's: `shuffle`, `sampler` and `batch_sampler`
     skip: Sequence[tuple[int, int]] = ()  # torchdata's subclass has a constructor that calls no other
 
     def __init__(
@@ -161,28 +196,25 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         snapshot_every_n_steps: int = 1,
         **unknown: NoReturn,
     ) -> None:
-        refuse_arguments("DataLoader", unknown, type(self).__init__, {"max_skipped": arguments.INSTEAD["max_skipped"]})
+        given = dict(locals())
+        refuse_arguments("DataLoader", unknown, type(self).__init__, {"max_skipped": INSTEAD["max_skipped"]})
         if not hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset):  # an array that has a shape
             dataset = as_dataset(dataset, "DataLoader", needs_length=sampler is None and batch_sampler is None)
         is_auto, workers = number_of_workers(num_workers)
-        self.seed, self.on_error = seed, on_error
-        self._meter = Meter(dataset, action_and_limit(on_error)[1])
-        self._tuner = Tuner(self._meter) if is_auto else None  # it finds the number of workers
-        self.device, self.devices, self.num_shards = device, devices, num_shards
-        self.start_method, self.thread_pool = start_method, thread_pool
-        self.restarts, self.max_bytes, self.max_worker_memory = restarts, max_bytes, max_worker_memory
-        self.streams, self.snapshot_every_n_steps = streams, snapshot_every_n_steps
         self.num_replicas, self.rank, self.mesh = num_replicas, rank, mesh
         self.costs, self.evaluate, self.steps_per_epoch = costs, evaluate, steps_per_epoch
-        if is_sharded(self):
-            self._sharded, self._given_order = 0, (shuffle, sampler, batch_sampler)
+        for name in OwnArguments.__annotations__:
+            setattr(self, name, given[name])
+        self._meter = Meter(dataset, action_and_limit(on_error)[1])
+        self._tuner = Tuner(self._meter) if is_auto else None  # it finds the number of workers
+        if any(given[name] is not None and given[name] is not False for name in SHARDED):
+            self._sharded = 0
+            self._given_order = {"shuffle": shuffle or False, "sampler": sampler, "batch_sampler": batch_sampler}
         self._scales_prefetch = prefetch_factor is None
-        self._progress = TorchProgress(EpochCount())
+        self._progress = TorchProgress(EpochCount(), check_skip(skip))
         self._progress.requests.listen(told_in(dataset) if persistent_workers else [])
-        self._given_skip = check_skip(skip)
-        self.skip = list(self._given_skip)
-        self._steps = StepCount(None)
-        self._memory = DeviceMemory()
+        self.skip = list(self._progress.given_skip)
+        self._memory = drop_in.DeviceMemory()
         is_ours = sampler is None and batch_sampler is None and self._sharded is None
         if is_ours and not isinstance(dataset, IterableDataset):
             # torch keeps `shuffle` nowhere: from here on there is a sampler that shuffles.
@@ -190,15 +222,12 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
                 sampler, shuffle = ShuffleSampler(dataset, generator, seed), None
             elif seed is not None:
                 sampler = InOrderSampler(dataset)
-        options: dict[str, Any] = {"prefetch_factor": prefetch_factor, "persistent_workers": persistent_workers}
-        options |= {"pin_memory_device": pin_memory_device, **({"in_order": in_order} if _HAS_IN_ORDER else {})}
-        data = dataset, batch_size, shuffle, sampler, batch_sampler, workers, collate_fn, pin_memory, drop_last
-        super().__init__(*data, timeout, worker_init_fn, multiprocessing_context, generator, **options)  # type: ignore[arg-type]
-        self.in_order = in_order
+        given |= {"dataset": dataset, "num_workers": workers, "shuffle": shuffle, "sampler": sampler}
+        super().__init__(**{name: value for name, value in given.items() if name not in _OURS})
         drop_in.check_arguments(self)
-        if self._inner is not None:
+        if isinstance(self._reads, ShardedDataLoader):
             return
-        self._check_skip(self._given_skip)
+        TorchReading(self).check_skip(self._progress.given_skip)
         made: Any = self.batch_sampler if batch_sampler is None else None
         if isinstance(made, BatchSampler) and hasattr(self.sampler, "set_epoch"):
             # transformers and Accelerate wrap the batch sampler and call it there. It stays of torch's own class,
@@ -221,8 +250,13 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         return iterator
 
     @property
-    def _inner(self) -> ShardedDataLoader[Batch] | None:
-        """What reads in torch's stead, if an argument of `ShardedDataLoader` says the order. A copy makes its own."""
+    def _reads(self) -> ShardedDataLoader[Batch] | TorchReading[Batch]:
+        """What reads: in torch's order, or in the order that an argument of `ShardedDataLoader` asks for.
+
+        A copy of the loader makes its own.
+        """
+        if self._sharded is None:
+            return TorchReading(self)
         if isinstance(self._sharded, int):
             epoch, self._sharded = self._sharded, make_sharded(self)
             self._sharded.set_epoch(epoch)
@@ -235,20 +269,11 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
             vars(self).update(sampler=inner.sampler, batch_sampler=inner.batch_sampler)
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # the base class says nothing of batches
-        if self._inner is not None:
-            return iter(self._inner)
-        promised = self._progress.promised()
-        if promised is not None:
-            return promised
-        if isinstance(self._iterator, LoaderIterator) and self._iterator.is_stale(self):
-            self._end_persistent_workers()
-        return super().__iter__()
-
-    def _end_persistent_workers(self) -> None:
-        """Have the next epoch start new workers."""
-        if isinstance(self._iterator, LoaderIterator):
-            self._iterator._shutdown_workers()
-            self._iterator = None
+        reads = self._reads
+        if isinstance(reads, ShardedDataLoader):
+            return iter(reads)
+        promised = reads.promised()
+        return super().__iter__() if promised is None else promised
 
     @property
     def multiprocessing_context(self) -> Any:
@@ -284,7 +309,7 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
             >>> loader.ready_event is None  # in host memory
             True
         """
-        return self._memory.ready_event() if self._inner is None else self._inner.ready_event
+        return self._reads.ready_event
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the one that the next ``iter()`` begins. The samplers and the dataset are told too.
@@ -301,12 +326,7 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
             >>> [batch.tolist() for batch in loader] == second
             True
         """
-        if self._inner is not None:
-            return self._inner.set_epoch(epoch)
-        self._progress.set_epoch(epoch)
-        tell_epoch(self._index_sampler, epoch)
-        for one in told_in(self.dataset, nearest=True):
-            one.set_epoch(epoch)
+        self._reads.set_epoch(epoch)
 
     def read(self, index: Any, epoch: int = 0) -> Any:
         """One sample, read here and now, with its random generator: where a debugger works.
@@ -323,11 +343,7 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
             >>> DataLoader([10, 20, 30], batch_size=2).read(1)
             20
         """
-        if self._inner is not None:
-            return self._inner.read(index, epoch)
-        if self._progress.job is None and isinstance(self.dataset, IterableDataset):
-            raise RuntimeError("there are no parts before an epoch has begun: call next(iter(loader)) first")
-        return reader_for(self._known_steps.job, readers=0).read_sample(index, epoch)
+        return self._reads.read(index, epoch)
 
     def indices(self, epoch: int, step: int) -> list[Any]:
         """The indices of the samples of a step, past or to come; see `ShardedDataLoader.indices`.
@@ -353,9 +369,7 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
             >>> batches[1] == loader.indices(epoch=0, step=1)
             True
         """
-        if self._inner is not None:
-            return self._inner.indices(epoch, step)  # type: ignore[no-any-return]
-        return shown_indices(self.dataset, self._known_steps.samples_of(epoch, step), epoch)
+        return self._reads.indices(epoch, step)
 
     def batch(self, epoch: int, step: int) -> Batch:
         """The batch of a step, past or to come, read here and now: starts no worker, changes no epoch.
@@ -370,28 +384,14 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
             >>> DataLoader(range(10), batch_size=4).batch(epoch=2, step=1)
             tensor([4, 5, 6, 7])
         """
-        if self._inner is not None:
-            return self._inner.batch(epoch, step)
-        steps, (devices, sharded) = self._known_steps, find_devices(self.device, self.devices)
-        placement = drop_in.as_collated(None) if devices is None else self._memory.placement(devices)
-        placement.check_not_capturing()
-        job, split = replace(steps.job, keeps_state=False), make_split(devices, sharded, self.num_shards)
-        task = split.sharded(Task(0, step, epoch, step, (steps.samples_of(epoch, step),), False))
-        with steps.in_epoch(epoch), seeded_as_worker(job.seed, task):
-            result = reader_for(job, readers=0).read(task)
-            if result.error is not None:
-                raise result.error
-            if result.batch is NOTHING:
-                raise ValueError(f"epoch {epoch}, batch {step} was left out: on_error has skipped all of its samples")
-            return placement.place([Entry(step, task, result)])  # type: ignore[no-any-return]
+        return self._reads.batch(epoch, step)
 
     def _replicas(self) -> tuple[int, int]:
-        return super()._replicas() if self._inner is None else self._inner._replicas()
+        reads = self._reads
+        return reads._replicas() if isinstance(reads, ShardedDataLoader) else super()._replicas()
 
     def _inspected(self) -> tuple[KnownSteps, int, Pool]:
-        if self._inner is not None:
-            return self._inner._inspected()
-        return self._known_steps, self._progress.epoch, drop_in.make_pool(self)
+        return self._reads._inspected()
 
     def __len__(self) -> int:
         """Batches in the epoch, without those that ``skip`` leaves out.
@@ -399,35 +399,7 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         Raises:
             TypeError: It is not known. Iterable data divides its samples among the workers as it likes.
         """
-        if self._inner is not None:
-            return len(self._inner)
-        parts = self._known_steps.parts
-        if parts > 1 and (self.batch_size or 1) > 1:
-            raise TypeError(
-                f"the loader has no length: {an(type(self.dataset).__name__)} decides how many samples each of its "
-                f"{parts} parts has. Give streams=1, or steps_per_epoch="
-            )
-        whole = super().__len__()
-        left_out = self._left_out(self._progress.epoch) if self.skip else ()
-        return whole - sum(len(range(whole)[one.start : one.stop]) for one in left_out)
-
-    @property
-    def _known_steps(self) -> TorchSteps:
-        return TorchSteps(self)
-
-    @property
-    def _left_out(self) -> Callable[[int], tuple[range, ...]]:
-        """Epoch -> the numbers of the batches that it leaves out. The function does not hold the loader."""
-        return partial(self._steps.within, tuple(self.skip), length=partial(len_epoch, self._index_sampler))
-
-    def _check_skip(self, skip: Any) -> None:
-        """Refuse steps to leave out that do not fit the epochs."""
-        if skip and isinstance(self.dataset, IterableDataset | IterDataPipe | MapDataPipe):
-            raise TypeError(NO_SKIP)
-        try:
-            self._steps.within(skip, 1, partial(len_epoch, self._index_sampler))
-        except TypeError as error:
-            raise ValueError(f"skip counts the steps of all epochs: {error}") from error
+        return len(self._reads)
 
     def _given(self) -> Mapping[str, Any]:
         kept, usual = vars(self), inspect.signature(DataLoader.__init__).parameters.items()
@@ -450,27 +422,7 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
             >>> [batch.tolist() for batch in other]
             [[2, 3], [4, 5]]
         """
-        if self._inner is not None:
-            return self._inner.state_dict()
-        progress = self._progress
-        if progress.pending is not None:
-            state = copy.deepcopy(progress.pending)
-        elif isinstance(self.dataset, IterDataPipe | MapDataPipe):
-            raise TypeError("datapipes are read by torch's own workers, which have no state_dict()")
-        else:
-            if (run := progress.known_run()) is None:
-                # The epoch is settled now, so that the state is the state of the epoch that comes.
-                iterator = self._get_iterator()
-                if self.persistent_workers and self.num_workers > 0:
-                    self._iterator = iterator
-                run = progress.known_run()
-                assert run is not None  # the iterator waits
-            state, progress.data = run.state_dict(self), progress.data or fingerprint_of(self.dataset)
-            if "_sampler" in state and (known := length(self.dataset)) is not None:
-                state["_length"] = known
-            if progress.data is not None:
-                state["_data"] = progress.data
-        return {**state, "_skip": list(map(list, self.skip))} if self.skip else state
+        return self._reads.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], skip: Sequence[tuple[int, int]] | None = None) -> None:
         """Make the next ``iter()`` continue where `state_dict` was called, with any number of workers.
@@ -482,31 +434,10 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         Raises:
             TypeError, ValueError: The argument is not a state of such a loader.
         """
-        if self._inner is not None:
-            self._inner.load_state_dict(state_dict, skip=skip)
-            return self._show_sharded(self._inner)
-        if not isinstance(state_dict, Mapping):
-            raise TypeError(f"the state is {an(type(state_dict))}; give what state_dict() has returned")
-        kind, advice = "_stream" if isinstance(self.dataset, IterableDataset) else "_sampler", ADVICE
-        state = parsed(LoaderState, state_dict, advice)
-        read_entry(state_dict, kind, anything, advice)
-        state.check_length(length(self.dataset), self.sampler)
-        given = merged(self._given_skip, check_skip(skip))
-        saved = read_entry({"_skip": (), **state_dict}, "_skip", steps_to_skip, advice)
-        self._check_skip(given)
-        if given and state.sampler is not None:
-            before = self._steps.before(state.epoch or 0, partial(len_epoch, self._index_sampler))
-            warn_of_done_steps(given, saved, before + state.sampler.yielded)
-        warn_of_other_data(state_dict.get("_data"), fingerprint_of(self.dataset))
-        self._given_skip, self.skip = given, list(merged(given, saved))
-        # `set_epoch` after this decides, as it would have at the end of an epoch.
-        self._progress.load(copy.deepcopy(dict(state_dict)), state.epoch_to_begin)
-        if isinstance(self.sampler, ShuffleSampler):
-            self.sampler.is_named, sampler = False, state.sampler
-            self.sampler.seed = ((sampler and sampler.shuffle) or {}).get("seed", self.sampler.seed)
-        for one in told_in(self.dataset, nearest=True) if state.epoch_of_dataset is not None else ():
-            one.set_epoch(state.epoch_of_dataset)
-        self._end_persistent_workers()  # they have datasets and generators of another time
+        reads = self._reads
+        reads.load_state_dict(state_dict, skip=skip)
+        if isinstance(reads, ShardedDataLoader):
+            self._show_sharded(reads)
 
     # -- the order of `ShardedDataLoader` -------------------------------------------------------------------
 
@@ -527,11 +458,11 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
             >>> list(batches)
             [tensor([4, 5, 6, 7])]
         """
-        inner = need_sharded(self._inner, "rescale")
+        inner, order = need_sharded(self._reads, "rescale"), self._given_order
         inner.rescale(num_replicas, rank, batch_size)
-        self.num_replicas, self.rank, self.mesh = num_replicas, rank, None
-        vars(self)["batch_size"], (shuffle, sampler, batches) = inner.batch_size, self._given_order
-        self._given_order = shuffle, sampler, batches if batches is None else inner.batch_sampler
+        vars(self).update(num_replicas=num_replicas, rank=rank, mesh=None, batch_size=inner.batch_size)
+        if order["batch_sampler"] is not None:
+            self._given_order = {**order, "batch_sampler": inner.batch_sampler}
         self._show_sharded(inner)
 
     def set_weights(self, weights: Sequence[float] | None) -> None:
@@ -550,7 +481,7 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
             >>> next(iter(loader))
             ['b', 'b', 'b', 'b']
         """
-        need_sharded(self._inner, "set_weights").set_weights(weights)
+        need_sharded(self._reads, "set_weights").set_weights(weights)
 
     # -- copies ---------------------------------------------------------------------------------------------
 
@@ -559,11 +490,180 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         if "_meter" not in self.__dict__:  # made by ``__new__`` alone
             return self.__dict__
         meter = Meter(self.dataset, action_and_limit(self.on_error)[1])
-        own: dict[str, Any] = {"_meter": meter, "_memory": DeviceMemory(), "_iterator": None}
+        own: dict[str, Any] = {"_meter": meter, "_memory": drop_in.DeviceMemory(), "_iterator": None}
         own |= {"_tuner": self._tuner and Tuner(meter), "_progress": copy.copy(self._progress)}
-        if self._inner is not None:
-            own |= {"_sharded": self._inner.epoch, "seed": self._inner.seed}
+        if isinstance(reads := self._reads, ShardedDataLoader):
+            own |= {"_sharded": reads.epoch, "seed": reads.seed}
         return {**self.__dict__, **own}
 
 
 leave_alone(DataLoader.__iter__)
+
+
+# -- torch's order -----------------------------------------------------------------------------------------------------
+
+
+class TorchReading(Generic[Batch]):
+    """What reads for a loader in torch's order. It has the methods of `ShardedDataLoader` that the loader passes on.
+
+    It keeps nothing, so it is made for each call: the loader would wait for the garbage collector if it held one.
+
+    Args:
+        loader: a loader without one of the arguments in `SHARDED`.
+    """
+
+    def __init__(self, loader: DataLoader[Batch]) -> None:
+        self._loader, self._steps = loader, TorchSteps(loader)
+
+    def check_skip(self, skip: Any) -> None:
+        """Refuse steps to leave out that do not fit the epochs."""
+        if skip and isinstance(self._loader.dataset, IterableDataset | IterDataPipe | MapDataPipe):
+            raise TypeError(NO_SKIP)
+        try:
+            self._loader._progress.steps.within(skip, 1, self._steps.length)
+        except TypeError as error:
+            raise ValueError(f"skip counts the steps of all epochs: {error}") from error
+
+    def promised(self) -> LoaderIterator | None:
+        """The iterator of the epoch that a state was taken of. Without one, persistent workers that are stale end."""
+        iterator, promised = self._loader._iterator, self._loader._progress.promised()
+        if promised is None and isinstance(iterator, LoaderIterator) and iterator.is_stale(self._loader):
+            self._end_persistent_workers()
+        return promised
+
+    def _end_persistent_workers(self) -> None:
+        """Have the next epoch start new workers."""
+        if isinstance(self._loader._iterator, LoaderIterator):
+            self._loader._iterator._shutdown_workers()
+            self._loader._iterator = None
+
+    @property
+    def ready_event(self) -> Any:
+        return self._loader._memory.ready_event()
+
+    def set_epoch(self, epoch: int) -> None:
+        loader = self._loader
+        loader._progress.set_epoch(epoch)
+        tell_epoch(loader._index_sampler, epoch)
+        for one in told_in(loader.dataset, nearest=True):
+            one.set_epoch(epoch)
+
+    def read(self, index: Any, epoch: int) -> Any:
+        if self._loader._progress.shown is None and isinstance(self._loader.dataset, IterableDataset):
+            raise RuntimeError("there are no parts before an epoch has begun: call next(iter(loader)) first")
+        return reader_for(self._steps.job, readers=0).read_sample(index, epoch)
+
+    def indices(self, epoch: int, step: int) -> list[Any]:
+        return shown_indices(self._loader.dataset, self._steps.samples_of(epoch, step), epoch)
+
+    def batch(self, epoch: int, step: int) -> Batch:
+        loader, steps = self._loader, self._steps
+        devices, sharded = find_devices(loader.device, loader.devices)
+        placement = drop_in.as_collated(None) if devices is None else loader._memory.placement(devices)
+        placement.check_not_capturing()
+        job, split = replace(steps.job, keeps_state=False), make_split(devices, sharded, loader.num_shards)
+        task = split.sharded(Task(0, step, epoch, step, (steps.samples_of(epoch, step),), False))
+        with steps.in_epoch(epoch), seeded_as_worker(job.seed, task):
+            result = reader_for(job, readers=0).read(task)
+            if result.error is not None:
+                raise result.error
+            if result.batch is NOTHING:
+                raise ValueError(f"epoch {epoch}, batch {step} was left out: on_error has skipped all of its samples")
+            return placement.place([Entry(step, task, result)])  # type: ignore[no-any-return]
+
+    def _inspected(self) -> tuple[KnownSteps, int, Pool]:
+        return self._steps, self._loader._progress.epoch, drop_in.make_pool(self._loader)
+
+    def __len__(self) -> int:
+        loader, steps = self._loader, self._steps
+        parts = steps.parts
+        if parts > 1 and (loader.batch_size or 1) > 1:
+            raise TypeError(
+                f"the loader has no length: {an(type(loader.dataset).__name__)} decides how many samples each of its "
+                f"{parts} parts has. Give streams=1, or steps_per_epoch="
+            )
+        whole = _TORCHS.__len__(loader)
+        left_out = steps.left_out(loader._progress.epoch) if loader.skip else ()
+        return whole - sum(len(range(whole)[one.start : one.stop]) for one in left_out)
+
+    def state_dict(self) -> dict[str, Any]:
+        loader, progress = self._loader, self._loader._progress
+        if progress.pending is not None:
+            state = copy.deepcopy(progress.pending)
+        elif isinstance(loader.dataset, IterDataPipe | MapDataPipe):
+            raise TypeError("datapipes are read by torch's own workers, which have no state_dict()")
+        else:
+            if (run := progress.known_run()) is None:
+                # The epoch is settled now, so that the state is the state of the epoch that comes.
+                iterator = loader._get_iterator()
+                if lives_on(loader):
+                    loader._iterator = iterator
+                run = progress.known_run()
+                assert run is not None  # the iterator waits
+            state, progress.data = run.state_dict(loader), progress.data or fingerprint_of(loader.dataset)
+            if progress.data is not None:
+                state["_data"] = progress.data
+        return {**state, "_skip": list(map(list, loader.skip))} if loader.skip else state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], skip: Sequence[tuple[int, int]] | None) -> None:
+        loader, progress, advice = self._loader, self._loader._progress, ADVICE
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"the state is {an(type(state_dict))}; give what state_dict() has returned")
+        kind = "_stream" if isinstance(loader.dataset, IterableDataset) else "_sampler"
+        state = entries.parsed(LoaderState, state_dict, advice)
+        entries.read_entry(state_dict, kind, entries.anything, advice)
+        state.check_length(length(loader.dataset), loader.sampler)
+        given = merged(progress.given_skip, check_skip(skip))
+        saved = entries.read_entry({"_skip": (), **state_dict}, "_skip", steps_to_skip, advice)
+        self.check_skip(given)
+        if given and state.sampler is not None:
+            before = progress.steps.before(state.epoch or 0, self._steps.length)
+            warn_of_done_steps(given, saved, before + state.sampler.yielded)
+        warn_of_other_data(state_dict.get("_data"), fingerprint_of(loader.dataset))
+        progress.given_skip, loader.skip = given, list(merged(given, saved))
+        # `set_epoch` after this decides, as it would have at the end of an epoch.
+        progress.load(copy.deepcopy(dict(state_dict)), state.epoch_to_begin)
+        sampler, shuffle = loader.sampler, state.sampler and state.sampler.shuffle
+        if isinstance(sampler, ShuffleSampler):
+            sampler.is_named, sampler.seed = False, (shuffle or {}).get("seed", sampler.seed)
+        for one in told_in(loader.dataset, nearest=True) if state.epoch_of_dataset is not None else ():
+            one.set_epoch(state.epoch_of_dataset)
+        self._end_persistent_workers()  # they have datasets and generators of another time
+
+
+# -- the order of `ShardedDataLoader` ----------------------------------------------------------------------------------
+
+KEPT = ("pin_memory", "drop_last", "device", "devices", "num_shards", "seed", "on_error", "streams")
+
+
+def need_sharded(reads: object, method: str) -> ShardedDataLoader[Any]:
+    """Return what reads for a loader. If that is no `ShardedDataLoader`, raise a TypeError."""
+    if not isinstance(reads, ShardedDataLoader):
+        raise TypeError(f"{method} needs the order of ShardedDataLoader, and this is torch's: give num_replicas=1")
+    return reads
+
+
+def make_sharded(loader: DataLoader[Any]) -> ShardedDataLoader[Any]:
+    """Make the `ShardedDataLoader` that reads for a drop-in, with the same arguments.
+
+    Raises:
+        TypeError, ValueError: they contradict each other.
+    """
+    batch_size = loader.batch_size if loader._given_order["batch_sampler"] is None else None
+    wrong = {"generator": loader.generator is not None, "in_order": not loader.in_order}
+    for name in (name for name, is_wrong in wrong.items() if is_wrong):
+        text = f"{name} goes with torch's order, and {' and '.join(SHARDED)} with another"
+        raise ValueError(f"{text}: {INSTEAD[name]}")
+    if batch_size is None and loader._given_order["batch_sampler"] is None:
+        raise ValueError("batch_size=None gives single samples, and this order is one of batches: give a batch_size")
+    options = {name: getattr(loader, name) for name in (*SHARDED, *KEPT)} | loader._given_order
+    return ShardedDataLoader(
+        loader.dataset,
+        batch_size=batch_size,
+        collate_fn=batchify_fn_of(loader.collate_fn, batched=True),
+        num_workers=0 if loader._tuner is None else "auto",
+        pool=drop_in.make_pool(loader),
+        prefetch_factor=None if loader._scales_prefetch else loader.prefetch_factor,
+        skip=loader._progress.given_skip or None,
+        **options,
+    )

@@ -35,10 +35,6 @@ def test_the_core_imports_no_satellite(imports: list[Import]) -> None:
     assert out_of_core(imports) == []
 
 
-NOT_MOVED = ("drop_in", "torch")
-"""Satellites that still import the core itself."""
-
-
 def room_of(module: str) -> str:
     """The folder below the package, or the module there; the package itself has none."""
     return f"{module}.".split(".")[1]
@@ -74,7 +70,7 @@ def test_satellites_import_the_core_only_through_the_seam() -> None:
     beside = [
         f"{satellite}: from {module} import {name}"
         for satellite, module, name in imported_by_satellites()
-        if name not in allowed.get(module, ()) and room_of(satellite) not in NOT_MOVED
+        if name not in allowed.get(module, ())
     ]
     assert beside == []
 
@@ -82,9 +78,8 @@ def test_satellites_import_the_core_only_through_the_seam() -> None:
 def test_each_name_on_the_second_shelf_of_the_seam_is_used_by_a_satellite() -> None:
     """What nobody uses is taken out: so the stubs say what the core has to go on having."""
     used = {(module, name) for _, module, name in imported_by_satellites()}
-    not_moved = " ".join(SOURCES[module] for module in SOURCES if room_of(module) in NOT_MOVED)
     for module, names in names_of_seam().items():
-        unused = [name for name in names if (module, name) not in used and not re.search(rf"\b{name}\b", not_moved)]
+        unused = [name for name in names if (module, name) not in used]
         assert unused == [] or module == "sharded_loader.extend"
 
 

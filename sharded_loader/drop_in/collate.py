@@ -18,12 +18,24 @@ from typing import Any
 
 import numpy as np
 
-from sharded_loader.batching.default import JOINABLE, Batchify, stack_arrays
-from sharded_loader.batching.protocol import BatchifyError, Empty, assembler
-from sharded_loader.batching.tree import TensorBatch, dtype_of, is_plain, stack_tensors, to_torch, torch_has
 from sharded_loader.caching.dataset import StoredDataset
 from sharded_loader.caching.store import fits_columns
-from sharded_loader.data.bulk import NOT_IN_BULK, Gather, as_bulk, part_of
+from sharded_loader.extend import Batchify, BatchifyError, Empty
+from sharded_loader.extend.data import (
+    JOINABLE,
+    NOT_IN_BULK,
+    Gather,
+    TensorBatch,
+    as_bulk,
+    assembler,
+    dtype_of,
+    is_plain,
+    part_of,
+    stack_arrays,
+    stack_tensors,
+    to_torch,
+    torch_has,
+)
 
 _NUMBERS = {int: np.dtype(np.int64), float: np.dtype(np.float64), bool: np.dtype(bool)}
 

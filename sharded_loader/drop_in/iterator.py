@@ -2,7 +2,6 @@
 
     check_arguments(loader)                           rejects what would otherwise fail at the first batch
     make_pool(loader) -> Pool                         the pool that the loader's arguments ask for
-    make_sharded(loader) -> ShardedDataLoader         reads in its stead, if an argument asks for another order
     LoaderIterator(loader, state)._next_data() -> EpochIterator -> Pipeline -> ProcessPool | InlinePool
     WorkerView(handle)                                a worker process as torch's iterator shows it
 
@@ -16,7 +15,6 @@ words, with this library's error as its cause.
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 import math
 import multiprocessing
@@ -27,43 +25,43 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import IterableDataset, _utils
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from sharded_loader.base.checks import check_int
-from sharded_loader.base.errors import WorkerDiedError, WorkerTimeoutError
-from sharded_loader.base.imports import leave_alone
-from sharded_loader.base.interrupts import uninterrupted
-from sharded_loader.batching.tree import TensorBatch
-from sharded_loader.data.inspection import is_stateful
-from sharded_loader.data.seeding import told_in
-from sharded_loader.devices.names import accelerators, find_devices
-from sharded_loader.devices.placement import Placer
+from sharded_loader import InlinePool, ProcessPool, ThreadPool, WorkerDiedError, WorkerTimeoutError
 from sharded_loader.drop_in import sampler as samplers
-from sharded_loader.drop_in.collate import batchify_fn_of
 from sharded_loader.drop_in.pinning import Pinner
-from sharded_loader.drop_in.sampler import SamplerStart, SamplerState, TorchEpoch
-from sharded_loader.drop_in.state import LoaderState, TorchRun, check_data, job_of, stream_epoch
-from sharded_loader.engine.messages import PartPoint
-from sharded_loader.extend import Pipeline, Pool, Task
-from sharded_loader.loader import arguments
-from sharded_loader.loader.arguments import length
-from sharded_loader.loader.epochs import OneRun, warn_of_length
-from sharded_loader.loader.iterator import EpochIterator, profiler_enabled
-from sharded_loader.loader.loader import ShardedDataLoader, call_all
-from sharded_loader.pools.local import InlinePool, ThreadPool
-from sharded_loader.pools.process.pool import ArenaInUse, ProcessPool
-from sharded_loader.sampling.base import nested
-from sharded_loader.streams.epoch import StreamEpoch
-from sharded_loader.streams.reader import StreamReader
+from sharded_loader.drop_in.sampler import Points, SamplerStart, Skips, TorchEpoch
+from sharded_loader.drop_in.state import LoaderState, TorchRun, TorchSteps, check_data, job_of, lives_on, stream_epoch
+from sharded_loader.extend import PartPoint, Pipeline, Pool, Task
+from sharded_loader.extend.data import TensorBatch, is_stateful, to_torch, told_in
+from sharded_loader.extend.engine import (
+    ArenaInUse,
+    EpochIterator,
+    OneRun,
+    Placer,
+    StreamEpoch,
+    StreamReader,
+    accelerators,
+    call_all,
+    claim,
+    collate_function,
+    find_devices,
+    length,
+    make_split,
+    profiler_enabled,
+    refuse_streams,
+    warn_of_length,
+)
+from sharded_loader.extend.order import nested
+from sharded_loader.extend.tools import check_int, leave_alone, uninterrupted
 
 if TYPE_CHECKING:
-    from sharded_loader.torch import DataLoader
-
-    Loader = DataLoader[Any]
+    from sharded_loader.drop_in.state import Loader
 
 _numbers = itertools.count()
 
@@ -74,18 +72,18 @@ def check_arguments(loader: Loader) -> None:
     Raises:
         ValueError, TypeError: An argument has a wrong value or type.
     """
-    arguments.collate_function(None, loader.collate_fn)
+    collate_function(None, loader.collate_fn)
     if loader.generator is not None and not isinstance(loader.generator, torch.Generator):
         raise TypeError(f"generator is {loader.generator!r}; it must be a torch.Generator, or give seed= (an int)")
     if loader.prefetch_factor is not None:
         check_int("prefetch_factor", loader.prefetch_factor, 0, "give the number of batches to prefetch per worker")
     if loader.seed is not None:
         loader.seed = check_int("seed", loader.seed, -math.inf, "give an integer, or None")
-    arguments.make_split(*find_devices(loader.device, loader.devices), loader.num_shards)
+    make_split(*find_devices(loader.device, loader.devices), loader.num_shards)
     if loader.streams is not None:
         check_int("streams", loader.streams, 1, "give the number of parts, or None for one per worker")
         if not isinstance(loader.dataset, IterableDataset):
-            arguments.refuse_streams(loader.streams, loader.dataset)
+            refuse_streams(loader.streams, loader.dataset)
     if loader.start_method and loader.multiprocessing_context is not None:
         raise ValueError("start_method and multiprocessing_context set the same thing: leave out one of them")
     if loader.max_worker_memory is not None and (loader.num_workers == 0 or _uses_threads(loader)):
@@ -124,7 +122,7 @@ def _uses_threads(loader: Loader) -> bool:
 
 def _process_pool(loader: Loader, count: int) -> ProcessPool:
     """``count`` worker processes, as the loader's arguments ask for them."""
-    context, restarts = loader.multiprocessing_context, loader.restarts
+    context = loader.multiprocessing_context
     method: Any = loader.start_method
     if method is None and context is not None:
         # Other libraries' contexts have names of their own.
@@ -132,15 +130,9 @@ def _process_pool(loader: Loader, count: int) -> ProcessPool:
         kinds = [name for name in methods if isinstance(context, type(multiprocessing.get_context(name)))]
         name = context.get_start_method()
         method = name if name in methods else [*kinds, "spawn"][0]
-    return ProcessPool(
-        count,
-        start_method=method,
-        worker_init_fn=loader.worker_init_fn,
-        timeout=loader.timeout or None,
-        restarts=(0 if loader.timeout else 3) if restarts is None else restarts,
-        max_bytes=loader.max_bytes,
-        max_worker_memory=loader.max_worker_memory,
-    )
+    restarts = (0 if loader.timeout else 3) if loader.restarts is None else loader.restarts
+    given = {name: getattr(loader, name) for name in ("worker_init_fn", "max_bytes", "max_worker_memory")}
+    return ProcessPool(count, start_method=method, timeout=loader.timeout or None, restarts=restarts, **given)
 
 
 def as_collated(devices: list[torch.device] | None, pinner: Pinner | None = None) -> Placer:
@@ -154,7 +146,7 @@ def as_collated(devices: list[torch.device] | None, pinner: Pinner | None = None
 
 
 def _collated(shard: object) -> Any:
-    return shard.to_torch() if type(shard) is TensorBatch else shard
+    return to_torch(shard.arrays) if type(shard) is TensorBatch else shard
 
 
 class DeviceMemory:
@@ -201,6 +193,57 @@ def _close_arenas(left: list[ArenaInUse]) -> None:
 # -- the iterator ------------------------------------------------------------------------------------------------------
 
 
+class Engine:
+    """What reads for an iterator, which owns it: a pool of workers, and what puts their batches where they belong.
+
+    Args:
+        loader: the loader.
+        pins: pin batches, as torch does, if no device is given.
+        kind: of the accelerator that they are pinned for; None: the first one.
+
+    Attributes:
+        pool, pipeline, placement: as for `ShardedDataLoader`.
+        length: of the dataset, whose copies the workers get; None: of iterable data, or not known.
+        views: the workers that the user has seen, by their handles.
+    """
+
+    def __init__(self, loader: Loader, pins: bool, kind: str | None) -> None:
+        self.length = None if isinstance(loader.dataset, IterableDataset) else length(loader.dataset)
+        devices, sharded = find_devices(loader.device, loader.devices)
+        pinner, self._memory = None, loader._memory
+        if pins and devices is None:
+            pin = partial(_utils.pin_memory.pin_memory, device=kind)
+            pinner = Pinner(torch.device(kind or accelerators()[0]).type, loader.num_workers > 0, pin)
+        self.placement = as_collated(None, pinner) if devices is None else self._memory.placement(devices)
+        self.pool = make_pool(loader)
+        self.pool.notices = loader._meter.notices
+        self._memory.lend(self.pool, self.placement)
+        self.pipeline = Pipeline(self.pool, make_split(devices, sharded, loader.num_shards))
+        claim(self.pool, self.pipeline)
+        # Without prefetch_factor, enough batches are in flight to fill the messages to the workers.
+        self.pipeline.scheduler.scale_by_group = loader._scales_prefetch
+        self.pipeline.scheduler.per_worker = loader.prefetch_factor or 0
+        self.pipeline.scheduler.follow(self.pool)
+        self.pipeline.min_ready = max(2, 1 + self.placement.ahead)
+        self.views: dict[Any, WorkerView] = {}
+        over = partial(_let_go, self.views), self.pool.closer(), self.placement.closer()
+        self.close = weakref.finalize(self, call_all, *over)
+
+    def shown(self) -> list[WorkerView]:
+        """The worker processes, as torch's iterator shows them."""
+        handles = self.pool.workers if isinstance(self.pool, ProcessPool) else []
+        return [self.views.setdefault(handle, WorkerView(handle)) for handle in handles]
+
+    def shut_down(self) -> None:
+        """End the workers. Memory that a device reads is kept for those of another iterator."""
+        self.shown()  # the pool forgets them
+        _let_go(self.views)
+        if not self.pipeline.is_open_step:  # otherwise an exception has struck, and the arena may be wrong
+            self._memory.take_back(self.pool, self.placement)
+        self.pipeline.close()
+        self.placement.closer()()
+
+
 class LoaderIterator(_BaseDataLoaderIter):
     """One epoch of a `sharded_loader.torch.DataLoader`; with persistent workers one after the other.
 
@@ -213,15 +256,14 @@ class LoaderIterator(_BaseDataLoaderIter):
     """
 
     run: TorchRun
-    _owner: Loader | None = None  # until the first `next`
-    _asked: Any = None  # for what its epoch was planned; see `TorchProgress.asked`
+    # Until the first `next`: the loader, and what was planned for: the last ``set_epoch``, and the loaded state.
+    _waits: tuple[Loader, Any] | None = None
 
     def __init__(self, loader: Loader, state: LoaderState | None = None) -> None:
         check_data(loader)
         # Resuming must not advance torch's global generator: the state already holds the seed and the order. The same
         # holds when persistent workers continue.
-        self._workers_live_on = loader.persistent_workers and loader.num_workers > 0
-        draws = state is None or (state.finished and not self._workers_live_on)
+        draws = state is None or (state.finished and not lives_on(loader))
         before, generator, saved = torch.get_rng_state(), loader.generator, None if state is None else state.generator
         dataset: Any = loader.dataset
         if draws and generator is not None and saved is not None:
@@ -242,49 +284,24 @@ class LoaderIterator(_BaseDataLoaderIter):
                 samplers.set_generator(generator, saved)
             torch.set_rng_state(before)
         self._is_stream = isinstance(loader.dataset, IterableDataset)
-        self._length = None if self._is_stream else length(loader.dataset)  # of the copies that the workers get
-        devices, sharded = find_devices(loader.device, loader.devices)
-        pinner, self._memory = None, loader._memory
-        if self._pin_memory and devices is None:  # as torch does
-            kind = torch.device(self._pin_memory_device or accelerators()[0]).type
-            pin = functools.partial(_utils.pin_memory.pin_memory, device=self._pin_memory_device)
-            pinner = Pinner(kind, self._num_workers > 0, pin)
-        placement = as_collated(None, pinner) if devices is None else self._memory.placement(devices)
-        self._placement, self._pool = placement, make_pool(loader)
-        self._pool.notices = loader._meter.notices
-        self._memory.lend(self._pool, placement)
-        self._pipeline = Pipeline(self._pool, arguments.make_split(devices, sharded, loader.num_shards))
-        arguments.claim(self._pool, self._pipeline)
-        # Without prefetch_factor, enough batches are in flight to fill the messages to the workers.
-        self._pipeline.scheduler.scale_by_group = loader._scales_prefetch
-        self._pipeline.scheduler.per_worker = loader.prefetch_factor or 0
-        self._pipeline.scheduler.follow(self._pool)
-        self._pipeline.min_ready = max(2, 1 + placement.ahead)
-        self._closer = weakref.finalize(self, call_all, self._pool.closer(), placement.closer())
-        self._shutdown = False
-        self._processes: list[WorkerView] = []
-        # Part or worker -> where the previous epoch left it.
-        self._points_at_start: dict[int, PartPoint] = {}
-        self._unread: set[int] = set()  # parts that had ended in a loaded state: no worker has read them
+        self._engine, self._shutdown = Engine(loader, self._pin_memory, self._pin_memory_device), False
         self._begin(loader, state, self._sampler_iter if loader.num_workers == 0 else None)
         if drawn is not None:  # what this iterator has drawn changes nothing for others that begin at this state
             loader._progress.rng_at_load = torch.get_rng_state()
 
     def _reset(self, loader: Loader, first_iter: bool = False) -> None:
         """Begin another epoch with the persistent workers. torch's loader calls this."""
-        if self._owner is not None and loader._progress.pending is not None:  # no epoch has begun since
+        if self._waits is not None and loader._progress.pending is not None:  # no epoch has begun since
             self._make_again(loader)
             return
-        if isinstance(self._pool, ProcessPool) and not self._is_stream:
+        if isinstance(self._engine.pool, ProcessPool):
             then = "Persistent workers still have the old one: leave out persistent_workers, or make a new loader"
-            warn_of_length(self._dataset, self._length, self._pool.notices, then)
+            warn_of_length(self._dataset, self._engine.length, self._engine.pool.notices, then)
         self._plan(loader, None)
         super()._reset(loader, first_iter)
         if self._start is not None:
             self._start.put_back()
-        if self._owner is None:
-            self._points_at_start = self.run.after()
-        self._begin(loader, None, self._sampler_iter)
+        self._begin(loader, None, self._sampler_iter, self.run)
 
     def _plan(self, loader: Loader, state: LoaderState | None) -> int | None:
         """Prepare the start of the sampler, if the data has one, and say which seed the epoch draws.
@@ -295,26 +312,28 @@ class LoaderIterator(_BaseDataLoaderIter):
         """
         progress, seed, of_sampler = loader._progress, None, None
         self._start = None if isinstance(loader.dataset, IterableDataset) else start_of(loader, state)
-        loaded_at, following = progress.rng_at_load, progress.following if state is None else state.next_draws
-        self._following = following if state is not None and not state.finished else None
-        is_as_loaded = loaded_at is not None and torch.equal(loaded_at, torch.get_rng_state())
-        if following and not self._following and is_as_loaded:
-            seed, of_sampler = following
+        loaded_at, draws = progress.rng_at_load, progress.following if state is None else state.next_draws
+        self._following = draws if state is not None and not state.finished else None
+        if draws and not self._following and loaded_at is not None and torch.equal(loaded_at, torch.get_rng_state()):
+            seed, of_sampler = draws
         if self._start is not None and self._start.shuffle is not None:
             self._start.shuffle.expect(of_sampler)
         return seed
 
-    def _begin(self, loader: Loader, state: LoaderState | None, items: Iterator[object] | None) -> None:
+    def _begin(
+        self, loader: Loader, state: LoaderState | None, items: Iterator[object] | None, before: TorchRun | None = None
+    ) -> None:
         """Build the epoch's plan, run and iterator. Reads no sample.
 
         Args:
             loader, state: as above.
             items: the sampler's iterator. None: `SamplerStart` asks for it. With workers, torch asks a second time too.
+            before: the run before this one, of the same workers.
         """
         is_new, workers, start = state is None or state.finished, self._num_workers, self._start
         # Ignore the state if its epoch was finished and the workers were not persistent: the next epoch starts new
         # workers with new seeds.
-        if is_new and workers > 0 and not self._workers_live_on:
+        if is_new and workers > 0 and not lives_on(loader):
             state = None
         # New workers, or none, have the seeds and the datasets of a new epoch.
         saved = None if is_new and workers == 0 else state
@@ -322,101 +341,103 @@ class LoaderIterator(_BaseDataLoaderIter):
         number = None if start is None else start.epoch_of_seed()
         if number is None:
             number = loader._progress.count.next_epoch if state is None or is_new else state.epoch or 0
-        base = drawn if loader.seed is None and loader._tuner is None else None  # None: nothing depends on the workers
-        seed = drawn if loader.seed is None else int(loader.seed)
-        job = replace(job_of(loader, self._collate_fn), seed=seed, base_seed=base)
+        job = job_of(loader, self._collate_fn, drawn)
+        points: Points = {}
+        if before is not None:
+            points = before.points_at_start if self._waits is not None else before.after()
         epoch: TorchEpoch | StreamEpoch
-        of_epoch = None
+        unread, of_epoch = set[int](), None
         if start is None:
-            unread = {part: self._points_at_start[part] for part in self._unread & set(self._points_at_start)}
-            epoch = stream_epoch(loader, seed, state, unread)
-            self._unread = {part for part, point in epoch.at_beginning().points.items() if point.ended}
+            behind = {} if before is None else {part: points[part] for part in before.unread & points.keys()}
+            epoch = stream_epoch(loader, job.seed, state, behind)
+            unread = {part for part, point in epoch.at_beginning().points.items() if point.ended}
             job = replace(job, stream=epoch.stream._replace(tells_epoch=False))
             epochs = (getattr(one, "epoch", None) for one in told_in(loader.dataset, nearest=True))
             of_epoch = next((number for number in epochs if isinstance(number, int)), None)
         else:
             # As in torch, a worker has the dataset as it was when the worker started.
-            job = replace(job, keeps_state=is_stateful(self._dataset))
-            epoch = self._sampler_epoch(start, None if saved is None else saved.sampler, items, loader._left_out)
+            job, at_start = replace(job, keeps_state=is_stateful(self._dataset)), points
+            if saved is not None and saved.sampler is not None:  # otherwise workers go on with the datasets they have
+                of_workers = enumerate(saved.sampler.datasets or ())
+                at_start = {i % max(1, workers): PartPoint(state=dataset) for i, dataset in of_workers}
+            epoch = self._sampler_epoch(start, items, at_start, TorchSteps(loader).left_out)
             epoch.takes_turns = loader._tuner is None or job.keeps_state
             if job.keeps_state:
                 loader._meter.tune_at = math.inf  # each worker has a state of its own: their number stays
         epoch.number = number  # the random numbers of an epoch depend on it, also in persistent workers
         epoch.any_order = not loader.in_order and workers > 0
-        self._job, self._num_yielded = job, 0 if state is None or is_new else state.yielded
-        at: dict[str, Any] = {"points_at_start": self._points_at_start, "epoch_of_dataset": of_epoch}
+        self._num_yielded = 0 if state is None or is_new else state.yielded
+        at: dict[str, Any] = {"points_at_start": points, "unread": unread, "epoch_of_dataset": of_epoch}
         at |= {"base_seed": drawn, "yielded": self._num_yielded}
-        self.run = TorchRun(next(_numbers), epoch=epoch, **at)
-        self._inner = EpochIterator(OneRun(self._pipeline, self._placement, self.run, job), loader._meter)
+        self.run = TorchRun(next(_numbers), epoch=epoch, job=job, **at)
+        self._inner = EpochIterator(OneRun(self._engine.pipeline, self._engine.placement, self.run, job), loader._meter)
         if workers == 0:
-            self._prime(epoch, is_new)
+            self._prime(is_new)
         # Until the first `next` the loader is what it was: an iterator that reads nothing changes nothing.
-        self._owner, self._asked, loader._progress.waiting = loader, loader._progress.asked(), self
+        progress = loader._progress
+        self._waits, progress.waiting = (loader, (progress.count.request, progress.pending)), self
 
-    def _sampler_epoch(self, start: SamplerStart, state: SamplerState | None, items: Any, skips: Any) -> TorchEpoch:
+    def _sampler_epoch(self, start: SamplerStart, items: Any, points: Points, left_out: Skips) -> TorchEpoch:
         """An epoch of map-style data.
 
         Args:
             start: starts the sampler.
-            state: with the states of the workers' datasets. None: persistent workers go on with the datasets they have.
             items: as in `_begin`.
-            skips: as of `TorchEpoch`.
+            points, left_out: as of `TorchEpoch`.
         """
-        lanes, points = max(1, self._num_workers), self._points_at_start
+        lanes = max(1, self._num_workers)
         if not start.resumes:
             start.begin(items)
-        if state is not None:
-            points = {lane % lanes: PartPoint(state=dataset) for lane, dataset in enumerate(state.datasets or ())}
-        epoch = TorchEpoch(start, lanes, self._auto_collation, points, is_stateful(self._dataset), skips)
+        epoch = TorchEpoch(start, lanes, self._auto_collation, points, is_stateful(self._dataset), left_out)
         if self._num_workers > 0 and not start.resumes:  # torch's workers are sent the first indices now
             start.settle()
             if not start.has_set_epoch:
                 epoch.begin()
-        self._pipeline.scheduler.one_by_one = start.may_draw
+        self._engine.pipeline.scheduler.one_by_one = start.may_draw
         return epoch
 
     def is_stale(self, loader: Loader) -> bool:
         """Return True if persistent workers have exited, or hold copies of the dataset from another epoch."""
-        told = loader._progress.requests.take() is not None
-        has_copies = self._is_stream or not self._pool.shares_dataset
-        return self._shutdown or (told and has_copies and self._pool.started)
+        told, pool = loader._progress.requests.take() is not None, self._engine.pool
+        return self._shutdown or (told and (self._is_stream or not pool.shares_dataset) and pool.started)
 
     def _make_again(self, loader: Loader) -> None:
         """Begin where an iterator would begin that is made now."""
-        self._asked = None, self  # no state of the loader: if this is interrupted, the next `next` does it again
+        self._waits = loader, (None, self)  # no state of it: if this is interrupted, the next `next` does it again
         self._shutdown_workers()
-        self._closer()
+        self._engine.close()
         self.__init__(loader, loader._progress.state_to_begin(loader._index_sampler))  # type: ignore[misc]
-        if self._workers_live_on:
+        if lives_on(loader):
             loader._iterator = self
 
-    def _take_over(self, loader: Loader) -> None:
+    def _take_over(self, loader: Loader, asked: Any) -> None:
         """Become the newest iterator of the loader: the first batch is asked for."""
-        progress, (request, pending) = loader._progress, self._asked
+        progress, (request, pending) = loader._progress, asked
         is_named = progress.count.request is not request
-        is_stale = self.is_stale(loader) if self._workers_live_on else self._shutdown
+        is_stale = self.is_stale(loader) if lives_on(loader) else self._shutdown
         if is_stale or progress.pending is not pending or (is_named and pending is not None):
             self._make_again(loader)
         elif is_named:
             self._start = start_of(loader, None)
-            self._begin(loader, None, None)
+            self._begin(loader, None, None, self.run)
         with uninterrupted():
-            self._owner, progress.following, progress.job = None, self._following, self._job
+            self._waits, progress.following = None, self._following
             progress.begun(self.run, self)
 
-    def _prime(self, epoch: TorchEpoch | StreamEpoch, is_new: bool) -> None:
+    def _prime(self, is_new: bool) -> None:
         """Ask a dataset of this process for its iterator and for its state. torch asks at this moment too."""
         dataset: Any = self._dataset
-        if isinstance(epoch, TorchEpoch):
-            if self._job.keeps_state and is_new:
-                epoch.primed(copy.deepcopy(dataset.state_dict()))
+        run, engine = self.run, self._engine
+        if isinstance(run.epoch, TorchEpoch):
+            if run.job.keeps_state and is_new:
+                run.epoch.primed(copy.deepcopy(dataset.state_dict()))
             return
-        self._pipeline.start(self._job)
-        task, reader = epoch.task(epoch.first), getattr(self._pool, "reader", None)
+        engine.pipeline.start(run.job)
+        task, reader = run.epoch.task(run.epoch.first), getattr(engine.pool, "reader", None)
         if isinstance(task, Task) and isinstance(reader, StreamReader) and task.part is not None:
-            epoch.primed(task.part.number, reader.prime(task))
-        elif self._unread == {0}:  # the state was taken behind the last batch, but the end was not seen
-            of_dataset, _ = epoch.at_beginning().points[0].state or (None, None)
+            run.epoch.primed(task.part.number, reader.prime(task))
+        elif run.unread == {0}:  # the state was taken behind the last batch, but the end was not seen
+            of_dataset, _ = run.epoch.at_beginning().points[0].state or (None, None)
             if of_dataset is not None:
                 dataset.load_state_dict(copy.deepcopy(of_dataset))
 
@@ -435,8 +456,8 @@ class LoaderIterator(_BaseDataLoaderIter):
         return data
 
     def _next_data(self) -> Any:
-        if self._owner is not None:
-            self._take_over(self._owner)
+        if self._waits is not None:
+            self._take_over(*self._waits)
         if self._shutdown:
             raise StopIteration
         try:
@@ -453,34 +474,25 @@ class LoaderIterator(_BaseDataLoaderIter):
     # -- workers --------------------------------------------------------------------------------------------
 
     def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        # After a ``break``: so that the loader keeps the memory. `_closer` sees to the rest.
+        # After a ``break``: so that the loader keeps the memory. `Engine.close` sees to the rest.
         if _is_finalizing() or getattr(self, "_shutdown", True):
             return
-        if self._placement.devices is not None and os.getpid() == self._pipeline.pid:
+        if self._engine.placement.devices is not None and os.getpid() == self._engine.pipeline.pid:
             self._shutdown_workers()
 
     @property
     def _workers(self) -> list[WorkerView]:
         """The worker processes, as torch's iterator shows them. This starts them."""
-        pool = self._pool
-        if isinstance(pool, ProcessPool) and not self._shutdown:
-            if not pool.started:
-                self._pipeline.start(self._job)
-            self._processes = [WorkerView(handle) for handle in pool.workers]
-        return self._processes
+        engine = self._engine
+        if isinstance(engine.pool, ProcessPool) and not self._shutdown and not engine.pool.started:
+            engine.pipeline.start(self.run.job)
+        return engine.shown() or list(engine.views.values())
 
     def _shutdown_workers(self) -> None:
         """End the workers. Safe to call twice."""
         if not self._shutdown:
-            if self._pool.started:
-                self._processes = self._workers
             self._shutdown = True
-            if not self._pipeline.is_open_step:  # otherwise an exception has struck, and the arena may be wrong
-                self._memory.take_back(self._pool, self._placement)
-            self._pipeline.close()
-            self._placement.closer()()
-            for worker in self._processes:
-                worker.let_go()
+            self._engine.shut_down()
 
 
 def start_of(loader: Loader, state: LoaderState | None) -> SamplerStart:
@@ -489,35 +501,43 @@ def start_of(loader: Loader, state: LoaderState | None) -> SamplerStart:
     return SamplerStart(loader._index_sampler, saved, finished, loader._progress.count)
 
 
+def _let_go(views: dict[Any, WorkerView]) -> None:
+    """The loader is about to end the workers."""
+    for view in views.values():
+        if view.is_alive():
+            view.handle = None
+
+
 class WorkerView:
-    """A worker process as torch's iterator shows it to programs that watch or kill workers."""
+    """A worker process as torch's iterator shows it to programs that watch or kill workers.
+
+    Attributes:
+        handle: of the process, with its shared memory; None: the loader has ended it.
+        pid: the process id.
+    """
 
     def __init__(self, handle: Any) -> None:
-        self._handle = handle
+        self.handle = handle
         self.pid: int = handle.pid
 
     def is_alive(self) -> bool:
         """Whether the process runs."""
-        return self._handle is not None and bool(self._handle.is_alive())
-
-    def let_go(self) -> None:
-        """Drop the handle, which holds shared memory: the loader has ended the process."""
-        self._handle = None
+        return self.handle is not None and bool(self.handle.is_alive())
 
     @property
     def exitcode(self) -> int | None:
         """The exit code; None while the process runs. As in torch, 0 if the loader has ended it."""
-        return None if self.is_alive() else getattr(self._handle, "exitcode", None) or 0
+        return None if self.is_alive() else getattr(self.handle, "exitcode", None) or 0
 
     def join(self, timeout: float | None = None) -> None:
         """Wait until the process has ended."""
-        if self._handle is not None:
-            self._handle.wait(timeout)
+        if self.handle is not None:
+            self.handle.wait(timeout)
 
     def terminate(self) -> None:
         """Kill the process."""
-        if self._handle is not None:
-            self._handle.kill()
+        if self.handle is not None:
+            self.handle.kill()
 
     kill = terminate
 
@@ -528,59 +548,9 @@ def in_torchs_words(error: WorkerDiedError | WorkerTimeoutError, timeout: float)
         return RuntimeError(f"DataLoader timed out after {timeout} seconds. {error}")
     code = error.exitcode
     if code is not None and code < 0:
-        return RuntimeError(
-            f"DataLoader worker (pid {error.pid}) is killed by signal: {signal.strsignal(-code)}. {error}"
-        )
+        name = signal.strsignal(-code)
+        return RuntimeError(f"DataLoader worker (pid {error.pid}) is killed by signal: {name}. {error}")
     return RuntimeError(f"DataLoader worker (pid(s) {error.pid}) exited unexpectedly. {error}")
 
 
 leave_alone(LoaderIterator.__next__)
-
-
-# -- the order of `ShardedDataLoader` ----------------------------------------------------------------------------------
-
-SHARDED = ("num_replicas", "rank", "mesh", "costs", "evaluate", "steps_per_epoch")
-"""Arguments of `ShardedDataLoader` that torch's order cannot have."""
-
-KEPT = ("pin_memory", "drop_last", "device", "devices", "num_shards", "seed", "on_error", "streams")
-
-
-def is_sharded(loader: Loader) -> bool:
-    """Return whether a loader was given one of the arguments in `SHARDED`."""
-    return any(getattr(loader, name) is not None and getattr(loader, name) is not False for name in SHARDED)
-
-
-def need_sharded(inner: ShardedDataLoader[Any] | None, method: str) -> ShardedDataLoader[Any]:
-    """Return the inner loader, or raise a TypeError if there is none."""
-    if inner is None:
-        raise TypeError(f"{method} needs the order of ShardedDataLoader, and this is torch's: give num_replicas=1")
-    return inner
-
-
-def make_sharded(loader: Loader) -> ShardedDataLoader[Any]:
-    """Make the `ShardedDataLoader` that reads for a drop-in, with the same arguments.
-
-    Raises:
-        TypeError, ValueError: they contradict each other.
-    """
-    shuffle, sampler, batch_sampler = loader._given_order
-    wrong = {"generator": loader.generator is not None, "in_order": not loader.in_order}
-    for name in (name for name, is_wrong in wrong.items() if is_wrong):
-        text = f"{name} goes with torch's order, and {' and '.join(SHARDED)} with another"
-        raise ValueError(f"{text}: {arguments.INSTEAD[name]}")
-    if batch_sampler is None and loader.batch_size is None:
-        raise ValueError("batch_size=None gives single samples, and this order is one of batches: give a batch_size")
-    options = {name: getattr(loader, name) for name in (*SHARDED, *KEPT)}
-    return ShardedDataLoader(
-        loader.dataset,
-        batch_size=loader.batch_size if batch_sampler is None else None,
-        shuffle=shuffle or False,
-        sampler=sampler,
-        batch_sampler=batch_sampler,
-        collate_fn=batchify_fn_of(loader.collate_fn, batched=True),
-        num_workers=0 if loader._tuner is None else "auto",
-        pool=make_pool(loader),
-        prefetch_factor=None if loader._scales_prefetch else loader.prefetch_factor,
-        skip=loader._given_skip or None,
-        **options,
-    )

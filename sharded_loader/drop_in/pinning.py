@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from sharded_loader.base.interrupts import uninterrupted
-from sharded_loader.batching.tree import ATOMS, has_method, map_leaves
-from sharded_loader.devices.accelerator import note_rejected
+from sharded_loader.extend.data import ATOMS, has_method, map_leaves
+from sharded_loader.extend.engine import note_rejected
+from sharded_loader.extend.tools import uninterrupted
 
 CLOSING_SECONDS = 10.0
 """Seconds that `Pinner.close` waits for an object whose own ``pin_memory`` does not return."""

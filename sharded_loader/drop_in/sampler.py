@@ -5,7 +5,8 @@
     EpochCount.next_epoch; named(sampler)             the epoch, where the sampler that shuffles does not count
     SamplerState                                      what a state says of the sampler
     SamplerStart(sampler, state, finished, epochs)    starts a sampler; `started` is a `sampling.foreign.Start`
-    TorchEpoch(start, ...)                            the sampler's items, and where it is after each of them
+    DrawnItems(start)                                 the sampler's items, and where it is after each of them
+    TorchEpoch(start, ...)                            batches of them, and the states of the workers' datasets
     TorchEpoch.task(seq) -> Task                      batch number i is read by worker i % num_workers, as in torch
 
 What decides the order of an epoch of ``shuffle=True``: with ``seed=``, the seed and the number of the epoch. Otherwise
@@ -32,21 +33,24 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data.sampler import SubsetRandomSampler, WeightedRandomSampler
 
-from sharded_loader.base.checks import check_int
-from sharded_loader.base.entries import anything, entry, integer, written
-from sharded_loader.base.interrupts import is_from_outside, pass_on
-from sharded_loader.data.inspection import is_stateful
-from sharded_loader.engine.epoch_requests import EpochRequest, note
-from sharded_loader.engine.messages import NOTHING, Nothing, PartBatch, PartPoint, RowIndices
-from sharded_loader.engine.order import sampler_error
-from sharded_loader.extend import Epoch, Position, Result, Sampler, Task
-from sharded_loader.randomness.rng import derive_key
-from sharded_loader.sampling import foreign
-from sharded_loader.sampling.base import is_own, nested
-from sharded_loader.sampling.foreign import ForeignItems, known_length, loaded, rank_of
-from sharded_loader.sampling.state import Checkpoint
-from sharded_loader.sampling.tables import bytes_of_one
+from sharded_loader.extend import NOTHING, Epoch, Nothing, PartPoint, Position, Result, Sampler, Task
+from sharded_loader.extend.data import is_stateful
+from sharded_loader.extend.engine import EpochRequest, PartBatch, RowIndices, note, sampler_error
+from sharded_loader.extend.order import (
+    Checkpoint,
+    ForeignItems,
+    bytes_of_one,
+    derive_key,
+    first_of,
+    is_own,
+    known_length,
+    loaded,
+    nested,
+    rank_of,
+)
+from sharded_loader.extend.tools import check_int, entries, is_from_outside, pass_on
 
 
 class ShuffleSampler(RandomSampler):
@@ -126,11 +130,8 @@ class ShuffleSampler(RandomSampler):
             before: what this has returned for the same iterator. Others may have drawn since, or have begun.
         """
         self._next = (before or {}).get("next", self._next)
-        return {"next": list(self._decided())} if self._draws else self.end_state()
-
-    @property
-    def _draws(self) -> bool:
-        return self.generator is None and self.seed is None
+        draws = self.generator is None and self.seed is None
+        return {"next": list(self._decided())} if draws else self.end_state()
 
     def end_state(self) -> dict[str, Any]:
         """What decides the epochs after this one, as far as that is known at its end. It draws nothing."""
@@ -215,30 +216,23 @@ class SamplerState:
         datasets: the state of each worker's dataset.
     """
 
-    yielded: int = entry(integer(0))
-    checksum: int = entry(integer(0))
-    rank: int | None = entry(anything, default=None)
-    shuffle: dict[str, Any] | None = entry(anything, default=None)
-    rng: list[list[str]] | None = entry(anything, default=None)
-    epochs: list[int] | None = entry(anything, default=None)
-    ahead: list[int] | None = entry(anything, default=None)
-    over: bool | None = entry(anything, default=None)
-    own: Any = entry(anything, write=copy.deepcopy, name="state", default=None)
-    generators: list[str] | None = entry(anything, default=None)
-    datasets: list[Any] | None = entry(anything, write=copy.deepcopy, default=None)
+    yielded: int = entries.entry(entries.integer(0))
+    checksum: int = entries.entry(entries.integer(0))
+    rank: int | None = entries.entry(entries.anything, default=None)
+    shuffle: dict[str, Any] | None = entries.entry(entries.anything, default=None)
+    rng: list[list[str]] | None = entries.entry(entries.anything, default=None)
+    epochs: list[int] | None = entries.entry(entries.anything, default=None)
+    ahead: list[int] | None = entries.entry(entries.anything, default=None)
+    over: bool | None = entries.entry(entries.anything, default=None)
+    own: Any = entries.entry(entries.anything, write=copy.deepcopy, name="state", default=None)
+    generators: list[str] | None = entries.entry(entries.anything, default=None)
+    datasets: list[Any] | None = entries.entry(entries.anything, write=copy.deepcopy, default=None)
 
 
 _PLAIN = (BatchSampler, SequentialSampler, InOrderSampler, list, tuple, range)
 """Samplers whose order is always the same."""
 
-_DRAW_ONCE = (
-    *_PLAIN,
-    ShuffleSampler,
-    RandomSampler,
-    torch.utils.data.SubsetRandomSampler,
-    torch.utils.data.WeightedRandomSampler,
-    DistributedSampler,
-)
+_DRAW_ONCE = (*_PLAIN, ShuffleSampler, RandomSampler, DistributedSampler, SubsetRandomSampler, WeightedRandomSampler)
 """Samplers that draw from the global generators at their first item only."""
 
 
@@ -389,7 +383,7 @@ class SamplerStart:
         if is_stateful(items) or not self._draws:
             return items
         try:
-            items = foreign.first_of(self._of_named_epoch(items))[1]
+            items = first_of(self._of_named_epoch(items))[1]
         except Exception as error:
             pass_on(error)
             items = raising(error)
@@ -463,6 +457,83 @@ class SamplerStart:
 # -- one epoch ---------------------------------------------------------------------------------------------------------
 
 
+class DrawnItems:
+    """The items of a sampler, drawn one after the other, and where the sampler is after each of them.
+
+    Args:
+        start: starts the sampler.
+
+    Attributes:
+        start: as given; where the sampler was interrupted, what starts it there again.
+        number: of the item that comes next.
+        marks: by the number of the next item: the checksum of those before it, and the sampler's own state there.
+        items: those that come; None until the sampler has been started.
+        length: how many there are in all, if the sampler has a length and has been started.
+        is_started: it was asked for its items.
+        has_ended: no item is left, or the sampler has raised an error.
+        is_open: the sampler is asked for an item, or the item has no place yet. If this is so when the next one is
+            asked for, a Ctrl-C, or a signal, has struck there.
+    """
+
+    def __init__(self, start: SamplerStart) -> None:
+        state = start.state
+        self.start, self.number = start, state.yielded
+        self.marks: dict[int, tuple[int, Any]] = {state.yielded: (state.checksum, state.own)}
+        self.items: ForeignItems | None = None
+        self.length: int | None = None
+        self.is_started = self.has_ended = self.is_open = False
+
+    def begin(self, epoch: int) -> None:
+        """Start the sampler, unless it has started: it draws now what it draws for its first item."""
+        if self.is_started:
+            return
+        self.is_started = self.has_ended = self.is_open = True  # unless it starts
+        mark, at = None, self.start.state
+        if self.start.resumes:
+            mark = Checkpoint(epoch, at.yielded, at.checksum, at.rank, bool(at.over), at.own)
+        try:
+            self.items = ForeignItems(self.start.sampler, self.start.started, mark)
+        except Exception as error:
+            self.is_open = is_from_outside(error)
+            raise
+        self.length = known_length(self.start.sampler, epoch)
+        self.has_ended = self.is_open = False
+
+    def again(self) -> None:
+        """Have `begin` start the sampler where it was interrupted: a generator that was interrupted has ended."""
+        self.start = self.start.again(self.number, *self.marks[self.number])
+        self.start.settle()
+        self.is_started = False
+
+    def draw(self, items: ForeignItems) -> Any:
+        """The next item, until `number` is set behind it; at the end `NOTHING`."""
+        self.is_open = True
+        try:
+            item = next(items.rest)
+            items.checksum = zlib.crc32(bytes_of_one(item), items.checksum)
+        except StopIteration:
+            self.has_ended, self.is_open = True, False
+            return NOTHING
+        except Exception as error:
+            self.has_ended, self.is_open = True, is_from_outside(error)
+            raise
+        self.marks[self.number + 1] = items.checksum, None if items.stateful is None else items.own_state()
+        return item
+
+    def look_for_end(self, items: ForeignItems) -> None:
+        """As many items were drawn as the sampler has: ask it for its end.
+
+        Some samplers draw at their end. A loop that never asks for a batch after the last one, and a resumed loop that
+        has to, go on alike. Trainers name the epochs of others, and read them in between.
+        """
+        if items.stateful is None and not keep_epochs(self.start.sampler):
+            try:
+                self.has_ended = items.is_over()
+            except Exception as error:  # it is the one of the next batch
+                pass_on(error)
+                items.rest = raising(error)
+
+
 class _Planned(NamedTuple):
     """A batch in flight.
 
@@ -483,6 +554,13 @@ class _Planned(NamedTuple):
     point: PartPoint | None = None
 
 
+Points = Mapping[int, PartPoint]
+"""Worker -> its position, with the state of its dataset. A new worker has no entry."""
+
+Skips = Callable[[int], Sequence[range]]
+"""The number of an epoch -> the numbers of the sampler's items that are left out."""
+
+
 class TorchEpoch(Epoch):
     """One epoch of a sampler that belongs to the user, as torch reads it: once, from its beginning, in this process.
 
@@ -493,36 +571,24 @@ class TorchEpoch(Epoch):
             sampler's ``set_epoch`` after ``iter(loader)``.
         lanes: the number of workers, at least 1.
         batched: whether an item is a list of indices; otherwise it is a single index.
-        points: worker -> its position, with the state of its dataset. A new worker has no entry.
+        points: at the beginning.
         keeps_state: the dataset has a state, which each worker keeps.
-        skips: number of the epoch -> the numbers of the sampler's items that are left out.
+        skips: what is left out.
     """
 
     takes_turns = True
 
     def __init__(
-        self,
-        start: SamplerStart,
-        lanes: int,
-        batched: bool,
-        points: Mapping[int, PartPoint],
-        keeps_state: bool,
-        skips: Callable[[int], Sequence[range]] = lambda number: (),
+        self, start: SamplerStart, lanes: int, batched: bool, points: Points, keeps_state: bool, skips: Skips
     ) -> None:
-        self.start, self._lanes, self._batched, self._skips = start, lanes, batched, skips
+        self.drawn, self._batched, self._skips = DrawnItems(start), batched, skips
         self._left_out: Sequence[range] = ()
-        self._items: ForeignItems | None = None  # once the sampler has been started
-        self._length: int | None = None  # likewise, if it has one
         state = start.state
-        self.first = self._low = self._drawn = self._coming = self._passed = state.yielded
+        self.first = self._low = self._coming = self._passed = state.yielded
         self.number = 0
-        self._is_started = self._ended = False
-        self._is_open = False  # the sampler is asked for an item; afterwards: a Ctrl-C, or a signal, has struck there
         self._planned: dict[int, _Planned] = {}  # by seq
         # Items that were delivered although one before them was not, with in_order=False.
         self._ahead: set[int] = set(state.ahead or ())
-        # By item: the checksum of those before it, and the sampler's own state there.
-        self._marks: dict[int, tuple[int, Any]] = {self._drawn: (state.checksum, state.own)}
         self._keeps_state = keeps_state
         self._points = {**dict.fromkeys(range(lanes), PartPoint()), **points}
         self._turns = [self._points[lane].batches for lane in range(lanes)]  # that each worker has had before
@@ -539,7 +605,7 @@ class TorchEpoch(Epoch):
         if type(indices) is not tuple and not isinstance(indices, RowIndices):
             indices = list(indices)  # a sampler may fill its own list again while this one waits
         # In any order, and if the number of workers changes, a batch goes to the worker that has the least to do.
-        lane: int | None = seq % self._lanes if self.takes_turns and not self.any_order else None
+        lane: int | None = seq % len(self._turns) if self.takes_turns and not self.any_order else None
         part: PartBatch | None = None
         if self._keeps_state:  # the state that the worker's dataset must have before this batch
             lane = planned.lane
@@ -548,68 +614,44 @@ class TorchEpoch(Epoch):
 
     def batch(self, seq: int) -> _Planned | None:
         """Batch ``seq``; None behind the last one. The sampler is read up to there."""
-        if self._is_open:  # a generator that was interrupted has ended: start the sampler again, where it was
-            self.start = self.start.again(self._drawn, *self._marks[self._drawn])
-            self.start.settle()
-            self._is_started = False
-        if self._drawn == self.first or self._is_open:
+        drawn = self.drawn
+        if drawn.is_open:
+            drawn.again()
+        if drawn.number == self.first or drawn.is_open:
             self.begin()
-        items = self._items
-        while items is not None and self._coming <= seq and not self._ended:
-            number, coming, self._is_open = self._drawn, self._coming, True
-            try:
-                item = next(items.rest)
-                items.checksum = zlib.crc32(bytes_of_one(item), items.checksum)
-            except StopIteration:
-                self._ended, self._is_open = True, False
+        items = drawn.items
+        while items is not None and self._coming <= seq and not drawn.has_ended:
+            number, coming, item = drawn.number, self._coming, drawn.draw(items)
+            if drawn.has_ended:
                 break
-            except Exception as error:
-                self._ended, self._is_open = True, is_from_outside(error)
-                raise
-            self._marks[number + 1] = items.checksum, None if items.stateful is None else items.own_state()
             # In one statement: an interruption before it has the sampler started again in front of this item.
             if number in self._ahead:
-                self._drawn, self._is_open = number + 1, False
+                drawn.number, drawn.is_open = number + 1, False
             else:
-                lane = coming % self._lanes
+                lane = coming % len(self._turns)
                 turn = self._turns[lane]
                 left_out = bool(self._left_out) and any(number in one for one in self._left_out)
                 self._planned[coming] = _Planned(number, item, lane, turn, left_out)
                 following = turn + (not left_out), coming + 1, number + 1, False
-                self._turns[lane], self._coming, self._drawn, self._is_open = following
-            # Some samplers draw at their end. A loop that never asks for a batch after the last one, and a resumed loop
-            # that has to, go on alike. Trainers name the epochs of others, and read them in between.
-            if self._drawn == self._length and items.stateful is None and not keep_epochs(self.start.sampler):
-                try:
-                    self._ended = items.is_over()
-                except Exception as error:  # it is the one of the next batch
-                    pass_on(error)
-                    items.rest = raising(error)
+                self._turns[lane], self._coming, drawn.number, drawn.is_open = following
+            if drawn.number == drawn.length:
+                drawn.look_for_end(items)
         return self._planned.get(seq)
 
     def ends_after(self, delivered: int) -> bool:
         """True if no batch is left after ``delivered`` ones. A sampler with a state may yield more than its length."""
-        is_at_end = self._items is not None and self._items.stateful is None and self._drawn == self._length
-        return (self._ended or is_at_end) and delivered == self._coming
+        drawn, items = self.drawn, self.drawn.items
+        is_at_end = items is not None and items.stateful is None and drawn.number == drawn.length
+        return (drawn.has_ended or is_at_end) and delivered == self._coming
 
     def begin(self) -> None:
-        """Start the sampler, unless it has started: it draws now what it draws for its first item."""
-        if self._drawn == self.first and not self._ended:
-            self.start.settle()
-            self.number = self.start.epoch(self.number)
+        """Start the sampler, unless it has started; see `DrawnItems.begin`."""
+        drawn = self.drawn
+        if drawn.number == self.first and not drawn.has_ended:
+            drawn.start.settle()
+            self.number = drawn.start.epoch(self.number)
             self._left_out = self._skips(self.number)
-        if not self._is_started:
-            self._is_started = self._ended = self._is_open = True  # unless it starts
-            mark, at = None, self.start.state
-            if self.start.resumes:
-                mark = Checkpoint(self.number, at.yielded, at.checksum, at.rank, bool(at.over), at.own)
-            try:
-                self._items = ForeignItems(self.start.sampler, self.start.started, mark)
-            except Exception as error:
-                self._is_open = is_from_outside(error)
-                raise
-            self._length = known_length(self.start.sampler, self.number)
-            self._ended = self._is_open = False
+        drawn.begin(self.number)
 
     def came(self, seq: int, result: Result) -> Result:
         """Note the state of the worker's dataset that came with a batch."""
@@ -636,7 +678,7 @@ class TorchEpoch(Epoch):
                 self._points[planned.lane] = planned.point
             while (low := self._low) in self._ahead:
                 self._low = low + 1
-                self._marks.pop(low, None)
+                self.drawn.marks.pop(low, None)
                 self._ahead.discard(low)
             self._planned.pop(seq, None)
             self._passed = seq + 1
@@ -644,12 +686,12 @@ class TorchEpoch(Epoch):
     # -- positions ------------------------------------------------------------------------------------------
 
     def length(self) -> int:
-        return len(self.start.sampler)
+        return len(self.drawn.start.sampler)
 
     def discarded(self) -> tuple[int, str]:
-        one = self.start.sampler
+        one = self.drawn.start.sampler
         # Only torch's own class: a subclass may choose its batches itself, or lack these attributes.
-        cuts = type(one) is BatchSampler and one.drop_last and self._ended
+        cuts = type(one) is BatchSampler and one.drop_last and self.drawn.has_ended
         return ((known_length(one.sampler, 0) or 0) % one.batch_size if cuts else 0), ""
 
     def points_after(self, delivered: int) -> dict[int, PartPoint]:
@@ -670,22 +712,22 @@ class TorchEpoch(Epoch):
             delivered: how many batches were received.
             finished: the user has seen the end of the epoch.
         """
-        points, start = self.points_after(delivered), self.start
-        if start.resumes and not self._is_started:
+        points, drawn, start = self.points_after(delivered), self.drawn, self.drawn.start
+        if start.resumes and not drawn.is_started:
             return Position(self.number, self.first, start.state, {}, points)
         self.begin()
         low = self._low
         ahead = self._ahead | {planned.number for seq, planned in self._planned.items() if seq < delivered}
         while low in ahead:
             low += 1
-        checksum, own = self._marks[low]
+        checksum, own = drawn.marks[low]
         state = replace(start.state, yielded=low, checksum=checksum, rank=rank_of(start.sampler), own=own)
         state.ahead = sorted(number for number in ahead if number > low) or None
         state.over = state.generators = state.datasets = None  # those of the state that was loaded
         if finished:
-            state.own = None if self._items is None else self._items.own_state()
+            state.own = None if drawn.items is None else drawn.items.own_state()
             start.set_end(state)
-        elif own is not None and start.stateful is not None and low == self._drawn > 0:
+        elif own is not None and start.stateful is not None and low == drawn.number > 0:
             # A short batch has taken the sampler over its end: then it says what comes in the next epoch.
             state.over = self.batch(delivered) is None
         if self._keeps_state:
@@ -694,7 +736,7 @@ class TorchEpoch(Epoch):
 
     def state(self, position: Position) -> dict[str, Any]:
         """What a state says of the sampler, and of the workers' datasets."""
-        return written(position.mark)
+        return entries.written(position.mark)
 
 
 def _set_all(generators: Iterable[torch.Generator], states: Iterable[str] | None) -> None:

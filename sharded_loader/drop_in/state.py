@@ -19,36 +19,49 @@ from __future__ import annotations
 import copy
 import itertools
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe, RandomSampler, SequentialSampler
 
-from sharded_loader.base.checks import check_int, refuse_async_iterable, refuse_class
-from sharded_loader.base.entries import anything, dict_of, entry, integer, optional, parsed, true_or_false, written
-from sharded_loader.data.inspection import Known
-from sharded_loader.data.seeding import set_epoch_of
 from sharded_loader.drop_in import sampler as samplers
 from sharded_loader.drop_in.collate import batchify_fn_of
 from sharded_loader.drop_in.sampler import EpochCount, InOrderSampler, SamplerState, ShuffleSampler, TorchEpoch
 from sharded_loader.drop_in.trainers import counted_by_fabric, fetched_by_lightning
-from sharded_loader.engine.epoch_requests import EpochRequest, EpochRequests
-from sharded_loader.engine.messages import PartPoint
-from sharded_loader.engine.split import plain_indices
-from sharded_loader.extend import Job, Position, Run
-from sharded_loader.loader.arguments import action_and_limit, length
-from sharded_loader.loader.lookup import KnownSteps, in_epoch
-from sharded_loader.sampling.base import nested
-from sharded_loader.sampling.foreign import len_epoch, read_twice, table_of, undisturbed
-from sharded_loader.sampling.order import LEFT_OUT, step_checksum
-from sharded_loader.sampling.state import Signature, arguments_of, dump, kind_of, seed_of
-from sharded_loader.streams.epoch import StreamEpoch
-from sharded_loader.streams.order import StreamOrder
-from sharded_loader.streams.state import parse
+from sharded_loader.extend import Job, PartPoint, Position, Run
+from sharded_loader.extend.data import Known, set_epoch_of
+from sharded_loader.extend.engine import (
+    EpochRequests,
+    KnownSteps,
+    Place,
+    StreamEpoch,
+    StreamOrder,
+    action_and_limit,
+    in_epoch,
+    length,
+    parse,
+    plain_indices,
+)
+from sharded_loader.extend.order import (
+    LEFT_OUT,
+    Signature,
+    StepCount,
+    arguments_of,
+    dump,
+    kind_of,
+    len_epoch,
+    nested,
+    read_twice,
+    seed_of,
+    step_checksum,
+    table_of,
+    undisturbed,
+)
+from sharded_loader.extend.tools import check_int, entries, refuse_async_iterable, refuse_class
 
 if TYPE_CHECKING:
     from sharded_loader.drop_in.iterator import LoaderIterator
@@ -79,16 +92,18 @@ class LoaderState:
         length: the number of samples in the dataset, of map-style data.
     """
 
-    yielded: int = entry(integer(), name="_num_yielded")
-    finished: bool = entry(true_or_false, name="_iterator_finished")
-    base_seed: int = entry(integer(), name="_base_seed")
-    epoch: int | None = entry(optional(integer()), name="_epoch", default=None)
-    epoch_of_dataset: int | None = entry(anything, name="_epoch_of_dataset", default=None)
-    generator: str | None = entry(anything, name="_generator", default=None)
-    next_draws: list[int] | None = entry(anything, name="_next", default=None)
-    sampler: SamplerState | None = entry(optional(dict_of(SamplerState)), write=written, name="_sampler", default=None)
-    stream: Any = entry(anything, name="_stream", default=None)
-    length: int | None = entry(optional(integer(0)), name="_length", default=None)
+    yielded: int = entries.entry(entries.integer(), name="_num_yielded")
+    finished: bool = entries.entry(entries.true_or_false, name="_iterator_finished")
+    base_seed: int = entries.entry(entries.integer(), name="_base_seed")
+    epoch: int | None = entries.entry(entries.optional(entries.integer()), name="_epoch", default=None)
+    epoch_of_dataset: int | None = entries.entry(entries.anything, name="_epoch_of_dataset", default=None)
+    generator: str | None = entries.entry(entries.anything, name="_generator", default=None)
+    next_draws: list[int] | None = entries.entry(entries.anything, name="_next", default=None)
+    sampler: SamplerState | None = entries.entry(
+        entries.optional(entries.dict_of(SamplerState)), write=entries.written, name="_sampler", default=None
+    )
+    stream: Any = entries.entry(entries.anything, name="_stream", default=None)
+    length: int | None = entries.entry(entries.optional(entries.integer(0)), name="_length", default=None)
 
     @property
     def epoch_to_begin(self) -> int:
@@ -117,16 +132,20 @@ class TorchRun(Run):
     """A run of an epoch, and its position. The loader keeps it when the iterator has gone, after a ``break``.
 
     Attributes:
+        job: what the workers read.
         base_seed: what the workers' generators were seeded with.
         yielded: how many batches of the epoch were received.
         points_at_start: part of iterable data, or worker -> where the previous epoch left it, if the workers live on.
+        unread: the parts of iterable data that had ended in a loaded state: no worker has read them.
         epoch_of_dataset: the attribute ``epoch`` of an iterable dataset when the epoch began.
     """
 
     epoch: TorchEpoch | StreamEpoch
+    job: Job
     base_seed: int
     yielded: int
     points_at_start: Mapping[int, PartPoint]
+    unread: set[int]
     epoch_of_dataset: int | None
 
     def state_dict(self, loader: Loader) -> dict[str, Any]:
@@ -139,11 +158,10 @@ class TorchRun(Run):
             generator = samplers.generator_state(loader.generator)
         elif finished or (isinstance(epoch, TorchEpoch) and epoch.ends_after(delivered)):
             # A new iterator draws the loader's seed, and then the sampler one of its own.
-            lives_on = loader.persistent_workers and loader.num_workers > 0
-            following = [self.base_seed, *samplers.next_draws(1)] if lives_on else samplers.next_draws(2)
+            following = [self.base_seed, *samplers.next_draws(1)] if lives_on(loader) else samplers.next_draws(2)
         if isinstance(epoch, TorchEpoch):
             position = epoch.position(delivered, finished)
-            named = {"sampler": position.mark}
+            named = {"sampler": position.mark, "length": length(loader.dataset)}
             datasets = position.mark.datasets or [None] * max(1, loader.num_workers)
             snapshots = [{"dataset_state": dataset, "fetcher_state": None} for dataset in datasets]
         else:
@@ -155,9 +173,9 @@ class TorchRun(Run):
             yielded, finished, self.base_seed, epoch.number, self.epoch_of_dataset, generator, following, **named
         )
         if loader.num_workers == 0:
-            return {**written(own), **snapshots[0]}
+            return {**entries.written(own), **snapshots[0]}
         workers = {f"worker_{i}": {"worker_id": i, **snapshot} for i, snapshot in enumerate(snapshots)}
-        return {**written(own), "_snapshot": {"_worker_snapshots": workers}}
+        return {**entries.written(own), "_snapshot": {"_worker_snapshots": workers}}
 
     def _stream_position(self, epoch: StreamEpoch, delivered: int, is_over: bool) -> Position:
         """The position in iterable data, with a point for each part."""
@@ -188,18 +206,20 @@ def _snapshot(position: Position, part: int) -> dict[str, Any]:
     return {"dataset_state": dataset, "fetcher_state": fetcher}
 
 
-class TorchProgress:
-    """The position of a loader. ``pending`` is the state that was loaded: the next epoch begins there, whatever it is.
+class TorchProgress(Place):
+    """The position of a loader that reads in torch's order; `Place` draws its states.
 
-    An epoch begins when an iterator is asked for its first batch. Until then the iterator waits, with a plan. It plans
-    again if a state was loaded since, or ``set_epoch`` was called.
+    ``pending`` is the state that was loaded: the next epoch begins there, whatever it is. An epoch begins when an
+    iterator is asked for its first batch. Until then the iterator waits, with a plan. It plans again if a state was
+    loaded since, or ``set_epoch`` was called.
 
     Attributes:
-        live: the iterator that has begun an epoch last, by the number of its run, as long as it is alive.
+        live: as of `Place`, but only the iterator that has begun an epoch last.
         shown: the run that began last.
-        job: of the newest epoch.
         data: the dataset's fingerprint, once it was needed.
         requests: the calls of ``set_epoch`` of the dataset: workers that live on have copies of it.
+        given_skip: the steps to leave out that were given, without those of a loaded state.
+        steps: counts the steps before each epoch.
         waiting: the newest iterator, if it waits.
         is_promised: a state was taken of the epoch that ``waiting`` begins: the next ``iter()`` returns it.
         rng_at_load: the state of torch's default generator when a state was loaded.
@@ -210,48 +230,43 @@ class TorchProgress:
     shown: TorchRun | None = None
     pending: dict[str, Any] | None = None
     waiting: LoaderIterator | None = None
-    is_promised = False
+    keeps, is_promised = True, False
     rng_at_load: torch.Tensor | None = None
     following: list[int] | None = None
     is_of_fabric = False
-    job: Job | None = None
     data: str | None = None
 
-    def __init__(self, count: EpochCount) -> None:
-        self.count, self.requests = count, EpochRequests()
-        self.live: weakref.WeakValueDictionary[int, LoaderIterator] = weakref.WeakValueDictionary()
+    def __init__(self, count: EpochCount, given_skip: tuple[tuple[int, int], ...]) -> None:
+        super().__init__(count)
+        self.count, self.requests, self.given_skip, self.steps = count, EpochRequests(), given_skip, StepCount(None)
 
     def __reduce__(self) -> Any:  # a copy of the loader has its own iterators and states
-        return TorchProgress, (copy.copy(self.count),), {"requests": self.requests, "data": self.data}
+        kept = {"requests": self.requests, "data": self.data, "steps": self.steps}
+        return TorchProgress, (copy.copy(self.count), self.given_skip), kept
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the one that begins next."""
-        self._forget_waiting()
+        self.waiting, self.is_promised = None, False
         self.count.note(epoch)
 
     def load(self, state: dict[str, Any], epoch: int) -> None:
         """Make the next epoch, number ``epoch``, begin at a state. ``set_epoch`` after this counts."""
         self.pending, self.rng_at_load = state, torch.get_rng_state()
-        self._forget_waiting()
+        self.waiting, self.is_promised = None, False
         self.count.set_epoch(epoch)
 
     def state_to_begin(self, sampler: object) -> LoaderState | None:
         """The state that was loaded, if no epoch has begun since; see `at_named_epoch`."""
         if self.pending is None:
             return None
-        state = parsed(LoaderState, self.pending, ADVICE)
+        state = entries.parsed(LoaderState, self.pending, ADVICE)
         self.is_of_fabric = counted_by_fabric(state.epoch_to_begin)
         return state if self.is_of_fabric else at_named_epoch(state, sampler, self.count)
 
-    def begun(self, run: TorchRun, iterator: LoaderIterator) -> None:
-        """An epoch has begun, with its first batch: the one after it is next."""
+    def begun(self, run: Any, iterator: object) -> None:
         self.live.clear()  # an iterator with persistent workers has one run after the other
-        self.live[run.number], self.pending, self.shown = iterator, None, run
-        self.count.set_epoch(run.epoch.number + 1)
-        self._forget_waiting()
-
-    def _forget_waiting(self) -> None:
-        self.waiting, self.is_promised = None, False
+        super().begun(run, iterator)
+        self.shown, self.waiting, self.is_promised = run, None, False
 
     def promised(self) -> LoaderIterator | None:
         """The iterator that was promised. It is so once."""
@@ -260,7 +275,7 @@ class TorchProgress:
 
     def known_run(self) -> TorchRun | None:
         """The run whose state is the loader's; None: no iterator is there. One that waits is promised."""
-        if self.waiting is None or not (self.shown is None or self.shown.ended):
+        if self.waiting is None or self.run() is not None:
             return self.shown
         self.is_promised = True
         return self.waiting.run
@@ -268,13 +283,8 @@ class TorchProgress:
     @property
     def epoch(self) -> int:
         """The number of the epoch that is read, or of the one that begins next."""
-        run, coming = self.shown, self.count.next_epoch
-        goes_on = self.pending is None and run is not None and not run.ended and run.epoch.number + 1 == coming
-        return coming - goes_on
-
-    def asked(self) -> tuple[EpochRequest | None, dict[str, Any] | None]:
-        """What decides a plan: the last call of ``set_epoch``, and the state that was loaded."""
-        return self.count.request, self.pending
+        run, coming = self.run(), self.count.next_epoch
+        return coming - (run is not None and run.epoch.number + 1 == coming)
 
 
 # -- epochs that go on from a state ------------------------------------------------------------------------------------
@@ -370,12 +380,17 @@ def check_data(loader: Loader) -> None:
         raise TypeError(f"a dataset needs __getitem__, and {type(loader.dataset).__name__} has none")
 
 
-def job_of(loader: Loader, collate_fn: object) -> Job:
-    """What the workers of a loader read."""
-    batched, seed = loader._auto_collation, int(loader.seed or 0)
-    batchify = batchify_fn_of(collate_fn, batched=batched)
-    action, _ = action_and_limit(loader.on_error)
-    return Job(loader.dataset, batchify, seed, action, in_bulk=batched, tells_epoch=False)
+def lives_on(loader: Loader) -> bool:
+    """Return True if the workers of an epoch are those of the next one."""
+    return loader.persistent_workers and loader.num_workers > 0
+
+
+def job_of(loader: Loader, collate_fn: object, drawn: int | None = None) -> Job:
+    """What the workers of a loader read, in an epoch that has drawn a seed."""
+    batched, seed = loader._auto_collation, int((drawn or 0) if loader.seed is None else loader.seed)
+    base = drawn if loader.seed is None and loader._tuner is None else None  # None: nothing depends on the workers
+    batchify, (action, _) = batchify_fn_of(collate_fn, batched=batched), action_and_limit(loader.on_error)
+    return Job(loader.dataset, batchify, seed, action, in_bulk=batched, base_seed=base, tells_epoch=False)
 
 
 # -- any step ----------------------------------------------------------------------------------------------------------
@@ -395,7 +410,8 @@ class TorchSteps(KnownSteps):
     def job(self) -> Job:
         """The job of the newest epoch; before the first one, what is known of it."""
         check_data(self._loader)
-        return self._loader._progress.job or job_of(self._loader, self._loader.collate_fn)
+        run = self._loader._progress.shown
+        return job_of(self._loader, self._loader.collate_fn) if run is None else run.job
 
     @property
     def parts(self) -> int:
@@ -411,6 +427,12 @@ class TorchSteps(KnownSteps):
             return max(parts, run.epoch.stream.parts)
         return parts
 
+    @property
+    def left_out(self) -> Callable[[int], tuple[range, ...]]:
+        """Epoch -> the numbers of the batches that it leaves out. The function does not hold the loader."""
+        within, skip = self._loader._progress.steps.within, tuple(self._loader.skip)
+        return partial(within, skip, length=partial(len_epoch, self._sampler))
+
     def job_now(self) -> Job:
         is_told, seed = self._loader._progress.count.request is not None, int(self._loader.seed or 0)
         return replace(self.job, seed=seed, base_seed=None, keeps_state=False, tells_epoch=is_told)
@@ -419,7 +441,7 @@ class TorchSteps(KnownSteps):
         progress, count = self._loader._progress, self._loader._progress.count
         live = None if progress.shown is None else progress.live.get(progress.shown.number)
         set_epoch = None if count.request is None else set_epoch_of(self.dataset)
-        reads = live is not None and not live._shutdown and live._num_workers and live._pool.shares_dataset
+        reads = live is not None and not live._shutdown and live._num_workers and live._engine.pool.shares_dataset
         back = lambda: 0 if count.request is None else count.request[1]  # noqa: E731
         return in_epoch(set_epoch, epoch, back, [progress.epoch] if reads else ())
 
@@ -442,7 +464,7 @@ class TorchSteps(KnownSteps):
 
     def checksums(self, epoch: int) -> list[str]:
         found = self._look_up(epoch, range(sys.maxsize), lambda indices: step_checksum([indices]))
-        left_out = self._loader._left_out(epoch)
+        left_out = self.left_out(epoch)
         return [LEFT_OUT if any(step in one for one in left_out) else text for step, text in enumerate(found)]
 
     def _look_up(self, epoch: object, steps: range, of: Callable[[list[Any]], object]) -> list[Any]:
@@ -472,10 +494,10 @@ class TorchSteps(KnownSteps):
             raise ValueError(f"epoch {epoch} cannot be looked up: {drawn}")
         run, number, known = progress.shown, None, None
         if progress.pending is not None:
-            loaded = parsed(LoaderState, progress.pending, ADVICE)
+            loaded = entries.parsed(LoaderState, progress.pending, ADVICE)
             number, known = loaded.epoch, loaded.sampler
         elif run is not None and isinstance(run.epoch, TorchEpoch):
-            number, known = run.epoch.number, run.epoch.start.state
+            number, known = run.epoch.number, run.epoch.drawn.start.state
         kept = zip(samplers.keep_epochs(self._sampler), (known and known.epochs) or (), strict=False)
         if {named for one, named in kept if not isinstance(one, InOrderSampler)} - {number}:
             raise ValueError(

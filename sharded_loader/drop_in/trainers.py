@@ -17,11 +17,11 @@ from typing import Any
 
 
 def called_by(function: str, package: str) -> FrameType | None:
-    """The frame of a function, at most six calls above the caller; None if it is not there."""
+    """The frame of a function, at most seven calls above the caller; None if it is not there."""
     if package not in sys.modules:
         return None
     frame: FrameType | None = sys._getframe(1)
-    for _ in range(6):
+    for _ in range(7):
         frame = None if frame is None else frame.f_back
         if frame is None:
             return None

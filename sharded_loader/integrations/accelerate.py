@@ -287,7 +287,7 @@ def _skip_first_batches(dataloader: object, num_batches: int = 0) -> Any:
 
 
 def _prepare_drop_in(loader: DataLoader[Any], accelerator: Any, on_device: bool) -> Prepared:
-    if loader._inner is not None:
+    if isinstance(loader._reads, ShardedDataLoader):
         raise ValueError("prepare() needs torch's order of a sharded_loader.torch.DataLoader: make a ShardedDataLoader")
     names = inspect.signature(DataLoader.__init__).parameters
     given = {name: getattr(loader, name) for name in names if hasattr(loader, name)}

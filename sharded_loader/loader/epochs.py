@@ -8,7 +8,7 @@
     all of an epoch is planned:       read_ahead         the run of the next epoch, if nothing changes before that
     load_state_dict:                  Progress.pending   the position is pending until an epoch begins
 
-`Progress` draws the states of the position. Of several iterators, the one that began or delivered last has it.
+`Place` draws the states of the position. Of several iterators, the one that began or delivered last has it.
 
 While the last batches of an epoch are consumed, workers read the first ones of the next. This is done where the order
 is a pure function of the epoch: with samplers of this library. If another epoch is asked for, or the order is another
@@ -51,7 +51,7 @@ from sharded_loader.streams.order import StreamOrder
 
 
 class At(Enum):
-    """The state of a `Progress`."""
+    """The state of a `Place`."""
 
     BEGINNING = "the beginning of the next epoch"
     LOADED = "a loaded position in the next epoch"
@@ -62,8 +62,8 @@ Mark = tuple[int, Any, Run | None]
 """What decides a position: the next epoch, `pending` and `shown`. With equal ones, it begins at the same place."""
 
 
-class Progress(ShownRun):
-    """The position of a loader in the batches of its order, as a state machine. `now` is its state.
+class Place(ShownRun):
+    """Where a loader is in its epochs, as a state machine. `now` is its state.
 
                 set_epoch: another
             +-------------------------+
@@ -80,41 +80,71 @@ class Progress(ShownRun):
      over     the end of the run was seen
      left     the run's iterator is gone, and another epoch is next than the one after the run's
 
-     A first ``next`` that was interrupted has not begun its epoch: `roll_back` restores the `mark` before it. Batches
-     that were planned for one mark are those of the next epoch as long as the mark is the same.
+     Both loaders have these states. How an epoch begins differs, so each has a subclass: in one class each method would
+     ask which of the two it serves. The order of a `ShardedDataLoader` gives the batches of any epoch, as often as it
+     is asked: `Progress` makes an epoch, drops it, and makes it again. The drop-in draws an epoch once, as torch does,
+     when an iterator is made. So `TorchProgress` has an iterator that waits with its epoch for the first ``next``, and
+     a loaded state that fits any epoch.
 
      Args:
-         order: the loader's. ``set_epoch`` of samplers and of the dataset may change which epoch is next, too.
-         entries: a function that returns what a state has of the data.
+         epochs: count the epochs, by ``next_epoch`` and ``set_epoch``: an order, or the drop-in's count.
 
      Attributes:
          pending: the loaded position, or where the last epoch has left the next one.
          shown: the run that began or delivered last; None: none has since a position was loaded.
          live: the iterators that have begun an epoch and are alive, by the numbers of their runs.
+         keeps: ``set_epoch`` drops no position: there is no arrow from LOADED to BEGINNING, and none for ``left``.
     """
 
-    def __init__(self, order: MapOrder | StreamOrder, entries: Callable[[], dict[str, Any]] = dict) -> None:
-        self._order, self._entries = order, entries
-        self._length: int | None = None  # of the dataset, when a position in it was loaded
+    keeps = False
+
+    def __init__(self, epochs: Any) -> None:
+        self._order = epochs
+        self.pending: Any = None
         self.live: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self.pending: Position | None = None
 
     @property
     def now(self) -> At:
         """The state."""
-        run = self.shown
+        run, coming = self.shown, self._order.next_epoch
         if self.pending is not None:
-            if self.pending.epoch == self._order.next_epoch:
+            if self.keeps or self.pending.epoch == coming:
                 return At.LOADED
             self.pending = None  # it does not come back with its epoch
         if run is None or run.ended:
             return At.BEGINNING
-        is_last = run.epoch.number + 1 == self._order.next_epoch
-        return At.RUN if is_last or self.live.get(run.number) is not None else At.BEGINNING
+        is_last = run.epoch.number + 1 == coming
+        return At.RUN if self.keeps or is_last or self.live.get(run.number) is not None else At.BEGINNING
 
     def run(self) -> Run | None:
         """The run that is at the position, if one is."""
         return self.shown if self.now is At.RUN else None
+
+    def begun(self, run: Run, iterator: object) -> None:
+        """An epoch has begun, with its first batch: the one after it is next."""
+        self.live[run.number] = iterator
+        self._order.set_epoch(run.epoch.number + 1)
+        self.pending = run.epoch.carry
+
+
+class Progress(Place):
+    """The position of a loader in the batches of its order.
+
+    A first ``next`` that was interrupted has not begun its epoch: `roll_back` restores the `mark` before it. Batches
+    that were planned for one mark are those of the next epoch as long as the mark is the same.
+
+    Args:
+        order: the loader's. ``set_epoch`` of samplers and of the dataset may change which epoch is next, too.
+        entries: a function that returns what a state has of the data.
+    """
+
+    _order: MapOrder | StreamOrder
+    pending: Position | None
+
+    def __init__(self, order: MapOrder | StreamOrder, entries: Callable[[], dict[str, Any]] = dict) -> None:
+        super().__init__(order)
+        self._entries = entries
+        self._length: int | None = None  # of the dataset, when a position in it was loaded
 
     def live_runs(self) -> list[Run]:
         """The runs of the iterators that are alive."""
@@ -131,12 +161,6 @@ class Progress(ShownRun):
         self.live.pop(run.number, None)
         epoch, self.pending, self.shown = mark
         self._order.set_epoch(epoch)
-
-    def begun(self, run: Run, iterator: object) -> None:
-        """An epoch has begun, with its first batch: the one after it is next."""
-        self.live[run.number] = iterator
-        self._order.set_epoch(run.epoch.number + 1)
-        self.pending = run.epoch.carry
 
     def replace(self, run: Run, by: Run, iterator: object) -> None:
         """An iterator goes on with another run of the same epoch."""

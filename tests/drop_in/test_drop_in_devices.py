@@ -114,13 +114,13 @@ def test_two_batches_are_copied_ahead(machine: Machine, kind: str) -> None:
     loader = DataLoader(DATASETS[kind](), batch_size=4, device=machine.devices[0], **workers("thread"))
     batches, ahead = iter(loader), []
     assert isinstance(batches, LoaderIterator)
-    assert batches._pipeline.min_ready > AHEAD  # the pool is asked for those too
+    assert batches._engine.pipeline.min_ready > AHEAD  # the pool is asked for those too
     for _ in batches:
-        (run,) = batches._pipeline.runs.values()
+        (run,) = batches._engine.pipeline.runs.values()
         ahead.append(sum(entry.begun is not None for entry in run.window))
         machine.finish()
         while any(entry.result is None for entry in run.window if entry not in run.waiting):  # however slow threads are
-            batches._pipeline.runs.file(batches._pipeline.pool.wait(True))
+            batches._engine.pipeline.runs.file(batches._engine.pipeline.pool.wait(True))
     assert max(ahead) == AHEAD
 
 

@@ -26,7 +26,7 @@ def read(
     if state is None:
         start.begin()
     start.settle()
-    return TorchEpoch(start, lanes, batched, {}, keeps_state)
+    return TorchEpoch(start, lanes, batched, {}, keeps_state, lambda number: ())
 
 
 def item_of(epoch: TorchEpoch, seq: int) -> Any:
@@ -108,7 +108,7 @@ def test_forgetting_that_was_interrupted_is_done_again() -> None:
     reading._planned = whole
     reading.forget(4)
     assert state_after(reading, 4) == state and state["yielded"] == 4 and "ahead" not in state
-    assert sorted(whole) == [3, 4, 5] and sorted(reading._marks) == [3, 4, 5, 6]
+    assert sorted(whole) == [3, 4, 5] and sorted(reading.drawn.marks) == [3, 4, 5, 6]
 
 
 def test_an_error_of_the_sampler_comes_in_its_place_and_ends_the_epoch() -> None:

@@ -395,8 +395,9 @@ def test_so_they_are_while_workers_are_killed(method: Any, kind: str, restless: 
 
     def kill() -> None:
         iterator: Any = loader._iterator
-        if iterator is not None and iterator._pool.started and rng.random() < (0.4 if method == "fork" else 0.05):
-            rng.choice(iterator._pool.workers).kill()
+        pool = None if iterator is None else iterator._engine.pool
+        if pool is not None and pool.started and rng.random() < (0.4 if method == "fork" else 0.05):
+            rng.choice(pool.workers).kill()
 
     assert outcomes(loader, kill, epochs=epochs) == expected
 
@@ -408,7 +409,7 @@ def test_the_next_epoch_of_the_drop_in_begins_with_the_number_that_was_found(thr
     loader._tuner.workers = 3
     iterator: Any = iter(loader)
     next(iterator)
-    assert iterator._pool.num_workers == 3 and iterator._pipeline.scheduler.prefetch == 6
+    assert iterator._engine.pool.num_workers == 3 and iterator._engine.pipeline.scheduler.prefetch == 6
 
 
 def test_a_copy_of_the_drop_in_finds_a_number_of_its_own() -> None:
@@ -433,7 +434,7 @@ class Waiting:
 def test_a_loader_whose_workers_wait_finds_more(kind: Any, pool: str) -> None:
     loader = kind(Waiting(), 4, num_workers="auto", thread_pool=pool == "thread")
     batches = iter(loader)
-    now = loader.pool if kind is ShardedDataLoader else batches._pool
+    now = loader.pool if kind is ShardedDataLoader else batches._engine.pool
     assert any(now.num_workers >= 4 for _ in batches)
 
 

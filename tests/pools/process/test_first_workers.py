@@ -44,7 +44,7 @@ def kill_a_worker(pool: ProcessPool) -> None:
 
 def pool_of(iterator: Any) -> ProcessPool:
     """The pool of the drop-in's iterator."""
-    pool = iterator._pipeline.pool
+    pool = iterator._engine.pool
     assert isinstance(pool, ProcessPool)
     return pool
 
