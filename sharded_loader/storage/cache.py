@@ -11,9 +11,9 @@ needed last, as far as a loader has announced it (`ShardCache.let_go`), then the
 ``.part``. A shard whose priority lies in the future is needed now: it goes last, with a log line, and never for a
 prefetch. An open shard stays readable after its deletion (on Windows it cannot be deleted while open).
 
-`seal` sets the mtime of a shard to `UNTOUCHED`, which any write changes, and records its ctime, which programs cannot
-set. Only if either differs does `is_sound` read the file (0.3 s per GB) to compare the checksum. Damaged shards are
-fetched again. All errors are a `ShardError` that names the file or folder.
+`seal` sets the mtime of a shard to `SEALED_MTIME`, which any write changes, and records its ctime, which programs
+cannot set. Only if either differs does `is_intact` read the file (0.3 s per GB) to compare the checksum. Damaged shards
+are fetched again. All errors are a `ShardError` that names the file or folder.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ shards (1.9 with 64 lock files)."""
 TRIES = 10
 """Attempts to open a shard that other processes delete right after its download."""
 
-STUCK = 30.0 if os.name == "nt" else 0.0
+DELETE_SECONDS = 30.0 if os.name == "nt" else 0.0
 """Seconds to wait for an undeletable file. Windows deletes a file only when no process has it open."""
 
-UNTOUCHED = 10**9
+SEALED_MTIME = 10**9
 """mtime of intact shards (in 2001): older than any checksum file, except those of shards that were let go."""
 
-HELD = 10.0
+HOLD_SECONDS = 10.0
 """Seconds for which a shard stays needed after `ShardCache.keep`, which readers call every second (up to 6 seconds late
 on a heavily oversubscribed machine)."""
 
@@ -125,11 +125,12 @@ class ShardCache:
         """
         path = self._path(url, stat)
         for _ in range(1 if self.read_only else TRIES):
-            with self._named(url):
-                found = self._found(path, url, stat, is_locked=self.read_only)
+            with self._naming_folder(url):
+                found = self._open_cached(path, url, stat, is_locked=self.read_only)
                 if found is None and not self.read_only:
-                    with self._lock(_lock_of(path.name)):
-                        found = self._found(path, url, stat, is_locked=True)  # fetched by another process meanwhile?
+                    with self._lock(_lock_name(path.name)):
+                        # Another process may have fetched it meanwhile.
+                        found = self._open_cached(path, url, stat, is_locked=True)
                         if found is None:
                             self._fetch(path, url, stat, fetch)
                 if found is not None:
@@ -144,7 +145,7 @@ class ShardCache:
         """Prefetch a shard, unless that would evict needed ones. ``is_wanted`` is asked again with the lock held."""
         path = self._path(url, stat)
         if not path.exists() and not self.read_only:  # in a read-only folder, `open` reports it
-            with self._named(url), self._lock(_lock_of(path.name)):
+            with self._naming_folder(url), self._lock(_lock_name(path.name)):
                 if is_wanted() and not path.exists():
                     self._fetch(path, url, stat, fetch, is_ahead=True)
         if is_wanted():  # also if a worker has fetched it meanwhile
@@ -153,16 +154,16 @@ class ShardCache:
                 self.let_go(url, stat)
 
     def keep(self, url: str, stat: Stat) -> bool:
-        """Protect a shard from eviction for `HELD` seconds. Return True if it is in the cache."""
-        return self._touch(self._path(url, stat), time.time() + HELD)
+        """Protect a shard from eviction for `HOLD_SECONDS` seconds. Return True if it is in the cache."""
+        return self._touch(self._path(url, stat), time.time() + HOLD_SECONDS)
 
     def let_go(self, url: str, stat: Stat, batches: int | None = None) -> None:
         """Release a shard for eviction; ``batches`` is the number of batches before its next use, None if unknown."""
-        self._touch(self._path(url, stat), 0 if batches is None else max(1, UNTOUCHED - batches))
+        self._touch(self._path(url, stat), 0 if batches is None else max(1, SEALED_MTIME - batches))
 
     def _touch(self, path: Path, seconds: float) -> bool:
         try:
-            os.utime(beside(path), (seconds, seconds))
+            os.utime(checksum_path(path), (seconds, seconds))
         except OSError:
             return False
         return path.exists()
@@ -171,19 +172,19 @@ class ShardCache:
         name = hashlib.sha256("\0".join((url, str(stat.size), stat.tag)).encode()).hexdigest()[:40]
         return self.folder / f"{name}-{stat.size}.shard"
 
-    def _found(self, path: Path, url: str, stat: Stat, is_locked: bool) -> LocalFile | None:
+    def _open_cached(self, path: Path, url: str, stat: Stat, is_locked: bool) -> LocalFile | None:
         """Open a cached shard if it is intact. With its lock, compare checksums and delete a damaged shard."""
         try:
             if not modes.S_ISREG(os.stat(path).st_mode):
                 raise ShardError(f"{shown(url)}: {path} is in its place in the cache, and is not a file: delete it")
-            if not is_sound(path, stat.size, is_locked):
+            if not is_intact(path, stat.size, is_locked):
                 if is_locked and not self.read_only:
                     _delete(path)
                 return None
             file = LocalFile(str(path), f"{shown(url)} (cached as {path})")
         except FileNotFoundError:
             return None
-        if _used(path) < time.time():  # keep priorities that lie in the future: a reader needs the shard
+        if _last_used(path) < time.time():  # keep priorities that lie in the future: a reader needs the shard
             self._touch(path, time.time())
         return file
 
@@ -225,13 +226,13 @@ class ShardCache:
         """Evict shards until ``size`` bytes fit, and reserve them. Return False if a prefetch does not fit."""
         if size > self.max_bytes:
             raise ShardError(f"{shown(url)} has {size:,} bytes, and {self.limit_text}: give a larger max_bytes")
-        until = host_clock.now() + STUCK
+        until = host_clock.now() + DELETE_SECONDS
         while True:
             with self._lock("room"):
                 found, now, is_waiting, stuck = self._files(), time.time(), False, ""
-                missing = self._missing(found, size)
+                missing = self._excess_bytes(found, size)
                 # No system calls if there is room: each may wait 5 ms for the GIL.
-                files = sorted((_used(self.folder / name), name) for name in found) if missing > 0 else []
+                files = sorted((_last_used(self.folder / name), name) for name in found) if missing > 0 else []
                 if is_ahead and missing > 0:
                     old = [name for used, name in files if used <= now and self._may_go(name, part)]
                     if missing > sum(map(found.__getitem__, old)):
@@ -250,7 +251,7 @@ class ShardCache:
                     self.evicted += 1
                     missing -= found[name]
                     if used > now:
-                        _warn_of_needed(self.limit_text)
+                        _warn_of_eviction(self.limit_text)
                 if missing <= 0 or not (is_waiting or stuck):  # the write reports a full disk
                     part.touch()
                     return True
@@ -259,7 +260,7 @@ class ShardCache:
                 raise ShardError(f"{shown(url)} has no room in the cache: {stuck}. {advice}")
             time.sleep(0.02)  # other downloads are in progress
 
-    def _missing(self, found: Mapping[str, int], size: int) -> int:
+    def _excess_bytes(self, found: Mapping[str, int], size: int) -> int:
         """Return how many bytes to evict from these files before a file of ``size`` bytes fits."""
         missing, disk = sum(found.values()) + size - self.max_bytes, shutil.disk_usage(self.folder)
         unwritten = sum(taken for name, taken in found.items() if name.endswith(".part"))
@@ -267,10 +268,10 @@ class ShardCache:
 
     def _may_go(self, name: str, part: Path) -> bool:
         """Return True if a file is a shard, or a download whose process has died."""
-        if name.endswith(".shard") or _lock_of(name) == _lock_of(part.name):  # the caller holds the lock of `part`
+        if name.endswith(".shard") or _lock_name(name) == _lock_name(part.name):  # the caller holds the lock of `part`
             return True
         try:
-            with self._lock(_lock_of(name)).acquire(timeout=0):
+            with self._lock(_lock_name(name)).acquire(timeout=0):
                 return (self.folder / name).exists()  # False if it was renamed to a shard meanwhile
         except TimeoutError:
             return False
@@ -286,7 +287,7 @@ class ShardCache:
         return str(error.filename).startswith(str(self.folder))
 
     @contextlib.contextmanager
-    def _named(self, url: str) -> Iterator[None]:
+    def _naming_folder(self, url: str) -> Iterator[None]:
         """Convert errors about this folder into a `ShardError` that names it."""
         try:
             yield
@@ -300,20 +301,20 @@ class ShardCache:
 
 
 @lru_cache
-def _warn_of_needed(limit_text: str) -> None:
+def _warn_of_eviction(limit_text: str) -> None:
     """Log the eviction of a needed shard, once per cache."""
     advice = "Give a larger max_bytes, free disk space, or use a smaller window (this is shown once)"
     text = "a shard was deleted from the cache that a reader still needs, and is fetched again: %s. %s"
     logger.warning(text, limit_text, advice)
 
 
-def _lock_of(name: str) -> str:
+def _lock_name(name: str) -> str:
     return str(int(name[:8], 16) % LOCKS)
 
 
-def _used(path: Path) -> float:
+def _last_used(path: Path) -> float:
     try:
-        return os.stat(beside(path) if path.suffix == ".shard" else path).st_mtime
+        return os.stat(checksum_path(path) if path.suffix == ".shard" else path).st_mtime
     except FileNotFoundError:
         return 0.0
 
@@ -321,38 +322,38 @@ def _used(path: Path) -> float:
 def _delete(path: Path) -> None:
     path.unlink(missing_ok=True)  # first, so that a failed unlink leaves the checksum in place
     if not path.exists():  # otherwise another process has already fetched it again
-        beside(path).unlink(missing_ok=True)
+        checksum_path(path).unlink(missing_ok=True)
 
 
 # -- integrity of cached shards ----------------------------------------------------------------------------------------
 
 
-def beside(path: Path) -> Path:
+def checksum_path(path: Path) -> Path:
     return path.with_suffix(".sum")
 
 
 def seal(part: Path, path: Path) -> None:
     """Rename a finished download to ``path``, and store its checksum."""
     checksum = _checksum(part)
-    beside(path).touch()  # shards without this file are evicted first
+    checksum_path(path).touch()  # shards without this file are evicted first
     os.replace(part, path)
     _note(path, checksum)
 
 
 def _note(path: Path, checksum: int) -> None:
     with contextlib.suppress(OSError):  # file systems without mtimes: each opening compares the checksum
-        os.utime(path, (UNTOUCHED, UNTOUCHED))
-    beside(path).write_text(f"{checksum:08x} {os.stat(path).st_ctime_ns}")
+        os.utime(path, (SEALED_MTIME, SEALED_MTIME))
+    checksum_path(path).write_text(f"{checksum:08x} {os.stat(path).st_ctime_ns}")
 
 
-def is_sound(path: Path, size: int, may_read: bool) -> bool:
+def is_intact(path: Path, size: int, may_read: bool) -> bool:
     """Return True if a shard still has its sealed content. Without ``may_read``, unexpected timestamps mean False."""
     try:
-        checksum, changed = beside(path).read_text().split()
+        checksum, changed = checksum_path(path).read_text().split()
         found = os.stat(path)
         if found.st_size != size:
             return False
-        if (found.st_mtime, found.st_ctime_ns) == (UNTOUCHED, int(changed)):
+        if (found.st_mtime, found.st_ctime_ns) == (SEALED_MTIME, int(changed)):
             return True
         if not may_read or _checksum(path) != int(checksum, 16):
             return False

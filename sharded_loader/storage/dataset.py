@@ -7,9 +7,9 @@
 Opening reads no samples. Shards without a listed length are indexed when the dataset is made, from a header or footer.
 Formats that must scan a whole shard (``scans``) do so only for local shards; remote ones wait for `lengths`.
 
-A process opens a shard at its first read and keeps the last `OPEN` ones. Pickling sends URLs, lengths and tags; workers
-open their own files. After each read, time, size and inode of a local shard are compared with those it was indexed
-with. So replaced or modified shards raise an error instead of yielding wrong samples.
+A process opens a shard at its first read and keeps the last `MAX_OPEN` ones. Pickling sends URLs, lengths and tags;
+workers open their own files. After each read, time, size and inode of a local shard are compared with those it was
+indexed with. So replaced or modified shards raise an error instead of yielding wrong samples.
 
 With a cache, the loader announces the order (`follow`), and a thread of the main process prefetches (`read_ahead`).
 Workers open cached shards, and download missing ones themselves.
@@ -40,23 +40,23 @@ from sharded_loader.storage import indexes
 from sharded_loader.storage.cache import TRIES, ShardCache
 from sharded_loader.storage.files import LocalFile, Options, ShardError, ShardFile, Stat, local_path, local_stat, shown
 from sharded_loader.storage.indexes import Format, Index, Indexes, by_part, in_order
-from sharded_loader.storage.lists import FORMATS, FoundShards, Place, absolute, find_shards, places_of
+from sharded_loader.storage.lists import FORMATS, FoundShards, Place, absolute, find_shards, parse_trust
 from sharded_loader.storage.parts import UNKNOWN, is_same, with_tags
 from sharded_loader.storage.read_ahead import ReadAhead
 from sharded_loader.storage.stores import ObjectStore, RemoteFile
 from sharded_loader.storage.tables import TableFormat, batch_of
 
-OPEN = 32
+MAX_OPEN = 32
 """Maximum number of shards that a process keeps open."""
 
-IDLE = 10.0
+IDLE_SECONDS = 10.0
 """Seconds without a read before a shard that the cache has evicted is closed, to free its disk space. Closing at once
 would download a shard for each sample if the window of shards exceeds the cache."""
 
-AT_ONCE = 16
+INDEX_THREADS = 16
 """Threads that index shards."""
 
-COSTLY = 32 << 20
+COSTLY_BYTES = 32 << 20
 """Bytes to read for counting samples above which a warning is given: a second on a common connection."""
 
 Made = TypeVar("Made")
@@ -121,7 +121,7 @@ class ShardDataset(Dataset):
         refuse_arguments("ShardDataset", unknown, type(self).__init__)
         if cache is not None and not isinstance(cache, ShardCache):
             raise TypeError(f"cache is {cache!r}; give a ShardCache: ShardCache(folder, max_bytes)")
-        store = ObjectStore(storage_options, places_of(trust))
+        store = ObjectStore(storage_options, parse_trust(trust))
         patterns = [urls] if isinstance(urls, (str, bytes, os.PathLike)) else list(urls)
         found = find_shards(store, patterns, format)
         if columns is not None:
@@ -284,7 +284,7 @@ class ShardDataset(Dataset):
             ('shards.index', 4)
         """
         shards, found = self._shards, list[tuple[int, bytes]]()
-        where = absolute(os.fspath(indexes.place_of(shards.urls) or "" if url is None else url))
+        where = absolute(os.fspath(indexes.index_url(shards.urls) or "" if url is None else url))
         if not where.endswith(indexes.SUFFIX):
             raise ValueError(f"give the index file a name that ends in {indexes.SUFFIX}, not {where!r}")
         for one in _side_by_side(shards.portable_index, range(len(shards.urls))):
@@ -337,7 +337,7 @@ class Shards:
         """Number of samples in each shard."""
         lengths: Int64s = np.array(self._listed, np.int64)
         uncounted, size = self.uncounted(), self.cost_of_lengths()
-        if size > COSTLY:
+        if size > COSTLY_BYTES:
             first = shown(self.urls[uncounted[0]])
             read = f"{size:,} bytes of {len(uncounted):,} shards are read once, such as {first}"
             advice = "Write an index file beside the shards, and later runs read a few kilobytes: sharded-loader index"
@@ -370,7 +370,7 @@ class Shards:
         try:
             return np.diff(index["ends"], prepend=0)
         except Exception as error:
-            self._blame(shard, error)
+            self._raise_naming_index(shard, error)
             raise
 
     # -- samples ------------------------------------------------------------------------------------------------------
@@ -385,7 +385,7 @@ class Shards:
                     found = read(file, index, rows)
                 except Exception as error:
                     if self._check(shard, file, index):  # first: errors of a changed shard are meaningless
-                        self._blame(shard, error)
+                        self._raise_naming_index(shard, error)
                         raise
                 else:
                     if self._check(shard, file, index):
@@ -397,7 +397,7 @@ class Shards:
                 advice = "give another cache folder"
                 raise ShardError(f"{file.name} is written to again and again by another program: {advice}")
 
-    def _blame(self, shard: int, error: Exception) -> None:
+    def _raise_naming_index(self, shard: int, error: Exception) -> None:
         """If the shard was read through an index file, raise the format's error as one that also names that file."""
         entry = self._entries.get(self.urls[shard])
         if entry is None or type(self.format) not in FORMATS or isinstance(error, ImportError):
@@ -418,7 +418,7 @@ class Shards:
                 self._open[key] = file, index, now
                 return file, index
             for other, (held, _, last) in list(self._open.items()):  # the new shard may need their disk space
-                is_idle = last < now - IDLE and self.paths[other[0]] is None
+                is_idle = last < now - IDLE_SECONDS and self.paths[other[0]] is None
                 if is_idle and isinstance(held, LocalFile) and held.is_deleted:
                     del self._open[other]
         # Slow, so without the lock. For remote shards, index first: the file may be downloading meanwhile.
@@ -433,7 +433,7 @@ class Shards:
             raise ShardError(f"{file.name} has {index['length']} samples, and had {self.lengths[shard]} {since}")
         with self._lock:
             file, index, _ = self._open.setdefault(key, (file, index, now))
-            while len(self._open) > OPEN:
+            while len(self._open) > MAX_OPEN:
                 self._open.popitem(last=False)  # not closed: readers may still use it
         return file, index
 
@@ -447,7 +447,7 @@ class Shards:
 
     def _make_index(self, shard: int, in_parts: bool) -> Index:
         entry = self._entries.get(self.urls[shard])
-        index = None if entry is None else indexes.index_of(self.store, entry)
+        index = None if entry is None else indexes.read_index(self.store, entry)
         if index is None:
             self._entries = {} if entry is not None else self._entries  # stop using an unreadable index file
         elif entry is not None and is_same(entry.stat.tag, self.stats[shard].tag):
@@ -519,6 +519,6 @@ def _content(file: ShardFile) -> Int64s:
 
 
 def _side_by_side(make: Callable[[int], Made], shards: Iterable[int]) -> Iterator[Made]:
-    """Apply ``make`` to each shard in `AT_ONCE` threads; yield the results in order."""
-    with ThreadPoolExecutor(AT_ONCE) as threads:
+    """Apply ``make`` to each shard in `INDEX_THREADS` threads; yield the results in order."""
+    with ThreadPoolExecutor(INDEX_THREADS) as threads:
         yield from threads.map(make, shards)

@@ -82,11 +82,11 @@ class LocalFile(ShardFile):
             if found is None:
                 raise
             raise found from error
-        self._found = self._file.stat()
-        self.size = self._found.st_size
+        self._opened_stat = self._file.stat()
+        self.size = self._opened_stat.st_size
 
     def ranges(self, begins: Sequence[int], ends: Sequence[int]) -> list[bytes]:
-        return list(map(self._part, begins, ends))
+        return list(map(self._range, begins, ends))
 
     def stat(self) -> Stat:
         """Return the version of the file at the path now, or of the open one if that was deleted."""
@@ -97,7 +97,7 @@ class LocalFile(ShardFile):
 
     def is_touched(self) -> bool:
         """Return True if another program has written to the open file. Its deletion alone does not count."""
-        now, then = self._file.stat(), self._found
+        now, then = self._file.stat(), self._opened_stat
         is_other = (now.st_mtime_ns, now.st_size) != (then.st_mtime_ns, then.st_size)
         return is_other or (now.st_nlink > 0 and now.st_ctime_ns != then.st_ctime_ns)
 
@@ -106,7 +106,7 @@ class LocalFile(ShardFile):
         """True if the open file was unlinked, so that its disk space is freed when it is closed."""
         return self._file.stat().st_nlink == 0
 
-    def _part(self, begin: int, end: int) -> bytes:
+    def _range(self, begin: int, end: int) -> bytes:
         size = min(end, self.size) - begin
         found = self._file.bytes_at(begin, size) if begin >= 0 <= size else b""
         if len(found) != end - begin or not 0 <= end <= self.size:  # a truncated shard, or the index of another one
@@ -309,15 +309,15 @@ def redacted(text: str, options: object) -> str:
         >>> redacted("no s3cret at http://h/x?sig=1 for me", {"secret": "s3cret"})
         'no *** at http://h/x for me'
     """
-    for secret in _words(options):
+    for secret in _secrets(options):
         text = text.replace(secret, "***")
     return re.sub(r"(://)[^/\s]*@|\?[^\s'\"<>)]*", lambda match: match[1] or "", text)
 
 
-def _words(options: object) -> list[str]:
+def _secrets(options: object) -> list[str]:
     """Return the strings in nested options that could be secrets (four characters or more), longest first."""
     if isinstance(options, str):
         return [options] if len(options) >= 4 else []
     values = options.values() if isinstance(options, Mapping) else options
-    found = map(_words, values) if isinstance(values, (ValuesView, list, tuple)) else ()
+    found = map(_secrets, values) if isinstance(values, (ValuesView, list, tuple)) else ()
     return sorted(chain.from_iterable(found), key=len, reverse=True)

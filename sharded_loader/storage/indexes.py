@@ -1,8 +1,8 @@
 """Sample offsets of shards: computed once by a `Format`, then saved in a folder or in one file beside the shards.
 
     Indexes(folder).of(format, url, stat, make) -> {name: array}
-    entries_in(store, url)      -> {URL of a shard: ShardEntry}     one small request
-    index_of(store, entry)      -> the index of a shard             a byte range, when the shard is first read
+    read_entries(store, url)      -> {URL of a shard: ShardEntry}     one small request
+    read_index(store, entry)      -> the index of a shard             a byte range, when the shard is first read
 
 An index is a dict of arrays, saved with a hash: damaged ones are built again. In the folder, file names are a hash of
 format, URL, size and tag, so a changed shard has another index. Of the processes that share a folder, one builds an
@@ -81,7 +81,7 @@ class Indexes:
     def __init__(self, folder: Path) -> None:
         self._folder = folder.expanduser().absolute()  # the working directory may change
         self._notices = Notices()
-        self._unkept: dict[Path, Index] = {}  # indexes of shards without a tag; pickled to the workers
+        self._unsaved: dict[Path, Index] = {}  # indexes of shards without a tag; pickled to the workers
 
     def path(self, name: str, url: str, stat: Stat) -> Path:
         key = "\0".join((str(VERSION), name, url, str(stat.size), stat.tag))
@@ -90,11 +90,11 @@ class Indexes:
     def of(self, name: str, url: str, stat: Stat, make: Callable[[], Index]) -> Index:
         """Return the index of a shard, calling ``make`` if none is saved."""
         path = self.path(name, url, stat)
-        found = self._unkept.get(path) or load(path)
+        found = self._unsaved.get(path) or load(path)
         if found is not None:
             return found
         if stat.tag.startswith(UNKNOWN):
-            return self._unkept.setdefault(path, make())
+            return self._unsaved.setdefault(path, make())
         with contextlib.ExitStack() as held:
             with contextlib.suppress(OSError, NotImplementedError):  # read-only, or without locks
                 (self._folder / "locks").mkdir(parents=True, exist_ok=True)
@@ -102,10 +102,10 @@ class Indexes:
             found = load(path)  # saved by another process meanwhile?
             if found is None:
                 found = make()
-                self._keep(path, dumped(found))
+                self._save(path, dumped(found))
         return found
 
-    def _keep(self, path: Path, content: bytes) -> None:
+    def _save(self, path: Path, content: bytes) -> None:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             write_whole(path, content)
@@ -226,11 +226,11 @@ class ShardEntry(NamedTuple):
         return self.format == format and self.stat.size == stat.size and not is_other
 
 
-def place_of(urls: Sequence[str]) -> str | None:
+def index_url(urls: Sequence[str]) -> str | None:
     """Return the URL of the index file for shards, in their innermost common folder; None if they have none in common.
 
     Example:
-        >>> place_of(["s3://bucket/a/1.tar", "s3://bucket/b/2.tar"]), place_of(["s3://one/1.tar", "s3://two/2.tar"])
+        >>> index_url(["s3://bucket/a/1.tar", "s3://bucket/b/2.tar"]), index_url(["s3://one/1.tar", "s3://two/2.tar"])
         ('s3://bucket/shards.index', None)
     """
     common = "/".join(os.path.commonprefix([url.split("/")[:-1] for url in urls]))  # noqa: RUF071  # by folders
@@ -238,7 +238,7 @@ def place_of(urls: Sequence[str]) -> str | None:
     return f"{common}/{NAME}" if has_one and not any("?" in url for url in urls) else None
 
 
-def entries_in(store: ObjectStore, url: str) -> dict[str, ShardEntry]:
+def read_entries(store: ObjectStore, url: str) -> dict[str, ShardEntry]:
     """Read the table of an index file, by the URLs of its shards.
 
     Raises:
@@ -271,7 +271,7 @@ def entries_in(store: ObjectStore, url: str) -> dict[str, ShardEntry]:
     return dict(zip(joined(url, names, store.trust), entries, strict=True))
 
 
-def index_of(store: ObjectStore, entry: ShardEntry) -> Index | None:
+def read_index(store: ObjectStore, entry: ShardEntry) -> Index | None:
     """Read the index of a shard from its index file; return None, with a log line, if that was changed or deleted."""
     try:
         found = loaded(store.ranges(entry.file, [entry.begin], [entry.end])[0])

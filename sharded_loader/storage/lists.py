@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 
 from sharded_loader.extend.tools import path_of, warn
 from sharded_loader.storage.files import ShardError, Stat, Trust, joined, local_path, local_stat, normal, shown
-from sharded_loader.storage.indexes import SUFFIX, Format, ShardEntry, entries_in, place_of
+from sharded_loader.storage.indexes import SUFFIX, Format, ShardEntry, index_url, read_entries
 from sharded_loader.storage.records import MDS, Lines, RecordIO
-from sharded_loader.storage.stores import ObjectStore, existing, is_pattern
+from sharded_loader.storage.stores import ObjectStore, existing_prefix, is_pattern
 from sharded_loader.storage.tables import Arrow, Parquet
 from sharded_loader.storage.tar import Tar
 
@@ -62,18 +62,18 @@ def find_shards(store: ObjectStore, patterns: Iterable[Place], format: str | For
     stats: dict[str, Stat | None] = {}
     counts: dict[str, int] = {}
     entries: dict[str, ShardEntry] = {}
-    names = list(chain.from_iterable(named_by(absolute(os.fsdecode(pattern))) for pattern in patterns))
-    store.give(names)
+    names = list(chain.from_iterable(expand_names(absolute(os.fsdecode(pattern))) for pattern in patterns))
+    store.limit_options(names)
     for name in names:
         named: Mapping[str, Stat | None] = store.find(name) if is_pattern(name) else {name: None}
-        store.give(named)
+        store.limit_options(named)
         for url, stat in named.items():
             if shown(url).endswith(SUFFIX):
-                entries.update(entries_in(store, url))
+                entries.update(read_entries(store, url))
                 stats.update(dict.fromkeys(entries))
             elif shown(url).endswith(LIST_SUFFIX):
                 stat = stat or store.stat(url)
-                listed = urls_in(url, store.ranges(url, [0], [stat.size], stat)[0], store.trust)
+                listed = parse_list(url, store.ranges(url, [0], [stat.size], stat)[0], store.trust)
                 counts.update({absolute(name): count for name, count in listed.items()})
                 stats.update(dict.fromkeys(counts))
             else:
@@ -101,11 +101,11 @@ def find_shards(store: ObjectStore, patterns: Iterable[Place], format: str | For
 
 def _entries_beside(store: ObjectStore, urls: Sequence[str]) -> dict[str, ShardEntry]:
     """Read the index file beside shards, if there is a usable one."""
-    place = place_of(urls)
+    place = index_url(urls)
     if place is None:
         return {}
     try:
-        return entries_in(store, place)
+        return read_entries(store, place)
     except (FileNotFoundError, PermissionError):  # S3 answers 403 for missing files where lists are forbidden
         return {}
     except ShardError as error:
@@ -113,9 +113,9 @@ def _entries_beside(store: ObjectStore, urls: Sequence[str]) -> dict[str, ShardE
         return {}
 
 
-def named_by(url: str) -> list[str]:
+def expand_names(url: str) -> list[str]:
     """Expand number ranges such as ``{000..012}``, except braces in names of existing local files."""
-    begin = existing(url, "{") if local_path(url) is not None else ""
+    begin = existing_prefix(url, "{") if local_path(url) is not None else ""
     return [begin + end for end in expanded(url[len(begin) :])]
 
 
@@ -148,7 +148,7 @@ def absolute(url: str) -> str:
     return path_of(LocalFileSystem, url)
 
 
-def places_of(trust: Any) -> Trust:
+def parse_trust(trust: Any) -> Trust:
     """Normalize ``trust`` to places with storage options. Raise TypeError if it contains anything else."""
     if isinstance(trust, bool):
         return trust
@@ -182,11 +182,11 @@ def format_of(format: str | Format | None, urls: Sequence[str]) -> Format:
     return kind()
 
 
-def urls_in(url: str, content: bytes, trust: Trust = False) -> dict[str, int]:
+def parse_list(url: str, content: bytes, trust: Trust = False) -> dict[str, int]:
     """Parse a list of shards: URLs and lengths, `UNCOUNTED` if missing. Raise `ShardError` if it cannot be used.
 
     Example:
-        >>> urls_in("s3://bucket/set/index.json", b'["a.tar", "s3://bucket/b.tar"]')
+        >>> parse_list("s3://bucket/set/index.json", b'["a.tar", "s3://bucket/b.tar"]')
         {'s3://bucket/set/a.tar': -1, 's3://bucket/b.tar': -1}
     """
     try:

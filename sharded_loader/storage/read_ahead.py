@@ -4,8 +4,8 @@ One thread of a `ReadAhead` looks at the order of the coming batches and moves t
 
     looked at  -->  requested, as far as their shards fit into the cache  -->  passed by the user
 
-Others download requested shards, with about `IN_ALL` requests in total. The shards of the first batch come alone;
-until the user has that batch, only `EARLY` more are downloaded at a time.
+Others download requested shards, with about `MAX_REQUESTS` requests in total. The shards of the first batch come alone;
+until the user has that batch, only `EARLY_DOWNLOADS` more are downloaded at a time.
 
 The cache is told which shards are needed (they stay), and when a passed shard is needed next, in this epoch or the
 following one. So it can evict the shard that is needed last, which is optimal (L. A. Belady, 1966). If all shards fit,
@@ -33,27 +33,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from sharded_loader.extend.tools import host_clock, processes_here, warn
-from sharded_loader.storage.stores import CONNECTIONS, IN_ALL, pieces_of
+from sharded_loader.storage.stores import CONNECTIONS, MAX_REQUESTS, piece_count
 
 if TYPE_CHECKING:
     from sharded_loader.storage.dataset import Shards
 
-PAUSE = 0.005
+POLL_SECONDS = 0.005
 """Seconds between checks of the position."""
 
-YOUNG = 1.0
+RENEW_SECONDS = 1.0
 """Seconds between renewals of the protection of needed shards."""
 
-LOOKS = 50
+LOOKAHEAD_BATCHES = 50
 """Batches to look at between two checks of the position: 0.5 to 3 ms."""
 
-EARLY = 2
+EARLY_DOWNLOADS = 2
 """Concurrent downloads during the first batch: 16 delayed it by 60 ms on two cores."""
 
 MOST_USES = 200_000
 """Limit of the lookahead: uses of shards by batches, about 100 bytes each."""
 
-GONE = 10.0
+DEAD_SECONDS = 10.0
 """Seconds after which a silent reader counts as dead: renewals were up to 6 s late on a heavily oversubscribed
 machine."""
 
@@ -94,7 +94,7 @@ class _ShardPlan:
         self.needed = set[int]()
         self.looked, self.window = deque[_Batch](), deque[_Batch]()
         self.uses = self._returns = self._used = 0  # _used: bytes of the needed shards
-        self._coming: defaultdict[int, deque[int]] = defaultdict(deque)  # shard -> batches that will use it
+        self._next_uses: defaultdict[int, deque[int]] = defaultdict(deque)  # shard -> batches that will use it
 
     def size_of(self, shards: Iterable[int]) -> int:
         return sum(map(self._sizes.__getitem__, shards))
@@ -106,9 +106,9 @@ class _ShardPlan:
             return False
         found = _Batch(number, set(shards))
         for shard in found.shards:
-            if not self._coming[shard]:
+            if not self._next_uses[shard]:
                 self._let_go(shard, number)  # it may be in the cache
-            self._coming[shard].append(number)
+            self._next_uses[shard].append(number)
         self.uses += len(found.shards)
         self.looked.append(found)
         return True
@@ -147,7 +147,7 @@ class _ShardPlan:
             shards = self.window.popleft().shards
             self.uses -= len(shards)
             for shard in shards:
-                self._coming[shard].popleft()
+                self._next_uses[shard].popleft()
                 again = self._drop_unless_needed(shard)
                 if again is not None and (self.end is None or again < self.end):
                     self._returns += 1
@@ -156,7 +156,7 @@ class _ShardPlan:
 
     def _drop_unless_needed(self, shard: int) -> int | None:
         """Release a shard that no batch of the window uses. Return the next batch that uses it."""
-        again = next(iter(self._coming[shard]), None)
+        again = next(iter(self._next_uses[shard]), None)
         if again is not None and self.window and again <= self.window[-1].number:
             return None
         self.needed.discard(shard)
@@ -171,18 +171,18 @@ class ReadAhead:
     def __init__(self, shards: Shards, needs: Needs, position: Callable[[], int | None], later: Needs) -> None:
         assert shards.cache is not None
         self._shards, self._cache, self._position = shards, shards.cache, position
-        self._facts = list(zip(shards.urls, shards.stats, strict=True))  # at the start of the epoch
+        self._versions = list(zip(shards.urls, shards.stats, strict=True))  # at the start of the epoch
         sizes = [stat.size for stat in shards.stats]
         self._plan = _ShardPlan(sizes, self._order(needs, later), self._let_go)
-        self._whole = sum(sizes)
+        self._total_bytes = sum(sizes)
         self._in_progress: set[int] = set()  # queued or running downloads
         self._has_first = False  # True once the shards of the first batch are cached
         self.error: Exception | None = None
         self._stopped = threading.Event()
-        self._wanted: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        at_once = IN_ALL // max(1, min(pieces_of(self._whole // max(1, len(sizes))), CONNECTIONS))
+        self._requests: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        at_once = MAX_REQUESTS // max(1, min(piece_count(self._total_bytes // max(1, len(sizes))), CONNECTIONS))
         self._threads = [threading.Thread(target=self._fetch_all, daemon=True) for _ in range(at_once)]
-        self._threads.append(threading.Thread(target=self._walk, name="sharded_loader-read-ahead", daemon=True))
+        self._threads.append(threading.Thread(target=self._run, name="sharded_loader-read-ahead", daemon=True))
 
     def start(self) -> None:
         for thread in self._threads:
@@ -197,7 +197,7 @@ class ReadAhead:
                 thread.join(max(0.0, until - host_clock.now()))
 
     def _fetch_all(self) -> None:
-        while (shard := self._wanted.get()) is not None:
+        while (shard := self._requests.get()) is not None:
             try:
                 self._fetch(shard)
             except Exception as error:
@@ -205,7 +205,7 @@ class ReadAhead:
             self._in_progress.discard(shard)
 
     def _fetch(self, shard: int) -> None:
-        (url, stat), fetch = self._facts[shard], self._shards.store.fetch
+        (url, stat), fetch = self._versions[shard], self._shards.store.fetch
 
         def is_wanted() -> bool:
             return shard in self._plan.needed and not self._stopped.is_set()
@@ -213,13 +213,13 @@ class ReadAhead:
         self._cache.prepare(url, stat, lambda to: fetch(url, to, stat, is_waited_for=not self._has_first), is_wanted)
 
     def _let_go(self, shard: int, again: int | None) -> None:
-        self._cache.let_go(*self._facts[shard], again)
+        self._cache.let_go(*self._versions[shard], again)
 
-    def _ask_for(self, shards: Iterable[int]) -> None:
+    def _request_shards(self, shards: Iterable[int]) -> None:
         for shard in shards:
-            if not self._cache.keep(*self._facts[shard]) and shard not in self._in_progress:
+            if not self._cache.keep(*self._versions[shard]) and shard not in self._in_progress:
                 self._in_progress.add(shard)
-                self._wanted.put(shard)
+                self._requests.put(shard)
 
     def _order(self, needs: Needs, later: Needs) -> Iterator[tuple[int, Iterable[int]]]:
         number = self._position() or 0
@@ -228,57 +228,57 @@ class ReadAhead:
             number += 1
         self._plan.end = number
         for ahead in count():  # the next epoch, unless the cache has room for all shards
-            found = later(ahead) if self._whole > self._plan.room else None
+            found = later(ahead) if self._total_bytes > self._plan.room else None
             if found is None:
                 return
             yield number + ahead, found
 
-    def _walk(self) -> None:
+    def _run(self) -> None:
         try:
             with nullcontext(lambda: 1) if self._cache.read_only else reading(self._cache.folder / "readers") as count:
-                self._walk_on(count)
+                self._follow_order(count)
         except Exception as error:  # the order cannot be read twice: shards are fetched on demand
             self.error = error
         finally:
             for shard in self._plan.needed:
                 self._let_go(shard, 0)
             for _ in self._threads:
-                self._wanted.put(None)
+                self._requests.put(None)
 
-    def _walk_on(self, count: Callable[[], int]) -> None:
+    def _follow_order(self, count: Callable[[], int]) -> None:
         plan, first, young, readers = self._plan, self._position(), -math.inf, 1
         while first is not None and not self._stopped.is_set():
             now = self._position()
             if now is None:
                 return
-            if host_clock.now() - young > YOUNG:
+            if host_clock.now() - young > RENEW_SECONDS:
                 young, before, readers = host_clock.now(), readers, count()
                 # The larger of two counts: a reader may be between two epochs.
                 plan.room = self._cache.max_bytes // max(before, readers, processes_here())
                 plan.give_back()
-                self._ask_for(list(plan.needed))  # other processes may have evicted some
+                self._request_shards(list(plan.needed))  # other processes may have evicted some
             if plan.window and plan.window[0].number < now:  # the user has the first batch
                 self._has_first = True
             if (back_to := plan.pass_by(now)) is not None:
                 self._warn_of_returns(back_to)
-            for _ in range(LOOKS):
+            for _ in range(LOOKAHEAD_BATCHES):
                 if plan.uses > MOST_USES or not plan.look():
                     break
-                self._ask(now > first)
-            self._ask(now > first)
+                self._request_batches(now > first)
+            self._request_batches(now > first)
             if not plan.window and plan.end is not None and (not plan.looked or plan.looked[0].number >= plan.end):
                 return
-            self._stopped.wait(PAUSE)
+            self._stopped.wait(POLL_SECONDS)
 
-    def _ask(self, has_begun: bool) -> None:
+    def _request_batches(self, has_begun: bool) -> None:
         """Request the shards of the next batches that fit; ``has_begun``: the user has received a batch."""
         self._has_first = self._has_first or bool(self._plan.window and not self._in_progress)
         while True:
-            is_busy = not self._has_first or (not has_begun and len(self._in_progress) >= EARLY)
+            is_busy = not self._has_first or (not has_begun and len(self._in_progress) >= EARLY_DOWNLOADS)
             new = self._plan.take(is_busy)
             if new is None:
                 return
-            self._ask_for(new)
+            self._request_shards(new)
 
     def _warn_of_returns(self, number: int) -> None:
         """Warn that the cache is too small: the order returns to the evicted shards of this batch."""
@@ -314,7 +314,7 @@ def reading(folder: Path) -> Iterator[Callable[[], int]]:
             mine.touch()
             for other in folder.iterdir():
                 with suppress(FileNotFoundError):  # the other reader has just ended
-                    lives = time.time() - other.stat().st_mtime < GONE
+                    lives = time.time() - other.stat().st_mtime < DEAD_SECONDS
                     found += lives and other != mine
                     if not lives:
                         other.unlink()

@@ -7,7 +7,7 @@ A request that fails, or stalls for `STALL` seconds, is tried up to `TRIES` time
 server's ``Retry-After``. Missing or changed files and denied access are not retried. Retries of s3fs and botocore are
 switched off: together, one failure would cost up to 150 requests.
 
-At first, `CONNECTIONS` requests run in parallel, one more after each answer, up to `IN_ALL`: small servers drop
+At first, `CONNECTIONS` requests run in parallel, one more after each answer, up to `MAX_REQUESTS`: small servers drop
 connections beyond their backlog, and each of these would take a second longer.
 
 A store owns one file system per server. They do not survive a fork, so each process creates its own. Threads may share
@@ -54,10 +54,10 @@ CONNECTIONS = 4
 LEAST_PIECE = 1 << 20
 """Minimum bytes per request for a file that someone waits for."""
 
-IN_ALL = 4 * CONNECTIONS
+MAX_REQUESTS = 4 * CONNECTIONS
 """Parallel requests per process."""
 
-LISTED = 16
+LIST_THRESHOLD = 16
 """Number of files in a folder above which a list is requested, at one request per 1,000 files."""
 
 GAP = 64 << 10
@@ -89,7 +89,7 @@ class ObjectStore:
 
     def __init__(self, options: Options | None = None, trust: Trust = False) -> None:
         self._options, self.trust = dict(options or {}), trust
-        self._given: set[str | None] | None = None
+        self._own_hosts: set[str | None] | None = None
         self._begin()
 
     def _begin(self) -> None:
@@ -97,12 +97,12 @@ class ObjectStore:
         self._systems: dict[object, Any] = {}
         self._fast: dict[object, FastS3] = {}
         self._lock = threading.Lock()
-        self._places, self._turns = CONNECTIONS, threading.Semaphore(CONNECTIONS)
+        self._slot_count, self._slots = CONNECTIONS, threading.Semaphore(CONNECTIONS)
         self.retries = self.requests = 0
         _live.add(self)
 
     def __getstate__(self) -> dict[str, object]:
-        return {"_options": self._options, "trust": self.trust, "_given": self._given}
+        return {"_options": self._options, "trust": self.trust, "_own_hosts": self._own_hosts}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -116,9 +116,9 @@ class ObjectStore:
             if os.getpid() == self._pid:
                 close_session(system)
 
-    def give(self, urls: Iterable[str]) -> None:
+    def limit_options(self, urls: Iterable[str]) -> None:
         """Restrict the options to the hosts of these URLs and of earlier calls."""
-        self._given = (self._given or set()) | (set(map(files.host_of, urls)) - {None})
+        self._own_hosts = (self._own_hosts or set()) | (set(map(files.host_of, urls)) - {None})
 
     # -- what there is ------------------------------------------------------------------------------------------------
 
@@ -128,7 +128,7 @@ class ObjectStore:
         Existing local names take precedence over patterns, such as a folder ``run[1]``.
         """
         is_local = local_path(pattern) is not None
-        begin = existing(pattern, "*?[") if is_local else ""
+        begin = existing_prefix(pattern, "*?[") if is_local else ""
         if begin == pattern or not is_pattern(pattern):
             return {pattern: self.stat(pattern)}
         if not is_local:
@@ -145,7 +145,7 @@ class ObjectStore:
     def _listed(self, pattern: str) -> dict[str, Stat]:
         system, path = self._open(pattern)
         try:
-            found = self._try(pattern, lambda: system.glob(path, detail=True))
+            found = self._with_retries(pattern, lambda: system.glob(path, detail=True))
         except PermissionError as error:
             advice = "If the server only forbids lists: give the names of the shards, or a file that lists them"
             raise type(error)(f"{error}. {advice}") from None
@@ -158,7 +158,7 @@ class ObjectStore:
         """Return the versions of files, from folder lists if there are many in one folder."""
         listed: dict[str, Stat] = {}
         for folder, count in Counter(url.rpartition("/")[0] for url in urls).items():
-            if count > LISTED and not is_pattern(folder) and re.match("(?!https?|file)[a-z0-9+.-]+://", folder):
+            if count > LIST_THRESHOLD and not is_pattern(folder) and re.match("(?!https?|file)[a-z0-9+.-]+://", folder):
                 with contextlib.suppress(ShardError):  # a bucket may forbid lists
                     found = self.find(f"{folder}/*").items()
                     listed.update({f"{folder}/{url.rpartition('/')[2]}": stat for url, stat in found})
@@ -167,17 +167,17 @@ class ObjectStore:
         return [listed[url] for url in urls]
 
     def _stats(self, urls: Sequence[str]) -> list[Stat]:
-        with ThreadPoolExecutor(IN_ALL) as threads:
+        with ThreadPoolExecutor(MAX_REQUESTS) as threads:
             return list(threads.map(self.stat, urls))
 
     def stat(self, url: str) -> Stat:
         """Return the version of a file."""
         system, path = self._open(url)
-        found = _stat_of(self._try(url, lambda: system.info(path)))
+        found = _stat_of(self._with_retries(url, lambda: system.info(path)))
         if found.size < 0:
             raise ShardError(f"{shown(url)}: the server does not say how large it is, so no part of it can be read")
         if not found.tag and found.size and url.startswith("http"):  # fsspec before 2025.12 leaves out Last-Modified
-            return found._replace(tag=self._try(url, lambda: part(system, path, 0, 1, None, STALL))[1])
+            return found._replace(tag=self._with_retries(url, lambda: part(system, path, 0, 1, None, STALL))[1])
         return found
 
     # -- bytes --------------------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ class ObjectStore:
             write_whole(path, content)
             return
         system, there = self._open(url)
-        self._try(url, lambda: system.pipe_file(there, content))
+        self._with_retries(url, lambda: system.pipe_file(there, content))
 
     def ranges(self, url: str, begins: Sequence[int], ends: Sequence[int], stat: Stat | None = None) -> list[bytes]:
         """Return byte ranges of a file, in the order of the arguments; near ones share a request.
@@ -202,13 +202,13 @@ class ObjectStore:
         """
         if not begins:
             return []
-        spans, where = merged(begins, ends, GAP)
+        spans, where = merge_ranges(begins, ends, GAP)
         if len(spans) == 1:
             answers = [self._part(url, *spans[0], stat)]
         else:
-            with ThreadPoolExecutor(min(len(spans), IN_ALL)) as threads:
+            with ThreadPoolExecutor(min(len(spans), MAX_REQUESTS)) as threads:
                 answers = list(threads.map(lambda span: self._part(url, span[0], span[1], stat), spans))
-        self._compare(url, stat, all(is_sure for _, is_sure in answers))
+        self._check_version(url, stat, all(is_sure for _, is_sure in answers))
         parts = [(answers[number][0], spans[number][0]) for number in where]
         return [content[begin - at : end - at] for (content, at), begin, end in zip(parts, begins, ends, strict=True)]
 
@@ -221,7 +221,7 @@ class ObjectStore:
         piece = min(PIECE, max(LEAST_PIECE, -(-stat.size // CONNECTIONS))) if is_waited_for else PIECE
         begins, all_are_sure = iter(range(0, stat.size, piece)), True
         running: dict[Future[tuple[bytes, bool]], int] = {}
-        threads = ThreadPoolExecutor(max(1, min(pieces_of(stat.size, piece), CONNECTIONS)))
+        threads = ThreadPoolExecutor(max(1, min(piece_count(stat.size, piece), CONNECTIONS)))
         try:
             while True:
                 for begin in islice(begins, CONNECTIONS - len(running)):  # bounds the memory
@@ -237,9 +237,9 @@ class ObjectStore:
         finally:
             threads.shutdown(cancel_futures=True)
         file.seek(0, os.SEEK_END)
-        self._compare(url, stat, all_are_sure)
+        self._check_version(url, stat, all_are_sure)
 
-    def _compare(self, url: str, stat: Stat | None, are_sure: bool) -> None:
+    def _check_version(self, url: str, stat: Stat | None, are_sure: bool) -> None:
         """If not all answers were tagged, check that the file is still the same version."""
         if stat is None or are_sure or not stat.tag or stat.tag.startswith(UNKNOWN):
             return
@@ -271,7 +271,7 @@ class ObjectStore:
                 raise Unfit(f"{said}: the file may have been cut")
             return found, bool(same)
 
-        return self._try(url, read)
+        return self._with_retries(url, read)
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -304,12 +304,12 @@ class ObjectStore:
         if "://" not in url:
             return None, {}
         server, host = url[: (url + "/").index("/", url.index("://") + 3)], files.host_of(url)
-        if self._given is None or host in self._given:
+        if self._own_hosts is None or host in self._own_hosts:
             return server, self._options
         place = files.trusted(url, self.trust)
         return (server, place), {} if isinstance(self.trust, bool) or place is None else self.trust[place]
 
-    def _try(self, url: str, request: Callable[[], Result]) -> Result:
+    def _with_retries(self, url: str, request: Callable[[], Result]) -> Result:
         """Return the result of a request, with retries."""
         message, headers = "", None
         for number in range(TRIES):
@@ -319,12 +319,12 @@ class ObjectStore:
                 note_retry()
             self.requests += 1
             try:
-                with self._turns:
+                with self._slots:
                     answer = request()
                 with self._lock:
-                    if self._places < IN_ALL:  # after a success, allow one more parallel request
-                        self._places += 1
-                        self._turns.release()
+                    if self._slot_count < MAX_REQUESTS:  # after a success, allow one more parallel request
+                        self._slot_count += 1
+                        self._slots.release()
                 return answer
             except Changed as changed:
                 raise _changed(url, str(changed)) from None
@@ -333,7 +333,7 @@ class ObjectStore:
                 said = str(error) if isinstance(error, Unfit) else f"{type(error).__name__}: {error}"
                 message, headers = files.redacted(said, [self._options, self.trust]), getattr(error, "headers", None)
                 found = files.missing_or_forbidden(shown(url), error, message)
-                if found is None and isinstance(error, _HOPELESS):
+                if found is None and isinstance(error, _PERMANENT_ERRORS):
                     found = ShardError(f"{shown(url)}: {message}")
                 if found is not None:
                     raise found from None
@@ -358,7 +358,7 @@ class RemoteFile(ShardFile):
 
 
 _live: weakref.WeakSet[ObjectStore] = weakref.WeakSet()
-_of_the_parent: list[dict[object, Any]] = []
+_inherited_systems: list[dict[object, Any]] = []
 
 
 def _after_fork_in_child() -> None:
@@ -368,7 +368,7 @@ def _after_fork_in_child() -> None:
     its
     parent: the parent's requests would hang.
     """
-    _of_the_parent.extend(store._systems for store in list(_live))
+    _inherited_systems.extend(store._systems for store in list(_live))
 
 
 if hasattr(os, "register_at_fork"):
@@ -385,14 +385,14 @@ def is_pattern(url: str) -> bool:
     return any(sign in url for sign in ("*[" if re.match("https?:", url) else "*?["))  # ? begins a query there
 
 
-def existing(path: str, signs: str) -> str:
+def existing_prefix(path: str, signs: str) -> str:
     """Return the longest beginning of a path that exists literally, or contains none of ``signs``."""
     while any(sign in path for sign in signs) and not os.path.exists(path):
         path = path.rpartition("/")[0]
     return path
 
 
-def pieces_of(size: int, piece: int = PIECE) -> int:
+def piece_count(size: int, piece: int = PIECE) -> int:
     return -(-size // piece)
 
 
@@ -420,7 +420,7 @@ def _reason(error: Exception) -> Exception:
     return cause if isinstance(error, FileNotFoundError) and isinstance(cause, Exception) and is_of_http else error
 
 
-_HOPELESS = (ImportError, NotImplementedError, TypeError, ValueError, IsADirectoryError)
+_PERMANENT_ERRORS = (ImportError, NotImplementedError, TypeError, ValueError, IsADirectoryError)
 """Errors that a retry cannot fix."""
 
 
@@ -441,13 +441,13 @@ def _url_like(pattern: str, inside: str, system: Any, path: str) -> str:
     return f"{pattern.partition('://')[0]}://{path if system.root_marker else path.lstrip('/')}"
 
 
-def merged(begins: Sequence[int], ends: Sequence[int], gap: int) -> tuple[list[tuple[int, int]], list[int]]:
+def merge_ranges(begins: Sequence[int], ends: Sequence[int], gap: int) -> tuple[list[tuple[int, int]], list[int]]:
     """Merge byte ranges with at most ``gap`` bytes between them.
 
     Returns the merged ranges in ascending order, and for each argument the number of the range that contains it.
 
     Example:
-        >>> merged([100, 0, 12], [110, 10, 20], 5)
+        >>> merge_ranges([100, 0, 12], [110, 10, 20], 5)
         ([(0, 20), (100, 110)], [1, 0, 0])
     """
     where = [0] * len(begins)

@@ -34,7 +34,7 @@ RECORDS = (10_240, *(BLOCK << power for power in range(13)))
 """Writers fill the last record with zeros. Records of tarfile, GNU tar and libarchive have 10,240 bytes, others one
 block, and up to 2 MB with `tar -b`."""
 
-NOTES = (b"V", b"D", b"N", b"A")
+NON_FILE_TYPES = (b"V", b"D", b"N", b"A")
 """Types of members that are not files: GNU volume labels, directory and long-name lists, Solaris access control
 lists."""
 
@@ -126,7 +126,8 @@ def _has_bytes(file: ShardFile, member: tarfile.TarInfo) -> bool:
         problem = f"{file.name}, offset {member.offset}: {member.name!r} is {kind}"
         advice = "which is not read. Write the shard again, with tar -h --hard-dereference and without -M and -S"
         raise ShardError(f"{problem}, {advice}")
-    return member.isfile() or member.type not in (*tarfile.SUPPORTED_TYPES, *NOTES)  # POSIX: unknown types are files
+    # By POSIX, unknown types are files.
+    return member.isfile() or member.type not in (*tarfile.SUPPORTED_TYPES, *NON_FILE_TYPES)
 
 
 def _members(file: ShardFile) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
@@ -143,13 +144,13 @@ def _members(file: ShardFile) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
             _check_end(stream, end, file.size)
     except _DAMAGE as error:
         if not end:
-            kind, advice = _kind(file.ranges([0], [min(file.size, 6)])[0])
+            kind, advice = _describe_start(file.ranges([0], [min(file.size, 6)])[0])
             raise ShardError(f"{file.name} is no plain tar file (offset 0: {kind or error}): {advice}") from None
         advice = "it is damaged or cut. Copy or write it again"
         raise ShardError(f"{file.name} is no whole tar file (offset {end}: {error}): {advice}") from None
 
 
-def _kind(begin: bytes) -> tuple[str, str]:
+def _describe_start(begin: bytes) -> tuple[str, str]:
     """Describe a file that is not tar, by its first bytes, and give advice."""
     if not begin:
         return "it is empty", "copy or write it again, or leave it out"

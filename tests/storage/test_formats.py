@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sharded_loader import ShardError
-from sharded_loader.storage.lists import format_of, urls_in
+from sharded_loader.storage.lists import format_of, parse_list
 
 
 def test_the_format_is_that_of_the_names_or_the_one_that_was_given() -> None:
@@ -35,12 +35,12 @@ def test_the_format_is_that_of_the_names_or_the_one_that_was_given() -> None:
 def test_names_lie_beside_the_list_and_urls_where_they_say() -> None:
     listed = json.dumps(["a.tar", "more/b.tar", "gs://other/c.tar"]).encode()
     trust = {"gs://other": dict[str, Any]()}
-    assert list(urls_in("s3://bucket/set/index.json", listed, trust)) == [
+    assert list(parse_list("s3://bucket/set/index.json", listed, trust)) == [
         "s3://bucket/set/a.tar",
         "s3://bucket/set/more/b.tar",
         "gs://other/c.tar",
     ]
-    assert next(iter(urls_in("set/index.json", listed, trust))) == "set/a.tar"
+    assert next(iter(parse_list("set/index.json", listed, trust))) == "set/a.tar"
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_names_lie_beside_the_list_and_urls_where_they_say() -> None:
 )
 def test_a_file_that_lists_no_shards_is_named(listed: bytes, text: str) -> None:
     with pytest.raises(ShardError, match=rf"index\.json.*{text}|{text}"):
-        urls_in("s3://bucket/index.json", listed)
+        parse_list("s3://bucket/index.json", listed)
 
 
 @pytest.mark.parametrize(
@@ -74,4 +74,4 @@ def test_a_file_that_lists_no_shards_is_named(listed: bytes, text: str) -> None:
 )
 def test_compressed_shards_have_to_be_decompressed_first(shard: dict[str, Any]) -> None:
     with pytest.raises(ShardError, match="decompress them first"):
-        urls_in("index.json", json.dumps({"shards": [shard]}).encode())
+        parse_list("index.json", json.dumps({"shards": [shard]}).encode())
