@@ -415,57 +415,57 @@ class ShuffledIterator(Iterator[Any]):
     def __init__(self, dataset: object, at: _BufferPosition) -> None:
         self._dataset = dataset
         self._worker = this_worker() if is_divided(dataset) else None  # others call it themselves
-        self._go_to(at)
+        self._begin_at(at)
 
-    def _go_to(self, at: _BufferPosition) -> None:
+    def _begin_at(self, at: _BufferPosition) -> None:
         self._source = Source(_BUFFERED, self._dataset, at.source, self._worker)
-        self._at, self._given = at, 0
+        self._position, self._given = at, 0
         self._block: list[object] = []
         self._order: list[int] = []  # remaining samples of the block, in reverse
-        self._coming: list[object] = []
-        self._coming_at: _BufferPosition | None = at
+        self._next_block: list[object] = []
+        self._next_position: _BufferPosition | None = at
 
     def __next__(self) -> Any:
-        sample = self._take()
+        sample = self._next_item()
         if sample is END:
             raise StopIteration
         if isinstance(sample, _FailedRead):
             raise sample.error
         return sample
 
-    def _take(self) -> object:
+    def _next_item(self) -> object:
         """Return the next sample or error, or `END`."""
         if not self._order:
-            self._turn_over()
+            self._start_block()
         if not self._order:
             return END
-        self._fill(len(self._block) - len(self._order) + 1)
+        self._fill_next_block(len(self._block) - len(self._order) + 1)
         place, self._given = self._order.pop(), self._given + 1
         sample, self._block[place] = self._block[place], None
         return sample
 
-    def _turn_over(self) -> None:
+    def _start_block(self) -> None:
         """Start to yield the block that was read last."""
-        self._fill(self._at.size)
-        if self._coming_at is not None:
-            self._at, self._given = self._coming_at, 0
-        number = self._at.block + self._given // self._at.size
-        key = self._at.seed, "shuffle buffer", self._at.epoch, _part(), number
-        self._block, self._coming = self._coming, []
+        self._fill_next_block(self._position.size)
+        if self._next_position is not None:
+            self._position, self._given = self._next_position, 0
+        number = self._position.block + self._given // self._position.size
+        key = self._position.seed, "shuffle buffer", self._position.epoch, _part(), number
+        self._block, self._next_block = self._next_block, []
         self._order = shuffled(len(self._block), *key)[::-1].tolist()
         point = self._source.state()
         has_state = is_indexed(self._dataset) or point.dataset is not None or point.iterator is not None
         # A copy, because some datasets keep changing the dict that they return.
-        following = replace(self._at, block=number + 1, source=copy.deepcopy(point))
-        self._coming_at = following if has_state else None
+        following = replace(self._position, block=number + 1, source=copy.deepcopy(point))
+        self._next_position = following if has_state else None
 
-    def _fill(self, count: int) -> None:
+    def _fill_next_block(self, count: int) -> None:
         """Read samples of the next block, until there are ``count``."""
         scope, part = reading.get(), _part()
         try:
-            while len(self._coming) < count:
+            while len(self._next_block) < count:
                 if scope is not None:
-                    index = part, self._source.taken, self._at.epoch
+                    index = part, self._source.taken, self._position.epoch
                     reading.set(SampleScope(scope.seed, scope.epoch, index, scope.owners, scope.is_cached))
                 try:
                     sample = self._source.read()
@@ -474,25 +474,25 @@ class ShuffledIterator(Iterator[Any]):
                     sample = _FailedRead(error)
                 if sample is END:
                     return
-                self._coming.append(sample)
+                self._next_block.append(sample)
         finally:
             reading.set(scope)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as a small dict, without samples."""
-        return entries.written(replace(self._at, given=self._given))
+        return entries.written(replace(self._position, given=self._given))
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Continue at a saved position, reading its block again; raise TypeError or ValueError for unfit states."""
         at = entries.parsed(
             _BufferPosition, entries.instance(Mapping, "a dict")("the state", state, _BUFFERS), _BUFFERS
         )
-        if found := entries.differing(at, self._at):
+        if found := entries.differing(at, self._position):
             raise ValueError(f"ShuffleBuffer: the state is that of another one: {', '.join(found.values())}")
-        self._go_to(replace(at, given=0))
+        self._begin_at(replace(at, given=0))
         self._source.open()  # raises here, not in place of a sample
         for _ in range(at.given):
-            if self._take() is END:
+            if self._next_item() is END:
                 raise ValueError(
                     f"{_BUFFERED}, {an(type(self._dataset))}, has fewer samples than when the state was saved: give "
                     "the data that it was saved with"

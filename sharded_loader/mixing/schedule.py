@@ -260,9 +260,9 @@ class Plan:
             )
         self.length = None if sizes is None else int(self._limits.sum())
         self.changes: list[Change] = []
-        self._pieces: list[Schedule] = []
+        self._segments: list[Schedule] = []
         for change, end in zip(changes, [*(one.begin for one in changes[1:]), FAR], strict=True):
-            self._extend(change, end)
+            self._add_segments(change, end)
 
     def changed(self, begin: int, weights: list[int]) -> Plan:
         """Return a plan with other weights from a position on, for sources that are in the plan."""
@@ -274,22 +274,22 @@ class Plan:
                     f"weight there, if only from a far sample on: weights=[(0, [1, 0]), ({FAR - 1}, [1, 1])]"
                 )
         twin.changes = [one for one in self.changes if one.begin < begin]
-        twin._pieces = [one for one in self._pieces if one.begin < begin]
-        twin._extend(Change(begin, weights), FAR)
+        twin._segments = [one for one in self._segments if one.begin < begin]
+        twin._add_segments(Change(begin, weights), FAR)
         return twin
 
-    def _extend(self, change: Change, end: int) -> None:
+    def _add_segments(self, change: Change, end: int) -> None:
         self.changes = [*self.changes, change]
         begin, row = change.begin, np.array(change.weights)[self.sources]
         while begin < end and ((counts := self._counts(begin)) < self._limits).any():
-            begin = self._add(np.where(counts < self._limits, row, 0), counts, begin, end)
-        self._begins = [piece.begin for piece in self._pieces]
+            begin = self._add_segment(np.where(counts < self._limits, row, 0), counts, begin, end)
+        self._begins = [segment.begin for segment in self._segments]
 
     def _counts(self, position: int) -> Int64s:
         """Return the number of samples of each source before a position in or beyond the last segment."""
-        return self._pieces[-1].counts(position) if self._pieces else np.zeros(len(self.sources), np.int64)
+        return self._segments[-1].counts(position) if self._segments else np.zeros(len(self.sources), np.int64)
 
-    def _add(self, weights: Int64s, counts: Int64s, begin: int, end: int) -> int:
+    def _add_segment(self, weights: Int64s, counts: Int64s, begin: int, end: int) -> int:
         """Add a segment that ends at ``end``, or where a source is exhausted. Return its end."""
         sources = np.flatnonzero(weights)
         if not len(sources):
@@ -299,7 +299,7 @@ class Plan:
                 f"datasets[{number}]: give it a weight there, as each sample is to come once"
             )
         schedule = Schedule(weights.tolist(), self.seed, self.level, begin, counts)
-        self._pieces.append(schedule)
+        self._segments.append(schedule)
         if self.length is not None:
             lasts = (self._limits - 1).tolist()
             first = sources[np.argmin((self._limits - counts)[sources] / weights[sources])]  # about
@@ -312,41 +312,41 @@ class Plan:
     def _fingerprint(self) -> str:
         """Weights, seed and first sources: the fingerprint of a mixture (`data.inspection`)."""
         weights = f"{self.seed}{self.weights[:16]}" if self.is_fixed else f"{self.changes[:16]}{self.seed}"
-        return f"{weights}{list(map(self._pieces[0].owner, range(128)))}"
+        return f"{weights}{list(map(self._segments[0].owner, range(128)))}"
 
     def owner(self, position: int, place: int | None = None) -> int:
         """Return the source at a position, by the segment that holds at ``place`` if that is given."""
-        return self._pieces[bisect(self._begins, position if place is None else place) - 1].owner(position)
+        return self._segments[bisect(self._begins, position if place is None else place) - 1].owner(position)
 
     def at(self, position: int) -> tuple[int, int]:
-        return self._pieces[bisect(self._begins, position) - 1].at(position)
+        return self._segments[bisect(self._begins, position) - 1].at(position)
 
     def owners(self, positions: Int64s) -> Int64s:
         found = np.empty_like(positions)
-        for piece, here in self._cut(positions):
-            found[here] = piece.owners(positions[here])
+        for segment, here in self._by_segment(positions):
+            found[here] = segment.owners(positions[here])
         return found
 
     def at_many(self, positions: Int64s) -> tuple[Int64s, Int64s]:
         """Return the sources at many positions, and the numbers of the samples within them."""
         found = np.empty((2, len(positions)), np.int64)
-        for piece, here in self._cut(positions):
-            found[:, here] = piece.at_many(positions[here])
+        for segment, here in self._by_segment(positions):
+            found[:, here] = segment.at_many(positions[here])
         return found[0], found[1]
 
-    def _cut(self, positions: Int64s) -> Iterator[tuple[Schedule, Array]]:
+    def _by_segment(self, positions: Int64s) -> Iterator[tuple[Schedule, Array]]:
         """Yield the segments that contain positions, each with a mask of its positions."""
         where = np.searchsorted(self._begins, positions, side="right") - 1
         for each in np.unique(where).tolist():
-            yield self._pieces[each], where == each
+            yield self._segments[each], where == each
 
     def positions(self, numbers: list[int]) -> list[float]:
         """Return for each source the position of the sample with this number; infinity if it never comes."""
-        befores = np.array([piece.counts(piece.begin) for piece in self._pieces]).T.tolist()
+        befores = np.array([segment.counts(segment.begin) for segment in self._segments]).T.tolist()
         found: list[float] = []
         for source, (before, number) in enumerate(zip(befores, numbers, strict=True)):
-            piece = self._pieces[bisect(before, number) - 1]
-            found.append(piece.position(number, source) if piece.weights[source] else math.inf)
+            segment = self._segments[bisect(before, number) - 1]
+            found.append(segment.position(number, source) if segment.weights[source] else math.inf)
         return found
 
 

@@ -78,7 +78,7 @@ class MXRecordIO(Closable):
         self._pid = 0
         self.open()
 
-    def _here(self) -> None:
+    def _reset_after_fork(self) -> None:
         """In another process, reset the lock: a forked child may inherit one that is locked for ever."""
         if self._pid != os.getpid():
             self._turn = threading.RLock()
@@ -98,7 +98,7 @@ class MXRecordIO(Closable):
 
     def close(self) -> None:
         """Close the file. Repeated calls have no effect."""
-        self._here()
+        self._reset_after_fork()
         with self._turn:  # wait for a write in another thread
             if self._file is not None:
                 self._file.close()
@@ -148,7 +148,7 @@ class MXRecordIO(Closable):
         return self._position
 
     def _opened(self, verb: str) -> Any:
-        self._here()
+        self._reset_after_fork()
         if self.writable != (verb == "write"):
             raise io.UnsupportedOperation(f"{self.uri} was opened with flag {self.flag!r}, which cannot {verb}")
         if self._file is None:

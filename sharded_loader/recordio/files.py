@@ -210,7 +210,7 @@ class RecordFile:
         self.closed = False
         self._descriptor: _Descriptor | None = _Descriptor(self.path)
         self._version: tuple[int, list[int]] | None = None  # size and checksums when `watch` was called
-        self._seen: tuple[int, ...] = ()  # size, times and inode when that version was last verified
+        self._verified: tuple[int, ...] = ()  # size, times and inode when that version was last verified
 
     def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "_descriptor": None}
@@ -229,7 +229,7 @@ class RecordFile:
                 self._descriptor = None
         return descriptor
 
-    def read_stretches(self, offsets: list[int], sizes: list[int]) -> list[bytes]:
+    def read_ranges(self, offsets: list[int], sizes: list[int]) -> list[bytes]:
         """Return the bytes of each range; fewer only at the end of the file."""
         file = self._open()
         pieces = list(map(file.read, sizes, offsets))
@@ -240,7 +240,7 @@ class RecordFile:
         settled(self.path)
         file = self._open()
         found = file.stat()
-        self._seen = _seen(found)
+        self._verified = _stat_key(found)
         self._version = found.st_size, checksums(file.bytes_at, found.st_size)
 
     def check(self) -> None:
@@ -252,13 +252,13 @@ class RecordFile:
         if file is None or self._version is None:  # closed by another thread, or `watch` was not called
             return
         found = file.stat()
-        if self._seen != _seen(found):
+        if self._verified != _stat_key(found):
             size, content = self._version
             left = checksums(file.bytes_at, size, found.st_size)
             if left != content[: len(left)]:
                 text = "the file was replaced or written again since it was opened: open it again"
                 raise RecordIOError(self.path, 0, text)
-            self._seen = _seen(found)
+            self._verified = _stat_key(found)
 
     @property
     def size(self) -> int:
@@ -285,7 +285,7 @@ class RecordFile:
         return offsets
 
 
-def _seen(found: os.stat_result) -> tuple[int, ...]:
+def _stat_key(found: os.stat_result) -> tuple[int, ...]:
     return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
 
 
@@ -319,13 +319,13 @@ def read_records(file: RecordFile, offsets: Int64s, sizes: Int64s) -> tuple[list
         return [record for record, _ in found], np.array([following for _, following in found]) - offsets
     if not (offsets[1:] - offsets[:-1] - limits[:-1]).any() and limits[-1] >= HEAD_SIZE:  # contiguous
         begin, order = int(offsets[0]), None
-        buffer = file.read_stretches([begin], [int(offsets[-1] + limits[-1]) - begin])[0]
+        buffer = file.read_ranges([begin], [int(offsets[-1] + limits[-1]) - begin])[0]
         begins = offsets - begin
     else:
         inside = np.flatnonzero(limits >= HEAD_SIZE)
         order = inside[np.argsort(offsets[inside], kind="stable")]
         limits = limits[order]
-        buffer, begins = _read_stretches(file, offsets[order], limits)
+        buffer, begins = _read_merged(file, offsets[order], limits)
     lengths, all_as_guessed = _stored_lengths(buffer, begins, limits)
     starts = begins + HEAD_SIZE
     if order is not None:
@@ -346,7 +346,7 @@ def _scattered(values: Int64s, places: Int64s, length: int) -> Int64s:
     return out
 
 
-def _read_stretches(file: RecordFile, begins: Int64s, sizes: Int64s) -> tuple[bytes, Int64s]:
+def _read_merged(file: RecordFile, begins: Int64s, sizes: Int64s) -> tuple[bytes, Int64s]:
     """Read ranges at ascending offsets into one buffer. Return it, and where each range begins there."""
     if not len(begins):
         return b"", begins
@@ -354,7 +354,7 @@ def _read_stretches(file: RecordFile, begins: Int64s, sizes: Int64s) -> tuple[by
     first = np.concatenate(([0], np.flatnonzero(begins[1:] > ends[:-1] + GAP) + 1))
     offsets = begins[first]
     counts = np.maximum.reduceat(ends, first) - offsets
-    buffer = b"".join(file.read_stretches(offsets.tolist(), counts.tolist()))
+    buffer = b"".join(file.read_ranges(offsets.tolist(), counts.tolist()))
     moved = np.cumsum(counts) - counts - offsets
     return buffer, begins + np.repeat(moved, np.diff(first, append=len(begins)))
 

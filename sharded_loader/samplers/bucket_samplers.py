@@ -294,7 +294,7 @@ class FixedBucketSampler(NumberedBatches):
     def _reader(self, epoch: int) -> Callable[[Int64s, Int64s], list[list[int]]]:
         """Return a function from buckets and batch numbers in them to batches of an epoch."""
         counts, sizes = np.array(self._counts, np.int64), np.array(self.bucket_batch_sizes, np.int64)
-        (begins, ends), firsts, place = self._span(epoch), np.cumsum(counts) - counts, self._placer()
+        (begins, ends), firsts, place = self._span(epoch), np.cumsum(counts) - counts, self._shuffler()
         members = np.concatenate([np.zeros(0, np.int64), *self._members])
 
         def read(buckets: Int64s, numbers: Int64s) -> list[list[int]]:
@@ -309,7 +309,7 @@ class FixedBucketSampler(NumberedBatches):
 
         return read
 
-    def _placer(self) -> Callable[[Int64s, Int64s, Int64s], Int64s]:
+    def _shuffler(self) -> Callable[[Int64s, Int64s, Int64s], Int64s]:
         """Return a function that shuffles places within buckets; the third argument numbers the pass over a bucket."""
         kinds = len(self._counts)
         order = cache(lambda one: self._order(self._counts[one % kinds], "fixed bucket", one // kinds, one % kinds))
@@ -399,7 +399,7 @@ class GroupedBatchSampler(FixedBucketSampler):
         super().__init__(numbers + 1, sizes, None, range(1, len(kinds) + 1), shuffle=shuffle, seed=seed, **groups)
         vars(self)["bucket_keys"], self.dataset_length = kinds, len(numbers)
 
-    def _placer(self) -> Callable[[Int64s, Int64s, Int64s], Int64s]:
+    def _shuffler(self) -> Callable[[Int64s, Int64s, Int64s], Int64s]:
         # A rank may meet many kinds for the first time: computing whole shuffles would be too slow.
         counts, shuffle = np.array(self._counts, np.int64), Bijections(self.seed, "kinds")
         return lambda places, buckets, passes: shuffle(places, counts[buckets], passes)

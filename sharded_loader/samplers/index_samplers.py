@@ -363,11 +363,11 @@ class WeightedRandomSampler(IndexSampler):
 # -- equal costs for all ranks -----------------------------------------------------------------------------------------
 
 
-LEVELS = 8
+MAX_LEVELS = 8
 """Maximum tuples per step. More make steps more alike, but tuples smaller, so that fewer ranks share one."""
-NEAR = 1.05
+MAX_COST_RATIO = 1.05
 """Maximum ratio of costs within tuples that are mixed."""
-MIXED = 16
+MAX_MIXED = 16
 """Maximum number of tuples that are mixed."""
 COST_BLOCK = 2**13
 
@@ -429,7 +429,7 @@ class _CostSteps:
     def __init__(self, order: Int64s, costs: npt.NDArray[np.float64], size: int, ranks: int, key: tuple[object, ...]):
         self._order, self._costs, self._size, self._ranks = order, costs, size, ranks
         self._count = steps = len(order) // size
-        self._levels = max(n for n in range(1, LEVELS + 1) if size % n == 0 and n * n <= size)
+        self._levels = max(n for n in range(1, MAX_LEVELS + 1) if size % n == 0 and n * n <= size)
         self._tuple = size // self._levels
         rest = len(order) - steps * size
         shift = int(random_words(1, *key)[0]) % max(len(order), 1)
@@ -438,12 +438,12 @@ class _CostSteps:
         self._tuples = [shuffle(steps, *key, level) for level in range(self._levels)]
         # For each tuple: the first one of those that are mixed with it, and their number.
         count = steps * self._levels
-        grade = np.floor(np.log(costs[order[np.arange(count) * self._tuple]]) / np.log(NEAR))
+        grade = np.floor(np.log(costs[order[np.arange(count) * self._tuple]]) / np.log(MAX_COST_RATIO))
         begins = np.flatnonzero(np.diff(grade, prepend=np.nan))
         lengths = np.diff(np.append(begins, count))
         begin, length = np.repeat(begins, lengths), np.repeat(lengths, lengths)
-        self._first: Int64s = begin + (np.arange(count) - begin) // MIXED * MIXED
-        self._mixed: Int64s = np.minimum(begin + length - self._first, MIXED)
+        self._first: Int64s = begin + (np.arange(count) - begin) // MAX_MIXED * MAX_MIXED
+        self._mixed: Int64s = np.minimum(begin + length - self._first, MAX_MIXED)
         self._shuffles = Bijections(*key, "mixed")
 
     def at(self, positions: Int64s) -> Int64s:
@@ -463,14 +463,14 @@ class _CostSteps:
         row, rank = np.divmod(within, ranks)
         turned = self._shuffles(np.zeros_like(steps), np.full_like(steps, ranks), -1 - steps)
         rank = (rank + turned[here]) % ranks
-        rank = np.where(self._backwards(tuples)[here, row], ranks - 1 - rank, rank)
+        rank = np.where(self._reversed_rows(tuples)[here, row], ranks - 1 - rank, rank)
         level, member = np.divmod(row * ranks + rank, width)
         number = tuples[here, level]
         first, mixed = self._first[number], self._mixed[number]
         found: Int64s = first * width + mixed * member + self._shuffles(number - first, mixed, first * width + member)
         return found
 
-    def _backwards(self, tuples: Int64s) -> npt.NDArray[np.bool_]:
+    def _reversed_rows(self, tuples: Int64s) -> npt.NDArray[np.bool_]:
         """Return which rows of each step are reversed. ``tuples`` has shape (steps, levels)."""
         rows, width = self._size // self._ranks, self._tuple
         ends = np.arange(rows)[:, None] * self._ranks + np.array([0, self._ranks - 1])

@@ -116,8 +116,8 @@ class PackSampler(Sampler[list[int]]):
         self.long: str = check_choice("long", long, ("error", "cut", "drop"), "PackSampler")
         self.last_batch = check_choice("last_batch", last_batch, ("keep", "discard"), "PackSampler")
         self.shuffle = bool(shuffle)
-        self._checksum = self._look_through()
-        self.window = self._usual_window() if window is None else check_int("window", window, 1, "count documents")
+        self._checksum = self._checked_sum()
+        self.window = self._default_window() if window is None else check_int("window", window, 1, "count documents")
         self.windows = parts(len(self._lengths), self.window, cut=False)
         self.at_once = max(min(GROUP // self.window, self.windows), 1)  # at most one epoch of a small dataset
         self.seed = resolve_seed(seed) if shuffle or seed is not None else None
@@ -127,7 +127,7 @@ class PackSampler(Sampler[list[int]]):
     def _shown_length(self) -> int:
         return len(self._lengths)  # counting batches may take a pass
 
-    def _look_through(self) -> str:
+    def _checked_sum(self) -> str:
         """Check the lengths and return their checksum. Beyond 16 M, only some are read: the file may be on a disk."""
         count, checksum = len(self._lengths), 0
         step = GROUP if count <= IN_MEMORY else count // 64
@@ -148,7 +148,7 @@ class PackSampler(Sampler[list[int]]):
                 f'{text}: cut long documents with long="cut", leave them out with "drop", or give more tokens='
             )
 
-    def _usual_window(self) -> int:
+    def _default_window(self) -> int:
         some = self._lengths[:: max(len(self._lengths) // 1024, 1)].astype(np.int64)
         wanted = ROWS * self.tokens * len(some) // max(int(some.sum()), 1)
         return 1 << min(max(wanted.bit_length(), 10), 14)
@@ -271,7 +271,7 @@ class _PackTable(Table):
 
     def upto(self, begin: int, end: int) -> int:
         rows = self._sampler.rows
-        total, window = self._find(max(end * rows - 1, 0))
+        total, window = self._find_group(max(end * rows - 1, 0))
         if window < self._end:
             return end
         return min(end, parts(total, rows, cut=self._sampler.last_batch == "discard"))
@@ -283,7 +283,7 @@ class _PackTable(Table):
         wanted, found = self._sampler.rows, 0
         documents, places = list[int](), []
         while found < wanted:
-            before, window = self._find(row := number * wanted + found)
+            before, window = self._find_group(row := number * wanted + found)
             if window >= self._end:
                 break
             totals, layout = self._group(window)
@@ -301,7 +301,7 @@ class _PackTable(Table):
             found += end - begin
         return Packed(documents, np.concatenate(places), found)
 
-    def _find(self, row: int) -> Landmark:
+    def _find_group(self, row: int) -> Landmark:
         """Return the landmark of the group that contains a row; beyond the last row, end and number of rows."""
         known, step = self._sampler.known(self._epoch), self._sampler.at_once
         n = bisect_right(known, (row, 1 << 62)) - 1
@@ -413,7 +413,7 @@ class Pack(Batchify):
         if isinstance(planned, Packed) and len(planned) == len(samples):
             _check_lengths(tokens, planned)
         else:
-            planned = _filled(tokens, self._tokens)
+            planned = _planned_in_order(tokens, self._tokens)
         row, begin, end, _ = planned.places.T
         sizes = end - begin
         bounds = np.concatenate([[0], np.cumsum(sizes)])
@@ -422,8 +422,8 @@ class Pack(Batchify):
             advice = f"write the same number in both, PackSampler(lengths, tokens={self._tokens}, ...)"
             text = f"PackSampler has planned a row of {most} tokens, and Pack makes rows of {self._tokens}"
             raise BatchifyError(text, advice)
-        ids, given = _joined(tokens, begin, end), self._labels(samples)
-        labels = ids.copy() if given is None else _joined(given, begin, end)
+        ids, given = _concatenated(tokens, begin, end), self._labels(samples)
+        labels = ids.copy() if given is None else _concatenated(given, begin, end)
         labels[bounds[:-1]] = IGNORED
         in_row = np.arange(len(row)) - np.searchsorted(row, row)
         values = {
@@ -474,7 +474,7 @@ def _ids_of(sample: object, key: str, position: int) -> Array:
     return array
 
 
-def _joined(arrays: Sequence[Array], begin: Places, end: Places) -> Array:
+def _concatenated(arrays: Sequence[Array], begin: Places, end: Places) -> Array:
     pieces = [array[first:last] for array, first, last in zip(arrays, begin.tolist(), end.tolist(), strict=True)]
     return np.concatenate(pieces, dtype=np.int64, casting="unsafe")
 
@@ -486,7 +486,7 @@ def _check_lengths(tokens: Sequence[Array], planned: Packed) -> None:
             raise BatchifyError(text, "give PackSampler the lengths of this dataset's documents, in their order")
 
 
-def _filled(tokens: Sequence[Array], most: int) -> Packed:
+def _planned_in_order(tokens: Sequence[Array], most: int) -> Packed:
     """Plan documents row after row: one that does not fit begins the next row."""
     places, row, used = np.zeros((len(tokens), 4), np.int64), 0, 0
     for document, ids in enumerate(tokens):
