@@ -271,7 +271,7 @@ def _file(path: str, dtype: DTypeLike | None) -> _TokenFile:
         try:
             array = np.load(path, mmap_mode="r")
         except (ValueError, EOFError) as error:
-            raise ValueError(f"{path} is no whole .npy file of numbers ({error}): copy or write it again") from None
+            raise ValueError(f"{path} is not a complete .npy file ({error}): copy or write it again") from None
         if array.ndim != 1:
             raise ValueError(f"{path} has the shape {array.shape}: give one dimension, tokens.reshape(-1)")
         return _described(path, array.dtype, array.offset, len(array))

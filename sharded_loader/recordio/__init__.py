@@ -280,7 +280,7 @@ class MXIndexedRecordIO(MXRecordIO):
                 raise ValueError(f"it would become {key!r}")
         except (ValueError, TypeError) as error:
             name = getattr(self.key_type, "__name__", self.key_type)
-            text = f"{idx!r} is no key of type {name} ({error}): give another key, or key_type=str"
+            text = f"{idx!r} is not a key of type {name} ({error}): give another key, or key_type=str"
             raise ValueError(f"{self.idx_path}: {text}") from error
         text = str(key)
         if any(mark in text for mark in "\t\r\n") or not text.strip():

@@ -455,11 +455,11 @@ def load_index(path: str, key_type: Callable[[str], Key]) -> tuple[list[Key], li
                 if line.strip():
                     keys.append(key_type(key))
                     if not offset.strip(" ").isdecimal() or int(offset) >= 1 << 63:  # int() accepts underscores, tabs
-                        raise ValueError(f"the offset {offset!r} is no number below 2**63")
+                        raise ValueError(f"the offset {offset!r} is not a number below 2**63")
                     offsets.append(int(offset))
             except (ValueError, TypeError) as error:
                 kind, advice = getattr(key_type, "__name__", key_type), "or delete the file to have it rebuilt"
-                said = f"is no line 'key<TAB>offset' with a key of type {kind} ({str(error)[:200]})"
+                said = f"is not a line 'key<TAB>offset' with a key of type {kind} ({str(error)[:200]})"
                 text = f"{path}, line {number}: {line[:80]!r} {said}. Give another key_type, {advice}."
                 raise ValueError(text) from error
     return keys, offsets

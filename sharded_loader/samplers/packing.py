@@ -290,7 +290,7 @@ class _PackTable(Table):
             n = int(np.searchsorted(totals, row - before, side="right")) - 1
             if n + 1 == len(totals):
                 text = f"a loaded state has counted more rows behind window {window} of PackSampler than there are"
-                raise ValueError(f"{text}: load it with the lengths of then, or begin an epoch with set_epoch")
+                raise ValueError(f"{text}: load it with the original lengths, or begin an epoch with set_epoch")
             indices, where, bounds = layout(n)
             begin = row - before - int(totals[n])
             end = min(begin + wanted - found, len(bounds) - 1)

@@ -124,7 +124,7 @@ def local_stat(path: str) -> Stat:
     """Return the version of a local file; any later change changes the tag. Only regular files are accepted."""
     found = settled(path)
     if not stat.S_ISREG(found.st_mode):
-        raise ShardError(f"{path} is no file: give the names of shards, or a pattern such as {path}/*.tar")
+        raise ShardError(f"{path} is not a file: give the names of shards, or a pattern such as {path}/*.tar")
     return _stat_of(found)
 
 
@@ -177,7 +177,7 @@ class ShardError(OSError):
         ...     try:
         ...         ShardDataset(path, index_folder=folder)
         ...     except ShardError as error:
-        ...         print("is no plain tar file" in str(error))
+        ...         print("is not a plain tar file" in str(error))
         True
     """
 

@@ -247,7 +247,7 @@ def read_entries(store: ObjectStore, url: str) -> dict[str, ShardEntry]:
     content = store.beginning(url, FIRST)
     mark, version, table_size, size = _HEAD.unpack_from(content.ljust(_HEAD.size, b"\0"))
     if mark != _MARK:
-        raise _unusable(url, "is no index file")
+        raise _unusable(url, "is not an index file")
     if version != VERSION:
         raise _unusable(url, f"is an index file of version {version}, and this library reads version {VERSION}")
     begin = _HEAD.size + table_size

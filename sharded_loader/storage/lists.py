@@ -158,7 +158,7 @@ def parse_trust(trust: Any) -> Trust:
         named = {absolute(os.fspath(place)): dict(options) for place, options in places.items()}
         return {place if local_path(place) is None else normal(place): named[place] for place in named}
     except (TypeError, ValueError):
-        raise TypeError("trust is no URL or path, no list of them, and no dict of storage options by them") from None
+        raise TypeError("trust must be a URL or path, a list of them, or a dict from them to storage options") from None
 
 
 FORMATS: tuple[type[Format], ...] = (Tar, Parquet, Arrow, MDS, RecordIO, Lines)
@@ -193,7 +193,7 @@ def parse_list(url: str, content: bytes, trust: Trust = False) -> dict[str, int]
         shards = _shards(json.loads(content))
     except (ArithmeticError, AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         advice = "give a JSON list of names, the index.json of MosaicML, or a list of WebDataset's wids"
-        raise ShardError(f"{shown(url)} is no list of shards ({type(error).__name__}: {error}): {advice}") from None
+        raise ShardError(f"{shown(url)} is not a list of shards ({type(error).__name__}: {error}): {advice}") from None
     if not shards:
         raise ShardError(f"{shown(url)} lists no shards")
     return dict(zip(joined(url, [name for name, _ in shards], trust), [count for _, count in shards], strict=True))
@@ -209,7 +209,7 @@ def _shards(listed: Any) -> list[tuple[str, int]]:
             raise ValueError("its shards are compressed, or of several files each: decompress them first")
         shards = [(shard["raw_data"]["basename"], int(shard.get("samples", UNCOUNTED))) for shard in listed["shards"]]
     if not all(isinstance(name, str) for name, _ in shards):
-        raise TypeError("a name is no string")
+        raise TypeError("a name is not a string")
     if not all(UNCOUNTED <= count < 1 << 48 for _, count in shards):
         raise ValueError("a number of samples is impossible")
     return shards

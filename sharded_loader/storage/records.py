@@ -113,7 +113,7 @@ class MDS:
             packed_names = packed(names)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             advice = "give its format, decompress it, or copy it again"
-            raise ShardError(f"{file.name} is no MDS file ({error}; byte {offset}): {advice}") from None
+            raise ShardError(f"{file.name} is not an MDS file ({error}; byte {offset}): {advice}") from None
         return {
             "offsets": offsets,
             "names": packed_names,
@@ -166,7 +166,7 @@ def decoder(encoding: str, name: str) -> Callable[[bytes], object]:
     found = _DECODERS.get(kind)
     if found is None:
         why = "it is pickled, and to read it would run code from the shard" if kind == "pkl" else "it is unknown"
-        raise ShardError(f"{name} has a column encoded as {encoding!r}, which is not read: {why}. Write it as bytes")
+        raise ShardError(f"{name} has a column of unsupported encoding {encoding!r}: {why}. Write it as bytes")
     return found
 
 
@@ -250,6 +250,6 @@ class Lines:
             except UnicodeDecodeError as error:
                 where = f"{file.name}, line {row + 1}, offset {begin + error.start}"
                 advice = "Convert the file: iconv -f latin1 -t utf-8"
-                raise ShardError(f"{where}: this is no UTF-8 ({error.reason}). {advice}") from None
+                raise ShardError(f"{where}: this is not UTF-8 ({error.reason}). {advice}") from None
             lines.append(text if row else text.removeprefix("\ufeff"))  # byte order mark
         return lines

@@ -90,7 +90,7 @@ class TableFormat:
         return found
 
     def index(self, file: ShardFile) -> Index:
-        said = f"{file.name} is no {self.name} file, or is damaged within bytes 0 to {file.size} ("
+        said = f"{file.name} is not a valid {self.name} file, or damaged within bytes 0 to {file.size} ("
         with _damage_named(file, said, "): give its format"):
             counts, more = self._count_rows(file)
             return {"ends": np.cumsum(counts), "length": np.array(counts.sum()), **more}

@@ -124,7 +124,7 @@ def _has_bytes(file: ShardFile, member: tarfile.TarInfo) -> bool:
         kind = "a sparse file"
     if kind:
         problem = f"{file.name}, offset {member.offset}: {member.name!r} is {kind}"
-        advice = "which is not read. Write the shard again, with tar -h --hard-dereference and without -M and -S"
+        advice = "which is not supported. Write the shard again, with tar -h --hard-dereference and without -M and -S"
         raise ShardError(f"{problem}, {advice}")
     # By POSIX, unknown types are files.
     return member.isfile() or member.type not in (*tarfile.SUPPORTED_TYPES, *NON_FILE_TYPES)
@@ -145,9 +145,9 @@ def _members(file: ShardFile) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
     except _DAMAGE as error:
         if not end:
             kind, advice = _describe_start(file.ranges([0], [min(file.size, 6)])[0])
-            raise ShardError(f"{file.name} is no plain tar file (offset 0: {kind or error}): {advice}") from None
+            raise ShardError(f"{file.name} is not a plain tar file (offset 0: {kind or error}): {advice}") from None
         advice = "it is damaged or cut. Copy or write it again"
-        raise ShardError(f"{file.name} is no whole tar file (offset {end}: {error}): {advice}") from None
+        raise ShardError(f"{file.name} is not a complete tar file (offset {end}: {error}): {advice}") from None
 
 
 def _describe_start(begin: bytes) -> tuple[str, str]:

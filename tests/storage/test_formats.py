@@ -46,17 +46,17 @@ def test_names_lie_beside_the_list_and_urls_where_they_say() -> None:
 @pytest.mark.parametrize(
     ("listed", "text"),
     [
-        (b"no json", "no list of shards"),
-        (b"{}", "no list of shards"),
-        (b"[1, 2]", "no list of shards"),
-        (b"7", "no list of shards"),
+        (b"no json", "not a list of shards"),
+        (b"{}", "not a list of shards"),
+        (b"[1, 2]", "not a list of shards"),
+        (b"7", "not a list of shards"),
         (b"[]", "lists no shards"),
-        (b'"abc"', "no list of shards"),
-        (b"[" * 100_000, "no list of shards"),
-        (b'{"shards": [7]}', "no list of shards"),
-        (b'{"shardlist": [{"url": "a.tar", "nsamples": Infinity}]}', "no list of shards"),
-        (b'{"shardlist": [{"url": "a.tar", "nsamples": 1%s}]}' % (b"0" * 20), "no list of shards"),
-        (b'{"shards": [{"raw_data": {}}]}', "no list of shards"),
+        (b'"abc"', "not a list of shards"),
+        (b"[" * 100_000, "not a list of shards"),
+        (b'{"shards": [7]}', "not a list of shards"),
+        (b'{"shardlist": [{"url": "a.tar", "nsamples": Infinity}]}', "not a list of shards"),
+        (b'{"shardlist": [{"url": "a.tar", "nsamples": 1%s}]}' % (b"0" * 20), "not a list of shards"),
+        (b'{"shards": [{"raw_data": {}}]}', "not a list of shards"),
     ],
 )
 def test_a_file_that_lists_no_shards_is_named(listed: bytes, text: str) -> None:

@@ -359,14 +359,14 @@ def test_a_changed_shard_is_indexed_again_if_the_store_tells(memory: Any, tmp_pa
 
 
 DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
-    "empty": (lambda whole: b"", "is no index file"),
-    "nonsense": (lambda whole: b"<html>" * 50, "is no index file"),
+    "empty": (lambda whole: b"", "is not an index file"),
+    "nonsense": (lambda whole: b"<html>" * 50, "is not an index file"),
     "older": (
         lambda whole: whole[:8] + bytes([VERSION - 1]) + whole[9:],
         f"is an index file of version {VERSION - 1}, and this library",
     ),
     "cut": (lambda whole: whole[:-10], "is cut or damaged: it has"),
-    "head only": (lambda whole: whole[:20], "is cut or damaged|is no index file"),
+    "head only": (lambda whole: whole[:20], "is cut or damaged|is not an index file"),
     "one bit": (lambda whole: whole[:60] + bytes([whole[60] ^ 1]) + whole[61:], "is damaged"),
 }
 

@@ -239,7 +239,7 @@ def test_a_shard_that_has_changed_is_named(folder: Path) -> None:
 
 def test_a_shard_of_another_format_is_named(folder: Path) -> None:
     (folder / "s-9.tar").write_bytes(b"nonsense" * 300)
-    with pytest.raises(ShardError, match=r"s-9\.tar is no plain tar file"):
+    with pytest.raises(ShardError, match=r"s-9\.tar is not a plain tar file"):
         make(folder)
 
 

@@ -198,7 +198,7 @@ def test_a_million_names_are_looked_at_quickly() -> None:
 
 def test_trust_is_places_or_true() -> None:
     for trust in (5, [5], None, {"s3://b": 7}):
-        with pytest.raises(TypeError, match="trust is no URL or path, no list of them"):
+        with pytest.raises(TypeError, match="trust must be a URL or path, a list of them"):
             ShardDataset("a.txt", trust=trust)  # type: ignore[arg-type]
 
 
