@@ -33,20 +33,9 @@ from sharded_loader.drop_in.sampler import EpochCount, InOrderSampler, ShuffleSa
 from sharded_loader.drop_in.state import ADVICE, LoaderState, TorchProgress, TorchSteps, lives_on
 from sharded_loader.drop_in.trainers import rebuilt_by_accelerate, refuse_skipping
 from sharded_loader.extend import NOTHING, Entry, ErrorAction, Pool, Task, reader_for
+from sharded_loader.extend import engine as core
 from sharded_loader.extend.data import as_dataset, fingerprint_of, told_in, warn_of_other_data
-from sharded_loader.extend.engine import (
-    INSTEAD,
-    NO_SKIP,
-    Batch,
-    KnownSteps,
-    action_and_limit,
-    find_devices,
-    length,
-    make_split,
-    number_of_workers,
-    seeded_as_worker,
-    shown_indices,
-)
+from sharded_loader.extend.engine import Batch
 from sharded_loader.extend.order import (
     check_skip,
     merged,
@@ -197,15 +186,15 @@ class DataLoader(OwnArguments, Instruments, torch.utils.data.DataLoader[Batch]):
         **unknown: NoReturn,
     ) -> None:
         given = dict(locals())
-        refuse_arguments("DataLoader", unknown, type(self).__init__, {"max_skipped": INSTEAD["max_skipped"]})
+        refuse_arguments("DataLoader", unknown, type(self).__init__, {"max_skipped": core.INSTEAD["max_skipped"]})
         if not hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset):  # an array that has a shape
             dataset = as_dataset(dataset, "DataLoader", needs_length=sampler is None and batch_sampler is None)
-        is_auto, workers = number_of_workers(num_workers)
+        is_auto, workers = core.number_of_workers(num_workers)
         self.num_replicas, self.rank, self.mesh = num_replicas, rank, mesh
         self.costs, self.evaluate, self.steps_per_epoch = costs, evaluate, steps_per_epoch
         for name in OwnArguments.__annotations__:
             setattr(self, name, given[name])
-        self._meter = Meter(dataset, action_and_limit(on_error)[1])
+        self._meter = Meter(dataset, core.action_and_limit(on_error)[1])
         self._tuner = Tuner(self._meter) if is_auto else None  # it finds the number of workers
         if any(given[name] is not None and given[name] is not False for name in SHARDED):
             self._sharded = 0
@@ -390,7 +379,7 @@ class DataLoader(OwnArguments, Instruments, torch.utils.data.DataLoader[Batch]):
         reads = self._reads
         return reads._replicas() if isinstance(reads, ShardedDataLoader) else super()._replicas()
 
-    def _inspected(self) -> tuple[KnownSteps, int, Pool]:
+    def _inspected(self) -> tuple[core.KnownSteps, int, Pool]:
         return self._reads._inspected()
 
     def __len__(self) -> int:
@@ -489,7 +478,7 @@ class DataLoader(OwnArguments, Instruments, torch.utils.data.DataLoader[Batch]):
         """The arguments. Workers and positions stay here."""
         if "_meter" not in self.__dict__:  # made by ``__new__`` alone
             return self.__dict__
-        meter = Meter(self.dataset, action_and_limit(self.on_error)[1])
+        meter = Meter(self.dataset, core.action_and_limit(self.on_error)[1])
         own: dict[str, Any] = {"_meter": meter, "_memory": drop_in.DeviceMemory(), "_iterator": None}
         own |= {"_tuner": self._tuner and Tuner(meter), "_progress": copy.copy(self._progress)}
         if isinstance(reads := self._reads, ShardedDataLoader):
@@ -518,7 +507,7 @@ class TorchReading(Generic[Batch]):
     def check_skip(self, skip: Any) -> None:
         """Refuse steps to leave out that do not fit the epochs."""
         if skip and isinstance(self._loader.dataset, IterableDataset | IterDataPipe | MapDataPipe):
-            raise TypeError(NO_SKIP)
+            raise TypeError(core.NO_SKIP)
         try:
             self._loader._progress.steps.within(skip, 1, self._steps.length)
         except TypeError as error:
@@ -554,16 +543,16 @@ class TorchReading(Generic[Batch]):
         return reader_for(self._steps.job, readers=0).read_sample(index, epoch)
 
     def indices(self, epoch: int, step: int) -> list[Any]:
-        return shown_indices(self._loader.dataset, self._steps.samples_of(epoch, step), epoch)
+        return core.shown_indices(self._loader.dataset, self._steps.samples_of(epoch, step), epoch)
 
     def batch(self, epoch: int, step: int) -> Batch:
         loader, steps = self._loader, self._steps
-        devices, sharded = find_devices(loader.device, loader.devices)
+        devices, sharded = core.find_devices(loader.device, loader.devices)
         placement = drop_in.as_collated(None) if devices is None else loader._memory.placement(devices)
         placement.check_not_capturing()
-        job, split = replace(steps.job, keeps_state=False), make_split(devices, sharded, loader.num_shards)
+        job, split = replace(steps.job, keeps_state=False), core.make_split(devices, sharded, loader.num_shards)
         task = split.sharded(Task(0, step, epoch, step, (steps.samples_of(epoch, step),), False))
-        with steps.in_epoch(epoch), seeded_as_worker(job.seed, task):
+        with steps.in_epoch(epoch), core.seeded_as_worker(job.seed, task):
             result = reader_for(job, readers=0).read(task)
             if result.error is not None:
                 raise result.error
@@ -571,7 +560,7 @@ class TorchReading(Generic[Batch]):
                 raise ValueError(f"epoch {epoch}, batch {step} was left out: on_error has skipped all of its samples")
             return placement.place([Entry(step, task, result)])  # type: ignore[no-any-return]
 
-    def _inspected(self) -> tuple[KnownSteps, int, Pool]:
+    def _inspected(self) -> tuple[core.KnownSteps, int, Pool]:
         return self._steps, self._loader._progress.epoch, drop_in.make_pool(self._loader)
 
     def __len__(self) -> int:
@@ -612,7 +601,7 @@ class TorchReading(Generic[Batch]):
         kind = "_stream" if isinstance(loader.dataset, IterableDataset) else "_sampler"
         state = entries.parsed(LoaderState, state_dict, advice)
         entries.read_entry(state_dict, kind, entries.anything, advice)
-        state.check_length(length(loader.dataset), loader.sampler)
+        state.check_length(core.length(loader.dataset), loader.sampler)
         given = merged(progress.given_skip, check_skip(skip))
         saved = entries.read_entry({"_skip": (), **state_dict}, "_skip", steps_to_skip, advice)
         self.check_skip(given)
@@ -653,7 +642,7 @@ def make_sharded(loader: DataLoader[Any]) -> ShardedDataLoader[Any]:
     wrong = {"generator": loader.generator is not None, "in_order": not loader.in_order}
     for name in (name for name, is_wrong in wrong.items() if is_wrong):
         text = f"{name} goes with torch's order, and {' and '.join(SHARDED)} with another"
-        raise ValueError(f"{text}: {INSTEAD[name]}")
+        raise ValueError(f"{text}: {core.INSTEAD[name]}")
     if batch_size is None and loader._given_order["batch_sampler"] is None:
         raise ValueError("batch_size=None gives single samples, and this order is one of batches: give a batch_size")
     options = {name: getattr(loader, name) for name in (*SHARDED, *KEPT)} | loader._given_order

@@ -51,15 +51,23 @@ def names_of_seam() -> dict[str, list[str]]:
 
 
 def imported_by_satellites() -> list[tuple[str, str, str]]:
-    """Each import of the core or of the seam by a satellite: the satellite, the module, the name."""
-    found = []
+    """Each import of the core or of the seam by a satellite: the satellite, the module, the name.
+
+    A whole module of the seam is imported under another name, ``core``: then each ``core.name`` counts.
+    """
+    found, seam = [], "sharded_loader.extend"
     for satellite in (module for module in SOURCES if room_of(module) in {*OPTIONAL} - {"extend"}):
+        whole = dict(re.findall(rf"^from {seam} import (\w+) as (\w+)$", SOURCES[satellite], re.MULTILINE))
+        for topic, alias in whole.items():
+            used = set(re.findall(rf"\b{alias}\.(\w+)", SOURCES[satellite]))
+            found += [(satellite, f"{seam}.{topic}", name) for name in used]
         for node in ast.walk(parsed(SOURCES[satellite])):
             if isinstance(node, ast.Import):
                 found += [(satellite, alias.name, "") for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
                 assert not node.level, f"{satellite}: give the whole name of the module, as elsewhere"
-                found += [(satellite, node.module or "", alias.name) for alias in node.names]
+                names = [alias.name for alias in node.names if node.module != seam or alias.name not in whole]
+                found += [(satellite, node.module or "", name) for name in names]
     within = [(one, module, name) for one, module, name in found if f"{module}.".startswith("sharded_loader.")]
     return [(one, module, name) for one, module, name in within if room_of(module) not in {*OPTIONAL} - {"extend"}]
 

@@ -20,25 +20,7 @@ from typing import Any, Literal
 import numpy as np
 
 from sharded_loader.extend import Array, Batchify, BatchifyError, Dtype, Empty, Samples
-from sharded_loader.extend.data import (
-    COPIED_AT_ONCE,
-    JOINABLE,
-    JOINED_BYTES,
-    are_tensors,
-    as_array,
-    check_no_grad,
-    check_not_empty,
-    common_dtype,
-    dtype_name,
-    dtype_of,
-    empty_tensor,
-    is_new,
-    is_numbers,
-    is_plain,
-    join,
-    numpy_can,
-    ragged,
-)
+from sharded_loader.extend import data as core
 from sharded_loader.extend.tools import call_of, check_int
 
 _SMALL_ROW = 16 * 1024  # bytes
@@ -57,7 +39,7 @@ def to_numpy_dtype(dtype: Any) -> Dtype | None:
     if dtype is None:
         return None
     try:
-        return np.dtype(dtype_name(dtype) if str(dtype).startswith("torch.") else dtype)
+        return np.dtype(core.dtype_name(dtype) if str(dtype).startswith("torch.") else dtype)
     except TypeError:
         raise TypeError(f"dtype {dtype!r} is unknown to NumPy: give one that is, or convert the batch after") from None
 
@@ -139,15 +121,15 @@ class Pad(Batchify):
 
     def assemble(self, samples: Samples, empty: Empty) -> Any:
         """The batch as NumPy arrays in memory from ``empty``."""
-        check_not_empty(samples)
+        core.check_not_empty(samples)
         shape: tuple[int, ...]
         lengths: Sequence[Any]
-        if isinstance(samples[0], tuple) and not is_numbers(samples[0]):
+        if isinstance(samples[0], tuple) and not core.is_numbers(samples[0]):
             raise BatchifyError(
                 f"samples are tuples of {len(samples[0])} fields, and Pad takes bare sequences",
                 "say what to do with each field: Tuple(Pad(), Stack()) for sequences and labels",
             )
-        if are_tensors(set(map(type, samples))) and not numpy_can(samples):
+        if core.are_tensors(set(map(type, samples))) and not core.numpy_can(samples):
             _check_tensors(samples)
             samples = self._cut(samples)
             shape, axis, lengths = self._plan([tuple(tensor.shape) for tensor in samples])
@@ -161,7 +143,7 @@ class Pad(Batchify):
                 shape = (self._rounded(max(lengths)),)
             else:
                 shape, axis, lengths = self._plan([array.shape for array in samples])
-            dtype = self._dtype or common_dtype(samples)
+            dtype = self._dtype or core.common_dtype(samples)
             fill = self._fills.get(dtype)
             if fill is None:
                 fill = self._fills[dtype] = self._fill_value(dtype)
@@ -213,7 +195,7 @@ class Pad(Batchify):
         sizes = list(zip(*shapes, strict=False))  # by axis
         alike = (len(set(sizes[i])) == 1 for i in range(len(first)) if i not in axes)
         if len(set(map(len, shapes))) > 1 or not all(alike):
-            raise ragged(shapes, f"; Pad(axis={self._axis}) {why}", advice)
+            raise core.ragged(shapes, f"; Pad(axis={self._axis}) {why}", advice)
         padded = tuple([self._rounded(max(found)) if i in axes else first[i] for i, found in enumerate(sizes)])
         return padded, axis, shapes if axis is None else sizes[axis]
 
@@ -240,8 +222,8 @@ class Pad(Batchify):
         dtype = reduce(torch.promote_types, {tensor.dtype for tensor in tensors})
         if self._dtype is not None:
             dtype = torch.from_numpy(np.empty(0, self._dtype)).dtype
-        if is_plain(tensors):
-            return empty_tensor(shape, dtype, empty)[1]
+        if core.is_plain(tensors):
+            return core.empty_tensor(shape, dtype, empty)[1]
         return torch.empty(shape, dtype=dtype, device=tensors[0].device)
 
     def __repr__(self) -> str:
@@ -262,19 +244,19 @@ def _join(
 
     64 rows of 5 to 500 int64 in new memory: 38 us, in a slot 47; row after row 61 (medians of 9).
     """
-    if not 0 < width * dtype.itemsize <= JOINED_BYTES or dtype.num not in JOINABLE:
+    if not 0 < width * dtype.itemsize <= core.JOINED_BYTES or dtype.num not in core.JOINABLE:
         return None
-    if set(map(dtype_of, samples)) != {dtype}:
+    if set(map(core.dtype_of, samples)) != {dtype}:
         return None
     nbytes = len(samples) * width * dtype.itemsize
-    new = is_new(empty, nbytes)
-    if not new and nbytes > COPIED_AT_ONCE:
+    new = core.is_new(empty, nbytes)
+    if not new and nbytes > core.COPIED_AT_ONCE:
         return None
     gap = np.full(width, fill, dtype).view(np.uint8).data
     parts: list[Any] = [gap] * (2 * len(samples))
     parts[::2] = samples
     parts[1::2] = [gap[: (width - length) * dtype.itemsize] for length in lengths]
-    return join(parts, (len(samples), width), dtype, None if new else empty)
+    return core.join(parts, (len(samples), width), dtype, None if new else empty)
 
 
 def _write(out: Any, samples: Samples, fill: Any, axis: int | None, lengths: Sequence[Any]) -> None:
@@ -303,7 +285,7 @@ def _mask(lengths: Sequence[object], padded: Sequence[int], empty: Empty) -> Arr
 
 
 def _check_tensors(tensors: Samples) -> None:
-    check_no_grad(tensors)
+    core.check_no_grad(tensors)
     if any(hasattr(type(tensor), "get_mask") for tensor in tensors):  # torch.masked's: copying drops the mask
         raise BatchifyError("masked tensors cannot be padded", "return .get_data() and .get_mask() as two fields")
     if any(tensor.layout is not sys.modules["torch"].strided for tensor in tensors):
@@ -313,10 +295,10 @@ def _check_tensors(tensors: Samples) -> None:
 def _to_arrays(samples: Samples) -> list[Array]:
     if set(map(type, samples)) == {np.ndarray}:
         return list(samples)
-    arrays = list(map(as_array, samples))
+    arrays = list(map(core.as_array, samples))
     known = [array for array in arrays if array.size]
     if known and any(isinstance(sample, list) and not sample for sample in samples):
         # An empty list has no dtype of its own: it must not turn a batch of ints into floats.
-        dtype = common_dtype(known)
+        dtype = core.common_dtype(known)
         arrays = [array if array.size else array.astype(dtype) for array in arrays]
     return arrays

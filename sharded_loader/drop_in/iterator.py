@@ -38,25 +38,8 @@ from sharded_loader.drop_in.pinning import Pinner
 from sharded_loader.drop_in.sampler import Points, SamplerStart, Skips, TorchEpoch
 from sharded_loader.drop_in.state import LoaderState, TorchRun, TorchSteps, check_data, job_of, lives_on, stream_epoch
 from sharded_loader.extend import PartPoint, Pipeline, Pool, Task
+from sharded_loader.extend import engine as core
 from sharded_loader.extend.data import TensorBatch, is_stateful, to_torch, told_in
-from sharded_loader.extend.engine import (
-    ArenaInUse,
-    EpochIterator,
-    OneRun,
-    Placer,
-    StreamEpoch,
-    StreamReader,
-    accelerators,
-    call_all,
-    claim,
-    collate_function,
-    find_devices,
-    length,
-    make_split,
-    profiler_enabled,
-    refuse_streams,
-    warn_of_length,
-)
 from sharded_loader.extend.order import nested
 from sharded_loader.extend.tools import check_int, leave_alone, uninterrupted
 
@@ -72,18 +55,18 @@ def check_arguments(loader: Loader) -> None:
     Raises:
         ValueError, TypeError: An argument has a wrong value or type.
     """
-    collate_function(None, loader.collate_fn)
+    core.collate_function(None, loader.collate_fn)
     if loader.generator is not None and not isinstance(loader.generator, torch.Generator):
         raise TypeError(f"generator is {loader.generator!r}; it must be a torch.Generator, or give seed= (an int)")
     if loader.prefetch_factor is not None:
         check_int("prefetch_factor", loader.prefetch_factor, 0, "give the number of batches to prefetch per worker")
     if loader.seed is not None:
         loader.seed = check_int("seed", loader.seed, -math.inf, "give an integer, or None")
-    make_split(*find_devices(loader.device, loader.devices), loader.num_shards)
+    core.make_split(*core.find_devices(loader.device, loader.devices), loader.num_shards)
     if loader.streams is not None:
         check_int("streams", loader.streams, 1, "give the number of parts, or None for one per worker")
         if not isinstance(loader.dataset, IterableDataset):
-            refuse_streams(loader.streams, loader.dataset)
+            core.refuse_streams(loader.streams, loader.dataset)
     if loader.start_method and loader.multiprocessing_context is not None:
         raise ValueError("start_method and multiprocessing_context set the same thing: leave out one of them")
     if loader.max_worker_memory is not None and (loader.num_workers == 0 or _uses_threads(loader)):
@@ -135,14 +118,14 @@ def _process_pool(loader: Loader, count: int) -> ProcessPool:
     return ProcessPool(count, start_method=method, timeout=loader.timeout or None, restarts=restarts, **given)
 
 
-def as_collated(devices: list[torch.device] | None, pinner: Pinner | None = None) -> Placer:
+def as_collated(devices: list[torch.device] | None, pinner: Pinner | None = None) -> core.Placer:
     """What leaves batches as the collate function returned them, pins them, or puts them on devices.
 
     Args:
         devices: as for `Placer`.
         pinner: pins batches as torch does; None: nothing does.
     """
-    return Placer(devices, pin_memory=False, in_host_memory=_collated, pinner=pinner)
+    return core.Placer(devices, pin_memory=False, in_host_memory=_collated, pinner=pinner)
 
 
 def _collated(shard: object) -> Any:
@@ -156,18 +139,18 @@ class DeviceMemory:
     """
 
     def __init__(self) -> None:
-        self._placement: Placer | None = None
-        self._left: list[ArenaInUse] = []  # by pools that have ended
+        self._placement: core.Placer | None = None
+        self._left: list[core.ArenaInUse] = []  # by pools that have ended
         weakref.finalize(self, _close_arenas, self._left)
 
-    def placement(self, devices: list[torch.device]) -> Placer:
+    def placement(self, devices: list[torch.device]) -> core.Placer:
         """What puts batches on these devices; a new one if they are others than before."""
         if self._placement is None or self._placement.devices != devices:
             _close_arenas(self._left)
             self._placement = as_collated(devices)
         return self._placement
 
-    def lend(self, pool: Pool, placement: Placer) -> None:
+    def lend(self, pool: Pool, placement: core.Placer) -> None:
         """Let a new pool use memory that another one has left; otherwise memory of its own."""
         if isinstance(pool, ProcessPool) and placement is self._placement and self._left:
             pool.take_over(self._left.pop())
@@ -177,7 +160,7 @@ class DeviceMemory:
         """As `ShardedDataLoader.ready_event`."""
         return None if self._placement is None else self._placement.ready_event()
 
-    def take_back(self, pool: Pool, placement: Placer) -> None:
+    def take_back(self, pool: Pool, placement: core.Placer) -> None:
         """End the workers of a pool, and keep its memory, if a device reads it."""
         if isinstance(pool, ProcessPool) and placement is self._placement and placement.asynchronous:
             left = pool.hand_over()
@@ -185,7 +168,7 @@ class DeviceMemory:
                 self._left.append(left)
 
 
-def _close_arenas(left: list[ArenaInUse]) -> None:
+def _close_arenas(left: list[core.ArenaInUse]) -> None:
     while left:
         left.pop()[0].close()
 
@@ -208,18 +191,18 @@ class Engine:
     """
 
     def __init__(self, loader: Loader, pins: bool, kind: str | None) -> None:
-        self.length = None if isinstance(loader.dataset, IterableDataset) else length(loader.dataset)
-        devices, sharded = find_devices(loader.device, loader.devices)
+        self.length = None if isinstance(loader.dataset, IterableDataset) else core.length(loader.dataset)
+        devices, sharded = core.find_devices(loader.device, loader.devices)
         pinner, self._memory = None, loader._memory
         if pins and devices is None:
             pin = partial(_utils.pin_memory.pin_memory, device=kind)
-            pinner = Pinner(torch.device(kind or accelerators()[0]).type, loader.num_workers > 0, pin)
+            pinner = Pinner(torch.device(kind or core.accelerators()[0]).type, loader.num_workers > 0, pin)
         self.placement = as_collated(None, pinner) if devices is None else self._memory.placement(devices)
         self.pool = make_pool(loader)
         self.pool.notices = loader._meter.notices
         self._memory.lend(self.pool, self.placement)
-        self.pipeline = Pipeline(self.pool, make_split(devices, sharded, loader.num_shards))
-        claim(self.pool, self.pipeline)
+        self.pipeline = Pipeline(self.pool, core.make_split(devices, sharded, loader.num_shards))
+        core.claim(self.pool, self.pipeline)
         # Without prefetch_factor, enough batches are in flight to fill the messages to the workers.
         self.pipeline.scheduler.scale_by_group = loader._scales_prefetch
         self.pipeline.scheduler.per_worker = loader.prefetch_factor or 0
@@ -227,7 +210,7 @@ class Engine:
         self.pipeline.min_ready = max(2, 1 + self.placement.ahead)
         self.views: dict[Any, WorkerView] = {}
         over = partial(_let_go, self.views), self.pool.closer(), self.placement.closer()
-        self.close = weakref.finalize(self, call_all, *over)
+        self.close = weakref.finalize(self, core.call_all, *over)
 
     def shown(self) -> list[WorkerView]:
         """The worker processes, as torch's iterator shows them."""
@@ -296,7 +279,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             return
         if isinstance(self._engine.pool, ProcessPool):
             then = "Persistent workers still have the old one: leave out persistent_workers, or make a new loader"
-            warn_of_length(self._dataset, self._engine.length, self._engine.pool.notices, then)
+            core.warn_of_length(self._dataset, self._engine.length, self._engine.pool.notices, then)
         self._plan(loader, None)
         super()._reset(loader, first_iter)
         if self._start is not None:
@@ -345,7 +328,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         points: Points = {}
         if before is not None:
             points = before.points_at_start if self._waits is not None else before.after()
-        epoch: TorchEpoch | StreamEpoch
+        epoch: TorchEpoch | core.StreamEpoch
         unread, of_epoch = set[int](), None
         if start is None:
             behind = {} if before is None else {part: points[part] for part in before.unread & points.keys()}
@@ -370,7 +353,9 @@ class LoaderIterator(_BaseDataLoaderIter):
         at: dict[str, Any] = {"points_at_start": points, "unread": unread, "epoch_of_dataset": of_epoch}
         at |= {"base_seed": drawn, "yielded": self._num_yielded}
         self.run = TorchRun(next(_numbers), epoch=epoch, job=job, **at)
-        self._inner = EpochIterator(OneRun(self._engine.pipeline, self._engine.placement, self.run, job), loader._meter)
+        self._inner = core.EpochIterator(
+            core.OneRun(self._engine.pipeline, self._engine.placement, self.run, job), loader._meter
+        )
         if workers == 0:
             self._prime(is_new)
         # Until the first `next` the loader is what it was: an iterator that reads nothing changes nothing.
@@ -434,7 +419,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             return
         engine.pipeline.start(run.job)
         task, reader = run.epoch.task(run.epoch.first), getattr(engine.pool, "reader", None)
-        if isinstance(task, Task) and isinstance(reader, StreamReader) and task.part is not None:
+        if isinstance(task, Task) and isinstance(reader, core.StreamReader) and task.part is not None:
             run.epoch.primed(task.part.number, reader.prime(task))
         elif run.unread == {0}:  # the state was taken behind the last batch, but the end was not seen
             of_dataset, _ = run.epoch.at_beginning().points[0].state or (None, None)
@@ -449,7 +434,7 @@ class LoaderIterator(_BaseDataLoaderIter):
 
     def __next__(self) -> Any:
         # torch's method records each batch for a profiler (5 to 9 us), and warns if iterable data has a wrong length.
-        if self._is_stream or profiler_enabled():
+        if self._is_stream or core.profiler_enabled():
             return super().__next__()
         data = self._next_data()
         self._num_yielded += 1

@@ -33,19 +33,8 @@ from sharded_loader.drop_in.collate import batchify_fn_of
 from sharded_loader.drop_in.sampler import EpochCount, InOrderSampler, SamplerState, ShuffleSampler, TorchEpoch
 from sharded_loader.drop_in.trainers import counted_by_fabric, fetched_by_lightning
 from sharded_loader.extend import Job, PartPoint, Position, Run
+from sharded_loader.extend import engine as core
 from sharded_loader.extend.data import Known, set_epoch_of
-from sharded_loader.extend.engine import (
-    EpochRequests,
-    KnownSteps,
-    Place,
-    StreamEpoch,
-    StreamOrder,
-    action_and_limit,
-    in_epoch,
-    length,
-    parse,
-    plain_indices,
-)
 from sharded_loader.extend.order import (
     LEFT_OUT,
     Signature,
@@ -140,7 +129,7 @@ class TorchRun(Run):
         epoch_of_dataset: the attribute ``epoch`` of an iterable dataset when the epoch began.
     """
 
-    epoch: TorchEpoch | StreamEpoch
+    epoch: TorchEpoch | core.StreamEpoch
     job: Job
     base_seed: int
     yielded: int
@@ -161,7 +150,7 @@ class TorchRun(Run):
             following = [self.base_seed, *samplers.next_draws(1)] if lives_on(loader) else samplers.next_draws(2)
         if isinstance(epoch, TorchEpoch):
             position = epoch.position(delivered, finished)
-            named = {"sampler": position.mark, "length": length(loader.dataset)}
+            named = {"sampler": position.mark, "length": core.length(loader.dataset)}
             datasets = position.mark.datasets or [None] * max(1, loader.num_workers)
             snapshots = [{"dataset_state": dataset, "fetcher_state": None} for dataset in datasets]
         else:
@@ -177,7 +166,7 @@ class TorchRun(Run):
         workers = {f"worker_{i}": {"worker_id": i, **snapshot} for i, snapshot in enumerate(snapshots)}
         return {**entries.written(own), "_snapshot": {"_worker_snapshots": workers}}
 
-    def _stream_position(self, epoch: StreamEpoch, delivered: int, is_over: bool) -> Position:
+    def _stream_position(self, epoch: core.StreamEpoch, delivered: int, is_over: bool) -> Position:
         """The position in iterable data, with a point for each part."""
         position = epoch.position(delivered)
         if is_over:  # Lightning goes on with the next epoch, and that begins with new datasets
@@ -206,7 +195,7 @@ def _snapshot(position: Position, part: int) -> dict[str, Any]:
     return {"dataset_state": dataset, "fetcher_state": fetcher}
 
 
-class TorchProgress(Place):
+class TorchProgress(core.Place):
     """The position of a loader that reads in torch's order; `Place` draws its states.
 
     ``pending`` is the state that was loaded: the next epoch begins there, whatever it is. An epoch begins when an
@@ -238,7 +227,12 @@ class TorchProgress(Place):
 
     def __init__(self, count: EpochCount, given_skip: tuple[tuple[int, int], ...]) -> None:
         super().__init__(count)
-        self.count, self.requests, self.given_skip, self.steps = count, EpochRequests(), given_skip, StepCount(None)
+        self.count, self.requests, self.given_skip, self.steps = (
+            count,
+            core.EpochRequests(),
+            given_skip,
+            StepCount(None),
+        )
 
     def __reduce__(self) -> Any:  # a copy of the loader has its own iterators and states
         kept = {"requests": self.requests, "data": self.data, "steps": self.steps}
@@ -328,9 +322,9 @@ def next_epoch(position: Position) -> Position:
     return Position(0, 0, None, dict.fromkeys(position.counts, 0), points)
 
 
-def stream_order(loader: Loader, seed: int) -> StreamOrder:
+def stream_order(loader: Loader, seed: int) -> core.StreamOrder:
     """The order of a loader over iterable data."""
-    order = StreamOrder(
+    order = core.StreamOrder(
         loader.dataset,
         batch_size=loader.batch_size or 1,
         last_batch="discard" if loader.drop_last else None,
@@ -342,7 +336,9 @@ def stream_order(loader: Loader, seed: int) -> StreamOrder:
     return order
 
 
-def stream_epoch(loader: Loader, seed: int, state: LoaderState | None, points: dict[int, PartPoint]) -> StreamEpoch:
+def stream_epoch(
+    loader: Loader, seed: int, state: LoaderState | None, points: dict[int, PartPoint]
+) -> core.StreamEpoch:
     """An epoch of iterable data.
 
     Args:
@@ -389,14 +385,14 @@ def job_of(loader: Loader, collate_fn: object, drawn: int | None = None) -> Job:
     """What the workers of a loader read, in an epoch that has drawn a seed."""
     batched, seed = loader._auto_collation, int((drawn or 0) if loader.seed is None else loader.seed)
     base = drawn if loader.seed is None and loader._tuner is None else None  # None: nothing depends on the workers
-    batchify, (action, _) = batchify_fn_of(collate_fn, batched=batched), action_and_limit(loader.on_error)
+    batchify, (action, _) = batchify_fn_of(collate_fn, batched=batched), core.action_and_limit(loader.on_error)
     return Job(loader.dataset, batchify, seed, action, in_bulk=batched, base_seed=base, tells_epoch=False)
 
 
 # -- any step ----------------------------------------------------------------------------------------------------------
 
 
-class TorchSteps(KnownSteps):
+class TorchSteps(core.KnownSteps):
     """The steps of a loader, past or to come. It keeps nothing, and changes nothing in the loader.
 
     A digest has the random numbers of ``seed=``; without one, those of seed 0: torch draws another seed in each run.
@@ -422,8 +418,8 @@ class TorchSteps(KnownSteps):
         order, loaded, run = stream_order(loader, 0), loader._progress.pending, loader._progress.shown
         parts = order.parts
         if loaded is not None and loaded["_stream"] is not None:
-            return max(parts, parse(loaded["_stream"], order.replicas())[1].streams)
-        if run is not None and not run.ended and isinstance(run.epoch, StreamEpoch):
+            return max(parts, core.parse(loaded["_stream"], order.replicas())[1].streams)
+        if run is not None and not run.ended and isinstance(run.epoch, core.StreamEpoch):
             return max(parts, run.epoch.stream.parts)
         return parts
 
@@ -443,7 +439,7 @@ class TorchSteps(KnownSteps):
         set_epoch = None if count.request is None else set_epoch_of(self.dataset)
         reads = live is not None and not live._shutdown and live._num_workers and live._engine.pool.shares_dataset
         back = lambda: 0 if count.request is None else count.request[1]  # noqa: E731
-        return in_epoch(set_epoch, epoch, back, [progress.epoch] if reads else ())
+        return core.in_epoch(set_epoch, epoch, back, [progress.epoch] if reads else ())
 
     def samples_of(self, epoch: int, step: int) -> list[Any]:
         step = check_int("step", step, 0, "steps count from 0 in each epoch")
@@ -456,7 +452,7 @@ class TorchSteps(KnownSteps):
         try:
             return super().some_indices(epoch, steps, each)
         except ValueError:
-            sampler, count = getattr(self._sampler, "sampler", self._sampler), length(self.dataset)
+            sampler, count = getattr(self._sampler, "sampler", self._sampler), core.length(self.dataset)
             if not isinstance(sampler, RandomSampler) or not count:
                 raise
             # The order is not drawn yet, or not by number. Whatever it is, these samples are in it.
@@ -481,7 +477,7 @@ class TorchSteps(KnownSteps):
 
         def by_number(turn: int) -> list[Any]:
             items = itertools.islice(table_of(self._sampler, epoch, turn).items(steps.start), len(steps))
-            return [of(plain_indices(item if batched else [item])) for item in items]
+            return [of(core.plain_indices(item if batched else [item])) for item in items]
 
         with undisturbed(nested(self._sampler), but=self.dataset):
             return read_twice(by_number, self._sampler, epoch)
@@ -512,7 +508,7 @@ class TorchSteps(KnownSteps):
         loader, samplers = self._loader, list(nested(self._sampler))
         seeds, arguments = tuple(map(seed_of, samplers)), arguments_of(samplers)
         kind, last_batch = kind_of(self._sampler), "discard" if loader.drop_last else "keep"
-        data = int(loader.seed or 0), length(self.dataset), kind, None, seeds
+        data = int(loader.seed or 0), core.length(self.dataset), kind, None, seeds
         return dump(
             Position(epoch), Signature(*data, loader.batch_size, last_batch, arguments, skip=tuple(loader.skip))
         )

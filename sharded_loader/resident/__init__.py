@@ -41,18 +41,7 @@ import torch
 
 from sharded_loader import ArrayDataset, InlinePool
 from sharded_loader.extend import Empty, Int64s, Result
-from sharded_loader.extend.data import (
-    are_rows,
-    arrays_of,
-    checked_indices,
-    gather_rows,
-    is_column,
-    is_gathered,
-    new_array,
-    part_of,
-    to_torch,
-    torch_has,
-)
+from sharded_loader.extend import data as core
 from sharded_loader.extend.engine import (
     OUT_OF_MEMORY,
     CopyStream,
@@ -106,17 +95,17 @@ def as_rows(dataset: Any) -> Rows | None:
         >>> as_rows(ArrayDataset([1, 2]).transform(str)) is None
         True
     """
-    if (inside := part_of(dataset)) is not None:
+    if (inside := core.part_of(dataset)) is not None:
         rows, translate = as_rows(inside[0]), inside[1]
         return rows and rows._replace(length=len(dataset), find=lambda indices: rows.find(translate(indices)))
     if type(dataset) is ArrayDataset and "get_batch" not in vars(dataset):
         arrays, as_batch = dataset.columns, dataset.as_batch
-    elif (found := arrays_of(dataset)) is not None and are_rows(arrays := tuple(found[0]())):
+    elif (found := core.arrays_of(dataset)) is not None and core.are_rows(arrays := tuple(found[0]())):
         as_batch = (lambda fields: fields[0]) if found[1] else (lambda fields: fields)
     else:
         return None
     columns = arrays if isinstance(arrays, dict) else dict(enumerate(arrays))
-    return Rows(len(dataset), columns, partial(checked_indices, length=len(dataset)), as_batch)
+    return Rows(len(dataset), columns, partial(core.checked_indices, length=len(dataset)), as_batch)
 
 
 def make_resident(
@@ -161,7 +150,7 @@ def _check_rows(this: str, dataset: object, devices: object, batchify_fn: object
             f"the batch; or leave resident out"
         )
     for name, column in rows.columns.items():
-        if not (is_column(column) or (is_gathered(column) and torch_has(column.dtype))):
+        if not (core.is_column(column) or (core.is_gathered(column) and core.torch_has(column.dtype))):
             dtype = f" of {column.dtype}" if hasattr(column, "dtype") else ""
             raise TypeError(
                 f"{this}: column {name!r} is {an(type(column))}{dtype}, which a device cannot hold: "
@@ -250,13 +239,13 @@ class ResidentPool(InlinePool):
         try:
             with streams.current():
                 hosts = rows.columns.values()
-                shapes = [to_torch(host[:0]).new_empty((count, *host.shape[1:]), device="meta") for host in hosts]
+                shapes = [core.to_torch(host[:0]).new_empty((count, *host.shape[1:]), device="meta") for host in hosts]
                 columns = [streams.empty_like(shape) for shape in shapes]
                 step = max(1, LOADED_AT_ONCE * count // max(1, sum(shape.nbytes for shape in shapes)))
                 for begin in range(0, count, step):
-                    fields = _read(rows, np.arange(begin, min(begin + step, count)), new_array)
+                    fields = _read(rows, np.arange(begin, min(begin + step, count)), core.new_array)
                     for column, host in zip(columns, fields, strict=True):
-                        load_rows(streams, column[begin : begin + step], to_torch(host))
+                        load_rows(streams, column[begin : begin + step], core.to_torch(host))
                 return _OnDevice(copies, streams.caller_stream(), columns, count)
         except OUT_OF_MEMORY as error:
             reason = str(error).partition("\n")[0]
@@ -271,7 +260,7 @@ class ResidentPool(InlinePool):
             return super().wait(block)
         task, began = self._tasks[0], host_clock.now()
         try:
-            found = [checked_indices(shard, rows.length) for shard in task.shards]
+            found = [core.checked_indices(shard, rows.length) for shard in task.shards]
         except Exception as error:
             pass_on(error)
             return super().wait(block)  # the reader finds the sample, or knows what to do about it
@@ -323,7 +312,7 @@ class ResidentPool(InlinePool):
 
 def _read(rows: Rows, where: Int64s, empty: Empty) -> list[Any]:
     """Rows of each column, in host memory."""
-    return gather_rows(list(rows.columns.values()), rows.find(where), empty)
+    return core.gather_rows(list(rows.columns.values()), rows.find(where), empty)
 
 
 def _give_up(streams: Streams, reason: str) -> None:

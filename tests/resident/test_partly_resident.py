@@ -355,7 +355,7 @@ def test_an_interrupt_at_every_line_loses_no_batch(machine: Machine, step: int) 
 
 
 def test_what_a_signal_handler_raises_is_no_error_of_a_batch(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, asked = module.checked_indices, list[int]()
+    real, asked = module.core.checked_indices, list[int]()
 
     def late(number: int, frame: Any) -> None:
         raise TimeIsUp
@@ -366,7 +366,7 @@ def test_what_a_signal_handler_raises_is_no_error_of_a_batch(machine: Machine, m
             signal.raise_signal(signal.SIGTERM)
         return real(*arguments, **named)
 
-    monkeypatch.setattr(module, "checked_indices", struck)
+    monkeypatch.setattr(module.core, "checked_indices", struck)
     before = signal.signal(signal.SIGTERM, late)
     try:
         with ShardedDataLoader(np.arange(12), 4, device=Placement(machine.devices[0], resident=0.5)) as loader:
