@@ -1,27 +1,20 @@
-"""Iterable data that is mixed or shuffled: read in order, and continued from a saved state.
+"""Iterable data, mixed or shuffled, which continues from a saved state.
 
     Source(name, dataset, point)     a dataset, read in order from any point
     InterleavedIterable              several of them, mixed by a plan; `interleave` makes it
-    ShuffleBuffer                    one of them in a shuffled order
+    ShuffleBuffer                    one of them in shuffled order
 
-*A source.* A dataset with ``state_dict`` and ``load_state_dict`` continues by its own state. So does one whose iterator
-has both. Other iterable datasets are read again up to the point. A source opens its dataset when the first sample is
-asked for. A state is loaded into a shallow copy of the dataset: some datasets keep it for later passes, and those start
-at the beginning. With several workers, a dataset that is read by index is divided: each worker reads every n-th sample.
-A function may take two arguments, the number of the worker and the number of workers. Other datasets ask torch's
-``get_worker_info``.
+*Sources.* Datasets or iterators with ``state_dict`` and ``load_state_dict`` restore their own state; other iterables
+are read again up to the point. A state is loaded into a shallow copy, because some datasets would keep it for later
+passes. With several workers, indexed datasets are divided, functions may take worker and number of workers, and others
+call torch's ``get_worker_info``.
 
-*The buffer.* While the samples of one block of ``size`` are given, those of the next block are read: one for each. So
-there are ``size`` samples in memory, and each sample that is given costs one that is read. The order inside block k is
-a pure function of (seed, epoch, part, k). A state has a point of the dataset at the beginning of a block, and how many
-samples were given since. To go on there, at most twice ``size`` samples are read again. A buffer whose samples may wait
-for any time, as Hugging Face's, would have to save its samples, or to read all of them again. Random numbers that the
-dataset draws from `sample_rng` belong to the sample, not to the moment when it is read. An exception of the dataset
-takes the place of a sample in the block. It is raised when its turn comes, and no sample is lost.
+*Buffer.* While a block of ``size`` samples is yielded, the next block is read, one sample for each. Its order is a pure
+function of (seed, epoch, part, block). So a state is a point of the dataset and a count, and resuming reads at most
+twice ``size`` samples again. Unbounded delays, as in Hugging Face's buffer, would require saving or rereading all
+samples. An exception of the dataset takes the place of a sample and is raised at its turn; no sample is lost.
 
-What can go wrong: a dataset that can be read only once is rejected. A dataset has no samples: a ValueError names it. A
-state is that of another mixture or buffer, or was saved with more samples: a ValueError says what differs. An exception
-of a dataset in a mixture passes as it is.
+Errors: TypeError for data that can be read only once; ValueError for empty datasets and states of other data.
 """
 
 from __future__ import annotations
@@ -52,7 +45,7 @@ from sharded_loader.mixing.schedule import ALL, EACH, FIRST, Plan
 
 
 def check_source(dataset: object, name: str) -> Any:
-    """One of the datasets. What can be read neither by index nor again and again is rejected."""
+    """Return the dataset if it can be read by index or repeatedly; raise a TypeError otherwise."""
     kind = type(dataset)
     refuse_class(name, dataset)
     torchs = getattr(sys.modules.get("torch.utils.data"), "IterableDataset", ())
@@ -73,7 +66,7 @@ def check_source(dataset: object, name: str) -> Any:
 
 
 def no_samples(name: str, dataset: object, passes: int = 0) -> ValueError:
-    """An error for a dataset that gives no sample in a pass."""
+    """Return the error for a dataset that yields no sample in a pass."""
     if passes:
         why = "gave no samples when it was read again: its __iter__ must start at the beginning"
     else:
@@ -82,27 +75,20 @@ def no_samples(name: str, dataset: object, passes: int = 0) -> ValueError:
 
 
 Part = tuple[int, int] | None
-"""The number of a worker, and how many there are, as `this_worker` says."""
+"""Worker number and number of workers, as from `this_worker`."""
 
 END: Final = object()
-"""What `Source.read` returns when the dataset has no sample left in this pass."""
+"""Result of `Source.read` at the end of a pass."""
 
 
 def is_divided(dataset: Any) -> bool:
-    """Whether a source divides a dataset among workers. Other datasets divide themselves."""
+    """Return True if a source divides the dataset among workers. Others divide themselves."""
     return is_indexed(dataset) or (not hasattr(type(dataset), "__iter__") and takes_two(dataset))
 
 
 @dataclass(frozen=True)
 class SourcePoint:
-    """How far one dataset has been read.
-
-    Attributes:
-        passes: how often it has been read to its end: the entry ``pass``.
-        taken: how many samples of this pass were read.
-        dataset: its own state; None: it has none, or its iterator has one.
-        iterator: the state of its iterator; None: it has none.
-    """
+    """Progress in a dataset: finished passes, samples taken in this pass, state of dataset or iterator."""
 
     passes: int = entries.entry(entries.integer(0), name="pass")
     taken: int = entries.entry(entries.integer(0))
@@ -111,24 +97,18 @@ class SourcePoint:
 
 
 BEGINNING = SourcePoint(0, 0)
-"""Of a dataset that has not been read."""
+"""Point before the first sample."""
 
 
 class Source:
     """One dataset in one iteration.
 
     Args:
-        name: for errors.
-        dataset: an object with ``__getitem__`` and ``__len__``, one with ``__iter__``, or a function that returns an
-            iterator.
-        point: what `state` returned; `BEGINNING` at the beginning.
-        worker: what `this_worker` returned when the iteration began.
-        is_alone: False: ``dataset.state_dict`` does not count, because the mixture has this object twice.
-
-    Attributes:
-        name, dataset: as above.
-        passes: the number of times that it has been read to its end.
-        taken: the number of samples of this pass that were read.
+        name: name in errors.
+        dataset: indexed or iterable, or a function that returns an iterator.
+        point: where to begin.
+        worker: result of `this_worker` at the beginning of the iteration.
+        is_alone: False if the mixture contains this object twice, so that its ``state_dict`` cannot be used.
 
     Example:
         >>> source = Source("letters", "abc", BEGINNING)
@@ -142,11 +122,11 @@ class Source:
         self.name, self.dataset = name, dataset
         self.passes, self.taken = point.passes, point.taken
         self._point, self._worker, self._has_own_state = point, worker or (0, 1), is_alone
-        self._opened: Any = None  # what is iterated over: the dataset, or a copy with a state
+        self._opened: Any = None  # the dataset, or a copy with a loaded state
         self._iterator: Any = None
 
     def read(self) -> object:
-        """The next sample, or `END`."""
+        """Return the next sample, or `END`."""
         if self._iterator is None:
             self.open()
         sample = next(self._iterator, END)
@@ -154,12 +134,11 @@ class Source:
         return sample
 
     def start_over(self) -> None:
-        """Begin the next pass."""
         self.passes, self.taken = self.passes + 1, 0
         self._point, self._iterator = SourcePoint(self.passes, 0), None
 
     def state(self) -> SourcePoint:
-        """A point from which another source continues."""
+        """Return the point from which another source continues."""
         if self._iterator is None:
             return self._point
         point = SourcePoint(self.passes, self.taken)
@@ -170,15 +149,11 @@ class Source:
         return replace(point, dataset=self._opened.state_dict()) if self._has_own_state else point
 
     def open(self) -> None:
-        """Go to the point. `read` does it too.
-
-        Raises:
-            ValueError: the dataset has fewer samples than when the state was saved.
-        """
+        """Open the dataset at the point. Raise a ValueError if it has fewer samples than when the state was saved."""
         point, dataset, skipped = self._point, self.dataset, self.taken
         if point.dataset is not None:
             dataset = copy.copy(dataset)
-            if hasattr(dataset, "__dict__"):  # Hugging Face's datasets share it with their copies
+            if hasattr(dataset, "__dict__"):  # copies of Hugging Face datasets share it
                 dataset.__dict__ = dict(vars(dataset))
             dataset.load_state_dict(point.dataset)
         if is_indexed(dataset):
@@ -201,10 +176,10 @@ class Source:
 
 
 class InOrder:
-    """Base class of iterable data that torch's DataLoader takes as an IterableDataset: it asks ``isinstance``."""
+    """Base class of iterable data. torch's DataLoader recognizes it as an IterableDataset by ``isinstance``."""
 
     num_shards: int
-    """The smallest number of shards of the iterable data inside. Missing where none has any."""
+    """Smallest number of shards of the iterable data inside; missing if none has shards."""
 
     def __init__(self, inside: Sequence[object], iterable: Iterable[object]) -> None:
         self._inside = inside
@@ -224,7 +199,7 @@ _MIXTURES = "give what state_dict() of a mixture returned"
 
 @dataclass(frozen=True)
 class _MixPosition:
-    """Where an iteration goes on, and in which mixture: the state of an `InterleavedIterable`."""
+    """State of an `InterleavedIterable`: the mixture and the position in it."""
 
     schedule: int = entries.entry(entries.integer(), "the datasets took turns by another schedule")
     weights: tuple[int, ...] = entries.entry(
@@ -246,14 +221,14 @@ class InterleavedIterable(InOrder):
         super().__init__(datasets, (one for one in map(datasets.__getitem__, schedule.sources) if not is_indexed(one)))
         self._schedule, self._stop = schedule, stop
         self._epoch: object = 0
-        self._loaded: _MixPosition | None = None  # where the next iteration begins
-        self._last: _Iteration | None = None  # the one that began or yielded last
+        self._loaded: _MixPosition | None = None  # start of the next iteration
+        self._last: _Iteration | None = None  # the most recently active iteration
 
     def __getstate__(self) -> dict[str, object]:
-        return vars(self) | {"_last": None}  # iterators cannot be copied: a copy starts at the beginning
+        return vars(self) | {"_last": None}  # iterators cannot be copied
 
     def __iter__(self) -> Iterator[Any]:
-        """The samples. The iteration begins when the first one is asked for."""
+        """Yield the samples. The iteration begins with its first ``next``."""
         begin, self._loaded = self._loaded or self._beginning(), None
         schedule, stop = self._schedule, self._stop
         counts_all = not schedule.is_fixed or isinstance(stop, int)
@@ -279,22 +254,23 @@ class InterleavedIterable(InOrder):
             self._last = None
 
     def set_epoch(self, epoch: Any) -> None:
-        """Pass the epoch on to the datasets. A position stays if it is in this epoch."""
+        """Pass the epoch on to the datasets, and drop a loaded position of another epoch."""
         for dataset in self._inside:
             tell_epoch(dataset, epoch)
         if epoch != self._epoch:
             self._epoch, self._loaded, self._last = epoch, None, None
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the iterator that began or yielded last; see `interleave`."""
+        """Return the position of the most recently active iterator; see `interleave`."""
         position = self._loaded or self._beginning()
         return entries.written(position if self._last is None else self._last.state())
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Let the next iteration continue where `state_dict` was taken.
+        """Let the next iteration continue at a saved position.
 
         Raises:
-            ValueError, TypeError: no state, or one of another mixture; says what differs. Nothing has changed then.
+            ValueError, TypeError: The state is invalid, or of another mixture; the message lists the differences.
+                Nothing has changed then.
         """
         if not isinstance(state, Mapping):
             raise TypeError(
@@ -323,19 +299,13 @@ class InterleavedIterable(InOrder):
 
 
 class _Iteration:
-    """One iteration: how far it is in the mixture and in each source.
-
-    Args:
-        begin: where it begins.
-        datasets, numbers: of the mixture, and which of them have a weight.
-        counts_all: whether `place` counts the samples of all workers.
-    """
+    """Iteration over a mixture; ``counts_all``: `place` counts the samples of all workers."""
 
     def __init__(
         self, begin: _MixPosition, datasets: Sequence[object], numbers: Sequence[int], counts_all: bool
     ) -> None:
         self._begin, self.position = begin, begin.position
-        # Who asks divides the data itself. An iterable dataset asks on its own, or is read by each worker as a whole.
+        # Calling this_worker declares that the data is divided here. Iterable datasets call it themselves, or are not.
         worker = this_worker() if counts_all or any(map(is_divided, datasets)) else None
         self._part, self._parts = (worker or (0, 1)) if counts_all else (0, 1)
         times = Counter(map(id, datasets))  # two iterators of one object share its state
@@ -346,7 +316,7 @@ class _Iteration:
 
     @property
     def place(self) -> int:
-        """The position among the samples of all workers, if each one has read as many as this one."""
+        """Position among the samples of all workers, if they all have read equally many."""
         return self.position * self._parts + self._part
 
     def state(self) -> _MixPosition:
@@ -354,7 +324,6 @@ class _Iteration:
 
 
 def name_of_source(number: int) -> str:
-    """What errors call a dataset of a mixture."""
     return f"interleave: datasets[{number}]"
 
 
@@ -366,24 +335,23 @@ _BUFFERS = "give what state_dict() of an iterator of a ShuffleBuffer returned"
 
 
 class ShuffleBuffer(InOrder):
-    """Iterable data, shuffled by a buffer of ``size`` samples. It is iterable data too.
+    """Iterable data, shuffled by a buffer of ``size`` samples.
 
-    The dataset is read in blocks of ``size`` samples, and each block is shuffled. So a sample moves by less than
-    ``size`` positions. Shuffle the list of files too, in the dataset's ``set_epoch``.
+    The dataset is read in blocks of ``size`` samples, and each block is shuffled, so a sample moves by less than
+    ``size`` positions. Shuffle the list of files as well, in the dataset's ``set_epoch``.
 
-    A `ShardedDataLoader` resumes it exactly, in any pool. If the dataset, or its iterator, has ``state_dict`` and
-    ``load_state_dict``, at most ``2 * size`` samples are read again. Any other dataset is read again from its
-    beginning. Each part of a loader has a buffer of its own.
+    A `ShardedDataLoader` resumes it exactly, in any pool. If the dataset or its iterator has ``state_dict`` and
+    ``load_state_dict``, at most ``2 * size`` samples are read again, otherwise all since the beginning. Each part of a
+    loader has its own buffer.
 
     Args:
-        dataset: an object with ``__iter__``, or a function that returns an iterable. The function may take the number
-            of the part, and the number of parts. A dataset with ``__getitem__`` is divided among the parts.
-        size: the number of samples in the buffer.
-        seed: with the epoch and the number of the part, it decides the order.
+        dataset: object with ``__iter__``, or a function that returns an iterable and may take the number of the part
+            and the number of parts. A dataset with ``__getitem__`` is divided among the parts.
+        size: number of samples in the buffer, at least 1.
+        seed: decides the order, together with the epoch and the number of the part.
 
     Raises:
         TypeError: ``dataset`` can be read only once, or not at all.
-        ValueError: ``size`` is below 1.
 
     Example:
         >>> buffer = ShuffleBuffer(lambda: iter(range(8)), size=4, seed=1)
@@ -408,7 +376,7 @@ class ShuffleBuffer(InOrder):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iterator begin this epoch. The dataset is told, if it has ``set_epoch``."""
+        """Set the epoch of the next iterator, also for the dataset if it has ``set_epoch``."""
         self.epoch = epoch
         tell_epoch(self._dataset, epoch)
 
@@ -424,14 +392,7 @@ class ShuffleBuffer(InOrder):
 
 @dataclass(frozen=True)
 class _BufferPosition:
-    """Where an iteration goes on: the state of a `ShuffledIterator`.
-
-    Attributes:
-        size, seed, epoch: of the buffer.
-        block: the number of a block.
-        given: how many samples were given since it began.
-        source: the dataset at the beginning of the block.
-    """
+    """State of a `ShuffledIterator`: the source at the beginning of a block, and samples given since."""
 
     size: int = entries.entry(entries.integer(1), "size was {was}, and is {now}")
     seed: int = entries.entry(entries.integer(), "seed was {was}, and is {now}")
@@ -442,70 +403,69 @@ class _BufferPosition:
 
 
 class _FailedRead:
-    """An error of the dataset, in the place of a sample."""
+    """Error of the dataset in place of a sample."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
 
 
 class ShuffledIterator(Iterator[Any]):
-    """One iteration over a `ShuffleBuffer`; it begins when the first sample is asked for."""
+    """Iteration over a `ShuffleBuffer`, which begins with its first ``next``."""
 
     def __init__(self, dataset: object, at: _BufferPosition) -> None:
         self._dataset = dataset
-        self._worker = this_worker() if is_divided(dataset) else None  # other datasets ask themselves, if they do
-        self._go_to(at)
+        self._worker = this_worker() if is_divided(dataset) else None  # others call it themselves
+        self._begin_at(at)
 
-    def _go_to(self, at: _BufferPosition) -> None:
-        """Begin with a block."""
+    def _begin_at(self, at: _BufferPosition) -> None:
         self._source = Source(_BUFFERED, self._dataset, at.source, self._worker)
-        self._at, self._given = at, 0
+        self._position, self._given = at, 0
         self._block: list[object] = []
-        self._order: list[int] = []  # of the samples of the block that were not given yet, the last one first
-        self._coming: list[object] = []
-        self._coming_at: _BufferPosition | None = at
+        self._order: list[int] = []  # remaining samples of the block, in reverse
+        self._next_block: list[object] = []
+        self._next_position: _BufferPosition | None = at
 
     def __next__(self) -> Any:
-        sample = self._take()
+        sample = self._next_item()
         if sample is END:
             raise StopIteration
         if isinstance(sample, _FailedRead):
             raise sample.error
         return sample
 
-    def _take(self) -> object:
-        """What comes next: a sample, an error, or `END`."""
+    def _next_item(self) -> object:
+        """Return the next sample or error, or `END`."""
         if not self._order:
-            self._turn_over()
+            self._start_block()
         if not self._order:
             return END
-        self._fill(len(self._block) - len(self._order) + 1)
+        self._fill_next_block(len(self._block) - len(self._order) + 1)
         place, self._given = self._order.pop(), self._given + 1
         sample, self._block[place] = self._block[place], None
         return sample
 
-    def _turn_over(self) -> None:
-        """The block that is coming is the one whose samples are given now."""
-        self._fill(self._at.size)
-        if self._coming_at is not None:
-            self._at, self._given = self._coming_at, 0
-        number = self._at.block + self._given // self._at.size
-        key = self._at.seed, "shuffle buffer", self._at.epoch, _part(), number
-        self._block, self._coming = self._coming, []
+    def _start_block(self) -> None:
+        """Start to yield the block that was read last."""
+        self._fill_next_block(self._position.size)
+        if self._next_position is not None:
+            self._position, self._given = self._next_position, 0
+        number = self._position.block + self._given // self._position.size
+        key = self._position.seed, "shuffle buffer", self._position.epoch, _part(), number
+        self._block, self._next_block = self._next_block, []
         self._order = shuffled(len(self._block), *key)[::-1].tolist()
         point = self._source.state()
         has_state = is_indexed(self._dataset) or point.dataset is not None or point.iterator is not None
-        # A copy: some return the dict that they go on changing. Without a state it is read from the beginning again.
-        following = replace(self._at, block=number + 1, source=copy.deepcopy(point))
-        self._coming_at = following if has_state else None
+        # A copy, because some datasets keep changing the dict that they return.
+        following = replace(self._position, block=number + 1, source=copy.deepcopy(point))
+        self._next_position = following if has_state else None
 
-    def _fill(self, count: int) -> None:
-        """Read samples of the next block, until there are ``count`` of them."""
+    def _fill_next_block(self, count: int) -> None:
+        """Read samples of the next block, until there are ``count``."""
         scope, part = reading.get(), _part()
         try:
-            while len(self._coming) < count:
+            while len(self._next_block) < count:
                 if scope is not None:
-                    index = part, self._source.taken, self._at.epoch
+                    index = part, self._source.taken, self._position.epoch
                     reading.set(SampleScope(scope.seed, scope.epoch, index, scope.owners, scope.is_cached))
                 try:
                     sample = self._source.read()
@@ -514,29 +474,25 @@ class ShuffledIterator(Iterator[Any]):
                     sample = _FailedRead(error)
                 if sample is END:
                     return
-                self._coming.append(sample)
+                self._next_block.append(sample)
         finally:
             reading.set(scope)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the iteration is: a small dict, without samples."""
-        return entries.written(replace(self._at, given=self._given))
+        """Return the position as a small dict, without samples."""
+        return entries.written(replace(self._position, given=self._given))
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Go on where `state_dict` was taken. Reads the samples of the block again.
-
-        Raises:
-            TypeError, ValueError: no state, or one of another buffer; says what differs.
-        """
+        """Continue at a saved position, reading its block again; raise TypeError or ValueError for unfit states."""
         at = entries.parsed(
             _BufferPosition, entries.instance(Mapping, "a dict")("the state", state, _BUFFERS), _BUFFERS
         )
-        if found := entries.differing(at, self._at):
+        if found := entries.differing(at, self._position):
             raise ValueError(f"ShuffleBuffer: the state is that of another one: {', '.join(found.values())}")
-        self._go_to(replace(at, given=0))
-        self._source.open()  # if it cannot go on there, that is no error of a sample
+        self._begin_at(replace(at, given=0))
+        self._source.open()  # raises here, not in place of a sample
         for _ in range(at.given):
-            if self._take() is END:
+            if self._next_item() is END:
                 raise ValueError(
                     f"{_BUFFERED}, {an(type(self._dataset))}, has fewer samples than when the state was saved: give "
                     "the data that it was saved with"
@@ -544,6 +500,6 @@ class ShuffledIterator(Iterator[Any]):
 
 
 def _part() -> int:
-    """The number of the part that is read. Inside a loader this does not count as a question of the dataset's."""
+    """Return the number of this part; inside a loader, without a call of ``get_worker_info``."""
     part = getattr(getattr(reading.get(), "indices", None), "part", None)
     return int((this_worker() or (0, 1))[0] if part is None else part)

@@ -4,19 +4,12 @@
     interleave(datasets in order) -> InterleavedIterable   iterable data (`sharded_loader.mixing.in_order`)
     sampler_of(dataset) -> MixtureSampler                  the order of a mixture in a loader, which asks for it by name
 
-`sharded_loader.mixing.schedule` says which dataset gives the sample at a position. A mixture owns no thread and no
-process.
+A mixture that is shuffled, or whose weights change, has another order each epoch. A loader computes that order in the
+main process (`MixtureSampler`) and sends workers numbers from `CODED` on, which identify samples independently of epoch
+and weights. So the order is exact also where a batch belongs to two epochs. Other readers call ``set_epoch``.
 
-A mixture that is shuffled, or whose weights change, has another order in each epoch. A loader plans that order in the
-main process (`MixtureSampler`), and sends workers numbers above `CODED`. Such a number says which sample it is,
-whatever the epoch and the weights are. So workers need not be told of either, and the order stays exact where a batch
-belongs to two epochs. Other readers, such as PyTorch's ``DataLoader``, call ``set_epoch``.
-
-What can go wrong: an argument is no list of datasets: the error says what to write instead. A dataset has no samples,
-weights do not fit, or a shuffled mixture would begin another order in mid-epoch: a ValueError.
-
-Source of the idea: `sharded_loader.mixing.schedule` names it; the words for ``stop`` are those of Hugging Face's
-``interleave_datasets``.
+Errors: TypeError for arguments that are not datasets; ValueError for empty datasets, invalid weights, and shuffled
+mixtures that would change their order mid-epoch.
 """
 
 from __future__ import annotations
@@ -38,7 +31,7 @@ from sharded_loader.mixing import in_order
 from sharded_loader.mixing.schedule import ALL, EACH, FAR, FIRST, Plan, changes_of, whole_numbers
 
 CODED = FAR
-"""The least of the numbers by which a loader names the samples of a mixture; see `InterleavedDataset.codes`."""
+"""First of the numbers that identify samples of a mixture in a loader; see `InterleavedDataset.codes`."""
 
 
 def interleave(
@@ -49,51 +42,49 @@ def interleave(
     shuffle: bool = False,
     **unknown: NoReturn,
 ) -> Any:
-    """Several datasets as one: their samples mixed by weight, each dataset in its own order.
+    """Combine several datasets into one: samples mixed by weight, each dataset in its own order.
 
-    Each dataset stays within a few samples of its share, at every position. This also holds for every n-th sample, so
-    each of n ranks has the same shares. Which dataset gives sample n depends only on the weights, the seed and n.
+    At every position, each dataset is within a few samples of its share. This also holds for every n-th sample, so each
+    of n ranks has the same shares. The source of sample n depends only on weights, seed and n.
 
     Args:
-        datasets: at least one. If all have ``__getitem__`` and ``__len__``, the mixture is read by index. Otherwise it
-            is read in order; then a dataset may also be an object with ``__iter__``, or a function that returns a new
-            iterator. A function may take the number of the worker and the number of workers.
-        weights: one number of 0 or more per dataset; None: equal ones. Only their ratios count. Ratios of whole numbers
-            with a sum of up to 65,536 are kept, others are rounded to 65,536ths. A dataset with the weight 0 is never
-            read. A schedule is pairs (sample, weights), or a dict: ``[(0, [1, 1]), (80_000, [9, 1])]``. The second
-            weights hold from sample 80,000 of each epoch on, counted over all ranks. With 8 ranks and 10 samples per
-            rank and step, that is step 1,000.
+        datasets: one or more. If all have ``__getitem__`` and ``__len__``, the mixture is indexed. Otherwise it is read
+            in order. Datasets may then have only ``__iter__``, or be functions that return a new iterator; these may
+            take the number of the worker and of workers.
+        weights: one number from 0 per dataset; by default equal. Only ratios count: they are exact for whole numbers
+            with a sum of up to 65,536, others are rounded to 65,536ths. Datasets with weight 0 are never read. A
+            schedule is a dict or list of pairs (sample, weights), such as ``[(0, [1, 1]), (80_000, [9, 1])]``: the
+            second weights hold from sample 80,000 of each epoch on, counted over all ranks (step 1,000 of 8 ranks with
+            10 samples per step).
         seed: decides where the schedule starts, and the order of ``shuffle``.
-        stop: ``"first_exhausted"``: the mixture ends when the dataset whose turn it is has no sample left.
-            ``"all_exhausted"``: shorter datasets start over until every dataset has been read to its end once.
-            ``"each_once"``: a dataset that has ended drops out, and the others go on in the ratio of their weights.
-            Every sample comes exactly once. An integer: the mixture has this many samples, and datasets start over.
-        shuffle: whether each dataset has a new random order in every pass: each time that it starts over, and in each
-            epoch. All datasets must be read by index.
+        stop: ``"first_exhausted"``: end when a dataset has no sample left at its turn. ``"all_exhausted"``: shorter
+            datasets start over until each has been read to its end. ``"each_once"``: exhausted datasets drop out, and
+            the others continue in the ratio of their weights, so every sample comes exactly once. An integer: the
+            number of samples; datasets start over.
+        shuffle: give each dataset a new random order in every pass: each time it starts over, and each epoch. Requires
+            indexed datasets.
 
     Returns:
-        By index: a `Dataset`. With ``"all_exhausted"`` it ends with the last sample that had not been read yet. With
-        ``shuffle`` it has ``set_epoch(epoch)``. A `ShardedDataLoader` needs no call of it.
+        Indexed: a `Dataset`, which ends with the last unread sample if ``stop`` is ``"all_exhausted"``. With
+        ``shuffle``, it has ``set_epoch(epoch)``, which a `ShardedDataLoader` does not need.
 
-        In order: an iterable, which torch's ``DataLoader`` takes as an ``IterableDataset``. Each iteration starts at
-        the beginning. An iterable dataset has been read to its end when it is asked for one more sample. The mixture
-        has:
+        In order: an iterable, which torch's ``DataLoader`` accepts as an ``IterableDataset``. Each iteration starts at
+        the beginning. It has:
 
-        - ``state_dict()``: the position of the iterator that began or yielded last. When the iteration has ended,
-          it is the beginning. ``load_state_dict(state)``: the next iteration continues there.
-        - ``set_epoch(epoch)``: is passed on. A loaded position stays if the epoch is that of the state.
-        - ``num_shards``: the smallest ``num_shards`` (or ``n_shards``) of the iterable datasets that have one.
-          If none has one, the attribute is missing.
+        - ``state_dict()``: position of the iterator that was used last, or the beginning after its end;
+          ``load_state_dict(state)`` lets the next iteration continue there.
+        - ``set_epoch(epoch)``: passed on; drops a loaded position of another epoch.
+        - ``num_shards``: smallest number of shards of its datasets, if any has shards.
 
-        With several workers, each worker mixes its own part of the datasets. The mixture divides a dataset that is
-        read by index. An iterable dataset divides itself by ``get_worker_info()``, as always in torch. A
-        `ShardedDataLoader` cuts the mixture into parts; then each part counts as a worker.
+        With several workers, or parts of a `ShardedDataLoader`, each mixes its own part of the datasets. Indexed
+        datasets are divided by the mixture, iterable ones divide themselves by ``get_worker_info()``, as usual in
+        torch.
 
     Raises:
-        TypeError: an argument is no list of datasets, no numbers, no seed; one dataset can be read only once, as a
-            generator; ``shuffle`` with an iterable dataset.
-        ValueError: no datasets; weights that do not fit; a schedule that goes back; an unknown ``stop``. A dataset with
-            a weight is empty, or is never read to its end, and ``stop`` waits for that.
+        TypeError: An argument has the wrong type; a dataset can be read only once, like a generator; ``shuffle`` with
+            an iterable dataset.
+        ValueError: There are no datasets, weights are invalid, a schedule goes back, or ``stop`` is unknown. A dataset
+            with a weight is empty, or never read to its end although ``stop`` waits for that.
 
     Example:
         >>> from sharded_loader import interleave
@@ -111,7 +102,7 @@ def interleave(
         [2, 3, 'c']
 
     Source of the idea: H. Weyl, "Über die Gleichverteilung von Zahlen mod. Eins", 1916; Hugging Face's
-    ``interleave_datasets``.
+    ``interleave_datasets``, whose words for ``stop`` these are.
     """
     refuse_arguments("interleave", unknown, interleave)
     if isinstance(stop, (int, np.integer)) and not isinstance(stop, bool) and 0 < stop <= CODED:
@@ -143,7 +134,7 @@ def interleave(
 
 
 def _levels(dataset: object) -> int:
-    """How many mixtures lie within each other in a dataset."""
+    """Return the depth of nested mixtures in a dataset."""
     own = isinstance(dataset, (InterleavedDataset, in_order.InterleavedIterable))
     inside = dataset._inside if isinstance(dataset, (Dataset, in_order.InOrder)) else ()
     return own + max(map(_levels, inside), default=0)
@@ -153,15 +144,12 @@ def _levels(dataset: object) -> int:
 
 
 class InterleavedDataset(Mixture):
-    """Datasets that are read by index, mixed by a schedule; made by `interleave`.
+    """Indexed datasets, mixed by a schedule; made by `interleave`.
 
     Attributes:
-        schedule: of the datasets that have a weight. A fingerprint has it as ``_schedule``.
-        stop: where it ends.
-        shuffles: whether each dataset has a new order in every pass.
-        sizes: the number of samples of each dataset that has a weight.
-        number: how many datasets `interleave` was given.
-        is_planned: whether the order depends on more than the position: a loader plans it; see `codes`.
+        schedule, sizes: plan and lengths of the datasets with a weight; fingerprints use ``_schedule``.
+        number: number of datasets, including those without a weight.
+        is_planned: True if the order depends on more than the position, so that a loader computes it; see `codes`.
     """
 
     shuffles = False
@@ -183,14 +171,10 @@ class InterleavedDataset(Mixture):
         self.is_planned = self.shuffles or not schedule.is_fixed or not isinstance(stop, str)
 
     def codes(self, positions: Int64s, epoch: int, plan: Plan | None = None) -> Int64s:
-        """A number from `CODED` on for the sample at each position of an epoch. The mixture takes it as an index.
+        """Return numbers from `CODED` on that identify samples of an epoch; they are valid indices.
 
-        The number also says which pass it is. So a sample that comes again draws other random numbers.
-
-        Args:
-            positions: below the length.
-            epoch: which epoch.
-            plan: of the same datasets, with other weights; None: the weights that the mixture was given.
+        They include the pass, so that repeated samples draw other random numbers. ``plan`` replaces the original
+        weights.
         """
         inner, passes = self._placed(positions, epoch, plan)
         most = CODED // self._total
@@ -211,7 +195,7 @@ class InterleavedDataset(Mixture):
         return [*zip(sources.tolist(), (inner - self._begins[places]).tolist(), strict=True)]
 
     def _placed(self, positions: Int64s, epoch: int, plan: Plan | None = None) -> tuple[Int64s, Int64s]:
-        """Where in the joined datasets the samples at these positions are, and in which pass of their dataset."""
+        """Return places in the joined datasets, and the pass of each place's dataset."""
         sources, numbers = (plan or self._schedule).at_many(positions)
         passes, places = np.divmod(numbers, self.sizes[sources])
         if self.shuffles:
@@ -237,7 +221,7 @@ class InterleavedDataset(Mixture):
         return self._in_joined(indices, self._epoch)
 
     def _in_joined(self, indices: Indices, epoch: int) -> Int64s:
-        """Where in the joined datasets samples are, by positions in an epoch or by what `codes` has returned."""
+        """Return places in the joined datasets, for positions in an epoch or numbers from `codes`."""
         array = np.asarray(indices)
         if _is_coded(array):
             return (array - CODED) % self._total
@@ -248,12 +232,12 @@ class InterleavedDataset(Mixture):
 
 
 class ShuffledDataset(InterleavedDataset):
-    """A mixture whose datasets have a new random order in every pass; made by `interleave`."""
+    """Mixture whose datasets have a new random order in every pass; made by `interleave`."""
 
     shuffles = True
 
     def set_epoch(self, epoch: int) -> None:
-        """Read in the order of this epoch, and tell the datasets. A `ShardedDataLoader` counts the epochs itself."""
+        """Set the epoch whose order is read, also for the datasets. A `ShardedDataLoader` does not need it."""
         self._epoch = check_int("epoch", epoch, 0, "epochs count from 0", ValueError)
         tell_epoch(self._dataset, epoch)
 
@@ -263,7 +247,6 @@ def _is_coded(array: Array) -> bool:
 
 
 def _length(schedule: Plan, sizes: list[int], stop: str | int) -> float:
-    """The number of samples of a mixture."""
     if isinstance(stop, int):
         return stop
     if schedule.length is not None:
@@ -281,7 +264,7 @@ def _length(schedule: Plan, sizes: list[int], stop: str | int) -> float:
 
 
 def has_shuffled(dataset: object) -> bool:
-    """Whether a dataset is a shuffled mixture, or has one inside.
+    """Return True if a dataset is or contains a shuffled mixture.
 
     Example:
         >>> has_shuffled(interleave([[1], [2]], shuffle=True).take(1)), has_shuffled([1])
@@ -294,24 +277,18 @@ def has_shuffled(dataset: object) -> bool:
 # -- in a loader ------------------------------------------------------------------------------------------------------
 
 Moment = tuple[int, int, list[int]]
-"""Weights that were set while training: the epoch and the position from which they hold, and whole numbers."""
+"""Weights set during training: epoch and position from which they hold, and whole numbers."""
 
 
 class MixtureSampler(IndexSampler):
-    """The samples of a mixture in its own order, as numbers that the mixture takes as indices.
+    """Order of a mixture, as numbers that the mixture accepts as indices.
 
-    A loader makes this sampler if the user gives no other order. The main process then computes which sample is where,
-    and workers only look it up. So weights that change reach no worker, and the order is exact where an epoch of the
-    loader ends in the middle of an epoch of the mixture (``steps_per_epoch``, ``last_batch="rollover"``).
+    A loader uses it if the user chooses no other order. The main process computes the order and workers only look up
+    samples, so changed weights are not sent to workers. The order is exact even if epochs of loader and mixture differ
+    (``steps_per_epoch``, ``last_batch="rollover"``). The sampler owns the weights set during training, which loader
+    states save as ``set_weights``. The mixture is not modified, so several loaders may share it.
 
-    The sampler owns the weights that were set while training, each with the epoch and the position from which it holds.
-    A state of the loader has them as ``set_weights``. The mixture itself is not changed: several loaders may read it.
-
-    Attributes:
-        forgotten: the last epoch whose weights are not known, because a state does not tell them; -1: there is none.
-
-    Args:
-        mixture: what `interleave` returned for datasets that are read by index.
+    ``forgotten`` is the last epoch whose weights a loaded state does not contain, or -1.
 
     Example:
         >>> from sharded_loader import interleave
@@ -334,13 +311,13 @@ class MixtureSampler(IndexSampler):
         self._known: tuple[list[tuple[int, list[int]]], Plan] = [], plan
 
     def epoch_table(self, epoch: int) -> Table:
-        return Table(self._length, self._order(epoch), BLOCK // 8)  # less is lost where weights are set
+        return Table(self._length, self._order(epoch), BLOCK // 8)  # small blocks: less to discard if weights change
 
     def _order(self, epoch: int) -> Callable[[Int64s], Int64s]:
         return partial(self._mixture.codes, epoch=epoch, plan=self._plan(epoch, self._set))
 
     def _plan(self, epoch: int, given: Sequence[Moment]) -> Plan:
-        """The plan of an epoch. The last one is kept: one more change takes 2 ms, whatever was changed before."""
+        """Return the plan of an epoch. The last one is cached, so that one more change takes 2 ms."""
         changes = [(0, weights) for number, _, weights in given if number < epoch][-1:]
         changes += [(begin, weights) for number, begin, weights in given if number == epoch]
         known, plan = self._known
@@ -352,35 +329,27 @@ class MixtureSampler(IndexSampler):
         return plan
 
     def set_weights(self, weights: object, epoch: int, position: int) -> None:
-        """Mix by these weights from a position of an epoch on, and in the epochs after it.
-
-        Raises:
-            ValueError: weights that do not fit. Nothing has changed then.
-        """
+        """Change the weights from a position of an epoch on; raise ValueError, changing nothing, if invalid."""
         found = whole_numbers(weights, self._mixture.number, "set_weights")
         before = [one for one in self._set if one[:2] < (epoch, position)]
-        self._base.changed(0, found)  # the next epoch
+        self._base.changed(0, found)  # check them for the next epoch
         self._plan(epoch, [*before, (epoch, position, found)])
         self._set = (*before, (epoch, position, found))
 
     @property
     def weights_set(self) -> str:
-        """The weights that were set, for a state: what decides the last epoch with weights, and those after it."""
+        """Changed weights for a state: those that affect the last epoch with changes, and the ones after it."""
         last = self._set[-1][0] if self._set else 0
         before = [one for one in self._set if one[0] < last][-1:]
         return json.dumps([*before, *(one for one in self._set if one[0] == last)])
 
     def adopt(self, arguments: dict[str, str]) -> None:
-        """Take over the weights that were set, from a state.
-
-        Raises:
-            ValueError: they are no such weights. Nothing has changed then.
-        """
+        """Restore changed weights from a state; raise ValueError, changing nothing, if they are invalid."""
         before, self._set = self._set, ()
         try:
             for epoch, position, weights in json.loads(arguments.get(f"{type(self).__name__}.{WEIGHTS_SET}", "[]")):
                 self.set_weights(weights, int(epoch), int(position))
-            # A state of one epoch has all that were set before; of the epochs before the last one, it has the last.
+            # States have all changes of the last epoch with any, but only the last one of the epochs before.
             first, last = (self._set[0][0], self._set[-1][0]) if self._set else (0, 0)
             self.forgotten = first if first < last else -1
         except (TypeError, ValueError) as error:
@@ -389,16 +358,10 @@ class MixtureSampler(IndexSampler):
 
 
 def sampler_of(dataset: Any, sampler: Any, is_given: bool, rolls_over: bool) -> Any:
-    """The sampler of a loader over a mixture, or over a dataset that has one inside.
+    """Return the sampler of a loader over a mixture, or over a dataset that contains one.
 
-    Args:
-        dataset: the loader's.
-        sampler: the loader's; if no other order is given, None or a sampler that repeats the loader's order.
-        is_given: whether the user has given another order.
-        rolls_over: whether an epoch of the loader may begin inside an epoch of the dataset.
-
-    Raises:
-        ValueError: a shuffled mixture that has to know its epoch, and batches that belong to two epochs.
+    Unless ``is_given``, ``sampler`` is None or repeats the loader's order. Raises a ValueError if a shuffled mixture
+    has to know the epoch, but epochs of the loader may begin inside those of the dataset (``rolls_over``).
     """
     mixture = None if is_given else mixture_of(dataset)
     if not isinstance(mixture, InterleavedDataset) or not mixture.is_planned:

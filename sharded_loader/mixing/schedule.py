@@ -1,27 +1,17 @@
-"""`Plan`: which of several sources gives each sample of a mixture, and which of its samples.
+"""`Plan`: which source yields each sample of a mixture, and which of its samples.
 
     changes_of(weights) -> Plan(changes, seed, sizes)        weights that may change, sources that may drop out
-    Schedule(weights, seed, level, begin, before)            a piece of it: the same weights from a position on
-    position n <-> (source, number of the sample among those of the source)
+    Schedule(weights, seed, level, begin, before)            one segment: constant weights from a position on
+    position n <-> (source, number of the sample within the source)
 
-Each source has an interval of the numbers from 0 to 2^32, as long as its share. The sample at position n belongs to the
-source whose interval has ``(start + n * step) mod 2^32``. The step is near to 2^32 times an irrational number, so every
-n-th position visits all intervals evenly. A rank that reads every n-th sample has the shares of the whole.
+Each source has an interval of the numbers below 2^32, proportional to its weight. Position n belongs to the source
+whose interval contains ``(start + n * step) mod 2^32``. The step is close to 2^32 times an irrational number, so every
+n-th position visits all intervals evenly. A rank that reads every n-th sample has the shares of the whole. As the step
+is odd, the schedule repeats after 2^32 positions. The number of earlier samples of a source is a difference of two sums
+of ``floor((step * k + b) / 2^32)``, which a Euclidean algorithm computes in up to 28 steps at any position.
 
-The step is odd. So 2^32 positions visit each number once, and the schedule repeats after them. The number of earlier
-samples of a source is a difference of two sums of ``floor((step * k + b) / 2^32)``. Euclid's algorithm finds such a sum
-in up to 28 steps, so a far position costs as little as a near one. The seed decides the start and the order of the
-intervals.
-
-Measured over 60,000 samples, for weights such as 5, 3, 2: a source is at most 4 samples away from its share. Among
-every n-th of them it is at most 8 away for n up to 16, 13 for powers of 2, and 26 for n up to 64. For n up to 1,000 it
-is at most 131 away (n = 239). A random order is 130 away.
-
-A `Plan` is cut into pieces. In each piece one schedule holds, and the numbers of the samples go on from piece to piece.
-A position is looked up in its piece, so a far position costs no more than a near one.
-
-What can go wrong: weights that are no finite numbers of 0 or more, or all 0. Changes that do not ascend, or that leave
-nothing to read. Each is a ValueError that says what to give.
+Maximum deviation from the share, over 60,000 samples and weights such as 5, 3, 2: 4 samples. Among every n-th sample: 8
+for n up to 16, 13 for powers of 2, 26 for n up to 64, 131 for n up to 1,000 (n = 239). In random order: 130.
 
 Source of the idea: H. Weyl, "Über die Gleichverteilung von Zahlen mod. Eins", 1916; the sum is ``floor_sum`` of the
 AtCoder Library.
@@ -48,44 +38,33 @@ from sharded_loader.extend.order import philox
 FIRST = "first_exhausted"
 ALL = "all_exhausted"
 EACH = "each_once"
-"""Where a mixture ends: see `interleave`."""
+"""Ends of a mixture, see `interleave`."""
 
 MOST = 65_536
-"""The largest sum of the whole numbers. So the shortest interval has 65,536 of the 2^32 numbers."""
+"""Maximum sum of the whole-number weights, so that the shortest interval has 65,536 numbers."""
 
 MOST_EACH_ONCE = 500
-"""The largest number of sources that can drop out. A plan has a piece for each of them, and takes 20 ms to make it."""
+"""Maximum number of sources that can drop out. A plan has a segment for each, which takes 20 ms in total."""
 
 FAR = 1 << 62
-"""Behind all positions."""
+"""Beyond all positions."""
 
 CIRCLE = 1 << 32
-"""With this size, no product in `_floor_sum` needs more than 63 bits."""
+"""Size for which products in `_floor_sum` fit into 63 bits."""
 
 STEPS = (1_257_966_797, 3_144_134_277, 2_654_435_769)
-"""The odd numbers next to ``(1 - sqrt(1/2)) * 2^32``, ``(sqrt(3) - 1) * 2^32`` and ``(sqrt(5) - 1) / 2 * 2^32``: for a
-mixture, for a mixture of mixtures, and so on. With one step for all, a rank reads an inner mixture of 1:1:1 up to 94 of
-1,000 samples away from its shares. With these it is up to 30, which is no more than in a random order.
-
-The fraction of each number has strides after which it comes back to nearly the same value. Those of the first are 3, 7,
-17, 41, 99, 239, and few numbers of ranks are multiples of the large ones. Of sqrt(3) they are 15, 56, 209."""
+"""Odd numbers next to ``(1 - sqrt(1/2)) * 2^32``, ``(sqrt(3) - 1) * 2^32`` and ``(sqrt(5) - 1) / 2 * 2^32``, for each
+level of nested mixtures. With one step for all levels, a rank reads an inner mixture of 1:1:1 up to 94 of 1,000 samples
+off its shares. With these it is up to 30, as in random order. Strides after which the first one nearly repeats are 3,
+7, 17, 41,
+99, 239: few rank counts are multiples of the large ones. For sqrt(3), they are 15, 56, 209."""
 
 
 def whole_numbers(weights: Any, count: int, name: str = "interleave", place: str = "") -> list[int]:
-    """Whole numbers in the ratio of the weights, with a sum of up to `MOST`.
+    """Convert weights to the smallest whole numbers in their ratio, with a sum of up to `MOST`.
 
-    Args:
-        weights: numbers of 0 or more; None: equal ones.
-        count: the number of weights that are needed.
-        name: which function was given them, for errors.
-        place: where in a schedule they are, for errors.
-
-    Returns:
-        The smallest ones, where a sum of up to `MOST` keeps the ratio. Otherwise the ratio is rounded to 65,536ths, and
-        a positive weight is at least one of them.
-
-    Raises:
-        ValueError: weights that do not fit.
+    If that is impossible, the ratio is rounded to 65,536ths; positive weights stay positive. Raises a ValueError
+    unless the weights are ``count`` finite numbers from 0, and not all 0.
 
     Example:
         >>> whole_numbers([0.5, 1 / 3, 0], 3), whole_numbers([10**9, 1], 2)
@@ -111,7 +90,7 @@ def whole_numbers(weights: Any, count: int, name: str = "interleave", place: str
         return [int(share * period) for share in shares]
     counts = apportioned(MOST, [share * MOST for share in shares])  # ties go to the earlier source
     for i, share in enumerate(shares):
-        if share and not counts[i]:  # a source with a weight is read, however rarely
+        if share and not counts[i]:  # positive weights stay positive
             counts[counts.index(max(counts))] -= 1
             counts[i] = 1
     common = math.gcd(*counts)
@@ -119,22 +98,14 @@ def whole_numbers(weights: Any, count: int, name: str = "interleave", place: str
 
 
 class Change(NamedTuple):
-    """From which position on which weights hold.
-
-    Attributes:
-        begin: the position.
-        weights: whole numbers, one per source.
-    """
+    """Weights, as whole numbers, that hold from the position ``begin`` on."""
 
     begin: int
     weights: list[int]
 
 
 def changes_of(weights: object, count: int) -> list[Change]:
-    """Weights, or pairs (position, weights) in a list or dict, as changes in ascending order, the first at position 0.
-
-    Raises:
-        ValueError: the positions are no ascending integers from 0 on; weights that do not fit.
+    """Parse weights, or a schedule of them, to ascending changes, the first at position 0; raise ValueError if invalid.
 
     Example:
         >>> changes_of([3, 1], 2), changes_of([(0, [1, 1]), (100, [0.9, 0.1])], 2)[1]
@@ -157,25 +128,25 @@ def changes_of(weights: object, count: int) -> list[Change]:
 
 
 def _fraction(weight: Any) -> Fraction:
-    """A weight as it was meant: 0.1 is 1/10."""
+    """Convert a weight to the fraction that was meant: 0.1 is 1/10."""
     if isinstance(weight, (str, bytes)):
         raise TypeError
     exact = Fraction(weight if isinstance(weight, (int, Fraction, Decimal)) else float(weight))
     if exact < 0:
         raise ValueError
     near = exact.limit_denominator(MOST)
-    return near if abs(near - exact) * 2**50 <= exact else exact  # not further than some roundings of a float
+    return near if abs(near - exact) * 2**50 <= exact else exact  # within a few roundings of a float
 
 
 class Schedule:
-    """Which source gives the sample at each position, with the same weights everywhere.
+    """Mapping from positions to sources with constant weights.
 
     Args:
         weights: whole numbers, one per source.
         seed: decides the start and the order of the intervals.
-        level: how many mixtures lie within each other below this one.
-        begin: the position from which it holds.
-        before: for each source, the number of its samples in front of ``begin``; None: as if it held from 0 on.
+        level: depth of nested mixtures below this one.
+        begin: position from which it holds.
+        before: number of samples of each source before ``begin``; by default as if it held from 0 on.
 
     Example:
         >>> schedule = Schedule([2, 0, 1], seed=0)
@@ -193,26 +164,25 @@ class Schedule:
         parts, whole = accumulate((weights[source] for source in order), initial=0), sum(weights)
         edges = np.array([CIRCLE * int(part) // whole for part in parts])
         self._start, self._order, self._ends = start % CIRCLE, order, edges[1:]
-        self._bounds = np.zeros((2, len(weights)), np.int64)  # where the interval of each source begins and ends
+        self._bounds = np.zeros((2, len(weights)), np.int64)  # begin and end of each source's interval
         self._bounds[:, order] = edges[:-1], edges[1:]
-        self._offset = np.zeros(len(weights), np.int64)  # what to add to the number of a sample
+        self._offset = np.zeros(len(weights), np.int64)  # added to sample numbers
         if before is not None:
             self._offset = before - self.counts(begin)
         self._lists: tuple[list[int], list[int], list[list[int]], list[int]]  # faster for one position
         self._lists = self._ends.tolist(), order.tolist(), self._bounds.T.tolist(), self._offset.tolist()
 
     def owner(self, position: int) -> int:
-        """The source at a position."""
         return self._lists[1][bisect(self._lists[0], (self._start + position * self._step) % CIRCLE)]
 
     def at(self, position: int) -> tuple[int, int]:
-        """The source at a position, and the number of the sample among those of the source."""
+        """Return the source at a position, and the number of the sample within the source."""
         source, (period, slot) = self.owner(position), divmod(position, CIRCLE)
         begin, end = self._lists[2][source]
         return source, period * (end - begin) + self._before_one(slot, begin, end) + self._lists[3][source]
 
     def position(self, number: int, source: int) -> int:
-        """Where the sample with this number stands."""
+        """Return the position of a sample."""
         begin, end = self._lists[2][source]
         period, rest = divmod(number - self._lists[3][source], end - begin)
         before = partial(self._before_one, begin=begin, end=end)
@@ -223,21 +193,19 @@ class Schedule:
         return int(_floor_sum(self._step, slot, shift - begin) - _floor_sum(self._step, slot, shift - end))
 
     def owners(self, positions: Int64s) -> Int64s:
-        """The sources at many positions."""
         slots = (positions % CIRCLE).astype(np.uint64)
         points = (np.uint64(self._start) + slots * np.uint64(self._step)) % np.uint64(CIRCLE)
         found: Int64s = self._order[np.searchsorted(self._ends, points.astype(np.int64), side="right")]
         return found
 
     def at_many(self, positions: Int64s) -> tuple[Int64s, Int64s]:
-        """The same of many positions."""
         slots, sources = positions % CIRCLE, self.owners(positions)
         begins, ends = self._bounds[:, sources]
         numbers: Int64s = positions // CIRCLE * (ends - begins) + self._before(slots, sources) + self._offset[sources]
         return sources, numbers
 
     def counts(self, position: int) -> Int64s:
-        """For each source, how many of its samples come before a position."""
+        """Return the number of samples of each source before a position."""
         period, slot = divmod(position, CIRCLE)
         sources = np.arange(len(self.weights))
         counts: Int64s = self._before(np.full(len(sources), slot), sources) + self._offset
@@ -245,7 +213,7 @@ class Schedule:
         return counts
 
     def _before(self, slots: Int64s, sources: Int64s) -> Int64s:
-        """How many of the first positions belong to the source."""
+        """Return how many of the first ``slots`` positions belong to each source."""
         shifts = self._start + CIRCLE - self._bounds[:, sources]
         sums = _floor_sum(self._step, np.stack([slots, slots]).astype(np.uint64), shifts.astype(np.uint64))
         before: Int64s = (sums[0] - sums[1]).astype(np.int64)  # both are exact modulo 2^64
@@ -253,22 +221,21 @@ class Schedule:
 
 
 class Plan:
-    """Which source gives each sample, where weights change, or sources drop out when they have given all their samples.
+    """Mapping from positions to sources where weights change, or sources drop out after their last sample.
+
+    It is a ValueError if only sources with weight 0 have samples left.
 
     Args:
-        changes: what `changes_of` returned.
-        seed, level: as of a `Schedule`.
-        sizes: the number of samples of each source, which drops out after them; None: no source drops out.
+        changes: from `changes_of`.
+        seed, level: as for `Schedule`.
+        sizes: number of samples of each source, after which it drops out; by default none does.
 
     Attributes:
-        sources: those that have a weight at some position. The methods count only these.
-        length: with ``sizes``, the number of positions: one for each sample. Otherwise None.
-        is_fixed: the weights are the same at every position, and no source drops out.
-        weights: for a state: whole numbers, and if they change, the positions in front of them.
-        step: for a state: tells mixtures of mixtures from others.
-
-    Raises:
-        ValueError: with ``sizes``, samples are left, and no source that has any has a weight.
+        sources: sources with a weight at some position; methods count only these.
+        length: number of positions with ``sizes``, otherwise None.
+        is_fixed: True if weights never change and no source drops out.
+        weights: whole numbers for a state; if they change, with the positions in front of them.
+        step: distinguishes levels of mixtures in a state.
 
     Example:
         >>> plan = Plan(changes_of([(0, [1, 1]), (4, [1, 0])], 2), seed=0)
@@ -293,16 +260,12 @@ class Plan:
             )
         self.length = None if sizes is None else int(self._limits.sum())
         self.changes: list[Change] = []
-        self._pieces: list[Schedule] = []
+        self._segments: list[Schedule] = []
         for change, end in zip(changes, [*(one.begin for one in changes[1:]), FAR], strict=True):
-            self._extend(change, end)
+            self._add_segments(change, end)
 
     def changed(self, begin: int, weights: list[int]) -> Plan:
-        """A plan that is the same before a position, and has these weights from it on.
-
-        Raises:
-            ValueError: a source that is not in the plan has a weight. Or samples are left, as above.
-        """
+        """Return a plan with other weights from a position on, for sources that are in the plan."""
         twin = copy.copy(self)
         for number in np.flatnonzero(weights).tolist():
             if number not in self.sources:
@@ -311,24 +274,23 @@ class Plan:
                     f"weight there, if only from a far sample on: weights=[(0, [1, 0]), ({FAR - 1}, [1, 1])]"
                 )
         twin.changes = [one for one in self.changes if one.begin < begin]
-        twin._pieces = [one for one in self._pieces if one.begin < begin]
-        twin._extend(Change(begin, weights), FAR)
+        twin._segments = [one for one in self._segments if one.begin < begin]
+        twin._add_segments(Change(begin, weights), FAR)
         return twin
 
-    def _extend(self, change: Change, end: int) -> None:
-        """Add the pieces of one change."""
+    def _add_segments(self, change: Change, end: int) -> None:
         self.changes = [*self.changes, change]
         begin, row = change.begin, np.array(change.weights)[self.sources]
         while begin < end and ((counts := self._counts(begin)) < self._limits).any():
-            begin = self._add(np.where(counts < self._limits, row, 0), counts, begin, end)
-        self._begins = [piece.begin for piece in self._pieces]
+            begin = self._add_segment(np.where(counts < self._limits, row, 0), counts, begin, end)
+        self._begins = [segment.begin for segment in self._segments]
 
     def _counts(self, position: int) -> Int64s:
-        """For each source, how many of its samples come before a position in the last piece, or behind that."""
-        return self._pieces[-1].counts(position) if self._pieces else np.zeros(len(self.sources), np.int64)
+        """Return the number of samples of each source before a position in or beyond the last segment."""
+        return self._segments[-1].counts(position) if self._segments else np.zeros(len(self.sources), np.int64)
 
-    def _add(self, weights: Int64s, counts: Int64s, begin: int, end: int) -> int:
-        """Add one piece, which ends at ``end``, or where a source has no more samples. Returns where it ends."""
+    def _add_segment(self, weights: Int64s, counts: Int64s, begin: int, end: int) -> int:
+        """Add a segment that ends at ``end``, or where a source is exhausted. Return its end."""
         sources = np.flatnonzero(weights)
         if not len(sources):
             number = self.sources[int(np.argmax(counts < self._limits))]
@@ -337,7 +299,7 @@ class Plan:
                 f"datasets[{number}]: give it a weight there, as each sample is to come once"
             )
         schedule = Schedule(weights.tolist(), self.seed, self.level, begin, counts)
-        self._pieces.append(schedule)
+        self._segments.append(schedule)
         if self.length is not None:
             lasts = (self._limits - 1).tolist()
             first = sources[np.argmin((self._limits - counts)[sources] / weights[sources])]  # about
@@ -348,50 +310,48 @@ class Plan:
 
     @property
     def _fingerprint(self) -> str:
-        """Weights, seed and first turns: the part of a mixture in a fingerprint (`data.inspection`)."""
+        """Weights, seed and first sources: the fingerprint of a mixture (`data.inspection`)."""
         weights = f"{self.seed}{self.weights[:16]}" if self.is_fixed else f"{self.changes[:16]}{self.seed}"
-        return f"{weights}{list(map(self._pieces[0].owner, range(128)))}"
+        return f"{weights}{list(map(self._segments[0].owner, range(128)))}"
 
     def owner(self, position: int, place: int | None = None) -> int:
-        """The source at a position. ``place`` says which piece holds, if that is the piece of another position."""
-        return self._pieces[bisect(self._begins, position if place is None else place) - 1].owner(position)
+        """Return the source at a position, by the segment that holds at ``place`` if that is given."""
+        return self._segments[bisect(self._begins, position if place is None else place) - 1].owner(position)
 
     def at(self, position: int) -> tuple[int, int]:
-        """The source at a position, and the number of the sample among those of the source."""
-        return self._pieces[bisect(self._begins, position) - 1].at(position)
+        return self._segments[bisect(self._begins, position) - 1].at(position)
 
     def owners(self, positions: Int64s) -> Int64s:
-        """The sources at many positions."""
         found = np.empty_like(positions)
-        for piece, here in self._cut(positions):
-            found[here] = piece.owners(positions[here])
+        for segment, here in self._by_segment(positions):
+            found[here] = segment.owners(positions[here])
         return found
 
     def at_many(self, positions: Int64s) -> tuple[Int64s, Int64s]:
-        """The same of many positions."""
+        """Return the sources at many positions, and the numbers of the samples within them."""
         found = np.empty((2, len(positions)), np.int64)
-        for piece, here in self._cut(positions):
-            found[:, here] = piece.at_many(positions[here])
+        for segment, here in self._by_segment(positions):
+            found[:, here] = segment.at_many(positions[here])
         return found[0], found[1]
 
-    def _cut(self, positions: Int64s) -> Iterator[tuple[Schedule, Array]]:
-        """The pieces that these positions are in, and where in the array those of each one are."""
+    def _by_segment(self, positions: Int64s) -> Iterator[tuple[Schedule, Array]]:
+        """Yield the segments that contain positions, each with a mask of its positions."""
         where = np.searchsorted(self._begins, positions, side="right") - 1
         for each in np.unique(where).tolist():
-            yield self._pieces[each], where == each
+            yield self._segments[each], where == each
 
     def positions(self, numbers: list[int]) -> list[float]:
-        """For each source, where the sample with this number stands; infinity if that sample never comes."""
-        befores = np.array([piece.counts(piece.begin) for piece in self._pieces]).T.tolist()
+        """Return for each source the position of the sample with this number; infinity if it never comes."""
+        befores = np.array([segment.counts(segment.begin) for segment in self._segments]).T.tolist()
         found: list[float] = []
         for source, (before, number) in enumerate(zip(befores, numbers, strict=True)):
-            piece = self._pieces[bisect(before, number) - 1]
-            found.append(piece.position(number, source) if piece.weights[source] else math.inf)
+            segment = self._segments[bisect(before, number) - 1]
+            found.append(segment.position(number, source) if segment.weights[source] else math.inf)
         return found
 
 
 def _floor_sum(step: int, count: Any, shift: Any) -> Any:
-    """The sum of ``(step * k + shift) // CIRCLE`` for k below ``count``; of arrays of uint64 modulo 2^64.
+    """Return the sum of ``(step * k + shift) // CIRCLE`` for k below ``count``; for uint64 arrays modulo 2^64.
 
     Example:
         >>> _floor_sum(5**13, 1000, 7) == sum((5**13 * k + 7) // CIRCLE for k in range(1000))

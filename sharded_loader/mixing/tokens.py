@@ -1,23 +1,14 @@
-"""`TokenWindows`: windows of files of token ids, by index. What language models are pretrained on.
+"""`TokenWindows`: random access to windows over files of token ids, for pretraining of language models.
 
-    paths or arrays --_tokens_of--> parts: tokens, and where documents begin
-    index --search in the sums of windows--> part, window --search in the sums of its documents--> its first token
+    paths or arrays --_tokens_of--> parts (one file or array each): tokens, and bounds of documents
+    index --search in cumulative windows--> part, window --search in those of its documents--> its first token
     first tokens --one gather per part--> (windows, length + 1) tokens --cast--> inputs, targets: int64
 
-A part is one file or one array. A window has ``length + 1`` tokens of one document of it: the inputs are all but the
-last one, the targets all but the first one. Where documents do not count, the part is one document. Windows begin at
-every ``stride``-th token, so no table of windows is needed. A table of documents has two numbers for each one.
+Windows are computed, not stored; documents take two numbers each. A process maps a file at its first read and keeps the
+last `OPEN` maps, which threads and forked processes share. Pickling sends paths and tables.
 
-The dataset owns no tokens of files. A process maps a file when it first reads one of its windows, and keeps the last
-`OPEN` ones mapped. Maps have no position, so threads and forked processes share them. The dataset travels to spawned
-workers as its paths, and its tables.
-
-The time, size and inode of a file are compared before and after each read. So windows of two versions never mix. If
-another program cuts a file during a read, the system ends the process (SIGBUS). A cut before the read is an error.
-
-What can go wrong: a file that is cut or has no tokens, lengths of documents that do not add up (ValueError when the
-dataset is made). A file that has changed (OSError when it is read). Token ids beyond ``vocab_size`` (ValueError that
-names the id).
+Time, size and inode of a file are compared before and after each read, so windows of two versions never mix. If another
+program truncates a file during a read, the system kills the process (SIGBUS); before a read, that is an OSError.
 """
 
 from __future__ import annotations
@@ -39,24 +30,14 @@ from sharded_loader.extend.tools import an, check_int, refuse_arguments
 from sharded_loader.recordio.positioned import is_rewritten, settled, tag_of
 
 OPEN = 64
-"""Mapped arrays that a process keeps. Each holds a descriptor."""
+"""Maximum number of mapped files per process. Each holds a descriptor."""
 
 ADVICE = "give a number of tokens, such as 1024"
 
 
 @dataclass(frozen=True)
 class _TokenFile:
-    """The tokens in a file.
-
-    Attributes:
-        path: of the file, absolute.
-        dtype: of the tokens.
-        offset: of the first byte.
-        length: the number of tokens.
-        nbytes: of the whole file.
-        tag: of the file, as of `tag_of`.
-        machine: on which the tag was read. Another one has a copy of the file, with other times and inode.
-    """
+    """Tokens in a file. ``tag`` identifies its version on ``machine``; copies elsewhere have other times and inodes."""
 
     path: str
     dtype: str
@@ -71,13 +52,11 @@ class _TokenFile:
 
 
 class _TokenPart(NamedTuple):
-    """One file or one array.
+    """One file or array.
 
     Attributes:
-        name: for errors.
-        tokens: where they are.
-        ends: for each document that has windows, how many it and the documents before it have.
-        begins: what is to be added to a window's number times the stride: then that is its first token.
+        ends: cumulative number of windows, for each document that has any.
+        begins: first token of a document's windows minus ``stride`` times the windows before it.
     """
 
     name: str
@@ -87,29 +66,27 @@ class _TokenPart(NamedTuple):
 
 
 class TokenWindows(Dataset):
-    """Windows of token ids, from files or arrays: each sample is a pair (inputs, targets), shifted by one token.
+    """Windows of token ids from files or arrays: each sample is a pair (inputs, targets), shifted by one token.
+
+    Windows never cross files, nor documents if those are given. The rest after the last whole window is unused: with 10
+    tokens and ``length=4``, windows begin at tokens 0 and 4, and token 9 is left.
 
     Args:
-        tokens: A file of token ids, an array of them, or a list of files or arrays. A name that ends in ``.npy`` is
-            NumPy's format. Any other file has nothing but tokens, as nanoGPT and Megatron-LM write it. Files are
-            mapped, arrays stay in memory.
-        length: The number of tokens in the inputs, and in the targets. A window reads ``length + 1`` tokens.
-        stride: The number of tokens from the beginning of a window to the next one. None: ``length``, so that each
-            token but the first of a file is a target once.
-        dtype: The dtype of a file that has nothing but tokens, such as ``"uint16"``. Other files say their own.
-        documents: The number of tokens of each document, as an array; for a list of files, a list of arrays. Windows
-            then stay inside documents. None: they go across.
-        vocab_size: The number of token ids. If you give it, each batch is checked: a wrong ``dtype`` then is an error.
-
-    A window never reaches into a second file. Tokens after the last whole window of a file, or with ``documents`` of a
-    document, are in no window. Example: 10 tokens, ``length=4``: windows begin at tokens 0 and 4, and token 9 is left.
+        tokens: file of token ids, array, or list of either. ``.npy`` files are NumPy's, others are plain tokens, as
+            nanoGPT and Megatron-LM write them. Files are memory-mapped.
+        length: number of tokens in the inputs, and in the targets; a window reads ``length + 1`` tokens.
+        stride: distance between the beginnings of windows; by default ``length``, so that each token but the first is a
+            target once.
+        dtype: dtype of plain files, such as ``"uint16"``.
+        documents: number of tokens of each document, as an array; for a list of files, a list of arrays. By default,
+            windows cross documents.
+        vocab_size: number of token ids. If given, each batch is checked, which reveals a wrong ``dtype``.
 
     Raises:
-        TypeError: The tokens are no integers, or a file needs ``dtype``.
-        ValueError: ``length`` or ``stride`` is below 1. A file is empty, cut, or shorter than a window. The lengths
-            of documents do not add up. Token ids do not fit the dtype.
-        FileNotFoundError: A file is missing.
-        OSError: A file was changed after the dataset was made.
+        TypeError: Tokens are not integers, or a plain file has no ``dtype``.
+        ValueError: ``length`` or ``stride`` is below 1; a file is empty, truncated, or shorter than a window; document
+            lengths do not add up; token ids do not fit ``vocab_size``.
+        OSError: A file is missing (FileNotFoundError), or was changed after the dataset was made.
 
     Example:
         >>> dataset = TokenWindows(np.arange(10, dtype=np.uint16), length=4)
@@ -156,21 +133,20 @@ class TokenWindows(Dataset):
 
     @bulk
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Array, Array]]:
-        """Many samples, read as one batch."""
+        """Return many samples, read as one batch."""
         return list(zip(*TokenWindows.get_batch(self, indices), strict=True))
 
     @bulk
     def get_batch(self, indices: Indices, empty: Empty = new_array) -> list[Array]:
-        """A finished batch: inputs and targets, two int64 arrays of shape (windows, ``length``).
+        """Return a batch: inputs and targets, two int64 arrays of shape (windows, ``length``).
 
         Args:
-            indices: of the windows; negative ones count from the end.
-            empty: gives the memory: ``empty(shape, dtype)`` returns an array. A loader gives its own.
+            indices: numbers of the windows; negative ones count from the end.
+            empty: allocator ``empty(shape, dtype) -> array``, passed by a loader.
 
         Raises:
-            IndexError: one is out of range.
-            OSError: a file was changed.
-            ValueError: a token id is not below ``vocab_size``.
+            IndexError, OSError, ValueError: An index is out of range; a file was changed; a token id exceeds
+                ``vocab_size``.
         """
         where = checked_indices(indices, len(self))
         shape, dtype = (len(where), self._length), np.dtype(np.int64)
@@ -183,7 +159,7 @@ class TokenWindows(Dataset):
         return [inputs, targets]
 
     def close(self) -> None:
-        """Unmap the files. A window that is read later maps its file again."""
+        """Unmap the files. Later reads map them again."""
         self._maps.clear()
 
     def __getstate__(self) -> dict[str, object]:
@@ -191,7 +167,7 @@ class TokenWindows(Dataset):
 
     @property
     def _fingerprint(self) -> str:
-        """For `data.inspection`: names and sizes of files, a few tokens of arrays. Folders and times may change."""
+        """Identity of the data for `data.inspection`: names and sizes of files, a few tokens of arrays."""
         known = [
             (os.path.basename(tokens.path), tokens.length)
             if isinstance(tokens, _TokenFile)
@@ -206,7 +182,7 @@ class TokenWindows(Dataset):
     # -- one part -------------------------------------------------------------------------------------------------
 
     def _part_of(self, given: object, dtype: DTypeLike | None, documents: ArrayLike | None) -> _TokenPart:
-        """A part, which has at least one window, of token ids below ``vocab_size``."""
+        """Return a file or array as a part with at least one window."""
         name, tokens, bounds = _tokens_of(given, dtype, documents)
         counts = np.maximum(0, (np.diff(bounds) - 1 - self._length) // self._stride + 1)
         ends = np.cumsum(counts)
@@ -225,11 +201,11 @@ class TokenWindows(Dataset):
         return part
 
     def _read(self, part: _TokenPart, windows: Int64s) -> Array:
-        """The tokens of windows, one window in a row."""
+        """Return the tokens of windows, shape (windows, ``length + 1``)."""
         _check(part.tokens)
         tokens = self._array(part.tokens)
         shape, step = (len(tokens) - self._length, self._length + 1), tokens.strides[0]
-        # Not `take`, which would copy the whole view first.
+        # Fancy indexing, because `take` would copy the whole view first.
         every: Array = np.lib.stride_tricks.as_strided(tokens, shape, (step, step), writeable=False)
         documents = np.searchsorted(part.ends, windows, side="right")
         block: Array = every[part.begins[documents] + windows * self._stride]
@@ -243,7 +219,6 @@ class TokenWindows(Dataset):
         return block
 
     def _array(self, tokens: _TokenFile | Array) -> Array:
-        """The tokens of a file, mapped; an array as it is."""
         if not isinstance(tokens, _TokenFile):
             return tokens
         found = self._maps.get(tokens)
@@ -256,7 +231,7 @@ class TokenWindows(Dataset):
 
 
 def _check(file: _TokenFile | Array) -> None:
-    """Raise if a file has changed since the dataset was made."""
+    """Raise an error if a file has changed since the dataset was made."""
     if isinstance(file, _TokenFile):
         found = os.stat(file.path)
         is_here = file.machine == platform.node()
@@ -268,13 +243,7 @@ def _check(file: _TokenFile | Array) -> None:
 
 
 def _tokens_of(given: object, dtype: DTypeLike | None, documents: Any) -> tuple[str, _TokenFile | Array, Int64s]:
-    """A file or an array, checked: its name, its tokens, and where documents begin, and the last one ends.
-
-    Args:
-        given: path or array.
-        dtype: as the user gave it.
-        documents: their lengths; None: the tokens are one.
-    """
+    """Return the name and tokens of a file or array, and the bounds of its documents."""
     tokens = _file(os.path.abspath(given), dtype) if isinstance(given, (str, os.PathLike)) else given
     if not isinstance(tokens, (_TokenFile, np.ndarray)):
         raise TypeError(f"tokens is {an(type(given))}: give a path, a NumPy array of integers, or a list of them")
@@ -302,7 +271,7 @@ def _file(path: str, dtype: DTypeLike | None) -> _TokenFile:
         try:
             array = np.load(path, mmap_mode="r")
         except (ValueError, EOFError) as error:
-            raise ValueError(f"{path} is no whole .npy file of numbers ({error}): copy or write it again") from None
+            raise ValueError(f"{path} is not a complete .npy file ({error}): copy or write it again") from None
         if array.ndim != 1:
             raise ValueError(f"{path} has the shape {array.shape}: give one dimension, tokens.reshape(-1)")
         return _described(path, array.dtype, array.offset, len(array))
@@ -312,7 +281,7 @@ def _file(path: str, dtype: DTypeLike | None) -> _TokenFile:
 
 
 def _described(path: str, dtype: np.dtype[Any], offset: int = 0, length: int | None = None) -> _TokenFile:
-    """The tokens in a file. ``length=None``: up to its end."""
+    """Describe the tokens from ``offset`` on, by default to the end of the file."""
     found = settled(path)
     if not stat.S_ISREG(found.st_mode) or found.st_size <= offset:
         raise ValueError(f"{path} is empty, or no file: give files of token ids")

@@ -1,16 +1,12 @@
-"""MXNet's RecordIO files by record, by key, and as a dataset; byte for byte the same, both ways.
+"""MXNet's RecordIO files, read and written byte for byte: sequentially, by key, and as a dataset.
 
     train.rec    | magic | flag << 29 | length | payload | zeros up to a multiple of 4 |  and so on
-    train.idx    key <TAB> offset of the record in train.rec, one line for each
+    train.idx    key <TAB> offset of the record in train.rec, one line each
 
-`MXRecordIO` goes from the first record to the last, `MXIndexedRecordIO` by key, `RecordFileDataset` by position, many
-at once. `pack` and `unpack` put MXNet's label header before a payload (see images). How a record lies in
-its file, and how a payload that contains the magic is cut, is in files.
-
-A reader serves any number of threads through one descriptor and opens its own in each process. A writer belongs to
-the process that opened it. Files close with ``close()``, ``with``, or when their owner is collected. What can go wrong:
-a damaged file raises `RecordIOError` with file and offset at the damaged record, and all records before it stay
-readable. An unknown key is a KeyError. The classes are those of ``mxnet.recordio`` and ``mxnet.gluon.data``.
+Classes and functions are those of ``mxnet.recordio`` and ``mxnet.gluon.data``. `files` has the format, `images` MXNet's
+label header (`pack`, `unpack`). A reader serves any number of threads through one descriptor, and opens its own in each
+process. A writer belongs to the process that opened it. A damaged file raises `RecordIOError` at the damaged record;
+all records before it stay readable.
 """
 
 from __future__ import annotations
@@ -44,19 +40,18 @@ __all__ = [
 
 
 class MXRecordIO(Closable):
-    """Reads or writes a ``.rec`` file from its beginning to its end.
+    """Sequential reader or writer of a ``.rec`` file.
 
-    Safe in several threads: each record is read by one of them, and written as a whole. A copy in another process
-    (pickled, or by a fork) opens the file for itself and reads from the beginning. A writer belongs to its process and
-    is not pickled.
+    Threads may share it: each record is read by one of them, and written as a whole. A copy in another process (pickled
+    or forked) opens the file itself and reads from the beginning. Writers cannot be pickled.
 
     Args:
-        uri: the file's path.
-        flag: ``"r"`` to read; ``"w"`` to write, which empties an existing file.
+        uri: path of the file.
+        flag: ``"r"`` to read, or ``"w"`` to write, which empties an existing file.
 
     Raises:
-        ValueError: another `flag`; use after `close`.
-        OSError: the file cannot be opened (e.g. FileNotFoundError).
+        ValueError: ``flag`` is unknown, or the file is used after `close`.
+        OSError: The file cannot be opened.
 
     Example:
         >>> import os, tempfile
@@ -77,14 +72,14 @@ class MXRecordIO(Closable):
         if flag not in ("r", "w"):
             raise ValueError(f"{os.fspath(uri)}: unknown flag {flag!r}, use 'r' to read or 'w' to write")
         self.uri = os.fspath(uri)
-        self._path = os.path.abspath(self.uri)  # the folder may have changed when it is opened again
+        self._path = os.path.abspath(self.uri)  # the working directory may change before it is reopened
         self.flag, self.writable = flag, flag == "w"
         self._file: RecordFile | Writer | None = None
         self._pid = 0
         self.open()
 
-    def _here(self) -> None:
-        """In another process, start with a new lock: a forked child may inherit one that no thread unlocks there."""
+    def _reset_after_fork(self) -> None:
+        """In another process, reset the lock: a forked child may inherit one that is locked for ever."""
         if self._pid != os.getpid():
             self._turn = threading.RLock()
             self._position = 0
@@ -92,25 +87,25 @@ class MXRecordIO(Closable):
 
     @property
     def is_open(self) -> bool:
-        """Whether `read` or `write` is possible."""
+        """True until `close` is called."""
         return self._file is not None
 
     def open(self) -> None:
-        """Opens the file again after `close`, at the beginning; a writer empties it."""
+        """Reopen the file after `close`, at the beginning; a writer empties it."""
         self.close()
         self._position = 0
         self._file = Writer(self._path) if self.writable else RecordFile(self._path)
 
     def close(self) -> None:
-        """Closes the file. Again is no error."""
-        self._here()
-        with self._turn:  # a write in another thread ends first
+        """Close the file. Repeated calls have no effect."""
+        self._reset_after_fork()
+        with self._turn:  # wait for a write in another thread
             if self._file is not None:
                 self._file.close()
             self._file = None
 
     def reset(self) -> None:
-        """Goes back to the first record; a writer empties its file, as MXNet's does."""
+        """Return to the first record; a writer empties its file, as MXNet's does."""
         if self.writable:
             self._opened("write").check()
             self.open()
@@ -119,12 +114,7 @@ class MXRecordIO(Closable):
             self._position = 0
 
     def read(self) -> bytes | None:
-        """The next record, or None after the last one.
-
-        Raises:
-            RecordIOError: the file is damaged there (again at each call).
-            io.UnsupportedOperation: opened for writing.
-        """
+        """Return the next record, or None after the last one. A damaged record is a `RecordIOError`, at each call."""
         file = self._opened("read")
         with self._turn:
             if self._position == file.size:
@@ -134,13 +124,11 @@ class MXRecordIO(Closable):
             return record
 
     def write(self, buf: bytes | bytearray | memoryview) -> None:
-        """Appends one record.
+        """Append one record.
 
         Raises:
-            ValueError: 2**29 bytes or more, the format's limit.
-            TypeError: not bytes.
-            RuntimeError: in a forked child of the process that opened the file.
-            io.UnsupportedOperation: opened for reading.
+            ValueError, TypeError: The record has 2**29 bytes or more, or is not bytes.
+            RuntimeError: The process is a forked child of the one that opened the file.
         """
         if not isinstance(buf, bytes | bytearray | memoryview):
             raise TypeError(f"{self.uri}: a record is bytes, not {type(buf).__name__} (a str needs .encode())")
@@ -153,15 +141,14 @@ class MXRecordIO(Closable):
             file.write(files.framed(bytes(buf)))
 
     def tell(self) -> int:
-        """The offset in the file where the next record is written, or read by `read`."""
+        """Return the offset of the next record to write, or to `read`."""
         if self.writable:
             return int(self._opened("write").offset)
         self._opened("read")
         return self._position
 
     def _opened(self, verb: str) -> Any:
-        """The file, if it can do this."""
-        self._here()
+        self._reset_after_fork()
         if self.writable != (verb == "write"):
             raise io.UnsupportedOperation(f"{self.uri} was opened with flag {self.flag!r}, which cannot {verb}")
         if self._file is None:
@@ -178,26 +165,26 @@ class MXRecordIO(Closable):
 
 
 class MXIndexedRecordIO(MXRecordIO):
-    """Reads or writes a ``.rec`` file by key, through an ``.idx`` file.
+    """Reader or writer of a ``.rec`` file by key, through an ``.idx`` file.
 
-    `read_idx` is safe from any number of threads at once: the reads are positioned and share one descriptor.
-    Where the ``.idx`` is missing the ``.rec`` is scanned and its records get the keys 0, 1, 2 ...; nothing is written.
-    Where a damaged record ends that scan, it has the last key, and reading it raises.
+    Any number of threads may call `read_idx` at once. If the ``.idx`` is missing, the ``.rec`` is scanned, and its
+    records get the keys 0, 1, 2, ...; nothing is written. A damaged record ends the scan: it has the last key, and
+    reading it raises an error. Source: ``mxnet.recordio.MXIndexedRecordIO``.
 
     Args:
-        idx_path: the index.
-        uri: the file of records.
+        idx_path: path of the index.
+        uri: path of the records.
         flag: ``"r"`` or ``"w"``, as in `MXRecordIO`.
-        key_type: makes a key of the index's text.
+        key_type: converts the text of a key.
 
     Attributes:
         idx: dict from key to offset.
         keys: list of the keys in the order of the index.
 
     Raises:
-        ValueError: a line of the index is malformed (with its number).
-        RecordIOError: the index is missing and the file is no RecordIO file.
-        OSError: a file cannot be opened.
+        ValueError: A line of the index is malformed.
+        RecordIOError: The index is missing, and the file is not a RecordIO file.
+        OSError: A file cannot be opened.
 
     Example:
         >>> import os, tempfile
@@ -210,8 +197,6 @@ class MXIndexedRecordIO(MXRecordIO):
         ...     file.keys, file.read_idx(-1)
         ([7, -1], b'minus one')
         >>> folder.cleanup()
-
-    Source: ``mxnet.recordio.MXIndexedRecordIO``.
     """
 
     def __init__(
@@ -228,7 +213,6 @@ class MXIndexedRecordIO(MXRecordIO):
         super().__init__(uri, flag)
 
     def open(self) -> None:
-        """Opens both files again after `close`; a writer empties them."""
         super().open()
         try:
             self._open_index()
@@ -254,7 +238,6 @@ class MXIndexedRecordIO(MXRecordIO):
             warnings.warn(f"{self.idx_path}: {len(self.keys) - len(self.idx)} {text}", stacklevel=5)
 
     def close(self) -> None:
-        """Closes both files. Again is no error."""
         super().close()
         if self._index_writer is not None:
             self._index_writer.close()
@@ -263,26 +246,21 @@ class MXIndexedRecordIO(MXRecordIO):
     def _offset(self, key: Hashable) -> int:
         try:
             return self.idx[key]
-        except (KeyError, TypeError):  # such as a list
+        except (KeyError, TypeError):  # TypeError: unhashable
             known = f"it has {len(self.idx)} keys, the first are " + ", ".join(map(repr, self.keys[:5]))
             raise KeyError(f"{self.idx_path}: no key {key!r} of type {type(key).__name__}; {known}") from None
 
     def seek(self, idx: Hashable) -> None:
-        """Makes the record of key `idx` the next one that `read` gives.
-
-        Raises:
-            KeyError: an unknown key. A negative number is a key like any other.
-        """
+        """Make the record of key ``idx`` the next one to `read`. Unknown keys, also negative ones, are a KeyError."""
         self._opened("read")
         self._position = self._offset(idx)
 
     def read_idx(self, idx: Hashable) -> bytes:
-        """The record of key `idx`. The next `read` gives the one after it.
+        """Return the record of key ``idx``. The next `read` returns the one after it.
 
         Raises:
-            KeyError: an unknown key. A negative number is a key like any other.
-            RecordIOError: there is no whole record at the offset that the index gives, or the file was replaced or
-                written again. Records may be appended.
+            KeyError: The key is unknown. Negative numbers are ordinary keys.
+            RecordIOError: The record is damaged, or the file was replaced or rewritten. It may grow.
         """
         record: bytes
         file = self._opened("read")
@@ -291,11 +269,10 @@ class MXIndexedRecordIO(MXRecordIO):
         return record
 
     def write_idx(self, idx: Any, buf: bytes | bytearray | memoryview) -> None:
-        """Appends one record under the key ``key_type(idx)``.
+        """Append one record under the key ``key_type(idx)``.
 
-        Raises:
-            ValueError: the key was written before, its text has a tab or a line end, or ``key_type`` makes another key
-                of it (5 of 5.7) or none; and what `write` raises.
+        A key that exists, contains a tab or line end, or is changed by ``key_type`` (5.7 to 5) is a ValueError. Also
+        raises what `write` does.
         """
         try:
             key = self.key_type(idx)
@@ -303,7 +280,7 @@ class MXIndexedRecordIO(MXRecordIO):
                 raise ValueError(f"it would become {key!r}")
         except (ValueError, TypeError) as error:
             name = getattr(self.key_type, "__name__", self.key_type)
-            text = f"{idx!r} is no key of type {name} ({error}): give another key, or key_type=str"
+            text = f"{idx!r} is not a key of type {name} ({error}): give another key, or key_type=str"
             raise ValueError(f"{self.idx_path}: {text}") from error
         text = str(key)
         if any(mark in text for mark in "\t\r\n") or not text.strip():
@@ -322,21 +299,21 @@ class MXIndexedRecordIO(MXRecordIO):
 
 
 class RecordFileDataset(Closable, Dataset):
-    """The records of a ``.rec`` file as a dataset: ``dataset[i]`` is the i-th record of its index, as bytes.
+    """Map-style dataset over a ``.rec`` file: ``dataset[i]`` is the i-th record of its index, as bytes.
 
-    The index is the ``.idx`` file beside it (``train.rec``, ``train.idx``). If there is none, the dataset scans the
-    file once, and workers get the offsets with the dataset. It does not read records that the index does not list:
-    if you have joined files, delete the ``.idx``. It ignores keys, so it reads all records with the same key. You can
-    read it in threads and after a fork, and pickle it.
+    The index is the ``.idx`` file beside it (``train.rec``, ``train.idx``). Without one, the file is scanned once, and
+    workers receive the offsets. Records that the index does not list are not read: delete the ``.idx`` of joined files.
+    Keys are ignored, so records with equal keys are all read. The dataset can be shared by threads, forked and pickled.
+    Source: ``mxnet.gluon.data.RecordFileDataset``.
 
     Args:
-        filename: the ``.rec`` file.
+        filename: path of the ``.rec`` file.
 
     Raises:
         OSError: The file cannot be opened.
-        ValueError: The index is malformed, or it is empty and the file is not.
-        RecordIOError: It is no RecordIO file. ``dataset[i]`` raises it for a damaged record, and for a file that was
-            replaced or written again. You may append records: the dataset does not read them.
+        ValueError: The index is malformed, or empty although the file is not.
+        RecordIOError: It is not a RecordIO file. Reading raises it for damaged records, and if the file was replaced or
+            rewritten. Records may be appended; the dataset ignores them.
 
     Example:
         >>> import os, tempfile
@@ -350,8 +327,6 @@ class RecordFileDataset(Closable, Dataset):
         ...     len(dataset), dataset[0], dataset[-1], dataset.get_batch([2, 0])
         (3, b'a', b'c', [b'c', b'a'])
         >>> folder.cleanup()
-
-    Source: ``mxnet.gluon.data.RecordFileDataset``.
     """
 
     def __init__(self, filename: str | os.PathLike[str]) -> None:
@@ -380,36 +355,26 @@ class RecordFileDataset(Closable, Dataset):
 
     @bulk
     def __getitems__(self, indices: Iterable[int]) -> list[bytes]:
-        """Many records, as `get_batch` reads them."""
         return RecordFileDataset.get_batch(self, list(indices))
 
     @bulk
     def get_batch(self, indices: Indices, empty: Empty | None = None) -> list[bytes]:
-        """Many records, read together: for records of a few hundred bytes several times as fast as one by one.
+        """Return the same as ``[dataset[i] for i in indices]``; for small records this is several times as fast.
 
-        Args:
-            indices: of the records, in any order; negative ones count from the end.
-            empty: given by a loader, whose batch is a list, as of any bytes. It is not used.
-
-        Returns:
-            The same as ``[dataset[i] for i in indices]``.
-
-        Raises:
-            RecordIOError: the first damaged record, with its file and offset.
-            IndexError: an index is out of range.
-
-        A subclass that has a ``__getitem__`` of its own has no ``get_batch``, unless it writes one.
+        ``empty``, a loader's allocator, is unused, because a batch of bytes is a list. Subclasses that override
+        ``__getitem__`` have no ``get_batch`` unless they define one. Raises `RecordIOError` for the first damaged
+        record, or an IndexError.
         """
         numbers = checked_indices(indices, len(self))
         guesses = self._sizes[numbers]
         records, sizes = files.read_records(self._file, self._offsets[numbers], guesses)
         self._file.check()
-        if sizes is not guesses and self._sizes.flags.writeable:  # only news: after a fork each page is copied for it
+        if sizes is not guesses and self._sizes.flags.writeable:  # only on change: writes copy pages after a fork
             self._sizes[numbers] = np.minimum(sizes, files.LARGE)
         return records
 
     def close(self) -> None:
-        """Closes the file, in this process. Again is no error."""
+        """Close the file in this process. Repeated calls have no effect."""
         self._file.close()
 
     def __repr__(self) -> str:

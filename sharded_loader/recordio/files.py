@@ -1,32 +1,23 @@
-"""The RecordIO format: many byte strings in one file, read at any offset, written in a row.
+"""The RecordIO format of dmlc-core and MXNet: byte strings in one file, read at any offset, appended by a writer.
 
-A ``.rec`` file is a row of records, nothing else. All numbers are little-endian, all offsets multiples of 4::
+A ``.rec`` file is a sequence of records. Numbers are little-endian, offsets multiples of 4::
 
     | magic 0xced7230a | flag << 29 | length | payload, `length` bytes | 0 to 3 zero bytes |
       4 bytes            4 bytes                                         up to a multiple of 4
 
-``flag`` 0 is a whole record. A payload that contains the magic number at a multiple of 4 is cut there. So
-the magic at a multiple of 4 of the file always begins a part. The first part has flag 1, those between 2, the
-last 3. The four bytes of the magic are dropped at each cut and put back by the reader.
+Flag 0 is a whole record. Payloads that contain the magic at a multiple of 4 are split there into parts with the flags
+1, 2, ..., 2, 3, and the magic is dropped. So the magic at a multiple of 4 always begins a part.
 
-Reading: a ``RecordFile`` owns one descriptor and reads at positions (``os.pread``), so that all threads share
-it; each process opens its own, after a fork as after unpickling. A descriptor is closed by ``close()``, or when
-its owner is collected, once the last thread has finished its read.
-Writing: one ``os.write`` per record and index line, nothing buffered: a killed writer leaves at most its last
-record incomplete, and a forked child has nothing to write twice.
+`RecordFile` owns one descriptor per process and uses positioned reads, so threads share it. It closes with its last
+reference. `Writer` uses one unbuffered ``os.write`` per record and index line: a killed writer leaves at most its last
+record incomplete, and a forked child has nothing buffered to write twice.
 
-Many records at once: a run of records is one read. A shuffled batch is one read per record, in the order of the file,
-or for several that lie within `GAP` bytes. The size of a record is not known before its header is read: until then it
-is taken to reach to the next record of the index, and corrected as records are read. A read may not show a whole
-record: a payload cut at magics, a record of more than `LARGE` bytes, damage. Then `RecordFile.read` reads the record,
-and names the damage. Where records are large on average, all are read by it: a call for each then costs nothing beside
-its bytes.
+`read_records` merges records that are at most `GAP` bytes apart into one read. Sizes are guessed from the index and
+corrected by headers; records that do not fit their guess, exceed `LARGE` or are damaged are read again one by one. If
+records are large on average, all are read one by one.
 
-What can go wrong: a truncated or corrupt file raises `RecordIOError` with file and offset at the damaged record;
-all records before it stay readable. A length is compared with the file's size before memory is allocated. A file that
-is read by offsets is watched: if it is replaced or written again, that is an error too. It may be appended to.
-
-The format is that of dmlc-core, as MXNet writes it. The classes for users are in `sharded_loader.recordio`.
+Damage is a `RecordIOError` at the damaged record. Lengths are checked against the file size before memory is allocated.
+Files that are read by offsets are watched: it is an error if they are replaced or rewritten, but not if they grow.
 """
 
 from __future__ import annotations
@@ -57,27 +48,27 @@ MAX_LENGTH = (1 << _LENGTH_BITS) - 1
 Key = TypeVar("Key")
 
 GAP = 256
-"""Bytes between two records that are read in vain: a read costs 0.6 us."""
+"""Maximum bytes between two records that are read together: a read costs 0.6 us."""
 
 LARGE = 1 << 18
-"""A record that reaches further is read by itself: an index may list only a few records of a file."""
+"""Maximum guess of a record's size; an index may list only a few records of a file."""
 
 LARGE_MEAN = 1 << 15
-"""Bytes of an average record; above, they are made one by one: memory for a large buffer costs more than the reads."""
+"""Mean record size above which records are read one by one: memory for a large buffer costs more than the calls."""
 
 
 def padded(length: Any) -> Any:
-    """How many bytes of the file a payload of this length takes; also of an array of lengths."""
+    """Return the bytes that a payload takes in the file, also for an array of lengths."""
     return (length + 3) & ~3
 
 
 class RecordIOError(ValueError):
-    """A ``.rec`` file is truncated, corrupt, or no RecordIO file.
+    """Error for a ``.rec`` file that is truncated, corrupt, or not RecordIO.
 
     Attributes:
-        path: the file.
-        offset: where the damaged record begins. The records before it are readable.
-        problem: what is wrong there, and what to do.
+        path: path of the file.
+        offset: beginning of the damaged record. The records before it are readable.
+        problem: description and advice.
 
     Example:
         >>> error = RecordIOError("letters.rec", 12, "the file ends at 20, within a record")
@@ -94,7 +85,7 @@ class RecordIOError(ValueError):
 
 
 class Closable(AbstractContextManager):  # type: ignore[type-arg]
-    """A ``with`` block closes it at the end."""
+    """Base class of context managers that call ``close``."""
 
     def close(self) -> None:
         raise NotImplementedError
@@ -107,46 +98,39 @@ class Closable(AbstractContextManager):  # type: ignore[type-arg]
 
 
 class RecordBytes:
-    """Bytes of a file of records that lie in memory, for `read_record`.
-
-    Args:
-        path: of the file, for errors.
-        size: where in the file the bytes end.
-        content: the bytes. For `scan_records` none are needed.
-    """
+    """Bytes in memory for `read_record`, which end at the offset ``size`` of the file."""
 
     def __init__(self, path: str, size: int, content: bytes = b"") -> None:
         self.path, self.size, self._content, self._begin = path, size, content, size - len(content)
 
     def refresh_size(self) -> int:
-        """Where the bytes end."""
         return self.size
 
     def bytes_at(self, offset: int, size: int) -> bytes:
-        """Up to ``size`` bytes from ``offset`` of the file; fewer only at the end."""
+        """Return up to ``size`` bytes from ``offset`` of the file; fewer only at the end."""
         return self._content[offset - self._begin : offset - self._begin + size]
 
 
 class _Descriptor(PositionedFile):
-    """An open file of records."""
+    """Open file of records."""
 
     __slots__ = ("path", "pid", "size")
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
         self.path, self.pid = path, os.getpid()
-        if stat.S_ISDIR(self.stat().st_mode):  # Linux notices it at the first read, without the path
+        if stat.S_ISDIR(self.stat().st_mode):  # Linux fails only at the first read, without naming the path
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
         self.refresh_size()
 
     def refresh_size(self) -> int:
-        """The size now: the file may still be written to."""
+        """Update the size: the file may still be written to."""
         self.size = self.stat().st_size
         return self.size
 
     def bytes_at(self, offset: int, size: int) -> bytes:
         if offset > self.size and offset > self.refresh_size():
-            return b""  # no system knows offsets near 2**63
+            return b""  # offsets near 2**63 are system errors
         return super().bytes_at(offset, size)
 
 
@@ -154,12 +138,8 @@ _Source = RecordBytes | _Descriptor
 
 
 def read_record(source: _Source, begin: int) -> tuple[bytes, int]:
-    """The record at ``begin``, and the offset of the next.
-
-    Raises:
-        RecordIOError: there is no whole record.
-    """
-    offset, whole = begin, io.BytesIO()  # a list of parts would take many times the bytes of small parts
+    """Return the record at ``begin``, and the offset of the next; raise `RecordIOError` if it is damaged."""
+    offset, whole = begin, io.BytesIO()  # a list would take many times the memory of small parts
     while True:
         flag, length, end = _part(source, source.bytes_at(offset, HEAD_SIZE), offset, begin, source.size)
         payload = source.bytes_at(offset + HEAD_SIZE, length)
@@ -175,15 +155,10 @@ def read_record(source: _Source, begin: int) -> tuple[bytes, int]:
 
 
 def scan_records(source: _Source, stream: BinaryIO, offsets: list[int] | None = None) -> list[int]:
-    """The offset of each record.
+    """Append the offset of each record to ``offsets``, and return that list.
 
-    Args:
-        source: says how large the file is.
-        stream: the file, from its beginning. Its buffer should hold many small records.
-        offsets: the list to append to. After an error its last item is the offset of the damaged record.
-
-    Raises:
-        RecordIOError: the file is damaged.
+    ``stream`` is the file from its beginning, with a large buffer. After a `RecordIOError`, the last offset is that of
+    the damaged record.
     """
     offsets = [] if offsets is None else offsets
     begin = offset = 0
@@ -199,9 +174,9 @@ def scan_records(source: _Source, stream: BinaryIO, offsets: list[int] | None = 
 
 
 def _part(source: _Source, head: bytes, offset: int, begin: int, size: int) -> tuple[int, int, int]:
-    """Flag, length and end of the part that has this header at ``offset``, in a file of at least this size.
+    """Return flag, length and end of the part with this header at ``offset``, of the record at ``begin``.
 
-    ``begin`` is where its record begins. Raises a `RecordIOError` if such a part cannot stand there.
+    Raises `RecordIOError` if such a part is impossible there, in a file of at least ``size`` bytes.
     """
     if len(head) < HEAD_SIZE:
         size = source.refresh_size()
@@ -228,14 +203,14 @@ def _damaged(source: _Source, offset: int, problem: str) -> RecordIOError:
 
 
 class RecordFile:
-    """Reads records at given offsets, from any thread and any process. Pickles as its path."""
+    """Reader of records by offset, from any thread and process. Pickled as its path."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.path.abspath(os.fspath(path))
         self.closed = False
         self._descriptor: _Descriptor | None = _Descriptor(self.path)
-        self._version: tuple[int, list[int]] | None = None  # size when it was watched first, and its checksums
-        self._seen: tuple[int, ...] = ()  # size, times and inode when it was last found to be that version
+        self._version: tuple[int, list[int]] | None = None  # size and checksums when `watch` was called
+        self._verified: tuple[int, ...] = ()  # size, times and inode when that version was last verified
 
     def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "_descriptor": None}
@@ -250,55 +225,53 @@ class RecordFile:
             if self.closed:
                 raise ValueError(f"{self.path} is closed: read before close(), or open it again")
             descriptor = self._descriptor = _Descriptor(self.path)
-            if self.closed:  # by another thread, in the meantime
+            if self.closed:  # by another thread meanwhile
                 self._descriptor = None
         return descriptor
 
-    def read_stretches(self, offsets: list[int], sizes: list[int]) -> list[bytes]:
-        """From each offset up to its size in bytes; fewer only at the end of the file."""
+    def read_ranges(self, offsets: list[int], sizes: list[int]) -> list[bytes]:
+        """Return the bytes of each range; fewer only at the end of the file."""
         file = self._open()
         pieces = list(map(file.read, sizes, offsets))
         return pieces if list(map(len, pieces)) == sizes else list(map(file.bytes_at, offsets, sizes))
 
     def watch(self) -> None:
-        """From now on, `check` raises if the file is another one."""
+        """Remember this version of the file for `check`."""
         settled(self.path)
         file = self._open()
         found = file.stat()
-        self._seen = _seen(found)
+        self._verified = _stat_key(found)
         self._version = found.st_size, checksums(file.bytes_at, found.st_size)
 
     def check(self) -> None:
-        """Raise if the file was written again since `watch`, or the one that this process opened is another one.
+        """Raise an error if the file, or the one that this process opened, is not the version of `watch`.
 
-        What was added or cut off is no change of the rest.
+        Appending and truncating do not count as changes of the rest.
         """
         file = self._descriptor
-        if file is None or self._version is None:  # closed by another thread, or not watched
+        if file is None or self._version is None:  # closed by another thread, or `watch` was not called
             return
         found = file.stat()
-        if self._seen != _seen(found):
+        if self._verified != _stat_key(found):
             size, content = self._version
             left = checksums(file.bytes_at, size, found.st_size)
             if left != content[: len(left)]:
                 text = "the file was replaced or written again since it was opened: open it again"
                 raise RecordIOError(self.path, 0, text)
-            self._seen = _seen(found)
+            self._verified = _stat_key(found)
 
     @property
     def size(self) -> int:
-        """Bytes in the file, now."""
         return self._open().refresh_size()
 
     def read(self, begin: int) -> tuple[bytes, int]:
-        """The record at ``begin``, and the offset of the next."""
         return read_record(self._open(), begin)
 
     def scan(self, stacklevel: int) -> list[int]:
-        """The offset of each record.
+        """Return the offset of each record.
 
-        If the file is damaged, the last offset is that of the damaged record: who reads it gets the error. A warning
-        says so, with this ``stacklevel``. If the first record is damaged, the error is raised here.
+        A damaged record ends the scan with a warning, at this ``stacklevel``. Its offset is the last, so reading it
+        raises the error; if it is the first record, the error is raised here.
         """
         offsets: list[int] = []
         try:
@@ -312,7 +285,7 @@ class RecordFile:
         return offsets
 
 
-def _seen(found: os.stat_result) -> tuple[int, ...]:
+def _stat_key(found: os.stat_result) -> tuple[int, ...]:
     return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
 
 
@@ -320,7 +293,7 @@ def _seen(found: os.stat_result) -> tuple[int, ...]:
 
 
 def guessed_sizes(offsets: Int64s) -> Int64s:
-    """How many bytes to read for each record: up to the next one of the index, at most `LARGE`.
+    """Return the bytes to read for each record: up to the next one of the index, at most `LARGE`.
 
     Example:
         >>> guessed_sizes(np.array([40, 0, 12])).tolist()
@@ -333,19 +306,10 @@ def guessed_sizes(offsets: Int64s) -> Int64s:
 
 
 def read_records(file: RecordFile, offsets: Int64s, sizes: Int64s) -> tuple[list[bytes], Int64s]:
-    """The records at these offsets, and how many bytes each takes in the file.
+    """Read many records, in the order of ``offsets``, which may repeat.
 
-    Args:
-        file: where they are.
-        offsets: int64, in any order, also several times the same.
-        sizes: int64, how many bytes to read for each; a guess.
-
-    Returns:
-        The records in the order of ``offsets``, and their sizes with header and padding: ``sizes`` itself where the
-        guesses were right.
-
-    Raises:
-        RecordIOError: the first that is damaged or is no record.
+    Returns the records, and their sizes in the file, with header and padding. If the guesses ``sizes`` were right, that
+    is the same array. Raises the `RecordIOError` of the first damaged record.
     """
     if not len(offsets):
         return [], sizes
@@ -353,15 +317,15 @@ def read_records(file: RecordFile, offsets: Int64s, sizes: Int64s) -> tuple[list
     if np.add.reduce(limits) > LARGE_MEAN * len(limits):
         found = [file.read(offset) for offset in offsets.tolist()]
         return [record for record, _ in found], np.array([following for _, following in found]) - offsets
-    if not (offsets[1:] - offsets[:-1] - limits[:-1]).any() and limits[-1] >= HEAD_SIZE:  # one after the other
+    if not (offsets[1:] - offsets[:-1] - limits[:-1]).any() and limits[-1] >= HEAD_SIZE:  # contiguous
         begin, order = int(offsets[0]), None
-        buffer = file.read_stretches([begin], [int(offsets[-1] + limits[-1]) - begin])[0]
+        buffer = file.read_ranges([begin], [int(offsets[-1] + limits[-1]) - begin])[0]
         begins = offsets - begin
     else:
         inside = np.flatnonzero(limits >= HEAD_SIZE)
         order = inside[np.argsort(offsets[inside], kind="stable")]
         limits = limits[order]
-        buffer, begins = _read_stretches(file, offsets[order], limits)
+        buffer, begins = _read_merged(file, offsets[order], limits)
     lengths, all_as_guessed = _stored_lengths(buffer, begins, limits)
     starts = begins + HEAD_SIZE
     if order is not None:
@@ -377,34 +341,32 @@ def read_records(file: RecordFile, offsets: Int64s, sizes: Int64s) -> tuple[list
 
 
 def _scattered(values: Int64s, places: Int64s, length: int) -> Int64s:
-    """The values at their places, -1 elsewhere."""
     out = np.full(length, -1, np.int64)
     out[places] = values
     return out
 
 
-def _read_stretches(file: RecordFile, begins: Int64s, sizes: Int64s) -> tuple[bytes, Int64s]:
-    """What lies in the file at ascending offsets, and where each begins in the buffer."""
+def _read_merged(file: RecordFile, begins: Int64s, sizes: Int64s) -> tuple[bytes, Int64s]:
+    """Read ranges at ascending offsets into one buffer. Return it, and where each range begins there."""
     if not len(begins):
         return b"", begins
     ends = begins + sizes
     first = np.concatenate(([0], np.flatnonzero(begins[1:] > ends[:-1] + GAP) + 1))
     offsets = begins[first]
     counts = np.maximum.reduceat(ends, first) - offsets
-    buffer = b"".join(file.read_stretches(offsets.tolist(), counts.tolist()))
+    buffer = b"".join(file.read_ranges(offsets.tolist(), counts.tolist()))
     moved = np.cumsum(counts) - counts - offsets
     return buffer, begins + np.repeat(moved, np.diff(first, append=len(begins)))
 
 
 def _stored_lengths(buffer: bytes, begins: Int64s, limits: Int64s) -> tuple[Int64s, bool]:
-    """The payload's length of each record that lies whole in the buffer, from its header, -1 for others; and whether
-    each reaches just to its limit."""
+    """Return the payload length of each complete record, otherwise -1, and True if all fill their limits."""
     if not len(begins) or len(buffer) < begins[-1] + limits[-1] or np.bitwise_or.reduce(begins) & 3:
-        # Nothing is there, or (the file was truncated just now) not where it is looked for, or not by words.
+        # Empty, truncated meanwhile, or not aligned.
         return np.full_like(begins, -1), False
     words = np.frombuffer(buffer, "<u4", len(buffer) // 4)
     heads = begins >> 2
-    lengths = words[heads + 1].astype(np.int64)  # of a part, the flag in the upper bits makes it exceed any limit
+    lengths = words[heads + 1].astype(np.int64)  # flags of parts, in the upper bits, exceed any limit
     is_head = words[heads] == MAGIC_NUMBER
     taken = padded(lengths) + HEAD_SIZE
     if np.logical_and.reduce(is_head & (taken == limits)):
@@ -416,7 +378,7 @@ def _stored_lengths(buffer: bytes, begins: Int64s, limits: Int64s) -> tuple[Int6
 
 
 class Writer:
-    """A file that this process alone writes, unbuffered. Closes when it is collected."""
+    """Unbuffered file that only this process writes. Closes when it is collected."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._fd = -1
@@ -434,7 +396,7 @@ class Writer:
             raise RuntimeError(f"{self.path} {text}: {advice}")
 
     def write(self, data: bytes) -> None:
-        """Appends all of `data`, or nothing if anything is raised (a full disk, Ctrl-C)."""
+        """Append all of ``data``, or nothing if an exception is raised (a full disk, Ctrl-C)."""
         self.check()
         rest = memoryview(data)
         try:
@@ -456,7 +418,6 @@ class Writer:
 
 
 def framed(payload: bytes) -> bytes:
-    """The bytes of a record as they stand in the file."""
     parts = [payload]
     if _MAGIC in payload:
         words = np.frombuffer(payload, "<u4", len(payload) // 4)
@@ -470,7 +431,7 @@ def framed(payload: bytes) -> bytes:
 
 
 def is_written(part: bytes, record: bytes) -> bool:
-    """Whether a writer makes these bytes of the record: zeros fill it up, and no part begins within another."""
+    """Return True if these bytes are what a writer makes of the record: padded with zeros, and split at each magic."""
     if len(part) == HEAD_SIZE + padded(len(record)):
         has_one_part = np.count_nonzero(np.frombuffer(part, "<u4") == MAGIC_NUMBER) == 1
         return bool(has_one_part) and not part[HEAD_SIZE + len(record) :].strip(b"\0")
@@ -481,12 +442,11 @@ def is_written(part: bytes, record: bytes) -> bool:
 
 
 def index_line(key: object, offset: int) -> str:
-    """A line of an index."""
     return f"{key}\t{offset}\n"
 
 
 def load_index(path: str, key_type: Callable[[str], Key]) -> tuple[list[Key], list[int]]:
-    """Keys and offsets, in the order of the file's lines."""
+    """Return keys and offsets, in the order of the lines."""
     keys, offsets = [], []
     with open(path, encoding="utf-8", errors="surrogateescape", newline="\n") as file:
         for number, line in enumerate(file, 1):
@@ -494,12 +454,12 @@ def load_index(path: str, key_type: Callable[[str], Key]) -> tuple[list[Key], li
             try:
                 if line.strip():
                     keys.append(key_type(key))
-                    if not offset.strip(" ").isdecimal() or int(offset) >= 1 << 63:  # int() takes underscores and tabs
-                        raise ValueError(f"the offset {offset!r} is no number below 2**63")
+                    if not offset.strip(" ").isdecimal() or int(offset) >= 1 << 63:  # int() accepts underscores, tabs
+                        raise ValueError(f"the offset {offset!r} is not a number below 2**63")
                     offsets.append(int(offset))
             except (ValueError, TypeError) as error:
                 kind, advice = getattr(key_type, "__name__", key_type), "or delete the file to have it rebuilt"
-                said = f"is no line 'key<TAB>offset' with a key of type {kind} ({str(error)[:200]})"
+                said = f"is not a line 'key<TAB>offset' with a key of type {kind} ({str(error)[:200]})"
                 text = f"{path}, line {number}: {line[:80]!r} {said}. Give another key_type, {advice}."
                 raise ValueError(text) from error
     return keys, offsets

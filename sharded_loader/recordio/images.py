@@ -1,13 +1,10 @@
-"""MXNet's header before a payload: a label and two numbers in 24 bytes, and images behind it.
+"""MXNet's record header: a label and two numbers in 24 bytes before a payload, usually an image.
 
     | flag   | label   | id     | id2    | `flag` x float32, if flag > 0 | payload |
       uint32   float32   uint64   uint64                                             all little-endian
 
-A label that is one number stands in its field and ``flag`` is 0; an array of n numbers stands behind the header and
-``flag`` is n.
-
-What can go wrong: a field that does not fit, a record too short for its header, an image that does not decode. Each is
-a ValueError, with the header's ``id`` where there is one. Damaged EXIF data is no error: the image is not turned.
+A single label is stored in its field, with ``flag`` 0; an array of n numbers follows the header, with ``flag`` n.
+Errors are a ValueError with the header's ``id``, if known. Damaged EXIF data is ignored.
 """
 
 from __future__ import annotations
@@ -26,21 +23,19 @@ from sharded_loader.extend.data import check_unmasked
 
 
 class IRHeader(NamedTuple):
-    """What MXNet puts before an image in a record.
+    """Header of a record, as ``mxnet.recordio.IRHeader``.
 
     Attributes:
-        flag: how many numbers the label has, 0 for a single one; `pack` sets it.
-        label: a number, or an array of float32.
-        id: usually the record's key; 0 to 2**64 - 1.
-        id2: a second one.
+        flag: length of an array label, 0 for a single number; set by `pack`.
+        label: number, or float32 array.
+        id: usually the key of the record, 0 to 2**64 - 1.
+        id2: a second id.
 
     Example:
         >>> record = pack(IRHeader(0, [0.5, 2.0], 7, 0), b"image")
         >>> header, image = unpack(record)
         >>> header.flag, header.label.tolist(), header.id, image
         (2, [0.5, 2.0], 7, b'image')
-
-    Source: ``mxnet.recordio.IRHeader``.
     """
 
     flag: int
@@ -54,26 +49,21 @@ Pixels = npt.NDArray[Any]
 
 
 def pack(header: IRHeader | tuple[int, object, int, int], s: bytes) -> bytes:
-    """A header and a payload as the bytes of one record.
+    """Combine header and payload to the bytes of a record, as ``mxnet.recordio.pack``.
 
     Args:
-        header: an `IRHeader` or a tuple of its fields. A label that is a number is stored as one float32; a list or
-            array of numbers as float32 behind the header, with `flag` their count. Fractions are rounded to float32.
-        s: the payload.
-
-    Returns:
-        bytes: 24 of header, 4 for each number of an array label, the payload.
+        header: `IRHeader` or tuple of its fields. A label is stored as float32: a number in the header, a list or array
+            behind it. Fractions are rounded.
+        s: payload.
 
     Raises:
-        ValueError: a field does not fit its place. So is a label that float32 does not hold: a whole number above
-            16,777,216 that would be rounded to another one, or a number that would become infinite.
+        ValueError: A field does not fit, or float32 cannot hold a label: a whole number above 16,777,216 would be
+            changed, or a number become infinite.
 
     Example:
         >>> record = pack(IRHeader(0, 4.0, 2574, 0), b"image")
         >>> len(record), unpack(record)
         (29, (IRHeader(flag=0, label=4.0, id=2574, id2=0), b'image'))
-
-    Source: ``mxnet.recordio.pack``.
     """
     header = IRHeader(*header)
     try:
@@ -94,33 +84,24 @@ def pack(header: IRHeader | tuple[int, object, int, int], s: bytes) -> bytes:
 
 
 def _check_exact(values: Any, stored: Any) -> None:
-    """Check that whole numbers stay what they are as float32, and that others stay finite."""
     large = np.abs(stored) >= 1 << 24
     for value, number in zip(values[large].tolist(), stored[large].tolist(), strict=True):
-        # Floats from 2**53 on are whole in any case.
+        # All floats from 2**53 on are whole.
         is_whole = isinstance(value, int) or (abs(value) < 1 << 53 and value % 1 == 0)
         if number != value and (is_whole or math.isinf(number)):
             raise ValueError(f"the label {value} would be stored as {number:.15g}")
 
 
 def unpack(s: bytes) -> tuple[IRHeader, bytes]:
-    """The header and the payload of a record that `pack` made.
+    """Split a record made by `pack` into header and payload, as ``mxnet.recordio.unpack``.
 
-    Args:
-        s: the record.
-
-    Returns:
-        (IRHeader, bytes). The label is a float, or an array of float32 of shape (flag,) that may be written to.
-
-    Raises:
-        ValueError: the record is too short for a header, or for the label that its header promises.
+    The label is a float, or a writable float32 array of shape (flag,). A record that is too short for its header or
+    label is a ValueError.
 
     Example:
         >>> header, payload = unpack(pack((0, [1.5, 2.5], 9, 0), b"body"))
         >>> header.flag, header.label.tolist(), payload
         (2, [1.5, 2.5], b'body')
-
-    Source: ``mxnet.recordio.unpack``.
     """
     if len(s) < _HEADER.size:
         raise ValueError(f"a record of {len(s)} bytes has no IRHeader (of {_HEADER.size}): was it written by pack()?")
@@ -146,29 +127,20 @@ def _pillow() -> Any:
 def pack_img(
     header: IRHeader | tuple[int, object, int, int], img: npt.ArrayLike, quality: int = 95, img_fmt: str = ".jpg"
 ) -> bytes:
-    """A header and an encoded image as the bytes of one record. Needs Pillow (extra ``images``).
+    """Encode an image behind a header, as ``mxnet.recordio.pack_img``. Needs Pillow (extra ``images``).
 
     Args:
         header: as in `pack`.
-        img: uint8 of shape (height, width) or (height, width, 3), channels in the order RGB. (MXNet, with OpenCV, takes
-            BGR: give ``img[..., ::-1]`` there. The encoded files mean the same in both.)
-        quality: of a JPEG, 1 to 100; of a PNG the compression level, more than 9 being 9.
+        img: uint8, shape (height, width) or (height, width, 3) in RGB order; anything else is a ValueError. MXNet takes
+            BGR (``img[..., ::-1]``), with the same encoded result.
+        quality: of a JPEG, 1 to 100; of a PNG, the compression level up to 9.
         img_fmt: ``".jpg"``, ``".jpeg"`` or ``".png"``.
-
-    Returns:
-        bytes, as `pack`.
-
-    Raises:
-        ValueError: another format, dtype or shape.
-        ImportError: Pillow is not installed.
 
     Example:
         >>> grey = np.full((2, 3), 128, dtype=np.uint8)
         >>> header, image = unpack_img(pack_img(IRHeader(0, 1.0, 5, 0), grey, img_fmt=".png"))
         >>> header.id, image.tolist()
         (5, [[128, 128, 128], [128, 128, 128]])
-
-    Source: ``mxnet.recordio.pack_img``.
     """
     pillow = _pillow()
     formats = {".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG"}
@@ -187,30 +159,26 @@ def pack_img(
 
 
 def unpack_img(s: bytes, iscolor: int = -1) -> tuple[IRHeader, Pixels]:
-    """The header and the decoded image of a record. Needs Pillow (extra ``images``).
+    """Split a record into header and decoded image, as ``mxnet.recordio.unpack_img``. Needs Pillow (extra ``images``).
 
     Args:
-        s: the record, as `pack_img` of this library or of MXNet made it (any format that Pillow reads).
-        iscolor: 1 gives RGB, 0 grey, -1 what is stored. With 1 and 0, the image is turned upright by its EXIF
-            orientation, as OpenCV does; with -1 it is not.
+        s: record made by `pack_img` or MXNet, in any format that Pillow reads.
+        iscolor: 1 for RGB, 0 for grey, -1 for the stored channels. With 1 and 0, the image is rotated by its EXIF
+            orientation, as in OpenCV.
 
     Returns:
-        (IRHeader, array of shape (height, width), or (height, width, channels) in the order RGB; MXNet: BGR). With
-        ``iscolor`` 0 or 1 it is uint8, and of 16 bits the upper 8 are kept, as OpenCV does. With -1 it has what is
-        stored: uint16 of 16-bit grey, int32 and float32 of such images, alpha as the last channel. Of several channels
-        of 16 bits, Pillow reads the upper 8.
+        Header and array of shape (height, width) or (height, width, channels), RGB (MXNet: BGR). With ``iscolor`` 0 or
+        1 it is uint8, the upper 8 of 16 bits as in OpenCV. With -1 it has the stored dtype (uint16, int32 or float32
+        for such grey images; of several 16-bit channels Pillow reads the upper 8), and alpha as last channel.
 
     Raises:
-        ValueError: the payload does not decode (the message has the header's id), or an unknown `iscolor`. With 0 or 1,
-            values of more than 16 bits.
+        ValueError: The payload does not decode, or ``iscolor`` is unknown. With 0 or 1, pixels have more than 16 bits.
         ImportError: Pillow is not installed.
 
     Example:
         >>> record = pack_img((0, 1.0, 5, 0), np.zeros((2, 3, 3), dtype=np.uint8))
         >>> unpack_img(record)[1].shape, unpack_img(record, iscolor=0)[1].shape
         ((2, 3, 3), (2, 3))
-
-    Source: ``mxnet.recordio.unpack_img``.
     """
     if iscolor not in (-1, 0, 1):
         raise ValueError(f"unknown iscolor {iscolor!r}, use 1 for RGB, 0 for grey, -1 for what is stored")
@@ -226,16 +194,15 @@ def unpack_img(s: bytes, iscolor: int = -1) -> tuple[IRHeader, Pixels]:
 
 
 def _pixels(image: Any, iscolor: int, name: str) -> Pixels:
-    """The pixels of an image that Pillow has loaded."""
     from PIL import ImageOps
 
     mode, is_png = image.mode, image.format == "PNG"
     if iscolor >= 0:
-        with contextlib.suppress(Exception):  # damaged EXIF data is no damage of the image
+        with contextlib.suppress(Exception):  # ignore damaged EXIF data
             image = ImageOps.exif_transpose(image)
     if mode.startswith("I") or mode == "F":  # more than 8 bits: Pillow's convert() clips them
         pixels = np.array(image)
-        if mode == "I" and is_png:  # as Pillow before 11 opens 16 bits
+        if mode == "I" and is_png:  # 16 bits in Pillow before 11
             pixels = pixels.astype(np.uint16)
         pixels = pixels.astype(pixels.dtype.newbyteorder("="), copy=False)
         if iscolor == -1:

@@ -1,10 +1,6 @@
-"""A file of this machine: read at positions, and told from a later one at the same path.
+"""Local files: positioned reads, and detection of changes.
 
-    PositionedFile(path).bytes_at(offset, size) -> bytes      any thread may read; nothing is shared but the descriptor
-    tag_of(settled(path)) -> "time inode last-change"         is_rewritten(tag, later tag)
-
-What can go wrong: an OSError of the system. A file system with the times of a server may show a change seconds later
-(NFS: 3 to 60).
+File systems with timestamps of a server may reveal changes only seconds later (NFS: 3 to 60).
 """
 
 from __future__ import annotations
@@ -18,25 +14,20 @@ from functools import partial
 from sharded_loader.extend.tools import read_at
 
 BINARY = getattr(os, "O_BINARY", 0)
-"""For `os.open`: Windows translates line ends without it."""
+"""Flag for `os.open`, without which Windows translates line ends."""
 
 CHECKS, CHECKED = 8, 4096
-"""Parts of a file that have a checksum, and bytes of each."""
+"""Number of ranges of a file that have a checksum, and their size in bytes."""
 
 TICK, LONG_TICK = 0.03, 2.0
-"""Seconds in which two changes of a file may get the same time: systems count in ticks of up to 16 ms, and some file
-systems in whole seconds, or in two."""
+"""Seconds within which two changes may get the same timestamp: clocks advance in ticks of up to 16 ms, and some file
+systems store whole seconds, or two."""
 
 
 class PositionedFile:
-    """A file that is open for reading. It closes when its last reference goes: a thread that reads holds one.
+    """File open for reading, which threads may share. It closes with its last reference; a reading thread holds one.
 
-    Args:
-        path: where it lies.
-
-    Attributes:
-        fd: its descriptor; -1: closed.
-        read: ``read(size, offset)`` is the system call alone. A method around each takes a quarter as long again.
+    ``fd`` is -1 once closed. ``read(size, offset)`` is the bare system call: a wrapping method takes a quarter longer.
     """
 
     __slots__ = ("fd", "read")
@@ -47,21 +38,19 @@ class PositionedFile:
         self.read: Callable[[int, int], bytes] = partial(getattr(os, "pread", read_at), self.fd)
 
     def stat(self) -> os.stat_result:
-        """Of the open file."""
         return os.fstat(self.fd)
 
     def bytes_at(self, offset: int, size: int) -> bytes:
-        """Up to ``size`` bytes from ``offset``; fewer only at the end of the file."""
+        """Return up to ``size`` bytes from ``offset``; fewer only at the end of the file."""
         data = self.read(size, offset)
-        while len(data) < size:  # signals and network file systems shorten reads
+        while len(data) < size:  # signals and network file systems cause short reads
             more = self.read(size - len(data), offset + len(data))
             if not more:
                 break
             data += more
         return data
 
-    def close(self, _close: Callable[[int], None] = os.close) -> None:  # at the program's end `os` may be gone
-        """Close the file. Again is no error."""
+    def close(self, _close: Callable[[int], None] = os.close) -> None:  # `os` may be gone at interpreter exit
         fd, self.fd = self.fd, -1
         if fd >= 0:
             _close(fd)
@@ -71,9 +60,8 @@ class PositionedFile:
 
 
 def settled(path: str) -> os.stat_result:
-    """The stat of a file. One that was changed in this tick of the clock is waited for: another change in the tick
-    would not be seen."""
-    for _ in range(10):  # not for ever: another program may be writing
+    """Return the stat of a file, after waiting until a further change would get another timestamp."""
+    for _ in range(10):  # bounded, because another program may keep writing
         found = os.stat(path)
         changed = max(found.st_mtime_ns, found.st_ctime_ns)
         age = (time.time_ns() - changed) / 1e9
@@ -85,13 +73,14 @@ def settled(path: str) -> os.stat_result:
 
 
 def tag_of(found: os.stat_result) -> str:
-    """A text that any change of the file changes."""
+    """Return a text that any change of the file changes."""
     return f"{found.st_mtime_ns} {found.st_ino} {found.st_ctime_ns}"
 
 
 def is_rewritten(then: str, now: str) -> bool:
-    """Whether a file was written again or replaced, by its tags. A change of its mode or of its links does not count,
-    nor does a file system that gives its files new numbers: they change either the last time or the inode.
+    """Return True if tags show that a file was rewritten or replaced.
+
+    Changes of mode or links do not count, nor do new inode numbers alone.
 
     Example:
         >>> is_rewritten("100 7 100", "100 7 200"), is_rewritten("100 7 100", "100 8 200")
@@ -102,18 +91,12 @@ def is_rewritten(then: str, now: str) -> bool:
 
 
 def checksums(read: Callable[[int, int], bytes], size: int, end: int | None = None) -> list[int]:
-    """Of some parts of a file, from its beginning to its end: a file of other samples most likely has others.
-
-    Args:
-        read: offset and size -> bytes.
-        size: of the file.
-        end: only of the parts before it.
-    """
+    """Return checksums of a few ranges of a file of this size, optionally only those before ``end``."""
     begins, width = checked_parts(size)
     return [zlib.crc32(read(begin, width)) for begin in begins if end is None or begin + width <= end]
 
 
 def checked_parts(size: int) -> tuple[list[int], int]:
-    """Where the parts of a file begin that have a checksum, and how long each is."""
+    """Return the begins and the width of the ranges that have a checksum."""
     width = min(CHECKED, -(-size // CHECKS))
     return [part * (size - width) // (CHECKS - 1) for part in range(CHECKS)], width

@@ -1,13 +1,9 @@
-"""Orders that no loader makes by itself: by length, label, weight or cost, in packed rows, in shards.
+"""Samplers for special orders: by length, label, weight or cost, in packed rows, in shards.
 
-    index_samplers.py     orders of single indices: filtered, in parts, sorted, by weight, of equal cost, of few shards,
-                          each several times
-    batch_samplers.py     batches in shards, of similar length, of some classes each
+    index_samplers.py     single indices: filtered, split, sorted, weighted, of equal cost, by shards, repeated
+    batch_samplers.py     batches split among devices, of similar length, or of balanced classes
     bucket_samplers.py    `FixedBucketSampler`, `GroupedBatchSampler`: batches from one bucket
-    packing.py            `PackSampler` and `batchify.Pack`: documents side by side in rows of tokens
+    packing.py            `PackSampler` and `batchify.Pack`: documents packed into rows of tokens
 
-For: samples of different lengths and kinds, and shards that do not all fit on a machine.
-Costs: about 1,300 lines. The core takes them as it takes a sampler of yours, and asks for ``costs=`` by name.
-Tests: tests/samplers, and with all other samplers tests/sampling.
-It goes when: models take samples of any length at the same price.
+The core treats them like a user's own sampler; it looks up ``costs=`` by name.
 """

@@ -1,12 +1,6 @@
-"""Batches of indices: split into shards, of samples of similar length, or of some classes each.
+"""Batch samplers: batches split among devices, of samples of similar length, or of balanced classes.
 
-    ShardedBatchSampler    each batch of another batch sampler, split into shards (`sharded_loader.engine.split`)
-    SortedBucketSampler    sorted within large random buckets
-    BoundedBudgetSampler   as many samples as a budget of padded tokens allows
-
-Out: lists of Python ints, one list per batch. Batch k of an epoch is a pure function of (seed, epoch, k).
-
-What can go wrong: weights or costs do not fit the shards, or a batch is empty or sharded already.
+All yield lists of Python ints. Batch k of an epoch is a pure function of (seed, epoch, k).
 """
 
 from __future__ import annotations
@@ -26,24 +20,17 @@ from sharded_loader.extend.tools import brief, check_int
 from sharded_loader.samplers.index_samplers import Numbers, integers, sort_order, sortable, underscored
 
 BATCHES = 64
-"""How many batches a batch sampler of ours makes at once: to ask for one takes 12 us, whatever its size."""
+"""Batches to compute at once: a call takes 12 us, whatever its size."""
 
 # Any count of tokens fits below.
 MAX_TOKENS = 2**62
 
 MOST_RANKS = 64
-"""A sorted bucket grows with the ranks up to this number. A larger one would be sorted for seconds."""
+"""Maximum factor by which ranks enlarge a sorted bucket; larger buckets would take seconds to sort."""
 
 
 class NumberedBatches(Sampler[Any]):
-    """Base class of samplers that know each batch by its number: a subclass says what is in it.
-
-    The order is made for a number of ranks, which have similar batches in each step.
-
-    Args:
-        shuffle: shuffle the batches in each epoch again.
-        seed: with the epoch it decides the order. None draws one, if it is needed.
-    """
+    """Base class of batch samplers with random access. The ranks get similar batches in each step."""
 
     ranks = 1
 
@@ -62,24 +49,18 @@ class NumberedBatches(Sampler[Any]):
         return Table(self.len_epoch(epoch), self._at(epoch), BATCHES)
 
     def _at(self, epoch: int) -> Callable[[Int64s], list[Any]]:
-        """Positions -> batches. What the whole epoch needs is made now."""
+        """Return a function from positions to batches of an epoch, after computing what the whole epoch needs."""
         raise NotImplementedError
 
     def _order(self, count: int, *key: Hashable) -> Int64s:
-        """An order of so many things, shuffled if this sampler shuffles."""
         return shuffled(count, self.seed, *key) if self._shuffle else np.arange(count)
 
 
 def in_step(count: int, ranks: int, order: Callable[[int], Int64s]) -> tuple[int, Callable[[Int64s], Int64s]]:
-    """Put neighbours into one step: groups of as many items as there are ranks, and the groups in any order.
+    """Arrange ``count`` items in steps of ``ranks`` neighbours; the last step is filled with the items before it.
 
-    Args:
-        count: the number of items.
-        ranks: the size of a group. The items before fill the last group, so that it has items of its kind.
-        order: how many groups there are -> the order of them.
-
-    Returns:
-        The number of positions, which ``ranks`` divides; and a function from positions to items.
+    ``order`` returns the order of a number of steps. Returns the number of positions, a multiple of ``ranks``, and a
+    function from positions to items.
 
     Example:
         >>> length, item = in_step(5, 2, lambda groups: np.arange(groups)[::-1])
@@ -97,21 +78,20 @@ def in_step(count: int, ranks: int, order: Callable[[int], Int64s]) -> tuple[int
 
 
 class ShardedBatchSampler(WrapperSampler[list[list[int]]]):
-    """Splits each batch of another batch sampler into shards, one per device.
+    """Split each batch of another batch sampler into shards, one per device.
 
     Args:
         batch_sampler: yields flat batches of indices.
-        num_shards: most shards per batch. A batch with fewer samples gives fewer shards, the first ones, and never an
-            empty one: shard i is always on device i.
-        weights: one number per shard (``[2, 1]`` for a fast and a slow device); None for even shares. A positive
-            weight gets at least one sample. Weights of 0 must come last. See `shard_sizes`.
-        costs: one number per sample of the dataset, e.g. its length: the most expensive shard is then as
-            cheap as greedy assignment makes it.
-        seed: starts ``batch_sampler`` if it is third-party. None draws one if it is needed.
+        num_shards: maximum number of shards. Small batches yield fewer, never empty ones; shard i always goes to device
+            i.
+        weights: relative size of each shard, such as ``[2, 1]`` for a fast and a slow device; by default equal.
+            Positive weights get at least one sample, weights of 0 must come last. See `shard_sizes`.
+        costs: cost of each sample of the dataset, such as its length. Samples are then assigned greedily, so that the
+            most expensive shard is as cheap as possible.
+        seed: seed for a ``batch_sampler`` of another library; drawn if needed.
 
     Raises:
-        TypeError, ValueError: for bad ``num_shards``, ``weights`` or ``costs``; while iterating, for a
-            batch that is empty or sharded already.
+        TypeError, ValueError: An argument is invalid; while iterating, a batch is empty or already sharded.
 
     Example:
         >>> from sharded_loader import BatchSampler, SequentialSampler
@@ -136,7 +116,7 @@ class ShardedBatchSampler(WrapperSampler[list[list[int]]]):
     ) -> None:
         self.num_shards = check_int("num_shards", num_shards, 1, "give how many shards a batch is split into")
         self.weights = None if weights is None else tuple(check_shares(weights, num_shards))
-        # A list of floats is read several times faster, one number at a time, than an array or a tensor.
+        # Reading single numbers from a list is several times faster than from an array or a tensor.
         self.costs = np.asarray(costs).tolist() if hasattr(costs, "__array__") else costs
         if isinstance(self.costs, Sequence) and self.costs and np.ndim(self.costs) != 1:
             raise ValueError(f"costs must be 1-D, got shape {np.shape(costs)}: give one number per sample")
@@ -166,7 +146,7 @@ class ShardedBatchSampler(WrapperSampler[list[list[int]]]):
 
 
 class _SplitTable(Table):
-    """The batches of another table, each split into shards."""
+    """Table that splits each batch of another one into shards."""
 
     def __init__(self, batches: Table, split: Callable[[Any, int], list[list[int]]]) -> None:
         self._batches, self._split = batches, split
@@ -179,26 +159,22 @@ class _SplitTable(Table):
 
 
 class SortedBucketSampler(NumberedBatches):
-    """Batches of similar keys: samples are cut into large buckets, and sorted and batched within each.
+    """Batches of similar keys: samples are drawn into large buckets, then sorted and batched within each.
 
-    Under ``num_replicas`` all ranks have neighbours of one bucket in each step.
+    With ``num_replicas``, the ranks have adjacent batches of one bucket in each step. Source of the idea:
+    `gluonnlp.data.SortedBucketSampler`.
 
     Args:
-        sort_keys: one key per sample: numbers, or anything that can be compared.
+        sort_keys: one comparable key per sample, usually its length.
         batch_size: samples per batch.
-        mult: a bucket has ``int(mult * batch_size)`` samples; at least 1.
-        reverse: greatest key first within a bucket.
-        shuffle: fill the buckets at random, and shuffle the batches of a bucket, in each epoch again.
-        seed: with the epoch it decides the shuffles. None draws one from torch's default generator.
-
-    Raises:
-        TypeError, ValueError: for a ``batch_size`` or ``mult`` below 1.
+        mult: size of a bucket, as a multiple of ``batch_size``; at least 1, otherwise a ValueError.
+        reverse: sort in descending order.
+        shuffle: fill buckets at random and shuffle their batches, in a new order each epoch.
+        seed: decides the order, together with the epoch; by default drawn from torch's default generator.
 
     Example:
         >>> list(SortedBucketSampler([3, 9, 4, 1, 7], 2, mult=2))
         [[1, 2], [0, 3], [4]]
-
-    Source of the idea: `gluonnlp.data.SortedBucketSampler`.
     """
 
     _sizes = (("batch_size", "batch_size"), ("bucket size", "_bucket_size"))
@@ -230,7 +206,6 @@ class SortedBucketSampler(NumberedBatches):
 
         @lru_cache(maxsize=1)
         def bucket(begin: int) -> tuple[Int64s, Int64s]:
-            """The indices of a bucket, sorted, and the order of its batches."""
             indices = order[begin : begin + whole]
             indices = indices[sort_order(self._sort_keys[indices], self._reverse)]
             batches = parts(len(indices), size, cut=False)
@@ -256,7 +231,7 @@ class SortedBucketSampler(NumberedBatches):
 
     @property
     def _whole_bucket(self) -> int:
-        """The samples of a bucket: under ranks whole steps, and as many steps as one rank has batches of a bucket."""
+        """Samples per bucket: with ranks, whole steps, as many as one rank has batches in a bucket."""
         if self.ranks == 1:
             return self._bucket_size
         step = self.batch_size * self.ranks
@@ -271,26 +246,24 @@ class SortedBucketSampler(NumberedBatches):
 class BoundedBudgetSampler(NumberedBatches):
     """Batches as large as a budget allows: padded tokens (longest length x samples), samples, or both.
 
-    Samples are sorted by length and cut greedily, so that a batch holds samples of similar length. Under
-    ``num_replicas`` all ranks have neighbours in each step.
+    Samples are sorted by length and cut greedily, so the samples of a batch have similar lengths. With
+    ``num_replicas``, the ranks have adjacent batches in each step. Source of the idea:
+    `gluonnlp.data.BoundedBudgetSampler`, fairseq's batching by size.
 
     Args:
-        lengths: shape (n,), or (n, k) for samples of several parts, of which the longest counts; in tokens.
-        max_num_tokens: most tokens of a batch after padding; -1 for no limit.
-        max_num_sentences: most samples of a batch; -1 for no limit.
-        required_batch_size_multiple: cut batches that are larger to a multiple of this (8 suits GPUs). The
-            last batch, and smaller ones, stay as they are.
-        shuffle: shuffle the batches in each epoch again. Without it, short samples come first.
-        seed: with the epoch it decides that order. None draws one from torch's default generator.
+        lengths: tokens of each sample, shape (n,); or (n, k) for k parts, of which the longest counts.
+        max_num_tokens: maximum tokens per batch after padding; -1 for no limit.
+        max_num_sentences: maximum samples per batch; -1 for no limit.
+        required_batch_size_multiple: larger batches are cut to a multiple of this (8 suits GPUs), except the last one.
+        shuffle: shuffle the batches in a new order each epoch. Otherwise short samples come first.
+        seed: decides the order, together with the epoch; by default drawn from torch's default generator.
 
     Raises:
-        TypeError, ValueError: if there is neither limit, or a sample is longer than ``max_num_tokens``.
+        TypeError, ValueError: There is no limit, or a sample is longer than ``max_num_tokens``.
 
     Example:
         >>> list(BoundedBudgetSampler([5, 1, 2, 4, 2], max_num_tokens=6, shuffle=False))
         [[1, 2, 4], [3], [0]]
-
-    Source of the idea: `gluonnlp.data.BoundedBudgetSampler`, fairseq's batching by size.
     """
 
     decided_by = (("lengths", "_sorted"), ("budget", "_bounds"), ("shuffle", "_shuffle"))
@@ -334,25 +307,25 @@ class BoundedBudgetSampler(NumberedBatches):
 
 
 class ClassBalancedBatchSampler(Sampler[list[int]]):
-    """Batches of ``classes`` different classes, with ``samples`` samples of each: for metric and contrastive learning.
+    """Batches of ``classes`` distinct classes with ``samples`` samples each, for metric and contrastive learning.
 
-    The classes take turns in rounds, each in a new random order: in a round no class comes twice. If ``classes`` does
-    not divide the number of classes, other classes sit out in each round. A class gives its samples in passes, each in
-    a new random order: in a pass no sample comes twice. Rounds and passes go on from epoch to epoch. Under
-    ``num_replicas`` each rank has whole batches, and the batches of a step are different ones.
+    Classes take turns in rounds, and each class yields its samples in passes, both in new random orders. No class
+    repeats within a round, no sample within a pass; both continue across epochs. If ``classes`` does not divide the
+    number of classes, some sit out each round. With ``num_replicas``, each rank has whole batches, and those of a step
+    are distinct. Source of the idea: pytorch-metric-learning's ``MPerClassSampler``, which draws each batch
+    independently; "PK batches" (Hermans et al., "In defense of the triplet loss", 2017).
 
     Args:
-        labels: the class of each sample: integers, texts or other hashable objects; an array, a tensor or a list.
-        classes: the number of classes in a batch.
-        samples: the number of samples of each class in a batch. The samples of a class stand together.
-        batches: the number of batches in an epoch. None: as many as hold about as many samples as there are labels.
-        repeat: let a class with fewer samples give each of them several times in a batch. False: it is an error.
-        seed: decides all random orders. None draws one from torch's default generator.
+        labels: class of each sample: a list, array or tensor of integers, strings or other hashable objects.
+        classes: number of classes per batch.
+        samples: number of samples of each class per batch; they are adjacent.
+        batches: number of batches per epoch; by default about one pass over the data.
+        repeat: let smaller classes repeat samples within a batch, instead of raising a ValueError.
+        seed: decides all orders, together with the epoch; by default drawn from torch's default generator.
 
     Raises:
-        TypeError: ``labels`` are no sequence of hashable objects.
-        ValueError: there are fewer classes than ``classes``, a class has fewer samples than ``samples``, or a number
-            is below 1. The loader raises it if there is not one label per sample of its dataset.
+        TypeError, ValueError: Labels are not hashable, or there are too few classes or samples. The loader raises a
+            ValueError if the number of labels differs from the dataset's length.
 
     Example:
         >>> labels = ["cat", "dog", "cat", "owl", "dog", "owl"]
@@ -362,10 +335,6 @@ class ClassBalancedBatchSampler(Sampler[list[int]]):
         ['owl', 'owl', 'cat', 'cat']
         ['owl', 'owl', 'cat', 'cat']
         ['cat', 'cat', 'dog', 'dog']
-
-    Source of the idea: ``MPerClassSampler`` of pytorch-metric-learning, which draws the samples of each batch
-    independently, and repeats the samples of small classes. "PK batches" (Hermans et al., "In defense of the triplet
-    loss", 2017).
     """
 
     _numbers = (("classes", "classes"), ("samples", "samples"), ("batches", "_batches"), ("repeat", "_repeat"))
@@ -405,8 +374,8 @@ class ClassBalancedBatchSampler(Sampler[list[int]]):
     def epoch_table(self, epoch: int) -> Table:
         count, classes, samples = len(self._counts), self.classes, self.samples
         begins = np.cumsum(self._counts) - self._counts
-        in_pass = np.maximum(self._counts // samples, 1)  # the batches that a class has samples for
-        # Small shuffles that are all computed in one step, so that the last rank needs no whole shuffle per batch.
+        in_pass = np.maximum(self._counts // samples, 1)  # batches per pass over a class
+        # Keyed bijections give single items of a shuffle, so the last rank needs no whole shuffle per batch.
         of_round, of_pass = Bijections(self.seed, "class round"), Bijections(self.seed, "class samples")
 
         def at(positions: Int64s) -> list[list[int]]:
@@ -416,7 +385,7 @@ class ClassBalancedBatchSampler(Sampler[list[int]]):
             chosen = of_round(places, np.full_like(places, count), rounds)
             passes, turn = np.divmod(rounds, in_pass[chosen])
             sizes = np.repeat(self._counts[chosen], samples)
-            # A class with fewer samples than a batch needs goes round.
+            # Classes with too few samples for a batch wrap around.
             inside = (turn[:, None] * samples + np.arange(samples)).ravel() % sizes
             found = of_pass(inside, sizes, np.repeat(passes * count + chosen, samples))
             indices = self._members[np.repeat(begins[chosen], samples) + found]
@@ -430,10 +399,7 @@ class ClassBalancedBatchSampler(Sampler[list[int]]):
 
 
 def kinds_of(labels: Any, name: str) -> tuple[list[Any], Int64s]:
-    """The different labels, in order if they have one, and the number of each sample's label among them.
-
-    Raises:
-        TypeError, ValueError: they are no sequence of hashable objects; ``name`` is that of the argument.
+    """Return the distinct labels, sorted if possible, and the number of each sample's label among them.
 
     Example:
         >>> kinds_of(["b", "a", "b"], "by")
@@ -451,7 +417,7 @@ def kinds_of(labels: Any, name: str) -> tuple[list[Any], Int64s]:
         raise TypeError(f"{name} must be a sequence of hashable labels, one per sample: {error}") from None
     try:
         kinds = sorted(seen)
-    except TypeError:  # they have no order
+    except TypeError:  # not comparable
         return list(seen), numbers
     ranks = np.empty(len(kinds), np.int64)
     ranks[[seen[kind] for kind in kinds]] = np.arange(len(kinds))
@@ -459,11 +425,7 @@ def kinds_of(labels: Any, name: str) -> tuple[list[Any], Int64s]:
 
 
 def length_table(lengths: object, advice: str) -> Int64s:
-    """Lengths of samples, of one part or of several, as an int64 array of shape (samples, parts).
-
-    Raises:
-        ValueError: they are something else; ``advice`` ends the message.
-    """
+    """Convert lengths, of one or several parts per sample, to an int64 array of shape (samples, parts)."""
     try:
         array = np.asarray(lengths)
     except ValueError:
@@ -473,7 +435,6 @@ def length_table(lengths: object, advice: str) -> Int64s:
 
 
 def _bounds(lengths: list[int], tokens: int, sentences: int, multiple: int) -> list[int]:
-    """Where batches begin in ascending lengths, and the end of the last."""
     bounds = [0]
     total = len(lengths)
     while (begin := bounds[-1]) < total:
@@ -482,7 +443,7 @@ def _bounds(lengths: list[int], tokens: int, sentences: int, multiple: int) -> l
         if tokens > 0:
             if lengths[begin]:
                 most = min(most, tokens // lengths[begin])
-            # Padded tokens of the first n only grow with n.
+            # Padded tokens grow monotonically with n.
             size = bisect_left(range(1, most + 1), True, key=lambda n: n * lengths[begin + n - 1] > tokens)
         if begin + size < total and size > multiple:
             size -= size % multiple

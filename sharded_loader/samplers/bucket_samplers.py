@@ -1,16 +1,8 @@
-"""Batches of samples of one bucket: of similar length, or of one kind; and how buckets of lengths are made.
+"""Batches from one bucket each: of similar length, or of one kind; and schemes that choose buckets of lengths.
 
-    scheme(longest, shortest, num_buckets) -> bucket keys, each the greatest length of a bucket
-    FixedBucketSampler(lengths)            a bucket for each key
-    GroupedBatchSampler(by=labels)         a bucket for each label
-
-In: the length, or the label, of every sample. Out: batches (lists of Python ints), or with ``num_shards`` groups of
-batches (lists of lists), one batch per shard. Buckets are made once; an epoch shuffles the samples within
-each bucket and the order of the batches, as a pure function of (seed, epoch). A scheme keeps nothing but its arguments,
-and is a pure function of the lengths.
-
-What can go wrong: arguments, all rejected in the constructors. If the keys of a user's scheme do not reach the longest
-sample, `FixedBucketSampler` says so.
+Batches are lists of Python ints; with ``num_shards``, groups of as many batches. Buckets are built once. Each epoch
+shuffles the samples within buckets and the batches, as a pure function of (seed, epoch). All errors are raised by the
+constructors.
 """
 
 from __future__ import annotations
@@ -32,10 +24,11 @@ from sharded_loader.samplers.index_samplers import Numbers, underscored
 
 
 class BucketScheme(Described):
-    """Base class of bucket schemes: how `FixedBucketSampler` makes its buckets from the lengths of the samples.
+    """Base class of bucket schemes, which choose the buckets of a `FixedBucketSampler` from the lengths of the samples.
 
-    A *bucket key* is the greatest length that fits into a bucket. To write a scheme of your own, override `keys`. If
-    samples have several parts (such as source and target), `keys` is called for each part.
+    A *bucket key* is the greatest length that fits into a bucket. Override `keys` for a scheme of your own; if samples
+    have several parts, such as source and target, it is called for each. Source of the idea:
+    ``gluonnlp.data.sampler.BucketScheme``.
 
     Example:
         Buckets whose keys are powers of two:
@@ -52,20 +45,12 @@ class BucketScheme(Described):
         >>> sampler = FixedBucketSampler(lengths, 2, num_buckets=3, bucket_scheme=scheme)
         >>> sampler.bucket_keys
         [32, 64, 128]
-
-    Source of the idea: ``gluonnlp.data.sampler.BucketScheme``.
     """
 
     def keys(self, longest: int, shortest: int, num_buckets: int) -> list[int]:
-        """The bucket keys of one part, for lengths from ``shortest`` to ``longest``.
+        """Return ``num_buckets`` bucket keys of one part, in any order; equal keys are one bucket.
 
-        Args:
-            longest: The greatest length. One key at least must reach it.
-            shortest: The smallest length.
-            num_buckets: How many keys to return. Keys may be equal: equal keys are one bucket.
-
-        Returns:
-            The keys, in any order.
+        The greatest key must be at least ``longest``, the greatest length; ``shortest`` is the smallest one.
 
         Example:
             >>> ConstWidthBucket().keys(100, 1, 4)
@@ -76,18 +61,7 @@ class BucketScheme(Described):
     def __call__(
         self, max_lengths: int | Sequence[int], min_lengths: int | Sequence[int], num_buckets: int
     ) -> list[Any]:
-        """The bucket keys.
-
-        Args:
-            max_lengths: the greatest length, or one per part.
-            min_lengths: the smallest length, or one per part.
-            num_buckets: the number of buckets.
-
-        Returns:
-            ``num_buckets`` ints. With several parts, ``num_buckets`` tuples of one int per part.
-
-        Raises:
-            TypeError, ValueError: ``num_buckets`` is not an integer of at least 1.
+        """Return ``num_buckets`` keys, from greatest and smallest lengths: ints, or tuples of one int per part.
 
         Example:
             >>> ConstWidthBucket()([100, 10], [1, 1], 2)
@@ -103,7 +77,7 @@ class BucketScheme(Described):
 
 
 class ConstWidthBucket(BucketScheme):
-    """Buckets of one width.
+    """Buckets of equal width.
 
     Example:
         >>> ConstWidthBucket()(100, 1, 4)
@@ -116,7 +90,7 @@ class ConstWidthBucket(BucketScheme):
 
 
 class LinearWidthBucket(BucketScheme):
-    """Buckets whose widths grow by a constant.
+    """Buckets whose widths grow linearly.
 
     Example:
         >>> LinearWidthBucket()(100, 1, 4)
@@ -129,13 +103,7 @@ class LinearWidthBucket(BucketScheme):
 
 
 class ExpWidthBucket(BucketScheme):
-    """Buckets whose widths grow by a factor.
-
-    Args:
-        bucket_len_step: the factor, above 0.
-
-    Raises:
-        ValueError: if ``bucket_len_step`` is not above 0.
+    """Buckets whose widths grow by the factor ``bucket_len_step``, which must be above 0.
 
     Example:
         >>> ExpWidthBucket(bucket_len_step=2)(100, 1, 4)
@@ -157,7 +125,6 @@ class ExpWidthBucket(BucketScheme):
 
 
 def _end_at(longest: int, num_buckets: int, edge: Callable[[int], float]) -> list[int]:
-    """The rounded edges of buckets 1 to ``num_buckets``; the last takes the longest whatever the rounding."""
     keys = [round(edge(number)) for number in range(1, num_buckets + 1)]
     keys[-1] = max(keys[-1], longest)
     return keys
@@ -175,37 +142,36 @@ _DEFAULT_SCHEME = ConstWidthBucket()
 class FixedBucketSampler(NumberedBatches):
     """Batches of samples from one bucket of lengths each; long buckets come first.
 
-    Under ``num_replicas`` all ranks have batches of one bucket in each step. Batches of the bucket come twice where its
-    last step has fewer batches than ranks; with ``last_batch="discard"`` they are left out.
+    With ``num_replicas``, the ranks have batches of one bucket in each step. If the last step of a bucket has fewer
+    batches than ranks, batches of the bucket are repeated, or dropped with ``last_batch="discard"``. Source of the
+    idea: `gluonnlp.data.FixedBucketSampler`.
 
     Args:
         lengths: integers above 0, shape (n,), or (n, k) for samples of k parts.
-        batch_size: samples per batch; with ``use_average_length``, tokens per batch. With ``bucket_keys`` it may be a
-            list, with one number for each key.
-        num_buckets: the number of buckets to make. Not used with ``bucket_keys``.
-        bucket_keys: greatest length of each bucket (ints, or tuples of k ints; an array works too). None: made by
+        batch_size: samples per batch; with ``use_average_length``, tokens per batch. With ``bucket_keys``, also a list
+            with one number per key.
+        num_buckets: number of buckets; ignored with ``bucket_keys``.
+        bucket_keys: greatest length of each bucket, as ints or tuples of k ints; by default chosen by
             ``bucket_scheme``.
-        ratio: scales up the batches of shorter buckets: a bucket with key K has batches of
+        ratio: enlarges batches of shorter buckets: a bucket with key K has batches of
             ``max(ratio * batch_size * max(keys) / K, batch_size)`` samples.
-        shuffle: shuffle samples within buckets, and batches, in each epoch again.
-        use_average_length: make the batches of each bucket hold about ``batch_size`` tokens
-            (mean length plus one standard deviation, per sample).
-        num_shards: 0 for plain batches; above, each item is a group of that many batches.
-        bucket_scheme: how to make bucket keys: a `BucketScheme`.
-        last_group: what to do with a last group of fewer batches. ``"keep"`` it, ``"discard"`` it, or
-            ``"overlap"``: fill it with the batches before, which then come twice (as GluonNLP did).
-        last_batch: what to do with the samples of a bucket that do not fill a batch. ``"keep"``: a smaller batch;
-            ``"discard"``: left out; ``"rollover"``: first in the bucket's next epoch. Under ``num_replicas`` the two
-            others than ``"keep"`` count whole steps.
-        seed: with the epoch it decides the shuffles. None draws one from torch's default generator.
+        shuffle: shuffle samples within buckets, and batches, in a new order each epoch.
+        use_average_length: choose batch sizes so that batches hold about ``batch_size`` tokens, counting the mean
+            length of the bucket plus one standard deviation per sample.
+        num_shards: if above 0, yield groups of that many batches.
+        bucket_scheme: `BucketScheme` that chooses the keys.
+        last_group: ``"keep"`` an incomplete last group, ``"discard"`` it, or ``"overlap"``: fill it by repeating the
+            batches before it (as GluonNLP did).
+        last_batch: ``"keep"`` the incomplete last batch of a bucket, ``"discard"`` it, or ``"rollover"``: its samples
+            come first in the next epoch. With ``num_replicas``, the latter two apply to whole steps.
+        seed: decides the order, together with the epoch; by default drawn from torch's default generator.
 
     Attributes:
         bucket_keys: greatest length of each bucket, ascending.
         bucket_batch_sizes: samples per batch of each bucket.
 
     Raises:
-        TypeError, ValueError: for lengths that are not above 0, a length that fits no bucket, a negative
-            ``ratio``, an unknown ``last_group``.
+        TypeError, ValueError: An argument is invalid; a length is not above 0, or fits no bucket.
 
     Example:
         >>> sampler = FixedBucketSampler([1, 8, 2, 7, 9], batch_size=2, num_buckets=2)
@@ -217,8 +183,6 @@ class FixedBucketSampler(NumberedBatches):
           key=[5, 9]
           cnt=[2, 3]
           batch_size=[2, 2]
-
-    Source of the idea: `gluonnlp.data.FixedBucketSampler`.
     """
 
     decided_by = (
@@ -295,12 +259,11 @@ class FixedBucketSampler(NumberedBatches):
 
     @property
     def plan(self) -> list[int]:
-        """The samples of the batches that come together, of each bucket."""
+        """Samples of each bucket that are batched together: those of one step of all ranks."""
         return [size * self._unit for size in self.bucket_batch_sizes]
 
     @property
     def _counts(self) -> list[int]:
-        """The number of samples in each bucket."""
         return list(map(len, self._members))
 
     def _at(self, epoch: int) -> Callable[[Int64s], list[Any]]:
@@ -314,14 +277,14 @@ class FixedBucketSampler(NumberedBatches):
             number, within = np.divmod(positions, unit)
             place = np.searchsorted(ends, order[number], side="right")
             first = (order[number] - ends[place] + units[place]) * unit
-            # Batches before fill the last step of a bucket.
+            # The last step of a bucket is filled with the batches before it.
             found = (np.minimum(first, batches[place] - unit) + within) % batches[place]
             return read(buckets[place], found)
 
         def groups(positions: Int64s) -> list[list[list[int]]]:
             begins, ends = positions * shards, np.minimum((positions + 1) * shards, count)
             if self._last_group == "overlap":
-                begins = np.clip(begins, 0, max(count - shards, 0))  # the batches before fill the last group
+                begins = np.clip(begins, 0, max(count - shards, 0))  # the last group repeats batches before it
             spans = list(zip(begins.tolist(), ends.tolist(), strict=True))
             batches = iter(at(np.concatenate([np.arange(*span) for span in spans])))
             return [list(islice(batches, end - begin)) for begin, end in spans]
@@ -329,9 +292,9 @@ class FixedBucketSampler(NumberedBatches):
         return groups if shards else at
 
     def _reader(self, epoch: int) -> Callable[[Int64s, Int64s], list[list[int]]]:
-        """What reads batches of an epoch: the bucket of each, and its number in the bucket -> lists of indices."""
+        """Return a function from buckets and batch numbers in them to batches of an epoch."""
         counts, sizes = np.array(self._counts, np.int64), np.array(self.bucket_batch_sizes, np.int64)
-        (begins, ends), firsts, place = self._span(epoch), np.cumsum(counts) - counts, self._placer()
+        (begins, ends), firsts, place = self._span(epoch), np.cumsum(counts) - counts, self._shuffler()
         members = np.concatenate([np.zeros(0, np.int64), *self._members])
 
         def read(buckets: Int64s, numbers: Int64s) -> list[list[int]]:
@@ -346,8 +309,8 @@ class FixedBucketSampler(NumberedBatches):
 
         return read
 
-    def _placer(self) -> Callable[[Int64s, Int64s, Int64s], Int64s]:
-        """What shuffles: places in buckets, the buckets, and the number of each pass over one -> other places there."""
+    def _shuffler(self) -> Callable[[Int64s, Int64s, Int64s], Int64s]:
+        """Return a function that shuffles places within buckets; the third argument numbers the pass over a bucket."""
         kinds = len(self._counts)
         order = cache(lambda one: self._order(self._counts[one % kinds], "fixed bucket", one // kinds, one % kinds))
 
@@ -360,11 +323,11 @@ class FixedBucketSampler(NumberedBatches):
 
     @property
     def _unit(self) -> int:
-        """The number of batches of one bucket that come together: those of one step of all ranks."""
+        """Number of batches of one bucket in a step of all ranks."""
         return 1 if self.ranks == 1 else self.ranks * max(self._num_shards, 1)
 
     def _span(self, epoch: int) -> tuple[Int64s, Int64s]:
-        """Where each bucket's samples of an epoch begin and end, counted over all epochs."""
+        """Return begin and end of each bucket's samples in an epoch, counted over all epochs."""
         counts, steps = np.array(self._counts, np.int64), np.array(self.plan, np.int64)
         begins, ends = epoch * counts, (epoch + 1) * counts
         if self._last_batch == "rollover":
@@ -372,7 +335,6 @@ class FixedBucketSampler(NumberedBatches):
         return begins, ends if self._last_batch == "keep" else begins + counts // steps * steps
 
     def _batches(self, epoch: int) -> Int64s:
-        """The number of batches of each bucket in an epoch."""
         begins, ends = self._span(epoch)
         return -((begins - ends) // np.array(self.bucket_batch_sizes, np.int64))
 
@@ -382,11 +344,7 @@ class FixedBucketSampler(NumberedBatches):
         return parts(count, shards, cut=self._last_group == "discard") if shards else count
 
     def stats(self) -> str:
-        """What the buckets hold, as a text of several lines.
-
-        Returns:
-            Samples and batches in all; per bucket its key, its number of samples and its batch size.
-        """
+        """Return a multi-line summary: samples and batches in total; key, samples and batch size of each bucket."""
         first = (
             f"{type(self).__name__}:\n  sample_num={sum(self._counts)}, batch_num={self._batches(self.epoch).sum()}\n"
         )
@@ -396,30 +354,24 @@ class FixedBucketSampler(NumberedBatches):
 class GroupedBatchSampler(FixedBucketSampler):
     """Batches of samples of one kind each: one label, one source, one aspect ratio.
 
-    Under ``num_replicas`` all ranks have batches of one kind in each step, as with `FixedBucketSampler`: the kinds are
-    its buckets.
+    The kinds are the buckets of a `FixedBucketSampler`: they are its ``bucket_keys``, and with ``num_replicas`` the
+    ranks have batches of one kind in each step. Source of the idea: torchvision's ``GroupedBatchSampler``, aspect ratio
+    buckets of NovelAI (2022).
 
     Args:
-        by: the kind of each sample: integers, texts or other hashable objects; an array, a tensor or a list.
-        batch_size: samples per batch; or a dict with one number for each kind.
-        shuffle: shuffle samples within kinds, and batches, in each epoch again.
+        by: kind of each sample: a list, array or tensor of integers, strings or other hashable objects.
+        batch_size: samples per batch, or a dict with one number per kind.
+        shuffle: shuffle samples within kinds, and batches, in a new order each epoch.
         last_batch, num_shards, last_group, seed: as in `FixedBucketSampler`.
 
-    Attributes:
-        bucket_keys: the kinds, in order if they have one.
-        bucket_batch_sizes: samples per batch of each kind.
-
     Raises:
-        TypeError: ``by`` is no sequence of hashable objects.
-        ValueError: ``batch_size`` has no number for a kind, or one below 1. The loader raises it if there is not one
-            kind per sample of its dataset.
+        TypeError, ValueError: Kinds are not hashable, or ``batch_size`` lacks one. The loader raises a ValueError if
+            the number of kinds differs from the dataset's length.
 
     Example:
         >>> shapes = ["wide", "tall", "wide", "wide", "tall"]
         >>> list(GroupedBatchSampler(by=shapes, batch_size={"wide": 2, "tall": 3}, seed=0))
         [[4, 1], [0], [2, 3]]
-
-    Source of the idea: torchvision's ``GroupedBatchSampler``, aspect ratio buckets of NovelAI (2022).
     """
 
     shown = (("by", "bucket_keys"), *FixedBucketSampler.shown[2:])
@@ -447,14 +399,13 @@ class GroupedBatchSampler(FixedBucketSampler):
         super().__init__(numbers + 1, sizes, None, range(1, len(kinds) + 1), shuffle=shuffle, seed=seed, **groups)
         vars(self)["bucket_keys"], self.dataset_length = kinds, len(numbers)
 
-    def _placer(self) -> Callable[[Int64s, Int64s, Int64s], Int64s]:
-        # There may be many kinds, each of them read for the first time by a rank: no shuffle is made whole.
+    def _shuffler(self) -> Callable[[Int64s, Int64s, Int64s], Int64s]:
+        # A rank may meet many kinds for the first time: computing whole shuffles would be too slow.
         counts, shuffle = np.array(self._counts, np.int64), Bijections(self.seed, "kinds")
         return lambda places, buckets, passes: shuffle(places, counts[buckets], passes)
 
 
 def _batch_sizes(given: Any, keys: Any, ratio: float, by_tokens: bool) -> tuple[Any, int, list[int] | None]:
-    """The argument ``batch_size`` as it is shown, as one number, and as one for each bucket key in ascending order."""
     advice = "give the number of samples in a batch"
     if np.ndim(given) == 0:
         size = check_int("batch_size", given, 1, advice)
@@ -470,7 +421,6 @@ def _batch_sizes(given: Any, keys: Any, ratio: float, by_tokens: bool) -> tuple[
 
 
 def _check_keys(keys: Numbers, parts: int) -> Int64s:
-    """Distinct bucket keys in ascending order, shape (keys, parts)."""
     try:
         rows = [tuple(map(operator.index, np.atleast_1d(key))) for key in keys]
     except TypeError:
@@ -483,7 +433,7 @@ def _check_keys(keys: Numbers, parts: int) -> Int64s:
 
 
 def _match(table: Int64s, bounds: Int64s) -> Int64s:
-    """For each sample the bucket that it fits into with the least padding."""
+    """Return for each sample the bucket that it fits into with the least padding."""
     if table.shape[1] == 1:
         found = np.searchsorted(bounds[:, 0], table[:, 0], side="left").astype(np.int64)
     else:

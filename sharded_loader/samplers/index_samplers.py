@@ -1,54 +1,22 @@
-"""Orders of single indices: of a subset, filtered, strided, in parts, sorted, by weight, of equal cost, by shards.
+"""Samplers of single indices: subsets, strides, parts, sorted, weighted, of equal cost, by shards, repeated.
 
-In: how many samples there are (or keys, indices, weights), and a seed where order is random. Out: a table of int64
-indices per epoch, a pure function of (seed, epoch). Any position takes the same time. Shuffles of up to 16 M indices
-are made whole when the epoch is opened.
+Each epoch is a table of int64 indices, a pure function of (seed, epoch), with random access in constant time. Shuffles
+of up to 16 M indices are computed when the epoch is opened. Weighted draws with replacement depend on their position
+alone, so each rank computes only its own. All errors are raised by the constructors.
 
-With replacement each draw by weight is a random number that depends on its position alone, and nothing is kept but the
-weights. So a rank computes its own draws only. Without replacement the epoch's draws are made when it is opened.
+`CostSampler`: costs -> sorted once -> tuples of neighbours -> steps of several tuples -> rows of one sample per rank
 
-`CostSampler`: in each step all ranks have samples of nearly the same cost in all.
+A step of all ranks takes one tuple of neighbours from each level of the sorted costs, chosen by a shuffle per level. A
+random shift moves the borders of tuples. Sorted by cost, the step is cut into rows of one sample per rank. From the
+most expensive row down, a row is reversed if the rows so far give the last rank more than the first (greedy snake
+order). Leftovers, taken at equal distances of the sorted costs, are the last step. With random steps, as in Graham
+(1969), a rank with one very expensive sample would be the slowest.
 
-    costs -> sorted once -> tuples of neighbours -> steps of several tuples -> rows of one sample per rank
+`ShardShuffleSampler`: position -> lane -> position in the line of all samples -> window -> permuted position -> index
 
-All ranks together read ``batch_size * ranks`` samples in a step. Samples of similar cost stand side by side in a tuple.
-A step takes one tuple of each level: of the cheapest samples, of dearer ones, up to the dearest. Which tuple is decided
-by a shuffle for each level, and which neighbours come together by a random shift. So a step is a sample of all costs.
-
-A step, sorted by cost, is cut into rows of one sample for each rank. Some rows go from cheap to dear, some the other
-way round. That is settled from the dearest row down: if the rows so far give the last rank more than the first, the
-next row goes the other way round. Which rank is the first is another one in each step.
-
-The samples of a step do not depend on the number of ranks, as long as the step has as many samples. A rank computes its
-own samples only: time and memory of a step do not grow with the ranks. Samples that do not fill a step come in the last
-one: they are taken out at equal distances of the sorted costs, others in each epoch.
-
-`ShardShuffleSampler` shuffles in two steps, for data that lies in shards: files, of which only a few fit on this
-machine at once.
-
-    ShardShuffleSampler(lengths, window, lanes).epoch_table(epoch).at(positions) -> indices
-
-The shards of an epoch are put in shuffled order, one after the other. That makes a *line* of all samples. The line is
-cut into ``lanes`` equal stretches, which are read in turns: position p is in lane ``p % lanes``. Each lane is cut into
-windows of some shards, and samples change positions within their window. The windows of a lane grow by a fixed rule
-(`windows_of`), so that the first batch of an epoch needs one shard of each lane:
-
-    position -> lane, position in it -> position in the line -> window -> another position in it -> shard -> index
-
-Each step is arithmetic, a binary search, or a keyed bijection. So any position takes the same time, and nothing is kept
-of the samples: of n shards of different lengths 24 n bytes, of shards that all have one length nothing.
-
-`RepeatedSampler` puts copies of each index of another order one behind the other. The first copy is a plain int; the
-others are ints that `sample_rng` tells apart.
-
-What can go wrong: arguments, all rejected in the constructors; an order to repeat that does not yield integers
-(TypeError); keys that Python cannot compare (its TypeError), and keys or weights that do not fit into memory
-(MemoryError).
-
-Sources of ideas: the order of Mosaic's streaming datasets, whose "canonical nodes" are the lanes of shards. For equal
-cost: to deal out the samples of each random step, the longest first, so that ranks have equal work (Graham, 1969, as in
-`engine.split`). There a rank with one sample above the mean is the slowest. A step that is made of tuples of neighbours
-has no such sample.
+The shuffled shards form a line, cut into ``lanes`` equal stretches that are read in turns, and these into windows of
+shards (`windows_of`). All steps are arithmetic, binary searches or keyed bijections. The memory is 24 bytes per shard,
+or none if all lengths are equal. Compare the "canonical nodes" of Mosaic's streaming datasets.
 """
 
 from __future__ import annotations
@@ -84,13 +52,13 @@ from sharded_loader.extend.order import (
 from sharded_loader.extend.tools import brief, check_fits, check_int
 
 Numbers = Sequence[Any] | npt.NDArray[Any]
-"""One number, or one label, per sample."""
+"""One number or label per sample."""
 
 
 def integers(
     name: str, values: object, must: str, advice: str, dims: Sequence[int] = (1,), wrong: type[Exception] = ValueError
 ) -> npt.NDArray[Any]:
-    """An argument as an array of integers; otherwise an error that says what it ``must`` be."""
+    """Convert an argument to an array of integers; otherwise raise an error that says what it ``must`` be."""
     array = np.asarray(values)
     if array.ndim not in dims or (array.size and array.dtype.kind not in "iu"):
         raise wrong(f"{name} must be {must}, got shape {array.shape} and dtype {array.dtype}: {advice}")
@@ -98,17 +66,12 @@ def integers(
 
 
 def underscored(*names: str) -> tuple[tuple[str, str], ...]:
-    """Pairs for `Described`, of attributes that have the name of an argument, with an underscore in front.
-
-    Example:
-        >>> underscored("repeat", "shuffle")
-        (('repeat', '_repeat'), ('shuffle', '_shuffle'))
-    """
+    """Return pairs for `Described`, for attributes named like an argument with a leading underscore."""
     return tuple((name, f"_{name}") for name in names)
 
 
 class _ListedSampler(IndexSampler):
-    """Base class of samplers that keep all their indices, in order."""
+    """Base class of samplers that store all indices in order."""
 
     def __init__(self, indices: Int64s) -> None:
         self._indices, self._length = indices, len(indices)
@@ -120,22 +83,18 @@ class _ListedSampler(IndexSampler):
 class SubsetRandomSampler(IndexSampler):
     """The given indices once per epoch, in a new random order each epoch.
 
-    Two samplers over different indices have different orders, also with the same seed.
+    Samplers over different indices have different orders, even with the same seed. Source of the idea:
+    `torch.utils.data.SubsetRandomSampler`.
 
     Args:
-        indices: 1-D sequence of integers. A range costs no memory, however long it is.
-        seed: with the epoch it decides the order. None draws one from torch's default generator.
-
-    Raises:
-        ValueError: if ``indices`` are not a 1-D sequence of integers, or more than 2**62.
+        indices: 1-D sequence of at most 2**62 integers, otherwise a ValueError. A range takes no memory.
+        seed: decides the order, together with the epoch; by default drawn from torch's default generator.
 
     Example:
         >>> sorted(SubsetRandomSampler([2, 30, 5], seed=7))
         [2, 5, 30]
         >>> next(SubsetRandomSampler(range(0, 10**12, 2), seed=7).iter_epoch(0)) % 2
         0
-
-    Source of the idea: `torch.utils.data.SubsetRandomSampler`.
     """
 
     decided_by = (("indices", "_indices"),)
@@ -149,7 +108,7 @@ class SubsetRandomSampler(IndexSampler):
             self._indices = indices
         else:
             self._indices = integers("indices", indices, "a 1-D sequence of integers", advice).astype(np.int64)
-        # Part of the key: the parts of a dataset that are shuffled by one seed would otherwise be shuffled alike.
+        # Part of the key, so that different subsets of equal size are not shuffled alike by one seed.
         self._length, self._checksum = len(self._indices), checksum_of(self._indices)
         self.seed = resolve_seed(seed)
 
@@ -161,17 +120,15 @@ class SubsetRandomSampler(IndexSampler):
 class FilterSampler(_ListedSampler):
     """The indices of the samples for which ``fn(sample)`` is true, in order.
 
-    The whole dataset is read once, when the sampler is made.
+    The constructor reads the whole dataset once. Source of the idea: `mxnet.gluon.data.FilterSampler`.
 
     Args:
-        fn: takes a sample, says whether to keep it.
-        dataset: anything with ``__getitem__`` and ``__len__``.
+        fn: predicate on a sample.
+        dataset: any object with ``__getitem__`` and ``__len__``.
 
     Example:
         >>> list(FilterSampler(lambda sample: sample > 2, [1, 5, 2, 3]))
         [1, 3]
-
-    Source of the idea: `mxnet.gluon.data.FilterSampler`.
     """
 
     decided_by = (("indices", "_indices"),)
@@ -187,11 +144,8 @@ class IntervalSampler(IndexSampler):
 
     Args:
         length: number of samples.
-        interval: the stride, 1 to ``length``.
-        rollover: whether to go round for the indices left out.
-
-    Raises:
-        TypeError, ValueError: if ``interval`` is not an integer from 1 to ``length``.
+        interval: stride, from 1 to ``length`` (otherwise a TypeError or ValueError).
+        rollover: continue with the indices left out.
 
     Example:
         >>> list(IntervalSampler(7, 3))
@@ -213,7 +167,7 @@ class IntervalSampler(IndexSampler):
         self._rollover = bool(rollover)
 
     def _order(self, epoch: int) -> Callable[[Int64s], Int64s]:
-        # The order is rows, one per offset: the first `long` rows have one index more than the others.
+        # The order consists of one row per offset; the first `long` rows have one index more.
         short, long = divmod(self._length, self._interval)
 
         def at(positions: Int64s) -> Int64s:
@@ -228,26 +182,22 @@ class IntervalSampler(IndexSampler):
 
 
 class SplitSampler(IndexSampler):
-    """One of ``num_parts`` contiguous parts of the dataset, shuffled within itself, each part in an order of its own.
+    """One of ``num_parts`` contiguous parts of the dataset, each shuffled in an order of its own.
 
-    For parts of equal size, one for each rank, give the loader ``num_replicas`` instead.
+    To divide data equally among ranks, use ``num_replicas`` of the loader instead. Source of the idea:
+    `gluonnlp.data.SplitSampler`.
 
     Args:
         length: number of samples of the whole dataset.
-        num_parts: the number of parts. The first ones may have one sample more.
-        part_index: which of them, from 0.
-        shuffle: whether to shuffle.
-        seed: with the epoch it decides the order. None draws one from torch's default generator (only to shuffle).
-
-    Raises:
-        TypeError, ValueError: for ``part_index`` outside 0 .. num_parts - 1, more parts than samples, and
-            ``num_parts`` below 1.
+        num_parts: number of parts, at most ``length`` (otherwise a ValueError). The first ones may have one sample
+            more.
+        part_index: number of this part, from 0.
+        shuffle: shuffle in a new order each epoch.
+        seed: decides the order, together with the epoch; by default drawn from torch's default generator if needed.
 
     Example:
         >>> [list(SplitSampler(7, 3, part, shuffle=False)) for part in range(3)]
         [[0, 1, 2], [3, 4], [5, 6]]
-
-    Source of the idea: `gluonnlp.data.SplitSampler`.
     """
 
     decided_by = underscored("num_parts", "shuffle")
@@ -272,7 +222,7 @@ class SplitSampler(IndexSampler):
     def _order(self, epoch: int) -> Callable[[Int64s], Int64s]:
         if not self._shuffle:
             return lambda positions: positions + self._begin
-        # The part belongs to the key: parts of one size would otherwise be shuffled alike.
+        # The part is in the key, so that parts of equal size are not shuffled alike.
         order = shuffle(self._length, self.seed, "split sampler", self._part_index, epoch, "order", 0)
         return lambda positions: order(positions) + self._begin
 
@@ -281,11 +231,11 @@ class SplitSampler(IndexSampler):
 
 
 def sortable(keys: Any) -> npt.NDArray[Any]:
-    """Keys of any kind that Python can compare, as a numeric array of the same order."""
+    """Convert comparable keys of any kind to a numeric array of the same order."""
     if not isinstance(keys, np.ndarray) and hasattr(keys, "__array__"):
         try:
-            keys = np.asarray(keys)  # a pandas Series would be read by its labels
-        except (TypeError, RuntimeError):  # a tensor of another dtype, or on a device
+            keys = np.asarray(keys)  # indexing a pandas Series would use its labels
+        except (TypeError, RuntimeError):  # a tensor on a device, or of a dtype unknown to NumPy
             keys = list(keys)
     if len(keys) == 0:
         return np.zeros(0, dtype=np.int64)
@@ -293,7 +243,7 @@ def sortable(keys: Any) -> npt.NDArray[Any]:
     check_fits(16 * len(keys), f"to sort, all {len(keys):,} keys and their order have to be in memory", advice)
     if isinstance(keys, np.ndarray) or isinstance(keys[0], int | float | np.number):
         array = np.asarray(keys)
-        # As float64, integers beyond 2**53 that differ may look equal: those are ranked as Python compares them.
+        # Distinct integers beyond 2**53 may be equal as float64: these are ranked by Python comparison.
         exact = array.dtype.kind in "iub" or isinstance(keys, np.ndarray)
         if array.ndim == 1 and array.dtype.kind in "iufb" and (exact or np.all(np.abs(array) <= 2.0**53)):
             return array
@@ -304,18 +254,18 @@ def sortable(keys: Any) -> npt.NDArray[Any]:
 
 
 def sort_order(keys: npt.NDArray[Any], reverse: bool) -> Int64s:
-    """The stable order of numeric keys; in reverse, equal keys keep their order too, as in ``sorted``."""
+    """Return the stable order of numeric keys; equal keys keep their order also in reverse, as in ``sorted``."""
     if not reverse:
         return np.argsort(keys, kind="stable")
     return len(keys) - 1 - np.argsort(keys[::-1], kind="stable")[::-1]
 
 
 class SortedSampler(_ListedSampler):
-    """Indices sorted by a key per sample, the greatest first.
+    """Indices sorted by one key per sample, greatest first.
 
     Args:
-        sort_keys: one key per sample: numbers, or anything that can be compared.
-        reverse: greatest first (default) or smallest first. Equal keys stay in order of index.
+        sort_keys: one comparable key per sample.
+        reverse: descending (default) or ascending order. Equal keys stay in the order of the dataset.
 
     Example:
         >>> list(SortedSampler([3, 1, 2]))
@@ -339,17 +289,16 @@ class WeightedRandomSampler(IndexSampler):
     """Indices drawn with given probabilities.
 
     Args:
-        weights: 1-D, one non-negative number per sample; they need not sum to one.
-        num_samples: the number of samples to draw in each epoch.
-        replacement: whether an index may be drawn more than once in an epoch. A sample that is drawn again in the
-            epoch has the same `sample_rng`, so it is augmented in the same way. Without replacement, the ratios of
-            weights below 1e-300 or above 1e290 do not count.
-        seed: with the epoch it decides what is drawn. None draws one from torch's default generator.
+        weights: one non-negative number per sample, 1-D; they need not sum to one.
+        num_samples: number of draws per epoch.
+        replacement: allow an index to be drawn several times per epoch. Its copies share one `sample_rng`, so they are
+            augmented alike. Without replacement, ratios of weights below 1e-300 or above 1e290 are not exact.
+        seed: decides the draws, together with the epoch; by default drawn from torch's default generator.
 
     Raises:
-        ValueError: if weights are negative, not finite or all zero. With ``replacement=False`` also if fewer than
-            ``num_samples`` of them are positive.
-        MemoryError: there are more weights than fit into memory.
+        ValueError: Weights are negative, not finite or all zero; without replacement, also if fewer than
+            ``num_samples`` are positive.
+        MemoryError: The weights do not fit into memory.
 
     Example:
         >>> set(WeightedRandomSampler([0, 1, 0, 3], 50, seed=7))
@@ -379,7 +328,7 @@ class WeightedRandomSampler(IndexSampler):
             text = f"num_samples is {self._length}, but only {positive} weights are positive"
             raise ValueError(f"{text}: draw fewer, or set replacement=True to draw an index more than once")
         self._weights, self._replacement = array, bool(replacement)
-        self._shares = array / (array.max(initial=0) or 1.0)  # weights go up to 1.8e308: no sum of these overflows
+        self._shares = array / (array.max(initial=0) or 1.0)  # weights up to 1.8e308: avoids overflow of their sum
         self.order_version = 2 if replacement else 1
         self.seed = resolve_seed(seed)
 
@@ -388,12 +337,12 @@ class WeightedRandomSampler(IndexSampler):
         if not self._replacement:
             return self._without_replacement(key).take
         bounds = np.cumsum(self._shares)
-        # Rounding may put a draw on the very end: it belongs to the last index that can be drawn.
+        # Rounding may put a draw on the very end, which belongs to the last index with a positive weight.
         last, draw = np.flatnonzero(self._weights)[-1:], uniforms_at(*key, "choice")
 
         def at(positions: Int64s) -> Int64s:
             draws = draw(positions) * bounds[-1]
-            # In ascending order they are found four times as fast among a million bounds.
+            # Searching in ascending order is four times as fast, among a million bounds.
             ascending = np.argsort(draws)
             found = np.empty(len(positions), np.int64)
             found[ascending] = np.minimum(np.searchsorted(bounds, draws[ascending], side="right"), last)
@@ -403,7 +352,7 @@ class WeightedRandomSampler(IndexSampler):
 
     def _without_replacement(self, key: tuple[object, ...]) -> Int64s:
         candidates = np.flatnonzero(self._weights)
-        # A uniform of 0 stands for the middle of the first step: its logarithm would be no number.
+        # A uniform of 0 is replaced by the middle of the first step, to avoid a race of 0.
         races = np.maximum(-np.log1p(-uniforms(len(self._weights), *key)), 2.0**-54)
         with np.errstate(over="ignore"):
             first = np.argsort(races[candidates] / self._weights[candidates], kind="stable")[: self._length]
@@ -414,27 +363,25 @@ class WeightedRandomSampler(IndexSampler):
 # -- equal costs for all ranks -----------------------------------------------------------------------------------------
 
 
-LEVELS = 8
-"""The most tuples in a step. More make steps more alike, and tuples smaller: then fewer ranks share one tuple."""
-NEAR = 1.05
-"""The greatest ratio of costs in tuples whose samples are mixed."""
-MIXED = 16
-"""The most tuples whose samples are mixed."""
+MAX_LEVELS = 8
+"""Maximum tuples per step. More make steps more alike, but tuples smaller, so that fewer ranks share one."""
+MAX_COST_RATIO = 1.05
+"""Maximum ratio of costs within tuples that are mixed."""
+MAX_MIXED = 16
+"""Maximum number of tuples that are mixed."""
 COST_BLOCK = 2**13
 
 
 class CostSampler(Sampler[int]):
-    """All indices once per epoch, in random order, with equal costs for all ranks in each step.
+    """All indices once per epoch, in random order, with nearly equal costs for all ranks in each step.
 
     Args:
-        costs: what each sample costs, such as its length: numbers above 0, shape (n,); or a function of the index.
-        batch_size: samples per step of one rank.
-        length: the number of samples.
-        seed: with the epoch it decides the order. None draws one from torch's default generator.
-        whole_steps: leave out the samples that do not fill a step of all ranks, in each epoch others.
-
-    Raises:
-        ValueError: there are not ``length`` costs, or one of them is not a finite number above 0.
+        costs: cost of each sample, such as its length: finite numbers above 0, shape (length,), or a function of the
+            index.
+        batch_size: samples per step and rank.
+        length: number of samples.
+        seed: decides the order, together with the epoch; by default drawn from torch's default generator.
+        whole_steps: drop the samples that do not fill a step of all ranks, different ones each epoch.
 
     Example:
         >>> sampler = CostSampler([1, 9, 8, 1, 2, 9, 2, 8], 2, 8, seed=0).for_ranks(2)
@@ -477,37 +424,29 @@ class CostSampler(Sampler[int]):
 
 
 class _CostSteps:
-    """The steps of one epoch.
-
-    Args:
-        order: the indices, the cheapest first.
-        costs: of each index.
-        size, ranks: of a step.
-        key: what decides the order.
-    """
+    """Steps of one epoch: ``order`` has the indices by ascending cost, ``size`` is the number of samples in a step."""
 
     def __init__(self, order: Int64s, costs: npt.NDArray[np.float64], size: int, ranks: int, key: tuple[object, ...]):
         self._order, self._costs, self._size, self._ranks = order, costs, size, ranks
         self._count = steps = len(order) // size
-        self._levels = max(n for n in range(1, LEVELS + 1) if size % n == 0 and n * n <= size)
+        self._levels = max(n for n in range(1, MAX_LEVELS + 1) if size % n == 0 and n * n <= size)
         self._tuple = size // self._levels
         rest = len(order) - steps * size
         shift = int(random_words(1, *key)[0]) % max(len(order), 1)
         self._rest = (np.arange(rest) * len(order) + shift) // max(rest, 1)
         self._passed = self._rest - np.arange(rest)
         self._tuples = [shuffle(steps, *key, level) for level in range(self._levels)]
-        # Of each tuple the first one that it is mixed with, and how many those are.
+        # For each tuple: the first one of those that are mixed with it, and their number.
         count = steps * self._levels
-        grade = np.floor(np.log(costs[order[np.arange(count) * self._tuple]]) / np.log(NEAR))
+        grade = np.floor(np.log(costs[order[np.arange(count) * self._tuple]]) / np.log(MAX_COST_RATIO))
         begins = np.flatnonzero(np.diff(grade, prepend=np.nan))
         lengths = np.diff(np.append(begins, count))
         begin, length = np.repeat(begins, lengths), np.repeat(lengths, lengths)
-        self._first: Int64s = begin + (np.arange(count) - begin) // MIXED * MIXED
-        self._mixed: Int64s = np.minimum(begin + length - self._first, MIXED)
+        self._first: Int64s = begin + (np.arange(count) - begin) // MAX_MIXED * MAX_MIXED
+        self._mixed: Int64s = np.minimum(begin + length - self._first, MAX_MIXED)
         self._shuffles = Bijections(*key, "mixed")
 
     def at(self, positions: Int64s) -> Int64s:
-        """The indices at these positions."""
         whole = positions[: np.searchsorted(positions, self._count * self._size)]
         places = self._places(whole) if len(whole) else whole
         places = places + np.searchsorted(self._passed, places, side="right")
@@ -516,7 +455,7 @@ class _CostSteps:
         return found
 
     def _places(self, positions: Int64s) -> Int64s:
-        """Places in the sorted order, those in `_rest` left out."""
+        """Return places in the sorted order without the leftovers in `_rest`."""
         size, ranks, width = self._size, self._ranks, self._tuple
         step, within = np.divmod(positions, size)
         steps, here = np.unique(step, return_inverse=True)
@@ -524,15 +463,15 @@ class _CostSteps:
         row, rank = np.divmod(within, ranks)
         turned = self._shuffles(np.zeros_like(steps), np.full_like(steps, ranks), -1 - steps)
         rank = (rank + turned[here]) % ranks
-        rank = np.where(self._backwards(tuples)[here, row], ranks - 1 - rank, rank)
+        rank = np.where(self._reversed_rows(tuples)[here, row], ranks - 1 - rank, rank)
         level, member = np.divmod(row * ranks + rank, width)
         number = tuples[here, level]
         first, mixed = self._first[number], self._mixed[number]
         found: Int64s = first * width + mixed * member + self._shuffles(number - first, mixed, first * width + member)
         return found
 
-    def _backwards(self, tuples: Int64s) -> npt.NDArray[np.bool_]:
-        """Which rows of each step go from dear to cheap. In: the tuples of each step, shape (steps, levels)."""
+    def _reversed_rows(self, tuples: Int64s) -> npt.NDArray[np.bool_]:
+        """Return which rows of each step are reversed. ``tuples`` has shape (steps, levels)."""
         rows, width = self._size // self._ranks, self._tuple
         ends = np.arange(rows)[:, None] * self._ranks + np.array([0, self._ranks - 1])
         number = tuples[:, ends // width]
@@ -547,12 +486,7 @@ class _CostSteps:
 
 
 def checked_costs(costs: object, length: int) -> npt.NDArray[np.float64]:
-    """The costs of ``length`` samples as float64, shape (length,).
-
-    Raises:
-        TypeError: they are no numbers.
-        ValueError: they are others than `CostSampler` takes.
-    """
+    """Return the costs as float64, shape (length,). Raise TypeError or ValueError if they are invalid."""
     given = [costs(index) for index in range(length)] if callable(costs) else costs
     try:
         array = np.asarray(given, np.float64)
@@ -571,29 +505,26 @@ def checked_costs(costs: object, length: int) -> npt.NDArray[np.float64]:
 
 
 class ShardShuffleSampler(IndexSampler):
-    """Shuffles shards, then the samples of ``window`` shards at a time.
+    """Shuffle shards, then the samples of ``window`` shards at a time.
 
-    A batch holds samples of ``window`` shards. So while it is read, ``window`` shards have to be at hand, instead of
-    all of them, and each shard is needed during one short stretch of the epoch.
+    While a batch is read, only ``window`` shards per lane have to be at hand, and each shard is needed during one short
+    stretch of the epoch. An epoch begins with windows of 1, 2, 4, ... shards, so that its first batch needs only one
+    shard per lane while the others are prefetched. Lanes of at most ``window`` shards are one window.
 
-    An epoch begins with windows of 1, 2, 4, ... shards. So the first batch needs one shard of each lane, and the others
-    are fetched while you train. If a lane has no more than ``window`` shards, it is one window.
-
-    With ranks (``num_replicas``), choose ``lanes`` so that the number of ranks divides it. Each rank then meets only
-    the shards of its own lanes, so all ranks together fetch each shard once. With one lane, each rank meets all shards.
-    The order of samples does not depend on the number of ranks: choose lanes once, such as 64, and train on 1, 2, 4, 8,
-    16, 32 or 64 ranks. A rank then has ``window * lanes / ranks`` shards at hand.
+    The order does not depend on the number of ranks (``num_replicas``). If that number divides ``lanes``, each rank
+    meets only the shards of its own lanes, ``window * lanes / ranks`` at a time, and all ranks together fetch each
+    shard once. So choose lanes once, such as 64, and train on 1, 2, 4, ... or 64 ranks. With one lane, each rank needs
+    all shards.
 
     Args:
-        lengths: the number of samples in each shard, in the order of the dataset's indices: a sequence of integers. If
-            all are equal, ``np.broadcast_to(length, shards)`` takes no memory, and the sampler keeps nothing of them.
-        window: the number of shards that are mixed, after the beginning of the epoch.
-        lanes: the number of windows that are read in turns.
-        seed: with the epoch it decides the order. None draws one from torch's default generator.
+        lengths: number of samples in each shard, in the order of the dataset. If all are equal,
+            ``np.broadcast_to(length, shards)`` takes no memory, nor does the sampler.
+        window: number of shards whose samples are mixed.
+        lanes: number of windows that are read in turns.
+        seed: decides the order, together with the epoch; by default drawn from torch's default generator.
 
     Raises:
-        TypeError: ``lengths`` are no flat sequence of integers; ``window`` or ``lanes`` is no integer.
-        ValueError: a length below 0, more than 2**62 samples, ``window`` or ``lanes`` below 1.
+        TypeError, ValueError: ``lengths`` is not a flat sequence of integers from 0, with a sum of up to 2**62.
 
     Example:
         >>> sampler = ShardShuffleSampler([100, 50, 70], window=2, seed=7)
@@ -618,7 +549,7 @@ class ShardShuffleSampler(IndexSampler):
             raise ValueError(f"the lengths sum to more than 2**62 samples: {advice}")
         self.window = check_int("window", window, 1, "give how many shards are mixed")
         self.lanes = check_int("lanes", lanes, 1, "give a number that your numbers of ranks divide, such as 64")
-        # Of all shards; 0: they have several. They are one order, however they are given.
+        # Common length of all shards, or 0. Equal lengths yield the same order in whatever form they are passed.
         self._size = int(known[0]) if self._count and (known == known[0]).all() else 0
         self._lengths: Int64s = known[: 1 if self._size else None].astype(np.int64)
         self._length = self._size * self._count or int(self._lengths.sum())
@@ -628,16 +559,16 @@ class ShardShuffleSampler(IndexSampler):
     def _order(self, epoch: int) -> Callable[[Int64s], Int64s]:
         key = self.seed, "shard order", epoch
         lanes, count = self.lanes, self._count
-        window = min(self.window, max(count, 1))  # a number that fits into int64
+        window = min(self.window, max(count, 1))  # fits into int64
         line = _Line(self._lengths, self._size, count, *key)
         mix = Bijections(self.seed, "shard window", epoch)
-        size, longer = divmod(self._length, lanes)  # the first lanes have one sample more where it must be
+        size, longer = divmod(self._length, lanes)  # the first `longer` lanes have one sample more
 
         def at(positions: Int64s) -> Int64s:
             if not len(positions):
                 return positions
             row = positions // lanes
-            lane = positions - row * lanes  # a seventh of the time of np.divmod
+            lane = positions - row * lanes  # 7 times as fast as np.divmod
             begin = lane * size + np.minimum(lane, longer)
             end = begin + size + (lane < longer)
             first = line.shard(begin)
@@ -646,22 +577,17 @@ class ShardShuffleSampler(IndexSampler):
             )
             low = np.maximum(line.begin(first + starts), begin)
             high = np.minimum(line.begin(np.minimum(first + ends, count)), end)
-            # Windows are told apart by where they begin: no two begin at one position.
+            # The begin of a window identifies it.
             return line.index(low + mix(begin + row - low, high - low, low))
 
         return at
 
 
 def windows_of(shards: Int64s, last: Callable[[Int64s], Int64s], window: int) -> tuple[Int64s, Int64s]:
-    """Where the windows that shards of a lane lie in begin and end, in shards from the beginning of the lane.
+    """Return begin and end of the windows that contain ``shards``, all counted from the beginning of the lane.
 
-    They have 1, 2, 4, ... shards, up to ``window``. As soon as no more than ``window`` shards are left, these are one
-    window: so lanes of ``window`` shards are mixed as a whole.
-
-    Args:
-        shards: number of each shard in its lane, from 0 on.
-        last: says the number of the last shard in the lanes of some of them, by their positions in ``shards``.
-        window: the number of shards in a whole window.
+    Windows have 1, 2, 4, ... up to ``window`` shards. Once no more than ``window`` shards are left, they are one
+    window. ``last`` returns the last shard of lanes, by positions in ``shards``.
 
     Example:
         >>> def sizes(count, window):
@@ -671,7 +597,7 @@ def windows_of(shards: Int64s, last: Callable[[Int64s], Int64s], window: int) ->
         >>> sizes(16, 4), sizes(20, 16), sizes(4, 4)
         ([1, 2, 4, 4, 4, 1], [1, 2, 4, 13], [4])
     """
-    growing = (1 << np.arange((window - 1).bit_length() + 1)) - 1  # where they begin, up to the first whole one
+    growing = (1 << np.arange((window - 1).bit_length() + 1)) - 1  # begins of windows, up to the first full one
     whole = int(growing[-1])
     starts = whole + (shards - whole) // window * window
     ends = starts + window
@@ -685,10 +611,7 @@ def windows_of(shards: Int64s, last: Callable[[Int64s], Int64s], window: int) ->
 
 
 class _Line:
-    """The shards of one epoch, one after the other in shuffled order. Shards count by their position in the line.
-
-    Of shards that all have one length nothing is kept.
-    """
+    """Shards of one epoch in shuffled order, numbered by their position in the line. Equal shards take no memory."""
 
     def __init__(self, lengths: Int64s, size: int, count: int, *key: Hashable) -> None:
         self._size = size
@@ -697,31 +620,28 @@ class _Line:
             return
         order = shuffled(len(lengths), *key)
         self._begins = _sums(lengths[order])
-        # What is added to a position in the line to get the index.
+        # Difference between the index and the position in the line, per shard.
         self._shifts = _sums(lengths)[order] - self._begins[:-1]
 
     def shard(self, positions: Int64s) -> Int64s:
-        """The shards at these positions of the line."""
         return positions // self._size if self._size else np.searchsorted(self._begins, positions, side="right") - 1
 
     def begin(self, shards: Int64s) -> Int64s:
-        """Where these shards begin. One number more than there are shards: where the line ends."""
+        """Return where shards begin; the number after the last one yields the end of the line."""
         return shards * self._size if self._size else self._begins[shards]
 
     def index(self, positions: Int64s) -> Int64s:
-        """The dataset's indices of the samples at these positions."""
         shards = self.shard(positions)
         if not self._size:
             return positions + self._shifts[shards]
         low, high = int(shards.min()), int(shards.max())
-        # Many samples of few shards ask for each shard once: 0.1 ms, not 1.1.
+        # Look up each shard once if many samples are in few shards: 0.1 instead of 1.1 ms.
         is_dense = high - low < len(shards)
         originals = self._order(np.arange(low, high + 1))[shards - low] if is_dense else self._order(shards)
         return positions + (originals - shards) * self._size
 
 
 def _sums(lengths: Int64s) -> Int64s:
-    """Where each of these begins, and where the last ends."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
 
 
@@ -729,22 +649,18 @@ def _sums(lengths: Int64s) -> Int64s:
 
 
 class RepeatedSampler(WrapperSampler[int]):
-    """Each index of another order ``copies`` times, one behind the other, and each copy with its own random numbers.
+    """Each index of another order ``copies`` times in a row, for repeated augmentation.
 
-    This is repeated augmentation: the copies of a sample are augmented differently, because `sample_rng`,
-    `sample_generator` and ``transform(fn, seeded=True)`` know the copy. Under ``num_replicas`` the copies go to
-    different ranks. On one rank they lie in one batch.
-
-    Without ``sampler`` it repeats the loader's own order: ``ShardedDataLoader(dataset, 64, shuffle=True,
-    sampler=RepeatedSampler(3))``. That is the only sampler that may come with ``shuffle``.
+    The copies of a sample are augmented differently, because `sample_rng`, `sample_generator` and ``transform(fn,
+    seeded=True)`` distinguish them. With ``num_replicas`` they go to different ranks; on one rank, they are in one
+    batch. Without ``sampler``, the loader's own order is repeated: ``ShardedDataLoader(dataset, 64, shuffle=True,
+    sampler=RepeatedSampler(3))``. No other sampler may be combined with ``shuffle``. Source of the idea: Hoffer et al.,
+    "Augment your batch" (2019), MultiGrain (2019), timm's ``RepeatAugSampler``.
 
     Args:
-        copies: how many times each sample comes in an epoch.
-        sampler: any sampler of single indices. None: the order that the loader would have without a sampler.
-        seed: starts ``sampler`` if another library made it. None draws one if it is needed.
-
-    Raises:
-        TypeError, ValueError: ``copies`` is no integer of at least 1, or ``sampler`` is no sampler.
+        copies: number of copies of each sample in an epoch, at least 1.
+        sampler: any sampler of single indices; by default the order that the loader would have without a sampler.
+        seed: seed for a ``sampler`` of another library; drawn if needed.
 
     Example:
         >>> from sharded_loader import SequentialSampler, ShardedDataLoader
@@ -753,8 +669,6 @@ class RepeatedSampler(WrapperSampler[int]):
         >>> loader = ShardedDataLoader(range(3), 4, sampler=RepeatedSampler(2))
         >>> [batch.tolist() for batch in loader]
         [[0, 0, 1, 1], [2, 2]]
-
-    Source of the idea: Hoffer et al., "Augment your batch" (2019), MultiGrain (2019), timm's ``RepeatAugSampler``.
     """
 
     decided_by = (("copies", "copies"),)
@@ -763,7 +677,7 @@ class RepeatedSampler(WrapperSampler[int]):
 
     def __init__(self, copies: int, sampler: Iterable[object] | None = None, *, seed: int | None = None) -> None:
         self.copies = check_int("copies", copies, 1, "give how many times each sample comes in an epoch")
-        if sampler is None:  # until a loader has put its own order inside
+        if sampler is None:  # set by the loader
             self.sampler, self._shares_epoch, self.seed = None, False, 0
         else:
             super().__init__(sampler, seed)
@@ -783,12 +697,12 @@ class RepeatedSampler(WrapperSampler[int]):
 
 
 class _Copied(Table):
-    """The items of another table, each of them several times. The first copy is a plain int."""
+    """Table that repeats the items of another one. The first copy is a plain int."""
 
     def __init__(self, table: Table, copies: int) -> None:
         self._table, self._copies = table, copies
         self._block = min(table.block, 1024)
-        self._last: tuple[int, Any] = -1, None  # an iterator is not read twice for copies in two batches
+        self._last: tuple[int, Any] = -1, None  # avoids reading an iterator twice for copies in two batches
 
     def upto(self, begin: int, end: int) -> int:
         copies = self._copies

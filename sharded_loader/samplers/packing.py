@@ -1,29 +1,13 @@
-"""`PackSampler` and `Pack`: documents of known lengths, packed into rows of a number of tokens. Batches are rows.
+"""`PackSampler` and `Pack`: documents of known lengths, packed into rows of a fixed number of tokens.
 
     lengths, seed --shuffle--> windows of documents --best fit decreasing--> rows, shuffled in their window --> batches
-    Packed: documents of a batch, and the place of each  -> a task -> the reader's scope
-    Pack(samples) -> dict of arrays                      it looks its places up there; called alone, it fills row by row
+    Packed: documents of a batch and their places  -> a task -> the reader's scope
+    Pack(samples) -> dict of arrays, at the places found there; called alone, it fills row by row
 
-In: the length of each document. Out: batches, each a `Packed`: indices of documents, and the place of each in its row.
-A window is packed alone, so any row follows from (seed, epoch, window). `GROUP` documents, several windows, are packed
-in one pass, all windows side by side.
-
-How many rows a window gives depends on its lengths. So a row's window cannot be computed from the row's number. A
-sampler notes *row checkpoints*: the number of rows before a window, one for each group that was packed. From the
-nearest one before a row it packs window after window. A state has the row checkpoint of its position. So nothing before
-it needs to be packed again, on any number of ranks. ``len`` and steps far ahead take one pass over the lengths between.
-
-All epochs are one endless sequence of windows. Under ``steps_per_epoch`` the loader reads that (`EVERY`). Row
-checkpoints are a cache: they never change a batch. Beside them a sampler owns nothing that changes.
-
-A `Packed` is a batch's list of indices, so datasets, errors and states see plain numbers. It can be cut into shards,
-and parts of it can be left out. Rows stay whole where it is cut. The arrays of a batch are written once, into memory
-from the caller's allocator.
-
-What can go wrong: lengths that are no numbers above 0, a document that is longer than a row. Up to 16 M documents the
-constructor rejects them. Lengths of more documents are checked window by window, when they are packed. So are those
-that change later. A document that has another length than the sampler has for it, is longer than a row, is no sequence
-of integers, or has labels of another length: a `BatchifyError`. `Pack` keeps nothing of a batch.
+Windows are packed independently, so a row follows from (seed, epoch, window); `GROUP` documents are packed in one pass.
+How many rows a window has depends on its lengths, so a sampler caches *row checkpoints*: the number of rows before a
+window, per packed group. A state contains that of its position, so that no rank repacks what came before. ``len`` and jumps
+ahead take one pass over the lengths in between. ``steps_per_epoch`` reads one endless sequence of windows (`EVERY`).
 """
 
 from __future__ import annotations
@@ -46,59 +30,52 @@ from sharded_loader.extend.tools import an, call_of, check_choice, check_int
 from sharded_loader.samplers.index_samplers import Numbers, integers
 
 GROUP = 2**17
-"""How many documents are packed at once, if windows are not larger: 20 ms."""
+"""Documents to pack at once, unless windows are larger: 20 ms."""
 KEPT = 4
-"""How many packed groups a table keeps, 6 MB each: those that a rank of thousands crosses in a few steps."""
+"""Packed groups that a table caches, 6 MB each; one rank of thousands crosses several groups in a few steps."""
 ROWS = 64
-"""How many rows a window should give, at least. About half a row of a window stays empty."""
+"""Minimum rows per window by default. About half a row of a window stays empty."""
 
 Places = npt.NDArray[np.int64]
-"""Of each document: its row, its first token there, the token behind its last one, and how many tokens it has."""
+"""For each document: row, first token, end token, and length of the whole document."""
 
 RowCheckpoint = tuple[int, int]
-"""How many rows come before a window, and the window's number, counted over all epochs."""
+"""Number of rows before a window, and the window's number, counted over all epochs."""
 
 Order = Callable[[Int64s], Int64s]
-"""Positions in an epoch -> documents."""
+"""Function from positions in an epoch to documents."""
 
 Layout = tuple[Int64s, Places, Int64s]
-"""The documents of a window, row after row; their places (see `Packed`); where each row begins, and the end."""
+"""Documents of a window by row, their places (see `Packed`), and where each row begins, with the end."""
 
 Group = tuple[Int64s, Callable[[int], Layout]]
-"""Windows that were packed together: the rows before each and in all, and a function that lays one out. Most are only
-counted."""
+"""Cumulative rows of windows that were packed together, and a function that computes the layout of one."""
 
 
 class PackSampler(Sampler[list[int]]):
-    """Pack documents into rows of at most ``tokens`` tokens; a batch is ``rows`` rows.
+    """Pack documents into rows of at most ``tokens`` tokens, and rows into batches.
 
-    Use it as ``batch_sampler``, together with `batchify.Pack`. Documents are shuffled in each epoch. Each window of
-    the shuffled order is packed by best fit, longest documents first, and its rows are shuffled. Each document comes
-    exactly once in an epoch. Batches depend on the seed and the epoch alone, and any number of ranks can read them.
+    Use it as ``batch_sampler``, together with `batchify.Pack`. Each window of the documents' shuffled order is packed
+    by best fit, longest first, and its rows are shuffled. Each document comes exactly once per epoch. Batches depend
+    only on seed and epoch, for any number of ranks. Source of the idea: best-fit packing (Ding et al., "Fewer
+    truncations improve language modeling", ICML 2024), as in TRL and Grain, applied to windows of a shuffled order.
 
     Args:
-        lengths: The number of tokens of each document: a 1-D sequence of integers. An array is not copied, so it may be
-            memory-mapped: ``np.load("lengths.npy", mmap_mode="r")``.
-        tokens: The number of tokens in a row.
-        rows: The number of rows in a batch.
-        window: How many documents are packed together. A larger window leaves less of a row empty. Default: as many as
-            fill about 64 rows, at least 1,024 and at most 16,384.
-        long: What to do with documents of more than ``tokens`` tokens. ``"error"``: reject them. ``"cut"``: cut each
-            into pieces of ``tokens`` tokens and a rest, which are packed like documents. ``"drop"``: leave them out.
-        shuffle: Shuffle documents and rows. Otherwise windows follow the order of the dataset.
-        last_batch: What to do if the last batch of an epoch has fewer rows: ``"keep"`` it, or ``"discard"`` it.
-            With ``steps_per_epoch`` of the loader no batch has fewer rows.
-        seed: With the epoch it decides the order. None draws one from torch's default generator.
-
-    Attributes:
-        tokens, rows, window, long, shuffle, last_batch: the arguments.
-        windows: How many windows an epoch has.
-        at_once: How many windows are packed together.
+        lengths: number of tokens of each document, 1-D integers. An array is not copied, so it may be memory-mapped:
+            ``np.load("lengths.npy", mmap_mode="r")``.
+        tokens: tokens per row.
+        rows: rows per batch.
+        window: documents that are packed together; larger windows leave less space in rows. By default enough for about
+            64 rows, from 1,024 to 16,384.
+        long: treatment of documents longer than a row: ``"error"``; ``"cut"`` them into pieces of ``tokens`` tokens and
+            a rest, packed like documents; or ``"drop"`` them.
+        shuffle: shuffle documents and rows. Otherwise windows follow the order of the dataset.
+        last_batch: ``"keep"`` or ``"discard"`` a smaller last batch. With ``steps_per_epoch``, there is none.
+        seed: decides the order, together with the epoch; by default drawn from torch's default generator.
 
     Raises:
-        TypeError, ValueError: for arguments that are no integers of at least 1, and for unknown words. For lengths
-            that are no integers above 0, or above ``tokens`` with ``long="error"``. In lengths of more than 2**24
-            (16 M) documents these are found when their window is packed.
+        TypeError, ValueError: An argument is invalid, or a length is not above 0, or above ``tokens`` with
+            ``long="error"``. Beyond 2**24 (16 M) documents, lengths are checked when their window is packed.
 
     Example:
         >>> from sharded_loader import ShardedDataLoader
@@ -109,9 +86,6 @@ class PackSampler(Sampler[list[int]]):
         >>> loader = ShardedDataLoader(documents, batch_sampler=sampler, batchify_fn=pack)
         >>> sorted(map(sorted, next(iter(loader))["input_ids"].tolist()))
         [[1, 1, 1, 4, 4, 4, 4], [2, 2, 2, 2, 2, 3, 3]]
-
-    Source of the idea: best-fit packing of documents (Ding et al., "Fewer truncations improve language modeling",
-    ICML 2024), as TRL and Grain have it, in windows of a shuffled order.
     """
 
     shown = tuple((name, name) for name in ("tokens", "rows", "window", "long", "shuffle", "last_batch"))
@@ -142,19 +116,19 @@ class PackSampler(Sampler[list[int]]):
         self.long: str = check_choice("long", long, ("error", "cut", "drop"), "PackSampler")
         self.last_batch = check_choice("last_batch", last_batch, ("keep", "discard"), "PackSampler")
         self.shuffle = bool(shuffle)
-        self._checksum = self._look_through()
-        self.window = self._usual_window() if window is None else check_int("window", window, 1, "count documents")
+        self._checksum = self._checked_sum()
+        self.window = self._default_window() if window is None else check_int("window", window, 1, "count documents")
         self.windows = parts(len(self._lengths), self.window, cut=False)
-        self.at_once = max(min(GROUP // self.window, self.windows), 1)  # few documents: not thousands of epochs
+        self.at_once = max(min(GROUP // self.window, self.windows), 1)  # at most one epoch of a small dataset
         self.seed = resolve_seed(seed) if shuffle or seed is not None else None
         self._row_checkpoints: dict[Any, list[RowCheckpoint]] = {}
 
     @property
     def _shown_length(self) -> int:
-        return len(self._lengths)  # of batches: it may take a pass
+        return len(self._lengths)  # counting batches may take a pass
 
-    def _look_through(self) -> str:
-        """Check the lengths; their checksum. Of more than 16 M only some are looked at: the file may be on a disk."""
+    def _checked_sum(self) -> str:
+        """Check the lengths and return their checksum. Beyond 16 M, only some are read: the file may be on a disk."""
         count, checksum = len(self._lengths), 0
         step = GROUP if count <= IN_MEMORY else count // 64
         for begin in range(0, count, step):
@@ -174,7 +148,7 @@ class PackSampler(Sampler[list[int]]):
                 f'{text}: cut long documents with long="cut", leave them out with "drop", or give more tokens='
             )
 
-    def _usual_window(self) -> int:
+    def _default_window(self) -> int:
         some = self._lengths[:: max(len(self._lengths) // 1024, 1)].astype(np.int64)
         wanted = ROWS * self.tokens * len(some) // max(int(some.sum()), 1)
         return 1 << min(max(wanted.bit_length(), 10), 14)
@@ -185,11 +159,11 @@ class PackSampler(Sampler[list[int]]):
         return _PackTable(self, epoch)
 
     def len_epoch(self, epoch: int) -> int:
-        """The number of batches in an epoch. The first time it takes a pass over the lengths: 2 M per second."""
+        """Number of batches in an epoch. The first call takes a pass over the lengths, at 2 M per second."""
         return _PackTable(self, epoch).upto(0, 1 << 60)
 
     def known(self, epoch: int) -> list[RowCheckpoint]:
-        """The row checkpoints of an epoch, ascending. Those of the last epochs are kept."""
+        """Return the known row checkpoints of an epoch, ascending; those of the last epochs are cached."""
         key = self.seed, epoch
         if key not in self._row_checkpoints:
             while len(self._row_checkpoints) >= 4:
@@ -198,29 +172,21 @@ class PackSampler(Sampler[list[int]]):
         return self._row_checkpoints[key]
 
     def row_checkpoint(self, epoch: int, batch: int) -> RowCheckpoint:
-        """The nearest one that is known before a batch: what a state keeps."""
+        """Return the nearest known row checkpoint before a batch, for a state."""
         found = self.known(epoch)
         return found[bisect_right(found, (batch * self.rows, 1 << 62)) - 1]
 
     def add_row_checkpoint(self, epoch: int, row_checkpoint: RowCheckpoint) -> None:
-        """Take over a row checkpoint from a state."""
         if row_checkpoint not in (found := self.known(epoch)):
             insort(found, row_checkpoint)
 
     # -- packing --------------------------------------------------------------------------------------------
 
     def order(self, epoch: int) -> Order:
-        """The order of the documents in an epoch."""
         return shuffle(len(self._lengths), self.seed, "pack", epoch) if self.shuffle else lambda positions: positions
 
     def pack(self, order: Callable[[int], Order], last: int, window: int) -> Group:
-        """A group: windows that are packed together.
-
-        Args:
-            order: as the method, with a memory.
-            last: the window behind the last one, counted over all epochs.
-            window: the first one of the group.
-        """
+        """Pack up to `at_once` windows, from ``window`` on and before ``last``, numbered over all epochs."""
         end = min(window + self.at_once, last)
         documents, windows = self._documents(window, end, order)
         lengths = self._lengths[documents].astype(np.int64)
@@ -246,7 +212,6 @@ class PackSampler(Sampler[list[int]]):
         return np.cumsum([0, *counts]), lru_cache(KEPT)(layout)
 
     def _documents(self, window: int, end: int, order: Callable[[int], Order]) -> tuple[Int64s, Int64s]:
-        """The documents of some windows, and the window of each."""
         documents, windows = [], []
         for epoch in range(window // self.windows, parts(end, self.windows, cut=False)):
             first, behind = (min(max(one - epoch * self.windows, 0), self.windows) for one in (window, end))
@@ -257,16 +222,10 @@ class PackSampler(Sampler[list[int]]):
 
 
 def best_fit(sizes: npt.NDArray[np.int32], windows: Int64s, count: int, tokens: int) -> tuple[Int64s, Int64s]:
-    """Best fit decreasing in each of many windows at once: the longest document first, each where it leaves the least.
+    """Pack many windows at once by best fit decreasing: longest document first, into the fullest row that has room.
 
-    Args:
-        sizes: of the documents, 1 to ``tokens``.
-        windows: the window of each, ascending from 0.
-        count: how many windows there are.
-        tokens: the size of a row.
-
-    Returns:
-        The row of each document in its window, and how many rows each window has.
+    ``sizes`` are 1 to ``tokens``, and ``windows`` ascend from 0 to below ``count``. Returns the row of each document in
+    its window, and the number of rows of each window.
 
     Example:
         >>> rows, counts = best_fit(np.array([3, 5, 2, 4, 7], np.int32), np.array([0, 0, 0, 0, 1]), 2, tokens=7)
@@ -276,7 +235,7 @@ def best_fit(sizes: npt.NDArray[np.int32], windows: Int64s, count: int, tokens: 
     per_window = np.bincount(windows, minlength=count)
     begin = np.cumsum(per_window) - per_window
     nth = np.arange(len(sizes)) - np.repeat(begin, per_window)
-    # A size of 0 where a window has no document.
+    # Missing documents of smaller windows have size 0.
     keys = np.full((count, int(per_window.max(initial=0))), tokens << 31, np.int64)
     keys[windows, nth] = (tokens - sizes.astype(np.int64)) << 31 | nth
     keys.sort(axis=1)
@@ -289,19 +248,23 @@ def best_fit(sizes: npt.NDArray[np.int32], windows: Int64s, count: int, tokens: 
         rest = np.empty_like(spare)
         flat_spare, flat_rest, unsigned = spare.reshape(-1), rest.reshape(-1), rest.view(np.uint32)
         for n, longest in enumerate(table):
-            # A row without room has a negative rest, which is a large unsigned number. Empty rows come last.
+            # Rows without room have a negative rest, large as an unsigned number. Empty rows come last.
             np.subtract(spare, longest[:, None], out=rest)
             place = unsigned.argmin(axis=1, out=chosen[n]) + first
             flat_spare[place] = flat_rest[place]
-        if spare.min(initial=0) >= 0:  # otherwise the rows did not suffice
+        if spare.min(initial=0) >= 0:  # otherwise there were too few rows
             break
     rows, real = np.empty(len(sizes), np.int64), table.T > 0
     rows[(begin[:, None] + (keys & (2**31 - 1)))[real]] = chosen.T[real]
     return rows, (spare < tokens).sum(axis=1)
 
 
+FARTHEST = 1 << 30
+"""Rows to pack, at most, on the way to a position of an endless sequence: 10 minutes. A spoilt state may ask for more."""
+
+
 class _PackTable(Table):
-    """The batches of one epoch, or of all epochs (`EVERY`)."""
+    """Batches of one epoch, or of all epochs (`EVERY`)."""
 
     _block = 4
 
@@ -312,7 +275,7 @@ class _PackTable(Table):
 
     def upto(self, begin: int, end: int) -> int:
         rows = self._sampler.rows
-        total, window = self._find(max(end * rows - 1, 0))
+        total, window = self._find_group(max(end * rows - 1, 0))
         if window < self._end:
             return end
         return min(end, parts(total, rows, cut=self._sampler.last_batch == "discard"))
@@ -324,14 +287,14 @@ class _PackTable(Table):
         wanted, found = self._sampler.rows, 0
         documents, places = list[int](), []
         while found < wanted:
-            before, window = self._find(row := number * wanted + found)
+            before, window = self._find_group(row := number * wanted + found)
             if window >= self._end:
                 break
             totals, layout = self._group(window)
             n = int(np.searchsorted(totals, row - before, side="right")) - 1
             if n + 1 == len(totals):
                 text = f"a loaded state has counted more rows behind window {window} of PackSampler than there are"
-                raise ValueError(f"{text}: load it with the lengths of then, or begin an epoch with set_epoch")
+                raise ValueError(f"{text}: load it with the original lengths, or begin an epoch with set_epoch")
             indices, where, bounds = layout(n)
             begin = row - before - int(totals[n])
             end = min(begin + wanted - found, len(bounds) - 1)
@@ -342,10 +305,15 @@ class _PackTable(Table):
             found += end - begin
         return Packed(documents, np.concatenate(places), found)
 
-    def _find(self, row: int) -> RowCheckpoint:
-        """The row checkpoint of the group that has a row. Behind the last row: the end, and how many rows there are."""
+    def _find_group(self, row: int) -> RowCheckpoint:
+        """Return the row checkpoint of the group that contains a row; beyond the last row, end and number of rows."""
         known, step = self._sampler.known(self._epoch), self._sampler.at_once
         n = bisect_right(known, (row, 1 << 62)) - 1
+        if self._epoch == EVERY and row - known[n][0] > FARTHEST:
+            raise ValueError(
+                f"PackSampler cannot be resumed at row {row:,}, or begin there: it would pack all rows from "
+                f"{known[n][0]:,} on. Is the number of the epoch right?"
+            )
         while True:
             before, window = known[n]
             if window >= self._end or (n + 1 < len(known) and known[n + 1][1] - window <= step):
@@ -364,16 +332,13 @@ class _PackTable(Table):
 
 
 IGNORED = -100
-"""The label that losses of PyTorch leave out."""
+"""Label that PyTorch's losses ignore."""
 
 
 class Packed(RowIndices):
-    """The indices of documents that are packed into rows, in the order of the rows.
+    """Indices of documents packed into rows, in the order of the rows; cut documents come several times.
 
-    Args:
-        documents: the indices. One comes several times if several pieces of it do.
-        places: of each, as an array of shape (documents, 4).
-        rows: how many rows there are.
+    ``places`` has shape (documents, 4), see `Places`; ``rows`` is the number of rows.
 
     Example:
         >>> batch = Packed([7, 3, 5], np.array([[0, 0, 4, 4], [0, 0, 2, 2], [1, 0, 6, 6]]), 2)
@@ -405,33 +370,34 @@ class Packed(RowIndices):
 
 
 class Pack(Batchify):
-    """Put documents side by side into rows of ``tokens`` tokens, as `PackSampler` has planned it.
+    """Collate documents side by side into rows of ``tokens`` tokens, as planned by `PackSampler`.
 
-    A document is a 1-D array, list or tensor of token ids, or a mapping with ``"input_ids"`` and perhaps ``"labels"``,
-    as tokenised Hugging Face datasets give. Other keys are not used. Pass `Pack` itself as ``batchify_fn``, together
-    with ``batch_sampler=PackSampler(...)``. You may also call it in a function of your own, with all samples. Called
-    outside a loader, it puts documents into one row as long as they fit, and then begins the next row.
+    A document is a 1-D array, list or tensor of token ids, or a mapping with ``"input_ids"`` and optionally
+    ``"labels"``, as in tokenised Hugging Face datasets. Pass `Pack` as ``batchify_fn`` with
+    ``batch_sampler=PackSampler(...)``, or call it in a function of your own with all samples. Outside a loader, a
+    document that does not fit begins the next row. Source of the idea: ``transformers.DataCollatorWithFlattening``,
+    which yields the same values.
 
     Args:
-        tokens: The length of a row. Give `PackSampler` the same number.
-        pad_id: What fills up ``input_ids`` behind the last document of a row.
+        tokens: length of a row, the same as in `PackSampler`.
+        pad_id: padding of ``input_ids``.
 
     Returns:
-        Calling it gives a dict of tensors. The first four are int64, of shape (rows, tokens):
+        Calling it returns a dict of tensors. The first four are int64, of shape (rows, tokens). Pieces of documents
+        that `PackSampler` has cut count as documents:
 
         - ``input_ids``: the tokens.
-        - ``position_ids``: 0, 1, 2, ... in each document; 0 in fillers.
-        - ``segment_ids``: the number of the document in its row, from 1; 0 in fillers.
-        - ``labels``: the document's own, or its tokens. -100 in fillers and at the first token of each document.
-          Models of transformers shift labels themselves, so these are not shifted.
-        - ``cu_seqlens``: int32, of shape (documents + 1,): where each document begins in
-          ``input_ids[segment_ids > 0]``, and where the last one ends.
-
-        A piece of a document that `PackSampler` has cut counts as a document.
+        - ``position_ids``: 0, 1, 2, ... in each document; 0 in padding.
+        - ``segment_ids``: number of the document in its row, from 1; 0 in padding.
+        - ``labels``: the document's labels, or its tokens; -100 in padding and at the first token of each document.
+        They
+          are not shifted, because models of transformers do that.
+        - ``cu_seqlens``: int32, shape (documents + 1,): where each document begins in ``input_ids[segment_ids > 0]``,
+          and the end of the last one.
 
     Raises:
-        TypeError, ValueError: ``tokens`` is no integer of at least 1, or ``pad_id`` is no integer. On a call: a
-            document is empty, too long, no sequence of integers, or has another length than `PackSampler` has for it.
+        TypeError, ValueError: ``tokens`` is not an integer of at least 1, or ``pad_id`` not an integer. When called: a
+            document is empty, too long, not integers, or does not match its length in `PackSampler`.
 
     Example:
         >>> batch = Pack(tokens=6)([[11, 12, 13], [21, 22], [31, 32, 33, 34]])
@@ -442,8 +408,6 @@ class Pack(Batchify):
         [[-100, 12, 13, -100, 22, -100], [0, 1, 2, 0, 1, 0], [1, 1, 1, 2, 2, 0]]
         >>> batch["cu_seqlens"]
         tensor([0, 3, 5, 9], dtype=torch.int32)
-
-    Source of the idea: ``transformers.DataCollatorWithFlattening``, whose values these are.
     """
 
     def __init__(self, tokens: int, pad_id: int = 0) -> None:
@@ -451,7 +415,6 @@ class Pack(Batchify):
         self._pad_id = check_int("pad_id", pad_id, -(2**63), "give the token that fills up a row")
 
     def assemble(self, samples: Sequence[object], empty: Empty) -> dict[str, Array]:
-        """The batch as NumPy arrays in memory from ``empty``."""
         check_not_empty(samples)
         tokens = [_ids_of(sample, "input_ids", position) for position, sample in enumerate(samples)]
         scope = reading.get()
@@ -459,7 +422,7 @@ class Pack(Batchify):
         if isinstance(planned, Packed) and len(planned) == len(samples):
             _check_lengths(tokens, planned)
         else:
-            planned = _filled(tokens, self._tokens)
+            planned = _planned_in_order(tokens, self._tokens)
         row, begin, end, _ = planned.places.T
         sizes = end - begin
         bounds = np.concatenate([[0], np.cumsum(sizes)])
@@ -468,8 +431,8 @@ class Pack(Batchify):
             advice = f"write the same number in both, PackSampler(lengths, tokens={self._tokens}, ...)"
             text = f"PackSampler has planned a row of {most} tokens, and Pack makes rows of {self._tokens}"
             raise BatchifyError(text, advice)
-        ids, given = _joined(tokens, begin, end), self._labels(samples)
-        labels = ids.copy() if given is None else _joined(given, begin, end)
+        ids, given = _concatenated(tokens, begin, end), self._labels(samples)
+        labels = ids.copy() if given is None else _concatenated(given, begin, end)
         labels[bounds[:-1]] = IGNORED
         in_row = np.arange(len(row)) - np.searchsorted(row, row)
         values = {
@@ -489,7 +452,6 @@ class Pack(Batchify):
         return batch
 
     def _labels(self, samples: Sequence[Any]) -> Sequence[Array] | None:
-        """The labels of each document, if they have some."""
         given = [isinstance(sample, Mapping) and "labels" in sample for sample in samples]
         if not any(given):
             return None
@@ -508,7 +470,6 @@ class Pack(Batchify):
 
 
 def _ids_of(sample: object, key: str, position: int) -> Array:
-    """The token ids of a document, or its labels."""
     if isinstance(sample, Mapping):
         if key not in sample:
             advice = "give documents as arrays, lists or tensors of token ids, or as mappings with 'input_ids'"
@@ -522,22 +483,20 @@ def _ids_of(sample: object, key: str, position: int) -> Array:
     return array
 
 
-def _joined(arrays: Sequence[Array], begin: Places, end: Places) -> Array:
-    """A part of each array, one behind the other."""
+def _concatenated(arrays: Sequence[Array], begin: Places, end: Places) -> Array:
     pieces = [array[first:last] for array, first, last in zip(arrays, begin.tolist(), end.tolist(), strict=True)]
     return np.concatenate(pieces, dtype=np.int64, casting="unsafe")
 
 
 def _check_lengths(tokens: Sequence[Array], planned: Packed) -> None:
-    """Reject documents that have not the lengths that they were planned with."""
     for document, ids, length in zip(planned, tokens, planned.places[:, 3].tolist(), strict=True):
         if len(ids) != length:
             text = f"document {document} has {len(ids)} tokens, and PackSampler has the length {length} for it"
             raise BatchifyError(text, "give PackSampler the lengths of this dataset's documents, in their order")
 
 
-def _filled(tokens: Sequence[Array], most: int) -> Packed:
-    """Documents row after row: one that does not fit into the row begins the next."""
+def _planned_in_order(tokens: Sequence[Array], most: int) -> Packed:
+    """Plan documents row after row: one that does not fit begins the next row."""
     places, row, used = np.zeros((len(tokens), 4), np.int64), 0, 0
     for document, ids in enumerate(tokens):
         if len(ids) > most:

@@ -91,7 +91,7 @@ class Signature:
     batch_size: int | None = entry(optional(integer(1)), "batch_size was {was}, and is {now}")
     last_batch: str | None = entry(optional(string), "last_batch was {was!r}, and is {now!r}")
     sampler_arguments: tuple[tuple[str, Any], ...] = entry(_arguments, write=dict, default=())
-    steps_per_epoch: int | None = entry(optional(integer(1)), "an epoch had {was} steps, and has {now}", default=None)
+    steps_per_epoch: int | None = entry(optional(integer(1)), "steps_per_epoch was {was}, and is {now}", default=None)
     num_replicas: int | None = entry(optional(integer(1)), "there were {was} ranks, and are {now}", default=None)
     step_ranks: int | None = entry(optional(integer(1)), default=None)
     shift: int = entry(integer(), default=0)

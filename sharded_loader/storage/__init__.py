@@ -1,13 +1,14 @@
-"""Shards: files of many samples, on this machine or in an object store. From the bottom up:
+"""Shards: files of many samples, on local disks or in object stores. From the bottom up:
 
-    files.py         a shard as bytes by their position, and the errors of shards
-    parts.py         a part of a remote file, and whether it is of the version that was found first
-    stores.py        the bytes of files: local, or wherever fsspec reaches
-    indexes.py       where the samples of a shard lie; built once, kept, and checked
-    tar.py, ...      the formats: tar; RecordIO and MDS (`records`); Parquet and Arrow (`tables`)
-    cache.py         whole shards of an object store on this machine's disk, checked: `ShardCache`
-    read_ahead.py    fetches shards before they are needed
-    dataset.py       `ShardDataset`; which shards there are, and of which format
+    files.py         a shard as randomly accessible bytes, and the errors of shards
+    parts.py         byte ranges of remote files, checked against the expected version
+    stores.py        files of this machine and of everything that fsspec reaches
+    indexes.py       sample offsets of a shard: built once, saved and checked
+    tar.py, ...      formats: tar; RecordIO, MDS and text (`records`); Parquet and Arrow (`tables`)
+    cache.py         `ShardCache`: whole shards of an object store on a local disk
+    read_ahead.py    prefetching of shards
+    lists.py         discovery of shards and their format
+    dataset.py       `ShardDataset`
 
 Nothing here imports torch, pyarrow or fsspec before a shard needs it.
 """

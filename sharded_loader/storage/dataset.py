@@ -1,28 +1,20 @@
-"""`ShardDataset`: the samples of many shards by one index, wherever the shards lie.
+"""`ShardDataset`: random access to the samples of many shards, wherever they are.
 
-    patterns, lists, index files --find_shards (`lists`)--> URLs, sizes, tags, format, and lengths as far as known
-    a shard --format.index, or its part of the index file--> where its samples lie
-    index --search in the sums of lengths--> shard, row --format.read(file, index, rows)--> sample
+    patterns, lists, index files --find_shards (`lists`)--> URLs, versions, format, and known lengths
+    a shard --format.index, or its entry in an index file--> sample offsets
+    index --search in the cumulative lengths--> shard, row --format.read(file, index, rows)--> sample
 
-Opening reads no samples. If a list or an index file says how many samples a shard has, the shard is indexed when it is
-first read. Otherwise, it is indexed at opening, from its head or footer. The index of some formats is made by reading
-the whole shard (``scans``). If such a shard lies in a store, it is indexed when the program asks for `lengths`, as a
-loader does.
+Opening reads no samples. Shards without a listed length are indexed when the dataset is made, from a header or footer.
+Formats that must scan a whole shard (``scans``) do so only for local shards; remote ones wait for `lengths`.
 
-Each shard is indexed once, and the indexes are kept (`indexes`). A process opens a shard when it first reads one of its
-samples, and keeps the last `OPEN` ones open, each with its index. Those that the cache has deleted, and that were not
-read for `IDLE` seconds, are closed when the next one is opened. The dataset travels to workers as its URLs, lengths and
-tags. Paths are absolute from the beginning.
+A process opens a shard at its first read and keeps the last `MAX_OPEN` ones. Pickling sends URLs, lengths and tags;
+workers open their own files. After each read, time, size and inode of a local shard are compared with those it was
+indexed with. So replaced or modified shards raise an error instead of yielding wrong samples.
 
-After each read, the dataset compares the time, size and inode of a shard on this machine with those that it had. So a
-shard that was replaced or changed is an error, and no sample is cut out of it by the index of another.
+With a cache, the loader announces the order (`follow`), and a thread of the main process prefetches (`read_ahead`).
+Workers open cached shards, and download missing ones themselves.
 
-With a cache, the loader tells the dataset which samples come (`follow`), and a thread of the main process fetches their
-shards ahead (`read_ahead`). Workers only open what is there, or fetch it themselves.
-
-What can go wrong: a shard that is missing, has changed, is of another format, or has another length than its list says.
-All are a `ShardError` that names the shard, and may also be a FileNotFoundError or PermissionError. And what
-`find_shards` raises.
+Errors are a `ShardError` that names the shard, also a FileNotFoundError or PermissionError where that applies.
 """
 
 from __future__ import annotations
@@ -48,57 +40,56 @@ from sharded_loader.storage import indexes
 from sharded_loader.storage.cache import TRIES, ShardCache
 from sharded_loader.storage.files import LocalFile, Options, ShardError, ShardFile, Stat, local_path, local_stat, shown
 from sharded_loader.storage.indexes import Format, Index, Indexes, by_part, in_order
-from sharded_loader.storage.lists import FORMATS, FoundShards, Place, absolute, find_shards, places_of
+from sharded_loader.storage.lists import FORMATS, FoundShards, Place, absolute, find_shards, parse_trust
 from sharded_loader.storage.parts import UNKNOWN, is_same, with_tags
 from sharded_loader.storage.read_ahead import ReadAhead
 from sharded_loader.storage.stores import ObjectStore, RemoteFile
 from sharded_loader.storage.tables import TableFormat, batch_of
 
-OPEN = 32
-"""Shards that a process keeps open."""
+MAX_OPEN = 32
+"""Maximum number of shards that a process keeps open."""
 
-IDLE = 10.0
-"""Seconds after which a shard is closed that the cache has deleted: the disk keeps its bytes as long as it is open. Not
-at once: a window of shards that is larger than the cache would be fetched again for each sample."""
+IDLE_SECONDS = 10.0
+"""Seconds without a read before a shard that the cache has evicted is closed, to free its disk space. Closing at once
+would download a shard for each sample if the window of shards exceeds the cache."""
 
-AT_ONCE = 16
-"""Shards that are indexed side by side."""
+INDEX_THREADS = 16
+"""Threads that index shards."""
 
-COSTLY = 32 << 20
-"""Bytes that are read to count samples, above which a warning says so: a second on a usual connection."""
+COSTLY_BYTES = 32 << 20
+"""Bytes to read for counting samples above which a warning is given: a second on a common connection."""
 
 Made = TypeVar("Made")
 
 Read = Callable[[ShardFile, Index, Any], list[Any]]
-"""A method of a format: what it makes of rows of a shard."""
+"""Method of a format that reads rows of a shard."""
 
 
 class ShardDataset(Dataset):
-    """The samples of shards, on this machine or in an object store.
+    """Map-style dataset over shards on local disks or in an object store.
 
     Args:
-        urls: a pattern such as ``"s3://bucket/train-*.tar"``, or a list of URLs and paths. The order of shards is that
-            of the list, or of the names. A name that ends in ``.json`` is a file that lists shards: MosaicML's
-            ``index.json``, a list of WebDataset's ``wids``, or a JSON list of names. A name that ends in ``.index`` is
-            an index file (`write_index`).
-        format: "tar", "parquet", "arrow", "mds", "records" or "lines", or an object with ``index`` and ``read``. None:
-            by the file names.
-        storage_options: for the file system, as fsspec takes them.
-        cache: where whole shards of an object store are kept. None: the bytes of each sample are read by themselves.
-        index_folder: where indexes are kept. None: beside the cache, or in the user's cache folder.
-        columns: of Parquet and Arrow files, the names of the columns to read. None: all. Of a Parquet file, no bytes of
-            other columns are read.
-        trust: what a list or an index file may name outside its own folder and host: a URL or path, or a list of them,
-            whatever lies below it is allowed; a dict gives storage options to each; True allows all. None of these gets
-            ``storage_options``, which are for the hosts of ``urls``.
+        urls: pattern such as ``"s3://bucket/train-*.tar"``, or list of URLs and paths, which also sets the order of the
+            shards. A name ending in ``.json`` is a list of shards (MosaicML's ``index.json``, WebDataset's ``wids``, or
+            an array of names), one ending in ``.index`` an index file (`write_index`).
+        format: "tar", "parquet", "arrow", "mds", "records", "lines", or an object with ``index`` and ``read``. By
+            default it is derived from the file names.
+        storage_options: options of the fsspec file system.
+        cache: keeps whole shards of an object store on disk. Without it, each sample is a range request.
+        index_folder: directory for indexes; by default inside the cache, or the user's cache directory.
+        columns: names of the columns to read from Parquet and Arrow files; by default all. Other columns of Parquet
+            files are not transferred.
+        trust: places outside their own folder and host that lists and index files may refer to: a URL or path prefix, a
+            list, or a dict with storage options for each; True allows all. ``storage_options`` are only sent to the
+            hosts of ``urls``.
 
     Attributes:
-        retries: how many requests of this process had to be tried again.
+        retries: number of requests of this process that were retried.
 
     Raises:
-        ShardError: a shard cannot be indexed. Also a FileNotFoundError if no file matches or a shard is missing, and a
-            PermissionError if a shard must not be read.
-        TypeError, ValueError: ``columns`` is no list of names, or the shards are no tables.
+        ShardError: A shard cannot be indexed. Also a FileNotFoundError if nothing matches or a shard is missing, and a
+            PermissionError if access is denied.
+        TypeError, ValueError: ``columns`` is not a list of names, or the shards are not tables.
 
     Example:
         >>> import io, os, tarfile, tempfile
@@ -130,7 +121,7 @@ class ShardDataset(Dataset):
         refuse_arguments("ShardDataset", unknown, type(self).__init__)
         if cache is not None and not isinstance(cache, ShardCache):
             raise TypeError(f"cache is {cache!r}; give a ShardCache: ShardCache(folder, max_bytes)")
-        store = ObjectStore(storage_options, places_of(trust))
+        store = ObjectStore(storage_options, parse_trust(trust))
         patterns = [urls] if isinstance(urls, (str, bytes, os.PathLike)) else list(urls)
         found = find_shards(store, patterns, format)
         if columns is not None:
@@ -149,7 +140,7 @@ class ShardDataset(Dataset):
 
     @property
     def _fingerprint(self) -> str:
-        """For `data.inspection`: names and sizes of the shards, and tags of stores. Folders and times may change."""
+        """Identity of the data for `data.inspection`: names, sizes and store tags, but no folders or local times."""
         shards = self._shards
         names = [url.split("?")[0].replace("\\", "/").rsplit("/", 1)[-1] for url in shards.urls]
         tags = [stat.tag if path is None else "" for stat, path in zip(shards.stats, shards.paths, strict=True)]
@@ -158,19 +149,18 @@ class ShardDataset(Dataset):
 
     @property
     def lengths(self) -> Int64s:
-        """The number of samples in each shard; for `ShardShuffleSampler`.
+        """Number of samples in each shard, for `ShardShuffleSampler`.
 
-        If no list and no index file says it, each shard is indexed now. For the tar, Arrow, RecordIO and text files of
-        a store, that reads all their bytes once.
+        Shards without a listed length are indexed now. Remote tar, Arrow, RecordIO and text files are read completely,
+        once.
         """
         return self._shards.lengths
 
     @property
     def group_lengths(self) -> Int64s:
-        """The number of samples in each row group or record batch of all shards; for `ShardShuffleSampler`.
+        """Number of samples in each row group or record batch of all shards, for `ShardShuffleSampler`.
 
-        With them, the sampler mixes the rows of ``window`` groups, and not of ``window`` files. Of a format without
-        groups, these are the `lengths`. The indexes of all shards are read.
+        Its ``window`` then counts groups instead of shards. For formats without groups, same as `lengths`.
         """
         if not isinstance(self._shards.format, TableFormat):
             return self.lengths
@@ -186,19 +176,19 @@ class ShardDataset(Dataset):
     def __getitem__(self, index: object) -> Any:
         if isinstance(index, slice):
             return self._part(index)
-        # Of a subclass with a __getitem__ of its own, which calls this one, __getitems__ would call that again.
+        # A subclass may override __getitem__ and call this one: its __getitems__ would recurse.
         read = type(self).__getitems__ if bulk_method(self, "__getitems__") else ShardDataset.__getitems__
         return read(self, [checked_index(index, len(self))])[0]
 
     @bulk
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Many samples at once: those of one shard are one call of its format."""
+        """Return many samples with one call of the format per shard."""
         order, parts = by_part(checked_indices(indices, len(self)), self._ends)
         rows = [(shard, rows.tolist()) for shard, rows in parts]
         return in_order(order, self._shards.read(rows, self._shards.format.read))
 
     def _in_columns(self, indices: object, empty: Empty) -> Any:
-        """A finished batch of tables, in memory from ``empty``: the default batchify of its samples."""
+        """Return a batch of table rows in memory from ``empty``, equal to the default batchify of its samples."""
         tables = self._shards.format
         order, parts = by_part(checked_indices(indices, len(self)), self._ends)
         if not isinstance(tables, TableFormat) or not parts:
@@ -212,7 +202,7 @@ class ShardDataset(Dataset):
 
     @property
     def retries(self) -> int:
-        """How many requests of this process had to be tried again. `ShardedDataLoader.stats` adds those of workers."""
+        """Number of requests of this process that were retried. `ShardedDataLoader.stats` includes the workers."""
         return self._shards.store.retries
 
     def follow(
@@ -221,12 +211,13 @@ class ShardDataset(Dataset):
         position: Callable[[], int | None],
         later: Callable[[int], object] = lambda number: None,
     ) -> None:
-        """Fetch shards into the cache ahead of the order that is read. `ShardedDataLoader` calls this for each epoch.
+        """Start prefetching shards into the cache in reading order. `ShardedDataLoader` calls this for each epoch.
 
         Args:
-            batches: number of a batch -> its indices; None after the last one. Called by another thread.
-            position: the number of the batch that comes next; None if this epoch is not read any more.
-            later: as ``batches``, of the next epoch.
+            batches: function from a batch number to its indices, or None after the last batch. Called in another
+                thread.
+            position: function that returns the number of the next batch, or None once the epoch is abandoned.
+            later: like ``batches``, for the next epoch.
         """
         self._stop_following()
         shards, cache = self._shards, self._shards.cache
@@ -242,7 +233,7 @@ class ShardDataset(Dataset):
         self._ahead.start()
 
     def _fetched_for(self, order: Callable[[int], object], number: int) -> list[int] | None:
-        """The shards of the store that a batch of an order needs; None after the last batch."""
+        """Return the remote shards that a batch needs; None after the last batch."""
         try:
             found = order(number)
             if found is None:
@@ -258,27 +249,28 @@ class ShardDataset(Dataset):
             ahead.stop()
 
     def close(self) -> None:
-        """Close the open shards and the connections. A sample that is read later opens its shard again."""
+        """Close all shards and connections. Later reads open them again."""
         self._stop_following()
         self._shards.close()
 
     def write_index(self, url: Place | None = None, progress: Callable[[int], None] = lambda done: None) -> str:
-        """Write one file with the indexes of all shards, which later datasets open with one small request.
+        """Write the indexes of all shards to one file, which later datasets open with one small request.
 
-        A dataset finds the file if it lies beside its shards, as ``shards.index``. You can also make a dataset from the
-        URL of the file alone. Call it again after you have added or replaced shards: it reads only those.
+        A dataset finds ``shards.index`` beside its shards, or can be made from the file's URL alone. Run it again after
+        adding
+        or replacing shards: only those are read.
 
         Args:
-            url: where to write it; the name must end in ``.index``. None: ``shards.index`` in the innermost folder that
-                has all shards.
-            progress: called with the number of shards that are done.
+            url: destination, ending in ``.index``; by default ``shards.index`` in the innermost common folder of the
+                shards.
+            progress: called with the number of finished shards.
 
         Returns:
-            Where it is.
+            The URL of the file.
 
         Raises:
-            OSError: it cannot be written there, or a shard cannot be indexed.
-            ValueError: the shards have no folder in common, or the name ends in something else.
+            OSError: It cannot be written, or a shard cannot be indexed.
+            ValueError: The shards have no common folder, or the name has another ending.
 
         Example:
             >>> import os, tempfile
@@ -292,7 +284,7 @@ class ShardDataset(Dataset):
             ('shards.index', 4)
         """
         shards, found = self._shards, list[tuple[int, bytes]]()
-        where = absolute(os.fspath(indexes.place_of(shards.urls) or "" if url is None else url))
+        where = absolute(os.fspath(indexes.index_url(shards.urls) or "" if url is None else url))
         if not where.endswith(indexes.SUFFIX):
             raise ValueError(f"give the index file a name that ends in {indexes.SUFFIX}, not {where!r}")
         for one in _side_by_side(shards.portable_index, range(len(shards.urls))):
@@ -303,17 +295,10 @@ class ShardDataset(Dataset):
 
 
 class Shards:
-    """Shards with their indexes, and those of them that this process has open.
+    """Shards with their indexes, and those that this process has open.
 
-    Args:
-        found: the shards.
-        store: reads those that are not on this machine.
-        cache: keeps whole ones of these. None: the bytes of each sample are read by themselves.
-        kept: their indexes.
-
-    Attributes:
-        paths: where each shard lies on this machine; None if it does not.
-        scans: whether the format reads a whole shard to find its samples.
+    ``paths`` has the local path of each shard, or None; ``scans`` is True if the format reads whole shards to index
+    them.
     """
 
     def __init__(self, found: FoundShards, store: ObjectStore, cache: ShardCache | None, kept: Indexes) -> None:
@@ -325,21 +310,20 @@ class Shards:
 
     def _begin(self) -> None:
         self._pid, self._lock, self._shared = os.getpid(), threading.Lock(), dict[str, Any]()
-        self._open: OrderedDict[tuple[int, bool], tuple[ShardFile, Index, float]] = OrderedDict()  # with the last read
+        self._open: OrderedDict[tuple[int, bool], tuple[ShardFile, Index, float]] = OrderedDict()  # float: last read
 
     def __getstate__(self) -> dict[str, object]:
         own = ("_pid", "_lock", "_shared", "_open")
         return {name: value for name, value in vars(self).items() if name not in own} | {"machine": platform.node()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if state.pop("machine") != platform.node():  # which has copies of the shards, with other times and inodes
+        if state.pop("machine") != platform.node():  # copies of the shards have other times and inodes
             places = zip(state["stats"], state["paths"], strict=True)
             state["stats"] = [stat if path is None else Stat(stat.size, "") for stat, path in places]
         vars(self).update(state)
         self._begin()
 
     def close(self) -> None:
-        """Close the open shards, and the connections."""
         with self._lock:
             opened, self._open, self._shared = self._open, OrderedDict(), {}
         for file, _, _ in opened.values():
@@ -350,10 +334,10 @@ class Shards:
 
     @cached_property
     def lengths(self) -> Int64s:
-        """The number of samples in each shard."""
+        """Number of samples in each shard."""
         lengths: Int64s = np.array(self._listed, np.int64)
         uncounted, size = self.uncounted(), self.cost_of_lengths()
-        if size > COSTLY:
+        if size > COSTLY_BYTES:
             first = shown(self.urls[uncounted[0]])
             read = f"{size:,} bytes of {len(uncounted):,} shards are read once, such as {first}"
             advice = "Write an index file beside the shards, and later runs read a few kilobytes: sharded-loader index"
@@ -362,38 +346,37 @@ class Shards:
         return lengths
 
     def uncounted(self) -> list[int]:
-        """The shards whose length no list and no index file says."""
+        """Return the shards whose length is not listed."""
         return [shard for shard, length in enumerate(self._listed) if length < 0]
 
     def cost_of_lengths(self) -> int:
-        """How many bytes of a store are read to learn `lengths`."""
+        """Return the number of bytes to read from a store to compute `lengths`."""
         if not self.scans or "lengths" in vars(self):
             return 0
         path, name = self._indexes.path, self.format.name
         return self._size([n for n in self.uncounted() if not path(name, self.urls[n], self.stats[n]).exists()])
 
     def excess(self, shards: Sequence[int]) -> int:
-        """How large these shards are together, if the cache cannot hold them at once; otherwise 0."""
+        """Return the total bytes of these shards if the cache cannot hold them together, otherwise 0."""
         size = self._size(shards)
         return size if self.cache is not None and size > self.cache.max_bytes else 0
 
     def _size(self, shards: Sequence[int]) -> int:
-        """Bytes of those of these shards that lie in a store."""
         return sum(self.stats[shard].size for shard in shards if self.paths[shard] is None)
 
     def groups_of(self, shard: int) -> Int64s:
-        """The number of samples in each group of a table."""
+        """Return the number of samples in each group of a table."""
         index = self._index(shard)
         try:
             return np.diff(index["ends"], prepend=0)
         except Exception as error:
-            self._blame(shard, error)
+            self._raise_naming_index(shard, error)
             raise
 
     # -- samples ------------------------------------------------------------------------------------------------------
 
     def read(self, parts: Sequence[tuple[int, object]], read: Read) -> Iterator[Any]:
-        """What a method of the format reads at rows of shards, one shard after the other."""
+        """Yield the results of ``read`` for rows of shards, one shard after the other."""
         in_parts = self.excess([shard for shard, _ in parts]) > 0
         for shard, rows in parts:
             for _ in range(TRIES):
@@ -401,8 +384,8 @@ class Shards:
                 try:
                     found = read(file, index, rows)
                 except Exception as error:
-                    if self._check(shard, file, index):  # first: what a changed shard raises, or gives, says nothing
-                        self._blame(shard, error)
+                    if self._check(shard, file, index):  # first: errors of a changed shard are meaningless
+                        self._raise_naming_index(shard, error)
                         raise
                 else:
                     if self._check(shard, file, index):
@@ -414,8 +397,8 @@ class Shards:
                 advice = "give another cache folder"
                 raise ShardError(f"{file.name} is written to again and again by another program: {advice}")
 
-    def _blame(self, shard: int, error: Exception) -> None:
-        """Raise an error of a format as one that names the index file too, if the shard was read by one."""
+    def _raise_naming_index(self, shard: int, error: Exception) -> None:
+        """If the shard was read through an index file, raise the format's error as one that also names that file."""
         entry = self._entries.get(self.urls[shard])
         if entry is None or type(self.format) not in FORMATS or isinstance(error, ImportError):
             return
@@ -425,20 +408,20 @@ class Shards:
         raise kind(f"{name}: {said}. It was read by its index in {file}: {advice}") from error
 
     def _opened(self, shard: int, in_parts: bool) -> tuple[ShardFile, Index]:
-        """A shard, open, with its index; ``in_parts``: not from the cache."""
+        """Return an open shard and its index; ``in_parts`` bypasses the cache."""
         if self._pid != os.getpid():
             self._begin()
         key, now = (shard, in_parts), host_clock.now()
         with self._lock:
             if key in self._open:
-                file, index, _ = self._open.pop(key)  # to be the last one
+                file, index, _ = self._open.pop(key)  # move to the end
                 self._open[key] = file, index, now
                 return file, index
-            for other, (held, _, last) in list(self._open.items()):  # this one may need their place on the disk
-                is_idle = last < now - IDLE and self.paths[other[0]] is None
+            for other, (held, _, last) in list(self._open.items()):  # the new shard may need their disk space
+                is_idle = last < now - IDLE_SECONDS and self.paths[other[0]] is None
                 if is_idle and isinstance(held, LocalFile) and held.is_deleted:
                     del self._open[other]
-        # May take long: other threads read other shards. Of a store the index first: the file may be on its way.
+        # Slow, so without the lock. For remote shards, index first: the file may be downloading meanwhile.
         index = self._index(shard, in_parts) if self.paths[shard] is None else {}
         file = self._file(shard, in_parts)
         index = index or self._index(shard, in_parts)
@@ -450,23 +433,23 @@ class Shards:
             raise ShardError(f"{file.name} has {index['length']} samples, and had {self.lengths[shard]} {since}")
         with self._lock:
             file, index, _ = self._open.setdefault(key, (file, index, now))
-            while len(self._open) > OPEN:
-                self._open.popitem(last=False)  # its readers hold it
+            while len(self._open) > MAX_OPEN:
+                self._open.popitem(last=False)  # not closed: readers may still use it
         return file, index
 
     # -- indexes ------------------------------------------------------------------------------------------------------
 
     def _index(self, shard: int, in_parts: bool | None = None) -> Index:
-        if in_parts is None:  # what is scanned is fetched anyway, and kept if all of it fits
+        if in_parts is None:  # a scan downloads the shards anyway: cache them if all fit
             in_parts = self.cache is None or not self.scans or self.excess(range(len(self.urls))) > 0
         make = partial(self._make_index, shard, in_parts)
         return self._indexes.of(self.format.name, self.urls[shard], self.stats[shard], make)
 
     def _make_index(self, shard: int, in_parts: bool) -> Index:
         entry = self._entries.get(self.urls[shard])
-        index = None if entry is None else indexes.index_of(self.store, entry)
+        index = None if entry is None else indexes.read_index(self.store, entry)
         if index is None:
-            self._entries = {} if entry is not None else self._entries  # nothing else is read from that file
+            self._entries = {} if entry is not None else self._entries  # stop using an unreadable index file
         elif entry is not None and is_same(entry.stat.tag, self.stats[shard].tag):
             return index
         file = self._file(shard, in_parts)
@@ -483,7 +466,7 @@ class Shards:
             file.close()
 
     def portable_index(self, shard: int) -> tuple[int, bytes]:
-        """The length of a shard, and its index for an index file, with checksums: it may be copied to a disk."""
+        """Return the length and the serialized index of a shard, with checksums that identify copies of it."""
         name, stat = shown(self.urls[shard]), self.stats[shard]
         if stat.tag.startswith(UNKNOWN):
             raise ShardError(f"{name}: its server names no versions, so an index file cannot tell when it is replaced")
@@ -495,10 +478,9 @@ class Shards:
     # -- files --------------------------------------------------------------------------------------------------------
 
     def _check(self, shard: int, file: ShardFile, index: Index | None = None) -> bool:
-        """Check that a shard of this machine is still the one of this index; None: of the one that is being made.
+        """Verify that a local shard is unchanged since it was indexed (``index``), or while it is being indexed (None).
 
-        Returns:
-            False if it is a file in the cache that was written to: it must be opened again.
+        Return False if it is a cached file that was overwritten and must be opened again.
         """
         stat = self.stats[shard]
         if not isinstance(file, LocalFile):
@@ -531,12 +513,12 @@ _SINCE = "when the dataset was made: make the dataset again"
 
 
 def _content(file: ShardFile) -> Int64s:
-    """Checksums of some parts of a shard, which are read at once."""
+    """Return checksums of a few ranges of a shard, read with one call."""
     begins, width = checked_parts(file.size)
     return np.array(list(map(zlib.crc32, file.ranges(begins, [begin + width for begin in begins]))))
 
 
 def _side_by_side(make: Callable[[int], Made], shards: Iterable[int]) -> Iterator[Made]:
-    """What is made of each shard, in their order, by `AT_ONCE` threads."""
-    with ThreadPoolExecutor(AT_ONCE) as threads:
+    """Apply ``make`` to each shard in `INDEX_THREADS` threads; yield the results in order."""
+    with ThreadPoolExecutor(INDEX_THREADS) as threads:
         yield from threads.map(make, shards)

@@ -1,22 +1,10 @@
-"""A shard as bytes by their position, what tells it from a later one, and the errors of shards.
+"""A shard as randomly accessible bytes, its version, and the errors of shards.
 
-    ShardFile             LocalFile(path), or `stores.RemoteFile`
-        .ranges(begins, ends) -> list of bytes        .stream() -> a binary file for libraries that want one
-    Stat(size, tag)       what tells a file from a later one at the same place; of this machine: local_stat(path)
-    ShardError            a shard cannot be read; also MissingShardError, ForbiddenShardError
-    shown(url)            without user, password and query
-    redacted(text, ...)   without the values of options, and without what URLs in the text hide
-    local_path(url)       where a URL lies on this machine; host_of(url): its protocol, and its host or bucket
-    joined(url, names)    names in a file as URLs. Only those are allowed that the file may name, or that are trusted
+Formats see only `ShardFile`, so local, cached and remote shards are read alike. A `LocalFile` holds a descriptor, so a
+deleted file stays readable (Windows does not delete open files). Threads may share a file; forked children open theirs.
 
-Formats see nothing else, so each of them reads local shards, cached ones and remote ones in the same way. A local file
-is held by a descriptor: if it is deleted meanwhile, it can still be read (not on Windows, where it cannot be
-deleted meanwhile). Threads may share a file; a forked child opens its own.
-
-No message shows a password, a key or a signature. No error of a remote shard has the library's own error as its cause,
-because that may show one of them.
-
-What can go wrong: `ShardError` for a file that is missing, must not be read, or is shorter than it was.
+Messages contain no password, key or signature (`shown`, `redacted`). Errors of remote shards do not chain the library's
+own exception, because it may contain one. Files that are missing, forbidden or truncated are a `ShardError`.
 """
 
 from __future__ import annotations
@@ -35,12 +23,7 @@ from sharded_loader.recordio.positioned import PositionedFile, settled, tag_of
 
 
 class Stat(NamedTuple):
-    """What tells a file from a later one at the same place.
-
-    Attributes:
-        size: in bytes.
-        tag: the server's etag, or the time of the last change. Empty: the server says neither.
-    """
+    """Version of a file: its size in bytes, and the server's ETag or modification time (empty if it has neither)."""
 
     size: int
     tag: str
@@ -50,20 +33,20 @@ class Stat(NamedTuple):
 
 
 class ShardFile(ABC):
-    """A file of which any part can be read.
+    """Base class of files with random access.
 
     Attributes:
-        name: how errors name it.
+        name: name in error messages.
         size: in bytes.
-        path: where it lies on this machine; None if it does not.
-        kept: what a format keeps of the file while it is open.
-        shared: what a format keeps for all open files of a dataset in a process.
+        path: local path, or None for remote files.
+        kept: state of a format for this file, until it is closed.
+        shared: state of a format for all open files of a dataset in this process.
     """
 
     name: str
     size: int
     path: str | None = None
-    _buffered = 1 << 16  # bytes that a stream reads at once
+    _buffered = 1 << 16  # buffer size of streams, in bytes
 
     def __init__(self) -> None:
         self.kept: dict[str, Any] = {}
@@ -71,29 +54,23 @@ class ShardFile(ABC):
 
     @abstractmethod
     def ranges(self, begins: Sequence[int], ends: Sequence[int]) -> list[bytes]:
-        """Parts of the file, in the order in which they are asked for."""
+        """Return the bytes of each range, in the order of the arguments."""
 
     @property
     def guess(self) -> int:
-        """How many bytes of a head or a footer are read at first, before its length is known: 0.03 % of the file."""
+        """Number of bytes to read before the length of a header or footer is known: 0.03 % of the file."""
         return min(self.size, 64 + min(self.size >> 12, 1 << 14))
 
     def close(self) -> None:
-        """Give the file back."""
         self.kept.clear()
 
     def stream(self) -> io.BufferedReader:
-        """The file for libraries that read from a binary file: it seeks, and has a buffer."""
+        """Return a seekable, buffered binary file for libraries that need one."""
         return io.BufferedReader(_ShardStream(self), self._buffered)
 
 
 class LocalFile(ShardFile):
-    """A file of this machine.
-
-    Args:
-        path: where it lies.
-        name: how errors name it.
-    """
+    """File on this machine; errors show ``name``, by default the path."""
 
     def __init__(self, path: str, name: str | None = None) -> None:
         super().__init__()
@@ -105,34 +82,34 @@ class LocalFile(ShardFile):
             if found is None:
                 raise
             raise found from error
-        self._found = self._file.stat()
-        self.size = self._found.st_size
+        self._opened_stat = self._file.stat()
+        self.size = self._opened_stat.st_size
 
     def ranges(self, begins: Sequence[int], ends: Sequence[int]) -> list[bytes]:
-        return list(map(self._part, begins, ends))
+        return list(map(self._range, begins, ends))
 
     def stat(self) -> Stat:
-        """What lies at the path now; the open file, if it was deleted."""
+        """Return the version of the file at the path now, or of the open one if that was deleted."""
         try:
             return _stat_of(os.stat(str(self.path)))
         except FileNotFoundError:
             return _stat_of(self._file.stat())
 
     def is_touched(self) -> bool:
-        """Whether another program has written to the open file. Only that it was deleted does not count."""
-        now, then = self._file.stat(), self._found
+        """Return True if another program has written to the open file. Its deletion alone does not count."""
+        now, then = self._file.stat(), self._opened_stat
         is_other = (now.st_mtime_ns, now.st_size) != (then.st_mtime_ns, then.st_size)
         return is_other or (now.st_nlink > 0 and now.st_ctime_ns != then.st_ctime_ns)
 
     @property
     def is_deleted(self) -> bool:
-        """Whether the open file has no name any more. Then the disk keeps its bytes only for those who have it open."""
+        """True if the open file was unlinked, so that its disk space is freed when it is closed."""
         return self._file.stat().st_nlink == 0
 
-    def _part(self, begin: int, end: int) -> bytes:
+    def _range(self, begin: int, end: int) -> bytes:
         size = min(end, self.size) - begin
         found = self._file.bytes_at(begin, size) if begin >= 0 <= size else b""
-        if len(found) != end - begin or not 0 <= end <= self.size:  # a shard that was cut, or the index of another
+        if len(found) != end - begin or not 0 <= end <= self.size:  # a truncated shard, or the index of another one
             found_text = f"ends within bytes {begin} to {end}, of which {len(found)} are there"
             advice = "Copy it again. If it is to be so, make the dataset again"
             raise ShardError(f"{self.name} {found_text}: it is shorter than when it was indexed. {advice}")
@@ -144,14 +121,10 @@ class LocalFile(ShardFile):
 
 
 def local_stat(path: str) -> Stat:
-    """The size of a file of this machine, and a tag that any later change changes.
-
-    Raises:
-        ShardError: it is no file.
-    """
+    """Return the version of a local file; any later change changes the tag. Only regular files are accepted."""
     found = settled(path)
     if not stat.S_ISREG(found.st_mode):
-        raise ShardError(f"{path} is no file: give the names of shards, or a pattern such as {path}/*.tar")
+        raise ShardError(f"{path} is not a file: give the names of shards, or a pattern such as {path}/*.tar")
     return _stat_of(found)
 
 
@@ -160,7 +133,7 @@ def _stat_of(found: os.stat_result) -> Stat:
 
 
 class _ShardStream(io.RawIOBase):
-    """A `ShardFile` that is read from a position on."""
+    """Adapter from `ShardFile` to a seekable raw stream."""
 
     def __init__(self, file: ShardFile) -> None:
         self._file, self._position = file, 0
@@ -190,9 +163,9 @@ class _ShardStream(io.RawIOBase):
 
 
 class ShardError(OSError):
-    """A shard cannot be read. The message names it, and says what to do.
+    """Error for a shard that cannot be read. The message names the shard and a remedy.
 
-    If a shard is missing, it is also a FileNotFoundError; if it must not be read, a PermissionError.
+    Missing shards raise a subclass that is also a `FileNotFoundError`, forbidden ones a `PermissionError`.
 
     Example:
         >>> import os, tempfile
@@ -204,27 +177,21 @@ class ShardError(OSError):
         ...     try:
         ...         ShardDataset(path, index_folder=folder)
         ...     except ShardError as error:
-        ...         print("is no plain tar file" in str(error))
+        ...         print("is not a plain tar file" in str(error))
         True
     """
 
 
 class MissingShardError(ShardError, FileNotFoundError):
-    """A shard is missing."""
+    """Error for a shard that does not exist."""
 
 
 class ForbiddenShardError(ShardError, PermissionError):
-    """This process may not read a shard."""
+    """Error for a shard that this process may not read."""
 
 
 def missing_or_forbidden(name: str, error: Exception, said: str) -> ShardError | None:
-    """The error to raise if a shard is missing, or this process may not read it; otherwise None.
-
-    Args:
-        name: of the shard.
-        error: what was raised.
-        said: its text, without secrets.
-    """
+    """Convert an error to one of the classes above, by its type or HTTP status; return None for others."""
     status = getattr(error, "status", None)
     if isinstance(error, FileNotFoundError) or status in (404, 410):
         advice = "Check its name. If it was moved or deleted, put it back, or make the dataset again without it"
@@ -236,7 +203,7 @@ def missing_or_forbidden(name: str, error: Exception, said: str) -> ShardError |
 
 
 def local_path(url: str) -> str | None:
-    """Where a URL lies on this machine; None if it does not.
+    """Return the local path of a URL, or None if it is remote.
 
     Example:
         >>> local_path("/data/a.tar"), local_path("file:///data/a.tar"), local_path("s3://bucket/a.tar")
@@ -248,7 +215,7 @@ def local_path(url: str) -> str | None:
 
 
 def host_of(url: str) -> str | None:
-    """The protocol and the host or bucket of a URL; None for a path, and for a host that libraries read differently.
+    """Return protocol and host or bucket of a URL; None for paths, and for hosts that libraries parse differently.
 
     Example:
         >>> host_of("https://me:secret@host:80/a.tar"), host_of("s3://bucket/a.tar"), host_of("/data/a.tar")
@@ -259,14 +226,14 @@ def host_of(url: str) -> str | None:
 
 
 Options = Mapping[str, Any]
-"""For a file system of fsspec."""
+"""Options of an fsspec file system."""
 
 Trust = bool | Mapping[str, Options]
-"""What files may name beside what lies at their own place: True, or URLs and paths, each with storage options."""
+"""True for all places, or URLs and paths, with storage options, where lists may name shards outside their own place."""
 
 
 def trusted(url: str, trust: Trust) -> str | None:
-    """The URL or path in ``trust`` under which a URL lies.
+    """Return the place in ``trust`` that contains a URL, or None.
 
     Example:
         >>> trusted("s3://b/set/a.tar", {"s3://b/set": {}}), trusted("s3://b-2/a.tar", {"s3://b": {}})
@@ -277,7 +244,7 @@ def trusted(url: str, trust: Trust) -> str | None:
 
 
 def normal(path: str) -> str:
-    """A path without ``..``, as the system reads it: the parent of a link is that of the folder that it names.
+    """Return a path without ``..``, resolving links as the system does: the parent of a link is that of its target.
 
     Example:
         >>> normal("/data/./set//")
@@ -287,10 +254,10 @@ def normal(path: str) -> str:
 
 
 def joined(url: str, names: Iterable[str], trust: Trust = False) -> list[str]:
-    """The names in a file as URLs: names that are no URLs lie beside the file.
+    """Resolve the names in a file to URLs, relative to the file's folder.
 
     Raises:
-        ShardError: a name is elsewhere: not below the folder of the file, and no URL of the same host or bucket.
+        ShardError: A name is neither below that folder, nor on the same host or in the same bucket, nor trusted.
 
     Example:
         >>> joined("s3://bucket/set/index.json", ["a.tar", "s3://bucket/b.tar"])
@@ -302,7 +269,7 @@ def joined(url: str, names: Iterable[str], trust: Trust = False) -> list[str]:
     folder = url.partition("?")[0].rpartition("/")[0] if url.startswith("http") else url.rpartition("/")[0]
     folder = normal(folder + "/") if is_here else folder
     for name in names:
-        is_url = "://" in name or "::" in name  # :: joins file systems
+        is_url = "://" in name or "::" in name  # :: chains file systems
         path = local_path(name) if is_here or is_url or os.path.isabs(name) else None
         leaves = re.search(r"[\0-\x1f]|(?<![^/\\])\.\.(?![^/\\?#;])", unquote(unquote(name))) is not None
         if path is not None and "::" not in path:
@@ -324,7 +291,7 @@ def joined(url: str, names: Iterable[str], trust: Trust = False) -> list[str]:
 
 
 def shown(url: str) -> str:
-    """A URL without user, password and query.
+    """Return a URL without user, password and query.
 
     Example:
         >>> shown("https://me:secret@host/a.tar?X-Amz-Signature=abc"), shown("/data/a.tar")
@@ -336,21 +303,21 @@ def shown(url: str) -> str:
 
 
 def redacted(text: str, options: object) -> str:
-    """A text without what must not be shown: values of the options, users and queries in URLs.
+    """Remove secrets from a text: option values, and users and queries of URLs.
 
     Example:
         >>> redacted("no s3cret at http://h/x?sig=1 for me", {"secret": "s3cret"})
         'no *** at http://h/x for me'
     """
-    for secret in _words(options):
+    for secret in _secrets(options):
         text = text.replace(secret, "***")
     return re.sub(r"(://)[^/\s]*@|\?[^\s'\"<>)]*", lambda match: match[1] or "", text)
 
 
-def _words(options: object) -> list[str]:
-    """The texts of nested options that are long enough to be a secret, the longest first."""
+def _secrets(options: object) -> list[str]:
+    """Return the strings in nested options that could be secrets (four characters or more), longest first."""
     if isinstance(options, str):
         return [options] if len(options) >= 4 else []
     values = options.values() if isinstance(options, Mapping) else options
-    found = map(_words, values) if isinstance(values, (ValuesView, list, tuple)) else ()
+    found = map(_secrets, values) if isinstance(values, (ValuesView, list, tuple)) else ()
     return sorted(chain.from_iterable(found), key=len, reverse=True)

@@ -1,31 +1,19 @@
-"""Where the samples of shards lie: found once by a `Format`, kept in a folder, or read from one file beside the shards.
+"""Sample offsets of shards: computed once by a `Format`, then saved in a folder or in one file beside the shards.
 
     Indexes(folder).of(format, url, stat, make) -> {name: array}
-    entries_in(store, url)      -> {URL of a shard: ShardEntry}     one small request
-    index_of(store, entry)      -> the index of a shard             a part of the file, when the shard is first read
-    content(...)                -> the bytes of such a file
+    read_entries(store, url)      -> {URL of a shard: ShardEntry}     one small request
+    read_index(store, entry)      -> the index of a shard             a byte range, when the shard is first read
 
-An index is a few arrays. `dumped` makes bytes of them, which end with their hash: so damage is found, and the index is
-built again.
+An index is a dict of arrays, saved with a hash: damaged ones are built again. In the folder, file names are a hash of
+format, URL, size and tag, so a changed shard has another index. Of the processes that share a folder, one builds an
+index while the others wait for its lock. In a read-only folder, or one without locks, each process builds its own.
 
-In the folder, the name of a file is a hash of the format, the URL, and the size and tag of the shard. So a shard that
-has changed has another index, and two processes that make the same one write the same bytes. A file appears by being
-renamed: half of one is never read. If the folder cannot be written to, indexes are made in memory, with one warning. Of
-the processes that share a folder, one makes an index and the others wait for it. A process that dies loses its lock.
-Where the file system has no locks, each process makes its own.
-
-The file beside the shards:
+The index file of a set of shards has relative names, so both can be copied together. About 40 bytes describe a shard::
 
     mark | version | bytes of the table | bytes of the file | table | indexes, one after the other
 
-The table has the name, size, tag and number of samples of each shard, and where its index ends. That is about 40 bytes
-for a shard. Names are relative to the folder of the file, so shards and file can be copied to another place together.
-A shard is read by its entry only if it has the size and the tag of the entry. Shards that were indexed on a disk have
-no tag there, and tags of two kinds of stores cannot be compared. Then the content of a shard is compared when it is
-first read: each index has a few checksums.
-
-What can go wrong: the shard cannot be indexed (see the formats). A file that is no index file, is damaged or cut, or of
-another version of this library: a `ShardError` that names the file.
+An entry is used only for a shard of the same size and tag. Where tags cannot be compared, as after a copy from disk to
+a store, checksums of parts of the shard are compared when it is first read.
 """
 
 from __future__ import annotations
@@ -51,80 +39,73 @@ from sharded_loader.storage.parts import UNKNOWN, is_same
 from sharded_loader.storage.stores import ObjectStore
 
 Index = dict[str, npt.NDArray[Any]]
-"""Where the samples of one shard lie: arrays by name. "length" says how many samples there are."""
+"""Arrays by name that describe the samples of one shard; "length" is their number."""
 
 VERSION = 9
-"""Of what the formats put into an index, and of index files. Another one makes all of them again."""
+"""Version of the formats' indexes and of index files; other versions are built again."""
 
 NAME = "shards.index"
-"""How the file is called that is looked for beside shards."""
+"""Name of the index file that is looked for beside shards."""
 
 SUFFIX = ".index"
 
 FIRST = 512 << 10
-"""Bytes of the first request: the table of 12,000 shards, and small files whole."""
+"""Bytes of the first request: the table of 12,000 shards, and small files completely."""
 
 _HEAD = struct.Struct("<8sIQQ")
 _MARK = b"\x89SHARDS\n"
 
 
 class Format(Protocol):
-    """How the samples of one shard are found and read; see `Tar` for one.
+    """How to find and read the samples of a shard; see `Tar` for an example.
 
     Attributes:
-        name: of the format; part of the name of each kept index.
-        suffixes: of file names, by which the format is found.
-
-    A format may have an attribute ``scans``: whether `index` reads the whole shard, or only a small part of it, such as
-    a footer. Without it, True.
+        name: unique name, part of the key of each saved index.
+        suffixes: file name suffixes that select this format.
+        scans: optional; False if `index` reads only a small part of a shard, such as a footer.
     """
 
     name: str
     suffixes: tuple[str, ...]
 
     def index(self, file: ShardFile) -> Index:
-        """Arrays that say where the samples lie; "length" says how many there are."""
+        """Return arrays that describe the samples; "length" is their number."""
 
     def read(self, file: ShardFile, index: Index, rows: list[int]) -> list[Any]:
-        """The samples at these rows, in this order."""
+        """Return the samples at ``rows``, in that order."""
 
 
 class Indexes:
-    """The indexes of shards.
-
-    Args:
-        folder: where they are kept.
-    """
+    """Indexes of shards, saved in a folder."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder.expanduser().absolute()  # the process may go to another one
+        self._folder = folder.expanduser().absolute()  # the working directory may change
         self._notices = Notices()
-        self._unkept: dict[Path, Index] = {}  # of shards without a tag; it goes to the workers
+        self._unsaved: dict[Path, Index] = {}  # indexes of shards without a tag; pickled to the workers
 
     def path(self, name: str, url: str, stat: Stat) -> Path:
-        """Where the index of a shard in this format is kept."""
         key = "\0".join((str(VERSION), name, url, str(stat.size), stat.tag))
         return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()[:40]}.arrays"
 
     def of(self, name: str, url: str, stat: Stat, make: Callable[[], Index]) -> Index:
-        """The index of a shard; it is made if there is none."""
+        """Return the index of a shard, calling ``make`` if none is saved."""
         path = self.path(name, url, stat)
-        found = self._unkept.get(path) or load(path)
+        found = self._unsaved.get(path) or load(path)
         if found is not None:
             return found
         if stat.tag.startswith(UNKNOWN):
-            return self._unkept.setdefault(path, make())
+            return self._unsaved.setdefault(path, make())
         with contextlib.ExitStack() as held:
-            with contextlib.suppress(OSError, NotImplementedError):  # a folder that is read-only, or has no locks
+            with contextlib.suppress(OSError, NotImplementedError):  # read-only, or without locks
                 (self._folder / "locks").mkdir(parents=True, exist_ok=True)
                 held.enter_context(lock_at(self._folder / "locks" / path.name[:3]))  # 4,096 locks
-            found = load(path)  # another process may have made it
+            found = load(path)  # saved by another process meanwhile?
             if found is None:
                 found = make()
-                self._keep(path, dumped(found))
+                self._save(path, dumped(found))
         return found
 
-    def _keep(self, path: Path, content: bytes) -> None:
+    def _save(self, path: Path, content: bytes) -> None:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             write_whole(path, content)
@@ -135,13 +116,12 @@ class Indexes:
 
 
 def default_folder() -> Path:
-    """Where indexes are kept: the user's cache folder."""
     home = os.environ.get("XDG_CACHE_HOME") or os.environ.get("LOCALAPPDATA") or os.path.expanduser("~/.cache")
     return Path(home) / "sharded_loader" / "indexes"
 
 
 def load(path: Path) -> Index | None:
-    """An index from its file; None if there is none, or it is damaged."""
+    """Read an index; return None if it is missing or damaged."""
     try:
         return loaded(path.read_bytes())
     except OSError:
@@ -149,7 +129,7 @@ def load(path: Path) -> Index | None:
 
 
 def dumped(index: Index) -> bytes:
-    """An index as bytes, which end with their hash.
+    """Serialize an index, followed by its SHA-256.
 
     Example:
         >>> loaded(dumped({"length": np.array(2)}))
@@ -162,26 +142,21 @@ def dumped(index: Index) -> bytes:
 
 
 def loaded(content: bytes) -> Index | None:
-    """The index of `dumped`; None if the bytes are damaged."""
+    """Parse the bytes of `dumped`; return None if they are damaged."""
     if hashlib.sha256(content[:-32]).digest() != content[-32:]:
         return None
     try:
         with np.load(io.BytesIO(content[:-32]), allow_pickle=False) as found:  # refuses arrays of objects
             return dict(found)
-    except Exception:  # what has the right hash may still be anything
+    except Exception:  # a crafted file may have the right hash
         return None
 
 
 def by_part(where: Int64s, ends: Int64s) -> tuple[Int64s, list[tuple[int, Int64s]]]:
-    """Numbers of samples by the part that they lie in.
+    """Group sample numbers by the part (shard or row group) that contains them.
 
-    Args:
-        where: numbers of samples.
-        ends: of each part, the number of the sample after its last one.
-
-    Returns:
-        The positions in ``where`` in ascending order of the numbers, and in that order for each part its number, and
-        the rows in it.
+    ``ends`` are the cumulative lengths of the parts. Returns the permutation that sorts ``where``, and for each part in
+    that order its number and the rows in it.
 
     Example:
         >>> by_part(np.array([5, 0, 4, 1]), np.array([2, 6]))
@@ -196,7 +171,7 @@ def by_part(where: Int64s, ends: Int64s) -> tuple[Int64s, list[tuple[int, Int64s
 
 
 def in_order(order: Int64s, values: Iterable[object]) -> list[Any]:
-    """Values at their positions.
+    """Undo the permutation of `by_part`: return the list whose item ``order[i]`` is the i-th value.
 
     Example:
         >>> in_order(np.array([1, 2, 0]), "abc")
@@ -209,7 +184,7 @@ def in_order(order: Int64s, values: Iterable[object]) -> list[Any]:
 
 
 def packed(texts: list[str]) -> npt.NDArray[np.uint8]:
-    """Many texts as one array of bytes.
+    """Encode strings as one array of bytes.
 
     Example:
         >>> unpacked(packed(["a", "", "bc"])), unpacked(packed(["a", "", "bc"]), [2, 0])
@@ -222,7 +197,7 @@ def packed(texts: list[str]) -> npt.NDArray[np.uint8]:
 
 
 def unpacked(array: npt.NDArray[np.uint8], which: Iterable[int] | None = None) -> list[str]:
-    """The texts of `packed`, or some of them."""
+    """Decode all strings of `packed`, or those at ``which``."""
     raw = array.view(np.uint8).data if array.dtype.itemsize == 1 else b""  # of no texts: ValueError
     count = int(np.frombuffer(raw[:8], "<i8")[0])
     base = 8 * (count + 2)
@@ -236,15 +211,7 @@ def unpacked(array: npt.NDArray[np.uint8], which: Iterable[int] | None = None) -
 
 
 class ShardEntry(NamedTuple):
-    """What an index file says of a shard.
-
-    Attributes:
-        file: the URL of the index file.
-        format: the name of the format.
-        stat: of the shard, when it was indexed.
-        length: how many samples it has.
-        begin, end: where its index lies in the index file.
-    """
+    """Description of a shard in the index file ``file``, where its index has the byte range ``begin``, ``end``."""
 
     file: str
     format: str
@@ -254,16 +221,16 @@ class ShardEntry(NamedTuple):
     end: int
 
     def describes(self, format: str, stat: Stat) -> bool:
-        """Whether it may be of this version of its shard."""
+        """Return True unless format, size or tag show that the entry is for another version."""
         is_other = is_same(self.stat.tag, stat.tag) is False
         return self.format == format and self.stat.size == stat.size and not is_other
 
 
-def place_of(urls: Sequence[str]) -> str | None:
-    """Where the index file of shards is looked for: in the innermost folder that has them all; None: there is none.
+def index_url(urls: Sequence[str]) -> str | None:
+    """Return the URL of the index file for shards, in their innermost common folder; None if they have none in common.
 
     Example:
-        >>> place_of(["s3://bucket/a/1.tar", "s3://bucket/b/2.tar"]), place_of(["s3://one/1.tar", "s3://two/2.tar"])
+        >>> index_url(["s3://bucket/a/1.tar", "s3://bucket/b/2.tar"]), index_url(["s3://one/1.tar", "s3://two/2.tar"])
         ('s3://bucket/shards.index', None)
     """
     common = "/".join(os.path.commonprefix([url.split("/")[:-1] for url in urls]))  # noqa: RUF071  # by folders
@@ -271,17 +238,16 @@ def place_of(urls: Sequence[str]) -> str | None:
     return f"{common}/{NAME}" if has_one and not any("?" in url for url in urls) else None
 
 
-def entries_in(store: ObjectStore, url: str) -> dict[str, ShardEntry]:
-    """What an index file says of its shards, by their URLs.
+def read_entries(store: ObjectStore, url: str) -> dict[str, ShardEntry]:
+    """Read the table of an index file, by the URLs of its shards.
 
     Raises:
-        ShardError: it is no index file, or it is damaged or of another version. Also a FileNotFoundError or a
-            PermissionError.
+        ShardError: The file is not an index file, damaged, of another version, missing or forbidden.
     """
     content = store.beginning(url, FIRST)
     mark, version, table_size, size = _HEAD.unpack_from(content.ljust(_HEAD.size, b"\0"))
     if mark != _MARK:
-        raise _unusable(url, "is no index file")
+        raise _unusable(url, "is not an index file")
     if version != VERSION:
         raise _unusable(url, f"is an index file of version {version}, and this library reads version {VERSION}")
     begin = _HEAD.size + table_size
@@ -300,13 +266,13 @@ def entries_in(store: ObjectStore, url: str) -> dict[str, ShardEntry]:
         columns = sizes, lengths, begins[:-1] + begin, ends + begin
         rows = zip(tags, *(column.tolist() for column in columns), strict=True)
         entries = [ShardEntry(url, format, Stat(size, tag), *row) for tag, size, *row in rows]
-    except Exception:  # what has the right hash may still be anything
+    except Exception:  # a crafted file may have the right hash
         raise _unusable(url, "is damaged") from None
     return dict(zip(joined(url, names, store.trust), entries, strict=True))
 
 
-def index_of(store: ObjectStore, entry: ShardEntry) -> Index | None:
-    """The index of a shard, out of its index file; None, and a line of the logger, if it is not there any more."""
+def read_index(store: ObjectStore, entry: ShardEntry) -> Index | None:
+    """Read the index of a shard from its index file; return None, with a log line, if that was changed or deleted."""
     try:
         found = loaded(store.ranges(entry.file, [entry.begin], [entry.end])[0])
     except ShardError:
@@ -320,14 +286,7 @@ def index_of(store: ObjectStore, entry: ShardEntry) -> Index | None:
 
 
 def content(url: str, format: str, urls: Sequence[str], stats: Sequence[Stat], found: list[tuple[int, bytes]]) -> bytes:
-    """The bytes of an index file.
-
-    Args:
-        url: where it will lie.
-        format: of the shards.
-        urls, stats: of each shard.
-        found: of each shard: how many samples it has, and its index as `dumped` has made it.
-    """
+    """Return the bytes of an index file for ``url``; ``found`` are the length and `dumped` index of each shard."""
     folder, parts = url.rpartition("/")[0] + "/", [part for _, part in found]
     table = dumped(
         {

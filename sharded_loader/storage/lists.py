@@ -1,22 +1,13 @@
-"""Which shards there are, of which format, and what is known of each before it is read.
+"""Discovery of shards: their names, format, versions, and lengths as far as they are listed.
 
-    find_shards(store, ["s3://bucket/train-*.tar"], None) -> FoundShards(format, urls, stats, lengths, entries)
+    pattern      one list request                           names, sizes, tags
+    URL, path    a request each, or a list of the folder    size, tag
+    .json list   one request                                names, and perhaps lengths
+    .index file  one request                                everything
 
-    pattern      one list of the store                          names, sizes, tags
-    URL, path    a question for each, or a list of the folder   size, tag
-    .json list   a request                                      names; numbers of samples, if they are in the list
-    .index file  a request                                      all of it
-
-If no index file is given, the one beside the shards is used. It describes a shard only if both have the same size and
-tag, as far as tags can be compared. The sizes and tags of other shards are asked for.
-
-Known lists of shards are MosaicML's ``index.json``, the lists of WebDataset's ``wids``, and a plain JSON list of names.
-Names that are no URLs lie beside the list. A list may name other places only if the user trusts these (`joined`).
-
-What can go wrong: a shard that is missing or must not be read (`ShardError`, also a FileNotFoundError or
-PermissionError). A file that is no list of shards, or a list of compressed ones (`ShardError`). A format that is
-unknown, or file names that do not tell one format (ValueError). An index file that cannot be used: a `ShardError` if
-it was given, a warning if it only lies there.
+An index file beside the shards is used even if it is not named. It describes only shards of the same size and tag, as
+far as tags can be compared. Known JSON lists are MosaicML's ``index.json``, those of WebDataset's ``wids``, and plain
+arrays of names. Relative names are resolved against the list; names elsewhere must be trusted (`joined`).
 """
 
 from __future__ import annotations
@@ -31,29 +22,28 @@ from typing import Any, NamedTuple
 
 from sharded_loader.extend.tools import path_of, warn
 from sharded_loader.storage.files import ShardError, Stat, Trust, joined, local_path, local_stat, normal, shown
-from sharded_loader.storage.indexes import SUFFIX, Format, ShardEntry, entries_in, place_of
+from sharded_loader.storage.indexes import SUFFIX, Format, ShardEntry, index_url, read_entries
 from sharded_loader.storage.records import MDS, Lines, RecordIO
-from sharded_loader.storage.stores import ObjectStore, existing, is_pattern
+from sharded_loader.storage.stores import ObjectStore, existing_prefix, is_pattern
 from sharded_loader.storage.tables import Arrow, Parquet
 from sharded_loader.storage.tar import Tar
 
 Place = str | os.PathLike[str]
-"""A URL or a path."""
+"""URL or path."""
 
 LIST_SUFFIX = ".json"
 
 UNCOUNTED = -1
-"""The length of a shard whose samples were not counted yet."""
+"""Length of a shard whose samples have not been counted."""
 
 
 class FoundShards(NamedTuple):
-    """Shards, in their order.
+    """Shards in order, with their common format.
 
     Attributes:
-        format: of all of them.
-        stats: size and tag of each, by its URL.
-        lengths: how many samples each has, as far as it is known without reading it; `UNCOUNTED`.
-        entries: what an index file says of some of them, by their URLs.
+        stats: version of each shard, by its URL.
+        lengths: number of samples of each, or `UNCOUNTED`.
+        entries: descriptions from an index file, by URL; perhaps not of all.
     """
 
     format: Format
@@ -63,27 +53,27 @@ class FoundShards(NamedTuple):
 
 
 def find_shards(store: ObjectStore, patterns: Iterable[Place], format: str | Format | None) -> FoundShards:
-    """The shards that patterns, names and lists mean.
+    """Find the shards that patterns, names and lists refer to.
 
     Raises:
-        ShardError: see above.
-        ValueError: there are none, or their format is not known.
+        ShardError: A shard is missing or forbidden, or a list or named index file cannot be used.
+        ValueError: There are no shards, or their format is unknown.
     """
     stats: dict[str, Stat | None] = {}
     counts: dict[str, int] = {}
     entries: dict[str, ShardEntry] = {}
-    names = list(chain.from_iterable(named_by(absolute(os.fsdecode(pattern))) for pattern in patterns))
-    store.give(names)
+    names = list(chain.from_iterable(expand_names(absolute(os.fsdecode(pattern))) for pattern in patterns))
+    store.limit_options(names)
     for name in names:
         named: Mapping[str, Stat | None] = store.find(name) if is_pattern(name) else {name: None}
-        store.give(named)
+        store.limit_options(named)
         for url, stat in named.items():
             if shown(url).endswith(SUFFIX):
-                entries.update(entries_in(store, url))
+                entries.update(read_entries(store, url))
                 stats.update(dict.fromkeys(entries))
             elif shown(url).endswith(LIST_SUFFIX):
                 stat = stat or store.stat(url)
-                listed = urls_in(url, store.ranges(url, [0], [stat.size], stat)[0], store.trust)
+                listed = parse_list(url, store.ranges(url, [0], [stat.size], stat)[0], store.trust)
                 counts.update({absolute(name): count for name, count in listed.items()})
                 stats.update(dict.fromkeys(counts))
             else:
@@ -97,7 +87,7 @@ def find_shards(store: ObjectStore, patterns: Iterable[Place], format: str | For
     stats.update(zip(unknown, store.stats(unknown), strict=True))
     stats.update({url: local_stat(path) for url in stats if (path := local_path(url)) is not None})
     found = {url: stat or entries[url].stat for url, stat in stats.items()}
-    # If tags tell nothing, the content of a shard is compared later.
+    # If tags cannot be compared, contents are, at the first read.
     fitting = {url: entry for url, entry in entries.items() if url in found and entry.describes(kind.name, found[url])}
     others = [url for url in found if url not in fitting]
     if entries and others:
@@ -110,37 +100,31 @@ def find_shards(store: ObjectStore, patterns: Iterable[Place], format: str | For
 
 
 def _entries_beside(store: ObjectStore, urls: Sequence[str]) -> dict[str, ShardEntry]:
-    """What the index file beside shards says, if there is one that can be used."""
-    place = place_of(urls)
+    """Read the index file beside shards, if there is a usable one."""
+    place = index_url(urls)
     if place is None:
         return {}
     try:
-        return entries_in(store, place)
-    except (FileNotFoundError, PermissionError):  # S3 forbids what is missing, where lists are forbidden
+        return read_entries(store, place)
+    except (FileNotFoundError, PermissionError):  # S3 answers 403 for missing files where lists are forbidden
         return {}
     except ShardError as error:
         warn(f"{error}. Until then, shards are indexed one by one")
         return {}
 
 
-def named_by(url: str) -> list[str]:
-    """The names and patterns that a name with numbers in braces means, such as ``{000..012}``.
-
-    On this machine, braces that are part of an existing name are that name.
-    """
-    begin = existing(url, "{") if local_path(url) is not None else ""
+def expand_names(url: str) -> list[str]:
+    """Expand number ranges such as ``{000..012}``, except braces in names of existing local files."""
+    begin = existing_prefix(url, "{") if local_path(url) is not None else ""
     return [begin + end for end in expanded(url[len(begin) :])]
 
 
 MOST_NAMES = 1_000_000
-"""That braces may mean: more are a mistake, and would fill the memory."""
+"""Maximum number of names from braces: more are a mistake, and would fill the memory."""
 
 
 def expanded(text: str) -> list[str]:
-    """A text with each number that its braces name; the first number has as many digits as all.
-
-    Raises:
-        ValueError: they are more than `MOST_NAMES`.
+    """Expand the number ranges in braces (ValueError above `MOST_NAMES`); the first number sets the width.
 
     Example:
         >>> expanded("{08..10}.tar"), expanded("{0..1}{0..1}"), expanded("{a}")
@@ -156,7 +140,7 @@ def expanded(text: str) -> list[str]:
 
 
 def absolute(url: str) -> str:
-    """A path as it is from any folder; another URL as it is."""
+    """Make a local path absolute; return other URLs unchanged."""
     if local_path(url) is None:
         return url
     from fsspec.implementations.local import LocalFileSystem
@@ -164,12 +148,8 @@ def absolute(url: str) -> str:
     return path_of(LocalFileSystem, url)
 
 
-def places_of(trust: Any) -> Trust:
-    """What the user trusts, as places with their options.
-
-    Raises:
-        TypeError: it is no place.
-    """
+def parse_trust(trust: Any) -> Trust:
+    """Normalize ``trust`` to places with storage options. Raise TypeError if it contains anything else."""
     if isinstance(trust, bool):
         return trust
     trust = [trust] if isinstance(trust, (str, os.PathLike)) else trust
@@ -178,18 +158,14 @@ def places_of(trust: Any) -> Trust:
         named = {absolute(os.fspath(place)): dict(options) for place, options in places.items()}
         return {place if local_path(place) is None else normal(place): named[place] for place in named}
     except (TypeError, ValueError):
-        raise TypeError("trust is no URL or path, no list of them, and no dict of storage options by them") from None
+        raise TypeError("trust must be a URL or path, a list of them, or a dict from them to storage options") from None
 
 
 FORMATS: tuple[type[Format], ...] = (Tar, Parquet, Arrow, MDS, RecordIO, Lines)
 
 
 def format_of(format: str | Format | None, urls: Sequence[str]) -> Format:
-    """The format that was named, or the one of the file names.
-
-    Raises:
-        ValueError: it is unknown, or the shards are of several formats.
-    """
+    """Return the format by its name, or by the suffixes of the shards; raise ValueError if that is impossible."""
     kinds = {kind.name: kind for kind in FORMATS}
     if isinstance(format, str):
         if format not in kinds:
@@ -206,28 +182,24 @@ def format_of(format: str | Format | None, urls: Sequence[str]) -> Format:
     return kind()
 
 
-def urls_in(url: str, content: bytes, trust: Trust = False) -> dict[str, int]:
-    """The shards that a file lists, and how many samples each has; `UNCOUNTED` if the list does not say it.
-
-    Raises:
-        ShardError: it lists none that can be read, or one elsewhere that is not trusted (`joined`).
+def parse_list(url: str, content: bytes, trust: Trust = False) -> dict[str, int]:
+    """Parse a list of shards: URLs and lengths, `UNCOUNTED` if missing. Raise `ShardError` if it cannot be used.
 
     Example:
-        >>> urls_in("s3://bucket/set/index.json", b'["a.tar", "s3://bucket/b.tar"]')
+        >>> parse_list("s3://bucket/set/index.json", b'["a.tar", "s3://bucket/b.tar"]')
         {'s3://bucket/set/a.tar': -1, 's3://bucket/b.tar': -1}
     """
     try:
         shards = _shards(json.loads(content))
     except (ArithmeticError, AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         advice = "give a JSON list of names, the index.json of MosaicML, or a list of WebDataset's wids"
-        raise ShardError(f"{shown(url)} is no list of shards ({type(error).__name__}: {error}): {advice}") from None
+        raise ShardError(f"{shown(url)} is not a list of shards ({type(error).__name__}: {error}): {advice}") from None
     if not shards:
         raise ShardError(f"{shown(url)} lists no shards")
     return dict(zip(joined(url, [name for name, _ in shards], trust), [count for _, count in shards], strict=True))
 
 
 def _shards(listed: Any) -> list[tuple[str, int]]:
-    """The names of shards in a list, as it was parsed, and their numbers of samples."""
     if isinstance(listed, list):
         shards = [(name, UNCOUNTED) for name in listed]
     elif "shardlist" in listed:  # of WebDataset's wids
@@ -237,7 +209,7 @@ def _shards(listed: Any) -> list[tuple[str, int]]:
             raise ValueError("its shards are compressed, or of several files each: decompress them first")
         shards = [(shard["raw_data"]["basename"], int(shard.get("samples", UNCOUNTED))) for shard in listed["shards"]]
     if not all(isinstance(name, str) for name, _ in shards):
-        raise TypeError("a name is no string")
+        raise TypeError("a name is not a string")
     if not all(UNCOUNTED <= count < 1 << 48 for _, count in shards):
         raise ValueError("a number of samples is impossible")
     return shards

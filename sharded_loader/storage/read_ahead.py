@@ -1,30 +1,21 @@
-"""Fetches the shards of a cache in the order in which they will be needed, before they are.
+"""Prefetching of shards into a cache, in reading order.
 
-    needs(number) -> shards           of a batch: the loader's own order, read a second time
-    position() -> number | None       the batch that the user receives next; None: this epoch is not read any more
-    later(number) -> shards           of a batch of the next epoch
+One thread of a `ReadAhead` looks at the order of the coming batches and moves them through two queues:
 
-A `ReadAhead` runs a thread that looks at the batches to come and keeps three lines of them:
+    looked at  -->  requested, as far as their shards fit into the cache  -->  passed by the user
 
-    looked at  -->  asked for, as far as their shards fit into the cache  -->  passed by the user
+Others download requested shards, with about `MAX_REQUESTS` requests in total. The shards of the first batch come alone;
+until the user has that batch, only `EARLY_DOWNLOADS` more are downloaded at a time.
 
-Other threads fetch what is asked for: at most `IN_ALL` shards at a time, and fewer if a shard is fetched in several
-pieces, so that about `IN_ALL` requests run side by side. The first batch waits for its shards, so these come alone:
-no other shard is asked for until they are there, and only `EARLY` at a time until the user has the batch.
+The cache is told which shards are needed (they stay), and when a passed shard is needed next, in this epoch or the
+following one. So it can evict the shard that is needed last, which is optimal (L. A. Belady, 1966). If all shards fit,
+the next epoch is not examined.
 
-The cache learns which shards are needed (they stay), which were passed, and when a passed shard will be needed again,
-in this epoch or in the next. So the cache can delete the shard that is needed last. That is the best rule there is
-(L. A. Belady, 1966). If the cache has room for all shards, the next epoch is not looked at.
+Readers that share a cache get equal shares of its space. They count each other every second, by files in a register
+that each of them touches, and give up what they need last if others have joined.
 
-Several readers may use one cache, each with its own shards. Each takes the same share of the room. Once a second, it
-looks how many there are. If others have come, it gives back what it needs last. The register of readers is a folder
-with a file for each, which the reader touches at each look, and deletes when it ends. A file that was not touched for
-`GONE` seconds is of a dead reader, and the next look of another one deletes it.
-
-A worker that needs a shard earlier fetches the shard itself. It waits only if the shard is being fetched already.
-
-All threads are daemons. They end with `stop`, with the epoch, or when the epoch is not read any more. Errors are not
-raised here: the reader of the shard meets them.
+Workers fetch a shard themselves if they need it earlier, unless it is being downloaded. All threads are daemons and end
+with `stop`, or with the epoch. Errors are not raised here: the reader of the shard will meet them.
 """
 
 from __future__ import annotations
@@ -42,55 +33,53 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from sharded_loader.extend.tools import host_clock, processes_here, warn
-from sharded_loader.storage.stores import CONNECTIONS, IN_ALL, pieces_of
+from sharded_loader.storage.stores import CONNECTIONS, MAX_REQUESTS, piece_count
 
 if TYPE_CHECKING:
     from sharded_loader.storage.dataset import Shards
 
-PAUSE = 0.005
-"""Seconds between two looks at the position."""
+POLL_SECONDS = 0.005
+"""Seconds between checks of the position."""
 
-YOUNG = 1.0
-"""Seconds after which the shards that are needed are marked as needed again."""
+RENEW_SECONDS = 1.0
+"""Seconds between renewals of the protection of needed shards."""
 
-LOOKS = 50
-"""Batches that are looked at between two looks at the position: 0.5 to 3 ms."""
+LOOKAHEAD_BATCHES = 50
+"""Batches to look at between two checks of the position: 0.5 to 3 ms."""
 
-EARLY = 2
-"""Shards that are fetched at a time while the first batch is made: 16 at a time cost it 60 ms on two cores."""
+EARLY_DOWNLOADS = 2
+"""Concurrent downloads during the first batch: 16 delayed it by 60 ms on two cores."""
 
 MOST_USES = 200_000
-"""How far the thread looks at most: uses of shards by batches, about 100 bytes each."""
+"""Limit of the lookahead: uses of shards by batches, about 100 bytes each."""
 
-GONE = 10.0
-"""Seconds without a look, after which a reader is dead. On a machine that runs far more than it has cores for, a look
-was up to 6 seconds late."""
+DEAD_SECONDS = 10.0
+"""Seconds after which a silent reader counts as dead: renewals were up to 6 s late on a heavily oversubscribed
+machine."""
 
 Needs = Callable[[int], "Sequence[int] | None"]
-"""The shards of a batch, by its number; None after the last batch."""
+"""Function from a batch number to its shards, or None after the last batch."""
 
 
 class _Batch(NamedTuple):
-    """A batch and the shards that it needs. The numbers of the next epoch go on from those of this one."""
+    """Batch with its shards. Numbers continue into the next epoch."""
 
     number: int
     shards: set[int]
 
 
 class _ShardPlan:
-    """Which shards are needed now, and when the others will be.
+    """Plan of which shards are needed now, and when the others will be.
 
-    Args:
-        sizes: of the shards.
-        order: numbers of batches, and the shards that they need: of this epoch, and then of the next.
-        let_go: called with a shard that is not needed now, and the number of the batch that needs it again.
+    ``order`` yields batch numbers and their shards, in this epoch and then the next. ``let_go`` is called with a shard
+    that is not needed now, and the number of the batch that uses it next.
 
     Attributes:
-        room: bytes that the needed shards may have together. Those of the first batch always fit.
-        end: the first number of the next epoch; None: not known yet.
-        needed: shards that the window needs. Only one thread changes it.
-        looked, window: what was looked at and is not asked for; what is asked for and not passed.
-        uses: of shards by batches, in both lines.
+        room: maximum bytes of the needed shards; those of the first batch always fit.
+        end: first batch number of the next epoch, or None while unknown.
+        needed: shards of the batches in ``window``; changed by one thread only.
+        looked, window: batches not yet requested; batches requested and not yet passed.
+        uses: number of uses of shards by batches in both queues.
     """
 
     def __init__(
@@ -104,31 +93,30 @@ class _ShardPlan:
         self.end: int | None = None
         self.needed = set[int]()
         self.looked, self.window = deque[_Batch](), deque[_Batch]()
-        self.uses = self._returns = self._used = 0  # the last one: bytes of what is needed
-        self._coming: defaultdict[int, deque[int]] = defaultdict(deque)  # by shard, the batches that need it
+        self.uses = self._returns = self._used = 0  # _used: bytes of the needed shards
+        self._next_uses: defaultdict[int, deque[int]] = defaultdict(deque)  # shard -> batches that will use it
 
     def size_of(self, shards: Iterable[int]) -> int:
         return sum(map(self._sizes.__getitem__, shards))
 
     def look(self) -> bool:
-        """Look at the next batch of the order. Returns whether there is one."""
+        """Look at the next batch of the order. Return False at its end."""
         number, shards = next(self._order, (0, None))
         if shards is None:
             return False
         found = _Batch(number, set(shards))
         for shard in found.shards:
-            if not self._coming[shard]:
-                self._let_go(shard, number)  # it may lie in the cache
-            self._coming[shard].append(number)
+            if not self._next_uses[shard]:
+                self._let_go(shard, number)  # it may be in the cache
+            self._next_uses[shard].append(number)
         self.uses += len(found.shards)
         self.looked.append(found)
         return True
 
     def take(self, is_busy: bool) -> set[int] | None:
-        """The shards of the next batch that were not needed before; None if there is none, or no room for it.
+        """Move the next batch into the window, if there is room, and return its shards that were not needed before.
 
-        Args:
-            is_busy: no batch beside another one may be taken yet.
+        While ``is_busy``, only an empty window accepts a batch.
         """
         if not self.looked or (self.end is not None and self.looked[0].number >= self.end):
             return None
@@ -142,24 +130,24 @@ class _ShardPlan:
         return new
 
     def give_back(self) -> None:
-        """Give back what there is no room for. It is taken again later."""
+        """Move batches for which there is no room back from the window."""
         while self._used > self.room and len(self.window) > 1:
             self.looked.appendleft(self.window.pop())
             for shard in self.looked[0].shards:
                 self._drop_unless_needed(shard)
 
     def pass_by(self, now: int) -> int | None:
-        """Let the shards go that were needed by batches before ``now`` alone.
+        """Release the shards that only batches before ``now`` have needed.
 
-        Returns:
-            When this epoch comes back to a shard that was let go, for the n-th time of n shards: to which batch.
+        If as many shards as there are have been released and come back in this epoch, return the batch that uses the
+        last one.
         """
         back_to = None
         while self.window and self.window[0].number < now:
             shards = self.window.popleft().shards
             self.uses -= len(shards)
             for shard in shards:
-                self._coming[shard].popleft()
+                self._next_uses[shard].popleft()
                 again = self._drop_unless_needed(shard)
                 if again is not None and (self.end is None or again < self.end):
                     self._returns += 1
@@ -167,8 +155,8 @@ class _ShardPlan:
         return back_to
 
     def _drop_unless_needed(self, shard: int) -> int | None:
-        """Let a shard go if no batch of the window needs it. Returns which batch needs it again."""
-        again = next(iter(self._coming[shard]), None)
+        """Release a shard that no batch of the window uses. Return the next batch that uses it."""
+        again = next(iter(self._next_uses[shard]), None)
         if again is not None and self.window and again <= self.window[-1].number:
             return None
         self.needed.discard(shard)
@@ -178,41 +166,30 @@ class _ShardPlan:
 
 
 class ReadAhead:
-    """Fetches the shards of one epoch ahead of the position.
-
-    Args:
-        shards: with a cache.
-        needs: the order of this epoch.
-        position: see above.
-        later: the order of the next epoch, from 0 on.
-
-    Attributes:
-        error: the last one, of a fetch or of the order, which has ended the thread; None: nothing has gone wrong.
-    """
+    """Threads that prefetch the shards of one epoch. ``error`` is the last exception that occurred in any of them."""
 
     def __init__(self, shards: Shards, needs: Needs, position: Callable[[], int | None], later: Needs) -> None:
         assert shards.cache is not None
         self._shards, self._cache, self._position = shards, shards.cache, position
-        self._facts = list(zip(shards.urls, shards.stats, strict=True))  # as they were when the epoch began
+        self._versions = list(zip(shards.urls, shards.stats, strict=True))  # at the start of the epoch
         sizes = [stat.size for stat in shards.stats]
         self._plan = _ShardPlan(sizes, self._order(needs, later), self._let_go)
-        self._whole = sum(sizes)
-        self._in_progress: set[int] = set()  # shards that are queued for download, or are being downloaded
-        self._has_first = False  # whether the shards of the first batch are there
+        self._total_bytes = sum(sizes)
+        self._in_progress: set[int] = set()  # queued or running downloads
+        self._has_first = False  # True once the shards of the first batch are cached
         self.error: Exception | None = None
         self._stopped = threading.Event()
-        self._wanted: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        at_once = IN_ALL // max(1, min(pieces_of(self._whole // max(1, len(sizes))), CONNECTIONS))
+        self._requests: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        at_once = MAX_REQUESTS // max(1, min(piece_count(self._total_bytes // max(1, len(sizes))), CONNECTIONS))
         self._threads = [threading.Thread(target=self._fetch_all, daemon=True) for _ in range(at_once)]
-        self._threads.append(threading.Thread(target=self._walk, name="sharded_loader-read-ahead", daemon=True))
+        self._threads.append(threading.Thread(target=self._run, name="sharded_loader-read-ahead", daemon=True))
 
     def start(self) -> None:
-        """Begin."""
         for thread in self._threads:
             thread.start()
 
     def stop(self, timeout: float = 1.0) -> None:
-        """End; what is being fetched is waited for no longer than ``timeout`` seconds."""
+        """End the threads; wait at most ``timeout`` seconds for downloads in progress."""
         self._stopped.set()
         until = host_clock.now() + timeout
         for thread in self._threads:
@@ -220,7 +197,7 @@ class ReadAhead:
                 thread.join(max(0.0, until - host_clock.now()))
 
     def _fetch_all(self) -> None:
-        while (shard := self._wanted.get()) is not None:
+        while (shard := self._requests.get()) is not None:
             try:
                 self._fetch(shard)
             except Exception as error:
@@ -228,7 +205,7 @@ class ReadAhead:
             self._in_progress.discard(shard)
 
     def _fetch(self, shard: int) -> None:
-        (url, stat), fetch = self._facts[shard], self._shards.store.fetch
+        (url, stat), fetch = self._versions[shard], self._shards.store.fetch
 
         def is_wanted() -> bool:
             return shard in self._plan.needed and not self._stopped.is_set()
@@ -236,13 +213,13 @@ class ReadAhead:
         self._cache.prepare(url, stat, lambda to: fetch(url, to, stat, is_waited_for=not self._has_first), is_wanted)
 
     def _let_go(self, shard: int, again: int | None) -> None:
-        self._cache.let_go(*self._facts[shard], again)
+        self._cache.let_go(*self._versions[shard], again)
 
-    def _ask_for(self, shards: Iterable[int]) -> None:
+    def _request_shards(self, shards: Iterable[int]) -> None:
         for shard in shards:
-            if not self._cache.keep(*self._facts[shard]) and shard not in self._in_progress:
+            if not self._cache.keep(*self._versions[shard]) and shard not in self._in_progress:
                 self._in_progress.add(shard)
-                self._wanted.put(shard)
+                self._requests.put(shard)
 
     def _order(self, needs: Needs, later: Needs) -> Iterator[tuple[int, Iterable[int]]]:
         number = self._position() or 0
@@ -250,61 +227,61 @@ class ReadAhead:
             yield number, shards
             number += 1
         self._plan.end = number
-        for ahead in count():  # of the next epoch; not if the cache has room for all shards
-            found = later(ahead) if self._whole > self._plan.room else None
+        for ahead in count():  # the next epoch, unless the cache has room for all shards
+            found = later(ahead) if self._total_bytes > self._plan.room else None
             if found is None:
                 return
             yield number + ahead, found
 
-    def _walk(self) -> None:
+    def _run(self) -> None:
         try:
             with nullcontext(lambda: 1) if self._cache.read_only else reading(self._cache.folder / "readers") as count:
-                self._walk_on(count)
-        except Exception as error:  # an order that cannot be read twice: each shard is fetched when it is needed
+                self._follow_order(count)
+        except Exception as error:  # the order cannot be read twice: shards are fetched on demand
             self.error = error
         finally:
             for shard in self._plan.needed:
                 self._let_go(shard, 0)
             for _ in self._threads:
-                self._wanted.put(None)
+                self._requests.put(None)
 
-    def _walk_on(self, count: Callable[[], int]) -> None:
+    def _follow_order(self, count: Callable[[], int]) -> None:
         plan, first, young, readers = self._plan, self._position(), -math.inf, 1
         while first is not None and not self._stopped.is_set():
             now = self._position()
             if now is None:
                 return
-            if host_clock.now() - young > YOUNG:
+            if host_clock.now() - young > RENEW_SECONDS:
                 young, before, readers = host_clock.now(), readers, count()
-                # What was asked for beyond the share of this reader is asked for later. One may be between two epochs.
+                # The larger of two counts: a reader may be between two epochs.
                 plan.room = self._cache.max_bytes // max(before, readers, processes_here())
                 plan.give_back()
-                self._ask_for(list(plan.needed))  # others may have deleted it
-            if plan.window and plan.window[0].number < now:  # a worker fetched it
+                self._request_shards(list(plan.needed))  # other processes may have evicted some
+            if plan.window and plan.window[0].number < now:  # the user has the first batch
                 self._has_first = True
             if (back_to := plan.pass_by(now)) is not None:
                 self._warn_of_returns(back_to)
-            for _ in range(LOOKS):
+            for _ in range(LOOKAHEAD_BATCHES):
                 if plan.uses > MOST_USES or not plan.look():
                     break
-                self._ask(now > first)
-            self._ask(now > first)
+                self._request_batches(now > first)
+            self._request_batches(now > first)
             if not plan.window and plan.end is not None and (not plan.looked or plan.looked[0].number >= plan.end):
                 return
-            self._stopped.wait(PAUSE)
+            self._stopped.wait(POLL_SECONDS)
 
-    def _ask(self, has_begun: bool) -> None:
-        """Have the shards of the next batches fetched, as far as there is room; ``has_begun``: the user has a batch."""
+    def _request_batches(self, has_begun: bool) -> None:
+        """Request the shards of the next batches that fit; ``has_begun``: the user has received a batch."""
         self._has_first = self._has_first or bool(self._plan.window and not self._in_progress)
         while True:
-            is_busy = not self._has_first or (not has_begun and len(self._in_progress) >= EARLY)
+            is_busy = not self._has_first or (not has_begun and len(self._in_progress) >= EARLY_DOWNLOADS)
             new = self._plan.take(is_busy)
             if new is None:
                 return
-            self._ask_for(new)
+            self._request_shards(new)
 
     def _warn_of_returns(self, number: int) -> None:
-        """Say that the cache is too small for the order, which comes back to the shards of this batch."""
+        """Warn that the cache is too small: the order returns to the evicted shards of this batch."""
         between = {shard for batch in self._plan.looked if batch.number <= number for shard in batch.shards}
         needs = f"{self._plan.size_of(between | self._plan.needed):,} bytes of shards at once"
         text = f"the order returns to shards that had to go: it needs {needs}, and {self._cache.limit_text}"
@@ -312,15 +289,12 @@ class ReadAhead:
         warn(f"{text}. So shards are fetched again and again. {advice}")
 
 
-# -- who reads ahead into one cache, in all processes ------------------------------------------------------------------
+# -- register of the readers of one cache, in all processes ------------------------------------------------------------
 
 
 @contextmanager
 def reading(folder: Path) -> Iterator[Callable[[], int]]:
-    """Be in the register inside the block, which calls the function that it gets each second.
-
-    Args:
-        folder: of the register. It is made if it does not exist.
+    """Register a reader inside the block, which calls the yielded function every second to count all readers.
 
     Example:
         >>> import tempfile
@@ -334,14 +308,13 @@ def reading(folder: Path) -> Iterator[Callable[[], int]]:
     mine = folder / uuid.uuid4().hex
 
     def count() -> int:
-        """The readers, this one included."""
         found = 1
-        with suppress(OSError):  # another program deletes the folder, or it cannot be written to
+        with suppress(OSError):  # the folder is being deleted, or not writable
             folder.mkdir(parents=True, exist_ok=True)
             mine.touch()
             for other in folder.iterdir():
-                with suppress(FileNotFoundError):  # it has ended at this moment
-                    lives = time.time() - other.stat().st_mtime < GONE
+                with suppress(FileNotFoundError):  # the other reader has just ended
+                    lives = time.time() - other.stat().st_mtime < DEAD_SECONDS
                     found += lives and other != mine
                     if not lives:
                         other.unlink()

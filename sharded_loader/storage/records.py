@@ -1,24 +1,16 @@
-"""Shards whose samples lie one after the other: RecordIO, MDS of MosaicML's streaming library, and lines of text.
+"""Shards of consecutive samples: RecordIO, MDS of MosaicML's streaming library, and lines of text.
 
-    RecordIO().read(file, index, rows) -> [b"...", ...]
-    MDS().read(file, index, rows)      -> [{"image": b"...", "label": 3}, ...]
-    Lines().read(file, index, rows)    -> ["...", ...]
+An index has the offset of each sample and the end of the last one, so a sample is one byte range.
 
-The index has the offset of each sample, and the end of the last one. So a sample is one part of the file.
-
-Records are those of MXNet and of `sharded_loader.recordio`. Their index is made by reading the headers; ``.idx`` files
-are not looked at. An MDS file begins with a table::
+RecordIO shards are those of MXNet and of `sharded_loader.recordio`, indexed by their record headers; ``.idx`` files are
+ignored. An MDS sample is a dict of its columns. Pickled columns are rejected, because unpickling runs code from the
+shard. An MDS file is::
 
     uint32 count | uint32 offsets[count + 1] | JSON: names, encodings, sizes | samples
-    sample: uint32 sizes of the columns that have no fixed one | the columns' bytes
+    sample: uint32 sizes of the columns without a fixed size | the columns' bytes
 
-A sample of MDS is a dict of its columns. Pickled columns are not read, because reading them runs code from the shard.
-
-A line is the text up to a line end (LF or CR LF) or the end of the file. Line ends are found in one pass over the file.
-An empty line is a sample, an empty file has none.
-
-What can go wrong: no such file, damage, an encoding that is unknown, a compressed shard, sizes or values that do not
-fit their bytes. All are a `ShardError`, which names the sample, the offset or the byte.
+A line ends with LF, CR LF or the file; empty lines are samples. Missing, damaged or compressed shards and unknown
+encodings are a `ShardError` that names the sample or byte offset.
 """
 
 from __future__ import annotations
@@ -40,7 +32,7 @@ from sharded_loader.storage.tar import COMPRESSED
 
 
 def _samples_at(file: ShardFile, index: Index, rows: list[int]) -> Iterator[tuple[int, int, int, bytes]]:
-    """For each row its number, where its sample begins and ends, and the bytes of the sample."""
+    """Yield row, begin, end and bytes of each sample."""
     offsets, where = index["offsets"], np.array(rows, np.int64)
     begins, ends = offsets[where].tolist(), offsets[where + 1].tolist()
     return zip(rows, begins, ends, file.ranges(begins, ends), strict=True)
@@ -50,14 +42,13 @@ def _samples_at(file: ShardFile, index: Index, rows: list[int]) -> Iterator[tupl
 
 
 class RecordIO:
-    """The format of ``.rec`` shards."""
+    """Format of ``.rec`` shards; a sample is the bytes of a record."""
 
     name = "records"
     suffixes: tuple[str, ...] = (".rec",)
     scans = True
 
     def index(self, file: ShardFile) -> Index:
-        """The offset of each record, and the end of the file."""
         try:
             with file.stream() as stream:
                 offsets = scan_records(RecordBytes(file.name, file.size), stream)
@@ -66,7 +57,6 @@ class RecordIO:
         return {"offsets": np.array([*offsets, file.size], np.int64), "length": np.array(len(offsets))}
 
     def read(self, file: ShardFile, index: Index, rows: list[int]) -> list[bytes]:
-        """The records at these rows of the shard."""
         records = []
         for _, begin, end, part in _samples_at(file, index, rows):
             try:
@@ -88,18 +78,17 @@ _DTYPES = {
     for width in (8, 16, 32, 64)
     for number, kind in enumerate(("uint", "int") if width == 8 else ("uint", "int", "float"))
 }
-"""The dtypes of scalars, by the first byte of an array that says its dtype."""
+"""dtypes of scalars, by the code at the beginning of an array with its own dtype."""
 
 
 class MDS:
-    """The format of ``.mds`` shards."""
+    """Format of ``.mds`` shards."""
 
     name = "mds"
     suffixes: tuple[str, ...] = (".mds",)
     scans = False
 
     def index(self, file: ShardFile) -> Index:
-        """Where each sample lies, and what its columns are."""
         offset = 0
         try:
             [head] = file.ranges([0], [file.guess])
@@ -124,7 +113,7 @@ class MDS:
             packed_names = packed(names)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             advice = "give its format, decompress it, or copy it again"
-            raise ShardError(f"{file.name} is no MDS file ({error}; byte {offset}): {advice}") from None
+            raise ShardError(f"{file.name} is not an MDS file ({error}; byte {offset}): {advice}") from None
         return {
             "offsets": offsets,
             "names": packed_names,
@@ -134,7 +123,6 @@ class MDS:
         }
 
     def read(self, file: ShardFile, index: Index, rows: list[int]) -> list[dict[str, object]]:
-        """The samples at these rows of the shard."""
         names, fixed = unpacked(index["names"]), index["sizes"].tolist()
         decoders = [decoder(encoding, file.name) for encoding in unpacked(index["encodings"])]
         samples = []
@@ -152,7 +140,7 @@ class MDS:
 
 
 def _cut(data: bytes, fixed: list[int]) -> list[bytes]:
-    """The bytes of each column of a sample; -1 stands for a size that the sample has at its beginning."""
+    """Split a sample into the bytes of its columns; size -1 stands for one that is stored in the sample."""
     free = fixed.count(-1)
     given = iter(np.frombuffer(data, "<u4", free).tolist())
     ends = np.cumsum([4 * free, *(next(given) if size < 0 else size for size in fixed)]).tolist()
@@ -162,11 +150,7 @@ def _cut(data: bytes, fixed: list[int]) -> list[bytes]:
 
 
 def decoder(encoding: str, name: str) -> Callable[[bytes], object]:
-    """What makes a value of the bytes of a column.
-
-    Args:
-        encoding: as the shard names it.
-        name: of the shard, for errors.
+    """Return the function that decodes a column's bytes; ``name`` is the shard, for errors.
 
     Example:
         >>> decoder("int", "x.mds")((7).to_bytes(8, "little")), decoder("ndarray:uint8:2,1", "x.mds")(b"ab").tolist()
@@ -182,7 +166,7 @@ def decoder(encoding: str, name: str) -> Callable[[bytes], object]:
     found = _DECODERS.get(kind)
     if found is None:
         why = "it is pickled, and to read it would run code from the shard" if kind == "pkl" else "it is unknown"
-        raise ShardError(f"{name} has a column encoded as {encoding!r}, which is not read: {why}. Write it as bytes")
+        raise ShardError(f"{name} has a column of unsupported encoding {encoding!r}: {why}. Write it as bytes")
     return found
 
 
@@ -229,25 +213,23 @@ _DECODERS: dict[str, Callable[[bytes], object]] = {
 
 
 PIECE = 1 << 20
-"""Bytes in which line ends are looked for at once."""
+"""Bytes to search for line ends at a time."""
 
 _UTF_16 = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 
 
 class Lines:
-    """The format of files of text: a sample is a line, without its line end."""
+    """Format of text files; a sample is a line without its line end."""
 
     name = "lines"
     suffixes: tuple[str, ...] = (".txt", ".tsv", ".jsonl", ".ndjson")
     scans = True
 
     def index(self, file: ShardFile) -> Index:
-        """Where each line begins, and where the last one ends."""
         [begin] = file.ranges([0], [min(file.size, 6)])
         for sign, name in (COMPRESSED | _UTF_16).items():
             if begin.startswith(sign):
                 raise ShardError(f"{file.name} is {name}, no plain text: decompress it, or write it as UTF-8")
-        # Four bytes are enough for most files.
         kind = np.dtype("<u4" if file.size < 1 << 32 else "<i8")
         found, offset = [np.zeros(1, kind)], 0
         with file.stream() as stream:
@@ -260,7 +242,6 @@ class Lines:
         return {"offsets": offsets, "length": np.array(len(offsets) - 1)}
 
     def read(self, file: ShardFile, index: Index, rows: list[int]) -> list[str]:
-        """The lines at these rows of the shard."""
         lines = []
         for row, begin, _, data in _samples_at(file, index, rows):
             line = data[:-2] if data.endswith(b"\r\n") else data.removesuffix(b"\n")
@@ -269,6 +250,6 @@ class Lines:
             except UnicodeDecodeError as error:
                 where = f"{file.name}, line {row + 1}, offset {begin + error.start}"
                 advice = "Convert the file: iconv -f latin1 -t utf-8"
-                raise ShardError(f"{where}: this is no UTF-8 ({error.reason}). {advice}") from None
-            lines.append(text if row else text.removeprefix("\ufeff"))  # some editors put this mark before the text
+                raise ShardError(f"{where}: this is not UTF-8 ({error.reason}). {advice}") from None
+            lines.append(text if row else text.removeprefix("\ufeff"))  # byte order mark
         return lines

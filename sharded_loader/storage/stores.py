@@ -1,28 +1,17 @@
-"""The bytes of files: on this machine, or wherever fsspec reaches (s3, gcs, http, hf, memory).
+"""Bytes of files, on this machine or wherever fsspec reaches (s3, gcs, http, hf, memory).
 
-    ObjectStore(options).find("s3://bucket/train-*.tar") -> {url: Stat}
-    store.stat(url)                        -> Stat(size, tag): another tag means another file
-    store.stats(urls)                      -> the same of many files, by lists of their folders or side by side
-    store.beginning(url, nbytes)           -> the first bytes of a file of unknown size
-    store.ranges(url, begins, ends, stat)  -> a list of bytes; neighbours are one request, requests run side by side
-    store.fetch(url, file, stat)           -> the whole file, in pieces; `CONNECTIONS` are always on their way
+Every answer is compared with the expected version (`parts`). If answers have no tag, the store asks for the tag once
+more after the last one. So all bytes belong to one version, or there is an error.
 
-Each answer is compared with ``stat`` (`parts`). If an answer has no tag, the store asks for the tag once more after
-the last part. So all bytes are those of one version, or there is an error.
+A request that fails, or stalls for `STALL` seconds, is tried up to `TRIES` times, with exponential backoff or after the
+server's ``Retry-After``. Missing or changed files and denied access are not retried. Retries of s3fs and botocore are
+switched off: together, one failure would cost up to 150 requests.
 
-A request that fails, or stalls for `STALL` seconds, is tried again `TRIES` times, with growing pauses, or after the
-seconds that the server asks for (``Retry-After``); `ObjectStore.retries` counts. What cannot be helped is not tried
-again: a file that is missing or has changed, no permission. s3fs and botocore do not try again themselves: otherwise
-one failure would be up to 150 requests.
+At first, `CONNECTIONS` requests run in parallel, one more after each answer, up to `MAX_REQUESTS`: small servers drop
+connections beyond their backlog, and each of these would take a second longer.
 
-At first `CONNECTIONS` requests run side by side, one more after each answer, and `IN_ALL` at last. A small server lets
-few connections wait. It drops the others, and each of these would come a second later.
-
-A store owns a file system per server. File systems do not survive a fork, so each process makes its own, when it first
-needs one. Threads may share a store.
-
-What can go wrong: a `ShardError`, which is also a FileNotFoundError or PermissionError where it fits. No message shows
-a password, a key or the query of a URL, and none has the library's own error as its cause, because that may show them.
+A store owns one file system per server. They do not survive a fork, so each process creates its own. Threads may share
+a store. Errors are a `ShardError`; neither their messages nor their causes contain passwords, keys or URL queries.
 """
 
 from __future__ import annotations
@@ -48,45 +37,44 @@ from sharded_loader.storage.parts import UNKNOWN, Changed, FastS3, Unfit, bound,
 
 TRIES = 6
 PAUSE, LONGEST_PAUSE = 0.2, 10.0
-"""Seconds before the second try, and at most before any."""
+"""Seconds before the first retry, and at most before any."""
 
 LONGEST_WAIT = 60.0
-"""Seconds to wait at most, if the server asks to wait."""
+"""Maximum seconds to wait for ``Retry-After``."""
 
 STALL = 30.0
-"""Seconds without an answer, after which a request is given up."""
+"""Seconds without an answer before a request is abandoned."""
 
 PIECE = 8 << 20
-"""Bytes of one request for a part of a whole file."""
+"""Bytes per request for a whole file."""
 
 CONNECTIONS = 4
-"""Requests for one file that run side by side."""
+"""Parallel requests per file."""
 
 LEAST_PIECE = 1 << 20
-"""Bytes of one request, at least, for a file that is waited for."""
+"""Minimum bytes per request for a file that someone waits for."""
 
-IN_ALL = 4 * CONNECTIONS
-"""Requests of a process that run side by side."""
+MAX_REQUESTS = 4 * CONNECTIONS
+"""Parallel requests per process."""
 
-LISTED = 16
-"""Files of a folder, above which its list is asked for: that takes one request for each 1,000 files."""
+LIST_THRESHOLD = 16
+"""Number of files in a folder above which a list is requested, at one request per 1,000 files."""
 
 GAP = 64 << 10
-"""Neighbours are read in one request if no more bytes than these lie between them."""
+"""Maximum bytes between two ranges that are read in one request."""
 
 Result = TypeVar("Result")
 
 
 class ObjectStore:
-    """Reads files by their URLs.
+    """Access to files by URL, with retries.
 
     Args:
-        options: for the file system of fsspec, such as ``{"key": ..., "secret": ...}`` or ``{"anon": True}``.
-        trust: what files may name elsewhere, with the options for it.
+        options: options of the fsspec file system, such as ``{"key": ..., "secret": ...}`` or ``{"anon": True}``.
+        trust: other places that files may refer to, with their options.
 
     Attributes:
-        retries: how many requests were tried again.
-        requests: how many there were.
+        retries, requests: number of requests that were retried, and of all attempts.
 
     Example:
         >>> import os, tempfile
@@ -101,7 +89,7 @@ class ObjectStore:
 
     def __init__(self, options: Options | None = None, trust: Trust = False) -> None:
         self._options, self.trust = dict(options or {}), trust
-        self._given: set[str | None] | None = None
+        self._own_hosts: set[str | None] | None = None
         self._begin()
 
     def _begin(self) -> None:
@@ -109,42 +97,38 @@ class ObjectStore:
         self._systems: dict[object, Any] = {}
         self._fast: dict[object, FastS3] = {}
         self._lock = threading.Lock()
-        self._places, self._turns = CONNECTIONS, threading.Semaphore(CONNECTIONS)
+        self._slot_count, self._slots = CONNECTIONS, threading.Semaphore(CONNECTIONS)
         self.retries = self.requests = 0
         _live.add(self)
 
     def __getstate__(self) -> dict[str, object]:
-        return {"_options": self._options, "trust": self.trust, "_given": self._given}
+        return {"_options": self._options, "trust": self.trust, "_own_hosts": self._own_hosts}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._begin()
 
     def close(self) -> None:
-        """Close the connections. The store may be used again, and opens new ones."""
+        """Close the connections. Later requests open new ones."""
         with self._lock:
             systems, self._systems = self._systems, {}
         for system in systems.values():
             if os.getpid() == self._pid:
                 close_session(system)
 
-    def give(self, urls: Iterable[str]) -> None:
-        """Have the hosts of these URLs get the options. Without any call, all hosts get them."""
-        self._given = (self._given or set()) | (set(map(files.host_of, urls)) - {None})
+    def limit_options(self, urls: Iterable[str]) -> None:
+        """Restrict the options to the hosts of these URLs and of earlier calls."""
+        self._own_hosts = (self._own_hosts or set()) | (set(map(files.host_of, urls)) - {None})
 
     # -- what there is ------------------------------------------------------------------------------------------------
 
     def find(self, pattern: str) -> dict[str, Stat]:
-        """The files that a pattern with ``*`` and ``?`` means, or the one file of a plain URL, in order of their names.
+        """Return the versions of the files that match a pattern or URL, in order of names; there must be some.
 
-        On this machine, what exists as it is written is a name: a folder ``run[1]`` too, in which a pattern is looked
-        for.
-
-        Raises:
-            FileNotFoundError: there are none.
+        Existing local names take precedence over patterns, such as a folder ``run[1]``.
         """
         is_local = local_path(pattern) is not None
-        begin = existing(pattern, "*?[") if is_local else ""
+        begin = existing_prefix(pattern, "*?[") if is_local else ""
         if begin == pattern or not is_pattern(pattern):
             return {pattern: self.stat(pattern)}
         if not is_local:
@@ -161,20 +145,20 @@ class ObjectStore:
     def _listed(self, pattern: str) -> dict[str, Stat]:
         system, path = self._open(pattern)
         try:
-            found = self._try(pattern, lambda: system.glob(path, detail=True))
+            found = self._with_retries(pattern, lambda: system.glob(path, detail=True))
         except PermissionError as error:
             advice = "If the server only forbids lists: give the names of the shards, or a file that lists them"
             raise type(error)(f"{error}. {advice}") from None
         found = {name: found[name] for name in sorted(found) if found[name].get("type") != "directory"}
         stats = {_url_like(pattern, path, system, name): _stat_of(info) for name, info in found.items()}
-        vague = [url for url, stat in stats.items() if stat.size < 0]  # lists of http say no sizes
+        vague = [url for url, stat in stats.items() if stat.size < 0]  # HTTP lists have no sizes
         return {**stats, **dict(zip(vague, self._stats(vague), strict=True))}
 
     def stats(self, urls: Sequence[str]) -> list[Stat]:
-        """The sizes and tags of files. Of many in one folder, they come from its list, if the server has one."""
+        """Return the versions of files, from folder lists if there are many in one folder."""
         listed: dict[str, Stat] = {}
         for folder, count in Counter(url.rpartition("/")[0] for url in urls).items():
-            if count > LISTED and not is_pattern(folder) and re.match("(?!https?|file)[a-z0-9+.-]+://", folder):
+            if count > LIST_THRESHOLD and not is_pattern(folder) and re.match("(?!https?|file)[a-z0-9+.-]+://", folder):
                 with contextlib.suppress(ShardError):  # a bucket may forbid lists
                     found = self.find(f"{folder}/*").items()
                     listed.update({f"{folder}/{url.rpartition('/')[2]}": stat for url, stat in found})
@@ -183,80 +167,64 @@ class ObjectStore:
         return [listed[url] for url in urls]
 
     def _stats(self, urls: Sequence[str]) -> list[Stat]:
-        with ThreadPoolExecutor(IN_ALL) as threads:
+        with ThreadPoolExecutor(MAX_REQUESTS) as threads:
             return list(threads.map(self.stat, urls))
 
     def stat(self, url: str) -> Stat:
-        """The size and the tag of a file."""
+        """Return the version of a file."""
         system, path = self._open(url)
-        found = _stat_of(self._try(url, lambda: system.info(path)))
+        found = _stat_of(self._with_retries(url, lambda: system.info(path)))
         if found.size < 0:
             raise ShardError(f"{shown(url)}: the server does not say how large it is, so no part of it can be read")
         if not found.tag and found.size and url.startswith("http"):  # fsspec before 2025.12 leaves out Last-Modified
-            return found._replace(tag=self._try(url, lambda: part(system, path, 0, 1, None, STALL))[1])
+            return found._replace(tag=self._with_retries(url, lambda: part(system, path, 0, 1, None, STALL))[1])
         return found
 
     # -- bytes --------------------------------------------------------------------------------------------------------
 
     def beginning(self, url: str, nbytes: int) -> bytes:
-        """The first bytes of a file of any version; fewer if it is shorter. One request."""
+        """Return up to ``nbytes`` first bytes of a file of any version, with one request."""
         return self._part(url, 0, nbytes, None, may_end=True)[0]
 
     def write(self, url: str, content: bytes) -> None:
-        """Write a file whole, or not at all.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write a file atomically."""
         path = local_path(url)
         if path is not None:
             write_whole(path, content)
             return
         system, there = self._open(url)
-        self._try(url, lambda: system.pipe_file(there, content))
+        self._with_retries(url, lambda: system.pipe_file(there, content))
 
     def ranges(self, url: str, begins: Sequence[int], ends: Sequence[int], stat: Stat | None = None) -> list[bytes]:
-        """Parts of a file, in the order in which they are asked for.
+        """Return byte ranges of a file, in the order of the arguments; near ones share a request.
 
-        Args:
-            url: of the file.
-            begins, ends: where each part begins and ends, in bytes.
-            stat: of the file, as it was. None: of any version.
-
-        Raises:
-            ShardError: it is another file now.
+        Without ``stat``, any version will do. Raises `ShardError` if the file is another version.
         """
         if not begins:
             return []
-        spans, where = merged(begins, ends, GAP)
+        spans, where = merge_ranges(begins, ends, GAP)
         if len(spans) == 1:
             answers = [self._part(url, *spans[0], stat)]
         else:
-            with ThreadPoolExecutor(min(len(spans), IN_ALL)) as threads:
+            with ThreadPoolExecutor(min(len(spans), MAX_REQUESTS)) as threads:
                 answers = list(threads.map(lambda span: self._part(url, span[0], span[1], stat), spans))
-        self._compare(url, stat, all(is_sure for _, is_sure in answers))
+        self._check_version(url, stat, all(is_sure for _, is_sure in answers))
         parts = [(answers[number][0], spans[number][0]) for number in where]
         return [content[begin - at : end - at] for (content, at), begin, end in zip(parts, begins, ends, strict=True)]
 
     def fetch(self, url: str, file: BinaryIO, stat: Stat, *, is_waited_for: bool = False) -> None:
-        """Write a whole file into another one. Each piece is written when it comes, and the next one is asked for.
+        """Download a whole file into ``file``, with `CONNECTIONS` requests in flight.
 
-        Args:
-            url, stat: of the file.
-            file: the other one.
-            is_waited_for: use all connections for it, also if it is small. For many files side by side, that would be
-                four times as many requests.
-
-        Raises:
-            ShardError: it is another file now.
+        ``is_waited_for`` uses all connections for small files, too. For many concurrent files, that would be four times
+        as many requests. Raises `ShardError` if the file is another version.
         """
         piece = min(PIECE, max(LEAST_PIECE, -(-stat.size // CONNECTIONS))) if is_waited_for else PIECE
         begins, all_are_sure = iter(range(0, stat.size, piece)), True
         running: dict[Future[tuple[bytes, bool]], int] = {}
-        threads = ThreadPoolExecutor(max(1, min(pieces_of(stat.size, piece), CONNECTIONS)))
+        threads = ThreadPoolExecutor(max(1, min(piece_count(stat.size, piece), CONNECTIONS)))
         try:
             while True:
-                for begin in islice(begins, CONNECTIONS - len(running)):  # no more than these lie in memory
+                for begin in islice(begins, CONNECTIONS - len(running)):  # bounds the memory
                     end = min(begin + piece, stat.size)
                     running[threads.submit(self._part, url, begin, end, stat)] = begin
                 if not running:
@@ -269,13 +237,13 @@ class ObjectStore:
         finally:
             threads.shutdown(cancel_futures=True)
         file.seek(0, os.SEEK_END)
-        self._compare(url, stat, all_are_sure)
+        self._check_version(url, stat, all_are_sure)
 
-    def _compare(self, url: str, stat: Stat | None, are_sure: bool) -> None:
-        """After reading: if not all answers had the tag, see whether the file is still the same."""
+    def _check_version(self, url: str, stat: Stat | None, are_sure: bool) -> None:
+        """If not all answers were tagged, check that the file is still the same version."""
         if stat is None or are_sure or not stat.tag or stat.tag.startswith(UNKNOWN):
             return
-        if re.match(r"hf://[^*?]*@[0-9a-f]{40}/", url):  # a commit of Hugging Face never changes
+        if re.match(r"hf://[^*?]*@[0-9a-f]{40}/", url):  # Hugging Face commits are immutable
             return
         system, path = self._open(url)
         system.invalidate_cache(path)
@@ -284,8 +252,8 @@ class ObjectStore:
             raise _changed(url, "another version is there now")
 
     def _part(self, url: str, begin: int, end: int, stat: Stat | None, may_end: bool = False) -> tuple[bytes, bool]:
-        """A part, and whether its answer said that it is of this version."""
-        if begin == end:  # which no request can say
+        """Return a byte range, and True if its answer had the tag of this version."""
+        if begin == end:  # cannot be expressed as a range request
             return b"", True
         system, path = self._open(url)
         fast_s3 = self._fast[self._access(url)[0]]
@@ -296,19 +264,19 @@ class ObjectStore:
             same = None if stat is None else is_same(stat.tag, tag)
             if same is False:
                 raise Changed("another version is there now")
-            if len(found) > end - begin:  # a file system that does not know requests for parts
+            if len(found) > end - begin:  # the file system ignores ranges
                 found = found[begin:end]
             if len(found) != end - begin and not may_end:
                 said = f"{len(found):,} bytes came where {end - begin:,} were asked for"
                 raise Unfit(f"{said}: the file may have been cut")
             return found, bool(same)
 
-        return self._try(url, read)
+        return self._with_retries(url, read)
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def _open(self, url: str) -> tuple[Any, str]:
-        """The file system of a URL, and its path there."""
+        """Return the file system of a URL, and its path there."""
         from fsspec.core import url_to_fs
 
         if os.getpid() != self._pid:
@@ -326,23 +294,23 @@ class ObjectStore:
                     said = files.redacted(f"{type(error).__name__}: {error}", options)
                     raise ShardError(f"{shown(url)}: {said}. Check the URL, and storage_options=") from None
                 if url.startswith("s3://"):
-                    system.retries = 1  # the number of tries
+                    system.retries = 1  # attempts, not retries
                 self._systems[key] = system
             system = self._systems[key]
         return system, path_of(system, url)
 
     def _access(self, url: str) -> tuple[object, Options]:
-        """What tells the file system of a URL from others, and its options."""
+        """Return a key for the file system of a URL, and the options to open it with."""
         if "://" not in url:
             return None, {}
         server, host = url[: (url + "/").index("/", url.index("://") + 3)], files.host_of(url)
-        if self._given is None or host in self._given:
+        if self._own_hosts is None or host in self._own_hosts:
             return server, self._options
         place = files.trusted(url, self.trust)
         return (server, place), {} if isinstance(self.trust, bool) or place is None else self.trust[place]
 
-    def _try(self, url: str, request: Callable[[], Result]) -> Result:
-        """The answer to a request, which is tried again if it fails."""
+    def _with_retries(self, url: str, request: Callable[[], Result]) -> Result:
+        """Return the result of a request, with retries."""
         message, headers = "", None
         for number in range(TRIES):
             if number:
@@ -351,12 +319,12 @@ class ObjectStore:
                 note_retry()
             self.requests += 1
             try:
-                with self._turns:
+                with self._slots:
                     answer = request()
                 with self._lock:
-                    if self._places < IN_ALL:  # one more request may run beside the others
-                        self._places += 1
-                        self._turns.release()
+                    if self._slot_count < MAX_REQUESTS:  # after a success, allow one more parallel request
+                        self._slot_count += 1
+                        self._slots.release()
                 return answer
             except Changed as changed:
                 raise _changed(url, str(changed)) from None
@@ -365,7 +333,7 @@ class ObjectStore:
                 said = str(error) if isinstance(error, Unfit) else f"{type(error).__name__}: {error}"
                 message, headers = files.redacted(said, [self._options, self.trust]), getattr(error, "headers", None)
                 found = files.missing_or_forbidden(shown(url), error, message)
-                if found is None and isinstance(error, _HOPELESS):
+                if found is None and isinstance(error, _PERMANENT_ERRORS):
                     found = ShardError(f"{shown(url)}: {message}")
                 if found is not None:
                     raise found from None
@@ -374,13 +342,7 @@ class ObjectStore:
 
 
 class RemoteFile(ShardFile):
-    """A file of a server.
-
-    Args:
-        store: reads it.
-        url: where it lies.
-        stat: what it was when it was found.
-    """
+    """File on a server, in the version ``stat``."""
 
     _buffered = PIECE
 
@@ -396,16 +358,17 @@ class RemoteFile(ShardFile):
 
 
 _live: weakref.WeakSet[ObjectStore] = weakref.WeakSet()
-_of_the_parent: list[dict[object, Any]] = []
+_inherited_systems: list[dict[object, Any]] = []
 
 
 def _after_fork_in_child() -> None:
-    """Keep the file systems that the child has inherited, for ever.
+    """Keep inherited file systems alive in a forked child.
 
-    If they were collected, the child would close their connections, and so take them out of the selector that it shares
-    with its parent. The parent's requests would then never be answered.
+    Garbage collection would close their connections, which removes them from the selector that the child shares with
+    its
+    parent: the parent's requests would hang.
     """
-    _of_the_parent.extend(store._systems for store in list(_live))
+    _inherited_systems.extend(store._systems for store in list(_live))
 
 
 if hasattr(os, "register_at_fork"):
@@ -413,7 +376,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def is_pattern(url: str) -> bool:
-    """Whether a URL stands for all files that match it.
+    """Return True if a URL contains wildcards.
 
     Example:
         >>> is_pattern("s3://bucket/train-*.tar"), is_pattern("https://host/a.tar?key=1")
@@ -422,15 +385,14 @@ def is_pattern(url: str) -> bool:
     return any(sign in url for sign in ("*[" if re.match("https?:", url) else "*?["))  # ? begins a query there
 
 
-def existing(path: str, signs: str) -> str:
-    """The longest beginning of a path that exists as it is written, or that has none of these signs."""
+def existing_prefix(path: str, signs: str) -> str:
+    """Return the longest beginning of a path that exists literally, or contains none of ``signs``."""
     while any(sign in path for sign in signs) and not os.path.exists(path):
         path = path.rpartition("/")[0]
     return path
 
 
-def pieces_of(size: int, piece: int = PIECE) -> int:
-    """In how many pieces a file of this size is fetched."""
+def piece_count(size: int, piece: int = PIECE) -> int:
     return -(-size // piece)
 
 
@@ -440,11 +402,7 @@ def _changed(url: str, how: str) -> ShardError:
 
 
 def pause(number: int, headers: Mapping[str, str] | None) -> float:
-    """Seconds before a try.
-
-    Args:
-        number: of the try, from 1 on.
-        headers: of the answer to the try before; ``Retry-After`` may say how long to wait.
+    """Return the seconds to wait before retry ``number`` (from 1), with the headers of the failed answer.
 
     Example:
         >>> pause(2, None) <= 0.4, pause(2, {"Retry-After": "5"}), pause(2, {"Retry-After": "3600"})
@@ -456,14 +414,14 @@ def pause(number: int, headers: Mapping[str, str] | None) -> float:
 
 
 def _reason(error: Exception) -> Exception:
-    """What the server said. For http, fsspec calls each error of ``info`` a missing file."""
+    """Return the server's error. For HTTP, fsspec reports each failed ``info`` as a missing file."""
     cause = error.__cause__
     is_of_http = isinstance(cause, TimeoutError) or type(cause).__module__.startswith("aiohttp")
     return cause if isinstance(error, FileNotFoundError) and isinstance(cause, Exception) and is_of_http else error
 
 
-_HOPELESS = (ImportError, NotImplementedError, TypeError, ValueError, IsADirectoryError)
-"""Errors of requests that will not succeed later."""
+_PERMANENT_ERRORS = (ImportError, NotImplementedError, TypeError, ValueError, IsADirectoryError)
+"""Errors that a retry cannot fix."""
 
 
 def _stat_of(info: Mapping[str, Any]) -> Stat:
@@ -472,10 +430,10 @@ def _stat_of(info: Mapping[str, Any]) -> Stat:
 
 
 def _url_like(pattern: str, inside: str, system: Any, path: str) -> str:
-    """A path that a file system has named, as a URL of the pattern's kind; ``inside``: the pattern as a path there."""
+    """Convert a file system's path to a URL like ``pattern``, whose own path there is ``inside``."""
     if "://" not in pattern or "://" in path:
         return path
-    # Before what is the same there is a host, which paths lack.
+    # The common suffix is preceded by a host in URLs, but not in paths.
     same = len(os.path.commonprefix([pattern[::-1], inside[::-1]]))  # noqa: RUF071  # by letters
     begin = inside[: len(inside) - same]
     if same and path.startswith(begin):
@@ -483,18 +441,13 @@ def _url_like(pattern: str, inside: str, system: Any, path: str) -> str:
     return f"{pattern.partition('://')[0]}://{path if system.root_marker else path.lstrip('/')}"
 
 
-def merged(begins: Sequence[int], ends: Sequence[int], gap: int) -> tuple[list[tuple[int, int]], list[int]]:
-    """Neighbouring stretches as one.
+def merge_ranges(begins: Sequence[int], ends: Sequence[int], gap: int) -> tuple[list[tuple[int, int]], list[int]]:
+    """Merge byte ranges with at most ``gap`` bytes between them.
 
-    Args:
-        begins, ends: of the stretches, in any order.
-        gap: how many bytes may lie between neighbours.
-
-    Returns:
-        Longer stretches in ascending order, and for each given one the number of the one that it lies in.
+    Returns the merged ranges in ascending order, and for each argument the number of the range that contains it.
 
     Example:
-        >>> merged([100, 0, 12], [110, 10, 20], 5)
+        >>> merge_ranges([100, 0, 12], [110, 10, 20], 5)
         ([(0, 20), (100, 110)], [1, 0, 0])
     """
     where = [0] * len(begins)

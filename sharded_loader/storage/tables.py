@@ -1,26 +1,18 @@
-"""Shards that are tables, Parquet and Arrow: a group of rows is read and decoded at once.
+"""Shards of tables, Parquet and Arrow, which are read and decoded in groups of rows.
 
     Parquet().read(file, index, rows) -> [{"image": b"...", "label": 3}, ...]
-    Parquet().pick(file, index, ascending rows) -> the columns of these rows, for each group that has some
+    Parquet().pick(file, index, ascending rows) -> the columns of these rows, per group
     batch_of(groups, positions, empty) -> {"image": [b"...", b"...", ...], "label": array}
 
-The unit of a Parquet file is the row group, and of an Arrow file the record batch. To read one row costs as much as to
-read its group, so a process keeps groups decoded (`DecodedGroups`), up to `KEPT_BYTES`. Shuffle such shards in windows
-(`ShardShuffleSampler`). A batch is made of columns, without a dict for each row. It takes its rows out of one group
-after the other, so it never holds them all.
+A group is a Parquet row group or an Arrow record batch. A row costs as much as its group, so each process caches
+decoded groups (`DecodedGroups`); shuffle such shards in windows (`ShardShuffleSampler`).
 
-A sample is a dict of its columns: numbers as NumPy scalars or arrays, strings and bytes as Python's, nulls as None (of
-dates and times as NaT). Its types come from the schema alone, never from the rows beside it. A list with a null inside
-is Python's list.
+A sample is a dict of columns: numbers are NumPy scalars or arrays, strings and bytes Python's, nulls None (NaT for
+dates and times), lists with nulls Python lists. Types depend on the schema alone, never on neighbouring rows.
 
-pyarrow's readers crash if two threads use one. So one thread at a time decodes a shard, and the others take the group
-that it has decoded. Files are read, and not mapped: a mapped file that is cut ends the process with SIGBUS.
-
-To count the rows of an Arrow file, pyarrow reads its footer and one small column. A stream has no footer: it is read
-once, and the index notes where each batch lies. A batch with dictionaries may need those of all batches before it.
-
-What can go wrong: pyarrow is not installed, the file is of another format or damaged. All are a `ShardError`, which
-names the rows.
+pyarrow's readers crash if two threads share one, so one thread at a time decodes a shard. Files are read, not mapped: a
+truncated mapping would kill the process with SIGBUS. Counting the rows of an Arrow file reads its footer and one small
+column. An Arrow stream has no footer, so it is read once; batches with dictionaries may depend on all earlier ones.
 """
 
 from __future__ import annotations
@@ -44,28 +36,26 @@ from sharded_loader.storage.files import ShardError, ShardFile
 from sharded_loader.storage.indexes import Index, by_part, in_order
 
 KEPT, KEPT_BYTES = 2, 1 << 30
-"""Decoded groups that a process keeps: more than ``KEPT`` only up to ``KEPT_BYTES``. That is the default window of 16
-groups, of 64 MB each."""
+"""Decoded groups to keep per process; more only up to ``KEPT_BYTES``: the default window of 16 groups of 64 MB."""
 
 OBJECT_BYTES = 64
-"""About what Python adds to each string or list of a decoded column."""
+"""Approximate overhead of a Python string or list in a decoded column."""
 
 MAGIC = b"ARROW1"
-"""How an Arrow file begins that is no stream."""
+"""First bytes of an Arrow file that is not a stream."""
 
 Columns = dict[str, Any]
-"""Arrays and lists of the same length, by name."""
+"""Arrays and lists of equal length, by name."""
 
 
 class DecodedGroups:
-    """The groups that a process keeps decoded. Those that were not read for longest go first. Threads may share it."""
+    """LRU cache of decoded groups, safe for threads."""
 
     def __init__(self) -> None:
         self._lock, self._bytes = threading.Lock(), 0
         self._groups: OrderedDict[object, tuple[Columns, int]] = OrderedDict()
 
     def find(self, key: object) -> Columns | None:
-        """A group; None if it is not kept."""
         with self._lock:
             if key not in self._groups:
                 return None
@@ -73,7 +63,6 @@ class DecodedGroups:
             return self._groups[key][0]
 
     def keep(self, key: object, columns: Columns, nbytes: int) -> None:
-        """Keep a group that is not kept yet."""
         with self._lock:
             self._groups[key] = columns, nbytes
             self._bytes += nbytes
@@ -82,21 +71,17 @@ class DecodedGroups:
 
 
 class TableFormat:
-    """The format of a file of tables.
-
-    Attributes:
-        columns: which columns are decoded; None: all.
-    """
+    """Base class of table formats; ``columns`` are the decoded ones, None for all."""
 
     name = ""
     suffixes: tuple[str, ...] = ()
     scans = False
     columns: tuple[str, ...] | None = None
-    _counted: Callable[[ShardFile], tuple[Any, Index]]  # how many rows each group has, and what else the index keeps
-    _take: Callable[[ShardFile, Index, int], Any]  # a group as a table of Arrow
+    _count_rows: Callable[[ShardFile], tuple[Any, Index]]  # rows per group, and further arrays of the index
+    _read_group: Callable[[ShardFile, Index, int], Any]  # a group as an Arrow table
 
     def with_columns(self, names: Iterable[str]) -> TableFormat:
-        """The format that decodes only these columns."""
+        """Return a copy that decodes only these columns."""
         found = copy(self)
         found.columns = tuple(names) if isinstance(names, Iterable) and not isinstance(names, str) else ()
         if not found.columns or not all(isinstance(name, str) for name in found.columns):
@@ -105,14 +90,12 @@ class TableFormat:
         return found
 
     def index(self, file: ShardFile) -> Index:
-        """How many rows each group has."""
-        said = f"{file.name} is no {self.name} file, or is damaged within bytes 0 to {file.size} ("
+        said = f"{file.name} is not a valid {self.name} file, or damaged within bytes 0 to {file.size} ("
         with _damage_named(file, said, "): give its format"):
-            counts, more = self._counted(file)
+            counts, more = self._count_rows(file)
             return {"ends": np.cumsum(counts), "length": np.array(counts.sum()), **more}
 
     def read(self, file: ShardFile, index: Index, rows: list[int]) -> list[dict[str, Any]]:
-        """The samples at these rows of the shard."""
         order, groups = by_part(np.array(rows, np.int64), index["ends"])
         samples: list[dict[str, Any]] = []
         for group, inside in groups:
@@ -121,32 +104,31 @@ class TableFormat:
         return in_order(order, samples)
 
     def pick(self, file: ShardFile, index: Index, rows: Int64s) -> list[Columns]:
-        """The columns of ascending rows of the shard, of one group after the other."""
+        """Return the columns of ascending rows, per group."""
         _, groups = by_part(rows, index["ends"])
-        return [taken(self._group(file, index, group), inside) for group, inside in groups]
+        return [select_rows(self._group(file, index, group), inside) for group, inside in groups]
 
     def _group(self, file: ShardFile, index: Index, number: int) -> Columns:
-        """A group, decoded."""
-        # 8,000 rows by 4 threads on 2 cores, in order: 0.20 s, with a reader per thread 0.29 s; two shards in turns:
-        # 0.12 and 0.11 s; in windows: 0.25 and 0.21 s (medians of 4, which spread by a factor of 3).
+        # One reader per shard took 0.20 s for 8,000 rows in order by 4 threads on 2 cores, one per thread 0.29 s. Two
+        # alternating shards: 0.12 and 0.11 s. Windows: 0.25 and 0.21 s (medians of 4, which vary by a factor of 3).
         kept: DecodedGroups = file.shared.get("groups") or file.shared.setdefault("groups", DecodedGroups())
         lock = file.kept.get("lock") or file.kept.setdefault("lock", threading.Lock())
-        key = lock, number  # of this opened file: a later one may have other bytes
+        key = lock, number  # unique to this open file: a later one may have other bytes
         found = kept.find(key)
         if found is None:
             with lock:
-                found = kept.find(key)  # another thread may have decoded it
+                found = kept.find(key)  # decoded by another thread meanwhile?
                 if found is None:
                     found, nbytes = self._decoded(file, index, number)
                     kept.keep(key, found, nbytes)
         return found
 
     def _decoded(self, file: ShardFile, index: Index, number: int) -> tuple[Columns, int]:
-        """A group, and about how many bytes it takes."""
+        """Decode a group. Return it with its approximate size in bytes."""
         end = int(index["ends"][number])
         begin = int(index["ends"][number - 1]) if number else 0
         with _damage_named(file, f"{file.name} is damaged, or was cut: rows {begin} to {end} cannot be read (", ")"):
-            table = self._take(file, index, number)
+            table = self._read_group(file, index, number)
             table.validate(full=True)  # 70 us for 1,000 rows of 0.7 MB, which take 20 ms to read, decode and stack
             if table.num_rows != end - begin:
                 raise ValueError(f"there are {table.num_rows} rows")
@@ -164,13 +146,13 @@ class TableFormat:
 
 
 class Parquet(TableFormat):
-    """The format of ``.parquet`` shards."""
+    """Format of ``.parquet`` shards."""
 
     name = "parquet"
     suffixes: tuple[str, ...] = (".parquet", ".pq")
 
-    def _counted(self, file: ShardFile) -> tuple[Any, Index]:
-        from pyarrow import parquet  # first: without it, no byte is read
+    def _count_rows(self, file: ShardFile) -> tuple[Any, Index]:
+        from pyarrow import parquet  # before reading, in case it is missing
 
         tail = _footer(file)
         metadata = parquet.read_metadata(io.BytesIO(b"PAR1" + tail))
@@ -179,12 +161,12 @@ class Parquet(TableFormat):
             raise ValueError(f"its groups have {sum(counts)} rows, and the whole {metadata.num_rows}")
         return np.array(counts, np.int64), {"footer": np.frombuffer(tail, np.uint8)}
 
-    def _take(self, file: ShardFile, index: Index, number: int) -> Any:
+    def _read_group(self, file: ShardFile, index: Index, number: int) -> Any:
         if "table" not in file.kept:
             from pyarrow import parquet
 
             metadata = parquet.read_metadata(io.BytesIO(b"PAR1" + index["footer"].tobytes()))
-            # pyarrow reads each chunk of a column at once. A buffer would read on, into columns that are not needed.
+            # Unbuffered for some columns: pyarrow reads whole column chunks, and a buffer would read into the others.
             stream = file.stream() if self.columns is None else file.stream().detach()
             opened = parquet.ParquetFile(stream, metadata=metadata, page_checksum_verification=True)
             self._check_names(file, opened.schema_arrow.names)
@@ -193,7 +175,7 @@ class Parquet(TableFormat):
 
 
 def _footer(file: ShardFile) -> bytes:
-    """The end of a Parquet file: a footer, its length in four bytes, and a mark."""
+    """Return the footer of a Parquet file, with its length and magic number."""
     [tail] = file.ranges([file.size - file.guess], [file.size])
     length = int.from_bytes(tail[-8:-4], "little") + 8
     if not tail.endswith(b"PAR1") or length > file.size:
@@ -202,13 +184,13 @@ def _footer(file: ShardFile) -> bytes:
 
 
 class Arrow(TableFormat):
-    """The format of ``.arrow`` and ``.feather`` shards: Arrow's IPC files (version 2) and IPC streams."""
+    """Format of ``.arrow`` and ``.feather`` shards: Arrow IPC files (version 2) and streams."""
 
     name = "arrow"
     suffixes: tuple[str, ...] = (".arrow", ".feather")
     scans = True
 
-    def _counted(self, file: ShardFile) -> tuple[Any, Index]:
+    def _count_rows(self, file: ShardFile) -> tuple[Any, Index]:
         import pyarrow
 
         stream, index = file.stream(), Index()
@@ -229,11 +211,11 @@ class Arrow(TableFormat):
                 raise ValueError(f"there is no whole batch, and no end, at byte {ends[-1]}")
             needs_all = "dictionary<" in str(opened.schema.types)
             index = {"begins": np.array([ends[0]] * len(counts) if needs_all else ends[:-1]), "stops": np.array(ends)}
-        for number in np.flatnonzero(np.array(counts) == 0).tolist():  # not read later: a damaged length may be 0
-            self._take(file, index, number).validate(full=True)
+        for number in np.flatnonzero(np.array(counts) == 0).tolist():  # never read later, but 0 may be damage
+            self._read_group(file, index, number).validate(full=True)
         return np.array(counts, np.int64), index
 
-    def _take(self, file: ShardFile, index: Index, number: int) -> Any:
+    def _read_group(self, file: ShardFile, index: Index, number: int) -> Any:
         import pyarrow
 
         if "begins" in index:
@@ -253,7 +235,7 @@ class Arrow(TableFormat):
 
 @contextlib.contextmanager
 def _damage_named(file: ShardFile, before: str, after: str) -> Iterator[None]:
-    """Raise what is wrong with a shard as a `ShardError`. pyarrow's errors have several bases."""
+    """Raise all errors of pyarrow, which have several base classes, as a `ShardError`."""
     try:
         yield
     except ImportError:
@@ -266,8 +248,8 @@ def _damage_named(file: ShardFile, before: str, after: str) -> Iterator[None]:
 
 
 def _column(column: Any, name: str) -> Any:
-    """A column whose numbers have the dtype of its schema, also where some of them are null."""
-    if hasattr(column.type, "index_type"):  # a dictionary, whose values may be null too
+    """Decode a column. Numbers keep the schema's dtype, also where some are null."""
+    if hasattr(column.type, "index_type"):  # a dictionary, whose values may be null
         column = column.cast(column.type.value_type)
     if not column.null_count or not is_gathered(as_column(column[:0], name)):
         return as_column(column, name)
@@ -276,15 +258,14 @@ def _column(column: Any, name: str) -> Any:
 
 
 def _bytes_of(decoded: Any, column: Any) -> int:
-    """About how many bytes a decoded column takes."""
     return int(decoded.nbytes if is_gathered(decoded) else column.nbytes + OBJECT_BYTES * len(column))
 
 
-def taken(columns: Columns, rows: Int64s) -> Columns:
-    """Some rows of columns.
+def select_rows(columns: Columns, rows: Int64s) -> Columns:
+    """Select rows of columns.
 
     Example:
-        >>> taken({"x": np.array([5, 6]), "y": ["a", "b"]}, np.array([1]))
+        >>> select_rows({"x": np.array([5, 6]), "y": ["a", "b"]}, np.array([1]))
         {'x': array([6]), 'y': ['b']}
     """
     return {
@@ -294,12 +275,9 @@ def taken(columns: Columns, rows: Int64s) -> Columns:
 
 
 def batch_of(groups: Sequence[Columns], where: Int64s, empty: Empty) -> Any:
-    """The batch that the default rules make of the rows of groups; `NOT_IN_BULK` if their columns differ.
+    """Collate rows of groups as the default rules do; return `NOT_IN_BULK` if their columns differ.
 
-    Args:
-        groups: the columns of rows of each.
-        where: the position in the batch of each row.
-        empty: gives the memory.
+    ``where`` has the position in the batch of each row; ``empty`` allocates the arrays.
 
     Example:
         >>> batch_of([{"x": np.array([5, 6]), "y": ["a", "b"]}], np.array([1, 0]), np.empty)
@@ -313,7 +291,7 @@ def batch_of(groups: Sequence[Columns], where: Int64s, empty: Empty) -> Any:
 
 
 def _in_place(where: Int64s, parts: Sequence[Any], empty: Empty) -> Any:
-    """One column of a batch, out of parts whose values belong at the positions ``where``."""
+    """Build one column of a batch from parts whose values go to the positions ``where``."""
     if is_gathered(parts[0]) and len({(getattr(of, "dtype", None), np.shape(of)[1:]) for of in parts}) == 1:
         out = empty((len(where), *parts[0].shape[1:]), parts[0].dtype)
         out[where] = parts[0] if len(parts) == 1 else np.concatenate(parts)

@@ -1,23 +1,17 @@
-"""Tar shards, as WebDataset writes them: the members of one sample have one name.
+"""Tar shards as WebDataset writes them: members with the same name form a sample.
 
-    Tar().index(file) -> arrays: where each member's bytes lie
     Tar().read(file, index, rows) -> [{"__key__": "000017", "jpg": b"...", "cls": b"3"}, ...]
 
-A sample is the bytes of its members by their extensions: all behind the first dot of the file name. A transform decodes
-them. Extensions are in lower case, as in WebDataset. The members of a sample need not stand together, and samples are
-in the order of their first members. Directories and devices have no bytes, and are skipped. So are names that begin
-with a dot, such as the ``._000.jpg`` of macOS.
+A sample maps lower-case extensions, from the first dot of the file name, to undecoded bytes. Its members need not be
+adjacent; samples are in the order of their first members. Directories, devices and names that begin with a dot (macOS
+writes ``._000.jpg``) are skipped.
 
-tarfile ends at the first header that it does not understand, as if the file ended there. So this module checks where
-tarfile has stopped: the end mark must stand there, and then zeros up to the end of the file, no more than writers add.
+tarfile takes any header that it cannot parse for the end. So this module checks that the end mark stands there,
+followed only by as many zeros as writers add. The index has a checksum of each member's header, which is compared at
+each read: wrong offsets yield no wrong samples.
 
-The index has a checksum of each member's header, which is read and compared with the member. So an index with wrong
-offsets gives no wrong samples.
-
-What can go wrong: no tar file, a tar file that is compressed as a whole (it can only be read from its beginning), a
-damaged or cut one. An extension that comes twice in one sample, a link or a sparse file in the place of a member. All
-are a `ShardError` that names the shard and the offset. Damage in the bytes of members, and in names that are too
-long for a header, is not noticed: a tar file has no checksums of them.
+Errors are a `ShardError` with the offset: no tar file, compressed as a whole, damaged, truncated; duplicate extensions
+in a sample, links, sparse files. Tar has no checksums of members' bytes or long names: damage there goes unnoticed.
 """
 
 from __future__ import annotations
@@ -37,37 +31,38 @@ from sharded_loader.storage.indexes import Index, packed, unpacked
 BLOCK = 512
 
 RECORDS = (10_240, *(BLOCK << power for power in range(13)))
-"""A writer fills its last record with zeros. tarfile, GNU tar and libarchive have records of 10,240 bytes, others of
-one block. With `tar -b` a record has up to 2 MB."""
+"""Writers fill the last record with zeros. Records of tarfile, GNU tar and libarchive have 10,240 bytes, others one
+block, and up to 2 MB with `tar -b`."""
 
-NOTES = (b"V", b"D", b"N", b"A")
-"""Members that are no files: GNU's label of a volume, lists of a folder and of long names, Solaris' access rights."""
+NON_FILE_TYPES = (b"V", b"D", b"N", b"A")
+"""Types of members that are not files: GNU volume labels, directory and long-name lists, Solaris access control
+lists."""
 
 _DAMAGE = (
     *(tarfile.TarError, ValueError, ArithmeticError, LookupError),
     *(TypeError, AttributeError, EOFError, MemoryError, RecursionError, struct.error),
 )
-"""What tarfile raises for damaged headers."""
+"""Exceptions of tarfile for damaged headers."""
 
 COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
-"""The first bytes of compressed files, and the program that decompresses them."""
+"""First bytes of compressed files, and the programs that decompress them."""
 
 _Span = tuple[int, int, int]
-"""Where the bytes of a member begin, how many they are, and the checksum of the header before them."""
+"""Offset and size of a member, and the checksum of its header."""
 
 
 class Tar:
-    """The format of ``.tar`` shards."""
+    """Format of ``.tar`` shards."""
 
     name = "tar"
     suffixes: tuple[str, ...] = (".tar",)
     scans = True
 
     def index(self, file: ShardFile) -> Index:
-        """Where the members of each sample lie. Reads the headers of the whole file, once."""
+        """Read all headers, once."""
         keys: dict[str, tuple[int, str]] = {}
         extensions: dict[str, int] = {}
-        members: dict[tuple[int, int], _Span] = {}  # by the numbers of their samples and extensions
+        members: dict[tuple[int, int], _Span] = {}  # by sample and extension number
         for member, header in _members(file):
             folder, slash, base = member.name.rpartition("/")
             key, dot, extension = base.partition(".")
@@ -94,12 +89,10 @@ class Tar:
         }
 
     def read(self, file: ShardFile, index: Index, rows: list[int]) -> list[dict[str, object]]:
-        """The samples at these rows of the shard."""
         extensions = unpacked(index["extensions"])
         where = np.array(rows, np.int64)
         firsts = index["firsts"][where]
         counts = index["firsts"][where + 1] - firsts
-        # Of each sample its members, one after the other.
         members = np.repeat(firsts + counts - np.cumsum(counts), counts) + np.arange(counts.sum())
         begins = index["offsets"][members]
         heads, begin, end = (part.tolist() for part in (begins - BLOCK, begins, begins + index["sizes"][members]))
@@ -121,7 +114,7 @@ class Tar:
 
 
 def _has_bytes(file: ShardFile, member: tarfile.TarInfo) -> bool:
-    """Whether a member is a file. One whose bytes are elsewhere is an error."""
+    """Return True if a member is a file. Raise an error if its bytes are elsewhere."""
     kind = ""
     if member.islnk() or member.issym():
         kind = f"a link to {member.linkname!r}"
@@ -131,13 +124,14 @@ def _has_bytes(file: ShardFile, member: tarfile.TarInfo) -> bool:
         kind = "a sparse file"
     if kind:
         problem = f"{file.name}, offset {member.offset}: {member.name!r} is {kind}"
-        advice = "which is not read. Write the shard again, with tar -h --hard-dereference and without -M and -S"
+        advice = "which is not supported. Write the shard again, with tar -h --hard-dereference and without -M and -S"
         raise ShardError(f"{problem}, {advice}")
-    return member.isfile() or member.type not in (*tarfile.SUPPORTED_TYPES, *NOTES)  # POSIX: unknown ones are files
+    # By POSIX, unknown types are files.
+    return member.isfile() or member.type not in (*tarfile.SUPPORTED_TYPES, *NON_FILE_TYPES)
 
 
 def _members(file: ShardFile) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
-    """What tarfile finds, with its own header. That nothing follows the last member is checked."""
+    """Yield tarfile's members, each with its own header, and check that nothing follows the last one."""
     end = 0
     try:
         with file.stream() as stream, tarfile.open(fileobj=stream, mode="r:") as tar:
@@ -150,14 +144,14 @@ def _members(file: ShardFile) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
             _check_end(stream, end, file.size)
     except _DAMAGE as error:
         if not end:
-            kind, advice = _kind(file.ranges([0], [min(file.size, 6)])[0])
-            raise ShardError(f"{file.name} is no plain tar file (offset 0: {kind or error}): {advice}") from None
+            kind, advice = _describe_start(file.ranges([0], [min(file.size, 6)])[0])
+            raise ShardError(f"{file.name} is not a plain tar file (offset 0: {kind or error}): {advice}") from None
         advice = "it is damaged or cut. Copy or write it again"
-        raise ShardError(f"{file.name} is no whole tar file (offset {end}: {error}): {advice}") from None
+        raise ShardError(f"{file.name} is not a complete tar file (offset {end}: {error}): {advice}") from None
 
 
-def _kind(begin: bytes) -> tuple[str, str]:
-    """What a file is that is no tar file, by its first bytes, and what to do; an empty text if it is not known."""
+def _describe_start(begin: bytes) -> tuple[str, str]:
+    """Describe a file that is not tar, by its first bytes, and give advice."""
     if not begin:
         return "it is empty", "copy or write it again, or leave it out"
     for sign, name in COMPRESSED.items():

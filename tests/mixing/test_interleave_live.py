@@ -214,8 +214,8 @@ def test_each_once_stays_exact_whatever_is_set():
 @pytest.mark.slow
 def test_many_changes_leave_nothing_behind_and_each_adds_to_the_plan_that_is_there(monkeypatch):
     """Each takes a run out of the loader's tables, and puts one in."""
-    made, add = [], Plan._add
-    monkeypatch.setattr(Plan, "_add", lambda *given: made.append(1) or add(*given))
+    made, add = [], Plan._add_segment
+    monkeypatch.setattr(Plan, "_add_segment", lambda *given: made.append(1) or add(*given))
     [loader] = Ranks(mixture(1200), 1).loaders
     for number, _ in enumerate(loader):
         loader.set_weights([1, number % 3, 1])

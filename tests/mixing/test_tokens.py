@@ -288,8 +288,8 @@ def test_bad_files_are_errors_when_the_dataset_is_made(tmp_path: Path) -> None:
         ("", {"dtype": "uint16"}, ValueError, "or no file"),
         ("square.npy", {}, ValueError, r"shape \(4, 4\)"),
         ("floats.npy", {}, TypeError, "float64"),
-        ("cut.npy", {}, ValueError, "cut.npy is no whole .npy file"),
-        ("none.npy", {}, ValueError, "none.npy is no whole .npy file"),
+        ("cut.npy", {}, ValueError, "cut.npy is not a complete .npy file"),
+        ("none.npy", {}, ValueError, "none.npy is not a complete .npy file"),
     ]:
         with pytest.raises(kind, match=text):
             TokenWindows(tmp_path / name, 4, **more)  # type: ignore[arg-type]

@@ -185,7 +185,7 @@ def test_a_file_that_shrinks_while_a_batch_is_read_gives_no_wrong_bytes(
 ) -> None:
     records = [bytes([number]) * 100 for number in range(1, 50)]
     offsets = write(tmp_path / "a.rec", records)
-    really = recordfile.RecordFile.read_stretches
+    really = recordfile.RecordFile.read_ranges
 
     def shrinking(file: Any, begins: list[int], sizes: list[int]) -> list[bytes]:
         os.truncate(tmp_path / "a.rec", offsets[last] + 50)  # after its size was looked at
@@ -195,7 +195,7 @@ def test_a_file_that_shrinks_while_a_batch_is_read_gives_no_wrong_bytes(
         write(tmp_path / "a.rec", records)
         with RecordFileDataset(tmp_path / "a.rec") as dataset:
             with monkeypatch.context() as patched:
-                patched.setattr(recordfile.RecordFile, "read_stretches", shrinking)
+                patched.setattr(recordfile.RecordFile, "read_ranges", shrinking)
                 with pytest.raises(RecordIOError, match=rf"a\.rec, offset {offsets[last]}: "):
                     dataset.get_batch(order)
             assert dataset.get_batch(range(last)) == records[:last]

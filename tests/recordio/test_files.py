@@ -317,7 +317,7 @@ def test_string_keys(tmp_path: Path) -> None:
 def test_a_key_that_would_become_another_one_is_refused(tmp_path: Path) -> None:
     with MXIndexedRecordIO(tmp_path / "a.idx", tmp_path / "a.rec", "w") as file:
         for key in (5.7, "five", None, float("nan")):
-            with pytest.raises(ValueError, match=rf"a\.idx: {key!r} is no key of type int .*key_type=str"):
+            with pytest.raises(ValueError, match=rf"a\.idx: {key!r} is not a key of type int .*key_type=str"):
                 file.write_idx(key, b"lost")
         for key in ("5", 6.0, np.int64(7)):
             file.write_idx(key, b"kept")

@@ -470,7 +470,7 @@ def test_each_field_of_a_signature_is_saved_read_and_compared() -> None:
         "the sampler was RandomSampler, and is Other",
         "batch_size was 8, and is 4",
         "last_batch was 'keep', and is 'rollover'",
-        "an epoch had 5 steps, and has 6",
+        "steps_per_epoch was 5, and is 6",
         "there were 2 ranks, and are 7",
     ]
     shorter = dataclasses.replace(one, sampler_length=None, batch_size=4)

@@ -154,7 +154,7 @@ def test_a_format_that_opens_the_shard_by_its_path_reads_no_later_version(tmp_pa
 
 
 def test_a_folder_in_place_of_a_shard_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ShardError, match=r"is no file: .*\*\.tar"):
+    with pytest.raises(ShardError, match=r"is not a file: .*\*\.tar"):
         ShardDataset(tmp_path, format="tar", index_folder=tmp_path)
 
 

@@ -85,7 +85,7 @@ def test_a_damaged_shard_whose_time_was_set_back_is_fetched_again(tmp_path: Path
     path.write_bytes(bytes(len(CONTENT)))
     changed = path.stat().st_ctime_ns
     while path.stat().st_ctime_ns == changed:  # until the file system's clock ticks
-        os.utime(path, (cache_module.UNTOUCHED, cache_module.UNTOUCHED))
+        os.utime(path, (cache_module.SEALED_MTIME, cache_module.SEALED_MTIME))
     assert [read(tmp_path, source) for _ in range(2)] == [CONTENT, CONTENT]
     assert source.fetches == 2
 
@@ -134,7 +134,7 @@ def test_a_shard_that_is_written_to_again_and_again_is_an_error_that_names_it(
 def test_a_shard_without_its_checksum_is_fetched_again(tmp_path: Path, text: str | None) -> None:
     source = Source()
     read(tmp_path, source)
-    beside = cache_module.beside(shard_in(tmp_path))
+    beside = cache_module.checksum_path(shard_in(tmp_path))
     if text is None:
         beside.unlink()
     else:
@@ -200,7 +200,7 @@ def test_a_file_that_may_not_be_deleted_is_named(tmp_path: Path, monkeypatch: py
         unlink(self, missing_ok)
 
     monkeypatch.setattr(Path, "unlink", refused)
-    monkeypatch.setattr(cache_module, "STUCK", 0.0)
+    monkeypatch.setattr(cache_module, "DELETE_SECONDS", 0.0)
     with pytest.raises(ShardError, match=rf"1\.tar has no room .*{foreign.name} cannot be deleted.*not p"):
         read(tmp_path, Source(), 11_000)
     assert read(tmp_path, Source(), 15_000) == CONTENT  # there is room beside it

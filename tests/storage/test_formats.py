@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sharded_loader import ShardError
-from sharded_loader.storage.lists import format_of, urls_in
+from sharded_loader.storage.lists import format_of, parse_list
 
 
 def test_the_format_is_that_of_the_names_or_the_one_that_was_given() -> None:
@@ -35,33 +35,33 @@ def test_the_format_is_that_of_the_names_or_the_one_that_was_given() -> None:
 def test_names_lie_beside_the_list_and_urls_where_they_say() -> None:
     listed = json.dumps(["a.tar", "more/b.tar", "gs://other/c.tar"]).encode()
     trust = {"gs://other": dict[str, Any]()}
-    assert list(urls_in("s3://bucket/set/index.json", listed, trust)) == [
+    assert list(parse_list("s3://bucket/set/index.json", listed, trust)) == [
         "s3://bucket/set/a.tar",
         "s3://bucket/set/more/b.tar",
         "gs://other/c.tar",
     ]
-    assert next(iter(urls_in("set/index.json", listed, trust))) == "set/a.tar"
+    assert next(iter(parse_list("set/index.json", listed, trust))) == "set/a.tar"
 
 
 @pytest.mark.parametrize(
     ("listed", "text"),
     [
-        (b"no json", "no list of shards"),
-        (b"{}", "no list of shards"),
-        (b"[1, 2]", "no list of shards"),
-        (b"7", "no list of shards"),
+        (b"no json", "not a list of shards"),
+        (b"{}", "not a list of shards"),
+        (b"[1, 2]", "not a list of shards"),
+        (b"7", "not a list of shards"),
         (b"[]", "lists no shards"),
-        (b'"abc"', "no list of shards"),
-        (b"[" * 100_000, "no list of shards"),
-        (b'{"shards": [7]}', "no list of shards"),
-        (b'{"shardlist": [{"url": "a.tar", "nsamples": Infinity}]}', "no list of shards"),
-        (b'{"shardlist": [{"url": "a.tar", "nsamples": 1%s}]}' % (b"0" * 20), "no list of shards"),
-        (b'{"shards": [{"raw_data": {}}]}', "no list of shards"),
+        (b'"abc"', "not a list of shards"),
+        (b"[" * 100_000, "not a list of shards"),
+        (b'{"shards": [7]}', "not a list of shards"),
+        (b'{"shardlist": [{"url": "a.tar", "nsamples": Infinity}]}', "not a list of shards"),
+        (b'{"shardlist": [{"url": "a.tar", "nsamples": 1%s}]}' % (b"0" * 20), "not a list of shards"),
+        (b'{"shards": [{"raw_data": {}}]}', "not a list of shards"),
     ],
 )
 def test_a_file_that_lists_no_shards_is_named(listed: bytes, text: str) -> None:
     with pytest.raises(ShardError, match=rf"index\.json.*{text}|{text}"):
-        urls_in("s3://bucket/index.json", listed)
+        parse_list("s3://bucket/index.json", listed)
 
 
 @pytest.mark.parametrize(
@@ -74,4 +74,4 @@ def test_a_file_that_lists_no_shards_is_named(listed: bytes, text: str) -> None:
 )
 def test_compressed_shards_have_to_be_decompressed_first(shard: dict[str, Any]) -> None:
     with pytest.raises(ShardError, match="decompress them first"):
-        urls_in("index.json", json.dumps({"shards": [shard]}).encode())
+        parse_list("index.json", json.dumps({"shards": [shard]}).encode())

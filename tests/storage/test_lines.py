@@ -109,7 +109,7 @@ def test_a_file_that_is_no_plain_text_is_an_error_at_once(tmp_path: Path, conten
 def test_text_in_another_encoding_is_an_error_that_names_the_line(tmp_path: Path) -> None:
     dataset = made(tmp_path / "words.txt", b"one\ntwo\ngr\xfcn\n")
     assert dataset[1] == "two"
-    with pytest.raises(ShardError, match=r"words\.txt, line 3, offset 10: this is no UTF-8 .*Convert the file"):
+    with pytest.raises(ShardError, match=r"words\.txt, line 3, offset 10: this is not UTF-8 .*Convert the file"):
         dataset[2]
 
 

@@ -129,7 +129,7 @@ def test_opening_reads_no_data_whatever_the_cache_could_hold(
 
 def test_the_cost_of_the_length_is_told(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     urls = fill(served, tmp_path)
-    monkeypatch.setattr(dataset_module, "COSTLY", 1 << 20)
+    monkeypatch.setattr(dataset_module, "COSTLY_BYTES", 1 << 20)
     dataset = ShardDataset(urls, index_folder=tmp_path / "indexes")
     with pytest.warns(LoaderWarning, match=r"to count the samples, 6,\d+,\d+ bytes of 3 shards are read once.*index"):
         assert len(dataset) == TOTAL
@@ -264,7 +264,7 @@ def test_ten_thousand_shards_open_with_one_small_request(memory: Any, tmp_path: 
     count, index = 10_000, dumped({"offsets": np.array([0, 2, 4]), "length": np.array(2)})
     urls = [f"memory://opening/{shard:05}.txt" for shard in range(count)]
     stats = [Stat(4, random.Random(shard).randbytes(16).hex()) for shard in range(count)]
-    place = indexes_module.place_of(urls)
+    place = indexes_module.index_url(urls)
     assert place == "memory://opening/shards.index"
     memory.pipe_file(place, indexes_module.content(place, "lines", urls, stats, [(2, index)] * count))
     for given in (place, urls):
@@ -359,14 +359,14 @@ def test_a_changed_shard_is_indexed_again_if_the_store_tells(memory: Any, tmp_pa
 
 
 DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
-    "empty": (lambda whole: b"", "is no index file"),
-    "nonsense": (lambda whole: b"<html>" * 50, "is no index file"),
+    "empty": (lambda whole: b"", "is not an index file"),
+    "nonsense": (lambda whole: b"<html>" * 50, "is not an index file"),
     "older": (
         lambda whole: whole[:8] + bytes([VERSION - 1]) + whole[9:],
         f"is an index file of version {VERSION - 1}, and this library",
     ),
     "cut": (lambda whole: whole[:-10], "is cut or damaged: it has"),
-    "head only": (lambda whole: whole[:20], "is cut or damaged|is no index file"),
+    "head only": (lambda whole: whole[:20], "is cut or damaged|is not an index file"),
     "one bit": (lambda whole: whole[:60] + bytes([whole[60] ^ 1]) + whole[61:], "is damaged"),
 }
 
@@ -445,7 +445,7 @@ def test_an_index_with_wrong_offsets_gives_no_wrong_samples(tmp_path: Path, craf
     dataset = ShardDataset(tmp_path / "0.tar", index_folder=tmp_path)
     [place] = tmp_path.glob("*.arrays")
     index = loaded(place.read_bytes()) or {}
-    indexes._keep(place, dumped({**index, "offsets": crafted(index["offsets"])}))
+    indexes._save(place, dumped({**index, "offsets": crafted(index["offsets"])}))
     with pytest.raises(ShardError, match=r"0\.tar, offset \d+: not the header .*Make the dataset again"):
         dataset.__getitems__([0, 2])
     dataset.close()
@@ -483,10 +483,10 @@ def test_the_place_of_an_index_file_must_be_known(tmp_path: Path) -> None:
     dataset = ShardDataset([tmp_path / "a.txt", tmp_path / "b.txt"], index_folder=tmp_path / "indexes")
     with pytest.raises(ValueError, match=r"give the index file a name that ends in \.index, not"):
         dataset.write_index(tmp_path / "shards.json")
-    assert indexes_module.place_of(["/a/x/1.tar", "/a/x-y/1.tar", "/a/x/z/1.tar"]) == "/a/shards.index"
+    assert indexes_module.index_url(["/a/x/1.tar", "/a/x-y/1.tar", "/a/x/z/1.tar"]) == "/a/shards.index"
     assert (
-        indexes_module.place_of(["s3://b/1.tar?key=1"]) is None
-        and indexes_module.place_of(["s3://b/1.tar", "/b/2.tar"]) is None
+        indexes_module.index_url(["s3://b/1.tar?key=1"]) is None
+        and indexes_module.index_url(["s3://b/1.tar", "/b/2.tar"]) is None
     )
 
 

@@ -131,7 +131,7 @@ def test_few_shards_are_asked_for_until_the_user_has_the_first_batch() -> None:
             super().prepare(url, stat, fetch, is_needed)
 
     walk = Slow([[number] for number in range(6)], room=9)
-    until(lambda: len(asked) == 1 + read_ahead.EARLY)
+    until(lambda: len(asked) == 1 + read_ahead.EARLY_DOWNLOADS)
     looks = walk.looks
     until(lambda: walk.looks > looks + 2)
     assert sorted(asked) == [0, 1, 2]
@@ -142,7 +142,7 @@ def test_few_shards_are_asked_for_until_the_user_has_the_first_batch() -> None:
 
 
 def test_what_others_have_deleted_is_fetched_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read_ahead, "YOUNG", 0.01)
+    monkeypatch.setattr(read_ahead, "RENEW_SECONDS", 0.01)
     walk = Walk([[0], [1], [2]], room=3)
     until(lambda: sorted(walk.fetched) == [0, 1, 2])
     walk.there.remove(1)

@@ -136,14 +136,16 @@ def test_images_are_decoded() -> None:
 @pytest.mark.parametrize(("encoding", "said"), [("pkl", "run code"), ("spectrum", "unknown")])
 def test_an_encoding_that_is_not_read_is_named(tmp_path: Path, encoding: str, said: str) -> None:
     write_mds(tmp_path / "a.mds", {"x": (encoding, None)}, [[b"ab"]])
-    with pytest.raises(ShardError, match=rf"a\.mds, at byte 12, has a column encoded as '{encoding}'.*{said}"):
+    with pytest.raises(
+        ShardError, match=rf"a\.mds, at byte 12, has a column of unsupported encoding '{encoding}'.*{said}"
+    ):
         read_mds(tmp_path / "a.mds", [0])
 
 
 @pytest.mark.parametrize("content", [b"", b"ab", b"nonsense" * 9, b"\0" * 100, b"\x02\0\0\0" + b"\xff" * 60])
 def test_what_is_no_mds_file_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.mds").write_bytes(content)
-    with pytest.raises(ShardError, match=r"a\.mds (is no MDS file|ends within)"):
+    with pytest.raises(ShardError, match=r"a\.mds (is not an MDS file|ends within)"):
         read_mds(tmp_path / "a.mds", [0])
 
 

@@ -58,7 +58,7 @@ def test_a_process_that_ends_or_is_killed_is_not_counted(
             other.send_signal(signal.SIGTERM if sys.platform == "win32" else signal.SIGKILL)
         other.stdin.close()
         other.wait()
-        monkeypatch.setattr(read_ahead, "GONE", 0.0 if killed else 100.0)
+        monkeypatch.setattr(read_ahead, "DEAD_SECONDS", 0.0 if killed else 100.0)
         assert count() == 1
     assert not list(tmp_path.iterdir())
 
@@ -93,7 +93,7 @@ def test_a_folder_that_cannot_be_used_is_no_error(tmp_path: Path) -> None:
 def test_a_reader_gives_back_what_it_needs_last_when_another_one_comes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(read_ahead, "YOUNG", 0.01)
+    monkeypatch.setattr(read_ahead, "RENEW_SECONDS", 0.01)
     batches = [[number] for number in range(20)]
     walk = Walk(batches, room=4, register=tmp_path)
     until(lambda: sorted(walk.fetched) == [0, 1, 2, 3])

@@ -79,7 +79,7 @@ def test_what_is_no_table_is_named(tmp_path: Path, kind: str) -> None:
     pytest.importorskip("pyarrow")
     (tmp_path / "a.bin").write_bytes(b"nonsense" * 100)
     file = LocalFile(str(tmp_path / "a.bin"))
-    with pytest.raises(ShardError, match=rf"a\.bin is no {KINDS[kind].name} file, or is damaged"):
+    with pytest.raises(ShardError, match=rf"a\.bin is not a valid {KINDS[kind].name} file, or damaged"):
         KINDS[kind]().index(file)
     file.close()
 
@@ -243,7 +243,7 @@ def test_damage_is_noticed(tmp_path: Path, kind: str, has_checksums: bool, seeds
 def test_what_is_no_arrow_file_is_an_error(tmp_path: Path, content: bytes) -> None:
     pytest.importorskip("pyarrow")
     (tmp_path / "a.arrow").write_bytes(content)
-    with pytest.raises(ShardError, match=r"a\.arrow is no arrow file, or is damaged within bytes 0 to \d+"):
+    with pytest.raises(ShardError, match=r"a\.arrow is not a valid arrow file, or damaged within bytes 0 to \d+"):
         ShardDataset(tmp_path / "a.arrow", index_folder=tmp_path)
 
 
@@ -252,5 +252,5 @@ def test_a_stream_without_its_end_is_an_error(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "a.arrow"
     write(path, "stream")
     path.write_bytes(path.read_bytes()[:-cut])
-    with pytest.raises(ShardError, match=r"a\.arrow is no arrow file, or is damaged"):
+    with pytest.raises(ShardError, match=r"a\.arrow is not a valid arrow file, or damaged"):
         ShardDataset(path, index_folder=tmp_path)

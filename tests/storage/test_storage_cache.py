@@ -64,11 +64,11 @@ def test_another_file_at_the_same_place_is_another_shard(tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="an open file cannot be deleted there")
-@pytest.mark.parametrize("idle", [0.0, dataset_module.IDLE])
+@pytest.mark.parametrize("idle", [0.0, dataset_module.IDLE_SECONDS])
 def test_a_shard_that_was_deleted_while_open_is_closed_when_it_is_not_read_any_more(
     tmp_path: Path, idle: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dataset_module, "IDLE", idle)
+    monkeypatch.setattr(dataset_module, "IDLE_SECONDS", idle)
     with serving() as served:
         for number in range(3):
             write_tar(tmp_path / "x.tar", {"0.txt": str(number).encode()})

@@ -18,7 +18,7 @@ from shards import write_mds, write_tar
 
 from sharded_loader import ProcessPool, ShardedDataLoader, ShardShuffleSampler, ThreadPool
 from sharded_loader.storage import stores
-from sharded_loader.storage.dataset import OPEN, ShardDataset, local_path
+from sharded_loader.storage.dataset import MAX_OPEN, ShardDataset, local_path
 from sharded_loader.storage.files import ShardError, ShardFile
 
 PROCESSES = multiprocessing.get_all_start_methods()
@@ -101,12 +101,12 @@ def test_indexes_are_made_once_and_lie_where_they_are_wanted(folder: Path, monke
 
 
 def test_many_shards_are_not_all_open(tmp_path: Path) -> None:
-    for shard in range(OPEN + 5):
+    for shard in range(MAX_OPEN + 5):
         write_tar(tmp_path / f"s-{shard:03}.tar", {f"{shard}.txt": str(shard).encode()})
     dataset = make(tmp_path)
     for _ in range(2):
-        assert [to_number(one) for one in dataset] == list(range(OPEN + 5))
-    assert len(dataset._shards._open) == OPEN
+        assert [to_number(one) for one in dataset] == list(range(MAX_OPEN + 5))
+    assert len(dataset._shards._open) == MAX_OPEN
     dataset.close()
     assert to_number(dataset[3]) == 3
     dataset.close()
@@ -239,7 +239,7 @@ def test_a_shard_that_has_changed_is_named(folder: Path) -> None:
 
 def test_a_shard_of_another_format_is_named(folder: Path) -> None:
     (folder / "s-9.tar").write_bytes(b"nonsense" * 300)
-    with pytest.raises(ShardError, match=r"s-9\.tar is no plain tar file"):
+    with pytest.raises(ShardError, match=r"s-9\.tar is not a plain tar file"):
         make(folder)
 
 

@@ -27,7 +27,7 @@ from sharded_loader import ShardDataset
 from sharded_loader.storage import stores
 from sharded_loader.storage.files import ShardError, Stat, redacted, shown
 from sharded_loader.storage.lists import expanded
-from sharded_loader.storage.stores import ObjectStore, merged
+from sharded_loader.storage.stores import ObjectStore, merge_ranges
 
 CONTENT = bytes(range(256)) * 2000
 
@@ -386,7 +386,7 @@ def test_a_store_is_pickled_as_its_options() -> None:
 def test_merged_stretches_hold_the_given_ones(pairs: list[tuple[int, int]], gap: int) -> None:
     begins = [begin for begin, _ in pairs]
     ends = [begin + length for begin, length in pairs]
-    spans, where = merged(begins, ends, gap)
+    spans, where = merge_ranges(begins, ends, gap)
     assert spans == sorted(spans)
     assert all(later[0] - earlier[1] > gap for earlier, later in itertools.pairwise(spans))
     for number, begin, end in zip(where, begins, ends, strict=True):
@@ -404,17 +404,17 @@ def test_requests_begin_few_at_a_time_and_become_more() -> None:
             running = events.count("asked") - events.count("answered")
             if running == stores.CONNECTIONS:
                 few.set()
-            if running == stores.IN_ALL:
+            if running == stores.MAX_REQUESTS:
                 many.set()
         few.wait(60)
-        if len(events) > 2 * stores.IN_ALL:
+        if len(events) > 2 * stores.MAX_REQUESTS:
             many.wait(60)
         with lock:
             events.append("answered")
 
-    with ThreadPoolExecutor(3 * stores.IN_ALL) as threads:
-        asked = [threads.submit(store._try, "http://host/a", request) for _ in range(4 * stores.IN_ALL)]
+    with ThreadPoolExecutor(3 * stores.MAX_REQUESTS) as threads:
+        asked = [threads.submit(store._with_retries, "http://host/a", request) for _ in range(4 * stores.MAX_REQUESTS)]
     assert [one.result() for one in asked] == [None] * len(asked)
     assert events[:5] == ["asked"] * stores.CONNECTIONS + ["answered"]
     running = list(itertools.accumulate(1 if event == "asked" else -1 for event in events))
-    assert max(running) == stores.IN_ALL
+    assert max(running) == stores.MAX_REQUESTS

@@ -73,7 +73,7 @@ def test_what_is_no_plain_tar_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "c.tar").write_bytes(b"nonsense" * 200)
     (tmp_path / "d.tar").write_bytes((tmp_path / "a.tar").read_bytes()[:700])
     for name in "bcd":
-        with pytest.raises(ShardError, match=rf"{name}\.tar is no (plain|whole) tar file"):
+        with pytest.raises(ShardError, match=rf"{name}\.tar is not a (plain|complete) tar file"):
             read(tmp_path / f"{name}.tar", [0])
 
 
@@ -86,7 +86,7 @@ def test_an_empty_or_compressed_file_is_called_that(tmp_path: Path) -> None:
         (b"<html>" * 200, "invalid header.*: give format= if it has another format"),
     ):
         path.write_bytes(content)
-        with pytest.raises(ShardError, match=rf"a\.tar is no plain tar file \(offset 0: {text}"):
+        with pytest.raises(ShardError, match=rf"a\.tar is not a plain tar file \(offset 0: {text}"):
             Tar().index(LocalFile(str(path)))
 
 
@@ -163,7 +163,9 @@ def test_a_damaged_header_is_an_error_that_names_the_offset(
     tmp_path: Path, damage: Callable[[], bytes], offset: int
 ) -> None:
     (tmp_path / "a.tar").write_bytes(damage())
-    with pytest.raises(ShardError, match=rf"a\.tar is no whole tar file \(offset {offset}: .*Copy or write it again"):
+    with pytest.raises(
+        ShardError, match=rf"a\.tar is not a complete tar file \(offset {offset}: .*Copy or write it again"
+    ):
         read(tmp_path / "a.tar", [0])
 
 
@@ -251,5 +253,7 @@ def test_a_member_that_damage_has_copied_is_an_error_and_no_sample_more(tmp_path
     content = ten()
     for number in (0, 4):
         (tmp_path / "a.tar").write_bytes(content[: (number + between) * 1024] + content[number * 1024 :])
-        with pytest.raises(ShardError, match=rf"the sample '{number:04}' has two members \.txt|no whole tar file"):
+        with pytest.raises(
+            ShardError, match=rf"the sample '{number:04}' has two members \.txt|not a complete tar file"
+        ):
             read(tmp_path / "a.tar", [0])

@@ -22,7 +22,7 @@ from sharded_loader import ShardDataset, ShardedDataLoader
 from sharded_loader.storage import indexes, stores
 from sharded_loader.storage.files import ShardError, Stat, host_of, joined, shown, trusted
 from sharded_loader.storage.indexes import dumped, loaded
-from sharded_loader.storage.lists import places_of
+from sharded_loader.storage.lists import parse_trust
 from sharded_loader.storage.parts import bound
 from sharded_loader.storage.stores import ObjectStore
 
@@ -170,7 +170,7 @@ def test_a_list_may_be_named_from_another_folder(tmp_path: Path, kind: str, monk
     + ["x::http://host/b", "simplecache::file", "http://host/%2e%2e/b", "s3://host/b", "://b", "file:///b"],
 )
 def test_no_spelling_leads_out_of_the_place_of_a_list(name: str) -> None:
-    for trust in (False, places_of("http://host/set"), places_of(["s3://", "/etc/pass", "http://ev"])):
+    for trust in (False, parse_trust("http://host/set"), parse_trust(["s3://", "/etc/pass", "http://ev"])):
         if not (isinstance(trust, dict) and trusted(name, trust)):
             with pytest.raises(ShardError, match=r"^http://host/set/i\.json names "):
                 joined("http://me:pw@host/set/i.json?key=a/b", ["ok", name], trust)
@@ -182,12 +182,12 @@ def test_no_spelling_leads_out_of_the_place_of_a_list(name: str) -> None:
 def test_another_bucket_is_another_place() -> None:
     for name in ("s3://b-2/x", "s3://b2/x", "s3a://b/x", "gs://b/x", "s3://b/../b2/x"):
         with pytest.raises(ShardError, match="names"):
-            joined("s3://b/set/i.json", [name], places_of("s3://b-1"))
-    store = ObjectStore({"key": "mine"}, places_of({"s3://c/": {"key": "other"}}))
-    store.give(["s3://b/i.json"])
+            joined("s3://b/set/i.json", [name], parse_trust("s3://b-1"))
+    store = ObjectStore({"key": "mine"}, parse_trust({"s3://c/": {"key": "other"}}))
+    store.limit_options(["s3://b/i.json"])
     keys = [store._access(f"s3://{bucket}/x")[1].get("key") for bucket in ("b", "b-2", "c", "c-2")]
     assert keys == ["mine", None, "other", None]
-    assert joined("s3://b/i.json", ["s3://c/x", "s3://c-2/y", "s3://b/z"], places_of("s3://"))[2] == "s3://b/z"
+    assert joined("s3://b/i.json", ["s3://c/x", "s3://c-2/y", "s3://b/z"], parse_trust("s3://"))[2] == "s3://b/z"
 
 
 @pytest.mark.slow
@@ -198,7 +198,7 @@ def test_a_million_names_are_looked_at_quickly() -> None:
 
 def test_trust_is_places_or_true() -> None:
     for trust in (5, [5], None, {"s3://b": 7}):
-        with pytest.raises(TypeError, match="trust is no URL or path, no list of them"):
+        with pytest.raises(TypeError, match="trust must be a URL or path, a list of them"):
             ShardDataset("a.txt", trust=trust)  # type: ignore[arg-type]
 
 
