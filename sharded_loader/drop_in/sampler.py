@@ -37,7 +37,7 @@ from torch.utils.data.sampler import SubsetRandomSampler, WeightedRandomSampler
 
 from sharded_loader.extend import NOTHING, Epoch, Nothing, PartPoint, Position, Result, Sampler, Task
 from sharded_loader.extend.data import is_stateful
-from sharded_loader.extend.engine import EpochRequest, PartBatch, RowIndices, note, sampler_error
+from sharded_loader.extend.engine import EpochRequest, PartBatch, RowIndices, new_request, sampler_error
 from sharded_loader.extend.order import (
     Checkpoint,
     ThirdPartyItems,
@@ -178,7 +178,7 @@ class EpochCount:
 
     def note(self, epoch: int) -> None:
         """Note a call of ``set_epoch`` of the loader."""
-        self.request, self.next_epoch = note(epoch), epoch
+        self.request, self.next_epoch = new_request(epoch), epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the next one."""
@@ -653,7 +653,7 @@ class TorchEpoch(Epoch):
             self._left_out = self._skips(self.number)
         drawn.begin(self.number)
 
-    def came(self, seq: int, result: Result) -> Result:
+    def record_result(self, seq: int, result: Result) -> Result:
         """Note the state of the worker's dataset that came with a batch."""
         if result.point is not None:
             self._planned[seq] = self._planned[seq]._replace(point=result.point)

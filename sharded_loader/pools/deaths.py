@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeVar
 
 from sharded_loader.base import host_clock
 from sharded_loader.base.errors import Location, WorkerDiedError, WorkerTimeoutError, WorkerTraceback, describe_exit
-from sharded_loader.engine.board import SAMPLE, SHARD, UNUSED, phase, sample_in
+from sharded_loader.engine.heartbeat import SAMPLE, SHARD, UNUSED, phase, sample_in
 from sharded_loader.engine.messages import Task
 
 E = TypeVar("E", bound=BaseException)
@@ -136,7 +136,7 @@ class Watch:
     def stalled(self, workers: Iterable[tuple[K, Sequence[int]]]) -> list[K]:
         """Return the workers without progress for ``timeout`` seconds.
 
-        ``workers`` are those with work to do, each with its board (empty during start). Omitted ones restart from 0.
+        ``workers`` are those with work to do, each with its heartbeat (empty during start). Others start again at 0.
         """
         if self.timeout is None:
             return []
@@ -162,7 +162,7 @@ class Death(NamedTuple):
         oom_kills: `ProcessTransport.oom_kills` at that time.
         host, cause: address of its machine and explanation, if another program runs the workers.
         hung: it was killed because it stalled.
-        board: its last progress; None if unknown.
+        heartbeat: its last progress; None if unknown.
         is_of_machine: the machine is gone, so no batch is to blame.
         is_final: the worker could not be created, nor could another one.
     """
@@ -174,7 +174,7 @@ class Death(NamedTuple):
     host: str = ""
     cause: str = ""
     hung: bool = False
-    board: Sequence[int] | None = UNUSED
+    heartbeat: Sequence[int] | None = UNUSED
     is_of_machine: bool = False
     is_final: bool = False
 
@@ -194,10 +194,10 @@ class Death(NamedTuple):
 
     def error_over(self, task: Task, tries: int, timeout: float | None) -> Exception:
         """Return the error for a batch that has killed ``tries`` workers, this one last; ``timeout`` in seconds."""
-        board = self.board or ()
+        heartbeat = self.heartbeat or ()
         if self.hung and timeout is not None:
-            return timed_out(self.who, timeout, task, board, tries, killed=True)
-        return _stopped_too_many(self._error, self.who, str(self), task, board, tries, "", ", which it may end too")
+            return timed_out(self.who, timeout, task, heartbeat, tries, killed=True)
+        return _stopped_too_many(self._error, self.who, str(self), task, heartbeat, tries, "", ", which it may end too")
 
     def error_in_start(self) -> WorkerDiedError:
         fate, how = f"{self}.", "It had not begun to read: it died while it started"
@@ -230,7 +230,7 @@ def too_large(worker: int, nbytes: int, limit: int) -> MemoryError:
 def timed_out(who: str, timeout: float, task: Task, words: Sequence[int], tries: int, *, killed: bool) -> Exception:
     """Return the error for a batch over which ``tries`` workers stalled for ``timeout`` seconds.
 
-    ``words`` is the last worker's board. ``killed``: it could be stopped, unlike a thread.
+    ``words`` is the last worker's heartbeat. ``killed``: it could be stopped, unlike a thread.
     """
     what = f"{who} made no progress for {timeout:g} s"
     fate = "It was killed; its stack is on stderr" if killed else "A thread cannot be stopped; another has its place"

@@ -36,7 +36,7 @@ from sharded_loader.base.errors import add_note, as_exception
 from sharded_loader.base.system import write_to_stderr
 from sharded_loader.batching.protocol import Empty
 from sharded_loader.data.inspection import warn_of_open_file
-from sharded_loader.engine.board import BEGINNING, IDLE, RUN, SAMPLE, SEQ, new_board
+from sharded_loader.engine.heartbeat import BEGINNING, IDLE, RUN, SAMPLE, SEQ, new_heartbeat
 from sharded_loader.engine.messages import NOTHING, Job, Result, Task
 from sharded_loader.engine.pool import Pool, PoolBroken, WorkerPool
 from sharded_loader.engine.reader import Reader
@@ -58,7 +58,7 @@ class _Shared:
         # None tells a thread to look up its queue again. It stays in the queue, for the next thread.
         self.queues: list[queue.SimpleQueue[tuple[Any, Task] | None]] = [queue.SimpleQueue() for _ in range(queues)]
         self.live: set[int] = set()  # runs that are not cancelled
-        self.given_up: set[tuple[int, int]] = set()  # (run, part) in which a thread hangs: the part ends there
+        self.abandoned: set[tuple[int, int]] = set()  # (run, part) in which a thread hangs: the part ends there
         self.results: deque[Result | Exception] = deque()
         self.bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.closing = False
@@ -99,7 +99,7 @@ class _Thread(threading.Thread):
         self.shared = shared
         self.number = number
         self.init = init
-        self.board = new_board()
+        self.heartbeat = new_heartbeat()
         self.task: Task | None = None
         self.abandoned = False
 
@@ -119,7 +119,7 @@ class _Thread(threading.Thread):
 
     def _serve(self) -> None:
         """Read tasks until the end. While waiting, hold no reference to user objects."""
-        shared, board, who = self.shared, self.board, f"thread {self.number}"
+        shared, heartbeat, who = self.shared, self.heartbeat, f"thread {self.number}"
         while not self.abandoned and not shared.closing:
             queues = shared.queues
             tasks = queues[self.number % len(queues)]
@@ -128,12 +128,12 @@ class _Thread(threading.Thread):
                 continue
             reader, task = taken
             if task.run in shared.live:
-                board[RUN], board[SEQ], board[SAMPLE] = task.run, task.seq, BEGINNING
+                heartbeat[RUN], heartbeat[SEQ], heartbeat[SAMPLE] = task.run, task.seq, BEGINNING
                 self.task = task
                 result = Result(task.run, task.seq, NOTHING)
-                if task.part is None or (task.run, task.part.number) not in shared.given_up:
-                    result = reader.read(task, who, shared.empty, board, self.number)
-                board[SAMPLE], self.task = IDLE, None
+                if task.part is None or (task.run, task.part.number) not in shared.abandoned:
+                    result = reader.read(task, who, shared.empty, heartbeat, self.number)
+                heartbeat[SAMPLE], self.task = IDLE, None
                 if not shared.closing:
                     shared.results.append(result)
                     shared.ring()
@@ -294,9 +294,9 @@ class ThreadPool(WorkerPool):
 
     def _abandon_stalled(self, shared: _Shared, timeout: float) -> None:
         """Report errors for the batches of stalled threads, and replace these threads."""
-        busy = [(thread, thread.board) for thread in shared.threads if thread.task is not None]
+        busy = [(thread, thread.heartbeat) for thread in shared.threads if thread.task is not None]
         for thread in self._watch.stalled(busy):
-            task, words = thread.task, list(thread.board)
+            task, words = thread.task, list(thread.heartbeat)
             if task is None:
                 continue
             error = timed_out(f"thread {thread.number}", timeout, task, words, 1, killed=False)
@@ -304,7 +304,7 @@ class ThreadPool(WorkerPool):
             was_abandoned, thread.abandoned = thread.abandoned, True
             if thread.task is task:
                 if task.part is not None:
-                    shared.given_up.add((task.run, task.part.number))
+                    shared.abandoned.add((task.run, task.part.number))
                 shared.results.append(Result(task.run, task.seq, error=error))
             shared.threads.remove(thread)
             if not was_abandoned:

@@ -40,7 +40,7 @@ from sharded_loader.base.checks import check_int
 from sharded_loader.base.errors import Location
 from sharded_loader.base.interrupts import pass_on, uninterrupted
 from sharded_loader.base.system import write_to_stderr
-from sharded_loader.engine.board import UNUSED, is_at
+from sharded_loader.engine.heartbeat import UNUSED, is_at
 from sharded_loader.engine.messages import NOTHING, BatchTimes, Grouping, Job, Result, Task, unpack_result
 from sharded_loader.engine.pool import PoolBroken, WorkerPool
 from sharded_loader.memory.arena import RecentSizes
@@ -72,7 +72,7 @@ class Worker(ABC):
 
     @abstractmethod
     def where(self) -> Sequence[int] | None:
-        """Return its board; empty during start, None while it has nothing to do and is not watched."""
+        """Return its heartbeat; empty during start, None while it has nothing to do and is not watched."""
 
     @abstractmethod
     def cancel(self, run: int) -> None:
@@ -269,9 +269,9 @@ class SupervisedPool(WorkerPool, Generic[W]):
         elif not worker.ready:
             if self.deaths.record_start_death(death):
                 return self.give_up_worker(worker, death.error_in_start())
-        elif death.board is None and worker.tasks:
+        elif death.heartbeat is None and worker.tasks:
             self.deaths.suspect(worker.tasks)
-        elif task := next((one for one in worker.tasks.values() if is_at(death.board or UNUSED, one)), None):
+        elif task := next((one for one in worker.tasks.values() if is_at(death.heartbeat or UNUSED, one)), None):
             results = self._retry_or_give_up(worker, task, death)
         elif self.deaths.record_idle_death(worker.number):
             return self.give_up_worker(worker, death.error_between_batches())
@@ -297,8 +297,8 @@ class SupervisedPool(WorkerPool, Generic[W]):
     def _retry_or_give_up(self, worker: W, task: Task, death: Death) -> list[Result]:
         """Handle a death over a task. Return the results of abandoned batches."""
         if not self.deaths.record_batch_death(task):
-            # Also if the sample is known: the error quotes the last worker's board, which may lack cheap samples.
-            worker.tasks[task.run, task.seq] = replace(task, careful=True)
+            # Also if the sample is known: the error quotes the last worker's heartbeat, which may lack cheap samples.
+            worker.tasks[task.run, task.seq] = replace(task, isolated=True)
             return []
         lost = []
         # Later batches of the same part can only be reached by reading this one again. Lanes of a map-style dataset
@@ -332,9 +332,9 @@ class SupervisedPool(WorkerPool, Generic[W]):
             return
         watched: list[tuple[W, Sequence[int]]] = []
         for worker in (*self._transport.workers, *self._transport.draining):
-            board = None if worker.hung else worker.where()
-            if board is not None:
-                watched.append((worker, board))
+            heartbeat = None if worker.hung else worker.where()
+            if heartbeat is not None:
+                watched.append((worker, heartbeat))
         for worker in self._watch.stalled(watched):
             worker.hung = True
             worker.kill_stalled(self.timeout)

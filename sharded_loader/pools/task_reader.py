@@ -30,7 +30,7 @@ from sharded_loader.base.imports import call_after_import
 from sharded_loader.base.notices import is_ours
 from sharded_loader.base.system import is_on, write_to_stderr
 from sharded_loader.batching.protocol import Array
-from sharded_loader.engine.board import BEGINNING, RUN, SAMPLE, SENDING, SEQ, SHARD, Board, new_board, phase
+from sharded_loader.engine.heartbeat import BEGINNING, RUN, SAMPLE, SENDING, SEQ, SHARD, Heartbeat, new_heartbeat, phase
 from sharded_loader.engine.messages import Job, Result, Task, pack_reply, pack_result, task_of
 from sharded_loader.engine.reader import Reader, plain_indices
 from sharded_loader.memory.codec import Encoded, End, Moving, SetApart, SlotWriter, encode, encode_error, set_apart
@@ -65,15 +65,15 @@ def _reading_in(frame: FrameType | None) -> str:
     """Describe what a thread reads, from the locals of its frames (no overhead for reading); "": nothing."""
     while frame is not None and frame.f_code is not Reader.read.__code__:
         frame = frame.f_back
-    at = None if frame is None else frame.f_locals.get("at")
-    if at is None:
+    scope = None if frame is None else frame.f_locals.get("scope")  # the local variable of `Reader.read`
+    if scope is None:
         return ""
-    task, place, now = at.task, at.place, host_clock.now()
-    doing = f"reading sample {plain_indices(at.indices)[place]!r}" if place >= 0 else phase(at.board)
-    took = f"which it began {now - at.began:.0f} s ago"
-    if at.stamps and place >= 0:
-        took = f"for {now - at.stamps[-1]:.0f} s"
-    shard = f", shard {at.board[SHARD]}" if task.sharded else ""
+    task, place, now = scope.task, scope.place, host_clock.now()
+    doing = f"reading sample {plain_indices(scope.indices)[place]!r}" if place >= 0 else phase(scope.heartbeat)
+    took = f"which it began {now - scope.began:.0f} s ago"
+    if scope.stamps and place >= 0:
+        took = f"for {now - scope.stamps[-1]:.0f} s"
+    shard = f", shard {scope.heartbeat[SHARD]}" if task.sharded else ""
     return f"{doing} of epoch {task.epoch}, batch {task.seq}{shard}, {took}"
 
 
@@ -105,7 +105,7 @@ class TaskReader:
 
     Attributes:
         name: name of the worker in errors.
-        board: progress of the worker.
+        heartbeat: progress of the worker.
         job: None before `begin`.
         cancelled: runs whose tasks are not to be read.
     """
@@ -114,7 +114,7 @@ class TaskReader:
         self._number = number
         self._num_workers = num_workers
         self.name = name
-        self.board: Board = new_board()
+        self.heartbeat: Heartbeat = new_heartbeat()
         self.job: Job | None = None
         self.cancelled: set[int] = set()
         self._reader: Reader | None = None
@@ -165,21 +165,21 @@ class TaskReader:
     def read(self, run: int, seq: int, fields: object, memory: Array | None) -> tuple[Result, SlotWriter, Task | None]:
         """Read one task into ``memory``. Return the result, its slot, and the task (None if unreadable)."""
         assert self._reader is not None  # set by the job
-        slot, board = SlotWriter(memory), self.board
-        board[RUN], board[SEQ], board[SHARD], board[SAMPLE] = run, seq, 0, BEGINNING
+        slot, heartbeat = SlotWriter(memory), self.heartbeat
+        heartbeat[RUN], heartbeat[SEQ], heartbeat[SHARD], heartbeat[SAMPLE] = run, seq, 0, BEGINNING
         try:
             task = task_of(fields)
         except Exception as error:
             add_note(error, f"sharded_loader: batch {seq}: its indices could not be unpickled in {self.name}")
             return Result(run, seq, error=error), slot, None
-        if task.careful:
-            self._reader.probe(task, board)
+        if task.isolated:
+            self._reader.probe(task, heartbeat)
         empty = np.empty if memory is None else slot.empty
         self._seed_globals(task.epoch, task.position)
-        result = self._reader.read(task, self.name, empty, board, self._number)
+        result = self._reader.read(task, self.name, empty, heartbeat, self._number)
         if result.times is not None and result.times.retries:
             result = replace(result, retries=result.times.retries)
-        board[SAMPLE] = SENDING
+        heartbeat[SAMPLE] = SENDING
         return result, slot, task
 
     def _seed_globals(self, epoch: int, position: int) -> None:
@@ -214,6 +214,6 @@ def _encode(result: Result, slot: SlotWriter) -> Encoded:
 
 
 def _tell_torch(number: int, num_workers: int, seed: int, job: Job) -> None:
-    from sharded_loader.streams.worker_info import tell_of_worker
+    from sharded_loader.streams.worker_info import announce_worker
 
-    tell_of_worker(number, num_workers, seed, job)
+    announce_worker(number, num_workers, seed, job)

@@ -234,7 +234,7 @@ class RayPool(SupervisedPool[ActorWorker]):
         error = future.exception()
         if what == "where":
             worker.asked = False
-            worker.board = worker.board if error is not None else future.result()
+            worker.heartbeat = worker.heartbeat if error is not None else future.result()
         elif error is None and what == "begin":
             said: Begun = future.result()
             if worker not in self._transport.workers:

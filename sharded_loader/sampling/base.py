@@ -27,7 +27,7 @@ import numpy as np
 
 from sharded_loader.base.checks import check_int, refuse_class
 from sharded_loader.base.described import Described
-from sharded_loader.engine.epoch_requests import EpochRequest, note
+from sharded_loader.engine.epoch_requests import EpochRequest, new_request
 from sharded_loader.randomness.rng import draw_seed
 from sharded_loader.sampling.tables import Table
 
@@ -164,9 +164,9 @@ class Sampler(Described, Generic[Item_co]):
             ValueError: if ``epoch`` is negative or not an integer.
         """
         self.epoch = epoch
-        self.epoch_request = note(self.epoch)
+        self.epoch_request = new_request(self.epoch)
 
-    set_epoch.is_noted = True  # type: ignore[attr-defined]
+    set_epoch.is_recorded = True  # type: ignore[attr-defined]
 
     def __iter__(self) -> Iterator[Item_co]:
         # Not a generator function: seed and epoch are read now, not at the first item.
@@ -301,7 +301,7 @@ class WrapperSampler(Sampler[Item_co]):
         super().set_epoch(epoch)
         tell_epoch(self.inner, self.epoch)
 
-    set_epoch.is_noted = True  # type: ignore[attr-defined]
+    set_epoch.is_recorded = True  # type: ignore[attr-defined]
 
     @property
     def _shown_seed(self) -> int | None:

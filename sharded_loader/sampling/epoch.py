@@ -32,7 +32,7 @@ import numpy as np
 
 from sharded_loader.base.errors import as_batch_error
 from sharded_loader.base.interrupts import is_from_outside
-from sharded_loader.engine.epoch_requests import noted, put_back
+from sharded_loader.engine.epoch_requests import last_requests, restore_requests
 from sharded_loader.engine.messages import NOTHING, Nothing, Task
 from sharded_loader.engine.order import Epoch, Position, sampler_error
 from sharded_loader.engine.split import is_sharded, plain_indices
@@ -278,7 +278,7 @@ class _Batches:
         self.third_party, self._seed = find_third_party(source.items, source.signature.seed)
         if type(source.items) in (list, tuple, range) and source.batch_size and isinstance(span, _SeparateSpan):
             self.third_party, self.sequence = None, ListSampler(source.items, begin)
-        self._noted = [sampler for sampler, _ in noted(nested(self.third_party))]
+        self._noted = [sampler for sampler, _ in last_requests(nested(self.third_party))]
         self._table: Table | None = None
         self._recorded: RecordedSampler | None = None
         self._previous: RecordedSampler | None = None  # left open by the previous epoch
@@ -306,15 +306,15 @@ class _Batches:
         found = self.ready.get(number)
         if found is not None or number >= self._ended:
             return found
-        before = noted(self._noted)
+        before = last_requests(self._noted)
         try:
             if self.third_party is None:
                 self.ready = self._read(number)
             else:
                 self._read_third_party(number)
-            put_back(before)
-        except BaseException as error:  # also a Ctrl-C in put_back()
-            put_back(before)
+            restore_requests(before)
+        except BaseException as error:  # also a Ctrl-C in restore_requests()
+            restore_requests(before)
             self._table = None
             # Batches read but not yet counted are read again, possibly in another order.
             self.ready = {seq: found for seq, found in self.ready.items() if seq < self._next_number}

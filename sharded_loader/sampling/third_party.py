@@ -43,7 +43,7 @@ import numpy as np
 from sharded_loader.base.described import an
 from sharded_loader.base.errors import as_batch_error
 from sharded_loader.data.inspection import is_stateful
-from sharded_loader.engine.epoch_requests import noted, put_back
+from sharded_loader.engine.epoch_requests import last_requests, restore_requests
 from sharded_loader.engine.order import process_group
 from sharded_loader.randomness.rng import derive_key, seed_torch, seeded_globals
 from sharded_loader.randomness.shuffle import Indices
@@ -119,11 +119,11 @@ def start_seeded(
     state = None if checkpoint is None else copy.deepcopy(checkpoint.state)
     # set_epoch also needs the lock of seeded_globals: two threads must not start one sampler at once.
     with seeded_globals(derive_key(seed, "foreign sampler", epoch)), _replaced_generators(sampler, epoch, seed):
-        before = noted(nested(sampler))
+        before = last_requests(nested(sampler))
         try:
             tell_epoch(sampler, epoch)
         finally:
-            put_back(before)
+            restore_requests(before)
         items, stateful = loaded(sampler, sampler if is_stateful(sampler) else None, state)
         first, rest = first_of(items)
     if not first and items is sampler and state is None:

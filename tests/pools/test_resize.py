@@ -357,7 +357,7 @@ def test_far_too_many_processes_are_a_warning() -> None:
 
 @pytest.mark.skipif("fork" not in PROCESS_POOLS, reason="spawned workers start slowly")
 @pytest.mark.slow
-def test_more_workers_than_one_board_has_rows() -> None:
+def test_more_workers_than_the_heartbeats_have_rows() -> None:
     pool = ProcessPool(60, start_method="fork")
     with loader_over(Noisy(), pool) as loader:
         expected = outcomes(loader)

@@ -21,7 +21,7 @@ from recovery_samples import BadStart, loader_arguments, until_the_end, values_o
 from samples import DiesInSetState, Filled, Noting, Parents, Random
 
 from sharded_loader import ProcessPool, SampleReadError, ShardedDataLoader, WorkerDiedError
-from sharded_loader.engine.board import IDLE, SAMPLE
+from sharded_loader.engine.heartbeat import IDLE, SAMPLE
 from sharded_loader.pools.process.transport import ProcessTransport, ProcessWorker
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="kills processes by signals")
@@ -293,7 +293,7 @@ def test_what_a_worker_had_sent_when_it_was_killed_is_not_read_again(method: str
         batches = iter(loader)
         seen = [int(next(batches))]
         (worker,) = pool._transport.workers
-        while len(path.read_text().split()) < 3 or worker.board[SAMPLE] != IDLE:
+        while len(path.read_text().split()) < 3 or worker.heartbeat[SAMPLE] != IDLE:
             time.sleep(0.001)  # it has read what is in flight, and sent it
         os.kill(worker.pid, signal.SIGKILL)
         while not is_over(worker.pid):

@@ -2,11 +2,11 @@
 
     start(job)         fork: launches workers with the job. spawn, forkserver: publishes it once, and sends it
     drain(worker)      tells a worker to end when it has answered its tasks
-    last_words(worker) reaps a worker: exit code, board
+    last_words(worker) reaps a worker: exit code, heartbeat
     close()            ends workers (end-of-file, then SIGKILL), and frees links, slots and memory
 
-A `ProcessTransport` owns the workers, the boards (`engine.board`), the parent guard, the zygote, the memory of the
-published job, the arena, and the waker pipe. It keeps no job, so that a finalizer may hold it: a job leads to the
+A `ProcessTransport` owns the workers, the heartbeats (`engine.heartbeat`), the parent guard, the zygote, the memory of
+the published job, the arena, and the waker pipe. It keeps no job, so that a finalizer may hold it: a job leads to the
 user's dataset, and often to the loader. In a process that the user forks `close` does nothing.
 
 A slot is free only when its writer has ended: never, if that had to be abandoned (`KILLED_GRACE`).
@@ -39,7 +39,7 @@ from sharded_loader.base import host_clock
 from sharded_loader.base.interrupts import uninterrupted
 from sharded_loader.base.limits import oom_kills
 from sharded_loader.base.system import PORTABLE, can_pass_descriptors, open_pidfd, write_to_stderr
-from sharded_loader.engine.board import IDLE, SAMPLE, WORDS, Board, board_in, new_board
+from sharded_loader.engine.heartbeat import IDLE, SAMPLE, WORDS, Heartbeat, heartbeat_in, new_heartbeat
 from sharded_loader.engine.messages import Job, Task
 from sharded_loader.memory import publish
 from sharded_loader.memory.arena import Arena
@@ -47,7 +47,7 @@ from sharded_loader.memory.codec import Encoded
 from sharded_loader.memory.segments import Segment, Slot, create
 from sharded_loader.pools.deaths import Death
 from sharded_loader.pools.process import start
-from sharded_loader.pools.process.link import BOARD, CANCEL, DEATH, JOB, LEAVE, STACKS, Link
+from sharded_loader.pools.process.link import CANCEL, DEATH, HEARTBEAT, JOB, LEAVE, STACKS, Link
 from sharded_loader.pools.process.worker import STACKS_SIGNAL, find_libraries
 from sharded_loader.pools.process.worker import main as work
 from sharded_loader.pools.supervised import Transport, Worker
@@ -69,7 +69,7 @@ STACKS_GRACE = 1.0
 """Seconds in which a hung worker writes its stacks and ends: 1 to 20 ms, more on a busy machine."""
 
 ROWS = 2048
-"""Maximum number of workers on the board, including draining ones: 128 KB of memory."""
+"""Maximum number of workers on the heartbeat, including draining ones: 128 KB of memory."""
 
 KILLED_GRACE = 3.0
 """Seconds in which a killed process must end. One that is stuck in the kernel (disk, network) is abandoned."""
@@ -92,8 +92,8 @@ class ProcessWorker(Worker):
         self.pid: int = process.pid
         self.link = link
         self.slots: dict[tuple[int, int], Slot | None] = {}
-        self.row = -1  # row on the board
-        self.board: Board = new_board()
+        self.row = -1  # row on the heartbeat
+        self.heartbeat: Heartbeat = new_heartbeat()
         self.has_grown = False  # above its memory limit
         self.has_ended = False  # known to have ended but not replaced, or killed because it stalled
         self._released = False
@@ -113,7 +113,7 @@ class ProcessWorker(Worker):
         return not self._released and not connection.wait([self.sentinel], 0)
 
     def is_busy(self) -> bool:
-        return bool(self.board[SAMPLE] != IDLE) and self.is_alive()
+        return bool(self.heartbeat[SAMPLE] != IDLE) and self.is_alive()
 
     def kill(self) -> None:
         """Send SIGKILL, if not released; on Windows, TerminateProcess."""
@@ -167,14 +167,14 @@ class ProcessWorker(Worker):
             pass
         finally:
             self._released = True
-            self.board = list(self.board)  # a copy, so that holding the worker does not hold the memory
+            self.heartbeat = list(self.heartbeat)  # a copy, so that holding the worker does not hold the memory
             if owns_sentinel:
                 os.close(self.sentinel)
 
     def where(self) -> Sequence[int] | None:
         if not self.ready:
             return ()
-        return self.board if self.tasks else None
+        return self.heartbeat if self.tasks else None
 
     def cancel(self, run: int) -> None:
         self.link.send(CANCEL, run)  # it also answers tasks that it drops
@@ -199,7 +199,7 @@ class ProcessTransport(Transport[ProcessWorker]):
         self.draining: list[ProcessWorker] = []
         self.arena = Arena(max_bytes)
         self.waker: tuple[connection.Connection, connection.Connection] | None = None
-        self.board: Segment | None = None
+        self.heartbeat: Segment | None = None
         self.parent_guard: tuple[int, int] | None = None
         self.zygote: start.Zygote | None = None
         self.published: tuple[int, Encoded, Segment | None] | None = None
@@ -268,7 +268,7 @@ class ProcessTransport(Transport[ProcessWorker]):
         self._pid = os.getpid()
         self.waker = multiprocess.Pipe(duplex=False)
         try:
-            self.board = create(0, ROWS * WORDS * 8)
+            self.heartbeat = create(0, ROWS * WORDS * 8)
         except OSError as error:
             raise MemoryError(f"no shared memory to start workers with ({error}): free some, or files") from error
         self.parent_guard = os.pipe() if sys.platform == "linux" else None
@@ -295,13 +295,13 @@ class ProcessTransport(Transport[ProcessWorker]):
         with contextlib.ExitStack() as undo:  # another thread may close the transport meanwhile
             undo.callback(worker.release)
             undo.callback(link.close)
-            if self.board is not None:
+            if self.heartbeat is not None:
                 # A free row: a draining worker may have the same number.
                 used = {one.row for one in (*self.workers, *self.draining)}
                 worker.row = next(row for row in range(ROWS) if row not in used)
-                worker.board = board_in(self.board.mapping, worker.row)
-                worker.board[SAMPLE] = IDLE
-                link.send_segment(self.board, BOARD, worker.row)
+                worker.heartbeat = heartbeat_in(self.heartbeat.mapping, worker.row)
+                worker.heartbeat[SAMPLE] = IDLE
+                link.send_segment(self.heartbeat, HEARTBEAT, worker.row)
             if (parent_guard := self.parent_guard) is not None and not PORTABLE:
                 if can_pass_descriptors():
                     link.send(DEATH, descriptor=parent_guard[0])
@@ -353,7 +353,7 @@ class ProcessTransport(Transport[ProcessWorker]):
         worker.wait(0.0 if worker.hung else 1.0)
         worker.release()
         death = Death(worker.number, worker.pid, worker.exitcode, self.oom_kills())
-        return death._replace(hung=worker.hung, board=list(worker.board))
+        return death._replace(hung=worker.hung, heartbeat=list(worker.heartbeat))
 
     def oom_kills(self) -> int | None:
         """Return the number of out-of-memory kills in this cgroup since the workers started; None if unknown."""
@@ -382,10 +382,10 @@ class ProcessTransport(Transport[ProcessWorker]):
         steps += [worker.slots.clear for worker in workers]
         # Meanwhile free the memory: 150 MB take as long as the end of a process. Workers have their own mappings.
         steps += [self._unpublish, self.arena.close, self.stop_workers]
-        steps += [one.close for one in (*(self.waker or ()), self.board) if one is not None]
+        steps += [one.close for one in (*(self.waker or ()), self.heartbeat) if one is not None]
         steps += [functools.partial(os.close, end) for end in self.parent_guard or ()]
         with uninterrupted(), contextlib.ExitStack() as stack:  # run all steps, even if some raise
-            self.waker = self.parent_guard = self.board = None
+            self.waker = self.parent_guard = self.heartbeat = None
             self._new_arena()
             for step in reversed(steps):
                 stack.callback(step)
@@ -456,8 +456,8 @@ def _after_fork_in_child() -> None:
         ends, transport.parent_guard = transport.parent_guard, None
         for end in ends or ():  # this copy must not keep workers alive
             os.close(end)
-        if transport.board is not None:
-            transport.board.close_descriptor()
+        if transport.heartbeat is not None:
+            transport.heartbeat.close_descriptor()
         if transport.zygote is not None:
             transport.zygote.control.close()
 

@@ -3,8 +3,8 @@
     receiver thread:  pipe -> inbox                            always drains, so the main process's sends never wait
     main thread:      inbox -> TaskReader -> slot, packed reply -> pipe
 
-The main thread records its progress on the board. If it dies or stalls, the main process can name the batch, and if
-needed the sample (`engine.board`).
+The main thread records its progress in the heartbeat. If it dies or stalls, the main process can name the batch, and
+if needed the sample (`engine.heartbeat`).
 
 The job comes in a message; a forked worker inherits it, and the message starts it. The reply to a job that cannot be
 taken is `FAILED`. Any other error ends the process with its traceback. A worker above its memory limit says so
@@ -37,7 +37,7 @@ from sharded_loader.base import host_clock
 from sharded_loader.base.interrupts import python_handlers
 from sharded_loader.base.private import end_compiling, limit_to_one_thread
 from sharded_loader.base.system import ONE_THREAD, is_readable, why_refused
-from sharded_loader.engine.board import IDLE, SAMPLE, board_in
+from sharded_loader.engine.heartbeat import IDLE, SAMPLE, heartbeat_in
 from sharded_loader.engine.messages import GROUP_SECONDS, Job
 from sharded_loader.memory.codec import Array, decode
 from sharded_loader.memory.segments import attach
@@ -124,7 +124,7 @@ class WorkerThreads:
 
     def _handle(self, message: Message) -> None:
         kind, run = message.kind, message.run
-        if kind in (wire.BOARD, wire.DEATH, wire.SEGMENT):
+        if kind in (wire.HEARTBEAT, wire.DEATH, wire.SEGMENT):
             self._open_shared(message)
         elif kind == wire.FLUSH:
             if self._sending.acquire(blocking=False):  # otherwise the main thread sends; this one must keep reading
@@ -152,14 +152,14 @@ class WorkerThreads:
                 finally:
                     if fd is not None:
                         os.close(fd)
-            elif kind == wire.BOARD:
-                self._reader.board = board_in(attach(0, nbytes, fd, name).mapping, number)
+            elif kind == wire.HEARTBEAT:
+                self._reader.heartbeat = heartbeat_in(attach(0, nbytes, fd, name).mapping, number)
             else:
                 # Batches are shared with the main process; a dataset's segment (negative) stays private.
                 segment = attach(number, nbytes, fd, name, private=number < 0)
                 self._segments[number] = np.frombuffer(segment.mapping, np.uint8)
         except OSError as error:
-            # Without the board errors do not name the sample; without the parent guard this thread ends the process.
+            # Without a heartbeat errors do not name the sample; without the parent guard this thread ends the process.
             if kind == wire.SEGMENT:
                 self._segments[number] = error
                 if number >= 0:
@@ -191,7 +191,7 @@ class WorkerThreads:
                 del message
                 if self._inbox.empty():
                     self._send_replies()
-                    self._reader.board[SAMPLE] = IDLE
+                    self._reader.heartbeat[SAMPLE] = IDLE
                 self._is_idle = True
         finally:
             self._finished.set()

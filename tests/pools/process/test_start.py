@@ -16,7 +16,7 @@ from multiprocess import spawn
 
 from sharded_loader.engine.messages import Job
 from sharded_loader.pools.process import start, transport
-from sharded_loader.pools.process.link import BOARD, DEATH, JOB
+from sharded_loader.pools.process.link import DEATH, HEARTBEAT, JOB
 from sharded_loader.pools.process.start import ZygoteGone, is_starting_worker, starting_worker
 from sharded_loader.pools.process.transport import ProcessTransport
 
@@ -80,7 +80,7 @@ def test_if_the_zygote_is_gone_the_worker_is_forked_directly(monkeypatch: pytest
 
 @METHODS
 def test_what_a_worker_is_sent_first(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The board, then the parent guard, then the word that a forked worker waits for."""
+    """The heartbeat, then the parent guard, then the word that a forked worker waits for."""
     sent: list[bytes] = []
     make = transport.Link
 
@@ -97,5 +97,5 @@ def test_what_a_worker_is_sent_first(method: str, monkeypatch: pytest.MonkeyPatc
     owner.open()
     owner.workers.append(owner.launch(0, Job(range(3), None, 0)))
     parent_guard = [DEATH] if sys.platform == "linux" else []
-    assert sent == [BOARD, *parent_guard, *([JOB] if method == "fork" else [])]
+    assert sent == [HEARTBEAT, *parent_guard, *([JOB] if method == "fork" else [])]
     owner.close()

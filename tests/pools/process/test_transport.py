@@ -1,4 +1,4 @@
-"""The supervisor over real processes: it notices their ends, and reads their boards after their death."""
+"""The supervisor over real processes: it notices their ends, and reads their heartbeats after their death."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from sharded_loader import WorkerDiedError
-from sharded_loader.engine.board import IDLE, RUN, SAMPLE, SEQ, SHARD
+from sharded_loader.engine.heartbeat import IDLE, RUN, SAMPLE, SEQ, SHARD
 from sharded_loader.engine.messages import Job, Task
 from sharded_loader.pools.process import start
 from sharded_loader.pools.process import transport as transport_module
@@ -56,10 +56,10 @@ def kill(worker: Any) -> None:
 
 
 def give(worker: Any, seq: int) -> None:
-    """A dead worker had a task, and its board says that it read its second sample."""
+    """A dead worker had a task, and its heartbeat says that it read its second sample."""
     worker.tasks[0, seq] = Task(0, seq, 0, 0, ([10, 11, 12],), False)
     worker.slots[0, seq] = None
-    worker.board[RUN], worker.board[SEQ], worker.board[SHARD], worker.board[SAMPLE] = 0, seq, 0, 1
+    worker.heartbeat[RUN], worker.heartbeat[SEQ], worker.heartbeat[SHARD], worker.heartbeat[SAMPLE] = 0, seq, 0, 1
 
 
 def test_a_dead_worker_is_reaped_and_replaced(transport: ProcessTransport, supervisor: ProcessPool) -> None:
@@ -72,7 +72,7 @@ def test_a_dead_worker_is_reaped_and_replaced(transport: ProcessTransport, super
     assert before[1].exitcode == -signal.SIGKILL
 
 
-def test_the_board_of_a_dead_worker_says_what_it_read(transport: ProcessTransport, supervisor: ProcessPool) -> None:
+def test_the_heartbeat_of_a_dead_worker_says_what_it_read(transport: ProcessTransport, supervisor: ProcessPool) -> None:
     for number in (0, 1):
         worker = transport.workers[number]
         kill(worker)
@@ -106,14 +106,14 @@ def test_what_is_opened_is_opened_once_and_closed_once() -> None:
     owner = ProcessTransport(1, "fork", None)
     owner.wake()  # nobody waits yet
     owner.open()
-    opened = owner.waker, owner.board, owner.parent_guard
+    opened = owner.waker, owner.heartbeat, owner.parent_guard
     owner.open()
-    assert (owner.waker, owner.board, owner.parent_guard) == opened and opened[1]
+    assert (owner.waker, owner.heartbeat, owner.parent_guard) == opened and opened[1]
     owner.wake()
     assert owner.waker is not None and owner.waker[0].poll()
     for _ in range(2):
         owner.close()
-        assert (owner.waker, owner.board, owner.parent_guard) == (None, None, None)
+        assert (owner.waker, owner.heartbeat, owner.parent_guard) == (None, None, None)
     assert open_descriptors() == before
     owner.open()
     owner.close()
@@ -126,7 +126,7 @@ STEPS = {
     "when it has forked": (start.Zygote, "fork", False),
     "before the process is known": (transport_module, "open_pidfd", True),
     "when it is known": (transport_module, "open_pidfd", False),
-    "before the board": (transport_module, "board_in", True),
+    "before the heartbeat": (transport_module, "heartbeat_in", True),
     "before it is told": (Link, "send_segment", True),
     "when it is told": (Link, "send_segment", False),
 }
@@ -142,7 +142,7 @@ def fail() -> None:
     "step, event",
     [
         *itertools.product(STEPS, ["closed", "zygote killed"]),
-        *itertools.product(["before the zygote forks", "before the board", "before it is told"], ["no memory"]),
+        *itertools.product(["before the zygote forks", "before the heartbeat", "before it is told"], ["no memory"]),
     ],
 )
 def test_whatever_happens_in_a_launch_it_leaves_nothing(step: str, event: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +172,7 @@ def test_whatever_happens_in_a_launch_it_leaves_nothing(step: str, event: str, m
     if event == "zygote killed":
         assert [one.is_alive() for one in owner.workers] == [True, True]
     supervisor.close()  # as at the end of the step
-    gc.collect()  # boards are mapped until then
+    gc.collect()  # heartbeats are mapped until then
     assert (open_descriptors(), set(psutil.Process().children()) - children) == (before, set())
 
 
@@ -270,7 +270,7 @@ def test_a_worker_that_is_released_has_ended_and_says_how(
         monkeypatch.setattr(transport_module, "open_pidfd", lambda pid: None)
     worker = ProcessWorker(0, sleeper, Link())  # type: ignore[arg-type]
     assert worker.is_alive() and not worker.is_busy()
-    worker.board[SAMPLE] = 0
+    worker.heartbeat[SAMPLE] = 0
     assert worker.is_busy()
     sentinel = worker.sentinel
     worker.wait(0.0)
@@ -291,7 +291,7 @@ def test_workers_get_time_to_end_by_themselves_and_busy_ones_less(monkeypatch: p
             waited.append(timeout)
 
         def is_busy(self) -> bool:
-            return bool(self.board[SAMPLE] != IDLE) and self.is_alive()
+            return bool(self.heartbeat[SAMPLE] != IDLE) and self.is_alive()
 
         def is_alive(self) -> bool:
             return not self.killed
@@ -306,11 +306,11 @@ def test_workers_get_time_to_end_by_themselves_and_busy_ones_less(monkeypatch: p
     monkeypatch.setattr(transport_module, "ProcessWorker", Handle)
     order: list[str] = []
     for name, at in (("idle", IDLE), ("busy", 0)):
-        board = [0, 0, 0, at]
+        heartbeat = [0, 0, 0, at]
         owner.workers.append(
             Handle(  # type: ignore[arg-type]
                 name=name,
-                board=board,
+                heartbeat=heartbeat,
                 killed=False,
                 slots={},
                 link=Link(),
