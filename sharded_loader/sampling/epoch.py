@@ -3,7 +3,7 @@
     (SamplerSource, epoch, Position or None) -> MapEpoch.task(seq) -> Task         -> engine/pipeline.py
                                                 MapEpoch.position(delivered)       -> state_dict
 
-A `Position` counts samples (or batches, with a batch sampler) in the global order shared by all ranks, so the rest of
+A `Position` counts samples (or batches, with a batch sampler) in the global order shared by all ranks. So the rest of
 the epoch can be split among any number of ranks, in batches of any size. Without a position an epoch is the sampler's
 own. From a position on:
 

@@ -6,7 +6,7 @@
     PaddedTable(table, length, begin, total)  a table with padding at its end
     BatchedTable(table, size)                 batches of a table's items
     Rollover(length, size, epoch)             the batches of one epoch with rollover
-    Segment(length, replicas, ...)            arithmetic of steps of all ranks in an endless sequence of epochs
+    EpochSegment(length, replicas, ...)            arithmetic of steps of all ranks in an endless sequence of epochs
     EndlessTable(open, segment, rank)         the items of a segment, for one rank
     StepCount(steps)                          steps before each epoch, and the skipped ones (``skip=``)
 
@@ -361,13 +361,13 @@ class Rollover:
         batches: int | None = None,
         shift: int = 0,
     ) -> None:
-        whole = Segment(length, replicas, 0, 0)
+        whole = EpochSegment(length, replicas, 0, 0)
         cuts = [e * whole.steps // size if batches is None else e * batches * bool(length) for e in (epoch, epoch + 1)]
         begin, end = whole.total(cuts[0] * size) + shift, whole.total(cuts[1] * size) + shift
         self.origin, self.length_of_epoch = (epoch * length, length) if batches is None else (begin, end - begin)
         total = begin if done is None else self.origin + done
         self._size, self._end = size, max(end, total)
-        self._segment = Segment(length, replicas, *divmod(total, max(length, 1)))
+        self._segment = EpochSegment(length, replicas, *divmod(total, max(length, 1)))
         self._count = self._segment.steps_before(self._end) if total < end else 0
         self.is_begun, self.is_behind = total > begin, total > end
         steps = whole.steps_before(total, cut=True) - whole.steps_before(begin)
@@ -387,14 +387,14 @@ class Rollover:
         return min(self._segment.total(batches * self._size), self._end)
 
 
-class Segment:
+class EpochSegment:
     """A segment of the endless sequence of epochs, after ``offset`` items of ``epoch``, in steps of one item per rank.
 
     Example:
         10 items on 3 ranks give 4 steps per epoch. After 4 items of epoch 0 two steps are left. Steps 2 to 5 are epoch
         1.
 
-        >>> segment = Segment(10, 3, 0, 4)
+        >>> segment = EpochSegment(10, 3, 0, 4)
         >>> [segment.where(step) for step in (1, 2, 6)], [segment.total(step) for step in (1, 2, 3)]
         ([(0, 0), (1, 2), (2, 6)], [7, 10, 13])
     """
@@ -429,7 +429,7 @@ class EndlessTable(Table):
     """One rank's items of ``count`` steps of a segment; ``open`` returns the table of an epoch when it is needed."""
 
     def __init__(
-        self, open: Callable[[int], Table], segment: Segment, rank: int, count: int, name: str = "sampler"
+        self, open: Callable[[int], Table], segment: EpochSegment, rank: int, count: int, name: str = "sampler"
     ) -> None:
         self._open, self._segment, self._rank, self._count, self._name = open, segment, rank, count, name
         self._epoch = -1  # no epoch is open

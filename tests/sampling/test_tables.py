@@ -16,9 +16,9 @@ from sharded_loader.sampling.tables import (
     BLOCK,
     BatchedTable,
     EndlessTable,
+    EpochSegment,
     LazyTable,
     Rollover,
-    Segment,
     StridedTable,
     Table,
     parts,
@@ -164,7 +164,7 @@ def test_an_empty_sampler_rolls_over_to_nothing() -> None:
 
 
 def test_the_endless_sequence_too_is_read_in_blocks() -> None:
-    endless = BatchedTable(EndlessTable(lambda epoch: numbers(10, block=BLOCK), Segment(10, 1, 0, 0), 0, 100), 4)
+    endless = BatchedTable(EndlessTable(lambda epoch: numbers(10, block=BLOCK), EpochSegment(10, 1, 0, 0), 0, 100), 4)
     endless.at(asked(0))
     assert endless.block == BLOCK // 4
 
@@ -187,7 +187,7 @@ def dealt_endlessly(length: int, replicas: int, epochs: int) -> list[list[int]]:
 )
 def test_the_endless_sequence_is_cut_anywhere(kind: str, length: int, replicas: int, size: int, skip: int) -> None:
     for rank, share in enumerate(dealt_endlessly(length, replicas, 90 // parts(length, replicas, False) + 2)):
-        segment = Segment(length, replicas, 0, 0)
+        segment = EpochSegment(length, replicas, 0, 0)
         endless = EndlessTable(lambda epoch: KINDS[kind](length, 100 * epoch), segment, rank, 80)
         got = list(BatchedTable(endless, size).items(skip // size))
         assert list(itertools.chain(*got)) == share[skip // size * size : 80]
@@ -198,7 +198,7 @@ def test_the_endless_sequence_is_cut_anywhere(kind: str, length: int, replicas: 
 
 
 def test_a_stretch_may_begin_where_another_number_of_ranks_stopped() -> None:
-    segment = Segment(10, 3, 1, 4)  # 6 items are left in epoch 1: two steps
+    segment = EpochSegment(10, 3, 1, 4)  # 6 items are left in epoch 1: two steps
     assert [segment.where(step) for step in (0, 1, 2, 5, 6)] == [(1, 0), (1, 0), (2, 2), (2, 2), (3, 6)]
     assert [segment.total(step) for step in (0, 1, 2, 3, 6)] == [14, 17, 20, 23, 30]
     endless = EndlessTable(lambda epoch: numbers(10, 100 * epoch), segment, 1, 7)
@@ -207,6 +207,6 @@ def test_a_stretch_may_begin_where_another_number_of_ranks_stopped() -> None:
 
 @pytest.mark.parametrize(("yields", "found"), [(3, "yielded 3 items in epoch 0"), (7, "more than 5 items in epoch 0")])
 def test_an_epoch_of_another_length_is_an_error_with_rollover(yields: int, found: str) -> None:
-    endless = BatchedTable(EndlessTable(lambda epoch: streamed(yields), Segment(5, 1, 0, 0), 0, 20, "Short"), 2)
+    endless = BatchedTable(EndlessTable(lambda epoch: streamed(yields), EpochSegment(5, 1, 0, 0), 0, 20, "Short"), 2)
     with pytest.raises(ValueError, match=f"a Short, .*{found}.*its length is 5.*__len__"):
         list(endless.items())

@@ -11,7 +11,7 @@ user's dataset, and often to the loader. In a process that the user forks `close
 
 A slot is free only when its writer has ended: never, if that had to be abandoned (`KILLED_GRACE`).
 
-The parent guard is a pipe whose end in the main process is closed by the kernel when that ends, also by SIGKILL; the
+The parent guard is a pipe whose end in the main process is closed by the kernel when that ends, also by SIGKILL. The
 kernel then kills the workers (`worker.die_with`), even ones that hold the GIL. The user's own child processes of a
 worker live on. If the kernel refuses the signal (a sandbox), or has none (not Linux), the receiver thread ends the
 process, which it cannot while C code holds the GIL.

@@ -3,8 +3,8 @@
     receiver thread:  pipe -> inbox                            always drains, so the main process's sends never wait
     main thread:      inbox -> TaskReader -> slot, packed reply -> pipe
 
-The main thread records its progress on the heartbeat, so that the main process can name the batch, and if needed the
-sample, over which a worker died or stalled (`engine.heartbeat`).
+The main thread records its progress in the heartbeat. If it dies or stalls, the main process can name the batch, and
+if needed the sample (`engine.heartbeat`).
 
 The job comes in a message; a forked worker inherits it, and the message starts it. The reply to a job that cannot be
 taken is `FAILED`. Any other error ends the process with its traceback. A worker above its memory limit says so
