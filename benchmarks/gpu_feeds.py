@@ -186,7 +186,7 @@ class Feed:
             with ours._pipeline.lock:
                 # Those that wait are given to the pool in the next step.
                 if unfinished := any(entry.result is None for entry in run.window if entry not in run.waiting):
-                    ours._pipeline.runs.file(ours._pipeline.pool.wait(False))
+                    ours._pipeline.runs.store(ours._pipeline.pool.wait(False))
             return not unfinished
         try:
             return bool(self._epoch._data_queue.qsize() >= self._epoch._tasks_outstanding)

@@ -28,7 +28,7 @@ from sharded_loader import (
     ShardShuffleSampler,
 )
 from sharded_loader.randomness.rng import philox
-from sharded_loader.sampling.tables import Dealt
+from sharded_loader.sampling.tables import StridedTable
 
 TRILLION = 10**12
 BATCH = 256
@@ -90,7 +90,7 @@ def downloads(sampler: Sampler[int], ranks: int) -> float:
     table = sampler.epoch_table(0)
     fetched = 0
     for rank in range(ranks):
-        mine = Dealt(table, ranks, rank)
+        mine = StridedTable(table, ranks, rank)
         fetched += len(np.unique(mine.at(np.arange(mine.upto(0, len(sampler)))) // LENGTH))
     return fetched / SHARDS
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from sharded_loader import PackSampler, ShardedDataLoader
 from sharded_loader.batchify import Pack
-from sharded_loader.sampling.tables import Dealt
+from sharded_loader.sampling.tables import StridedTable
 
 TITLE = "Packing: rows of 8,192 tokens, lognormal lengths of mean 600"
 TOKENS, WINDOW, ROUNDS = 8192, 1024, 5
@@ -111,7 +111,7 @@ def ways(count: int) -> Iterator[tuple[str, Lengths, Callable[[], int] | str]]:
 def far_rank(rows: int, steps: int) -> float:
     """Milliseconds of a step for rank 4,095 of 4,096."""
     lengths = np.tile(some_lengths(100_000), 100)
-    table = Dealt(PackSampler(lengths, tokens=TOKENS, rows=rows, seed=0).epoch_table(0), 4096, 4095)
+    table = StridedTable(PackSampler(lengths, tokens=TOKENS, rows=rows, seed=0).epoch_table(0), 4096, 4095)
     table.slice(0, table.block)
     began = time.process_time()
     for step in range(table.block, table.block + steps, table.block):

@@ -538,7 +538,7 @@ class TorchReading(Generic[Batch]):
             one.set_epoch(epoch)
 
     def read(self, index: Any, epoch: int) -> Any:
-        if self._loader._progress.shown is None and isinstance(self._loader.dataset, IterableDataset):
+        if self._loader._progress.current_run is None and isinstance(self._loader.dataset, IterableDataset):
             raise RuntimeError("there are no parts before an epoch has begun: call next(iter(loader)) first")
         return reader_for(self._steps.job, readers=0).read_sample(index, epoch)
 

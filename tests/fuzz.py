@@ -53,7 +53,7 @@ class Report:
 
     Attributes:
         counts: what was done, and how often.
-        workers: the workers of cases with faults. If their template was killed, they are nobody's children any more.
+        workers: the workers of cases with faults. If their zygote was killed, they are nobody's children any more.
         case: the one that runs.
     """
 

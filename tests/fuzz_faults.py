@@ -141,7 +141,7 @@ class Disturbed(Case):
         pool = pipeline.pool
         if self.victims.random() < 0.3 and pool.num_workers:
             pool.wanted, pipeline.scheduler.per_worker = self.victims.choice(COUNTS), self.victims.choice([1, 2, 8])
-            pipeline.scheduler.follow(pool)
+            pipeline.scheduler.update_prefetch(pool)
             self.counts["fault: another number of workers, auto"] += 1
 
     def do(self, step: Callable[[Pair], None]) -> None:

@@ -38,7 +38,7 @@ from sharded_loader import (
 )
 from sharded_loader.batchify import Pack
 from sharded_loader.samplers.index_samplers import CostSampler
-from sharded_loader.sampling.foreign import table_of
+from sharded_loader.sampling.third_party import table_of
 
 SEED = 7
 """The loaders' own."""

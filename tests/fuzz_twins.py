@@ -163,7 +163,7 @@ class Twins(Disturbed):
     def pool(self, pair: Pair) -> Any:
         if not self.drop_in:
             return pair.loader.pool
-        run = pair.loader._progress.shown
+        run = pair.loader._progress.current_run
         newest = None if run is None else pair.loader._progress.live.get(run.number)
         return None if newest is None or newest._shutdown or not pair.loader.num_workers else newest._pool
 

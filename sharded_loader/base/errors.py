@@ -169,7 +169,7 @@ class Location(NamedTuple):
     worker: str | None = None
 
     def note(
-        self, error: BaseException, sample: Any = None, *, samples: Any = (), misfit: Any = None, but: str = ""
+        self, error: BaseException, sample: Any = None, *, samples: Any = (), uncollatable: Any = None, but: str = ""
     ) -> None:
         """Add two notes to ``error``: where it happened, and how to reproduce it.
 
@@ -177,20 +177,20 @@ class Location(NamedTuple):
             error: the exception.
             sample: the index being read, as a list of one; None if no single sample was being read.
             samples: all indices of the shard, if for example ``batchify_fn`` failed.
-            misfit: the indices of two samples that could not be collated.
+            uncollatable: the indices of two samples that could not be collated.
             but: a caveat about reproducing the error.
         """
         where = [f"{name} {at}" for name, at in zip(self._fields, self[:3], strict=False) if at is not None]
         if sample is not None:
             where.append(f"sample {sample[0]!r}")
-        elif misfit is not None:
-            where.append(f"sample {misfit[1]!r} (it does not fit sample {misfit[0]!r})")
+        elif uncollatable is not None:
+            where.append(f"sample {uncollatable[1]!r} (it does not fit sample {uncollatable[0]!r})")
         if self.worker is not None:
             where.append(self.worker)
         # A dataset may raise the same object repeatedly: only the last location is true.
         notes = [note for note in notes_of(error) if not note.startswith(_OUR_NOTES)]
         notes.append(f"{_OUR_NOTES[0]} in {', '.join(where)}")
-        read = sample or misfit
+        read = sample or uncollatable
         if read is None and len(samples):
             read = samples.tolist() if hasattr(samples, "tolist") else samples
             but += " (it was no single sample that failed)"

@@ -265,7 +265,7 @@ def _is_installed(module: object) -> bool:
 
 def set_epoch_of(dataset: object) -> Any:
     """Return a function that sets the epoch of a dataset and those inside, without notifying listeners; or None."""
-    methods = [getattr(one.set_epoch, "unnoted", one.set_epoch) for one in told_in(dataset, nearest=True)]
+    methods = [getattr(one.set_epoch, "unrecorded", one.set_epoch) for one in told_in(dataset, nearest=True)]
     return (lambda epoch: [method(epoch) for method in methods]) if methods else None
 
 

@@ -206,7 +206,7 @@ class Engine:
         # Without prefetch_factor, enough batches are in flight to fill the messages to the workers.
         self.pipeline.scheduler.scale_by_group = loader._scales_prefetch
         self.pipeline.scheduler.per_worker = loader.prefetch_factor or 0
-        self.pipeline.scheduler.follow(self.pool)
+        self.pipeline.scheduler.update_prefetch(self.pool)
         self.pipeline.min_ready = max(2, 1 + self.placement.ahead)
         self.views: dict[Any, WorkerView] = {}
         over = partial(_let_go, self.views), self.pool.closer(), self.placement.closer()

@@ -4,7 +4,7 @@
     ShuffleSampler(dataset, generator).set_epoch(e); begin_state(); load_begin_state(state); end_state()
     EpochCount.next_epoch; named(sampler)             the epoch, where the sampler that shuffles does not count
     SamplerState                                      what a state says of the sampler
-    SamplerStart(sampler, state, finished, epochs)    starts a sampler; `started` is a `sampling.foreign.Start`
+    SamplerStart(sampler, state, finished, epochs)    starts a sampler; `started` is a `sampling.third_party.Start`
     DrawnItems(start)                                 the sampler's items, and where it is after each of them
     TorchEpoch(start, ...)                            batches of them, and the states of the workers' datasets
     TorchEpoch.task(seq) -> Task                      batch number i is read by worker i % num_workers, as in torch
@@ -37,10 +37,10 @@ from torch.utils.data.sampler import SubsetRandomSampler, WeightedRandomSampler
 
 from sharded_loader.extend import NOTHING, Epoch, Nothing, PartPoint, Position, Result, Sampler, Task
 from sharded_loader.extend.data import is_stateful
-from sharded_loader.extend.engine import EpochRequest, PartBatch, RowIndices, note, sampler_error
+from sharded_loader.extend.engine import EpochRequest, PartBatch, RowIndices, new_request, sampler_error
 from sharded_loader.extend.order import (
     Checkpoint,
-    ForeignItems,
+    ThirdPartyItems,
     bytes_of_one,
     derive_key,
     first_of,
@@ -178,7 +178,7 @@ class EpochCount:
 
     def note(self, epoch: int) -> None:
         """Note a call of ``set_epoch`` of the loader."""
-        self.request, self.next_epoch = note(epoch), epoch
+        self.request, self.next_epoch = new_request(epoch), epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the next one."""
@@ -426,7 +426,7 @@ class SamplerStart:
 
     @contextlib.contextmanager
     def started(self, mark: Checkpoint | None) -> Iterator[tuple[Iterator[Any], Any]]:
-        """The items, and the object that has the sampler's state, or None; see `sampling.foreign.Start`.
+        """The items, and the object that has the sampler's state, or None; see `sampling.third_party.Start`.
 
         Args:
             mark: where the state was saved. None: the epoch begins, with the items of `begin`.
@@ -479,7 +479,7 @@ class DrawnItems:
         state = start.state
         self.start, self.number = start, state.yielded
         self.marks: dict[int, tuple[int, Any]] = {state.yielded: (state.checksum, state.own)}
-        self.items: ForeignItems | None = None
+        self.items: ThirdPartyItems | None = None
         self.length: int | None = None
         self.is_started = self.has_ended = self.is_open = False
 
@@ -492,7 +492,7 @@ class DrawnItems:
         if self.start.resumes:
             mark = Checkpoint(epoch, at.yielded, at.checksum, at.rank, bool(at.over), at.own)
         try:
-            self.items = ForeignItems(self.start.sampler, self.start.started, mark)
+            self.items = ThirdPartyItems(self.start.sampler, self.start.started, mark)
         except Exception as error:
             self.is_open = is_from_outside(error)
             raise
@@ -505,7 +505,7 @@ class DrawnItems:
         self.start.settle()
         self.is_started = False
 
-    def draw(self, items: ForeignItems) -> Any:
+    def draw(self, items: ThirdPartyItems) -> Any:
         """The next item, until `number` is set behind it; at the end `NOTHING`."""
         self.is_open = True
         try:
@@ -520,7 +520,7 @@ class DrawnItems:
         self.marks[self.number + 1] = items.checksum, None if items.stateful is None else items.own_state()
         return item
 
-    def look_for_end(self, items: ForeignItems) -> None:
+    def look_for_end(self, items: ThirdPartyItems) -> None:
         """As many items were drawn as the sampler has: ask it for its end.
 
         Some samplers draw at their end. A loop that never asks for a batch after the last one, and a resumed loop that
@@ -653,7 +653,7 @@ class TorchEpoch(Epoch):
             self._left_out = self._skips(self.number)
         drawn.begin(self.number)
 
-    def came(self, seq: int, result: Result) -> Result:
+    def record_result(self, seq: int, result: Result) -> Result:
         """Note the state of the worker's dataset that came with a batch."""
         if result.point is not None:
             self._planned[seq] = self._planned[seq]._replace(point=result.point)

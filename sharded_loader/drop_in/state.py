@@ -204,7 +204,7 @@ class TorchProgress(core.Place):
 
     Attributes:
         live: as of `Place`, but only the iterator that has begun an epoch last.
-        shown: the run that began last.
+        current_run: the run that began last.
         data: the dataset's fingerprint, once it was needed.
         requests: the calls of ``set_epoch`` of the dataset: workers that live on have copies of it.
         given_skip: the steps to leave out that were given, without those of a loaded state.
@@ -216,7 +216,7 @@ class TorchProgress(core.Place):
         is_of_fabric: the loaded state is one for Lightning's Fabric, which names epochs from 0 on.
     """
 
-    shown: TorchRun | None = None
+    current_run: TorchRun | None = None
     pending: dict[str, Any] | None = None
     waiting: LoaderIterator | None = None
     keeps, is_promised = True, False
@@ -260,7 +260,7 @@ class TorchProgress(core.Place):
     def begun(self, run: Any, iterator: object) -> None:
         self.live.clear()  # an iterator with persistent workers has one run after the other
         super().begun(run, iterator)
-        self.shown, self.waiting, self.is_promised = run, None, False
+        self.current_run, self.waiting, self.is_promised = run, None, False
 
     def promised(self) -> LoaderIterator | None:
         """The iterator that was promised. It is so once."""
@@ -270,7 +270,7 @@ class TorchProgress(core.Place):
     def known_run(self) -> TorchRun | None:
         """The run whose state is the loader's; None: no iterator is there. One that waits is promised."""
         if self.waiting is None or self.run() is not None:
-            return self.shown
+            return self.current_run
         self.is_promised = True
         return self.waiting.run
 
@@ -406,7 +406,7 @@ class TorchSteps(core.KnownSteps):
     def job(self) -> Job:
         """The job of the newest epoch; before the first one, what is known of it."""
         check_data(self._loader)
-        run = self._loader._progress.shown
+        run = self._loader._progress.current_run
         return job_of(self._loader, self._loader.collate_fn) if run is None else run.job
 
     @property
@@ -415,7 +415,7 @@ class TorchSteps(core.KnownSteps):
         loader = self._loader
         if not isinstance(self.dataset, IterableDataset):
             return 1
-        order, loaded, run = stream_order(loader, 0), loader._progress.pending, loader._progress.shown
+        order, loaded, run = stream_order(loader, 0), loader._progress.pending, loader._progress.current_run
         parts = order.parts
         if loaded is not None and loaded["_stream"] is not None:
             return max(parts, core.parse(loaded["_stream"], order.replicas())[1].streams)
@@ -435,7 +435,7 @@ class TorchSteps(core.KnownSteps):
 
     def in_epoch(self, epoch: int) -> AbstractContextManager[None]:
         progress, count = self._loader._progress, self._loader._progress.count
-        live = None if progress.shown is None else progress.live.get(progress.shown.number)
+        live = None if progress.current_run is None else progress.live.get(progress.current_run.number)
         set_epoch = None if count.request is None else set_epoch_of(self.dataset)
         reads = live is not None and not live._shutdown and live._num_workers and live._engine.pool.shares_dataset
         back = lambda: 0 if count.request is None else count.request[1]  # noqa: E731
@@ -488,7 +488,7 @@ class TorchSteps(core.KnownSteps):
         if any(isinstance(one, ShuffleSampler) and one.seed is None for one in nested(self._sampler)):
             drawn = "shuffle=True draws its order when the epoch begins. Give the loader a seed="
             raise ValueError(f"epoch {epoch} cannot be looked up: {drawn}")
-        run, number, known = progress.shown, None, None
+        run, number, known = progress.current_run, None, None
         if progress.pending is not None:
             loaded = entries.parsed(LoaderState, progress.pending, ADVICE)
             number, known = loaded.epoch, loaded.sampler

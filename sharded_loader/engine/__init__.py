@@ -1,1 +1,1 @@
-"""What every pool works with: tasks and results, the plan of an epoch, the batches in flight, the reader."""
+"""The engine of a loader: tasks and results, pools, the order of an epoch, batches in flight, the reader."""

@@ -1,15 +1,9 @@
-"""The calls of ``set_epoch`` that a loader has to hear: on samplers, and on a dataset.
+"""Calls of ``set_epoch`` on samplers and datasets, as seen by the loaders that use them.
 
-    requests.listen([sampler, dataset])     from now on
-    requests.take() -> 5, then None         the epoch of the newest call that this loader has not seen
-    requests.drop()                         the loader itself was given an epoch
-
-Each object keeps its last call as ``epoch_request``, so several loaders may listen to one. Samplers of this library
-note each call. For a dataset, those inside it, and a sampler of another library, the ``set_epoch`` of the class is
-replaced by a `_Noted`, which calls it and notes the call. So no copy or pickle of an object has anything of its
-original's. A loader's own calls are not noted; see `data.seeding.set_epoch_of`.
-
-What can go wrong: an object with only ``__slots__`` has no room for its last call, which is a TypeError.
+Each object stores its last call as ``epoch_request``, so several loaders can listen to one object. This library's
+samplers record each call themselves. For datasets and samplers of other libraries, a `_RecordingSetEpoch` replaces
+``set_epoch`` of the class, so copies and pickles hold nothing of the original. A loader's own calls are not recorded;
+see `data.seeding.set_epoch_of`. An object with only ``__slots__`` cannot store its last call: a TypeError.
 """
 
 from __future__ import annotations
@@ -23,56 +17,56 @@ from typing import Any
 from sharded_loader.base.described import an
 
 EpochRequest = tuple[int, int]
-"""One call of ``set_epoch``: a number that is greater than those of all calls before in this process, and the epoch."""
+"""One call of ``set_epoch``: a number that increases with each call in this process, and the epoch."""
 
 _numbers = count(1)
 
 
-def note(epoch: int) -> EpochRequest:
-    """What a sampler keeps after ``set_epoch(epoch)``."""
+def new_request(epoch: int) -> EpochRequest:
+    """Return the ``epoch_request`` that a sampler stores after ``set_epoch(epoch)``."""
     return next(_numbers), epoch
 
 
-def noted(samplers: Iterable[object]) -> list[tuple[Any, EpochRequest | None]]:
-    """Samplers that note the calls to ``set_epoch``, each with its last call."""
+def last_requests(samplers: Iterable[object]) -> list[tuple[Any, EpochRequest | None]]:
+    """Return the samplers that record calls of ``set_epoch``, each with its last call."""
     return [(sampler, sampler.epoch_request) for sampler in samplers if hasattr(sampler, "epoch_request")]
 
 
-def put_back(before: list[tuple[Any, EpochRequest | None]]) -> None:
-    """Forget the calls to ``set_epoch`` that came since `noted`: a loader has made them."""
+def restore_requests(before: list[tuple[Any, EpochRequest | None]]) -> None:
+    """Discard the calls made since `last_requests`: they were a loader's own."""
     for sampler, request in before:
         if sampler.epoch_request is not request:
-            _keep(sampler, request)
+            _store(sampler, request)
 
 
-def _keep(sampler: Any, request: EpochRequest | None) -> None:
+def _store(sampler: Any, request: EpochRequest | None) -> None:
     try:
         sampler.epoch_request = request
     except (AttributeError, TypeError):  # a frozen dataclass
         object.__setattr__(sampler, "epoch_request", request)
 
 
-class _Noted:
-    """The ``set_epoch`` of a class whose objects note the calls. It calls the method of the class or the object."""
+class _RecordingSetEpoch:
+    """Descriptor in place of a class's ``set_epoch``: calls the original method, and records the call."""
 
     def __init__(self, method: object) -> None:
         self._method = method
 
     def __get__(self, obj: object, kind: type) -> Any:
-        method = vars(obj).get("set_epoch") if self._is_of(obj) else None  # not for super()
+        method = vars(obj).get("set_epoch") if self._belongs_to(obj) else None  # not for super()
         if method is None and self._method is not None:
             method = self._method.__get__(obj, kind) if hasattr(self._method, "__get__") else self._method
         if method is None:
             raise AttributeError(f"{kind.__name__!r} object has no attribute 'set_epoch'")
         if obj is None:
             return method
-        listener: Any = partial(_set_epoch, obj, method)
-        listener.is_noted, listener.unnoted = True, partial(_pass_on, obj, method)
-        return listener
+        recording: Any = partial(_call_and_record, obj, method)
+        recording.is_recorded, recording.unrecorded = True, partial(_call_unrecorded, obj, method)
+        return recording
 
-    def _is_of(self, obj: object) -> bool:
-        found = (vars(one)["set_epoch"] for one in type(obj).__mro__ if "set_epoch" in vars(one))
-        return next(found, None) is self and hasattr(obj, "__dict__")
+    def _belongs_to(self, obj: object) -> bool:
+        methods = (vars(kind)["set_epoch"] for kind in type(obj).__mro__ if "set_epoch" in vars(kind))
+        return next(methods, None) is self and hasattr(obj, "__dict__")
 
     def __set__(self, obj: object, method: object) -> None:
         vars(obj)["set_epoch"] = method
@@ -81,23 +75,19 @@ class _Noted:
         del vars(obj)["set_epoch"]
 
 
-def _notes_calls(sampler: object) -> bool:
-    """Whether the calls to ``set_epoch`` on a sampler are noted as its ``epoch_request``, from now on.
-
-    Raises:
-        TypeError: the object has no room for it.
-    """
+def _start_recording(sampler: object) -> bool:
+    """Record calls of ``set_epoch`` on a sampler from now on; False if it has no such method. Raises TypeError."""
     method = getattr(sampler, "set_epoch", None)
     if not callable(method):
         return False
     try:
         if "epoch_request" not in vars(sampler):
-            # Another epoch than 0 is a call that came before, but not in a copy of an object that was listened to.
+            # An epoch above 0 means an earlier call, except in a copy of a sampler that was recorded.
             epoch = None if hasattr(type(sampler), "epoch_request") else getattr(sampler, "epoch", None)
-            _keep(sampler, note(epoch) if isinstance(epoch, int) and epoch > 0 else None)
-        if getattr(method, "is_noted", False) is not True:
+            _store(sampler, new_request(epoch) if isinstance(epoch, int) and epoch > 0 else None)
+        if getattr(method, "is_recorded", False) is not True:
             kind: Any = next((one for one in type(sampler).__mro__ if "set_epoch" in vars(one)), type(sampler))
-            kind.set_epoch = _Noted(vars(kind).get("set_epoch"))
+            kind.set_epoch = _RecordingSetEpoch(vars(kind).get("set_epoch"))
     except (AttributeError, TypeError) as error:
         raise TypeError(
             f"set_epoch of {an(type(sampler))} cannot be heard: the object takes no attributes, as with __slots__. "
@@ -106,25 +96,25 @@ def _notes_calls(sampler: object) -> bool:
     return True
 
 
-def _set_epoch(sampler: object, method: Callable[[int], object], epoch: int) -> Any:
-    """A call of ``set_epoch`` of a dataset, or of a sampler of another library."""
+def _call_and_record(sampler: object, method: Callable[[int], object], epoch: int) -> Any:
+    """Call a class's own ``set_epoch``, and record the call."""
     answer = method(epoch)
-    with suppress(AttributeError, TypeError):  # no loader listens to an object without room
-        _keep(sampler, note(epoch))
+    with suppress(AttributeError, TypeError):  # no loader listens to objects that cannot store it
+        _store(sampler, new_request(epoch))
     return answer
 
 
-def _pass_on(sampler: object, method: Callable[[int], object], epoch: int) -> Any:
-    """A call of a loader. What a super class notes of it does not count."""
-    before = noted([sampler])
+def _call_unrecorded(sampler: object, method: Callable[[int], object], epoch: int) -> Any:
+    """Call ``set_epoch`` for a loader. Calls that a super class records meanwhile are discarded."""
+    before = last_requests([sampler])
     try:
         return method(epoch)
     finally:
-        put_back(before)
+        restore_requests(before)
 
 
 class EpochRequests:
-    """The calls to ``set_epoch`` on some samplers, and on a dataset, that one loader has not seen yet.
+    """The calls of ``set_epoch`` that one loader has not seen yet.
 
     Example:
         >>> from sharded_loader import RandomSampler
@@ -139,14 +129,14 @@ class EpochRequests:
         self._seen: list[tuple[Any, EpochRequest | None]] = []
 
     def listen(self, samplers: Iterable[object]) -> None:
-        """Listen to these samplers and datasets from now on. Calls on others do not count any more."""
+        """Listen to these samplers and datasets from now on, and to no others."""
         before = {id(sampler): request for sampler, request in self._seen}
-        self._seen = [(sampler, before.get(id(sampler))) for sampler in samplers if _notes_calls(sampler)]
+        self._seen = [(sampler, before.get(id(sampler))) for sampler in samplers if _start_recording(sampler)]
 
     def take(self) -> int | None:
-        """The epoch of the latest call that is new; None if there is none."""
+        """Return the epoch of the latest unseen call, or None."""
         calls: list[tuple[EpochRequest | None, Any]] = [(sampler.epoch_request, seen) for sampler, seen in self._seen]
-        # By identity: a sampler that was pickled brings a number that another process gave.
+        # Compare by identity: a pickled sampler brings a number that another process has counted.
         new = [call for call, seen in calls if call is not None and call is not seen]
         if not new:
             return None
@@ -154,5 +144,4 @@ class EpochRequests:
         return max(new)[1]
 
     def drop(self) -> None:
-        """The calls up to now do not count: the loader itself was given an epoch."""
-        self._seen = noted(sampler for sampler, _ in self._seen)
+        self._seen = last_requests(sampler for sampler, _ in self._seen)

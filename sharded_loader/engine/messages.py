@@ -1,21 +1,15 @@
-"""What travels between the pipeline, the pools and the workers.
+"""Messages between the pipeline, the pools and the workers.
 
-    Task(run, seq, ...)    pipeline -> pool -> worker
-    Result(run, seq, ...)  worker -> pool -> pipeline
-    BatchTimes             in a `Result`: what was measured of the batch
-    Job                    loader -> pool -> worker, once
-    Grouping               how many batches travel in one message
+    Job        loader -> pool -> worker, once     dataset, batchify_fn, seed: whatever stays the same
+    Task       pipeline -> pool -> worker         one batch to read: run (iterator), seq (batch index), sample indices
+    Result     worker -> pool -> pipeline         the batch or its error, under the same (run, seq)
 
-Iterable data is cut into parts, and each part is read in its own order. This is what the messages say of it:
+Iterable data is cut into parts (stream shards), each read in its own order. The job holds their layout (`Stream`), a
+task names a part's batch (`PartBatch`, `PartIndices`), and its result reports the part's progress (`PartPoint`).
 
-    Stream                 how it is cut                        in the `Job`
-    PartBatch              which batch of which part            in a `Task`
-    PartIndices            the indices of its samples           ``Task.shards``
-    PartPoint              how far the part has got             in a `Result`, and from there in later tasks
-
-Between processes each message is a head and buffers (`memory.codec`), see `pools.process.link`. What a task or a result
-is about (run, seq) is told apart from the user's objects, so that either side knows it even when those cannot be read:
-a batch that cannot be unpickled is one batch's error.
+Between processes a message is a header and out-of-band buffers (`memory.codec`, `pools.process.link`). Run and seq are
+packed outside the user's objects, so a batch that cannot be unpickled is an error of that batch alone. When a worker
+dies, the pool sends its tasks to another one, perhaps marked as isolated.
 """
 
 from __future__ import annotations
@@ -38,12 +32,10 @@ from sharded_loader.memory.codec import IN_BAND_BYTES, IN_SLOT_BYTES, Encoded, S
 
 
 class Stream(NamedTuple):
-    """How iterable data is cut into batches.
+    """Layout of iterable data: parts, each cut into batches of ``batch_size``.
 
     Attributes:
-        parts: how many parts there are.
-        batch_size: samples in a batch; all of a batch come from one part.
-        drops_last: leave out what does not fill a batch at the end of a part.
+        drops_last: drop the incomplete batch at the end of a part.
         endless: a part that has ended starts over, and no batch is short.
         tells_epoch: call the dataset's ``set_epoch`` when a part is opened.
     """
@@ -56,16 +48,13 @@ class Stream(NamedTuple):
 
 
 class PartPoint(NamedTuple):
-    """How far a part of iterable data has been read: between two batches.
+    """Progress of a part of iterable data, between two batches.
 
     Attributes:
-        batches: how many batches have been read.
-        passes: which pass over the part this is. It is the epoch, unless parts start over.
-        samples: how many samples of this pass have been read.
+        passes, samples: current pass over the part, which is the epoch unless parts start over; samples read in it.
         checksum: of the first sample of each batch; see `streams.reader`.
-        ended: the part has no more samples.
-        state: of the dataset's own ``state_dict``; None: it has none.
-        asked: the dataset has asked which part it is to read. Not in a saved state.
+        state: of the dataset's own ``state_dict``, or None.
+        asked: the dataset has asked for its part number. Not in a saved state.
     """
 
     batches: int = 0
@@ -78,14 +67,11 @@ class PartPoint(NamedTuple):
 
 
 class PartBatch(NamedTuple):
-    """Which batch of iterable data a task asks for.
+    """The batch of iterable data that a task asks for: number ``batch`` of part ``number``.
 
     Attributes:
-        stream: number of the reading. Its parts are opened once, and stay open from batch to batch.
-        oldest: readings of smaller numbers are over: their parts are closed.
-        number: which part.
-        batch: which batch of the part, from 0.
-        point: a point at or before this batch. A worker that does not have the part open goes on from there.
+        stream, oldest: ids of this reading (an epoch), and of the oldest one whose parts must stay open.
+        point: progress at or before this batch, from which a worker resumes that does not have the part open.
     """
 
     stream: int
@@ -95,12 +81,11 @@ class PartBatch(NamedTuple):
     point: PartPoint
 
     def is_same(self, other: PartBatch | None) -> bool:
-        """Whether it is a batch of the same part, in the same reading."""
         return other is not None and (other.stream, other.number) == (self.stream, self.number)
 
 
 class PartIndices(Sequence[Any]):
-    """The indices of samples of one part: ``(part, 0)``, ``(part, 1)``, ... A slice is again such a sequence.
+    """Indices of consecutive samples of a part: ``(part, 0)``, ``(part, 1)``, ... Slices are `PartIndices` too.
 
     Example:
         >>> indices = PartIndices(3, range(8, 12))
@@ -119,14 +104,14 @@ class PartIndices(Sequence[Any]):
         return len(self.places)
 
     def __getitem__(self, place: Any) -> Any:
-        found = self.places[place]
-        return PartIndices(self.part, found) if isinstance(place, slice) else (self.part, found)
+        selected = self.places[place]
+        return PartIndices(self.part, selected) if isinstance(place, slice) else (self.part, selected)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         return zip(repeat(self.part), self.places)
 
     def cut(self, sizes: Iterable[int]) -> list[PartIndices]:
-        """Pieces of these sizes, one behind the other, without those of size 0."""
+        """Return consecutive slices of these sizes, without the empty ones."""
         ends = list(accumulate(sizes, initial=0))
         return [self[begin:end] for begin, end in pairwise(ends) if begin < end]
 
@@ -135,55 +120,42 @@ class PartIndices(Sequence[Any]):
 
 
 class RowIndices(list[int]):
-    """The indices of samples that lie side by side in rows, which shards do not break up: a batch of a batch sampler.
-
-    Attributes:
-        rows: how many rows there are.
-    """
+    """Indices of samples packed into ``rows`` that shards must not break: a batch of a packing batch sampler."""
 
     __slots__ = ("rows",)
     rows: int
 
     def taken(self, positions: Sequence[int]) -> RowIndices:
-        """Some of the indices, in the same rows."""
+        """Return the indices at these positions, in the same rows."""
         raise NotImplementedError
 
     def cut(self, sizes: Iterable[int]) -> list[RowIndices]:
-        """Shards of whole rows. ``sizes`` says how many rows each shard has. A shard of no rows is left out."""
+        """Return shards of whole rows; ``sizes`` is the number of rows of each. Empty shards are left out."""
         raise NotImplementedError
 
 
 class BatchTimes(SimpleNamespace):
-    """One batch on its way. Its worker, the pipeline and ``next`` each fill in by keyword what they know.
+    """Measurements of one batch. The worker, the pipeline and ``next`` each fill in their own.
 
-    Stamps are of `host_clock.now` in the main process, the others are seconds.
+    Stamps are of `host_clock.now` in the main process, durations are seconds.
 
     Attributes:
-        idle: before the worker began, since the end of its batch before.
-        processor: in which a core ran the worker; negative: that was not measured.
-        queued: in which the worker waited for a core. In the others it waited for something else.
-        collate: in ``batchify_fn``.
-        write: until the batch lay in its slot.
-        retries: requests of the dataset that had to be tried again. They count in the `Result`.
-        weight: how many batches it stands for: few of the cheapest are measured, see `Reader`; 0: it was not.
-        is_first: it is the worker's first batch.
-        slow: place among the task's indices, and seconds, of samples that took long.
-        sent: when it was given to the workers; 0: it was not.
-        wait_began, wait_ended: when ``next`` waited for workers; 0: it did not.
-        lacks_tasks: then a worker had no task, as no more batches may be in flight (``prefetch``), or as the pool took
-            no more: the user holds too many batches.
-        threads: how many workers are threads of this process; 1 if none is.
-        per_core: workers for each core that they can use.
-        epoch, step: which batch.
-        samples: how many are in it; -1: an error stands in its place.
-        worker, began, seconds: who read it, when, and for how long, without `write`. -1: the main process.
-        turn: when the batch before it was handed out.
-        asked, taken: when ``next`` began, and when it returned.
-        placing: conversion and copies.
-        behind: of these, in which the host waited for a device.
-        starts: it is an iterator's first one, and nothing was read before.
-        is_lost: a worker ended over it.
-        shards: the indices that `slow` counts by; nothing where no sample was slow.
+        idle: from the end of the worker's previous batch to the start of this one.
+        processor, queued: CPU time of the worker (negative: not measured), and its wait for a core. The rest of
+            ``seconds`` is other waiting, such as for files.
+        collate, write: time in ``batchify_fn``, and to write the batch into its slot.
+        retries: requests of the dataset that were retried. `Result` counts them.
+        weight: number of batches it stands for, as few of the cheapest are measured (see `Timing`); 0: not measured.
+        is_first, starts: the worker's first batch; an iterator's first one, with nothing read before.
+        slow, shards: position and seconds of slow samples; the indices that the positions refer to.
+        sent, wait_began, wait_ended: stamps of submission to the pool and of the wait of ``next`` for workers; 0: none.
+        lacks_tasks: meanwhile a worker had no task: ``prefetch`` batches were in flight, or the user held too many.
+        threads, per_core: number of workers that are threads of this process, or 1; workers per usable core.
+        samples: number of samples; -1 for an error in the batch's place.
+        worker, began, seconds: reader (-1: the main process), start, and duration without `write`.
+        turn, asked, taken: stamps of the delivery of the batch before, and of the start and end of this ``next``.
+        placing, behind: time for conversion and copies; the part of it in which the host waited for a device.
+        is_lost: a worker died over it.
         cause: the largest cause of `waited`.
 
     Example:
@@ -204,30 +176,26 @@ class BatchTimes(SimpleNamespace):
 
     @property
     def ended(self) -> float:
-        """When its worker had read and collated it."""
+        """Stamp at which the worker had read and collated it."""
         return self.began + self.seconds
 
     @property
     def written(self) -> float:
-        """When its worker had put it into its slot."""
+        """Stamp at which the worker had written it into its slot."""
         return self.began + self.seconds + self.write
 
     @property
     def waited(self) -> float:
-        """Seconds of ``next``, without those behind a device."""
+        """Seconds of ``next``, without waits for a device."""
         return self.taken - self.asked - self.behind
 
 
-# Run, seq, wanted, buffers, size of the times; the size of the pickle last: with strings in it, it may exceed 4 GiB.
+# Run, seq, wanted, buffers, size of the times, size of the pickle: 64 bits, because strings may make it exceed 4 GiB.
 _REPLY = struct.Struct("!qqqIIQ")
 
 
 def task_of(fields: Any) -> Task:
-    """The task, from what `unpack_tasks` has returned for it.
-
-    Raises:
-        Exception: its indices cannot be unpickled.
-    """
+    """Return the task from the fields that `unpack_tasks` returned. Raises if its indices cannot be unpickled."""
     run, seq, epoch, position, shards, *rest = pickle.loads(fields) if type(fields) is bytes else fields
     if type(shards[0]) is bytes:
         shards = (np.frombuffer(bytearray(shards[0]), np.int64),)
@@ -235,49 +203,40 @@ def task_of(fields: Any) -> Task:
 
 
 def pack_reply(run: int, seq: int, wanted: int, encoded: Encoded, times: BatchTimes | None = None) -> bytes:
-    """One result in the content of a RESULTS message.
-
-    Args:
-        run, seq: of the task.
-        wanted: how many bytes of a slot its batch needed.
-        encoded: the reply; its buffers and places are part of the message's.
-        times: of the batch. They are beside the pickle: only when it is made it is known how long that took.
-    """
-    told = b"" if times is None else pickle.dumps(times, protocol=5)
-    head = _REPLY.pack(run, seq, wanted, len(encoded.places), len(told), len(encoded.head))
-    return head + told + encoded.head
+    """Pack one result for a RESULTS message. The times stay outside the pickle: they include the time to make it."""
+    packed_times = b"" if times is None else pickle.dumps(times, protocol=5)
+    header = _REPLY.pack(run, seq, wanted, len(encoded.places), len(packed_times), len(encoded.head))
+    return header + packed_times + encoded.head
 
 
 def unpack_reply(content: memoryview) -> tuple[int, int, int, int, memoryview, memoryview, BatchTimes | None]:
-    """The first result in the content: run, seq, wanted, how many buffers, pickle; the rest of it; the times."""
-    run, seq, wanted, buffers, told, size = _REPLY.unpack_from(content)
-    begin = _REPLY.size + told
-    times = pickle.loads(content[_REPLY.size : begin]) if told else None
+    """Unpack the first result: run, seq, wanted, number of buffers, pickle; remaining content; times."""
+    run, seq, wanted, buffers, times_size, size = _REPLY.unpack_from(content)
+    begin = _REPLY.size + times_size
+    times = pickle.loads(content[_REPLY.size : begin]) if times_size else None
     return run, seq, wanted, buffers, content[begin : begin + size], content[begin + size :], times
 
 
 ErrorAction = Literal["raise", "skip", "replace"] | Callable[[Any], Any]
-"""What to do with a bad sample: ``"raise"``, ``"skip"``, ``"replace"``, or a function ``(SampleError) -> sample``."""
+"""Action for a bad sample: ``"raise"``, ``"skip"``, ``"replace"``, or a function ``(SampleError) -> sample``."""
 
 
 @dataclass(slots=True)
 class Task:
-    """One batch to make.
+    """One batch to read.
 
-    Not a named tuple, nor is `Result`: one with 14 fields takes 1.3 us to make, a class with slots 0.3.
+    A dataclass with slots, as is `Result`: a named tuple of 14 fields takes 1.3 us to make, this takes 0.3 us.
 
     Attributes:
-        run: which iterator it belongs to.
-        seq: number of the batch in the epoch, from 0.
-        epoch: number of the epoch.
-        position: place of its first sample in the epoch's global order; seeds the global generators.
-        shards: the indices of each shard (lists, or int64 arrays where the dataset gathers by them); of the whole
-            batch, in a tuple of one, if it has no shards.
-        sharded: whether the batch is a list of shards.
-        careful: a worker has died, and it is not known over which sample. Note each one; read each alone first, if the
-            dataset reads several at once.
-        lane: tasks of one lane are read by one worker, number ``lane % num_workers``, in their order. None: by any.
-        part: of iterable data; ``shards`` are `PartIndices` then.
+        run: the iterator that it belongs to.
+        seq: batch index in the epoch, from 0.
+        position: of its first sample in the epoch's global order; seeds the global generators.
+        shards: the indices of each shard (lists, or int64 arrays where the dataset gathers by them). A batch without
+            shards is a tuple of one.
+        sharded: the batch is a list of shards.
+        isolated: a worker has died over the task. Each sample is recorded, and before a bulk read each is read alone.
+        lane: worker ``lane % num_workers`` reads all tasks of a lane, in order. None: any worker.
+        part: of iterable data, whose ``shards`` are `PartIndices`.
     """
 
     run: int
@@ -286,22 +245,22 @@ class Task:
     position: int
     shards: tuple[Any, ...]
     sharded: bool
-    careful: bool = False
+    isolated: bool = False
     lane: int | None = None
     part: PartBatch | None = None
 
     @property
     def fields(self) -> tuple[Any, ...]:
-        """The values of all fields, in their order: what workers are sent."""
+        """Values of all fields, in order: the form that is sent to workers."""
         return _fields_of_task(self)
 
     @property
     def key(self) -> int:
-        """What the batch's own random numbers are keyed by. The seq of iterable data depends on what is known."""
+        """Key of the batch's random numbers. The seq of iterable data depends on which ends of parts were known."""
         return self.seq if self.part is None else self.position
 
     def error(self, raised: Exception, where: str) -> Exception:
-        """What stands in the place of the batch, because the main process could not begin it; see `as_batch_error`."""
+        """Return the error that takes the batch's place if the main process cannot prepare it; see `as_batch_error`."""
         error = as_batch_error(raised, where)
         Location(self.epoch, self.seq).note(error, samples=self.shards[0])
         leave_frames(error)
@@ -310,24 +269,19 @@ class Task:
 
 @dataclass(slots=True, eq=False)
 class Result:
-    """What became of one task: a batch (a list of batches if sharded), or an error.
+    """Outcome of one task: a batch (a list of batches if sharded) or an error.
 
     Attributes:
-        run, seq: of the task.
-        batch: the finished batch; `NOTHING` if ``on_error`` left no sample of it.
-        samples: how many samples are in it.
-        error: raised at the batch's place, instead of a batch. On its way between two processes it is encoded
-            (`codec.EncodedError`), and so are those of ``skipped``.
+        batch, samples: the batch and its size; `NOTHING` if ``on_error`` left no sample of it.
+        error: raised in the batch's place. Between processes, errors are encoded (`codec.EncodedError`).
         skipped: ``(index, error)`` of the samples that ``on_error`` left out or replaced.
         lost_shards: numbers of the shards that ``on_error`` left no sample of.
-        seconds: how long the worker took.
-        point: of iterable data: where its part is after this batch. None where that is unknown: the part ends there.
-        retries: how many requests of the worker's dataset had to be tried again.
-        began: when the worker began, by `host_clock.now`, which all processes of a machine share. The pool that
-            receives stamps of another machine moves them.
-        worker: the number of the worker; -1: the main process.
-        rebuilt: a worker that has ended had the batch before.
-        times: what else was measured; None: nothing.
+        seconds, began: duration, and start by `host_clock.now`, which all processes of a machine share. A pool with
+            workers on other machines converts their stamps.
+        point: progress of the part after this batch. None: unknown, and the part ends here.
+        retries: requests of the dataset that were retried.
+        worker: number of the worker; -1: the main process.
+        rebuilt: a worker that had the batch before has ended.
     """
 
     run: int
@@ -353,7 +307,7 @@ _fields_of_task, _fields_of_result = attrgetter(*Task.__slots__), attrgetter(*Re
 
 
 class Nothing:
-    """The batch that is left when every sample of it was skipped, or when the order leaves the batch out."""
+    """Batch without samples: all were skipped, or the order leaves the batch out."""
 
     def __reduce__(self) -> str:
         return "NOTHING"
@@ -364,23 +318,18 @@ NOTHING = Nothing()
 
 @dataclass(frozen=True)
 class Job:
-    """What all workers of a pool are told once. Worker processes inherit it under fork; otherwise it is published.
+    """Configuration that all workers of a pool get once: inherited under fork, otherwise published.
 
     Attributes:
-        dataset: the dataset, as the user gave it.
         batchify_fn: samples -> batch; None for the default, which also reads in bulk.
-        seed: the loader's seed.
-        on_error: see the loader.
         keep_batch: a batch without a good sample is an error, even with ``on_error="skip"``.
-        stream: how the dataset is read if it is iterable data.
-        base_seed: worker i seeds the global generators with ``base_seed + i`` when it starts, as torch's workers do,
-            and not for each batch. None: for each batch.
+        stream: layout of iterable data; None for data with an index.
+        base_seed: worker i seeds the global generators once, with ``base_seed + i``, as in torch; None: for each batch.
         in_bulk: read several samples at once where the dataset can.
-        keeps_state: the dataset has a state that each worker keeps; it is part of the results.
-        tells_epoch: process workers call the dataset's ``set_epoch``.
-        worker_init_fn: the pool's, for workers that are processes.
-        notes_samples: note each sample on the board before it is read, not only those of careful tasks.
-        max_memory: bytes of its own that a worker process may have; None: any number.
+        keeps_state: the dataset has a state that each worker keeps; results include it.
+        tells_epoch: worker processes call the dataset's ``set_epoch``.
+        notes_samples: record each sample of every task in the heartbeat before it is read.
+        max_memory: private bytes that a worker process may use; None: no limit.
     """
 
     dataset: Any
@@ -399,20 +348,14 @@ class Job:
 
     @property
     def parts(self) -> dict[str, Any]:
-        """The user's objects in it, by the names that the user knows."""
+        """The user's objects, by the names that the user knows."""
         return {name: getattr(self, name) for name in ("dataset", "batchify_fn", "on_error", "worker_init_fn")}
 
 
 def pack_result(result: Result, slot: SlotWriter) -> Encoded | None:
-    """A result without errors whose batch is an array of numbers or a list of such arrays; None for others.
+    """Pack a result whose batch is an array of numbers or a list of such arrays; return None for any other.
 
-    The others are pickled, their exceptions encoded.
-
-    It takes 5 us, where pickling the classes and the array's own reduction takes 25.
-
-    Args:
-        result: what a worker has made.
-        slot: where its arrays lie already, or are put if there is room.
+    Takes 5 us; pickling the classes and the arrays' own reduction takes 25. Arrays go into ``slot`` if they fit.
     """
     point = result.point
     if result.error is not None or result.skipped or result.lost_shards or result.retries:
@@ -423,7 +366,7 @@ def pack_result(result: Result, slot: SlotWriter) -> Encoded | None:
     if is_tensors:
         batch = batch.arrays
     arrays = batch if type(batch) is list else [batch]
-    # If a list holds one array twice, pickle keeps it one array.
+    # An array that is twice in the list must stay one array, which pickle ensures.
     if not all(map(is_plain, arrays)) or len(set(map(id, arrays))) < len(arrays):
         return None
     fields: list[tuple[Any, str, bytearray | None]] = []
@@ -439,27 +382,27 @@ def pack_result(result: Result, slot: SlotWriter) -> Encoded | None:
             if offset < 0:
                 buffers.append(array.reshape(-1).view(np.uint8).data)
         fields.append((array.shape, array.dtype.str, data))
-    told = None if point is None else tuple(point)
+    progress = None if point is None else tuple(point)
     numbers = result.samples, result.seconds, result.began, result.worker
-    head = pickle.dumps((type(batch) is list, is_tensors, fields, *numbers, told), protocol=5)
+    head = pickle.dumps((type(batch) is list, is_tensors, fields, *numbers, progress), protocol=5)
     return Encoded(head, tuple(places), tuple(buffers))
 
 
 def unpack_result(run: int, seq: int, packed: Any, buffers: Sequence[Any], times: BatchTimes | None = None) -> Result:
-    """The result that `pack_result` has packed, its arrays over the memory in ``buffers``."""
-    is_list, is_tensors, fields, samples, seconds, began, worker, told = packed
-    following = iter(buffers)
-    arrays = [np.ndarray(shape, dtype, next(following) if data is None else data) for shape, dtype, data in fields]
-    point = None if told is None else PartPoint(*told)
-    batch = arrays if is_list else arrays[0]
-    made = TensorBatch(batch) if is_tensors else batch
-    return Result(run, seq, made, samples, None, (), (), seconds, point, 0, began, worker, False, times)
+    """Return the result that `pack_result` has packed, with its arrays over the memory of ``buffers``."""
+    is_list, is_tensors, fields, samples, seconds, began, worker, progress = packed
+    remaining = iter(buffers)
+    arrays = [np.ndarray(shape, dtype, next(remaining) if data is None else data) for shape, dtype, data in fields]
+    point = None if progress is None else PartPoint(*progress)
+    batch: Any = arrays if is_list else arrays[0]
+    batch = TensorBatch(batch) if is_tensors else batch
+    return Result(run, seq, batch, samples, None, (), (), seconds, point, 0, began, worker, False, times)
 
 
-# -- how many batches travel in one message ----------------------------------------------------------------------------
+# -- number of batches in one message ----------------------------------------------------------------------------------
 
 GROUP_SECONDS = 2e-3
-"""Work in one message.
+"""Work in one message. More than 2 ms gains little, and delays finished batches by as much.
 
 Measured (2 workers, 2 cores, medians of 8 epochs in turns; CPU time of the main process, and time, both per batch):
 
@@ -468,36 +411,28 @@ Measured (2 workers, 2 cores, medians of 8 epochs in turns; CPU time of the main
     rows of 64 float32, 1,024        145, 272       106, 215       101, 209       98, 206
     64 padded texts                  147, 359        86, 264        69, 236       54, 209
     16 numbers                        51, 113        42, 100        43, 104       40, 99
-
-More than 2 ms saves little, and for so long a batch that is finished may wait in its worker."""
+"""
 
 MAX_GROUP = 64
 """Batches in one message. 16 numbers a batch, 24 turns: 1.09 times as fast with 32 as with 16, 1.23 with 64."""
 
 HELD = 2
-"""Groups that a worker holds: the one it does and one more."""
+"""Groups that a worker holds: one in work, one queued."""
 
 _MEMORY = 0.1
-"""Weight of the newest batch in the mean."""
 
 
 class Grouping:
-    """Learns from the batches that have come how many go together.
+    """Number of batches in one message, learned from the time that workers take for a batch.
 
-    To send a message and to wake the process that waits for it costs 20 to 50 us on each side. A small batch takes less
-    to read. So cheap batches go in groups, each about `GROUP_SECONDS` of work. Workers hold `HELD` groups, so that none
-    waits for the next. A batch that takes longer is a group by itself. Then a worker holds one batch beyond the one
-    that it does: with more, uneven batches would leave one worker with work while others idle.
+    Sending a message and waking the receiver costs 20 to 50 us on each side, more than reading a small batch. So cheap
+    batches travel in groups of about `GROUP_SECONDS` of work, and a worker holds `HELD` groups so that it never waits.
+    An expensive batch is a group of its own: with more in its queue, one worker would be busy while others idle.
 
     Args:
-        seconds: work in one message.
-        most: batches in one message.
-        most_bytes: bytes in one message.
-        patient: one batch that took eight times as long as usual does not count, only the second in a row does. Where
-            more processes run than there are cores, a batch may take long because its worker had to wait.
-
-    Attributes:
-        size: batches in a group, at least 1.
+        seconds, most, most_bytes: limits of one message, in seconds of work, batches and bytes.
+        patient: ignore a single batch that takes eight times the mean; the second in a row counts. Set where processes
+            outnumber cores, so that a batch may be slow because its worker waited for one.
 
     Example:
         >>> grouping = Grouping()
@@ -518,11 +453,11 @@ class Grouping:
         self.size = 1
 
     def note(self, seconds: float, nbytes: int = 0) -> int:
-        """A worker took so long for a batch; how many batches of ``nbytes`` go together from now on."""
+        """Record the seconds that a worker took for a batch of ``nbytes``, and return the new group size."""
         is_long, was_long = seconds > 8 * self._mean, self._was_long
         self._was_long = is_long
         if is_long and (was_long or not self._patient):
-            # It counts in full: the next ones may take as long, and the main process waits for them.
+            # Replaces the mean: the next ones may take as long, and the main process waits for them.
             self._mean = seconds
         elif not is_long:
             self._mean += _MEMORY * (seconds - self._mean)

@@ -1,26 +1,17 @@
-"""The seam between orders and the engine: what every order of batches is, and what one epoch of it is.
+"""The interface between orders and the engine: `Order`, `Epoch` and `Position`.
 
     Order.epoch(number, position) -> Epoch       its batches for this rank, from a position on
-    Order.load(state) -> Position                where a state goes on, after its seeds were taken over
-    resolve_replicas(num_replicas, rank)         ints, "auto" or None -> (num_replicas, rank)
-    ranks_of_mesh(mesh)                          a DeviceMesh -> (num_replicas, rank)
+    Epoch.task(seq)               -> Task | the error in its place | NOTHING: left out | None after the last batch
+    Epoch.record_result(seq, result) -> Result   record the progress that the reader of a part reports
+    Epoch.position(delivered)     -> Position    the position to resume from; Epoch.state(position) writes it
+    Order.load(state)             -> Position    resume there, with the seeds of the state
 
-    Epoch.task(seq)               -> Task | the error for that place | NOTHING: left out | None behind the last batch
-    Epoch.came(seq, result)       -> Result      a batch is finished: what its reader has found out is noted
-    Epoch.forget(delivered)                      batches before the last delivered one are not asked for again
-    Epoch.position(delivered)     -> Position    where an epoch goes on; Epoch.state(position) writes it
+`sampling` implements them for datasets with an index, `streams` for iterable data, `drop_in.sampler` for batches drawn
+as torch draws them. An epoch is a function of (order, number, position). It owns no worker and no batch, and has no
+progress: the run counts delivered batches, and after an interruption the pipeline asks again for the other ones.
 
-    sampling.order, sampling.epoch    datasets with an index: batches of a sampler, functions of (seed, epoch)
-    streams.order, streams.epoch      iterable data: batches of its parts
-    drop_in.sampler                   batches of a sampler, drawn as torch draws them
-
-An order owns no worker and no batch. Every epoch is a function of (order, number, position). An epoch has no position
-of its own: the run knows how many batches were delivered. After an interruption the pipeline asks again for the batches
-that were not delivered.
-
-What can go wrong: arguments that contradict each other; ranks that are not known; a state that does not fit. A sampler
-that raises an error, or yields what is no batch: that is the error of that batch. It is raised in the batch's place in
-the order, not at the moment when the sampler is asked ahead of time.
+A sampler's error, or an item that is no batch, is raised in that batch's place in the order, not when the sampler is
+asked ahead of time.
 """
 
 from __future__ import annotations
@@ -44,16 +35,14 @@ from sharded_loader.randomness.rng import draw_seed
 
 @dataclass(frozen=True)
 class Position:
-    """Where an epoch goes on.
+    """Point in an epoch from which it resumes.
 
     Attributes:
-        epoch: number of the epoch.
-        done: what is done of it. Of a sampler the items of the global order; with rollover negative while the last
-            samples of the epoch before, which begin this one, are still due. Of iterable data the batches of this rank.
-        mark: how a sampler of another library gets there (`sampling.state.Checkpoint`); None: by (seed, epoch).
-        counts: of each part of iterable data, how many batches it has given.
-        points: of each part, a point at or before that batch.
-        landmark: what a sampler with ``counts_by_pass`` finds the position from without a pass; None: nothing.
+        done: progress. Of a sampler: items of the global order, negative with rollover while leftover samples of the
+            epoch before are due. Of iterable data: batches of this rank.
+        mark: how another library's sampler gets there (`sampling.state.Checkpoint`); None: by (seed, epoch).
+        counts, points: of each part of iterable data, batches given, and progress at or before the last of them.
+        row_checkpoint: where a sampler with ``counts_by_pass`` starts to look for the position, or None.
     """
 
     epoch: int
@@ -61,26 +50,24 @@ class Position:
     mark: Any = None
     counts: Mapping[int, int] = field(default_factory=dict)
     points: Mapping[int, PartPoint] = field(default_factory=dict)
-    landmark: tuple[int, int] | None = None
+    row_checkpoint: tuple[int, int] | None = None
 
 
 class Epoch(ABC):
-    """The batches of one epoch for one rank, from a position on.
+    """Batches of one epoch for one rank, from a position on.
 
     Attributes:
-        number: of the epoch.
-        first: number of the first batch.
-        run: number of the run that reads the epoch. Its tasks bear it.
+        number, first: number of the epoch; index of its first batch.
+        run: number of the run that reads the epoch, copied into its tasks.
         limit: samples in the dataset, to check indices against; None: not checked.
-        resumed: there was a position.
-        in_mid_epoch: some of the epoch's own batches were done at it.
-        carry: where the next epoch begins, if that is not its own beginning.
-        evaluates: batches may have fillers at their end; `real` tells how many samples are none.
-        any_order: batches come as they are finished, not in turns.
-        takes_turns: batch after batch goes to one worker after the other, by the tasks' lanes.
+        resumed, in_mid_epoch: made from a position; from one behind the epoch's first batch.
+        carry: beginning of the next epoch, if that is not its own.
+        evaluates: batches may be padded at their end; `real` is the number of samples without padding.
+        any_order: deliver batches as they are finished.
+        takes_turns: successive batches go to the workers in rotation, by the tasks' lanes.
         keeps: batches are kept until `forget`.
-        second_turn: number of the batch before which each part has given one; -1: there are no parts.
-        given_up: of each part that cannot be read on, the last batch that it gives. Those behind it need not be read.
+        second_pass: index of the first batch after each part has given one; -1: there are no parts.
+        abandoned: last batch of each part that cannot be read further. Later ones need not be read.
     """
 
     number: int
@@ -90,134 +77,114 @@ class Epoch(ABC):
     resumed = in_mid_epoch = any_order = takes_turns = evaluates = False
     carry: Position | None = None
     keeps = True
-    second_turn = -1
-    given_up: Mapping[int, int] = MappingProxyType({})
+    second_pass = -1
+    abandoned: Mapping[int, int] = MappingProxyType({})
 
     @abstractmethod
     def task(self, seq: int) -> Task | Exception | Nothing | None:
-        """Batch ``seq`` as a task; the error to raise in its place; `NOTHING`: left out; None after the last one."""
+        """Return batch ``seq`` as a task; the error in its place; `NOTHING` if left out; None after the last one."""
 
-    def came(self, seq: int, result: Result) -> Result:
-        """A batch of a part has come back.
-
-        Args:
-            seq: its number now; another than its own, if it comes earlier than planned.
-            result: the batch.
-
-        Returns:
-            The result; an empty one, if the part had ended before this batch.
-        """
+    def record_result(self, seq: int, result: Result) -> Result:
+        """Record a finished batch of a part, now at ``seq``. Return its result, empty if the part had ended."""
         return result
 
     def real(self, task: Task) -> int:
-        """How many samples of a batch are no fillers. Asked for where the epoch ``evaluates``."""
+        """Return the number of samples without padding. Called if the epoch ``evaluates``."""
         return sum(map(len, task.shards))
 
     @property
     @abstractmethod
     def tables(self) -> tuple[dict[int, Any], ...]:
-        """What is kept of batches in flight, by their numbers."""
+        """Tables of batches in flight, by their indices."""
 
     def move(self, seq: int, to: int) -> None:
-        """A batch comes earlier than planned; those that it overtakes keep their order."""
+        """Deliver a batch earlier than planned; those that it overtakes keep their order."""
         for table in self.tables:
-            moved(table, seq, to)
+            move_item(table, seq, to)
 
     @abstractmethod
     def forget(self, delivered: int) -> None:
-        """Batches before the last delivered one are not asked for again (that batch itself may be taken back)."""
+        """Drop batches before the last delivered one, which itself may still be taken back."""
 
     # -- positions ------------------------------------------------------------------------------------------
 
     @abstractmethod
     def length(self) -> int:
-        """The number of batches in the epoch, those before `first` included.
-
-        Raises:
-            TypeError: it is not known.
-        """
+        """Return the number of batches in the epoch, including those before `first`. TypeError: it is not known."""
 
     def batches(self, delivered: int) -> int:
-        """How many batches of the epoch were received, if ``delivered`` numbers are done."""
+        """Return the number of batches received once indices below ``delivered`` are done."""
         return delivered
 
     @abstractmethod
     def position(self, delivered: int) -> Position:
-        """The position after the batches before number ``delivered`` (at least `first`) were received."""
+        """Return the position after the batches before ``delivered`` (at least `first`) were received."""
 
     @abstractmethod
     def state(self, position: Position) -> dict[str, Any]:
-        """A position of this epoch, or the beginning of the next one, as a state: a new dict."""
+        """Return a position of this epoch, or the beginning of the next one, as a new state dict."""
 
     def is_over(self) -> bool:
-        """Whether it began in mid-epoch and no batch was left there, as far as that can be known now."""
+        """Return True if no batch is known to be left at the position in mid-epoch that it began at."""
         return False
 
     def following(self) -> Position:
-        """Where the next epoch begins, if this one `is_over`."""
+        """Return the beginning of the next epoch, if this one `is_over`."""
         return Position(self.number + 1)
 
     def discarded(self) -> tuple[int, str]:
-        """Samples of this rank that filled no batch of an epoch that is over; and why, if whole parts were left out."""
+        """Return the number of this rank's samples that filled no batch; and why, if whole parts were left out."""
         return 0, ""
 
     def after(self, begin: Position) -> Position:
-        """The beginning of the next epoch, as it is after this one."""
+        """Return the beginning of the next epoch, adjusted for this one."""
         return begin
 
     def go_on_from(self, before: Epoch) -> None:  # noqa: B027 - most epochs have nothing to do
-        """Go on where the epoch before has left a sampler of another library, if this one begins in its middle."""
+        """Resume another library's sampler where the epoch before left it, if this one begins in mid-epoch."""
 
 
 def sampler_error(raised: Exception, where: str) -> Exception:
-    """The error that stands in a batch's place, because the sampler has raised it. ``where`` says of which batch."""
+    """Return the error for the place of a batch that the sampler failed on. ``where`` describes the batch."""
     error = as_batch_error(raised, "by the sampler")
     add_note(error, f"sharded_loader: raised by the sampler{where}")
     try:
         return error
     finally:
-        del error  # otherwise error -> traceback -> this frame -> error, and the loader waits for the collector
+        del error  # breaks the cycle error -> traceback -> this frame -> error
 
 
-def moved(table: dict[int, Any], seq: int, to: int) -> None:
-    """Give what stands under ``seq`` the number ``to``, and what stands at ``to`` and behind it the next numbers.
+def move_item(table: dict[int, Any], seq: int, to: int) -> None:
+    """Move the item at ``seq`` to ``to``; those from ``to`` up to it move one further.
 
     Example:
         >>> table = {4: "a", 5: "b", 7: "d"}
-        >>> moved(table, 7, 4)
+        >>> move_item(table, 7, 4)
         >>> table
         {4: 'd', 5: 'a', 6: 'b'}
     """
     numbers = range(to, seq + 1)
-    found = [table.pop(number, None) for number in (seq, *numbers[:-1])]
-    table.update((number, one) for number, one in zip(numbers, found, strict=True) if one is not None)
+    items = [table.pop(number, None) for number in (seq, *numbers[:-1])]
+    table.update((number, item) for number, item in zip(numbers, items, strict=True) if item is not None)
 
 
 # -- orders ------------------------------------------------------------------------------------------------------------
 
 Signature = TypeVar("Signature")
-"""What a position is a position in: seeds, sizes, samplers. An order compares its own with that of a state."""
+"""Parameters that a position depends on: seeds, sizes, samplers. An order compares its own with those of a state."""
 
 
 class Order(ABC, Generic[Signature]):
-    """The epochs of one loader for one rank.
-
-    Args:
-        last_batch, num_replicas, rank, seed, steps_per_epoch: the loader's arguments.
+    """All epochs of one loader for one rank. Takes the loader's arguments of the same names.
 
     Attributes:
-        steps: ``steps_per_epoch``.
-        seed: of everything random.
         arrays: batches may be int64 arrays instead of lists, from the next epoch on.
-        max_shards: how many shards a batch may have; None: any number.
-        shard_costs: what each sample costs, to split a batch into shards by; None: all the same.
-        batch_sampler: what the loader shows as this; None: it has none.
-        rolls_over: samples of an incomplete last batch begin the next epoch.
-        drops_last: an incomplete last batch is left out.
-        dataset_length: samples in the dataset, as far as the order knows.
-        skip: the steps that are left out, as ranges.
-        given_skip: those of them that the user has given; a state may have others.
-        asked: ``set_epoch`` has said which epoch is next, since a state was loaded.
+        max_shards: maximum number of shards of a batch; None: no limit.
+        shard_costs: cost of each sample, by which batches are split into shards; None: equal.
+        rolls_over, drops_last: samples of an incomplete last batch begin the next epoch; are left out.
+        dataset_length: samples in the dataset, if known.
+        skip, given_skip: ranges of steps to leave out; those that the user gave. A state may add others.
+        asked: ``set_epoch`` has chosen the next epoch since a state was loaded.
     """
 
     batch_sampler: Any = None
@@ -239,46 +206,45 @@ class Order(ABC, Generic[Signature]):
         self.steps = _check_steps(steps_per_epoch, last_batch)
         self.rolls_over: bool = last_batch == "rollover" or self.steps is not None
         self.drops_last: bool = last_batch == "discard"
-        self._replicas: tuple[Any, Any] | None = None  # they are not shared out
+        self._replicas: tuple[Any, Any] | None = None  # None: not divided among ranks
         if num_replicas is not None or rank is not None:
-            is_late = num_replicas == "auto" and rank is None  # it is looked up later: the process group may come up
+            is_late = num_replicas == "auto" and rank is None  # resolved later: a process group may start
             self._replicas = (num_replicas, rank) if is_late else resolve_replicas(num_replicas, rank)
         if seed is None:
             seed = 0 if self.replicated else draw_seed()
         self.seed = check_int("seed", seed, -(1 << 128), "give an integer, or None")
         self._next_epoch = 0
-        self._requests = EpochRequests()  # the calls of `set_epoch` that the loader has not seen yet
+        self._requests = EpochRequests()
 
     @property
     def replicated(self) -> bool:
-        """Whether the samples are shared out to ranks."""
+        """True if the samples are divided among ranks."""
         return self._replicas is not None
 
     @property
     @abstractmethod
     def sampler(self) -> Any:
-        """What the loader shows as its sampler."""
+        """The loader's ``sampler`` attribute."""
 
     @property
     def stream(self) -> Stream | None:
-        """How iterable data is cut into batches; None: the order is one of samplers."""
+        """Layout of iterable data; None for data with an index."""
         return None
 
     # -- replicas -------------------------------------------------------------------------------------------
 
     def replicas(self) -> tuple[int, int]:
-        """``(num_replicas, rank)``, as far as is known now."""
         return resolve_replicas(*(self._replicas or (None, None)))
 
     def settle_replicas(self) -> None:
-        """An epoch begins: what ``"auto"`` means is not asked again."""
+        """Fix the meaning of ``"auto"``, at the start of an epoch."""
         self._replicas = self._replicas and self.replicas()
 
     # -- epochs ---------------------------------------------------------------------------------------------
 
     @property
     def next_epoch(self) -> int:
-        """The epoch that comes next: as the loader counts, or as ``set_epoch`` of a sampler or dataset has asked."""
+        """The next epoch, as the loader counts or as ``set_epoch`` of a sampler or dataset has chosen."""
         asked = self._requests.take()
         if asked is not None:
             Order.set_epoch(self, asked)
@@ -286,40 +252,35 @@ class Order(ABC, Generic[Signature]):
         return self._next_epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the one that comes next."""
         self._next_epoch = check_int("epoch", epoch, 0, "epochs count from 0", ValueError)
         self._requests.drop()
 
     @abstractmethod
     def epoch(self, number: int, position: Position | None = None) -> Epoch:
-        """An epoch's batches for this rank, from a position on. What it reads is settled now: `resize` may come."""
+        """Return an epoch for this rank, from a position on. A later `resize` has no effect on it."""
 
     @abstractmethod
     def facts(self, number: int) -> Any:
-        """What decides an epoch's batches: with equal facts they are equal. None: that is not known."""
+        """Return all that decides an epoch's batches: equal facts, equal batches. None if unknown."""
 
     @abstractmethod
     def length(self, number: int) -> int:
-        """The number of batches in an epoch for this rank.
-
-        Raises:
-            TypeError: it is not known.
-        """
+        """Return the number of batches in an epoch for this rank. TypeError: it is not known."""
 
     @abstractmethod
     def resize(self, length: int | None) -> None:
-        """The dataset has changed, and has this length; the epoch that comes next stays."""
+        """Set the length of a dataset that has changed; the next epoch stays the same."""
 
     def undisturbed(self, but: object) -> AbstractContextManager[None]:
-        """Inside, epochs may be read. Samplers of other libraries are put back. ``but``, the dataset, stays."""
+        """Return a context for reading epochs, after which other libraries' samplers are restored, but not ``but``."""
         return nullcontext()
 
     @abstractmethod
     def add_skip(self, skip: object) -> None:
-        """Leave these steps out, too, when a state is loaded; None: no others."""
+        """Leave out these steps, too, when a state is loaded; None: none."""
 
     def begun(self, epoch: Epoch) -> None:
-        """An epoch has begun."""
+        """Called when an epoch begins."""
 
     # -- states ---------------------------------------------------------------------------------------------
 
@@ -331,19 +292,13 @@ class Order(ABC, Generic[Signature]):
         advice: str = "Make the loader as it was then",
         check: Callable[[], object] = lambda: None,
     ) -> tuple[Position, bool]:
-        """Take over the seeds of a state. ``doing`` begins the error where it does not fit, and ``advice`` ends it.
+        """Take over the seeds of a state: return the position to resume from, and True if workers need a new job.
 
-        If it fits, ``check`` may still raise an error.
-
-        Returns:
-            Where the state goes on, and whether the seeds were others: then the workers have to be told.
-
-        Raises:
-            TypeError, ValueError: the state does not fit. Nothing has changed then.
+        If the state does not fit, or ``check`` raises, nothing changes. ``doing`` begins the error, ``advice`` ends it.
         """
         position, saved, changed = self.take_over(state, strict, doing, advice, check)
         position = self.moved(position, saved)
-        while (epoch := self.epoch(position.epoch, position)).is_over():  # the next epoch begins instead
+        while (epoch := self.epoch(position.epoch, position)).is_over():  # continue with the next epoch
             position = epoch.following()
         self.goes_on(position, saved)
         return position, changed
@@ -353,34 +308,34 @@ class Order(ABC, Generic[Signature]):
     ) -> tuple[Position, Signature, bool]:
         """Take over the seeds of a state, as `load`, and return its position, its signature, and if seeds changed."""
         position, saved = self._parsed(state)
-        found = self._differences(saved, position, strict)
-        if found:
-            alone = found[0] if strict and len(found) == 1 else ""
-            is_size = alone.startswith("batch_size") and "None" not in alone and "stay" not in alone
+        phrases = self._differences(saved, position, strict)
+        if phrases:
+            only = phrases[0] if strict and len(phrases) == 1 else ""
+            is_size = only.startswith("batch_size") and "None" not in only and "stay" not in only
             hint = "; strict=False allows another batch size" if is_size else ""
-            ways = [one for one in found if one.endswith(".")] or [advice + hint]
-            raise ValueError(f"{doing}{', '.join(one for one in found if one not in ways)}. {' '.join(ways)}")
+            advices = [phrase for phrase in phrases if phrase.endswith(".")] or [advice + hint]
+            raise ValueError(f"{doing}{', '.join(one for one in phrases if one not in advices)}. {' '.join(advices)}")
         check()
         return position, saved, self._adopt(saved, position)
 
     def moved(self, position: Position, saved: Signature) -> Position:
-        """A position of an order with another signature, as this one counts it."""
+        """Convert a position saved with another signature to this order."""
         return position
 
     def goes_on(self, position: Position, saved: Signature) -> None:
-        """The order goes on at a position that was saved with this signature."""
+        """Resume at a position that was saved with this signature."""
 
     @abstractmethod
     def _parsed(self, state: object) -> tuple[Position, Signature]:
-        """A state as position and signature."""
+        """Parse a state into position and signature."""
 
     @abstractmethod
     def _differences(self, saved: Signature, position: Position, strict: bool) -> list[str]:
-        """Why a state does not fit, one phrase each; none if `_adopt` can make it fit."""
+        """Return the reasons why a state does not fit, one phrase each; empty if `_adopt` can make it fit."""
 
     @abstractmethod
     def _adopt(self, saved: Signature, position: Position) -> bool:
-        """Take over the seeds of a state that fits, and say whether they differ from the ones before."""
+        """Take over the seeds of a state that fits, and return True if they changed."""
 
 
 def _check_steps(steps: object, last_batch: object) -> int | None:
@@ -397,19 +352,15 @@ def _check_steps(steps: object, last_batch: object) -> int | None:
 def resolve_replicas(
     num_replicas: object, rank: object = None, environ: Mapping[str, str] = os.environ
 ) -> tuple[int, int]:
-    """The number of replicas, and which one this process is.
+    """Return the number of replicas, and the rank of this process.
 
     Args:
-        num_replicas: an integer; ``"auto"``: torch.distributed if it is initialised, else WORLD_SIZE and
-            RANK, else 1 and 0; None: 1.
+        num_replicas: an integer; ``"auto"``: torch.distributed if it is initialised, else WORLD_SIZE and RANK, else 1
+            and 0; None: 1.
         rank: an integer; None with ``num_replicas="auto"``, None or 1.
-        environ: where to look for WORLD_SIZE and RANK.
-
-    Returns:
-        (num_replicas, rank).
 
     Raises:
-        ValueError: for one without the other, a rank outside 0 .. num_replicas - 1, and what is no number.
+        ValueError: one is given without the other, the rank is outside 0 .. num_replicas - 1, or a value is no number.
 
     Example:
         >>> resolve_replicas(4, 1), resolve_replicas(None), resolve_replicas("auto", environ={})
@@ -418,7 +369,7 @@ def resolve_replicas(
     if num_replicas == "auto":
         if rank is not None:
             raise ValueError(f'num_replicas="auto" finds the rank itself: leave out rank={rank!r}')
-        num_replicas, rank = _from_surroundings(environ)
+        num_replicas, rank = _replicas_from_environment(environ)
     if num_replicas is None:
         if rank is not None:
             raise ValueError(f"rank is {rank!r}, but num_replicas is missing: give both, or num_replicas='auto' alone")
@@ -438,19 +389,15 @@ MODEL_DIMS = ("tp", "cp", "pp", "sp", "ep", "tensor", "context", "pipeline", "pi
 
 
 def ranks_of_mesh(mesh: Any) -> tuple[int, int]:
-    """The number of replicas and which one this process is, by a mesh of processes.
+    """Return the number of replicas, and the rank of this process, from a mesh of processes.
 
     Args:
-        mesh: a `torch.distributed.device_mesh.DeviceMesh`, or one dimension of it, ``mesh["dp"]``. Dimensions with the
-            name of data parallelism (`DATA_DIMS`) give replicas; a mesh of one dimension may have any name but those of
-            `MODEL_DIMS`. Processes that differ in other dimensions alone are one replica.
-
-    Returns:
-        (num_replicas, rank).
+        mesh: a `torch.distributed.device_mesh.DeviceMesh`, or one dimension of it, ``mesh["dp"]``. Dimensions named for
+            data parallelism (`DATA_DIMS`) give replicas; a one-dimensional mesh may have any name outside `MODEL_DIMS`.
+            Processes that differ only in other dimensions are one replica.
 
     Raises:
-        TypeError: it is no mesh.
-        ValueError: no dimension is one of data parallelism, or this process is not in the mesh.
+        TypeError, ValueError: it is no mesh, has no dimension of data parallelism, or does not include this process.
     """
     if not (hasattr(mesh, "get_coordinate") and hasattr(mesh, "mesh_dim_names")):
         raise TypeError(f"mesh is {mesh!r}; it must be a DeviceMesh, or one dimension of it: mesh['dp']")
@@ -472,7 +419,7 @@ def ranks_of_mesh(mesh: Any) -> tuple[int, int]:
     return int(replicas), int(rank)
 
 
-def _from_surroundings(environ: Mapping[str, str]) -> tuple[int, int]:
+def _replicas_from_environment(environ: Mapping[str, str]) -> tuple[int, int]:
     distributed = process_group()
     if distributed is not None:
         return distributed.get_world_size(), distributed.get_rank()
@@ -490,7 +437,7 @@ def _from_surroundings(environ: Mapping[str, str]) -> tuple[int, int]:
 
 
 def process_group() -> Any:
-    """``torch.distributed``, if this process is in a process group."""
+    """Return ``torch.distributed`` if this process is in a process group, else None."""
     # Looked up, not imported: a process that has not imported torch has no process group.
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not (distributed.is_available() and distributed.is_initialized()):

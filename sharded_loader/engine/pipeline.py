@@ -1,21 +1,24 @@
-"""Keeps batches in flight and hands them out in order. The consumer's own thread does all of it.
+"""Keep batches in flight and hand them out in order, on the consumer's own thread.
 
-    Scheduler.tasks      Epoch -> entries at the end of a run's window -> the tasks that the pool is given now
-    ReorderBuffer.file   what comes from the pool -> the entries it is of, in any order
-    Pipeline.next        the head of the window, once it is finished -> the user
-    Observer             is told of each batch that is handed out
+One `Pipeline.next` of a run:
 
-No background thread competes for the main process's GIL: planning, dispatch and reordering happen inside `next`, under
-one lock. Iterators in several threads take turns at that lock.
+    Scheduler.tasks       plan batches of the epoch until enough are in flight, in the run's window
+    Pool.submit           give their tasks to the pool, as many as it has room for
+    Pool.wait             block until results arrive, in any order; ReorderBuffer.store puts them into their entries
+    deliver               once the first entry of the window has its result, make the user's batch of it
+    Scheduler.tasks       plan and submit the next tasks, then return the batch
 
-What is in flight is a cache. A run's only truth is how many batches the user has received (`Run.delivered`). One call
-of `next` is one step. If an exception from outside strikes inside a step, such as a Ctrl-C, `fail` leaves the step
-open. The next step then throws away everything in flight, starts the pool again, and plans from the delivered count.
-While the pool only waits, nothing has to be thrown away (`Pool.waiting`).
+All of it runs inside `next`, under one lock that iterators in several threads share: no background thread competes for
+the GIL. If a worker dies, the pool replaces it and reads its tasks again: the pipeline just waits longer, and gets an
+error as the result of a task that has killed several workers. If no worker can run (`PoolBroken`), every run ends with
+the pool's error, and a new epoch starts the pool again.
 
-Owns: the windows. A run owns its entries, and an entry its batch until it is handed out. Does not own: the pool's
-workers (the pool does), batches handed out (the user does).
-What can go wrong: the pool breaks; then every run ends with the pool's error, and a new epoch starts the pool again.
+Everything in flight is a cache. The only truth is the number of batches delivered (`Run.delivered`). If an exception
+from outside, such as Ctrl-C, interrupts a step, `fail` leaves the step open. The next step then rolls back: it discards
+all that is in flight, restarts the pool, and plans from that number. While the pool only waits (`Pool.waiting`), an
+interruption costs nothing.
+
+A run owns its entries, and an entry owns its batch until it is handed out. The pool owns the workers.
 """
 
 from __future__ import annotations
@@ -46,35 +49,33 @@ from sharded_loader.engine.pool import Pool, PoolBroken
 from sharded_loader.engine.split import Split
 
 CLOSING_SECONDS = 1.0
-"""How long `close` waits for a thread that is in ``next``: in an inline pool it may be in the user's code."""
+"""Timeout of `close` for a thread inside ``next``, which may be in the user's code."""
 
 SLACK = 2
-"""Cheap batches: twice as many are in flight, or workers wait while the consumer goes through a group that has come.
+"""Factor on the cheap batches in flight, so that workers do not wait while the consumer works through a group.
 Measured (medians of 20 to 24 turns, of the rate with 1): `images` 1.05 to 1.13, `columns` 1.05, `tiny` 1.08, `tokens`
-1.05; 3 gains nothing more. Where workers take turns, one that is ahead waits for the others: `images` 1.11."""
+1.05; 3 gains nothing more. Where workers take turns, one that is ahead waits for the others: `images` 1.11.
+"""
 
 PATIENCE = 30.0
-"""Seconds that ``next`` waits before it tells on stderr for whom."""
+"""Seconds of waiting after which ``next`` reports on stderr which worker it waits for."""
 
 PER_WORKER = 2
-"""Batches in flight for each worker, unless the user says otherwise."""
+"""Default number of batches in flight per worker."""
 
-_FAR = 1 << 40  # farther than any batch of a run whose epoch has begun
+_FAR = 1 << 40  # added to the distance of prefetched runs; more than any epoch has batches
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A batch in flight: planned, perhaps finished, perhaps on its way to the devices (`begun`).
-
-    An entry owns its batch until the batch is handed out. Stamps are of `host_clock.now`.
+    """A batch in flight. Owns the batch until it is handed out.
 
     Attributes:
-        result: of the pool. When the batch is handed out, with the error that stands in its place, if one does.
-        begun: the copies of its shards to their devices.
-        batch: as the user gets it.
-        sent: when the task was given to the pool; 0: it was not, or nothing is timed.
-        waited: when ``next`` began and ended to wait for it; None: it has not.
-        placing: seconds in which it was converted, and put on its devices.
+        result: from the pool. Once the batch is handed out, with the error in its place, if any.
+        begun: copies of its shards to their devices, under way.
+        sent: stamp (`host_clock.now`) of submission to the pool; 0: not submitted, or nothing is timed.
+        waited: stamps of the start and end of the wait of ``next``; None: it did not wait.
+        placing: seconds of conversion and placement on devices.
     """
 
     seq: int
@@ -87,42 +88,33 @@ class Entry:
     placing: float = 0.0
 
 
-class ShownRun:
-    """Which run has handed out a batch, or its end, most recently.
+class CurrentRun:
+    """The run that handed out a batch, or its end, most recently: the loader reports its position."""
 
-    Attributes:
-        shown: the run, whose position the loader tells.
-    """
-
-    shown: Run | None = None
+    current_run: Run | None = None
 
 
 @dataclass(eq=False)
 class Run:
-    """One iterator's way through one epoch.
+    """One iterator's pass over one epoch.
 
     Attributes:
         number: identifies the run in tasks and results.
-        epoch: its batches.
-        mark: where the loader was when it chose the run.
-        delivered: how many batches of the epoch the user has received, errors in a batch's place included. This is the
-            only truth: everything below can be thrown away and built again from it.
-        planned: the number of the batch behind the window.
-        window: the batches in flight, in order.
-        waiting: those of them that the pool has not been given yet.
-        dead: why the run can never go on: the error of the pool that ended it, until its iterator has raised that;
-            then text, because an exception would hold the frames that hold the run.
-        ended: the user has seen the end.
-        exhausted: all its batches have been planned.
-        is_ahead: its epoch has not begun; it is read while the one before it is consumed.
-        next: the prefetched run behind this one.
-        awaited: the entries whose results have not come, by the numbers of their tasks.
-        waits_since: since when this ``next`` has waited for workers; 0: it has not.
+        rollback_point: the loader's position before it chose the run.
+        delivered: batches that the user has received, including errors in a batch's place. The only truth: all fields
+            below can be discarded and built again from it.
+        planned: index of the first batch that is not in the window yet.
+        window, waiting: batches in flight, in order; those that were not submitted yet.
+        dead: the pool's error that ended the run. Once raised, only its text: an exception would keep frames alive.
+        ended, exhausted: the user has seen the end; all batches have been planned.
+        is_ahead, next: the epoch before it is still being consumed; the prefetched run behind this one.
+        awaited: entries without results, by the seq of their tasks.
+        waits_since: stamp since which this ``next`` has waited for workers; 0: it has not.
     """
 
     number: int
     epoch: Epoch
-    mark: Any = None
+    rollback_point: Any = None
     window: deque[Entry] = field(default_factory=deque)
     waiting: deque[Entry] = field(default_factory=deque)
     dead: str | Exception | None = None
@@ -136,34 +128,34 @@ class Run:
     def __post_init__(self) -> None:
         self.epoch.run, self.delivered, self.planned = self.number, self.epoch.first, self.epoch.first
 
-    def advance(self) -> None:
-        """Move the first finished batch to the head of the window. Those it overtakes keep their order."""
+    def move_finished_to_front(self) -> None:
+        """Move the first finished batch to the front of the window. Those it overtakes keep their order."""
         window = self.window
-        entry = next((one for one in window if one.result is not None), None)
-        if entry is not None and entry is not window[0]:
-            begin = window[0].seq
-            self.epoch.move(entry.seq, begin)
-            window.remove(entry)
-            window.appendleft(entry)
-            for seq, one in enumerate(window, begin):
-                one.seq = seq
+        finished = next((entry for entry in window if entry.result is not None), None)
+        if finished is not None and finished is not window[0]:
+            first_seq = window[0].seq
+            self.epoch.move(finished.seq, first_seq)
+            window.remove(finished)
+            window.appendleft(finished)
+            for seq, entry in enumerate(window, first_seq):
+                entry.seq = seq
 
-    def leave_out(self, entry: Entry) -> bool:
-        """Whether the entry's part was given up before it. Then its batch is empty."""
+    def empty_if_abandoned(self, entry: Entry) -> bool:
+        """Make the batch empty if its part was abandoned before it; returns True then."""
         part = None if entry.task is None else entry.task.part
-        is_given_up = part is not None and part.batch > self.epoch.given_up.get(part.number, part.batch)
-        if is_given_up:
-            entry.result = self.epoch.came(entry.seq, Result(self.number, entry.seq, NOTHING))
-        return is_given_up
+        is_abandoned = part is not None and part.batch > self.epoch.abandoned.get(part.number, part.batch)
+        if is_abandoned:
+            entry.result = self.epoch.record_result(entry.seq, Result(self.number, entry.seq, NOTHING))
+        return is_abandoned
 
     def distance(self) -> float:
-        """How many batches come before the first one that waits for the pool. A run that is ahead is last."""
+        """Number of batches to deliver before the first one not submitted. Prefetched runs come last."""
         if not self.waiting:
             return math.inf
         return self.waiting[0].seq - self.delivered + (_FAR if self.is_ahead else 0)
 
-    def forget_window(self) -> None:
-        """Throw away what is in flight. It is planned again from `delivered`."""
+    def rollback(self) -> None:
+        """Discard what is in flight. It is planned again from `delivered`."""
         self.exhausted = False
         for entry in list(self.window):
             for copy in entry.begun or ():
@@ -175,44 +167,36 @@ class Run:
 
 
 class ReorderBuffer(dict[int, Run]):
-    """The runs that are open, by their numbers, with what is in flight of each. Results go to their places here."""
+    """The open runs, by their numbers. Sorts results, which arrive in any order, into their windows."""
 
-    def file(self, results: Sequence[Result]) -> None:
-        """Put results into their places. Left out: those of a run that is gone, and second ones of a batch."""
+    def store(self, results: Sequence[Result]) -> None:
+        """Put results into their entries. Ignores those of a run that is gone, and second results of a batch."""
         for result in results:
             run = self.get(result.run)
             if run is not None and (entry := run.awaited.pop(result.seq, None)) is not None:
                 is_of_part = entry.task is not None and entry.task.part is not None
-                entry.result = run.epoch.came(entry.seq, result) if is_of_part else result
+                entry.result = run.epoch.record_result(entry.seq, result) if is_of_part else result
 
     def fail(self, error: Exception) -> None:
-        """The pool is broken: that ends all runs."""
-        self.forget()
+        """End all runs with the error of a broken pool."""
+        self.rollback()
         for run in self.values():
             run.dead = error
         self.clear()
 
-    def forget(self) -> None:
-        """Throw away what is in flight."""
+    def rollback(self) -> None:
         for run in self.values():
-            run.forget_window()
+            run.rollback()
 
 
 class Scheduler:
-    """Decides what is read next, and when the pool is given more. It calls no pool, and changes nothing but windows.
-
-    Args:
-        split: how batches become shards, when they are planned.
-        runs: all runs that are open.
+    """Decides which batches to plan next, and when to submit them. Calls no pool, and changes only windows.
 
     Attributes:
-        split: as given.
-        prefetch: how many batches of a run are kept in flight; of a pool without workers none is. May be set at any
-            time.
-        per_worker: `prefetch` follows the number of workers, by this factor; 0: it does not.
-        scale_by_group: `prefetch` counts groups of batches instead of batches (`Pool.group`).
-        one_by_one: for each batch that is taken, the epoch is asked for one: what it draws then depends on no clock.
-        is_timed: note when tasks are given to the pool.
+        prefetch: batches of a run kept in flight; 0 for a pool without workers. May be set at any time.
+        per_worker: factor by which `prefetch` follows the number of workers; 0: fixed.
+        scale_by_group: `prefetch` counts groups of batches (`Pool.group`).
+        one_by_one: plan one batch for each one delivered, so that draws of the epoch do not depend on timing.
     """
 
     def __init__(self, split: Split, runs: ReorderBuffer) -> None:
@@ -220,22 +204,15 @@ class Scheduler:
         self.prefetch = self.per_worker = 0
         self.scale_by_group = self.one_by_one = self.is_timed = False
 
-    def follow(self, pool: Pool) -> None:
-        """`prefetch` follows the number of workers, if it does."""
+    def update_prefetch(self, pool: Pool) -> None:
         if self.per_worker:
             self.prefetch = self.per_worker * pool.num_workers
 
     def tasks(self, run: Run, pool: Pool, least: int = 0, before: int = 0) -> list[Task]:
-        """Fill a run's window, a group at a time (for each worker, if they take turns); a small one one at a time.
+        """Fill a run's window, and return the tasks to submit now, most urgent first.
 
-        Args:
-            run: whose window.
-            pool: its workers, group and room decide.
-            least: how many batches the window must hold, whatever `prefetch` says.
-            before: how many batches of the run before this one are in flight: they count too.
-
-        Returns:
-            The tasks to be given to the pool now. Of several runs, those that are needed soonest come first.
+        Batches are planned by the group (for each worker, if they take turns); a small window is filled one by one. The
+        window holds at least ``least`` batches. ``before`` batches of the run before this one count against `prefetch`.
         """
         window, group, workers = run.window, pool.group, pool.num_workers
         if workers:
@@ -263,15 +240,15 @@ class Scheduler:
                 run.awaited[seq] = entry
             else:
                 error = None if isinstance(planned, Nothing) else planned
-                # Its frames lead to the iterator whose step this is, which could not go before this window does.
-                # Only the batch that this step waits for (``least``) leaves the window at once.
+                # The error's frames refer to the calling iterator, which could not be freed while the window holds
+                # them. Only the batch that this step waits for (``least``) leaves the window at once.
                 if error is not None and (window or run.is_ahead or not least):
                     leave_frames(error)
                 entry = Entry(seq, None, Result(run.number, seq, NOTHING, error=error))
                 del error
             window.append(entry)
             run.planned = seq + 1
-            del planned, entry  # as in `Pipeline.next`
+            del planned, entry  # breaks a cycle, as in `Pipeline.next`
         tasks: list[Task] = []
         now = host_clock.now() if self.is_timed and workers else 0.0
         while len(tasks) < pool.room:
@@ -280,7 +257,7 @@ class Scheduler:
             if not run.waiting:
                 break
             entry = run.waiting.popleft()
-            if entry.task is not None and not (run.epoch.given_up and run.leave_out(entry)):
+            if entry.task is not None and not (run.epoch.abandoned and run.empty_if_abandoned(entry)):
                 tasks.append(entry.task)
                 entry.sent = now
         return tasks
@@ -289,21 +266,13 @@ class Scheduler:
 class Pipeline:
     """The windows of all live iterators of one loader, over one pool.
 
-    Args:
-        pool: reads the batches.
-        split: how batches become shards, when they are planned.
-
     Attributes:
-        pool, split: as given.
-        scheduler: decides what is read next.
-        runs: those that are open, with what is in flight of each.
-        dropped: the numbers of those whose iterators are gone.
-        lock: one for all iterators. A thread holds it during `next`, and until it has called `fail` if that was
-            interrupted. It is reentrant: a signal handler may use the loader in the middle of a step.
-        min_ready: poll the pool only while fewer than this many finished batches wait.
+        dropped: numbers of runs whose iterators are gone.
+        lock: held during `next`, and until `fail` after an interruption. Reentrant for signal handlers.
+        min_ready: poll the pool only while fewer finished batches than this wait.
         is_open_step: a step is under way on this thread's stack, or was interrupted.
-        closed, is_shut: `close` was called; and the pool was given back.
-        pid: the process whose pipeline this is. A forked child has the object, but no workers.
+        closed, is_shut: `close` was called; the pool was given back.
+        pid: of the process that owns the workers. A forked child has none.
     """
 
     def __init__(self, pool: Pool, split: Split) -> None:
@@ -319,36 +288,31 @@ class Pipeline:
 
     # -- steps ----------------------------------------------------------------------------------------------
 
-    def _settle(self, is_nested: bool) -> bool:
-        """Throw away what an interrupted step has left, and do what was left for the next one.
+    def _begin_step(self, is_nested: bool) -> bool:
+        """Begin a step: roll back an interrupted one, drop dead runs, and finish deferred work of the pool.
 
-        Returns:
-            Whether this step lies inside another one, which waits: in a signal handler, or in a dataset that iterates
-            over the loader itself.
-
-        Raises:
-            RuntimeError: the other step does not wait: it is in the middle of its work.
+        Returns True inside another step that only waits: in a signal handler, or a dataset that iterates over the
+        loader. A RuntimeError says that the other step is in the middle of its work.
         """
-        inside = self.is_open_step and self.pool.waiting
-        if self.is_open_step and not inside:
+        is_inner = self.is_open_step and self.pool.waiting
+        if self.is_open_step and not is_inner:
             if is_nested:
                 raise RuntimeError(
                     "next() was called inside next() of the same loader, by a signal handler or a sampler, while the "
                     "loader was at work: set a flag there, and call next() in your loop"
                 )
-            self._recover()
+            self._rollback()
         self.is_open_step = True
         if self.dropped:
-            self._drop()
+            self._drop_runs()
         if self.pool.unsettled:
             self.pool.settle()
-        return inside
+        return is_inner
 
     def fail(self) -> None:
-        """An exception has left the step. Unless the pool only waited, the next step recovers.
+        """Handle an exception that has left the step. Unless the pool only waited, the next step rolls back.
 
-        If the loader was closed in the middle of the step, what the step has made since is given back. This is done
-        once: afterwards another loader may have the pool.
+        If the loader was closed meanwhile, release what the step has created since: once, as others may get the pool.
         """
         was_open = self.is_open_step
         self.is_open_step, self.pool.waiting = not self.closed and not self.pool.waiting, False
@@ -356,19 +320,16 @@ class Pipeline:
             self.shut()
 
     def resize(self, pool: Pool) -> None:
-        """A pool of the loader is to have another number of workers: now if none runs, otherwise in a step. Any thread.
-
-        Workers start and end in steps only. `close` does not wait for another thread that starts some.
-        """
-        if pool.started or not self._between_steps(partial(self._adopt, pool)):
+        """Change the number of workers, now if none runs, otherwise in the next step. Callable from any thread."""
+        if pool.started or not self._call_between_steps(partial(self._apply_resize, pool)):
             pool.wake()
 
-    def _adopt(self, pool: Pool) -> None:
+    def _apply_resize(self, pool: Pool) -> None:
         pool.adopt()
-        self.scheduler.follow(pool)
+        self.scheduler.update_prefetch(pool)
 
-    def _between_steps(self, do: Callable[[], None]) -> bool:
-        """Do something now, unless a step is under way in any thread, or was interrupted; whether it was done."""
+    def _call_between_steps(self, do: Callable[[], None]) -> bool:
+        """Call ``do`` unless a step is under way in any thread, or was interrupted. Returns True if called."""
         if not self.lock.acquire(blocking=False):
             return False
         try:
@@ -381,8 +342,8 @@ class Pipeline:
         finally:
             self.lock.release()
 
-    def _recover(self) -> None:
-        self.runs.forget()
+    def _rollback(self) -> None:
+        self.runs.rollback()
         self.pool.close()
         if self._job is not None and self.runs:
             self.pool.start(self._job)
@@ -390,24 +351,19 @@ class Pipeline:
     # -- runs -----------------------------------------------------------------------------------------------
 
     def start(self, job: Job) -> None:
-        """Start the pool before the first step."""
         with self.lock:
-            self._settle(is_nested=False)
+            self._begin_step(is_nested=False)
             self.pool.start(job)
             self.is_open_step = False
 
     def open(self, run: Run, job: Job, *, renew: bool = False, pool: Pool | None = None) -> None:
-        """Take up a run, in a step: start the pool if it does not run.
+        """Add a run, inside a step, and start the pool if necessary.
 
-        Args:
-            run: the new run.
-            job: what the workers are to read.
-            renew: send ``job`` to workers that run already.
-            pool: read with this one from now on. It builds again what is in flight.
+        ``renew`` sends the job to running workers. ``pool`` switches to this pool, which reads again what is in flight.
         """
         note_handlers()
         if pool is not None and pool is not self.pool:
-            self.runs.forget()
+            self.runs.rollback()
             self.pool.close()
             self.pool = pool
         if renew or not self.pool.started:
@@ -416,23 +372,21 @@ class Pipeline:
         self.runs[run.number] = run
 
     def replace(self, run: Run, by: Run) -> None:
-        """Read another run in the place of one. The batches of the old one that are in flight are dropped."""
+        """Read another run in place of one, whose batches in flight are dropped."""
         self.drop(run.number)
         self.runs[by.number] = by
 
     def drop(self, number: int) -> None:
-        """A run's iterator is gone. Called while it is collected, so it must not wait for the lock.
-
-        If a step is under way, or was interrupted, the next step drops the run."""
+        """Drop a run whose iterator is gone, now or in the next step. Called by the collector, so it cannot wait."""
         self.dropped.append(number)
         if os.getpid() == self.pid:
-            self._between_steps(self._drop)
+            self._call_between_steps(self._drop_runs)
 
-    def _drop(self) -> None:
+    def _drop_runs(self) -> None:
         while self.dropped:
             run = self.runs.pop(self.dropped.popleft(), None)
             if run is not None:
-                run.forget_window()
+                run.rollback()
                 if self.pool.started:
                     self.pool.cancel(run.number)
 
@@ -446,72 +400,70 @@ class Pipeline:
         first: Callable[[Run], None] | None = None,
         ahead: Callable[[Run], None] | None = None,
     ) -> Entry | Exception | None:
-        """One step: the run's next batch. None after the last one. Blocks.
+        """Run one step: return the run's next batch, or None after the last one. Blocks.
+
+        Returns an error if no batch is to blame: the loader was closed meanwhile, or the pool is broken.
 
         Args:
-            run: whose batch.
-            deliver: is given the head of the window, finished. False: it is empty, and the batch behind it comes.
-            is_nested: this thread is in another step already.
-            first: takes up the run (`open`), before anything else.
-            ahead: all batches of the run are planned: opens the run of the next epoch.
-
-        Returns:
-            An error instead where no batch is to blame: the loader was closed meanwhile, or the pool is broken.
+            deliver: makes the user's batch of a finished entry. Returns False if it is empty: the next one is tried.
+            is_nested: this thread is inside another step.
+            first: called first, to `open` the run.
+            ahead: called once all batches of the run are planned, to open the run of the next epoch.
 
         Raises:
-            RuntimeError: another step is under way in this thread, and in the middle of its work.
-            LoaderClosedError: the loader was closed in the middle of the step.
+            RuntimeError: another step of this thread is in the middle of its work.
+            LoaderClosedError: the loader was closed in the middle of this step.
         """
-        inside = False
+        is_inner = False
         if self.is_open_step or self.dropped or self.pool.unsettled:
-            inside = self._settle(is_nested)
+            is_inner = self._begin_step(is_nested)
         self.is_open_step, self.pool.waiting = True, False
         if first is not None:
             first(run)
         window, least, run.waits_since, is_empty = run.window, self.min_ready, 0.0, True
-        found: Entry | Exception | None = None
+        head: Entry | Exception | None = None
         while is_empty:
             pool = self.pool
             is_ready = len(window) >= least and window[least - 1].result is not None and window[0].result is not None
             if not is_ready or run.epoch.any_order or (pool.wanted is not None and pool.wanted != pool.num_workers):
-                found = self._await_head(run)
-            if found is not None or not window:
+                head = self._await_head(run)
+            if head is not None or not window:
                 break
-            found = window[0]
-            if run.epoch.given_up and found.result is not None and found.result.error is not None:
-                run.leave_out(found)  # it came before the error of its part
-            is_empty = not deliver(run, found)
+            head = window[0]
+            if run.epoch.abandoned and head.result is not None and head.result.error is not None:
+                run.empty_if_abandoned(head)  # it arrived before the error that ended its part
+            is_empty = not deliver(run, head)
             window.popleft()
             if is_empty:
-                found = None
+                head = None
             if self.pool.num_workers:
                 if tasks := self.scheduler.tasks(run, self.pool):
                     self.pool.submit(tasks)
                 if run.exhausted and run.next is None and ahead is not None:
                     ahead(run)
-                coming = run.next if run.next is not None and run.next.is_ahead else None
-                if coming and (tasks := self.scheduler.tasks(coming, self.pool, before=len(window))):
+                prefetched = run.next if run.next is not None and run.next.is_ahead else None
+                if prefetched and (tasks := self.scheduler.tasks(prefetched, self.pool, before=len(window))):
                     self.pool.submit(tasks)
         if self.closed:
             self.fail()
             raise LoaderClosedError()
-        self.is_open_step = self.pool.waiting = inside
-        if inside:
-            self.pool.wake()  # the step around this one may wait for what this one has received
+        self.is_open_step = self.pool.waiting = is_inner
+        if is_inner:
+            self.pool.wake()  # the outer step may wait for results that this one has received
         try:
-            return found
+            return head
         finally:
-            del found  # frames of its error lead to this one, and the loader would wait for the collector
+            del head  # breaks the cycle error -> traceback -> this frame -> error
 
     def _await_head(self, run: Run) -> Exception | None:
-        """Receive until the run's next batch is finished, or there is none; the error that ends the run."""
+        """Receive until the window begins with a finished batch, or is empty. Returns the error that ends the run."""
         window, due = run.window, run.waits_since and run.waits_since + PATIENCE
         while True:
             pool = self.pool
             if self.closed:
                 return LoaderClosedError()
             if pool.wanted is not None and pool.wanted != pool.num_workers:
-                self._adopt(pool)
+                self._apply_resize(pool)
             if isinstance(failure := run.dead, Exception):
                 run.dead = f"{type(failure).__name__}: {failure}"
                 return failure
@@ -523,7 +475,7 @@ class Pipeline:
                 return None
             blocks = window[0].result is None
             if run.epoch.any_order:
-                blocks = all(one.result is None for one in window)
+                blocks = all(entry.result is None for entry in window)
             if blocks and not run.waits_since and pool.num_workers:
                 run.waits_since = host_clock.now()
                 due = run.waits_since + PATIENCE
@@ -532,14 +484,14 @@ class Pipeline:
             except PoolBroken as broken:
                 self.runs.fail(broken.error)
                 continue
-            self.runs.file(results)
+            self.runs.store(results)
             if not results and not pool.started:
-                self._recover()  # the pool itself was closed
+                self._rollback()  # the user closed the pool
             del results
             if not window:
                 continue
             if run.epoch.any_order:
-                run.advance()
+                run.move_finished_to_front()
             if window[0].result is not None:
                 if run.waits_since:
                     window[0].waited = run.waits_since, host_clock.now()
@@ -552,23 +504,24 @@ class Pipeline:
     # -- life -----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Stop the pool. Any thread; twice; while another thread waits in ``next``, which then raises.
+        """Stop the pool. Callable from any thread, repeatedly; a thread waiting in ``next`` raises.
 
-        A step that a signal handler closes the loader in ends with a `LoaderClosedError`."""
+        If a signal handler closes the loader in a step, the step ends with a `LoaderClosedError`.
+        """
         if os.getpid() != self.pid or self.is_shut:
-            return  # a forked child has the object, but not the workers
+            return  # a forked child has no workers
         self.closed = True
         self.pool.wake()
-        turn = self.lock.acquire(timeout=CLOSING_SECONDS)
+        is_locked = self.lock.acquire(timeout=CLOSING_SECONDS)
         try:
-            if not self.is_shut:  # in the meantime; another loader may have the pool now
+            if not self.is_shut:  # another thread may have shut it, and another loader may have the pool
                 self.shut()
         finally:
-            if turn:
+            if is_locked:
                 self.lock.release()
 
     def shut(self) -> None:
-        """Give back what the pool owns. Also at the end of a step in which the loader was closed."""
+        """Give back what the pool owns. Called at the end of a step in which the loader was closed, too."""
         self.runs.clear()
         self.pool.close()
         self.is_shut = True
@@ -584,25 +537,24 @@ class Pipeline:
             raise LoaderClosedError()
 
 
-# -- what is told of it ------------------------------------------------------------------------------------------------
+# -- the observer of all batches ---------------------------------------------------------------------------------------
 
 Stamps = tuple[float, float, float, float, bool]
 """The ``turn``, ``asked``, ``taken``, ``behind`` and ``starts`` of a batch: see `BatchTimes`."""
 
 
 class Observer:
-    """Knows what ``on_error`` has left out of one loader, and what went wrong quietly.
+    """Receives each batch that is handed out, and records skipped samples and silent problems of one loader.
 
-    Iterators call it one at a time, under the pipeline's lock. It measures nothing: with it, a loader reads just as
-    well. The one that measures is given by name (`sharded_loader.instruments`).
+    Iterators call it one at a time, under the pipeline's lock. It measures nothing; the observer that does is looked up
+    by name (`sharded_loader.instruments`), and a loader reads just as well without it.
 
     Args:
-        dataset: what is read.
-        max_skipped: how many samples of an epoch ``on_error`` may skip or replace; None: any number.
+        max_skipped: maximum number of samples of an epoch that ``on_error`` may skip or replace; None: no limit.
 
     Attributes:
-        times: `step` is called, with stamps. Otherwise nothing is timed.
-        notices: what the loader and its pool count.
+        times: call `step`, with stamps. Otherwise nothing is timed.
+        notices: counts of the loader and its pool.
         skipped: ``(index, error)`` of the last samples that ``on_error`` skipped or replaced.
     """
 
@@ -614,31 +566,21 @@ class Observer:
         self.skipped: list[tuple[Any, BaseException]] = []
 
     def counts(self) -> Any:
-        """What one iterator's batches are counted in. It is asked for with the iterator's first batch."""
+        """Return an object for the counts of one iterator. Called with the iterator's first batch."""
 
     def begin(self, epoch: int, counts: Any) -> None:
-        """An iterator delivers its first batch of an epoch, and will add to these counts."""
+        """Called when an iterator delivers its first batch of an epoch, which later ones add to ``counts``."""
 
     def step(self, counts: Any, entry: Entry, stamps: Stamps, pipeline: Pipeline) -> None:
-        """A batch, or an error in its place, is handed out.
-
-        Args:
-            counts: what `begin` was given.
-            entry: the batch.
-            stamps: when.
-            pipeline: that has read it.
-        """
+        """Called when ``entry``, a batch or an error in its place, is handed out. ``counts`` as in `begin`."""
 
     def skip(self, skipped: Sequence[tuple[Any, BaseException]], where: str = "", before: int = 0) -> Exception | None:
-        """Samples were skipped or replaced.
+        """Record skipped or replaced samples, and return the error to raise if they are too many.
 
         Args:
-            skipped: the index and the error of each.
+            skipped: index and error of each.
             where: epoch and batch, in words.
-            before: how many there were in this epoch before.
-
-        Returns:
-            The error to raise, if they are too many.
+            before: number of those skipped earlier in this epoch.
         """
         self.skipped.extend(skipped)
         del self.skipped[: -self.KEPT]

@@ -1,26 +1,19 @@
-"""What every pool is: six verbs over numbered tasks.
+"""The interface of a pool: six verbs over numbered tasks.
 
     start(job)                       start the workers; those that run already are sent the new job
     submit(tasks)                    give tasks to the workers, at most `room` of them
-    wait(block) -> results           block until something has come; what has come, in any order
+    wait(block) -> results           block until results arrive; return them, in any order
     wake()                           make a `wait` in another thread return
     cancel(run)                      drop the tasks of a run that have not begun
-    close()                          stop the workers and give everything back; `start` may follow
+    close()                          stop the workers and release everything; `start` may follow
 
-A task names its run (which iterator it belongs to) and its seq (which batch of the epoch it is). A result names the
-same. A thread that was written off may answer a task for a second time: the pipeline ignores the second result.
+A result carries the run and seq of its task. A pool whose worker dies submits the task to another worker, and may
+return two results for one task: the pipeline ignores the second. A task's failure is its result; `PoolBroken` means
+that no worker can run at all.
 
-If ``next`` waits for long, `tell_of_wait` tells on stderr for which worker. A pool may leave it as it is.
-
-A pool whose number of workers can change has `resize`, for users: it notes the number, and the pipeline calls `adopt`
-between two verbs.
-
-One thread at a time calls a pool, under the pipeline's lock; only `wake` and `resize` may come from another thread. A
-pool need not survive an exception that strikes inside a verb, such as a Ctrl-C: the pipeline then calls `close` and
-`start`, and submits again what was in flight. So `close` must work in every state. The exception is the moment in
-`wait` when the pool only waits: `waiting` is True then, and an exception changes nothing.
-
-What can go wrong: the workers cannot work at all (`PoolBroken`). What goes wrong with one task is its result.
+One thread at a time calls a pool, under the pipeline's lock; only `wake` and `resize` may come from other threads.
+After an exception inside a verb, such as Ctrl-C, the pipeline calls `close` and `start`, and submits again what was in
+flight. So `close` must work in every state. While `waiting` is True, `wait` only waits, and an exception does no harm.
 """
 
 from __future__ import annotations
@@ -42,11 +35,7 @@ from sharded_loader.memory.arena import Register
 
 
 class PoolBroken(Exception):
-    """Raised by `Pool.wait`: no worker can do anything. The pool is closed.
-
-    Attributes:
-        error: what the user is told.
-    """
+    """Raised by `Pool.wait` when no worker can run. The pool is closed, and ``error`` is shown to the user."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -57,18 +46,18 @@ class Pool(ABC):
     """Reads samples and makes batches of them. One loader owns one pool.
 
     Attributes:
-        num_workers: the number of workers that read at the same time; 0 if the caller does.
-        wanted: the number that `resize` has asked for last; None: it was not called.
-        group: the number of tasks that are best submitted together, more than one while batches are cheap.
-        room: the number of tasks that `submit` takes now.
-        notices: counts the workers that are replaced, and the batches that take a slow way. The loader sets it.
-        shares_dataset: whether the samples are read from the main process's own dataset object.
-        is_here: whether the workers are on this machine, and see its files.
-        empty: gives the memory that batches are put together in, where that is this process's own.
+        num_workers: workers that read at the same time; 0 if the caller does.
+        wanted: the number that `resize` was last called with; None: never called.
+        group: number of tasks to submit together, above 1 while batches are cheap.
+        room: number of tasks that `submit` accepts now.
+        notices: counts replaced workers, and batches that take a slow path. Set by the loader.
+        shares_dataset: samples are read from the main process's own dataset object.
+        is_here: workers are on this machine, and see its files.
+        empty: allocates the memory for batches that are assembled in this process.
         worker_init_fn: called with its number in each worker when it starts.
-        timeout: seconds that a worker may stand still; None: for ever.
-        unsettled: `settle` is to be called in the next step.
-        waiting: `wait` only waits at this moment, or runs the user's code, and has changed nothing.
+        timeout: seconds without progress after which a worker is replaced; None: never.
+        unsettled: `settle` must be called in the next step.
+        waiting: `wait` is idle, or runs the user's code, and has changed nothing.
     """
 
     num_workers: int = 0
@@ -85,107 +74,86 @@ class Pool(ABC):
     empty: Empty = staticmethod(new_array)
 
     def use_memory(self, empty: Empty, register: Register, *, pinned: Empty | None = None) -> None:
-        """Say where batches are to lie; before the pool is started.
+        """Set the memory for batches, before the pool is started.
 
         Args:
-            empty: gives the memory that batches are put together in, where that is this process's own.
-            register: to be called with each stretch of shared memory that batches come through.
-            pinned: gives pinned memory for one array, because a device is going to copy the batches; otherwise None.
+            empty: see `Pool`.
+            register: called with each region of shared memory that batches arrive in.
+            pinned: allocates pinned memory for one array, if a device is to copy the batches.
         """
         self.empty = empty
 
     @property
     @abstractmethod
     def started(self) -> bool:
-        """Whether the workers run."""
+        """True while the workers run."""
 
     @abstractmethod
     def start(self, job: Job) -> None:
-        """Start the workers; those that run already are sent the new job before any later task."""
+        """Start the workers. Running workers are sent the new job before any later task."""
 
     def settle(self) -> None:
-        """Do what `start` has left for the step behind it, because it would delay the first batch."""
+        """Do the work that `start` has deferred because it would delay the first batch."""
         self.unsettled = False
 
     @abstractmethod
     def submit(self, tasks: Sequence[Task]) -> None:
-        """Give tasks to the workers. A task that cannot be given to one has an error as its result."""
+        """Give tasks to the workers. If a task cannot be sent, its result is an error."""
 
     @abstractmethod
     def wait(self, block: bool = True) -> Sequence[Result]:
-        """Block until results have come, a worker has ended, or a thread calls `wake`; what has come.
+        """Block until results arrive, a worker has ended, or a thread calls `wake`; return the results.
 
-        Args:
-            block: False: only look whether something has come.
-
-        Raises:
-            PoolBroken: no worker can work.
+        With ``block=False``, return the results at hand. If no worker can run, raise `PoolBroken`.
         """
 
     def tell_of_wait(self, text: str, task: Task | None) -> None:
-        """Tell on stderr that ``next`` has waited long, who has the task, and that worker's stack.
-
-        Args:
-            text: how long, and for which batch.
-            task: the batch; None: it is in no task.
-        """
+        """Report a long wait of ``next`` on stderr: ``text``, the worker that has the task, and its stack."""
         write_to_stderr(f"{text}\n")
 
     def wake(self) -> None:  # noqa: B027
         """Make a `wait` in another thread return."""
 
     def follow(self, run: int, ahead: object, position: Callable[[], int | None]) -> None:  # noqa: B027
-        """Tell datasets on other machines which samples come. Called if the workers are not here (`is_here`).
+        """Announce the coming samples of a run to datasets on other machines, unless `is_here`.
 
-        Args:
-            run: whose order it is.
-            ahead: ``batches`` and ``later`` of `data.datasets.follow`, in an object that can be pickled.
-            position: as there.
+        ``ahead`` is a picklable object with ``batches`` and ``later`` of `data.datasets.follow`; ``position`` as there.
         """
 
     def cancel(self, run: int) -> None:  # noqa: B027
         """Drop the tasks of this run that have not begun."""
 
     def resize(self, num_workers: int) -> None:
-        """Have another number of workers from now on.
-
-        Raises:
-            TypeError: this pool cannot.
-        """
+        """Change the number of workers. A pool that cannot raises a TypeError."""
         raise TypeError(
             f"{type(self).__name__} cannot change its number of workers: give the loader a ThreadPool, a ProcessPool "
             f"or a RayPool (num_workers= makes one)"
         )
 
     def adopt(self) -> None:  # noqa: B027
-        """Have the number of workers that is `wanted`. The pipeline calls this in a step, between two other verbs."""
+        """Apply the `wanted` number of workers. The pipeline calls this in a step, between two other verbs."""
 
     @abstractmethod
     def close(self) -> None:
-        """Stop the workers and give everything back. The pool may be started again."""
+        """Stop the workers and release everything. The pool may be started again."""
 
     def closer(self) -> Callable[[], None]:
-        """What `close` does, as a function that holds neither the pool nor its job.
+        """Return a function that does what `close` does, but holds neither the pool nor its job.
 
-        For finalizers, which are roots of the garbage collector: a job leads to the user's dataset, and that
-        often to the loader.
+        Finalizers are roots of the garbage collector, and a job often leads to the loader through the user's dataset.
         """
         return lambda: None
 
 
 owners: weakref.WeakKeyDictionary[Pool, weakref.ref[Any]] = weakref.WeakKeyDictionary()
-"""The pipeline of the loader that has each pool."""
+"""Pipeline of the loader that owns each pool."""
 
 
 class WorkerPool(Pool):
-    """A pool that has workers. Its repr, and its pickle, are the call that makes it: each argument is an attribute.
-
-    Args:
-        num_workers, worker_init_fn, timeout: of the pool.
+    """Base class of pools with workers. Its repr and pickle call the constructor: each argument is an attribute.
 
     Raises:
-        ValueError: ``num_workers`` is below 1, or ``timeout`` is not above 0.
-        TypeError: An argument is not a number, or ``worker_init_fn`` cannot be called.
+        TypeError, ValueError: An argument has the wrong type, ``num_workers`` is below 1, or ``timeout`` not above 0.
     """
 
     def __init__(self, num_workers: int, worker_init_fn: Callable[[int], object] | None, timeout: float | None) -> None:
@@ -195,20 +163,18 @@ class WorkerPool(Pool):
         self.timeout = check_timeout(timeout)
 
     def resize(self, num_workers: int) -> None:
-        """Have another number of workers from now on. The batches, their order, states and errors stay what they are.
+        """Change the number of workers. The batches, their order, states and errors stay the same.
 
         You may call it at any time and from any thread. Inside an epoch, ``next`` makes the change: at once in a thread
-        that waits there, otherwise in the next call. Workers that are too many finish the batches that they have, and
-        end. `num_workers` of the loader tells when it is done. If the system cannot start another worker, there is a
-        warning, and the pool keeps those that it has. ``loader.prefetch`` follows, unless you have set it. Iterable
-        data keeps its number of parts.
+        that waits there, otherwise in the next call. `num_workers` of the loader changes when it is done. Surplus
+        workers finish their batches, and end. If the system cannot start another worker, there is a warning.
+        ``loader.prefetch`` follows, unless you have set it. Iterable data keeps its number of parts.
 
         Args:
             num_workers: The number of workers, at least 1.
 
         Raises:
-            ValueError: ``num_workers`` is below 1.
-            TypeError: ``num_workers`` is no integer.
+            TypeError, ValueError: ``num_workers`` is no integer, or below 1.
             LoaderClosedError: The loader of the pool is closed.
             RuntimeError: This process is a forked child of the one that made the loader.
 
@@ -248,10 +214,10 @@ class WorkerPool(Pool):
 
     @abstractmethod
     def _have(self, num_workers: int) -> None:
-        """Have this number of workers. `num_workers` is always the number of those that there are."""
+        """Start or stop workers to have this many. `num_workers` always counts those that exist."""
 
     def _options(self) -> tuple[type[WorkerPool], dict[str, tuple[Any, Any]]]:
-        """The class of this library, and of each argument but the first its value and its usual value."""
+        """Return this library's class, and (value, default) of each argument but the first."""
         kind = next(kind for kind in type(self).__mro__ if kind.__module__.startswith("sharded_loader."))
         _, *others = inspect.signature(kind).parameters.items()
         return kind, {name: (getattr(self, name), parameter.default) for name, parameter in others}
@@ -266,19 +232,16 @@ class WorkerPool(Pool):
 
 
 def check_num_workers(num_workers: object) -> int:
-    """``num_workers`` of a pool that has workers, or an error that says what is wrong."""
     hint = '. For "auto", give num_workers="auto" to the loader' if num_workers == "auto" else ""
     return check_int("num_workers", num_workers, 1, f"InlinePool() has no workers{hint}")
 
 
 def check_init_fn(worker_init_fn: object) -> None:
-    """An error if ``worker_init_fn`` cannot be called."""
     if worker_init_fn is not None and not callable(worker_init_fn):
         raise TypeError(f"worker_init_fn is {worker_init_fn!r}; it must be a function of the worker's number")
 
 
 def check_timeout(timeout: object) -> float | None:
-    """``timeout`` of a pool, or an error that says what is wrong."""
     if timeout is None:
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):

@@ -1,16 +1,7 @@
-"""Which samples of a batch go to which shard: pure functions, and `Split`, which applies them to tasks.
+"""Division of a batch's samples among shards: pure functions, and `Split`, which applies them to tasks.
 
-    shard_sizes(7, 2)                                    -> [4, 3]                evenly
-    shard_sizes(7, 2, weights=[2, 1])                    -> [5, 2]                by weight
-    split_batch([9, 4, 7], 2)                            -> [[9, 4], [7]]         in order
-    split_batch([0, 1, 2], 2, costs=[5, 9, 3])           -> [[1], [0, 2]]         by cost
-    Split(2).sharded(task)                               -> the task, with two shards
-
-In: one flat batch of indices. Out: a list of shards, lists of indices, none of them empty. Shard i belongs to device i
-and to weight i. So only shards at the end may be missing: a batch with fewer samples than shards fills the first ones.
-
-What can go wrong: weights that are no weights, costs that do not cover an index; both are ValueErrors that
-say which.
+Shards are non-empty lists of indices. Shard i belongs to device i and weight i, so a batch with fewer samples than
+shards fills the first ones. Invalid weights, and costs that do not cover an index, are ValueErrors.
 """
 
 from __future__ import annotations
@@ -34,13 +25,12 @@ from sharded_loader.randomness.rng import RepeatedIndex
 
 @dataclass
 class Split:
-    """How batches become shards. Read for each batch, so a change holds from the next one.
+    """Rules by which batches become shards. Read for each batch, so a change applies from the next one on.
 
     Attributes:
-        num_shards: into how many shards flat batches are split; None: not at all.
-        max_shards: how many a batch may have, the number of devices; None: any number.
-        weights: shares of the shards; None: equal ones.
-        costs: what each sample costs; None: all the same.
+        num_shards: number of shards of a flat batch; None: not split.
+        max_shards: maximum for a batch, the number of devices; None: no limit.
+        weights, costs: relative sizes of the shards, and cost of each sample; None: equal.
     """
 
     num_shards: int | None = None
@@ -49,7 +39,7 @@ class Split:
     costs: Any = None
 
     def sharded(self, task: Task) -> Task:
-        """The task with shards, by the weights of this moment. One that has shards already stays as it is."""
+        """Return the task with shards, by the current weights. A task with shards is returned unchanged."""
         if task.sharded or self.num_shards is None:
             return task
         indices, shards = task.shards[0], list[Any]()
@@ -63,7 +53,7 @@ class Split:
 
 
 def plain_index(item: Any) -> Any:
-    """A NumPy or tensor integer as an int; anything else (a key of the user's) as it is."""
+    """Convert a NumPy or tensor integer to an int; leave anything else (a key of the user's) unchanged."""
     if isinstance(item, RepeatedIndex):
         return item
     try:
@@ -73,30 +63,29 @@ def plain_index(item: Any) -> Any:
 
 
 def are_plain(items: Iterable[object]) -> bool:
-    """Whether all items are ints of Python's. The index of a copy is one of them."""
+    """Return True if all items are Python ints, or `RepeatedIndex`."""
     kinds = set(map(type, items))
     return kinds == {int} or all(kind is int or issubclass(kind, RepeatedIndex) for kind in kinds)
 
 
 def plain_indices(indices: Any) -> list[Any]:
-    """A new list of plain Python indices (NumPy and torch integers pickle at a hundred times the cost).
+    """Return a new list of plain Python indices (NumPy and torch integers pickle at a hundred times the cost).
 
-    New, because a batch sampler may fill its own list again for the next batch while this one waits to be read.
+    New, because a batch sampler may refill its own list while this batch waits to be read.
     """
     if hasattr(indices, "tolist"):
-        found = indices.tolist()
-        return found if isinstance(found, list) else [found]
+        plain = indices.tolist()
+        return plain if isinstance(plain, list) else [plain]
     if are_plain(indices):
         return indices if isinstance(indices, RowIndices) else list(indices)
     return [plain_index(index) for index in indices]
 
 
 def check_shares(weights: Any, num_shards: int) -> list[float]:
-    """Weights of shards that belong to devices. Weights of 0 come last, so that shard i can be on device i.
+    """Return the weights of shards, checked. Weights of 0 come last, so that shard i can be on device i.
 
     Raises:
-        ValueError: if there are not ``num_shards`` of them, one is negative or not finite, all are zero, or a weight of
-            0 stands before a positive one.
+        ValueError: wrong number of weights, one negative or not finite, all zero, or a 0 before a positive one.
 
     Example:
         >>> check_shares([2, 1, 0], 3)
@@ -128,41 +117,25 @@ def check_shares(weights: Any, num_shards: int) -> list[float]:
 
 
 def shard_sizes(n: int, num_shards: int, weights: Sequence[float] | None = None) -> list[int]:
-    """The number of samples that each shard gets of ``n``.
+    """Return the number of samples of each shard, ``num_shards`` sizes that sum to ``n``.
 
-    Args:
-        n: number of samples.
-        num_shards: number of shards.
-        weights: one number per shard, those of 0 last; None for even shares.
-
-    Returns:
-        ``num_shards`` sizes that sum to ``n``.
-
-        Even: sizes differ by one at most, and the first ones are larger.
-
-        By weight: each exact share is rounded down. The samples that remain go to the largest remainders (to the
-        first of equal ones). Then each shard with a positive weight that has no sample gets one. It comes from the
-        shard that is furthest above its exact share and has at least two samples (the first of equal ones).
-
-        With fewer samples than positive weights, the first shards with a positive weight get one sample each. Shard i
-        then still belongs to device i.
+    Without weights, sizes differ by one at most, and the first ones are larger. With weights (0 last), exact shares are
+    rounded down, and the largest remainders get the samples that are left. A shard with a positive weight and no sample
+    then gets one from the shard furthest above its exact share that has two. Ties go to the first shard. With fewer
+    samples than positive weights, the first shards get one each, so that shard i still belongs to device i.
 
     Raises:
-        TypeError, ValueError: for ``num_shards`` below 1 and for bad weights.
+        TypeError, ValueError: ``num_shards`` is below 1, or the weights are invalid.
 
     Example:
         >>> shard_sizes(10, 4), shard_sizes(10, 2, weights=[0.7, 0.3])
         ([3, 3, 2, 2], [7, 3])
 
-        The exact shares of 4 samples by ``[1, 9]`` are 0.4 and 3.6, which would be rounded to 0 and 4:
+        The exact shares of 4 samples by ``[1, 9]`` are 0.4 and 3.6, which would be rounded to 0 and 4; and two samples
+        cannot fill three shards, so the last one gets none, although it has the largest weight:
 
-        >>> shard_sizes(4, 2, weights=[1, 9])
-        [1, 3]
-
-        Two samples cannot fill three shards, so the last shard gets none, although it has the largest weight:
-
-        >>> shard_sizes(2, 3, weights=[1, 1, 8])
-        [1, 1, 0]
+        >>> shard_sizes(4, 2, weights=[1, 9]), shard_sizes(2, 3, weights=[1, 1, 8])
+        ([1, 3], [1, 1, 0])
 
     Source of the idea: Hamilton's method of apportionment, with a minimum of one.
     """
@@ -173,21 +146,21 @@ def shard_sizes(n: int, num_shards: int, weights: Sequence[float] | None = None)
     return list(_apportion(n, tuple(check_shares(weights, num_shards))))
 
 
-# Exact fractions take 30 us for 8 shards; a loader asks for the same one or two splits for ever.
+# Cached: exact fractions take 30 us for 8 shards, and a loader uses the same one or two splits all the time.
 @lru_cache(maxsize=256)
 def _apportion(n: int, weights: tuple[float, ...]) -> tuple[int, ...]:
     positive = [shard for shard, weight in enumerate(weights) if weight]
     if n < len(positive):
         return tuple(int(shard in positive[:n]) for shard in range(len(weights)))
-    # 0.7 means seven tenths, not the nearest binary fraction: str() gives the decimal that was meant.
+    # 0.7 means seven tenths, not the nearest binary fraction: str() returns the decimal number.
     exact = [Fraction(str(weight)) for weight in weights]
     shares = [n * weight / sum(exact) for weight in exact]
     sizes = apportioned(n, shares)
-    # Without a sample of its own a light shard would be left out, and the shards after it would change devices.
-    for light in positive:
-        if not sizes[light]:
-            giver = max((s for s in positive if sizes[s] > 1), key=lambda shard: sizes[shard] - shares[shard])
-            sizes[light], sizes[giver] = 1, sizes[giver] - 1
+    # A shard without samples would be left out, and the shards after it would move to other devices.
+    for empty in positive:
+        if not sizes[empty]:
+            donor = max((s for s in positive if sizes[s] > 1), key=lambda shard: sizes[shard] - shares[shard])
+            sizes[empty], sizes[donor] = 1, sizes[donor] - 1
     return tuple(sizes)
 
 
@@ -197,18 +170,14 @@ def split_batch(
     """Split one flat batch into shards, none of them empty.
 
     Args:
-        indices: the batch: a list, tuple or 1-D array. If it is `RowIndices`, its rows are split, without costs.
-        num_shards: most shards to make.
+        indices: a list, tuple or 1-D array. `RowIndices` are split by rows, without costs.
+        num_shards: maximum number of shards.
         weights: one number per shard, those of 0 last; None for even shares. See `shard_sizes`.
-        costs: ``costs[index]`` is what the sample costs (its length, say; at least 0). The most expensive
-            sample goes first, each to the shard that is cheapest so far, relative to its weight.
+        costs: ``costs[index]`` is the cost of a sample (its length, say), at least 0. Samples are assigned from the
+            most expensive down, each to the shard that is cheapest so far relative to its weight.
 
     Returns:
-        Up to ``num_shards`` lists of Python ints, each in the order of the batch. List i belongs to device i: every
-        shard with a positive weight has a sample, or with fewer samples than such shards, the first ones have one.
-
-    Raises:
-        ValueError: for bad weights, and for an index without a usable cost.
+        Up to ``num_shards`` lists of Python ints, each in batch order. List i belongs to device i.
 
     Example:
         >>> split_batch([3, 1, 4, 1, 5], 2)
@@ -240,17 +209,17 @@ def _split_by_cost(
 ) -> list[list[Any]]:
     check_int("num_shards", num_shards, 1, "give how many shards a batch is split into")
     shares = [1.0] * num_shards if weights is None else check_shares(weights, num_shards)
-    prices = [_cost(costs, index) for index in batch]
-    # Cheapest first: (load / weight, samples, shard).
+    sample_costs = [_cost(costs, index) for index in batch]
+    # A heap of (load / weight, samples, shard).
     cheapest = [(0.0, 0, shard) for shard in range(num_shards) if shares[shard]]
     loads = [0.0] * num_shards
     members: list[list[int]] = [[] for _ in range(num_shards)]
-    for place in sorted(range(len(batch)), key=lambda place: -prices[place]):
+    for position in sorted(range(len(batch)), key=lambda position: -sample_costs[position]):
         _, samples, shard = cheapest[0]
-        members[shard].append(place)
-        loads[shard] += prices[place]
+        members[shard].append(position)
+        loads[shard] += sample_costs[position]
         heapq.heapreplace(cheapest, (loads[shard] / shares[shard], samples + 1, shard))
-    return [[batch[place] for place in sorted(places)] for places in members if places]
+    return [[batch[position] for position in sorted(positions)] for positions in members if positions]
 
 
 def _cost(costs: Any, index: Any) -> float:
@@ -269,10 +238,10 @@ def _cost(costs: Any, index: Any) -> float:
 
 
 def is_sharded(batch: Any) -> bool:
-    """Whether a batch sampler's item is a list of shards rather than one flat batch of indices.
+    """Return True if a batch sampler's item is a list of shards rather than one flat batch of indices.
 
-    Sharded: a list or tuple of lists, tuples, ranges or arrays; an array or tensor of two dimensions. Flat:
-    integers, NumPy's too, zero-dimensional arrays and tensors, other keys; an empty list; a 1-D array or tensor.
+    Sharded: a list or tuple of lists, tuples, ranges or arrays; a 2-D array or tensor. Flat: an empty list, a list of
+    integers, 0-d arrays or other keys, a 1-D array or tensor.
 
     Example:
         >>> is_sharded([[3, 9], [5]]), is_sharded([3, 9, 5]), is_sharded([np.arange(2), np.arange(3)])

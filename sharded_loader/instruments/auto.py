@@ -224,7 +224,7 @@ class Tuner:
                 logger.info('num_workers="auto": %s, so %s', observed, wanted)
                 self.workers = wanted.workers
                 pool.wanted, scheduler.per_worker = wanted.workers, wanted.depth or scheduler.per_worker
-                scheduler.follow(pool)
+                scheduler.update_prefetch(pool)
 
     def _most(self, setting: Setting, cores: int) -> int:
         """How many worker processes there is memory for. Those that started last tell how much one takes."""

@@ -3,7 +3,7 @@
     next(iterator), the first time:   choose -> Run      which batches; changes nothing in the loader
                                       open               the pool is started, or told, and reads
                                       Progress.begun     the first batch is handed out: the epoch has begun
-    each next(iterator):              shown = its run    the position is that run's
+    each next(iterator):              current_run        the position is that of the iterator's run
     interrupted before a batch came:  keep               the epoch has not begun; the same run is chosen again
     all of an epoch is planned:       read_ahead         the run of the next epoch, if nothing changes before that
     load_state_dict:                  Progress.pending   the position is pending until an epoch begins
@@ -41,7 +41,7 @@ from sharded_loader.data.seeding import set_epoch_of
 from sharded_loader.devices.placement import Placer
 from sharded_loader.engine.messages import Job
 from sharded_loader.engine.order import Epoch, Position
-from sharded_loader.engine.pipeline import Pipeline, Run, ShownRun
+from sharded_loader.engine.pipeline import CurrentRun, Pipeline, Run
 from sharded_loader.loader.arguments import length
 from sharded_loader.sampling.base import nested
 from sharded_loader.sampling.epoch import Ahead, MapEpoch
@@ -58,11 +58,11 @@ class At(Enum):
     RUN = "behind the batches that a run has delivered"
 
 
-Mark = tuple[int, Any, Run | None]
-"""What decides a position: the next epoch, `pending` and `shown`. With equal ones, it begins at the same place."""
+RollbackPoint = tuple[int, Any, Run | None]
+"""What decides a position: the next epoch, `pending` and `current_run`. Equal ones begin at the same place."""
 
 
-class Place(ShownRun):
+class Place(CurrentRun):
     """Where a loader is in its epochs, as a state machine. `now` is its state.
 
                 set_epoch: another
@@ -73,7 +73,7 @@ class Place(ShownRun):
     begun |     | over, left    load |  | begun
           v     |                    |  v
          +--------------------------------+
-         |  RUN    a batch: shown = run   |
+         |  RUN  a batch: current_run=run |
          +--------------------------------+
 
      begun    the first batch of an epoch, or its end, is handed out
@@ -91,7 +91,7 @@ class Place(ShownRun):
 
      Attributes:
          pending: the loaded position, or where the last epoch has left the next one.
-         shown: the run that began or delivered last; None: none has since a position was loaded.
+         current_run: the run that began or delivered last; None: none has since a position was loaded.
          live: the iterators that have begun an epoch and are alive, by the numbers of their runs.
          keeps: ``set_epoch`` drops no position: there is no arrow from LOADED to BEGINNING, and none for ``left``.
     """
@@ -106,7 +106,7 @@ class Place(ShownRun):
     @property
     def now(self) -> At:
         """The state."""
-        run, coming = self.shown, self._order.next_epoch
+        run, coming = self.current_run, self._order.next_epoch
         if self.pending is not None:
             if self.keeps or self.pending.epoch == coming:
                 return At.LOADED
@@ -118,7 +118,7 @@ class Place(ShownRun):
 
     def run(self) -> Run | None:
         """The run that is at the position, if one is."""
-        return self.shown if self.now is At.RUN else None
+        return self.current_run if self.now is At.RUN else None
 
     def begun(self, run: Run, iterator: object) -> None:
         """An epoch has begun, with its first batch: the one after it is next."""
@@ -130,8 +130,8 @@ class Place(ShownRun):
 class Progress(Place):
     """The position of a loader in the batches of its order.
 
-    A first ``next`` that was interrupted has not begun its epoch: `roll_back` restores the `mark` before it. Batches
-    that were planned for one mark are those of the next epoch as long as the mark is the same.
+    A first ``next`` that was interrupted has not begun its epoch: `roll_back` restores the `rollback_point`
+    before it. Batches planned for a rollback point are those of the next epoch as long as that point is the same.
 
     Args:
         order: the loader's. ``set_epoch`` of samplers and of the dataset may change which epoch is next, too.
@@ -152,22 +152,22 @@ class Progress(Place):
         iterators = [reference() for reference in self.live.valuerefs()]
         return [run for one in iterators if one is not None and (run := one.run) is not None]
 
-    def mark(self) -> Mark:
+    def rollback_point(self) -> RollbackPoint:
         """What `roll_back` restores."""
-        return self._order.next_epoch, self.pending, self.shown
+        return self._order.next_epoch, self.pending, self.current_run
 
-    def roll_back(self, mark: Mark, run: Run) -> None:
+    def roll_back(self, point: RollbackPoint, run: Run) -> None:
         """The first ``next`` of a run was interrupted: its epoch has not begun."""
         self.live.pop(run.number, None)
-        epoch, self.pending, self.shown = mark
+        epoch, self.pending, self.current_run = point
         self._order.set_epoch(epoch)
 
     def replace(self, run: Run, by: Run, iterator: object) -> None:
         """An iterator goes on with another run of the same epoch."""
         self.live.pop(run.number, None)
         self.live[by.number] = iterator
-        if self.shown is run:
-            self.shown = by
+        if self.current_run is run:
+            self.current_run = by
 
     def was_over(self, run: Run) -> bool:
         """The end of a run was seen. Whether its epoch was over already where the loaded position was.
@@ -203,8 +203,8 @@ class Progress(Place):
                 f"set_epoch({position.epoch + 1}), and begin any epoch"
             )
         coming = self.coming()
-        if position is None and self.shown is not None:
-            coming.go_on_from(self.shown.epoch)
+        if position is None and self.current_run is not None:
+            coming.go_on_from(self.current_run.epoch)
         return coming
 
     def coming(self) -> Epoch:
@@ -239,7 +239,7 @@ class Progress(Place):
         if run is not None and is_over and self._order.stream is not None:
             run, epoch = None, self._order.epoch(epoch.number + 1)
         position = epoch.position(epoch.first if run is None else max(epoch.first, run.delivered - ahead))
-        ended = self.shown
+        ended = self.current_run
         if run is None and ended is not None and ended.ended and ended.epoch.number + 1 == position.epoch:
             position = ended.epoch.after(position)
         return {**epoch.state(position), **self._entries()}
@@ -262,7 +262,7 @@ class Progress(Place):
         except BaseException:
             self._order.given_skip = before
             raise
-        self.shown = None
+        self.current_run = None
         self.begin_at(position)
         return changed
 
@@ -338,9 +338,9 @@ class Epochs:
             then = "The loader still reads the old number, and workers may have old copies"
             then = f"{then}: call loader.refresh() after you change the dataset"
             warn_of_length(self.dataset, self.order.dataset_length, self._workers.notices, then)
-        mark = self.progress.mark()
-        run = self._take_kept(mark) or self.new_run(self.progress.begin())
-        run.mark = mark
+        point = self.progress.rollback_point()
+        run = self._take_kept(point) or self.new_run(self.progress.begin())
+        run.rollback_point = point
         return run
 
     def open(self, run: Run, iterator: Any) -> None:
@@ -358,7 +358,7 @@ class Epochs:
 
     def keep(self, run: Run) -> None:
         """The first ``next`` of an iterator was interrupted: its epoch has not begun."""
-        self.progress.roll_back(run.mark, run)
+        self.progress.roll_back(run.rollback_point, run)
         before, self._kept = self._kept, (run, None)
         if before is not None:
             self._drop(before[0])
@@ -377,10 +377,10 @@ class Epochs:
         if is_owned(pipeline.lock):
             raise RuntimeError("the order cannot be changed inside next() of the same loader: do it in your loop")
         with pipeline.lock:
-            shown = progress.run()
-            epoch = progress.coming() if shown is None else shown.epoch
+            current = progress.run()
+            epoch = progress.coming() if current is None else current.epoch
             assert isinstance(order, MapOrder) and isinstance(epoch, MapEpoch)  # only its order can be changed
-            change(*epoch.reached(epoch.first if shown is None else shown.delivered))
+            change(*epoch.reached(epoch.first if current is None else current.delivered))
             if self._kept is not None:  # its batches were planned before
                 self._drop(self._kept[0])
                 self._kept = None
@@ -388,8 +388,8 @@ class Epochs:
                 run = iterator.run
                 if run is not None and not run.ended and run.dead is None:
                     iterator.run = self._go_on(run, iterator)
-            if progress.run() is shown is not None:
-                progress.shown = self._rest_of(shown)  # its iterator is gone, but a state is taken from it
+            if progress.run() is current is not None:
+                progress.current_run = self._rest_of(current)  # its iterator is gone, but a state is taken from it
 
     def _rest_of(self, run: Run) -> Run:
         """A run that reads what a run has not delivered yet, by the order as it is now."""
@@ -418,27 +418,27 @@ class Epochs:
         shares_epoch = pool.shares_dataset and set_epoch_of(self.dataset) is not None
         if not (self.prefetch_epochs and pool.num_workers) or shares_epoch or self.stale or self._kept is not None:
             return
-        mark = self.progress.mark()
+        point = self.progress.rollback_point()
         try:
-            facts = self.order.facts(mark[0])
+            facts = self.order.facts(point[0])
             if facts is None:
                 return
             ahead = self.new_run(self.progress.begin())
         except Exception as error:
             pass_on(error)
             return  # what cannot be asked now is an error when the epoch begins, if it is one then
-        ahead.is_ahead, ahead.mark = True, mark
+        ahead.is_ahead, ahead.rollback_point = True, point
         self._kept = ahead, (facts, self.pipeline.split.weights)
         self.pipeline.open(ahead, self.job_now())
         run.next = ahead
 
-    def _take_kept(self, mark: Mark) -> Run | None:
+    def _take_kept(self, point: RollbackPoint) -> Run | None:
         """The run that is kept, if it is what begins now; otherwise it is dropped."""
         kept, self._kept = self._kept, None
         if kept is None:
             return None
         run, order = kept
-        is_wanted = run.mark == mark and not self.stale and run.dead is None
+        is_wanted = run.rollback_point == point and not self.stale and run.dead is None
         if is_wanted and order in (None, (self.order.facts(run.epoch.number), self.pipeline.split.weights)):
             run.is_ahead = False
             return run
@@ -549,7 +549,7 @@ class Epochs:
                     f"set_epoch and is shared by all iterators of this pool, can be in one epoch only. "
                     f"Use worker processes, or finish one epoch before the next"
                 )
-                run.forget_window()
+                run.rollback()
         set_epoch(new)
 
     def set_epoch_of_data(self) -> Any:
@@ -561,7 +561,7 @@ class Epochs:
         return [run for run in self.progress.live_runs() if not run.ended and run.dead is None]
 
 
-class OneRun(ShownRun):
+class OneRun(CurrentRun):
     """What an iterator asks of `Epochs`, where its run is known from the start.
 
     Args:

@@ -112,7 +112,7 @@ class EpochIterator(Iterator[Batch]):
             run = self.run
             if run is not None and pipeline.closed:
                 pipeline.check_open()  # raises: another loader may have the pool
-            delivered, shown = 0 if run is None else run.delivered, self._progress.shown
+            delivered, current_run = 0 if run is None else run.delivered, self._progress.current_run
             for record in clock.records.values():
                 with contextlib.suppress(RuntimeError):  # the device is broken: the batch says so
                     record()
@@ -129,7 +129,7 @@ class EpochIterator(Iterator[Batch]):
                 if run is None and self._is_first and not isinstance(error, StopIteration):
                     self._go_back_to_choose()  # nothing was handed out, not even an error in a batch's place
             except BaseException as raised:
-                self._go_back(run, delivered, shown)
+                self._go_back(run, delivered, current_run)
                 if pipeline.closed and isinstance(raised, Exception) and not is_from_outside(raised):
                     raise LoaderClosedError from None  # closed in the middle of the step
                 raise
@@ -186,11 +186,11 @@ class EpochIterator(Iterator[Batch]):
         run.ended, run.next = True, None
         if self._is_first:
             self._progress.begun(run, self)
-        self._progress.shown = run
+        self._progress.current_run = run
         if self._progress.was_over(run):
             self._pipeline.drop(run.number)
             following = self._choose_run()  # as if nothing had come before, not even empty batches
-            following.mark, self._is_new = run.mark, False
+            following.rollback_point, self._is_new = run.rollback_point, False
             return following
         self._placement.end_epoch()
         return None
@@ -204,7 +204,7 @@ class EpochIterator(Iterator[Batch]):
         result, task, placement = entry.result, entry.task, self._placement
         assert result is not None  # it is finished
         began = host_clock.now() if self._observer.times else 0.0
-        if entry.seq == run.epoch.second_turn:
+        if entry.seq == run.epoch.second_pass:
             self._check_parts(run, at_end=False)
         if result.error is None and result.batch is not NOTHING:
             assert task is not None  # it has a batch
@@ -225,7 +225,7 @@ class EpochIterator(Iterator[Batch]):
         if self._is_first:
             self._is_first = False
             self._progress.begun(run, self)
-        self._progress.shown = run
+        self._progress.current_run = run
         if result.skipped:
             entry.result = result = self._note_skipped(f"epoch {run.epoch.number}, batch {entry.seq}", result)
         try:
@@ -262,19 +262,19 @@ class EpochIterator(Iterator[Batch]):
                 f"fewer than a batch. Give smaller batches or fewer parts (streams=), or keep incomplete batches",
             )
 
-    def _go_back(self, run: Run | None, delivered: int, shown: Run | None) -> None:
+    def _go_back(self, run: Run | None, delivered: int, current_run: Run | None) -> None:
         """An exception has struck: nothing was handed out.
 
         Args:
             run: the run before this ``next``; None: its epoch has not begun.
             delivered: batches of it that were handed out before.
-            shown: the run that was shown before.
+            current_run: the current run before.
         """
         if self.run is None:
             return
         self._pipeline.fail()
-        if self._progress.shown is self.run:
-            self._progress.shown = shown
+        if self._progress.current_run is self.run:
+            self._progress.current_run = current_run
         self.run.delivered, self.run.ended = self.run.epoch.first if run is None else delivered, False
         if run is None:
             self._go_back_to_choose()

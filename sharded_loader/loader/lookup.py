@@ -180,7 +180,7 @@ class LookUp(KnownSteps):
         if result.error is not None:
             raise result.error
         if task.part is not None:
-            result = epoch.came(task.seq, result)
+            result = epoch.record_result(task.seq, result)
         if result.batch is NOTHING:
             return NOTHING
         batch = self._placement.place([Entry(task.seq, task, result)])

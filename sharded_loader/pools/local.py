@@ -1,29 +1,21 @@
-"""Pools that read in this process: in the thread that iterates, or in others.
+"""Pools that read in this process: in the iterating thread, or in others.
 
     InlinePool   submit -> tasks -> wait: Reader.read -> Result
     ThreadPool   submit -> tasks --> thread i: Reader -> results, bell --> wait
 
-Without workers there is the least between a dataset and a loop: nothing to start, nothing prefetched, a debugger works.
-If an exception strikes inside the dataset, such as a Ctrl-C, the task stays, and the next `wait` reads it again.
+With the inline pool there is nothing to start or prefetch, and debuggers work. A task interrupted by an exception such
+as Ctrl-C stays queued, and the next `wait` reads it again.
 
-Threads share one dataset object; nothing is pickled, nothing is copied.
+Threads share one dataset object, which must be thread-safe. They suit datasets that wait for I/O or release the GIL,
+and environments where processes are a burden: notebooks, Windows.
 
-For datasets that wait (network, disk) or whose work releases the GIL (decoding, NumPy), and wherever starting
-processes is a burden: notebooks, Windows. The dataset must be safe to read from several threads.
+Queues are `queue.SimpleQueue`, whose ``put`` is reentrant: a signal handler may close the loader during `submit`. Tasks
+carry their reader, so a waiting thread does not hold it: threads are roots of the garbage collector, and a reader leads
+to the user's dataset, and often to the loader itself.
 
-Queues are `queue.SimpleQueue`, whose ``put`` may interrupt itself: a signal handler may close the loader in
-the middle of `submit`. A task brings its reader along, and a thread that waits holds neither: threads are
-roots of the garbage collector, and a reader leads to the user's dataset, often to the loader itself.
-
-A thread that is in the user's code when the pool is closed cannot be stopped. It ends after its sample, its result is
-dropped, and as a daemon it does not keep the program alive.
-
-If the number of threads changes, all of them go over to new queues, with the tasks that wait. A thread that is too many
-ends when its sample is read.
-
-A thread that stands still for ``timeout`` seconds is written off: its batch gets an error, and another thread takes its
-number. If the sample comes late after all, the batch has two results, and the pipeline takes the first. Either way the
-thread gives up the global generators, if it hangs where it has seeded them for itself: others wait for those.
+A thread in user code cannot be stopped. When the pool closes, it ends after its sample, as a daemon. If it stalls for
+``timeout`` seconds it is abandoned: its batch gets an error, and another thread takes its number. If the sample arrives
+after all, the pipeline uses the first result. A hanging thread gives up the global generators that it has seeded.
 """
 
 from __future__ import annotations
@@ -44,7 +36,7 @@ from sharded_loader.base.errors import add_note, as_exception
 from sharded_loader.base.system import write_to_stderr
 from sharded_loader.batching.protocol import Empty
 from sharded_loader.data.inspection import warn_of_open_file
-from sharded_loader.engine.board import BEGINNING, IDLE, RUN, SAMPLE, SEQ, new_board
+from sharded_loader.engine.heartbeat import BEGINNING, IDLE, RUN, SAMPLE, SEQ, new_heartbeat
 from sharded_loader.engine.messages import NOTHING, Job, Result, Task
 from sharded_loader.engine.pool import Pool, PoolBroken, WorkerPool
 from sharded_loader.engine.reader import Reader
@@ -52,28 +44,28 @@ from sharded_loader.pools.deaths import Watch, timed_out
 from sharded_loader.pools.task_reader import reader_for, stack_of
 
 CLOSING_GRACE = 0.2
-"""Seconds that `close` waits for threads that are in the user's code."""
+"""Seconds that `close` waits for threads in user code."""
 
 _pool_numbers = itertools.count()
 
 
 class _Shared:
-    """What the threads of one start of the pool see. They do not see the pool, so it can be collected."""
+    """State shared by the threads of one start. They do not refer to the pool, so it can be collected."""
 
     def __init__(self, empty: Empty, queues: int) -> None:
         self.empty = empty
-        # One for all threads; if tasks have lanes, one for each thread.
-        # None: look for your queue again. It stays in its queue, for the next thread.
+        # One queue for all threads, or one per thread if tasks have lanes.
+        # None tells a thread to look up its queue again. It stays in the queue, for the next thread.
         self.queues: list[queue.SimpleQueue[tuple[Any, Task] | None]] = [queue.SimpleQueue() for _ in range(queues)]
-        self.live: set[int] = set()  # runs whose tasks are wanted
-        self.given_up: set[tuple[int, int]] = set()  # runs and parts that a thread hangs in: they end there
+        self.live: set[int] = set()  # runs that are not cancelled
+        self.abandoned: set[tuple[int, int]] = set()  # (run, part) in which a thread hangs: the part ends there
         self.results: deque[Result | Exception] = deque()
         self.bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.closing = False
         self.threads: list[_Thread] = []
 
     def move(self, queues: int) -> None:
-        """Have new queues. What waits in the old ones goes over, and so does each thread."""
+        """Replace the queues, and move waiting tasks and all threads to the new ones."""
         before, self.queues = self.queues, [queue.SimpleQueue() for _ in range(queues)]
         for tasks in before:
             with contextlib.suppress(queue.Empty):
@@ -82,16 +74,12 @@ class _Shared:
             tasks.put(None)
 
     def ring(self) -> None:
-        """Wake the thread that waits, or the next one that will.
-
-        One token is enough, and only who waits may take it: a token taken by a thread that merely looks for
-        results would be missing to the one that waits for them.
-        """
+        """Wake the thread that waits, or the next one that will. Only a waiting thread may take the token."""
         if self.bell.empty():
             self.bell.put(None)
 
     def end(self) -> None:
-        """End the threads, as far as they can be ended. Interrupted, it can be called again."""
+        """End the threads as far as possible. May be called again after an interruption."""
         self.closing = True
         for tasks in self.queues:
             tasks.put(None)
@@ -104,19 +92,19 @@ class _Shared:
 
 
 class _Thread(threading.Thread):
-    """One thread: what it reads, and whether anybody still waits for it."""
+    """A worker thread, its current task, and whether its result is still needed."""
 
     def __init__(self, shared: _Shared, name: str, number: int, init: Callable[[int], object] | None) -> None:
         super().__init__(name=f"{name}-{number}", daemon=True)
         self.shared = shared
         self.number = number
         self.init = init
-        self.board = new_board()
+        self.heartbeat = new_heartbeat()
         self.task: Task | None = None
-        self.written_off = False
+        self.abandoned = False
 
     def run(self) -> None:
-        """The thread. It never ends without a word: whatever it raises is the error of the pool."""
+        """Run the thread. Whatever it raises becomes an error of the pool."""
         try:
             if (init := self.init) is not None:
                 init(self.number)
@@ -130,9 +118,9 @@ class _Thread(threading.Thread):
             self.shared.ring()
 
     def _serve(self) -> None:
-        """Read until there is no more to do. While it waits for a task it holds nothing of the user's."""
-        shared, board, who = self.shared, self.board, f"thread {self.number}"
-        while not self.written_off and not shared.closing:
+        """Read tasks until the end. While waiting, hold no reference to user objects."""
+        shared, heartbeat, who = self.shared, self.heartbeat, f"thread {self.number}"
+        while not self.abandoned and not shared.closing:
             queues = shared.queues
             tasks = queues[self.number % len(queues)]
             if (taken := tasks.get()) is None or shared.closing:
@@ -140,12 +128,12 @@ class _Thread(threading.Thread):
                 continue
             reader, task = taken
             if task.run in shared.live:
-                board[RUN], board[SEQ], board[SAMPLE] = task.run, task.seq, BEGINNING
+                heartbeat[RUN], heartbeat[SEQ], heartbeat[SAMPLE] = task.run, task.seq, BEGINNING
                 self.task = task
                 result = Result(task.run, task.seq, NOTHING)
-                if task.part is None or (task.run, task.part.number) not in shared.given_up:
-                    result = reader.read(task, who, shared.empty, board, self.number)
-                board[SAMPLE], self.task = IDLE, None
+                if task.part is None or (task.run, task.part.number) not in shared.abandoned:
+                    result = reader.read(task, who, shared.empty, heartbeat, self.number)
+                heartbeat[SAMPLE], self.task = IDLE, None
                 if not shared.closing:
                     shared.results.append(result)
                     shared.ring()
@@ -185,7 +173,7 @@ class InlinePool(Pool):
         reader = self.reader
         if reader is None or not self._tasks or not block:
             return ()
-        # Out of the queue while it is read: a dataset may itself iterate over the loader.
+        # Dequeued while it is read, because a dataset may itself iterate over the loader.
         task = self._tasks.popleft()
         self.waiting = True
         try:
@@ -197,7 +185,7 @@ class InlinePool(Pool):
         try:
             return (result,)
         finally:
-            del result  # otherwise error -> traceback -> this frame -> error, and the loader waits for the collector
+            del result  # break the cycle error -> traceback -> this frame -> error, which only the collector could free
 
     def cancel(self, run: int) -> None:
         self._tasks = deque(task for task in self._tasks if task.run != run)
@@ -211,15 +199,15 @@ class ThreadPool(WorkerPool):
     """Read in threads.
 
     Args:
-        num_workers: the number of threads.
-        worker_init_fn: a function that each thread calls with its number, once, before it reads.
-        timeout: the number of seconds that a thread may spend on one sample without progress. Then `next` raises
-            `WorkerTimeoutError` instead of the batch. The seconds count while `next` waits for a batch. The thread
-            cannot be stopped, so another thread replaces it. None: no limit.
+        num_workers: number of threads.
+        worker_init_fn: function called once in each thread, with its number, before it reads.
+        timeout: seconds that a thread may spend on one sample without progress; None: no limit. After that `next`
+            raises `WorkerTimeoutError` instead of the batch, and another thread replaces the stalled one, which cannot
+            be stopped. Only time in which `next` waits for a batch counts.
 
     Raises:
         ValueError: ``num_workers`` is below 1, or ``timeout`` is not above 0.
-        TypeError: An argument is not a number, or ``worker_init_fn`` cannot be called.
+        TypeError: an argument is not a number, or ``worker_init_fn`` cannot be called.
 
     Example:
         >>> from sharded_loader import ShardedDataLoader, ThreadPool
@@ -234,9 +222,9 @@ class ThreadPool(WorkerPool):
     ) -> None:
         super().__init__(num_workers, worker_init_fn, timeout)
         self._watch = Watch(self.timeout)
-        self._reader: Reader | None = None  # while the pool runs
-        self._job: Job | None = None  # likewise
-        self._running: list[_Shared] = []  # one, or none
+        self._reader: Reader | None = None  # only while the pool runs
+        self._job: Job | None = None  # as above
+        self._running: list[_Shared] = []  # at most one
 
     @property
     def started(self) -> bool:
@@ -249,7 +237,7 @@ class ThreadPool(WorkerPool):
             return
         if self.num_workers > 1:
             warn_of_open_file(job.dataset, "threads")
-        # Any number of tasks: threads take from one queue, and a task that has not begun can still be dropped.
+        # Unlimited: threads share a queue, and tasks that have not begun can still be dropped.
         self.room = 1 << 30
         self._name = f"sharded_loader-{next(_pool_numbers)}-thread"
         shared = _Shared(self.empty, 1 if job.stream is None else self.num_workers)
@@ -263,17 +251,17 @@ class ThreadPool(WorkerPool):
 
     def _have(self, num_workers: int) -> None:
         for shared in self._running:
-            assert self._job is not None  # its threads run
+            assert self._job is not None  # set while threads run
             if self.num_workers == 1 < num_workers:
                 warn_of_open_file(self._job.dataset, "threads")
             by_lane = self._job.stream is not None
             shared.threads = [thread for thread in shared.threads if thread.is_alive()]
-            lasting = [thread for thread in shared.threads if not thread.written_off]
-            for thread in lasting:
-                thread.written_off = thread.number >= num_workers
-            if by_lane or len(lasting) > num_workers:
+            remaining = [thread for thread in shared.threads if not thread.abandoned]
+            for thread in remaining:
+                thread.abandoned = thread.number >= num_workers
+            if by_lane or len(remaining) > num_workers:
                 shared.move(num_workers if by_lane else 1)
-            for number in range(len(lasting), num_workers):
+            for number in range(len(remaining), num_workers):
                 self._launch(shared, number)
                 self.num_workers = number + 1
         self.num_workers = num_workers
@@ -294,7 +282,7 @@ class ThreadPool(WorkerPool):
                 shared.bell.get(timeout=self._watch.step)
             self.waiting = False
         if self.timeout is not None:
-            self._write_off(shared, self.timeout)
+            self._abandon_stalled(shared, self.timeout)
         results: list[Result] = []
         while shared.results:
             result = shared.results.popleft()
@@ -304,22 +292,22 @@ class ThreadPool(WorkerPool):
             results.append(result)
         return results
 
-    def _write_off(self, shared: _Shared, timeout: float) -> None:
-        """Errors for the batches over which threads stand still; others take their places."""
-        busy = [(thread, thread.board) for thread in shared.threads if thread.task is not None]
-        for thread in self._watch.late(busy):
-            task, words = thread.task, list(thread.board)
+    def _abandon_stalled(self, shared: _Shared, timeout: float) -> None:
+        """Report errors for the batches of stalled threads, and replace these threads."""
+        busy = [(thread, thread.heartbeat) for thread in shared.threads if thread.task is not None]
+        for thread in self._watch.stalled(busy):
+            task, words = thread.task, list(thread.heartbeat)
             if task is None:
                 continue
             error = timed_out(f"thread {thread.number}", timeout, task, words, 1, killed=False)
-            # Before the look at its task: a thread that has just finished ends after its next batch, without an error.
-            was_leaving, thread.written_off = thread.written_off, True
+            # Set before checking its task: a thread that has just finished ends after its next batch, without an error.
+            was_abandoned, thread.abandoned = thread.abandoned, True
             if thread.task is task:
                 if task.part is not None:
-                    shared.given_up.add((task.run, task.part.number))
+                    shared.abandoned.add((task.run, task.part.number))
                 shared.results.append(Result(task.run, task.seq, error=error))
             shared.threads.remove(thread)
-            if not was_leaving:
+            if not was_abandoned:
                 self._launch(shared, thread.number)
                 text = f"thread {thread.number} made no progress for {timeout:g} s. Another has its place"
                 self.notices.happened("replaced_workers", text)

@@ -1,30 +1,25 @@
-"""Pools whose workers are other processes, and the one place where those are started, replaced and given up.
+"""Base class of pools with out-of-process workers: the only place that starts, replaces and gives up workers.
 
-    _start(job)               every worker has the job, or is sent it; those that are lacking are launched
-    replace(worker)           a worker has ended: it is buried, blamed or not, and another gets its number and its tasks
-    renew(worker)             a worker lives, but another gets its number; that one answers what it has, and ends
-    resize(num_workers)       more are launched; those that are too many answer what they have, and end
-    tell_of_wait(text, task)  who has a task, what it is at, and its stack, on stderr
-    stop_late()               workers that stand still are killed; `replace` follows
-    close()                   no worker runs
+    _start(job)               send the job to all workers, and launch missing ones
+    replace(worker)           bury a dead worker, assign blame, and give its number and tasks to another
+    renew(worker)             launch another worker for a live worker's number; the old one drains
+    resize(num_workers)       launch more workers, or drain surplus ones
+    tell_of_wait(text, task)  report on stderr who has a task, its progress, and its stack
+    kill_stalled_workers()    kill workers without progress; `replace` follows
+    close()                   end all workers
 
-    fields_of(task) -> what is sent of it
-    reply (`messages.pack_reply`) -> decode_result -> Result, its exceptions as exceptions
+A `Transport` and its workers encapsulate the difference between processes on pipes and Ray actors: how to launch, kill
+and query a worker, and its last words (`deaths.Death`). Decisions are made here, by the counts of `pools.deaths`:
 
-A `Transport` and its workers do what differs between processes on pipes and actors of Ray: a worker is launched, killed
-and asked, and has its last words (`deaths.Death`). What a death means is decided here, by the counts of `pools.deaths`:
+    death during start           too many: workers cannot start (`PoolBroken`)
+    death in a batch             the batch is retried, and given up after ``restarts`` deaths
+    death in an unknown task     all its tasks become crash suspects, and are sent alone
+    death between batches        too many without a result: something else ends workers (`PoolBroken`)
+    death of the machine         no blame
 
-    it was starting                     too many of these: workers cannot start (`PoolBroken`)
-    it was in a batch                   the batch is built again; after ``restarts`` deaths it is given up
-    nobody knows in which of its tasks  all of them are suspects, and travel alone from now on
-    it was between batches              too many of these, and no batch: something else ends workers (`PoolBroken`)
-    its machine has gone                nobody is to blame
-
-Words of all pools: a *worker* reads. To *launch* one is to start it. It is *ready* when it has the job. One that makes
-no progress for ``timeout`` seconds is *late*; it is *hung* when it was killed for that. A dead worker is *replaced*. A
-batch that has killed too many workers is *given up*. Tasks that wait for a worker are *requeued*. A worker that has no
-number any more and answers what it was sent is *leaving*. A batch that cannot be sent or read has an error as its
-result.
+A worker is *ready* when it has the job, *stalled* without progress for ``timeout`` seconds, and *hung* when killed for
+that. A *draining* worker has lost its number, answers what it was sent, and ends. *Requeued* tasks wait for a worker. A
+batch that cannot be sent or read has an error as its result.
 
 Workers belong to the transport, which a finalizer may close without the pool.
 """
@@ -45,7 +40,7 @@ from sharded_loader.base.checks import check_int
 from sharded_loader.base.errors import Location
 from sharded_loader.base.interrupts import pass_on, uninterrupted
 from sharded_loader.base.system import write_to_stderr
-from sharded_loader.engine.board import UNUSED, is_at
+from sharded_loader.engine.heartbeat import UNUSED, is_at
 from sharded_loader.engine.messages import NOTHING, BatchTimes, Grouping, Job, Result, Task, unpack_result
 from sharded_loader.engine.pool import PoolBroken, WorkerPool
 from sharded_loader.memory.arena import RecentSizes
@@ -60,10 +55,9 @@ class Worker(ABC):
     """One worker, as the main process knows it.
 
     Attributes:
-        number: from 0. The worker that replaces it has the same.
-        tasks: what it was sent and has not answered, by run and seq, the oldest first.
-        ready: it has its job.
-        hung: it was late, and was killed.
+        number: from 0; its replacement gets the same number.
+        tasks: unanswered tasks by (run, seq), oldest first.
+        hung: it stalled, and was killed.
     """
 
     def __init__(self, number: int) -> None:
@@ -74,24 +68,23 @@ class Worker(ABC):
 
     @property
     def who(self) -> str:
-        """How messages name it."""
         return f"worker {self.number}"
 
     @abstractmethod
     def where(self) -> Sequence[int] | None:
-        """Its board; empty: it is in its start. None: it is not watched, because it has nothing to do."""
+        """Return its heartbeat; empty during start, None while it has nothing to do and is not watched."""
 
     @abstractmethod
     def cancel(self, run: int) -> None:
-        """Have it drop the tasks of a run that have not begun."""
+        """Drop the tasks of a run that have not begun."""
 
     @abstractmethod
     def tell(self) -> None:
-        """Have it write to stderr what it reads, and its stack. One that is stopped, or holds the GIL in C, cannot."""
+        """Make it write what it reads, and its stack, to stderr. Impossible if it is stopped, or holds the GIL in C."""
 
     @abstractmethod
-    def kill_late(self, seconds: float) -> None:
-        """Have it write its stacks, and kill it: it has made no progress for so long."""
+    def kill_stalled(self, seconds: float) -> None:
+        """Make it write its stacks, and kill it, after this many seconds without progress."""
 
 
 W = TypeVar("W", bound=Worker)
@@ -101,83 +94,62 @@ Init = Callable[[int], Any]
 
 
 class Transport(ABC, Generic[W]):
-    """How workers of one kind are started and ended. It decides nothing.
+    """Mechanism that starts and ends workers of one kind, without any policy.
 
     Attributes:
-        num_workers: how many there are to be.
-        workers: the workers, by number; empty before `start` and after `close`, which makes a new list.
-        leaving: those that end when they have answered what they were sent. They get no other task.
+        num_workers: intended number of workers.
+        workers: by number; empty before `start` and after `close`, which makes a new list.
+        draining: workers that end when they have answered their tasks. They get no more.
     """
 
     num_workers: int
     workers: list[W]
-    leaving: list[W]
+    draining: list[W]
 
     @abstractmethod
     def start(self, job: Job) -> list[Task]:
-        """Launch the workers that are lacking, and send the job to those that run.
-
-        Returns:
-            Tasks of workers that could not take another job, and were launched again.
-        """
+        """Launch missing workers, and send the job to running ones. Return the tasks of relaunched workers."""
 
     def launch_all(self, job: Job) -> None:
-        """Launch those that are lacking."""
         while len(self.workers) < self.num_workers:
             with uninterrupted():
                 self.launch_as(len(self.workers), job)
 
     def launch_as(self, number: int, job: Job) -> None:
-        """Launch the worker of this number, and put it into the list.
-
-        If another thread has closed the transport meanwhile, that is its new list, which the end of the step closes.
-        """
+        """Launch the worker of this number, and put it into the list (a new one after a concurrent close)."""
         self.workers[number : number + 1] = [self.launch(number, job)]
 
     @abstractmethod
     def launch(self, number: int, job: Job) -> W:
-        """Start one worker, which has the job, or is sent it."""
+        """Start one worker. It has the job, or is sent it."""
 
     @abstractmethod
-    def retire(self, worker: W) -> None:
-        """Another worker has the number of this one. It is `leaving`; where workers cannot, it is stopped at once."""
+    def drain(self, worker: W) -> None:
+        """Drain a worker whose number is taken, or stop it at once if workers cannot drain."""
 
     @abstractmethod
     def last_words(self, worker: W, error: BaseException | None) -> Death:
-        """What is known of a worker that has ended. It is reaped, if that is for this process to do.
-
-        Args:
-            worker: the one.
-            error: what told of its end.
-        """
+        """Return what is known of a worker that has ended, and reap it. ``error`` reported its end."""
 
     @abstractmethod
     def release(self, worker: W) -> None:
-        """Give back what a worker has left."""
+        """Release the resources of a dead worker."""
 
     def goes_on_without(self, worker: W, error: Exception) -> bool:
-        """Whether the others read without a worker that cannot start, and is not replaced."""
+        """Return True if other workers continue without one that cannot start and is not replaced."""
         return False
 
     @abstractmethod
     def close(self) -> None:
-        """End all workers, and give back what belongs to them."""
+        """End all workers and release their resources."""
 
 
 class SupervisedPool(WorkerPool, Generic[W]):
-    """A pool whose workers are other processes. It keeps them running.
-
-    Args:
-        num_workers, worker_init_fn, timeout, restarts: of the pool.
-        grouping: how many tasks travel together.
+    """A pool of supervised out-of-process workers.
 
     Attributes:
-        requeued: tasks that wait for a worker, the oldest first.
-        deaths: what workers have died of.
-        rebuilt: run and seq of the tasks that a worker had when it ended, until they are done.
-
-    Raises:
-        ValueError, TypeError: as a `WorkerPool`, and for ``restarts``.
+        requeued: tasks that wait for a worker, oldest first.
+        rebuilt: (run, seq) of tasks that a worker had when it ended, until they are done.
     """
 
     shares_dataset = False
@@ -191,20 +163,19 @@ class SupervisedPool(WorkerPool, Generic[W]):
         self._watch = Watch(self.timeout)
         self._grouping = grouping
         self._sizes = RecentSizes()
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
-        """There are no workers, and nothing is to be done."""
+    def _reset(self) -> None:
         self.requeued: deque[Task] = deque()
         self.deaths = Deaths(self.restarts)
         self.rebuilt: set[tuple[int, int]] = set()
-        self._rejected: list[Result] = []  # of tasks that could not be sent
-        self._job: Job | None = None  # what the workers start with
+        self._rejected: list[Result] = []  # results of tasks that could not be sent
+        self._job: Job | None = None  # the workers' job
         self._cancelled: set[int] = set()
         self.room = 0
 
     def _start(self, job: Job) -> None:
-        """Start the workers. Those that run already get the new job before any later task."""
+        """Start the workers. Running ones get the new job before any later task."""
         self._job = job
         self.deaths.begin_starts(proven=False)
         try:
@@ -216,14 +187,13 @@ class SupervisedPool(WorkerPool, Generic[W]):
 
     @abstractmethod
     def _count_room(self) -> None:
-        """Set `room`, and what else follows from the tasks that the workers have."""
+        """Set `room`, and everything else that depends on the tasks of the workers."""
 
     def close(self) -> None:
         self._transport.close()
-        self._forget()
+        self._reset()
 
     def record_start(self, worker: W) -> None:
-        """A worker has its job, and may be sent tasks."""
         worker.ready = True
         self.deaths.begin_starts(proven=True)
 
@@ -235,9 +205,9 @@ class SupervisedPool(WorkerPool, Generic[W]):
                 return
             while len(transport.workers) > num_workers:
                 with uninterrupted():
-                    self._retire(transport.workers.pop())
+                    self._drain(transport.workers.pop())
             if job.stream is not None and num_workers < job.stream.parts <= before:
-                # Each of them reads one part, of the dataset itself. To read several it needs copies of a new one.
+                # Each worker reads one part from the dataset itself; to read several it needs copies of a fresh one.
                 for worker in list(transport.workers):
                     self.renew(worker)
             transport.launch_all(job)
@@ -249,21 +219,21 @@ class SupervisedPool(WorkerPool, Generic[W]):
             self._count_room()
 
     def renew(self, worker: W) -> None:
-        """Another worker takes the number of one that lives."""
-        assert self._job is not None  # its workers run
+        """Launch a replacement for a live worker, which drains."""
+        assert self._job is not None  # set while workers run
         with uninterrupted():
             self._transport.launch_as(worker.number, self._job)
-            self._retire(worker)
+            self._drain(worker)
 
-    def _retire(self, worker: W) -> None:
-        self._transport.retire(worker)
-        if worker not in self._transport.leaving:
+    def _drain(self, worker: W) -> None:
+        self._transport.drain(worker)
+        if worker not in self._transport.draining:
             self.take_back(worker.tasks.values())
             worker.tasks.clear()
 
     def cancel(self, run: int) -> None:
         self.requeued = deque(task for task in self.requeued if task.run != run)
-        workers = [*self._transport.workers, *self._transport.leaving]
+        workers = [*self._transport.workers, *self._transport.draining]
         self._cancelled |= {run}
         self._cancelled &= {task.run for worker in workers for task in worker.tasks.values()}
         for worker in workers:
@@ -271,76 +241,68 @@ class SupervisedPool(WorkerPool, Generic[W]):
                 worker.cancel(run)
 
     def take_back(self, tasks: Iterable[Task]) -> None:
-        """Tasks that were sent wait again. They are older than all that wait."""
+        """Requeue tasks that were sent. They are older than all that wait."""
         self.requeued.extendleft(reversed([task for task in tasks if task.run not in self._cancelled]))
 
     # -- workers that end, or stand still -------------------------------------------------------------------
 
     def replace(self, worker: W, error: BaseException | None = None) -> list[Result]:
-        """A worker has ended: another gets its number, and its tasks wait.
-
-        Args:
-            worker: the one. If it was replaced before, nothing happens. If it was leaving, no other one is launched.
-            error: what told of its end.
+        """Replace a worker that has ended, once, and requeue its tasks. Draining workers have no successor.
 
         Returns:
-            The error of the batch that has killed too many workers, and no batch for those that end with it.
+            The error of a batch that has killed too many workers, and empty results for batches lost with it.
 
         Raises:
-            PoolBroken: workers die without having done anything; they are closed.
+            PoolBroken: workers die without having done anything. The pool is closed.
         """
         transport = self._transport
-        is_leaving = worker in transport.leaving
-        if not is_leaving and worker not in transport.workers:
+        is_draining = worker in transport.draining
+        if not is_draining and worker not in transport.workers:
             return []
         with uninterrupted():
             death = transport.last_words(worker, error)
         if self._job is None:
             return []  # a signal handler, or another thread, has closed the pool
         results: list[Result] = []
-        if death.is_of_machine or (is_leaving and not worker.tasks):
+        if death.is_of_machine or (is_draining and not worker.tasks):
             pass
         elif not worker.ready:
             if self.deaths.record_start_death(death):
                 return self.give_up_worker(worker, death.error_in_start())
-        elif death.board is None and worker.tasks:
+        elif death.heartbeat is None and worker.tasks:
             self.deaths.suspect(worker.tasks)
-        elif task := next((one for one in worker.tasks.values() if is_at(death.board or UNUSED, one)), None):
+        elif task := next((one for one in worker.tasks.values() if is_at(death.heartbeat or UNUSED, one)), None):
             results = self._retry_or_give_up(worker, task, death)
         elif self.deaths.record_idle_death(worker.number):
             return self.give_up_worker(worker, death.error_between_batches())
         with uninterrupted():
             transport.release(worker)
             self.rebuilt.update(worker.tasks)
-            if is_leaving:
-                transport.leaving.remove(worker)
+            if is_draining:
+                transport.draining.remove(worker)
             else:
                 transport.launch_as(worker.number, self._job)
             self.take_back(worker.tasks.values())
-        if not is_leaving:
+        if not is_draining:
             self.notices.happened("replaced_workers", f"{death.fate}. Another worker has its place")
         return results
 
     def give_up_worker(self, worker: W, error: Exception) -> list[Result]:
-        """A worker cannot do anything, and would be replaced for nothing.
-
-        Raises:
-            PoolBroken: no other one reads without it.
-        """
+        """Continue without a worker that cannot work and would be replaced in vain, or close and raise PoolBroken."""
         if self._transport.goes_on_without(worker, error):
             return []
         self.close()
         raise PoolBroken(error)
 
     def _retry_or_give_up(self, worker: W, task: Task, death: Death) -> list[Result]:
-        """A worker died over a task. The results of those that are given up."""
+        """Handle a death over a task. Return the results of abandoned batches."""
         if not self.deaths.record_batch_death(task):
-            # Also where the sample is known: the last worker, whose board the error quotes, may note no cheap samples.
-            worker.tasks[task.run, task.seq] = replace(task, careful=True)
+            # Also if the sample is known: the error quotes the last worker's heartbeat, which may lack cheap samples.
+            worker.tasks[task.run, task.seq] = replace(task, isolated=True)
             return []
         lost = []
-        # To reach later batches of the same part, a worker would have to read this one again. The lanes of a map-style
-        # dataset with a state are no parts.
+        # Later batches of the same part can only be reached by reading this one again. Lanes of a map-style dataset
+        # with a state are not parts.
         if self._job is not None and self._job.stream is not None and task.part is not None:
             waiting = [*self.requeued, *worker.tasks.values()]
             lost = [other for other in waiting if task.part.is_same(other.part) and other is not task]
@@ -354,44 +316,44 @@ class SupervisedPool(WorkerPool, Generic[W]):
         return results
 
     def tell_of_wait(self, text: str, task: Task | None) -> None:
-        # First those that are late: they have it for longest.
-        workers, key = [*self._transport.leaving, *self._transport.workers], task and (task.run, task.seq)
+        # Draining workers first: they have had their tasks longest.
+        workers, key = [*self._transport.draining, *self._transport.workers], task and (task.run, task.seq)
         has = next((one for one in workers if key in one.tasks), None)
-        worker = has or max(workers, key=lambda one: len(one.tasks))  # while it waits there are some
+        worker = has or max(workers, key=lambda one: len(one.tasks))  # not empty during a wait
         text += f", which {worker.who} has" if has else f". No worker has it yet: all are busy, such as {worker.who}"
         if not worker.ready:
             text += ". It is not ready: it imports modules, unpickles the dataset, or runs worker_init_fn"
         write_to_stderr(f"{text}. Its stack:\n")
         worker.tell()
 
-    def stop_late(self) -> None:
-        """Kill the workers that stand still. `replace` follows when they have ended."""
+    def kill_stalled_workers(self) -> None:
+        """Kill stalled workers. `replace` follows when they have ended."""
         if self.timeout is None:
             return
         watched: list[tuple[W, Sequence[int]]] = []
-        for worker in (*self._transport.workers, *self._transport.leaving):
-            board = None if worker.hung else worker.where()
-            if board is not None:
-                watched.append((worker, board))
-        for worker in self._watch.late(watched):
+        for worker in (*self._transport.workers, *self._transport.draining):
+            heartbeat = None if worker.hung else worker.where()
+            if heartbeat is not None:
+                watched.append((worker, heartbeat))
+        for worker in self._watch.stalled(watched):
             worker.hung = True
-            worker.kill_late(self.timeout)
+            worker.kill_stalled(self.timeout)
 
     # -- what is sent, and what has come --------------------------------------------------------------------
 
     def _reject(self, task: Task, raised: Exception) -> None:
-        """A task cannot be sent to a worker: that is the error of its batch."""
+        """Turn an exception while sending a task into the result of its batch."""
         error = task.error(raised, "while the batch was sent to a worker")
         self._rejected.append(Result(task.run, task.seq, error=error))
 
     def _result(self, reply: tuple[Any, ...], buffers: list[Any], task: Task | None) -> Result:
-        """The result in a reply (`messages.unpack_reply`), whose buffers are here."""
+        """Decode a reply (`messages.unpack_reply`) with its buffers."""
         run, seq, wanted, _, pickled, _, times = reply
         result = decode_result(run, seq, pickled, buffers, task, times)
         if self.rebuilt and (run, seq) in self.rebuilt:
             self.rebuilt.discard((run, seq))
             result = replace(result, rebuilt=True)
-        if result.seconds:  # it was not dropped
+        if result.seconds:  # not dropped
             self._sizes.note(wanted)
             self.group = self._grouping.note(result.seconds, self._sizes.wanted)
         if self.deaths.unsettled:
@@ -400,14 +362,10 @@ class SupervisedPool(WorkerPool, Generic[W]):
 
 
 def fields_of(task: Task, *, forked: bool) -> bytes | tuple[Any, ...]:
-    """What a worker is sent of a task, for `messages.task_of`: its pickle, if it holds keys of the user's own classes.
+    """Return the fields of a task to send (`messages.task_of`), pickled if it has keys of the user's own classes.
 
-    So one that cannot be read is that batch's error. The others of a message go into one pickle.
-
-    Args:
-        task: what a worker is sent.
-        forked: the worker was forked, and has the very classes that the dataset knows. One that was spawned does not
-            have the script that they come from: they go by value, as they did with the dataset.
+    Pickling them separately makes an unreadable one that batch's error; otherwise all tasks of a message share a
+    pickle. A ``forked`` worker has the dataset's classes; a spawned one lacks the script, so they are sent by value.
     """
     known = (isinstance(shard, np.ndarray) or _PLAIN.issuperset(map(type, shard)) for shard in task.shards)
     if (task.part is not None and task.part.point.state is None) or all(known):
@@ -416,7 +374,7 @@ def fields_of(task: Task, *, forked: bool) -> bytes | tuple[Any, ...]:
         if forked:
             try:
                 return pickle.dumps(task.fields, protocol=5)
-            except Exception as error:  # a class that has no name to be found by goes by value
+            except Exception as error:  # a class that cannot be imported is sent by value
                 pass_on(error)
         with script_by_value():
             return bytes(cloudpickle.dumps(task.fields, protocol=5))
@@ -431,9 +389,9 @@ def fields_of(task: Task, *, forked: bool) -> bytes | tuple[Any, ...]:
 def decode_result(
     run: int, seq: int, pickled: memoryview, buffers: list[Any], task: Task | None, times: BatchTimes | None = None
 ) -> Result:
-    """The result in a reply; if it cannot be unpickled here, that is its batch's error."""
+    """Return the result in a reply. If it cannot be unpickled here, that is its batch's error."""
     try:
-        reply = pickle.loads(pickled, buffers=buffers)  # what `codec.encode` has made
+        reply = pickle.loads(pickled, buffers=buffers)  # made by `codec.encode`
         if type(reply) is tuple:
             return unpack_result(run, seq, reply, buffers, times)
     except Exception as error:

@@ -1,15 +1,14 @@
-"""Readers: the one that a job needs, and what a worker with a dataset of its own does with its tasks.
+"""Readers for a job, and task handling in workers with their own dataset.
 
-    reader_for(job) -> Reader           that of iterable data is imported only where there is such data: fewer imports
+    reader_for(job) -> Reader           imports the reader of iterable data only if needed
     stack_of(frame, until) -> text      what a thread reads, and the user's frames of it
-    write_stacks(until)                 these of all other threads, to stderr
-    TaskReader(number, ...)             for workers that have a dataset of their own, wherever they run:
-      begin(load) -> None, or an encoded error    the job taken: reader made, torch told, worker_init_fn called
-      answer(run, seq, fields, memory) -> reply   read, noted on the board, generators seeded; what leaves the worker
+    write_stacks(until)                 the same for all other threads, to stderr
+    TaskReader(number, ...)             for workers with their own dataset, wherever they run:
+      begin(load) -> None, or an encoded error    takes the job: reader, torch's worker info, worker_init_fn
+      answer(run, seq, fields, memory) -> reply   reads a task with seeded generators, and packs the result
 
-`process.worker` brings messages and slots to it by a pipe, `ray.actor` by calls of Ray. One thread uses it. What
-the user's code raises in a task is part of the result. A result that cannot be pickled is the error of its batch.
-Nothing here imports torch. If the user's dataset does, torch is told that it is in a worker.
+`process.worker` feeds it messages and slots from a pipe, `ray.actor` Ray calls. It is used by one thread. Exceptions of
+user code are part of the result; a result that cannot be pickled is the error of its batch. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from sharded_loader.base.imports import call_after_import
 from sharded_loader.base.notices import is_ours
 from sharded_loader.base.system import is_on, write_to_stderr
 from sharded_loader.batching.protocol import Array
-from sharded_loader.engine.board import BEGINNING, RUN, SAMPLE, SENDING, SEQ, SHARD, Board, new_board, phase
+from sharded_loader.engine.heartbeat import BEGINNING, RUN, SAMPLE, SENDING, SEQ, SHARD, Heartbeat, new_heartbeat, phase
 from sharded_loader.engine.messages import Job, Result, Task, pack_reply, pack_result, task_of
 from sharded_loader.engine.reader import Reader, plain_indices
 from sharded_loader.memory.codec import Encoded, End, Moving, SetApart, SlotWriter, encode, encode_error, set_apart
@@ -39,13 +38,7 @@ from sharded_loader.randomness.rng import derive_key, seed_as_torch, seed_global
 
 
 def reader_for(job: Job, *, readers: int = 1, seed: Callable[[int, int], None] | None = None) -> Reader:
-    """The reader of a job.
-
-    Args:
-        job: what is read.
-        readers: how many readers share the parts of iterable data; see `StreamReader`.
-        seed: of a process that reads for others, see `StreamReader`.
-    """
+    """Return the reader of a job. ``readers`` and ``seed`` are those of `StreamReader`."""
     if job.stream is None and not job.keeps_state:
         return Reader(job, tells_epoch=seed is not None and job.tells_epoch)
     from sharded_loader.data.inspection import keeps_place
@@ -53,43 +46,41 @@ def reader_for(job: Job, *, readers: int = 1, seed: Callable[[int, int], None] |
 
     if job.stream is None:
         return StatefulReader(job)
-    # The drop-in (which tells no epoch) has one iterator at a time, and reads the user's own object, as torch does.
+    # The drop-in (no tells_epoch) has one iterator at a time, and reads the user's own object, as torch does.
     several = job.stream.parts > readers or (job.stream.tells_epoch and keeps_place(job.dataset))
     return StreamReader(job, several=several, alone=seed is not None, seed=seed)
 
 
 def _globals_key(seed: int, epoch: int, position: int) -> int:
-    """What the global generators are seeded by for one batch, without ``whole``; see `seed_globals`."""
+    """Return the seed of the global generators for one batch; see `seed_globals`."""
     return derive_key(seed, "batch globals", epoch, position)
 
 
 def seeded_as_worker(seed: int, task: Task) -> AbstractContextManager[None]:
-    """Inside, the global generators are seeded for a batch as a process worker seeds them; see `seeded_globals`."""
+    """Seed the global generators inside the context as a process worker does for a batch."""
     return seeded_globals(_globals_key(seed, task.epoch, task.position), whole=False)
 
 
 def _reading_in(frame: FrameType | None) -> str:
-    """What a thread reads, in words, by the frame that it is in; "": nothing. Reading itself notes nothing for this."""
+    """Describe what a thread reads, from the locals of its frames (no overhead for reading); "": nothing."""
     while frame is not None and frame.f_code is not Reader.read.__code__:
         frame = frame.f_back
-    at = None if frame is None else frame.f_locals.get("at")
-    if at is None:
+    scope = None if frame is None else frame.f_locals.get("scope")  # the local variable of `Reader.read`
+    if scope is None:
         return ""
-    task, place, now = at.task, at.place, host_clock.now()
-    doing = f"reading sample {plain_indices(at.indices)[place]!r}" if place >= 0 else phase(at.board)
-    took = f"which it began {now - at.began:.0f} s ago"
-    if at.stamps and place >= 0:
-        took = f"for {now - at.stamps[-1]:.0f} s"
-    shard = f", shard {at.board[SHARD]}" if task.sharded else ""
+    task, place, now = scope.task, scope.place, host_clock.now()
+    doing = f"reading sample {plain_indices(scope.indices)[place]!r}" if place >= 0 else phase(scope.heartbeat)
+    took = f"which it began {now - scope.began:.0f} s ago"
+    if scope.stamps and place >= 0:
+        took = f"for {now - scope.stamps[-1]:.0f} s"
+    shard = f", shard {scope.heartbeat[SHARD]}" if task.sharded else ""
     return f"{doing} of epoch {task.epoch}, batch {task.seq}{shard}, {took}"
 
 
 def stack_of(newest: FrameType, until: str) -> str:
-    """What a thread reads, with the user's frames.
+    """Describe what a thread reads, with the user's frames.
 
-    Args:
-        newest: the frame that it is in.
-        until: the file that calls the user's code. Frames before it are those of the process that forked this one.
+    ``until`` is the file that calls user code; frames before it belong to the process that forked this one.
     """
     frames = [frame for frame, _ in traceback.walk_stack(newest)]
     ours = [number for number, frame in enumerate(frames) if frame.f_code.co_filename == until]
@@ -101,11 +92,7 @@ def stack_of(newest: FrameType, until: str) -> str:
 
 
 def write_stacks(until: str) -> None:
-    """Write to stderr what the thread that reads is at, and the user's frames; all frames, where there are none.
-
-    Args:
-        until: as of `stack_of`.
-    """
+    """Write `stack_of` the reading thread to stderr, or all frames if it has none of the user's."""
     frames = [frame for thread, frame in sys._current_frames().items() if thread != get_ident()]
     text = "".join(stack_of(frame, until) for frame in frames)
     write_to_stderr(text)
@@ -116,15 +103,10 @@ def write_stacks(until: str) -> None:
 class TaskReader:
     """Reads the tasks of one worker.
 
-    Args:
-        number: number of the worker, from 0.
-        num_workers: how many there are.
-        name: how errors name the worker.
-
     Attributes:
-        name: likewise.
-        board: where it notes what it is at.
-        job: what it reads; None before `begin`.
+        name: name of the worker in errors.
+        heartbeat: progress of the worker.
+        job: None before `begin`.
         cancelled: runs whose tasks are not to be read.
     """
 
@@ -132,16 +114,16 @@ class TaskReader:
         self._number = number
         self._num_workers = num_workers
         self.name = name
-        self.board: Board = new_board()
+        self.heartbeat: Heartbeat = new_heartbeat()
         self.job: Job | None = None
         self.cancelled: set[int] = set()
         self._reader: Reader | None = None
 
     def explain(self, error: BaseException, *, in_start: bool) -> None:
-        """Add to an error what is known of its cause here."""
+        """Add possible causes to an error. A hook for subclasses."""
 
     def begin(self, load: Callable[[], Job]) -> bytes | None:
-        """Read the job that `load` returns from now on. An encoded error, if it cannot be taken."""
+        """Take the job that `load` returns. Return an encoded error if that fails."""
         try:
             self.take(load())
         except BaseException as error:
@@ -152,15 +134,11 @@ class TaskReader:
         return None
 
     def take(self, job: Job) -> None:
-        """Read this job from now on.
-
-        Raises:
-            BaseException: of ``worker_init_fn``, which is called with the first job.
-        """
+        """Read this job from now on. ``worker_init_fn`` is called with the first one, and may raise anything."""
         first, self.job = self.job is None, job
         base, number = job.base_seed, self._number
         key = derive_key(job.seed, "worker_init_fn", number)
-        # Not seed + number where we choose: worker 1 of one run would have the numbers of worker 0 of the next.
+        # A derived key rather than seed + number, which worker 1 of one run would share with worker 0 of the next.
         seed = key & 0x7FFFFFFFFFFFFFFF if base is None else base + number
         call_after_import("torch", lambda: _tell_torch(number, self._num_workers, seed, job))
         if first and base is not None:
@@ -172,14 +150,7 @@ class TaskReader:
         self._reader = reader_for(job, readers=self._num_workers, seed=self._seed_globals)
 
     def answer(self, run: int, seq: int, fields: object, memory: Array | None) -> tuple[bytes, Encoded, SlotWriter]:
-        """Read one task, unless its run is cancelled.
-
-        Args:
-            run, seq, fields, memory: as of `read`.
-
-        Returns:
-            What leaves the worker (`messages.pack_reply`), with its buffers, and the slot that these lie in.
-        """
+        """Read one task, unless its run is cancelled. Return the packed reply, its buffers, and their slot."""
         result, slot, task = Result(run, seq), SlotWriter(None), None
         if run not in self.cancelled:
             result, slot, task = self.read(run, seq, fields, memory)
@@ -192,42 +163,32 @@ class TaskReader:
         return pack_reply(run, seq, slot.wanted, encoded, times), encoded, slot
 
     def read(self, run: int, seq: int, fields: object, memory: Array | None) -> tuple[Result, SlotWriter, Task | None]:
-        """Read one task.
-
-        Args:
-            run, seq: of the task.
-            fields: its fields, or its pickle (`link.unpack_tasks`).
-            memory: bytes that the batch may lie in; None: everything is made elsewhere.
-
-        Returns:
-            The result, the slot that its arrays lie in, and the task; None if that could not be unpickled.
-        """
-        assert self._reader is not None  # the job comes first
-        slot, board = SlotWriter(memory), self.board
-        board[RUN], board[SEQ], board[SHARD], board[SAMPLE] = run, seq, 0, BEGINNING
+        """Read one task into ``memory``. Return the result, its slot, and the task (None if unreadable)."""
+        assert self._reader is not None  # set by the job
+        slot, heartbeat = SlotWriter(memory), self.heartbeat
+        heartbeat[RUN], heartbeat[SEQ], heartbeat[SHARD], heartbeat[SAMPLE] = run, seq, 0, BEGINNING
         try:
             task = task_of(fields)
         except Exception as error:
             add_note(error, f"sharded_loader: batch {seq}: its indices could not be unpickled in {self.name}")
             return Result(run, seq, error=error), slot, None
-        if task.careful:
-            self._reader.probe(task, board)
+        if task.isolated:
+            self._reader.probe(task, heartbeat)
         empty = np.empty if memory is None else slot.empty
         self._seed_globals(task.epoch, task.position)
-        result = self._reader.read(task, self.name, empty, board, self._number)
+        result = self._reader.read(task, self.name, empty, heartbeat, self._number)
         if result.times is not None and result.times.retries:
             result = replace(result, retries=result.times.retries)
-        board[SAMPLE] = SENDING
+        heartbeat[SAMPLE] = SENDING
         return result, slot, task
 
     def _seed_globals(self, epoch: int, position: int) -> None:
-        """A batch that is built again, by whichever worker, gets the same seeds."""
-        assert self.job is not None  # a batch is read
+        assert self.job is not None  # set before a batch is read
         if self.job.base_seed is None:
             seed_globals(_globals_key(self.job.seed, epoch, position), whole=False)
 
     def pack(self, result: Result, slot: SlotWriter, task: Task | None = None) -> Encoded:
-        """What of a result leaves the worker; of one that cannot be pickled, an error that says so."""
+        """Encode a result; one that cannot be pickled becomes an error."""
         try:
             return pack_result(result, slot) or _encode(result, slot)
         except BaseException as unpicklable:  # a __reduce__ may call sys.exit
@@ -243,7 +204,6 @@ class TaskReader:
 
 
 def _encode(result: Result, slot: SlotWriter) -> Encoded:
-    """A result that `pack_result` does not take."""
     skipped = tuple((index, encode_error(error)) for index, error in result.skipped)
     error = None if result.error is None else encode_error(result.error)
     reply = replace(result, error=error, skipped=skipped, times=None)  # type: ignore[arg-type]  # these lie beside it
@@ -254,6 +214,6 @@ def _encode(result: Result, slot: SlotWriter) -> Encoded:
 
 
 def _tell_torch(number: int, num_workers: int, seed: int, job: Job) -> None:
-    from sharded_loader.streams.worker_info import tell_of_worker
+    from sharded_loader.streams.worker_info import announce_worker
 
-    tell_of_worker(number, num_workers, seed, job)
+    announce_worker(number, num_workers, seed, job)

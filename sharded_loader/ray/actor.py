@@ -3,7 +3,7 @@
     begin(published) -> Begun                       it has the dataset, over memory that its node's workers share
     follow(run, position, published)                its dataset fetches ahead by this order, for all actors of the node
     read(tasks, run, position) -> Group             the group's batches, which Ray puts into its object store
-    where() -> words of the board                   answered by a second thread, while the first one reads
+    where() -> words of the heartbeat                   answered by a second thread, while the first one reads
     stacks(), cancel(run)                           likewise
 
 The batches of a group are put together in one stretch of this process's memory. Ray copies it into the object store
@@ -142,13 +142,13 @@ class LoaderActor:
             rest += [np.frombuffer(buffer, np.uint8) for buffer in encoded.buffers]
             self._sizes.note(slot.wanted)
             used += slot.used
-        reading.board[SAMPLE] = IDLE
+        reading.heartbeat[SAMPLE] = IDLE
         self._groups.note(used)
         return b"".join(replies), places, memory[:used], rest
 
     def where(self) -> list[int]:
-        """The words of the board."""
-        return list(self._reading.board)
+        """Return the words of the heartbeat."""
+        return list(self._reading.heartbeat)
 
     def stacks(self) -> None:
         """Write the user's frames of all threads to stderr."""

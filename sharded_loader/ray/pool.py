@@ -168,7 +168,7 @@ class RayPool(SupervisedPool[ActorWorker]):
         self._start(replace(job, worker_init_fn=self.worker_init_fn, notes_samples=self.timeout is not None))
 
     def submit(self, tasks: Sequence[Task]) -> None:
-        transport, suspects = self._transport, self.deaths.suspects
+        transport, suspects = self._transport, self.deaths.crash_suspects
         unsent = defaultdict[ActorWorker, list[tuple[Task, object]]](list)
         filling: ActorWorker | None = None
         held: set[int] = set()  # lanes whose later tasks must not overtake one that waits
@@ -224,7 +224,7 @@ class RayPool(SupervisedPool[ActorWorker]):
             if (error := transport.look()) is not None:
                 self.close()
                 raise PoolBroken(error)
-            self.stop_late()
+            self.kill_stalled_workers()
         waiting, self.requeued = self.requeued, deque()
         self.submit(tuple(waiting))
         return results
@@ -234,7 +234,7 @@ class RayPool(SupervisedPool[ActorWorker]):
         error = future.exception()
         if what == "where":
             worker.asked = False
-            worker.board = worker.board if error is not None else future.result()
+            worker.heartbeat = worker.heartbeat if error is not None else future.result()
         elif error is None and what == "begin":
             said: Begun = future.result()
             if worker not in self._transport.workers:

@@ -7,8 +7,8 @@
     look()                    a cluster without room for any actor; a Ray that was shut down
 
 An actor that has been asked for may come in a second, in an hour (the cluster grows), or never. So only actors that are
-ready get tasks. The board of a dead actor is gone. What it read is known if it read one task *alone*, or if it had said
-where it is before it was killed for its silence. A node that dies is no batch's fault.
+ready get tasks. The heartbeat of a dead actor is gone. What it read is known if it read one task *alone*, or if it had
+said where it is before it was killed for its silence. A node that dies is no batch's fault.
 
 The tasks of a lane (a part of iterable data, or workers that take turns) stay with one actor, which keeps the part
 open. To give a lane to another actor costs the opening of a part, and changes no batch.
@@ -73,7 +73,7 @@ class ActorWorker(Worker):
     Attributes:
         calls: the oldest first.
         begun: what it has said of itself; None before it is ready.
-        board: where it was when it last answered.
+        heartbeat: where it was when it last answered.
         asked: it was asked where it is, and has not answered.
         failed: it could not begin, and no other is asked for in its place.
     """
@@ -83,7 +83,7 @@ class ActorWorker(Worker):
         self.actor, self._listen = actor, listen
         self.calls: list[Call] = []
         self.begun: Begun | None = None
-        self.board: Sequence[int] = UNUSED
+        self.heartbeat: Sequence[int] = UNUSED
         self.asked = self.failed = False
 
     @property
@@ -101,13 +101,13 @@ class ActorWorker(Worker):
         return getattr(self.actor, name).options(concurrency_group="control").remote(*arguments)
 
     def where(self) -> Sequence[int] | None:
-        """The board, when it was last heard of. It is asked again. An actor may take any time to come."""
+        """The last known heartbeat. It is asked again. An actor may take any time to come."""
         if not self.ready or not self.calls:
             return None
         if not self.asked:
             self.asked = True
             self._listen(self.control("where"), self, "where")
-        return self.board
+        return self.heartbeat
 
     def cancel(self, run: int) -> None:
         self.control("cancel", run)  # Ray's own ``cancel`` can hold up an actor for half a minute
@@ -115,7 +115,7 @@ class ActorWorker(Worker):
     def tell(self) -> None:
         self.control("stacks")  # Ray brings what it writes to this process
 
-    def kill_late(self, seconds: float) -> None:
+    def kill_stalled(self, seconds: float) -> None:
         import ray
 
         ray.wait([self.control("stacks")], timeout=ANSWER_SECONDS)  # one that holds the GIL cannot write them
@@ -255,7 +255,7 @@ class RayTransport(Transport[ActorWorker]):
         self.bell: Bell = queue.SimpleQueue()
         self.actors: list[Any] = []
         self.workers: list[ActorWorker] = []
-        self.leaving: list[ActorWorker] = []  # none: an actor is stopped at once
+        self.draining: list[ActorWorker] = []  # none: an actor is stopped at once
         self.ahead = FetchAhead()
         self._holders: dict[int, ActorWorker] = {}  # by lane, the actor that reads its tasks
         self._published: Any = None
@@ -359,7 +359,7 @@ class RayTransport(Transport[ActorWorker]):
         progress = self.ahead.progress_for(worker, self.workers)
         self.listen(worker.actor.read.remote(content, *progress), worker, call)
 
-    def retire(self, worker: ActorWorker) -> None:
+    def drain(self, worker: ActorWorker) -> None:
         cluster.stop(self.actors, worker.actor)
         self.bell.put(None)  # its tasks wait for another one
 
@@ -368,16 +368,16 @@ class RayTransport(Transport[ActorWorker]):
     def last_words(self, worker: ActorWorker, error: BaseException | None) -> Death:
         said = worker.begun or Begun(0, "", "")
         first = next(iter(worker.calls), None)
-        board: Sequence[int] | None = None
+        heartbeat: Sequence[int] | None = None
         if first is None:
-            board = UNUSED
-        elif worker.hung and any(is_at(worker.board, task) for task in worker.tasks.values()):
-            board = worker.board
+            heartbeat = UNUSED
+        elif worker.hung and any(is_at(worker.heartbeat, task) for task in worker.tasks.values()):
+            heartbeat = worker.heartbeat
         elif first.alone:
-            board = first.tasks[0].run, first.tasks[0].seq, 0, IN_BATCH
+            heartbeat = first.tasks[0].run, first.tasks[0].seq, 0, IN_BATCH
         # A process that ends is told of by the program that has started it; if that is silent, the node has gone.
         has_gone = error is not None and cluster.is_of_node(error)
-        death = Death(worker.number, said.pid, None, None, said.host, cluster.cause_of(error), worker.hung, board)
+        death = Death(worker.number, said.pid, None, None, said.host, cluster.cause_of(error), worker.hung, heartbeat)
         return death._replace(
             is_of_machine=has_gone or bool(said.node and said.node not in cluster.alive()),
             is_final=bool(getattr(error, "actor_init_failed", False)),

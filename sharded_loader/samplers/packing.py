@@ -5,8 +5,8 @@
     Pack(samples) -> dict of arrays, at the places found there; called alone, it fills row by row
 
 Windows are packed independently, so a row follows from (seed, epoch, window); `GROUP` documents are packed in one pass.
-How many rows a window has depends on its lengths, so a sampler caches *landmarks*: the number of rows before a window,
-per packed group. A state contains that of its position, so that no rank repacks what came before. ``len`` and jumps
+How many rows a window has depends on its lengths, so a sampler caches *row checkpoints*: the number of rows before a
+window, per packed group. A state contains that of its position, so that no rank repacks what came before. ``len`` and jumps
 ahead take one pass over the lengths in between. ``steps_per_epoch`` reads one endless sequence of windows (`EVERY`).
 """
 
@@ -39,7 +39,7 @@ ROWS = 64
 Places = npt.NDArray[np.int64]
 """For each document: row, first token, end token, and length of the whole document."""
 
-Landmark = tuple[int, int]
+RowCheckpoint = tuple[int, int]
 """Number of rows before a window, and the window's number, counted over all epochs."""
 
 Order = Callable[[Int64s], Int64s]
@@ -121,7 +121,7 @@ class PackSampler(Sampler[list[int]]):
         self.windows = parts(len(self._lengths), self.window, cut=False)
         self.at_once = max(min(GROUP // self.window, self.windows), 1)  # at most one epoch of a small dataset
         self.seed = resolve_seed(seed) if shuffle or seed is not None else None
-        self._landmarks: dict[Any, list[Landmark]] = {}
+        self._row_checkpoints: dict[Any, list[RowCheckpoint]] = {}
 
     @property
     def _shown_length(self) -> int:
@@ -162,23 +162,23 @@ class PackSampler(Sampler[list[int]]):
         """Number of batches in an epoch. The first call takes a pass over the lengths, at 2 M per second."""
         return _PackTable(self, epoch).upto(0, 1 << 60)
 
-    def known(self, epoch: int) -> list[Landmark]:
-        """Return the known landmarks of an epoch, ascending; those of the last epochs are cached."""
+    def known(self, epoch: int) -> list[RowCheckpoint]:
+        """Return the known row checkpoints of an epoch, ascending; those of the last epochs are cached."""
         key = self.seed, epoch
-        if key not in self._landmarks:
-            while len(self._landmarks) >= 4:
-                self._landmarks.pop(next(iter(self._landmarks)))
-            self._landmarks[key] = [(0, max(epoch, 0) * self.windows)]
-        return self._landmarks[key]
+        if key not in self._row_checkpoints:
+            while len(self._row_checkpoints) >= 4:
+                self._row_checkpoints.pop(next(iter(self._row_checkpoints)))
+            self._row_checkpoints[key] = [(0, max(epoch, 0) * self.windows)]
+        return self._row_checkpoints[key]
 
-    def landmark(self, epoch: int, batch: int) -> Landmark:
-        """Return the nearest known landmark before a batch, for a state."""
+    def row_checkpoint(self, epoch: int, batch: int) -> RowCheckpoint:
+        """Return the nearest known row checkpoint before a batch, for a state."""
         found = self.known(epoch)
         return found[bisect_right(found, (batch * self.rows, 1 << 62)) - 1]
 
-    def note_landmark(self, epoch: int, landmark: Landmark) -> None:
-        if landmark not in (found := self.known(epoch)):
-            insort(found, landmark)
+    def add_row_checkpoint(self, epoch: int, row_checkpoint: RowCheckpoint) -> None:
+        if row_checkpoint not in (found := self.known(epoch)):
+            insort(found, row_checkpoint)
 
     # -- packing --------------------------------------------------------------------------------------------
 
@@ -259,6 +259,10 @@ def best_fit(sizes: npt.NDArray[np.int32], windows: Int64s, count: int, tokens: 
     return rows, (spare < tokens).sum(axis=1)
 
 
+FARTHEST = 1 << 30
+"""Rows to pack, at most, on the way to a position of an endless sequence: 10 minutes. A spoilt state may ask for more."""
+
+
 class _PackTable(Table):
     """Batches of one epoch, or of all epochs (`EVERY`)."""
 
@@ -301,10 +305,15 @@ class _PackTable(Table):
             found += end - begin
         return Packed(documents, np.concatenate(places), found)
 
-    def _find_group(self, row: int) -> Landmark:
-        """Return the landmark of the group that contains a row; beyond the last row, end and number of rows."""
+    def _find_group(self, row: int) -> RowCheckpoint:
+        """Return the row checkpoint of the group that contains a row; beyond the last row, end and number of rows."""
         known, step = self._sampler.known(self._epoch), self._sampler.at_once
         n = bisect_right(known, (row, 1 << 62)) - 1
+        if self._epoch == EVERY and row - known[n][0] > FARTHEST:
+            raise ValueError(
+                f"PackSampler cannot be resumed at row {row:,}, or begin there: it would pack all rows from "
+                f"{known[n][0]:,} on. Is the number of the epoch right?"
+            )
         while True:
             before, window = known[n]
             if window >= self._end or (n + 1 < len(known) and known[n + 1][1] - window <= step):

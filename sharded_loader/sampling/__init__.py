@@ -1,14 +1,12 @@
-"""The order of samples: samplers, batch samplers, shards and ranks. `sharded_loader` has their names. From the
-bottom up:
+"""The order of samples: samplers, batch samplers, shards and ranks. From the bottom up:
 
-    tables.py            one epoch as a table; batches and ranks as arithmetic on positions
-    base.py              Sampler: what every sampler is, and what ``set_epoch`` has asked of it
-    state.py             what `state_dict` returns
-    foreign.py           any sampler at all as a table: the one place that reads samplers of other libraries
-    own.py               what a loader makes itself: indices in turn or shuffled, batches, also with rollover
-    epoch.py             one epoch's batches for a rank, from any position on
-    order.py             a loader's order: which epoch is next, what a state is compared with, the share of one rank
+    tables.py        one epoch as a table; batches and ranks as arithmetic on positions
+    base.py          Sampler: the base class of samplers, and their calls of ``set_epoch``
+    state.py         contents of `state_dict`
+    third_party.py       any sampler as a table; the only module that reads samplers of other libraries
+    own.py           samplers that a loader makes: sequential or shuffled indices, batches, also with rollover
+    epoch.py         one epoch's batches for a rank, from any position on
+    order.py         a loader's order: the next epoch, comparison with states, one rank's share
 
-Everything here is a pure function of (seed, epoch, position); nothing imports torch until a seed has to be
-drawn from its generator.
+Everything here is a pure function of (seed, epoch, position). torch is imported only to draw a seed.
 """

@@ -1,18 +1,17 @@
-"""What every sampler of this library is: a pure function of (seed, epoch), plus a counter for its use alone.
+"""Base classes of samplers: pure functions of (seed, epoch), plus an epoch counter for standalone use.
 
-    sampler.epoch_table(epoch)         pure: that epoch as a table of items by position       (loaders use this)
-    sampler.iter_epoch(epoch, start)   pure: the same items, one after the other
-    sampler.len_epoch(epoch)           pure: the number of items in that epoch
-    iter(sampler), len(sampler)        the epoch that is pending; each iter() moves `epoch` on by one
+    sampler.epoch_table(epoch)         pure: the epoch as a table of items by position; used by loaders
+    sampler.iter_epoch(epoch, start)   pure: the same items as an iterator
+    sampler.len_epoch(epoch)           pure: number of items in the epoch
+    iter(sampler), len(sampler)        the pending epoch; each iter() increments `epoch`
     sampler.set_epoch(epoch)           sets `epoch`, and the next epoch of the loaders that read the sampler
 
-In: lengths, keys, a seed. Out: Python ints (index samplers) or lists of them (batch samplers). A sampler owns no
-threads, no files and no generator state. Only `epoch` changes in it, and loaders count their own epochs. So iterating
-over a sampler changes nothing in a loader. An explicit ``set_epoch`` does, as timm, Lightning and accelerate need it. A
-sampler knows no loader: it keeps the last call, and each loader looks for calls that are new to it.
+A sampler owns no threads, files or generator state; only `epoch` changes. Loaders count their own epochs, so iterating
+over a sampler does not affect them. An explicit ``set_epoch`` does, as timm, Lightning and accelerate need it: the
+sampler stores the last call, and each loader checks for new calls.
 
-What can go wrong: a subclass that overrides ``__iter__`` alone, as Gluon's users do, has no pure access. It still
-works, as a sampler of another library does (`sharded_loader.sampling.foreign`).
+What can go wrong: a subclass that overrides only ``__iter__``, as in Gluon, has no pure access. It still works, like a
+third-party sampler (`sharded_loader.sampling.third_party`).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import numpy as np
 
 from sharded_loader.base.checks import check_int, refuse_class
 from sharded_loader.base.described import Described
-from sharded_loader.engine.epoch_requests import EpochRequest, note
+from sharded_loader.engine.epoch_requests import EpochRequest, new_request
 from sharded_loader.randomness.rng import draw_seed
 from sharded_loader.sampling.tables import Table
 
@@ -37,24 +36,24 @@ Item_co = TypeVar("Item_co", covariant=True)
 ONE_SHOT = "an iterator can be read once, and each epoch reads the sampler again: pass a list, or a class with __iter__"
 
 EVERY = -1
-"""The epoch that stands for the endless sequence of all epochs, of samplers with `Sampler.counts_by_pass`."""
+"""Epoch number that stands for the endless sequence of all epochs; for samplers with `Sampler.counts_by_pass`."""
 
-MAX_NESTING = 16  # samplers inside samplers; more than a handful is a cycle
+MAX_NESTING = 16  # deeper nesting is a cycle
 
 
 class DrawnSeed(int):
-    """A seed that the user did not give. A loader with a seed of its own uses its own instead."""
+    """A seed that was drawn, not passed by the user. A loader with its own seed overrides it."""
 
 
 def resolve_seed(seed: object) -> int:
-    """The given seed as an int, or one from torch's default generator (imports torch only then)."""
+    """Return the seed as an int; None draws one from torch's default generator (imports torch only then)."""
     if seed is None:
         return DrawnSeed(draw_seed())
     return check_int("seed", seed, -math.inf, "give an int, or None to draw one from torch's default generator")
 
 
 def check_sampler(sampler: object, name: str = "sampler") -> None:
-    """Reject what cannot be a sampler: what is not iterable, generators and other one-shot iterators."""
+    """Reject objects that cannot be samplers: non-iterables, generators and other one-shot iterators."""
     kind = type(sampler)
     method = getattr(kind, "__iter__", None)
     refuse_class(name, sampler)
@@ -67,7 +66,7 @@ def check_sampler(sampler: object, name: str = "sampler") -> None:
 
 
 def nested(sampler: object) -> Iterator[Any]:
-    """The sampler and those inside it (``.sampler``, ``.batch_sampler``), outermost first."""
+    """Iterate over the sampler and its inner samplers (``.sampler``, ``.batch_sampler``), outermost first."""
     for _ in range(MAX_NESTING):
         yield sampler
         inner = getattr(sampler, "sampler", None)
@@ -79,7 +78,7 @@ def nested(sampler: object) -> Iterator[Any]:
 
 
 def tell_epoch(sampler: object, epoch: int) -> None:
-    """Call ``set_epoch`` on a sampler and on those inside it: torch's BatchSampler passes nothing on."""
+    """Call ``set_epoch`` on a sampler and its inner samplers; torch's BatchSampler does not forward it."""
     for each in nested(sampler):
         if callable(set_epoch := getattr(each, "set_epoch", None)):
             set_epoch(epoch)
@@ -91,16 +90,16 @@ class Sampler(Described, Generic[Item_co]):
     Two ways to write one:
 
     - As in Gluon, override ``__iter__`` and ``__len__``. The loader seeds the global generators for each epoch.
-    - Override `iter_epoch` and `len_epoch` with pure functions of the epoch. ``__iter__``, ``__len__`` and
-      `set_epoch` then work by themselves, and the loader can jump into the middle of any epoch.
+    - Override `iter_epoch` and `len_epoch` with pure functions of the epoch. ``__iter__``, ``__len__`` and `set_epoch`
+    then work by themselves, and the loader can jump into the middle of any epoch.
 
     Attributes:
-        epoch: the epoch that the next ``iter()`` of the sampler begins, from 0. Loaders have an ``epoch`` of their own.
-        seed: the integer that, with the epoch, decides the order; None where nothing is random.
-        counts_by_pass: `len_epoch` takes a pass over the data, so loaders do without the length. Epochs differ in
-            length. Under ``steps_per_epoch`` loaders read ``epoch_table(EVERY)``, which has no end.
-        is_part: it yields the samples of one rank.
-        yields_batches: it can be a ``batch_sampler=`` only.
+        epoch: epoch of the next ``iter()``, from 0. Loaders have an ``epoch`` of their own.
+        seed: integer that, with the epoch, decides the order; None if nothing is random.
+        counts_by_pass: `len_epoch` needs a pass over the data, so loaders do without the length, and epochs may differ
+            in length. Under ``steps_per_epoch`` loaders read ``epoch_table(EVERY)``, which is endless.
+        is_part: the sampler yields the samples of one rank.
+        yields_batches: the sampler is valid only as ``batch_sampler=``.
 
     Example:
         >>> class Backwards(Sampler[int]):
@@ -112,33 +111,33 @@ class Sampler(Described, Generic[Item_co]):
     Source of the idea: `mxnet.gluon.data.Sampler`.
     """
 
-    # Class attributes, because Gluon's users write subclasses that never call ``super().__init__()``.
+    # Class attributes, because Gluon-style subclasses never call ``super().__init__()``.
     _epoch: int = 0
     counts_by_pass = is_part = yields_batches = False
-    epoch_request: EpochRequest | None = None  # the last call of `set_epoch`, for the loaders
+    epoch_request: EpochRequest | None = None  # last call of `set_epoch`, read by loaders
     seed: int | None = None
     ranks: int | None = None
-    """The number of ranks that the order is made for; None: the order is the same for any number of ranks."""
+    """Number of ranks that the order is made for; None if it is the same for any number."""
     order_version: int = 1
-    """Of the order. States have it, so that one from the middle of an epoch in an older order is rejected."""
+    """Version of the order, part of states: a mid-epoch state of an older order is rejected."""
     cut_by: ClassVar[tuple[str, ...]] = ()
-    """Names in ``decided_by``: the arguments that say where a batch sampler cuts its order into batches."""
+    """Names in ``decided_by`` of the arguments that decide where batches are cut."""
     sized_by: ClassVar[tuple[str, ...]] = ()
-    """The attributes that grow with the size of a batch. The first one is that size, if it is a number."""
+    """Attributes that scale with the batch size. The first one is that size, if it is a number."""
     fixed: ClassVar[tuple[str, ...]] = ()
-    """Arguments that the sampler keeps under their names, and that have no effect after it was made."""
+    """Attributes that hold arguments, and whose change would have no effect."""
     dataset_length: int | None = None
-    """Of how many samples it knows a length or label. A dataset of another length is rejected."""
+    """Number of samples with a known length or label. A dataset of another length is rejected."""
     of_each: ClassVar[str] = "length"
-    """What it knows of them."""
+    """Per-sample property that the sampler knows, for errors."""
     plan: Any = None
-    """What else must be equal in two batch samplers whose steps have the same samples, on other numbers of ranks."""
+    """Additional value that two batch samplers must share for their steps to be equal on different numbers of ranks."""
 
     def __setattr__(self, name: str, value: object) -> None:
         kind: Any = type(self)
-        # A class of the user's may keep its arguments under any names, until its order has been read.
+        # A user's class may store arguments under any names until its order has been read.
         is_read = kind.__module__.startswith("sharded_loader.") or vars(self).keys() & {"_epoch", "epoch_request"}
-        if (is_read and name in _unchangeable(kind)) or (name in self.fixed and name in vars(self)):
+        if (is_read and name in _fixed_arguments(kind)) or (name in self.fixed and name in vars(self)):
             text = f"{name} of a {kind.__name__} was read when it was made, and a change would have no effect"
             live = ". For weights that change, mix datasets with interleave, and call the loader's set_weights"
             advice = f"make another {kind.__name__}, and a loader with it{live if name == 'weights' else ''}"
@@ -146,7 +145,6 @@ class Sampler(Described, Generic[Item_co]):
         super().__setattr__(name, value)
 
     def check_dataset(self, length: int) -> None:
-        """Reject a dataset of another length."""
         if self.dataset_length not in (None, length):
             text = f"the {type(self).__name__} has {self.dataset_length} {self.of_each}s, but the dataset has {length}"
             raise ValueError(f"{text} samples: give one {self.of_each} per sample, in the order of the dataset")
@@ -166,12 +164,12 @@ class Sampler(Described, Generic[Item_co]):
             ValueError: if ``epoch`` is negative or not an integer.
         """
         self.epoch = epoch
-        self.epoch_request = note(self.epoch)
+        self.epoch_request = new_request(self.epoch)
 
-    set_epoch.is_noted = True  # type: ignore[attr-defined]
+    set_epoch.is_recorded = True  # type: ignore[attr-defined]
 
     def __iter__(self) -> Iterator[Item_co]:
-        # Not a generator function: seed and epoch are read now, not when the first item is asked for.
+        # Not a generator function: seed and epoch are read now, not at the first item.
         epoch = self.epoch
         items = self.iter_epoch(epoch)
         self.epoch = epoch + 1
@@ -181,35 +179,32 @@ class Sampler(Described, Generic[Item_co]):
         return self.len_epoch(self.epoch)
 
     def iter_epoch(self, epoch: int, start: int = 0) -> Iterator[Item_co]:
-        """The items of an epoch from position ``start`` on. Leaves `epoch` alone.
+        """Iterate over the items of an epoch from position ``start`` on. Leaves `epoch` unchanged.
 
-        Seed and epoch are read when this is called, not at the first item: not a generator function.
+        Not a generator function: seed and epoch are read when this is called, not at the first item.
         """
         start = check_int("start", start, 0, "it counts the items of the epoch to leave out")
         items: Iterator[Item_co] = self.epoch_table(epoch).items(start)
         return items
 
     def epoch_table(self, epoch: int) -> Table:
-        """An epoch as a table: any of its items by position. Samplers of this library override this one.
-
-        Seed and epoch are read when this is called. What the whole epoch needs (a shuffled array) is made now.
-        """
+        """Return an epoch as a table: any of its items by position. Seed and epoch are read immediately."""
         advice = "override __iter__ and __len__, or iter_epoch and len_epoch"
         raise NotImplementedError(f"{type(self).__name__} has no order: {advice}")
 
     def len_epoch(self, epoch: int) -> int:
-        """The number of items in an epoch, which may differ from epoch to epoch. It does not change `epoch`."""
+        """Return the number of items in an epoch, which may vary. Leaves `epoch` unchanged."""
         raise NotImplementedError(f"{type(self).__name__} has no length: override __len__, or len_epoch")
 
     def for_ranks(self, ranks: int) -> Sampler[Item_co]:
-        """This sampler, for ranks that take its items in turn. A loader with ``num_replicas`` reads that.
+        """Return the sampler that loaders with ``num_replicas`` read, for ranks that take its items in turn.
 
-        Override it to give the ranks of one step items that take equally long. Return a copy: others read the sampler.
+        Override it to give all ranks items of equal cost in a step. Return a copy, because the sampler may be shared.
         """
         return self
 
     def resized(self, size: int, before: int) -> Sampler[Item_co] | None:
-        """A copy whose batches are larger by ``size / before``, in the same order; None if it cannot have them."""
+        """Return a copy with batches scaled by ``size / before`` in the same order; None if that is impossible."""
         twin = copy.copy(self)
         for name in self.sized_by:
             value = getattr(self, name)
@@ -222,7 +217,7 @@ class Sampler(Described, Generic[Item_co]):
 
     @property
     def samples_in_batch(self) -> object:
-        """The number of samples, or of rows, in a batch. No number: they have several sizes."""
+        """Number of samples, or of rows, in a batch; not an integer if batches vary in size."""
         return getattr(self, self.sized_by[0], None) if self.sized_by else None
 
 
@@ -230,16 +225,13 @@ _OF_ORDER = ("__iter__", "iter_epoch", "epoch_table")
 
 
 @lru_cache
-def _unchangeable(kind: type[Sampler[Any]]) -> frozenset[str]:
-    """The arguments of the library's class, under a user's too, that are not kept under their names.
-
-    None if the user's class has an order of its own. An attribute that it overrides is its own.
-    """
+def _fixed_arguments(kind: type[Sampler[Any]]) -> frozenset[str]:
+    """Return the inherited arguments of a user's class that are not attributes; none if it defines its own order."""
     base: Any = next(one for one in kind.__mro__ if one.__module__.startswith("sharded_loader."))
     if any(getattr(kind, name, None) is not getattr(base, name, None) for name in _OF_ORDER):
         return frozenset()
-    kept = [name for name, attribute in (*kind.decided_by, *kind.shown) if name == attribute]
-    names = frozenset(inspect.signature(base).parameters) - {"seed", "sampler", "batch_sampler", *kept}
+    stored = [name for name, attribute in (*kind.decided_by, *kind.shown) if name == attribute]
+    names = frozenset(inspect.signature(base).parameters) - {"seed", "sampler", "batch_sampler", *stored}
     return frozenset(name for name in names if getattr(kind, name, None) is getattr(base, name, None))
 
 
@@ -247,7 +239,7 @@ _NEVER = 1 << 30
 
 
 def depth(sampler: object, method: str) -> int:
-    """How many classes up the method is defined; `Sampler`'s own placeholders do not count as definitions."""
+    """Return how many classes up the MRO a method is defined; placeholders of `Sampler` do not count."""
     for depth, cls in enumerate(type(sampler).__mro__):
         if method in vars(cls):
             return _NEVER if cls is Sampler and method != "__iter__" else depth
@@ -255,20 +247,19 @@ def depth(sampler: object, method: str) -> int:
 
 
 def is_own(sampler: object) -> bool:
-    """Whether a sampler has pure `epoch_table` or `iter_epoch`. An ``__iter__`` that a subclass overrides is used."""
+    """Return True if a sampler has a pure `epoch_table` or `iter_epoch`, and no subclass overrides ``__iter__``."""
     provides = min(depth(sampler, "iter_epoch"), depth(sampler, "epoch_table"))
     return provides <= depth(sampler, "__iter__") and hasattr(sampler, "len_epoch")
 
 
 class WrapperSampler(Sampler[Item_co]):
-    """Base class of samplers over another sampler: they share one epoch.
+    """Base class of samplers over another sampler. If that is one of this library, both share its `epoch`.
 
-    `epoch` is the inner sampler's where that is one of ours, so ``set_epoch`` may be called on either of them.
-    ``seed`` starts a ``sampler`` of another library. None draws a seed if it is needed.
+    ``seed`` starts a third-party ``sampler``; None draws one if needed.
     """
 
     _wraps: ClassVar[str] = "sampler"
-    """The attribute that is the inner sampler."""
+    """Name of the attribute that holds the inner sampler."""
 
     def __init__(self, sampler: Iterable[object], seed: int | None) -> None:
         check_sampler(sampler, self._wraps)
@@ -276,16 +267,15 @@ class WrapperSampler(Sampler[Item_co]):
         self._shares_epoch = isinstance(sampler, Sampler) and is_own(sampler)
         self.counts_by_pass = getattr(sampler, "counts_by_pass", False)
         if seed is None and (is_own(sampler) or isinstance(sampler, Sequence | np.ndarray)):
-            seed = 0  # it is not used
+            seed = 0  # unused
         self.seed: int = resolve_seed(seed)
 
     @property
     def inner(self) -> Any:
-        """The sampler that this one wraps."""
         return getattr(self, self._wraps)
 
     def over(self, inner: object) -> Any:
-        """A copy of this sampler that wraps another one."""
+        """Return a copy that wraps another sampler."""
         twin = copy.copy(self)
         setattr(twin, self._wraps, inner)
         return twin
@@ -311,20 +301,19 @@ class WrapperSampler(Sampler[Item_co]):
         super().set_epoch(epoch)
         tell_epoch(self.inner, self.epoch)
 
-    set_epoch.is_noted = True  # type: ignore[attr-defined]
+    set_epoch.is_recorded = True  # type: ignore[attr-defined]
 
     @property
     def _shown_seed(self) -> int | None:
-        return None if find_foreign(self, 0)[0] is None else self.seed
+        return None if find_third_party(self, 0)[0] is None else self.seed
 
 
 def for_ranks(sampler: object, ranks: int) -> Any:
-    """Any sampler, for ranks that take its items in turn; see `Sampler.for_ranks`."""
     return sampler.for_ranks(ranks) if isinstance(sampler, Sampler) and is_own(sampler) else sampler
 
 
 def ranks_of(sampler: object) -> int | None:
-    """The number of ranks that the order of any sampler is made for; None: of any number."""
+    """Return the number of ranks that a sampler's order is made for; None: any number."""
     own = (one for one in nested(sampler) if isinstance(one, Sampler))
     return next((one.ranks for one in own if one.ranks is not None), None)
 
@@ -333,8 +322,8 @@ def is_wrapper(sampler: object) -> TypeGuard[WrapperSampler[Any]]:
     return isinstance(sampler, WrapperSampler) and is_own(sampler)
 
 
-def find_foreign(sampler: Any, seed: int) -> tuple[Any, int]:
-    """The sampler of another library at the end of a chain of wrappers, or None; and the seed that starts it."""
+def find_third_party(sampler: Any, seed: int) -> tuple[Any, int]:
+    """Return the third-party sampler at the end of a chain of wrappers, or None, and the seed that starts it."""
     while is_wrapper(sampler):
         sampler, seed = sampler.inner, sampler.seed
     return None if is_own(sampler) else sampler, seed

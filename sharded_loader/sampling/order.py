@@ -1,23 +1,15 @@
-"""The order of a loader: every epoch's batches, for this rank, as a pure function of the epoch.
+"""The order of a loader: every epoch's batches for this rank, as a pure function of the epoch.
 
     Sampling: sampler, batch_size, last_batch  or  batch_sampler
         -> MapOrder.epoch(number, position) -> MapEpoch
     look_up(order, epoch, step), checksums(order, epoch)    steps of any epoch
 
-The samplers that the user gave belong to the user. The order reads them as functions of (seed, epoch) and changes
-nothing in them, so several loaders may share one. If a sampler has no seed of its own and the loader has one, the order
-reads a copy of it.
+The order reads the user's samplers as functions of (seed, epoch) and never changes them, so loaders may share them. It
+also decides the next epoch: by the loader's count, unless ``set_epoch`` was called on a sampler, as timm, Lightning and
+accelerate do. On third-party samplers that method is wrapped, per object, to record the call.
 
-Also the one place that knows which epoch comes next: the one that the loader counts, unless the user has called
-``set_epoch`` on a sampler, as timm, Lightning and accelerate do. On a sampler of another library ``set_epoch`` is
-replaced, on that object alone, by a function that notes the call and passes it on.
-
-All ranks read one global order, so they must agree on its seed, and every rank gets the same number of items. The end
-is padded by wrapping round to the beginning of the epoch, or cut off. The arithmetic is that of
-`sharded_loader.sampling.tables.Dealt`.
-
-What can go wrong: arguments that contradict each other; a state that belongs to another order. If ranks have different
-seeds, each reads its own order, and no rank can notice it.
+All ranks read one global order, so they must agree on its seed, which none of them can check. Each gets the same number
+of items; the end is padded or dropped as in `sharded_loader.sampling.tables.StridedTable`.
 """
 
 from __future__ import annotations
@@ -33,27 +25,21 @@ from sharded_loader.base.checks import check_int
 from sharded_loader.base.notices import warn
 from sharded_loader.data.seeding import told_in
 from sharded_loader.engine.order import Order, Position, resolve_replicas
-from sharded_loader.sampling import foreign
 from sharded_loader.sampling import state as states
-from sharded_loader.sampling.base import find_foreign, for_ranks, is_own, nested, ranks_of
+from sharded_loader.sampling import third_party
+from sharded_loader.sampling.base import find_third_party, for_ranks, is_own, nested, ranks_of
 from sharded_loader.sampling.epoch import MapEpoch, SamplerSource
-from sharded_loader.sampling.foreign import Found, known_length
 from sharded_loader.sampling.own import Sampling, with_seeds
 from sharded_loader.sampling.state import Signature, arguments_of, has_weights, other_arguments, seed_of, shifted
 from sharded_loader.sampling.tables import Ranges, StepCount, bytes_of, check_skip, merged
+from sharded_loader.sampling.third_party import Found, known_length, read_twice, text_if_ranks_repeat
 
 LEFT_OUT = "--------"
-"""Stands for a step that is left out among `checksums`."""
+"""Placeholder for a skipped step in `checksums`."""
 
 
 class _Rest(NamedTuple):
-    """What the rest of an epoch is read with, as a state has it.
-
-    Attributes:
-        epoch: which epoch.
-        ranks: the number of ranks that its order is made for.
-        length: the samples that it has; None: all of the dataset.
-    """
+    """Rest of a state's epoch: the ranks its order is made for, and its number of samples (None: the whole dataset)."""
 
     epoch: int
     ranks: int
@@ -61,25 +47,20 @@ class _Rest(NamedTuple):
 
 
 def _rest_of(saved: Signature, position: Position, now: int | None) -> _Rest:
-    """What the rest of a state's epoch is read with. Of a dataset that has grown it has the samples of then.
-
-    ``now``: the samples of the dataset, if it may have grown.
-    """
+    """Return the rest of a state's epoch. If the dataset has grown to ``now`` samples, it has the old ones."""
     was = saved.dataset_length
     has_grown = position.done > 0 and was is not None and now is not None and was < now
     return _Rest(position.epoch, saved.step_ranks or 1, was if has_grown else None)
 
 
 @dataclass(frozen=True)
-class _Past:
-    """What an order keeps of a loaded state, or of a time with other ranks.
+class _ResumePoint:
+    """Loaded state, or state before a change of ranks: the ``epoch`` and batch from which the order continues.
 
     Attributes:
-        epoch, first: it goes on in this epoch, with the batch of this number.
         position: the same as a position; None: the beginning of the epoch.
-        is_known: whether the batches before that were those of this order, as far as anybody knows.
-        shift: of the epochs' beginnings.
-        rest: of the epoch of the state; None: it begins.
+        is_known: the batches before it were in this order, as far as known.
+        shift: offset of epoch starts in items.
     """
 
     epoch: int = 0
@@ -91,16 +72,9 @@ class _Past:
 
 
 class MapOrder(Order[Signature]):
-    """Builds the samplers that a loader's arguments ask for, and reads their epochs.
+    """Order of a loader: makes the samplers for its arguments (`Sampling`), and reads their epochs.
 
-    Args:
-        length: samples in the dataset.
-        dataset: the calls of its ``set_epoch`` count too.
-        num_replicas, rank, seed, skip: the loader's arguments.
-        **given: those of `Sampling`.
-
-    Raises:
-        ValueError, TypeError: arguments that contradict each other (Gluon's three among them).
+    Calls of the dataset's ``set_epoch`` count too.
     """
 
     def __init__(
@@ -117,11 +91,11 @@ class MapOrder(Order[Signature]):
         self.sampling = sampling = Sampling(**given)
         super().__init__(given["last_batch"], num_replicas, rank, seed, sampling.steps_per_epoch)
         if self._replicas not in (None, (1, 0)):
-            foreign.refuse_distributed_sampler(sampling.given)
+            third_party.refuse_distributed_sampler(sampling.given)
         self.drops_last |= bool(getattr(sampling.given, "drop_last", False)) and sampling.given_batches
-        self._past, self._dataset = _Past(), dataset
-        self._count, self._settled = StepCount(self.steps), False
-        if seed is not None or self.replicated:  # one of its own, or one that all ranks agree on
+        self._resume, self._dataset = _ResumePoint(), dataset
+        self._count, self._has_begun = StepCount(self.steps), False
+        if seed is not None or self.replicated:  # passed by the user, or shared by all ranks
             sampling.read = with_seeds(sampling.read, [self.seed if takes else None for takes in sampling.takes_seed])
         self.resize(length)
         self.add_skip(skip)
@@ -132,33 +106,31 @@ class MapOrder(Order[Signature]):
         return self.sampling.sampler
 
     def resize(self, length: int | None) -> None:
-        """Make the loader's samplers again, for a dataset of this length; the epoch that comes next stays."""
         self._count.forget(self.next_epoch)
         self.dataset_length, sampling = length, self.sampling
         sampling.make(length, self.seed, self.replicas if self.replicated else None)
         self.batch_sampler = sampling.batch_sampler
-        # The samples of a batch keep their order where the last ones may be fillers.
+        # Padding must stay at the end of a batch, so its samples keep their order.
         self.shard_costs = None if sampling.costs is None or sampling.evaluate else sampling.sampler.costs
-        # set_epoch may be called on the samplers that the user gave, and on those that the loader shows.
+        # set_epoch may be called on the user's samplers, and on those that the loader exposes.
         self._requests.listen([*nested(sampling.given), *nested(self.batch_sampler), *told_in(self._dataset)])
 
     def undisturbed(self, but: object) -> AbstractContextManager[None]:
-        """Inside, the samplers may be read. Those of other libraries are put back. ``but``, the dataset, stays."""
-        return foreign.undisturbed([sampler for sampler in nested(self.batch_sampler) if not is_own(sampler)], but)
+        return third_party.undisturbed([sampler for sampler in nested(self.batch_sampler) if not is_own(sampler)], but)
 
     # -- state ----------------------------------------------------------------------------------------------
 
     def signature(self, epoch: int, rest: _Rest | None = None) -> Signature:
-        """What a position in this order is a position in. ``rest``: of the epoch; None: as the last state had it."""
-        sampling, rest = self.sampling, rest or self._past.rest
+        """Return the signature of positions in an epoch. ``rest`` defaults to that of the last state."""
+        sampling, rest = self.sampling, rest or self._resume.rest
         items, length = self._items_of(epoch, rest)
         made_for = ranks_of(items)
         return Signature(
             seed=self.seed,
             dataset_length=length,
             sampler=states.kind_of(sampling.items),
-            # Samplers of other libraries may have another length when they are read.
-            sampler_length=known_length(items, epoch) if find_foreign(sampling.items, 0)[0] is None else None,
+            # The length of a third-party sampler may change when it is read.
+            sampler_length=known_length(items, epoch) if find_third_party(sampling.items, 0)[0] is None else None,
             sampler_seeds=tuple(map(seed_of, sampling.samplers)),
             batch_size=None if sampling.given_batches else self.batch_sampler.batch_size,
             last_batch=None if sampling.given_batches else sampling.last_batch or "keep",
@@ -166,19 +138,19 @@ class MapOrder(Order[Signature]):
             steps_per_epoch=self.steps,
             num_replicas=self.replicas()[0] if self.replicated or self.steps is not None else None,
             step_ranks=None if made_for == 1 else made_for,
-            shift=self._past.shift,
+            shift=self._resume.shift,
             skip=self.skip,
         )
 
     def _items_of(self, epoch: int, rest: _Rest | None) -> tuple[Any, int | None]:
-        """The sampler of the global order in an epoch, and the number of samples that it has."""
+        """Return the sampler of the global order in an epoch, and its number of samples."""
         length, ranks = self.dataset_length, self.replicas()[0]
         if rest is not None and rest.epoch != epoch:
             rest = None
         if rest is not None and rest.length is not None:
             length = rest.length
         items = self.sampling.items_of(length, self.seed)
-        if ranks_of(items) is not None:  # for more ranks than one some batches would come twice
+        if ranks_of(items) is not None:  # evaluation: with several ranks some batches would be repeated
             ranks = 1 if self.sampling.evaluate else ranks if rest is None else rest.ranks
         return for_ranks(items, ranks), length
 
@@ -186,17 +158,13 @@ class MapOrder(Order[Signature]):
         return self.regrouped(*states.parse(state))
 
     def regrouped(self, position: Position, saved: Signature) -> tuple[Position, Signature]:
-        """A position that was saved with batches of another size, as it counts in those of this sampler.
-
-        Raises:
-            ValueError: some samples would come again, or be lost.
-        """
+        """Convert a position saved with another batch size. ValueError if samples would be repeated, or lost."""
         sampling = self.sampling
         cutter = next((one for one in sampling.samplers if is_own(one) and one.cut_by), None)
         is_other = saved.sampler != states.kind_of(sampling.items) or saved.dataset_length != self.dataset_length
-        if cutter is None or saved.batch_size is not None or is_other or _is_cut_as(saved, cutter):
+        if cutter is None or saved.batch_size is not None or is_other or _cuts_alike(saved, cutter):
             return position, saved
-        return _regrouped(self, position, saved, cutter)
+        return _convert_batches(self, position, saved, cutter)
 
     def _differences(self, saved: Signature, position: Position, strict: bool) -> list[str]:
         sampling, was, now = self.sampling, saved.dataset_length, self.dataset_length
@@ -205,7 +173,7 @@ class MapOrder(Order[Signature]):
         text = None
         if was is not None and now is not None and was != now:
             is_readable = strict and was < now and not self._differences(saved, position, strict=False)
-            text = _text_of_length(was, now, position.epoch + 1, is_readable)
+            text = _length_advice(was, now, position.epoch + 1, is_readable)
         if text is not None and not (strict or position.done or self.rolls_over or "missing" in text):
             own = replace(own, dataset_length=saved.dataset_length, sampler_length=saved.sampler_length)  # it begins
         phrases = states.differences(saved, own, strict, sampling.is_endless, position)
@@ -214,8 +182,8 @@ class MapOrder(Order[Signature]):
             phrases = [lengths, *(one for one in phrases if one != lengths), f"{text}."]
         if sampling.costs is not None and position.done and saved.step != own.step:
             phrases.append(f"a step of all ranks had {saved.step} samples, and has {own.step}: costs= needs it to stay")
-        if saved.skip and self.steps is None and _counts_others(saved, own):
-            phrases.append("skip= counts steps, and the ranks or the batch size were others then")
+        if saved.skip and self.steps is None and _steps_differ(saved, own):
+            phrases.append("skip= counts steps, and the ranks or the batch size were different")
         length = own.sampler_length
         if length is None and self.rolls_over:
             length = known_length(sampling.items, position.epoch)
@@ -226,7 +194,7 @@ class MapOrder(Order[Signature]):
         if phrases:
             return phrases
         if len(saved.sampler_seeds) != len(sampling.samplers):
-            return ["the sampler was made by the loader, and is given; or the other way round"]
+            return ["the sampler was made by the loader, and is now passed by the user, or vice versa"]
         return [
             f"the seed of the {type(sampler).__name__} was {seed}, and is {seed_of(sampler)}"
             for sampler, takes, seed in zip(sampling.samplers, sampling.takes_seed, saved.sampler_seeds, strict=True)
@@ -241,11 +209,11 @@ class MapOrder(Order[Signature]):
         return replace(position, done=position.done // saved.items_in_step * own.items_in_step)
 
     def _adopt(self, saved: Signature, position: Position) -> bool:
-        sampling, shift = self.sampling, self._past.shift
+        sampling, shift = self.sampling, self._resume.shift
         if self.steps is not None:
             shift = shifted(position, saved, self.signature(position.epoch), sampling.is_endless) or 0
         rest = _rest_of(saved, position, None if self.rolls_over else self.dataset_length)
-        self._past = replace(self._past, shift=shift, rest=rest if position.done else None)
+        self._resume = replace(self._resume, shift=shift, rest=rest if position.done else None)
         for sampler in filter(has_weights, sampling.samplers):
             sampler.adopt(dict(saved.sampler_arguments))
         self.skip = merged(self.given_skip, saved.skip)
@@ -260,44 +228,44 @@ class MapOrder(Order[Signature]):
         return True
 
     def goes_on(self, position: Position, saved: Signature) -> None:
-        own, before = self.signature(position.epoch), self._past
+        own, before = self.signature(position.epoch), self._resume
         first = MapEpoch(self.source(position.epoch), position.epoch, position).first
-        is_known = not (saved.shift or _counts_others(saved, own) or other_arguments(saved, own))
+        is_known = not (saved.shift or _steps_differ(saved, own) or other_arguments(saved, own))
         if (before.epoch, before.first) < (position.epoch, first):
             is_known = is_known and before.is_known
-        self._past = replace(before, epoch=position.epoch, first=first, position=position, is_known=is_known)
+        self._resume = replace(before, epoch=position.epoch, first=first, position=position, is_known=is_known)
         if self.given_skip:
-            done = self._count.before(position.epoch, self._whole_length) + first
+            done = self._count.before(position.epoch, self._length_with_skipped) + first
             warn_of_done_steps(self.given_skip, saved.skip, done)
 
     # -- replicas -------------------------------------------------------------------------------------------
 
     def settle_replicas(self) -> None:
-        """An epoch begins: what ``"auto"`` means is not asked again; ranks that would repeat each other are warned."""
+        """Fix the value of ``"auto"`` at the start of an epoch, and warn if ranks would read the same samples."""
         super().settle_replicas()
         self.sampling.follow_given()
-        if not self._settled:
-            self._settled = True
-            if not self.replicated and (text := foreign.text_if_ranks_repeat(nested(self.batch_sampler))) is not None:
-                warn(f'{text}give num_replicas="auto" to share it out, or num_replicas=1 if that is meant')
+        if not self._has_begun:
+            self._has_begun = True
+            if not self.replicated and (text := text_if_ranks_repeat(nested(self.batch_sampler))) is not None:
+                warn(f'{text}give num_replicas="auto" to share it out, or num_replicas=1 if that is intended')
 
     def rescale(self, num_replicas: object, rank: object, batch_size: object, then: Callable[[], Found]) -> Found:
-        """Make the order for other ranks, and return what a function returns then. If it fails, nothing has changed."""
-        before, ranks, size = (self._replicas, self._past, self.sampling), self.replicas()[0], self.sampling.size
+        """Change the ranks, and return ``then()``. On an error all changes are undone."""
+        before, ranks, size = (self._replicas, self._resume, self.sampling), self.replicas()[0], self.sampling.size
         replicas = resolve_replicas(num_replicas, rank)
-        foreign.refuse_distributed_sampler(self.sampling.given)
+        third_party.refuse_distributed_sampler(self.sampling.given)
         if batch_size is not None:
             batch_size = check_int("batch_size", batch_size, 1, "give the number of samples per rank and step")
-        # The order goes on here, unless the function loads a state.
-        past = replace(self._past, epoch=self.next_epoch, first=0, position=None, is_known=False)
+        # The order continues here, unless then() loads a state.
+        resume = replace(self._resume, epoch=self.next_epoch, first=0, position=None, is_known=False)
         try:
-            self._replicas, self._past, self.sampling = replicas, past, self.sampling.resized(batch_size)
+            self._replicas, self._resume, self.sampling = replicas, resume, self.sampling.resized(batch_size)
             self.resize(self.dataset_length)
             found = then()
             if batch_size is None and ranks != replicas[0]:
-                warn(_text_of_step(size, ranks, replicas[0]))
+                warn(_step_size_warning(size, ranks, replicas[0]))
         except BaseException:
-            self._replicas, self._past, self.sampling = before
+            self._replicas, self._resume, self.sampling = before
             self.resize(self.dataset_length)
             raise
         return found
@@ -305,47 +273,42 @@ class MapOrder(Order[Signature]):
     # -- epochs ---------------------------------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the one that comes next."""
         super().set_epoch(epoch)
         if not self.sampling.given_batches:
-            self.batch_sampler.epoch = self._next_epoch  # for those who iterate over it themselves
+            self.batch_sampler.epoch = self._next_epoch  # for users who iterate over it directly
 
     def source(self, number: int, rank: int | None = None, skips: tuple[range, ...] = ()) -> SamplerSource:
-        """What an epoch is read from, as this rank reads it, or another one. Without ``skips`` no step is left out."""
-        (items, _), (replicas, own) = self._items_of(number, self._past.rest), self.replicas()
+        """Return the source of an epoch for a rank, by default this one. Without ``skips`` no step is skipped."""
+        (items, _), (replicas, own) = self._items_of(number, self._resume.rest), self.replicas()
         signature, rank = self.signature(number), own if rank is None else rank
         form = self.arrays, self.max_shards, self.sampling.evaluate
         return SamplerSource(items, signature, replicas, rank, self.replicated, *form, skips)
 
     def epoch(self, number: int, position: Position | None = None) -> MapEpoch:
-        """An epoch's batches for this rank, from a position on. What it reads is settled now: `resize` may come."""
-        skips = self._count.within(self.skip, number, self._whole_length)
+        skips = self._count.within(self.skip, number, self._length_with_skipped)
         return MapEpoch(self.source(number, skips=skips), number, position)
 
     def epoch_at(self, number: int, step: int, rank: int | None = None) -> MapEpoch:
-        """The epoch as a rank reads it, or has read it, at a step. No step is left out."""
-        past = self._past
+        """Return the epoch as a rank reads, or has read, it at a step. Skipped steps are included."""
+        past = self._resume
         is_before = (number, step) < (past.epoch, past.first)
         if is_before and not past.is_known:
             text = f"step {step} of epoch {number} was read by other ranks, or in other batches: this loader goes on"
-            advice = "Ask a loader that is made as it was then"
+            advice = "Use a loader with the original arguments to look up that step"
             raise ValueError(f"{text} from step {past.first} of epoch {past.epoch}. {advice}")
         return MapEpoch(self.source(number, rank), number, None if is_before or number != past.epoch else past.position)
 
     def facts(self, number: int) -> tuple[object, ...] | None:
-        """What decides an epoch's batches: with equal facts they are equal. None: a sampler is not this library's."""
         if any(not type(sampler).__module__.startswith("sharded_loader.") for sampler in nested(self.batch_sampler)):
             return None
         return self.signature(number), arguments_of(self.sampling.samplers), self.replicas(), self.arrays
 
     def length(self, number: int) -> int:
-        """The number of batches in the epoch for this rank."""
         return self.epoch(number).length()
 
     # -- steps ----------------------------------------------------------------------------------------------
 
-    def _whole_length(self, number: int) -> int:
-        """The number of steps in an epoch, also those that are left out."""
+    def _length_with_skipped(self, number: int) -> int:
         return MapEpoch(self.source(number), number, None).length()
 
     def add_skip(self, skip: object) -> None:
@@ -355,22 +318,21 @@ class MapOrder(Order[Signature]):
             raise ValueError(f"{text} over it: give steps_per_epoch=")
 
 
-def warn_of_done_steps(given: Ranges, saved: Ranges, done: int) -> None:
-    """Warn if steps that are to be left out were done before a state was saved, which does not leave them out."""
-    late = [one for one in given if merged(saved, [one]) != saved]
-    if late and late[0][0] < done:
-        text = f"skip has the steps {late[0]}, and some of them were done before the state was saved"
-        warn(f"{text}: load a state that was saved before step {late[0][0]}")
+def warn_of_done_steps(requested: Ranges, saved: Ranges, done: int) -> None:
+    """Warn if steps to skip were done before a state was saved that does not skip them."""
+    unsaved = [one for one in requested if merged(saved, [one]) != saved]
+    if unsaved and unsaved[0][0] < done:
+        text = f"skip has the steps {unsaved[0]}, and some of them were done before the state was saved"
+        warn(f"{text}: load a state that was saved before step {unsaved[0][0]}")
 
 
-def _counts_others(saved: Signature, own: Signature) -> bool:
-    """Whether steps, or their batches, were others than they are now."""
+def _steps_differ(saved: Signature, own: Signature) -> bool:
+    """Return True if steps were counted in different batches than now."""
     rolls_over = own.last_batch == "rollover" and (saved.num_replicas or 1) != (own.num_replicas or 1)
     return rolls_over or saved.items_in_step != own.items_in_step
 
 
-def _text_of_length(was: int, now: int, following: int, is_readable: bool) -> str:
-    """What to do about a dataset that has another length than it had."""
+def _length_advice(was: int, now: int, following: int, is_readable: bool) -> str:
     if was > now:
         return f"Samples {now} to {was - 1} are missing: give them back, or begin with set_epoch({following})"
     if is_readable:
@@ -378,8 +340,8 @@ def _text_of_length(was: int, now: int, following: int, is_readable: bool) -> st
     return f"Read the epoch to its end with the first {was} samples, or begin one with all, set_epoch({following})"
 
 
-def _text_of_step(size: object, before: int, ranks: int) -> str:
-    """What to say if a step of all ranks gets larger or smaller. ``size``: of a rank's batch, if it is a number."""
+def _step_size_warning(size: object, before: int, ranks: int) -> str:
+    """Return a warning about a changed step size of all ranks. ``size`` is a rank's batch size, if it is a number."""
     if not isinstance(size, int):
         return f"rescale: all ranks together read {ranks} batches in a step from now on, and {before} before"
     whole = size * before
@@ -391,49 +353,45 @@ def _text_of_step(size: object, before: int, ranks: int) -> str:
 # -- batches of another size -------------------------------------------------------------------------------------------
 
 
-def _regrouped(order: MapOrder, position: Position, saved: Signature, cutter: Any) -> tuple[Position, Signature]:
-    """A position in other batches, and the signature of its state, as they count in those of a batch sampler.
+def _convert_batches(order: MapOrder, position: Position, saved: Signature, cutter: Any) -> tuple[Position, Signature]:
+    """Convert a position, and the signature of its state, to the batches of a batch sampler.
 
-    R ranks with batches of B samples read the same steps as R * B / b ranks with batches of b samples.
-
-    Args:
-        order: that of the batch sampler.
-        position, saved: of the state.
-        cutter: the sampler among its samplers that cuts it into batches.
+    R ranks with batches of B samples read the same steps as R * B / b ranks with batches of b samples. ``cutter`` is
+    the sampler of the order that cuts it into batches.
     """
     sampling, number, has_steps = order.sampling, position.epoch, order.steps is not None
     ranks, step_ranks, own_ranks = saved.num_replicas or 1, saved.step_ranks or 1, order.replicas()[0]
-    before = now = 1  # the samples of ``now`` batches of the state are those of ``before`` batches of this sampler
+    before = now = 1  # ``now`` batches of the state equal ``before`` batches of this sampler
     twin = cutter
     if position.done or has_steps:
-        before, now = _sizes(saved, cutter) or (own_ranks, ranks)
+        before, now = _batch_sizes(saved, cutter) or (own_ranks, ranks)
         step_ranks, rest = divmod(step_ranks * before, now)
         if ranks_of(sampling.items) is None:
             step_ranks, rest = 1, 0
         cut = for_ranks(cutter, step_ranks)
         twin = for_ranks(cut.resized(before, now), saved.step_ranks or 1)
-        is_other = twin is None or not _is_cut_as(saved, twin) or twin.plan != cut.plan
+        is_other = twin is None or not _cuts_alike(saved, twin) or twin.plan != cut.plan
         if rest or is_other or (step_ranks > 1 and sampling.evaluate):
-            raise _other_batches(saved, sampling)
+            raise _other_batches_error(saved, sampling)
     own = order.signature(number, _Rest(number, step_ranks, None))
     own_items = for_ranks(sampling.items, 1 if sampling.evaluate else step_ranks)
     (done, rest), (shift, shifted_rest) = divmod(position.done * before, now), divmod(saved.shift * before, now)
     was_length, length = known_length(twin, number), known_length(own_items, number)
     if not has_steps:
         is_over = position.done == saved.sampler_length or (position.mark is not None and position.mark.finished)
-        # At its end an epoch may have fewer rows than batches, and rows that were left out are not read now.
+        # An epoch may end with fewer rows than batches; dropped rows are not read.
         if twin.counts_by_pass and (rest or twin.last_batch == "discard"):
-            twin.note_landmark(number, position.landmark or twin.known(number)[0])
+            twin.add_row_checkpoint(number, position.row_checkpoint or twin.known(number)[0])
             is_over = twin.epoch_table(number).upto(position.done, position.done + 1) <= position.done
             length = cutter.len_epoch(number) if is_over else None
         if is_over:
             done, rest = done + (rest > 0) if length is None else length, 0
     elif ranks * before % now or shifted_rest or (was_length and was_length * before != (length or 0) * now):
-        raise _other_batches(saved, sampling)  # passes over the sampler would end in other steps
+        raise _other_batches_error(saved, sampling)  # passes would end in different steps
     if rest:
         size = cutter.samples_in_batch
         again = f"{rest * size // now} samples, or rows," if isinstance(size, int) else None
-        raise _other_batches(saved, sampling, again)
+        raise _other_batches_error(saved, sampling, again)
     keeps_step = ranks * before == own_ranks * now or not position.done
     return replace(position, done=done), replace(
         saved,
@@ -445,25 +403,25 @@ def _regrouped(order: MapOrder, position: Position, saved: Signature, cutter: An
     )
 
 
-def _sizes(saved: Signature, cutter: Any) -> tuple[int, int] | None:
-    """The size of a batch in a state and of one of this sampler; None: they have several."""
+def _batch_sizes(saved: Signature, cutter: Any) -> tuple[int, int] | None:
+    """Return the batch sizes of a state and of this sampler; None if batches vary in size."""
     size = next((name for name, attribute in cutter.decided_by if (attribute,) == cutter.sized_by[:1]), None)
     before = dict(saved.sampler_arguments).get(f"{type(cutter).__name__}.{size}")
     return (before, getattr(cutter, cutter.sized_by[0])) if isinstance(before, int) and before > 0 else None
 
 
-def _other_batches(saved: Signature, sampling: Sampling, again: str | None = None) -> ValueError:
-    """The error for a state of other batches. ``again``: what comes again; None: that is not known."""
+def _other_batches_error(saved: Signature, sampling: Sampling, again: str | None = None) -> ValueError:
+    """Return the error for a state of different batches. ``again``: the repeated samples; None: unknown."""
     found = other_arguments(saved, replace(saved, sampler_arguments=sampling.arguments))
     return ValueError(
         f"load_state_dict: the state was saved with other batches: {', '.join(found)}. Here "
-        f"{again or f'up to {saved.dataset_length} samples'} would come again, or be lost. Make the sampler as it was "
-        "then, or with batches with which all ranks together read as many samples in a step as before"
+        f"{again or f'up to {saved.dataset_length} samples'} would come again, or be lost. Use the original "
+        "sampler, or batches with which all ranks together read as many samples in a step as before"
     )
 
 
-def _is_cut_as(saved: Signature, cutter: Any) -> bool:
-    """Whether a batch sampler cuts its order into batches as the one that a state was saved with."""
+def _cuts_alike(saved: Signature, cutter: Any) -> bool:
+    """Return True if a batch sampler cuts its order into the same batches as when the state was saved."""
     was, names = dict(saved.sampler_arguments), {f"{type(cutter).__name__}.{name}" for name in cutter.cut_by}
     return all(was.get(name, now) == now for name, now in arguments_of([cutter]) if name in names)
 
@@ -472,20 +430,15 @@ def _is_cut_as(saved: Signature, cutter: Any) -> bool:
 
 
 def look_up(order: MapOrder, number: object, step: object, rank: object = None) -> MapEpoch:
-    """An epoch whose batch ``step`` is looked up. It is `MapEpoch.ready`; nothing in the order changes.
-
-    Args:
-        order: the order.
-        number, step: which batch. Steps that are left out are looked up too.
-        rank: as this rank reads it; None: as this one.
+    """Return an epoch in which batch ``step`` is ready, even a skipped one. The order does not change.
 
     Raises:
-        TypeError, ValueError: a number is no integer or is negative, or the order of that step is unknown.
+        TypeError, ValueError: a number is not an integer or is negative, or the order of that step is unknown.
         IndexError: the epoch has no such step.
     """
     number = check_int("epoch", number, 0, "epochs count from 0")
     step = check_int("step", step, 0, "steps count from 0 in each epoch")
-    if rank is not None and rank != (shared := foreign.rank_of(order.sampling.items)):
+    if rank is not None and rank != (shared := third_party.rank_of(order.sampling.items)):
         rank, replicas = check_int("rank", rank, 0, "ranks count from 0"), order.replicas()[0]
         if shared is not None:
             raise ValueError(f"the sampler has the samples of rank {shared} only: ask the loader of rank {rank}")
@@ -505,25 +458,22 @@ def look_up(order: MapOrder, number: object, step: object, rank: object = None) 
 
 
 def step_checksum(batches: Iterable[object]) -> str:
-    """8 digits that depend on the indices of the batches of all ranks in a step."""
+    """Return 8 digits that depend on the indices of the batches of all ranks in a step."""
     return f"{zlib.crc32(b''.join(map(bytes_of, batches))):08x}"
 
 
 def checksums(order: MapOrder, number: object) -> list[str]:
-    """Of each step of an epoch 8 digits that depend on the samples of all ranks together, and on their order.
+    """Return 8 digits for each step of an epoch that depend on the samples of all ranks and on their order.
 
-    They are the same for any number of ranks that together read as many samples in a step. Of a step that is left
-    out they are `LEFT_OUT`. Of a sampler that has the samples of one rank only, that rank counts.
-
-    Raises:
-        TypeError, ValueError: as of `look_up`.
+    They are equal for any number of ranks that read as many samples per step. Skipped steps give `LEFT_OUT`. If a
+    sampler yields one rank's samples, only that rank counts.
     """
     number = check_int("epoch", number, 0, "epochs count from 0")
     _check_weights(order.epoch_at(number, 0), 0)
-    skips, given, replicas = order.epoch(number).source.skips, order.sampling.given_batches, order.replicas()[0]
-    # Each pass over the samples is dealt to the ranks by itself, so the steps of all ranks are no batches of one.
+    skips, is_batched, replicas = order.epoch(number).source.skips, order.sampling.given_batches, order.replicas()[0]
+    # Each pass is split among the ranks separately, so steps of all ranks are not batches of a single rank.
     by_rank = order.rolls_over and order.replicated and replicas > 1
-    in_step = replicas if given and not by_rank else 1
+    in_step = replicas if is_batched and not by_rank else 1
 
     def checksum(step: int, batches: Iterable[object]) -> str:
         return LEFT_OUT if any(step in one for one in skips) else step_checksum(batches)
@@ -539,16 +489,16 @@ def checksums(order: MapOrder, number: object) -> list[str]:
     if not by_rank:  # one rank reads the steps of all ranks
         source = order.source(number)
         signature = replace(source.signature, batch_size=source.batch_size and source.batch_size * replicas)
-        source = replace(source, signature=signature, replicas=1, rank=0, dealt=False)
+        source = replace(source, signature=signature, replicas=1, rank=0, strided=False)
         return _read_twice(MapEpoch(source, number, None), read)
     epochs = (MapEpoch(order.source(number, rank), number, None) for rank in range(replicas))
     steps = zip(*(_read_twice(epoch, read) for epoch in epochs), strict=True)
-    dealt = (batches if given else [[*chain(*zip(*batches, strict=True))]] for batches in steps)
-    return [checksum(step, batches) for step, batches in enumerate(dealt)]
+    steps_in_order = (batches if is_batched else [[*chain(*zip(*batches, strict=True))]] for batches in steps)
+    return [checksum(step, batches) for step, batches in enumerate(steps_in_order)]
 
 
 def _check_weights(epoch: MapEpoch, step: int) -> None:
-    """Refuse an epoch of a mixture whose weights are not known any more."""
+    """Reject an epoch of a mixture whose weights are no longer known."""
     for sampler in filter(has_weights, nested(epoch.source.items)):
         if epoch.reached(step)[0] <= sampler.forgotten:
             text = f"the weights of the mixture in epoch {epoch.number} are not known"
@@ -556,7 +506,7 @@ def _check_weights(epoch: MapEpoch, step: int) -> None:
 
 
 def _read_twice(epoch: MapEpoch, read: Callable[[MapEpoch], Found]) -> Found:
-    """What a function reads of an epoch. Of a sampler of another library it must be the same when it is read again."""
-    if epoch.foreign is None:
+    """Read an epoch with a function, twice for a third-party sampler to verify that the result is reproducible."""
+    if epoch.third_party is None:
         return read(epoch)
-    return foreign.read_twice(lambda turn: read(epoch if turn == 1 else epoch.again()), epoch.foreign, epoch.number)
+    return read_twice(lambda turn: read(epoch if turn == 1 else epoch.again()), epoch.third_party, epoch.number)

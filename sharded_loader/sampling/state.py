@@ -1,12 +1,10 @@
-"""What `state_dict` returns: a position, and what it is a position in. Pure functions.
+"""Contents of `state_dict`: a position, and a signature of the order it belongs to. Pure functions.
 
-    Position (where) + Signature (in what)  --dump-->  dict  --parse-->  Position, Signature
-    differences(saved, own, strict)         why a state does not fit a loader, in words
+    Position + Signature  --dump-->  dict  --parse-->  Position, Signature
+    differences(saved, own, strict)      reasons why a state does not fit a loader
 
-A state has the entries ``version``, the fields of `Position` and those of `Signature`; see `base.entries`. The position
-counts in the global order. Nothing of the rank, the pool, the workers or the devices is in it.
-
-What can go wrong: a dict that is no state, one of a newer version, one of another loader. The error names the entry.
+A state has the entry ``version`` and the fields of `Position` and `Signature`; see `base.entries`. The position counts
+in the global order. It is independent of rank, pool, workers and devices. Errors name the entry that is wrong.
 """
 
 from __future__ import annotations
@@ -26,13 +24,13 @@ from sharded_loader.sampling.base import Sampler, is_own, nested
 from sharded_loader.sampling.tables import Ranges, check_skip, checksum_of
 
 WEIGHTS_SET = "set_weights"
-"""What ``sampler_arguments`` calls the weights that were set while training. A loader takes them over from a state."""
+"""Name in ``sampler_arguments`` of weights set during training. A loader takes them over from a state."""
 
 SUM = "crc32 "
-"""How the checksum of an array among the ``sampler_arguments`` begins."""
+"""Prefix of array checksums in ``sampler_arguments``."""
 
 ORDER_VERSION = "order_version"
-"""What ``sampler_arguments`` calls the version of an order, if it is not 1."""
+"""Name in ``sampler_arguments`` of the version of an order, if it is not 1."""
 
 _ADVICE = "give what state_dict() of a ShardedDataLoader returned"
 _BEGINNING = Position(0)
@@ -47,7 +45,6 @@ def _arguments(what: str, value: Any, advice: str) -> tuple[tuple[str, Any], ...
 
 
 def steps_to_skip(what: str, value: object, advice: str) -> Ranges:
-    """Reads the steps that are left out."""
     try:
         return check_skip(value)
     except (TypeError, ValueError) as error:
@@ -56,15 +53,13 @@ def steps_to_skip(what: str, value: object, advice: str) -> Ranges:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A position in one epoch of a sampler of another library: the entry ``passed``.
+    """Position in one epoch of a third-party sampler: the entry ``passed``.
 
     Attributes:
-        epoch: number of the epoch that the sampler was told.
-        items: the number that it had yielded.
-        checksum: CRC-32 of them.
-        rank: of a sampler that yields its rank's part (torch's DistributedSampler); None: the same on all ranks.
-        finished: it had no more.
-        state: its own, or None; of one that is finished, some state before that.
+        items, checksum: number of items it had yielded, and their CRC-32.
+        rank: rank of a sampler that yields one rank's share (torch's DistributedSampler); None: the same on all ranks.
+        finished: the epoch was exhausted.
+        state: the sampler's own state, or None; if finished, a state from before the end.
     """
 
     epoch: int = entry(integer(0))
@@ -77,21 +72,15 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What a position is a position in. Two loaders with the same signature have the same batches.
+    """Identity of an order: two loaders with equal signatures yield the same batches.
 
     Attributes:
-        seed: of the loader.
-        dataset_length: or None.
-        sampler: its class, with those inside it.
-        sampler_length: items of the global order; None for samplers of other libraries.
-        sampler_seeds: of the samplers that were given.
-        batch_size, last_batch: None with a given batch sampler.
-        sampler_arguments: what else decides the order of given samplers of ours: numbers, checksums of arrays.
-        steps_per_epoch: batches in an epoch, if the loader was told.
-        num_replicas: the number of ranks; None: one rank that was not told.
-        step_ranks: the number of ranks that the order is made for; None: 1, or any number. It stays to the epoch's end.
-        shift: with ``steps_per_epoch``, how many items later epochs begin than if the ranks had never changed.
-        skip: the steps that are left out.
+        sampler_length: items of the global order; None for third-party samplers.
+        batch_size, last_batch: None with a batch sampler.
+        sampler_arguments: other arguments that decide the order: numbers, and checksums of arrays.
+        num_replicas: number of ranks; None: one rank, by default.
+        step_ranks: number of ranks that the order is made for, until the epoch ends; None: 1, or any number.
+        shift: offset, in items, of epoch starts under ``steps_per_epoch``, caused by changes of the rank count.
     """
 
     seed: int = entry(integer())
@@ -102,7 +91,7 @@ class Signature:
     batch_size: int | None = entry(optional(integer(1)), "batch_size was {was}, and is {now}")
     last_batch: str | None = entry(optional(string), "last_batch was {was!r}, and is {now!r}")
     sampler_arguments: tuple[tuple[str, Any], ...] = entry(_arguments, write=dict, default=())
-    steps_per_epoch: int | None = entry(optional(integer(1)), "an epoch had {was} steps, and has {now}", default=None)
+    steps_per_epoch: int | None = entry(optional(integer(1)), "steps_per_epoch was {was}, and is {now}", default=None)
     num_replicas: int | None = entry(optional(integer(1)), "there were {was} ranks, and are {now}", default=None)
     step_ranks: int | None = entry(optional(integer(1)), default=None)
     shift: int = entry(integer(), default=0)
@@ -110,32 +99,30 @@ class Signature:
 
     @property
     def rolls_over(self) -> bool:
-        """Whether samples of an incomplete last batch begin the next epoch."""
+        """True if samples of an incomplete last batch begin the next epoch."""
         return self.last_batch == "rollover" or self.steps_per_epoch is not None
 
     @property
     def drops_last(self) -> bool:
-        """Whether an incomplete last batch is left out."""
         return self.last_batch == "discard"
 
     @property
     def step(self) -> int | None:
-        """The samples of one step of all ranks; None with a given batch sampler."""
+        """Samples in one step of all ranks; None with a batch sampler."""
         return self.batch_size and self.batch_size * (self.num_replicas or 1)
 
     @property
     def items_in_step(self) -> int:
-        """The items of the global order that all ranks take in a step."""
+        """Items of the global order in one step of all ranks."""
         return (self.batch_size or 1) * (self.num_replicas or 1)
 
     @property
     def unit(self) -> str:
-        """What a position counts."""
         return "batches" if self.batch_size is None else "samples"
 
 
 def dump(position: Position, signature: Signature) -> dict[str, Any]:
-    """A position as a state: a new dict (5 us).
+    """Return a position as a new state dict (5 us).
 
     Example:
         >>> signature = Signature(7, 100, "RandomSampler", 100, (), 8, "keep")
@@ -147,20 +134,13 @@ def dump(position: Position, signature: Signature) -> dict[str, Any]:
     state |= entries.written(signature)
     if position.mark is not None:
         state["passed"] = entries.written(position.mark)
-    if position.landmark is not None:
-        state["landmark"] = list(position.landmark)
+    if position.row_checkpoint is not None:
+        state["landmark"] = list(position.row_checkpoint)
     return state
 
 
 def parse(state: Any) -> tuple[Position, Signature]:
-    """A state as position and signature.
-
-    Args:
-        state: what `dump` returned, also after a way through JSON.
-
-    Raises:
-        TypeError: it is no dict.
-        ValueError: it is no state, or one of a newer version; says which entry is wrong.
+    """Parse a state from `dump`, possibly after a round trip through JSON. Errors name the wrong entry.
 
     Example:
         >>> parse({"version": 1, "epoch": 0})
@@ -174,30 +154,25 @@ def parse(state: Any) -> tuple[Position, Signature]:
     if unit not in state:
         raise ValueError(f"the state has no {unit!r}, and its 'batch_size' is {signature.batch_size}: {_ADVICE}")
     epoch = entries.read_entry(state, "epoch", integer(0), _ADVICE)
-    may_be_early = signature.last_batch == "rollover"  # an epoch may begin with samples of the one before
+    may_be_early = signature.last_batch == "rollover"  # an epoch may begin with samples of the previous one
     done = entries.read_entry(state, unit, integer() if may_be_early else integer(0), _ADVICE)
-    landmark = None if "landmark" not in state else entries.read_entry(state, "landmark", list_of(integer(0)), _ADVICE)
-    if landmark is not None and len(landmark) != 2:
-        raise ValueError(f"the state's 'landmark' must have two numbers, got {brief(landmark)}: {_ADVICE}")
+    rows = None if "landmark" not in state else entries.read_entry(state, "landmark", list_of(integer(0)), _ADVICE)
+    if rows is not None and len(rows) != 2:
+        raise ValueError(f"the state's 'landmark' must have two numbers, got {brief(rows)}: {_ADVICE}")
     if state.get("passed") is None:
-        return Position(epoch, done, landmark=landmark), signature
-    mark: Checkpoint = entries.read_entry(state, "passed", entries.dict_of(Checkpoint), _ADVICE)
-    if mark.epoch > epoch and signature.steps_per_epoch is None:
-        raise ValueError(f"the state's 'passed' has epoch {mark.epoch}, but the state has epoch {epoch}: {_ADVICE}")
-    return Position(epoch, done, mark), signature
+        return Position(epoch, done, row_checkpoint=rows), signature
+    passed: Checkpoint = entries.read_entry(state, "passed", entries.dict_of(Checkpoint), _ADVICE)
+    if passed.epoch > epoch and signature.steps_per_epoch is None:
+        raise ValueError(f"the state's 'passed' has epoch {passed.epoch}, but the state has epoch {epoch}: {_ADVICE}")
+    return Position(epoch, done, passed), signature
 
 
 def differences(
     saved: Signature, own: Signature, strict: bool = True, endless: bool = False, position: Position = _BEGINNING
 ) -> list[str]:
-    """Why a state does not fit a loader, one phrase each; none if it fits. Seeds are the samplers' affair.
+    """Return the reasons why a state does not fit a loader, one phrase each. Seeds are compared elsewhere.
 
-    Args:
-        saved: of the state.
-        own: of the loader.
-        strict: whether another batch size matters. The same number of samples in a step of all ranks never does.
-        endless: the sampler has no end.
-        position: of the state.
+    ``strict`` rejects another batch size, unless a step of all ranks stays equal. ``endless``: the sampler has no end.
 
     Example:
         >>> one = Signature(7, 100, "RandomSampler", 100, (), 8, "keep")
@@ -208,9 +183,9 @@ def differences(
     """
     phrases = entries.differing(saved, own, unit=own.unit)
     if phrases.keys() & {"dataset_length", "sampler"}:
-        phrases.pop("sampler_length", None)  # it follows from them
+        phrases.pop("sampler_length", None)  # a consequence
     stays = own.steps_per_epoch is None or shifted(position, saved, own, endless) is not None
-    # In epoch 0 of `steps_per_epoch` all samples since the beginning count, whatever the batch size was.
+    # In epoch 0 of `steps_per_epoch` positions count from the very beginning, so the batch size does not matter.
     if saved.unit == own.unit and (saved.step == own.step or (not strict and (stays or not position.epoch))):
         phrases.pop("batch_size", None)
     if stays:
@@ -221,13 +196,12 @@ def differences(
 
 
 def shifted(position: Position, saved: Signature, own: Signature, endless: bool) -> int | None:
-    """The ``shift`` of a loader that goes on from a position with ``steps_per_epoch``; None: it cannot.
+    """Return the ``shift`` with which the next epoch begins where this one ends, after a change of ranks or batch size.
 
-    Epochs of other ranks, or of another batch size, would begin elsewhere. With the shift the next ones begin where the
-    steps of this one end. If the sampler has an end, the ranks must divide its length, and the items that are done.
+    None if impossible: unless the sampler is endless, the ranks must divide its length and the number of items done.
 
     Example:
-        After 3 steps of 4 ranks, 2 ranks go on. Epochs begin 6 items later than theirs would.
+        After 3 steps of 4 ranks, 2 ranks continue. Epochs begin 6 items later than they would for 2 ranks alone.
 
         >>> four = Signature(7, 100, "RandomSampler", 100, (), 1, "keep", (), 5, 4)
         >>> two = Signature(7, 100, "RandomSampler", 100, (), 1, "keep", (), 5, 2)
@@ -248,7 +222,7 @@ def shifted(position: Position, saved: Signature, own: Signature, endless: bool)
 
 
 def other_arguments(saved: Signature, own: Signature) -> list[str]:
-    """Which arguments of the given samplers have changed, one phrase each.
+    """Return the changed arguments of the samplers, one phrase each.
 
     Example:
         >>> one = Signature(7, 9, "IntervalSampler", 9, (), 8, "keep", (("IntervalSampler.interval", 3),))
@@ -262,7 +236,7 @@ def other_arguments(saved: Signature, own: Signature) -> list[str]:
         was = before.get(name, 1 if argument == ORDER_VERSION and before else now)
         if was != now and argument != WEIGHTS_SET:
             if argument == ORDER_VERSION:
-                text = f"the order of the {sampler} was another one in the version of this library that saved it"
+                text = f"the order of the {sampler} was different in the version of this library that saved it"
                 phrases.append(f"{text}, so begin the epoch again, or finish it with that version")
             elif isinstance(was, str) and was.startswith(SUM):
                 phrases.append(f"{argument} of the {sampler} changed after the state was saved")
@@ -272,7 +246,7 @@ def other_arguments(saved: Signature, own: Signature) -> list[str]:
 
 
 def arguments_of(samplers: Iterable[object]) -> tuple[tuple[str, Any], ...]:
-    """What decides the order of our own samplers beside seed and length: numbers and words; of arrays a checksum."""
+    """Return the arguments of the library's samplers that decide the order, besides seed and length."""
     return tuple(
         (f"{type(sampler).__name__}.{name}", _summary(getattr(sampler, attribute)))
         for sampler in samplers
@@ -282,17 +256,15 @@ def arguments_of(samplers: Iterable[object]) -> tuple[tuple[str, Any], ...]:
 
 
 def weights_set(samplers: Iterable[Any]) -> tuple[tuple[str, str], ...]:
-    """The weights of mixtures that were set while training, in the form of `arguments_of`."""
+    """Return the weights of mixtures set during training, in the form of `arguments_of`."""
     return tuple((f"{type(one).__name__}.{WEIGHTS_SET}", one.weights_set) for one in samplers if has_weights(one))
 
 
 def has_weights(sampler: object) -> bool:
-    """Whether the weights of a sampler can be set while training."""
     return hasattr(type(sampler), "weights_set")
 
 
 def _summary(value: object) -> Any:
-    """A plain value itself; the checksum of an array, or of several."""
     if value is None or isinstance(value, bool | int | str):
         return value
     parts = value if isinstance(value, list) and value and isinstance(value[0], np.ndarray) else [value]
@@ -303,7 +275,7 @@ def _summary(value: object) -> Any:
 
 
 def kind_of(sampler: object) -> str:
-    """The classes of a sampler and those inside it. Classes of torch have the name of the package in front."""
+    """Return the class names of a sampler and its inner samplers; torch's classes are prefixed by the package."""
     names = []
     for each in nested(sampler):
         package = type(each).__module__.partition(".")[0]

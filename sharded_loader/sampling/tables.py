@@ -1,29 +1,21 @@
-"""One epoch of a sampler as a table: any item by its position, and the arithmetic of positions.
+"""One epoch of a sampler as a table: random access to items, and the arithmetic of positions.
 
-    Table(length, at)                   a sampler of ours: ``at(positions)`` takes the same time for any position
-    Streamed(open)                      an iterator: it is read as far as somebody asks
-    Dealt(table, replicas, rank)        what one rank gets of a table: every R-th item
-    Filled(table, length, begin, total) a table with fillers at its end
-    Batched(table, size)                batches of a table's items
-    Rolling(length, size, epoch)        one epoch with rollover: its batches, and where they lie among all epochs
-    Stretch(length, replicas, ...)      the arithmetic: steps of all ranks, in an endless sequence of epochs
-    Endless(open, stretch, rank)        the items of such a stretch as a table, for one rank
-    StepCount(steps)                    steps of all epochs, and those that an epoch leaves out (``skip=``)
+    Table(length, at)                         a sampler of this library: constant time for any position
+    LazyTable(open)                           an iterator, read on demand
+    StridedTable(table, replicas, rank)       one rank's share of a table: every R-th item
+    PaddedTable(table, length, begin, total)  a table with padding at its end
+    BatchedTable(table, size)                 batches of a table's items
+    Rollover(length, size, epoch)             the batches of one epoch with rollover
+    Segment(length, replicas, ...)            arithmetic of steps of all ranks in an endless sequence of epochs
+    EndlessTable(open, segment, rank)         the items of a segment, for one rank
+    StepCount(steps)                          steps before each epoch, and the skipped ones (``skip=``)
 
-Every table answers two questions, and both in one:
-    table.upto(begin, end)   where the items from ``begin`` on end: at ``end``, or before it if the epoch ends
-    table.at(positions)      the items at these positions: int64, ascending, below what `upto` said
-    table.slice(begin, end)  the items from ``begin`` up to where they end
+All tables have `Table.upto`, `Table.at` and `Table.slice`. Batching, ranks, resuming and rollover are arithmetic on
+positions, so a rank computes only its own items. With rollover or ``steps_per_epoch`` the epochs form one endless
+sequence, cut into whole batches; leftover samples begin the next epoch. Where an epoch begins follows from the lengths
+alone, so it can be read without those before it.
 
-Batches, ranks, resuming and rollover are arithmetic on positions. A rank computes only the items at its own.
-
-With rollover, or with ``steps_per_epoch``, the epochs are one endless sequence, which is cut into whole batches. The
-samples that do not fill a batch begin the next epoch. An epoch is the stretch between two cuts; ``steps_per_epoch``
-says how many batches that is. Where it begins follows from the lengths alone, so any epoch can be read without those
-before it.
-
-What can go wrong: an iterator of another library raises an error, or yields more or fewer items than its length says
-(ValueError). Ranges of steps are reversed, or overlap.
+What can go wrong: a third-party iterator raises an error, or its length is wrong (ValueError).
 """
 
 from __future__ import annotations
@@ -43,11 +35,11 @@ from sharded_loader.engine.split import are_plain, plain_index
 from sharded_loader.randomness.shuffle import IN_MEMORY, Indices
 
 BLOCK = 2**15
-"""How many indices are made at once. 256 KB of indices and their temporaries stay in the second-level cache."""
+"""Indices computed at once: 256 KB and their temporaries stay in the L2 cache."""
 
 
 def parts(count: int, size: int, cut: bool) -> int:
-    """How many parts of ``size`` there are in ``count``; an incomplete last part counts unless ``cut``.
+    """Return the number of chunks of ``size`` in ``count``; an incomplete last chunk counts unless ``cut``.
 
     Example:
         >>> parts(7, 3, cut=False), parts(7, 3, cut=True)
@@ -57,13 +49,7 @@ def parts(count: int, size: int, cut: bool) -> int:
 
 
 def checksum_of(numbers: Any, before: int = 0) -> int:
-    """The same for equal numbers of any dtype, in a list, an array or a range; 3 ms for a million.
-
-    Of a range that is too long to be looked at: the same where it is made in the same way.
-
-    Args:
-        numbers: the numbers.
-        before: the checksum of those before them.
+    """Return a CRC-32 of numbers, continuing from ``before``, independent of dtype and container; 3 ms per million.
 
     Example:
         >>> checksum_of(range(3)) == checksum_of(np.array([0, 1, 2], np.uint8)) != checksum_of([0, 1, 3])
@@ -76,15 +62,14 @@ def checksum_of(numbers: Any, before: int = 0) -> int:
 
 
 def bytes_of(items: Any) -> bytes:
-    """Bytes that depend on the items, not on where one list of them ends and the next begins."""
+    """Serialize items for a checksum. Concatenated chunks give the same bytes as one list."""
     try:
         return struct.pack(f"<{len(items)}q", *items)
-    except (struct.error, TypeError):  # not all of them are integers of 64 bits
+    except (struct.error, TypeError):  # not all are 64-bit integers
         return b"".join(map(bytes_of_one, items))
 
 
 def bytes_of_one(item: object) -> bytes:
-    """The bytes of a list of this one item, without a list."""
     if type(item) is not list and hasattr(item, "tolist"):
         item = item.tolist()
     if isinstance(item, list | tuple):
@@ -99,12 +84,12 @@ def bytes_of_one(item: object) -> bytes:
 
 
 class Table:
-    """The items of one epoch of a sampler of ours.
+    """Items of one epoch, by position.
 
     Args:
-        length: the number of items.
-        at: positions -> an int64 array of indices, or a list of other items.
-        block: the number to ask for at once, where the items are read one after the other.
+        length: number of items.
+        at: function of positions that returns an int64 array of indices, or a list of other items.
+        block: number of items to compute at once when reading sequentially.
 
     Example:
         >>> squares = Table(5, lambda positions: positions**2, block=3)
@@ -128,34 +113,30 @@ class Table:
         return self._at(positions)
 
     def slice(self, begin: int, end: int) -> Any:
-        """The items at these positions, in one step; fewer at the end of the epoch."""
+        """Return the items from ``begin`` to ``end``; fewer at the end of the epoch."""
         end = self.upto(begin, end)
         return self.at(np.arange(begin, end)) if end > begin else []
 
     def items(self, start: int = 0) -> Iterator[Any]:
-        """The items from position ``start`` on, indices as Python ints."""
+        """Iterate over the items from position ``start`` on; indices are Python ints."""
         while len(block := self.slice(start, start + self.block)):
             yield from block.tolist() if isinstance(block, np.ndarray) else block
             start += len(block)
 
 
-class Streamed(Table):
-    """The items of an iterator. They are read as far as `upto` asks, and kept until `at` has returned them.
-
-    Args:
-        open: the number of items to leave out -> an iterator over the rest.
-    """
+class LazyTable(Table):
+    """Items of an iterator, read as far as `upto` asks and buffered until `at` returns them."""
 
     def __init__(self, open: Callable[[int], Iterator[object]]) -> None:
         self._open = open
-        self._items: Any = None  # an iterator, once the epoch is opened
+        self._items: Any = None  # iterator, once the epoch is open
         self._base = 0  # position of the first item in the buffer
         self._buffer: list[Any] = []
         self._ended = False
 
     def upto(self, begin: int, end: int) -> int:
         if begin > self._base + len(self._buffer):
-            self._jump(begin)
+            self._skip_to(begin)
         missing = end - self._base - len(self._buffer)
         if missing > 0 and not self._ended:
             found = self._read(missing)
@@ -166,7 +147,7 @@ class Streamed(Table):
     def at(self, positions: Indices) -> list[Any]:
         first, last = int(positions[0]), int(positions[-1])
         if first < self._base:
-            return self._again(positions)
+            return self._reread(positions)
         self.upto(first, last + 1)
         if last - first + 1 == len(positions):
             found = self._buffer[first - self._base : last + 1 - self._base]
@@ -190,32 +171,27 @@ class Streamed(Table):
             self._items = self._open(self._base)
         return list(islice(self._items, count))
 
-    def _jump(self, begin: int) -> None:
+    def _skip_to(self, begin: int) -> None:
         self._items, self._base, self._buffer = None, begin, []
 
-    def _again(self, positions: Indices) -> list[Any]:
-        """Items that were returned before."""
-        return Streamed(self._open).at(positions)
+    def _reread(self, positions: Indices) -> list[Any]:
+        return LazyTable(self._open).at(positions)
 
 
-class Filled(Table):
-    """A table, filled up at its end, so that all ranks get whole batches. The fillers repeat one item.
+class PaddedTable(Table):
+    """A table of ``length`` items, padded to ``total`` with copies of one item so that all ranks get whole batches.
 
-    Args:
-        table, length: the items, and how many they are.
-        begin: the first item that anybody reads.
-        total: the number of items with the fillers.
-        replicas: the items of one rank lie so far apart; 0: the table cannot be read before ``begin``.
+    Items of one rank are ``replicas`` apart; 0 if the table cannot be read before position ``begin``.
 
     Example:
-        >>> list(Filled(Table(3, lambda positions: positions + 10, block=8), 3, 0, 5).items())
+        >>> list(PaddedTable(Table(3, lambda positions: positions + 10, block=8), 3, 0, 5).items())
         [10, 11, 12, 12, 12]
     """
 
     def __init__(self, table: Table, length: int, begin: int, total: int, replicas: int = 0) -> None:
         self._table, self._length, self._begin, self._total = table, length, begin, total
         self._replicas = replicas
-        self._last: Any = None  # items that were read, at least one of them
+        self._last: Any = None  # the last item read, in a list or array
 
     @property
     def block(self) -> int:
@@ -228,7 +204,7 @@ class Filled(Table):
         within = positions[: np.searchsorted(positions, self._length)]
         if len(within) or self._last is None:
             first = int(positions[0])
-            # A rank that has no item reads its last one before, or the first of all: rank 0 has a table of its own.
+            # A rank without items repeats its last one, or the first of all; rank 0 has its own table.
             if replicas := self._replicas:
                 first = max(first - parts(first + 1 - self._length, replicas, cut=False) * replicas, 0)
             items = self._table.at(within if len(within) else np.array([first if replicas else self._begin]))
@@ -236,23 +212,18 @@ class Filled(Table):
                 text = f"the sampler yielded fewer items than its length, {self._length}, says"
                 raise ValueError(f"{text}: correct its __len__, or do without evaluate=True")
             self._last = items[-1:]
-        fillers = [self._last] * (len(positions) - len(within))
-        return joined([items, *fillers] if len(within) else fillers)
+        padding = [self._last] * (len(positions) - len(within))
+        return concatenated([items, *padding] if len(within) else padding)
 
 
-class Dealt(Table):
-    """What one rank gets of a table: positions ``rank``, ``rank + replicas``, ... after ``offset``.
+class StridedTable(Table):
+    """One rank's share of a table: positions ``rank``, ``rank + replicas``, ... after ``offset``. All shares are equal.
 
-    All ranks get equally many items. The last group of ``replicas`` items is filled from the epoch's beginning.
-
-    Args:
-        table, replicas, rank: the global order, how many ranks there are, and which is this one.
-        offset: the number of items at the beginning of the global order that are left out.
-        truncate: leave an incomplete last group out.
+    An incomplete last group wraps around to the beginning of the epoch, or is dropped if ``truncate``.
 
     Example:
         >>> five = Table(5, lambda positions: positions, block=8)
-        >>> [list(Dealt(five, 2, rank).items()) for rank in (0, 1)]
+        >>> [list(StridedTable(five, 2, rank).items()) for rank in (0, 1)]
         [[0, 2, 4], [1, 3, 0]]
     """
 
@@ -268,7 +239,7 @@ class Dealt(Table):
         return parts(self._end(begin, end) - self._offset, self._replicas, self._truncate)
 
     def _end(self, begin: int, end: int) -> int:
-        # Whole groups, also of a stream: all ranks have read equally far, so they save the same state.
+        # Whole groups, even of an iterator: ranks that have read equally far save the same state.
         return self._table.upto(self._offset + begin * self._replicas, self._offset + end * self._replicas)
 
     def at(self, positions: Indices) -> Any:
@@ -276,21 +247,18 @@ class Dealt(Table):
         end = self._end(int(positions[0]), int(positions[-1]) + 1)
         if wanted[-1] < end:
             return self._table.at(wanted)
-        # Only the last one can lie past the end.
+        # Only the last item can lie past the end.
         found = [self._table.at(part) for part in (wanted[:-1], wanted[-1:] % end) if len(part)]
-        return joined(found)
+        return concatenated(found)
 
 
-class Batched(Table):
-    """A table's items, ``size`` at a time, as lists of Python ints (or of what else the items are).
+class BatchedTable(Table):
+    """Batches of ``size`` items, as lists of Python ints (or of other items); with ``arrays`` as int64 arrays.
 
-    Args:
-        table, size: the items, and how many make a batch.
-        drop_last: leave an incomplete last batch out.
-        arrays, convert: batches of numbers are int64 arrays; batches of other items that are ints become arrays too.
+    ``convert`` also turns lists that contain only ints into arrays.
 
     Example:
-        >>> list(Batched(Table(5, lambda positions: positions + 10, block=8), 2).items(1))
+        >>> list(BatchedTable(Table(5, lambda positions: positions + 10, block=8), 2).items(1))
         [[12, 13], [14]]
     """
 
@@ -311,13 +279,13 @@ class Batched(Table):
         size, first, last = self._size, int(positions[0]), int(positions[-1])
         end = self._table.upto(first * size, (last + 1) * size)
         wanted = (positions[:, None] * size + np.arange(size)).ravel()
-        return self._cut(self._table.at(wanted if wanted[-1] < end else wanted[wanted < end]))
+        return self._split(self._table.at(wanted if wanted[-1] < end else wanted[wanted < end]))
 
     def slice(self, begin: int, end: int) -> list[Any]:
         items = self._table.slice(begin * self._size, end * self._size)
-        return self._cut(items[: len(items) // self._size * self._size] if self._drop_last else items)
+        return self._split(items[: len(items) // self._size * self._size] if self._drop_last else items)
 
-    def _cut(self, items: Any) -> list[Any]:
+    def _split(self, items: Any) -> list[Any]:
         size = self._size
         if not isinstance(items, np.ndarray):
             return [self._batch(items[begin : begin + size]) for begin in range(0, len(items), size)]
@@ -335,20 +303,19 @@ class Batched(Table):
 
 
 def as_numbers(items: list[Any]) -> Any:
-    """Items that are all ints as an int64 array; a list of other items as it is.
+    """Convert a list of ints to an int64 array; return any other list unchanged.
 
     Example:
         >>> as_numbers([3, 1]), as_numbers([3, "a"]), as_numbers([True])
         (array([3, 1]), [3, 'a'], [True])
     """
     if set(map(type, items)) == {int}:
-        with suppress(OverflowError):  # out of any range: the error names the batch later
+        with suppress(OverflowError):  # too large for an index: rejected later, with the batch's number
             return np.array(items, np.int64)
     return items
 
 
-def joined(found: list[Any]) -> Any:
-    """Items that were found in parts, as one array or list."""
+def concatenated(found: list[Any]) -> Any:
     if len(found) == 1:
         return found[0]
     return np.concatenate(found) if isinstance(found[0], np.ndarray) else list(chain.from_iterable(found))
@@ -358,33 +325,28 @@ def joined(found: list[Any]) -> Any:
 
 
 ENDLESS = 1 << 61
-"""The length of a sampler that has none, under ``steps_per_epoch``: no run comes to its end."""
+"""Stand-in length of a sampler without one under ``steps_per_epoch``; no run gets that far."""
 
 
-class Rolling:
-    """The batches of one epoch with rollover: a stretch of the endless sequence of epochs.
+class Rollover:
+    """Batches of one epoch with rollover, as a segment of the endless sequence of epochs.
 
     Args:
-        length, replicas: items in an epoch, and how many ranks there are.
-        size: items of a batch, for each rank.
-        epoch: which epoch. It begins where the whole batches of the epochs before it end.
-        done: the number of items of the epoch before the beginning, counted from ``origin``. The batches end where
-            epoch + 1 begins. None: begin where the epoch begins.
-        batches: the number of batches in an epoch, whatever the length; None: those that fit.
-        shift: how many items later all epochs begin. If it is not 0, ``replicas`` divides ``length``.
+        done: items of the epoch already done, counted from ``origin``; None: start at the epoch's beginning.
+        batches: batches per epoch, regardless of the length; None: as many as fit.
+        shift: offset of all epoch starts in items. If nonzero, ``replicas`` divides ``length``.
 
     Attributes:
-        first: number of the first batch.
-        is_begun: some of the epoch's own items come before the beginning.
-        is_behind: the beginning lies behind that of epoch + 1, so there is no batch.
-        origin: where the items of the epoch are counted from, as a number of items of all epochs: its own first item,
-            which may belong to the last batch of the epoch before. With ``batches``, where the epoch begins.
-        length_of_epoch: how many items later the origin of epoch + 1 is.
+        is_begun: some items of the epoch are already done.
+        is_behind: the start is past the start of epoch + 1, so no batch is left.
+        origin: global number of the epoch's own first item, from which its positions count; with ``batches``, of the
+            item where its first batch begins.
+        length_of_epoch: distance in items from this origin to that of epoch + 1.
 
     Example:
-        Of 5 items in twos epoch 0 has 2 batches, and epoch 1 begins at item 4.
+        With 5 items in batches of 2, epoch 0 has 2 batches, and epoch 1 begins at item 4.
 
-        >>> one, rest = Rolling(5, 2, epoch=1), Rolling(5, 2, epoch=1, done=1)
+        >>> one, rest = Rollover(5, 2, epoch=1), Rollover(5, 2, epoch=1, done=1)
         >>> one.length(), one.total(0), rest.first, rest.length()
         (3, 4, 1, 2)
     """
@@ -399,53 +361,41 @@ class Rolling:
         batches: int | None = None,
         shift: int = 0,
     ) -> None:
-        whole = Stretch(length, replicas, 0, 0)
+        whole = Segment(length, replicas, 0, 0)
         cuts = [e * whole.steps // size if batches is None else e * batches * bool(length) for e in (epoch, epoch + 1)]
         begin, end = whole.total(cuts[0] * size) + shift, whole.total(cuts[1] * size) + shift
         self.origin, self.length_of_epoch = (epoch * length, length) if batches is None else (begin, end - begin)
         total = begin if done is None else self.origin + done
         self._size, self._end = size, max(end, total)
-        self._stretch = Stretch(length, replicas, *divmod(total, max(length, 1)))
-        self._count = self._stretch.steps_before(self._end) if total < end else 0
+        self._segment = Segment(length, replicas, *divmod(total, max(length, 1)))
+        self._count = self._segment.steps_before(self._end) if total < end else 0
         self.is_begun, self.is_behind = total > begin, total > end
         steps = whole.steps_before(total, cut=True) - whole.steps_before(begin)
         self.first = max(0, ((total - begin) // replicas if shift else steps) // size)
 
     def items(self, open: Callable[[int], Table], rank: int, name: str) -> Table:
-        """The items of one rank. Arguments as `Endless` has them."""
-        return Endless(open, self._stretch, rank, self._count, name)
+        return EndlessTable(open, self._segment, rank, self._count, name)
 
     def table(self, open: Callable[[int], Table], rank: int, name: str, **arrays: bool) -> Table:
-        """The batches of one rank. Arguments as `Endless` and `Batched` have them."""
-        return Batched(self.items(open, rank, name), self._size, **arrays)
+        return BatchedTable(self.items(open, rank, name), self._size, **arrays)
 
     def length(self) -> int:
-        """The number of batches from the beginning on."""
         return parts(self._count, self._size, cut=False)
 
     def total(self, batches: int) -> int:
-        """The number of items before batch number ``batches``, counted over all epochs from epoch 0."""
-        return min(self._stretch.total(batches * self._size), self._end)
+        """Return the number of items, over all epochs, before a batch counted from the start."""
+        return min(self._segment.total(batches * self._size), self._end)
 
 
-class Stretch:
-    """A stretch of the endless sequence of epochs, in steps. One step is one item per rank.
-
-    Args:
-        length: items in an epoch.
-        replicas: the number of ranks. ``ceil(length / replicas)`` steps are an epoch.
-        epoch, offset: where the stretch begins: after ``offset`` items of this epoch.
-
-    Attributes:
-        steps: steps in a whole epoch.
-        left: steps in the first epoch, after its ``offset``.
+class Segment:
+    """A segment of the endless sequence of epochs, after ``offset`` items of ``epoch``, in steps of one item per rank.
 
     Example:
-        10 items on 3 ranks give 4 steps per epoch. After 4 items of epoch 0 two steps are left. Steps 2 to 5 are
-        epoch 1.
+        10 items on 3 ranks give 4 steps per epoch. After 4 items of epoch 0 two steps are left. Steps 2 to 5 are epoch
+        1.
 
-        >>> stretch = Stretch(10, 3, 0, 4)
-        >>> [stretch.where(step) for step in (1, 2, 6)], [stretch.total(step) for step in (1, 2, 3)]
+        >>> segment = Segment(10, 3, 0, 4)
+        >>> [segment.where(step) for step in (1, 2, 6)], [segment.total(step) for step in (1, 2, 3)]
         ([(0, 0), (1, 2), (2, 6)], [7, 10, 13])
     """
 
@@ -455,46 +405,36 @@ class Stretch:
         self.left = parts(length - offset, replicas, cut=False)
 
     def where(self, step: int) -> tuple[int, int]:
-        """The epoch of a step, and the first step of that epoch."""
+        """Return the epoch of a step, and the first step of that epoch."""
         if step < self.left or not self.steps:
             return self.epoch, 0
         later = (step - self.left) // self.steps
         return self.epoch + 1 + later, self.left + later * self.steps
 
     def steps_before(self, total: int, cut: bool = False) -> int:
-        """How many steps come before item ``total`` of all epochs; an incomplete last step counts unless ``cut``."""
+        """Return the number of steps before item ``total`` of all epochs; a partial last step counts unless ``cut``."""
         epoch, offset = divmod(total, max(self.length, 1))
         if epoch == self.epoch:
             return parts(offset - self.offset, self.replicas, cut)
         return self.left + (epoch - self.epoch - 1) * self.steps + parts(offset, self.replicas, cut)
 
     def total(self, step: int) -> int:
-        """How many items of all epochs, from epoch 0 on, come before a step."""
+        """Return the number of items, over all epochs, before a step."""
         epoch, first = self.where(step)
         offset = self.offset if epoch == self.epoch else 0
         return epoch * self.length + offset + (step - first) * self.replicas
 
 
-class Endless(Table):
-    """What one rank gets of a stretch of epochs.
-
-    Args:
-        open: epoch -> its table. Each epoch is opened when it is needed.
-        stretch, count: where to begin, and how many steps there are.
-        rank: which rank this is.
-        name: what an error calls the sampler.
-
-    Raises:
-        ValueError: an epoch of the sampler has not ``stretch.length`` items.
-    """
+class EndlessTable(Table):
+    """One rank's items of ``count`` steps of a segment; ``open`` returns the table of an epoch when it is needed."""
 
     def __init__(
-        self, open: Callable[[int], Table], stretch: Stretch, rank: int, count: int, name: str = "sampler"
+        self, open: Callable[[int], Table], segment: Segment, rank: int, count: int, name: str = "sampler"
     ) -> None:
-        self._open, self._stretch, self._rank, self._count, self._name = open, stretch, rank, count, name
-        self._epoch = -1  # none is open
+        self._open, self._segment, self._rank, self._count, self._name = open, segment, rank, count, name
+        self._epoch = -1  # no epoch is open
         self._items: Table
-        self._dealt: Table
+        self._strided: Table
 
     @property
     def block(self) -> int:
@@ -506,47 +446,47 @@ class Endless(Table):
     def at(self, positions: Indices) -> Any:
         found = []
         while len(positions):
-            epoch, first = self._stretch.where(int(positions[0]))
-            self._go_to(epoch)
-            steps = self._stretch.left if epoch == self._stretch.epoch else self._stretch.steps
+            epoch, first = self._segment.where(int(positions[0]))
+            self._open_epoch(epoch)
+            steps = self._segment.left if epoch == self._segment.epoch else self._segment.steps
             here = positions[: np.searchsorted(positions, first + steps)]
-            self._check(int(here[0]) - first, int(here[-1]) + 1 - first)
-            found.append(self._dealt.at(here - first))
+            self._check_length(int(here[0]) - first, int(here[-1]) + 1 - first)
+            found.append(self._strided.at(here - first))
             positions = positions[len(here) :]
-        return joined(found)
+        return concatenated(found)
 
-    def _go_to(self, epoch: int) -> None:
+    def _open_epoch(self, epoch: int) -> None:
         if epoch == self._epoch:
             return
-        length = self._stretch.length
+        length = self._segment.length
         if epoch > self._epoch >= 0 and self._items.upto(length, length + 1) > length:
-            self._refuse(f"more than {length}")
-        self._items, self._offset = self._open(epoch), self._stretch.offset if epoch == self._stretch.epoch else 0
-        self._dealt = Dealt(self._items, self._stretch.replicas, self._rank, self._offset)
+            self._raise_wrong_length(f"more than {length}")
+        self._items, self._offset = self._open(epoch), self._segment.offset if epoch == self._segment.epoch else 0
+        self._strided = StridedTable(self._items, self._segment.replicas, self._rank, self._offset)
         self._epoch = epoch
 
-    def _check(self, begin: int, end: int) -> None:
-        """Whether the sampler yields as many items as its length says, as far as these steps of the epoch reach."""
-        replicas = self._stretch.replicas
-        wanted = min(self._offset + end * replicas, self._stretch.length)
+    def _check_length(self, begin: int, end: int) -> None:
+        """Raise an error if the sampler ends before its length, as far as these steps of the epoch reach."""
+        replicas = self._segment.replicas
+        wanted = min(self._offset + end * replicas, self._segment.length)
         found = self._items.upto(self._offset + begin * replicas, wanted)
         if found < wanted:
-            self._refuse(found)
+            self._raise_wrong_length(found)
 
-    def _refuse(self, found: object) -> None:
-        if self._stretch.length == ENDLESS:
+    def _raise_wrong_length(self, found: object) -> None:
+        if self._segment.length == ENDLESS:
             text = f"the sampler, {an(self._name)}, has no length and ended after {found} items"
             raise ValueError(f"{text}: give it a __len__, so that it can start over under steps_per_epoch=")
         text = f"the sampler, {an(self._name)}, yielded {found} items in epoch {self._epoch}, but its length is"
         advice = "correct its __len__, or do without last_batch='rollover' and steps_per_epoch="
-        raise ValueError(f"{text} {self._stretch.length}: {advice}")
+        raise ValueError(f"{text} {self._segment.length}: {advice}")
 
 
 # -- steps that are left out -------------------------------------------------------------------------------------------
 
 
 Ranges = tuple[tuple[int, int], ...]
-"""Pairs (first, last) of steps, ascending. The last one is left out too."""
+"""Pairs (first, last) of steps, ascending; both ends are included."""
 
 Length = Callable[[int], int]
 
@@ -554,11 +494,7 @@ _ADVICE = "give pairs of steps (first, last), counted from 0 since the first epo
 
 
 def check_skip(skip: Any) -> Ranges:
-    """``skip`` as ascending ranges.
-
-    Raises:
-        TypeError: It is no list of pairs of integers.
-        ValueError: A range is reversed or negative, or two overlap.
+    """Convert ``skip`` to ascending ranges, or raise a TypeError or ValueError.
 
     Example:
         >>> check_skip([(7, 9), [2, 2]])
@@ -582,7 +518,7 @@ def check_skip(skip: Any) -> Ranges:
 
 
 def merged(ranges: Iterable[tuple[int, int]], others: Iterable[tuple[int, int]]) -> Ranges:
-    """Two lists of ranges as one.
+    """Return the union of two lists of ranges.
 
     Example:
         >>> merged([(2, 5)], [(4, 6), (9, 9)])
@@ -597,10 +533,7 @@ def merged(ranges: Iterable[tuple[int, int]], others: Iterable[tuple[int, int]])
 
 
 class StepCount:
-    """How many steps come before each epoch. Steps that are left out count.
-
-    Args:
-        steps: ``steps_per_epoch``. Without it, ``length(epoch)`` tells how many steps an epoch has on each rank.
+    """Number of steps before each epoch, including skipped ones, from ``steps_per_epoch`` or the lengths of the epochs.
 
     Example:
         >>> count = StepCount(None)
@@ -613,11 +546,10 @@ class StepCount:
         self._starts = [0]
 
     def forget(self, epoch: int = 0) -> None:
-        """Epochs from this one on have other lengths than before."""
+        """Discard the lengths of epochs from this one on."""
         del self._starts[epoch + 1 :]
 
     def before(self, epoch: int, length: Length) -> int:
-        """The number of steps before an epoch."""
         if self._steps is not None:
             return epoch * self._steps
         while len(self._starts) <= epoch:
@@ -625,6 +557,6 @@ class StepCount:
         return self._starts[epoch]
 
     def within(self, ranges: Ranges, epoch: int, length: Length) -> tuple[range, ...]:
-        """The batches that an epoch leaves out, by their numbers in it. They may reach beyond its end."""
+        """Return the batch numbers skipped in an epoch. They may reach beyond its end."""
         begin = self.before(epoch, length) if ranges else 0
         return tuple(range(max(0, first - begin), last + 1 - begin) for first, last in ranges if last >= begin)

@@ -1,11 +1,7 @@
 """The order of a loader over iterable data: its parts, its epochs, its states.
 
-    StreamOrder.epoch(number, position) -> StreamEpoch            what `sampling.order` is for datasets with an index
-
-Each rank has parts of its own: rank r of R has the parts r, r + R, ... With ``steps_per_epoch`` parts that have ended
-start over, and an epoch is that number of steps of an endless order.
-
-What can go wrong: arguments that iterable data cannot have; fewer parts than ranks; a state that does not fit.
+Rank r of R reads the parts r, r + R, ... With ``steps_per_epoch``, parts that have ended start over, and an epoch is
+that number of steps of an endless order.
 """
 
 from __future__ import annotations
@@ -26,7 +22,7 @@ from sharded_loader.streams.epoch import SharedParts, StreamEpoch, length_of_epo
 from sharded_loader.streams.state import StreamSignature, differences, parse
 
 MOST_PARTS = 32
-"""Parts of a dataset that has more shards, if ``streams`` is not given. All parts are open at the same time."""
+"""Maximum number of parts if ``streams`` is not given: all of them are open at the same time."""
 
 
 NO_SKIP = (
@@ -36,17 +32,15 @@ NO_SKIP = (
 
 
 class StreamOrder(Order[StreamSignature]):
-    """The order of a loader over iterable data.
+    """Order of a loader over iterable data.
 
     Args:
-        dataset: the data.
         batch_size, last_batch, num_workers: of the loader.
-        streams: how many parts; None: as many as the dataset has shards, or as there are workers.
-        given: see `Order`. With ``steps_per_epoch`` each rank has that number of batches in an epoch; otherwise those
-            of its parts.
+        streams: number of parts; None: the number of the dataset's shards, or of workers.
+        given: see `Order`.
 
     Attributes:
-        is_bound: states of another number of parts are rejected.
+        is_bound: reject states with another number of parts.
     """
 
     def __init__(
@@ -77,11 +71,11 @@ class StreamOrder(Order[StreamSignature]):
 
     @property
     def sampler(self) -> SimpleNamespace:
-        """Stands where other libraries look for a sampler's ``set_epoch``."""
-        return SimpleNamespace(set_epoch=self._note_epoch)
+        """Object with the ``set_epoch`` that other libraries look for on a sampler."""
+        return SimpleNamespace(set_epoch=self._follow_lightning)
 
-    def _note_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the next one. Lightning says so after the first batch, without a length."""
+    def _follow_lightning(self, epoch: int) -> None:
+        """Make ``epoch`` the next one. Without a length, Lightning calls this after the first batch."""
         ahead, _ = provided("trainer", "fetched")("on_advance_start")
         begun = self._last
         if not ahead or begun is None:
@@ -96,7 +90,7 @@ class StreamOrder(Order[StreamSignature]):
 
     @property
     def parts(self) -> int:
-        """How many parts the data is cut into."""
+        """Number of parts."""
         replicas, given = self.replicas()[0], self._given
         if given is not None and given < replicas:
             raise ValueError(f"streams is {given}, but there are {replicas} ranks, and each needs a part")
@@ -112,11 +106,10 @@ class StreamOrder(Order[StreamSignature]):
 
     @property
     def stream(self) -> Stream:
-        """How the data is cut into batches."""
         return self.signature().stream
 
     def settle_replicas(self) -> None:
-        """An epoch begins: what is not known until then is settled."""
+        """Fix the number of parts and ranks, at the start of an epoch."""
         super().settle_replicas()
         self._given = self.parts
         if self.replicas()[0] > 1 and self.steps is None and not self._warned:
@@ -127,37 +120,36 @@ class StreamOrder(Order[StreamSignature]):
             )
 
     def resize(self, length: int | None) -> None:
-        """The dataset has changed: what was known of its parts counts no more."""
-        self._shared.reached.clear()
+        """Forget the progress of the parts: the dataset has changed."""
+        self._shared.progress.clear()
 
     # -- epochs ---------------------------------------------------------------------------------------------
 
     def epoch(self, number: int, position: Position | None = None) -> StreamEpoch:
-        """An epoch's batches for this rank, from a position on."""
         signature = self.signature()
         begin = position or self._beginning(number, signature.parts_of_rank())
         return StreamEpoch(self._shared, signature, begin, resumed=position is not None)
 
     def begun(self, epoch: Epoch) -> None:
-        """An epoch begins: its parts stay open while an iterator goes on with it, and the next one is behind it."""
+        """Keep the parts of an epoch open while its iterator lives; the next epoch follows this one."""
         if isinstance(epoch, StreamEpoch):
-            self._shared.begin(epoch)
+            self._shared.register(epoch)
             self._last = epoch
 
     def _beginning(self, epoch: int, parts: range) -> Position:
-        """Where an epoch begins. An epoch of an endless order begins where the one before it ends."""
+        """Return the beginning of an epoch: in an endless order, the end of the one before."""
         if self.steps is None:
             return Position(epoch)
         done = epoch * self.steps
         counts: Mapping[int, int] = {part: max(0, -(-(done - i) // len(parts))) for i, part in enumerate(parts)}
         last = self._last
         if last is not None and last.number + 1 == epoch:
-            counts = last.counts_behind()
-        points = {part: point for part, point in self._shared.reached.items() if point.batches <= counts.get(part, 0)}
+            counts = last.counts_at_end()
+        points = {part: point for part, point in self._shared.progress.items() if point.batches <= counts.get(part, 0)}
         return Position(epoch, 0, None, counts, points)
 
     def text_of_step(self, epoch: object, step: object) -> str:
-        """The message for a step of iterable data: it cannot be looked up, but its part is known."""
+        """Return the error text for a step that cannot be looked up, with the part that it should come from."""
         epoch = check_int("epoch", epoch, 0, "epochs count from 0")
         step = check_int("step", step, 0, "steps count from 0")
         parts = self.signature().parts_of_rank()
@@ -173,16 +165,15 @@ class StreamOrder(Order[StreamSignature]):
             raise TypeError(NO_SKIP)
 
     def facts(self, number: int) -> None:
-        """Nothing: whether two epochs have the same batches is not known."""
+        """Return None: the batches of an epoch are not known in advance."""
 
     def length(self, number: int) -> int:
-        """The number of batches in an epoch for this rank; see `length_of_epoch`."""
         return length_of_epoch(self._dataset, self.signature())
 
     # -- state ----------------------------------------------------------------------------------------------
 
     def signature(self) -> StreamSignature:
-        """What a position in this order is a position in."""
+        """Return the parameters that a position depends on."""
         kind, last_batch = type(self._dataset).__name__, "discard" if self.drops_last else "keep"
         return StreamSignature(self.seed, kind, self.parts, self._size, last_batch, self.steps, *self.replicas())
 
@@ -198,6 +189,6 @@ class StreamOrder(Order[StreamSignature]):
     def _adopt(self, saved: StreamSignature, position: Position) -> bool:
         changed = (saved.seed, saved.streams) != (self.seed, self._given)
         self.seed, self._given = saved.seed, saved.streams
-        self._shared.reached.clear()
+        self._shared.progress.clear()
         self._last = None
         return changed

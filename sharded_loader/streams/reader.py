@@ -1,23 +1,18 @@
-"""Reads one batch of iterable data: the samples that come next in a part, then batchify. The same code in every pool.
+"""Read one batch of iterable data: fetch the next samples of a part, then collate them. Every pool uses this code.
 
-    Task (part, number of the batch) -> StreamReader.read -> Result, with the point that the part has got to
-    OpenPart(dataset, number, parts)        a part while it is read: ``begin``, ``advance``, ``state``
-    Copies(dataset).make()                  a copy of the dataset as it was
+    Task (part, batch index) -> StreamReader.read -> Result with the part's progress
 
-A dataset knows from ``torch.utils.data.get_worker_info()`` which part to yield, as in torch's own workers: ``id`` is
-the number of the part, ``num_workers`` the number of parts. A function may take the two numbers as arguments instead.
+As in torch's workers, the dataset learns from ``get_worker_info()`` which part to yield (``id`` of ``num_workers``); a
+function may take the two numbers as arguments instead.
 
-A part stays open from batch to batch, so its tasks come to one worker (``Task.lane``). Nothing depends on that: a
-reader that does not have the part open, or has read past the batch, opens it again and reads up to the batch. It begins
-at the point that the task brings, if that has a state of the dataset's own, otherwise at the beginning of the part. So
-a killed worker, an interrupted batch and a loaded state are one case.
+A part stays open from batch to batch, so its tasks go to one worker (``Task.lane``). That is only an optimisation: a
+reader that does not have the part open, or is past the batch, opens it again and reads up to the batch, from the
+dataset's own state in the task if there is one, otherwise from the beginning. So a dead worker, an interrupted batch
+and a loaded state are one case. A checksum of each batch's first sample ensures that the samples are those of before.
 
-The samples on the way must be the ones of before. A checksum of the first sample of each batch says whether they are;
-otherwise the batch is an error.
-
-Owns the open parts, each with a copy of the dataset where several are open in one process: many datasets keep their
-position in themselves. What can go wrong is the user's: the error of its batch. An iterator that has raised an error is
-asked for the next sample again. A generator has ended then, and so does its part.
+Owns the open parts, each with its own copy of the dataset if several are open in one process, because many datasets
+keep their position in themselves. An iterator that has raised is asked for the next sample again; a generator, and so
+its part, has ended.
 """
 
 from __future__ import annotations
@@ -41,15 +36,15 @@ from sharded_loader.base.errors import HAS_ENDED, add_note
 from sharded_loader.batching.protocol import refuse_async
 from sharded_loader.data.inspection import is_stateful, iterable_of, sampled
 from sharded_loader.data.seeding import set_epoch_of
-from sharded_loader.engine.board import BEGINNING, ONE_BY_ONE, SAMPLE, SHARD, UNUSED
+from sharded_loader.engine.heartbeat import BEGINNING, ONE_BY_ONE, SAMPLE, SHARD, UNUSED
 from sharded_loader.engine.messages import Job, PartBatch, PartIndices, PartPoint, Stream, Task
-from sharded_loader.engine.reader import Bad, BatchScope, Reader
+from sharded_loader.engine.reader import BadSample, BatchScope, Reader
 from sharded_loader.engine.split import shard_sizes
 from sharded_loader.randomness.rng import derive_key, reading
-from sharded_loader.streams.worker_info import Part, here, tell
+from sharded_loader.streams.worker_info import Part, here, set_current_part
 
 SHARED_BYTES = 64 << 20
-"""Arrays from this size on are data, and all parts share them. Smaller ones may be an order, shuffled in place."""
+"""Size from which arrays are shared by all parts, as data. A smaller one may be an order that is shuffled in place."""
 
 
 class Copies:
@@ -74,7 +69,7 @@ class Copies:
             self._pickled = b""
 
     def make(self) -> Any:
-        """One copy; the dataset itself where it cannot be copied."""
+        """Return a copy, or the dataset itself if it cannot be pickled."""
         if not self._pickled:
             return self._dataset
         made = _Unpickler(io.BytesIO(self._pickled))
@@ -101,43 +96,40 @@ class _Unpickler(pickle.Unpickler):  # a subclass: in Python 3.13 the method can
 
 
 class OpenPart(Part):
-    """One part of iterable data while it is read.
+    """One part of iterable data that is being read, from the dataset or from the part's own copy.
 
     Args:
-        dataset: the dataset, or a copy of it that this part has to itself.
-        number, parts, seed: see `Part`.
         alone: no other thread of this process reads a part.
-        told: call the dataset's ``set_epoch``.
+        tells_epoch: call the dataset's ``set_epoch``.
 
     Attributes:
-        point: where the part is. `advance` changes nothing in it; the reader does.
+        point: progress, which the reader updates.
         busy: a thread is in the middle of a batch.
-        advance: the next sample; StopIteration at the end of a pass.
-        items: the iterator of this pass.
-        is_stateful: the dataset, or its iterator, can say where it is.
+        next_sample: returns the next sample; StopIteration ends the pass.
+        is_stateful: the dataset, or its iterator, has a ``state_dict``.
     """
 
     is_stateful = busy = False
     items: Any = None
 
     def __init__(
-        self, dataset: object, number: int, parts: int, seed: int, *, alone: bool = False, told: bool = True
+        self, dataset: object, number: int, parts: int, seed: int, *, alone: bool = False, tells_epoch: bool = True
     ) -> None:
         super().__init__(number, parts, seed, dataset)
-        self._alone, self._told = alone, told
+        self._alone, self._tells_epoch = alone, tells_epoch
         self._last_state: tuple[Any, Any] | None = None
         self.point = PartPoint()
-        self.advance: Callable[[], Any] = _nothing
+        self.next_sample: Callable[[], Any] = _nothing
 
     def begin(self, passes: int, state: Any = None) -> None:
-        """Begin a pass, or go on from a state that `state` has returned. With a third item: begin after that pass."""
+        """Begin a pass, or resume from a state that `state` has returned. With a third item: begin after that pass."""
         dataset: Any = self.dataset
-        if self._told and (set_epoch := set_epoch_of(dataset)) is not None:
+        if self._tells_epoch and (set_epoch := set_epoch_of(dataset)) is not None:
             set_epoch(passes)
         of_dataset, of_items, *begins_anew = state or (None, None)
         if of_dataset is not None:
             dataset.load_state_dict(copy.deepcopy(of_dataset))
-        before = self.tell()
+        before = self.set_current()
         try:
             items = iterable_of(dataset, lambda: self.place)
             method: Any = getattr(type(items), "__iter__", None)
@@ -147,33 +139,33 @@ class OpenPart(Part):
             self.items = iter(items)
             if of_items is not None:
                 self.items.load_state_dict(copy.deepcopy(of_items))
-            if begins_anew:  # the state is that of the end of a pass
+            if begins_anew:  # the state was taken at the end of a pass
                 self.items = iter(items)
         finally:
             here.part = before
         self.is_stateful = is_stateful(dataset) or is_stateful(self.items)
-        self.advance = self.items.__next__
+        self.next_sample = self.items.__next__
 
-    def tell(self) -> Part | None:
-        """Tell this thread of the part; see `streams.worker_info`."""
-        # One part in the main process is everything, as in torch: there is no worker.
-        return tell(None if self.parts == 1 and not self._alone else self, alone=self._alone)
+    def set_current(self) -> Part | None:
+        """Announce the part to this thread; see `streams.worker_info`."""
+        # As in torch, there is no worker info if the main process reads everything.
+        return set_current_part(None if self.parts == 1 and not self._alone else self, alone=self._alone)
 
     def end(self) -> None:
-        """The part has no more samples: let go of the iterator."""
+        """Release the iterator at the end of the part."""
         self._last_state = self.state()
-        self.items, self.advance = None, _nothing
+        self.items, self.next_sample = None, _nothing
 
     def state(self) -> tuple[Any, Any] | None:
-        """What `begin` goes on from; None if the dataset cannot say."""
+        """Return the state that `begin` resumes from, or None if the dataset has none."""
         if self._last_state is not None or not self.is_stateful:
             return self._last_state
-        # A dataset that is its own iterator is loaded as that.
+        # A dataset that is its own iterator has one state: the iterator's.
         return None if self.items is self.dataset else _state_of(self.dataset), _state_of(self.items)
 
 
 def _state_of(obj: Any) -> Any:
-    # A copy: some return the dict that they go on changing.
+    # A copy, because some datasets return a dict that they change later.
     return copy.deepcopy(obj.state_dict()) if is_stateful(obj) else None
 
 
@@ -187,7 +179,7 @@ _EMPTY = (
 
 
 class EmptyPartError(ValueError):
-    """A part that is to start over has no samples."""
+    """A part without samples cannot start over."""
 
 
 Seed = Callable[[int, int], None] | None
@@ -195,12 +187,10 @@ Seed = Callable[[int, int], None] | None
 
 
 class StreamReader(Reader):
-    """Makes batches of iterable data.
+    """Reads batches of iterable data.
 
     Args:
-        job: see `Reader`.
-        several: several parts may be open here at a time, or one for several iterators, and the dataset would mix them
-            up. Each then has a copy of the dataset to itself.
+        several: several parts may be open in this process; each gets its own copy of the dataset.
         alone: no other thread of this process reads samples.
         seed: see `Seed`.
     """
@@ -209,95 +199,96 @@ class StreamReader(Reader):
         super().__init__(job, in_bulk=False)
         assert job.stream is not None  # see `reader_for`
         self._stream: Stream = job.stream
-        self._several, self._alone, self._seed = several, alone, seed or (lambda epoch, position: None)
+        self._copies_dataset, self._alone, self._seed = several, alone, seed or (lambda epoch, position: None)
         self._copies: Copies | None = None
         self._opened: dict[tuple[int, int], OpenPart] = {}
 
     def read_sample(self, index: Any, epoch: int) -> Any:
-        """Sample ``(part, place)``: the part is read up to it."""
+        """Read sample ``(part, place)``, reading the part up to it."""
         try:
             part, place = map(operator.index, index)
         except (TypeError, ValueError):
             raise TypeError(f"a sample of iterable data is read as (part, position), not as {index!r}") from None
-        parts, size, samples, before = self._stream.parts, self._stream.batch_size, list[Any](), reading.get()
+        parts, size, samples, previous_scope = self._stream.parts, self._stream.batch_size, list[Any](), reading.get()
         if 0 <= part < parts and place >= 0:
-            batch = place // size
-            asked = PartBatch(0, 0, part, batch, PartPoint())
-            task = Task(0, 0, epoch, 0, (PartIndices(part, range(batch * size, place + 1)),), False, part=asked)
+            part_batch = PartBatch(0, 0, part, place // size, PartPoint())
+            indices = PartIndices(part, range(place - place % size, place + 1))
+            task = Task(0, 0, epoch, 0, (indices,), False, part=part_batch)
             reader = StreamReader(replace(self._job, on_error="raise"))
-            at = reader._scope(task)
+            scope = reader._scope(task)
             try:
-                reading.set(at)
-                samples = reader._read_batch(reader._open_at(asked, at), task.shards, at)
+                reading.set(scope)
+                samples = reader._read_batch(reader._open_at(part_batch, scope), task.shards, scope)
             except EmptyPartError:
                 pass
             finally:
-                reading.set(before)
+                reading.set(previous_scope)
         if len(samples) != place % size + 1:
             raise IndexError(f"part {part} of epoch {epoch} has no sample {place}; there are {parts} parts")
         return samples[-1]
 
     def prime(self, task: Task) -> PartPoint:
-        """Open the part of a task, and say where it is: before the first batch, as torch does in the main process."""
+        """Open the part of a task before its first batch, as torch does in the main process. Return its progress."""
         assert task.part is not None  # a task of iterable data has one
         opened = self._open_at(task.part, self._scope(task))
         opened.busy = False
         return opened.point._replace(state=opened.state())
 
     def _scope(self, task: Task) -> BatchScope:
-        at = BatchScope(self._job.seed, 0 if self._stream.endless else task.epoch)
-        at.task, at.worker, at.empty, at.board = task, None, np.empty, list(UNUSED)
-        return at
+        scope = BatchScope(self._job.seed, 0 if self._stream.endless else task.epoch)
+        scope.task, scope.worker, scope.empty, scope.heartbeat = task, None, np.empty, list(UNUSED)
+        return scope
 
     # -- one batch ------------------------------------------------------------------------------------------
 
-    def _make_batches(self, at: BatchScope) -> list[Any]:
-        task, part = at.task, at.task.part
+    def _make_batches(self, scope: BatchScope) -> list[Any]:
+        task, part = scope.task, scope.task.part
         assert part is not None  # a task of iterable data has one
         if self._stream.endless:
-            at.epoch = 0  # a pass may begin in one epoch and end in the next
-        opened = self._open_at(part, at)
+            scope.epoch = 0  # a pass may begin in one epoch and end in the next
+        opened = self._open_at(part, scope)
         if opened.point.ended:
-            at.point, opened.busy = opened.point, False
+            scope.point, opened.busy = opened.point, False
             return []
-        self._seed(at.epoch, task.position)
-        at.is_alone = True
+        self._seed(scope.epoch, task.position)
+        scope.is_alone = True
         try:
-            samples = self._read_batch(opened, task.shards, at)
+            samples = self._read_batch(opened, task.shards, scope)
         except BaseException as error:
-            if not at.passes(error):
-                at.point, opened.busy = opened.point, False
+            if not scope.is_for_caller(error):
+                scope.point, opened.busy = opened.point, False
             raise
-        at.point, opened.busy = opened.point, False
+        scope.point, opened.busy = opened.point, False
         if opened.is_stateful:
-            at.point = opened.point = opened.point._replace(state=opened.state())
+            scope.point = opened.point = opened.point._replace(state=opened.state())
         planned = sum(map(len, task.shards))
         shards: Sequence[Any] = task.shards
         if len(samples) < planned:
             if not samples or self._stream.drops_last:
                 return []
-            at.dropped += planned - len(samples)
+            scope.dropped += planned - len(samples)
             first, sizes = shards[0], shard_sizes(len(samples), len(shards), list(map(len, shards)))
             shards = PartIndices(first.part, range(first.places.start, first.places.start + len(samples))).cut(sizes)
         cuts = pairwise(accumulate(map(len, shards), initial=0))
-        return self._collated([(samples[i:j], indices) for (i, j), indices in zip(cuts, shards, strict=True)], at)
+        return self._collated([(samples[i:j], indices) for (i, j), indices in zip(cuts, shards, strict=True)], scope)
 
-    def _read_batch(self, opened: OpenPart, shards: Sequence[Any], at: BatchScope) -> list[Any]:
-        """The samples that come next, at most as many as ``shards`` have indices; `Bad` where one failed."""
-        board, stream = at.board, self._stream
+    def _read_batch(self, opened: OpenPart, shards: Sequence[Any], scope: BatchScope) -> list[Any]:
+        """Read the next samples, at most as many as ``shards`` have indices; a failed one is a `BadSample`."""
+        heartbeat, stream = scope.heartbeat, self._stream
         point, samples, failed = opened.point, list[Any](), False
         passes, ended, base = point.passes, False, point.samples  # len(samples) + base: read in this pass
-        advance, told = opened.advance, opened.tell()
+        next_sample, part_before = opened.next_sample, opened.set_current()
         try:
             for number, indices in enumerate(shards):
-                board[SHARD], board[SAMPLE] = number, ONE_BY_ONE
-                at.indices, at.drawn, before = indices, None, len(samples)
-                at.items = items = iter(range(len(indices)))
-                places = at.watched(items) if at.notes or at.is_timed else items
+                heartbeat[SHARD], heartbeat[SAMPLE] = number, ONE_BY_ONE
+                scope.indices, scope.drawn, before = indices, None, len(samples)
+                scope.items = items = iter(range(len(indices)))
+                is_watched = scope.records_samples or scope.is_timed
+                places = scope.watch_items(items) if is_watched else items
                 while not ended:
                     try:
                         for _ in places:
-                            samples.append(advance())
+                            samples.append(next_sample())
                         break
                     except StopIteration:
                         ended = not stream.endless
@@ -306,27 +297,27 @@ class StreamReader(Reader):
                                 raise EmptyPartError(_EMPTY.format(opened.number, stream.parts)) from None
                             passes, base = passes + 1, -len(samples)
                             opened.begin(passes)
-                            advance = opened.advance
-                            at.items = items = iter(range(len(samples) - before, len(indices)))
-                            places = at.watched(items, len(samples) - before) if at.notes or at.is_timed else items
+                            next_sample = opened.next_sample
+                            scope.items = items = iter(range(len(samples) - before, len(indices)))
+                            places = scope.watch_items(items, len(samples) - before) if is_watched else items
                     except Exception as error:
-                        if self._policy.raises or at.passes(error):
+                        if self._policy.raises or scope.is_for_caller(error):
                             raise
-                        samples.append(self._policy.in_place_of(indices[len(samples) - before], error, at))
+                        samples.append(self._policy.substitute(indices[len(samples) - before], error, scope))
                         if getattr(opened.items, "gi_frame", opened) is None:  # a generator that raises has ended
-                            add_note(at.skipped[-1][1], f"part {opened.number} of {stream.parts} {HAS_ENDED}")
-                if at.is_timed:
-                    at.timed(len(samples) - before)
+                            add_note(scope.skipped[-1][1], f"part {opened.number} of {stream.parts} {HAS_ENDED}")
+                if scope.is_timed:
+                    scope.add_durations(len(samples) - before)
         except BaseException as error:
-            failed = not at.passes(error)
+            failed = not scope.is_for_caller(error)
             raise
         finally:
-            here.part = told
+            here.part = part_before
             is_batch = bool(samples) and not (ended and stream.drops_last and len(samples) < sum(map(len, shards)))
             count, total = point.batches + (failed or is_batch), len(samples) + base + failed
             checked = point.checksum
             if samples and not opened.is_stateful:
-                first = None if type(samples[0]) is Bad else samples[0]
+                first = None if type(samples[0]) is BadSample else samples[0]
                 checked = zlib.crc32(sampled(first).encode(), checked)
             opened.point = PartPoint(count, passes, total, checked, ended, asked=opened.asked)
             if ended:
@@ -335,87 +326,82 @@ class StreamReader(Reader):
 
     # -- parts ----------------------------------------------------------------------------------------------
 
-    def _open_at(self, part: PartBatch, at: BatchScope) -> OpenPart:
-        """The part, open at the batch that is asked for, or at its end."""
+    def _open_at(self, part: PartBatch, scope: BatchScope) -> OpenPart:
+        """Return the part, open at the batch of the task, or at its end."""
         for key in list(self._opened):
             if key[0] < part.oldest:
                 self._opened.pop(key, None)
         opened = self._opened.get((part.stream, part.number))
         if opened is None or opened.busy or opened.point.batches > part.batch:
-            at.board[SAMPLE] = BEGINNING
-            opened = self._open(part, at)
+            scope.heartbeat[SAMPLE] = BEGINNING
+            opened = self._open(part, scope)
             self._opened[part.stream, part.number] = opened
-        opened.busy = True  # until its batch is read: if something strikes before that, it has perhaps lost samples
-        self._skip(opened, part.batch, at)
+        opened.busy = True  # until its batch is read: an interruption before that may lose samples
+        self._skip(opened, part.batch, scope)
         return opened
 
-    def _open(self, part: PartBatch, at: BatchScope) -> OpenPart:
-        if self._copies is None and self._several:
-            self._copies = Copies(self._job.dataset)  # before any part has changed it
+    def _open(self, part: PartBatch, scope: BatchScope) -> OpenPart:
+        if self._copies is None and self._copies_dataset:
+            self._copies = Copies(self._job.dataset)  # before any part changes it
         dataset = self._job.dataset if self._copies is None else self._copies.make()
         job, stream = self._job, self._stream
-        seed = derive_key(job.seed, "part", at.epoch, part.number) & 0x7FFFFFFFFFFFFFFF
+        seed = derive_key(job.seed, "part", scope.epoch, part.number) & 0x7FFFFFFFFFFFFFFF
         if job.base_seed is not None:
             seed = job.base_seed + part.number
-        opened = OpenPart(dataset, part.number, stream.parts, seed, alone=self._alone, told=stream.tells_epoch)
-        point, first = part.point, at.epoch
+        opened = OpenPart(dataset, part.number, stream.parts, seed, alone=self._alone, tells_epoch=stream.tells_epoch)
+        point, first = part.point, scope.epoch
         opened.point = PartPoint(passes=first) if point.state is None else point
-        self._seed(at.epoch, opened.point.batches * self._stream.parts + part.number)
-        # What it draws belongs to its first sample, as in a generator, which begins there.
-        at.indices, at.items, at.drawn = PartIndices(part.number, range(1)), iter(range(1)), None
-        next(at.items)
+        self._seed(scope.epoch, opened.point.batches * self._stream.parts + part.number)
+        # Random numbers drawn on opening are the first sample's, as in a generator, which begins there.
+        scope.indices, scope.items, scope.drawn = PartIndices(part.number, range(1)), iter(range(1)), None
+        next(scope.items)
         opened.begin(opened.point.passes, point.state)
         if point.state is None and not point.ended:
-            self._skip(opened, point.batches, at)
+            self._skip(opened, point.batches, scope)
             if opened.point != point._replace(passes=max(first, point.passes), asked=opened.point.asked):
-                raise self._differs(part, opened.point)
+                raise self._not_reproducible(part, opened.point)
         return opened
 
-    def _skip(self, opened: OpenPart, batch: int, at: BatchScope) -> None:
-        """Read the batches before ``batch``, and drop them."""
+    def _skip(self, opened: OpenPart, batch: int, scope: BatchScope) -> None:
+        """Read and drop the batches before ``batch``."""
         number, size = opened.number, self._stream.batch_size
         while opened.point.batches < batch and not opened.point.ended:
             count = opened.point.batches
-            self._seed(at.epoch, count * self._stream.parts + number)
+            self._seed(scope.epoch, count * self._stream.parts + number)
             indices = PartIndices(number, range(count * size, (count + 1) * size))
             try:
-                self._read_batch(opened, [indices], at)
-            except BaseException as error:  # as when it was read: the batches behind it come all the same
-                if at.passes(error):
+                self._read_batch(opened, [indices], scope)
+            except BaseException as error:  # it was the error of its batch, and later ones can still be read
+                if scope.is_for_caller(error):
                     raise
-            at.skipped = ()
-            at.durations = ()
-            at.board[SHARD], at.board[SAMPLE] = count & 1023, BEGINNING  # a sign of life
+            scope.skipped = scope.durations = ()
+            scope.heartbeat[SHARD], scope.heartbeat[SAMPLE] = count & 1023, BEGINNING  # shows progress
 
-    def _differs(self, part: PartBatch, found: PartPoint) -> ValueError:
-        then, kind = part.point, type(self._job.dataset).__name__
-        what = f"other samples than the {then.samples} that it had yielded"
-        if found.ended and found.samples < then.samples:
-            what = f"only {found.samples} samples, where it had yielded {then.samples}"
+    def _not_reproducible(self, part: PartBatch, actual: PartPoint) -> ValueError:
+        expected, kind = part.point, type(self._job.dataset).__name__
+        others = f"other samples than the {expected.samples} that it had yielded"
+        if actual.ended and actual.samples < expected.samples:
+            others = f"only {actual.samples} samples, where it had yielded {expected.samples}"
         return ValueError(
             f"the epoch cannot go on after a resume or a lost worker: part {part.number} of the dataset, {an(kind)}, "
-            f"yields {what}. Its samples must be the same each time it is read, in every pool: draw random numbers "
+            f"yields {others}. Its samples must be the same each time it is read, in every pool: draw random numbers "
             f"from sample_rng(), not from the modules random, numpy.random and torch, or give the dataset state_dict() "
             f"and load_state_dict()"
         )
 
 
 class StatefulReader(Reader):
-    """Makes batches of a map-style dataset that has ``state_dict``: its state is part of the results.
+    """Reads a map-style dataset with a ``state_dict``: loads it unless the lane's last batch was read here."""
 
-    A batch belongs to a lane. If the batch before it was not read here, the dataset gets the state of the task's point.
-    """
+    _next_batch: tuple[int, int, int] | None = None  # the batch that the dataset's state is at
 
-    _at: tuple[int, int, int] | None = None  # the batch that the dataset is in front of
-
-    def _make_batches(self, at: BatchScope) -> list[Any]:
-        part = at.task.part
+    def _make_batches(self, scope: BatchScope) -> list[Any]:
+        part = scope.task.part
         assert part is not None  # of a dataset with a state, each batch belongs to a lane
-        here = part.stream, part.number, part.batch
-        if self._at != here and part.point.state is not None:
+        if self._next_batch != (part.stream, part.number, part.batch) and part.point.state is not None:
             self._job.dataset.load_state_dict(copy.deepcopy(part.point.state))
-        self._at = part.stream, part.number, part.batch + 1
+        self._next_batch = part.stream, part.number, part.batch + 1
         try:
-            return super()._make_batches(at)
+            return super()._make_batches(scope)
         finally:
-            at.point = PartPoint(part.batch + 1, state=copy.deepcopy(self._job.dataset.state_dict()))
+            scope.point = PartPoint(part.batch + 1, state=copy.deepcopy(self._job.dataset.state_dict()))

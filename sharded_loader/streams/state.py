@@ -1,13 +1,9 @@
-"""What ``state_dict()`` returns over iterable data: a position, and what it is a position in. Pure functions.
+"""States of iterable data: a position and its signature, as ``state_dict()`` returns them. Pure functions.
 
-    Position (where) + StreamSignature (in what)  --dump-->  dict  --parse-->  Position, StreamSignature
-    differences(saved, own, position, rank)             why a state does not fit a loader, in words
+    Position + StreamSignature  --dump-->  dict  --parse-->  Position, StreamSignature
 
-A rank knows its own parts only, so each rank saves a state of its own. `parse` takes a list of them too: then another
-number of ranks may go on. A state is a flat dict of numbers, strings and lists, and in ``parts`` of one list per field.
-States of the dataset's own are in it as they are.
-
-What can go wrong: no such state, a damaged one, one of a newer version; states of different runs or steps.
+Each rank saves the progress of its own parts. `parse` takes a list of the ranks' states, from which another number of
+ranks can resume. A state is a flat dict of numbers, strings and lists, and of the dataset's own states as they are.
 """
 
 from __future__ import annotations
@@ -29,12 +25,12 @@ _PARTS = {
     "ended": list_of(entries.true_or_false),
     "state": optional(list_of(anything)),
 }
-"""The entry ``parts``: of each part its number, how many batches it has given, and the fields of a `PartPoint`."""
+"""The entry ``parts``: for each part its number, batches given, and the fields of a `PartPoint`."""
 
 
 @dataclass(frozen=True)
 class StreamSignature:
-    """What a position in iterable data is a position in. All of it is in a state."""
+    """Parameters that a position in iterable data depends on. All are saved in a state."""
 
     dataset_length: ClassVar[None] = None
 
@@ -49,11 +45,10 @@ class StreamSignature:
 
     @property
     def stream(self) -> Stream:
-        """How the data is cut into batches."""
         return Stream(self.streams, self.batch_size, self.last_batch == "discard", self.steps_per_epoch is not None)
 
     def parts_of_rank(self) -> range:
-        """The numbers of the parts that this rank reads."""
+        """Return the numbers of this rank's parts."""
         return range(self.rank, self.streams, self.num_replicas)
 
 
@@ -64,38 +59,34 @@ _STAYS = (
 
 
 def differences(saved: StreamSignature, own: StreamSignature, position: Position, strict: bool = True) -> list[str]:
-    """Why a state does not fit a loader, one phrase each; none if it fits.
+    """Return the reasons why a state does not fit a loader, one phrase each.
 
-    Args:
-        saved: of the state.
-        own: of the loader.
-        position: of the state.
-        strict: whether another batch size matters at the beginning of an epoch.
+    ``strict`` means that the batch size matters even at the beginning of an epoch.
     """
-    found = []
-    begins = not any(position.counts.values())  # no batch was read
+    texts = []
+    is_at_start = not any(position.counts.values())
     same_step = saved.batch_size * saved.num_replicas == own.batch_size * own.num_replicas
     if saved.streams < own.num_replicas:
-        found.append(f"there were {saved.streams} parts (streams), and are {own.num_replicas} ranks: each needs a part")
+        texts.append(f"there were {saved.streams} parts (streams), and are {own.num_replicas} ranks: each needs a part")
     phrases = entries.differing(saved, own)
-    if begins and (same_step or not strict):
+    if is_at_start and (same_step or not strict):
         phrases.pop("batch_size", None)
-    elif not begins and "batch_size" in phrases:
+    elif not is_at_start and "batch_size" in phrases:
         steps = "" if own.steps_per_epoch is None else " and with steps_per_epoch=,"
         phrases["batch_size"] += _STAYS.format(was=saved.batch_size, steps=steps)
-    found += phrases.values()
+    texts += phrases.values()
     missing = [part for part in own.parts_of_rank() if part not in position.counts]
-    if not found and position.counts and missing:
-        found.append(
+    if not texts and position.counts and missing:
+        texts.append(
             f"it is the state of rank {saved.rank} of {saved.num_replicas}, which knows nothing of part {missing[0]}: "
             f"each rank saves its own state, and for another number of ranks load all of them, "
             f"load_state_dict([state of rank 0, state of rank 1, ...])"
         )
-    return found
+    return texts
 
 
 def dump(position: Position, signature: StreamSignature) -> dict[str, Any]:
-    """A position as a state: a new dict.
+    """Return a position as a new state dict.
 
     Example:
         >>> signature = StreamSignature(7, "Lines", 2, 8, "keep", None, 1, 0)
@@ -113,29 +104,24 @@ def dump(position: Position, signature: StreamSignature) -> dict[str, Any]:
 
 
 def parse(state: object, replicas: tuple[int, int]) -> tuple[Position, StreamSignature]:
-    """A state, or a list of the states of all ranks, as position and signature.
+    """Return position and signature from a state, or from a list of the states of all ranks.
 
-    Args:
-        state: what `dump` returned, also after a way through JSON; or several of them.
-        replicas: how many ranks there are, and which is this one.
-
-    Raises:
-        TypeError, ValueError: it is no such state.
+    ``replicas`` is the number of ranks, and this rank. TypeError or ValueError: it is no such state.
     """
     states = state if isinstance(state, list | tuple) and state else [state]
     positions, signatures = zip(*map(_parse, states), strict=True)
     first = signatures[0]
     if len(states) == 1 and (first.num_replicas, first.rank) == replicas:
         return positions[0], first
-    for one in signatures:
-        if one.seed != first.seed or entries.differing(one, first):
+    for signature in signatures:
+        if signature.seed != first.seed or entries.differing(signature, first):
             raise ValueError(f"the states are those of different runs: {_ADVICE}, one of each rank")
-    places = {"in different epochs": [position.epoch for position in positions]}
+    compared = {"in different epochs": [position.epoch for position in positions]}
     if first.steps_per_epoch is not None:
-        places["after different steps"] = [position.done for position in positions]
-    for where, found in places.items():
-        if len(set(found)) > 1:
-            numbers = ", ".join(map(str, found))
+        compared["after different steps"] = [position.done for position in positions]
+    for where, values in compared.items():
+        if len(set(values)) > 1:
+            numbers = ", ".join(map(str, values))
             raise ValueError(f"the states of the ranks lie {where} ({numbers}): save them after the same step")
     counts = {part: count for position in positions for part, count in position.counts.items()}
     points = {part: point for position in positions for part, point in position.points.items()}
@@ -150,11 +136,11 @@ def _parse(state: Any) -> tuple[Position, StreamSignature]:
     signature = parsed(StreamSignature, state, _ADVICE)
     epoch, batches = (read_entry(state, name, integer(0), _ADVICE) for name in ("epoch", "batches"))
     parts = {"state": None, **read_entry(state, "parts", entries.instance(Mapping, "a dict"), _ADVICE)}
-    what = "the state's 'parts'"
-    numbers, given, *columns = (read_entry(parts, name, read, _ADVICE, what) for name, read in _PARTS.items())
+    where = "the state's 'parts'"
+    numbers, given, *columns = (read_entry(parts, name, read, _ADVICE, where) for name, read in _PARTS.items())
     columns[-1] = copy.deepcopy(columns[-1]) or [None] * len(numbers)
     if any(len(column) != len(numbers) for column in (given, *columns)):
-        raise ValueError(f"{what} is wrong: its lists have different lengths: {_ADVICE}")
+        raise ValueError(f"{where} is wrong: its lists have different lengths: {_ADVICE}")
     counts = dict(zip(numbers, given, strict=True))
     points = dict(zip(numbers, map(PartPoint, *columns), strict=True))
     return Position(epoch, batches, None, counts, points), signature

@@ -52,7 +52,7 @@ class Exits(Exception):
             [f"{WHERE}, sample 7, worker 4 (pid 5)", "see it again, in this process: loader.read(7, epoch=1)"],
         ),
         (
-            {"misfit": (7, 9)},
+            {"uncollatable": (7, 9)},
             [
                 f"{WHERE}, sample 9 (it does not fit sample 7), worker 4 (pid 5)",
                 "see it again, in this process: [loader.read(i, epoch=1) for i in (7, 9)]",

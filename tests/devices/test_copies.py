@@ -97,7 +97,7 @@ def test_two_batches_are_copied_ahead(machine: Machine, worker_pool: Pool) -> No
         batches = iter(loader)
         next(batches)
         while any(entry.result is None for entry in batches.run.window):
-            loader._pipeline.runs.file(loader._pipeline.pool.wait(True))
+            loader._pipeline.runs.store(loader._pipeline.pool.wait(True))
         next(batches)
         assert [entry.begun is not None for entry in batches.run.window][:3] == [True, True, False]
         del batches
@@ -112,7 +112,7 @@ def test_the_first_batches_of_the_next_epoch_are_copied_ahead(machine: Machine, 
                 if number == 6:  # the last batch is copied, and then
                     (coming,) = [run for run in loader._pipeline.runs.values() if run.is_ahead]
                     while not coming.window or coming.window[0].result is None:
-                        loader._pipeline.runs.file(loader._pipeline.pool.wait(True))
+                        loader._pipeline.runs.store(loader._pipeline.pool.wait(True))
             assert coming.epoch.number == epoch + 1
             assert coming.window[0].begun is not None
         del batch, coming
@@ -126,7 +126,7 @@ def test_after_a_break_nothing_stays_copied_ahead(machine: Machine, worker_pool:
         batches = iter(loader)
         next(batches)
         while any(entry.result is None for entry in batches.run.window):
-            loader._pipeline.runs.file(loader._pipeline.pool.wait(True))
+            loader._pipeline.runs.store(loader._pipeline.pool.wait(True))
         next(batches)
         machine.finish()
         assert machine.allocated - sum(map(len, machine._free.values())) > 0

@@ -146,7 +146,7 @@ def test_batches_are_pinned_while_the_loop_works(pins: Pins, worker_pool: Pool) 
         batches = iter(loader)
         next(batches)
         while any(entry.result is None for entry in list(batches.run.window)[:3]):
-            loader._pipeline.runs.file(loader._pipeline.pool.wait(True))
+            loader._pipeline.runs.store(loader._pipeline.pool.wait(True))
         next(batches)
         pinned = threading.Event()
         pins.before = lambda value: pinned.set() if value == 12.0 else None  # type: ignore[method-assign]

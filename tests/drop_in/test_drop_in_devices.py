@@ -120,7 +120,7 @@ def test_two_batches_are_copied_ahead(machine: Machine, kind: str) -> None:
         ahead.append(sum(entry.begun is not None for entry in run.window))
         machine.finish()
         while any(entry.result is None for entry in run.window if entry not in run.waiting):  # however slow threads are
-            batches._engine.pipeline.runs.file(batches._engine.pipeline.pool.wait(True))
+            batches._engine.pipeline.runs.store(batches._engine.pipeline.pool.wait(True))
     assert max(ahead) == AHEAD
 
 

@@ -154,10 +154,10 @@ def test_the_states_of_datasets_move_with_their_batches() -> None:
         (0, 0, 1),
         (1, 1, 1),
     ]
-    tasks.came(1, Result(3, 1, point=PartPoint(1, state="of worker 1")))
+    tasks.record_result(1, Result(3, 1, point=PartPoint(1, state="of worker 1")))
     tasks.move(1, 0)
     assert state_after(reading, 1)["datasets"] == [None, "of worker 1"]
-    tasks.came(1, Result(3, 0, point=PartPoint(1, state="of worker 0")))
+    tasks.record_result(1, Result(3, 0, point=PartPoint(1, state="of worker 0")))
     assert state_after(reading, 2)["datasets"] == ["of worker 0", "of worker 1"]
     again = tasks.task(1)  # as after an interruption
     assert (again.lane, again.part.number, again.part.batch) == (0, 0, 0)
@@ -220,7 +220,7 @@ def test_a_sampler_that_a_signal_ended_is_started_again_where_it_was(at: int, wo
 
 @pytest.mark.parametrize("step", [9, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_interruption_at_any_line_that_reads_the_sampler_loses_no_batch(step: int, signal_name: str) -> None:
-    interrupt = functools.partial(InterruptAt, modules=("sampler.py", "foreign.py"), name=signal_name)
+    interrupt = functools.partial(InterruptAt, modules=("sampler.py", "third_party.py"), name=signal_name)
     line, fired = 1, True
     while fired:
         torch.manual_seed(5)

@@ -16,7 +16,7 @@ from calls import calls_of
 from sharded_loader import ArrayDataset, SampleReadError, empty, sample_rng
 from sharded_loader.base.errors import notes_of
 from sharded_loader.batching.protocol import BatchifyError
-from sharded_loader.engine.board import IN_BATCHIFY, IN_BULK, ONE_BY_ONE, SAMPLE, SHARD, new_board
+from sharded_loader.engine.heartbeat import IN_BATCHIFY, IN_BULK, ONE_BY_ONE, SAMPLE, SHARD, new_heartbeat
 from sharded_loader.engine.messages import NOTHING, Job, Result, Task
 from sharded_loader.engine.reader import Reader
 from sharded_loader.randomness.rng import reading
@@ -29,10 +29,10 @@ def task_of(*shards: Any, sharded: bool = False, epoch: int = 0, seq: int = 4) -
 
 
 def read(
-    dataset: Any, *shards: Any, worker: str | None = WORKER, board: Any = None, notes: bool = False, **job: Any
+    dataset: Any, *shards: Any, worker: str | None = WORKER, heartbeat: Any = None, notes: bool = False, **job: Any
 ) -> Result:
     reader = Reader(Job(dataset, job.pop("batchify_fn", None), 7, notes_samples=notes, **job))
-    return reader.read(task_of(*shards), worker, board=board)
+    return reader.read(task_of(*shards), worker, heartbeat=heartbeat)
 
 
 class Squares:
@@ -383,28 +383,28 @@ def test_nothing_is_done_for_a_sample_but_to_read_it() -> None:
     assert calls(200) == calls(100)
 
 
-# -- the board, the epoch -------------------------------------------------------------------------------------------
+# -- the heartbeat, the epoch ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("host_time")  # on a busy machine, a cheap sample may take long
-def test_the_board_says_where_the_reader_is() -> None:
-    board, seen = new_board(), []
+def test_the_heartbeat_says_where_the_reader_is() -> None:
+    heartbeat, seen = new_heartbeat(), []
 
     class Looks(Squares):
         def sample(self, index: int) -> Any:
-            seen.append((board[SHARD], board[SAMPLE]))
+            seen.append((heartbeat[SHARD], heartbeat[SAMPLE]))
             return index
 
     class LooksInItems(InItems, Looks):
         pass
 
     def batchify(samples: list[Any]) -> Any:
-        seen.append((board[SHARD], board[SAMPLE]))
+        seen.append((heartbeat[SHARD], heartbeat[SAMPLE]))
         return samples
 
     def seen_with(**options: Any) -> list[tuple[int, int]]:
         seen.clear()
-        read(Looks(), [3, 1], [2], board=board, batchify_fn=batchify, **options)
+        read(Looks(), [3, 1], [2], heartbeat=heartbeat, batchify_fn=batchify, **options)
         return seen
 
     noted = [(0, 0), (0, 1), (0, IN_BATCHIFY), (1, 0), (1, IN_BATCHIFY)]
@@ -415,31 +415,31 @@ def test_the_board_says_where_the_reader_is() -> None:
     reader = Reader(Job(Looks(), batchify, 7))
     for expected in (noted, [(0, ONE_BY_ONE), (0, ONE_BY_ONE), (0, IN_BATCHIFY), (1, ONE_BY_ONE), (1, IN_BATCHIFY)]):
         seen.clear()
-        reader.read(task_of([3, 1], [2]), WORKER, board=board)
+        reader.read(task_of([3, 1], [2]), WORKER, heartbeat=heartbeat)
         assert seen == expected  # later ones are cheap, and are not timed
     seen.clear()
-    careful = replace(task_of([3, 1], [2]), careful=True)
-    Reader(Job(Looks(), batchify, 7)).read(careful, WORKER, board=board)
+    isolated = replace(task_of([3, 1], [2]), isolated=True)
+    Reader(Job(Looks(), batchify, 7)).read(isolated, WORKER, heartbeat=heartbeat)
     assert seen == noted
     seen.clear()
-    read(LooksInItems(), [3, 1], [2], board=board, batchify_fn=batchify)
+    read(LooksInItems(), [3, 1], [2], heartbeat=heartbeat, batchify_fn=batchify)
     assert seen == [(0, IN_BULK), (0, IN_BULK), (0, IN_BATCHIFY), (1, IN_BULK), (1, IN_BATCHIFY)]
 
 
 def test_a_probe_notes_each_sample_that_is_otherwise_read_in_bulk() -> None:
-    board = new_board()
+    heartbeat = new_heartbeat()
     for kind in (InItems, InBatches):
         seen: list[Any] = []
 
         class Looks(kind):  # type: ignore[valid-type, misc]
             def sample(self, index: int, seen: list[Any] = seen) -> Any:
-                seen.append((index, board[SHARD], board[SAMPLE]))
+                seen.append((index, heartbeat[SHARD], heartbeat[SAMPLE]))
                 return super().sample(index)
 
-        Reader(Job(Looks([1]), None, 0)).probe(task_of([3, 1], [2]), board)
+        Reader(Job(Looks([1]), None, 0)).probe(task_of([3, 1], [2]), heartbeat)
         assert list(dict.fromkeys(seen)) == [(3, 0, 0), (1, 0, 1), (2, 1, 0)]
     alone = Squares()
-    Reader(Job(alone, None, 0)).probe(task_of([3, 1]), board)
+    Reader(Job(alone, None, 0)).probe(task_of([3, 1]), heartbeat)
     assert alone.asked == []
 
 

@@ -51,7 +51,7 @@ def let_workers_finish(loader: ShardedDataLoader, batches: Any) -> None:
     """Wait until all batches in flight are finished, and begin no copy."""
     while any(entry.result is None for entry in batches.run.window):
         with loader._pipeline.lock:
-            loader._pipeline.runs.file(loader._pipeline.pool.wait(True))
+            loader._pipeline.runs.store(loader._pipeline.pool.wait(True))
 
 
 @contextmanager

@@ -191,7 +191,7 @@ class Pretended:
     def stats(self) -> LoaderStats:
         return self.told
 
-    def follow(self, pool: Any) -> None:
+    def update_prefetch(self, pool: Any) -> None:
         assert pool is self.pool
 
     def read(self, tuner: Tuner, now: float) -> int:
@@ -328,7 +328,7 @@ def restless(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
         if next(steps) % (12 if starts_slowly else 3) == 0:
             self.workers = pipeline.pool.wanted = rng.choice([1, 2, 3, 5])
             pipeline.scheduler.per_worker = rng.choice([1, 2, 8])
-            pipeline.scheduler.follow(pipeline.pool)
+            pipeline.scheduler.update_prefetch(pipeline.pool)
 
     monkeypatch.setattr(Tuner, "look", look)
     return numbers

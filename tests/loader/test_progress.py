@@ -36,7 +36,7 @@ def begin(progress: Progress) -> tuple[Run, Iterator]:
 
 def deliver(progress: Progress, run: Run, count: int = 1) -> None:
     run.delivered += count
-    progress.shown = run
+    progress.current_run = run
 
 
 def test_before_any_batch_a_loader_is_at_the_beginning_of_epoch_0() -> None:
@@ -53,7 +53,7 @@ def test_the_states_and_what_leads_from_one_to_the_next() -> None:
     assert progress.now is At.LOADED, "whatever iterators are alive"
     progress.set_epoch(0)
     assert progress.now is At.LOADED
-    mark = progress.mark()
+    mark = progress.rollback_point()
     again, _other = begin(progress)
     assert progress.now is At.RUN
     progress.roll_back(mark, again)
@@ -105,10 +105,10 @@ def test_set_epoch_makes_another_epoch_the_next_one() -> None:
 
 def test_a_first_next_that_was_interrupted_leaves_the_position_as_it_was() -> None:
     progress = progress_of()
-    mark = progress.mark()
+    mark = progress.rollback_point()
     run, _iterator = begin(progress)
     progress.roll_back(mark, run)
-    assert (progress.at(), progress.mark(), progress.live_runs()) == ((0, 0), mark, [])
+    assert (progress.at(), progress.rollback_point(), progress.live_runs()) == ((0, 0), mark, [])
 
 
 @pytest.mark.parametrize("delivered", [1, 2, 3])

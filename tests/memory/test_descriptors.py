@@ -104,7 +104,7 @@ def test_a_worker_that_may_open_nothing_from_the_start_lives_and_reads() -> None
             patched.setattr(Link, "take_descriptor", refuse)
             reader._finished.set()
             reader.receive()
-        assert reader._reading.cancelled == {7}
+        assert reader._reader.cancelled == {7}
     finally:
         end.close()
         os.close(read)

@@ -82,7 +82,7 @@ def test_a_worker_that_starts_is_given_ten_minutes_or_the_timeout(
     late: dict[str, float] = {}
     for look in range(1000):
         seconds = float(look)
-        for who in watch.late([("reading", [0, 1, 0, 2]), ("starting", ())]):
+        for who in watch.stalled([("reading", [0, 1, 0, 2]), ("starting", ())]):
             late.setdefault(who, seconds)
     assert late == {"reading": timeout, "starting": to_start}
 
@@ -98,11 +98,11 @@ def test_only_a_worker_that_stands_still_while_somebody_looks_is_late(monkeypatc
         nonlocal now
         now += seconds
         moves[3] += 1
-        return watch.late([("moves", moves), *others])
+        return watch.stalled([("moves", moves), *others])
 
     assert look(0.5, ("still", still)) == []
     assert look(3600, ("still", still)) == []  # the trainer was away: it counts as two steps
     assert [look(0.5, ("still", still)) for _ in range(6)] == [[]] * 5 + [["still"]]
     assert look(0.5) == []  # it has nothing to do
     assert [look(0.5, ("still", still)) for _ in range(9)] == [[]] * 8 + [["still"]]
-    assert Watch(None).step == LOOK_SECONDS and Watch(None).late([("still", still)]) == []
+    assert Watch(None).step == LOOK_SECONDS and Watch(None).stalled([("still", still)]) == []

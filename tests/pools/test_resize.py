@@ -226,7 +226,7 @@ def test_numbers_that_change_faster_than_workers_start_leave_few_of_them(method:
                 worker.ready = False
             pool.resize(number)
             pool.adopt()
-        assert (pool.num_workers, pool.wanted, pool._transport.leaving) == (1, 3, started[::-1])
+        assert (pool.num_workers, pool.wanted, pool._transport.draining) == (1, 3, started[::-1])
         for worker in started:
             worker.ready = True
         assert len(list(batches)) == SAMPLES // 4 - 1 and pool.num_workers == 3
@@ -357,7 +357,7 @@ def test_far_too_many_processes_are_a_warning() -> None:
 
 @pytest.mark.skipif("fork" not in PROCESS_POOLS, reason="spawned workers start slowly")
 @pytest.mark.slow
-def test_more_workers_than_one_board_has_rows() -> None:
+def test_more_workers_than_the_heartbeats_have_rows() -> None:
     pool = ProcessPool(60, start_method="fork")
     with loader_over(Noisy(), pool) as loader:
         expected = outcomes(loader)
@@ -383,7 +383,7 @@ def test_workers_are_killed_while_their_number_changes(method: str, kind: str) -
             often = 1.0 if method == "fork" else 0.1  # others start slowly
             if rng.random() < 0.5 * often:
                 pool.resize(rng.choice([1, 2, 3, 5]))
-            workers = [*pool.workers, *pool._transport.leaving]
+            workers = [*pool.workers, *pool._transport.draining]
             if workers and rng.random() < 0.3 * often:
                 rng.choice(workers).kill()
 

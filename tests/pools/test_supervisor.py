@@ -11,7 +11,7 @@ import pytest
 from sharded_loader import WorkerDiedError, WorkerTimeoutError
 from sharded_loader.base.interrupts import note_handlers
 from sharded_loader.base.notices import Notices
-from sharded_loader.engine.board import BEGINNING, IDLE, IN_BULK, ONE_BY_ONE, UNUSED
+from sharded_loader.engine.heartbeat import BEGINNING, IDLE, IN_BULK, ONE_BY_ONE, UNUSED
 from sharded_loader.engine.messages import NOTHING, Grouping, Job, PartBatch, PartPoint, Result, Stream, Task
 from sharded_loader.engine.pool import PoolBroken
 from sharded_loader.pools.deaths import IDLE_DEATHS, Death
@@ -27,7 +27,7 @@ class Pretended(Worker):
         super().__init__(number)
         self.pid = pid
         self.ready = True
-        self.board: Sequence[int] | None = UNUSED
+        self.heartbeat: Sequence[int] | None = UNUSED
         self.more: dict[str, Any] = {}
         self.said: list[tuple[Any, ...]] = []  # the transport's
 
@@ -35,12 +35,12 @@ class Pretended(Worker):
         self.said.append(("cancel", self.number, run))
 
     def where(self) -> Sequence[int] | None:
-        return self.board if self.tasks else None
+        return self.heartbeat if self.tasks else None
 
     def tell(self) -> None:
         self.said.append(("tell", self.number))
 
-    def kill_late(self, seconds: float) -> None:
+    def kill_stalled(self, seconds: float) -> None:
         self.said.append(("late", self.number, seconds))
 
 
@@ -48,7 +48,7 @@ class PretendedTransport(Transport[Pretended]):
     def __init__(self, num_workers: int) -> None:
         self.num_workers = num_workers
         self.workers: list[Pretended] = []
-        self.leaving: list[Pretended] = []
+        self.draining: list[Pretended] = []
         self.drains = True  # one that is retired answers what it has
         self.said: list[tuple[Any, ...]] = []
         self.needs_all = True
@@ -64,13 +64,13 @@ class PretendedTransport(Transport[Pretended]):
         worker.said = self.said
         return worker
 
-    def retire(self, worker: Pretended) -> None:
+    def drain(self, worker: Pretended) -> None:
         self.said.append(("retired", worker.pid))
         if self.drains:
-            self.leaving.append(worker)
+            self.draining.append(worker)
 
     def last_words(self, worker: Pretended, error: BaseException | None) -> Death:
-        return Death(worker.number, worker.pid, -9, hung=worker.hung, board=worker.board, **worker.more)
+        return Death(worker.number, worker.pid, -9, hung=worker.hung, heartbeat=worker.heartbeat, **worker.more)
 
     def release(self, worker: Pretended) -> None:
         self.said.append(("released", worker.pid))
@@ -111,10 +111,10 @@ class Pool:
         self.supervisor = Supervisor(self.transport, restarts, timeout)
         self.supervisor._start(job)
 
-    def give(self, number: int, *tasks: Task, board: Sequence[int] | None = UNUSED) -> None:
+    def give(self, number: int, *tasks: Task, heartbeat: Sequence[int] | None = UNUSED) -> None:
         worker = self.transport.workers[number]
         worker.tasks.update({(task.run, task.seq): task for task in tasks})
-        worker.board = board
+        worker.heartbeat = heartbeat
 
     def kill(self, number: int, **said: Any) -> Any:
         worker = self.transport.workers[number]
@@ -188,10 +188,10 @@ def test_a_worker_that_is_launched_while_the_pool_is_closed_is_in_the_list_that_
 
 def test_a_batch_that_kills_too_many_workers_is_given_up_and_its_sample_named() -> None:
     pool = Pool(restarts=2)
-    pool.give(0, task(3), task(4), board=reading(3))
+    pool.give(0, task(3), task(4), heartbeat=reading(3))
     assert pool.kill(0) == []
     pool.supervisor.requeued.clear()
-    pool.give(1, task(3), task(5), board=reading(3))
+    pool.give(1, task(3), task(5), heartbeat=reading(3))
     [given_up] = pool.kill(1)
     assert isinstance(given_up.error, WorkerDiedError)
     assert (given_up.seq, given_up.error.index) == (3, 11)
@@ -201,10 +201,10 @@ def test_a_batch_that_kills_too_many_workers_is_given_up_and_its_sample_named() 
 @pytest.mark.parametrize("at", [IN_BULK, ONE_BY_ONE, 1], ids=["in bulk", "one by one", "a sample"])
 def test_after_a_death_each_sample_is_noted(at: int) -> None:
     pool = Pool()
-    pool.give(0, task(3), task(4), board=reading(3, at))
+    pool.give(0, task(3), task(4), heartbeat=reading(3, at))
     pool.kill(0)
-    assert [one.careful for one in pool.supervisor.requeued] == [True, False]
-    pool.give(1, task(3), board=reading(3, BEGINNING))
+    assert [one.isolated for one in pool.supervisor.requeued] == [True, False]
+    pool.give(1, task(3), heartbeat=reading(3, BEGINNING))
     assert len(pool.kill(1)) == 1
 
 
@@ -212,7 +212,7 @@ def test_a_part_of_iterable_data_ends_with_a_batch_that_is_given_up_and_all_its_
     stream = Stream(2, 4)
     parts = [PartBatch(0, 0, number, 0, PartPoint()) for number in range(2)]
     pool = Pool(restarts=1, job=Job([1], None, 0, stream=stream))
-    pool.give(0, *(task(seq, part=parts[seq % 2]) for seq in range(4)), board=reading(0))
+    pool.give(0, *(task(seq, part=parts[seq % 2]) for seq in range(4)), heartbeat=reading(0))
     pool.supervisor.requeued.extend(task(seq, part=parts[seq % 2]) for seq in (6, 7))
     pool.supervisor.deaths.suspect([(0, 2)])
     results = pool.kill(0)
@@ -227,19 +227,19 @@ def test_a_part_of_iterable_data_ends_with_a_batch_that_is_given_up_and_all_its_
 
 def test_where_nobody_knows_what_a_worker_read_all_its_tasks_are_suspects_and_none_is_blamed() -> None:
     pool = Pool(restarts=1)
-    pool.give(0, task(3), task(4), board=None)
+    pool.give(0, task(3), task(4), heartbeat=None)
     assert pool.kill(0) == []
-    assert pool.supervisor.deaths.suspects == {(0, 3), (0, 4)}
+    assert pool.supervisor.deaths.crash_suspects == {(0, 3), (0, 4)}
     pool.supervisor.deaths.settle(0, 3)
-    pool.give(1, task(4), board=reading(4))
+    pool.give(1, task(4), heartbeat=reading(4))
     [given_up] = pool.kill(1)
     assert given_up.seq == 4
-    assert not pool.supervisor.deaths.suspects
+    assert not pool.supervisor.deaths.crash_suspects
 
 
 def test_nobody_is_to_blame_where_a_machine_has_gone() -> None:
     pool = Pool(restarts=1)
-    pool.give(0, task(3), board=reading(3))
+    pool.give(0, task(3), heartbeat=reading(3))
     for _ in range(2 * IDLE_DEATHS):
         assert pool.kill(0, is_of_machine=True) == []
     assert pool.requeued == [3]
@@ -247,7 +247,7 @@ def test_nobody_is_to_blame_where_a_machine_has_gone() -> None:
 
 def test_a_worker_that_dies_between_batches_again_and_again_breaks_the_pool() -> None:
     pool = Pool()
-    pool.give(0, task(3), board=[0, 3, 0, IDLE])  # it was sent, and had not begun
+    pool.give(0, task(3), heartbeat=[0, 3, 0, IDLE])  # it was sent, and had not begun
     with pytest.raises(PoolBroken, match="between batches") as caught:
         for _ in range(IDLE_DEATHS):
             pool.kill(0)
@@ -277,10 +277,10 @@ def test_a_worker_that_is_late_is_killed_once_and_its_batch_is_an_error(monkeypa
     now = 0.0
     monkeypatch.setattr("sharded_loader.base.host_clock.now", lambda: now)
     pool = Pool(restarts=1, timeout=2.0)
-    pool.give(0, task(3), board=reading(3))
+    pool.give(0, task(3), heartbeat=reading(3))
     for _ in range(20):
         now += 0.25
-        pool.supervisor.stop_late()
+        pool.supervisor.kill_stalled_workers()
     assert pool.transport.said == [("late", 0, 2.0)]
     [given_up] = pool.kill(0)
     assert isinstance(given_up.error, WorkerTimeoutError)
@@ -289,10 +289,10 @@ def test_a_worker_that_is_late_is_killed_once_and_its_batch_is_an_error(monkeypa
 
 def test_closed_it_has_neither_workers_nor_tasks_and_may_be_started_again() -> None:
     pool = Pool(restarts=1)
-    pool.give(0, task(5), board=None)
+    pool.give(0, task(5), heartbeat=None)
     pool.kill(0)
     pool.supervisor.close()
-    assert (pool.transport.workers, pool.requeued, pool.supervisor.deaths.suspects) == ([], [], set())
+    assert (pool.transport.workers, pool.requeued, pool.supervisor.deaths.crash_suspects) == ([], [], set())
     pool.supervisor._start(JOB)
     assert len(pool.transport.workers) == 2
 
@@ -312,24 +312,24 @@ def test_more_workers_are_launched_and_those_that_are_too_many_leave_with_their_
     pool.supervisor._have(1)
     assert numbers_and_pids(pool.transport.workers) == [(0, 101)] and pool.requeued == []
     assert pool.transport.said == [("retired", 104), ("retired", 103), ("retired", 102)]
-    (leaving, *_) = pool.transport.leaving
-    assert list(leaving.tasks) == [(0, 7)]
+    (draining, *_) = pool.transport.draining
+    assert list(draining.tasks) == [(0, 7)]
 
 
 def test_a_worker_that_has_left_is_no_death_and_one_that_dies_over_a_batch_is_to_blame() -> None:
     pool = Pool(restarts=1)
-    pool.give(1, task(7), task(8), board=reading(7))
+    pool.give(1, task(7), task(8), heartbeat=reading(7))
     pool.supervisor._have(1)
     pool.supervisor._have(2)
-    (leaving,) = pool.transport.leaving
-    (result,) = pool.supervisor.replace(leaving)
+    (draining,) = pool.transport.draining
+    (result,) = pool.supervisor.replace(draining)
     assert isinstance(result.error, WorkerDiedError) and result.seq == 7 and pool.requeued == [8]
-    assert numbers_and_pids(pool.transport.workers) == [(0, 101), (1, 103)] and pool.transport.leaving == []
+    assert numbers_and_pids(pool.transport.workers) == [(0, 101), (1, 103)] and pool.transport.draining == []
     pool.supervisor._have(1)
-    (leaving,) = pool.transport.leaving
+    (draining,) = pool.transport.draining
     for _ in range(2):  # told twice
-        assert pool.supervisor.replace(leaving) == []
-    assert pool.transport.leaving == [] and not pool.supervisor.notices.counts
+        assert pool.supervisor.replace(draining) == []
+    assert pool.transport.draining == [] and not pool.supervisor.notices.counts
 
 
 def test_where_workers_cannot_end_by_themselves_others_get_their_tasks_at_once() -> None:
@@ -337,7 +337,7 @@ def test_where_workers_cannot_end_by_themselves_others_get_their_tasks_at_once()
     pool.transport.drains = False
     pool.give(1, task(7), task(8))
     pool.supervisor._have(1)
-    assert pool.requeued == [7, 8] and pool.transport.leaving == []
+    assert pool.requeued == [7, 8] and pool.transport.draining == []
 
 
 def test_another_worker_gets_the_number_of_one_that_lives() -> None:
@@ -345,7 +345,7 @@ def test_another_worker_gets_the_number_of_one_that_lives() -> None:
     pool.give(0, task(7))
     pool.supervisor.renew(pool.transport.workers[0])
     assert numbers_and_pids(pool.transport.workers) == [(0, 103), (1, 102)]
-    assert numbers_and_pids(pool.transport.leaving) == [(0, 101)] and pool.requeued == []
+    assert numbers_and_pids(pool.transport.draining) == [(0, 101)] and pool.requeued == []
 
 
 @pytest.mark.parametrize(("parts", "renewed"), [(2, True), (1, False), (3, False)])
@@ -357,11 +357,11 @@ def test_workers_that_read_one_part_each_are_replaced_before_they_read_several(p
 
 def test_a_worker_that_leaves_is_watched_and_told_what_is_cancelled() -> None:
     pool = Pool(timeout=0.001)
-    pool.give(1, task(7), board=reading(7))
+    pool.give(1, task(7), heartbeat=reading(7))
     pool.supervisor._have(1)
     pool.supervisor.cancel(0)
     while not any(said[0] == "late" for said in pool.transport.said):
-        pool.supervisor.stop_late()
+        pool.supervisor.kill_stalled_workers()
     assert [said[:2] for said in pool.transport.said] == [("retired", 102), ("cancel", 1), ("late", 1)]
 
 
@@ -391,7 +391,7 @@ def test_who_has_a_batch_that_is_waited_for_is_told_and_asked_for_its_stack(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     pool = Pool()
-    pool.give(1, task(3), task(4), board=reading(4))
+    pool.give(1, task(3), task(4), heartbeat=reading(4))
     assert pool.supervisor.tell_of_wait("waits", task(3)) is None
     text = "waits, which worker 1 has. Its stack:\n"
     assert (capfd.readouterr().err, pool.transport.said) == (text, [("tell", 1)])
@@ -401,11 +401,11 @@ def test_a_worker_that_is_busy_is_told_where_none_has_the_batch_and_one_that_sta
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     pool = Pool()
-    pool.give(1, task(4), board=reading(4))
+    pool.give(1, task(4), heartbeat=reading(4))
     pool.supervisor.tell_of_wait("waits", task(9))
     busy = "waits. No worker has it yet: all are busy, such as worker 1. Its stack:\n"
     assert capfd.readouterr().err == busy
-    pool.give(0, task(9), board=())
+    pool.give(0, task(9), heartbeat=())
     pool.transport.workers[0].ready = False
     pool.supervisor.tell_of_wait("waits", task(9))
     assert "which worker 0 has. It is not ready: it imports modules" in capfd.readouterr().err

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from sharded_loader import sample_rng
-from sharded_loader.engine.board import SAMPLE, SENDING
+from sharded_loader.engine.heartbeat import SAMPLE, SENDING
 from sharded_loader.engine.messages import Job, Stream, Task
 from sharded_loader.engine.reader import Reader
 from sharded_loader.memory.codec import decode, decode_error
@@ -60,7 +60,7 @@ def test_the_batch_lies_in_the_memory_that_is_given() -> None:
     assert task == Task(*fields(2, 3))
     assert np.shares_memory(result.batch, memory)
     assert slot.used == slot.wanted >= 1600
-    assert made.board[SAMPLE] == SENDING
+    assert made.heartbeat[SAMPLE] == SENDING
 
 
 def test_worker_init_fn_is_called_with_the_first_job_only() -> None:

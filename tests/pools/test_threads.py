@@ -220,7 +220,7 @@ def test_a_thread_that_hangs_is_an_error_and_another_has_its_place(num_workers: 
             assert [int(value) for batch in loader for value in batch] == list(range(10))
 
 
-def test_a_thread_that_goes_on_just_when_it_is_written_off_loses_no_batch() -> None:
+def test_a_thread_that_goes_on_just_when_it_is_abandoned_loses_no_batch() -> None:
     at_next, go_on = threading.Event(), threading.Event()
     data = Stuck()
 

@@ -15,7 +15,7 @@ from samples import Bad
 from sharded_loader import BatchSampler, ShardedDataLoader, ThreadPool
 from sharded_loader.engine.pool import Pool
 from sharded_loader.sampling import epoch as epochs
-from sharded_loader.sampling.foreign import table_of
+from sharded_loader.sampling.third_party import table_of
 from tests import fuzz, fuzz_cases, naive
 
 BLOCK = 100

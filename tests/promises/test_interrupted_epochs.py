@@ -21,7 +21,7 @@ from sharded_loader.randomness import rng
 SAMPLING = (
     "epoch.py",
     "tables.py",
-    "foreign.py",
+    "third_party.py",
     "rng.py",
     "base.py",
     "test_resume.py",

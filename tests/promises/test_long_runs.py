@@ -40,7 +40,7 @@ def test_a_worker_forgets_a_cancelled_run_when_its_tasks_are_dropped() -> None:
     ours.close()
     worker.run(None)  # until the pipe's end
     theirs.close()
-    assert not worker._reading.cancelled
+    assert not worker._reader.cancelled
 
 
 def test_an_iterator_may_be_collected_while_another_one_is_dropped(new_pool: Callable[[], Pool]) -> None:

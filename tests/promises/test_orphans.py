@@ -51,8 +51,8 @@ if ending == "child":
         os._exit(0)
 while not all((folder / str(pid)).exists() for pid in pool.pids):
     time.sleep(0.01)
-template = pool._transport.template
-print(child, template._process.pid if template else 0, *pool.pids, flush=True)
+zygote = pool._transport.zygote
+print(child, zygote._process.pid if zygote else 0, *pool.pids, flush=True)
 time.sleep(0.1)  # they are in the call
 if ending == "close":
     began = time.monotonic()
@@ -175,8 +175,8 @@ def test_close_does_not_wait_for_workers_that_hold_the_gil(
     while not all((tmp_path / str(pid)).exists() for pid in pids):
         time.sleep(0.01)
     time.sleep(0.05)  # they are in the call
-    template = pool._transport.template
-    everybody = [*pids, *([template._process.pid] if template is not None else [])]
+    zygote = pool._transport.zygote
+    everybody = [*pids, *([zygote._process.pid] if zygote is not None else [])]
     began = time.monotonic()
     loader.close()
     seconds = time.monotonic() - began
@@ -201,7 +201,7 @@ def test_idle_workers_end_by_themselves(method: str, record_property: Callable[[
 
 
 @pytest.mark.slow
-def test_workers_of_a_killed_template_end_with_the_trainer(tmp_path: Path) -> None:
+def test_workers_of_a_killed_zygote_end_with_the_trainer(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         textwrap.dedent("""
@@ -210,14 +210,14 @@ def test_workers_of_a_killed_template_end_with_the_trainer(tmp_path: Path) -> No
         pool = ProcessPool(2, start_method="fork")
         loader = ShardedDataLoader(range(8), 1, pool=pool)
         iterator = iter(loader)
-        next(iterator), next(iterator)  # the template is made behind the first batch
-        first = pool._transport.template._process.pid
+        next(iterator), next(iterator)  # the zygote is made behind the first batch
+        first = pool._transport.zygote._process.pid
         os.kill(first, signal.SIGKILL)
         os.kill(pool.pids[0], signal.SIGKILL)
         assert len(list(iterator)) == 6
-        while pool._transport.template._process.pid == first:  # until the kernel has got round to it
+        while pool._transport.zygote._process.pid == first:  # until the kernel has got round to it
             assert len(list(loader)) == 8
-        print(pool._transport.template._process.pid, *pool.pids, flush=True)
+        print(pool._transport.zygote._process.pid, *pool.pids, flush=True)
         time.sleep(60)
         """)
     )

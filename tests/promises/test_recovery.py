@@ -21,7 +21,7 @@ from recovery_samples import BadStart, loader_arguments, until_the_end, values_o
 from samples import DiesInSetState, Filled, Noting, Parents, Random
 
 from sharded_loader import ProcessPool, SampleReadError, ShardedDataLoader, WorkerDiedError
-from sharded_loader.engine.board import IDLE, SAMPLE
+from sharded_loader.engine.heartbeat import IDLE, SAMPLE
 from sharded_loader.pools.process.transport import ProcessTransport, ProcessWorker
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="kills processes by signals")
@@ -242,30 +242,30 @@ def test_all_workers_at_once(method: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_template_and_a_worker() -> None:
+def test_the_zygote_and_a_worker() -> None:
     pool = make_pool("fork")
     assert isinstance(pool, ProcessPool)
     found = []
     for number, batch in enumerate(random_stream(pool, None, 0.001)):
         if number in (10, 60):
-            template = pool._transport.template
-            assert template is not None
-            os.kill(template._process.pid, signal.SIGKILL)
+            zygote = pool._transport.zygote
+            assert zygote is not None
+            os.kill(zygote._process.pid, signal.SIGKILL)
             os.kill(pool.pids[number == 60], signal.SIGKILL)
         found.append(batch)
     assert found == list(random_stream(make_pool("fork"), None, 0))
 
 
-def test_the_template_alone_is_not_missed() -> None:
+def test_the_zygote_alone_is_not_missed() -> None:
     pool = make_pool("fork")
     assert isinstance(pool, ProcessPool)
     with ShardedDataLoader(range(40), 4, pool=pool) as loader:
         iterator = iter(loader)
         next(iterator)  # it is made behind the first batch
         next(iterator)
-        template = pool._transport.template
-        assert template is not None
-        os.kill(template._process.pid, signal.SIGKILL)
+        zygote = pool._transport.zygote
+        assert zygote is not None
+        os.kill(zygote._process.pid, signal.SIGKILL)
         assert len(list(iterator)) == 8
 
 
@@ -293,7 +293,7 @@ def test_what_a_worker_had_sent_when_it_was_killed_is_not_read_again(method: str
         batches = iter(loader)
         seen = [int(next(batches))]
         (worker,) = pool._transport.workers
-        while len(path.read_text().split()) < 3 or worker.board[SAMPLE] != IDLE:
+        while len(path.read_text().split()) < 3 or worker.heartbeat[SAMPLE] != IDLE:
             time.sleep(0.001)  # it has read what is in flight, and sent it
         os.kill(worker.pid, signal.SIGKILL)
         while not is_over(worker.pid):
@@ -342,7 +342,7 @@ def is_over(pid: int) -> bool:
         return True
 
 
-def test_replacements_come_from_the_template_and_see_the_dataset_as_it_was() -> None:
+def test_replacements_come_from_the_zygote_and_see_the_dataset_as_it_was() -> None:
     data, pool = Parents(), make_pool("fork")
     assert isinstance(pool, ProcessPool)
     with ahead(ShardedDataLoader(data, 2, pool=pool), False) as loader:
@@ -351,9 +351,9 @@ def test_replacements_come_from_the_template_and_see_the_dataset_as_it_was() -> 
         for pid in pool.pids:
             os.kill(pid, signal.SIGKILL)
         after = np.concatenate([np.asarray(batch) for batch in loader])
-        template = pool._transport.template
-        assert template is not None
-        parent = template._process.pid
+        zygote = pool._transport.zygote
+        assert zygote is not None
+        parent = zygote._process.pid
     for rows in (before, after):
         assert rows[:, 0].tolist() == list(range(40))
         assert set(rows[:, 1]) == {1}

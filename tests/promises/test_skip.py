@@ -169,7 +169,7 @@ def test_it_holds_on_other_ranks_with_the_same_steps() -> None:
     one.load_state_dict(saved.state_dict())
     assert one.skip == [(5, 6)] and [len(list(one)) for _ in range(2)] == [4, 2]  # of 4 steps, as on two ranks
     other = loader_of()
-    with pytest.raises(ValueError, match="skip= counts steps, and the ranks or the batch size were others"):
+    with pytest.raises(ValueError, match="skip= counts steps, and the ranks or the batch size were different"):
         other.load_state_dict(saved.state_dict())
     assert other.skip == []
 

@@ -175,7 +175,7 @@ def test_a_state_of_other_steps_is_rejected() -> None:
         next(iter(loader))
         state = loader.state_dict()
     for steps in (5, None):
-        with loader_of("shuffled", steps) as loader, pytest.raises(ValueError, match="an epoch had 4 steps"):
+        with loader_of("shuffled", steps) as loader, pytest.raises(ValueError, match="steps_per_epoch was 4"):
             loader.load_state_dict(state)
 
 

@@ -162,7 +162,7 @@ def test_a_forked_child_may_have_a_loader_of_its_own(method: str) -> None:
 @pytest.mark.parametrize("reaper", ["ignore", "handler", pytest.param("thread", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("when", ["before", pytest.param("after", marks=pytest.mark.slow)])
 def test_a_worker_is_replaced_in_a_program_that_reaps_all_children(method: str, reaper: str, when: str) -> None:
-    """Also again and again: by the template that was there from the beginning, without a warning."""
+    """Also again and again: by the zygote that was there from the beginning, without a warning."""
 
     def work() -> object:
         if when == "before":
@@ -171,9 +171,9 @@ def test_a_worker_is_replaced_in_a_program_that_reaps_all_children(method: str, 
         with warnings.catch_warnings(), ShardedDataLoader(range(400), 4, pool=pool) as loader:
             warnings.simplefilter("error", RuntimeWarning)
             iterator = iter(loader)
-            # The template is made behind the first batch.
+            # The zygote is made behind the first batch.
             got = [*next(iterator).tolist(), *next(iterator).tolist()]
-            template = pool._transport.template
+            zygote = pool._transport.zygote
             if when == "after":
                 reap_all(reaper)
             for batch in iterator:
@@ -182,7 +182,7 @@ def test_a_worker_is_replaced_in_a_program_that_reaps_all_children(method: str, 
                     worker = pool._transport.workers[0]
                     worker.kill()
                     worker.wait(300)
-            assert pool._transport.template is template
+            assert pool._transport.zygote is zygote
             list(loader)
         assert got == list(range(400))
         return "as ever"
@@ -235,7 +235,7 @@ def test_workers_keep_what_the_program_says_of_its_children(process_pool: Proces
 
 @unix
 def test_the_trainer_s_signal_handlers_run_in_the_trainer_alone(tmp_path: Path) -> None:
-    """A batch system signals the whole process group; the template does not save a checkpoint, and lives."""
+    """A batch system signals the whole process group; the zygote does not save a checkpoint, and lives."""
 
     def work() -> object:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
@@ -244,19 +244,19 @@ def test_the_trainer_s_signal_handlers_run_in_the_trainer_alone(tmp_path: Path) 
         with warnings.catch_warnings(), ShardedDataLoader(range(40), 4, pool=pool) as loader:
             warnings.simplefilter("error", RuntimeWarning)
             iterator = iter(loader)
-            # The template is made behind the first batch.
+            # The zygote is made behind the first batch.
             got = [*next(iterator).tolist(), *next(iterator).tolist()]
-            template = pool._transport.template
-            assert template is not None
+            zygote = pool._transport.zygote
+            assert zygote is not None
             for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-                for pid in (template._process.pid, os.getpid()):
+                for pid in (zygote._process.pid, os.getpid()):
                     os.kill(pid, number)
             for worker in list(pool._transport.workers):  # here a signal ends a worker, which is replaced
-                while worker.is_alive():  # before its first line it ignores signals, as the template does
+                while worker.is_alive():  # before its first line it ignores signals, as the zygote does
                     os.kill(worker.pid, signal.SIGTERM)
                     worker.wait(0.1)
             got += [index for batch in iterator for index in batch.tolist()]
-            assert pool._transport.template is template and got == list(range(40))
+            assert pool._transport.zygote is zygote and got == list(range(40))
         assert [path.name for path in tmp_path.iterdir()] == [str(os.getpid())]
         return "the trainer's"
 

@@ -22,7 +22,7 @@ from recovery_samples import BadStart, loader_arguments, until_the_end, values_o
 
 from sharded_loader import ProcessPool, ShardedDataLoader, WorkerDiedError
 from sharded_loader.base.errors import WorkerTimeoutError
-from sharded_loader.engine.board import IDLE, SAMPLE
+from sharded_loader.engine.heartbeat import IDLE, SAMPLE
 from sharded_loader.pools import deaths as deaths_module
 from sharded_loader.pools.process import start, transport, worker
 
@@ -196,7 +196,7 @@ def test_a_worker_that_was_stopped_between_batches_is_replaced_too(method: str) 
     assert isinstance(pool, ProcessPool)
     with ShardedDataLoader(range(20), 2, pool=pool) as loader:
         whole = [batch.tolist() for batch in loader]
-        until(lambda: pool._transport.workers[0].board[SAMPLE] == IDLE)
+        until(lambda: pool._transport.workers[0].heartbeat[SAMPLE] == IDLE)
         os.kill(pool.pids[0], signal.SIGSTOP)
         assert [batch.tolist() for batch in loader] == whole
 
@@ -247,7 +247,7 @@ def test_a_trainer_that_is_away_makes_nobody_late(name: str, tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", PROCESS_POOLS)
 def test_a_program_that_is_stopped_makes_nobody_late_or_dead(method: str, tmp_path: Path) -> None:
-    """Ctrl-Z and fg: trainer, workers and template stand still for longer than the timeout."""
+    """Ctrl-Z and fg: trainer, workers and zygote stand still for longer than the timeout."""
     script = tmp_path / "script.py"
     script.write_text(
         textwrap.dedent("""

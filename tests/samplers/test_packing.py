@@ -22,7 +22,7 @@ from sharded_loader import PackSampler, ShardedBatchSampler, ShardedDataLoader
 from sharded_loader.batchify import Pack
 from sharded_loader.samplers import packing
 from sharded_loader.samplers.packing import Packed, best_fit
-from sharded_loader.sampling.tables import Dealt
+from sharded_loader.sampling.tables import StridedTable
 from sharded_loader.torch import DataLoader
 
 TOKENS = 32
@@ -197,20 +197,20 @@ def test_a_state_resumes_on_any_number_of_ranks(
     assert rest[len(everything) - len(first) :] == everything[: len(rest) - (len(everything) - len(first))]
 
 
-def test_a_landmark_far_ahead_hides_nothing_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_checkpoint_far_ahead_hides_nothing_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "GROUP", 80)
     known = sampler()
     expected = list(known.iter_epoch(0))
     ahead = sampler()
-    ahead.note_landmark(0, known.known(0)[5])
+    ahead.add_row_checkpoint(0, known.known(0)[5])
     table = ahead.epoch_table(0)
     for position in (45, 2, 30, 17, 44, 31, 0):
         assert table.at(np.array([position])) == [expected[position]]
 
 
-def test_a_landmark_of_other_lengths_is_an_error_instead_of_a_hang() -> None:
+def test_a_row_checkpoint_of_other_lengths_is_an_error_instead_of_a_hang() -> None:
     batches = sampler()
-    batches.note_landmark(0, (10**6, 3))
+    batches.add_row_checkpoint(0, (10**6, 3))
     with pytest.raises(ValueError, match="has counted more rows behind window 0 of PackSampler than there are"):
         batches.epoch_table(0).at(np.array([10**5]))
 
@@ -308,7 +308,7 @@ def test_a_rank_of_thousands_packs_each_window_once(monkeypatch: pytest.MonkeyPa
     packed = windows_packed(monkeypatch)
     lengths = some_lengths(10_000)
     batches = sampler(lengths, rows=1)
-    table = Dealt(batches.epoch_table(0), 200, 199)
+    table = StridedTable(batches.epoch_table(0), 200, 199)
     found = [table.slice(step, step + 1)[0] for step in range(5)]
     assert len(packed) == len(set(packed))
     assert found == [batch for n, batch in enumerate(sampler(lengths, rows=1)) if n % 200 == 199][:5]
@@ -476,7 +476,7 @@ def test_a_state_of_other_rows_is_rejected(changed: dict[str, Any]) -> None:
         loader(**changed).load_state_dict(mine.state_dict())
 
 
-def test_a_landmark_that_is_wrong_is_an_error() -> None:
+def test_a_row_checkpoint_that_is_wrong_is_an_error() -> None:
     mine = loader()
     next(iter(mine))
     state = mine.state_dict()

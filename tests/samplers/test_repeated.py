@@ -32,7 +32,7 @@ from sharded_loader import (
     sample_seed,
 )
 from sharded_loader.randomness.rng import repeated_index
-from sharded_loader.sampling.tables import Dealt
+from sharded_loader.sampling.tables import StridedTable
 
 LENGTH = 10
 
@@ -186,7 +186,7 @@ def test_any_position_is_read_by_itself(length: int, copies: int, start: int, re
     assert list(sampler.iter_epoch(0, start)) == order[start:]
     assert len(sampler) == len(order)
     for rank in range(replicas):
-        dealt = list(Dealt(sampler.epoch_table(0), replicas, rank, truncate=True).items())
+        dealt = list(StridedTable(sampler.epoch_table(0), replicas, rank, truncate=True).items())
         assert dealt == order[: len(order) // replicas * replicas][rank::replicas]
     batches = list(BatchSampler(sampler, 3))
     assert batches == [order[begin : begin + 3] for begin in range(0, len(order), 3)]

@@ -15,7 +15,7 @@ from sharded_loader import WeightedRandomSampler
 from sharded_loader.base import limits
 from sharded_loader.base.limits import Limit
 from sharded_loader.randomness.shuffle import Bijection
-from sharded_loader.sampling.tables import BLOCK, Dealt
+from sharded_loader.sampling.tables import BLOCK, StridedTable
 
 
 def test_weighted_draws_follow_the_weights() -> None:
@@ -87,7 +87,7 @@ def test_ranks_together_read_the_draws_of_one_rank(options: dict[str, Any]) -> N
     sampler = WeightedRandomSampler([1, 2, 3], 3 if "replacement" in options else 1000, seed=5, **options)
     whole = list(sampler.iter_epoch(2))
     for ranks in (1, 3, 7):
-        parts = [list(Dealt(sampler.epoch_table(2), ranks, rank).items()) for rank in range(ranks)]
+        parts = [list(StridedTable(sampler.epoch_table(2), ranks, rank).items()) for rank in range(ranks)]
         together = [index for step in zip(*parts, strict=True) for index in step]
         assert together[: len(whole)] == whole
 
@@ -98,7 +98,7 @@ def test_a_rank_computes_its_own_draws_only(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(
         Bijection, "__call__", lambda self, positions: asked.append(len(positions)) or draw(self, positions)
     )
-    table = Dealt(WeightedRandomSampler([1, 2, 3], 10**12, seed=5).epoch_table(0), 4096, 4095)
+    table = StridedTable(WeightedRandomSampler([1, 2, 3], 10**12, seed=5).epoch_table(0), 4096, 4095)
     assert len(table.at(np.arange(10**6, 10**6 + 256))) == 256
     assert asked == [256]
 
@@ -106,7 +106,7 @@ def test_a_rank_computes_its_own_draws_only(monkeypatch: pytest.MonkeyPatch) -> 
 def test_draws_of_ranks_and_epochs_do_not_resemble_each_other() -> None:
     sampler = WeightedRandomSampler(np.ones(64), 10**9, seed=5)
     by_epoch = [
-        np.array(Dealt(sampler.epoch_table(epoch), 4096, rank).at(np.arange(20_000)))
+        np.array(StridedTable(sampler.epoch_table(epoch), 4096, rank).at(np.arange(20_000)))
         for epoch, rank in ((0, 0), (0, 1), (1, 0))
     ]
     for one, other in itertools.combinations(by_epoch, 2):

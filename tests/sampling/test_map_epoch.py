@@ -101,7 +101,7 @@ def test_batches_of_one_block_are_checked_together_and_a_bad_one_alone_is_an_err
     epoch = epoch_of(*good.reshape(4, 2), *bad.reshape(4, 2))
     for seq in range(4):
         assert task_of(epoch, seq).shards[0].tolist() == [2 * seq, 2 * seq + 1]
-        assert epoch._within is good
+        assert epoch._checked_array is good
     for seq in (5, 7):
         assert "the sampler yielded index" in str(epoch.task(seq))
     for seq in (4, 6):

@@ -134,7 +134,7 @@ def test_a_state_is_adopted_or_says_what_differs() -> None:
     said = given._differences(order(sampler=RandomSampler(10, seed=8)).signature(0), Position(0), strict=True)
     assert said == ["the seed of the RandomSampler was 8, and is 7"]
     said = given._differences(saved, Position(0), strict=True)
-    assert said == ["the sampler was made by the loader, and is given; or the other way round"]
+    assert said == ["the sampler was made by the loader, and is now passed by the user, or vice versa"]
 
 
 def test_a_dataset_of_another_length_makes_the_orders_own_sampler_again() -> None:

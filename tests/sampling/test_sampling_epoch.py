@@ -120,13 +120,13 @@ def test_every_position_leads_on_to_the_same_batches(kind: str) -> None:
 def test_an_interrupted_batch_comes_at_the_next_call(
     kind: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sharded_loader.sampling import foreign
+    from sharded_loader.sampling import third_party
 
     expected = whole(reading(kind))
     one = reading(kind)
     assert at(one, 0) == expected[0]
     with monkeypatch.context() as patched, pytest.raises(error):
-        patched.setattr(foreign, "bytes_of", lambda items: (_ for _ in ()).throw(error()))
+        patched.setattr(third_party, "bytes_of", lambda items: (_ for _ in ()).throw(error()))
         one.batch(1)
     if error is KeyboardInterrupt:
         assert rest(one, 1) == expected[1:]

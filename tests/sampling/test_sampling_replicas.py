@@ -20,9 +20,9 @@ from sharded_loader import (
     SequentialSampler,
 )
 from sharded_loader.engine.order import resolve_replicas
-from sharded_loader.sampling.foreign import table_of
 from sharded_loader.sampling.own import ReplicaSampler
-from sharded_loader.sampling.tables import BLOCK, Dealt
+from sharded_loader.sampling.tables import BLOCK, StridedTable
+from sharded_loader.sampling.third_party import table_of
 
 
 class Foreign:
@@ -89,8 +89,8 @@ def test_ranks_get_what_torch_distributed_sampler_gives(
 def test_the_rest_of_an_epoch_can_be_dealt_to_another_number_of_ranks(
     length: int, offset: int, replicas: int, truncate: bool, kind: str
 ) -> None:
-    def deal(rank: int) -> Dealt:
-        return Dealt(table_of(INNER[kind](length), 0, 7), replicas, rank, offset, truncate)
+    def deal(rank: int) -> StridedTable:
+        return StridedTable(table_of(INNER[kind](length), 0, 7), replicas, rank, offset, truncate)
 
     shares = [items_of(deal(rank).items()) for rank in range(replicas)]
     assert len(set(map(len, shares))) == 1

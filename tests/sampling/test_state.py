@@ -204,7 +204,7 @@ def test_a_state_of_an_older_order_is_refused_in_mid_epoch_by_name(sampler: Any)
     begin, state = loader.state_dict(), state_of(loader)
     name = type(sampler).__name__
     assert state["sampler_arguments"].pop(f"{name}.order_version") == 2
-    with pytest.raises(ValueError, match=f"the order of the {name} was another one in the version of this library"):
+    with pytest.raises(ValueError, match=f"the order of the {name} was different in the version of this library"):
         loader.load_state_dict(state)
     loader.load_state_dict(state, strict=False)
     begin["sampler_arguments"].pop(f"{name}.order_version")
@@ -470,7 +470,7 @@ def test_each_field_of_a_signature_is_saved_read_and_compared() -> None:
         "the sampler was RandomSampler, and is Other",
         "batch_size was 8, and is 4",
         "last_batch was 'keep', and is 'rollover'",
-        "an epoch had 5 steps, and has 6",
+        "steps_per_epoch was 5, and is 6",
         "there were 2 ranks, and are 7",
     ]
     shorter = dataclasses.replace(one, sampler_length=None, batch_size=4)

@@ -12,15 +12,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sharded_loader.engine.split import plain_index
-from sharded_loader.sampling.tables import BLOCK, Batched, Dealt, Endless, Rolling, Streamed, Stretch, Table, parts
+from sharded_loader.sampling.tables import (
+    BLOCK,
+    BatchedTable,
+    EndlessTable,
+    LazyTable,
+    Rollover,
+    Segment,
+    StridedTable,
+    Table,
+    parts,
+)
 
 
 def numbers(length: int, first: int = 0, block: int = 4) -> Table:
     return Table(length, lambda positions: positions + first, block)
 
 
-def streamed(length: int, first: int = 0) -> Streamed:
-    return Streamed(lambda start: iter(range(first + start, first + length)))
+def streamed(length: int, first: int = 0) -> LazyTable:
+    return LazyTable(lambda start: iter(range(first + start, first + length)))
 
 
 KINDS = {"table": numbers, "stream": streamed}
@@ -52,7 +62,7 @@ def test_a_stream_is_read_no_further_than_asked_and_again_from_anywhere() -> Non
             read.append(number)
             yield number
 
-    table = Streamed(open_at)
+    table = LazyTable(open_at)
     assert opened == []
     assert table.upto(2, 4) == 4 and read == [2, 3] and opened == [2]  # it jumps to the first item that is asked for
     assert table.at(asked(2, 3)) == [2, 3]
@@ -66,7 +76,9 @@ def test_a_stream_is_read_no_further_than_asked_and_again_from_anywhere() -> Non
 @pytest.mark.parametrize("kind", KINDS)
 @given(length=st.integers(0, 40), replicas=st.integers(1, 7), offset=st.integers(0, 45), truncate=st.booleans())
 def test_ranks_share_the_rest_of_an_epoch(kind: str, length: int, replicas: int, offset: int, truncate: bool) -> None:
-    shares = [list(Dealt(KINDS[kind](length), replicas, rank, offset, truncate).items()) for rank in range(replicas)]
+    shares = [
+        list(StridedTable(KINDS[kind](length), replicas, rank, offset, truncate).items()) for rank in range(replicas)
+    ]
     dealt = [item for group in zip(*shares, strict=True) for item in group]
     rest = max(length - offset, 0)
     padded = parts(rest, replicas, truncate) * replicas
@@ -80,7 +92,7 @@ def test_a_rank_asks_for_its_own_positions_only() -> None:
         seen.extend(positions.tolist())
         return positions
 
-    batches = Batched(Dealt(Table(10**12, at, BLOCK), 4096, 7, 100), 3)
+    batches = BatchedTable(StridedTable(Table(10**12, at, BLOCK), 4096, 7, 100), 3)
     assert batches.at(asked(5)) == [[100 + 4096 * step + 7 for step in (15, 16, 17)]]
     assert len(seen) == 3
 
@@ -90,38 +102,38 @@ def test_a_rank_asks_for_its_own_positions_only() -> None:
 def test_batches_are_slices(kind: str, length: int, size: int, drop: bool, start: int) -> None:
     slices = [list(range(begin, min(begin + size, length))) for begin in range(0, length, size)]
     expected = [one for one in slices if len(one) == size or not drop]
-    assert list(Batched(KINDS[kind](length), size, drop).items(start)) == expected[start:]
-    arrays = list(Batched(KINDS[kind](length), size, drop, arrays=True, convert=True).items(start))
+    assert list(BatchedTable(KINDS[kind](length), size, drop).items(start)) == expected[start:]
+    arrays = list(BatchedTable(KINDS[kind](length), size, drop, arrays=True, convert=True).items(start))
     assert all(array.dtype == np.int64 for array in arrays)
     assert [array.tolist() for array in arrays] == expected[start:]
     whole = asked(*range(0, len(expected), 2))
     if len(whole):
-        assert Batched(KINDS[kind](length), size, drop).at(whole) == expected[::2]
+        assert BatchedTable(KINDS[kind](length), size, drop).at(whole) == expected[::2]
 
 
 def test_batches_are_made_a_block_at_a_time_where_indices_cost_nothing() -> None:
     """The fast path of the loader: of 32,768 indices at once."""
-    assert Batched(numbers(10**6, block=BLOCK), 64).block == 512
-    assert Batched(Dealt(numbers(10**6, block=BLOCK), 3, 1), 64).block == 512
-    assert Batched(streamed(10**6), 64).block == 1
+    assert BatchedTable(numbers(10**6, block=BLOCK), 64).block == 512
+    assert BatchedTable(StridedTable(numbers(10**6, block=BLOCK), 3, 1), 64).block == 512
+    assert BatchedTable(streamed(10**6), 64).block == 1
 
 
 def test_numbers_of_any_kind_become_ints_and_keys_stay() -> None:
     items = [np.int32(3), np.array(4), True, "key", 2**70, (1, 2)]
     assert [plain_index(item) for item in items] == [3, 4, 1, "key", 2**70, (1, 2)]
-    table = Batched(Streamed(lambda start: iter(items[start:])), 3, arrays=True)
+    table = BatchedTable(LazyTable(lambda start: iter(items[start:])), 3, arrays=True)
     assert [list(batch) for batch in table.items()] == [[3, 4, 1], ["key", 2**70, (1, 2)]]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(length=st.integers(0, 40), size=st.integers(1, 9), drop=st.booleans(), step=st.integers(1, 5))
 def test_a_slice_is_what_the_two_questions_answer(kind: str, length: int, size: int, drop: bool, step: int) -> None:
-    one, other = (Batched(KINDS[kind](length), size, drop) for _ in range(2))
+    one, other = (BatchedTable(KINDS[kind](length), size, drop) for _ in range(2))
     for begin in range(0, 12, step):
         end = one.upto(begin, begin + step)
         expected = one.at(np.arange(begin, end)) if end > begin else []
         assert other.slice(begin, begin + step) == expected
-    assert other.slice(0, 1) == Batched(KINDS[kind](length), size, drop).slice(0, 1)  # again from the beginning
+    assert other.slice(0, 1) == BatchedTable(KINDS[kind](length), size, drop).slice(0, 1)  # again from the beginning
 
 
 # -- The endless sequence of epochs, cut into whole batches: arithmetic on numbers -------------------------------------
@@ -129,30 +141,30 @@ def test_a_slice_is_what_the_two_questions_answer(kind: str, length: int, size: 
 
 def test_rollover_is_arithmetic_on_the_items_of_all_epochs() -> None:
     # 5 items in twos: epoch 0 owns the batches of items 0 to 3, epoch 1 those of items 4 to 9.
-    epochs = [Rolling(5, 2, epoch) for epoch in range(3)]
+    epochs = [Rollover(5, 2, epoch) for epoch in range(3)]
     assert [(one.total(0), one.length(), one.first) for one in epochs] == [(0, 2, 0), (4, 3, 0), (10, 2, 0)]
     # 10 items on 3 ranks are 4 steps: in threes epoch 0 owns one batch of 9 items, epoch 1 begins at item 9.
-    ranks = [Rolling(10, 3, epoch, replicas=3) for epoch in range(2)]
+    ranks = [Rollover(10, 3, epoch, replicas=3) for epoch in range(2)]
     assert [(one.total(0), one.length()) for one in ranks] == [(0, 1), (9, 1)]
     assert [ranks[1].total(batches) for batches in (0, 1)] == [9, 16]
 
 
 def test_rollover_goes_on_from_any_item() -> None:
-    begun = Rolling(5, 2, epoch=1, done=1)
+    begun = Rollover(5, 2, epoch=1, done=1)
     assert (begun.first, begun.length(), begun.is_begun, begun.is_behind) == (1, 2, True, False)
     # Another batch size left 7 items: the next whole batch is number 2, and the last batch has one item.
-    odd = Rolling(5, 2, epoch=1, done=2)
+    odd = Rollover(5, 2, epoch=1, done=2)
     assert (odd.first, odd.length(), [odd.total(batches) for batches in range(3)]) == (1, 2, [7, 9, 10])
-    behind = Rolling(5, 3, epoch=0, done=4)
+    behind = Rollover(5, 3, epoch=0, done=4)
     assert (behind.length(), behind.is_behind, behind.total(0)) == (0, True, 4)
 
 
 def test_an_empty_sampler_rolls_over_to_nothing() -> None:
-    assert (Rolling(0, 4, epoch=3).length(), Rolling(0, 4, epoch=3).total(0)) == (0, 0)
+    assert (Rollover(0, 4, epoch=3).length(), Rollover(0, 4, epoch=3).total(0)) == (0, 0)
 
 
 def test_the_endless_sequence_too_is_read_in_blocks() -> None:
-    endless = Batched(Endless(lambda epoch: numbers(10, block=BLOCK), Stretch(10, 1, 0, 0), 0, 100), 4)
+    endless = BatchedTable(EndlessTable(lambda epoch: numbers(10, block=BLOCK), Segment(10, 1, 0, 0), 0, 100), 4)
     endless.at(asked(0))
     assert endless.block == BLOCK // 4
 
@@ -162,7 +174,7 @@ def dealt_endlessly(length: int, replicas: int, epochs: int) -> list[list[int]]:
     shares: list[list[int]] = [[] for _ in range(replicas)]
     for epoch in range(epochs):
         for rank, share in enumerate(shares):
-            share += Dealt(numbers(length, 100 * epoch), replicas, rank).items()
+            share += StridedTable(numbers(length, 100 * epoch), replicas, rank).items()
     return shares
 
 
@@ -175,26 +187,26 @@ def dealt_endlessly(length: int, replicas: int, epochs: int) -> list[list[int]]:
 )
 def test_the_endless_sequence_is_cut_anywhere(kind: str, length: int, replicas: int, size: int, skip: int) -> None:
     for rank, share in enumerate(dealt_endlessly(length, replicas, 90 // parts(length, replicas, False) + 2)):
-        stretch = Stretch(length, replicas, 0, 0)
-        endless = Endless(lambda epoch: KINDS[kind](length, 100 * epoch), stretch, rank, 80)
-        got = list(Batched(endless, size).items(skip // size))
+        segment = Segment(length, replicas, 0, 0)
+        endless = EndlessTable(lambda epoch: KINDS[kind](length, 100 * epoch), segment, rank, 80)
+        got = list(BatchedTable(endless, size).items(skip // size))
         assert list(itertools.chain(*got)) == share[skip // size * size : 80]
         for step in range(0, 80, 7):
-            epoch, first = stretch.where(step)
-            assert share[step] // 100 == epoch and first <= step < first + stretch.steps
-            assert stretch.steps_before(stretch.total(step)) == step
+            epoch, first = segment.where(step)
+            assert share[step] // 100 == epoch and first <= step < first + segment.steps
+            assert segment.steps_before(segment.total(step)) == step
 
 
 def test_a_stretch_may_begin_where_another_number_of_ranks_stopped() -> None:
-    stretch = Stretch(10, 3, 1, 4)  # 6 items are left in epoch 1: two steps
-    assert [stretch.where(step) for step in (0, 1, 2, 5, 6)] == [(1, 0), (1, 0), (2, 2), (2, 2), (3, 6)]
-    assert [stretch.total(step) for step in (0, 1, 2, 3, 6)] == [14, 17, 20, 23, 30]
-    endless = Endless(lambda epoch: numbers(10, 100 * epoch), stretch, 1, 7)
+    segment = Segment(10, 3, 1, 4)  # 6 items are left in epoch 1: two steps
+    assert [segment.where(step) for step in (0, 1, 2, 5, 6)] == [(1, 0), (1, 0), (2, 2), (2, 2), (3, 6)]
+    assert [segment.total(step) for step in (0, 1, 2, 3, 6)] == [14, 17, 20, 23, 30]
+    endless = EndlessTable(lambda epoch: numbers(10, 100 * epoch), segment, 1, 7)
     assert endless.at(np.arange(7)).tolist() == [105, 108, 201, 204, 207, 200, 301]
 
 
 @pytest.mark.parametrize(("yields", "found"), [(3, "yielded 3 items in epoch 0"), (7, "more than 5 items in epoch 0")])
 def test_an_epoch_of_another_length_is_an_error_with_rollover(yields: int, found: str) -> None:
-    endless = Batched(Endless(lambda epoch: streamed(yields), Stretch(5, 1, 0, 0), 0, 20, "Short"), 2)
+    endless = BatchedTable(EndlessTable(lambda epoch: streamed(yields), Segment(5, 1, 0, 0), 0, 20, "Short"), 2)
     with pytest.raises(ValueError, match=f"a Short, .*{found}.*its length is 5.*__len__"):
         list(endless.items())

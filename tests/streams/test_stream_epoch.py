@@ -43,7 +43,7 @@ class Reads:
             if not flight:
                 break
             number, planned = flight.pop(0)
-            result = self.reading.came(number, self.result(number, planned))
+            result = self.reading.record_result(number, self.result(number, planned))
             delivered = number + 1
             self.reading.forget(delivered)
             if result.batch is not NOTHING:
@@ -83,7 +83,7 @@ def test_a_plan_says_which_part_which_batch_and_where_it_was() -> None:
     assert first == PartBatch(reading.opening, 0, 0, 0, PartPoint())
     assert second is not None and second.number == 1
     assert third is not None and (third.number, third.batch, third.point.batches) == (0, 1, 0)
-    reading.came(0, Result(0, 0, [1], point=PartPoint(1, 0, 4)))
+    reading.record_result(0, Result(0, 0, [1], point=PartPoint(1, 0, 4)))
     planned = reading.batch(4)
     assert planned is not None and (planned.number, planned.batch, planned.point.batches) == (0, 2, 1)
     assert reading.batch(2) is third
@@ -96,10 +96,10 @@ def test_a_part_that_is_given_up_ends_and_what_was_planned_behind_is_empty() -> 
     planned = [reading.batch(seq) for seq in range(6)]
     assert [(one.number, one.batch) for one in planned if one] == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)]
     error = Result(0, 0, error=KeyError("x"))
-    assert reading.came(0, error) is error
-    assert reading.given_up == {0: 0}
+    assert reading.record_result(0, error) is error
+    assert reading.abandoned == {0: 0}
     for seq in (2, 4):
-        again = reading.came(seq, Result(0, seq, error=KeyError("again")))
+        again = reading.record_result(seq, Result(0, seq, error=KeyError("again")))
         assert again.batch is NOTHING and again.error is None
     assert all(one is not None and one.number == 1 for one in map(reading.batch, range(6, 9)))
     assert reading.position(5).done == 1  # nothing is known of part 1
@@ -119,7 +119,7 @@ def test_with_steps_a_part_that_is_given_up_leaves_its_steps_to_the_others(windo
     assert len(found) == 8 and sum(batch is None for batch in found) == 1
     assert [batch[0] // 100 for batch in found if batch] == [0, 1, 2, 0, 2, 0, 2]
     assert reads.reading.batches(reads.delivered) == 8
-    assert reads.reading.counts_behind() == {0: 3, 1: 2, 2: 3}
+    assert reads.reading.counts_at_end() == {0: 3, 1: 2, 2: 3}
 
 
 @pytest.mark.parametrize("window", [1, 5])
@@ -127,7 +127,7 @@ def test_the_next_epoch_begins_behind_this_one_however_much_of_it_was_read(windo
     for count in range(6):
         reads = Reads([9, 9], reading_of(2, steps=5))
         reads.all(window, count)
-        assert reads.reading.counts_behind() == {0: 3, 1: 2}
+        assert reads.reading.counts_at_end() == {0: 3, 1: 2}
 
 
 def test_an_epoch_is_over_at_its_last_step_or_where_all_parts_have_ended() -> None:
@@ -153,7 +153,7 @@ def test_to_forget_or_to_note_twice_is_the_same_as_once() -> None:
     reading = reading_of(2)
     planned = [reading.batch(seq) for seq in range(6)]
     for seq in (0, 1, 2, 0, 1, 2):
-        reading.came(seq, Reads([40, 40], reading).result(seq, planned[seq]))  # type: ignore[arg-type]
+        reading.record_result(seq, Reads([40, 40], reading).result(seq, planned[seq]))  # type: ignore[arg-type]
     expected = reading.position(3)
     reading.forget(3), reading.forget(3)
     assert reading.position(3) == expected and expected.done == 3
@@ -165,10 +165,10 @@ def test_in_any_order_the_part_with_the_fewest_batches_in_flight_is_next() -> No
     planned = [reading.batch(seq) for seq in range(2)]
     assert [one.number for one in planned if one] == [0, 1]
     for seq, batch in ((1, 1), (2, 2)):
-        reading.came(seq, Result(0, seq, [1], point=PartPoint(batch, 0, 4 * batch)))
+        reading.record_result(seq, Result(0, seq, [1], point=PartPoint(batch, 0, 4 * batch)))
         following = reading.batch(seq + 1)
         assert following is not None and following.number == 1
-    reading.came(3, Result(0, 3, [1], point=PartPoint(3, 0, 9, ended=True)))
+    reading.record_result(3, Result(0, 3, [1], point=PartPoint(3, 0, 9, ended=True)))
     following = reading.batch(4)
     assert following is not None and following.number == 0
 

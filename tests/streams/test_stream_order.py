@@ -118,15 +118,15 @@ def test_readings_have_numbers_and_the_oldest_one_that_has_begun_and_lives_is_kn
     order = order_of(streams=2)
     readings = [order.epoch(epoch) for epoch in range(3)]
     numbers = [one.opening for one in readings]
-    assert numbers == sorted(numbers) and min(order._shared.begun.values(), default=0) == 0
+    assert numbers == sorted(numbers) and min(order._shared.live.values(), default=0) == 0
     for reading in readings:
         order.begun(reading)
-    assert min(order._shared.begun.values(), default=0) == numbers[0]
+    assert min(order._shared.live.values(), default=0) == numbers[0]
     order.begun(order.epoch(3))  # the order itself goes on with the last one
     del reading, readings[0]
-    assert min(order._shared.begun.values(), default=0) == numbers[1]
+    assert min(order._shared.live.values(), default=0) == numbers[1]
     readings.clear()
-    assert min(order._shared.begun.values(), default=0) == numbers[-1] + 1
+    assert min(order._shared.live.values(), default=0) == numbers[-1] + 1
 
 
 def test_no_two_readings_have_the_same_number_whatever_their_orders() -> None:
@@ -155,7 +155,7 @@ def test_it_goes_on_from_the_farthest_point_that_lies_before_an_epoch() -> None:
     assert all(planned)
     for seq in range(4):
         point = PartPoint(seq // 2 + 1, 0, 4 * (seq // 2 + 1))
-        reading.came(seq, Result(0, seq, [1], point=point))
+        reading.record_result(seq, Result(0, seq, [1], point=point))
     order.begun(reading)
     begin = order._beginning(1, range(2))
     assert begin.counts == {0: 2, 1: 2} and begin.points == {0: PartPoint(2, 0, 8), 1: PartPoint(2, 0, 8)}

@@ -10,7 +10,7 @@ from failures import raise_lookup
 from stream_samples import At, Draws, DrawsOwn, GoOn, Own, Parts, Stateful, WithStatefulRows
 
 from sharded_loader.base.errors import notes_of
-from sharded_loader.engine.board import IN_BATCHIFY, SAMPLE, SHARD, new_board
+from sharded_loader.engine.heartbeat import IN_BATCHIFY, SAMPLE, SHARD, new_heartbeat
 from sharded_loader.engine.messages import NOTHING, Job, PartBatch, PartIndices, PartPoint, Result, Stream, Task
 from sharded_loader.engine.reader import Reader
 from sharded_loader.pools.task_reader import reader_for
@@ -44,8 +44,8 @@ def task_of(
     return Task(0, 9, 0, batch * parts + part, tuple(cut), bool(shards), lane=part, part=asked)
 
 
-def read(reader: Any, *which: Any, worker: str | None = WORKER, board: Any = None, **options: Any) -> Result:
-    result: Result = reader.read(task_of(*which, **options), worker, board=board)
+def read(reader: Any, *which: Any, worker: str | None = WORKER, heartbeat: Any = None, **options: Any) -> Result:
+    result: Result = reader.read(task_of(*which, **options), worker, heartbeat=heartbeat)
     assert reading.get() is None and here.part is None
     return result
 
@@ -219,21 +219,21 @@ def test_a_batchify_fn_that_fails_costs_its_batch_only() -> None:
     assert good.batch == [104, 105]
 
 
-# -- the board, and random numbers --------------------------------------------------------------------------------
+# -- the heartbeat, and random numbers --------------------------------------------------------------------------------
 
 
-def test_the_board_says_where_the_reader_is() -> None:
-    board, seen = new_board(), []
+def test_the_heartbeat_says_where_the_reader_is() -> None:
+    heartbeat, seen = new_heartbeat(), []
 
     def look(part: int, place: int) -> None:
-        seen.append((board[SHARD], board[SAMPLE]))
+        seen.append((heartbeat[SHARD], heartbeat[SAMPLE]))
 
     for notes in (False, True):  # False: the first batch, whose samples are timed
         seen.clear()
         parts = Parts((4, 0), before=look)
         reader = StreamReader(Job(parts, list, 7, stream=Stream(2, SIZE), notes_samples=notes))
-        read(reader, 0, 0, board=board, shards=(0, 2, 4))
-        assert seen == list(zip((0, 0, 1, 1), (0, 1, 0, 1), strict=True)) and board[SAMPLE] == IN_BATCHIFY
+        read(reader, 0, 0, heartbeat=heartbeat, shards=(0, 2, 4))
+        assert seen == list(zip((0, 0, 1, 1), (0, 1, 0, 1), strict=True)) and heartbeat[SAMPLE] == IN_BATCHIFY
 
 
 def test_random_numbers_belong_to_the_sample_however_the_reader_got_there() -> None:

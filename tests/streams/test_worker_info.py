@@ -11,7 +11,7 @@ import torch.utils.data as torch_data
 from refusing import in_child
 from torch.utils.data import get_worker_info
 
-from sharded_loader.streams.worker_info import Part, here, tell, tell_torch
+from sharded_loader.streams.worker_info import Part, here, patch_torch, set_current_part
 
 
 def told() -> tuple[int, int] | None:
@@ -21,7 +21,7 @@ def told() -> tuple[int, int] | None:
 
 def test_this_thread_is_told_and_others_are_not() -> None:
     assert told() is None
-    before = tell(Part(2, 5, 77, "the dataset"))
+    before = set_current_part(Part(2, 5, 77, "the dataset"))
     try:
         assert told() == (2, 5)
         info = torch_data.get_worker_info()
@@ -34,10 +34,10 @@ def test_this_thread_is_told_and_others_are_not() -> None:
 
 
 def test_what_was_told_before_comes_back() -> None:
-    outer = tell(Part(0, 2, 1, None))
-    inner = tell(Part(3, 4, 1, None))
+    outer = set_current_part(Part(0, 2, 1, None))
+    inner = set_current_part(Part(3, 4, 1, None))
     assert told() == (3, 4)
-    nobody = tell(None)
+    nobody = set_current_part(None)
     assert told() is None
     here.part = nobody
     assert told() == (3, 4)
@@ -50,23 +50,23 @@ def test_what_was_told_before_comes_back() -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_a_worker_alone_in_its_process_tells_the_threads_of_the_dataset_too() -> None:
     def work() -> Any:
-        before, found = tell(Part(1, 3, 0, None), alone=True), []
+        before, found = set_current_part(Part(1, 3, 0, None), alone=True), []
         thread = threading.Thread(target=lambda: found.append(get_worker_info().id))
         thread.start()
         thread.join()
         here.part = before
         return found, get_worker_info()
 
-    tell_torch()
+    patch_torch()
     assert in_child(work) == "([1], None)"
 
 
 def test_the_answer_of_torch_s_own_workers_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     own = torch_data._utils.worker.WorkerInfo(id=6, num_workers=7, seed=0, dataset=None)
-    tell_torch()
+    patch_torch()
     monkeypatch.setattr(torch_data._utils.worker, "_worker_info", own)
     assert get_worker_info() is own
-    before = tell(Part(0, 2, 0, None))
+    before = set_current_part(Part(0, 2, 0, None))
     assert told() == (0, 2)
     here.part = before
     assert get_worker_info() is own
@@ -74,7 +74,7 @@ def test_the_answer_of_torch_s_own_workers_stays(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_a_forked_child_reads_no_part() -> None:
-    before = tell(Part(0, 2, 0, None))
+    before = set_current_part(Part(0, 2, 0, None))
     pid = os.fork()
     if pid == 0:
         os._exit(0 if get_worker_info() is None else 1)
@@ -84,10 +84,10 @@ def test_a_forked_child_reads_no_part() -> None:
 
 def test_a_torch_without_that_function_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_data._utils.worker, "get_worker_info", len)
-    here.part, before = None, tell(Part(0, 2, 0, None))
+    here.part, before = None, set_current_part(Part(0, 2, 0, None))
     here.part = before
     monkeypatch.delattr(torch_data._utils.worker, "get_worker_info")
-    tell_torch()
+    patch_torch()
 
 
 def in_a_thread(call: Any) -> Any:

@@ -1,31 +1,27 @@
-"""Processes that read: one pipe each, supervised, replaced when they end.
+"""Worker processes: one pipe each, supervised, replaced when they end.
 
     main process                                        worker i (pools/process/worker.py)
     submit -> a worker's link        =======socket==>   receiver thread -> inbox -> Reader
               (and a slot of the arena)                                               | writes
     wait <- inbox of each link            <==socket==   encoded result      arena slot v
-         <- arrays over the slot, lent out
+         <- arrays over the slot, borrowed
 
-How large a slot must be is learned from the batches that have come lately (`memory.arena`). The first batches, and what
-does not fit, travel through the pipe. A slot belongs to its worker until the worker has answered or has ended. Then it
-belongs to the user until nothing refers to it.
+The size of slots follows recent batches (`memory.arena`); the first batches, and larger ones, go through the pipe. A
+slot belongs to its worker until that has answered or ended, then to the user while anything refers to it.
 
-Not a ``Pool`` of ``multiprocess``: that one replaces a dead worker and forgets its task, and the caller waits for ever.
-Here no lock or queue is shared between processes, so a worker can die anywhere and stops no other.
+A ``Pool`` of ``multiprocess`` replaces a dead worker but forgets its task, so the caller hangs. Here processes share no
+lock or queue, so a worker may die anywhere without blocking others. A worker holds at most one task, or one group of
+cheap tasks in one message (`engine.messages`), beyond the current one.
 
-A worker holds at most one task beyond the one that it does. While batches are cheap, it holds groups of tasks, and each
-group is one message (`engine.messages`).
-
-What can go wrong, and what then:
-  * a worker dies: another takes its place and builds its batches again (`pools.supervised`). A batch that has killed
-    ``restarts`` workers is a `WorkerDiedError` in its place. `wait` returns 3 ms (spawn) or 9 ms (fork) after the kill;
-    the kernel needs most of that time for the process that ends;
-  * a worker takes more memory than ``max_worker_memory``: another gets its number, and it ends when it has answered
-    what it has. If workers do so with their first batch, that is an error, and the pool is closed;
-  * a worker stands still for ``timeout`` seconds: it is killed, and then as above, even if that does not end it;
-  * a worker cannot start (unpicklable dataset, ``worker_init_fn`` raises): that error, and the pool is closed;
-  * an exception strikes inside a verb (a Ctrl-C): the pipeline closes the pool and starts it again;
-  * a reply cannot be unpickled here: that is the error of its batch, and iteration goes on.
+What can go wrong, and what happens:
+  * a worker dies: it is replaced, and its batches are retried (`pools.supervised`); after ``restarts`` deaths a batch
+    is a `WorkerDiedError`. `wait` returns 3 ms (spawn) or 9 ms (fork) after the kill, mostly the kernel's time;
+  * a worker exceeds ``max_worker_memory``: it is replaced and drains. If this happens with first batches, the pool is
+    closed with an error;
+  * a worker stalls for ``timeout`` seconds: it is killed, then as above, even if it does not end;
+  * a worker cannot start (unpicklable dataset, ``worker_init_fn`` raises): the pool is closed with that error;
+  * an exception strikes inside a verb (a Ctrl-C): the pipeline restarts the pool;
+  * a reply cannot be unpickled here: an error of its batch.
 """
 
 from __future__ import annotations
@@ -56,35 +52,35 @@ from sharded_loader.pools.process.transport import ProcessTransport, ProcessWork
 from sharded_loader.pools.supervised import SupervisedPool, fields_of
 
 SLOT_BYTES = 32768
-"""Batches below this go through the pipe: a slot saves them one copy, which costs less than its bookkeeping."""
+"""Smaller batches go through the pipe: the copy that a slot saves costs less than its bookkeeping."""
 
 
 ArenaInUse = tuple[Arena, RecentSizes]
-"""Shared memory that a pool has left, and how large its batches were."""
+"""Shared memory handed over by a pool, and the sizes of its batches."""
 
 
 class ProcessPool(SupervisedPool[ProcessWorker]):
     """Read in worker processes.
 
     Args:
-        num_workers: the number of processes.
-        start_method: ``"fork"``, ``"forkserver"`` or ``"spawn"``. None: what was set with
+        num_workers: number of processes.
+        start_method: ``"fork"``, ``"forkserver"`` or ``"spawn"``. None: the method set with
             ``multiprocessing.set_start_method``, otherwise fork on Linux and spawn elsewhere.
-        worker_init_fn: a function that each worker calls with its number, once, before it reads.
-        timeout: the number of seconds that a worker may spend on one sample without progress. Then the pool kills the
-            worker, and another worker builds the batch again. The seconds count while `next` waits for a batch. None:
-            no limit. A worker that starts has at least ten minutes.
-        restarts: the number of workers that a batch may kill. Then `next` raises `WorkerDiedError` or
-            `WorkerTimeoutError` instead of the batch. 0 and 1: at the first death.
-        max_bytes: the limit of the shared memory for batches, in bytes. None: a quarter of what is free at the first
+        worker_init_fn: function called once in each worker, with its number, before it reads.
+        timeout: seconds that a worker may spend on one sample without progress; None: no limit. After that the pool
+            kills the worker, and another one builds the batch again. Only time in which `next` waits for a batch
+            counts. A starting worker has at least ten minutes.
+        restarts: number of workers that a batch may kill before `next` raises `WorkerDiedError` or `WorkerTimeoutError`
+            instead of the batch. 0 and 1: at the first death.
+        max_bytes: limit of the shared memory for batches, in bytes. None: a quarter of the free memory at the first
             epoch, divided by LOCAL_WORLD_SIZE. Above the limit, the loader copies batches out of shared memory.
-        max_worker_memory: the memory that a worker may take, in bytes, or a text such as ``"2 GB"``. Shared memory does
-            not count. Another worker replaces one that takes more, between two batches, so a leak cannot fill the
-            machine. ``stats().recycled_workers`` counts. None: no limit.
+        max_worker_memory: private memory limit of a worker, in bytes, or a text such as ``"2 GB"``; None: no limit. A
+            worker above it is replaced between two batches, so a leak cannot fill the machine.
+            ``stats().recycled_workers`` counts these.
 
     Raises:
-        ValueError: A number is out of its range, or this system does not have the start method.
-        TypeError: An argument has a wrong type, or ``worker_init_fn`` cannot be called.
+        ValueError: a number is out of range, or this system does not have the start method.
+        TypeError: an argument has a wrong type, or ``worker_init_fn`` cannot be called.
 
     Example:
         >>> from sharded_loader import ProcessPool, ShardedDataLoader
@@ -93,8 +89,7 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
         ...     print([batch.tolist() for batch in loader])
         [[0, 1, 2, 3], [4, 5, 6, 7]]
 
-    Source of the idea: the supervised executor of loky, the per-worker pipes of PyTorch's and SeqTools'
-    loaders.
+    Source of the idea: the supervised executor of loky, the per-worker pipes of PyTorch's and SeqTools' loaders.
     """
 
     _transport: ProcessTransport
@@ -111,7 +106,7 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
         max_worker_memory: int | str | None = None,
     ) -> None:
         super().__init__(num_workers, worker_init_fn, timeout, restarts, Grouping())
-        chosen_backend()  # both ask the environment: what is wrong there is said now, not in mid-epoch
+        chosen_backend()  # both read the environment: report errors there now rather than in mid-epoch
         if max_bytes is None:
             processes_here()
         else:
@@ -126,20 +121,20 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
                 raise ImportError("max_worker_memory needs psutil on this system: pip install psutil") from error
         self.start_method = choose_start_method(start_method)
         self._transport = ProcessTransport(self.num_workers, self.start_method, max_bytes)
-        self._poller: Poller | None = None  # of the workers: it keeps them, and goes with them
-        self._looks = 0  # for messages, in a row, that found none
-        # False: they live for one epoch. A template takes as long as a worker, so there is none before one dies.
+        self._poller: Poller | None = None  # keeps the workers alive, and is replaced with them
+        self._empty_waits = 0  # consecutive waits without a message
+        # False: workers live for one epoch. A zygote takes as long to start as a worker, so it is made after a death.
         self.workers_last = True
 
     def use_memory(self, empty: Empty, register: Register, *, pinned: Empty | None = None) -> None:
         self._transport.arena.register, self._transport.arena.pinned = register, pinned
 
     def hand_over(self) -> ArenaInUse:
-        """End the workers. What is returned lets another pool go on with the shared memory, which stays pinned."""
+        """End the workers, and return the shared memory, still pinned, for `take_over` of another pool."""
         return self._transport.hand_over(), self._sizes
 
     def take_over(self, used: ArenaInUse) -> None:
-        """Go on with the shared memory of another pool, before `use_memory`."""
+        """Continue with the shared memory of another pool. Call it before `use_memory`."""
         self._transport.arena, self._sizes = used
 
     @property
@@ -148,12 +143,12 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
 
     @property
     def workers(self) -> list[ProcessWorker]:
-        """The worker processes, by number; empty before the first epoch and after `close`."""
+        """Worker processes by number; empty before the first epoch and after `close`."""
         return self._transport.workers
 
     @property
     def pids(self) -> list[int]:
-        """Their process ids."""
+        """Process ids of the workers."""
         return [worker.pid for worker in self.workers]
 
     # -- verbs ----------------------------------------------------------------------------------------------
@@ -161,7 +156,7 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
     def start(self, job: Job) -> None:
         if self.start_method == "fork" and self.num_workers > 1:
             warn_of_open_file(job.dataset, "forked processes")
-        notes = self.timeout is not None or self.restarts <= 1  # otherwise a task is read a second time
+        notes = self.timeout is not None or self.restarts <= 1  # otherwise the task is read again
         init, most = self.worker_init_fn, self.max_worker_memory
         self._start(replace(job, worker_init_fn=init, notes_samples=notes, max_memory=most))
         self.unsettled = self.start_method == "fork" and self.workers_last
@@ -169,7 +164,7 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
     def settle(self) -> None:
         super().settle()
         if self._job and self.started:
-            self._transport.make_template(self._job)
+            self._transport.make_zygote(self._job)
 
     def resize(self, num_workers: int) -> None:
         if check_num_workers(num_workers) > self.num_workers:
@@ -177,8 +172,8 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
         super().resize(num_workers)
 
     def adopt(self) -> None:
-        # One change at a time: a program that changes its mind faster than workers start would have hundreds of them.
-        if all(worker.ready for worker in self._transport.leaving):
+        # One change at a time: frequent changes, faster than workers start, would leave hundreds of them.
+        if all(worker.ready for worker in self._transport.draining):
             super().adopt()
 
     def _have(self, num_workers: int) -> None:
@@ -200,7 +195,7 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
             slot = None
             try:
                 if type(indices := task.shards[0]) is np.ndarray:
-                    # As bytes: a tenth of the time that an array takes.
+                    # Bytes pickle ten times as fast as an array.
                     before, after = task.fields[:4], task.fields[5:]
                     fields: object = (*before, (indices.tobytes(),), *after)
                 else:
@@ -231,11 +226,11 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
         workers, poller = transport.workers, self._poller
         if not workers:
             return ()
-        watched = [*workers, *transport.leaving]
-        # Taken away while it is used: a signal handler may call `next`, and a poller cannot be used twice at a time.
+        watched = [*workers, *transport.draining]
+        # Removed while in use: a signal handler may call `next`, and a poller is not reentrant.
         self._poller = None
         if poller is None or poller.workers != watched:
-            assert transport.waker is not None  # there are workers
+            assert transport.waker is not None  # set while there are workers
             poller = Poller(watched, transport.waker[0])
         self.waiting = True
         try:
@@ -246,23 +241,23 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
         self.waiting = False
         if workers is not transport.workers:
             return ()  # a signal handler has closed the pool
-        watched = [*workers, *transport.leaving]
-        if poller.workers == watched:  # otherwise a step inside this one has replaced a worker
+        watched = [*workers, *transport.draining]
+        if poller.workers == watched:  # otherwise a nested step has replaced a worker
             self._poller = poller
         results, self._rejected = self._rejected, []
-        self._looks = 0 if ready or ended or results else self._looks + block
-        # After 1, 2, 4 ... seconds of waiting. Not after each: a worker in C code that holds the GIL reads no messages,
+        self._empty_waits = 0 if ready or ended or results else self._empty_waits + block
+        # After 1, 2, 4 ... seconds of waiting. Not more often: a worker that holds the GIL in C code reads no messages,
         # and a portable link blocks when the pipe is full.
-        if block and self._looks.bit_count() == 1:
+        if block and self._empty_waits.bit_count() == 1:
             for worker in workers:
-                if len(worker.tasks) > 1:  # one that is finished may wait there for a slow one
+                if len(worker.tasks) > 1:  # a finished task may wait there for a slow one
                     worker.link.send(FLUSH)
         for worker in watched:
             worker.has_ended |= worker.sentinel in ended
             if worker.has_ended or worker in ready:
                 self._receive(worker, results)
         if self.timeout is not None:
-            self.stop_late()
+            self.kill_stalled_workers()
         self._count_room()
         if requeued := self.requeued:
             again = [requeued.popleft() for _ in range(min(self.room + len(requeued), len(requeued)))]
@@ -271,7 +266,7 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
         return results
 
     def _receive(self, worker: ProcessWorker, results: list[Result]) -> None:
-        """Deal with what a worker has sent, and with its end."""
+        """Handle the messages of a worker, and its end."""
         link = worker.link
         if link.outbox:
             link.send()
@@ -285,36 +280,36 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
             elif kind == READY:
                 self.record_start(worker)
             elif kind == GROWN:
-                self._recycle(worker, message.run, message.seq)
+                self._replace_grown(worker, message.run, message.seq)
             while kind == RESULTS and len(content):
                 reply = unpack_reply(content)
                 run, seq, _, count, _, content, _ = reply
                 buffers = list(itertools.islice(following, count))
                 task, slot = worker.tasks.pop((run, seq), None), worker.slots.pop((run, seq), None)
                 if slot is not None:
-                    # Also if nothing lies in it: then it comes back at once.
+                    # An empty slot returns immediately.
                     buffers = self._transport.arena.lend(slot, buffers)
-                if task is not None:  # otherwise it is not wanted any more
+                if task is not None:  # otherwise cancelled
                     results.append(self._result(reply, buffers, task))
         if link.ended or (worker.has_ended and worker.is_over()):
             results += self.replace(worker)
 
     def _count_room(self) -> None:
-        """What has come back goes out again first."""
+        """Set `room`. Requeued tasks come first."""
         self.room = HELD * self.group * len(self._transport.workers) - len(self.requeued)
         for worker in self._transport.workers:
             self.room -= len(worker.tasks)
 
-    def _recycle(self, worker: ProcessWorker, nbytes: int, batches: int) -> None:
-        """A worker takes more memory than it may. One at a time is replaced: two workers need the memory of two."""
+    def _replace_grown(self, worker: ProcessWorker, nbytes: int, batches: int) -> None:
+        """Replace a worker above its memory limit, one at a time: two workers need the memory of two."""
         transport, limit = self._transport, self.max_worker_memory
         if limit is None or worker not in transport.workers:
             return
         if not worker.has_grown and self.deaths.record_growth(worker.number, batches):
             self.give_up_worker(worker, too_large(worker.number, nbytes, limit))
         worker.has_grown = True
-        if transport.leaving:
-            return  # it says so again
+        if transport.draining:
+            return  # it will report again
         self.renew(worker)
         self.notices.counts["recycled_workers"] += 1
         logger.info("worker %d (pid %d) took %d bytes, and was replaced", worker.number, worker.pid, nbytes)

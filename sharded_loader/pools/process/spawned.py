@@ -1,18 +1,16 @@
-"""The first lines of a new interpreter: a spawned worker, or the forkserver that workers are forked from.
+"""First code in a new interpreter: a spawned worker, or the forkserver that workers are forked from.
 
     main process: start.py  --pickled dict through a pipe-->  main(orders) -> worker.main
-    main process: start.py  --variable PRELOAD------------->  the forkserver imports this module, and what that lists
+    main process: start.py  --variable PRELOAD------------->  the forkserver imports this module and those listed
 
-``multiprocess`` imports dill: 20 ms, half as long as NumPy takes, for things that a worker never does. So a spawned
-worker does with the standard library's ``Connection``, which has the same bytes on the wire. Where the user's dataset
-imports ``multiprocess`` after all, it finds itself as in any child process.
+A spawned worker uses the standard library's ``Connection``, with the same wire format as ``multiprocess``, which would
+import dill: 20 ms, half as long as NumPy. If the dataset imports ``multiprocess``, that is set up as in any child.
 
-BLAS and OpenMP are limited to one thread here, before NumPy is imported: nothing may be imported at the top that
-imports NumPy. A process with threads must not fork, and workers want one thread each anyway. The user's own children of
-the same forkserver inherit those libraries with one thread, but not the variables.
+BLAS and OpenMP are limited to one thread before NumPy is imported, so nothing imported at the top may import NumPy: a
+process with threads must not fork. The user's own children of the same forkserver inherit the single-threaded
+libraries, but not the variables.
 
-What can go wrong: a library cannot be imported. A spawned worker then ends with the traceback. The forkserver leaves it
-to the workers, whose error says why.
+If an import fails, a spawned worker ends with the traceback; the forkserver leaves the error to the workers.
 """
 
 from __future__ import annotations
@@ -29,15 +27,11 @@ from sharded_loader.base.private import become_child
 from sharded_loader.base.system import ONE_THREAD
 
 PRELOAD = "SHARDED_LOADER_PRELOAD"
-"""The variable that names the modules for the forkserver, and ``sys.path``: JSON."""
+"""Environment variable with the forkserver's modules and ``sys.path``, as JSON."""
 
 
 def main(orders: dict[str, Any]) -> None:
-    """Be a worker until the pipe is closed.
-
-    Args:
-        orders: what `start.SpawnedProcess` sent.
-    """
+    """Run a worker until its pipe is closed. ``orders`` come from `start.SpawnedProcess`."""
     os.environ.update(ONE_THREAD)
     sys.argv = orders["sys_argv"]
     os.chdir(orders["dir"])
@@ -51,7 +45,7 @@ def main(orders: dict[str, Any]) -> None:
 
 
 def _close_stdin() -> None:
-    """As ``multiprocess`` does: several processes that read one terminal are of no use."""
+    """Close stdin, as ``multiprocess`` does: several processes must not read one terminal."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stdin.close()
     with contextlib.suppress(OSError, ValueError):
@@ -59,13 +53,13 @@ def _close_stdin() -> None:
 
 
 def _preload() -> None:
-    """In the forkserver: import what the main process has asked for, once for all workers."""
+    """In the forkserver, import modules once for all workers."""
     import json
 
     request = json.loads(os.environ.pop(PRELOAD))
     threads = {name: os.environ[name] for name in ONE_THREAD if name in os.environ}
     os.environ.update(ONE_THREAD)
-    # The forkserver of some Pythons has the path of a bare interpreter, without the folder of the user's script.
+    # Some Pythons' forkserver has the path of a bare interpreter, without the folder of the user's script.
     path, sys.path[:] = sys.path[:], request["path"]
     for name in request["modules"]:
         with contextlib.suppress(BaseException):

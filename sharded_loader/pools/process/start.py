@@ -1,36 +1,33 @@
-"""How worker processes start.
+"""Start of worker processes.
 
     choose_start_method(None) -> "fork"
-    Template(job) .fork(number, ...) -> process        fork: a copy of the main process that does nothing else
-    start_forked(name, target, ...) -> process             fork: that itself, and the first workers
-    spawn_worker(number, ..., conn) -> process             spawn: `SpawnedProcess`; forkserver: forked from that
-    start_forkserver(modules)                              it has them imported before it forks
+    Zygote(job) .fork(number, ...) -> process          fork: from a single-threaded copy of the main process
+    start_forked(name, target, ...) -> process         fork: the zygote itself, and the first workers
+    spawn_worker(number, ..., conn) -> process         spawn: `SpawnedProcess`; forkserver: forked from that
+    start_forkserver(modules)                          the forkserver imports modules before it forks
 
-    main process                       template                          worker
-    Template.fork(number, conn) -----> forks; the descriptor goes along -> worker.main(conn, ...)
+    main process                       zygote                            worker
+    Zygote.fork(number, conn) -------> forks; the descriptor goes along -> worker.main(conn, ...)
                  <--- pid ------------
     ForkedWorker.join            ----> waits for the dead child
                  <--- exit code ------
 
-A worker that is replaced in the middle of training must not be forked from the main process: by then that has threads,
-locks and a GPU context, and its dataset may have changed. The template has one thread and the dataset as it was. The
-first workers are forked from the main process. The template follows in the step after the first batch, which it would
-delay. Where workers live for one epoch there is none before one of them dies.
+The *zygote* is a fork server of our own, unlike Python's ``forkserver``: it inherits the dataset. A replacement worker
+must not be forked from the main process in the middle of training: by then that has threads, locks and a GPU context,
+and its dataset may have changed. The first workers are forked from the main process, because the zygote would delay
+the first batch; it follows one step later. Where workers live for one epoch, it is made when one dies.
 
-It reaps a child only when it is told to, so a pid that the main process knows is that of its worker until then. It ends
-with the pipe to the main process, when that shuts it or dies. Before, it reaps the workers that are left, which have
-pipes of their own.
+The zygote reaps a child only on request, so a pid known to the main process stays valid until then. It ends with its
+pipe to the main process, after reaping the remaining workers, which have their own pipes.
 
-What can go wrong: the template is slow, or stopped. The main process waits, and warns once after `SLOW` seconds: a fork
-may wait for processor time, or for memory that is swapped. Or it is killed. Then the next `fork` raises TemplateGone,
-and the worker comes from the main process as it is now, as does the next template: a last resort, of which it warns.
-Exit codes of the dead one's workers are unknown from then on (None).
+What can go wrong: the zygote is slow (processor time, swapped memory) or stopped: the main process waits, with a
+warning after `SLOW` seconds. If it was killed, the next `fork` raises ZygoteGone, and with a warning the worker and the
+next zygote are forked from the main process as it is now. Exit codes of the old one's workers stay unknown (None). A
+lack of processes or descriptors is an OSError everywhere.
 
-``multiprocess`` re-runs the user's script in a spawned worker, and in the forkserver. Not in ours: the entries that say
-so are taken out of what it sends, for this thread and only while it starts a worker. So a script needs no
-``if __name__ == "__main__"``, and nothing imports torch by accident.
-
-No process, no descriptor is an OSError everywhere.
+``multiprocess`` re-runs the user's script in spawned workers and the forkserver, but not in ours: those entries are
+removed from what it sends, for this thread and only while it starts a worker. So scripts need no
+``if __name__ == "__main__"``.
 """
 
 from __future__ import annotations
@@ -66,16 +63,17 @@ from sharded_loader.pools.process import spawned, worker
 from sharded_loader.pools.process.link import send_descriptors
 
 NAME = "sharded_loader-worker"
-"""How the processes of workers are named, before their numbers."""
+"""Prefix of the process names of workers, before their numbers."""
 
 SLOW = 10
-"""Seconds after which the main process says what it waits for. A fork takes 10 ms per GB of the process."""
+"""Seconds before a warning about a fork without an answer. A fork takes 10 ms per GB of the process."""
 
 STEP = 1.0
-"""The same as in `deaths.Watch`: seconds that are counted at once, however long the main process itself was stopped."""
+"""Granularity of waiting in seconds: as in `deaths.Watch`, time in which the main process was stopped does not count.
+"""
 
 ENDING = 0.1
-"""Seconds in which the template ends when it is told to. It takes 5 ms, half of them to tear down its memory."""
+"""Seconds that the zygote gets to end on request. It needs 5 ms, half of them to tear down its memory."""
 
 _REQUEST = struct.Struct("!cqq")
 _ANSWER = struct.Struct("!q")
@@ -84,18 +82,14 @@ _UNKNOWN = 1 << 32
 
 
 def choose_start_method(start_method: str | None) -> str:
-    """The start method to use: what is asked for, else what the user set for the process, else the default.
-
-    Raises:
-        ValueError: this platform does not have it.
-    """
+    """Return the requested start method, that of ``set_start_method``, or the default. ValueError if unavailable."""
     known = multiprocess.get_all_start_methods()
     if start_method is None:
         chosen = multiprocessing.get_start_method(allow_none=True) or multiprocess.get_start_method(allow_none=True)
         start_method = chosen or ("fork" if sys.platform.startswith("linux") else "spawn")
     if start_method not in known:
         raise ValueError(f"start_method is {start_method!r}; this platform has {', '.join(map(repr, known))}")
-    with uninterrupted():  # a descriptor that has come must be closed
+    with uninterrupted():  # a received descriptor must be closed
         falls_back = start_method == "forkserver" and not can_pass_descriptors()
     if falls_back:
         text = 'this system does not pass descriptors between processes, as a forkserver must: start_method="spawn"'
@@ -110,16 +104,15 @@ _this_thread = threading.local()
 
 
 def is_starting_worker() -> bool:
-    """Whether this thread is starting a worker: a fork that happens now is ours, not the user's."""
+    """Return True if this thread is starting a worker, so that a fork is ours rather than the user's."""
     return bool(getattr(_this_thread, "starts_worker", False))
 
 
 @contextlib.contextmanager
 def starting_worker() -> Iterator[None]:
-    """Inside, this thread's processes start without the user's script, and with SIGINT blocked.
+    """Start this thread's processes without the user's script, and with SIGINT blocked, inside the context.
 
-    Blocked, because a Ctrl-C goes to the whole process group, and a worker that has not yet come to ignore
-    it would end in a traceback.
+    A Ctrl-C goes to the whole process group, and would end a worker that does not ignore it yet with a traceback.
     """
     block = hasattr(signal, "pthread_sigmask")
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}) if block else set()
@@ -132,24 +125,22 @@ def starting_worker() -> Iterator[None]:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _leave_garbage_alone() -> None:
-    """In a forked worker: what the main process has made is never collected here.
+def _freeze_garbage() -> None:
+    """Keep a forked worker from collecting garbage of the main process.
 
-    Its garbage may be a connection. To close that waits for a thread that is not here, and may take connections of the
-    main process out of its selector. A web session of fsspec delayed the first batch by a second. Besides, a collection
-    writes to each page of inherited objects, and so copies all of them.
+    Closing a garbage connection may wait for a thread that does not exist here, or remove connections of the main
+    process from its selector: a web session of fsspec delayed the first batch by a second. A collection would also
+    write to, and so copy, each page of inherited objects.
     """
     if is_starting_worker():
         gc.freeze()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_garbage_alone)
+    os.register_at_fork(after_in_child=_freeze_garbage)
 
 
 class _ForkedPopen(popen_fork.Popen):  # type: ignore[misc]
-    """A fork that Python does not warn about."""
-
     def _launch(self, started: _ForkedProcess) -> None:
         private.fork_quietly(self, started)
 
@@ -160,13 +151,7 @@ class _ForkedProcess(process.BaseProcess):  # type: ignore[misc]
 
 
 def start_forked(name: str, target: Callable[..., None], *args: Any, daemon: bool = True) -> Any:
-    """A process of the fork start method, which ``multiprocess`` does not look after (see `forget_child`).
-
-    Args:
-        name: of the process.
-        target, args: what it calls.
-        daemon: whether it may have no children.
-    """
+    """Start a forked process that ``multiprocess`` does not track. A daemon may have no children."""
     return _started(_ForkedProcess(name=name, target=target, args=args, daemon=daemon))
 
 
@@ -178,7 +163,7 @@ def _started(process: Any) -> Any:
 
 
 def warn(text: str) -> None:
-    """A warning that costs no batch where the user has made warnings errors."""
+    """Emit a warning that costs no batch even if the user turns warnings into errors."""
     try:
         warnings.warn(text, RuntimeWarning, stacklevel=2)
     except RuntimeWarning:
@@ -188,58 +173,38 @@ def warn(text: str) -> None:
 # -- the process that workers are forked from -------------------------------------------------------------------------
 
 
-class TemplateGone(Exception):
-    """The template is dead, or a question was interrupted. It may have forked a worker, which ends with its pipe.
-
-    `ProcessTransport.launch` catches it: no user gets to see it.
-    """
+class ZygoteGone(Exception):
+    """The zygote is dead, or a request was interrupted. A worker that it may have forked ends with its pipe."""
 
 
-class Template:
-    """The main process's end.
-
-    Args:
-        job: what the workers are to read.
-
-    Attributes:
-        control: this end of the pipe to it. A forked child closes it, so that the process can end.
-        finished: whether it has been told to end: it reaps its workers when it likes.
-        has_forked: whether there were any.
-
-    Raises:
-        OSError: the process cannot be forked.
-    """
+class Zygote:
+    """Main process's handle of the zygote. ``control`` is closed in forked children, so that the zygote can end."""
 
     def __init__(self, job: Job) -> None:
         self.control, theirs = socket.socketpair()
         self.control.settimeout(STEP)
         try:
-            self._process = start_forked("sharded_loader-template", _serve, theirs, self.control, job, daemon=False)
+            self._process = start_forked("sharded_loader-zygote", _serve, theirs, self.control, job, daemon=False)
         except BaseException:
             self.control.close()
             raise
         finally:
             theirs.close()
-        self._lost = ""  # why it can be asked no more
+        self._failure = ""  # reason why no requests are possible
         self.finished = self.has_forked = False
 
     def fork(self, number: int, num_workers: int, conn: Any) -> ForkedWorker:
-        """A new worker.
-
-        Args:
-            number: its number.
-            num_workers: how many the pool has.
-            conn: its end of the pipe; the caller closes its own copy.
+        """Return a new worker. ``conn``, the worker's end of the pipe, must be closed by the caller.
 
         Raises:
-            OSError: the template cannot fork.
-            TemplateGone: it is gone: close it, and ``conn``, which a worker may have.
+            OSError: the zygote cannot fork.
+            ZygoteGone: close it, and ``conn``, which a worker may have.
         """
-        # The worker holds the other end: where there is no pidfd, that is how its death is noticed.
+        # The worker holds the other end, so that its death is noticed without a pidfd too.
         sentinel, held = os.pipe()
         self.has_forked = True
         try:
-            pid = self.ask(_FORK, number, num_workers, conn.fileno(), held)
+            pid = self.request(_FORK, number, num_workers, conn.fileno(), held)
             if pid < 0:
                 reason = f"the process that workers are forked from cannot fork another one: {os.strerror(-pid)}"
                 raise OSError(-pid, reason)
@@ -250,31 +215,27 @@ class Template:
             os.close(held)
         return ForkedWorker(self, pid, sentinel)
 
-    def ask(self, kind: bytes, number: int, num_workers: int = 0, *descriptors: int) -> int:
-        """The answer to a request.
-
-        Raises:
-            TemplateGone: it is gone, or has not answered the one before.
-        """
-        if self._lost:
-            raise TemplateGone(self._lost)
-        # Until it has answered: if this one is interrupted, its next answer is to this question.
-        self._lost = "the wait for the process that workers are forked from was interrupted"
+    def request(self, kind: bytes, number: int, num_workers: int = 0, *descriptors: int) -> int:
+        """Return the answer to a request. ZygoteGone if it is gone, or has not answered the previous one."""
+        if self._failure:
+            raise ZygoteGone(self._failure)
+        # Until the answer: after an interruption, the next answer would belong to this request.
+        self._failure = "the wait for the process that workers are forked from was interrupted"
         answer = b""
         with contextlib.suppress(OSError):
             send_descriptors(self.control, _REQUEST.pack(kind, number, num_workers), descriptors)
             answer = self._receive()
         if not answer:
-            with contextlib.suppress(ValueError):  # the program has reaped it
-                self._process.join(STEP)  # the pipe ends a moment before the process
+            with contextlib.suppress(ValueError):  # reaped by the program
+                self._process.join(STEP)  # the pipe closes slightly before the process ends
             fate = describe_exit(self._process.exitcode)
-            self._lost = f"the process that workers are forked from (pid {self._process.pid}) died: {fate}"
-            raise TemplateGone(self._lost)
-        self._lost = ""
+            self._failure = f"the process that workers are forked from (pid {self._process.pid}) died: {fate}"
+            raise ZygoteGone(self._failure)
+        self._failure = ""
         return int(_ANSWER.unpack(answer)[0])
 
     def _receive(self) -> bytes:
-        """The answer, however long it takes; empty: the process has ended."""
+        """Wait for the answer as long as it takes. Return b"" if the process has ended."""
         waited = 0
         while True:
             try:
@@ -282,7 +243,7 @@ class Template:
             except TimeoutError:
                 waited += 1
                 if should_stop():
-                    raise TemplateGone(self._lost) from None
+                    raise ZygoteGone(self._failure) from None
                 if waited == SLOW:
                     warn(
                         f"the process that workers are forked from (pid {self._process.pid}) has not answered for "
@@ -291,24 +252,24 @@ class Template:
                     )
 
     def finish(self) -> None:
-        """Tell the process to end when its workers have, which have been told; their exit codes are not wanted."""
+        """Tell the process to end after its workers, which have been told to; their exit codes are lost."""
         self.finished = True
         with contextlib.suppress(OSError):
             self.control.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """End the process; its workers have ended before."""
+        """End the process, after its workers."""
         self.finish()
         try:
-            # Its end of the pipe: what ``multiprocess`` waits for is held by its workers' children too.
+            # Wait for its end of the pipe: the sentinel of ``multiprocess`` is also held by its workers' children.
             self.control.settimeout(ENDING)
             self.control.recv(1)
         except TimeoutError:
-            self._lost = "it did not end"
+            self._failure = "it did not end"
         except OSError:
             pass  # it has ended
-        with contextlib.suppress(ValueError):  # the program has reaped it
-            if self._lost:
+        with contextlib.suppress(ValueError):  # reaped by the program
+            if self._failure:
                 self._process.kill()
             self._process.join()
             self._process.close()
@@ -317,43 +278,36 @@ class Template:
 
 @dataclass
 class ForkedWorker:
-    """A worker that the template forked; as much of ``multiprocess.Process`` as `ProcessWorker` uses."""
+    """A worker forked by the zygote, with the part of ``multiprocess.Process`` that `ProcessWorker` uses."""
 
-    template: Template
+    zygote: Zygote
     pid: int
     sentinel: int
     exitcode: int | None = None
 
     def kill(self) -> None:
-        """SIGKILL, if it cannot have been reaped. `ProcessWorker` kills no process after `join`."""
-        if not self.template.finished:
+        """Send SIGKILL, unless it may have been reaped. `ProcessWorker` kills no process after `join`."""
+        if not self.zygote.finished:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
     def join(self) -> None:
-        """Take note of its end. It has ended: `ProcessWorker` has waited for that."""
-        if not self.template.finished:
-            with contextlib.suppress(TemplateGone):
-                code = self.template.ask(_REAP, self.pid)
+        """Fetch the exit code. `ProcessWorker` has waited for the end."""
+        if not self.zygote.finished:
+            with contextlib.suppress(ZygoteGone):
+                code = self.zygote.request(_REAP, self.pid)
                 self.exitcode = None if code == _UNKNOWN else code
 
     def close(self) -> None:
-        """Close the sentinel."""
         os.close(self.sentinel)
 
 
 def _serve(control: socket.socket, theirs: socket.socket, job: Job) -> None:
-    """The template, from its first line to its last.
-
-    Args:
-        control: its end of the pipe to the main process.
-        theirs: the other end.
-        job: for the workers.
-    """
+    """Run the zygote: ``control`` is its end of the pipe to the main process, ``theirs`` the other one."""
     theirs.close()
-    control.setblocking(True)  # whatever the user's socket.setdefaulttimeout says
+    control.setblocking(True)  # overrides the user's socket.setdefaulttimeout
     handlers = _ignore_signals()
-    children: dict[int, Any] = {}  # that have not been reaped
+    children: dict[int, Any] = {}  # not yet reaped
 
     def work(number: int, num_workers: int, fd: int, held: int) -> None:
         control.close()
@@ -362,10 +316,9 @@ def _serve(control: socket.socket, theirs: socket.socket, job: Job) -> None:
         worker.main(Connection(fd), number, num_workers, job, held=held)
 
     def fork(number: int, num_workers: int, descriptors: list[int]) -> int:
-        """The pid of a new worker, or an error number below 0."""
         try:
             if len(descriptors) < 2:
-                return -errno.EMFILE  # there was no room for them
+                return -errno.EMFILE  # descriptor limit
             child = start_forked(f"{NAME}-{number}", work, number, num_workers, *descriptors)
         except OSError as error:
             return -(error.errno or 1)
@@ -398,29 +351,27 @@ def _serve(control: socket.socket, theirs: socket.socket, job: Job) -> None:
 
 
 def _ignore_signals() -> dict[int, Any]:
-    """Ignore what the main process's program handles: its handlers would run here too, in the wrong process.
+    """Ignore signals that the main process handles, and return how workers are to handle them.
 
-    A whole process group gets a Ctrl-C or a batch system's SIGTERM, and the template ends with its pipe anyway.
-    But SIGCHLD gets its default: otherwise the dead workers would be reaped before the main process asks for them.
-
-    Returns:
-        What workers do about these signals.
+    Ctrl-C and a batch system's SIGTERM reach the whole process group, and inherited handlers would run in the wrong
+    process. The zygote ends with its pipe anyway. SIGCHLD gets its default, so that dead workers are not reaped before
+    the main process asks for them.
     """
     signal.set_wakeup_fd(-1)
     handlers: dict[int, Any] = dict.fromkeys(python_handlers(), signal.SIG_DFL)
     for number in (*handlers, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     if signal.signal(signal.SIGCHLD, signal.SIG_DFL) is signal.SIG_IGN and signal.SIGCHLD not in handlers:
-        handlers[signal.SIGCHLD] = signal.SIG_IGN  # the user's choice, as spawned workers have it
+        handlers[signal.SIGCHLD] = signal.SIG_IGN  # the user's choice, as for spawned workers
     return handlers
 
 
 # -- interpreters of their own, and the forkserver ---------------------------------------------------------------------
 
-# Handles take another way on Windows. The interpreter of a frozen program takes no `-c`.
+# Windows passes handles differently. The interpreter of a frozen program has no `-c`.
 _HAS_INTERPRETER = sys.platform != "win32" and not getattr(sys, "frozen", False)
 
-# The path first: without it the library itself might not be found.
+# The path comes first: it may be needed to find this library.
 _PROGRAM = (
     "import pickle, sys; orders = pickle.load(open({pipe}, 'rb')); sys.path = orders['sys_path']; "
     "from sharded_loader.pools.process.spawned import main; main(orders)"
@@ -428,32 +379,21 @@ _PROGRAM = (
 
 
 def spawn_worker(number: int, num_workers: int, start_method: str, conn: Any) -> Any:
-    """Start a worker in an interpreter of its own, or from the forkserver.
-
-    Args:
-        number, num_workers: of the worker, and of the pool.
-        start_method: ``"spawn"`` or ``"forkserver"``.
-        conn: the worker's end of its pipe; the caller closes its own copy.
-
-    Returns:
-        The process, as ``multiprocess`` has it.
-    """
+    """Start a worker in its own interpreter, or from the forkserver. The caller closes its own copy of ``conn``."""
     name = f"{NAME}-{number}"
     if start_method == "spawn" and _HAS_INTERPRETER:
         return _started(SpawnedProcess(name, {"number": number, "num_workers": num_workers}, conn))
     context = multiprocess.get_context(start_method)
     process = context.Process(name=name, target=worker.main, args=(conn, number, num_workers, None), daemon=True)
     if sys.platform != "win32":
-        resource_tracker.ensure_running()  # its start would unblock SIGINT again
+        resource_tracker.ensure_running()  # its start would unblock SIGINT
     return _started(process)
 
 
 def start_forkserver(modules: Iterable[str] = ()) -> None:
-    """Start the forkserver of ``multiprocess``, if none runs: workers fork from it.
+    """Start the forkserver of ``multiprocess``, if none runs, which imports ``modules`` except the user's script.
 
-    Args:
-        modules: what it imports, beside our own; never the user's script. One that runs already stays as it is, and so
-            does a choice that the user has made with ``multiprocess.set_forkserver_preload``.
+    A running one is left as it is, as is the user's choice with ``multiprocess.set_forkserver_preload``.
     """
     if not private.has_forkserver_preload():
         forkserver.set_forkserver_preload([spawned.__name__])
@@ -471,7 +411,7 @@ def start_forkserver(modules: Iterable[str] = ()) -> None:
 def _forget_forkserver() -> None:
     alive = private.forget_forkserver()
     if alive is not None:
-        os.close(alive)  # the forkserver lives as long as a process has this open
+        os.close(alive)  # the forkserver lives while any process has this open
 
 
 if hasattr(os, "register_at_fork"):
@@ -479,7 +419,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _without_script(data: dict[str, Any]) -> dict[str, Any]:
-    """What ``multiprocess`` sends, without the user's script for our own workers."""
+    """Remove the user's script from what ``multiprocess`` sends to our workers."""
     if is_starting_worker():
         data.pop("init_main_from_name", None)
         data.pop("init_main_from_path", None)
@@ -487,7 +427,7 @@ def _without_script(data: dict[str, Any]) -> dict[str, Any]:
 
 
 private.change_preparation_data(_without_script)
-worker.find_libraries()  # what has been found once is found fast
+worker.find_libraries()  # a second search is fast
 
 if _HAS_INTERPRETER:
     from multiprocess import popen_spawn_posix
@@ -495,7 +435,7 @@ if _HAS_INTERPRETER:
     class _SpawnedPopen(popen_spawn_posix.Popen):  # type: ignore[misc]
         def _launch(self, started: SpawnedProcess) -> None:
             fd = started.conn.fileno()
-            # Where one runs. None is started for a worker, which makes nothing that it would look after: 20 ms, 11 MB.
+            # Only if one runs. Workers need none, and starting it takes 20 ms and 11 MB.
             tracker = private.tracker_descriptor()
             ends: list[int] = []
             try:
@@ -503,7 +443,7 @@ if _HAS_INTERPRETER:
                 ends += os.pipe()
                 self.sentinel, alive, source, orders = ends
                 command = [spawn.get_executable(), *private.interpreter_flags()]
-                # The last argument is how ``multiprocess`` marks what it spawns.
+                # ``multiprocess`` marks spawned processes by the last argument.
                 command += ["-c", _PROGRAM.format(pipe=source), "--multiprocessing-fork"]
                 inherited = [fd, source, alive, *([] if tracker is None else [tracker])]
                 self.pid = util.spawnv_passfds(command[0], command, inherited)
@@ -519,15 +459,7 @@ if _HAS_INTERPRETER:
 
 
 class SpawnedProcess(SpawnProcess):  # type: ignore[misc]
-    """A ``multiprocess`` process whose child does not import ``multiprocess``.
-
-    All that comes after the start (join, kill, exit code, sentinel) is ``multiprocess``'s own.
-
-    Args:
-        name: of the process.
-        orders: what `spawned.main` gets beside what ``multiprocess`` tells its children.
-        conn: the worker's end of the pipe; closed by the caller when the process has started.
-    """
+    """A ``multiprocess`` process whose child does not import ``multiprocess``. The caller closes ``conn``."""
 
     def __init__(self, name: str, orders: dict[str, Any], conn: Any) -> None:
         super().__init__(name=name, daemon=True)

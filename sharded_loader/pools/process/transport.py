@@ -1,26 +1,23 @@
-"""Worker processes, as `pools.supervised` reaches them, and all that a process pool owns in the system.
+"""Transport of process pools: worker processes, and all system resources of a pool.
 
-    start(job)         fork: workers are launched with the job. spawn, forkserver: it is published once, and sent
-    retire(worker)     it is told to end when it has answered
-    last_words(worker) reaped: its exit code, its board
-    close()            workers end (end-of-file, then SIGKILL), and their links, slots and memory are given back
+    start(job)         fork: launches workers with the job. spawn, forkserver: publishes it once, and sends it
+    drain(worker)      tells a worker to end when it has answered its tasks
+    last_words(worker) reaps a worker: exit code, heartbeat
+    close()            ends workers (end-of-file, then SIGKILL), and frees links, slots and memory
 
-A `ProcessTransport` owns the workers, and what they start with: the boards (`engine.board`), the lifeline, the template
-that forked workers come from, the memory of the published job. It also owns the arena, and the pipe that wakes the
-thread that waits for the workers. It keeps no job, so that a finalizer may hold it: a job leads to the user's dataset,
-and that often to the loader.
+A `ProcessTransport` owns the workers, the heartbeats (`engine.heartbeat`), the parent guard, the zygote, the memory of
+the published job, the arena, and the waker pipe. It keeps no job, so that a finalizer may hold it: a job leads to the
+user's dataset, and often to the loader. In a process that the user forks `close` does nothing.
 
-A slot is free only when its writer has ended: never, if that is left behind (`KILLED_GRACE`). In a process that the
-user forks `close` does nothing: the workers belong to the main process.
+A slot is free only when its writer has ended: never, if that had to be abandoned (`KILLED_GRACE`).
 
-The lifeline is a pipe. The kernel closes the main process's end of it when that process ends, also by SIGKILL, and then
-kills the workers (`worker.die_with`). So a worker ends that holds the GIL, in which none of its own threads can notice
-anything. Processes that a worker starts are the user's: they live on. The kernel may refuse the signal (a sandbox), and
-elsewhere than on Linux there is none. Then the worker's receiver thread ends the process, which it cannot while code in
-C holds the GIL.
+The parent guard is a pipe whose end in the main process is closed by the kernel when that ends, also by SIGKILL; the
+kernel then kills the workers (`worker.die_with`), even ones that hold the GIL. The user's own child processes of a
+worker live on. If the kernel refuses the signal (a sandbox), or has none (not Linux), the receiver thread ends the
+process, which it cannot while C code holds the GIL.
 
-What can go wrong: no process, descriptor or memory (OSError, MemoryError), a job that cannot be pickled. If the
-template is dead, the worker is forked from the main process, and the next one from another template.
+What can go wrong: no process, descriptor or memory (OSError, MemoryError), an unpicklable job. If the zygote is dead,
+the worker and the next zygote are forked from the main process.
 """
 
 from __future__ import annotations
@@ -42,7 +39,7 @@ from sharded_loader.base import host_clock
 from sharded_loader.base.interrupts import uninterrupted
 from sharded_loader.base.limits import oom_kills
 from sharded_loader.base.system import PORTABLE, can_pass_descriptors, open_pidfd, write_to_stderr
-from sharded_loader.engine.board import IDLE, SAMPLE, WORDS, Board, board_in, new_board
+from sharded_loader.engine.heartbeat import IDLE, SAMPLE, WORDS, Heartbeat, heartbeat_in, new_heartbeat
 from sharded_loader.engine.messages import Job, Task
 from sharded_loader.memory import publish
 from sharded_loader.memory.arena import Arena
@@ -50,36 +47,35 @@ from sharded_loader.memory.codec import Encoded
 from sharded_loader.memory.segments import Segment, Slot, create
 from sharded_loader.pools.deaths import Death
 from sharded_loader.pools.process import start
-from sharded_loader.pools.process.link import BOARD, CANCEL, DEATH, JOB, LEAVE, STACKS, Link
+from sharded_loader.pools.process.link import CANCEL, DEATH, HEARTBEAT, JOB, LEAVE, STACKS, Link
 from sharded_loader.pools.process.worker import STACKS_SIGNAL, find_libraries
 from sharded_loader.pools.process.worker import main as work
 from sharded_loader.pools.supervised import Transport, Worker
 
 CLOSING_GRACE = 0.02
-"""Seconds that workers get to end by themselves in `close`. An idle one needs 2 ms, under fork 4. There the
-kernel takes apart its copy of the main process's page tables (4 ms for 150 MB), and then the template's.
+"""Seconds that workers get to end by themselves in `close`. An idle one needs 2 ms, or 4 under fork (page tables).
 
-`close`, two workers, two cores, medians of 16, the machine busy with other things (load 4 to 7): fork 29 ms idle and
-39 ms with workers that hold the GIL (least 13, 18); spawn 8 and 14 ms (least 5, 10)."""
+`close`, two workers, two cores, medians of 16, the machine busy with other things (load 4 to 7): fork 29 ms idle and 39
+ms with workers that hold the GIL (least 13, 18); spawn 8 and 14 ms (least 5, 10).
+"""
 
 BUSY_GRACE = 0.005
-"""The same for those that are in a batch. They would not notice before its end."""
+"""The same for workers in a batch, which would not notice before its end."""
 
 SHORT_GRACE = 0.5
-"""How many seconds a worker that hangs has to write the user's frames. If it holds the GIL, it cannot."""
+"""Seconds that a hung worker gets to write the user's frames. If it holds the GIL, it cannot."""
 
 STACKS_GRACE = 1.0
-"""Seconds in which a worker that hangs writes its stacks and ends: 1 to 20 ms, and more on a busy machine."""
+"""Seconds in which a hung worker writes its stacks and ends: 1 to 20 ms, more on a busy machine."""
 
 ROWS = 2048
-"""Workers that have room on the board, with those that are leaving: 128 KB of memory."""
+"""Maximum number of workers on the heartbeat, including draining ones: 128 KB of memory."""
 
 KILLED_GRACE = 3.0
-"""Seconds in which a killed process ends. One that does not is inside the kernel, with a disk or a network file system
-that does not answer: nothing ends it before that does, so it is left behind."""
+"""Seconds in which a killed process must end. One that is stuck in the kernel (disk, network) is abandoned."""
 
-# Of published jobs. Negative, unlike those of batches, and each its own: a worker that is in a sample may get two in a
-# row.
+# Segment numbers of published jobs: negative, unlike those of batches, and unique, because a worker that is in a sample
+# may receive two jobs in a row.
 _numbers = itertools.count(-1, -1)
 
 _AS_IT_IS_NOW = (
@@ -96,15 +92,15 @@ class ProcessWorker(Worker):
         self.pid: int = process.pid
         self.link = link
         self.slots: dict[tuple[int, int], Slot | None] = {}
-        self.row = -1  # of the board
-        self.board: Board = new_board()
-        self.has_grown = False  # it takes more memory than it may
-        self.has_ended = False  # as far as is known, and it was not replaced yet; or it was killed for its silence
+        self.row = -1  # row on the heartbeat
+        self.heartbeat: Heartbeat = new_heartbeat()
+        self.has_grown = False  # above its memory limit
+        self.has_ended = False  # known to have ended but not replaced, or killed because it stalled
         self._released = False
         self._killed_at = math.inf
         self.exitcode: int | None = None
-        # The process itself. Its twin is the process object's sentinel: a pipe that the worker holds, and closes in
-        # what the dataset forks (`worker.main`). What code in C forks keeps it open after the worker's death.
+        # Prefer the pidfd to the process object's sentinel. That is a pipe which the worker closes in what the dataset
+        # forks (`worker.main`), but children forked by C code keep it open after the worker's death.
         pidfd = open_pidfd(process.pid)
         self.sentinel: int = process.sentinel if pidfd is None else pidfd
 
@@ -113,28 +109,27 @@ class ProcessWorker(Worker):
         return f"worker {self.number} (pid {self.pid})"
 
     def is_alive(self) -> bool:
-        """Whether the process is not over, whatever program may have reaped it."""
+        """Return True if the process has not ended, regardless of who reaped it."""
         return not self._released and not connection.wait([self.sentinel], 0)
 
     def is_busy(self) -> bool:
-        """Whether it is in a batch, and lives."""
-        return bool(self.board[SAMPLE] != IDLE) and self.is_alive()
+        return bool(self.heartbeat[SAMPLE] != IDLE) and self.is_alive()
 
     def kill(self) -> None:
-        """SIGKILL, if it has not been released; on Windows, TerminateProcess."""
+        """Send SIGKILL, if not released; on Windows, TerminateProcess."""
         if not self._released:
             self._killed_at = min(self._killed_at, host_clock.now())
             with contextlib.suppress(ValueError, OSError):
                 self.process.kill()
 
     def is_over(self) -> bool:
-        """Whether nothing is to be expected of one that `has_ended`: or it was killed for its silence, and stays."""
+        """Return True if nothing more will come from a worker that `has_ended`, or was killed but does not end."""
         return (self.hung and host_clock.now() - self._killed_at > KILLED_GRACE) or not self.is_alive()
 
-    def kill_late(self, seconds: float) -> None:
+    def kill_stalled(self, seconds: float) -> None:
         with uninterrupted():
             write_to_stderr(f"sharded_loader: {self.who} made no progress for {seconds:g} s. Its stacks:\n")
-            # It writes them and ends; a stopped worker does neither.
+            # Makes it write its stacks and end, unless it is stopped.
             self.link.send(STACKS, 1)
             self.wait(SHORT_GRACE)
             if STACKS_SIGNAL is not None and self.is_alive():
@@ -145,12 +140,11 @@ class ProcessWorker(Worker):
         self.has_ended = True
 
     def wait(self, timeout: float) -> None:
-        """Wait for the end of the process."""
         if not self._released:
             connection.wait([self.sentinel], timeout)
 
     def release(self) -> None:
-        """End the process, if it has not ended, and give back what belongs to it."""
+        """End the process, if it has not ended, and release its resources."""
         if self._released:
             return
         owns_sentinel = self.sentinel != self.process.sentinel
@@ -160,30 +154,30 @@ class ProcessWorker(Worker):
                 self.wait(max(0.0, self._killed_at + KILLED_GRACE - host_clock.now()))
                 if self.is_alive():
                     self.slots.clear()  # it may still write there
-                    fate = "waits inside the kernel, for a disk or a network file system, say. It is left behind"
+                    fate = "is stuck in the kernel, such as on a disk or a network file system. It is abandoned"
                     write_to_stderr(f"sharded_loader: {self.who} was killed and does not end: it {fate}\n")
-                    self.process.close()  # what it can be waited for with
+                    self.process.close()  # closes the sentinel
                     return
             self.process.join()
             self.exitcode = self.process.exitcode
             self.process.close()
         except ValueError:
-            # The user's program has reaped it (SIGCHLD ignored, a waitpid(-1) loop), so multiprocess believes that
-            # it runs for ever. Its descriptors are closed with the process object.
+            # Reaped by the user's program (SIGCHLD ignored, a waitpid(-1) loop), so multiprocess believes that it still
+            # runs. Its descriptors are closed with the process object.
             pass
         finally:
             self._released = True
-            self.board = list(self.board)  # the last look at it: holding the worker does not hold the memory
+            self.heartbeat = list(self.heartbeat)  # a copy, so that holding the worker does not hold the memory
             if owns_sentinel:
                 os.close(self.sentinel)
 
     def where(self) -> Sequence[int] | None:
         if not self.ready:
             return ()
-        return self.board if self.tasks else None
+        return self.heartbeat if self.tasks else None
 
     def cancel(self, run: int) -> None:
-        self.link.send(CANCEL, run)  # its last task may not have begun; it answers for each that it drops
+        self.link.send(CANCEL, run)  # it also answers tasks that it drops
 
     def tell(self) -> None:
         self.link.send(STACKS, 0)
@@ -192,14 +186,9 @@ class ProcessWorker(Worker):
 class ProcessTransport(Transport[ProcessWorker]):
     """Worker processes, and the pipes to them. Keeps no job, so finalizers may hold it.
 
-    Args:
-        num_workers, start_method, max_bytes: of the `ProcessPool`.
-
     Attributes:
         waker: both ends of the pipe that `wake` writes to.
-        arena: the slots that batches lie in.
-        template, board, lifeline: what workers start with.
-        published: its number, the job and its memory; None: forked workers have the job.
+        published: number, job and memory of the published job; None if forked workers inherit it.
     """
 
     def __init__(self, num_workers: int, start_method: str, max_bytes: int | None) -> None:
@@ -207,15 +196,15 @@ class ProcessTransport(Transport[ProcessWorker]):
         self.start_method = start_method
         self.max_bytes = max_bytes
         self.workers: list[ProcessWorker] = []
-        self.leaving: list[ProcessWorker] = []
+        self.draining: list[ProcessWorker] = []
         self.arena = Arena(max_bytes)
         self.waker: tuple[connection.Connection, connection.Connection] | None = None
-        self.board: Segment | None = None
-        self.lifeline: tuple[int, int] | None = None
-        self.template: start.Template | None = None
+        self.heartbeat: Segment | None = None
+        self.parent_guard: tuple[int, int] | None = None
+        self.zygote: start.Zygote | None = None
         self.published: tuple[int, Encoded, Segment | None] | None = None
         self._oom_kills: int | None = None
-        self._is_up = False  # the workers have been started: one that is launched now joins them
+        self._is_up = False  # workers have been started; later ones join them
         self._pid = os.getpid()
         _owned[id(self)] = self
 
@@ -230,20 +219,20 @@ class ProcessTransport(Transport[ProcessWorker]):
             start.start_forkserver(self._publish(job))
         elif self.start_method == "fork":
             find_libraries()
-        # Forked workers hold the dataset as it was: new ones are born with the new one, and do what was begun.
-        begun = [task for worker in (*self.leaving, *self.workers) for task in worker.tasks.values()]
+        # Forked workers have the old dataset. New ones inherit the new one, and redo tasks in progress.
+        interrupted = [task for worker in (*self.draining, *self.workers) for task in worker.tasks.values()]
         with uninterrupted():
             self.stop_workers()
             self.open()
             self.launch_all(job)
         if self.start_method == "spawn":
-            self._publish(job)  # while they start: that takes as long as to publish 150 MB
+            self._publish(job)  # concurrent with their start, which takes as long as publishing 150 MB
         self._send_job(*self.workers)
         self._is_up = True
-        return begun
+        return interrupted
 
     def _publish(self, job: Job) -> frozenset[str]:
-        """Pickle the job, for workers that do not inherit it; the modules that they need for it."""
+        """Pickle the job for workers that do not inherit it. Return the modules that they need."""
         encoded = publish.publish(job, **job.parts)
         with uninterrupted():
             self._unpublish()
@@ -253,10 +242,9 @@ class ProcessTransport(Transport[ProcessWorker]):
     def _unpublish(self) -> None:
         published, self.published = self.published, None
         if published is not None and (segment := published[2]) is not None:
-            segment.close()  # workers that have mapped it keep theirs
+            segment.close()  # workers keep their mappings
 
     def _send_job(self, *workers: ProcessWorker) -> None:
-        """Send workers the job, if it is published."""
         if self.published is not None:
             number, job, segment = self.published
             for worker in workers:
@@ -264,26 +252,26 @@ class ProcessTransport(Transport[ProcessWorker]):
                     worker.link.send_segment(segment)
                 worker.link.send(JOB, number, content=job.head, buffers=job.buffers, places=job.places)
 
-    def make_template(self, job: Job) -> None:
-        """Fork the template, if there is none."""
+    def make_zygote(self, job: Job) -> None:
+        """Fork the zygote, if there is none."""
         try:
             with uninterrupted():
-                if self.template is None and can_pass_descriptors():
-                    self.template = start.Template(job)
+                if self.zygote is None and can_pass_descriptors():
+                    self.zygote = start.Zygote(job)
         except OSError as error:
             start.warn(f"the process that workers are forked from could not be forked ({error}); {_AS_IT_IS_NOW}")
 
     def open(self) -> None:
-        """Make what workers need to start. Twice does nothing."""
+        """Create the resources that workers need to start. Calling it again has no effect."""
         if self.waker is not None:
             return
         self._pid = os.getpid()
         self.waker = multiprocess.Pipe(duplex=False)
         try:
-            self.board = create(0, ROWS * WORDS * 8)
+            self.heartbeat = create(0, ROWS * WORDS * 8)
         except OSError as error:
             raise MemoryError(f"no shared memory to start workers with ({error}): free some, or files") from error
-        self.lifeline = os.pipe() if sys.platform == "linux" else None
+        self.parent_guard = os.pipe() if sys.platform == "linux" else None
         self._oom_kills = oom_kills()
 
     def launch(self, number: int, job: Job) -> ProcessWorker:
@@ -293,34 +281,34 @@ class ProcessTransport(Transport[ProcessWorker]):
                 "num_workers=0, or threads (thread_pool=True)"
             )
         if self.start_method == "fork" and not can_pass_descriptors() and self._is_up:
-            # The template could not be given the worker's end of the pipe, so there is none.
+            # A zygote could not receive the worker's end of the pipe, so there is none.
             start.warn(f"this system does not pass descriptors between processes; {_AS_IT_IS_NOW}")
         try:
             process, link = self._start_process(number, job)
-        except start.TemplateGone as error:
-            if (gone := self.template) is not None:
-                self.template = None
+        except start.ZygoteGone as error:
+            if (gone := self.zygote) is not None:
+                self.zygote = None
                 gone.close()
             start.warn(f"{error}; {_AS_IT_IS_NOW}")
             process, link = self._start_process(number, job, directly=True)
         worker = ProcessWorker(number, process, link)
-        with contextlib.ExitStack() as undo:  # another thread may close the transport in the middle of this
+        with contextlib.ExitStack() as undo:  # another thread may close the transport meanwhile
             undo.callback(worker.release)
             undo.callback(link.close)
-            if self.board is not None:
-                # A row that no worker has. Its number will not do: one that is leaving may have it too.
-                used = {one.row for one in (*self.workers, *self.leaving)}
+            if self.heartbeat is not None:
+                # A free row: a draining worker may have the same number.
+                used = {one.row for one in (*self.workers, *self.draining)}
                 worker.row = next(row for row in range(ROWS) if row not in used)
-                worker.board = board_in(self.board.mapping, worker.row)
-                worker.board[SAMPLE] = IDLE
-                link.send_segment(self.board, BOARD, worker.row)
-            if (lifeline := self.lifeline) is not None and not PORTABLE:
+                worker.heartbeat = heartbeat_in(self.heartbeat.mapping, worker.row)
+                worker.heartbeat[SAMPLE] = IDLE
+                link.send_segment(self.heartbeat, HEARTBEAT, worker.row)
+            if (parent_guard := self.parent_guard) is not None and not PORTABLE:
                 if can_pass_descriptors():
-                    link.send(DEATH, descriptor=lifeline[0])
+                    link.send(DEATH, descriptor=parent_guard[0])
                 else:
-                    link.send(DEATH, content=f"/proc/{os.getpid()}/fd/{lifeline[0]}".encode())
-            # A forked worker has its job, but begins when a message tells it to. It has then taken the lifeline, which
-            # comes before: it ends with the main process even if the user's code holds the GIL from its first line on.
+                    link.send(DEATH, content=f"/proc/{os.getpid()}/fd/{parent_guard[0]}".encode())
+            # A forked worker has its job, but waits for a message. By then it has received the parent guard, so it ends
+            # with the main process even if user code holds the GIL from its first line on.
             if self.start_method == "fork":
                 link.send(JOB)
             elif self._is_up:
@@ -329,16 +317,15 @@ class ProcessTransport(Transport[ProcessWorker]):
         return worker
 
     def _start_process(self, number: int, job: Job, *, directly: bool = False) -> tuple[Any, Link]:
-        """The process of a worker, and the link to it."""
         forks = self.start_method == "fork"
         if forks and self._is_up and not directly:
-            self.make_template(job)  # before the pipe is made, whose end it would keep: that would hide a death
-        # A pipe for every try: a template that is killed may have forked a worker before, which holds its end.
+            self.make_zygote(job)  # before the pipe: an inherited end would hide the worker's death
+        # A new pipe per attempt: a killed zygote may already have forked a worker that holds the old one's end.
         ours, theirs = multiprocess.Pipe(duplex=True)
         link = Link(ours)
         try:
-            if self.template is not None:
-                return self.template.fork(number, self.num_workers, theirs), link
+            if self.zygote is not None:
+                return self.zygote.fork(number, self.num_workers, theirs), link
             if forks:
                 name = f"{start.NAME}-{number}"
                 return start.start_forked(name, work, theirs, number, self.num_workers, job), link
@@ -349,15 +336,15 @@ class ProcessTransport(Transport[ProcessWorker]):
         finally:
             theirs.close()
 
-    def retire(self, worker: ProcessWorker) -> None:
-        self.leaving.append(worker)
-        worker.link.send(LEAVE)  # behind its tasks
+    def drain(self, worker: ProcessWorker) -> None:
+        self.draining.append(worker)
+        worker.link.send(LEAVE)  # after its tasks
 
     def wake(self) -> None:
-        """Wake who waits for the workers. Any thread may call this."""
+        """Wake the thread that waits for the workers. May be called from any thread."""
         waker = self.waker
         if waker is not None:
-            with contextlib.suppress(OSError):  # closed by another thread just now
+            with contextlib.suppress(OSError):  # just closed by another thread
                 waker[1].send_bytes(b"")
 
     # -- workers that end, or stand still -------------------------------------------------------------------
@@ -366,10 +353,10 @@ class ProcessTransport(Transport[ProcessWorker]):
         worker.wait(0.0 if worker.hung else 1.0)
         worker.release()
         death = Death(worker.number, worker.pid, worker.exitcode, self.oom_kills())
-        return death._replace(hung=worker.hung, board=list(worker.board))
+        return death._replace(hung=worker.hung, heartbeat=list(worker.heartbeat))
 
     def oom_kills(self) -> int | None:
-        """How many processes of this cgroup the kernel has killed for want of memory since the workers started."""
+        """Return the number of out-of-memory kills in this cgroup since the workers started; None if unknown."""
         if self._oom_kills is None or (now := oom_kills()) is None:
             return None
         return max(0, now - self._oom_kills)
@@ -380,7 +367,7 @@ class ProcessTransport(Transport[ProcessWorker]):
         self.free_slots(worker)
 
     def free_slots(self, worker: ProcessWorker) -> None:
-        """The worker is reaped: what it was writing into is free; what is lent comes back by itself."""
+        """Free the slots of a reaped worker. Borrowed ones return by themselves."""
         slots, worker.slots = worker.slots, {}
         for slot in filter(None, slots.values()):
             self.arena.give(slot)
@@ -390,26 +377,25 @@ class ProcessTransport(Transport[ProcessWorker]):
     def close(self) -> None:
         if os.getpid() != self._pid:
             return  # a forked child has the object, but not the workers
-        workers = [*self.workers, *self.leaving]
-        steps: list[Any] = [worker.link.close for worker in workers]  # the workers end
+        workers = [*self.workers, *self.draining]
+        steps: list[Any] = [worker.link.close for worker in workers]  # this ends the workers
         steps += [worker.slots.clear for worker in workers]
-        # Meanwhile: to give 150 MB back takes as long as a process takes to end. Workers have mappings of their own.
+        # Meanwhile free the memory: 150 MB take as long as the end of a process. Workers have their own mappings.
         steps += [self._unpublish, self.arena.close, self.stop_workers]
-        steps += [one.close for one in (*(self.waker or ()), self.board) if one is not None]
-        steps += [functools.partial(os.close, end) for end in self.lifeline or ()]
-        with uninterrupted(), contextlib.ExitStack() as stack:  # each step is done, whatever another one raises
-            self.waker = self.lifeline = self.board = None
+        steps += [one.close for one in (*(self.waker or ()), self.heartbeat) if one is not None]
+        steps += [functools.partial(os.close, end) for end in self.parent_guard or ()]
+        with uninterrupted(), contextlib.ExitStack() as stack:  # run all steps, even if some raise
+            self.waker = self.parent_guard = self.heartbeat = None
             self._new_arena()
             for step in reversed(steps):
                 stack.callback(step)
 
     def _new_arena(self) -> Arena:
-        """Have another arena; the one before."""
+        """Replace the arena, and return the old one."""
         before, self.arena = self.arena, Arena(self.max_bytes, self.arena.register, self.arena.pinned)
         return before
 
     def hand_over(self) -> Arena:
-        """End the workers, and give up the arena as it is: another pool may use it."""
         with uninterrupted():
             self.stop_workers()
             arena = self._new_arena()
@@ -418,10 +404,10 @@ class ProcessTransport(Transport[ProcessWorker]):
 
     def stop_workers(self) -> None:
         """End the workers, after `BUSY_GRACE` or `CLOSING_GRACE` by SIGKILL."""
-        workers, self.workers, leaving, self.leaving = self.workers, [], self.leaving, []
-        workers += leaving
+        workers, self.workers, draining, self.draining = self.workers, [], self.draining, []
+        workers += draining
         self._is_up = False
-        ended, self.template = self.template, None
+        ended, self.zygote = self.zygote, None
         for worker in workers:
             worker.link.close()
         if ended is not None and not ended.has_forked:
@@ -430,12 +416,12 @@ class ProcessTransport(Transport[ProcessWorker]):
         for grace, reluctant in ((BUSY_GRACE, ProcessWorker.is_busy), (CLOSING_GRACE, ProcessWorker.is_alive)):
             for worker in workers:
                 worker.wait(max(0.0, began + grace - host_clock.now()))
-            # All of them first, then wait: to tear down a process takes 5 ms, and they can do it side by side.
+            # Kill all before waiting: tearing down a process takes 5 ms, and they can do so in parallel.
             for worker in workers:
                 if reluctant(worker):
                     worker.kill()
         if ended is not None:
-            ended.finish()  # it reaps what is left while we wait for that
+            ended.finish()  # it reaps the remaining workers meanwhile
         for worker in workers:
             worker.release()
             self.free_slots(worker)
@@ -446,35 +432,34 @@ class ProcessTransport(Transport[ProcessWorker]):
 # -- processes that the user forks ------------------------------------------------------------------------------------
 
 _owned: weakref.WeakValueDictionary[int, ProcessTransport | Arena] = weakref.WeakValueDictionary()
-"""What pools have, and the arenas of pools that have ended, also in between two pools. By their ids: another thread may
-add to it at any time, and `valuerefs` makes its list in one step."""
+"""Transports, and arenas of ended pools. Keyed by id: `valuerefs` is atomic, and other threads may add to it."""
 
 
-def _live() -> tuple[list[ProcessTransport], list[Arena]]:
+def _live_objects() -> tuple[list[ProcessTransport], list[Arena]]:
     found = [one for reference in _owned.valuerefs() if (one := reference()) is not None]
     transports = [one for one in found if isinstance(one, ProcessTransport)]
     return transports, [one for one in found if isinstance(one, Arena)] + [one.arena for one in transports]
 
 
 def _before_fork() -> None:
-    """A child that the user forks shares the memory of the batches that it holds: they must stay as they are."""
+    """Keep the memory of batches unchanged that a child forked by the user shares."""
     if not start.is_starting_worker():
-        for arena in _live()[1]:
+        for arena in _live_objects()[1]:
             arena.retire_lent()
 
 
 def _after_fork_in_child() -> None:
-    transports, arenas = _live()
+    transports, arenas = _live_objects()
     for arena in arenas:
         arena.close_descriptors()
     for transport in transports:
-        ends, transport.lifeline = transport.lifeline, None
-        for end in ends or ():  # its copy must not keep the workers alive
+        ends, transport.parent_guard = transport.parent_guard, None
+        for end in ends or ():  # this copy must not keep workers alive
             os.close(end)
-        if transport.board is not None:
-            transport.board.close_descriptor()
-        if transport.template is not None:
-            transport.template.control.close()
+        if transport.heartbeat is not None:
+            transport.heartbeat.close_descriptor()
+        if transport.zygote is not None:
+            transport.zygote.control.close()
 
 
 if hasattr(os, "register_at_fork"):

@@ -1,21 +1,18 @@
-"""A worker process, from its first line to its last.
+"""Main loop of a worker process.
 
     receiver thread:  pipe -> inbox                            always drains, so the main process's sends never wait
     main thread:      inbox -> TaskReader -> slot, packed reply -> pipe
 
-The main thread notes on the board where it is. So a main process that finds it dead or silent can say in which batch,
-and over which sample, if the user has to know that (`engine.board`).
+The main thread records its progress on the heartbeat, so that the main process can name the batch, and if needed the
+sample, over which a worker died or stalled (`engine.heartbeat`).
 
-A message brings the job (the dataset and how to read it). A forked worker inherits the job, and the message says when
-to begin. A job that cannot be taken is the answer (`FAILED`). What else strikes ends the process, with its traceback.
+The job comes in a message; a forked worker inherits it, and the message starts it. The reply to a job that cannot be
+taken is `FAILED`. Any other error ends the process with its traceback. A worker above its memory limit says so
+(`GROWN`); one that is told to leave (`LEAVE`) drains.
 
-A worker that takes more memory than it may says so (`GROWN`). One that is told to leave (`LEAVE`) does the tasks that
-came before, and ends.
-
-The process ends when the pipe does: the main process closed it, or is gone. If the main thread waits, the receiver ends
-the process. A main thread that is in the user's code gets `GRACE` seconds. Where that code holds the GIL (in C), the
-kernel ends the process (`die_with`), but not on macOS: there `close` kills the worker, and without a `close` it ends
-after that call.
+The process ends with the pipe, when the main process closes it or dies: at once if the main thread is idle, after
+`GRACE` seconds if it is in user code. If that holds the GIL (in C), the kernel ends the process (`die_with`), except on
+macOS: there `close` kills the worker, and without a `close` it ends after that call.
 
 SIGINT is handled by the main process and is ignored here. BLAS and OpenMP are limited to one thread. Nothing here
 imports torch.
@@ -40,7 +37,7 @@ from sharded_loader.base import host_clock
 from sharded_loader.base.interrupts import python_handlers
 from sharded_loader.base.private import end_compiling, limit_to_one_thread
 from sharded_loader.base.system import ONE_THREAD, is_readable, why_refused
-from sharded_loader.engine.board import IDLE, SAMPLE, board_in
+from sharded_loader.engine.heartbeat import IDLE, SAMPLE, heartbeat_in
 from sharded_loader.engine.messages import GROUP_SECONDS, Job
 from sharded_loader.memory.codec import Array, decode
 from sharded_loader.memory.segments import attach
@@ -53,66 +50,55 @@ try:
 except ImportError:  # Windows
     pass
 
-LOOK_SECONDS = 0.1
-"""Seconds between two looks at `own_bytes`: about 40 us."""
+CHECK_SECONDS = 0.1
+"""Seconds between two checks of `own_bytes`, of about 40 us each."""
 
-LOOK_SHARE = 50
-"""A look at `private_bytes` takes 17 ms in a process of 740 MB. The next one comes after this many times as long, which
-is 2 % of the worker's time."""
+CHECK_SHARE = 50
+"""Pause after a check of `private_bytes`, as a multiple of its duration (17 ms at 740 MB): 2 % of the worker's time."""
 
 GRACE = 0.3
-"""Seconds between end-of-file and the end of a worker that is in the user's code."""
+"""Seconds between end-of-file and the end of a worker in user code."""
 
 STACKS_SIGNAL = getattr(signal, "SIGRTMAX", None)
-"""Makes a worker write all its stacks to stderr and end, also while it holds the GIL: a signal that nothing else uses.
-It is sent to a worker whose receiver thread has not written them."""
+"""Unused signal that makes a worker write all stacks and end, even if it holds the GIL, should `STACKS` fail."""
 
 
 class _MemoryWatch:
-    """Looks whether this process takes more memory than it may: after the start, and after each batch.
+    """Checks the memory of this process after the start and after each batch.
 
-    Args:
-        limit: bytes of its own that it may have.
-
-    Attributes:
-        batches: since the start, which counts as one.
+    ``limit`` is in bytes. ``batches`` counts from the start, which is number 0.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self.batches, self._next_look = -1, 0.0
+        self.batches, self._next_check = -1, 0.0
 
-    def look(self) -> int | None:
-        """The memory that it takes, if that is too much."""
+    def check(self) -> int | None:
+        """Return the memory in use, if it exceeds the limit."""
         self.batches += 1
         began = host_clock.now()
-        if self.batches > 1 and began < self._next_look:
+        if self.batches > 1 and began < self._next_check:
             return None
-        from sharded_loader.base import limits  # which few workers need
+        from sharded_loader.base import limits  # few workers need it
 
         nbytes = limits.own_bytes()
         if nbytes > self._limit:
             nbytes = limits.private_bytes()
         now = host_clock.now()
-        self._next_look = now + max(LOOK_SECONDS, LOOK_SHARE * (now - began))
+        self._next_check = now + max(CHECK_SECONDS, CHECK_SHARE * (now - began))
         return nbytes if nbytes > self._limit else None
 
 
 class WorkerThreads:
-    """The two threads of a worker process.
-
-    Args:
-        link: the worker's end of the pipe.
-        number, num_workers: as of `main`.
-    """
+    """The two threads of a worker process."""
 
     def __init__(self, link: Link, number: int, num_workers: int) -> None:
         self._link = link
-        self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()  # None: the pipe has ended
-        self._waits = False  # the main thread, for a message
+        self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()  # None marks the end of the pipe
+        self._is_idle = False  # the main thread waits for a message
         self._finished = threading.Event()
-        self._reading = TaskReader(number, num_workers, f"worker {number} (pid {os.getpid()})")
-        self._sending = threading.RLock()  # of what follows, and of the pipe: both threads send
+        self._reader = TaskReader(number, num_workers, f"worker {number} (pid {os.getpid()})")
+        self._sending = threading.RLock()  # guards the replies and the pipe: both threads send
         self._replies: list[bytes] = []
         self._places: list[tuple[int, int]] = []
         self._sent = 0.0
@@ -122,41 +108,41 @@ class WorkerThreads:
     # -- receiver thread ------------------------------------------------------------------------------------
 
     def receive(self) -> None:
-        """Take what comes, until the pipe ends."""
+        """Receive messages until the pipe ends."""
         try:
             while not self._link.ended:
                 self._link.read()
                 while self._link.inbox:
-                    self._take(self._link.inbox.popleft())
-            if self._waits and self._inbox.empty() and not self._finished.is_set():
-                _leave(0)  # here: to wake the main thread for it takes a turn of a busy processor
+                    self._handle(self._link.inbox.popleft())
+            if self._is_idle and self._inbox.empty() and not self._finished.is_set():
+                _exit_process(0)  # here: waking the main thread would cost a scheduling delay
             self._inbox.put(None)
             if not self._finished.wait(GRACE):
                 os._exit(1)
-        except BaseException:  # otherwise the main thread would wait for ever
+        except BaseException:  # otherwise the main thread would wait forever
             _crash()
 
-    def _take(self, message: Message) -> None:
+    def _handle(self, message: Message) -> None:
         kind, run = message.kind, message.run
-        if kind in (wire.BOARD, wire.DEATH, wire.SEGMENT):
+        if kind in (wire.HEARTBEAT, wire.DEATH, wire.SEGMENT):
             self._open_shared(message)
         elif kind == wire.FLUSH:
-            if self._sending.acquire(blocking=False):  # otherwise the main thread sends; this one must drain
+            if self._sending.acquire(blocking=False):  # otherwise the main thread sends; this one must keep reading
                 try:
                     self._send_replies()
                 finally:
                     self._sending.release()
         elif kind == wire.STACKS:
             write_stacks(__file__)
-            if run:  # it is to end
+            if run:  # told to end
                 os._exit(1)
         else:
-            if kind == wire.CANCEL:  # at once: the message lies behind the last of the tasks
-                self._reading.cancelled.add(run)
+            if kind == wire.CANCEL:  # now: the queued message comes after all tasks
+                self._reader.cancelled.add(run)
             self._inbox.put(message)
 
     def _open_shared(self, message: Message) -> None:
-        """Open what the main process has made, by its name or by a descriptor. Nothing of it is vital."""
+        """Open shared objects of the main process by name or descriptor. None of them is vital."""
         kind, number, nbytes, name = message.kind, message.run, message.seq, bytes(message.content).decode()
         try:
             fd = None if name else self._link.take_descriptor()
@@ -166,53 +152,53 @@ class WorkerThreads:
                 finally:
                     if fd is not None:
                         os.close(fd)
-            elif kind == wire.BOARD:
-                self._reading.board = board_in(attach(0, nbytes, fd, name).mapping, number)
+            elif kind == wire.HEARTBEAT:
+                self._reader.heartbeat = heartbeat_in(attach(0, nbytes, fd, name).mapping, number)
             else:
-                # Batches are written for the main process to see; a dataset's segment (negative) stays private.
+                # Batches are shared with the main process; a dataset's segment (negative) stays private.
                 segment = attach(number, nbytes, fd, name, private=number < 0)
                 self._segments[number] = np.frombuffer(segment.mapping, np.uint8)
         except OSError as error:
-            # Without the board errors will not name the sample; without the lifeline this thread ends the process.
+            # Without a heartbeat errors do not name the sample; without the parent guard this thread ends the process.
             if kind == wire.SEGMENT:
                 self._segments[number] = error
                 if number >= 0:
-                    # No warning: where the user makes errors of those, the worker would die of it.
-                    text = f"{self._reading.name} sends batches through the pipe, which is slower: {why_refused(error)}"
+                    # Not a warning, which would kill the worker if the user turns warnings into errors.
+                    text = f"{self._reader.name} sends batches through the pipe, which is slower: {why_refused(error)}"
                     print(f"sharded_loader: {text}", file=sys.stderr, flush=True)
 
     # -- main thread ----------------------------------------------------------------------------------------
 
     def run(self, inherited: Job | None) -> None:
-        """Do what comes, until the pipe ends or the job cannot be taken."""
+        """Handle messages until the pipe ends or the job cannot be taken."""
         try:
             threading.Thread(target=self.receive, name="sharded_loader-receiver", daemon=True).start()
-            self._waits = True
+            self._is_idle = True
             while (message := self._inbox.get()) is not None:
-                self._waits = False
+                self._is_idle = False
                 if message.kind == wire.JOB:
-                    if not self._take_job(message, inherited):
+                    if not self._begin_job(message, inherited):
                         break
                 elif message.kind == wire.CANCEL:
-                    self._reading.cancelled.discard(message.run)
+                    self._reader.cancelled.discard(message.run)
                 elif message.kind == wire.LEAVE:
                     self._send_replies()
                     break
                 else:
                     for task in decode(message.content):
-                        self._do(*task)
-                        self._look_at_memory()
+                        self._answer_task(*task)
+                        self._report_memory()
                 del message
                 if self._inbox.empty():
                     self._send_replies()
-                    self._reading.board[SAMPLE] = IDLE
-                self._waits = True
+                    self._reader.heartbeat[SAMPLE] = IDLE
+                self._is_idle = True
         finally:
             self._finished.set()
 
-    def _take_job(self, message: Message, inherited: Job | None) -> bool:
+    def _begin_job(self, message: Message, inherited: Job | None) -> bool:
         def load() -> Job:
-            # Its own segment has a number below 0; those of batches may be there already.
+            # The job's segment has a negative number; those of batches may be there already.
             memory = self._segments.pop(message.run, None) if message.run < 0 else None
             buffers = list(message.buffers)
             if isinstance(memory, OSError):
@@ -223,37 +209,37 @@ class WorkerThreads:
             self._memory = None if job.max_memory is None else _MemoryWatch(job.max_memory)
             return job
 
-        failure = self._reading.begin(load)
+        failure = self._reader.begin(load)
         with self._sending:
             self._link.send(wire.READY if failure is None else wire.FAILED, content=failure or b"")
         if failure is None:
-            self._look_at_memory()
+            self._report_memory()
         return failure is None
 
-    def _look_at_memory(self) -> None:
-        if self._memory is not None and (nbytes := self._memory.look()) is not None:
+    def _report_memory(self) -> None:
+        if self._memory is not None and (nbytes := self._memory.check()) is not None:
             with self._sending:
                 self._link.send(wire.GROWN, nbytes, self._memory.batches)
 
-    def _do(self, run: int, seq: int, place: tuple[int, int, int] | None, fields: object) -> None:
-        """Answer a task; the reply is sent at once if the main process may wait for it."""
+    def _answer_task(self, run: int, seq: int, place: tuple[int, int, int] | None, fields: object) -> None:
+        """Answer a task. The reply is sent at once if the main process may wait for it."""
         memory = None
         if place is not None:
             segment, offset, nbytes = place
             whole = self._segments.get(segment)
             memory = whole[offset : offset + nbytes] if isinstance(whole, np.ndarray) else None
-        reply, encoded, _ = self._reading.answer(run, seq, fields, memory)
+        reply, encoded, _ = self._reader.answer(run, seq, fields, memory)
         with self._sending:
             self._replies.append(reply)
             self._places.extend(encoded.places)
-        # Buffers are views into the batch's own arrays, which nothing else keeps after this.
+        # Send buffers now: they are views of the batch's arrays, which nothing else keeps alive.
         if encoded.buffers or host_clock.now() - self._sent >= GROUP_SECONDS:
             self._send_replies(encoded.buffers)
 
     def _send_replies(self, buffers: Sequence[memoryview] = ()) -> None:
         with self._sending:
             if self._replies:
-                _flush()  # what samples have printed is there when their batch is, even if this process is killed then
+                _flush()  # output of samples precedes their batch, even if this process is killed next
                 content = b"".join(self._replies)
                 self._link.send(wire.RESULTS, content=content, places=self._places, buffers=buffers)
                 self._replies.clear()
@@ -266,19 +252,14 @@ def main(
 ) -> None:
     """Run a worker process until its pipe is closed.
 
-    Args:
-        conn: the worker's end of the pipe.
-        number: number of the worker, from 0.
-        num_workers: how many there are.
-        job: the job under fork; otherwise None, and it comes as the first message.
-        limited: libraries have been limited to one thread, before any was loaded.
-        held: the other end of the process object's sentinel, if the worker knows it.
+    ``job`` is None unless forked: it comes in a message. ``limited``: libraries are already limited to one thread.
+    ``held`` is the other end of the process object's sentinel, if known.
     """
     link = Link(conn, blocks=True)
     if held is not None:
         close_in_children(held)
     end_compiling()
-    # Handlers that a forked worker has inherited are the main process's: here SIGTERM ends the process.
+    # Inherited handlers belong to the main process: here SIGTERM ends the process.
     signal.set_wakeup_fd(-1)
     for number_of_signal in python_handlers():
         signal.signal(number_of_signal, signal.SIG_DFL)
@@ -290,32 +271,29 @@ def main(
             limit_threads()
         own_progress_lock()
         if STACKS_SIGNAL is not None:
-            with contextlib.suppress(OSError, RuntimeError):  # the system may deny a stack of its own
-                # Chained to the default action, the end of the process: so the main process knows they are written.
+            with contextlib.suppress(OSError, RuntimeError):  # the system may deny an alternate stack
+                # Chained to the default action, so that the end of the process tells that they are written.
                 faulthandler.unregister(STACKS_SIGNAL)
                 signal.signal(STACKS_SIGNAL, signal.SIG_DFL)
                 faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True, chain=True)
         WorkerThreads(link, number, num_workers).run(job)
-    except BaseException:  # this process may have no more threads
+    except BaseException:  # such as at the thread limit
         _crash()
-    _leave(0)
+    _exit_process(0)
 
 
 def close_in_children(held: int) -> None:
-    """Close the end by which the main process notices the death of this process in what the user's code starts."""
+    """Close the descriptor that signals the death of this process in all children that user code starts."""
     if hasattr(os, "register_at_fork"):
-        os.set_inheritable(held, False)  # by other programs
+        os.set_inheritable(held, False)  # in other programs
         os.register_at_fork(after_in_child=lambda: os.close(held))
 
 
 def die_with(path: str) -> None:
-    """Have the kernel kill this process when the other end of a pipe is closed. Linux.
+    """Make the kernel kill this process when the other end of a pipe is closed. OSError if that is impossible. Linux.
 
-    PDEATHSIG would not do: it fires when the *thread* ends that has started this process. The owner of a signal belongs
-    to the open file, which workers share. So the pipe is opened once more, by its path under /proc.
-
-    Raises:
-        OSError: no /proc, no descriptors, or the kernel refuses.
+    PDEATHSIG fires when the *thread* that started this process ends. The signal's owner belongs to the open file, which
+    workers share, so the pipe is opened again by its path under /proc.
     """
     own = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -326,23 +304,23 @@ def die_with(path: str) -> None:
         os.close(own)
         raise
     if is_readable(own):
-        os._exit(1)  # it was closed just before
+        os._exit(1)  # already closed
 
 
 def own_progress_lock() -> None:
-    """Give this process a lock of its own for progress bars.
+    """Give this process its own lock for progress bars.
 
-    All forked processes share tqdm's lock, which tqdm takes for each bar. Hugging Face's datasets make a hidden bar for
-    each row. A worker that is killed while it holds the lock would stop all others for ever.
+    Forked processes share tqdm's lock, taken for each bar; Hugging Face's datasets make a hidden bar per row. A worker
+    that is killed while it holds the lock would block all others forever.
     """
     tqdm = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
-    if tqdm is not None:  # otherwise nothing is shared: it makes a lock when it is imported
+    if tqdm is not None:  # otherwise its lock is made on import, and not shared
         tqdm.set_lock(threading.RLock())
 
 
 def find_libraries() -> None:
-    """Find the libraries that start threads, for the workers that this process forks: 9 ms beside torch, then 2."""
-    import threadpoolctl  # 2 ms, where it has not been inherited
+    """Find the libraries that start threads, for workers forked from here: 9 ms with torch loaded, then 2."""
+    import threadpoolctl  # 2 ms, unless inherited
 
     _libraries[:] = threadpoolctl.ThreadpoolController().lib_controllers
 
@@ -351,7 +329,7 @@ _libraries: list[Any] = []
 
 
 def limit_threads() -> None:
-    """Limit libraries to one thread each, in this process and in those that it forks."""
+    """Limit libraries to one thread each, in this process and its forks."""
     os.environ.update(ONE_THREAD)
     if not _libraries:
         find_libraries()
@@ -360,19 +338,19 @@ def limit_threads() -> None:
 
 
 def _crash() -> NoReturn:
-    """End, with the traceback of the error that is being handled."""
+    """End the process with the traceback of the current error."""
     traceback.print_exc()
-    _leave(1)
+    _exit_process(1)
 
 
-def _leave(exitcode: int) -> NoReturn:
-    """End the process. Not by returning: tearing down an interpreter with torch in it takes 100 ms, for nothing."""
+def _exit_process(exitcode: int) -> NoReturn:
+    """End the process immediately: tearing down an interpreter with torch in it takes 100 ms."""
     _flush()
     os._exit(exitcode)
 
 
 def _flush() -> None:
-    """Write what this process has printed. 1 us if there is nothing."""
+    """Flush stdout and stderr. 1 us if there is nothing."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError, ValueError):
             stream.flush()

@@ -1,4 +1,4 @@
-"""The first forked workers come from the main process, and their template a step later. Nothing else changes."""
+"""The first forked workers come from the main process, and their zygote a step later. Nothing else changes."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ def fail() -> None:
     raise ValueError("the very first sample")
 
 
-# -- workers that die, and a template that cannot be ------------------------------------------------------------------
+# -- workers that die, and a zygote that cannot be ------------------------------------------------------------------
 
 
-def test_if_the_template_cannot_be_forked_a_warning_says_so_and_reading_goes_on(
+def test_if_the_zygote_cannot_be_forked_a_warning_says_so_and_reading_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(*_: Any) -> None:
@@ -82,26 +82,26 @@ def test_if_the_template_cannot_be_forked_a_warning_says_so_and_reading_goes_on(
         iterator = iter(loader)
         got = [next(iterator)]
         with monkeypatch.context() as here, pytest.warns(RuntimeWarning, match="could not be forked .*as it is now"):
-            here.setattr(start, "Template", refuse)
+            here.setattr(start, "Zygote", refuse)
             got.append(next(iterator))
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # it is said once
             got += iterator
             kill_a_worker(pool)  # one is forked now
             assert numbers(got) == numbers(loader) == ALL
-        assert pool._transport.template is not None
+        assert pool._transport.zygote is not None
 
 
-def test_a_worker_that_dies_before_there_is_a_template_changes_nothing() -> None:
+def test_a_worker_that_dies_before_there_is_a_zygote_changes_nothing() -> None:
     pool = forked()
     with ShardedDataLoader(Parents(), 4, pool=pool) as loader:
         iterator = iter(loader)
         got = [next(iterator)]
-        assert pool._transport.template is None and set(got[0][:, 3].tolist()) == {os.getpid()}
+        assert pool._transport.zygote is None and set(got[0][:, 3].tolist()) == {os.getpid()}
         kill_a_worker(pool)
         got += iterator
         assert numbers(got) == ALL
-        made = pool._transport.template
+        made = pool._transport.zygote
         assert made is not None
         assert {row[3] for batch in loader for row in batch.tolist()} <= {os.getpid(), made._process.pid}
 
@@ -110,7 +110,7 @@ def test_a_worker_that_dies_before_there_is_a_template_changes_nothing() -> None
 @pytest.mark.parametrize("persistent", [None, True, False])
 @pytest.mark.costly(3)
 def test_a_sample_that_kills_its_worker_once_is_read_again(at: int, persistent: bool | None, tmp_path: Path) -> None:
-    """In the first step too, and where workers live for one epoch and no template is made for them."""
+    """In the first step too, and where workers live for one epoch and no zygote is made for them."""
     dataset = FailsAt(at, Fails(kill, tmp_path / "count", times=1))
     if persistent is None:
         with ShardedDataLoader(dataset, 4, pool=forked()) as loader:
@@ -124,18 +124,18 @@ def test_a_sample_that_kills_its_worker_once_is_read_again(at: int, persistent: 
 
 @pytest.mark.parametrize("after", [1, 5, 9])
 @pytest.mark.costly
-def test_without_persistent_workers_a_death_is_what_makes_a_template(after: int) -> None:
+def test_without_persistent_workers_a_death_is_what_makes_a_zygote(after: int) -> None:
     iterator = iter(DataLoader(Parents(), 4, num_workers=2, multiprocessing_context="fork"))
     got = [next(iterator) for _ in range(after)]
     pool = pool_of(iterator)
-    assert pool._transport.template is None
+    assert pool._transport.zygote is None
     kill_a_worker(pool)
     got += iterator
     assert numbers(got) == ALL
 
 
 @pytest.mark.slow
-def test_one_that_takes_too_much_memory_is_replaced_before_there_is_a_template() -> None:
+def test_one_that_takes_too_much_memory_is_replaced_before_there_is_a_zygote() -> None:
     class Leaks:
         kept: ClassVar[list[Any]] = []
 
@@ -172,7 +172,7 @@ def in_worker(function: Callable[[], int]) -> int:
 @pytest.mark.parametrize("steps", [0, 1])
 @pytest.mark.parametrize("number", [1, 4])
 @pytest.mark.slow
-def test_another_number_of_workers_before_there_is_a_template(steps: int, number: int) -> None:
+def test_another_number_of_workers_before_there_is_a_zygote(steps: int, number: int) -> None:
     pool = forked()
     with ShardedDataLoader(range(40), 4, pool=pool) as loader:
         iterator = iter(loader)
@@ -190,9 +190,9 @@ def test_a_loader_may_be_closed_after_any_of_the_first_steps(steps: int) -> None
     iterator = iter(loader)
     for _ in range(steps):
         next(iterator)
-    assert (pool._transport.template is not None) is (steps == 2)
+    assert (pool._transport.zygote is not None) is (steps == 2)
     loader.close()
-    assert pool.pids == [] and pool._transport.template is None
+    assert pool.pids == [] and pool._transport.zygote is None
 
 
 def test_an_error_in_the_first_batch_is_that_batch_s_alone() -> None:
@@ -203,7 +203,7 @@ def test_an_error_in_the_first_batch_is_that_batch_s_alone() -> None:
             next(iterator)
         pids = pool.pids
         assert numbers(iterator) == ALL[4:]
-        assert pool.pids == pids and pool._transport.template is not None
+        assert pool.pids == pids and pool._transport.zygote is not None
 
 
 def test_a_ctrl_c_in_the_first_step_loses_no_batch(tmp_path: Path) -> None:
@@ -220,8 +220,8 @@ def test_a_ctrl_c_in_the_first_step_loses_no_batch(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.costly
-def test_a_ctrl_c_while_the_template_is_forked_loses_no_batch(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    make, pool = start.Template, forked()
+def test_a_ctrl_c_while_the_zygote_is_forked_loses_no_batch(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, pool = start.Zygote, forked()
 
     def interrupted(*given: Any) -> Any:
         monkeypatch.undo()
@@ -235,14 +235,14 @@ def test_a_ctrl_c_while_the_template_is_forked_loses_no_batch(when: str, monkeyp
     with ShardedDataLoader(range(40), 4, pool=pool) as loader:
         iterator = iter(loader)
         got = [next(iterator)]
-        monkeypatch.setattr(start, "Template", interrupted)
+        monkeypatch.setattr(start, "Zygote", interrupted)
         with pytest.raises(KeyboardInterrupt):
             next(iterator)
         assert numbers([*got, *iterator]) == ALL
-        assert numbers(loader) == ALL and pool._transport.template is not None
+        assert numbers(loader) == ALL and pool._transport.zygote is not None
 
 
-def test_a_child_that_the_user_forks_before_there_is_a_template_keeps_nothing_alive() -> None:
+def test_a_child_that_the_user_forks_before_there_is_a_zygote_keeps_nothing_alive() -> None:
     pool = forked()
     loader = ShardedDataLoader(range(40), 4, pool=pool)
     iterator = iter(loader)
@@ -286,7 +286,7 @@ def test_two_loaders_that_start_at_a_time_do_not_keep_each_other_s_workers() -> 
         one, two = iter(first), iter(second)
         got = [next(one)], [next(two)]  # the workers of the second one know the ends of the first one's
         kill_a_worker(pools[0])
-        got[0].append(next(one))  # the first has a template, and the second has none
+        got[0].append(next(one))  # the first has a zygote, and the second has none
         kill_a_worker(pools[1])
         got[0].extend(one)
         pids = pools[0].pids
@@ -298,7 +298,7 @@ def test_two_loaders_that_start_at_a_time_do_not_keep_each_other_s_workers() -> 
         assert numbers(got[0]) == numbers(got[1]) == ALL
 
 
-def test_the_template_has_the_dataset_as_it_was_in_the_second_step() -> None:
+def test_the_zygote_has_the_dataset_as_it_was_in_the_second_step() -> None:
     def read() -> str:
         data, pool = Parents(), forked()
         with ShardedDataLoader(data, 4, pool=pool) as loader:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from sharded_loader.pools.process import link as module
-from sharded_loader.pools.process.link import BOARD, CANCEL, CHUNK, RESULTS, SEGMENT, Link, Poller
+from sharded_loader.pools.process.link import CANCEL, CHUNK, HEARTBEAT, RESULTS, SEGMENT, Link, Poller
 
 
 def pipe() -> tuple[Link, Link]:
@@ -84,8 +84,8 @@ def test_a_segment_is_known_by_its_name_or_by_a_descriptor(monkeypatch: pytest.M
 
     monkeypatch.setattr(link, "send", send)
     link.send_segment(SimpleNamespace(number=3, nbytes=4096, name=None, fd=9))  # type: ignore[arg-type]
-    link.send_segment(SimpleNamespace(number=3, nbytes=64, name="/x", fd=9), BOARD, 5)  # type: ignore[arg-type]
-    assert sent == [(SEGMENT, 3, 4096, b"", True), (BOARD, 5, 64, b"/x", False)]
+    link.send_segment(SimpleNamespace(number=3, nbytes=64, name="/x", fd=9), HEARTBEAT, 5)  # type: ignore[arg-type]
+    assert sent == [(SEGMENT, 3, 4096, b"", True), (HEARTBEAT, 5, 64, b"/x", False)]
     link.close()
     theirs.close()
 

@@ -16,8 +16,8 @@ from multiprocess import spawn
 
 from sharded_loader.engine.messages import Job
 from sharded_loader.pools.process import start, transport
-from sharded_loader.pools.process.link import BOARD, DEATH, JOB
-from sharded_loader.pools.process.start import TemplateGone, is_starting_worker, starting_worker
+from sharded_loader.pools.process.link import DEATH, HEARTBEAT, JOB
+from sharded_loader.pools.process.start import ZygoteGone, is_starting_worker, starting_worker
 from sharded_loader.pools.process.transport import ProcessTransport
 
 unix = pytest.mark.skipif(not hasattr(os, "fork"), reason="forked workers")
@@ -52,7 +52,7 @@ def test_a_worker_process_may_have_no_workers(monkeypatch: pytest.MonkeyPatch) -
 
 
 @unix
-def test_if_the_template_is_gone_the_worker_is_forked_directly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_the_zygote_is_gone_the_worker_is_forked_directly(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
 
     class Gone:
@@ -61,26 +61,26 @@ def test_if_the_template_is_gone_the_worker_is_forked_directly(monkeypatch: pyte
             self.closed = False
 
         def fork(self, number: int, num_workers: int, conn: Any) -> Any:
-            raise TemplateGone("the template process is gone: as a test")
+            raise ZygoteGone("the zygote process is gone: as a test")
 
         def close(self) -> None:
             self.closed = True
 
-    monkeypatch.setattr(start, "Template", Gone)
+    monkeypatch.setattr(start, "Zygote", Gone)
     owner = ProcessTransport(1, "fork", None)
-    owner._is_up = True  # the first workers do not come from a template
+    owner._is_up = True  # the first workers do not come from a zygote
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         owner.workers.append(owner.launch(0, Job(range(3), None, 0)))
     assert [one.closed for one in made] == [True]
     assert len(caught) == 1 and "as it is now" in str(caught[0].message)
-    assert owner.workers[0].is_alive() and owner.template is None
+    assert owner.workers[0].is_alive() and owner.zygote is None
     owner.close()
 
 
 @METHODS
 def test_what_a_worker_is_sent_first(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The board, then the lifeline, then the word that a forked worker waits for."""
+    """The heartbeat, then the parent guard, then the word that a forked worker waits for."""
     sent: list[bytes] = []
     make = transport.Link
 
@@ -96,6 +96,6 @@ def test_what_a_worker_is_sent_first(method: str, monkeypatch: pytest.MonkeyPatc
     owner = ProcessTransport(1, method, None)
     owner.open()
     owner.workers.append(owner.launch(0, Job(range(3), None, 0)))
-    lifeline = [DEATH] if sys.platform == "linux" else []
-    assert sent == [BOARD, *lifeline, *([JOB] if method == "fork" else [])]
+    parent_guard = [DEATH] if sys.platform == "linux" else []
+    assert sent == [HEARTBEAT, *parent_guard, *([JOB] if method == "fork" else [])]
     owner.close()

@@ -1,4 +1,4 @@
-"""The supervisor over real processes: it notices their ends, and reads their boards after their death."""
+"""The supervisor over real processes: it notices their ends, and reads their heartbeats after their death."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from sharded_loader import WorkerDiedError
-from sharded_loader.engine.board import IDLE, RUN, SAMPLE, SEQ, SHARD
+from sharded_loader.engine.heartbeat import IDLE, RUN, SAMPLE, SEQ, SHARD
 from sharded_loader.engine.messages import Job, Task
 from sharded_loader.pools.process import start
 from sharded_loader.pools.process import transport as transport_module
@@ -56,10 +56,10 @@ def kill(worker: Any) -> None:
 
 
 def give(worker: Any, seq: int) -> None:
-    """A dead worker had a task, and its board says that it read its second sample."""
+    """A dead worker had a task, and its heartbeat says that it read its second sample."""
     worker.tasks[0, seq] = Task(0, seq, 0, 0, ([10, 11, 12],), False)
     worker.slots[0, seq] = None
-    worker.board[RUN], worker.board[SEQ], worker.board[SHARD], worker.board[SAMPLE] = 0, seq, 0, 1
+    worker.heartbeat[RUN], worker.heartbeat[SEQ], worker.heartbeat[SHARD], worker.heartbeat[SAMPLE] = 0, seq, 0, 1
 
 
 def test_a_dead_worker_is_reaped_and_replaced(transport: ProcessTransport, supervisor: ProcessPool) -> None:
@@ -72,7 +72,7 @@ def test_a_dead_worker_is_reaped_and_replaced(transport: ProcessTransport, super
     assert before[1].exitcode == -signal.SIGKILL
 
 
-def test_the_board_of_a_dead_worker_says_what_it_read(transport: ProcessTransport, supervisor: ProcessPool) -> None:
+def test_the_heartbeat_of_a_dead_worker_says_what_it_read(transport: ProcessTransport, supervisor: ProcessPool) -> None:
     for number in (0, 1):
         worker = transport.workers[number]
         kill(worker)
@@ -106,14 +106,14 @@ def test_what_is_opened_is_opened_once_and_closed_once() -> None:
     owner = ProcessTransport(1, "fork", None)
     owner.wake()  # nobody waits yet
     owner.open()
-    opened = owner.waker, owner.board, owner.lifeline
+    opened = owner.waker, owner.heartbeat, owner.parent_guard
     owner.open()
-    assert (owner.waker, owner.board, owner.lifeline) == opened and opened[1]
+    assert (owner.waker, owner.heartbeat, owner.parent_guard) == opened and opened[1]
     owner.wake()
     assert owner.waker is not None and owner.waker[0].poll()
     for _ in range(2):
         owner.close()
-        assert (owner.waker, owner.board, owner.lifeline) == (None, None, None)
+        assert (owner.waker, owner.heartbeat, owner.parent_guard) == (None, None, None)
     assert open_descriptors() == before
     owner.open()
     owner.close()
@@ -121,12 +121,12 @@ def test_what_is_opened_is_opened_once_and_closed_once() -> None:
 
 
 STEPS = {
-    "before the template forks": (start.Template, "fork", True),
-    "when it was asked": (start.Template, "_receive", True),
-    "when it has forked": (start.Template, "fork", False),
+    "before the zygote forks": (start.Zygote, "fork", True),
+    "when it was asked": (start.Zygote, "_receive", True),
+    "when it has forked": (start.Zygote, "fork", False),
     "before the process is known": (transport_module, "open_pidfd", True),
     "when it is known": (transport_module, "open_pidfd", False),
-    "before the board": (transport_module, "board_in", True),
+    "before the heartbeat": (transport_module, "heartbeat_in", True),
     "before it is told": (Link, "send_segment", True),
     "when it is told": (Link, "send_segment", False),
 }
@@ -141,8 +141,8 @@ def fail() -> None:
 @pytest.mark.parametrize(
     "step, event",
     [
-        *itertools.product(STEPS, ["closed", "template killed"]),
-        *itertools.product(["before the template forks", "before the board", "before it is told"], ["no memory"]),
+        *itertools.product(STEPS, ["closed", "zygote killed"]),
+        *itertools.product(["before the zygote forks", "before the heartbeat", "before it is told"], ["no memory"]),
     ],
 )
 def test_whatever_happens_in_a_launch_it_leaves_nothing(step: str, event: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,12 +150,12 @@ def test_whatever_happens_in_a_launch_it_leaves_nothing(step: str, event: str, m
     supervisor = ProcessPool(2, start_method="fork", restarts=2)
     owner = supervisor._transport
     supervisor._start(JOB)
-    owner.make_template(JOB)
-    made = owner.template
+    owner.make_zygote(JOB)
+    made = owner.zygote
     assert made is not None
     kill(owner.workers[1])
     where, name, is_before = STEPS[step]
-    happen = {"closed": supervisor.close, "template killed": made._process.kill, "no memory": fail}[event]
+    happen = {"closed": supervisor.close, "zygote killed": made._process.kill, "no memory": fail}[event]
     known, happened = getattr(where, name), list[str]()
 
     def strike(*args: Any) -> Any:
@@ -169,10 +169,10 @@ def test_whatever_happens_in_a_launch_it_leaves_nothing(step: str, event: str, m
     with contextlib.suppress(*{"closed": (Exception,), "no memory": (MemoryError,)}.get(event, ())):
         supervisor.replace(owner.workers[1])
     assert happened
-    if event == "template killed":
+    if event == "zygote killed":
         assert [one.is_alive() for one in owner.workers] == [True, True]
     supervisor.close()  # as at the end of the step
-    gc.collect()  # boards are mapped until then
+    gc.collect()  # heartbeats are mapped until then
     assert (open_descriptors(), set(psutil.Process().children()) - children) == (before, set())
 
 
@@ -190,7 +190,7 @@ def test_a_ctrl_c_while_the_system_is_asked_for_descriptors_leaves_none(monkeypa
     before, owner = open_descriptors(), ProcessTransport(2, "fork", None)
     monkeypatch.setattr(socket, "recv_fds", strike)
     with pytest.raises(KeyboardInterrupt):
-        owner.make_template(JOB)
+        owner.make_zygote(JOB)
     owner.close()
     assert open_descriptors() == before
 
@@ -203,7 +203,7 @@ def test_a_process_that_cannot_be_forked_leaves_no_descriptors(monkeypatch: pyte
     before, pool = open_descriptors(), ProcessPool(2, start_method="fork")
     monkeypatch.setattr(os, "fork", fork)
     with pytest.warns(RuntimeWarning, match="too many processes"):
-        pool._transport.make_template(JOB)
+        pool._transport.make_zygote(JOB)
     with pytest.raises(BlockingIOError):
         pool._start(JOB)
     assert open_descriptors() == before
@@ -270,7 +270,7 @@ def test_a_worker_that_is_released_has_ended_and_says_how(
         monkeypatch.setattr(transport_module, "open_pidfd", lambda pid: None)
     worker = ProcessWorker(0, sleeper, Link())  # type: ignore[arg-type]
     assert worker.is_alive() and not worker.is_busy()
-    worker.board[SAMPLE] = 0
+    worker.heartbeat[SAMPLE] = 0
     assert worker.is_busy()
     sentinel = worker.sentinel
     worker.wait(0.0)
@@ -291,7 +291,7 @@ def test_workers_get_time_to_end_by_themselves_and_busy_ones_less(monkeypatch: p
             waited.append(timeout)
 
         def is_busy(self) -> bool:
-            return bool(self.board[SAMPLE] != IDLE) and self.is_alive()
+            return bool(self.heartbeat[SAMPLE] != IDLE) and self.is_alive()
 
         def is_alive(self) -> bool:
             return not self.killed
@@ -306,11 +306,11 @@ def test_workers_get_time_to_end_by_themselves_and_busy_ones_less(monkeypatch: p
     monkeypatch.setattr(transport_module, "ProcessWorker", Handle)
     order: list[str] = []
     for name, at in (("idle", IDLE), ("busy", 0)):
-        board = [0, 0, 0, at]
+        heartbeat = [0, 0, 0, at]
         owner.workers.append(
             Handle(  # type: ignore[arg-type]
                 name=name,
-                board=board,
+                heartbeat=heartbeat,
                 killed=False,
                 slots={},
                 link=Link(),

@@ -13,7 +13,7 @@ import multiprocess
 import numpy as np
 import pytest
 
-from sharded_loader.engine.board import IDLE, SAMPLE
+from sharded_loader.engine.heartbeat import IDLE, SAMPLE
 from sharded_loader.engine.messages import Job, Result, Task, unpack_reply
 from sharded_loader.memory.codec import decode_error, encode
 from sharded_loader.memory.segments import Slot
@@ -131,7 +131,7 @@ def test_the_tasks_of_a_cancelled_run_are_answered_and_not_read() -> None:
     trainer.send_tasks(task(0, 1, run=8))
     trainer.send_tasks(task(0, 2, run=7))
     trainer.send(link.CANCEL, 7)
-    while 7 not in trainer.worker._reading.cancelled:  # it is taken while the first task is under way
+    while 7 not in trainer.worker._reader.cancelled:  # it is taken while the first task is under way
         time.sleep(0.001)
     go_on.set()
     assert [(result.run, result.samples) for result in trainer.results(2)] == [(8, 1), (7, 0)]
@@ -178,8 +178,8 @@ def test_a_job_that_comes_in_a_message_is_read() -> None:
     trainer.close()
 
 
-def test_a_worker_between_batches_is_idle_on_its_board(trainer: Trainer) -> None:
+def test_a_worker_between_batches_is_idle_on_its_heartbeat(trainer: Trainer) -> None:
     trainer.send_tasks(task(0, 1))
     trainer.results(1)
-    while trainer.worker._reading.board[SAMPLE] != IDLE:  # it is told after the answer
+    while trainer.worker._reader.heartbeat[SAMPLE] != IDLE:  # it is told after the answer
         time.sleep(0.001)

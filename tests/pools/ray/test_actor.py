@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sharded_loader import ShardedDataLoader
-from sharded_loader.engine.board import IDLE
+from sharded_loader.engine.heartbeat import IDLE
 from sharded_loader.engine.messages import Job, Result, Task, unpack_reply
 from sharded_loader.memory.codec import decode, decode_error, encode
 from sharded_loader.pools import task_reader
@@ -135,7 +135,7 @@ def test_a_dataset_that_fetches_ahead_is_told_the_order_and_how_far_the_user_is(
 def test_who_watches_it_sees_where_it_is() -> None:
     made = begun()
     read(made, task(0, 1, 2))
-    assert made.where() == [0, 0, 0, IDLE, 0]
+    assert made.where() == [0, 0, 0, IDLE]
 
 
 def test_a_module_that_the_node_lacks_is_told_with_the_remedy() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sharded_loader import WorkerDiedError
-from sharded_loader.engine.board import IN_BATCH, UNUSED
+from sharded_loader.engine.heartbeat import IN_BATCH, UNUSED
 from sharded_loader.engine.messages import Job, Task
 from sharded_loader.engine.pool import PoolBroken
 from sharded_loader.ray import cluster
@@ -177,14 +177,14 @@ def test_an_order_that_cannot_be_sent_is_told_once_and_the_batches_come(
 def test_what_a_dead_actor_read_is_known_if_it_read_one_task_alone(transport: Transport) -> None:
     supervised(transport, 3)
     worker = transport.workers[0]
-    assert transport.last_words(worker, KILLED).board == UNUSED
+    assert transport.last_words(worker, KILLED).heartbeat == UNUSED
     give(worker, 4, 5)
     death = transport.last_words(worker, KILLED)
-    assert (death.board, death.is_of_machine, death.is_final) == (None, False, False)
+    assert (death.heartbeat, death.is_of_machine, death.is_final) == (None, False, False)
     assert str(death) == "worker 0 (pid 70 on 10.0.0.1) died: SYSTEM_ERROR: It exited."
     worker.end_call(worker.calls[0])
     give(worker, 4, alone=True)
-    assert transport.last_words(worker, KILLED).board == (0, 4, 0, IN_BATCH)
+    assert transport.last_words(worker, KILLED).heartbeat == (0, 4, 0, IN_BATCH)
 
 
 def test_a_death_with_the_node_is_known_as_such(transport: Transport, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +200,7 @@ def test_a_batch_that_kills_is_found_among_its_group_and_named(transport: Transp
     supervisor = supervised(transport, 2)
     give(transport.workers[0], 3, 4)
     assert supervisor.replace(transport.workers[0], KILLED) == []
-    assert supervisor.deaths.suspects == {(0, 3), (0, 4)}
+    assert supervisor.deaths.crash_suspects == {(0, 3), (0, 4)}
     for number in (0, 1):
         give(transport.workers[number], 4, alone=True)
         results = supervisor.replace(transport.workers[number], KILLED)
@@ -209,14 +209,14 @@ def test_a_batch_that_kills_is_found_among_its_group_and_named(transport: Transp
     assert isinstance(error, WorkerDiedError)
     assert (error.batch, error.index, error.exitcode) == (4, None, None)
     assert "died: SYSTEM_ERROR: It exited.. It was reading the batch, in epoch 0, batch 4" in str(error)
-    assert not any(one.careful for one in supervisor.requeued)
+    assert not any(one.isolated for one in supervisor.requeued)
 
 
 def test_an_actor_that_hung_was_in_the_task_that_it_has_said(transport: Transport) -> None:
     supervisor = supervised(transport, 1, 2.0)
     worker = transport.workers[0]
     give(worker, 3, 4)
-    worker.hung, worker.board = True, [0, 4, 0, 1]
+    worker.hung, worker.heartbeat = True, [0, 4, 0, 1]
     [given_up] = supervisor.replace(worker, KILLED)
     assert (given_up.seq, given_up.error.index) == (4, 41)  # type: ignore[union-attr]
 

@@ -22,9 +22,9 @@ from sharded_loader import (
     ShardedDataLoader,
 )
 from sharded_loader.sampling.base import check_sampler, is_own
-from sharded_loader.sampling.foreign import LISTED, Listed, len_epoch, table_of
 from sharded_loader.sampling.state import Checkpoint
 from sharded_loader.sampling.tables import BLOCK
+from sharded_loader.sampling.third_party import LIST_BLOCK, ListSampler, len_epoch, table_of
 
 
 def iter_epoch(sampler: Any, epoch: int, seed: int, start: int = 0) -> Iterator[Any]:
@@ -323,7 +323,7 @@ def test_an_interruption_while_a_sampler_starts_leaves_its_generator_to_it(monke
 
     generator = torch.Generator().manual_seed(5)
     sampler = torch_data.RandomSampler(range(20), generator=generator)
-    monkeypatch.setattr("sharded_loader.sampling.foreign.seed_torch", strike)
+    monkeypatch.setattr("sharded_loader.sampling.third_party.seed_torch", strike)
     with pytest.raises(KeyboardInterrupt):
         table_of(sampler, 0, seed=1)
     assert sampler.generator is generator
@@ -447,15 +447,15 @@ KINDS = pytest.mark.parametrize("kind", [list, tuple, lambda items: range(items[
 
 
 def table_of_list(items: Any, mark: Checkpoint | None = None, epoch: int = 0) -> Any:
-    return Listed(items, mark).epoch_table(epoch)
+    return ListSampler(items, mark).epoch_table(epoch)
 
 
 @KINDS
 def test_items_are_read_in_blocks_at_any_place(kind: Any) -> None:
-    items = kind(list(range(3, 3 + 2 * LISTED)))
+    items = kind(list(range(3, 3 + 2 * LIST_BLOCK)))
     table = table_of_list(items)
-    assert table.block == LISTED and Listed(items, None).len_epoch(5) == 2 * LISTED
-    for positions in ([0], [LISTED - 1, LISTED], [2 * LISTED - 1], [5, 9, 100]):
+    assert table.block == LIST_BLOCK and ListSampler(items, None).len_epoch(5) == 2 * LIST_BLOCK
+    for positions in ([0], [LIST_BLOCK - 1, LIST_BLOCK], [2 * LIST_BLOCK - 1], [5, 9, 100]):
         found = table.at(np.array(positions))
         assert isinstance(found, np.ndarray) and found.dtype == np.int64
         assert found.tolist() == [3 + position for position in positions]
@@ -475,7 +475,7 @@ def test_items_that_are_no_plain_numbers_stay_what_they_are(items: list[Any]) ->
 
 def test_an_epoch_goes_on_where_the_list_is_the_same() -> None:
     items = list(range(50, 0, -1))
-    mark = Listed(items, None).checkpoint(2, 20)
+    mark = ListSampler(items, None).checkpoint(2, 20)
     assert (mark.epoch, mark.items, mark.finished) == (2, 20, False)
     assert table_of_list(list(items), mark, 2).at(np.arange(20, 22)).tolist() == [30, 29]
     behind = items[:20] + ["other"] * 30
@@ -489,8 +489,8 @@ def test_an_epoch_goes_on_where_the_list_is_the_same() -> None:
 
 def test_checkpoints_may_be_asked_for_in_any_order() -> None:
     items = list(range(100))
-    listed = Listed(items, None)
-    once = {count: Listed(items, None).checkpoint(0, count) for count in (0, 10, 50, 100)}
+    listed = ListSampler(items, None)
+    once = {count: ListSampler(items, None).checkpoint(0, count) for count in (0, 10, 50, 100)}
     for count in (50, 10, 100, 0, 50):
         assert listed.checkpoint(0, count) == once[count]
     assert once[100].finished and listed.checkpoint(0, 1000) == once[100]

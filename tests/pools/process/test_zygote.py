@@ -24,37 +24,37 @@ from sharded_loader.pools.process import start
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="forked workers")
 
 
-def template_pid(pool: ProcessPool) -> int:
-    assert pool._transport.template is not None
-    return int(pool._transport.template._process.pid)
+def zygote_pid(pool: ProcessPool) -> int:
+    assert pool._transport.zygote is not None
+    return int(pool._transport.zygote._process.pid)
 
 
 @pytest.mark.slow
-def test_a_template_that_is_killed_with_a_worker_changes_nothing() -> None:
+def test_a_zygote_that_is_killed_with_a_worker_changes_nothing() -> None:
     pool = ProcessPool(2, start_method="fork", restarts=100)
     with ShardedDataLoader(range(400), 4, pool=pool) as loader:
         got = []
         for batch in loader:
             got += batch.tolist()
             # At once, so that its pipe ends while the process itself has not: both orders occur.
-            if pool._transport.template is not None:  # it is made behind the first batch
-                pool._transport.template._process.kill()
+            if pool._transport.zygote is not None:  # it is made behind the first batch
+                pool._transport.zygote._process.kill()
             os.kill(pool.pids[len(got) // 4 % 2], signal.SIGKILL)
         assert got == list(range(400))
 
 
 @pytest.mark.filterwarnings("ignore:the process that workers are forked from:RuntimeWarning")
-def test_templates_that_are_killed_one_after_the_other_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    fork, left = start.Template.fork, [0]
+def test_zygotes_that_are_killed_one_after_the_other_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork, left = start.Zygote.fork, [0]
 
-    def after_a_kill(self: start.Template, number: int, num_workers: int, conn: Any) -> Any:
+    def after_a_kill(self: start.Zygote, number: int, num_workers: int, conn: Any) -> Any:
         if left[0]:
             left[0] -= 1
             self._process.kill()
             self._process.join()
         return fork(self, number, num_workers, conn)
 
-    monkeypatch.setattr(start.Template, "fork", after_a_kill)
+    monkeypatch.setattr(start.Zygote, "fork", after_a_kill)
     pool = ProcessPool(2, start_method="fork")
     with ShardedDataLoader(range(40), 4, pool=pool) as loader:
         iterator = iter(loader)
@@ -69,15 +69,15 @@ def test_templates_that_are_killed_one_after_the_other_change_nothing(monkeypatc
 
 
 def stop_and_kill_a_worker(pool: ProcessPool) -> int:
-    """Stop the template, and give it something to do; its pid."""
-    stopped = template_pid(pool)
+    """Stop the zygote, and give it something to do; its pid."""
+    stopped = zygote_pid(pool)
     os.kill(stopped, signal.SIGSTOP)
     os.kill(pool.pids[0], signal.SIGKILL)
     pool._transport.workers[0].wait(60)  # until the kernel has got round to it
     return stopped
 
 
-def test_a_template_that_is_slow_is_waited_for_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_zygote_that_is_slow_is_waited_for_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long it takes: a fork may wait for processor time or for swapped memory, and a machine may be paused."""
     monkeypatch.setattr(start, "STEP", 0.01)  # all ten pass, and more
     said: list[str] = []
@@ -94,12 +94,12 @@ def test_a_template_that_is_slow_is_waited_for_with_a_warning(monkeypatch: pytes
         monkeypatch.setattr(start, "warn", warn)
         found = [values_of(batch) for batch in loader]
         assert found == whole
-        assert template_pid(pool) == stopped  # slow is not gone
+        assert zygote_pid(pool) == stopped  # slow is not gone
     (text,) = said
     assert f"(pid {stopped}) has not answered for 10 s" in text and "keeps waiting" in text
 
 
-def test_a_ctrl_c_ends_the_wait_for_a_slow_template(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ctrl_c_ends_the_wait_for_a_slow_zygote(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "STEP", 0.01)
     pool = ProcessPool(2, start_method="fork")
     with ShardedDataLoader(range(40), 4, pool=pool) as loader:
@@ -112,16 +112,16 @@ def test_a_ctrl_c_ends_the_wait_for_a_slow_template(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
-def test_if_every_template_dies_workers_are_forked_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    fork = start.Template.fork
+def test_if_every_zygote_dies_workers_are_forked_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork = start.Zygote.fork
     killing = False
 
-    def killed(self: start.Template, *given: Any) -> Any:
+    def killed(self: start.Zygote, *given: Any) -> Any:
         if killing:
             self._process.kill()
         return fork(self, *given)
 
-    monkeypatch.setattr(start.Template, "fork", killed)
+    monkeypatch.setattr(start.Zygote, "fork", killed)
     pool = ProcessPool(2, start_method="fork")
     with ShardedDataLoader(range(40), 4, pool=pool) as loader:
         list(loader)
@@ -143,12 +143,12 @@ def test_where_warnings_are_errors_no_batch_is_lost(capsys: pytest.CaptureFixtur
         warnings.simplefilter("error")
         iterator = iter(loader)
         got = [*next(iterator).tolist(), *next(iterator).tolist()]
-        os.kill(first := template_pid(pool), signal.SIGKILL)
+        os.kill(first := zygote_pid(pool), signal.SIGKILL)
         os.kill(pool.pids[0], signal.SIGKILL)
         for batch in iterator:
             got += batch.tolist()
         assert got == list(range(400))
-        while template_pid(pool) == first:  # until the kernel has got round to the worker
+        while zygote_pid(pool) == first:  # until the kernel has got round to the worker
             list(loader)
     assert "sharded_loader: the process that workers are forked from" in capsys.readouterr().err
 
@@ -180,30 +180,30 @@ def test_only_the_users_own_forks_are_warned_of(process_pool: ProcessPool) -> No
         beside.join()
 
 
-def test_close_does_not_wait_for_a_template_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_does_not_wait_for_a_zygote_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "STEP", 3600.0)  # otherwise the test itself would hang
     pool = ProcessPool(2, start_method="fork")
     loader = ShardedDataLoader(range(40), 4, pool=pool)
     iterator = iter(loader)
     next(iterator)
-    next(iterator)  # the template is made behind the first batch
-    os.kill(template_pid(pool), signal.SIGSTOP)
+    next(iterator)  # the zygote is made behind the first batch
+    os.kill(zygote_pid(pool), signal.SIGSTOP)
     loader.close()
 
 
-def test_a_default_timeout_of_sockets_does_not_end_the_template() -> None:
+def test_a_default_timeout_of_sockets_does_not_end_the_zygote() -> None:
     socket.setdefaulttimeout(0.05)
     try:
         pool = ProcessPool(2, start_method="fork")
         with ShardedDataLoader(range(40), 4, pool=pool) as loader, warnings.catch_warnings():
             warnings.simplefilter("error", RuntimeWarning)
             list(loader)
-            first = template_pid(pool)
+            first = zygote_pid(pool)
             time.sleep(0.15)  # three times as long, or more
             os.kill(pool.pids[0], signal.SIGKILL)
             pool._transport.workers[0].wait(60)
             assert sorted(value for batch in loader for value in batch.tolist()) == list(range(40))
-            assert template_pid(pool) == first
+            assert zygote_pid(pool) == first
     finally:
         socket.setdefaulttimeout(None)
 
@@ -240,7 +240,7 @@ class Garbage:
 
 
 class Collects:
-    """Sample 20 kills its worker once: the next worker comes from the template."""
+    """Sample 20 kills its worker once: the next worker comes from the zygote."""
 
     def __init__(self, killed: Path) -> None:
         self.killed = killed

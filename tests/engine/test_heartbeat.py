@@ -1,4 +1,4 @@
-"""A board tells where a worker was when it died."""
+"""A heartbeat tells where a worker was when it died."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from sharded_loader.engine.board import (
+from sharded_loader.engine.heartbeat import (
     BEGINNING,
     IDLE,
     IN_BATCHIFY,
     IN_BULK,
     SENDING,
     WORDS,
-    board_in,
+    heartbeat_in,
     is_at,
-    new_board,
+    new_heartbeat,
     phase,
     sample_in,
 )
@@ -24,11 +24,11 @@ from sharded_loader.engine.messages import Task
 TASK = Task(4, 5, 0, 0, ([70, 80], [90]), True)
 
 
-def test_a_new_board_is_at_no_task() -> None:
-    assert not is_at(new_board(), Task(0, 0, 0, 0, ([1],), False))
+def test_a_new_heartbeat_is_at_no_task() -> None:
+    assert not is_at(new_heartbeat(), Task(0, 0, 0, 0, ([1],), False))
 
 
-def test_a_board_is_at_the_task_of_its_run_and_number_until_it_is_idle() -> None:
+def test_a_heartbeat_is_at_the_task_of_its_run_and_number_until_it_is_idle() -> None:
     assert is_at([4, 5, 0, BEGINNING], TASK)
     assert not is_at([4, 6, 0, 0], TASK)
     assert not is_at([3, 5, 0, 0], TASK)
@@ -59,8 +59,8 @@ def test_every_phase_has_words() -> None:
     assert phase([0, 0, 0, 7]) == "reading a sample"
 
 
-def test_boards_in_shared_memory_do_not_touch_each_other() -> None:
+def test_heartbeats_in_shared_memory_do_not_touch_each_other() -> None:
     memory = bytearray(8 * WORDS * 2)
-    first, second = board_in(memory, 0), board_in(memory, 1)
+    first, second = heartbeat_in(memory, 0), heartbeat_in(memory, 1)
     first[:4] = memoryview(np.array([1, 2, 3, 4])).cast("B").cast("q")
     assert (list(first[:4]), list(second[:4])) == ([1, 2, 3, 4], [0, 0, 0, 0])

@@ -1,15 +1,12 @@
-"""Where a worker is, written so that it can be read when the worker is dead.
+"""Heartbeat of a worker: the step that it recorded last, readable after the worker has died.
 
-    worker, at each step of a batch:      board[SHARD], board[SAMPLE] = ...        40 ns
-    main process, over a dead one:        sample_in(task, words) -> index, or phase(words)
+    worker, at each step of a batch:      heartbeat[SHARD], heartbeat[SAMPLE] = ...       40 ns
+    main process, for a dead worker:      sample_in(task, words) -> [index], or phase(words)
 
-A board is a few integers: in shared memory for a process, a list for a thread. They name the task (run, seq), the
-shard, and the place of the sample in it; not the index, which may be any object: the main process has the task.
-
-Each sample is noted only where it has to be known (`Reader`): under ``timeout=``, where a batch is given up at its
-first death, and in a task that is read again because a worker has died over it. Otherwise the board says `ONE_BY_ONE`.
-
-Nothing is locked. A worker that dies between two writes leaves a place that is one sample old.
+A heartbeat is a few integers, in shared memory for a process and in a list for a thread: the task (run, seq), the
+shard, and the sample's position in it. Single samples are recorded under ``timeout=``, where one death fails the batch,
+and in isolated tasks, which a worker has died over. Other tasks record `ONE_BY_ONE`. Writes take no lock, so the
+position may be one sample old.
 """
 
 from __future__ import annotations
@@ -22,37 +19,35 @@ import numpy as np
 from sharded_loader.engine.messages import Task
 
 RUN, SEQ, SHARD, SAMPLE = range(4)
-TOLD = 4  # how often a worker process has written its stack because it was asked to
 
-# Instead of a sample's place:
+# Steps other than a single sample, in place of its position:
 IN_BULK, IN_BATCHIFY, SENDING, IDLE, BEGINNING, ONE_BY_ONE, IN_BATCH = -1, -2, -3, -4, -5, -6, -7
 
 WORDS = 8
-"""int64 words per worker: a cache line, so that workers do not share one."""
+"""int64 words per worker: one cache line, so that workers share none."""
 
-UNUSED = 0, 0, 0, IDLE, 0
+UNUSED = 0, 0, 0, IDLE
 
-Board = MutableSequence[int]
+Heartbeat = MutableSequence[int]
 
 
-def new_board() -> Board:
-    """A board that only this process sees."""
+def new_heartbeat() -> Heartbeat:
     return list(UNUSED)
 
 
-def board_in(memory: Any, number: int) -> Any:
-    """The board of worker ``number`` in shared memory."""
+def heartbeat_in(memory: Any, number: int) -> Any:
+    """Return the heartbeat of worker ``number`` in shared memory."""
     size = WORDS * 8
     return memoryview(memory)[number * size : (number + 1) * size].cast("q")
 
 
 def is_at(words: Sequence[int], task: Task) -> bool:
-    """Whether the worker is busy with this task."""
+    """Return True if the worker is busy with this task."""
     return words[SAMPLE] != IDLE and (words[RUN], words[SEQ]) == (task.run, task.seq)
 
 
 def sample_in(task: Task, words: Sequence[int]) -> list[Any]:
-    """The index that is being read, in a list of one; empty if no single sample is.
+    """Return the index that is being read, in a list; an empty list if the worker is not at a single sample.
 
     Example:
         >>> task = Task(0, 5, 0, 0, ([7, 8], [9]), True)
@@ -78,5 +73,5 @@ _PHASES = {
 
 
 def phase(words: Sequence[int]) -> str:
-    """What the worker was doing, where that was not reading a single sample."""
+    """Describe the worker's step if it is not reading a single sample."""
     return _PHASES.get(words[SAMPLE], "reading a sample")
