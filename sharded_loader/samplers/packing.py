@@ -6,8 +6,8 @@
 
 Windows are packed independently, so a row follows from (seed, epoch, window); `GROUP` documents are packed in one pass.
 How many rows a window has depends on its lengths, so a sampler caches *row checkpoints*: the number of rows before a
-window, per packed group. A state contains that of its position, so that no rank repacks what came before. ``len`` and jumps
-ahead take one pass over the lengths in between. ``steps_per_epoch`` reads one endless sequence of windows (`EVERY`).
+window, per packed group. A state contains that of its position, so that no rank repacks what came before. ``len`` and
+jumps ahead take one pass over the lengths in between. ``steps_per_epoch`` reads all windows endlessly (`EVERY`).
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ def best_fit(sizes: npt.NDArray[np.int32], windows: Int64s, count: int, tokens: 
 
 
 FARTHEST = 1 << 30
-"""Rows to pack, at most, on the way to a position of an endless sequence: 10 minutes. A spoilt state may ask for more."""
+"""Maximum rows to pack on the way to a position: 10 minutes. The state of an endless sequence may be damaged."""
 
 
 class _PackTable(Table):
