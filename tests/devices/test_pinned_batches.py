@@ -69,7 +69,7 @@ def pins(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pins]:
         return tensor.clone()
 
     devices = [torch.device("cuda", 0), torch.device("cuda", 1)]
-    for module in (names, placement, drop_in):
+    for module in (names, placement, drop_in.core):
         monkeypatch.setattr(module, "accelerators", lambda: devices)
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     monkeypatch.setattr(torch, "get_device_module", lambda kind: pins.accelerator)

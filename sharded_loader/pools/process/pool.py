@@ -196,8 +196,8 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
             try:
                 if type(indices := task.shards[0]) is np.ndarray:
                     # Bytes pickle ten times as fast as an array.
-                    before, after = task.fields[:4], task.fields[5:]
-                    fields: object = (*before, (indices.tobytes(),), *after)
+                    of_batch = task.sharded, task.isolated, task.lane, task.part
+                    fields: object = task.run, task.seq, task.epoch, task.position, (indices.tobytes(),), *of_batch
                 else:
                     fields = fields_of(task, forked=self.start_method == "fork")
                 if wanted >= SLOT_BYTES and (slot := arena.take(wanted)) is None:
