@@ -59,8 +59,7 @@ class BatchScope(SampleScope):
     skipped: tuple[tuple[Any, BaseException], ...] = ()
     lost: tuple[int, ...] = ()
     durations: Sequence[float] = ()
-    dropped = samples = 0
-    batch: Any = NOTHING
+    dropped = 0
     error: BaseException | None = None
     point: PartPoint | None = None
     records_samples = is_timed = is_alone = False
@@ -150,14 +149,15 @@ class Reader:
         scope.records_samples, scope.indices = self._job.notes_samples or task.isolated, task.shards[0]
         timing.batches += 1
         scope.is_timed, scope.cpu_before = timing.spare <= 0, core_seconds() if timing.batches > timing.next else None
-        scope.began = host_clock.now()
+        batch: Any = NOTHING
+        samples, scope.began = 0, host_clock.now()
         try:
             reading.set(scope)
             if self._set_epoch is not None and task.epoch != self._epoch:
                 self._set_dataset_epoch(task.epoch)
             if batches := self._make_batches(scope):
-                scope.batch = batches if task.sharded else batches[0]
-                scope.samples = sum(map(len, task.shards)) - scope.dropped
+                batch = batches if task.sharded else batches[0]
+                samples = sum(map(len, task.shards)) - scope.dropped
         except BaseException as raised:
             if scope.is_for_caller(raised):
                 raise
@@ -166,12 +166,12 @@ class Reader:
             reading.set(previous_scope)
         seconds, times, retries = host_clock.now() - scope.began, None, len(RETRIES) - retries_before
         if scope.cpu_before is not None or scope.durations or seconds > MEASURED_SECONDS or retries:
-            times = timing.times(scope, seconds, number, retries)
+            times = timing.times(scope, samples, seconds, number, retries)
         if number >= 0:
             timing.free[number] = scope.began + seconds
         rest = seconds, scope.point, 0, scope.began, number, False, times
         try:
-            return Result(task.run, task.seq, scope.batch, scope.samples, scope.error, scope.skipped, scope.lost, *rest)
+            return Result(task.run, task.seq, batch, samples, scope.error, scope.skipped, scope.lost, *rest)
         finally:
             scope.error = None  # breaks the cycle error -> traceback -> frame -> scope -> error
 
@@ -476,7 +476,7 @@ class Timing:
         # Slowest samples: their epoch, the smallest of their times, and all times.
         self._slow_epoch, self._least_slow, self._slow = -1, SAMPLE_SECONDS, list[float]()
 
-    def times(self, scope: BatchScope, seconds: float, worker: int, retries: int) -> BatchTimes | None:
+    def times(self, scope: BatchScope, samples: int, seconds: float, worker: int, retries: int) -> BatchTimes | None:
         """Return the measurements of a batch, or None, and learn which batches to measure from now on."""
         is_slow = seconds > MEASURED_SECONDS or (scope.durations and max(scope.durations) > self._least_slow)
         if scope.cpu_before is None and not is_slow and not retries:
@@ -495,7 +495,7 @@ class Timing:
         self.next = self.batches + unmeasured
         if scope.is_alone:
             # Includes waits for a core, which a busy machine may overstate. Timing in vain costs little.
-            self.spare += weight * (SAMPLE_SECONDS * scope.samples - max(0.0, seconds - scope.collate_seconds))
+            self.spare += weight * (SAMPLE_SECONDS * samples - max(0.0, seconds - scope.collate_seconds))
         free = scope.began if worker < 0 else self.free.get(worker)  # the main process is not idle between batches
         times = BatchTimes(processor=processor, queued=queued, weight=weight, retries=retries)
         times.slow, times.is_first, times.collate = self._slowest(scope), free is None, scope.collate_seconds

@@ -365,6 +365,8 @@ WRONG: list[Any] = [*NUMBERS, *NO_NUMBERS, {"a": 1}, [["x"]], np.arange(3), obje
 # What an error may call an entry, where it compares the loader with the state's.
 ALSO_CALLED = {
     "dataset_length": "the dataset had",
+    "batch_size": "a step of all ranks had",
+    "last_batch": "'samples' must be at least 0",
     "sampler_length": "the sampler had",
     "sampler_seeds": "the seed of the|the sampler was made by the loader",
     "sampler_arguments": "(interval|rollover|weights|replacement|batch_size|last_batch) of the|[a-z_]+ of the [A-Z]",
