@@ -2,14 +2,11 @@
 
     from sharded_loader.torch import DataLoader      instead of torch.utils.data's; nothing else changes
 
-The class is a subclass of torch's `DataLoader` and takes the same arguments with the same meaning. The constructor,
-the checks and the attributes are torch's. The iterator is new (`sharded_loader.drop_in`): batches lie in shared memory
-that is reused, killed workers are replaced, errors name the sample, and `state_dict` is exact.
+A subclass of torch's `DataLoader`, with the same arguments, checks and attributes. The iterator is new
+(`sharded_loader.drop_in`): batches lie in reused shared memory, killed workers are replaced, errors name the sample,
+and `state_dict` is exact. It owns the workers, so a loader can be pickled and copied before and between epochs.
 
-`DataLoader` has the constructor and the documentation. What it passes calls on to is one object, `_reads`: a
-`TorchReading`, which reads in torch's order, or a `ShardedDataLoader`, if an argument asks for its order.
-
-The iterator owns the workers, not the loader. So you can pickle and copy a loader before and between epochs.
+Calls are passed on to `_reads`: a `TorchReading`, or a `ShardedDataLoader` if an argument asks for its order.
 """
 
 from __future__ import annotations
@@ -55,13 +52,12 @@ if TYPE_CHECKING:
 
 __all__ = ["DataLoader"]
 
-_TORCHS = torch.utils.data.DataLoader  # programs put this module's class in its place: the name is looked up once
+_TORCHS = torch.utils.data.DataLoader  # looked up once, because programs replace torch's class by this module's
 
 
 class OwnArguments:
-    """Arguments of the drop-in that torch's loader does not have, or has not in torch 2.4 (``in_order``).
-
-    They are kept under their names, as torch keeps its own: other libraries build a loader again from its attributes.
+    """Arguments that torch's loader lacks, at least in torch 2.4 (``in_order``), as attributes: libraries rebuild
+    loaders.
     """
 
     seed: int | None
@@ -80,7 +76,7 @@ class OwnArguments:
 
 
 SHARDED = ("num_replicas", "rank", "mesh", "costs", "evaluate", "steps_per_epoch")
-"""Arguments of `ShardedDataLoader` that torch's order cannot have."""
+"""Arguments of `ShardedDataLoader` that are incompatible with torch's order."""
 
 _TORCHS_TOO = {"in_order"} & inspect.signature(_TORCHS).parameters.keys()
 _OURS = {"self", "__class__", "skip", "unknown", *OwnArguments.__annotations__, *SHARDED} - _TORCHS_TOO
@@ -92,45 +88,37 @@ class DataLoader(OwnArguments, Instruments, torch.utils.data.DataLoader[Batch]):
     Args:
         dataset: A map-style or an iterable dataset.
         batch_size, shuffle, sampler, batch_sampler: As in torch's ``DataLoader``.
-        num_workers: The number of worker processes. ``"auto"``: 2 at first, then as many as training needs. Workers
-            then seed the global generators for each batch, as with ``seed``: what comes does not depend on the number.
+        num_workers: Number of worker processes. ``"auto"``: 2 at first, then as many as training needs. Workers then
+            seed the global generators for each batch, as with ``seed``, so the samples do not depend on the number.
             Iterable data keeps its 2 parts, and a map-style dataset with a ``state_dict`` its 2 workers.
         collate_fn, pin_memory, pin_memory_device, drop_last, worker_init_fn: As in torch's ``DataLoader``.
         multiprocessing_context, generator, persistent_workers, in_order: As in torch's ``DataLoader``.
-        prefetch_factor: The number of batches to prefetch for each worker. None: 2, and more while a batch takes less
-            than 1 ms.
-        timeout: The limit for the time of each sample, in seconds. 0: none.
-        seed: A seed for the order of ``shuffle=True``, for `sample_rng`, and for the global generators, which workers
-            seed for each batch. With it, nothing depends on the number of workers. None: as in torch.
-        on_error: What to do with a sample that cannot be read: ``"raise"``, ``"skip"``, ``"replace"`` or a function;
-            see `ShardedDataLoader`. `OnError` limits how many samples.
-        device: The device that the loader copies each batch to.
-        devices, num_shards: Several devices, or the number of shards. Each batch is then a list of shards; see
-            `ShardedDataLoader`.
-        start_method: How worker processes start; instead of ``multiprocessing_context``.
+        prefetch_factor: Number of batches to prefetch per worker. None: 2, and more while a batch takes less than 1 ms.
+        timeout: Time limit for each sample, in seconds. 0: none.
+        seed: Seed for the order of ``shuffle=True``, for `sample_rng`, and for the global generators, which workers
+            seed for each batch: nothing depends on the number of workers. None: as in torch.
+        on_error: ``"raise"``, ``"skip"``, ``"replace"``, a function or an `OnError`; see `ShardedDataLoader`.
+        device: Device that the loader copies each batch to.
+        devices, num_shards: Several devices, or the number of shards: each batch is a list; see `ShardedDataLoader`.
+        start_method: Start method of worker processes; instead of ``multiprocessing_context``.
         thread_pool: Whether workers are threads instead of processes.
-        restarts: How many workers a batch may kill before you get an error. 0: none. None: 3, or none with ``timeout``.
-        max_bytes: The limit of shared memory for batches, in bytes.
-        max_worker_memory: The memory that a worker process may take; see `ProcessPool`.
-        streams: The number of parts of iterable data; see `ShardedDataLoader`. None: one for each worker, as in torch.
-        skip: Steps to leave out; see `ShardedDataLoader`. They count the batches of the sampler, whose length must be
-            known. ``len(loader)`` gets smaller.
-        num_replicas, rank, mesh: The number of ranks, and which one this is; see `ShardedDataLoader`. With one of these
-            arguments, or of the next three, the loader reads as a `ShardedDataLoader` does: its order, not torch's; its
-            states; its `rescale` and `set_weights`; workers that live as long as the loader. ``persistent_workers``
-            changes nothing then. ``generator`` and ``in_order=False`` are errors.
-        costs: What each sample costs; see `ShardedDataLoader`.
-        evaluate: Whether iteration gives ``(batch, real)``; see `ShardedDataLoader`.
-        steps_per_epoch: The number of batches of every epoch on every rank; see `ShardedDataLoader`.
-        snapshot_every_n_steps: An argument of torchdata's ``StatefulDataLoader``. It changes nothing: states are exact
-            after every batch.
+        restarts: Number of workers that a batch may kill before it is an error. None: 3, or 0 with ``timeout``.
+        max_bytes: Limit of shared memory for batches, in bytes.
+        max_worker_memory: Memory limit of a worker process; see `ProcessPool`.
+        streams: Number of parts of iterable data; see `ShardedDataLoader`. None: one per worker, as in torch.
+        skip: Steps to leave out, as batches of the sampler, whose length must be known; see `ShardedDataLoader`.
+        num_replicas, rank, mesh: Number of ranks, and this rank; see `ShardedDataLoader`. With one of these or the next
+            three arguments, the loader reads as a `ShardedDataLoader` does: its order, states, `rescale` and
+            `set_weights`, and workers that live as long as the loader, whatever ``persistent_workers`` says.
+            ``generator`` and ``in_order=False`` are then errors.
+        costs, evaluate, steps_per_epoch: As in `ShardedDataLoader`.
+        snapshot_every_n_steps: Argument of torchdata's ``StatefulDataLoader``, without effect: states are always exact.
 
     Attributes:
-        skip: The steps that are left out: those that were given, and those of a loaded state.
+        skip: Steps to leave out: from the argument, and from a loaded state.
 
     Raises:
-        ValueError, TypeError: What torch's constructor raises. Unknown arguments are a TypeError that names all of
-            them.
+        ValueError, TypeError: As torch's constructor. Unknown arguments are a TypeError that names all of them.
 
     Example:
         >>> loader = DataLoader(range(10), batch_size=4)
@@ -140,8 +128,8 @@ class DataLoader(OwnArguments, Instruments, torch.utils.data.DataLoader[Batch]):
     Source of the idea: ``torch.utils.data.DataLoader``, and ``StatefulDataLoader`` of torchdata.
     """
 
-    _sharded: ShardedDataLoader[Batch] | int | None = None  # the epoch that it begins with, until it is made
-    _given_order: dict[str, Any]  # with another order than torch's: `shuffle`, `sampler` and `batch_sampler`
+    _sharded: ShardedDataLoader[Batch] | int | None = None  # its first epoch, until it is created
+    _given_order: dict[str, Any]  # `shuffle`, `sampler` and `batch_sampler`, if the order is not torch's
     skip: Sequence[tuple[int, int]] = ()  # torchdata's subclass has a constructor that calls no other
 
     def __init__(
@@ -187,7 +175,7 @@ class DataLoader(OwnArguments, Instruments, torch.utils.data.DataLoader[Batch]):
     ) -> None:
         given = dict(locals())
         refuse_arguments("DataLoader", unknown, type(self).__init__, {"max_skipped": core.INSTEAD["max_skipped"]})
-        if not hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset):  # an array that has a shape
+        if not hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset):  # an array with a shape
             dataset = as_dataset(dataset, "DataLoader", needs_length=sampler is None and batch_sampler is None)
         is_auto, workers = core.number_of_workers(num_workers)
         self.num_replicas, self.rank, self.mesh = num_replicas, rank, mesh
@@ -195,7 +183,7 @@ class DataLoader(OwnArguments, Instruments, torch.utils.data.DataLoader[Batch]):
         for name in OwnArguments.__annotations__:
             setattr(self, name, given[name])
         self._meter = Meter(dataset, core.action_and_limit(on_error)[1])
-        self._tuner = Tuner(self._meter) if is_auto else None  # it finds the number of workers
+        self._tuner = Tuner(self._meter) if is_auto else None  # finds the number of workers
         if any(given[name] is not None and given[name] is not False for name in SHARDED):
             self._sharded = 0
             self._given_order = {"shuffle": shuffle or False, "sampler": sampler, "batch_sampler": batch_sampler}
@@ -206,7 +194,7 @@ class DataLoader(OwnArguments, Instruments, torch.utils.data.DataLoader[Batch]):
         self._memory = drop_in.DeviceMemory()
         is_ours = sampler is None and batch_sampler is None and self._sharded is None
         if is_ours and not isinstance(dataset, IterableDataset):
-            # torch keeps `shuffle` nowhere: from here on there is a sampler that shuffles.
+            # torch does not keep `shuffle`: a sampler takes its place.
             if shuffle:
                 sampler, shuffle = ShuffleSampler(dataset, generator, seed), None
             elif seed is not None:
@@ -219,8 +207,8 @@ class DataLoader(OwnArguments, Instruments, torch.utils.data.DataLoader[Batch]):
         TorchReading(self).check_skip(self._progress.given_skip)
         made: Any = self.batch_sampler if batch_sampler is None else None
         if isinstance(made, BatchSampler) and hasattr(self.sampler, "set_epoch"):
-            # transformers and Accelerate wrap the batch sampler and call it there. It stays of torch's own class,
-            # which Lightning can build again.
+            # transformers and Accelerate wrap the batch sampler and call it there. The class stays torch's own, which
+            # Lightning can rebuild.
             made.set_epoch = self.sampler.set_epoch  # type: ignore[attr-defined]
 
     def _get_iterator(self) -> Any:
@@ -240,10 +228,7 @@ class DataLoader(OwnArguments, Instruments, torch.utils.data.DataLoader[Batch]):
 
     @property
     def _reads(self) -> ShardedDataLoader[Batch] | TorchReading[Batch]:
-        """What reads: in torch's order, or in the order that an argument of `ShardedDataLoader` asks for.
-
-        A copy of the loader makes its own.
-        """
+        """Object that reads: in torch's order, or in that of `ShardedDataLoader`. Each copy of a loader has its own."""
         if self._sharded is None:
             return TorchReading(self)
         if isinstance(self._sharded, int):
@@ -254,10 +239,10 @@ class DataLoader(OwnArguments, Instruments, torch.utils.data.DataLoader[Batch]):
 
     def _show_sharded(self, inner: ShardedDataLoader[Batch]) -> None:
         self._meter, self.skip = inner._meter, inner.skip
-        if not isinstance(self.dataset, IterableDataset):  # torch's class lets nobody set them
+        if not isinstance(self.dataset, IterableDataset):  # torch's class forbids setting these attributes
             vars(self).update(sampler=inner.sampler, batch_sampler=inner.batch_sampler)
 
-    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # the base class says nothing of batches
+    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # the base class has no batch type
         reads = self._reads
         if isinstance(reads, ShardedDataLoader):
             return iter(reads)
@@ -266,7 +251,7 @@ class DataLoader(OwnArguments, Instruments, torch.utils.data.DataLoader[Batch]):
 
     @property
     def multiprocessing_context(self) -> Any:
-        """As torch's. Accelerate reads it where it builds torch's loader from this one."""
+        """As torch's. Accelerate reads it when it builds torch's loader from this one."""
         if isinstance(self.dataset, IterableDataset):
             refuse_skipping(self)
         return super().multiprocessing_context
@@ -277,7 +262,7 @@ class DataLoader(OwnArguments, Instruments, torch.utils.data.DataLoader[Batch]):
 
     @property
     def _is_accelerate_prepared(self) -> bool:
-        """False. Accelerate asks for it before it builds torch's loader from this one."""
+        """False. Accelerate reads it before it builds torch's loader from this one."""
         if rebuilt_by_accelerate("prepare_data_loader"):
             warnings.warn(
                 "accelerator.prepare() makes a PyTorch DataLoader of this loader, so crashed workers end the program "
@@ -288,9 +273,7 @@ class DataLoader(OwnArguments, Instruments, torch.utils.data.DataLoader[Batch]):
 
     @property
     def ready_event(self) -> Any:
-        """What passes on the device when the batch that ``next`` returned last is ready.
-
-        See `ShardedDataLoader.ready_event`. With several iterators: the last batch of any of them.
+        """Event recorded when the last returned batch of any iterator is ready; see `ShardedDataLoader.ready_event`.
 
         Example:
             >>> loader = DataLoader(range(4), batch_size=2)
@@ -301,12 +284,11 @@ class DataLoader(OwnArguments, Instruments, torch.utils.data.DataLoader[Batch]):
         return self._reads.ready_event
 
     def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the one that the next ``iter()`` begins. The samplers and the dataset are told too.
+        """Make the next ``iter()`` begin ``epoch``, also for the samplers and the dataset.
 
-        Without ``seed``, ``shuffle=True`` has torch's order in every epoch, whatever its number.
-
-        If you have loaded a state, the next ``iter()`` begins in the epoch of the state. If the state is of the last
-        batch of its epoch, and a sampler was told another epoch since, that epoch begins.
+        Without ``seed``, ``shuffle=True`` has torch's order in every epoch, whatever its number. After a state was
+        loaded, the next ``iter()`` begins in the state's epoch, unless the state is of that epoch's last batch and a
+        sampler was given another epoch since.
 
         Example:
             >>> loader = DataLoader(range(6), batch_size=3, shuffle=True, seed=1)
@@ -318,15 +300,15 @@ class DataLoader(OwnArguments, Instruments, torch.utils.data.DataLoader[Batch]):
         self._reads.set_epoch(epoch)
 
     def read(self, index: Any, epoch: int = 0) -> Any:
-        """One sample, read here and now, with its random generator: where a debugger works.
+        """Return one sample, read in this process with its random generator, for instance under a debugger.
 
         Args:
-            index: as the sampler yields it. Of iterable data, as an error names it: (part, position).
-            epoch: as an error names it.
+            index: Index as the sampler yields it; for iterable data, (part, position), as in errors.
+            epoch: Number of the epoch, as in errors.
 
         Raises:
-            RuntimeError: iterable data has no parts before an epoch has begun.
-            Exception: what the dataset raises.
+            RuntimeError: Iterable data has no parts before an epoch has begun.
+            Exception: Any error of the dataset.
 
         Example:
             >>> DataLoader([10, 20, 30], batch_size=2).read(1)
@@ -335,22 +317,21 @@ class DataLoader(OwnArguments, Instruments, torch.utils.data.DataLoader[Batch]):
         return self._reads.read(index, epoch)
 
     def indices(self, epoch: int, step: int) -> list[Any]:
-        """The indices of the samples of a step, past or to come; see `ShardedDataLoader.indices`.
+        """Return the indices of the samples of a past or future step; see `ShardedDataLoader.indices`.
 
-        Any step of any epoch is known with ``seed=``, without shuffling, and with samplers whose order follows from
-        ``set_epoch(epoch)`` alone: name the epochs with ``loader.set_epoch``. Otherwise no step is.
+        Steps are known with ``seed=``, without shuffling, and with samplers whose order follows from
+        ``set_epoch(epoch)`` alone, if you name the epochs with ``loader.set_epoch``.
 
         Args:
-            epoch: As the loader counts, from 0, or as ``set_epoch`` names it.
-            step: The number of the sampler's batch in the epoch, from 0, as errors name it.
+            epoch: As counted by the loader, from 0, or as named by ``set_epoch``.
+            step: Number of the sampler's batch in the epoch, from 0, as in errors.
 
         Returns:
-            A list of indices. Of a mixture (`interleave`), pairs (number of the dataset, index in it).
+            A list of indices; for a mixture (`interleave`), pairs (number of the dataset, index in it).
 
         Raises:
-            IndexError: The epoch has no such step.
-            TypeError: The dataset is iterable data. The error tells which part of the data the step is from.
-            ValueError: The step is not known. The error says why.
+            IndexError, ValueError: The epoch has no such step, or it is unknown; the error says why.
+            TypeError: The dataset is iterable data. The error says which part of the data the step comes from.
 
         Example:
             >>> loader = DataLoader(range(10), batch_size=4, shuffle=True, seed=1)
@@ -361,13 +342,13 @@ class DataLoader(OwnArguments, Instruments, torch.utils.data.DataLoader[Batch]):
         return self._reads.indices(epoch, step)
 
     def batch(self, epoch: int, step: int) -> Batch:
-        """The batch of a step, past or to come, read here and now: starts no worker, changes no epoch.
+        """Return the batch of a past or future step, read in this process: starts no worker, changes no epoch.
 
-        With ``seed=`` it has the values that iteration gives, to the last bit; see `ShardedDataLoader.batch`. Without,
-        its random numbers are those of the newest epoch's seed. Without ``device``, it is not in pinned memory.
+        With ``seed=`` it equals the batch of the iteration (see `ShardedDataLoader.batch`); without, its random numbers
+        come from the newest epoch's seed. Without ``device``, it is not in pinned memory.
 
         Raises:
-            Exception: As `indices`, and what the samples raise. ``on_error`` counts.
+            Exception: As `indices`, and any error of the samples, subject to ``on_error``.
 
         Example:
             >>> DataLoader(range(10), batch_size=4).batch(epoch=2, step=1)
@@ -383,10 +364,8 @@ class DataLoader(OwnArguments, Instruments, torch.utils.data.DataLoader[Batch]):
         return self._reads._inspected()
 
     def __len__(self) -> int:
-        """Batches in the epoch, without those that ``skip`` leaves out.
-
-        Raises:
-            TypeError: It is not known. Iterable data divides its samples among the workers as it likes.
+        """Return the number of batches in the epoch, without those of ``skip``; a TypeError for several parts of
+        iterable data.
         """
         return len(self._reads)
 
@@ -397,11 +376,10 @@ class DataLoader(OwnArguments, Instruments, torch.utils.data.DataLoader[Batch]):
     # -- state ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the newest iterator, in the form that torchdata's ``StatefulDataLoader`` has.
+        """Return the position of the newest iterator, in the form of torchdata's ``StatefulDataLoader``.
 
         Returns:
-            A dict of numbers, strings and lists. It contains the states of the dataset and the sampler, if they have
-            a ``state_dict``.
+            A dict of numbers, strings and lists, with the states of a dataset and a sampler that have a ``state_dict``.
 
         Example:
             >>> loader = DataLoader(range(6), batch_size=2)
@@ -417,7 +395,7 @@ class DataLoader(OwnArguments, Instruments, torch.utils.data.DataLoader[Batch]):
         """Make the next ``iter()`` continue where `state_dict` was called, with any number of workers.
 
         Args:
-            state_dict: What `state_dict` has returned.
+            state_dict: Result of `state_dict`.
             skip: Steps to leave out, in addition to those of the loader and of the state.
 
         Raises:
@@ -431,7 +409,7 @@ class DataLoader(OwnArguments, Instruments, torch.utils.data.DataLoader[Batch]):
     # -- the order of `ShardedDataLoader` -------------------------------------------------------------------
 
     def rescale(self, num_replicas: int, rank: int, batch_size: int | None = None) -> None:
-        """Go on with other ranks, from the next batch on; see `ShardedDataLoader.rescale`.
+        """Continue with other ranks from the next batch on; see `ShardedDataLoader.rescale`.
 
         Raises:
             TypeError: The loader was made without ``num_replicas``, ``mesh``, ``costs``, ``evaluate`` and
@@ -455,9 +433,7 @@ class DataLoader(OwnArguments, Instruments, torch.utils.data.DataLoader[Batch]):
         self._show_sharded(inner)
 
     def set_weights(self, weights: Sequence[float] | None) -> None:
-        """Mix the datasets of `interleave` by other weights, from the next batch on.
-
-        See `ShardedDataLoader.set_weights`.
+        """Change the weights of the datasets in `interleave`; see `ShardedDataLoader.set_weights`.
 
         Raises:
             TypeError, ValueError, RuntimeError: As `rescale`, and as `ShardedDataLoader.set_weights`.
@@ -475,7 +451,7 @@ class DataLoader(OwnArguments, Instruments, torch.utils.data.DataLoader[Batch]):
     # -- copies ---------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        """The arguments. Workers and positions stay here."""
+        """Return the arguments, without workers and positions."""
         if "_meter" not in self.__dict__:  # made by ``__new__`` alone
             return self.__dict__
         meter = Meter(self.dataset, core.action_and_limit(self.on_error)[1])
@@ -493,19 +469,14 @@ leave_alone(DataLoader.__iter__)
 
 
 class TorchReading(Generic[Batch]):
-    """What reads for a loader in torch's order. It has the methods of `ShardedDataLoader` that the loader passes on.
-
-    It keeps nothing, so it is made for each call: the loader would wait for the garbage collector if it held one.
-
-    Args:
-        loader: a loader without one of the arguments in `SHARDED`.
+    """Methods of `ShardedDataLoader` in torch's order. Created per call: a reference cycle would delay the loader's
+    end.
     """
 
     def __init__(self, loader: DataLoader[Batch]) -> None:
         self._loader, self._steps = loader, TorchSteps(loader)
 
     def check_skip(self, skip: Any) -> None:
-        """Refuse steps to leave out that do not fit the epochs."""
         if skip and isinstance(self._loader.dataset, IterableDataset | IterDataPipe | MapDataPipe):
             raise TypeError(core.NO_SKIP)
         try:
@@ -514,14 +485,13 @@ class TorchReading(Generic[Batch]):
             raise ValueError(f"skip counts the steps of all epochs: {error}") from error
 
     def promised(self) -> LoaderIterator | None:
-        """The iterator of the epoch that a state was taken of. Without one, persistent workers that are stale end."""
+        """Return the iterator of the epoch whose state was taken, or None; then stale persistent workers end."""
         iterator, promised = self._loader._iterator, self._loader._progress.promised()
         if promised is None and isinstance(iterator, LoaderIterator) and iterator.is_stale(self._loader):
             self._end_persistent_workers()
         return promised
 
     def _end_persistent_workers(self) -> None:
-        """Have the next epoch start new workers."""
         if isinstance(self._loader._iterator, LoaderIterator):
             self._loader._iterator._shutdown_workers()
             self._loader._iterator = None
@@ -583,7 +553,7 @@ class TorchReading(Generic[Batch]):
             raise TypeError("datapipes are read by torch's own workers, which have no state_dict()")
         else:
             if (run := progress.known_run()) is None:
-                # The epoch is settled now, so that the state is the state of the epoch that comes.
+                # Fix the epoch now, so that the state is that of the coming epoch.
                 iterator = loader._get_iterator()
                 if lives_on(loader):
                     loader._iterator = iterator
@@ -610,14 +580,14 @@ class TorchReading(Generic[Batch]):
             warn_of_done_steps(given, saved, before + state.sampler.yielded)
         warn_of_other_data(state_dict.get("_data"), fingerprint_of(loader.dataset))
         progress.given_skip, loader.skip = given, list(merged(given, saved))
-        # `set_epoch` after this decides, as it would have at the end of an epoch.
+        # A later `set_epoch` decides, as at the end of an epoch.
         progress.load(copy.deepcopy(dict(state_dict)), state.epoch_to_begin)
         sampler, shuffle = loader.sampler, state.sampler and state.sampler.shuffle
         if isinstance(sampler, ShuffleSampler):
             sampler.is_named, sampler.seed = False, (shuffle or {}).get("seed", sampler.seed)
         for one in told_in(loader.dataset, nearest=True) if state.epoch_of_dataset is not None else ():
             one.set_epoch(state.epoch_of_dataset)
-        self._end_persistent_workers()  # they have datasets and generators of another time
+        self._end_persistent_workers()  # their datasets and generators are out of date
 
 
 # -- the order of `ShardedDataLoader` ----------------------------------------------------------------------------------
@@ -626,18 +596,14 @@ KEPT = ("pin_memory", "drop_last", "device", "devices", "num_shards", "seed", "o
 
 
 def need_sharded(reads: object, method: str) -> ShardedDataLoader[Any]:
-    """Return what reads for a loader. If that is no `ShardedDataLoader`, raise a TypeError."""
+    """Return the `ShardedDataLoader` that reads for a loader, or raise a TypeError."""
     if not isinstance(reads, ShardedDataLoader):
         raise TypeError(f"{method} needs the order of ShardedDataLoader, and this is torch's: give num_replicas=1")
     return reads
 
 
 def make_sharded(loader: DataLoader[Any]) -> ShardedDataLoader[Any]:
-    """Make the `ShardedDataLoader` that reads for a drop-in, with the same arguments.
-
-    Raises:
-        TypeError, ValueError: they contradict each other.
-    """
+    """Return the `ShardedDataLoader` that reads for a drop-in, with the same arguments."""
     batch_size = loader.batch_size if loader._given_order["batch_sampler"] is None else None
     wrong = {"generator": loader.generator is not None, "in_order": not loader.in_order}
     for name in (name for name, is_wrong in wrong.items() if is_wrong):
