@@ -6,10 +6,9 @@
 
 The policy keeps the cheapest setting that is about as fast as the fastest. While the program waits for workers, it
 tries up to twice as many, limited by cores and by the share of time in which workers block on I/O; if single slow
-samples hold up finished batches, also a larger prefetch. Otherwise it tries fewer, and drops idle workers.
-
-The order of batches never depends on this. The pool starts and stops workers, in the next step. Measurements are noisy,
-so a good setting may look bad; it is tried again once that look is forgotten.
+samples hold up finished batches, also a larger prefetch. Otherwise it tries fewer, and drops idle workers. The order of
+batches never depends on this. Measurements are noisy, so a setting that looked bad is tried again once that look is
+forgotten.
 """
 
 from __future__ import annotations
@@ -73,8 +72,7 @@ class Observed(NamedTuple):
     """One look: setting, samples per second, and shares of the time inside epochs without worker start-up.
 
     Attributes:
-        waits: share spent waiting for data.
-        hungry: part of ``waits`` caused by the workers; the rest is work of the main process.
+        waits, hungry: share spent waiting for data; part of it caused by the workers, not by the main process.
         late: part of ``hungry`` in which finished batches waited for an earlier one, per worker.
         reading, running: mean number of busy workers; of those on a core or waiting for one, not blocked on I/O.
     """

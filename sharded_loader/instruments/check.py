@@ -1,11 +1,9 @@
 """Find samples that differ between two reads, and explain the cause; fingerprints of epochs.
 
     check_loader(steps, number, samples, pool) -> LoaderCheck
-        some samples --read by one worker--> digests, memory    in reverse order
-                     --read here--> digests                     in order, and again in reverse
+        some samples --read by one worker, in reverse order--> digests, memory
+                     --read here, in order and in reverse--> digests
         differing ones --read here again, one source of randomness fixed at a time--> an explanation each
-    fingerprint_of_epoch(steps, number) -> Fingerprint     checksums of all steps, digests of three samples, a state
-    first_difference(one, other) -> step | None            the first step that differs
 
 The worker belongs to a temporary pool, so loader, epoch and state do not change. If it cannot start or read, the result
 says so. An error raised by a sample counts as its value.

@@ -1,13 +1,11 @@
 """Reports as text and HTML, Chrome traces, and the comparison of ranks; all numbers come from the loader's `Meter`.
 
-    text_of(stats, arguments) -> text for a terminal
-    page_of(about, stats, arguments, rows) -> HTML with its style and its plot
+    text_of(stats, arguments), page_of(about, stats, arguments, rows) -> text for a terminal; HTML with style and plot
     compared({rank: (stats, host)}) -> the slowest rank, and text for a terminal
     trace_of(rows, name) -> the content of a JSON file: lanes "next()", "worker 0" ... with a slice for each stage
 
-A page needs no network and no script, and follows the reader's light or dark mode. The plot is SVG without text,
-stretched to the window; the table below it is its legend. Slices of a lane do not overlap, in whole nanoseconds,
-because viewers drop overlapping ones.
+A page needs no network and no script. Its plot is SVG without text, stretched to the window, with the table below as
+legend. Slices of a lane do not overlap, in whole nanoseconds, because viewers drop overlapping ones.
 
 Source of the idea and the format of traces: "Trace Event Format", the document of Chrome's trace viewer.
 """
@@ -46,7 +44,6 @@ def text_of(stats: LoaderStats, given: Mapping[str, object]) -> str:
 
 
 def _sections(stats: LoaderStats, given: Mapping[str, object]) -> list[Section]:
-    """Return the non-empty tables."""
     causes = sorted(((took / stats.seconds, took, name) for name, took in stats.causes.items() if took), reverse=True)
     whole = sum(of.seconds for of in stats.stages.values()) or 1.0
     workers, most = [], stats.slowest[0].seconds if stats.slowest else 1.0
@@ -143,7 +140,6 @@ def _p(text: str) -> str:
 
 
 def _section(section: Section, plot: str) -> str:
-    """Return a table with its plot above it."""
     title, about, headings, rows = section
     lines = ["".join(f"<th>{one}" for one in headings)]
     for share, cells in rows:

@@ -1,9 +1,8 @@
-"""`Instruments`: the reporting methods of a loader: statistics, reports, traces, checks.
+"""`Instruments`: the reporting methods of a loader.
 
-    loader.report()               -> `page.text_of`, printed
-    loader.report("rank0.html")   -> `page.page_of`, one file
-    loader.trace("trace.json")    -> `page.trace_of`, one file
-    loader.stats_of_ranks()       -> statistics of all ranks of the process group -> `page.compared` -> `RankStats`
+    loader.report(), loader.report("rank0.html")  -> `page.text_of`, printed; `page.page_of`, one file
+    loader.trace("trace.json")                    -> `page.trace_of`, one file
+    loader.stats_of_ranks()                       -> statistics of all ranks -> `page.compared` -> `RankStats`
 
 Reports are built on request, so batches pay nothing for them. Files are replaced atomically.
 """
@@ -86,12 +85,11 @@ class Instruments:
         return self._meter.notices.counts["skipped_samples"]
 
     def stats(self, epoch: int | None = None) -> LoaderStats:
-        """Return throughput, the share of time spent waiting for data, and where the time went. Can be called at any
-        time.
+        """Return throughput, the share of time spent waiting for data, and where the time went. Safe at any time.
 
         Args:
-            epoch: One of the last 1,000 epochs. None: all epochs together. If an epoch was read several times, its
-                newest iterator counts. After `load_state_dict`, an epoch counts from the loaded position on.
+            epoch: One of the last 1,000 epochs; the newest iterator over it counts, from a loaded position on. None:
+                all epochs together.
 
         Returns:
             A `LoaderStats`; all zeros if no batch has been delivered.
@@ -177,10 +175,10 @@ class Instruments:
         return RankStats({rank: stats for rank, (stats, _) in found}, *page.compared(dict(found)))
 
     def trace(self, path: str | os.PathLike[str]) -> None:
-        """Write a Chrome trace of the last 1,000 batches: when each was read, waited for and delivered.
+        """Write a Chrome trace of the last 1,000 batches, for https://ui.perfetto.dev or ``chrome://tracing``.
 
-        Open the file in https://ui.perfetto.dev or ``chrome://tracing``. The main process and each worker have a lane;
-        slices carry epoch and step. Batches that take less than 0.2 ms are sampled.
+        It shows when each was read, waited for and delivered, with a lane for the main process and each worker. Batches
+        that take less than 0.2 ms are sampled.
 
         Args:
             path: the file, such as ``trace.json``.
@@ -214,8 +212,7 @@ class Instruments:
         From this call on, `state_dict` holds their digests, so `load_state_dict` rejects the state over other data.
 
         Args:
-            epoch: Number of the epoch. Default: `epoch`. Its whole order is computed: 2 s for 100,000 steps of 64
-                samples.
+            epoch: Default: `epoch`. Its whole order is computed: two seconds for 100,000 steps of 64 samples.
 
         Returns:
             A `Fingerprint`. ``str`` of it is the hash. Save ``as_dict()`` as JSON, and ``sharded-loader diff`` names
@@ -235,10 +232,9 @@ class Instruments:
         return fingerprint_of_epoch(steps, now if epoch is None else epoch)
 
     def check(self, samples: int = 12) -> LoaderCheck:
-        """Read some samples repeatedly, and report which of them differ, and why.
+        """Read some samples twice here, and once in a temporary worker; report which of them differ, and why.
 
-        Each is read twice here, the second time in reverse order, and once by a temporary worker. The loader, its epoch
-        and its workers do not change.
+        The second read is in reverse order. The loader, its epoch and its workers do not change.
 
         Args:
             samples: Number of samples, from the first, middle and last step of `epoch`.

@@ -1,12 +1,11 @@
 """Where the time of a training loop goes: waiting for data, or in the loop.
 
     the iterator -> Meter.step -> sums in the Counts of its epoch; and `BatchTimes` of a batch that is not cheap
-    with_rows(stats, rows) -> LoaderStats     every `KEPT_BATCHES`, and on request
     Counts.report() -> LoaderStats of an epoch -> sum_of -> as_dict() -> TensorBoard, W&B, tqdm
 
-Only time inside epochs counts, from the first ``next`` to the last batch. Iterators add up in the total; for a single
-epoch, its newest iterator counts. Iterators write under the pipeline's lock. Readers take no lock, so `stats` may be
-called in a signal handler: a `LoaderStats` is immutable, and a list of batches only grows.
+Only time inside epochs counts, from the first ``next`` to the last batch. Iterators write under the pipeline's lock.
+Readers take no lock, so `stats` may be called in a signal handler: a `LoaderStats` is immutable, and a list of batches
+only grows.
 """
 
 from __future__ import annotations
@@ -75,19 +74,18 @@ class LoaderStats(Totals, Sums):
         placing_seconds: part of ``waiting_seconds`` spent on conversion and on copies to the devices.
         retries: retried requests to a server, in this process and in workers (`ShardDataset`).
         replaced_workers: workers replaced because they died or stalled for longer than ``timeout``.
+        recycled_workers: workers replaced because they exceeded ``max_worker_memory``.
         skipped_samples: samples that ``on_error`` skipped or replaced.
         slow_batches: batches too large for shared memory (``max_bytes``), which took a slower way.
-        device_seconds: part of ``seconds`` spent inside ``next``, waiting for a device that is some batches behind. Not
-            counted as waiting for data: a faster loader would not reduce it.
+        device_seconds: part of ``seconds`` spent inside ``next``, waiting for a device that is some batches behind. A
+            faster loader would not reduce it.
         device_waiting_seconds: time in which devices were idle because their batch was missing, summed over and
             measured by the devices. A batch counts once they have reached it; the first batch of a loader does not.
-        recycled_workers: workers replaced because they exceeded ``max_worker_memory``.
-        discarded_samples: samples of incomplete batches at the end of an epoch, or of a part of iterable data, that
-            were left out (``last_batch="discard"``). Counted at the end of the epoch, without those of your batch
-            sampler.
-        cache_hits, cache_misses: samples found in the dataset's caches (``dataset.cache(...)``), and samples read
-            instead, counted when read, prefetched ones included. All loaders over one cached dataset count together.
-        cache_bytes: bytes held by the caches; for one epoch, bytes added.
+        discarded_samples: samples of incomplete batches left out at the end of an epoch, or of a part of iterable data
+            (``last_batch="discard"``), and counted then. Those of your own batch sampler do not count.
+        cache_hits, cache_misses, cache_bytes: samples found in the dataset's caches (``dataset.cache(...)``), samples
+            read instead, and bytes held (for one epoch: added). Counted when read or prefetched, for all loaders
+            together.
         sources: for a mixture (`interleave`) read by index, or a transform of one, samples of this rank by dataset,
             skipped and replaced ones included; otherwise empty.
         causes: seconds of waiting by cause; they add up to ``waiting_seconds``. ``"compute"``: workers compute.
@@ -116,11 +114,10 @@ class LoaderStats(Totals, Sums):
 
     @cached_property
     def stages(self) -> Mapping[str, StageTimes]:
-        """Time batches spent in each stage: the sum of seconds, quantiles, and the longest.
+        """Time batches spent in each stage, over the last 10 epochs: the sum of seconds, quantiles, and the longest.
 
         The stages are ``"queued"`` (waits for a worker), ``"read"``, ``"collate"``, ``"write"`` (into shared memory),
-        ``"behind"`` (finished before an earlier batch), ``"ready"`` (waits for your program) and ``"placing"``. Kept
-        for the last 10 epochs; empty before the first batch.
+        ``"behind"`` (finished before an earlier batch), ``"ready"`` (waits for your program) and ``"placing"``.
         """
         return self._timed.stages()
 
@@ -281,10 +278,8 @@ def with_rows(stats: LoaderStats, rows: Sequence[BatchTimes]) -> LoaderStats:
 class Counts:
     """Counts of one iterator in its epoch, as in `LoaderStats`; `began`, `ended`: `Meter.totals` at its start and end.
 
-    Attributes:
-        state: causes, stages and slow samples, without ``placing`` and the main process's own work; batches to add to
-            them.
-        for_workers: seconds ``next`` waited for workers, over unrecorded batches.
+    `state`: causes, stages and slow samples, without ``placing`` and the main process's own work; batches to be added.
+    `for_workers`: seconds that ``next`` waited for workers, over unrecorded batches.
     """
 
     number = -1
@@ -299,7 +294,6 @@ class Counts:
         self.state: tuple[LoaderStats, list[BatchTimes]] = LoaderStats(), []
 
     def add_up(self) -> None:
-        """Add up the recorded batches."""
         self.state = with_rows(*self.state), []  # one atomic assignment: another thread may read it
 
     def report(self, totals: Totals = Totals()) -> LoaderStats:
@@ -318,10 +312,9 @@ class Counts:
 
 
 class Meter(Observer):
-    """Counts of one loader, updated by iterators under the pipeline's lock.
+    """Counts of one loader, updated under the pipeline's lock. From `tune_at` on, ``tune`` is called after a step.
 
-    A batch is counted once, in its epoch, and totals are summed on request: half the cost of counting it twice. From
-    the stamp `tune_at` (`host_clock.now`) on, ``tune`` is called at the end of a step.
+    A batch is counted once, in its epoch, and totals are summed on request: half the cost of counting it twice.
     """
 
     tune: Callable[[Meter, Pipeline | None, float], None]
@@ -397,7 +390,6 @@ class Meter(Observer):
             self.tune(self, pipeline, taken)
 
     def _fill_in(self, row: BatchTimes, entry: Entry, result: Result, pipeline: Pipeline) -> None:
-        """Fill in everything but the stamps of ``next``."""
         error, pool, runs = result.error, pipeline.pool, pipeline.runs
         row.__dict__.update(sent=entry.sent, worker=result.worker, began=result.began, seconds=result.seconds)
         row.step, row.samples = entry.seq, result.samples if error is None else -1

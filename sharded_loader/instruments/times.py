@@ -1,12 +1,11 @@
 """Stage times of batches, causes of waiting, and advice.
 
-    Histograms.adding(rows) -> Histograms          of fixed size, for each worker and each stage
-    Histograms.stages(), .workers() -> `StageTimes`, `WorkerTimes`: sums and quantiles
+    Histograms.adding(rows) -> Histograms -> .stages(), .workers()      `StageTimes`, `WorkerTimes`
     causes_of(row, ...) -> [(cause, seconds)]      of one ``next``; the rest is the main process's own work
     limit_of(stats) -> name -> verdict(stats)      the bottleneck; in a sentence
 
-Histograms have `PER_POWER` buckets per power of two, so quantiles are within 5 percent; maxima are exact. Only measured
-batches count, by their weights (`messages.BatchTimes`). A wait is split where the batch's worker began:
+Quantiles are within 5 percent (`PER_POWER` buckets per power of two), maxima are exact. Only measured batches count, by
+their weights (`messages.BatchTimes`). A wait is split where the batch's worker began:
 
     before     `start`: the worker was new. `main_process`: it had no task. Otherwise as below
     after      `main_process`: other workers had no task. Otherwise `compute` while the worker ran, and `input`
@@ -14,7 +13,6 @@ batches count, by their weights (`messages.BatchTimes`). A wait is split where t
 Workers have no task if the batches in flight, or those held by the program, have reached their limit. CPU contention
 among workers counts as `compute`; contention with other programs is distributed proportionally. Batches read again
 after a worker's death count as `start`, and so does the first ``next`` of an iterator if nothing was read before it.
-Nothing here is mutated, so readers in other threads see a consistent state.
 
 Source of the idea: Plumber (MLSys 2022) and DS-Analyzer (VLDB 2021), which ask what a step would gain if it were free.
 """
@@ -48,9 +46,7 @@ BUCKETS = 1 + 34 * PER_POWER
 
 
 class SlowSample(NamedTuple):
-    """A sample that was slow to read: index as yielded by the sampler, seconds, epoch, and worker (-1: the main
-    process).
-    """
+    """A sample that was slow to read: its index from the sampler, seconds, epoch, and worker (-1: the main process)."""
 
     index: Any
     seconds: float
@@ -69,11 +65,10 @@ class StageTimes(NamedTuple):
 
 
 class WorkerTimes(NamedTuple):
-    """Times of one worker: its batches, their seconds, and quantiles of the seconds per batch.
+    """Times of one worker: batches, their seconds, running and idle time, and quantiles of the seconds per batch.
 
-    Attributes:
-        processor_seconds: part of ``seconds`` on a core or waiting for one; otherwise the worker waited for input.
-        idle_seconds: time without a batch, between two batches.
+    ``processor_seconds`` is the part of ``seconds`` on a core or waiting for one; otherwise the worker waited for
+    input.
     """
 
     batches: int
@@ -253,9 +248,7 @@ def name_causes(rows: Sequence[BatchTimes]) -> None:
 
 
 def limit_of(stats: LoaderStats) -> str:
-    """Return the bottleneck: a cause, ``"collate"``, ``"late"``, ``"worker"``, ``"device"`` or ``"loop"``; ``""`` if
-    unknown.
-    """
+    """Return the bottleneck: a cause, ``"collate"``, ``"late"``, ``"worker"``, ``"device"``, ``"loop"``, or ``""``."""
     if not stats.seconds:
         return ""
     if stats.waiting_share < ENOUGH or stats.waiting_seconds < stats.device_seconds:
