@@ -1,15 +1,11 @@
-"""A dataset whose samples are kept, in memory that all processes share or in a file. `Dataset.cache` makes it.
+"""`StoredDataset`: a dataset that caches samples in shared memory or in a file; made by `Dataset.cache`.
 
-    StoredDataset(dataset, max_bytes, path, key)
-        [i], get_batch, __getitems__     from the store; what is not there yet is read once, and stored
-        counts                           found, not found, bytes
+Hits come from the store, which owns the bytes (`sharded_loader.caching.store`); misses are read once, and stored.
+Workers inherit the store, or open it when they unpickle the dataset. A worker that cannot open it, for example on
+another machine, reads uncached. Every read copies, so modifying a sample in place changes no other one.
 
-`sharded_loader.caching.store` owns the bytes. The dataset is made before workers start, so each of them inherits it, or
-opens it when it unpickles the dataset. A worker that cannot open it, as one on another machine, reads uncached. Each
-read copies: a sample that is changed in place changes no other one.
-
-What can go wrong: a sample below ``cache(...)`` that draws random numbers or depends on ``set_epoch``, which is an
-error when the cache is made or filled; a dataset that has another length than when it was cached.
+Samples below ``cache(...)`` that draw random numbers or depend on ``set_epoch`` are an error, when the cache is made or
+filled; so is a dataset whose length has changed since.
 """
 
 from __future__ import annotations
@@ -49,9 +45,9 @@ _KEPT = SampleScope(0, 0, is_cached=True)
 
 
 class StoredDataset(Cache):
-    """The samples of a dataset, in one memory or file for all workers; made by `Dataset.cache`.
+    """A dataset whose samples are cached in one memory or file for all workers; made by `Dataset.cache`.
 
-    Sample 0 is read twice when the dataset is made: it tells the structure of the samples, and whether they are random.
+    Sample 0 is read twice at construction, to find the structure of samples and to detect randomness.
 
     Args:
         dataset: anything with ``__getitem__`` and ``__len__``.
@@ -78,7 +74,7 @@ class StoredDataset(Cache):
         self._shown += [] if path is None else [f"path={self._store.path!r}"]
 
     def _first_sample(self) -> object:
-        """Sample 0. It is read twice, because a sample that is random is an error."""
+        """Return sample 0. It is read twice, because a random sample is an error."""
         moved, samples = [], []
         for _ in range(2):
             before = global_states()
@@ -96,7 +92,7 @@ class StoredDataset(Cache):
         return samples[0]
 
     def _read(self, indices: list[int]) -> list[object]:
-        """Samples that are not stored. To draw random numbers is an error meanwhile."""
+        """Read samples that are not stored; drawing random numbers meanwhile is an error."""
         before = reading.get()
         try:
             reading.set(_KEPT)
@@ -115,17 +111,17 @@ class StoredDataset(Cache):
 
     @property
     def cached(self) -> int:
-        """The number of samples that are stored."""
+        """Number of samples stored."""
         return int(np.count_nonzero(self._store.places))
 
     @property
     def structure(self) -> Node:
-        """That of the samples that are kept as columns, as of `caching.store`."""
+        """Node of the samples stored in columns, as in `caching.store`."""
         return self._store.node
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """Hits, misses and stored bytes, of all processes that share this object."""
+        """Hits, misses and stored bytes of all processes that share this object."""
         hits, misses = self._store.session.counts.sum(0).tolist()
         return hits, misses, self._store.used_bytes
 
@@ -136,7 +132,7 @@ class StoredDataset(Cache):
 
     def _samples(self, where: list[int]) -> list[object]:
         store = self._store
-        found = [store.read(index) for index in where]  # one object for each place: the user may change it
+        found = [store.read(index) for index in where]  # a separate object for each position: the user may modify it
         places = [place for place, sample in enumerate(found) if sample is MISSING]
         missing = [where[place] for place in places]
         store.session.count(len(where) - len(missing), len(missing))
@@ -150,11 +146,11 @@ class StoredDataset(Cache):
 
     @bulk
     def __getitems__(self, indices: Sequence[int]) -> list[object]:
-        """Many samples: those not yet stored are read at once."""
+        """Return many samples; misses are read together."""
         return self._samples(checked_indices(indices, self._checked()).tolist())
 
     def _in_columns(self, indices: Indices, empty: Empty) -> object:
-        """A finished batch, or `NOT_IN_BULK` if not all samples are rows of the store."""
+        """Return a collated batch, or `NOT_IN_BULK` if some samples are not rows of the store."""
         where, store = checked_indices(indices, self._checked()), self._store
         if (rows := store.rows(where)) is None:
             return NOT_IN_BULK
@@ -163,7 +159,7 @@ class StoredDataset(Cache):
 
     @bulk
     def get_batch(self, indices: Indices, empty: Empty = new_array) -> Any:
-        """A finished batch, in memory from ``empty``."""
+        """Return a collated batch, in memory from ``empty``."""
         batch = self._in_columns(indices, empty)
         if batch is NOT_IN_BULK:
             where = checked_indices(indices, self._checked()).tolist()
@@ -183,7 +179,7 @@ class StoredDataset(Cache):
 
 
 def global_states() -> dict[str, bytes]:
-    """Return the state of each global generator, by name. States are equal if nothing was drawn in between.
+    """Return the state of each global generator, by name; equal unless numbers were drawn in between.
 
     Example:
         >>> before = global_states()
@@ -192,7 +188,7 @@ def global_states() -> dict[str, bytes]:
         ['random']
     """
     found = {"random": repr(random.getstate()).encode()}
-    if "numpy.random" in sys.modules:  # to import it takes 8 ms
+    if "numpy.random" in sys.modules:  # importing it takes 8 ms
         of_numpy = np.random.get_state(legacy=False)["state"]
         found["numpy.random"] = repr(of_numpy["pos"]).encode() + of_numpy["key"].tobytes()
     generator = getattr(sys.modules.get("torch"), "default_generator", None)
@@ -202,13 +198,13 @@ def global_states() -> dict[str, bytes]:
 
 
 JOB = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "MASTER_ADDR", "MASTER_PORT")
-"""Environment variables that are the same for all ranks of a job, and differ between jobs."""
+"""Environment variables that are equal on all ranks of a job, and differ between jobs."""
 
 
 def job_of_ranks(environ: Mapping[str, str] = os.environ) -> str | None:
-    """A text that the ranks of a job have in common on this machine; None if this process does not seem to be a rank.
+    """Return a text shared by the ranks of a job on this machine; None if this process does not seem to be a rank.
 
-    Ranks have variables of torchrun, SLURM or MPI, or are started by multiprocessing, as by ``torch``'s ``mp.spawn``.
+    Ranks have variables of torchrun, SLURM or MPI, or are children of multiprocessing, as with ``mp.spawn``.
 
     Example:
         >>> job_of_ranks({"RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"})

@@ -1,19 +1,16 @@
-"""Memory and files that several processes have: one process at a time, and how the others find it.
+"""Memory and files shared by processes: mutual exclusion, and rendezvous by label.
 
     with locked(fd): ...            # one process, and one of its threads, writes to a file
-    close_locked(fd)                # closes such a file without dropping the locks of other threads
-    meet(label, join, make)         # memory of a label: that of another process of this user, or new
+    meet(label, join, make)         # memory of a label: another process's of this user, or new
     Opened(fd, name, ...)           # a descriptor, and the name by which other processes open it
 
-*Finding it.* A process that holds memory has a link with its label in ``/proc/<pid>/fd``. So a newcomer finds it in any
-process that holds it, also if the one that made it has ended. A lock lets one process at a time search, and create the
-memory if there is none. The memory has no name in a folder, so nothing is left of it if processes are killed: the
-kernel frees it with its last process. The lock is that of an empty file in the folder for temporary files, one for each
-user, which stays.
+Memory is found through its holders' links in ``/proc/<pid>/fd``, so it survives the process that made it. It has no
+name in a file system: the kernel frees it with its last holder, even if all are killed. Search and creation are
+serialized by the lock of an empty file per user in the folder for temporary files, which stays. Memory that another
+user owns, or may write to, is ignored.
 
-Only memory of this user, that no other user may write to, is used. What can go wrong: a file system without locks
-(OSError). Where processes do not find each other, as without /proc (macOS, Windows) and in another container, each one
-makes its own.
+A file system without locks is an OSError. Without /proc (macOS, Windows), or in another container, each process makes
+its own memory.
 """
 
 from __future__ import annotations
@@ -38,13 +35,13 @@ if sys.platform != "win32":
     import fcntl
 
 _file_lock = threading.RLock()
-"""Held around each `locked`, and while a descriptor of such a file is closed, which would drop this process's locks."""
+"""Held around each `locked`, and while closing such a file, because closing drops all locks of this process."""
 
 _has_lock = False
 
 
 def _begin_afresh() -> None:
-    """In a forked child: another thread, which is gone there, may have held the lock."""
+    """Reset the lock in a forked child, where the thread that held it is gone."""
     global _file_lock, _has_lock
     _file_lock, _has_lock = threading.RLock(), False
 
@@ -53,17 +50,14 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_begin_afresh)
 
 LOCKED_BYTE = 1 << 60
-"""The byte that is locked, behind all data: Windows lets no other process read a locked one."""
+"""Locked byte, beyond all data: on Windows other processes cannot read a locked one."""
 
 
 @contextlib.contextmanager
 def locked(fd: int) -> Iterator[bool]:
-    """Hold the lock of a file inside the block: one process, and one of its threads, at a time.
+    """Hold the lock of a file: one process, and one of its threads, at a time. OSError if the file system has none.
 
-    It gives False in a signal handler, or a finalizer, that runs in the middle of such a block: change nothing then.
-
-    Raises:
-        OSError: the file system has no locks.
+    Yields False in a signal handler or finalizer that interrupts such a block, which then must not change anything.
 
     Example:
         >>> with tempfile.TemporaryFile() as file, locked(file.fileno()) as alone, locked(file.fileno()) as nested:
@@ -97,7 +91,7 @@ def _set_lock(fd: int, is_taken: bool) -> None:
 
 
 def close_locked(fd: int) -> None:
-    """Close a descriptor of a file that `locked` is used for."""
+    """Close a descriptor used with `locked`, without dropping the locks of other threads."""
     with _file_lock:
         os.close(fd)
 
@@ -105,28 +99,21 @@ def close_locked(fd: int) -> None:
 # -- memory that other processes find ----------------------------------------------------------------------------------
 
 HAS_LINKS = os.path.isdir("/proc/self/fd")
-"""Whether other processes can open what a process holds."""
+"""True if other processes can open this process's descriptors."""
 
 
 def open_named(name: str) -> int:
-    """A descriptor of a file, or of another process's memory.
-
-    Raises:
-        OSError: there is none of this name.
-    """
+    """Open a file, or another process's memory, by name."""
     return os.open(name, os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
 
 
 def name_of(fd: int) -> str:
-    """The name by which other processes open this descriptor while this process has it open. Linux."""
+    """Return the name by which other processes open a descriptor while it is open here. Linux."""
     return f"/proc/{os.getpid()}/fd/{fd}"
 
 
 def open_nameless(label: str) -> tuple[int, str]:
-    """New memory, and the name by which other processes open it while this process has it open.
-
-    Where the system has no such names, the memory is a temporary file (see `Opened`). Only this user can open it.
-    """
+    """Create memory for this user only, a temporary file without /proc. Return its descriptor and its name."""
     if HAS_LINKS:
         backend = chosen_backend()
         fd, _ = open_memory(f"{PREFIX}-{label}", None if backend == "named" else backend)
@@ -136,18 +123,12 @@ def open_nameless(label: str) -> tuple[int, str]:
 
 
 def is_own(found: os.stat_result) -> bool:
-    """Whether a file belongs to this user, and no other user may write to it."""
+    """Return True if a file belongs to this user and no other user may write to it."""
     return sys.platform == "win32" or (found.st_uid == os.getuid() and not found.st_mode & 0o022)
 
 
 class Opened:
-    """A descriptor that is closed with this object, and its mapping. A temporary file is deleted with it.
-
-    Args:
-        fd: taken over.
-        name: see `open_nameless`.
-        is_temporary: the name is that of a temporary file of this process.
-    """
+    """A descriptor that this object owns and closes; with ``is_temporary``, the temporary file is deleted as well."""
 
     def __init__(self, fd: int, name: str, is_temporary: bool) -> None:
         self.fd, self.name = fd, name
@@ -156,7 +137,7 @@ class Opened:
             weakref.finalize(self, _remove, name, os.getpid())
 
     def map(self, nbytes: int) -> Array:
-        """The first bytes, over the shared memory."""
+        """Map the first bytes."""
         return np.frombuffer(mmap.mmap(self.fd, nbytes, **MAP_OPTIONS), np.uint8)
 
 
@@ -170,7 +151,7 @@ Found = TypeVar("Found")
 
 
 def links_of(label: str) -> Iterator[str]:
-    """By which names this process can open what processes of this user hold under a label."""
+    """Yield the names by which this process can open memory that processes of this user hold under a label."""
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # it has ended
             if os.stat(f"/proc/{pid}").st_uid == os.getuid():
@@ -181,16 +162,10 @@ def links_of(label: str) -> Iterator[str]:
 
 
 def meet(label: str, join: Callable[[int], Found | None], make: Callable[[str], Found]) -> Found:
-    """What another process of this user holds under a label, or else what this one makes.
+    """Return the memory that another process of this user holds under a label (a word), or else make it.
 
-    Args:
-        label: a word.
-        join: gets a descriptor of memory that only this user can write to, and takes it over; None: it is not what was
-            looked for.
-        make: makes memory of this label. It is called by one process at a time.
-
-    Raises:
-        What ``make`` raises. The next process then calls its own.
+    ``join`` takes over a descriptor, and returns None if it is not what was looked for. ``make`` runs in one process at
+    a time; if it raises, the next process calls its own.
 
     Example:
         >>> def make(label):
@@ -203,7 +178,7 @@ def meet(label: str, join: Callable[[int], Found | None], make: Callable[[str], 
     if not HAS_LINKS:
         return make(label)
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError, NotImplementedError):  # without locks, two processes may make it
+        with contextlib.suppress(OSError, NotImplementedError):  # without locks, two processes may both make it
             stack.enter_context(lock_at(os.path.join(tempfile.gettempdir(), f"{PREFIX}-{os.getuid()}.lock")))
         for name in links_of(label):
             try:

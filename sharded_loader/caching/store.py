@@ -1,52 +1,44 @@
-"""Samples in one memory or file that all processes map: what ``dataset.cache(...)`` writes and reads.
+"""Samples in one memory or file mapped by all processes: the storage of ``dataset.cache(...)``.
 
     open_store(path, max_bytes, length, key, first) -> Store     in the process that makes the cache
     Store.read(index) -> sample | MISSING                        in any process that inherits it, or unpickles it
-    Store.write(index, sample)                                   keeps a sample if there is room
+    Store.write(index, sample)                                   stores a sample if there is room
     Store.rows(where) -> rows of ``Store.columns`` | None        many samples at once, if all are there
 
-One layout, in memory without a name (`system.open_memory`) or in a file:
+The layout is the same in anonymous memory (`system.open_memory`) and in a file:
 
-    64 bytes   MAGIC, size and checksum of the text; three counters: rows taken, bytes of the log taken, and which
-               sample was written last
+    64 bytes   MAGIC, size and checksum of the text; counters: rows and log bytes in use, last sample written
     text       JSON: the values of `Header`
     entries    for each sample its place, its length in the log, its checksum
     columns    one for each leaf of the first sample: samples of the same structure are rows
     log        all other samples, one after the other: structure and leaves. No pickle.
 
-The place is 0: the sample is missing. r + 1: row r. -1 - o: byte o of the log. Nothing is ever moved or evicted. Rows
-and log are holes until they are written, and take no room. The entries are written at once, since they are changed
-through the mapping: on a full disk, to change a hole so is a SIGBUS.
+A place of 0 means missing, r + 1 row r, -1 - o byte o of the log. Nothing is moved or evicted. Rows and log are sparse
+until written. Entries are allocated at once, because they are written through the mapping, where a full disk is SIGBUS.
 
-*Samples.* A sample is a node, and leaves: C-contiguous arrays. A node is a text or None that stands for itself, or a
-list that begins with its kind:
+*Samples* are flattened to a node, and leaves: C-contiguous arrays. A node is a text or None, standing for itself, or:
 
     ["dict", keys, nodes]   ["list", nodes]   ["tuple", nodes]   ["big", digits]      keys: texts, or JSON of others too
     [kind, dtype, shape]    an array, a tensor (with its dtype as torch calls it), bytes, a number, or a list of numbers
 
-Samples of one structure have leaves of the same dtypes and shapes, so their leaves can be kept as columns. A sample
-comes back with the same types and values. Arrays come back C-contiguous, and own their memory. A value of any other
-kind, subclasses included, is a TypeError that names the field. Nothing that is read here can run code, as a pickle can.
+Types and values are restored exactly; arrays come back C-contiguous, and own their memory. Other types, subclasses
+included, are a TypeError that names the field. Unlike a pickle, stored data cannot run code.
 
-*Writers.* A writer has the lock of the file, which ends with its process. It writes the sample, then its checksum, and
-then the place, in one store of 8 bytes; after that it counts what it has taken. If it dies before the place, it has
-taken nothing. If it dies after that, the next one finds the place of the last sample, and counts it. Samples are
-written by `system.write_at`: a full disk is an error there, and a SIGBUS in a mapping.
+*Writers* hold the file lock, which ends with the process. They write sample, checksum, place (one 8-byte store) and
+then the counters. A writer that dies before the place has used nothing; after it, the next writer finds the place of
+the last sample and counts it. Samples are written by `system.write_at`, where a full disk is an error.
 
-*Readers.* The processes that inherit the store of a file share a `Session`: a byte for each sample whose checksum is
-known to be right. A writer sets it, so only samples of other programs are compared, once. Memory needs no checksums:
-only its own programs write to it. A wrong sample counts as missing.
+*Readers* of a file share a `Session` with a byte for each sample whose checksum is verified or that one of them wrote,
+so other programs' samples are verified once. Memory needs no checksums. A corrupt sample counts as missing.
 
-*Ranks.* With ``shared``, `shared.meet` gives the ranks of a machine one memory: the first one makes it, within its
-bound, and the others map it. Each rank has a session of its own, so it counts its own hits.
+*Ranks* of a machine share one memory with ``shared`` (`shared.meet`), bounded by the rank that made it. Each has its
+own session, so it counts its own hits.
 
-*Files.* A file gets its MAGIC last, under its lock. If the process that makes it dies, the next one makes it. A file
-that is no cache, that belongs to another user, or that other users may write to, is rejected with an error.
+*Files* get their MAGIC last, under the lock; if the maker dies, the next process takes over. Files that are no cache,
+or that another user owns or may write to, are rejected.
 
-What can go wrong: another dataset with the same path (`CacheMismatchError`), a path that cannot be written to
-(OSError), more bytes than the machine has (ValueError). A full disk, or full memory, later on: the store takes no more
-samples, and logs that once. If a program shortens the file, its readers get a SIGBUS. A process of another machine, or
-one that outlives the memory, unpickles a store that keeps nothing.
+When disk or memory fills up later, the store stops accepting samples, and logs it once. If another program truncates
+the file, its readers get a SIGBUS. A process that cannot reach the memory unpickles a store that keeps nothing.
 """
 
 from __future__ import annotations
@@ -75,7 +67,7 @@ from sharded_loader.extend.engine import aligned
 from sharded_loader.extend.tools import SMALL, Limit, an, blake2b, bytes_of_text, free_bytes, logger, read_at, write_at
 
 VERSION = 1
-"""Of the layout. A file of another version is rejected."""
+"""Version of the layout. Files of other versions are rejected."""
 
 MAGIC, UNFINISHED = b"SLsample", b"SLnosmpl"
 _HEAD = struct.Struct("<8sII")
@@ -86,20 +78,20 @@ _SIZE = struct.Struct("<I")
 Path = str | os.PathLike[str] | None
 
 MISSING: Final = object()
-"""What `Store.read` returns for a sample that is not there."""
+"""Returned by `Store.read` for a sample that is not stored."""
 
 LOOK = 32 << 20
-"""Bytes of memory that are written before it is asked again how much is free: 0.1 ms."""
+"""Bytes of memory written between two checks of free memory, which take 0.1 ms."""
 
 SHARE = 0.75
-"""Of the memory that is free, what a cache without a bound may take. The rest is for batches, and for the program."""
+"""Share of the free memory that an unbounded cache may take. The rest is for batches and the program."""
 
 MOST = (1 << 32) - 1
-"""Bytes that a sample may have: its length is a number of 32 bits."""
+"""Maximum bytes of a sample, whose length has 32 bits."""
 
 
 class CacheMismatchError(ValueError):
-    """The file of a cache belongs to another dataset, or is no cache.
+    """The file of a cache belongs to another dataset, or is not a cache.
 
     Example:
         >>> issubclass(CacheMismatchError, ValueError)
@@ -108,17 +100,12 @@ class CacheMismatchError(ValueError):
 
 
 def bytes_of(array: Array) -> memoryview:
-    """The memory of a C-contiguous array.
-
-    Example:
-        >>> bytes(bytes_of(np.zeros((1, 2), np.int8)))
-        b'\\x00\\x00'
-    """
+    """Return the memory of a C-contiguous array."""
     return array.reshape(-1).view(np.uint8).data
 
 
 def checksum(leaves: Iterable[Array]) -> int:
-    """A number of 32 bits for these bytes.
+    """Return a 32-bit checksum of some arrays.
 
     Example:
         >>> checksum([np.arange(3)]) == checksum([np.arange(3)]) != checksum([np.arange(4)])
@@ -136,10 +123,10 @@ def checksum(leaves: Iterable[Array]) -> int:
 Node = list[Any] | str | None
 
 MANY = 8
-"""Numbers of one type from which on a list of them is one leaf."""
+"""Minimum length of a list of numbers of one type to become one leaf."""
 
 text_of = json.JSONEncoder(separators=(",", ":")).encode
-"""The text of a node. `json.dumps` would make an encoder for each sample."""
+"""Encode a node. `json.dumps` would make an encoder for each sample."""
 
 _NUMBERS: dict[type, type[np.generic]] = {int: np.int64, float: np.float64, bool: np.bool_, complex: np.complex128}
 _KEYS = {str, int, bool, type(None)}
@@ -148,10 +135,7 @@ _STACKED = "biufc"
 
 
 def flat(sample: object) -> tuple[Node, list[Array]]:
-    """The node of a sample, and its leaves.
-
-    Raises:
-        TypeError: a field is of another kind; names the field.
+    """Return the node of a sample, and its leaves. Raises a TypeError that names a field of another type.
 
     Example:
         >>> node, leaves = flat({"x": np.zeros(2, np.float32), "name": "a", "label": 3})
@@ -163,12 +147,9 @@ def flat(sample: object) -> tuple[Node, list[Array]]:
 
 
 def _flat(value: object, path: tuple[object, ...], leaves: list[Array]) -> Node:
-    """A node. After a JPEG was decoded, the processor has none of this code at hand: 0.5 us become 10.
+    """Return the node of a value, and append its leaves. ``path``: its container's path, and its key or position there.
 
-    Args:
-        value: of the sample.
-        path: of the value: that of what it is in, and its key or position there.
-        leaves: to be appended to.
+    This code is cold after a JPEG was decoded: 0.5 us become 10.
     """
     if value is None or type(value) is str:
         return value
@@ -196,7 +177,7 @@ def _shown(path: tuple[Any, ...]) -> str:
 
 
 def _described(value: Any) -> str:
-    """What a value is that cannot be stored: also why, if others of its type can."""
+    """Describe a value that cannot be stored, and why if others of its type can."""
     kind = type(value)
     if kind is dict:
         return f"a dict with {an(type(next(key for key in value if type(key) not in _KEYS)))} as a key"
@@ -208,7 +189,7 @@ def _described(value: Any) -> str:
 
 
 def _leaf(value: Any) -> tuple[Any, ...] | None:
-    """The kind, the array, and what else is needed to build the value again; None: it is no leaf."""
+    """Return the kind, the array, and extra data to restore the value; None if it is not a leaf."""
     kind = type(value)
     if kind in (np.ndarray, np.memmap):
         return ("array", value) if value.dtype.kind in _KEPT else None
@@ -256,11 +237,9 @@ def _keys(found: str | list[str]) -> Any:
 
 
 def unflatten(node: Node, take: Callable[[str, list[int]], Array]) -> object:
-    """The sample of a node.
+    """Rebuild a sample from its node.
 
-    Args:
-        node: the structure.
-        take: gives the next leaf, of this dtype and shape. An array of the sample is this very array.
+    ``take`` returns the next leaf, of a given dtype and shape; arrays of the sample are not copied from it.
 
     Example:
         >>> node, leaves = flat((np.arange(3), "a", [0.5] * 9))
@@ -283,7 +262,7 @@ def unflatten(node: Node, take: Callable[[str, list[int]], Array]) -> object:
 
 
 def fits_columns(node: Node) -> bool:
-    """Whether `batched` makes of columns what the default batchify makes of the samples.
+    """Return True if `batched` builds from columns the same batch as the default batchify from samples.
 
     Example:
         >>> fits_columns(flat((1, "a"))[0]), fits_columns(flat([1, 2])[0])
@@ -301,7 +280,7 @@ def fits_columns(node: Node) -> bool:
 
 
 def batched(node: Node, columns: Iterator[Array], count: int) -> object:
-    """The batch of ``count`` samples of one structure, whose leaves are these columns.
+    """Return the batch of ``count`` samples of one structure, whose leaves are these columns.
 
     Example:
         >>> batched(flat((1, "a"))[0], iter([np.array([1, 2])]), 2)
@@ -319,20 +298,16 @@ def batched(node: Node, columns: Iterator[Array], count: int) -> object:
 
 
 class Session(Opened):
-    """What the processes share that have inherited or unpickled one store.
-
-    Args:
-        length: the number of samples.
-        name: of another process's session; None: a new one.
+    """State shared by processes that have inherited or unpickled one store; ``name`` is that of an existing session.
 
     Attributes:
-        full: an array of one number: 1 if the store takes no more samples.
-        counts: of each process, the samples that it found in the store, and those that it did not.
-        sound: of each sample, whether its checksum is known to be right.
+        full: an array of one number: 1 if the store accepts no more samples.
+        counts: hits and misses, by process.
+        sound: per sample, 1 if its checksum has been verified.
     """
 
     PROCESSES = 1024
-    """Each process counts in the row of its number, so two of them may lose a count if that is the same row."""
+    """Rows of `counts`. Processes whose numbers share a row may lose a count."""
 
     def __init__(self, length: int, name: str | None = None) -> None:
         opened = open_nameless("cache-session") if name is None else (open_named(name), name)
@@ -345,24 +320,16 @@ class Session(Opened):
         self.full, self.counts, self.sound = numbers[0, :1], numbers[1:], memory[begin:]
 
     def count(self, found: int, missed: int) -> None:
-        """Samples were found, or not. NumPy adds them at once: threads need no lock."""
+        """Count hits and misses. NumPy adds them at once, so threads need no lock."""
         mine = self.counts[os.getpid() % self.PROCESSES]
         mine += (found, missed)
 
 
 class Header(NamedTuple):
-    """What the text of a store says.
+    """Text of a store: layout version, dataset length, user's key, digest and structure of sample 0, dtypes and shapes.
 
-    Attributes:
-        version: of the layout.
-        length: of the dataset.
-        key: the user's.
-        first: the digest of sample 0.
-        structure: of sample 0, as text.
-        leaves: their dtypes and shapes.
-        rows: how many there is room for.
-        bound: what samples may take.
-        least_free: bytes of memory that have to be free, for the store to take more.
+    ``rows`` is the capacity in rows, and ``bound`` the maximum bytes of samples; ``least_free`` bytes of memory must
+    stay free for the store to grow.
     """
 
     version: int
@@ -377,17 +344,7 @@ class Header(NamedTuple):
 
 
 class Layout:
-    """Where the parts of a store begin.
-
-    Args:
-        header: of the store.
-        text_bytes: what its text takes.
-
-    Attributes:
-        header: as above.
-        row_bytes: what a row takes.
-        entries, columns, log: where they begin. The log ends the header and what is mapped.
-    """
+    """Offsets of the parts of a store. The log ends the header and the mapping. ``text_bytes``: size of the header."""
 
     def __init__(self, header: Header, text_bytes: int) -> None:
         self.header = header
@@ -399,21 +356,9 @@ class Layout:
 
 
 class Store(Opened):
-    """Samples, by index.
+    """Samples, by index. Takes over ``fd``, whose header is written; other processes open it by ``name``.
 
-    Args:
-        fd: of the memory or the file, taken over. Its header is written.
-        name: by which other processes open it.
-        layout: of the header.
-        max_bytes: what samples may take.
-        path: of the file; None: it is memory.
-        session: the name of another process's; None: a new one.
-
-    Attributes:
-        node: the structure of the samples that are rows.
-        columns: their leaves, over the shared memory.
-        places: of each sample, where it is; see above.
-        session: see `Session`.
+    ``max_bytes`` limits the samples; ``path`` is None for memory, and ``session`` another process's session or None.
     """
 
     def __init__(
@@ -433,7 +378,7 @@ class Store(Opened):
         ]
         try:
             self.session = Session(header.length, session)
-        except (OSError, ValueError):  # its process has ended
+        except (OSError, ValueError):  # its process has exited
             self.session = Session(header.length)
         if path is None:
             self.session.sound[:] = 1
@@ -443,12 +388,12 @@ class Store(Opened):
 
     @property
     def used_bytes(self) -> int:
-        """What the stored samples take."""
+        """Bytes taken by the stored samples."""
         rows, end = self._taken()
         return rows * self._layout.row_bytes + end
 
     def _taken(self) -> tuple[int, int]:
-        """Rows, and bytes of the log, that are taken. Who wrote last may have died before it could count its sample."""
+        """Return the rows and log bytes in use. The last writer may have died before counting its sample."""
         rows, end, last = self._counters.tolist()
         place = int(self.places[last]) if last < self._layout.header.length else 0
         if place < 0:
@@ -458,12 +403,12 @@ class Store(Opened):
     # -- reading ---------------------------------------------------------------------------------------------
 
     def read(self, index: int) -> object:
-        """The sample; `MISSING` if it is not there."""
+        """Return a sample, or `MISSING`."""
         place = int(self.places[index])
         if place == 0:
             return MISSING
         found = self._row(index, place - 1) if place > 0 else self._record(index, -1 - place)
-        if found is MISSING:  # its checksum is wrong: it is read, and stored, again
+        if found is MISSING:  # corrupt: it is read and stored again
             with locked(self.fd) as alone:
                 if alone and self.places[index] == place:  # no other program has stored it since
                     self.places[index] = 0
@@ -471,7 +416,7 @@ class Store(Opened):
         return found
 
     def rows(self, where: Array) -> Array | None:
-        """The rows of the samples at these indices; None unless all are rows."""
+        """Return the rows of samples; None unless all are rows."""
         places = self.places[where]
         if not self._in_bulk or not where.size or int(places.min()) <= 0:
             return None
@@ -511,11 +456,7 @@ class Store(Opened):
     # -- writing ---------------------------------------------------------------------------------------------
 
     def write(self, index: int, sample: object) -> None:
-        """Store a sample, if there is room and it is not there.
-
-        Raises:
-            TypeError: it cannot be stored; names the field.
-        """
+        """Store a sample, if there is room and it is not stored. Raises a TypeError that names an unsupported field."""
         full = self.session.full
         if full[0] or self.places[index]:
             return
@@ -540,7 +481,7 @@ class Store(Opened):
         nbytes, before = sum(leaf.nbytes for leaf in leaves), rows * layout.row_bytes + end
         if before + nbytes > self.max_bytes or nbytes > MOST or (is_row and rows >= layout.header.rows):
             usual = layout.row_bytes if rows else 0
-            if self.max_bytes - before <= max(usual, before // 64):  # to ask for each sample takes 20 to 60 us
+            if self.max_bytes - before <= max(usual, before // 64):  # checking for each sample takes 20 to 60 us
                 self.session.full[0] = 1
             return
         if self.path is None and (before + nbytes) // LOOK > before // LOOK:
@@ -565,28 +506,27 @@ def _nbytes(dtype: str, shape: Iterable[int]) -> int:
 
 
 _calls: Counter[str] = Counter()
-"""How often this process has asked for memory, by what it asked for. On all ranks the n-th calls mean the same."""
+"""Number of requests for memory by this process, by request: the n-th equal requests on all ranks belong together."""
 
 
 def open_store(
     path: Path, max_bytes: int | str | None, length: int, key: str | None, first: object, shared: str | None = None
 ) -> Store:
-    """The store of a dataset: new, or that of the file, or that of another rank.
+    """Open the store of a dataset: new, from the file, or shared with another rank.
 
     Args:
-        path: of a file, which is made if it does not exist; None: in memory.
-        max_bytes: what samples may take: bytes, a text such as "8 GB", or "50%" of what is free; None: see `bound_of`.
+        path: file, created if absent; None: in memory.
+        max_bytes: bytes, a text such as "8 GB", or "50%" of the free space; None: see `bound_of`.
         length: of the dataset.
-        key: the user's name for what the loader cannot see.
+        key: user's name for what the loader cannot see.
         first: sample 0 of the dataset.
-        shared: a text that the ranks of this machine have in common, and no other dataset of theirs has. They share one
-            memory then. None: it is not shared.
+        shared: text that identifies this dataset on the ranks of this machine, which share one memory; None: private.
 
     Raises:
-        CacheMismatchError: the file belongs to another dataset, or is no cache.
+        CacheMismatchError: the file belongs to another dataset, or is not a cache.
         TypeError: the sample cannot be stored.
-        ValueError: ``max_bytes`` means no number of bytes, or more than the machine has.
-        OSError: the file cannot be made.
+        ValueError: ``max_bytes`` is invalid, or more than the machine has.
+        OSError: the file cannot be created.
     """
     node, leaves = flat(first)
     place = None if path is None else os.path.abspath(os.fspath(path))
@@ -597,7 +537,7 @@ def open_store(
     header = Header(VERSION, length, key, exact((structure, leaves)), structure, specs)
 
     def with_bound(bound: int) -> Header:
-        # Another cache without a bound, made before this one was filled, may count the same bytes.
+        # Another unbounded cache, made before this one was filled, may count on the same bytes.
         least_free = bound // 6 if max_bytes is None and path is None else 0
         return header._replace(rows=min(length, bound // max(1, row_bytes)), bound=bound, least_free=least_free)
 
@@ -629,16 +569,11 @@ def open_store(
 
 
 def bound_of(max_bytes: int | str | None, path: str | None, memory: str = "") -> int:
-    """A number of bytes, of what the memory or the disk has.
+    """Return the maximum bytes of a store. ``max_bytes``: see `open_store`; None: `SHARE` of memory, or all of the
+    disk.
 
-    Args:
-        max_bytes: see `open_store`. None: `SHARE` of the memory, all of the disk.
-        path: of a file; None: in memory.
-        memory: its name. It may have a file system of its own with less room, such as /dev/shm; a memfd has none.
-
-    Raises:
-        ValueError: it is none, or there is not as much.
-        OSError: there is no such folder.
+    ``memory`` names the shared memory, whose file system may be smaller, such as /dev/shm; a memfd has none. Raises
+    ValueError if ``max_bytes`` is invalid or too large, OSError if the folder does not exist.
     """
     if path is None:
         limit, room = free_bytes(), shutil.disk_usage(memory)
@@ -677,7 +612,7 @@ def make_header(fd: int, header: Header) -> Layout:
 
 
 def read_layout(fd: int) -> Layout | None:
-    """What the header says; None if it is not that of a whole store."""
+    """Read the header; None if the store is not complete."""
     head = read_at(fd, _HEAD.size, 0)
     if len(head) < _HEAD.size:
         return None
@@ -688,7 +623,7 @@ def read_layout(fd: int) -> Layout | None:
 
 
 def open_file(path: str, header: Header, max_bytes: int) -> Store:
-    """The store in a file, which is made if it is not there."""
+    """Open the store in a file, and create it if absent."""
     flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
     try:
         fd = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o600)
@@ -726,11 +661,7 @@ def open_file(path: str, header: Header, max_bytes: int) -> Store:
 
 
 def _checked_layout(fd: int, path: str, header: Header) -> Layout:
-    """The layout of a file that was there.
-
-    Raises:
-        CacheMismatchError: it is not the cache of this dataset; says what differs.
-    """
+    """Return the layout of an existing file. Raises a CacheMismatchError that says how it differs from this dataset."""
     layout, clear = read_layout(fd), "delete it, or give another path"
     if layout is None:
         raise CacheMismatchError(f"the cache file {path} is damaged: {clear}")
@@ -747,7 +678,7 @@ def _checked_layout(fd: int, path: str, header: Header) -> Layout:
     size = os.fstat(fd).st_size
     if size < layout.log:
         raise CacheMismatchError(f"the cache file {path} was cut off: {clear}")
-    # A machine that lost power may have written the places of samples, and not the counters.
+    # After a power failure, the places of samples may be on disk without the counters.
     entries = np.frombuffer(read_at(fd, header.length * _ENTRY.itemsize, layout.entries), _ENTRY)
     places, ends = entries["place"], entries["length"] - entries["place"] - 1
     rows = places[(places > 0) & (places <= layout.header.rows)].max(initial=0)
@@ -758,7 +689,7 @@ def _checked_layout(fd: int, path: str, header: Header) -> Layout:
 
 
 def attach(name: str, header: Header, max_bytes: int, path: str | None, session: str) -> Store:
-    """The store of another process. Where this one cannot reach it, a store that keeps nothing."""
+    """Open the store of another process, or one that keeps nothing if it is out of reach."""
     fd, layout = -1, None
     with contextlib.suppress(OSError):
         fd = open_named(name)

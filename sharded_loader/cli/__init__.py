@@ -4,15 +4,12 @@ main --> doctor
      --> bench      target --> measure
      --> records    and ``index``
      --> runs       ``diff``, ``demo`` (the run itself is in ``sharded_loader.demo``)
-All of them print through output.
 
-    main(argv) --click--> the function of the verb -> exit code
+A new verb is a click command in a module, and a name in `make_command`. Verbs import what they need when they run, so
+``--help`` does not wait for torch.
 
-A new verb is a click command in a module, and a name in `make_command`. Each verb imports what it needs when it runs,
-so ``--help`` and ``--version`` do not wait for torch.
-
-Exit code 0: done. 1: the command ran and found something wrong, or its output was closed. 2: the command cannot run as
-typed, and one line on stderr says why. 130: Ctrl-C. Any other exception is a bug and keeps its traceback.
+Exit codes: 0: done; 1: the command found something wrong, or its output was closed; 2: it cannot run as typed, with one
+line on stderr; 130: Ctrl-C. Any other exception is a bug and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -29,13 +26,7 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells say it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command.
-
-    Args:
-        argv: its arguments. None: those of this process.
-
-    Returns:
-        The exit code.
+    """Run the command with ``argv`` (default: this process's arguments), and return the exit code.
 
     Example:
         >>> main(["--version"])
@@ -61,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_command() -> click.Group:
-    """The command with its verbs; without a verb it prints its help."""
+    """Build the command with its verbs; without a verb it prints its help."""
     import click
 
     from sharded_loader import __version__

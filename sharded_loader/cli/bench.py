@@ -1,17 +1,12 @@
-"""``sharded-loader bench module:dataset``: which pool, and how many workers, for the user's own dataset?
+"""``sharded-loader bench module:dataset``: measure which pool, and how many workers, suit the user's dataset.
 
     target.find_dataset --> measure, for each pool --> a table, recommend
 
-    measure(pool, seconds, arguments) -> a row: the number of workers that ``num_workers="auto"`` finds, and its speed
-    recommend(rows) -> one sentence, a pure function
+A row is measured in rounds once ``num_workers="auto"`` has settled, so workers have started and prefetched. A round has
+at least as many batches as there are workers, even if that takes longer. `measure` owns one loader and closes it.
 
-A row is measured in rounds, when the number has been found: workers have started then, and have filled what is
-prefetched. A round measures at least as many batches as there are workers, even if that takes longer than asked for.
-
-`measure` owns one loader and closes it. What can go wrong: the dataset raises. In the main process that ends the
-measurement; with workers it ends only that row, unless every row fails.
-
-Exit code 0; 1 if a row failed, which is said below the table; 2 if the dataset cannot be found or read.
+An error of the dataset ends the measurement in the main process, but with workers only that row, unless all rows fail.
+Exit code 1: a row failed, as said below the table; 2: the dataset cannot be found or read.
 """
 
 from __future__ import annotations
@@ -37,13 +32,13 @@ if TYPE_CHECKING:
     from sharded_loader import ShardedDataLoader
 
 ROUNDS = 5
-"""Of three rounds on a busy machine, the median is often a disturbed one."""
+"""Of only three rounds on a busy machine, the median is often a disturbed one."""
 
 WORTH = 1.2
 """Workers are worth their memory if they read this many times as fast as the main process."""
 
 POOLS = {"inline": "", "process": "", "thread": ", thread_pool=True", "ray": ', pool="ray"'}
-"""Arguments of the loader that choose a pool, beside ``num_workers``."""
+"""Loader arguments that choose a pool, besides ``num_workers``."""
 
 
 @click.command(short_help="Measure how fast your dataset is read.")
@@ -105,13 +100,10 @@ def _cells_of(row: Row, inline: float | None) -> list[str]:
 
 @dataclass
 class Row:
-    """A pool (``inline``, ``thread``, ``process`` or ``ray``) with its number of workers, and how fast it reads.
+    """Speed of a pool (``inline``, ``thread``, ``process`` or ``ray``) with its number of workers.
 
-    Attributes:
-        samples_per_second: the median over the rounds; 0 if the row failed.
-        ms_per_batch: milliseconds from one batch to the next, the median over the rounds.
-        lowest, highest: samples per second of the slowest and of the fastest round.
-        error: why the row failed; None if it did not.
+    Speeds are medians over the rounds, 0 if the row failed with ``error``; ``lowest`` and ``highest`` are samples per
+    second of the slowest and fastest round.
     """
 
     pool: str
@@ -131,18 +123,16 @@ class Row:
 def measure(
     pool: Any, seconds: float, arguments: Mapping[str, Any], on_turn: Callable[[], object] = lambda: None
 ) -> Row:
-    """Find the number of workers of a pool, and measure how fast it reads.
-
-    On a cluster of Ray the number is that of the cores here.
+    """Find the number of workers of a pool (with Ray, the number of cores here), and measure how fast it reads.
 
     Args:
         pool: its name.
-        seconds: of all rounds together. To find the number takes five times as long.
+        seconds: time of all rounds together. Finding the number takes five times as long.
         arguments: of the loader, without its workers.
         on_turn: called now and then.
 
     Raises:
-        CannotRun: the dataset raised in the main process, or it has no samples.
+        CannotRun: the dataset raised in the main process, or has no samples.
     """
     from sharded_loader import ShardedDataLoader
 
@@ -183,7 +173,7 @@ def measure(
 
 
 def _without_end(loader: ShardedDataLoader[object]) -> Iterator[object]:
-    """The batches of one epoch after the other."""
+    """Yield the batches of one epoch after another."""
     why = "it gives no samples: give a dataset that has some"
     while True:
         batch = None
@@ -195,9 +185,7 @@ def _without_end(loader: ShardedDataLoader[object]) -> Iterator[object]:
 
 
 def recommend(rows: list[Row]) -> str:
-    """The arguments to give to the loader, in one sentence.
-
-    It names none if the rounds of two rows overlap that lead to other arguments. Rows that failed are ignored.
+    """Recommend loader arguments, in one sentence; none if overlapping rounds leave the choice open. Skips failed rows.
 
     Example:
         >>> recommend([Row("inline", 0, 1000, 64.0), Row("process", 2, 1100, 58.2)])
@@ -227,7 +215,7 @@ def recommend(rows: list[Row]) -> str:
 
 
 def ms_text(ms: float) -> str:
-    """Milliseconds with three digits.
+    """Format milliseconds with three digits.
 
     Example:
         >>> ms_text(0.01234), ms_text(12.345), ms_text(1234.5)

@@ -1,15 +1,11 @@
-"""``sharded-loader doctor``: is this machine fit for a loader, and what should be changed?
+"""``sharded-loader doctor``: checks whether this machine suits a loader, and what to change.
 
     collect() --> Facts --> lines: names and texts, which describe the machine
                         --> find: Findings, problems first: what is wrong or worth knowing, and what to change
 
-`collect` looks, and decides nothing. Every look may fail and is then the text of the error: the command must work where
-torch is broken. It makes a small loader with two worker processes to see that they work.
-
-A *problem* means that the loader fails or is slow here. A *note* is worth knowing, and the loader works well.
-`find` and `lines` are pure functions, tested on made-up facts. Exit code 0: no problem; 1: a problem.
-
-What can go wrong: a driver that hangs when it is asked for its GPUs; Ctrl-C ends that.
+`collect` only looks. Failures become texts, because the command must work where torch is broken. A small loader with
+two worker processes is tried. With a *problem* (exit code 1) the loader fails or is slow; with a *note* it works well.
+A driver may hang when asked for its GPUs; Ctrl-C ends that.
 """
 
 from __future__ import annotations
@@ -35,10 +31,10 @@ from sharded_loader.extend.tools import core_limit, free_bytes, open_memory, usa
 PACKAGES = ("torch", "numpy", "multiprocess", "cloudpickle", "filelock", "fsspec", "threadpoolctl", "pyarrow", "ray")
 
 GIB = 1 << 30
-"""Free bytes of memory, and bytes of /dev/shm where batches lie in it, below which workers are soon killed."""
+"""Free memory, and size of a /dev/shm that holds batches, below which workers are soon killed."""
 
 FEW_DESCRIPTORS, SCARCE_DESCRIPTORS = 1024, 128
-"""A worker takes about four in the main process (measured), and a program opens files of its own. macOS gives 256."""
+"""A worker takes about four in the main process (measured), besides the program's own files. macOS allows 256."""
 
 SHM = "docker run --shm-size=8g; in Kubernetes, an emptyDir with medium: Memory at /dev/shm."
 
@@ -68,21 +64,15 @@ def doctor(quiet: bool) -> int:
 
 @dataclasses.dataclass
 class Facts:
-    """What `collect` found. The defaults describe a machine without any problem.
+    """Facts found by `collect`. The defaults describe a machine without problems.
 
     Attributes:
-        versions: of Python, the platform, this library and the installed packages.
-        torch_error: why torch cannot be imported; None if it can.
-        cores, usable_cores: of the machine; those that its affinity and its cgroup allow.
-        free_memory: what this process may still use, in bytes, and what sets that limit.
-        shared_memory: where batches lie: ``memfd``, ``shm``, ``file``, ``named``; None: nowhere.
-        shared_memory_error: why there is none.
-        shm: size of /dev/shm and what is free of it, in bytes; None if the platform has none.
-        descriptors: the limit of open files; None: no limit known.
-        gpus: accelerators that torch sees.
-        nvidia_driver: the machine has one.
-        trial: how long two new worker processes took for a few batches.
-        trial_error: why the trial failed.
+        cores, usable_cores: of the machine; allowed by affinity and cgroup.
+        free_memory: bytes this process may still use, and the source of that limit.
+        shared_memory: kind of memory for batches: ``memfd``, ``shm``, ``file``, ``named``; None: none.
+        shm: total and free bytes of /dev/shm; None if the platform has none.
+        descriptors: limit of open files; None: no known limit.
+        trial: time that two new worker processes took for a few batches.
     """
 
     versions: dict[str, str] = dataclasses.field(default_factory=lambda: {"sharded_loader": __version__})
@@ -101,7 +91,7 @@ class Facts:
 
 
 def collect() -> Facts:
-    """Look at this machine. It takes a second or two, most of it for torch."""
+    """Collect the facts of this machine. It takes a second or two, most of it for torch."""
     facts = Facts(shared_memory=None, shm=None, descriptors=None, free_memory=free_bytes())
     facts.versions.update(python=platform.python_version(), platform=platform.platform())
     for name in PACKAGES:
@@ -137,7 +127,7 @@ def _noting_error(facts: Facts, name: str) -> Iterator[None]:
 
 
 def _shared_memory() -> str:
-    """The kind of memory that batches will lie in."""
+    """Return the kind of memory for batches."""
     from sharded_loader.extend.engine import chosen_backend
 
     if os.name == "nt":
@@ -152,13 +142,7 @@ def _shared_memory() -> str:
 
 
 class Finding(NamedTuple):
-    """Something about the machine.
-
-    Attributes:
-        is_problem: the loader fails or is slow because of it.
-        what: one sentence.
-        change: what to change.
-    """
+    """A finding: its sentence, and what to change. With a problem, the loader fails or is slow."""
 
     is_problem: bool
     what: str
@@ -166,10 +150,7 @@ class Finding(NamedTuple):
 
 
 def find(facts: Facts) -> list[Finding]:
-    """What is wrong with a machine, or worth knowing about it.
-
-    Returns:
-        The findings, problems first. None at all: everything is well.
+    """Return what is wrong with a machine, or worth knowing about it; problems first.
 
     Example:
         >>> find(Facts())
@@ -207,7 +188,7 @@ def find(facts: Facts) -> list[Finding]:
 
 
 def lines(facts: Facts) -> list[tuple[str, str]]:
-    """What there is to say about a machine: names and texts."""
+    """Describe a machine, as names and texts."""
     kinds = {"memfd": "memfd, not limited by /dev/shm", "shm": "/dev/shm", "file": "temporary files", None: "none"}
     room = f" ({size_text(facts.shm[1])} of {size_text(facts.shm[0])} free)" if facts.shm else ""
     return [

@@ -1,15 +1,11 @@
-"""What the verbs share: results on stdout, progress and complaints on stderr, files to read and to write.
+"""Output shared by the verbs: results on stdout, progress and complaints on stderr, checks of files.
 
     complain(text)                                  --> stderr
     with Steps("packing", total) as steps:
         steps.update(done)                          --> stderr: a line that changes in a terminal, lines in a pipe
-    check_output(file, force=force)                 an error before any work is done
-    with os_errors_in_one_line(file):               a full disk is one line
 
-`Steps` prints nothing in the first two seconds. It starts no thread: the line changes when `update` is called. So it
-may run while workers are forked and while speed is measured. It takes the line away at the end.
-
-What can go wrong: the reader of a pipe goes away. Then click ends the command: exit code 1.
+`Steps` is silent for the first two seconds and removes its line at the end. It starts no thread, so workers may fork
+and speed be measured meanwhile. If the reader of a pipe goes away, click ends the command with exit code 1.
 """
 
 from __future__ import annotations
@@ -24,13 +20,13 @@ from pathlib import Path
 import click
 
 PATIENCE = 2.0
-"""Seconds without any progress shown."""
+"""Seconds before progress is shown."""
 
 LINES_EVERY, FRAMES_EVERY = 5.0, 0.1
-"""Seconds between two lines in a pipe, and between two changes of the line in a terminal."""
+"""Seconds between two lines in a pipe, and between two updates of the line in a terminal."""
 
 _TO_THE_END = "\x1b[K"
-"""Removes the rest of a terminal's line."""
+"""Erases the rest of a terminal's line."""
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
@@ -40,17 +36,13 @@ force_option = click.option("--force", is_flag=True, help="Replace files that ex
 
 @click.pass_context
 def print_help(context: click.Context) -> None:
-    """What a command does that needs a verb and got none."""
+    """Print the help of a command that needs a verb and got none."""
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
 
 
 class CannotRun(click.UsageError):
-    """The command cannot run as typed. The message is one line that says why and what to do.
-
-    Args:
-        message: the line.
-    """
+    """The command cannot run as typed. The message is one line that says why and what to do."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, click.get_current_context(silent=True))
@@ -62,7 +54,7 @@ def complain(text: str) -> None:
 
 
 def counted(number: int, noun: str) -> str:
-    """A number of things.
+    """Format a number of things.
 
     Example:
         >>> counted(1, "file"), counted(1200, "file")
@@ -72,7 +64,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """An exception as one line of text.
+    """Format an exception in one line.
 
     Example:
         >>> one_line(ValueError("a\\nb"))
@@ -82,7 +74,7 @@ def one_line(error: BaseException) -> str:
 
 
 def size_text(nbytes: float) -> str:
-    """A number of bytes for people.
+    """Format a number of bytes.
 
     Example:
         >>> size_text(64), size_text(1536), size_text(64 << 20), size_text(3 << 40)
@@ -93,13 +85,7 @@ def size_text(nbytes: float) -> str:
 
 
 class Steps(contextlib.AbstractContextManager["Steps"]):
-    """Progress of one long job.
-
-    Args:
-        what: what is being done, such as ``packing``.
-        total: how many steps there are. None: unknown.
-        quiet: print nothing.
-    """
+    """Progress of one long job, named ``what``, such as ``packing``. ``total`` is None if unknown."""
 
     def __init__(self, what: str, total: int | None, quiet: bool = False) -> None:
         self._what, self._total, self._quiet = what, total, quiet
@@ -107,12 +93,7 @@ class Steps(contextlib.AbstractContextManager["Steps"]):
         self._in_place = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
     def update(self, done: int, note: str = "") -> None:
-        """Show how many steps are done, if it is time to.
-
-        Args:
-            done: the number of steps.
-            note: a few words beside it.
-        """
+        """Show the number of steps done, with a note of a few words, if it is time to."""
         now = time.monotonic()
         if not self._quiet and now >= self._next:
             self._next = now + (FRAMES_EVERY if self._in_place else LINES_EVERY)
@@ -126,14 +107,14 @@ class Steps(contextlib.AbstractContextManager["Steps"]):
 
 
 def check_output(*files: Path, force: bool) -> None:
-    """The output replaces nothing by accident."""
+    """Raise an error if files would be replaced by accident."""
     if not force and (existing := [str(file) for file in files if file.exists()]):
         raise CannotRun(f"there is already {' and '.join(existing)}: give another name, or --force to replace it")
 
 
 @contextlib.contextmanager
 def os_errors_in_one_line(file: Path) -> Iterator[None]:
-    """Inside, an error of the system ends the command with one line."""
+    """End the command with one line if the block raises an OSError."""
     try:
         yield
     except OSError as error:

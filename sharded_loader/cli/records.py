@@ -4,11 +4,9 @@
     records index FILE.rec -------> reads every byte once, and writes where each record begins
     index URL... -----------------> ShardDataset(...).write_index(...), and opened once
 
-A record is MXNet's label header and the bytes of the file as they are. Output is written elsewhere and renamed at the
-end. So a full disk, Ctrl-C or a file that cannot be read leaves no half of a file.
-
-Exit code 0; 1 if the record file is damaged, and one line says where; 2 if the command cannot run: missing files,
-an output that exists, a folder that cannot be written to, a shard that cannot be indexed.
+A record is MXNet's label header and the unchanged bytes of a file. Output is renamed into place at the end, so failures
+leave no partial files. Exit code 1: the record file is damaged, and one line says where; 2: missing files, an existing
+output, a folder that cannot be written to, a shard that cannot be indexed.
 """
 
 from __future__ import annotations
@@ -69,12 +67,9 @@ def pack(folder: Path, out: Path, force: bool, quiet: bool) -> None:
 
 
 def find_folder(folder: Path) -> tuple[list[tuple[Path, int]], list[str]]:
-    """The files of a folder, each with the number of its class, and the classes. Files beside sub-folders are left out.
+    """Return the files of a folder with their class numbers, and the classes. Raises CannotRun if there are no files.
 
-    Names that begin with a dot are passed over.
-
-    Raises:
-        CannotRun: there are no files.
+    Files beside sub-folders, and names that begin with a dot, are ignored.
     """
     walked = [Path(at, one).relative_to(folder) for at, _, files in os.walk(folder, followlinks=True) for one in files]
     paths = sorted(path for path in walked if not any(part.startswith(".") for part in path.parts))

@@ -1,11 +1,10 @@
-"""Runs: one that shows the library at work, and where two runs differ.
+"""Runs: one that shows the library at work, and a comparison of two runs.
 
     demo                 `sharded_loader.demo.train.train_and_test` --> Report --> lines
     diff A.json B.json   read_fingerprint --> first_difference, other_facts --> lines
 
-With ``--stop-resume`` and ``--kill``, the demo trains again, disturbed, and compares. A run is known by a
-fingerprint, saved as JSON. Exit code 0; 1 if two runs differ; 2 if the command cannot run, which one line says. What
-can go wrong: scikit-learn is not installed; a file is absent, damaged, or none of these.
+With ``--stop-resume`` and ``--kill``, the demo trains again, disturbed, and compares. Exit code 1: two runs differ; 2:
+scikit-learn is missing, or a file is missing, damaged or not a fingerprint.
 """
 
 from __future__ import annotations

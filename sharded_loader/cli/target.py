@@ -1,11 +1,9 @@
-"""The user's dataset by its name: ``module:dataset`` or ``path/to/file.py:dataset``.
+"""Find the user's dataset by name: ``module:dataset`` or ``path/to/file.py:dataset``.
 
     "package.data:train_set" --import--> an object --called, if it is a function or a class--> a dataset
-    "package.data:collate"   --import--> a function
 
-The module is imported under its own name, so that spawned workers find its classes. Its folder comes first in
-``sys.path`` from then on. What can go wrong: everything that the user's code can do. Each error is one line that says
-what to do (`CannotRun`).
+The module is imported under its own name, so that spawned workers find its classes; its folder stays first in
+``sys.path``. Errors of the user's code become one line that says what to do (`CannotRun`).
 """
 
 from __future__ import annotations
@@ -25,14 +23,10 @@ from sharded_loader.cli.output import CannotRun, one_line
 
 
 def find_dataset(target: str) -> Any:
-    """The dataset that the user has named.
+    """Return the dataset that the user has named; raise CannotRun if there is none, or it cannot be made or read.
 
-    Args:
-        target: ``module:dataset`` or ``path/to/file.py:dataset``. After the colon stands a dataset, or something that
-            makes one when it is called without arguments. The name may have dots.
-
-    Raises:
-        CannotRun: there is none, or it cannot be made or read.
+    After the colon of ``target`` stands a dataset, or a callable without arguments that makes one. The name may have
+    dots.
 
     Example:
         >>> find_dataset("keyword:kwlist")[:2]
@@ -64,13 +58,7 @@ def find_dataset(target: str) -> Any:
 
 
 def find_function(target: str) -> Callable[..., Any]:
-    """The function that the user has named, as `find_dataset` finds a dataset.
-
-    Args:
-        target: ``module:function`` or ``path/to/file.py:function``.
-
-    Raises:
-        CannotRun: there is none.
+    """Return the function that the user has named, as in `find_dataset`; raise CannotRun if there is none.
 
     Example:
         >>> find_function("operator:add")(1, 2)
@@ -85,7 +73,7 @@ def find_function(target: str) -> Callable[..., Any]:
 
 
 def say_error(error: BaseException) -> str:
-    """An exception of the user's code in one line, with what the loader has noted: epoch, batch, sample.
+    """Format an exception of the user's code in one line, with the loader's notes: epoch, batch, sample.
 
     Example:
         >>> say_error(KeyError("label"))
@@ -137,7 +125,7 @@ def _import(where: str) -> ModuleType:
 
 
 def _with_line(error: BaseException) -> str:
-    """The error, and the line of the user's code that it comes from."""
+    """Format an error with the line of the user's code that raised it."""
     ours = os.path.dirname(__file__)
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [one for one in frames if "importlib" not in one.filename and not one.filename.startswith(ours)]

@@ -1,17 +1,14 @@
-"""``num_workers="auto"``: finds the number of workers while a program trains, and how many batches are prefetched.
+"""``num_workers="auto"``: tunes the number of workers and the prefetch depth while a program trains.
 
-    Meter.stats(), now and a while ago -> observe -> Observed      what one setting has given
-    choose(what was seen, cores, most) -> Setting                  the whole policy, a pure function
-    Tuner.look                          at the end of a step: observes, chooses, and tells the pipeline
+    Meter.stats(), now and at the last look -> observe -> Observed      performance of one setting
+    choose(observations, cores, most) -> Setting                        the whole policy, a pure function
+    Tuner.look                          at the end of a step: observes, chooses, and updates the pipeline
 
-The policy tries settings and keeps the cheapest of those that are about as fast as the fastest. While the program waits
-for workers, it tries up to twice as many: as many as wait for input, and as cores can run. While the program waits for
-single samples and other batches are finished, it tries a larger prefetch with them. If that gains nothing, it tries
-fewer. If half of the workers have nothing to do, it keeps those that are at work.
-
-What comes does not depend on any of it: the order of the batches is a function of seed and epoch. A `Tuner` owns what
-it has seen, and no worker: the pool starts and ends those, in the next step. What can go wrong: times are disturbed,
-and a setting looks worse than it is. It is tried again when that is forgotten, after `KEPT` other looks.
+The policy keeps the cheapest setting that is about as fast as the fastest. While the program waits for workers, it
+tries up to twice as many, limited by cores and by the share of time in which workers block on I/O; if single slow
+samples hold up finished batches, also a larger prefetch. Otherwise it tries fewer, and drops idle workers. The order of
+batches never depends on this. Measurements are noisy, so a setting that looked bad is tried again once that look is
+forgotten.
 """
 
 from __future__ import annotations
@@ -28,66 +25,56 @@ from sharded_loader.extend.tools import SMALL, cores_for_workers, free_bytes, lo
 from sharded_loader.instruments.stats import LoaderStats, Meter
 
 START = 2
-"""Workers at the start, on every machine: iterable data has this many parts, so its batches are the same everywhere."""
+"""Workers at the start, on every machine. Iterable data is split into this many parts, so batches are reproducible."""
 
 MOST = 32
-"""Workers, on machines with fewer cores. Those that wait for input take no core, but memory and connections."""
+"""Maximum number of workers on machines with fewer cores: one that blocks on I/O takes memory, but no core."""
 
 DEEPEST, AHEAD = 16, 128
-"""Batches in flight for each worker, and for all together if that is more than `PER_WORKER` for each."""
+"""Maximum batches in flight per worker, and in total if that exceeds `PER_WORKER` for each."""
 
 ENOUGH = 0.03
-"""If the program waits for workers for a smaller share of the time, more of them gain nothing."""
+"""Share of time spent waiting for workers below which more workers gain nothing."""
 
 MUCH, TWICE = 0.25, 2
-"""If it waits for such a share, a setting that gained nothing is tried twice: times are disturbed."""
+"""Share of waiting from which an unsuccessful setting is tried twice, because measurements are noisy."""
 
 WORTH = 0.04
-"""More workers, or more batches in flight, must make the rate larger by this share."""
+"""Minimum relative gain in rate that justifies more workers or more batches in flight."""
 
 SPARE = 1.25
-"""How many times the workers that are at work are kept: batches take turns to be slow."""
+"""Workers to keep, as a multiple of the busy ones: slow batches alternate."""
 
 WINDOW, LEAST = 1.2, 12
-"""One look: seconds in epochs, and batches. If batches take long, four times the seconds will do."""
+"""Minimum length of a look: seconds inside epochs, and batches. For slow batches, four times the seconds suffice."""
 
 STARTING = 0.2
-"""Seconds between two looks while workers start: what they do then does not count."""
+"""Seconds between looks while workers start; that time is not measured."""
 
 PATIENCE = 4.0
-"""Seconds after which a worker that has given no batch is not waited for: it may have nothing to do."""
+"""Seconds to wait for the first batch of a new worker, which may have nothing to do."""
 
 PAUSE, PAUSES = 1.0, 10
-"""Seconds between two looks, and how many times the mean of a step: the program did something else, such as an
-evaluation."""
+"""A gap longer than these seconds, or this multiple of the mean step, is ignored (for example, an evaluation ran)."""
 
 KEPT = 20
-"""Looks that count."""
+"""Looks that are remembered."""
 
 
 class Setting(NamedTuple):
-    """What is chosen. The smaller one of two is the cheaper one.
-
-    Attributes:
-        workers: how many.
-        depth: batches in flight for each worker; 0: the user has set ``prefetch``.
-    """
+    """Number of workers, and batches in flight per worker (0: set by ``prefetch``). Sorts from cheap to expensive."""
 
     workers: int = START
     depth: int = PER_WORKER
 
 
 class Observed(NamedTuple):
-    """One look. Shares are of the time in epochs, without the start of workers.
+    """One look: setting, samples per second, and shares of the time inside epochs without worker start-up.
 
     Attributes:
-        setting: with which workers read.
-        rate: samples per second.
-        waits: share in which the program waited for data.
-        hungry: of this, for what workers do. The rest is the main process's own work.
-        late: of this, in which finished batches waited for one before them, for each worker.
-        reading: how many workers were in a batch, on average.
-        running: of these, how many ran or waited for a core. The others waited for input.
+        waits, hungry: share spent waiting for data; part of it caused by the workers, not by the main process.
+        late: part of ``hungry`` in which finished batches waited for an earlier one, per worker.
+        reading, running: mean number of busy workers; of those on a core or waiting for one, not blocked on I/O.
     """
 
     setting: Setting
@@ -100,15 +87,15 @@ class Observed(NamedTuple):
 
 
 def choose(seen: Sequence[Observed], cores: int, most: int) -> Setting:
-    """The setting to read with from now on.
+    """Return the setting to use from now on.
 
     Args:
-        seen: what was observed, the newest last. Of one setting the median of the last three rates counts.
-        cores: how many this process and its workers may use.
-        most: how many workers there may be: there is memory for them.
+        seen: observations, newest last. The rate of a setting is the median of its last three.
+        cores: cores available to this process and its workers.
+        most: maximum number of workers that fit into memory.
 
     Example:
-        Workers that compute, and the program waits: there is a core for a third one. A fourth one has none.
+        The program waits for workers that compute: there is a core for a third one, but none for a fourth.
 
         >>> two = Observed(Setting(2), rate=100.0, waits=0.9, hungry=0.9, reading=2.0, running=2.0)
         >>> choose([two], cores=3, most=32).workers
@@ -120,7 +107,7 @@ def choose(seen: Sequence[Observed], cores: int, most: int) -> Setting:
     looks = Counter(one.setting for one in seen)
     rates = {setting: median([one.rate for one in seen if one.setting == setting][-3:]) for setting in looks}
     now, highest = seen[-1], max(rates.values())
-    if now.waits < ENOUGH:  # the loop sets the rate: no setting is faster, whatever another one has given before
+    if now.waits < ENOUGH:  # the loop is the bottleneck: no setting is faster, even if an earlier look says so
         rates = {setting: rate for setting, rate in rates.items() if setting <= now.setting}
         highest = rates[now.setting]
     best = min(setting for setting, rate in rates.items() if rate >= (1 - WORTH) * highest)
@@ -134,7 +121,7 @@ def choose(seen: Sequence[Observed], cores: int, most: int) -> Setting:
         return best
     need, tries = max(1, math.ceil(SPARE * now.reading)), list[Setting]()
     if now.hungry >= ENOUGH:
-        # At most the cores run, and what waits for a core neither computes nor waits for input.
+        # Processes waiting for a core neither compute nor wait for input.
         ran = min(now.running, cores)
         share = ran / (ran + max(0.0, now.reading - now.running)) if ran else 0.0
         room = math.floor(cores * (2 - share) / share) if share else most  # for those that only compute: the cores
@@ -154,7 +141,7 @@ def choose(seen: Sequence[Observed], cores: int, most: int) -> Setting:
 
 
 def observe(before: LoaderStats, after: LoaderStats, setting: Setting) -> Observed | None:
-    """What happened between two looks; None if that is too little."""
+    """Compare two snapshots of the statistics; None if too little happened in between."""
     causes = {name: seconds - before.causes[name] for name, seconds in after.causes.items()}
     seconds = after.seconds - before.seconds - causes["start"]
     if seconds < WINDOW or (after.batches - before.batches < LEAST and seconds < 4 * WINDOW):
@@ -166,19 +153,16 @@ def observe(before: LoaderStats, after: LoaderStats, setting: Setting) -> Observ
 
 
 def _at_work(stats: LoaderStats) -> tuple[float, float, float]:
-    """The seconds in which workers were in batches, in which they ran, and in which batches waited for others."""
+    """Return the workers' busy seconds, their running seconds, and the seconds batches waited for earlier ones."""
     workers = [worker for number, worker in stats.workers.items() if number >= 0]
     behind = stats.stages["behind"].seconds if stats.stages else 0.0
     return sum(worker.seconds for worker in workers), sum(worker.processor_seconds for worker in workers), behind
 
 
 class Tuner:
-    """Observes one loader, and sets the number of its workers. Under the pipeline's lock.
+    """Observes one loader and sets its number of workers, under the pipeline's lock.
 
-    It does not hold the meter, which calls it: the dataset would wait for the garbage collector.
-
-    Attributes:
-        workers: how many there are to be.
+    It does not hold the meter, which calls it: a reference cycle would keep the dataset until garbage collection.
     """
 
     workers = START
@@ -188,13 +172,13 @@ class Tuner:
         self._setting: Setting | None = None
         self._seen: deque[Observed] = deque(maxlen=KEPT)
         self._before = LoaderStats()
-        self._looked = self._since = 0.0  # the last look; the one that `_before` is of
-        self._starts = math.inf  # until when workers may start; infinite: they have started
+        self._looked = self._since = 0.0  # time of the last look; time of `_before`
+        self._starts = math.inf  # deadline for workers to start; inf: started
         self._memory, self._each = (0, 1 << 30), SMALL  # bytes that were free, with how many workers; bytes of one
 
     def look(self, meter: Meter, pipeline: Pipeline | None, now: float) -> None:
-        """A step has ended, at ``now``. The next step makes the change."""
-        assert pipeline is not None  # it was a step of its
+        """Observe the step that ended at ``now``. A change takes effect in the next step."""
+        assert pipeline is not None  # set within a step
         pool, scheduler, before = pipeline.pool, pipeline.scheduler, self._before
         setting = Setting(pool.num_workers, scheduler.per_worker if scheduler.scale_by_group else 0)
         gap, self._looked, meter.tune_at = now - self._looked, now, now + STARTING
@@ -227,7 +211,7 @@ class Tuner:
                 scheduler.update_prefetch(pool)
 
     def _most(self, setting: Setting, cores: int) -> int:
-        """How many worker processes there is memory for. Those that started last tell how much one takes."""
+        """Return the number of worker processes that fit into memory, judged by the last ones that started."""
         free, (before, were) = free_bytes().nbytes // ranks_here(), self._memory
         if setting.workers > were:
             self._each = max(SMALL, (before - free) // (setting.workers - were))

@@ -1,21 +1,12 @@
-"""Is it the same data, in the same order? Samples that are read again and compared, and fingerprints of epochs.
+"""Find samples that differ between two reads, and explain the cause; fingerprints of epochs.
 
     check_loader(steps, number, samples, pool) -> LoaderCheck
-        some samples --read by one worker--> digests, memory    in the reverse order
-                     --read here--> digests                     in order, and again in the reverse order
-        those that differ --read again here, one source of randomness held at a time--> a sentence each
+        some samples --read by one worker, in reverse order--> digests, memory
+                     --read here, in order and in reverse--> digests
+        differing ones --read here again, one source of randomness fixed at a time--> an explanation each
 
-    fingerprint_of_epoch(steps, number) -> Fingerprint     checksums of all steps, digests of three samples, a state
-    Fingerprint.as_dict()                                  for a file of JSON: 8 bytes for each step
-    read_fingerprint(path) -> Fingerprint                  from such a file
-    first_difference(one, other) -> step | None            the first step that differs
-    other_facts(one, other) -> phrases                     what else does
-
-The worker of a check is of a pool of its own, which is closed at the end: the loader, its epoch and its state stay what
-they are. Random generators are watched: the global ones, and those that the dataset refers to.
-
-What can go wrong: the worker cannot start, or cannot read. That is a sentence of the result. An error of a sample
-counts as its value. A file has no fingerprint; two fingerprints are of different epochs.
+The worker belongs to a temporary pool, so loader, epoch and state do not change. If it cannot start or read, the result
+says so. An error raised by a sample counts as its value.
 """
 
 from __future__ import annotations
@@ -54,15 +45,15 @@ DIGITS = len(LEFT_OUT)
 
 @dataclass(frozen=True)
 class LoaderCheck:
-    """What `ShardedDataLoader.check` has found. As a text it is a few lines for people.
+    """Result of `ShardedDataLoader.check`. ``str`` of it is a report of a few lines.
 
     Attributes:
-        samples: How many samples were read.
-        worker: Who read them beside the main process.
-        differing: The index of each sample that differs, and why, in words.
-        failed: Why the worker could not read; None: it could.
-        pickled: The bytes of the pickled dataset; or why it cannot be pickled.
-        worker_bytes: The memory that the worker process had for itself after these samples; None: it is not known.
+        samples: Number of samples read.
+        worker: Pool that read them besides the main process.
+        differing: Index and explanation of each sample that differs.
+        failed: Reason why the worker could not read; None if it could.
+        pickled: Size of the pickled dataset in bytes, or the reason why it cannot be pickled.
+        worker_bytes: Private memory of the worker process after these samples; None if unknown.
 
     Example:
         >>> from sharded_loader import ShardedDataLoader
@@ -97,20 +88,16 @@ class LoaderCheck:
 
 
 def check_loader(steps: KnownSteps, number: int, samples: int, own: Pool) -> LoaderCheck:
-    """Read some samples of an epoch again and again. ``own``: the pool of the loader, or one that has not started.
-
-    Raises:
-        TypeError, ValueError, IndexError: as of `KnownSteps`.
-    """
+    """Read some samples repeatedly and compare them. ``own`` is the loader's pool, or an unstarted one."""
     samples, last = check_int("samples", samples, 1, "give the number of samples to read"), 0
-    with contextlib.suppress(TypeError):  # it is not known
+    with contextlib.suppress(TypeError):  # length unknown
         last = max(steps.length(number) - 1, 0)
     indices = steps.some_indices(number, sorted({0, last // 2, last}), -(-samples // 3))[:samples]
-    # One worker as the loader's are; a process, if it has none, or has them on other machines.
+    # A worker of the loader's kind; a process if it has no workers, or remote ones.
     like: dict[str, Any] = {"worker_init_fn": own.worker_init_fn, "timeout": own.timeout}
     threads, method = isinstance(own, ThreadPool), getattr(own, "start_method", None)
     pool = ThreadPool(1, **like) if threads else ProcessPool(1, start_method=method, **like)
-    # First: a forked worker would share the files that a dataset opens when it is read.
+    # Before reading here: a forked worker would share the files that a dataset opens when it is read.
     there, worker_bytes, failed = _read_there(steps, pool, indices[::-1], number)
     ends = failed is not None and failed.startswith((WorkerDiedError.__name__, WorkerTimeoutError.__name__))
     here = [] if ends else indices  # otherwise this process would end, or hang
@@ -133,7 +120,7 @@ def check_loader(steps: KnownSteps, number: int, samples: int, own: Pool) -> Loa
 def _read_there(
     steps: KnownSteps, pool: Pool, indices: list[Any], number: int
 ) -> tuple[dict[Any, str], int | None, str | None]:
-    """What a worker reads: the digests by index, the bytes that it takes, and why it could not."""
+    """Read samples in a worker. Returns digests by index, the worker's memory in bytes, and an error text."""
     results: Sequence[Result] = ()
     try:
         if not indices:
@@ -157,7 +144,7 @@ def _read_there(
 
 
 def _why(steps: KnownSteps, index: object, number: int, same_here: bool) -> str:
-    """Why a sample differs. ``same_here``: it does not if it is read here."""
+    """Explain why a sample differs. ``same_here``: two reads in this process agree."""
     own = {path: partial(_state_of, one) for path, one in generators(steps.dataset, "dataset")}
     with seeded_globals(1):
         before = {name: exact(state()) for name, state in (GLOBALS | own).items()}
@@ -185,15 +172,14 @@ def _state_of(generator: Any) -> object:
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What tells the data and the order of one epoch; see `ShardedDataLoader.fingerprint`.
+    """Identifies the data and the order of one epoch; see `ShardedDataLoader.fingerprint`.
 
-    As a text it is 16 hexadecimal digits, the same for the same order and samples, on any number of ranks.
+    ``str`` of it is 16 hexadecimal digits, equal for equal order and samples on any number of ranks.
 
     Attributes:
         epoch: The number of the epoch.
         steps: 8 hexadecimal digits for each step of all ranks; ``--------`` for a step that is left out.
-        state: A state at the beginning of the epoch. Its ``"digests"`` are those of the samples: a list of lists
-            [epoch, index, digest].
+        state: A state at the start of the epoch; its ``"digests"`` are lists [epoch, index, digest].
 
     Example:
         >>> from sharded_loader import ShardedDataLoader
@@ -211,16 +197,12 @@ class Fingerprint:
         return blake2b(told.encode(), digest_size=8).hexdigest()
 
     def as_dict(self) -> dict[str, Any]:
-        """The fingerprint as a dict for JSON."""
+        """Return the fingerprint as a dict for JSON."""
         return {"fingerprint": str(self), **self.__dict__}
 
 
 def fingerprint_of_epoch(known_steps: KnownSteps, number: int) -> Fingerprint:
-    """The fingerprint of an epoch of a loader over data that are read by index. Its samples are read here.
-
-    Raises:
-        TypeError, ValueError, IndexError: as of `KnownSteps`.
-    """
+    """Return the fingerprint of an epoch of a map-style dataset, whose samples are read here."""
     steps, known = known_steps.checksums(number), known_steps.known
     chosen = sorted({0, len(steps) // 2, len(steps) - 1} if steps else ())
     known.look(known_steps.some_indices(number, chosen, each=1), number, known_steps.digest)
@@ -231,12 +213,7 @@ def fingerprint_of_epoch(known_steps: KnownSteps, number: int) -> Fingerprint:
 
 
 def read_fingerprint(path: Path) -> Fingerprint:
-    """The fingerprint that was saved in a file as JSON.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it has none.
-    """
+    """Read a fingerprint from a JSON file. Raises OSError, or ValueError if it holds none."""
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
         found = Fingerprint(int(kept["epoch"]), kept["steps"], kept["state"])
@@ -250,11 +227,7 @@ def read_fingerprint(path: Path) -> Fingerprint:
 
 
 def first_difference(one: Fingerprint, other: Fingerprint) -> int | None:
-    """The number of the first step that differs; None: no step does.
-
-    Raises:
-        ValueError: the fingerprints are of different epochs.
-    """
+    """Return the first step that differs, or None. Raises ValueError if the epochs are different."""
     if one.epoch != other.epoch:
         raise ValueError(
             f"one fingerprint is of epoch {one.epoch}, and the other of epoch {other.epoch}: call "
@@ -266,7 +239,7 @@ def first_difference(one: Fingerprint, other: Fingerprint) -> int | None:
 
 
 def other_facts(one: Fingerprint, other: Fingerprint) -> list[str]:
-    """What else differs, one phrase each: the data, and the arguments of the loaders."""
+    """Describe the other differences, in data and loader arguments, one phrase each."""
     (_, was), (_, now) = parse(one.state), parse(other.state)
     pairs = [(f"the {name}", getattr(was, name), getattr(now, name)) for name in ("seed", "sampler_seeds", "skip")]
     pairs.append(("the fingerprint of the dataset", one.state.get("data"), other.state.get("data")))

@@ -1,21 +1,11 @@
-"""What a report and a trace say: as text, as a page for a browser, as a Chrome trace; and what ranks say together.
+"""Reports as text and HTML, Chrome traces, and the comparison of ranks; all numbers come from the loader's `Meter`.
 
-    text_of(stats, arguments) -> text for a terminal
-    page_of(about, stats, arguments, rows) -> HTML with its style and its plot
+    text_of(stats, arguments), page_of(about, stats, arguments, rows) -> text for a terminal; HTML with style and plot
     compared({rank: (stats, host)}) -> the slowest rank, and text for a terminal
-    trace_of(rows, name) -> the content of a JSON file, for ui.perfetto.dev or chrome://tracing
+    trace_of(rows, name) -> the content of a JSON file: lanes "next()", "worker 0" ... with a slice for each stage
 
-A page asks no network, has no script, and is light or dark as the reader's system is. The plot is SVG without text, and
-stretches to the width of the window. The table below it is its legend: a cause has one colour in both. A trace has
-lanes:
-
-    "next()"     a slice "next" for each batch
-    "worker 0"   the slices "read", "collate" and "write" of each batch
-
-Each slice has the epoch and the step of its batch. The slices of a lane lie one behind the other, in whole nanoseconds:
-viewers drop those that overlap.
-
-Nothing is counted or timed here: the loader's `Meter` has done that. Nothing can go wrong.
+A page needs no network and no script. Its plot is SVG without text, stretched to the window, with the table below as
+legend. Slices of a lane do not overlap, in whole nanoseconds, because viewers drop overlapping ones.
 
 Source of the idea and the format of traces: "Trace Event Format", the document of Chrome's trace viewer.
 """
@@ -37,21 +27,16 @@ from sharded_loader.instruments.stats import LoaderStats
 from sharded_loader.instruments.times import CAUSES, ENOUGH, STAGES, time_text
 
 Rows = Sequence[tuple[float, Sequence[str]]]
-"""Of each row its share of the whole, and its cells."""
+"""Rows of a table: each row's share of the whole, and its cells."""
 
 Section = tuple[str, str, Sequence[str], Rows]
-"""A table: its title, a sentence about it, and the headings."""
+"""A table: title, description, headings, rows."""
 
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
 def text_of(stats: LoaderStats, given: Mapping[str, object]) -> str:
-    """A report for a terminal: the rate, the verdict and the advice, then the tables.
-
-    Args:
-        stats: what the loader has done.
-        given: its arguments.
-    """
+    """Return a report for a terminal: rate, verdict and advice, then tables. ``given`` holds the loader's arguments."""
     parts = [str(stats)]
     for title, about, headings, rows in _sections(stats, given):
         parts.append("\n  ".join([f"{title}: {about}", *table(headings, [cells for _, cells in rows])]))
@@ -59,7 +44,6 @@ def text_of(stats: LoaderStats, given: Mapping[str, object]) -> str:
 
 
 def _sections(stats: LoaderStats, given: Mapping[str, object]) -> list[Section]:
-    """The tables that have rows."""
     causes = sorted(((took / stats.seconds, took, name) for name, took in stats.causes.items() if took), reverse=True)
     whole = sum(of.seconds for of in stats.stages.values()) or 1.0
     workers, most = [], stats.slowest[0].seconds if stats.slowest else 1.0
@@ -90,7 +74,7 @@ def _name(worker: int) -> str:
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table. Of more than two columns, all but the first are numbers.
+    """Return the lines of a table. With more than two columns, all but the first are right-aligned as numbers.
 
     Example:
         >>> table(["pool", "workers", "x"], [["inline", "0", "1.00"]])
@@ -106,11 +90,7 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def compared(ranks: Mapping[int, tuple[LoaderStats, str]]) -> tuple[int | None, str]:
-    """Which rank holds up the others, and a text that says why and has a row of each. None: no rank does.
-
-    Args:
-        ranks: the numbers of each, and its machine.
-    """
+    """Return the slowest rank, or None, and a report. ``ranks``: statistics and host name of each rank."""
     rows, slow, (worst, *others) = [], None, sorted(ranks, key=lambda rank: -ranks[rank][0].waiting_share)
     for rank, (of, host) in sorted(ranks.items()):
         sample, cause = time_text(of.reading_seconds / (of.samples or 1)), max(CAUSES, key=of.causes.__getitem__)
@@ -132,7 +112,7 @@ def compared(ranks: Mapping[int, tuple[LoaderStats, str]]) -> tuple[int | None, 
 # -- a page ------------------------------------------------------------------------------------------------------------
 
 COLUMNS = 120
-"""Of the plot of waits."""
+"""Columns in the plot of waits."""
 
 _HUES = ("#e4572e", "#2e86ab", "#7b5ea7", "#c94f7c", "#8d6e63", "#f2a93b", "#3a9d6e", "#5c7cfa", "#78909c")
 _COLOURS = dict(zip(STAGES, (_HUES[place] for place in (8, 7, 5, 6, 2, 4, 3)), strict=True))
@@ -142,13 +122,7 @@ _FOLDER = Path(__file__).parent
 
 
 def page_of(about: str, stats: LoaderStats, given: Mapping[str, object], rows: Sequence[BatchTimes]) -> str:
-    """The page.
-
-    Args:
-        about: which loader, when and where.
-        stats, given: as of `text_of`.
-        rows: the last batches.
-    """
+    """Return the HTML report. ``about`` names loader, host and time; ``rows`` are the last batches."""
     plots = {"Causes": _waits(rows)} if rows else {}
     summary, verdict, advice = (html.escape(text) for text in (str(stats).split("\n")[0], stats.verdict, stats.advice))
     return Template((_FOLDER / "page.html").read_text("utf-8")).substitute(
@@ -166,7 +140,6 @@ def _p(text: str) -> str:
 
 
 def _section(section: Section, plot: str) -> str:
-    """A table, and its plot before it."""
     title, about, headings, rows = section
     lines = ["".join(f"<th>{one}" for one in headings)]
     for share, cells in rows:
@@ -178,7 +151,7 @@ def _section(section: Section, plot: str) -> str:
 
 
 def _waits(rows: Sequence[BatchTimes]) -> str:
-    """How much of the time was waiting, over time, by causes."""
+    """Plot the share of waiting over time, by cause."""
     edges = np.linspace(rows[0].asked, rows[-1].taken, COLUMNS + 1)
     below, paths, width = np.zeros(COLUMNS), [], 1000 / COLUMNS
     for cause in CAUSES:
@@ -201,15 +174,11 @@ def _waits(rows: Sequence[BatchTimes]) -> str:
 # -- a trace -----------------------------------------------------------------------------------------------------------
 
 NEXT, FIRST_WORKER = 0, 2
-"""Numbers of the lanes. In the one before the first worker's the main process reads, if there are no workers."""
+"""Lane numbers. If there are no workers, the main process reads in the lane before the first worker's."""
 
 
 def trace_of(rows: Sequence[BatchTimes], name: str) -> dict[str, object]:
-    """A trace.
-
-    Args:
-        rows: the batches, in the order in which they were handed out.
-        name: of the process.
+    """Return a trace of ``rows``, which are in the order of delivery. ``name`` is the process name shown.
 
     Example:
         >>> [event["args"]["name"] for event in trace_of([], "rank 0")["traceEvents"]]
@@ -219,12 +188,12 @@ def trace_of(rows: Sequence[BatchTimes], name: str) -> dict[str, object]:
     events, ends = list[dict[str, object]](), dict[int, int]()
 
     def add(kind: str, name: str, lane: int, at: int = 0, **more: object) -> None:
-        """An event at a time in nanoseconds."""
+        """Add an event; ``at`` is in nanoseconds."""
         event = {"ph": kind, "name": name, "cat": "batch", "pid": os.getpid(), "tid": lane, "ts": at / 1000}
         events.append(event | more)
 
     def add_slice(name: str, lane: int, began: float, ended: float, **args: object) -> None:
-        """A slice, behind the one before in its lane."""
+        """Add a slice after the previous one of its lane."""
         first, last = (round(1e9 * (stamp - start)) for stamp in (began, ended))
         first = max(first, ends.get(lane, first))
         ends[lane] = last = max(first, last)

@@ -1,13 +1,10 @@
-"""`Instruments`: the methods of a loader that tell what it does: numbers, reports, a trace, checks.
+"""`Instruments`: the reporting methods of a loader.
 
-    loader.report()               -> `page.text_of`, printed
-    loader.report("rank0.html")   -> `page.page_of`, one file
-    loader.trace("trace.json")    -> `page.trace_of`, one file
-    loader.stats_of_ranks()       -> those of all ranks of the process group -> `page.compared` -> `RankStats`
+    loader.report(), loader.report("rank0.html")  -> `page.text_of`, printed; `page.page_of`, one file
+    loader.trace("trace.json")                    -> `page.trace_of`, one file
+    loader.stats_of_ranks()                       -> statistics of all ranks -> `page.compared` -> `RankStats`
 
-Reports are made when they are asked for: no batch is slower for them. What can go wrong: no batch was delivered, or a
-file cannot be written. Each is an error that says what to do. A file is written whole or not at all, so an older one of
-its name stays, and the loader goes on.
+Reports are built on request, so batches pay nothing for them. Files are replaced atomically.
 """
 
 from __future__ import annotations
@@ -31,12 +28,12 @@ from sharded_loader.instruments.stats import LoaderStats, Meter
 
 
 class RankStats(NamedTuple):
-    """The numbers of all ranks: what `stats_of_ranks` of a loader returns. ``print`` shows a table of the ranks.
+    """Statistics of all ranks, returned by ``loader.stats_of_ranks()``. ``print`` shows a table of the ranks.
 
     Attributes:
-        stats: what ``loader.stats()`` says in each rank, by rank.
-        slowest: the rank that the others wait for; None: no rank holds up the others.
-        text: what to do, and a row of each rank.
+        stats: ``loader.stats()`` of each rank, by rank.
+        slowest: Rank that the others wait for, or None.
+        text: Advice, and a row for each rank.
 
     Example:
         >>> from sharded_loader import ShardedDataLoader
@@ -55,21 +52,21 @@ class RankStats(NamedTuple):
 
 
 class Instruments:
-    """The methods of a loader that tell what it does, and what its `Meter` has measured."""
+    """Reporting methods of a loader, over its `Meter`."""
 
     _meter: Meter
 
     @abstractmethod
     def _given(self) -> Mapping[str, Any]:
-        """The arguments of the loader, by name."""
+        """Return the arguments of the loader, by name."""
 
     def _inspected(self) -> tuple[KnownSteps, int, Pool]:
-        """The steps of the loader, the number of its epoch, and its pool."""
+        """Return the loader's steps, its epoch number, and its pool."""
         raise NotImplementedError
 
     def _replicas(self) -> tuple[int, int]:
-        """The number of ranks, and which one this is."""
-        with contextlib.suppress(ValueError):  # half of the environment variables: no reason to tell nothing
+        """Return the number of ranks, and this rank."""
+        with contextlib.suppress(ValueError):  # incomplete environment variables must not prevent a report
             return resolve_replicas("auto")
         return 1, 0
 
@@ -84,21 +81,18 @@ class Instruments:
 
     @property
     def num_skipped(self) -> int:
-        """The number of samples that ``on_error`` has skipped or replaced."""
+        """Number of samples that ``on_error`` has skipped or replaced."""
         return self._meter.notices.counts["skipped_samples"]
 
     def stats(self, epoch: int | None = None) -> LoaderStats:
-        """Samples per second, the share of time spent waiting for data, where the time went.
-
-        You can call it at any time: in the middle of an epoch, after its end, from another thread.
+        """Return throughput, the share of time spent waiting for data, and where the time went. Safe at any time.
 
         Args:
-            epoch: The epoch to tell about. None: all epochs together. If you read an epoch several times, the newest
-                iterator counts. After `load_state_dict`, an epoch counts from the loaded position on. The loader
-                keeps the numbers of the last 1,000 epochs.
+            epoch: One of the last 1,000 epochs; the newest iterator over it counts, from a loaded position on. None:
+                all epochs together.
 
         Returns:
-            The numbers, all zeros if the epoch has delivered no batch yet. `LoaderStats.as_dict` makes a dict of them.
+            A `LoaderStats`; all zeros if no batch has been delivered.
 
         Raises:
             TypeError, ValueError: ``epoch`` is not an integer of at least 0.
@@ -117,18 +111,16 @@ class Instruments:
         return self._meter.stats(None if epoch is None else check_int("epoch", epoch, 0, "epochs count from 0"))
 
     def report(self, path: str | os.PathLike[str] | None = None) -> None:
-        """Tell why training waits, and what to do about it: causes, stages, workers, the slowest samples.
-
-        Call it at any time, also in the middle of an epoch.
+        """Explain why training waits, and what to do about it: causes, stages, workers, slowest samples.
 
         Args:
-            path: None: it is printed. A name that ends in ``.html``: it is written to this file, with a plot of the
-                last 1,000 batches. The file needs no network. With several ranks, `stats_of_ranks` names the slow one.
+            path: None to print the report, or the name of an ``.html`` file, which adds a plot of the last 1,000
+                batches. With several ranks, `stats_of_ranks` names the slow one.
 
         Raises:
             ValueError: the name of the file does not end in ``.html``.
             RuntimeError: the loader has delivered no batch yet.
-            OSError: the file cannot be written. An older file of this name stays.
+            OSError: the file cannot be written. An existing file is preserved.
 
         Example:
             >>> from sharded_loader import ShardedDataLoader
@@ -149,17 +141,17 @@ class Instruments:
             _write(path, page.page_of(about, stats, self._given(), rows))
 
     def stats_of_ranks(self, group: object = None) -> RankStats:
-        """The numbers of all ranks, and which rank holds up the others, over the process group.
+        """Gather the statistics of all ranks, and find the rank that slows down the others.
 
-        **Every rank of the group must call it**: it is a collective call, such as a barrier, and a rank that calls it
-        waits for the others. Each rank gets the same result. Each sends 20 KB for each of its workers.
+        **Every rank of the group must call it**: it is a collective operation with the same result on every rank. Each
+        rank sends 20 KB per worker.
 
         Args:
-            group: a process group of ``torch.distributed``. None: the default one. NCCL needs ``torch.cuda.set_device``
-                before. A process without a process group gets its own numbers.
+            group: a process group of ``torch.distributed``. None: the default one, or this process alone if there is
+                none. NCCL needs ``torch.cuda.set_device`` before.
 
         Raises:
-            RuntimeError: a rank has delivered no batch yet. All ranks raise it, and it names the rank.
+            RuntimeError: a rank, which is named, has delivered no batch yet. Raised on all ranks.
 
         Example:
             >>> from sharded_loader import ShardedDataLoader
@@ -183,18 +175,17 @@ class Instruments:
         return RankStats({rank: stats for rank, (stats, _) in found}, *page.compared(dict(found)))
 
     def trace(self, path: str | os.PathLike[str]) -> None:
-        """Write when each of the last 1,000 batches was read, waited for and handed out, as a Chrome trace.
+        """Write a Chrome trace of the last 1,000 batches, for https://ui.perfetto.dev or ``chrome://tracing``.
 
-        Open the file in https://ui.perfetto.dev, or in ``chrome://tracing``. The main process and each worker have a
-        lane. Each slice has the epoch and the step of its batch. Of batches that take less than 0.2 ms, only some are
-        noted.
+        It shows when each was read, waited for and delivered, with a lane for the main process and each worker. Batches
+        that take less than 0.2 ms are sampled.
 
         Args:
             path: the file, such as ``trace.json``.
 
         Raises:
             RuntimeError: the loader has delivered no batch yet.
-            OSError: the file cannot be written. An older file of this name stays.
+            OSError: the file cannot be written. An existing file is preserved.
 
         Example:
             >>> import json, tempfile
@@ -214,21 +205,18 @@ class Instruments:
         _write(path, json.dumps(page.trace_of(self._rows("trace"), self._name()), allow_nan=False))
 
     def fingerprint(self, epoch: int | None = None) -> Fingerprint:
-        """A short hash of the order of an epoch and of three of its samples, to compare two runs with.
+        """Return a short hash of the order of an epoch and of three of its samples, to compare two runs.
 
-        It is the same on every rank, for any number of ranks that together read as many samples in a step, and in every
-        pool, process and version of Python. The samples are read here, twice, with their random numbers, which depend
-        on ``seed``. One that is another one when it is read again is left out; `check` says why. From this call on,
-        `state_dict` has the digests of the samples. `load_state_dict` then reads these samples, and rejects the state
-        over other data.
+        It is equal on every rank, for any number of ranks with the same global batch, and in every pool, process and
+        version of Python. The samples are read here, twice; irreproducible ones are skipped (`check` explains them).
+        From this call on, `state_dict` holds their digests, so `load_state_dict` rejects the state over other data.
 
         Args:
-            epoch: Which epoch. Default: `epoch`. The order of the whole epoch is computed: two seconds for 100,000
-                steps of 64 samples.
+            epoch: Default: `epoch`. Its whole order is computed: two seconds for 100,000 steps of 64 samples.
 
         Returns:
-            A `Fingerprint`. ``str`` of it is the hash. With ``as_dict()`` in a file of JSON, the command
-            ``sharded-loader diff`` names the first step in which two runs differ.
+            A `Fingerprint`. ``str`` of it is the hash. Save ``as_dict()`` as JSON, and ``sharded-loader diff`` names
+            the first step in which two runs differ.
 
         Raises:
             TypeError: The dataset is iterable data.
@@ -244,22 +232,20 @@ class Instruments:
         return fingerprint_of_epoch(steps, now if epoch is None else epoch)
 
     def check(self, samples: int = 12) -> LoaderCheck:
-        """Read some samples again and again, and tell which of them differ, and why.
+        """Read some samples twice here, and once in a temporary worker; report which of them differ, and why.
 
-        They are read twice here, the second time in the reverse order, and once by a worker, which is started for this
-        and ended. The loader, its epoch and its workers stay what they are.
+        The second read is in reverse order. The loader, its epoch and its workers do not change.
 
         Args:
-            samples: How many samples of `epoch`: from its first, its middle and its last step.
+            samples: Number of samples, from the first, middle and last step of `epoch`.
 
         Returns:
-            A `LoaderCheck`, which ``print`` shows: the samples that differ, the size of the pickled dataset, and the
-            memory of the worker. Of each sample it names the source of the randomness, if that is a global generator or
-            one of the dataset. What the samples raise is no error here.
+            A `LoaderCheck` to ``print``: samples that differ, with the generator they draw from if it is global or held
+            by the dataset; the size of the pickled dataset; the worker's memory. Errors of samples are not raised.
 
         Raises:
             TypeError: The dataset is iterable data.
-            ValueError: ``samples`` is no positive integer. The order is not known, as in `indices`.
+            ValueError: ``samples`` is not a positive integer, or the order is not known, as in `indices`.
 
         Example:
             >>> from sharded_loader import ShardedDataLoader
@@ -279,7 +265,7 @@ class Instruments:
 
 
 def _write(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file whole or not at all."""
+    """Write a file atomically."""
     try:
         write_whole(path, text.encode())
     except OSError as error:

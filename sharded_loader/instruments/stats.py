@@ -1,15 +1,11 @@
 """Where the time of a training loop goes: waiting for data, or in the loop.
 
-    the iterator -> Meter.step -> sums in the Counts of its epoch; of a batch that is not cheap its `BatchTimes`, too
-    with_rows(stats, rows) -> LoaderStats     `KEPT_BATCHES` at a time, and when somebody asks
-    Counts.report() -> LoaderStats of an epoch; sum_of them: what the user sees -> as_dict() -> TensorBoard, W&B, tqdm
-    `times` says how long each stage of a batch took, and why ``next`` waited
+    the iterator -> Meter.step -> sums in the Counts of its epoch; and `BatchTimes` of a batch that is not cheap
+    Counts.report() -> LoaderStats of an epoch -> sum_of -> as_dict() -> TensorBoard, W&B, tqdm
 
-Only the time inside epochs counts, from the first ``next`` to the last batch; not what happens between epochs. The
-times of several iterators add up in the sum. In the counts of one epoch only the newest iterator of this epoch counts.
-
-Iterators add one at a time, under the pipeline's lock. Readers take no lock: `stats` may be called in a signal handler.
-A reader finds a `LoaderStats`, which never changes, and a list of batches, which only grows. Nothing can go wrong.
+Only time inside epochs counts, from the first ``next`` to the last batch. Iterators write under the pipeline's lock.
+Readers take no lock, so `stats` may be called in a signal handler: a `LoaderStats` is immutable, and a list of batches
+only grows.
 """
 
 from __future__ import annotations
@@ -39,7 +35,7 @@ from sharded_loader.instruments.times import CAUSES, STAGES, Histograms, SlowSam
 
 @dataclass(frozen=True)
 class Sums:
-    """What is summed over batches; see `LoaderStats`."""
+    """Numbers summed over batches; see `LoaderStats`."""
 
     batches: int = 0
     samples: int = 0
@@ -53,7 +49,7 @@ class Sums:
 
 @dataclass(frozen=True)
 class Totals:
-    """What the pool and the dataset count, not each batch; see `LoaderStats`."""
+    """Numbers counted by the pool and the dataset; see `LoaderStats`."""
 
     retries: int = 0
     replaced_workers: int = 0
@@ -68,42 +64,35 @@ class Totals:
 
 @dataclass(frozen=True)
 class LoaderStats(Totals, Sums):
-    """What a loader has done so far, in all epochs or in one: what `ShardedDataLoader.stats` returns.
+    """Statistics of a loader, over all epochs or one; returned by `ShardedDataLoader.stats`.
 
     Attributes:
-        batches: batches delivered.
-        samples: samples in them.
+        batches, samples: batches delivered, and samples in them.
         seconds: time spent in epochs, by the loop and by the loader.
-        waiting_seconds: of these, time spent inside ``next``, waiting for data.
-        reading_seconds: time the workers spent reading and batching, summed over all workers.
-        placing_seconds: of the waiting time, spent on conversion and on copies to the devices.
-        retries: requests to a server that had to be tried again, in this process and in workers (`ShardDataset`).
-        replaced_workers: workers that died, or stood still for longer than ``timeout``, and were replaced.
+        waiting_seconds: part of ``seconds`` spent inside ``next``, waiting for data.
+        reading_seconds: time spent reading and batching, summed over all workers.
+        placing_seconds: part of ``waiting_seconds`` spent on conversion and on copies to the devices.
+        retries: retried requests to a server, in this process and in workers (`ShardDataset`).
+        replaced_workers: workers replaced because they died or stalled for longer than ``timeout``.
+        recycled_workers: workers replaced because they exceeded ``max_worker_memory``.
         skipped_samples: samples that ``on_error`` skipped or replaced.
-        slow_batches: batches that did not fit into shared memory (``max_bytes``), and took a slower way.
-        device_seconds: of ``seconds``, time spent inside ``next``, waiting for a device that is some batches behind. It
-            is no waiting for data: a faster loader would not help.
-        device_waiting_seconds: time in which a device had nothing to do because its batch was not there, summed over
-            the devices. The devices measure it themselves; a batch counts when they have reached it. The first batch of
-            a loader does not count.
-        recycled_workers: workers that took more memory than ``max_worker_memory``, and were replaced.
-        discarded_samples: samples that filled no batch at the end of an epoch, or of a part of iterable data, and were
-            left out (``last_batch="discard"``). They count at the end of the epoch, and not those that a batch sampler
-            of yours leaves out.
-        cache_hits, cache_misses: samples that workers found in the caches of the dataset, and those that they read
-            instead (``dataset.cache(...)``). They count when a worker reads, also what is prefetched. All loaders
-            over one cached dataset count together.
-        cache_bytes: what the caches hold; of one epoch, what they took in.
-        sources: of a mixture (`interleave`), how many samples came from each of its datasets to this rank. Samples that
-            ``on_error`` skipped or replaced count for their dataset. Empty if the loader's dataset is no mixture that
-            is read by index, nor a transform of one.
-        causes: why your program waited: the seconds of each cause. They add up to ``waiting_seconds``.
-        slowest: the 20 samples that took longest to read, the slowest first: index, seconds, epoch and worker. Samples
-            are timed where one takes 20 us or more on average, and the dataset reads them one by one.
-
-    These are the causes. ``"compute"``: workers compute. ``"input"``: they wait for a disk or a network.
-    ``"main_process"``: workers have no task, or the main process works. ``"placing"``: conversion and copies.
-    ``"start"``: workers start, or an epoch begins.
+        slow_batches: batches too large for shared memory (``max_bytes``), which took a slower way.
+        device_seconds: part of ``seconds`` spent inside ``next``, waiting for a device that is some batches behind. A
+            faster loader would not reduce it.
+        device_waiting_seconds: time in which devices were idle because their batch was missing, summed over and
+            measured by the devices. A batch counts once they have reached it; the first batch of a loader does not.
+        discarded_samples: samples of incomplete batches left out at the end of an epoch, or of a part of iterable data
+            (``last_batch="discard"``), and counted then. Those of your own batch sampler do not count.
+        cache_hits, cache_misses, cache_bytes: samples found in the dataset's caches (``dataset.cache(...)``), samples
+            read instead, and bytes held (for one epoch: added). Counted when read or prefetched, for all loaders
+            together.
+        sources: for a mixture (`interleave`) read by index, or a transform of one, samples of this rank by dataset,
+            skipped and replaced ones included; otherwise empty.
+        causes: seconds of waiting by cause; they add up to ``waiting_seconds``. ``"compute"``: workers compute.
+            ``"input"``: they wait for a disk or a network. ``"main_process"``: workers have no task, or the main
+            process works. ``"placing"``: conversion and copies. ``"start"``: workers start, or an epoch begins.
+        slowest: the 20 samples slowest to read, slowest first: index, seconds, epoch, worker. Timed if the dataset
+            reads samples one by one and a sample takes 20 us or more on average.
 
     Example:
         >>> causes = {"compute": 0.4, "placing": 0.1}
@@ -121,26 +110,25 @@ class LoaderStats(Totals, Sums):
     causes: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0), hash=False)
     slowest: tuple[SlowSample, ...] = ()
     _timed: Histograms = field(default_factory=Histograms, repr=False, compare=False)
-    _share: float = field(default=1.0, repr=False, compare=False)  # of the workers' time in which they computed, lately
+    _share: float = field(default=1.0, repr=False, compare=False)  # recent share of the workers' time spent computing
 
     @cached_property
     def stages(self) -> Mapping[str, StageTimes]:
-        """How long batches took on their way: of each stage the sum of seconds, quantiles and the longest.
+        """Time batches spent in each stage, over the last 10 epochs: the sum of seconds, quantiles, and the longest.
 
-        The stages are: ``"queued"`` (waits for a worker), ``"read"``, ``"collate"``, ``"write"`` (into shared memory),
-        ``"behind"`` (finished, while batches before it are not handed out), ``"ready"`` (waits for your program), and
-        ``"placing"``. Empty before the first batch, and of all but the last 10 epochs.
+        The stages are ``"queued"`` (waits for a worker), ``"read"``, ``"collate"``, ``"write"`` (into shared memory),
+        ``"behind"`` (finished before an earlier batch), ``"ready"`` (waits for your program) and ``"placing"``.
         """
         return self._timed.stages()
 
     @cached_property
     def workers(self) -> Mapping[int, WorkerTimes]:
-        """What each worker has done, by its number. The number -1 is the main process. Kept as long as `stages`."""
+        """Times of each worker, by its number; -1 is the main process. Kept as long as `stages`."""
         return self._timed.workers()
 
     @property
     def verdict(self) -> str:
-        """What limits the rate, in one sentence. Empty if that is not known.
+        """The bottleneck, in one sentence. Empty if unknown.
 
         Example:
             >>> LoaderStats(batches=10, seconds=2.0, waiting_seconds=0.01).verdict
@@ -150,12 +138,12 @@ class LoaderStats(Totals, Sums):
 
     @property
     def advice(self) -> str:
-        """What to do about the `verdict`, in one sentence. Empty if that is not known."""
+        """Advice on the `verdict`, in one sentence. Empty if unknown."""
         return times.ADVICE.get(times.limit_of(self), "")
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Of a mixture, the share of each dataset in the samples of this rank; see ``sources``.
+        """Share of each dataset of a mixture in this rank's samples; see ``sources``.
 
         Example:
             >>> LoaderStats(sources=(30, 10)).shares
@@ -170,21 +158,20 @@ class LoaderStats(Totals, Sums):
 
     @property
     def waiting_share(self) -> float:
-        """Share of the epochs' time that the loop waited for data, from 0 (never) to 1."""
+        """Share of the epochs' time spent waiting for data, from 0 to 1."""
         return self.waiting_seconds / self.seconds if self.seconds else 0.0
 
     def as_dict(self, *names: str, prefix: str = "") -> dict[str, float]:
-        """The numbers by name, as floats: for TensorBoard, Weights & Biases, a progress bar, or a log file.
+        """Return the numbers by name, as floats, for TensorBoard, Weights & Biases, a progress bar or a log file.
 
         Args:
-            *names: Which numbers: attributes and properties of this class. None given: all of them.
-            prefix: A text to put before each name.
+            *names: Attributes and properties of this class. Default: all.
+            prefix: Text to put before each name.
 
         Returns:
-            A new dict. The names never change: the attributes that are numbers, then ``samples_per_second`` and
-            ``waiting_share``. After these the causes (``cause_compute``), what is known of the stages
-            (``stage_read_seconds``, ``stage_read_p99``) and of the workers (``worker_0_idle_seconds``), and
-            ``slowest_seconds``: of the slowest sample.
+            A new dict: the numeric attributes, ``samples_per_second`` and ``waiting_share``; then causes
+            (``cause_compute``), known stages (``stage_read_seconds``, ``stage_read_p99``), ``slowest_seconds`` (of the
+            slowest sample) and workers (``worker_0_idle_seconds``). The names are stable.
 
         Raises:
             ValueError: There is no number of this name.
@@ -203,7 +190,7 @@ class LoaderStats(Totals, Sums):
         return {f"{prefix}{name}": float(known[name]) for name in names or known}
 
     def _measured(self) -> dict[str, float]:
-        """What is known of causes, stages, samples and workers, by the names of `as_dict`."""
+        """Return causes, stages, samples and workers, by the names of `as_dict`."""
         found = {f"cause_{name}": seconds for name, seconds in self.causes.items()}
         nothing = StageTimes(0.0, 0.0, 0.0, 0.0, 0.0)
         for stage in STAGES:
@@ -227,11 +214,11 @@ class LoaderStats(Totals, Sums):
 
 SUMS, TOTALS = (tuple(one.name for one in dataclasses.fields(kind)) for kind in (Sums, Totals))
 NUMBERS = *SUMS[:6], *TOTALS[:4], *SUMS[6:], *TOTALS[4:]
-"""The attributes of `LoaderStats` that are numbers. Files and tables of users depend on their order."""
+"""Numeric attributes of `LoaderStats`. Files and tables of users depend on their order."""
 
 
 def quiet_counts(stats: LoaderStats) -> list[str]:
-    """What has gone wrong without an error, in words.
+    """Describe what went wrong without an error.
 
     Example:
         >>> quiet_counts(LoaderStats(replaced_workers=1, skipped_samples=20))
@@ -246,20 +233,20 @@ def quiet_counts(stats: LoaderStats) -> list[str]:
 
 
 COUNTED = "retries", *reversed(SUMS)
-"""The numbers that each batch adds to. Read in this order in another thread, a part never exceeds its whole."""
+"""Numbers that each batch adds to. Read in this order by another thread, a part never exceeds its whole."""
 
 NOTED_SECONDS = 2e-4
-"""Of a batch that is read faster, only sums are kept, unless it was measured (`messages.BatchTimes`) or waited for for
-long. To note it takes 2 us: 5 % of a batch of `tiny`."""
+"""Minimum reading time of a batch to be recorded beyond the sums, unless it was measured or waited for long. A record
+takes 2 us: 5 % of a batch of `tiny`."""
 
 KEPT_BATCHES = 1000
-"""The last batches whose times are kept. Those of an epoch are added up 1,000 at a time, in a third of the time."""
+"""Batches whose times are kept. Those of an epoch are added up 1,000 at a time, in a third of the time."""
 
 _numbers_of = attrgetter(*NUMBERS)
 
 
 def sum_of(parts: Sequence[LoaderStats]) -> LoaderStats:
-    """All parts together."""
+    """Add up statistics."""
     columns = zip(*map(_numbers_of, parts), strict=True)
     numbers: dict[str, Any] = dict(zip(NUMBERS, map(sum, columns), strict=True))
     return LoaderStats(
@@ -275,7 +262,7 @@ def sum_of(parts: Sequence[LoaderStats]) -> LoaderStats:
 
 
 def with_rows(stats: LoaderStats, rows: Sequence[BatchTimes]) -> LoaderStats:
-    """With the causes, stages and slow samples of some more batches."""
+    """Add the causes, stages and slow samples of more batches."""
     if not rows:
         return stats
     share, causes, slowest = times.compute_share(rows, stats._share), dict.fromkeys(CAUSES, 0.0), list[SlowSample]()
@@ -289,17 +276,10 @@ def with_rows(stats: LoaderStats, rows: Sequence[BatchTimes]) -> LoaderStats:
 
 
 class Counts:
-    """What one iterator has delivered in its epoch.
+    """Counts of one iterator in its epoch, as in `LoaderStats`; `began`, `ended`: `Meter.totals` at its start and end.
 
-    Attributes:
-        number: of the epoch.
-        state: causes, stages and slow samples, without ``placing`` and the main process's own work; and the batches
-            that were noted, and have not been added to them yet.
-        for_workers: seconds in which ``next`` waited for workers, of the batches that were not noted.
-        batches, samples, seconds, waiting_seconds, reading_seconds, placing_seconds, device_seconds, retries: of all
-            batches, as in `LoaderStats`.
-        device_waiting_seconds, sources: as in `LoaderStats`.
-        began: `Meter.totals` when the epoch began. ended: those when the next one began.
+    `state`: causes, stages and slow samples, without ``placing`` and the main process's own work; batches to be added.
+    `for_workers`: seconds that ``next`` waited for workers, over unrecorded batches.
     """
 
     number = -1
@@ -314,11 +294,10 @@ class Counts:
         self.state: tuple[LoaderStats, list[BatchTimes]] = LoaderStats(), []
 
     def add_up(self) -> None:
-        """Add up the batches that were noted."""
-        self.state = with_rows(*self.state), []  # in one step: another thread may look
+        self.state = with_rows(*self.state), []  # one atomic assignment: another thread may read it
 
     def report(self, totals: Totals = Totals()) -> LoaderStats:
-        """The counts so far. ``totals``: as `Meter.totals` returns them."""
+        """Return the counts so far. ``totals``: from `Meter.totals`."""
         (stats, rows), after = self.state, self.ended or totals
         stats = with_rows(stats, rows[:])
         counts: dict[str, Any] = {name: getattr(self, name) for name in COUNTED}
@@ -333,20 +312,9 @@ class Counts:
 
 
 class Meter(Observer):
-    """The counts of one loader. Iterators add to them, one at a time: they hold the pipeline's lock.
+    """Counts of one loader, updated under the pipeline's lock. From `tune_at` on, ``tune`` is called after a step.
 
-    A batch is counted once, for its epoch: that takes half the time of counting it for the loader too. The sum over all
-    epochs is made when it is asked for.
-
-    Args:
-        dataset: what is read. It may count the requests that this process tries again; see `retries_of`.
-        max_skipped: as of `Observer`.
-
-    Attributes:
-        epochs: the counts of the last epochs, by their numbers.
-        mixture: the mixture whose samples are read, or None.
-        tune: called at the end of a step from `tune_at` on, a stamp of `host_clock.now`, with this object, the
-            pipeline and the stamp.
+    A batch is counted once, in its epoch, and totals are summed on request: half the cost of counting it twice.
     """
 
     tune: Callable[[Meter, Pipeline | None, float], None]
@@ -355,14 +323,14 @@ class Meter(Observer):
     times = True
     KEPT_EPOCHS = 1000
     KEPT_TIMES = 10
-    """Epochs whose histograms are kept: they take 20 KB for each worker."""
+    """Epochs whose histograms are kept: 20 KB per worker each."""
 
     def __init__(self, dataset: Any = None, max_skipped: int | None = None) -> None:
         super().__init__(dataset, max_skipped)
         self.mixture = mixture_of(dataset)
         self.epochs: dict[int, Counts] = {}
         self._last = deque([Counts()])  # of the last iterators
-        self._sum, self._late = LoaderStats(), Counts()  # of those before them, and what these still add
+        self._sum, self._late = LoaderStats(), Counts()  # of earlier iterators; `_late`: what they still add
         self._late.ended = Totals()
         self._rows: deque[BatchTimes] = deque(maxlen=KEPT_BATCHES)
         self._cores = cores_for_workers()
@@ -387,10 +355,10 @@ class Meter(Observer):
             self._sum = sum_of([self._sum, old.report()])
             if self.epochs.get(old.number) is old:
                 del self.epochs[old.number]
-            old.__dict__ = self._late.__dict__  # its iterator may still be there, and add to it
+            old.__dict__ = self._late.__dict__  # its iterator may still be alive and add to it
 
     def step(self, counts: Counts, entry: Entry, stamps: Stamps, pipeline: Pipeline) -> None:
-        """Count it. Unless it was cheap, keep how it was on its way."""
+        """Count a batch, and record its times unless it was cheap."""
         (turn, asked, taken, behind, starts), result, waited = stamps, entry.result, 0.0
         assert result is not None  # it is handed out
         error, row = result.error, result.times
@@ -422,7 +390,6 @@ class Meter(Observer):
             self.tune(self, pipeline, taken)
 
     def _fill_in(self, row: BatchTimes, entry: Entry, result: Result, pipeline: Pipeline) -> None:
-        """What is known of a batch beside the stamps of ``next``."""
         error, pool, runs = result.error, pipeline.pool, pipeline.runs
         row.__dict__.update(sent=entry.sent, worker=result.worker, began=result.began, seconds=result.seconds)
         row.step, row.samples = entry.seq, result.samples if error is None else -1
@@ -441,24 +408,24 @@ class Meter(Observer):
             row.lacks_tasks = lacks or (waiting > 0 and in_flight - waiting < pool.num_workers)
 
     def rows(self) -> list[BatchTimes]:
-        """The last 1,000 batches that were handed out, of all epochs, the oldest first."""
+        """Return the last 1,000 batches delivered, of all epochs, oldest first."""
         rows = list(self._rows)
         times.name_causes(rows)
         return rows
 
     def add_sources(self, counts: Counts, shards: Sequence[object]) -> None:
-        """Count where the samples of a batch of a mixture came from: 20 us."""
+        """Count samples by dataset of the mixture: 20 us per batch."""
         assert self.mixture is not None  # it was asked before
         came = np.sum([self.mixture.sources_of(shard) for shard in shards], 0)
         counts.sources = came if counts.sources is None else came + counts.sources
 
     def totals(self) -> Totals:
-        """What has been counted so far: retried requests of this process for the dataset, the notices, the caches."""
+        """Return retried requests of this process, notices and cache counts so far."""
         noted = [self.notices.counts[name] for name in TOTALS[1:-3]]
         return Totals(*[retries_of(self.dataset), *noted, *held_by_caches(self.dataset)])
 
     def stats(self, epoch: int | None = None) -> LoaderStats:
-        """The counts of all epochs, or of one; all zeros if it has delivered no batch yet."""
+        """Return the statistics of one epoch or all; zeros if no batch was delivered."""
         totals = self.totals()
         if epoch is not None:
             counts = self.epochs.get(epoch)
@@ -467,7 +434,7 @@ class Meter(Observer):
 
 
 def held_by_caches(dataset: object) -> tuple[int, int, int]:
-    """The hits and misses of the caches of a dataset, and of those inside it, and the bytes that they hold.
+    """Return hits, misses and bytes of the caches of a dataset and of those nested in it.
 
     Example:
         >>> from sharded_loader import SimpleDataset
@@ -481,11 +448,6 @@ def held_by_caches(dataset: object) -> tuple[int, int, int]:
 
 
 def retries_of(dataset: object) -> int:
-    """The number of requests that a dataset, and those inside it, have tried again in this process.
-
-    Example:
-        >>> retries_of([1, 2])
-        0
-    """
+    """Return the number of requests retried in this process by a dataset and those nested in it."""
     counts = [getattr(one, "retries", 0) for one in nested(dataset) if callable(getattr(one, "follow", None))]
     return sum(count for count in counts if isinstance(count, int))

@@ -1,30 +1,18 @@
-"""How long batches took on their way, why ``next`` waited for them, and what to do about it.
+"""Stage times of batches, causes of waiting, and advice.
 
-    Histograms.adding(rows) -> Histograms          of fixed size, for each worker and each stage
-    Histograms.stages(), .workers() -> `StageTimes`, `WorkerTimes`: sums and quantiles
-    causes_of(row, ...) -> [(cause, seconds)]      of one ``next``; what is left of it is the main process's own work
-    limit_of(stats) -> name        what limits the rate: a cause, or what is behind it
-    verdict(stats), advice(stats)  one sentence each; ``stats`` is a `LoaderStats`
+    Histograms.adding(rows) -> Histograms -> .stages(), .workers()      `StageTimes`, `WorkerTimes`
+    causes_of(row, ...) -> [(cause, seconds)]      of one ``next``; the rest is the main process's own work
+    limit_of(stats) -> name -> verdict(stats)      the bottleneck; in a sentence
 
-A histogram has `PER_POWER` buckets for each power of two. So a quantile is at most 5 percent from the true one. The
-largest value is exact. Only measured batches are in it, by their weights (`messages.BatchTimes`).
+Quantiles are within 5 percent (`PER_POWER` buckets per power of two), maxima are exact. Only measured batches count, by
+their weights (`messages.BatchTimes`). A wait is split where the batch's worker began:
 
-A wait is a stretch of time. It is cut where the batch's worker began, and each part has one cause:
+    before     `start`: the worker was new. `main_process`: it had no task. Otherwise as below
+    after      `main_process`: other workers had no task. Otherwise `compute` while the worker ran, and `input`
 
-    before its worker began      `start`: the worker had just been started. `main_process`: it had no task. Otherwise it
-                                 read other batches: as in the next row
-    since then                   `main_process`: other workers had no task. Otherwise `compute`, as far as the worker
-                                 ran, and `input`
-
-A worker has no task if no more batches may be in flight, or if the batches that the program holds leave no room. That a
-worker waits for a core is `compute` too, if the workers use the cores. If other programs use them, it is shared out:
-training would wait for the same if it had the machine for itself.
-
-A batch that was read again because a worker has ended is `start`: another one had to be started. So is the first
-``next`` of an iterator, if nothing was read before it. The other time in ``next`` is `placing` or the main process's
-own work.
-
-Nothing here changes: a reader in another thread has what was counted when it asked. Nothing can go wrong.
+Workers have no task if the batches in flight, or those held by the program, have reached their limit. CPU contention
+among workers counts as `compute`; contention with other programs is distributed proportionally. Batches read again
+after a worker's death count as `start`, and so does the first ``next`` of an iterator if nothing was read before it.
 
 Source of the idea: Plumber (MLSys 2022) and DS-Analyzer (VLDB 2021), which ask what a step would gain if it were free.
 """
@@ -46,27 +34,19 @@ if TYPE_CHECKING:
 Table = npt.NDArray[np.float64]
 
 STAGES = ("queued", "read", "collate", "write", "behind", "ready", "placing")
-"""The way of a batch: it waits for a worker, is read, goes through the collate function, is written into its slot. It
-waits for the batches before it, then for the loop to ask for it, and is put where it belongs."""
+"""Stages of a batch, in order; see `LoaderStats.stages`."""
 
-_BATCH, _IDLE, _RAN = range(len(STAGES), len(STAGES) + 3)  # of a worker: whole batches, and what is in them
+_BATCH, _IDLE, _RAN = range(len(STAGES), len(STAGES) + 3)  # per worker: whole batches, idle time, running time
 _ROWS = len(STAGES) + 3
 
 SHORTEST = 1e-6
 PER_POWER = 8
 BUCKETS = 1 + 34 * PER_POWER
-"""From 1 us to 5 hours. The first bucket has what is shorter, the last one what is longer."""
+"""From 1 us to 5 hours; the first and last buckets are open."""
 
 
 class SlowSample(NamedTuple):
-    """A sample that took long to read.
-
-    Attributes:
-        index: as the sampler yielded it.
-        seconds: that it took.
-        epoch: in which it was read.
-        worker: the number of its worker; -1: the main process.
-    """
+    """A sample that was slow to read: its index from the sampler, seconds, epoch, and worker (-1: the main process)."""
 
     index: Any
     seconds: float
@@ -75,7 +55,7 @@ class SlowSample(NamedTuple):
 
 
 class StageTimes(NamedTuple):
-    """One stage of all batches: the sum of its seconds, quantiles of the seconds of a batch, and the longest."""
+    """One stage over all batches: sum of seconds, quantiles and maximum of the seconds per batch."""
 
     seconds: float
     p50: float
@@ -85,14 +65,10 @@ class StageTimes(NamedTuple):
 
 
 class WorkerTimes(NamedTuple):
-    """What one worker has done.
+    """Times of one worker: batches, their seconds, running and idle time, and quantiles of the seconds per batch.
 
-    Attributes:
-        batches: how many.
-        seconds: in which it read, collated and wrote them.
-        processor_seconds: of these, those in which it ran, or waited for a core. In the others it waited for input.
-        idle_seconds: in which it had no batch to read, between two batches.
-        p50, p90, p99, longest: seconds of one batch.
+    ``processor_seconds`` is the part of ``seconds`` on a core or waiting for one; otherwise the worker waited for
+    input.
     """
 
     batches: int
@@ -106,10 +82,7 @@ class WorkerTimes(NamedTuple):
 
 
 class Histograms:
-    """Counts, sums and largest values of the stages, for each worker. The main process comes first, as worker -1.
-
-    Args:
-        workers: for how many there is room.
+    """Counts, sums and maxima of the stages, for each worker. The main process comes first, as worker -1.
 
     Example:
         >>> batch = BatchTimes(worker=1, began=0.5, seconds=2.0, asked=3.0, collate=0.5, weight=1)
@@ -133,7 +106,7 @@ class Histograms:
         return made
 
     def adding(self, rows: Iterable[BatchTimes]) -> Histograms:
-        """These, and those of some more batches, as far as they were measured."""
+        """Return these histograms with the measured batches among ``rows`` added."""
         found = [_stages_of(row) for row in rows if row.weight]
         if not found:
             return self
@@ -150,13 +123,13 @@ class Histograms:
         return self + made
 
     def stages(self) -> dict[str, StageTimes]:
-        """Each of `STAGES`; nothing before the first batch."""
+        """Return the times of each of `STAGES`; empty before the first batch."""
         counts, sums, longest = self._counts.sum(0), self._sums.sum(0), self._longest.max(0, initial=0.0)
         rows = enumerate(STAGES if counts.any() else ())
         return {name: StageTimes(float(sums[row]), *_quantiles(counts[row], longest[row])) for row, name in rows}
 
     def workers(self) -> dict[int, WorkerTimes]:
-        """Each worker that has read a batch, by its number."""
+        """Return the times of each worker that has read a batch, by its number."""
         found = {}
         for place, counts in enumerate(self._counts[:, _BATCH]):
             if batches := int(counts.sum()):
@@ -167,7 +140,7 @@ class Histograms:
 
 
 def _stages_of(row: BatchTimes) -> tuple[float, ...]:
-    """The worker, the weight, and the seconds of each of the `_ROWS`."""
+    """Return the worker, the weight, and the seconds of each of the `_ROWS`."""
     done, sent = row.written, row.sent or row.began  # 0: the main process has read it itself
     return (
         *(row.worker, row.weight, row.began - sent, row.seconds - row.collate, row.collate, row.write),
@@ -177,12 +150,12 @@ def _stages_of(row: BatchTimes) -> tuple[float, ...]:
 
 
 def _added(places: npt.NDArray[np.int64], values: Table, like: Table) -> Table:
-    """The sum of the values of each place, in the shape of an array. `numpy.add.at` takes ten times as long."""
+    """Sum the values of each place, in the shape of ``like``. `numpy.add.at` takes ten times as long."""
     return np.bincount(places.ravel(), values.ravel(), like.size).astype(float).reshape(like.shape)
 
 
 def _quantiles(counts: Table, longest: float) -> tuple[float, float, float, float]:
-    """The middles of the buckets in which 50, 90 and 99 percent of the values are reached; then the longest."""
+    """Return the midpoints of the buckets at 50, 90 and 99 percent, and the maximum."""
     reached = counts.cumsum()
     places = np.searchsorted(reached, np.array([0.5, 0.9, 0.99]) * reached[-1])
     middles = np.where(places == 0, 0.0, SHORTEST * 2.0 ** ((places - 0.5) / PER_POWER))
@@ -193,27 +166,26 @@ def _quantiles(counts: Table, longest: float) -> tuple[float, float, float, floa
 # -- why next() waited -------------------------------------------------------------------------------------------------
 
 CAUSES = ("compute", "input", "main_process", "placing", "start")
-"""Why ``next`` waits, by names that never change."""
+"""Causes of waiting in ``next``. The names are stable."""
 
 LATE = 2
-"""Single samples are late if batches take this many times as long on average as half of them take at most."""
+"""Single samples are slow if the mean time of a batch exceeds the median by this factor."""
 
 ENOUGH = 0.05
-"""If training waits for a smaller share of the time, a faster loader would not help."""
+"""Share of waiting below which a faster loader would not help."""
 
 SLOWER = 2.5
 """A worker is slow if its batches take this many times as long as those of the others."""
 
 TURNS = 0.7
-"""Threads that together run for this share of the time wait for each other: Python runs one at a time. So do workers
-that together run for this share of the time of all cores."""
+"""Share of running time from which threads contend for the GIL, and workers for all cores."""
 
 LASTING = 4.0
-"""A start that is over is the verdict only if it took this many times as long as what training waits for since then."""
+"""A finished start-up is reported as the bottleneck only if it cost this many times the later waits."""
 
 
 def compute_share(rows: Iterable[BatchTimes], before: float) -> float:
-    """The share of the time in which workers computed, of those batches that were measured; ``before``, if none was."""
+    """Return the share of time in which workers computed, over the measured batches; ``before`` if there are none."""
     seconds = ran = queued = per_core = 0.0
     for row in rows:
         if row.processor >= 0:
@@ -229,11 +201,9 @@ def compute_share(rows: Iterable[BatchTimes], before: float) -> float:
 
 
 def causes_of(row: BatchTimes, share: float) -> list[tuple[str, float]]:
-    """The causes of one ``next``, without ``placing`` and the main process's own work.
+    """Return the causes of one ``next``, without ``placing`` and the main process's own work.
 
-    Args:
-        row: the batch.
-        share: of the time of other batches, in which workers computed.
+    ``share`` is the share of computing in the time of other batches, for rows that were not measured.
 
     Example:
         >>> waited = {"wait_began": 10.0, "wait_ended": 14.0, "processor": 1.5, "weight": 1, "is_first": True}
@@ -265,7 +235,7 @@ def causes_of(row: BatchTimes, share: float) -> list[tuple[str, float]]:
 
 
 def name_causes(rows: Sequence[BatchTimes]) -> None:
-    """Note the largest cause of each wait."""
+    """Set the largest cause of each wait."""
     share = compute_share(rows, 1.0)
     for row in rows:
         causes, placing = causes_of(row, share), row.placing - row.behind
@@ -278,8 +248,7 @@ def name_causes(rows: Sequence[BatchTimes]) -> None:
 
 
 def limit_of(stats: LoaderStats) -> str:
-    """What limits the rate: one of `CAUSES`, or what is behind it: ``"collate"``, ``"late"``, ``"worker"``,
-    ``"device"``, ``"loop"``; "": not known."""
+    """Return the bottleneck: a cause, ``"collate"``, ``"late"``, ``"worker"``, ``"device"``, ``"loop"``, or ``""``."""
     if not stats.seconds:
         return ""
     if stats.waiting_share < ENOUGH or stats.waiting_seconds < stats.device_seconds:
@@ -303,7 +272,7 @@ def limit_of(stats: LoaderStats) -> str:
 
 
 def slow_worker(workers: Mapping[int, WorkerTimes]) -> tuple[int, float] | None:
-    """The number of a worker that is much slower than the others, and how long a batch takes those; None: none is."""
+    """Return a worker much slower than the others, and the others' seconds per batch; None if there is none."""
     known = {number: times.p50 for number, times in workers.items() if times.batches >= 3}
     if len(known) < 2:
         return None
@@ -342,7 +311,7 @@ ADVICE = {
 
 
 def verdict(stats: LoaderStats) -> str:
-    """What limits the rate, in one sentence; "" where that is not known."""
+    """Return the bottleneck in one sentence; empty if unknown."""
     limit, workers = limit_of(stats), stats.workers
     if not limit:
         return ""
@@ -364,7 +333,7 @@ def verdict(stats: LoaderStats) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """A time for people.
+    """Format a duration.
 
     Example:
         >>> time_text(0.25), time_text(0.0312)

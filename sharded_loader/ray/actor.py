@@ -1,16 +1,13 @@
-"""A worker on Ray, from its first call to its last.
+"""The actor that reads: the worker side of `RayPool`.
 
-    begin(published) -> Begun                       it has the dataset, over memory that its node's workers share
-    follow(run, position, published)                its dataset fetches ahead by this order, for all actors of the node
+    begin(published) -> Begun                       receives the dataset, over memory shared by its node's workers
+    follow(run, position, published)                its dataset prefetches by this order, for all actors of the node
     read(tasks, run, position) -> Group             the group's batches, which Ray puts into its object store
-    where() -> words of the heartbeat                   answered by a second thread, while the first one reads
-    stacks(), cancel(run)                           likewise
+    where(), stacks(), cancel(run)                  answered by a second thread while the first one reads
 
-The batches of a group are put together in one stretch of this process's memory. Ray copies it into the object store
-when `read` returns, so the next group may lie there again. The driver maps it (`ray.cluster`).
-
-What can go wrong: the job cannot be taken (`begin` returns the error). What goes wrong with one task is its reply. Ray
-ends the process when the driver has gone.
+A group is assembled in one block of this process's memory, which Ray copies into the object store when `read` returns,
+so the block is reused. The driver maps the copy (`ray.cluster`). `begin` returns an error if the job is unusable;
+errors of tasks are replies. Ray ends the process when the driver is gone.
 """
 
 from __future__ import annotations
@@ -29,18 +26,11 @@ from sharded_loader.extend.tools import add_note
 from sharded_loader.ray.cluster import here
 
 SPARE = 2
-"""The memory of a group is this many times as large as the largest group lately. What is not used takes no memory."""
+"""Size of a group's memory, as a multiple of the largest recent group. Untouched pages take no memory."""
 
 
 class Begun(NamedTuple):
-    """What a worker says when it has its job.
-
-    Attributes:
-        pid: its process.
-        node: id of its node.
-        host: address of its node.
-        failure: an encoded error, if it cannot take the job.
-    """
+    """Reply of a worker that has its job: process, node id and address, and an encoded error if the job is unusable."""
 
     pid: int
     node: str
@@ -49,12 +39,11 @@ class Begun(NamedTuple):
 
 
 Group = tuple[bytes, "list[tuple[int, int]]", Array, "list[Array]"]
-"""Replies, one after the other; of each buffer its offset in the memory (-1: it is the next of the rest) and its size;
-the memory; the rest."""
+"""Concatenated replies; offset (-1: in the rest) and size of each buffer; the memory; the rest."""
 
 
 class _ActorReader(TaskReader):
-    """Knows what goes wrong on the nodes of a cluster."""
+    """Explains errors that are typical of cluster nodes."""
 
     def explain(self, error: BaseException, *, in_start: bool) -> None:
         note = None
@@ -75,13 +64,7 @@ class _ActorReader(TaskReader):
 
 
 class LoaderActor:
-    """One worker.
-
-    Args:
-        number: from 0.
-        num_workers: how many there are to be.
-        threads: that BLAS and OpenMP may use.
-    """
+    """One worker, ``number`` of ``num_workers``; ``threads`` limits BLAS and OpenMP."""
 
     def __init__(self, number: int, num_workers: int, threads: int) -> None:
         self._threads = threads
@@ -89,24 +72,22 @@ class LoaderActor:
         self._reading = _ActorReader(number, num_workers, f"worker {number} (pid {os.getpid()} on {self._host})")
         self._memory: Array = np.empty(0, np.uint8)
         self._sizes, self._groups = RecentSizes(), RecentSizes()
-        self._positions: dict[int, int] = {}  # by run, of the order that the dataset fetches ahead by
+        self._positions: dict[int, int] = {}  # by run: position in the order that the dataset prefetches
 
     def begin(self, published: tuple[bytes, Sequence[Array]]) -> Begun:
-        """Take a job: its pickle and its buffers, which lie in the object store and cannot be written to."""
+        """Take a job: its pickle, and its read-only buffers in the object store."""
         import threadpoolctl
 
-        threadpoolctl.threadpool_limits(self._threads)  # of this thread, which reads
+        threadpoolctl.threadpool_limits(self._threads)  # for this thread, which reads
         self._positions.clear()
         failure = self._reading.begin(lambda: decode(*published))
         return Begun(os.getpid(), self._node, self._host, failure)
 
     def follow(self, run: int, position: int, published: tuple[bytes, Sequence[Array]]) -> None:
-        """Tell the dataset which samples come, on all machines together, so that it fetches them ahead.
+        """Announce the order of samples on all machines to the dataset, so that it prefetches them.
 
-        Args:
-            run: whose order it is. If it is cancelled, or another one comes, the dataset ends that.
-            position: the number of the batch that the user receives next.
-            published: an `Ahead`.
+        ``published`` is an `Ahead`, and ``position`` the batch that the user receives next. Cancelling ``run``, or
+        another order, ends it.
         """
         job = self._reading.job
         assert job is not None  # it comes first
@@ -118,17 +99,12 @@ class LoaderActor:
         follow(job.dataset, ahead.batches, partial(self._positions.get, run), ahead.later)
 
     def read(self, content: bytes, run: int = -1, position: int = 0) -> Group:
-        """Read a group of tasks.
-
-        Args:
-            content: the pickle of run, seq and fields of each.
-            run, position: of the order that is fetched ahead by, how far the user is.
-        """
+        """Read a group of tasks: a pickle of their run, seq and fields. ``position``: the user's progress in a run."""
         if run in self._positions:
             self._positions[run] = position
         reading, tasks = self._reading, decode(content)
         nbytes = max(self._sizes.wanted * len(tasks), self._groups.wanted)
-        if not nbytes <= self._memory.nbytes <= SPARE * SPARE * nbytes:  # new memory takes four times as long to fill
+        if not nbytes <= self._memory.nbytes <= SPARE * SPARE * nbytes:  # filling new memory takes four times as long
             self._memory = np.empty(SPARE * nbytes, np.uint8)
         memory, used = self._memory, 0
         replies: list[bytes] = []

@@ -1,26 +1,21 @@
-"""Ray, as far as this process uses it: the cluster that it joins, the actors that it asks for, and the object store.
+"""Ray as this process uses it: the cluster that it joins, its actors, and the object store.
 
-    check_address(address)      what no pool can use is rejected at once
-    connect(address)            the instance that runs, or one that is started on this machine
-    what_there_is(wanted)       a sentence for a user who waits for room
-    check_wanted(...)           arguments of ``ray.remote``
-    stop(actors)                kill them
-    cause_of(error) -> text     what Ray says about a death, in one line
-    is_of_node, is_of_call, is_lost(error)  whether a node has gone, a call has failed, or a reply has gone
-    put(value, parts) -> reference  once for all actors: the dataset, and how it is read; the order of an epoch
-    Lent.take(memory) -> bytes  a batch in the object store, which may be written to: mapped where it is, or copied out
+    check_address(address), check_wanted(...)       reject unusable arguments at once
+    connect(address)                join a running instance, or start one on this machine
+    what_there_is(wanted)           explain a lack of resources
+    stop(actors)                    kill them
+    cause_of(error) -> text         Ray's explanation of a death, in one line
+    is_of_node, is_of_call, is_lost(error)      the node is gone, a call failed, or a reply is lost
+    put(value, parts) -> reference  once for all actors: the dataset and how it is read; the order of an epoch
+    Lent.take(memory) -> bytes      a writable batch of the object store, mapped in place or copied out
 
-Ray maps the object store into the driver and gives read-only arrays over it. No other process reads the object of a
-batch, so it may be written to like any other batch: the array that is handed out is a second one over the same memory,
-which says so. It holds Ray's array, and Ray keeps the object until that is gone. So the last view of a batch, in any
-thread, gives its memory back. All batches of a group lie in one object, and go together. In two cases a batch is copied
-out, and its object goes at once: the user holds `max_bytes` already, or a device is going to copy the batch, from
-pinned memory.
+Ray maps the object store into the driver as read-only arrays. A batch's object has no other reader, so the user gets a
+writable array over the same memory. It holds Ray's array, so the last view, in any thread, frees the object, with all
+batches of its group. Batches are copied out, and the object freed at once, if the user holds `max_bytes` already, or if
+a device copies from pinned memory.
 
-Nothing here imports Ray before it is used, nothing decides anything, and nothing waits. What can go wrong: Ray is not
-installed (ImportError with the line to type), or cannot be reached (ConnectionError of Ray's own). Through Ray Client
-there is no object store on this side (ValueError). There may be no memory for the job or for a
-copy (MemoryError). An actor that is dead can be stopped again.
+Ray is imported on first use, and nothing here waits. Errors: ImportError (Ray is missing), ConnectionError, ValueError
+(Ray Client has no object store on this side), MemoryError. Stopping a dead actor is allowed.
 """
 
 from __future__ import annotations
@@ -42,28 +37,28 @@ from sharded_loader.extend.engine import APART, SIZE, Leases, publish
 from sharded_loader.extend.tools import is_thread_of_others
 
 Wanted = dict[str, Any]
-"""What an actor is asked for with: arguments of ``ray.remote``."""
+"""Arguments of ``ray.remote`` for an actor."""
 
 CLIENT = "ray://"
 
 _CAUSE_CHARACTERS = 400
-"""Of what Ray says about a death."""
+"""Maximum length of Ray's explanation of a death."""
 
 NODE_DIED = "its node has died"
-"""In Ray's text about an actor."""
+"""Phrase in Ray's error about an actor."""
 
 
 # -- the cluster -------------------------------------------------------------------------------------------------------
 
 
 def check_installed() -> None:
-    """Raise an ImportError that says what to install, if Ray is missing."""
+    """Raise an ImportError with installation advice if Ray is missing."""
     if importlib.util.find_spec("ray") is None:
         raise ImportError("RayPool needs Ray, which is not installed: pip install ray")
 
 
 def check_address(address: object) -> str | None:
-    """The address of an instance, or an error that says why it cannot be used.
+    """Return the address of an instance, or raise an error that says why it cannot be used.
 
     Example:
         >>> check_address("auto")
@@ -80,12 +75,10 @@ def check_address(address: object) -> str | None:
 
 
 def connect(address: str | None) -> None:
-    """Join an instance: the one that this process has joined, that of ``address``, that of the environment variable
-    RAY_ADDRESS, the one that runs on this machine, or a new one on this machine.
+    """Join an instance: that of this process, of ``address``, of RAY_ADDRESS, on this machine, or a new one here.
 
-    Raises:
-        ConnectionError: there is none at ``address``.
-        ValueError: this process uses Ray Client, or has joined another cluster.
+    Raises ConnectionError if ``address`` does not answer, ValueError for Ray Client or another cluster than the joined
+    one.
     """
     import ray
 
@@ -103,28 +96,28 @@ def connect(address: str | None) -> None:
 
 
 def session() -> str | None:
-    """What tells this membership of a cluster from the next one; None: there is none."""
+    """Return an id of this process's membership of a cluster; None if there is none."""
     import ray
 
     return str(ray.get_runtime_context().get_job_id()) + here()[0] if ray.is_initialized() else None
 
 
 def here() -> tuple[str, str]:
-    """This node's id and address."""
+    """Return the id and the address of this node."""
     import ray
 
     return str(ray.get_runtime_context().get_node_id()), str(ray.util.get_node_ip_address())
 
 
 def alive() -> set[str]:
-    """The ids of the nodes that Ray takes for alive."""
+    """Return the ids of the live nodes."""
     import ray
 
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
 def what_there_is(wanted: Wanted) -> str:
-    """What a worker asks for, and what the cluster has of it, free and in all.
+    """Describe the resources that a worker requests, and the cluster's, in total and free.
 
     Example:
         >>> _amounts({"CPU": 1.0, "reader": 0.5})
@@ -148,9 +141,9 @@ def _amounts(resources: dict[str, float]) -> str:
 
 
 def stop(actors: list[Any], only: object = None) -> None:
-    """Kill actors, and forget them."""
+    """Kill actors, and remove them from the list."""
     ray = sys.modules.get("ray")
-    if ray is None or not ray.is_initialized():  # to call it would start Ray again
+    if ray is None or not ray.is_initialized():  # calling it would start Ray again
         actors.clear()
         return
     for actor in list(actors) if only is None else [only]:
@@ -161,10 +154,7 @@ def stop(actors: list[Any], only: object = None) -> None:
 
 
 def is_of_node(error: BaseException) -> bool:
-    """Whether an actor is gone with its node, and not by itself.
-
-    A process that ends is told of by the program that has started it. If that is silent, the node has gone.
-    """
+    """Return True if an actor died with its node: its raylet, which reports the exit of processes, is silent."""
     import ray
 
     is_silent = isinstance(error, ray.exceptions.ActorUnavailableError)
@@ -172,7 +162,7 @@ def is_of_node(error: BaseException) -> bool:
 
 
 def stop_from_anywhere(actors: list[Any]) -> None:
-    """`stop`. In a thread of Ray's own, which the collector may run in, a call of Ray would wait for itself."""
+    """Run `stop`, but not in one of Ray's threads: during garbage collection there, a call of Ray would deadlock."""
     if is_thread_of_others(threading.current_thread()):
         threading.Thread(target=stop, args=(actors,), daemon=True).start()
     else:
@@ -180,7 +170,7 @@ def stop_from_anywhere(actors: list[Any]) -> None:
 
 
 def cause_of(error: BaseException | None) -> str:
-    """What Ray says about a death, without its ids and its advice.
+    """Return Ray's explanation of a death, without its ids and its advice.
 
     Example:
         >>> cause_of(Exception("id: 67 Worker exit type: SYSTEM_ERROR Worker exit detail: It exits. Causes include:"))
@@ -194,7 +184,7 @@ def cause_of(error: BaseException | None) -> str:
 
 
 def is_of_call(error: BaseException) -> bool:
-    """Whether a call has failed, and its actor lives, or never will: what it was asked for with cannot be had."""
+    """Return True if a call failed but its actor lives, or can never start because its request cannot be satisfied."""
     from ray import exceptions as of
 
     lives = of.RayTaskError, of.ObjectStoreFullError, of.OutOfDiskError
@@ -203,14 +193,14 @@ def is_of_call(error: BaseException) -> bool:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether the reply was ready, and has gone."""
+    """Return True if a finished reply was lost."""
     from ray import exceptions
 
     return isinstance(error, exceptions.ObjectLostError)
 
 
 def check_wanted(num_cpus: Any, resources: Any, runtime_env: Any, scheduling_strategy: Any) -> Wanted:
-    """What each actor is asked for with, or an error that says what is wrong. Ray repeats no call: the pool does."""
+    """Return the arguments of ``ray.remote``, or raise an error. Ray retries no call: the pool does."""
     if isinstance(num_cpus, bool) or not isinstance(num_cpus, int | float):
         raise TypeError(f"num_cpus is {num_cpus!r}; it must be a number of CPUs for each worker")
     if not 0 <= num_cpus < float("inf"):
@@ -233,7 +223,7 @@ def check_wanted(num_cpus: Any, resources: Any, runtime_env: Any, scheduling_str
 
 
 def store_bytes() -> int:
-    """How many bytes this node's object store has; 0 if Ray does not tell."""
+    """Return the capacity of this node's object store in bytes; 0 if unknown."""
     import ray
 
     node, _ = here()
@@ -242,15 +232,10 @@ def store_bytes() -> int:
 
 
 def put(value: object, parts: dict[str, Any]) -> Any:
-    """Pickle something and put it into the object store, once for all actors.
+    """Pickle a `Job` or the order of an epoch, and put it into the object store, once for all actors.
 
-    Args:
-        value: a `Job`, or the order of an epoch.
-        parts: the user's objects in it, by the names that the user knows.
-
-    Raises:
-        TypeError: it cannot be pickled; names the attribute.
-        MemoryError: it does not fit.
+    ``parts`` are the user's objects in it, by the names that the user knows. Raises a TypeError that names an attribute
+    that cannot be pickled, or a MemoryError.
     """
     import ray
 
@@ -267,7 +252,7 @@ def put(value: object, parts: dict[str, Any]) -> Any:
 
 
 class _Writable:
-    """Holds an array of Ray's, and offers its memory as writable."""
+    """Holds an array of Ray's, and exposes its memory as writable."""
 
     __slots__ = ("__array_interface__", "__weakref__", "_memory")
 
@@ -279,15 +264,7 @@ class _Writable:
 
 
 class Lent:
-    """Counts what the user holds.
-
-    Args:
-        max_bytes: if the user holds more, batches are copied.
-
-    Attributes:
-        empty: gives the memory of copies.
-        copies_all: whether all batches are copied into it.
-        max_bytes: the bound.
+    """Counts the bytes of the object store held by the user; past ``max_bytes``, or with `copies_all`, copies batches.
 
     Example:
         >>> stored = np.arange(3, dtype=np.uint8)
@@ -311,12 +288,12 @@ class Lent:
 
     @property
     def nbytes(self) -> int:
-        """Array of the object store that the user holds."""
+        """Bytes of the object store that the user holds."""
         self._held -= sum(self._leases.ended())
         return self._held
 
     def take(self, memory: Array) -> Array:
-        """The bytes of a group, for the user."""
+        """Return the bytes of a group, for the user."""
         if self.copies_all or self.nbytes + memory.nbytes > self.max_bytes:
             if not self.copies_all:
                 text = (
@@ -333,10 +310,10 @@ class Lent:
         return np.asarray(writable)
 
     def buffers(self, places: Sequence[tuple[int, int]], memory: Array, rest: Sequence[Array]) -> Iterator[Array]:
-        """The buffers of a group's batches, over its memory.
+        """Yield the buffers of a group's batches, over its memory.
 
-        Copies those of the user's objects out of a pinned block: the user may copy from them at any time, and torch
-        guards pinned memory by where it begins.
+        With pinned memory, buffers of the user's objects are copied out: the user may copy from them at any time, and
+        torch guards pinned memory by where it begins.
         """
         mapped, others = self.take(memory) if memory.nbytes else memory, map(self.take, rest)
         for offset, size in places:

@@ -1,24 +1,21 @@
-"""Actors of Ray that read, on this machine or on all of a cluster.
+"""`RayPool`: reads in Ray actors, on this machine or on a cluster.
 
     driver                                              actor i, on any node (ray/actor.py)
     submit -> a group of tasks is a call   ==Ray==>     Reader -> memory of the actor
     wait <- the call has ended             <==Ray==     copied into the node's object store
          <- arrays over this node's copy of it, lent out (ray/cluster.py)
 
-Order, randomness, errors, resuming, shards and devices are those of every pool: tasks and results are the same. Ray
-starts the processes, moves the bytes, and notices deaths. What an actor's death means is decided in `pools.supervised`.
+Tasks and results are those of every pool, so order, randomness, resuming, shards and devices are, too. Ray starts
+processes, moves bytes and detects deaths; `pools.supervised` decides what a death means. A Ray call costs 1 to 2 ms of
+CPU, ten times as much as a message through a pipe, hence larger groups: `GROUP_SECONDS` of work.
 
-A call of Ray costs 1 to 2 ms of CPU time, ten times as much as a message through a pipe. So a group is larger here:
-`GROUP_SECONDS` of work.
-
-What can go wrong, and what then:
-  * an actor or its node dies: another actor reads its batches again. A batch that kills ``restarts`` actors is a
-    `WorkerDiedError` in its place. The error does not name the sample: what an actor noted dies with it;
+Failures:
+  * an actor or its node dies, or stalls for ``timeout`` seconds and is killed: another actor reads its batches. A batch
+    that kills ``restarts`` actors is a `WorkerDiedError` in its place, without the sample, unknown after the death;
   * a finished batch lay on a node that died: it is read again;
-  * an actor stands still for ``timeout`` seconds: it is killed, and then as above;
-  * the cluster has room for some of the actors only: these read, and the others join them when there is room. Without
-    room for any there is a warning after 10 s, and an error after ``start_timeout``;
-  * an actor cannot begin (unpicklable dataset, a module that its node lacks, ``worker_init_fn`` raises): that error;
+  * the cluster has too little room: the actors that fit read, others join later. Without any, there is a warning after
+    10 s, and an error after ``start_timeout``;
+  * an actor cannot begin (unpicklable dataset, missing module, ``worker_init_fn`` raises): that error;
   * the driver dies: Ray ends the actors.
 """
 
@@ -40,17 +37,16 @@ from sharded_loader.ray.actor import Begun, Group
 from sharded_loader.ray.transport import LOOK_SECONDS, ActorWorker, Call, RayTransport
 
 GROUP_SECONDS = 16e-3
-"""Work in one call. Measured on images (2 workers, of the rate of `ProcessPool`): 0.38 with 6 ms, 0.55 with 12 ms, 0.57
-with 16 ms."""
+"""Work in one call. On images (2 workers), relative to `ProcessPool`: 0.38 with 6 ms, 0.55 with 12, 0.57 with 16."""
 
 MAX_GROUP = 64
-"""Batches in one call."""
+"""Maximum number of batches in one call."""
 
 GROUP_BYTES = 32 << 20
-"""Bytes in one call: the batches of a group are given back together."""
+"""Maximum bytes in one call, because the batches of a group are freed together."""
 
 STORE_SHARE = 4
-"""Unless ``max_bytes`` says otherwise, the user may hold a quarter of this node's object store."""
+"""The default of ``max_bytes`` is one STORE_SHARE-th of this node's object store."""
 
 
 class RayWorker(NamedTuple):
@@ -64,26 +60,26 @@ class RayWorker(NamedTuple):
 
 
 class RayPool(SupervisedPool[ActorWorker]):
-    """Read in actors of Ray: on all machines of a cluster, or on this one.
+    """Read in Ray actors, on all machines of a cluster or on this one.
 
     The batches are those of every other pool. The dataset is put into Ray's object store once; its arrays are shared by
-    the workers of a node, and are read-only there.
+    the workers of a node, read-only.
 
     Args:
-        num_workers: how many actors. It may be more than the cluster has room for: those that fit begin.
+        num_workers: number of actors. If the cluster has room for fewer, those start.
         num_cpus: CPUs that Ray reserves for each.
-        resources: other resources that each needs, such as ``{"reader": 1}``.
+        resources: other resources for each, such as ``{"reader": 1}``.
         address: of the cluster: ``"auto"``, or host and port of its head. None: the instance that this process has
             joined, else RAY_ADDRESS, else the one that runs on this machine, else a new one.
-        runtime_env: what the nodes need to read the dataset, as Ray has it (``{"working_dir": "."}``).
+        runtime_env: Ray's runtime environment for the nodes (``{"working_dir": "."}``).
         scheduling_strategy: ``"SPREAD"`` over the nodes, ``"DEFAULT"`` (few nodes), or a strategy object of Ray's.
-        restarts: the number of workers that a batch may kill. Then `next` raises `WorkerDiedError` in its place. The
-            first death over a group of batches does not count: it is not known which of them it was.
+        restarts: number of workers that a batch may kill before `next` raises `WorkerDiedError` in its place. The first
+            death over a group of batches does not count, because any of them may be the cause.
         timeout: seconds without progress on one sample, after which its worker is killed and the batch read again.
             None: never.
         worker_init_fn: called with the worker's number, once in each, before it reads.
-        max_bytes: how many bytes of this node's object store you may hold. Past it batches are copied. None: a quarter
-            of it.
+        max_bytes: bytes of this node's object store that you may hold; beyond it, batches are copied. Default: a
+            quarter.
         start_timeout: seconds to wait for the first worker.
 
     Attributes:
@@ -91,8 +87,8 @@ class RayPool(SupervisedPool[ActorWorker]):
 
     Raises:
         ImportError: Ray is not installed.
-        ValueError: a number out of its range, or an address of Ray Client.
-        TypeError: an argument of the wrong type.
+        ValueError: a number is out of range, or the address is Ray Client.
+        TypeError: an argument has the wrong type.
 
     Example:
         >>> from sharded_loader import RayPool, ShardedDataLoader
@@ -171,7 +167,7 @@ class RayPool(SupervisedPool[ActorWorker]):
         transport, suspects = self._transport, self.deaths.crash_suspects
         unsent = defaultdict[ActorWorker, list[tuple[Task, object]]](list)
         filling: ActorWorker | None = None
-        held: set[int] = set()  # lanes whose later tasks must not overtake one that waits
+        held: set[int] = set()  # lanes with a waiting task, which later ones must not overtake
         for task in tasks:
             alone, lane = (task.run, task.seq) in suspects, task.lane
             if lane is None and not alone:
@@ -230,7 +226,7 @@ class RayPool(SupervisedPool[ActorWorker]):
         return results
 
     def _take(self, worker: ActorWorker, what: Call | str, future: Future[Any], results: list[Result]) -> None:
-        """Deal with a call that has ended."""
+        """Process a call that has ended."""
         error = future.exception()
         if what == "where":
             worker.asked = False
@@ -257,7 +253,7 @@ class RayPool(SupervisedPool[ActorWorker]):
             results += self.replace(worker, error)
 
     def _decode(self, group: Group, tasks: dict[tuple[int, int], Task], results: list[Result]) -> None:
-        """The results of a group, over its memory."""
+        """Append the results of a group, over its memory."""
         replies, places, memory, rest = group
         buffers = self._lent.buffers(places, memory, rest)
         content, now, found = memoryview(replies), host_clock.now(), []
@@ -266,12 +262,12 @@ class RayPool(SupervisedPool[ActorWorker]):
             content = reply[5]
             found.append((reply, [next(buffers) for _ in range(reply[3])]))
         made = [self._result(reply, its, tasks.get(reply[:2])) for reply, its in found]
-        # By another machine's clock. The last batch of the group has ended about now.
+        # Times are by another machine's clock; the last batch of the group has ended about now.
         late = now - max((one.began + one.seconds for one in made if one.began), default=now)
         results += [replace(one, began=one.began + late) if one.began else one for one in made]
 
     def _failed(self, task: Task, error: BaseException) -> Result:
-        """The error of a batch that Ray could not bring."""
+        """Return the error of a batch that Ray could not deliver."""
         failure = as_batch_error(error, "while Ray brought the batch")
         has = f"The object store of this node has {cluster.store_bytes():,} bytes"
         text = f"Ray could not bring this batch. {has}: if it is full, start Ray with a larger object_store_memory"
@@ -281,7 +277,7 @@ class RayPool(SupervisedPool[ActorWorker]):
         return Result(task.run, task.seq, error=failure)
 
     def _count_room(self) -> None:
-        """What has come back goes out again first. What is under way has room in the object store."""
+        """Update `room`. Requeued tasks go first; tasks in flight have room in the object store."""
         free = [] if self.requeued else self._transport.free
         held = sum(len(worker.tasks) for worker in self._transport.workers)
         self.room = HELD * self.group * len(free) - sum(len(worker.tasks) for worker in free)

@@ -1,24 +1,21 @@
-"""Actors of Ray, as `pools.supervised` reaches them: asked for, given the job, sent tasks, killed; why they ended.
+"""Ray actors as the transport of `pools.supervised`: start, send tasks, kill, explain deaths.
 
-    start(job)                the dataset lies in the object store once; actors are asked for, or sent the new job
-    choose(task), send(...)   a group of tasks is one call; when it has ended, however it has, that is an event
-    follow(order)             one actor of each node fetches shards in this order; each group of its tasks says how far
-    last_words(worker, error) what Ray says about its end, and what it read
-    look()                    a cluster without room for any actor; a Ray that was shut down
+    start(job)                put the dataset into the object store once; request actors, or send them the new job
+    choose(task), send(...)   a group of tasks is one call; its end, in any way, is an event
+    follow(order)             one actor per node prefetches shards in this order; its groups carry the position
+    last_words(worker, error) Ray's explanation of a death, and the tasks of the actor
+    look()                    detect a cluster without room for any actor, and a Ray that was shut down
 
-An actor that has been asked for may come in a second, in an hour (the cluster grows), or never. So only actors that are
-ready get tasks. The heartbeat of a dead actor is gone. What it read is known if it read one task *alone*, or if it had
-said where it is before it was killed for its silence. A node that dies is no batch's fault.
+A requested actor may come in a second, in an hour (the cluster grows), or never, so only ready actors get tasks. The
+heartbeat dies with its actor: the culprit is known only if one task was sent *alone*, or if a stalled actor had
+answered before it was killed. A node's death is no batch's fault.
 
-The tasks of a lane (a part of iterable data, or workers that take turns) stay with one actor, which keeps the part
-open. To give a lane to another actor costs the opening of a part, and changes no batch.
+Tasks of a lane (a part of iterable data, or workers that take turns) stay with one actor, which keeps the part open;
+moving a lane costs reopening it, and changes no batch. The first actor of a node to get tasks prefetches shards for the
+node; if it dies, the next one takes over.
 
-Under an order that datasets fetch ahead by, the first actor of a node that gets tasks is the one that fetches, for all
-actors of the node. Each group of its tasks carries the position, so this needs no call. If it dies, the next actor that
-gets tasks takes its place.
-
-Owns the actors and the dataset in the object store. What can go wrong: no actor can begin, or there is never room for
-one. Where others read, they go on without an actor that cannot begin.
+Owns the actors and the dataset in the object store. If an actor cannot begin, the others go on; if none can, or there
+is never room for one, the pool fails.
 """
 
 from __future__ import annotations
@@ -40,42 +37,31 @@ from sharded_loader.ray import cluster
 from sharded_loader.ray.actor import Begun, LoaderActor
 
 PATIENCE = 10.0
-"""Seconds without any actor that is ready, before the user is told."""
+"""Seconds without any ready actor before a warning."""
 
 LOOK_SECONDS = 0.5
-"""Between two looks at what was asked for, and at those that are watched. If Ray is shut down, no event tells of it."""
+"""Seconds between two looks at requested and watched actors. A shutdown of Ray causes no event."""
 
 ANSWER_SECONDS = 1.0
-"""How long an actor that is to write its stacks is waited for."""
+"""Seconds to wait for an actor to write its stacks."""
 
 
 @dataclass(eq=False)
 class Call:
-    """A call of an actor that has not ended.
-
-    Attributes:
-        tasks: what it reads.
-        alone: the actor had nothing else, and gets nothing else.
-    """
+    """A pending call of an actor with its tasks. ``alone``: the actor gets no other tasks meanwhile."""
 
     tasks: list[Task]
     alone: bool
 
 
 class ActorWorker(Worker):
-    """One actor.
-
-    Args:
-        number: see `Worker`.
-        actor: Ray's handle.
-        listen: notes the end of a call; see `RayTransport.listen`.
+    """One actor, with Ray's handle ``actor``; ``listen`` is `RayTransport.listen`.
 
     Attributes:
-        calls: the oldest first.
-        begun: what it has said of itself; None before it is ready.
-        heartbeat: where it was when it last answered.
-        asked: it was asked where it is, and has not answered.
-        failed: it could not begin, and no other is asked for in its place.
+        calls: pending calls, oldest first.
+        begun: its reply to `begin`; None until ready.
+        heartbeat: last known heartbeat; while ``asked``, a newer one is requested.
+        failed: it could not begin, and is not replaced.
     """
 
     def __init__(self, number: int, actor: Any, listen: Callable[[Any, ActorWorker, Call | str], None]) -> None:
@@ -93,15 +79,15 @@ class ActorWorker(Worker):
 
     @property
     def is_alone(self) -> bool:
-        """Whether it reads a task that travels alone."""
+        """True if it reads a task that was sent alone."""
         return any(call.alone for call in self.calls)
 
     def control(self, name: str, *arguments: object) -> Any:
-        """Call a method of the actor beside what it reads."""
+        """Call a method of the actor in its second thread."""
         return getattr(self.actor, name).options(concurrency_group="control").remote(*arguments)
 
     def where(self) -> Sequence[int] | None:
-        """The last known heartbeat. It is asked again. An actor may take any time to come."""
+        """Return the last known heartbeat, and request a new one. None while the actor starts, or is idle."""
         if not self.ready or not self.calls:
             return None
         if not self.asked:
@@ -122,7 +108,7 @@ class ActorWorker(Worker):
         cluster.stop([self.actor])
 
     def end_call(self, call: Call | str) -> list[Task]:
-        """A call has ended: the tasks that it had."""
+        """Remove a call that has ended, and return its tasks."""
         if not isinstance(call, Call) or call not in self.calls:
             return []
         self.calls.remove(call)
@@ -132,15 +118,11 @@ class ActorWorker(Worker):
 
 
 Followed = tuple[int, object, Callable[[], "int | None"]]
-"""An order that is read, for datasets that fetch ahead: what `Pool.follow` is given."""
+"""Arguments of `Pool.follow`: an order for datasets that prefetch."""
 
 
 class FetchAhead:
-    """Has one actor of each node fetch ahead by the order that is read, and by no other one.
-
-    Attributes:
-        readers: by node, the actor whose dataset fetches ahead.
-    """
+    """Lets one actor of each node (`readers`) prefetch by the order being read, and by no other."""
 
     def __init__(self) -> None:
         self.readers: dict[str, ActorWorker] = {}
@@ -149,19 +131,19 @@ class FetchAhead:
         self._order: Any = None  # in the object store
 
     def begin(self, job: Job | None) -> None:
-        """The actors are new, or have another job. None: there are none, and they may come again."""
-        # The same job: an interrupted step has closed the pool, and the run goes on.
+        """Begin with new actors, or with another job. None: the pool has closed, and may restart."""
+        # With the same job, an interrupted step has closed the pool, and the run goes on.
         if job is not None and job is not self._job:
             self._job, self._followed = job, None
         self.follow(self._followed)
 
     def follow(self, followed: Followed | None) -> None:
-        """Fetch by this order from now on; None: by none."""
+        """Prefetch by this order from now on; None: by none."""
         self._followed, self._order = followed, None
         self.readers.clear()
 
     def leave(self, run: int, workers: Sequence[ActorWorker]) -> None:
-        """A run is not read any more."""
+        """Stop prefetching for a run."""
         if self._followed is not None and self._followed[0] == run:
             for worker in self.readers.values():
                 if worker in workers:
@@ -169,7 +151,7 @@ class FetchAhead:
             self.follow(None)
 
     def progress_for(self, worker: ActorWorker, workers: Sequence[ActorWorker]) -> tuple[int, ...]:
-        """The run and its position, for the actor that fetches ahead on its node. If none lives, it is this one."""
+        """Return run and position if this actor prefetches for its node, as it does from now on if no other does."""
         if self._followed is None or worker.begun is None:
             return ()
         run, ahead, position_of_user = self._followed
@@ -190,26 +172,18 @@ class FetchAhead:
 Bell = queue.SimpleQueue[None]
 
 Event = tuple[ActorWorker, "Call | str", "Future[Any]"]
-"""A call that has ended: of which actor, the call (or its name, if it was no group), and how."""
+"""A call that has ended: its actor, the call (or its name, if it was not a group), and its outcome."""
 
 
 class Absence:
-    """The time without any actor that is ready, and what the user is told of it.
-
-    Args:
-        wanted: what each actor is asked for with.
-        start_timeout: of the `RayPool`.
-
-    Attributes:
-        since: when it began.
-    """
+    """The time without any ready actor, and its warnings. ``wanted``, ``start_timeout``: of the `RayPool`."""
 
     def __init__(self, wanted: cluster.Wanted, start_timeout: float) -> None:
         self._wanted, self._start_timeout = wanted, start_timeout
         self.begin()
 
     def begin(self) -> None:
-        """It begins, and no actor has been ready before."""
+        """Start the clock; no actor has been ready."""
         self.since, self._is_told, self._had_one = host_clock.now(), False, False
 
     def end(self) -> None:
@@ -217,7 +191,7 @@ class Absence:
         self._is_told, self._had_one = False, True
 
     def error(self) -> Exception | None:
-        """The error that ends the pool, if there has been no actor for ``start_timeout``. Before that, a warning."""
+        """Return the error that ends the pool after ``start_timeout`` without any actor. Warns once before that."""
         passed = host_clock.now() - self.since
         if passed > PATIENCE and not self._is_told:
             self._is_told = True
@@ -235,18 +209,11 @@ class Absence:
 
 
 class RayTransport(Transport[ActorWorker]):
-    """Actors of Ray, and the calls to them.
-
-    Args:
-        num_workers: how many there are to be.
-        wanted: what each is asked for with.
-        start_timeout: of the `RayPool`.
+    """Ray actors, and the calls to them.
 
     Attributes:
-        actors: all actors that run; empty after `close`, and after a finalizer has stopped them.
-        events: the calls that have ended.
-        bell: rings when one has.
-        ahead: see `FetchAhead`.
+        actors: running actors; empty after `close`, and after a finalizer has stopped them.
+        events: calls that have ended; `bell` rings for each.
     """
 
     def __init__(self, num_workers: int, wanted: cluster.Wanted, start_timeout: float) -> None:
@@ -264,12 +231,12 @@ class RayTransport(Transport[ActorWorker]):
 
     @property
     def ready(self) -> list[ActorWorker]:
-        """The actors that have the dataset."""
+        """Actors that have the dataset."""
         return [worker for worker in self.workers if worker.ready]
 
     @property
     def free(self) -> list[ActorWorker]:
-        """The actors that any task may be sent to."""
+        """Actors that accept any task."""
         return [worker for worker in self.workers if worker.ready and not worker.is_alone]
 
     def start(self, job: Job) -> list[Task]:
@@ -303,17 +270,17 @@ class RayTransport(Transport[ActorWorker]):
         self.listen(worker.actor.begin.remote(self._published), worker, "begin")
 
     def listen(self, ref: Any, worker: ActorWorker, what: Call | str) -> None:
-        """Make an `Event` of the end of a call."""
+        """Turn the end of a call into an `Event`."""
         ref.future().add_done_callback(functools.partial(_note, self.events, self.bell, worker, what))
 
     def has_begun(self, worker: ActorWorker, said: Begun) -> None:
-        """An actor has its job. It gets its share of the lanes."""
+        """Record that an actor has its job, and give it its share of the lanes."""
         worker.begun, ready = said, self.ready
         self._absence.end()
         share = -(-len(self._holders) // max(1, len(ready)))
         for one in ready:
             for lane in [lane for lane, holder in self._holders.items() if holder is one][share:]:
-                del self._holders[lane]  # others get it with its next task
+                del self._holders[lane]  # another actor gets the lane with its next task
 
     def close(self) -> None:
         if os.getpid() != self._pid:
@@ -323,20 +290,20 @@ class RayTransport(Transport[ActorWorker]):
         self._holders.clear()
         self._published = None
         self.ahead.begin(None)
-        # Calls that are under way may end yet: no event tells of it any more. Who waits in an outer step goes on.
+        # Calls in flight may still end, without an event. A step that waits in an outer frame continues.
         self.bell.put(None)
         self.events, self.bell = deque(), queue.SimpleQueue()
         self._absence.begin()
 
     def closer(self) -> Callable[[], None]:
-        """Stops the actors, without a reference to this object."""
+        """Return a function that stops the actors, without a reference to this object."""
         actors, pid = self.actors, self._pid
         return lambda: cluster.stop_from_anywhere(actors) if os.getpid() == pid else None
 
     # -- tasks ----------------------------------------------------------------------------------------------
 
     def choose(self, task: Task, group: int, *, alone: bool) -> ActorWorker | None:
-        """The actor that a task goes to; None if it has to wait."""
+        """Return the actor for a task; None if the task must wait."""
         if task.lane is None:
             most = 1 if alone else HELD * group
             free = [worker for worker in self.free if len(worker.tasks) < most]
@@ -351,7 +318,7 @@ class RayTransport(Transport[ActorWorker]):
         return None if worker.is_alone or (alone and worker.calls) else worker
 
     def send(self, worker: ActorWorker, tasks: Sequence[tuple[Task, object]], *, alone: bool) -> None:
-        """Have an actor read tasks, each with what is sent of it (`fields_of`), in one call."""
+        """Send tasks to an actor in one call, each with its `fields_of`."""
         content = pickle.dumps([(task.run, task.seq, fields) for task, fields in tasks], protocol=5)
         call = Call([task for task, _ in tasks], alone)
         worker.calls.append(call)
@@ -361,7 +328,7 @@ class RayTransport(Transport[ActorWorker]):
 
     def drain(self, worker: ActorWorker) -> None:
         cluster.stop(self.actors, worker.actor)
-        self.bell.put(None)  # its tasks wait for another one
+        self.bell.put(None)  # its tasks can go to another actor
 
     # -- actors that end, or stand still --------------------------------------------------------------------
 
@@ -375,7 +342,6 @@ class RayTransport(Transport[ActorWorker]):
             heartbeat = worker.heartbeat
         elif first.alone:
             heartbeat = first.tasks[0].run, first.tasks[0].seq, 0, IN_BATCH
-        # A process that ends is told of by the program that has started it; if that is silent, the node has gone.
         has_gone = error is not None and cluster.is_of_node(error)
         death = Death(worker.number, said.pid, None, None, said.host, cluster.cause_of(error), worker.hung, heartbeat)
         return death._replace(
@@ -394,7 +360,7 @@ class RayTransport(Transport[ActorWorker]):
                 'RayPool(n, runtime_env={"py_modules": [sharded_loader]})',
             )
         if worker.ready or not self.ready:
-            return False  # it had begun before: then the job is to blame
+            return False  # it had begun before, so the job is to blame
         worker.failed = True
         cluster.stop(self.actors, worker.actor)
         logger.warning("RayPool: worker %s cannot start; the others read without it: %s", worker.number, error)
@@ -402,18 +368,18 @@ class RayTransport(Transport[ActorWorker]):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether an actor that was asked for may come: no event tells that there is no room for it."""
+        """True if a requested actor may still come: a lack of room causes no event."""
         return any(not worker.ready and not worker.failed for worker in self.workers)
 
     def look(self) -> Exception | None:
-        """What no event tells of: none that is ready, and no Ray. The error that ends the pool."""
+        """Return the error that ends the pool, for what causes no event: no ready actor, or no Ray."""
         if self._session != cluster.session():
             return RuntimeError("Ray was shut down while the loader read: make the loader after ray.init()")
         return None if self.ready else self._absence.error()
 
 
 def _note(events: deque[Event], bell: Bell, worker: ActorWorker, what: Call | str, future: Future[Any]) -> None:
-    """In a thread of Ray's: a call has ended."""
+    """Record the end of a call; runs in a thread of Ray's."""
     events.append((worker, what, future))
     if bell.empty():
         bell.put(None)
