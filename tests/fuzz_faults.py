@@ -3,7 +3,7 @@ signals, slow samples, a changed dataset, `close` in a thread.
 
     before a step    a timer, which kills or stops a worker, changes their number or sends a signal while the loop waits
                      in ``next``, with luck
-    steps            those of `Case`, and kill, stop, kill_template, resize, close_beside, refresh of changed data
+    steps            those of `Case`, and kill, stop, kill_zygote, resize, close_beside, refresh of changed data
     loaders          also with ``num_workers="auto"``, which has another number every few steps, and
                      ``max_worker_memory`` over samples that leave memory behind
 
@@ -128,7 +128,7 @@ class Disturbed(Case):
     # -- steps ----------------------------------------------------------------------------------------------
 
     def choices(self) -> list[tuple[int, Callable[[Pair], None]]]:
-        faults = [(2, self.kill), (1, self.stop), (2, self.kill_template), (2, self.resize), (1, self.refresh)]
+        faults = [(2, self.kill), (1, self.stop), (2, self.kill_zygote), (2, self.resize), (1, self.refresh)]
         return [*super().choices(), *faults, (2, self.close_beside)]
 
     def run(self) -> int:
@@ -292,11 +292,11 @@ class Disturbed(Case):
                 pool.resize(count)
                 self.counts["fault: another number of workers"] += 1
 
-    def kill_template(self, pair: Pair) -> None:
+    def kill_zygote(self, pair: Pair) -> None:
         crew = getattr(self.pool(pair), "_transport", None)
-        if crew is not None and crew.template is not None:
+        if crew is not None and crew.zygote is not None:
             with contextlib.suppress(ProcessLookupError, ValueError):
-                crew.template._process.kill()
+                crew.zygote._process.kill()
                 self.counts["fault: template killed"] += 1
 
     def refresh(self, pair: Pair) -> None:

@@ -165,7 +165,7 @@ class Twins(Disturbed):
             return pair.loader.pool
         run = pair.loader._progress.current_run
         newest = None if run is None else pair.loader._progress.live.get(run.number)
-        return None if newest is None or newest._shutdown or not pair.loader.num_workers else newest._pool
+        return None if newest is None or newest._shutdown or not pair.loader.num_workers else newest._engine.pool
 
     # -- both -----------------------------------------------------------------------------------------------
 
@@ -221,7 +221,7 @@ class Twins(Disturbed):
         steps = [(8, self.begin), (14, self.take), (5, self.take_all), (3, self.drop), (4, self.resume)]
         steps += [(2, self.load_here), (3, self.set_epoch), (2, self.read), (3, self.look_up)]
         steps += [(2, self.report), (1, self.refresh)]
-        steps += [(2, self.kill), (1, self.stop), (2, self.kill_template)]
+        steps += [(2, self.kill), (1, self.stop), (2, self.kill_zygote)]
         if not self.drop_in:
             steps += [(2, self.peek), (3, self.rescale), (5 if self.mixture else 1, self.weigh)]
             steps += [(1, self.change_prefetch), (3, self.resize), (2, self.close_beside)]

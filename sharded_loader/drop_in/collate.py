@@ -1,12 +1,12 @@
-"""torch's ``default_collate`` in bulk: the same batches, put together at the speed of this library.
+"""torch's ``default_collate`` in bulk: the same batches, at the speed of this library.
 
-    Collate().assemble(samples, empty) -> TensorBatch, or whatever ``default_collate`` returns
-    Collate().bulk_of(dataset)         -> reads whole batches of rows of tensors or of a cache, without samples
-    batchify_fn_of(collate_fn, ...)    -> what makes a batch in this library's engine, for a loader's ``collate_fn``
+    Collate().assemble(samples, empty) -> TensorBatch, or the result of ``default_collate``
+    Collate().bulk_of(dataset)         -> function that reads whole batches of tensors or of a cache
+    batchify_fn_of(collate_fn, ...)    -> batchify function of this library for a ``collate_fn``
 
-Most samples are arrays, tensors and numbers, or tuples and lists of them. They are stacked into memory from ``empty``.
-torch's own function collates everything else: other types, other shapes, samples that cannot be collated, and all
-samples if the program has changed ``default_collate_fn_map``. Only that function makes this module import torch.
+Arrays, tensors, numbers, and tuples and lists of them are stacked into memory from ``empty``. torch's own function
+collates everything else: other types and shapes, samples that cannot be collated, and all samples if the program has
+changed ``default_collate_fn_map``. Only that function makes this module import torch.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Collate:
     """
 
     def assemble(self, samples: Sequence[object], empty: Empty) -> Any:
-        """The batch, its arrays in memory from ``empty``."""
+        """Return the batch, its arrays in memory from ``empty``."""
         if not _is_changed():
             types = set(map(type, samples))
             is_row = types <= {tuple} or types <= {list}
@@ -63,17 +63,13 @@ class Collate:
                 if fields and not any(field is None for field in fields):
                     return TensorBatch(fields if is_row else fields[0])
             except (BatchifyError, IndexError, OverflowError, ValueError):
-                pass  # torch's function raises its own error
+                pass  # leave the error to torch's function
         return self(samples)
 
     def bulk_of(self, dataset: object) -> Gather | None:
-        """How to read finished batches of a dataset: of a tensor, a TensorDataset, a cache of arrays, or a part of one.
+        """Return ``gather(indices, empty)``, as of `sharded_loader.data.bulk.as_bulk`, or None if samples must be read.
 
-        Args:
-            dataset: of the loader.
-
-        Returns:
-            ``gather(indices, empty)``, as of `sharded_loader.data.bulk.as_bulk`; None if its samples have to be read.
+        Works for a tensor, a ``TensorDataset``, a cache of arrays, or a part of one.
         """
         data: Any = sys.modules.get("torch.utils.data")
         inner = dataset
@@ -98,7 +94,7 @@ class Collate:
 
 
 def _stacked(column: Sequence[Any], types: set[type], empty: Empty) -> Any:
-    """One array or tensor of these values; None if torch's function has to collate them."""
+    """Return the values as one array or tensor, or None if torch's function has to collate them."""
     if len(types) != 1:
         return None
     [kind] = types
@@ -115,7 +111,7 @@ def _stacked(column: Sequence[Any], types: set[type], empty: Empty) -> Any:
 
 
 def _is_collated(node: object) -> bool:
-    """Whether torch's function makes of samples of this structure (`caching.store`) what their columns are."""
+    """Return True if ``default_collate`` turns samples of this structure (`caching.store`) into their columns."""
     if type(node) is not list:
         return False
     kind, first, *rest = node
@@ -127,7 +123,7 @@ def _is_collated(node: object) -> bool:
 
 
 def _is_changed() -> bool:
-    """Whether the program has changed the functions that ``default_collate`` calls."""
+    """Return True if the program has changed the functions that ``default_collate`` calls."""
     collate: Any = sys.modules.get("torch.utils.data._utils.collate")
     if collate is None:
         return False
@@ -138,17 +134,14 @@ def _is_changed() -> bool:
 
 
 _TYPES = 7
-"""The number of entries in torch's table of functions, if no program changes it."""
+"""Number of entries in torch's unmodified table of functions."""
 
 
 class Assembled:
-    """A batchify function of this library as a collate function: its arrays become tensors."""
-
     def __init__(self, batchify_fn: Batchify) -> None:
         self._assemble = assembler(batchify_fn)
 
     def assemble(self, samples: Sequence[object], empty: Empty) -> Any:
-        """The batch, its arrays in memory from ``empty``."""
         batch = self._assemble(samples, empty)
         kinds = set(map(type, batch)) if type(batch) is list else {type(batch)}
         return TensorBatch(batch) if kinds == {np.ndarray} else to_torch(batch)
@@ -163,11 +156,8 @@ def _of_one(collate_fn: Callable[[Any], object], samples: Sequence[object]) -> A
 
 
 def batchify_fn_of(collate_fn: Any, *, batched: bool) -> Any:
-    """What makes a batch in this library's engine, for a ``collate_fn`` of torch's loader.
-
-    Args:
-        collate_fn: of the loader.
-        batched: False with ``batch_size=None``.
+    """Return the batchify function for a ``collate_fn`` of torch's loader; ``batched`` is False with
+    ``batch_size=None``.
     """
     from torch.utils.data import default_collate
 

@@ -1,15 +1,15 @@
-"""The iterator of the drop-in: torch's own base class around our iterator.
+"""Iterator of the drop-in: torch's own base class around our iterator.
 
-    check_arguments(loader)                           rejects what would otherwise fail at the first batch
-    make_pool(loader) -> Pool                         the pool that the loader's arguments ask for
+    check_arguments(loader)                           rejects arguments that would fail at the first batch
+    make_pool(loader) -> Pool                         pool that the loader's arguments ask for
     LoaderIterator(loader, state)._next_data() -> EpochIterator -> Pipeline -> ProcessPool | InlinePool
-    WorkerView(handle)                                a worker process as torch's iterator shows it
+    WorkerView(handle)                                worker process as torch's iterator shows it
 
 An iterator owns its workers, as in torch. They start with the first ``next`` and end with the epoch. With
 ``persistent_workers`` they live as long as the iterator, which the loader then keeps and resets for each epoch.
 
-What goes wrong in a worker is raised here as torch raises it: a dead worker and a timeout are a RuntimeError in torch's
-words, with this library's error as its cause.
+Worker failures are raised as torch raises them: a dead worker and a timeout are a RuntimeError in torch's words, with
+this library's error as its cause.
 """
 
 from __future__ import annotations
@@ -50,11 +50,7 @@ _numbers = itertools.count()
 
 
 def check_arguments(loader: Loader) -> None:
-    """Reject arguments that torch's constructor accepts, but that fail at the first batch.
-
-    Raises:
-        ValueError, TypeError: An argument has a wrong value or type.
-    """
+    """Reject arguments that torch's constructor accepts, but that fail at the first batch (ValueError, TypeError)."""
     core.collate_function(None, loader.collate_fn)
     if loader.generator is not None and not isinstance(loader.generator, torch.Generator):
         raise TypeError(f"generator is {loader.generator!r}; it must be a torch.Generator, or give seed= (an int)")
@@ -81,10 +77,7 @@ def check_arguments(loader: Loader) -> None:
 
 
 def make_pool(loader: Loader) -> Pool:
-    """The pool that a loader's arguments ask for. Its workers have not started.
-
-    With ``timeout`` alone the pool restarts no worker: a silent or dead worker is an error, as in torch.
-    """
+    """Return the pool for a loader. With ``timeout`` alone, a silent or dead worker is an error, as in torch."""
     if loader.num_workers == 0:
         if loader.timeout:
             raise AssertionError("a DataLoader without workers requires timeout == 0")  # the type is torch's
@@ -98,17 +91,16 @@ def make_pool(loader: Loader) -> Pool:
 
 
 def _uses_threads(loader: Loader) -> bool:
-    """True if workers are threads: by ``thread_pool``, or by a context whose processes are threads, as MONAI's."""
+    """Return True if workers are threads: by ``thread_pool``, or by a context whose processes are threads (MONAI's)."""
     process: object = getattr(loader.multiprocessing_context, "Process", None)
     return loader.thread_pool or (isinstance(process, type) and issubclass(process, threading.Thread))
 
 
 def _process_pool(loader: Loader, count: int) -> ProcessPool:
-    """``count`` worker processes, as the loader's arguments ask for them."""
     context = loader.multiprocessing_context
     method: Any = loader.start_method
     if method is None and context is not None:
-        # Other libraries' contexts have names of their own.
+        # Other libraries' contexts may have names that are not start methods.
         methods = multiprocessing.get_all_start_methods()
         kinds = [name for name in methods if isinstance(context, type(multiprocessing.get_context(name)))]
         name = context.get_start_method()
@@ -119,12 +111,7 @@ def _process_pool(loader: Loader, count: int) -> ProcessPool:
 
 
 def as_collated(devices: list[torch.device] | None, pinner: Pinner | None = None) -> core.Placer:
-    """What leaves batches as the collate function returned them, pins them, or puts them on devices.
-
-    Args:
-        devices: as for `Placer`.
-        pinner: pins batches as torch does; None: nothing does.
-    """
+    """Return a `Placer` that moves batches to ``devices``, pins them as torch does, or leaves them as collated."""
     return core.Placer(devices, pin_memory=False, in_host_memory=_collated, pinner=pinner)
 
 
@@ -133,35 +120,31 @@ def _collated(shard: object) -> Any:
 
 
 class DeviceMemory:
-    """What a loader with devices keeps from epoch to epoch: its copy streams, and the pinned memory of its workers.
-
-    The workers of an epoch end with it. To pin other memory for those of the next would take time.
-    """
+    """Copy streams and pinned memory of the workers, kept from epoch to epoch: pinning memory takes time."""
 
     def __init__(self) -> None:
         self._placement: core.Placer | None = None
-        self._left: list[core.ArenaInUse] = []  # by pools that have ended
+        self._left: list[core.ArenaInUse] = []  # from pools that have ended
         weakref.finalize(self, _close_arenas, self._left)
 
     def placement(self, devices: list[torch.device]) -> core.Placer:
-        """What puts batches on these devices; a new one if they are others than before."""
+        """Return the `Placer` for these devices; a new one if they have changed."""
         if self._placement is None or self._placement.devices != devices:
             _close_arenas(self._left)
             self._placement = as_collated(devices)
         return self._placement
 
     def lend(self, pool: Pool, placement: core.Placer) -> None:
-        """Let a new pool use memory that another one has left; otherwise memory of its own."""
+        """Give a new pool memory that a previous one has left, or memory of its own."""
         if isinstance(pool, ProcessPool) and placement is self._placement and self._left:
             pool.take_over(self._left.pop())
         pool.use_memory(placement.empty, placement.register, pinned=placement.pinned)
 
     def ready_event(self) -> Any:
-        """As `ShardedDataLoader.ready_event`."""
         return None if self._placement is None else self._placement.ready_event()
 
     def take_back(self, pool: Pool, placement: core.Placer) -> None:
-        """End the workers of a pool, and keep its memory, if a device reads it."""
+        """End the workers of a pool, and keep its memory if a device reads it."""
         if isinstance(pool, ProcessPool) and placement is self._placement and placement.asynchronous:
             left = pool.hand_over()
             if left[0].segments:
@@ -177,17 +160,10 @@ def _close_arenas(left: list[core.ArenaInUse]) -> None:
 
 
 class Engine:
-    """What reads for an iterator, which owns it: a pool of workers, and what puts their batches where they belong.
+    """Pool, pipeline and placement of an iterator, which owns this.
 
-    Args:
-        loader: the loader.
-        pins: pin batches, as torch does, if no device is given.
-        kind: of the accelerator that they are pinned for; None: the first one.
-
-    Attributes:
-        pool, pipeline, placement: as for `ShardedDataLoader`.
-        length: of the dataset, whose copies the workers get; None: of iterable data, or not known.
-        views: the workers that the user has seen, by their handles.
+    ``length`` is the dataset's, whose copies the workers get; ``views`` are the workers that the user has seen, by
+    handle.
     """
 
     def __init__(self, loader: Loader, pins: bool, kind: str | None) -> None:
@@ -213,33 +189,27 @@ class Engine:
         self.close = weakref.finalize(self, core.call_all, *over)
 
     def shown(self) -> list[WorkerView]:
-        """The worker processes, as torch's iterator shows them."""
+        """Return the worker processes, as torch's iterator shows them."""
         handles = self.pool.workers if isinstance(self.pool, ProcessPool) else []
         return [self.views.setdefault(handle, WorkerView(handle)) for handle in handles]
 
     def shut_down(self) -> None:
-        """End the workers. Memory that a device reads is kept for those of another iterator."""
-        self.shown()  # the pool forgets them
+        """End the workers; memory that a device reads is kept for the next iterator."""
+        self.shown()  # before the pool forgets them
         _let_go(self.views)
-        if not self.pipeline.is_open_step:  # otherwise an exception has struck, and the arena may be wrong
+        if not self.pipeline.is_open_step:  # an interrupted step may have left the arena inconsistent
             self._memory.take_back(self.pool, self.placement)
         self.pipeline.close()
         self.placement.closer()()
 
 
 class LoaderIterator(_BaseDataLoaderIter):
-    """One epoch of a `sharded_loader.torch.DataLoader`; with persistent workers one after the other.
-
-    Args:
-        loader: the loader.
-        state: where the epoch goes on. None: it begins.
-
-    Attributes:
-        run: the run of the epoch, with its position.
+    """One epoch of a `sharded_loader.torch.DataLoader`, from ``state`` on, or all of its epochs with persistent
+    workers.
     """
 
     run: TorchRun
-    # Until the first `next`: the loader, and what was planned for: the last ``set_epoch``, and the loaded state.
+    # Until the first `next`: the loader, and the basis of the plan: the last ``set_epoch``, and the loaded state.
     _waits: tuple[Loader, Any] | None = None
 
     def __init__(self, loader: Loader, state: LoaderState | None = None) -> None:
@@ -259,7 +229,7 @@ class LoaderIterator(_BaseDataLoaderIter):
                 dataset.load_state_dict(copy.deepcopy(datasets[-1]))
         super().__init__(loader)
         if self._start is not None:
-            self._start.put_back()  # torch has asked for items that may not be used
+            self._start.put_back()  # torch's constructor has asked for items that may not be used
         if drawn is not None:
             self._base_seed = drawn
         if not draws:
@@ -269,11 +239,11 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._is_stream = isinstance(loader.dataset, IterableDataset)
         self._engine, self._shutdown = Engine(loader, self._pin_memory, self._pin_memory_device), False
         self._begin(loader, state, self._sampler_iter if loader.num_workers == 0 else None)
-        if drawn is not None:  # what this iterator has drawn changes nothing for others that begin at this state
+        if drawn is not None:  # other iterators that begin at this state draw the same
             loader._progress.rng_at_load = torch.get_rng_state()
 
     def _reset(self, loader: Loader, first_iter: bool = False) -> None:
-        """Begin another epoch with the persistent workers. torch's loader calls this."""
+        """Begin another epoch with the persistent workers; called by torch's loader."""
         if self._waits is not None and loader._progress.pending is not None:  # no epoch has begun since
             self._make_again(loader)
             return
@@ -287,11 +257,10 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._begin(loader, None, self._sampler_iter, self.run)
 
     def _plan(self, loader: Loader, state: LoaderState | None) -> int | None:
-        """Prepare the start of the sampler, if the data has one, and say which seed the epoch draws.
+        """Prepare the start of the sampler, if the data has one, and return the seed that the epoch has already drawn.
 
-        Returns:
-            The seed that the next epoch would have drawn when a state of an epoch's end was saved. None: it draws now.
-            It does so, too, if the program has seeded, or used, the default generator since it loaded the state.
+        That is the seed the next epoch would have drawn when an end-of-epoch state was saved. None: the epoch draws one
+        now, also if the program has seeded or used the default generator since it loaded the state.
         """
         progress, seed, of_sampler = loader._progress, None, None
         self._start = None if isinstance(loader.dataset, IterableDataset) else start_of(loader, state)
@@ -306,12 +275,12 @@ class LoaderIterator(_BaseDataLoaderIter):
     def _begin(
         self, loader: Loader, state: LoaderState | None, items: Iterator[object] | None, before: TorchRun | None = None
     ) -> None:
-        """Build the epoch's plan, run and iterator. Reads no sample.
+        """Build the epoch's plan, run and iterator; read no sample.
 
         Args:
-            loader, state: as above.
-            items: the sampler's iterator. None: `SamplerStart` asks for it. With workers, torch asks a second time too.
-            before: the run before this one, of the same workers.
+            items: Iterator of the sampler. None: `SamplerStart` creates it; with workers, torch creates a second one,
+                too.
+            before: Previous run of the same workers.
         """
         is_new, workers, start = state is None or state.finished, self._num_workers, self._start
         # Ignore the state if its epoch was finished and the workers were not persistent: the next epoch starts new
@@ -340,14 +309,14 @@ class LoaderIterator(_BaseDataLoaderIter):
         else:
             # As in torch, a worker has the dataset as it was when the worker started.
             job, at_start = replace(job, keeps_state=is_stateful(self._dataset)), points
-            if saved is not None and saved.sampler is not None:  # otherwise workers go on with the datasets they have
+            if saved is not None and saved.sampler is not None:  # otherwise workers keep their datasets
                 of_workers = enumerate(saved.sampler.datasets or ())
                 at_start = {i % max(1, workers): PartPoint(state=dataset) for i, dataset in of_workers}
             epoch = self._sampler_epoch(start, items, at_start, TorchSteps(loader).left_out)
             epoch.takes_turns = loader._tuner is None or job.keeps_state
             if job.keeps_state:
-                loader._meter.tune_at = math.inf  # each worker has a state of its own: their number stays
-        epoch.number = number  # the random numbers of an epoch depend on it, also in persistent workers
+                loader._meter.tune_at = math.inf  # each worker has its own state: keep their number
+        epoch.number = number  # keys the random numbers, also in persistent workers
         epoch.any_order = not loader.in_order and workers > 0
         self._num_yielded = 0 if state is None or is_new else state.yielded
         at: dict[str, Any] = {"points_at_start": points, "unread": unread, "epoch_of_dataset": of_epoch}
@@ -358,23 +327,17 @@ class LoaderIterator(_BaseDataLoaderIter):
         )
         if workers == 0:
             self._prime(is_new)
-        # Until the first `next` the loader is what it was: an iterator that reads nothing changes nothing.
+        # The loader changes with the first `next`: an iterator that reads nothing has no effect.
         progress = loader._progress
         self._waits, progress.waiting = (loader, (progress.count.request, progress.pending)), self
 
     def _sampler_epoch(self, start: SamplerStart, items: Any, points: Points, left_out: Skips) -> TorchEpoch:
-        """An epoch of map-style data.
-
-        Args:
-            start: starts the sampler.
-            items: as in `_begin`.
-            points, left_out: as of `TorchEpoch`.
-        """
+        """Return an epoch of map-style data; the arguments are those of `_begin` and `TorchEpoch`."""
         lanes = max(1, self._num_workers)
         if not start.resumes:
             start.begin(items)
         epoch = TorchEpoch(start, lanes, self._auto_collation, points, is_stateful(self._dataset), left_out)
-        if self._num_workers > 0 and not start.resumes:  # torch's workers are sent the first indices now
+        if self._num_workers > 0 and not start.resumes:  # torch sends its workers the first indices now
             start.settle()
             if not start.has_set_epoch:
                 epoch.begin()
@@ -387,8 +350,8 @@ class LoaderIterator(_BaseDataLoaderIter):
         return self._shutdown or (told and (self._is_stream or not pool.shares_dataset) and pool.started)
 
     def _make_again(self, loader: Loader) -> None:
-        """Begin where an iterator would begin that is made now."""
-        self._waits = loader, (None, self)  # no state of it: if this is interrupted, the next `next` does it again
+        """Start over as if the iterator were created now."""
+        self._waits = loader, (None, self)  # matches no state: after an interruption the next `next` does it again
         self._shutdown_workers()
         self._engine.close()
         self.__init__(loader, loader._progress.state_to_begin(loader._index_sampler))  # type: ignore[misc]
@@ -396,7 +359,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             loader._iterator = self
 
     def _take_over(self, loader: Loader, asked: Any) -> None:
-        """Become the newest iterator of the loader: the first batch is asked for."""
+        """Become the newest iterator of the loader, when the first batch is asked for."""
         progress, (request, pending) = loader._progress, asked
         is_named = progress.count.request is not request
         is_stale = self.is_stale(loader) if lives_on(loader) else self._shutdown
@@ -410,7 +373,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             progress.begun(self.run, self)
 
     def _prime(self, is_new: bool) -> None:
-        """Ask a dataset of this process for its iterator and for its state. torch asks at this moment too."""
+        """Ask a dataset in this process for its iterator and its state, at the same moment as torch."""
         dataset: Any = self._dataset
         run, engine = self.run, self._engine
         if isinstance(run.epoch, TorchEpoch):
@@ -421,7 +384,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         task, reader = run.epoch.task(run.epoch.first), getattr(engine.pool, "reader", None)
         if isinstance(task, Task) and isinstance(reader, core.StreamReader) and task.part is not None:
             run.epoch.primed(task.part.number, reader.prime(task))
-        elif run.unread == {0}:  # the state was taken behind the last batch, but the end was not seen
+        elif run.unread == {0}:  # saved after the last batch, before the end was seen
             of_dataset, _ = run.epoch.at_beginning().points[0].state or (None, None)
             if of_dataset is not None:
                 dataset.load_state_dict(copy.deepcopy(of_dataset))
@@ -429,11 +392,11 @@ class LoaderIterator(_BaseDataLoaderIter):
     # -- batches --------------------------------------------------------------------------------------------
 
     def next(self) -> Any:
-        """``next(iterator)``, as scripts for PyTorch before 1.13 write it."""
+        """Return ``next(iterator)``: the spelling of scripts for PyTorch before 1.13."""
         return self.__next__()
 
     def __next__(self) -> Any:
-        # torch's method records each batch for a profiler (5 to 9 us), and warns if iterable data has a wrong length.
+        # torch's method costs 5 to 9 us: it records each batch for a profiler, and checks the length of iterable data.
         if self._is_stream or core.profiler_enabled():
             return super().__next__()
         data = self._next_data()
@@ -459,7 +422,7 @@ class LoaderIterator(_BaseDataLoaderIter):
     # -- workers --------------------------------------------------------------------------------------------
 
     def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        # After a ``break``: so that the loader keeps the memory. `Engine.close` sees to the rest.
+        # After a ``break``, return the memory to the loader. `Engine.close` does the rest.
         if _is_finalizing() or getattr(self, "_shutdown", True):
             return
         if self._engine.placement.devices is not None and os.getpid() == self._engine.pipeline.pid:
@@ -467,7 +430,7 @@ class LoaderIterator(_BaseDataLoaderIter):
 
     @property
     def _workers(self) -> list[WorkerView]:
-        """The worker processes, as torch's iterator shows them. This starts them."""
+        """Worker processes, as torch's iterator shows them. Starts them."""
         engine = self._engine
         if isinstance(engine.pool, ProcessPool) and not self._shutdown and not engine.pool.started:
             engine.pipeline.start(self.run.job)
@@ -481,24 +444,20 @@ class LoaderIterator(_BaseDataLoaderIter):
 
 
 def start_of(loader: Loader, state: LoaderState | None) -> SamplerStart:
-    """What starts the loader's sampler."""
     saved, finished = (None, False) if state is None else (state.sampler, state.finished)
     return SamplerStart(loader._index_sampler, saved, finished, loader._progress.count)
 
 
 def _let_go(views: dict[Any, WorkerView]) -> None:
-    """The loader is about to end the workers."""
+    """Mark the workers as ended by the loader, which is about to end them."""
     for view in views.values():
         if view.is_alive():
             view.handle = None
 
 
 class WorkerView:
-    """A worker process as torch's iterator shows it to programs that watch or kill workers.
-
-    Attributes:
-        handle: of the process, with its shared memory; None: the loader has ended it.
-        pid: the process id.
+    """Worker process as torch shows it to programs that watch or kill workers; ``handle`` is None once ended by the
+    loader.
     """
 
     def __init__(self, handle: Any) -> None:
@@ -506,21 +465,18 @@ class WorkerView:
         self.pid: int = handle.pid
 
     def is_alive(self) -> bool:
-        """Whether the process runs."""
         return self.handle is not None and bool(self.handle.is_alive())
 
     @property
     def exitcode(self) -> int | None:
-        """The exit code; None while the process runs. As in torch, 0 if the loader has ended it."""
+        """Exit code; None while the process runs. As in torch, 0 if the loader has ended it."""
         return None if self.is_alive() else getattr(self.handle, "exitcode", None) or 0
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait until the process has ended."""
         if self.handle is not None:
             self.handle.wait(timeout)
 
     def terminate(self) -> None:
-        """Kill the process."""
         if self.handle is not None:
             self.handle.kill()
 
@@ -528,7 +484,7 @@ class WorkerView:
 
 
 def in_torchs_words(error: WorkerDiedError | WorkerTimeoutError, timeout: float) -> RuntimeError:
-    """The error that torch raises in this case. Its text begins as torch's, because programs look for those words."""
+    """Return the error that torch raises in this case. It begins with torch's text, which programs search for."""
     if isinstance(error, WorkerTimeoutError):
         return RuntimeError(f"DataLoader timed out after {timeout} seconds. {error}")
     code = error.exitcode

@@ -1,13 +1,11 @@
-"""``pin_memory=True``, without a device: batches are copied into pinned memory, by a thread.
+"""``pin_memory=True`` without a device: a thread copies batches into pinned memory.
 
     Pinner.begin(batch) -> PinnedCopy      a thread copies
-    PinnedCopy.finish() -> batch           waits for it
+    PinnedCopy.finish() -> batch           waits for the copy
 
-As in torch's loader, the user's program copies to the device itself. The core asks for a `Pinner` by kind and name,
-where it is given. The thread holds no batch while it waits, and no loader. It ends with `Pinner.close`.
-
-What can go wrong: an object cannot be pinned, which is its batch's error. Where torch can pin no more, one warning says
-so, and batches lie in plain memory.
+As in torch's loader, the program copies to the device itself. The thread holds no loader, and no batch while it waits;
+`Pinner.close` ends it. An object that cannot be pinned is its batch's error. If torch can pin no more memory, one
+warning says so, and batches stay in pageable memory.
 """
 
 from __future__ import annotations
@@ -28,15 +26,11 @@ CLOSING_SECONDS = 10.0
 """Seconds that `Pinner.close` waits for an object whose own ``pin_memory`` does not return."""
 
 LOOKS = 0.1
-"""Seconds between two looks of who waits for a copy: on Windows a Ctrl-C does not end the wait for a lock."""
+"""Poll interval in seconds while waiting for a copy: on Windows a Ctrl-C does not interrupt the wait for a lock."""
 
 
 class PinnedCopy:
-    """A batch that is being copied into pinned memory.
-
-    Attributes:
-        event: None: no device has to be waited for.
-    """
+    """Batch being copied into pinned memory; no device has to be waited for."""
 
     event = None
 
@@ -46,7 +40,7 @@ class PinnedCopy:
         self._done = threading.Event()
 
     def make(self, pin: Callable[[Any], object]) -> bool:
-        """Copy; whether it has worked."""
+        """Copy; return True on success."""
         try:
             self._batch = pin(self._batch)
         except BaseException as error:
@@ -55,14 +49,10 @@ class PinnedCopy:
         return self._error is None
 
     def drop(self) -> None:
-        """Nothing is to be done: the memory goes with this object."""
+        """Do nothing: the memory is freed with this object."""
 
     def finish(self) -> Any:
-        """The batch in pinned memory.
-
-        Raises:
-            Exception: an object in it cannot be pinned.
-        """
+        """Return the batch in pinned memory, or raise the error of an object that cannot be pinned."""
         while not self._done.wait(LOOKS):
             pass
         if self._error is not None:
@@ -75,12 +65,12 @@ class PinnedCopy:
 
 
 def pinned(batch: object) -> Any:
-    """The batch with its tensors, and the objects that pin themselves, in pinned memory."""
+    """Return the batch with its tensors, and the objects that pin themselves, in pinned memory."""
     return map_leaves(_pin, batch, own="pin_memory", skip=ATOMS)
 
 
 def _pin(leaf: Any) -> Any:
-    # By torch, one copy. The user may copy from the batch and drop it at once: torch guards memory of its own only.
+    # One copy, by torch, which guards only its own memory if the user copies from the batch and drops it at once.
     if not has_method(leaf, "pin_memory"):
         return leaf
     try:
@@ -92,16 +82,13 @@ def _pin(leaf: Any) -> Any:
 
 
 class Pinner:
-    """Copies batches into pinned memory, in the order in which they come, in a thread.
+    """Copies batches into pinned memory, in order of arrival, in a thread.
 
     Args:
-        kind: the type of accelerator, such as ``"cuda"``. The thread pins for the device that is current at the first
-            batch. By itself it would use device 0, and create a context there.
-        in_thread: False: copies at once, in the thread that calls `begin`.
-        pin: makes a pinned batch of a batch.
-
-    Attributes:
-        has_warned: a warning has said that torch cannot pin host memory.
+        kind: Type of accelerator, such as ``"cuda"``. The thread pins for the device that is current at the first
+            batch; otherwise it would create a context on device 0.
+        in_thread: False copies at once, in the thread that calls `begin`.
+        pin: Function that returns a pinned copy of a batch.
 
     Example:
         >>> pinner = Pinner("cpu", in_thread=False, pin=lambda batch: [*batch, "pinned"])
@@ -109,8 +96,8 @@ class Pinner:
         ['batch', 'pinned']
         >>> pinner.close()
 
-    Source of the idea: PyTorch's DataLoader, which has such a thread. The copy uses one core, because a copy on all
-    cores would slow down the program.
+    Source of the idea: the pinning thread of PyTorch's DataLoader. The copy uses one core, because a copy on all cores
+    would slow down the program.
     """
 
     has_warned = False
@@ -121,7 +108,7 @@ class Pinner:
         self._thread: threading.Thread | None = None
 
     def begin(self, batch: object) -> PinnedCopy:
-        """Have a batch copied."""
+        """Start the copy of a batch."""
         pending = PinnedCopy(batch)
         if not self._in_thread:
             pending.make(self.pin)
@@ -138,7 +125,7 @@ class Pinner:
         return pending
 
     def pin(self, batch: object) -> Any:
-        """The batch in pinned memory, or as it is where torch cannot pin any more."""
+        """Return the batch in pinned memory, or unchanged if torch cannot pin any more."""
         try:
             return self._pin(batch)
         except RuntimeError as error:
@@ -146,7 +133,7 @@ class Pinner:
             return batch
 
     def close(self) -> None:
-        """End the thread. A later `begin` starts another one."""
+        """End the thread; a later `begin` starts another one."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._tasks.put(None)
@@ -155,13 +142,13 @@ class Pinner:
 
 
 def _pin_all(pinner: Pinner, tasks: queue.SimpleQueue[PinnedCopy | None], set_device: Callable[[], object]) -> None:
-    """The thread of a `Pinner`. What goes wrong before the first copy is the error of a batch, too."""
+    """Run the thread of a `Pinner`; an error before the first copy is a batch's error, too."""
 
     def first(batch: object) -> Any:
         import threadpoolctl
 
-        torch.get_num_threads()  # which sets the number for this thread, if nothing has done so before
-        # Not `torch.set_num_threads`: it counts for each thread that the program starts later, too.
+        torch.get_num_threads()  # initializes the number for this thread
+        # Not `torch.set_num_threads`: it also affects threads that the program starts later.
         threadpoolctl.threadpool_limits(1, user_api="openmp")
         set_device()
         return pinner.pin(batch)

@@ -1,21 +1,20 @@
-"""The drop-in's own samplers, how it starts any sampler, and one epoch of it: as torch does, or where a state says.
+"""Samplers of the drop-in, the start of any sampler, and one epoch of it: as in torch, or from a saved state.
 
-    InOrderSampler(dataset).set_epoch(e)              without ``shuffle``: e decides random numbers
+    InOrderSampler(dataset).set_epoch(e)              without ``shuffle``: e selects the random numbers
     ShuffleSampler(dataset, generator).set_epoch(e); begin_state(); load_begin_state(state); end_state()
-    EpochCount.next_epoch; named(sampler)             the epoch, where the sampler that shuffles does not count
-    SamplerState                                      what a state says of the sampler
+    EpochCount.next_epoch; named(sampler)             number of the epoch, if the shuffling sampler does not count
+    SamplerState                                      entries of a state about the sampler
     SamplerStart(sampler, state, finished, epochs)    starts a sampler; `started` is a `sampling.third_party.Start`
-    DrawnItems(start)                                 the sampler's items, and where it is after each of them
+    DrawnItems(start)                                 items of the sampler, and its position after each
     TorchEpoch(start, ...)                            batches of them, and the states of the workers' datasets
-    TorchEpoch.task(seq) -> Task                      batch number i is read by worker i % num_workers, as in torch
+    TorchEpoch.task(seq) -> Task                      batch i is read by worker i % num_workers, as in torch
 
-What decides the order of an epoch of ``shuffle=True``: with ``seed=``, the seed and the number of the epoch. Otherwise
-torch's, so ``set_epoch`` decides nothing: the user's generator, or a seed from the default one for each epoch.
+With ``seed=``, the seed and the number of the epoch decide the order of ``shuffle=True``. Otherwise it is torch's: the
+user's generator, or a seed from the default one for each epoch, and ``set_epoch`` has no influence.
 
-The user's sampler is no function of (seed, epoch): it draws from the generators that it draws from under torch.
-`SamplerStart` saves the states of those generators before the start. To resume, it restores them first.
-
-What can go wrong: the sampler raises an error at its first item. It comes as the error of that item.
+The user's sampler is no function of (seed, epoch): it draws from the same generators as under torch. `SamplerStart`
+saves the states of those generators before the start, and restores them to resume. An error of the sampler's start is
+raised in the place of its first item.
 """
 
 # ruff: noqa: RUF009 - entries make fields
@@ -56,14 +55,8 @@ from sharded_loader.extend.tools import check_int, entries, is_from_outside, pas
 class ShuffleSampler(RandomSampler):
     """Indices in random order, another one for each epoch.
 
-    Args:
-        data_source: has a length.
-        generator: as torch's sampler has it.
-        seed: decides all epochs, whatever the generators say.
-
-    Attributes:
-        epoch: the epoch that the next ``iter()`` begins.
-        is_named: `set_epoch` decides it, since a state was loaded.
+    ``seed`` decides all epochs, whatever the generators say. ``is_named`` is True if `set_epoch` has chosen ``epoch``,
+    the next one, since a state was loaded.
 
     Example:
         >>> sampler = ShuffleSampler(range(5), seed=1)
@@ -76,11 +69,10 @@ class ShuffleSampler(RandomSampler):
     def __init__(self, data_source: Any, generator: Any = None, seed: int | None = None) -> None:
         super().__init__(data_source, generator=generator)
         self.seed, self.epoch, self.is_named = seed, 0, False
-        self._expected: int | None = None  # takes the place of the seed that is drawn next
-        self._next: tuple[int, int] | None = None  # the seed and the number that decide the next epoch, once drawn
+        self._expected: int | None = None  # replaces the next drawn seed
+        self._next: tuple[int, int] | None = None  # seed and number of the next epoch, once drawn
 
     def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the one that the next ``iter()`` begins."""
         self.epoch = check_int("epoch", epoch, 0, "epochs count from 0", ValueError)
         self.is_named = True
 
@@ -90,7 +82,6 @@ class ShuffleSampler(RandomSampler):
         return itertools.chain.from_iterable(self._orders())
 
     def _orders(self) -> Iterator[Iterable[int]]:
-        """The indices of the epoch, in one iterable."""
         self.is_named = False
         if self.generator is not None and self.seed is None:
             yield super().__iter__()
@@ -98,49 +89,48 @@ class ShuffleSampler(RandomSampler):
         seed, epoch = self._decided()
         self._next, self.epoch = None, self.epoch + 1
         generator = torch.Generator()
-        # torch takes no other numbers for a seed.
+        # torch accepts seeds in this range only.
         is_torchs = epoch == 0 and -(1 << 63) <= seed < 1 << 64
         generator.manual_seed(seed if is_torchs else derive_key(seed, "shuffle", epoch) >> 65)
         yield torch.randperm(len(self.data_source), generator=generator).tolist()
 
     def _decided(self) -> tuple[int, int]:
-        """The seed and the number that decide the next epoch. Number 0 is torch's order."""
+        """Return the seed and the number that decide the next epoch; number 0 is torch's order."""
         if self.seed is not None:
             return self.seed, self.epoch
         if self._next is None:
-            drawn = int(torch.empty((), dtype=torch.int64).random_().item())  # always: the generator must go on
+            drawn = int(torch.empty((), dtype=torch.int64).random_().item())  # always, to advance the generator
             self._next, self._expected = (drawn if self._expected is None else self._expected, 0), None
         return self._next
 
     def load_end_state(self, state: dict[str, Any]) -> None:
-        """Make the next epoch the one after a state that `end_state` has returned, or the one of ``set_epoch``."""
+        """Make the next epoch the one after a state of `end_state`, or the one named by ``set_epoch``."""
         is_named, epoch = self.is_named, self.epoch
         self.load_begin_state(state)
         if is_named:
             self.set_epoch(epoch)
 
     def expect(self, seed: int | None) -> None:
-        """Make this the next seed, unless the user's seed decides. None: a drawn one."""
-        self._next, self._expected = None, seed  # what was drawn was for an iterator that has read nothing
+        """Use this seed next, unless the user's seed decides. None: draw one."""
+        self._next, self._expected = None, seed  # discard the draw of an iterator that has read nothing
 
     def begin_state(self, before: dict[str, Any] | None = None) -> dict[str, Any]:
-        """What decides the next epoch. If it has to draw a seed, it draws that now, once.
+        """Return the facts that decide the next epoch; a seed it needs is drawn now, once.
 
-        Args:
-            before: what this has returned for the same iterator. Others may have drawn since, or have begun.
+        ``before`` is the previous result for the same iterator: others may have drawn, or begun, since.
         """
         self._next = (before or {}).get("next", self._next)
         draws = self.generator is None and self.seed is None
         return {"next": list(self._decided())} if draws else self.end_state()
 
     def end_state(self) -> dict[str, Any]:
-        """What decides the epochs after this one, as far as that is known at its end. It draws nothing."""
+        """Return the facts that decide the epochs after this one, as far as its end determines them. Draws nothing."""
         if self.seed is not None:
             return {"seed": self.seed, "epoch": self.epoch}
         return {} if self.generator is None else {"generator": self.generator.get_state().tolist()}
 
     def load_begin_state(self, state: dict[str, Any]) -> None:
-        """Make the next epoch the one of a state that `begin_state` or `end_state` has returned."""
+        """Make the next epoch the one of a state returned by `begin_state` or `end_state`."""
         if "generator" in state:
             if self.generator is None:
                 self.generator = torch.Generator()
@@ -151,25 +141,18 @@ class ShuffleSampler(RandomSampler):
 
 
 class InOrderSampler(SequentialSampler):
-    """Indices in order. Trainers call its ``set_epoch``, and the random numbers of samples depend on the epoch.
-
-    Attributes:
-        epoch: what ``set_epoch`` has named.
-    """
+    """Indices in order, with the ``set_epoch`` that trainers call; random numbers of samples depend on ``epoch``."""
 
     epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the one that the next ``iter()`` begins."""
         self.epoch = check_int("epoch", epoch, 0, "epochs count from 0", ValueError)
 
 
 class EpochCount:
-    """Counts the epochs of a loader, from the one on that ``set_epoch`` of a sampler has named.
+    """Counter of a loader's epochs, which continues from the epoch that ``set_epoch`` of a sampler names.
 
-    Attributes:
-        next_epoch: the epoch that the next ``iter()`` begins.
-        request: the last call of ``set_epoch`` of the loader; None: there was none.
+    ``request`` is the last call of ``set_epoch`` of the loader, or None.
     """
 
     def __init__(self) -> None:
@@ -177,18 +160,13 @@ class EpochCount:
         self.request: EpochRequest | None = None
 
     def note(self, epoch: int) -> None:
-        """Note a call of ``set_epoch`` of the loader."""
         self.request, self.next_epoch = new_request(epoch), epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the next one."""
         self.next_epoch = epoch
 
     def named(self, sampler: object) -> int | None:
-        """The epoch that ``set_epoch`` of a sampler has named since the last call, if any.
-
-        It looks at an `InOrderSampler` or at torch's `DistributedSampler`.
-        """
+        """Return the epoch newly named by ``set_epoch`` of an `InOrderSampler` or `DistributedSampler`, or None."""
         kinds = (InOrderSampler, DistributedSampler)
         found = next((int(one.epoch) for one in nested(sampler) if isinstance(one, kinds)), self._seen)
         is_new, self._seen = found != self._seen, found
@@ -200,20 +178,20 @@ class EpochCount:
 
 @dataclass
 class SamplerState:
-    """What a state says of the sampler, and of the workers' datasets: the entry ``_sampler``.
+    """Entries of a state about the sampler and the workers' datasets, under ``_sampler``.
 
     Attributes:
-        yielded: the number of its items that were delivered, up to the first that was not.
-        checksum: CRC-32 of them.
-        rank: of a sampler that yields its rank's items. Another rank may load the state: its checksum is another one.
-        shuffle: what decides the order of `ShuffleSampler` in this epoch; at its end, in those after it.
-        rng: the states of the generators at the start: when the sampler was asked for its iterator, and for an item.
-        epochs: the epochs that ``set_epoch`` of the samplers has named.
-        ahead: numbers of items that were delivered although one before them was not.
-        over: no item is left. Only of a sampler that has a state.
-        own: the sampler's own state.
-        generators: the states of the sampler's own generators at the end of the epoch.
-        datasets: the state of each worker's dataset.
+        yielded: Number of items delivered before the first that was not.
+        checksum: CRC-32 of those items.
+        rank: Rank of a sampler that yields its rank's items; the checksum is valid for that rank only.
+        shuffle: Facts that decide the order of `ShuffleSampler` in this epoch; at its end, in later ones.
+        rng: States of the generators when the sampler was asked for its iterator, and for its first item.
+        epochs: Epochs named by ``set_epoch`` of the samplers.
+        ahead: Numbers of items delivered out of order, beyond one that was not.
+        over: True if no item is left; only for a sampler with a state.
+        own: The sampler's own state.
+        generators: States of the sampler's own generators at the end of the epoch.
+        datasets: State of each worker's dataset.
     """
 
     yielded: int = entries.entry(entries.integer(0))
@@ -230,53 +208,51 @@ class SamplerState:
 
 
 _PLAIN = (BatchSampler, SequentialSampler, InOrderSampler, list, tuple, range)
-"""Samplers whose order is always the same."""
+"""Samplers whose order never changes."""
 
 _DRAW_ONCE = (*_PLAIN, ShuffleSampler, RandomSampler, DistributedSampler, SubsetRandomSampler, WeightedRandomSampler)
 """Samplers that draw from the global generators at their first item only."""
 
 
 def keep_epochs(sampler: object) -> list[Any]:
-    """The samplers that take their epoch from ``set_epoch`` and keep it, as torch's `DistributedSampler`."""
+    """Return the samplers that keep the epoch of their ``set_epoch``, such as torch's `DistributedSampler`."""
     others = (one for one in nested(sampler) if hasattr(one, "set_epoch") and not isinstance(one, ShuffleSampler))
     return [one for one in others if isinstance(getattr(one, "epoch", None), int)]
 
 
 def generator_state(generator: torch.Generator) -> str:
-    """The state of a generator as text, for a state that may become JSON."""
+    """Return the state of a generator as text, for states in JSON."""
     return bytes(generator.get_state().numpy()).hex()
 
 
 def set_generator(generator: torch.Generator, state: str) -> None:
-    """Give a generator a state that `generator_state` has returned."""
+    """Restore a generator from the result of `generator_state`."""
     generator.set_state(torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8))
 
 
 def next_draws(count: int) -> list[int]:
-    """The next numbers that torch's default generator will give to loaders and samplers."""
+    """Return the next numbers that torch's default generator will give to loaders and samplers."""
     generator = torch.Generator()
     generator.set_state(torch.get_rng_state())
     return [int(torch.empty((), dtype=torch.int64).random_(generator=generator).item()) for _ in range(count)]
 
 
 class SamplerStart:
-    """Starts a sampler.
+    """Start of a sampler, at the beginning of an epoch or at a saved state.
 
-    The states of its generators are saved at two moments: when it is asked for its iterator, and when that is asked for
-    its first item. Samplers of torch draw at the second one. In between, the loader may draw the seed of its workers.
+    Generator states are saved twice: when the sampler is asked for its iterator, and when that is asked for its first
+    item. torch's samplers draw at the second moment; in between, the loader may draw the seed of its workers.
 
     Args:
-        sampler: of the loader: of batches, or of single indices.
-        state: where it goes on. None: it begins.
-        finished: the state was taken at the end of its epoch, and the next one begins.
-        epochs: counts the loader's epochs.
+        state: Position to continue at. None: begin an epoch.
+        finished: The state was saved at the end of its epoch, and the next one begins.
 
     Attributes:
-        state: where the epoch begins, and what decides its order.
-        resumes: the sampler goes on in the middle of an epoch.
-        may_draw: the sampler may draw from the global generators for any of its items. So the order may depend on what
-            the program draws between two batches, and the loader must ask for each item when torch does.
-        has_set_epoch: the program may call ``set_epoch`` between ``iter(loader)`` and the first ``next``.
+        state: Beginning of this iteration, and the facts that decide its order.
+        resumes: The sampler continues in the middle of an epoch.
+        may_draw: The sampler may draw from the global generators for any item. The order may then depend on draws of
+            the program between batches, so each item must be asked for when torch does.
+        has_set_epoch: The program may call ``set_epoch`` between ``iter(loader)`` and the first ``next``.
     """
 
     def __init__(self, sampler: Any, state: SamplerState | None, finished: bool, epochs: EpochCount) -> None:
@@ -288,9 +264,9 @@ class SamplerStart:
         self.may_draw = not all(type(one) in _DRAW_ONCE for one in nested(sampler))
         self.has_set_epoch = any(hasattr(one, "set_epoch") for one in nested(sampler))
         self._keep_epochs = keep_epochs(sampler)
-        # Samplers of this library count on when they are asked for their items. The epoch that they begin is this one.
+        # Samplers of this library count on when asked for their items: keep the epoch that they begin.
         self._counted = [(one, one.epoch) for one in self._keep_epochs if isinstance(one, Sampler) and is_own(one)]
-        # Of each sampler ``generator`` comes first, whatever the order of its attributes: states keep this order.
+        # ``generator`` comes first for each sampler, whatever the order of its attributes: states rely on this order.
         others = [one for one in nested(sampler) if one is not self.shuffle]
         attributes = [(getattr(one, "generator", None), *getattr(one, "__dict__", {}).values()) for one in others]
         values = itertools.chain([torch.default_generator], *attributes)
@@ -307,7 +283,7 @@ class SamplerStart:
             self._set_counted()
         self.state = state if state is not None and self.resumes else SamplerState(0, 0)
         self._asked: Iterator[Any] = iter(())
-        self._has_begun = False  # it may have drawn what it draws for its first item
+        self._has_begun = False  # the draws for the first item may have been made
         self._note()
 
     def _set_counted(self) -> None:
@@ -315,14 +291,14 @@ class SamplerStart:
             sampler.epoch = epoch
 
     def put_back(self) -> None:
-        """Forget that samplers were asked for items: they count on with the first item. Those with a state did then."""
+        """Undo that samplers without a state count on when asked for items: they do so with the first item."""
         if self._draws:
             self._set_counted()
 
     def _load_between(self, own: object) -> None:
-        """Load a state from between two epochs. The next iterator of the sampler begins the next epoch.
+        """Load a state from between two epochs, so that the sampler's next iterator begins the next epoch.
 
-        After a state of the end, the first iterator of some samplers goes on at that end: it has no item.
+        After a state from the end, the first iterator of some samplers continues at that end, and is empty.
         """
         assert self.stateful is not None  # otherwise there is no such state
         self.stateful.load_state_dict(copy.deepcopy(own))
@@ -331,14 +307,14 @@ class SamplerStart:
                 self.stateful.load_state_dict(copy.deepcopy(own))
 
     def again(self, items: int, checksum: int, own: object) -> SamplerStart:
-        """Start the epoch again and pass over ``items``; the arguments are those of `SamplerState`."""
+        """Return a start that begins the epoch again and skips ``items``; the arguments are those of `SamplerState`."""
         if items == self.state.yielded and not self._has_begun:
             return self
         state = replace(self.state, yielded=items, checksum=checksum, rank=rank_of(self.sampler), own=own)
         return SamplerStart(self.sampler, state, False, self._epochs)
 
     def _note(self) -> None:
-        """Save the states of the generators, or of the sampler, before it is asked for its iterator."""
+        """Save the states of the generators, or of the sampler, before its iterator is created."""
         if not self.resumes and self._draws:
             self.state.rng = [self._generator_states()]
         elif not self.resumes and self.stateful is not None:
@@ -348,7 +324,7 @@ class SamplerStart:
         return list(map(generator_state, self._sources))
 
     def begin(self, items: Any = None) -> None:
-        """Ask the sampler for its items, from its beginning. ``items``: torch's iterator has asked already."""
+        """Ask the sampler for its items from its beginning, unless torch's iterator has already (``items``)."""
         if items is None:
             self._note()
             self._set_counted()
@@ -357,9 +333,9 @@ class SamplerStart:
         self._asked = items
 
     def settle(self) -> None:
-        """Have the `ShuffleSampler` draw its seed now. Its ``set_epoch`` may still come.
+        """Have the `ShuffleSampler` draw its seed now; its ``set_epoch`` may still follow.
 
-        After a resume, samplers are given the epoch of the state, because Fabric names epochs from 0 on.
+        After a resume, give the samplers the epoch of the state, because Fabric names epochs from 0 on.
         """
         if self.resumes:
             for sampler, epoch in zip(self._keep_epochs, self.state.epochs or (), strict=False):
@@ -368,10 +344,10 @@ class SamplerStart:
             self.state.shuffle = self.shuffle.begin_state(self.state.shuffle)
 
     def first(self, items: Iterator[Any]) -> Iterator[Any]:
-        """The same items. The sampler draws now what it draws for the first one."""
+        """Return the same items, after the sampler has made the draws for its first one."""
         if not self.resumes and self._keep_epochs:
             ahead = int(not self._draws)
-            if any(one.epoch != epoch + ahead for one, epoch in self._counted):  # set_epoch has named another one since
+            if any(one.epoch != epoch + ahead for one, epoch in self._counted):  # set_epoch was called since
                 self._counted = [(one, one.epoch) for one, _ in self._counted]
                 items = iter(self.sampler)
                 self.put_back()
@@ -393,24 +369,24 @@ class SamplerStart:
         return items
 
     def _of_named_epoch(self, items: Iterator[Any]) -> Iterator[Any]:
-        """The items of the epoch that ``set_epoch`` has named since the sampler was asked for them."""
+        """Return the items of the epoch named by ``set_epoch`` since the sampler was asked for them."""
         if not self.has_set_epoch or isinstance(items, GeneratorType):  # a generator has not begun
             return items
         before = self._generator_states()
         again: Iterator[Any] = iter(self.sampler)
         if before == self._generator_states():
             return again
-        _set_all(self._sources, before)  # it draws when it is asked: torch asks once
+        _set_all(self._sources, before)  # its iterator draws when created: torch creates one
         return items
 
     def epoch_of_seed(self) -> int | None:
-        """The epoch of the sampler that shuffles by a seed: ``set_epoch`` there is enough. None: it has no seed."""
+        """Return the epoch of the sampler that shuffles by a seed; None without one."""
         if self.shuffle is None or self.shuffle.seed is None:
             return None
         return int((self.state.shuffle or {}).get("epoch", self.shuffle.epoch))
 
     def epoch(self, counted: int) -> int:
-        """The number of the epoch: the one that ``set_epoch`` has named, or the one that the loader has counted."""
+        """Return the number of the epoch: named by ``set_epoch``, or counted by the loader."""
         named, seeded = self._epochs.named(self.sampler), self.epoch_of_seed()
         if seeded is not None or named is None or self.resumes:
             return counted if seeded is None else seeded
@@ -418,7 +394,7 @@ class SamplerStart:
         return named
 
     def set_end(self, state: SamplerState) -> None:
-        """Add to a state of the epoch's end what decides the epochs after it."""
+        """Add the facts that decide later epochs to a state of the epoch's end."""
         if self.shuffle is not None:
             state.shuffle = self.shuffle.end_state()
         if self._draws and self._sources[1:]:
@@ -426,11 +402,7 @@ class SamplerStart:
 
     @contextlib.contextmanager
     def started(self, mark: Checkpoint | None) -> Iterator[tuple[Iterator[Any], Any]]:
-        """The items, and the object that has the sampler's state, or None; see `sampling.third_party.Start`.
-
-        Args:
-            mark: where the state was saved. None: the epoch begins, with the items of `begin`.
-        """
+        """Yield the items, and the object with the sampler's state or None; see `sampling.third_party.Start`."""
         if mark is None:
             items = self.first(self._asked)
             yield items, self.stateful or (items if is_stateful(items) else None)
@@ -458,21 +430,16 @@ class SamplerStart:
 
 
 class DrawnItems:
-    """The items of a sampler, drawn one after the other, and where the sampler is after each of them.
-
-    Args:
-        start: starts the sampler.
+    """Items of a sampler, drawn one by one, and its position after each of them.
 
     Attributes:
-        start: as given; where the sampler was interrupted, what starts it there again.
-        number: of the item that comes next.
-        marks: by the number of the next item: the checksum of those before it, and the sampler's own state there.
-        items: those that come; None until the sampler has been started.
-        length: how many there are in all, if the sampler has a length and has been started.
-        is_started: it was asked for its items.
-        has_ended: no item is left, or the sampler has raised an error.
-        is_open: the sampler is asked for an item, or the item has no place yet. If this is so when the next one is
-            asked for, a Ctrl-C, or a signal, has struck there.
+        start: Start of the sampler; after an interruption, at the interrupted item.
+        number: Number of the next item.
+        marks: By the number of the next item: the checksum of those before it, and the sampler's state there.
+        length: Total number of items, if the sampler has a length and is started.
+        has_ended: No item is left, or the sampler has raised an error.
+        is_open: An item was asked for, but not recorded: at the next request, the sign of an interrupt (Ctrl-C,
+            signal).
     """
 
     def __init__(self, start: SamplerStart) -> None:
@@ -484,7 +451,7 @@ class DrawnItems:
         self.is_started = self.has_ended = self.is_open = False
 
     def begin(self, epoch: int) -> None:
-        """Start the sampler, unless it has started: it draws now what it draws for its first item."""
+        """Start the sampler, unless it has started; it makes the draws for its first item now."""
         if self.is_started:
             return
         self.is_started = self.has_ended = self.is_open = True  # unless it starts
@@ -500,13 +467,13 @@ class DrawnItems:
         self.has_ended = self.is_open = False
 
     def again(self) -> None:
-        """Have `begin` start the sampler where it was interrupted: a generator that was interrupted has ended."""
+        """Have `begin` restart the sampler at the interruption, because an interrupted generator has ended."""
         self.start = self.start.again(self.number, *self.marks[self.number])
         self.start.settle()
         self.is_started = False
 
     def draw(self, items: ThirdPartyItems) -> Any:
-        """The next item, until `number` is set behind it; at the end `NOTHING`."""
+        """Return the next item, or `NOTHING` at the end; the draw is complete when `number` is set behind it."""
         self.is_open = True
         try:
             item = next(items.rest)
@@ -521,29 +488,27 @@ class DrawnItems:
         return item
 
     def look_for_end(self, items: ThirdPartyItems) -> None:
-        """As many items were drawn as the sampler has: ask it for its end.
+        """Ask the sampler for its end, once as many items were drawn as it has.
 
-        Some samplers draw at their end. A loop that never asks for a batch after the last one, and a resumed loop that
-        has to, go on alike. Trainers name the epochs of others, and read them in between.
+        Some samplers draw at their end: a loop that never asks for more than the last batch, and a resumed loop, which
+        must, then go on alike. Not for samplers whose epochs trainers name, and which they read in between.
         """
         if items.stateful is None and not keep_epochs(self.start.sampler):
             try:
                 self.has_ended = items.is_over()
-            except Exception as error:  # it is the one of the next batch
+            except Exception as error:  # raised with the next batch
                 pass_on(error)
                 items.rest = raising(error)
 
 
 class _Planned(NamedTuple):
-    """A batch in flight.
+    """Batch in flight.
 
     Attributes:
-        number: the number of the sampler's item.
-        item: the item: the indices of the batch.
-        lane: the worker that reads it, if the dataset has a state.
-        turn: how many batches that worker was given before.
-        left_out: the batch is not read.
-        point: the position of the worker behind it, with the state of its dataset, once that has come.
+        number: Number of the sampler's item.
+        lane: Worker that reads it, if the dataset has a state.
+        turn: Number of batches that this worker had before.
+        point: Position of the worker after it, with the state of its dataset, once received.
     """
 
     number: int
@@ -555,25 +520,23 @@ class _Planned(NamedTuple):
 
 
 Points = Mapping[int, PartPoint]
-"""Worker -> its position, with the state of its dataset. A new worker has no entry."""
+"""Position of each worker, with the state of its dataset; new workers are missing."""
 
 Skips = Callable[[int], Sequence[range]]
-"""The number of an epoch -> the numbers of the sampler's items that are left out."""
+"""Function from an epoch's number to the item numbers to leave out."""
 
 
 class TorchEpoch(Epoch):
-    """One epoch of a sampler that belongs to the user, as torch reads it: once, from its beginning, in this process.
+    """One epoch of the user's sampler, read as torch reads it: once, from its beginning, in this process.
 
-    If the sampler raises an error, that comes in the batch's place and ends the epoch.
+    An error of the sampler is raised in the batch's place, and ends the epoch. A sampler resumes when the first batch
+    is asked for, because trainers call its ``set_epoch`` after ``iter(loader)``.
 
     Args:
-        start: starts the sampler. If it resumes, that is when the first batch is asked for, because trainers call the
-            sampler's ``set_epoch`` after ``iter(loader)``.
-        lanes: the number of workers, at least 1.
-        batched: whether an item is a list of indices; otherwise it is a single index.
-        points: at the beginning.
-        keeps_state: the dataset has a state, which each worker keeps.
-        skips: what is left out.
+        lanes: Number of workers, at least 1.
+        batched: Whether an item is a list of indices; otherwise a single index.
+        points: Positions of the workers at the beginning.
+        keeps_state: The dataset has a state, which each worker keeps.
     """
 
     takes_turns = True
@@ -587,14 +550,14 @@ class TorchEpoch(Epoch):
         self.first = self._low = self._coming = self._passed = state.yielded
         self.number = 0
         self._planned: dict[int, _Planned] = {}  # by seq
-        # Items that were delivered although one before them was not, with in_order=False.
+        # Items delivered beyond one that was not, with in_order=False.
         self._ahead: set[int] = set(state.ahead or ())
         self._keeps_state = keeps_state
         self._points = {**dict.fromkeys(range(lanes), PartPoint()), **points}
-        self._turns = [self._points[lane].batches for lane in range(lanes)]  # that each worker has had before
+        self._turns = [self._points[lane].batches for lane in range(lanes)]  # batches of each worker so far
 
     def task(self, seq: int) -> Task | Exception | Nothing | None:
-        """Batch ``seq`` as a task; the error to raise in its place; `NOTHING`: left out; None after the last one."""
+        """Return batch ``seq`` as a task, its error, `NOTHING` if left out, or None after the last one."""
         try:
             planned = self.batch(seq)
         except Exception as raised:
@@ -603,8 +566,8 @@ class TorchEpoch(Epoch):
             return None if planned is None else NOTHING
         indices = planned.item if self._batched else (planned.item,)
         if type(indices) is not tuple and not isinstance(indices, RowIndices):
-            indices = list(indices)  # a sampler may fill its own list again while this one waits
-        # In any order, and if the number of workers changes, a batch goes to the worker that has the least to do.
+            indices = list(indices)  # a sampler may reuse its list
+        # With any order, or a changing number of workers, a batch goes to the least busy worker.
         lane: int | None = seq % len(self._turns) if self.takes_turns and not self.any_order else None
         part: PartBatch | None = None
         if self._keeps_state:  # the state that the worker's dataset must have before this batch
@@ -613,7 +576,7 @@ class TorchEpoch(Epoch):
         return Task(self.run, seq, self.number, seq, (indices,), False, False, lane, part)
 
     def batch(self, seq: int) -> _Planned | None:
-        """Batch ``seq``; None behind the last one. The sampler is read up to there."""
+        """Read the sampler up to batch ``seq`` and return it; None after the last one."""
         drawn = self.drawn
         if drawn.is_open:
             drawn.again()
@@ -624,7 +587,7 @@ class TorchEpoch(Epoch):
             number, coming, item = drawn.number, self._coming, drawn.draw(items)
             if drawn.has_ended:
                 break
-            # In one statement: an interruption before it has the sampler started again in front of this item.
+            # In one statement: an interruption before it restarts the sampler before this item.
             if number in self._ahead:
                 drawn.number, drawn.is_open = number + 1, False
             else:
@@ -639,13 +602,12 @@ class TorchEpoch(Epoch):
         return self._planned.get(seq)
 
     def ends_after(self, delivered: int) -> bool:
-        """True if no batch is left after ``delivered`` ones. A sampler with a state may yield more than its length."""
+        """Return True if no batch is left. A sampler with a state may yield more than its length."""
         drawn, items = self.drawn, self.drawn.items
         is_at_end = items is not None and items.stateful is None and drawn.number == drawn.length
         return (drawn.has_ended or is_at_end) and delivered == self._coming
 
     def begin(self) -> None:
-        """Start the sampler, unless it has started; see `DrawnItems.begin`."""
         drawn = self.drawn
         if drawn.number == self.first and not drawn.has_ended:
             drawn.start.settle()
@@ -654,23 +616,22 @@ class TorchEpoch(Epoch):
         drawn.begin(self.number)
 
     def record_result(self, seq: int, result: Result) -> Result:
-        """Note the state of the worker's dataset that came with a batch."""
+        """Record the state of the worker's dataset that came with a batch."""
         if result.point is not None:
             self._planned[seq] = self._planned[seq]._replace(point=result.point)
         return result
 
     def primed(self, state: object) -> None:
-        """Note the state of the dataset in this process, before the first batch."""
+        """Record the state of the dataset in this process, before the first batch."""
         self._points[0] = PartPoint(state=state)
 
     @property
     def tables(self) -> tuple[dict[int, Any], ...]:
-        """What is kept of batches in flight, by their numbers."""
         return (self._planned,)
 
     def forget(self, delivered: int) -> None:
-        """Batches before the last delivered one are not asked for again."""
-        for seq in range(self._passed, delivered - 1):  # if this is interrupted, the same is done again
+        """Drop the records of batches before the last delivered one."""
+        for seq in range(self._passed, delivered - 1):  # safe to repeat after an interruption
             planned = self._planned.get(seq)
             if planned is not None and planned.number >= self._low:
                 self._ahead.add(planned.number)
@@ -690,12 +651,12 @@ class TorchEpoch(Epoch):
 
     def discarded(self) -> tuple[int, str]:
         one = self.drawn.start.sampler
-        # Only torch's own class: a subclass may choose its batches itself, or lack these attributes.
+        # Only torch's own class: subclasses may choose batches differently, or lack these attributes.
         cuts = type(one) is BatchSampler and one.drop_last and self.drawn.has_ended
         return ((known_length(one.sampler, 0) or 0) % one.batch_size if cuts else 0), ""
 
     def points_after(self, delivered: int) -> dict[int, PartPoint]:
-        """The position of each worker after ``delivered`` batches, with the state of its dataset."""
+        """Return the position of each worker after ``delivered`` batches, with the state of its dataset."""
         points = dict(self._points)
         for seq in sorted(self._planned) if self._keeps_state else ():
             planned = self._planned[seq]
@@ -704,13 +665,9 @@ class TorchEpoch(Epoch):
         return points
 
     def position(self, delivered: int, finished: bool = False) -> Position:
-        """The position after ``delivered`` batches, with the state of each worker's dataset.
+        """Return the position after ``delivered`` batches, with the state of each worker's dataset.
 
-        If the sampler has drawn nothing yet, it draws now, because a position says what comes.
-
-        Args:
-            delivered: how many batches were received.
-            finished: the user has seen the end of the epoch.
+        A sampler that has drawn nothing draws now. ``finished``: the user has seen the end of the epoch.
         """
         points, drawn, start = self.points_after(delivered), self.drawn, self.drawn.start
         if start.resumes and not drawn.is_started:
@@ -723,19 +680,18 @@ class TorchEpoch(Epoch):
         checksum, own = drawn.marks[low]
         state = replace(start.state, yielded=low, checksum=checksum, rank=rank_of(start.sampler), own=own)
         state.ahead = sorted(number for number in ahead if number > low) or None
-        state.over = state.generators = state.datasets = None  # those of the state that was loaded
+        state.over = state.generators = state.datasets = None  # leftovers of the loaded state
         if finished:
             state.own = None if drawn.items is None else drawn.items.own_state()
             start.set_end(state)
         elif own is not None and start.stateful is not None and low == drawn.number > 0:
-            # A short batch has taken the sampler over its end: then it says what comes in the next epoch.
+            # After a short batch the sampler has passed its end, and its state is that of the next epoch.
             state.over = self.batch(delivered) is None
         if self._keeps_state:
             state.datasets = [point.state for point in points.values()]
         return Position(self.number, low, state, {}, points)
 
     def state(self, position: Position) -> dict[str, Any]:
-        """What a state says of the sampler, and of the workers' datasets."""
         return entries.written(position.mark)
 
 
@@ -745,6 +701,6 @@ def _set_all(generators: Iterable[torch.Generator], states: Iterable[str] | None
 
 
 def raising(error: Exception) -> Iterator[Any]:
-    """An iterator whose first item is this error."""
+    """Return an iterator whose first item is this error."""
     raise error
     yield

@@ -1,15 +1,14 @@
-"""The position of a loader as a state, what goes on from it, and the samples of any step.
+"""Position of a loader as a state, epochs that continue from it, and the samples of any step.
 
-    LoaderState                                       the entries of a state, under the names that torchdata gives them
-    TorchProgress                                     the position of a loader
-    TorchRun(number, epoch=epoch, ...).state_dict()   the position of an epoch
-    stream_epoch(loader, seed, state, points)         the epoch of iterable data that goes on from a state
-    job_of(loader, collate_fn) -> Job                 what workers are to read
-    TorchSteps(loader)                                the samples of any step: `indices`, `fingerprint`, `check`
+    LoaderState                                       entries of a state, named as in torchdata
+    TorchProgress                                     position of a loader
+    TorchRun(number, epoch=epoch, ...).state_dict()   position of an epoch
+    stream_epoch(loader, seed, state, points)         epoch of iterable data that continues from a state
+    job_of(loader, collate_fn) -> Job                 configuration of the workers
+    TorchSteps(loader)                                samples of any step: `indices`, `fingerprint`, `check`
 
-Owns the position. A state of another loader is a ValueError. Iterable data and datapipes have no known order
-(TypeError). Nor has an epoch whose order is drawn from generators of the program, unless it is the newest one
-(ValueError).
+Owns the position. A state of another loader is a ValueError. The order is unknown for iterable data and datapipes
+(TypeError), and for an epoch drawn from generators of the program, unless it is the newest one (ValueError).
 """
 
 # ruff: noqa: RUF009 - entries make fields
@@ -66,19 +65,19 @@ ADVICE = "give what state_dict() of such a loader has returned"
 
 @dataclass(frozen=True)
 class LoaderState:
-    """The entries of a state. It looks like a state of torchdata's loader, which has snapshots of datasets besides.
+    """Entries of a state. It looks like one of torchdata's loader, which also has snapshots of datasets.
 
     Attributes:
-        yielded: how many batches of the epoch were received.
-        finished: the user has seen the end of the epoch.
-        base_seed: what the workers' generators were seeded with.
-        epoch: number of the epoch.
-        epoch_of_dataset: the attribute ``epoch`` of an iterable dataset, or of one inside it.
-        generator: the state of the loader's generator.
-        next_draws: after the last batch, what the next epoch would draw: for the loader and for its sampler.
-        sampler: of map-style data.
-        stream: of iterable data; see `sharded_loader.streams.state`.
-        length: the number of samples in the dataset, of map-style data.
+        yielded: Number of batches received in the epoch.
+        finished: The user has seen the end of the epoch.
+        base_seed: Base seed of the workers' generators.
+        epoch: Number of the epoch.
+        epoch_of_dataset: Attribute ``epoch`` of an iterable dataset, or of one inside it.
+        generator: State of the loader's generator.
+        next_draws: After the last batch, the draws of the next epoch: for the loader and for its sampler.
+        sampler: Sampler of map-style data.
+        stream: Position in iterable data; see `sharded_loader.streams.state`.
+        length: Number of samples of a map-style dataset.
     """
 
     yielded: int = entries.entry(entries.integer(), name="_num_yielded")
@@ -96,14 +95,10 @@ class LoaderState:
 
     @property
     def epoch_to_begin(self) -> int:
-        """The number of the epoch that goes on from here."""
         return (self.epoch or 0) + self.finished
 
     def check_length(self, now: int | None, sampler: object) -> None:
-        """Reject a state from the middle of an epoch over a dataset that had another length.
-
-        New samples at the end of a dataset that is read in order come behind the others.
-        """
+        """Reject a mid-epoch state if the dataset's length differs; data read in order may have grown."""
         was, is_begun = self.length, self.sampler is not None and self.sampler.yielded and not self.finished
         if not is_begun or now is None or was in (None, now) or (now > was and isinstance(sampler, SequentialSampler)):
             return
@@ -118,15 +113,14 @@ class LoaderState:
 
 @dataclass(eq=False, kw_only=True)
 class TorchRun(Run):
-    """A run of an epoch, and its position. The loader keeps it when the iterator has gone, after a ``break``.
+    """Run of an epoch, and its position. After a ``break`` the loader keeps it when the iterator is gone.
 
     Attributes:
-        job: what the workers read.
-        base_seed: what the workers' generators were seeded with.
-        yielded: how many batches of the epoch were received.
-        points_at_start: part of iterable data, or worker -> where the previous epoch left it, if the workers live on.
-        unread: the parts of iterable data that had ended in a loaded state: no worker has read them.
-        epoch_of_dataset: the attribute ``epoch`` of an iterable dataset when the epoch began.
+        yielded: Number of batches received in the epoch.
+        points_at_start: Part of iterable data, or worker -> its position after the previous epoch, if the workers live
+            on.
+        unread: Parts of iterable data that had ended in a loaded state: no worker has read them.
+        epoch_of_dataset: Attribute ``epoch`` of an iterable dataset when the epoch began.
     """
 
     epoch: TorchEpoch | core.StreamEpoch
@@ -138,7 +132,6 @@ class TorchRun(Run):
     epoch_of_dataset: int | None
 
     def state_dict(self, loader: Loader) -> dict[str, Any]:
-        """The position, with the states of the workers' datasets."""
         fetched, is_over = fetched_by_lightning()
         finished, epoch = self.ended or is_over, self.epoch
         delivered = max(epoch.first, self.delivered - fetched)
@@ -146,7 +139,7 @@ class TorchRun(Run):
         if loader.generator is not None:
             generator = samplers.generator_state(loader.generator)
         elif finished or (isinstance(epoch, TorchEpoch) and epoch.ends_after(delivered)):
-            # A new iterator draws the loader's seed, and then the sampler one of its own.
+            # A new iterator draws the loader's seed, then the sampler draws its own.
             following = [self.base_seed, *samplers.next_draws(1)] if lives_on(loader) else samplers.next_draws(2)
         if isinstance(epoch, TorchEpoch):
             position = epoch.position(delivered, finished)
@@ -167,28 +160,24 @@ class TorchRun(Run):
         return {**entries.written(own), "_snapshot": {"_worker_snapshots": workers}}
 
     def _stream_position(self, epoch: core.StreamEpoch, delivered: int, is_over: bool) -> Position:
-        """The position in iterable data, with a point for each part."""
         position = epoch.position(delivered)
-        if is_over:  # Lightning goes on with the next epoch, and that begins with new datasets
+        if is_over:  # Lightning continues with the next epoch, which has new datasets
             position = replace(position, points={})
         if not position.counts:
             position = epoch.at_beginning()
-        # Parts that gave no batch yet are where the previous epoch left them.
+        # Parts without a batch so far are still where the previous epoch left them.
         untouched = {part: point for part, point in self.points_at_start.items() if not position.counts[part]}
         return replace(position, points={**position.points, **untouched})
 
     def after(self) -> dict[int, PartPoint]:
-        """How the parts, or the workers' datasets, are when the next epoch begins.
-
-        Empty if it is not known: of iterable data the end was not seen.
-        """
+        """Return the positions at the start of the next epoch; empty if the end of iterable data was not seen."""
         if isinstance(self.epoch, TorchEpoch):
             return self.epoch.points_after(self.delivered)
         return dict(next_epoch(self.epoch.position(self.delivered)).points) if self.ended else {}
 
 
 def _snapshot(position: Position, part: int) -> dict[str, Any]:
-    """The state of one part as torchdata's loader shows it."""
+    """Return the state of one part in torchdata's form."""
     point = position.points.get(part, PartPoint())
     dataset, items, *_ = point.state or (None, None)
     fetcher = {"dataset_iter_state": items, "fetcher_ended": point.ended}
@@ -196,24 +185,20 @@ def _snapshot(position: Position, part: int) -> dict[str, Any]:
 
 
 class TorchProgress(core.Place):
-    """The position of a loader that reads in torch's order; `Place` draws its states.
+    """Position of a loader that reads in torch's order; `Place` draws its states.
 
-    ``pending`` is the state that was loaded: the next epoch begins there, whatever it is. An epoch begins when an
-    iterator is asked for its first batch. Until then the iterator waits, with a plan. It plans again if a state was
-    loaded since, or ``set_epoch`` was called.
+    The next epoch begins at the loaded state, ``pending``, whatever its number. Until its first batch is asked for, an
+    iterator waits with a plan, and plans again after a loaded state or a call of ``set_epoch``.
 
     Attributes:
-        live: as of `Place`, but only the iterator that has begun an epoch last.
-        current_run: the run that began last.
-        data: the dataset's fingerprint, once it was needed.
-        requests: the calls of ``set_epoch`` of the dataset: workers that live on have copies of it.
-        given_skip: the steps to leave out that were given, without those of a loaded state.
-        steps: counts the steps before each epoch.
-        waiting: the newest iterator, if it waits.
-        is_promised: a state was taken of the epoch that ``waiting`` begins: the next ``iter()`` returns it.
-        rng_at_load: the state of torch's default generator when a state was loaded.
-        following: what the epoch after the resumed one would have drawn.
-        is_of_fabric: the loaded state is one for Lightning's Fabric, which names epochs from 0 on.
+        live: As of `Place`, but only the iterator that has begun an epoch last.
+        data: Fingerprint of the dataset, once it was needed.
+        requests: Calls of ``set_epoch`` of the dataset: persistent workers have copies of it.
+        waiting: Newest iterator, if it waits.
+        is_promised: A state was taken of the epoch that ``waiting`` begins, so the next ``iter()`` returns it.
+        rng_at_load: State of torch's default generator when a state was loaded.
+        following: Draws of the epoch after the resumed one.
+        is_of_fabric: The state is loaded under Lightning's Fabric, which names epochs from 0 on.
     """
 
     current_run: TorchRun | None = None
@@ -239,18 +224,17 @@ class TorchProgress(core.Place):
         return TorchProgress, (copy.copy(self.count), self.given_skip), kept
 
     def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the one that begins next."""
         self.waiting, self.is_promised = None, False
         self.count.note(epoch)
 
     def load(self, state: dict[str, Any], epoch: int) -> None:
-        """Make the next epoch, number ``epoch``, begin at a state. ``set_epoch`` after this counts."""
+        """Begin the next epoch, number ``epoch``, at a state. A later ``set_epoch`` counts."""
         self.pending, self.rng_at_load = state, torch.get_rng_state()
         self.waiting, self.is_promised = None, False
         self.count.set_epoch(epoch)
 
     def state_to_begin(self, sampler: object) -> LoaderState | None:
-        """The state that was loaded, if no epoch has begun since; see `at_named_epoch`."""
+        """Return the loaded state, if no epoch has begun since; see `at_named_epoch`."""
         if self.pending is None:
             return None
         state = entries.parsed(LoaderState, self.pending, ADVICE)
@@ -258,17 +242,17 @@ class TorchProgress(core.Place):
         return state if self.is_of_fabric else at_named_epoch(state, sampler, self.count)
 
     def begun(self, run: Any, iterator: object) -> None:
-        self.live.clear()  # an iterator with persistent workers has one run after the other
+        self.live.clear()  # with persistent workers an iterator has several runs in turn
         super().begun(run, iterator)
         self.current_run, self.waiting, self.is_promised = run, None, False
 
     def promised(self) -> LoaderIterator | None:
-        """The iterator that was promised. It is so once."""
+        """Return the promised iterator, once."""
         is_promised, self.is_promised = self.is_promised, False
         return self.waiting if is_promised else None
 
     def known_run(self) -> TorchRun | None:
-        """The run whose state is the loader's; None: no iterator is there. One that waits is promised."""
+        """Return the run whose state is the loader's, or None. A waiting iterator becomes promised."""
         if self.waiting is None or self.run() is not None:
             return self.current_run
         self.is_promised = True
@@ -276,7 +260,7 @@ class TorchProgress(core.Place):
 
     @property
     def epoch(self) -> int:
-        """The number of the epoch that is read, or of the one that begins next."""
+        """Number of the epoch in progress, or of the next one."""
         run, coming = self.run(), self.count.next_epoch
         return coming - (run is not None and run.epoch.number + 1 == coming)
 
@@ -285,14 +269,9 @@ class TorchProgress(core.Place):
 
 
 def at_named_epoch(state: LoaderState, sampler: Any, count: EpochCount) -> LoaderState:
-    """The state, unless its epoch has no batch left and ``set_epoch`` has named another one: then that one begins.
+    """Return the state, marked as finished if its epoch has no batch left and ``set_epoch`` has named another one.
 
-    A loop that begins with epoch ``step // len(loader)`` loads a checkpoint of the last step so.
-
-    Args:
-        state: of map-style data.
-        sampler: of the loader that goes on: of batches, or of single indices.
-        count: the loader's epochs.
+    This happens when a training loop loads a checkpoint of the last step and starts at ``step // len(loader)``.
     """
     saved = state.sampler
     try:
@@ -314,7 +293,7 @@ def at_named_epoch(state: LoaderState, sampler: Any, count: EpochCount) -> Loade
 
 
 def next_epoch(position: Position) -> Position:
-    """The beginning of an epoch that goes on with the datasets as they are at a position."""
+    """Return the beginning of an epoch that continues with the datasets as they are at a position."""
     points = {}
     for part, point in position.points.items():
         state = None if point.state is None else (*point.state[:2], "next")
@@ -323,7 +302,6 @@ def next_epoch(position: Position) -> Position:
 
 
 def stream_order(loader: Loader, seed: int) -> core.StreamOrder:
-    """The order of a loader over iterable data."""
     order = core.StreamOrder(
         loader.dataset,
         batch_size=loader.batch_size or 1,
@@ -339,17 +317,7 @@ def stream_order(loader: Loader, seed: int) -> core.StreamOrder:
 def stream_epoch(
     loader: Loader, seed: int, state: LoaderState | None, points: dict[int, PartPoint]
 ) -> core.StreamEpoch:
-    """An epoch of iterable data.
-
-    Args:
-        loader: the loader.
-        seed: of the epoch.
-        state: where it goes on; None: at its beginning, with parts at ``points``.
-        points: of parts that no worker has.
-
-    Raises:
-        ValueError: another loader saved the state.
-    """
+    """Return an epoch of iterable data at ``state``, or at its beginning with parts at ``points``."""
     order = stream_order(loader, seed)
     position = Position(0, 0, None, {}, points) if points else None
     if state is not None:
@@ -362,10 +330,8 @@ def stream_epoch(
 
 
 def check_data(loader: Loader) -> None:
-    """Reject a dataset or a sampler that cannot be read. Programs make loaders of mocks, and never read them.
-
-    Raises:
-        TypeError: It cannot be read.
+    """Reject a dataset or a sampler that cannot be read (TypeError); not earlier, because programs make loaders of
+    mocks.
     """
     for name, given in (("sampler", loader.sampler), ("batch_sampler", loader.batch_sampler)):
         if given is not None and not hasattr(given, "__iter__") and not hasattr(given, "__getitem__"):
@@ -377,12 +343,11 @@ def check_data(loader: Loader) -> None:
 
 
 def lives_on(loader: Loader) -> bool:
-    """Return True if the workers of an epoch are those of the next one."""
+    """Return True if the next epoch has the same workers."""
     return loader.persistent_workers and loader.num_workers > 0
 
 
 def job_of(loader: Loader, collate_fn: object, drawn: int | None = None) -> Job:
-    """What the workers of a loader read, in an epoch that has drawn a seed."""
     batched, seed = loader._auto_collation, int((drawn or 0) if loader.seed is None else loader.seed)
     base = drawn if loader.seed is None and loader._tuner is None else None  # None: nothing depends on the workers
     batchify, (action, _) = batchify_fn_of(collate_fn, batched=batched), core.action_and_limit(loader.on_error)
@@ -393,10 +358,7 @@ def job_of(loader: Loader, collate_fn: object, drawn: int | None = None) -> Job:
 
 
 class TorchSteps(core.KnownSteps):
-    """The steps of a loader, past or to come. It keeps nothing, and changes nothing in the loader.
-
-    A digest has the random numbers of ``seed=``; without one, those of seed 0: torch draws another seed in each run.
-    """
+    """Steps of a loader, past or future. Digests use ``seed=``, or seed 0: torch draws another seed in each run."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader, self._sampler = loader, loader._index_sampler
@@ -404,14 +366,14 @@ class TorchSteps(core.KnownSteps):
 
     @property
     def job(self) -> Job:
-        """The job of the newest epoch; before the first one, what is known of it."""
+        """Configuration of the newest epoch's workers; before the first epoch, as far as known."""
         check_data(self._loader)
         run = self._loader._progress.current_run
         return job_of(self._loader, self._loader.collate_fn) if run is None else run.job
 
     @property
     def parts(self) -> int:
-        """The parts that the next epoch may have, or the one that is read; 1 of data that is read by index."""
+        """Number of parts of the epoch in progress or the next one; 1 for data that is read by index."""
         loader = self._loader
         if not isinstance(self.dataset, IterableDataset):
             return 1
@@ -425,7 +387,7 @@ class TorchSteps(core.KnownSteps):
 
     @property
     def left_out(self) -> Callable[[int], tuple[range, ...]]:
-        """Epoch -> the numbers of the batches that it leaves out. The function does not hold the loader."""
+        """Function from an epoch to the numbers of its left-out batches. It does not hold the loader."""
         within, skip = self._loader._progress.steps.within, tuple(self._loader.skip)
         return partial(within, skip, length=partial(len_epoch, self._sampler))
 
@@ -455,7 +417,7 @@ class TorchSteps(core.KnownSteps):
             sampler, count = getattr(self._sampler, "sampler", self._sampler), core.length(self.dataset)
             if not isinstance(sampler, RandomSampler) or not count:
                 raise
-            # The order is not drawn yet, or not by number. Whatever it is, these samples are in it.
+            # The order is not drawn yet, or not by number; any order includes these samples.
             return list(range(0, count, -(-count // (each * len(list(steps))))))
 
     def checksums(self, epoch: int) -> list[str]:
@@ -464,14 +426,13 @@ class TorchSteps(core.KnownSteps):
         return [LEFT_OUT if any(step in one for one in left_out) else text for step, text in enumerate(found)]
 
     def _look_up(self, epoch: object, steps: range, of: Callable[[list[Any]], object]) -> list[Any]:
-        """What is wanted of the indices of some steps."""
         loader, epoch = self._loader, check_int("epoch", epoch, 0, "epochs count from 0")
         if isinstance(self.dataset, IterDataPipe | MapDataPipe):
             raise TypeError("datapipes are read by torch's own workers: which samples a step has is not known")
         if isinstance(self.dataset, IterableDataset):
             raise TypeError(stream_order(loader, 0).text_of_step(epoch, steps.start))
         if len(steps) > 1:
-            self.length(epoch)  # a sampler without an end would be read for ever
+            self.length(epoch)  # rejects an endless sampler
         self._check_by_number(epoch)
         batched = loader._auto_collation
 
@@ -483,7 +444,7 @@ class TorchSteps(core.KnownSteps):
             return read_twice(by_number, self._sampler, epoch)
 
     def _check_by_number(self, epoch: int) -> None:
-        """Refuse a sampler whose epochs do not have the loader's numbers: no order is known then."""
+        """Reject a sampler whose epochs are not numbered as the loader's, because its order is unknown."""
         progress = self._loader._progress
         if any(isinstance(one, ShuffleSampler) and one.seed is None for one in nested(self._sampler)):
             drawn = "shuffle=True draws its order when the epoch begins. Give the loader a seed="

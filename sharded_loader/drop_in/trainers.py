@@ -1,12 +1,12 @@
-"""Lightning and Accelerate: what they do to a loader, seen from the functions that have called it, and what they note.
+"""Lightning and Accelerate: recognize their calls from the stack, and adapt to their bookkeeping.
 
-    called_by("skip_first_batches", "accelerate")    the frame of a function above the caller
-    fetched_by_lightning()                           what Lightning has fetched and not trained on
+    called_by("skip_first_batches", "accelerate")    frame of a calling function
+    fetched_by_lightning()                           batches that Lightning has fetched but not trained on
     refuse_skipping(loader)                          Accelerate would read the data in another order
 
 The names are not public, as in `base.private`: each use says what happens without them, and the same tests cover them.
-The core asks for two of these functions by name: when it returns a state, and before another library rebuilds the
-loader. Neither library is imported here.
+The core looks up two of these functions by name: for states, and before another library rebuilds the loader. Neither
+library is imported here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 
 def called_by(function: str, package: str) -> FrameType | None:
-    """The frame of a function, at most seven calls above the caller; None if it is not there."""
+    """Return the frame of a function at most seven calls above the caller, or None."""
     if package not in sys.modules:
         return None
     frame: FrameType | None = sys._getframe(1)
@@ -31,11 +31,11 @@ def called_by(function: str, package: str) -> FrameType | None:
 
 
 def fetched_by_lightning(function: str = "on_save_checkpoint") -> tuple[int, bool]:
-    """How many batches Lightning has fetched but not trained on, and whether its epoch is over, if a function asks.
+    """Return the number of batches that Lightning has fetched but not trained on, and whether its epoch is over.
 
-    Lightning fetches one batch ahead where the loader has no length, and saves a position one batch later than the
-    batch that it trains on. With ``limit_train_batches``, and after the last batch of an epoch, only Lightning knows
-    that the next epoch begins. Without the names: no batch, and not over.
+    Lightning fetches one batch ahead if the loader has no length, and then saves a position one batch too late. With
+    ``limit_train_batches``, and after the last batch, only Lightning knows that the next epoch begins. Without the
+    names, or if ``function`` is not calling: (0, False).
     """
     frame = called_by(function, "lightning") or called_by(function, "pytorch_lightning")
     loop = None if frame is None else frame.f_locals.get("self")
@@ -46,10 +46,10 @@ def fetched_by_lightning(function: str = "on_save_checkpoint") -> tuple[int, boo
 
 
 def counted_by_fabric(epoch: int) -> bool:
-    """Whether a loader of Lightning's Fabric begins an epoch. It goes on to count from this one.
+    """Return True if a loader of Lightning's Fabric begins an epoch, and make it count on from ``epoch``.
 
-    It names the epoch to the sampler at each ``iter()``, from 0 on, also after a state of a later epoch was loaded.
-    Without the name: no.
+    Fabric names epochs to the sampler at each ``iter()``, from 0 on, even after a state of a later epoch was loaded.
+    Without the name: False.
     """
     frame = called_by("__iter__", "lightning.fabric") or called_by("__iter__", "lightning_fabric")
     counting: Any = None if frame is None else frame.f_locals.get("self")
@@ -60,23 +60,14 @@ def counted_by_fabric(epoch: int) -> bool:
 
 
 def rebuilt_by_accelerate(function: str) -> bool:
-    """Return True if a function of Accelerate is about to turn our loader into one of torch's.
-
-    Where our class has replaced torch's, Accelerate builds one of ours instead.
-    """
+    """Return True if Accelerate is about to turn our loader into one of torch's, unless our class replaces torch's."""
     theirs = getattr(sys.modules.get("accelerate.data_loader"), "DataLoader", None)
     is_torchs = getattr(theirs, "__module__", "torch.").startswith("torch.")
     return is_torchs and called_by(function, "accelerate") is not None
 
 
 def refuse_skipping(loader: object) -> None:
-    """Raise an error if Accelerate is about to read iterable data with torch's loader, in another order.
-
-    Accelerate builds torch's loader from the attributes of ours.
-
-    Raises:
-        TypeError: it is.
-    """
+    """Raise a TypeError if Accelerate is about to read iterable data with torch's loader, in another order."""
     if rebuilt_by_accelerate("skip_first_batches"):
         raise TypeError(
             f"skip_first_batches() of Accelerate, which transformers' Trainer calls to resume, would read the iterable "
@@ -89,12 +80,12 @@ def refuse_skipping(loader: object) -> None:
 
 
 def begin_loader(gradient_state: Any, loader: Any) -> None:
-    """Say to Accelerate that a loader begins an epoch. It then knows the last batch, before which it accumulates."""
+    """Tell Accelerate that a loader begins an epoch: it needs the last batch for gradient accumulation."""
     gradient_state._add_dataloader(loader)
 
 
 def end_loader(gradient_state: Any, loader: Any) -> None:
-    """Say to Accelerate that the epoch has ended."""
+    """Tell Accelerate that the epoch has ended."""
     gradient_state._remove_dataloader(loader)
 
 

@@ -131,8 +131,8 @@ def shard_sizes(n: int, num_shards: int, weights: Sequence[float] | None = None)
         >>> shard_sizes(10, 4), shard_sizes(10, 2, weights=[0.7, 0.3])
         ([3, 3, 2, 2], [7, 3])
 
-        The exact shares of 4 samples by ``[1, 9]`` are 0.4 and 3.6, which would be rounded to 0 and 4; and two samples
-        cannot fill three shards, so the last one gets none, although it has the largest weight:
+        The exact shares of 4 samples by ``[1, 9]`` are 0.4 and 3.6, which would be rounded to 0 and 4. Two samples
+        cannot fill three shards: the last one stays empty, although it has the largest weight.
 
         >>> shard_sizes(4, 2, weights=[1, 9]), shard_sizes(2, 3, weights=[1, 1, 8])
         ([1, 3], [1, 1, 0])

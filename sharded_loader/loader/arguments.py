@@ -1,12 +1,6 @@
-"""What a loader's arguments mean, and which are rejected: pure functions, called by the constructor.
+"""Checks and conversions of a loader's arguments: pure functions, called by the constructor.
 
-Options that it takes as one object, and the names of torch that it knows:
-
-    device=Placement("cuda", resident=True)    -> what happens to batches on their devices
-    on_error=OnError("skip", limit=10)         -> what happens to samples that cannot be read
-    collate_fn=, timeout=, ...                 -> `OtherNames`: arguments of torch's ``DataLoader``, by name only
-
-Each error says what was given, and what to write instead.
+Each error names the argument, its value, and what to write instead.
 """
 
 from __future__ import annotations
@@ -73,28 +67,28 @@ INSTEAD = {
         "give it to Placement instead: device=Placement(device, ...), or devices=Placement(devices, ...)",
     ),
 }
-"""Arguments of the loaders of PyTorch, torchdata, MXNet and others, and what to do about them here."""
+"""Arguments of other loaders (PyTorch, torchdata, MXNet), and their replacements here."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The devices of batches, and what happens to the batches there: a value of ``device=`` or ``devices=``.
+    """Options of batches on devices: a value of ``device=`` or ``devices=``.
 
     Args:
-        device: As the loader's argument: one device for ``device=``, a list or ``"auto"`` for ``devices=``. None: the
-            batches are where the other arguments say, in host memory by default.
-        shard_weights: The shares of the shards, such as ``[2, 1]``. A positive weight gets at least one sample, while
-            there are enough samples. Weights of 0 must come last. `ShardedBatchSampler` follows the same rule.
-        resident: Which rows to keep on the devices, which then gather batches, without workers: True (all), a fraction
-            such as 0.6, or ``"auto"`` (those that fit). The other rows of a batch are sent. The dataset is an array,
-            a tensor, a ``TensorDataset``, an `ArrayDataset`, or a part of one. With True or a fraction, any other
-            dataset is an error, and too little room a warning. Room is looked for once, before the first batch: put
-            your model on the device before that, or give a fraction.
-        device_transform: A function ``fn(batch)`` or ``fn(batch, rng)`` that each batch (each shard) goes through on
-            its device, ahead of your program. ``rng`` is a NumPy generator, keyed by the seed, the epoch, the batch and
-            the shard. The function must return dense tensors. Without devices it runs on the CPU.
-        host_fields: The fields of a batch that stay in host memory: keys of a dict, names of fields, or numbers in a
-            tuple or list.
+        device: As the loader's argument: one device for ``device=``, a list or ``"auto"`` for ``devices=``. None leaves
+            batches where the other arguments put them, by default in host memory.
+        shard_weights: Relative sizes of the shards, such as ``[2, 1]``, as in `ShardedBatchSampler`. Shards with a
+            positive weight get at least one sample while there are enough. Weights of 0 must come last.
+        resident: Rows to keep on the devices, which then gather batches without workers: True (all), a fraction such as
+            0.6, or ``"auto"`` (as many as fit). Other rows are copied batch by batch. The dataset must be an array, a
+            tensor, a ``TensorDataset``, an `ArrayDataset`, or a part of one; with True or a fraction, any other dataset
+            is an error, and insufficient memory a warning. Free memory is measured once, before the first batch: move
+            your model to the device first, or give a fraction.
+        device_transform: Function ``fn(batch)`` or ``fn(batch, rng)``, applied to each batch (or shard) on its device,
+            or on the CPU without devices. ``rng`` is a NumPy generator keyed by seed, epoch, batch and shard. Must
+            return dense tensors.
+        host_fields: Fields of a batch that stay in host memory: dict keys, field names, or positions in a tuple or
+            list.
 
     Example:
         >>> from sharded_loader import ShardedDataLoader
@@ -113,16 +107,15 @@ class Placement:
 
 @dataclass(frozen=True)
 class OnError:
-    """What to do with samples that raise an error, and how many of them are allowed: a value of ``on_error=``.
+    """Treatment of samples that raise an error, with a limit: a value of ``on_error=``.
 
     Args:
         action: ``"skip"``, ``"replace"`` or a function ``(SampleError) -> sample``, as the loader's ``on_error``.
-        limit: The number of samples that may be skipped or replaced in each epoch of this process. One more raises
-            `TooManySkippedError`. None: any number.
+        limit: Maximum number of samples skipped or replaced per epoch in this process; the next one raises
+            `TooManySkippedError`. None: unlimited.
 
     Raises:
-        ValueError: ``limit`` is negative, or the action is ``"raise"``, which skips nothing.
-        TypeError: ``limit`` is no integer.
+        ValueError, TypeError: ``limit`` is not an integer from 0, or goes with ``"raise"``, which skips nothing.
 
     Example:
         >>> from sharded_loader import ShardedDataLoader
@@ -143,7 +136,7 @@ class OnError:
 
 
 class OtherNames(TypedDict, Generic[Batch], total=False):
-    """Arguments by name that mean another argument of the loader, or an option of its pool: torch's, and ``mesh``."""
+    """Keyword arguments that stand for another argument of the loader, or for an option of its pool."""
 
     collate_fn: Callable[[list[Any]], Batch] | None
     drop_last: bool | None
@@ -155,29 +148,21 @@ class OtherNames(TypedDict, Generic[Batch], total=False):
 
 
 def refuse_names(names: Iterable[str], init: Callable[..., None]) -> None:
-    """Reject names that are not arguments of a loader's constructor, nor `OtherNames`."""
+    """Reject keywords that are neither arguments of a loader's constructor nor in `OtherNames`."""
     known = OtherNames.__annotations__
     unknown = [name for name in names if name not in known]
     refuse_arguments("ShardedDataLoader", unknown, init, INSTEAD, known)
 
 
 def one_of(name: str, value: object, alias: str, other: object) -> Any:
-    """The value of an argument that has two names.
-
-    Args:
-        name, value: our spelling; None: not given.
-        alias, other: torch's.
-
-    Raises:
-        ValueError: both were given.
-    """
+    """Return the value of an argument that has two names; ``alias`` is torch's. A ValueError if both were given."""
     if value is not None and other is not None:
         raise ValueError(f"{alias} is torch's name for {name}, and both were given: leave out one of them")
     return other if value is None else value
 
 
 def last_batch_of(last_batch: str | None, drop_last: object) -> str | None:
-    """``last_batch``, or what torch's ``drop_last`` means; False is the default, as in torch."""
+    """Return ``last_batch``, or the equivalent of torch's ``drop_last``; False is the default, as in torch."""
     if drop_last is None or not drop_last:
         return last_batch
     if last_batch not in (None, "discard"):
@@ -186,7 +171,7 @@ def last_batch_of(last_batch: str | None, drop_last: object) -> str | None:
 
 
 def prefetch_of(prefetch: object, prefetch_factor: object, num_workers: int) -> Any:
-    """``prefetch``, or what torch's ``prefetch_factor`` means: batches prefetched for each worker."""
+    """Return ``prefetch``, or the equivalent of torch's ``prefetch_factor``, which counts batches per worker."""
     given = one_of("prefetch (which counts batches in all)", prefetch, "prefetch_factor", prefetch_factor)
     if prefetch_factor is None:
         return given
@@ -197,15 +182,7 @@ def prefetch_of(prefetch: object, prefetch_factor: object, num_workers: int) -> 
 
 
 def length(dataset: Any, *, needed: bool = False) -> int | None:
-    """The number of samples in a dataset; None if it has no length.
-
-    Args:
-        dataset: any.
-        needed: raise the TypeError here, with its cause, where nothing but the length says which samples there are.
-
-    Raises:
-        Exception: what ``__len__`` raises, except TypeError and NotImplementedError, which mean that there is none.
-    """
+    """Return the number of samples, or None if there is no length: an error that names the cause if ``needed``."""
     try:
         return len(dataset)
     except (TypeError, NotImplementedError) as error:
@@ -218,12 +195,7 @@ def length(dataset: Any, *, needed: bool = False) -> int | None:
 
 
 def dataset_given(dataset: Any, has_sampler: bool = False) -> Any:
-    """The dataset, read by position (see `as_dataset`); what cannot be read by index is rejected.
-
-    Args:
-        dataset: what the user gave.
-        has_sampler: whether the indices come from a sampler of the user's.
-    """
+    """Return the dataset, read by position (see `as_dataset`); reject objects that cannot be read by index."""
     kind = type(dataset)
     if isinstance(dataset, str | PathLike):
         raise TypeError(
@@ -255,12 +227,7 @@ def dataset_given(dataset: Any, has_sampler: bool = False) -> Any:
 
 
 def check_stream(dataset: object, **given: object) -> None:
-    """Reject arguments that iterable data cannot have.
-
-    Args:
-        dataset: iterable data.
-        **given: arguments of the loader that choose an order.
-    """
+    """Reject arguments that choose an order, such as ``shuffle``, for iterable data."""
     wrong = [name for name, value in given.items() if value is not None and value is not False]
     if wrong:
         raise ValueError(
@@ -271,7 +238,7 @@ def check_stream(dataset: object, **given: object) -> None:
 
 
 def ranks_given(num_replicas: object, rank: object, mesh: object) -> tuple[Any, Any]:
-    """``num_replicas`` and ``rank``, by a mesh if one is given, as ``mesh`` or as ``num_replicas``."""
+    """Return ``num_replicas`` and ``rank``, taken from a mesh if one is given as ``mesh`` or as ``num_replicas``."""
     if hasattr(num_replicas, "get_coordinate"):
         num_replicas, mesh = None, one_of("num_replicas", num_replicas, "mesh", mesh)
     if mesh is None:
@@ -282,7 +249,7 @@ def ranks_given(num_replicas: object, rank: object, mesh: object) -> tuple[Any, 
 
 
 def placement_given(device: object, devices: object) -> tuple[Any, Any, Placement]:
-    """``device``, ``devices``, and the options of the `Placement` that one of them may be."""
+    """Return ``device``, ``devices``, and the options, if one of the two is a `Placement`."""
     if isinstance(device, Placement):
         if isinstance(devices, Placement):
             raise ValueError("device and devices are both a Placement: give one")
@@ -291,7 +258,6 @@ def placement_given(device: object, devices: object) -> tuple[Any, Any, Placemen
 
 
 def check_evaluate(evaluate: object, on_error: object) -> None:
-    """Refuse what would change the number of real samples of a batch."""
     if evaluate and on_error in ("skip", "replace"):
         raise ValueError(
             f"evaluate=True counts each sample once, and on_error={on_error!r} leaves samples out: leave it out, or "
@@ -300,7 +266,6 @@ def check_evaluate(evaluate: object, on_error: object) -> None:
 
 
 def refuse_streams(streams: object, dataset: object) -> None:
-    """Reject ``streams`` for a dataset that is read by index."""
     if streams is not None:
         raise ValueError(
             f"streams={streams!r} is for iterable data, and the dataset, {an(type(dataset))}, is read by index: "
@@ -309,7 +274,7 @@ def refuse_streams(streams: object, dataset: object) -> None:
 
 
 def collate_function(batchify_fn: object, collate_fn: object) -> Any:
-    """The collate function by either name; None: the default, which reads in bulk too."""
+    """Return the collate function given by either name. None stands for the default, which can also read in bulk."""
     given = one_of("batchify_fn", batchify_fn, "collate_fn", collate_fn)
     if given is not None and not callable(given):
         raise TypeError(f"the collate function is {given!r}; it must be a function of a list of samples")
@@ -321,12 +286,7 @@ def collate_function(batchify_fn: object, collate_fn: object) -> Any:
 def transform_of(
     options: Placement, seed: Callable[[], int], *, devices: object, pin_memory: bool
 ) -> BatchTransform | None:
-    """What ``device_transform`` and ``host_fields`` ask for; None: nothing.
-
-    Raises:
-        TypeError: they have a wrong type.
-        ValueError: they contradict other arguments.
-    """
+    """Return the transform for ``device_transform`` and ``host_fields``, or None if neither is given."""
     fn: Any = options.device_transform
     given: Any = options.host_fields
     if fn is not None and not callable(fn):
@@ -351,7 +311,7 @@ def transform_of(
 
 
 def action_and_limit(on_error: Any) -> tuple[Any, int | None]:
-    """What ``on_error`` does with a bad sample, and for how many in an epoch (None: any number)."""
+    """Return the action for a sample that fails, and the maximum number per epoch (None: unlimited)."""
     given = on_error if isinstance(on_error, OnError) else OnError(on_error)
     if not callable(given.action) and given.action not in ("raise", "skip", "replace"):
         raise ValueError(
@@ -362,7 +322,7 @@ def action_and_limit(on_error: Any) -> tuple[Any, int | None]:
 
 
 def make_split(devices: list[Any] | None, sharded: bool, num_shards: Any, weights: Any = None) -> Split:
-    """How batches become shards, by the loader's arguments. ``sharded``: shard i belongs to device i."""
+    """Return the `Split` of batches into shards. ``sharded``: shard i belongs to device i."""
     most = None if devices is None else len(devices)
     if num_shards is None:
         num_shards = most if sharded else None
@@ -378,11 +338,7 @@ def make_split(devices: list[Any] | None, sharded: bool, num_shards: Any, weight
 
 
 def number_of_workers(num_workers: object) -> tuple[bool, Any]:
-    """Whether ``num_workers`` is ``"auto"``, and the number to begin with.
-
-    Raises:
-        TypeError: it is neither that nor an integer.
-    """
+    """Return whether ``num_workers`` is ``"auto"``, and the number of workers to start with."""
     if isinstance(num_workers, str) and num_workers == "auto":
         return True, provided("num_workers", "auto").workers
     return False, check_int("num_workers", num_workers, -math.inf, 'give the number of workers, or "auto"')
@@ -391,7 +347,6 @@ def number_of_workers(num_workers: object) -> tuple[bool, Any]:
 def make_pool(
     pool: Any, num_workers: Any, thread_pool: bool, worker_init_fn: Any = None, timeout: float | None = None
 ) -> Pool:
-    """The pool that the arguments ask for. The last two are as the pools have them."""
     is_auto, num_workers = number_of_workers(num_workers)
     if is_auto and (pool == "ray" or (isinstance(pool, Pool) and not isinstance(pool, ThreadPool | ProcessPool))):
         raise ValueError(
@@ -421,7 +376,6 @@ def make_pool(
 
 
 def _kind_of_pool(pool: object, count: int, thread_pool: bool) -> Any:
-    """The name of the pool that the arguments ask for."""
     if pool is None:
         pool = "inline" if count == 0 else "thread" if thread_pool else "process"
     elif thread_pool and pool != "thread":
@@ -440,15 +394,7 @@ def _kind_of_pool(pool: object, count: int, thread_pool: bool) -> Any:
 
 
 def claim(pool: Pool, pipeline: Pipeline) -> None:
-    """Give a pool to a loader. When that is closed or garbage, its workers have ended, and another may have the pool.
-
-    Args:
-        pool: the pool.
-        pipeline: of the loader that takes it.
-
-    Raises:
-        ValueError: a loader that is not closed has it.
-    """
+    """Give a pool to a loader. After that loader is closed or collected, another one may claim the pool."""
     owner = owners.get(pool)
     other = None if owner is None else owner()
     if other is not None and not other.is_shut:
@@ -462,12 +408,10 @@ def claim(pool: Pool, pipeline: Pipeline) -> None:
 
 
 def check_count(name: str, count: object) -> int:
-    """A number of batches."""
     return max(0, check_int(name, count, -math.inf, "give the number of batches in flight"))
 
 
 def check_shard_weights(weights: Sequence[float] | None, split: Split) -> list[float] | None:
-    """Shares of the shards of ``split``; None: equal ones."""
     if weights is None:
         return None
     if split.num_shards is None:

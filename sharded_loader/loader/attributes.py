@@ -1,12 +1,7 @@
-"""What a loader tells about itself, and what can be set: attributes, its position as a state.
+"""Attributes of a loader: arguments that may change while it runs, statistics, and its position as a state.
 
-    loader.prefetch = 4       -> checked -> the loader's parts
-    loader.state_dict()       <- Progress
-    loader.stats(), ...       <- `Instruments`, a base class that is asked for by name
-
-Many attributes have the names that other libraries look for. This module owns nothing: the parts are the loader's.
-What can go wrong: a wrong value or state, which is rejected with an error. Everything that decides which samples come,
-and in which order, is read-only.
+Many have the names that other libraries look for. The parts belong to the loader; nothing is owned here. Wrong values
+and states are rejected with an error. Anything that decides the samples or their order is read-only.
 """
 
 from __future__ import annotations
@@ -50,11 +45,11 @@ def _context(loader: Any) -> Any:
 
 
 shown: Any = property
-"""An attribute of a loader that cannot be set, as a function of the loader."""
+"""Read-only attribute of a loader, defined by a function of the loader."""
 
 
 def keeps_arguments(init: Callable[Given, None]) -> Callable[Given, None]:
-    """A constructor of a loader that keeps what it is given; see `LoaderAttributes.arguments`."""
+    """Wrap a loader's constructor so that it records its arguments; see `LoaderAttributes.arguments`."""
     signature = inspect.signature(init)
 
     @functools.wraps(init)
@@ -68,12 +63,7 @@ def keeps_arguments(init: Callable[Given, None]) -> Callable[Given, None]:
 
 
 class LoaderAttributes(Instruments):
-    """The attributes of a `ShardedDataLoader`, which makes the parts.
-
-    Args:
-        epochs, observer: of the loader.
-        batch_size, pin_memory: the loader's arguments.
-    """
+    """Attributes of a `ShardedDataLoader`, which creates the parts."""
 
     _arguments: Mapping[str, Any] = MappingProxyType({})
 
@@ -86,34 +76,34 @@ class LoaderAttributes(Instruments):
         self._workers, self._split = epochs.pipeline.pool, epochs.pipeline.split
 
     dataset: Any = shown(lambda loader: loader._epochs.dataset)
-    """What is read."""
+    """Dataset, as it is read."""
 
     sampler: Any = shown(lambda loader: loader._order.sampler)
-    """The sampler of single indices."""
+    """Sampler of single indices."""
 
     batch_size: int | None = shown(lambda loader: loader._batch_size)
-    """Samples per step; None with a given ``batch_sampler``. Read-only: `rescale` changes it."""
+    """Samples per step; None with a ``batch_sampler``. Read-only: `rescale` changes it."""
 
     num_workers: int = shown(lambda loader: loader._workers.num_workers)
-    """The number of workers that read at the same time; 0 if the main process reads."""
+    """Number of workers that read in parallel; 0 if the main process reads."""
 
     seed: int = shown(lambda loader: loader._order.seed)
-    """The seed of everything random."""
+    """Seed of everything random."""
 
     pool: Pool = shown(lambda loader: loader._workers)
-    """The pool: it runs the workers that read the samples."""
+    """Pool of the workers that read the samples."""
 
     epoch: int = shown(lambda loader: loader._progress.at()[0])
-    """The epoch in progress, or the one that begins next."""
+    """Epoch in progress, or the next one."""
 
     position: int = shown(lambda loader: loader._progress.at()[1])
-    """Batches delivered in `epoch`. Steps that were left out by ``skip`` count."""
+    """Batches delivered in `epoch`, including the steps that ``skip`` leaves out."""
 
     skip: list[tuple[int, int]] = shown(lambda loader: list(loader._order.skip))
-    """The steps that are left out, as pairs (first, last): those that were given, and those of a loaded state."""
+    """Steps to leave out, as pairs (first, last): from the argument, and from a loaded state."""
 
     # Other libraries read these attributes of PyTorch's ``DataLoader``.
-    batch_sampler: Any = shown(lambda loader: loader._order.batch_sampler)  # the one that was given, or this rank's
+    batch_sampler: Any = shown(lambda loader: loader._order.batch_sampler)  # as given, or this rank's
     collate_fn: Callable[[list[Any]], Any] = shown(lambda loader: loader._epochs.batchify_fn or default_batchify_fn)
     drop_last: bool = shown(lambda loader: loader._order.drops_last)
     generator: None = shown(lambda loader: None)  # the order follows from `seed`
@@ -130,10 +120,10 @@ class LoaderAttributes(Instruments):
 
     @property
     def arguments(self) -> Mapping[str, Any]:
-        """What the loader was given, by name. ``ShardedDataLoader(**loader.arguments)`` makes another one like it.
+        """Arguments of the loader, by name: ``ShardedDataLoader(**loader.arguments)`` creates an equivalent one.
 
         Read-only. Without ``seed`` each loader draws one: add ``seed=loader.seed`` for the same order. A pool object
-        has one loader at a time: close the first loader, or give another pool.
+        serves one open loader at a time.
 
         Example:
             >>> from sharded_loader import ShardedDataLoader
@@ -156,7 +146,6 @@ class LoaderAttributes(Instruments):
         return self._order.replicas() if self._order.replicated else super()._replicas()
 
     def _resized(self, num_replicas: int, rank: int, batch_size: int | None) -> None:
-        """The loader was rescaled."""
         given = {**self._arguments, "num_replicas": num_replicas, "rank": rank}
         given.pop("mesh", None)
         if self._batch_size is None:
@@ -167,7 +156,7 @@ class LoaderAttributes(Instruments):
 
     @property
     def prefetch(self) -> int:
-        """Batches in flight, from the next batch on."""
+        """Number of batches in flight, from the next batch on."""
         return self._pipeline.scheduler.prefetch
 
     @prefetch.setter
@@ -178,7 +167,7 @@ class LoaderAttributes(Instruments):
 
     @property
     def prefetch_epochs(self) -> bool:
-        """Whether workers read the next epoch's first batches while the last ones of an epoch are consumed."""
+        """True if workers read the next epoch's first batches while the last ones of an epoch are consumed."""
         return self._epochs.prefetch_epochs
 
     @prefetch_epochs.setter
@@ -187,20 +176,22 @@ class LoaderAttributes(Instruments):
 
     @property
     def device_prefetch(self) -> int:
-        """Batches copied to the accelerators ahead, from the next batch on; 2, and 0 where there are none."""
+        """Number of batches copied to the accelerators in advance, from the next batch on: 2, or 0 without
+        accelerators.
+        """
         return self._placement.ahead
 
     @device_prefetch.setter
     def device_prefetch(self, ahead: int) -> None:
         self._placement.copy_ahead(arguments.check_count("device_prefetch", ahead))
-        # Not asking the pool for more would leave nothing to be copied ahead.
+        # The pool must have this many batches ready, or there is nothing to copy ahead.
         self._pipeline.min_ready = max(2, 1 + self._placement.ahead)
 
     @property
     def ready_event(self) -> Any:
-        """What passes on the device when the batch that ``next`` returned last is ready; a list of shards has a list.
+        """Event recorded on the device when the last returned batch is ready; a list of events for a list of shards.
 
-        You need it if you use a batch on another stream than the one that was current at ``next``:
+        To use a batch on another stream than the one current at ``next``, call
         ``stream.wait_event(loader.ready_event)``, and ``tensor.record_stream(stream)`` for each tensor. None in host
         memory, and before the first batch.
 
@@ -215,7 +206,7 @@ class LoaderAttributes(Instruments):
 
     @property
     def shard_weights(self) -> list[float] | None:
-        """Shares of the shards, from the next batch planned on; None: equal ones."""
+        """Relative sizes of the shards, from the next batch planned on; None: equal shards."""
         return None if self._split.weights is None else list(self._split.weights)
 
     @shard_weights.setter
@@ -223,20 +214,20 @@ class LoaderAttributes(Instruments):
         self._split.weights = arguments.check_shard_weights(weights, self._split)
 
     def set_weights(self, weights: Sequence[float] | None) -> None:
-        """Mix the datasets of `interleave` by other weights, from the next batch on.
+        """Change the weights of the datasets in `interleave`, from the next batch on and for later epochs.
 
-        Batches that were prefetched by the old weights are dropped. Call it on all ranks, after the same step. A state
-        that is saved later has the weights. ``len(loader)`` stays what it is: a dataset that ends early starts over,
-        or drops out with ``stop="each_once"``. The next epochs begin with these weights.
+        Call it on all ranks, after the same step. Batches prefetched with the old weights are dropped, and later states
+        have the new ones. ``len(loader)`` stays: a dataset that ends early starts over, or drops out with
+        ``stop="each_once"``.
 
         Args:
-            weights: one number of 0 or more per dataset, as in `interleave`. None: equal ones.
+            weights: One non-negative number per dataset, as in `interleave`. None: equal weights.
 
         Raises:
-            TypeError: The dataset is no mixture that was made with ``shuffle=True``, with a schedule, with
-                ``stop="each_once"`` or with a number of samples. Or a sampler gives the order.
-            ValueError: Weights that do not fit. Nothing has changed then.
-            RuntimeError: You call it inside ``next``.
+            TypeError: The dataset is not a mixture made with ``shuffle=True``, a schedule, ``stop="each_once"`` or a
+                number of samples; or a sampler gives the order.
+            ValueError: Invalid weights; nothing has changed.
+            RuntimeError: Called inside ``next``.
 
         Example:
             >>> from sharded_loader import ShardedDataLoader, interleave
@@ -258,13 +249,13 @@ class LoaderAttributes(Instruments):
     # -- position ------------------------------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the one that begins next; if it is already, a loaded position in it stays.
+        """Make ``epoch`` the next one; if it already is, a loaded position in it stays.
 
-        An epoch begins when an iterator is asked for its first batch. A call between ``iter(loader)`` and the first
-        ``next`` counts. ``set_epoch`` of the sampler, and of the dataset, does the same.
+        An epoch begins with an iterator's first ``next``, so a call between ``iter(loader)`` and that ``next`` counts.
+        ``set_epoch`` of the sampler or the dataset does the same.
 
         Args:
-            epoch: number of an epoch, from 0.
+            epoch: Number of an epoch, from 0.
 
         Raises:
             ValueError: ``epoch`` is negative or not an integer.
@@ -279,24 +270,22 @@ class LoaderAttributes(Instruments):
         self._progress.set_epoch(epoch)
 
     def __len__(self) -> int:
-        """Batches in `epoch`, without those that ``skip`` leaves out.
+        """Return the number of batches in `epoch`, without those that ``skip`` leaves out.
 
-        With ``last_batch="rollover"`` not every epoch has the same number.
-
-        Raises:
-            TypeError: It is not known. The dataset has no length, or is iterable data in several parts.
+        It varies between epochs with ``last_batch="rollover"``. A TypeError if the dataset has no length, or several
+        parts.
         """
         return self._progress.length()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader is: after the last batch that was delivered. Prefetched batches do not count.
+        """Return the position after the last delivered batch, in a few microseconds; prefetched batches do not count.
 
-        A few microseconds, no side effects. Of several iterators the one that began or delivered last. It counts in
-        the order that all ranks share: one saves it, any number of ranks load it.
+        With several iterators, the one that began or delivered last counts. The position is one in the order that all
+        ranks share: one rank saves, any number of ranks load.
 
         Returns:
-            A small JSON-serializable dict: ``epoch``, ``samples`` done in it (``batches`` with a given
-            ``batch_sampler``), and what `load_state_dict` compares.
+            A small JSON-serializable dict: ``epoch``, ``samples`` done in it (``batches`` with a ``batch_sampler``),
+            and the facts that `load_state_dict` compares.
 
         Example:
             >>> from sharded_loader import ShardedDataLoader
@@ -310,23 +299,22 @@ class LoaderAttributes(Instruments):
     def load_state_dict(
         self, state: Mapping[str, object], strict: bool = True, skip: Sequence[tuple[int, int]] | None = None
     ) -> None:
-        """Let the next epoch continue where `state_dict` was taken, in any pool, on any number of ranks.
+        """Continue where `state_dict` was taken, in any pool and on any number of ranks, when the next epoch begins.
 
-        An iterator that has begun an epoch goes on as it was. ``set_epoch`` with the state's epoch keeps the position,
-        any other epoch begins from its first batch. A state that was saved after the last batch of an epoch is loaded
-        as the beginning of the next epoch. The state's seed becomes the loader's.
+        Iterators that have begun their epoch are not affected. ``set_epoch`` with the state's epoch keeps the position;
+        any other epoch begins at its first batch. A state saved after the last batch of an epoch means the beginning of
+        the next one. The loader takes over the state's seed.
 
         Args:
-            state: what `state_dict` returned.
-            strict: False allows another ``batch_size`` for the samples that are left, and samplers of ours with other
-                arguments (weights, budgets), which are otherwise rejected in mid-epoch. It also allows other data of
-                the same length.
-            skip: steps to leave out, as the argument ``skip`` of the loader, in addition to those of the loader and of
-                the state.
+            state: Result of `state_dict`.
+            strict: False allows another ``batch_size`` for the remaining samples, samplers of this library with other
+                arguments (weights, budgets) in mid-epoch, and other data of the same length.
+            skip: Steps to leave out, as the argument ``skip`` of the loader, in addition to those of the loader and the
+                state.
 
         Raises:
-            ValueError, TypeError: no state, or of other data, or of another dataset length, sampler, batch size or
-                version; says what differs. Nothing has changed then.
+            ValueError, TypeError: Not a state, or saved with other data, another dataset length, sampler, batch size or
+                version; the error says what differs. Nothing has changed.
 
         Example:
             >>> from sharded_loader import ShardedDataLoader

@@ -1,24 +1,21 @@
-"""A loader's epochs: where the loader is in them, which run an iterator gets, and how the pool comes to read it.
+"""Epochs of a loader: its position, the run that each iterator gets, and how the pool reads it.
 
-    next(iterator), the first time:   choose -> Run      which batches; changes nothing in the loader
-                                      open               the pool is started, or told, and reads
+    next(iterator), the first time:   choose -> Run      plans batches; changes nothing in the loader
+                                      open               the pool starts, or learns of the run, and reads
                                       Progress.begun     the first batch is handed out: the epoch has begun
     each next(iterator):              current_run        the position is that of the iterator's run
     interrupted before a batch came:  keep               the epoch has not begun; the same run is chosen again
     all of an epoch is planned:       read_ahead         the run of the next epoch, if nothing changes before that
     load_state_dict:                  Progress.pending   the position is pending until an epoch begins
 
-`Place` draws the states of the position. Of several iterators, the one that began or delivered last has it.
+The position belongs to the iterator that began or delivered last. Reading ahead needs an order that is a pure function
+of the epoch, as with samplers of this library; the batches are dropped if the order, or the next epoch, changes.
 
-While the last batches of an epoch are consumed, workers read the first ones of the next. This is done where the order
-is a pure function of the epoch: with samplers of this library. If another epoch is asked for, or the order is another
-one by then, the prefetched batches are dropped.
+Owns the position and the run kept for later. The pipeline owns open runs. The order knows the next epoch, a run how
+much of it was delivered.
 
-Owns the position and the run that is kept. The pipeline owns the runs that are open. The order knows which epoch is
-next, a run how much of it was delivered.
-
-Inline and in threads all readers share one dataset. If it has ``set_epoch``, it can be in one epoch only: runs of
-another epoch end with an error. In a process worker the dataset is the worker's own, and its `Reader` tells it.
+Readers inline and in threads share one dataset. If it has ``set_epoch``, it can be in one epoch only: runs of another
+epoch end with an error. A process worker has a dataset of its own, and its `Reader` calls ``set_epoch``.
 """
 
 from __future__ import annotations
@@ -51,49 +48,41 @@ from sharded_loader.streams.order import StreamOrder
 
 
 class At(Enum):
-    """The state of a `Place`."""
-
     BEGINNING = "the beginning of the next epoch"
     LOADED = "a loaded position in the next epoch"
     RUN = "behind the batches that a run has delivered"
 
 
 RollbackPoint = tuple[int, Any, Run | None]
-"""What decides a position: the next epoch, `pending` and `current_run`. Equal ones begin at the same place."""
+"""Facts that decide a position: the next epoch, `pending` and `current_run`. Equal points mean equal positions."""
 
 
 class Place(CurrentRun):
-    """Where a loader is in its epochs, as a state machine. `now` is its state.
+    """Position of a loader in its epochs, as a state machine; `now` is its state.
 
-                set_epoch: another
-            +-------------------------+
-            v          load           |
-         BEGINNING  ------------->  LOADED
-          |     ^                    ^  |
-    begun |     | over, left    load |  | begun
-          v     |                    |  v
-         +--------------------------------+
-         |  RUN  a batch: current_run=run |
-         +--------------------------------+
+                    set_epoch: another
+                +-------------------------+
+                v          load           |
+             BEGINNING  ------------->  LOADED
+              |     ^                    ^  |
+        begun |     | over, left    load |  | begun
+              v     |                    |  v
+             +--------------------------------+
+             |  RUN  a batch: current_run=run |
+             +--------------------------------+
 
-     begun    the first batch of an epoch, or its end, is handed out
-     over     the end of the run was seen
-     left     the run's iterator is gone, and another epoch is next than the one after the run's
+        begun    the first batch of an epoch, or its end, is handed out
+        over     the end of the run was seen
+        left     the run's iterator is gone, and the next epoch is not the one after the run's
 
-     Both loaders have these states. How an epoch begins differs, so each has a subclass: in one class each method would
-     ask which of the two it serves. The order of a `ShardedDataLoader` gives the batches of any epoch, as often as it
-     is asked: `Progress` makes an epoch, drops it, and makes it again. The drop-in draws an epoch once, as torch does,
-     when an iterator is made. So `TorchProgress` has an iterator that waits with its epoch for the first ``next``, and
-     a loaded state that fits any epoch.
+    The two loaders begin an epoch differently, hence the subclasses. `Progress` can plan any epoch repeatedly: it
+    creates, drops and recreates epochs. The drop-in draws an epoch once, when an iterator is made, as torch does:
+    `TorchProgress` has an iterator waiting for its first ``next``, and a loaded state that fits any epoch.
 
-     Args:
-         epochs: count the epochs, by ``next_epoch`` and ``set_epoch``: an order, or the drop-in's count.
-
-     Attributes:
-         pending: the loaded position, or where the last epoch has left the next one.
-         current_run: the run that began or delivered last; None: none has since a position was loaded.
-         live: the iterators that have begun an epoch and are alive, by the numbers of their runs.
-         keeps: ``set_epoch`` drops no position: there is no arrow from LOADED to BEGINNING, and none for ``left``.
+    Attributes:
+        pending: Loaded position, or the start of the next epoch as the last one left it.
+        live: Living iterators that have begun an epoch, by the numbers of their runs.
+        keeps: True if ``set_epoch`` drops no position: no arrow from LOADED to BEGINNING, and none for ``left``.
     """
 
     keeps = False
@@ -105,37 +94,33 @@ class Place(CurrentRun):
 
     @property
     def now(self) -> At:
-        """The state."""
         run, coming = self.current_run, self._order.next_epoch
         if self.pending is not None:
             if self.keeps or self.pending.epoch == coming:
                 return At.LOADED
-            self.pending = None  # it does not come back with its epoch
+            self.pending = None  # dropped for good, even if its epoch comes back
         if run is None or run.ended:
             return At.BEGINNING
         is_last = run.epoch.number + 1 == coming
         return At.RUN if self.keeps or is_last or self.live.get(run.number) is not None else At.BEGINNING
 
     def run(self) -> Run | None:
-        """The run that is at the position, if one is."""
+        """Return the run at the position, or None."""
         return self.current_run if self.now is At.RUN else None
 
     def begun(self, run: Run, iterator: object) -> None:
-        """An epoch has begun, with its first batch: the one after it is next."""
+        """Record that an epoch has begun with its first batch; the one after it is next."""
         self.live[run.number] = iterator
         self._order.set_epoch(run.epoch.number + 1)
         self.pending = run.epoch.carry
 
 
 class Progress(Place):
-    """The position of a loader in the batches of its order.
+    """Position of a loader in the batches of its order.
 
-    A first ``next`` that was interrupted has not begun its epoch: `roll_back` restores the `rollback_point`
-    before it. Batches planned for a rollback point are those of the next epoch as long as that point is the same.
-
-    Args:
-        order: the loader's. ``set_epoch`` of samplers and of the dataset may change which epoch is next, too.
-        entries: a function that returns what a state has of the data.
+    An interrupted first ``next`` has not begun its epoch: `roll_back` restores the `rollback_point` before it. Batches
+    planned at a rollback point belong to the next epoch as long as the point stays the same. ``entries`` returns the
+    entries of a state that describe the data.
     """
 
     _order: MapOrder | StreamOrder
@@ -147,33 +132,31 @@ class Progress(Place):
         self._length: int | None = None  # of the dataset, when a position in it was loaded
 
     def live_runs(self) -> list[Run]:
-        """The runs of the iterators that are alive."""
-        # A list of references is made in one step. Iterating would fail while another thread begins an epoch.
+        # The list copies the references in one step: iterating would fail while another thread begins an epoch.
         iterators = [reference() for reference in self.live.valuerefs()]
         return [run for one in iterators if one is not None and (run := one.run) is not None]
 
     def rollback_point(self) -> RollbackPoint:
-        """What `roll_back` restores."""
         return self._order.next_epoch, self.pending, self.current_run
 
     def roll_back(self, point: RollbackPoint, run: Run) -> None:
-        """The first ``next`` of a run was interrupted: its epoch has not begun."""
+        """Undo the start of an epoch whose first ``next`` was interrupted."""
         self.live.pop(run.number, None)
         epoch, self.pending, self.current_run = point
         self._order.set_epoch(epoch)
 
     def replace(self, run: Run, by: Run, iterator: object) -> None:
-        """An iterator goes on with another run of the same epoch."""
+        """Let an iterator continue with another run of the same epoch."""
         self.live.pop(run.number, None)
         self.live[by.number] = iterator
         if self.current_run is run:
             self.current_run = by
 
     def was_over(self, run: Run) -> bool:
-        """The end of a run was seen. Whether its epoch was over already where the loaded position was.
+        """Return True at the end of a run whose epoch was already over at the loaded position.
 
-        `load` notices this where the sampler has a length. The next epoch is the one after it. If ``set_epoch`` has
-        asked for the run's epoch since, that epoch begins again.
+        The next epoch is then the one after it, unless ``set_epoch`` has asked for the run's epoch since: that begins
+        again.
         """
         epoch = run.epoch
         if not epoch.in_mid_epoch or epoch.batches(run.delivered) != epoch.first:
@@ -183,16 +166,14 @@ class Progress(Place):
         return True
 
     def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the next one; if another was, the loaded position is dropped."""
+        """Make ``epoch`` the next one; a position loaded in another epoch is dropped."""
         self._order.set_epoch(epoch)
         self._order.asked = True
         self._loaded()
 
     def begin(self) -> Epoch:
-        """The epoch that begins now.
-
-        Raises:
-            ValueError: the dataset has changed its length since a position in it was loaded.
+        """Return the epoch that begins now. A ValueError if the dataset's length differs from that of the loaded
+        position.
         """
         position = self._loaded()
         moved = position is not None and (position != Position(position.epoch) or self._order.rolls_over)
@@ -208,7 +189,7 @@ class Progress(Place):
         return coming
 
     def coming(self) -> Epoch:
-        """The epoch that begins next, from the loaded position on if there is one."""
+        """Return the next epoch, starting at the loaded position if there is one."""
         position = self._loaded()
         return self._order.epoch(self._order.next_epoch, position)
 
@@ -216,14 +197,14 @@ class Progress(Place):
         return self.pending if self.now is At.LOADED else None
 
     def at(self) -> tuple[int, int]:
-        """Epoch, and batches delivered in it."""
+        """Return the epoch and the number of batches delivered in it."""
         run = self.run()
         if run is not None:
             return run.epoch.number, run.epoch.batches(run.delivered)
         return self._order.next_epoch, self.coming().first if self.now is At.LOADED else 0
 
     def length(self) -> int:
-        """Batches in the epoch of `at`."""
+        """Return the number of batches in the epoch of `at`."""
         run = self.run()
         if run is not None and run.epoch.resumed:
             return run.epoch.length()
@@ -232,7 +213,6 @@ class Progress(Place):
     # -- state ----------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """The position as a state."""
         run = self.run()
         epoch = self.coming() if run is None else run.epoch
         ahead, is_over = provided("trainer", "fetched")()
@@ -247,13 +227,9 @@ class Progress(Place):
     def load(
         self, state: object, strict: bool, skip: object = None, check: Callable[[], object] = lambda: None
     ) -> bool:
-        """Continue at the position of a state, unless ``check`` raises an error.
+        """Continue at the position of a state; return True if the loader's seeds have changed.
 
-        Returns:
-            Whether the loader's seeds have changed with it.
-
-        Raises:
-            TypeError, ValueError: the state does not fit. Nothing has changed then.
+        A state that does not fit, or an error of ``check``, changes nothing.
         """
         before = self._order.given_skip
         try:
@@ -267,7 +243,6 @@ class Progress(Place):
         return changed
 
     def begin_at(self, position: Position) -> None:
-        """The next epoch begins at this position."""
         self._order.set_epoch(position.epoch)
         self.pending, self._order.asked = position, False
         self._length = self._order.dataset_length
@@ -277,10 +252,10 @@ class Progress(Place):
 
 
 def warn_of_length(dataset: object, known: int | None, notices: Notices, then: str) -> None:
-    """Warn if a dataset has another length than is known. ``then`` says what that means, and what to do."""
+    """Warn if a dataset's length differs from the known one. ``then`` states the consequence and the remedy."""
     try:
         now = None if known is None else length(dataset)
-    except Exception as error:  # what reads it will say so
+    except Exception as error:  # the reader raises it
         pass_on(error)
         return
     if now is not None and now != known:
@@ -288,23 +263,10 @@ def warn_of_length(dataset: object, known: int | None, notices: Notices, then: s
 
 
 class Epochs:
-    """The epochs of one loader.
+    """Epochs of one loader. Its pool reads, unless ``resident`` has room to gather the batches on the devices.
 
-    Args:
-        job: what is read, and how. Seed and parts are those of the order when an epoch begins.
-        order: which epoch is next, and its batches.
-        pipeline: of the loader. Its pool is the one that reads where ``resident`` does not.
-        placement: of the loader.
-        resident: gathers batches on the devices, if they have room.
-
-    Attributes:
-        dataset, batchify_fn: of the job.
-        order, pipeline, placement, resident: as above.
-        known: what states have of the data.
-        progress: the loader's position.
-        stale: the dataset or the seed has changed since the workers were told.
-        prefetch_epochs: read the next epoch's first batches while the last ones of an epoch are consumed. May be set
-            at any time.
+    ``stale`` is True if the dataset or the seed has changed since it was last sent to the workers. ``prefetch_epochs``
+    may be set at any time.
     """
 
     def __init__(
@@ -320,15 +282,14 @@ class Epochs:
         order.arrays = job.batchify_fn is None and takes_arrays(job.dataset)
         order.max_shards = pipeline.split.max_shards
         pipeline.split.costs = order.shard_costs
-        # A run that has given no batch, and what decided its batches if it is prefetched; None: they are what they are.
+        # A run that has delivered no batch, and the facts behind its batches if prefetched (None: they are final).
         self._kept: tuple[Run, Any] | None = None
         self.stale = False
 
     def choose(self) -> Run:
-        """A run of the epoch that is next, for an iterator that is asked for its first batch. Changes nothing else.
+        """Return a run of the next epoch for an iterator's first ``next``; change nothing else.
 
-        If the first ``next`` was interrupted, the epoch has not begun, and its run is taken up again here: a sampler of
-        another library may not yield the batches twice that were planned already.
+        After an interruption it is the same run: a third-party sampler may not yield the planned batches a second time.
         """
         self.pipeline.check_open()
         self.order.settle_replicas()
@@ -344,7 +305,7 @@ class Epochs:
         return run
 
     def open(self, run: Run, iterator: Any) -> None:
-        """Have the pool read an iterator's run. The pipeline's step has begun."""
+        """Have the pool read an iterator's run, within a step of the pipeline."""
         pool, resident = self._workers, self.resident
         if resident is not None and resident.load(again=self.stale):
             pool = resident
@@ -357,21 +318,17 @@ class Epochs:
         self._tell_order(run, iterator)
 
     def keep(self, run: Run) -> None:
-        """The first ``next`` of an iterator was interrupted: its epoch has not begun."""
+        """Keep a run whose first ``next`` was interrupted: its epoch has not begun."""
         self.progress.roll_back(run.rollback_point, run)
         before, self._kept = self._kept, (run, None)
         if before is not None:
             self._drop(before[0])
 
     def replan(self, change: Callable[[int, int], object]) -> None:
-        """Change the order of the samples behind those that the user has received.
+        """Change the order after the samples that the user has received; a RuntimeError inside ``next``.
 
-        Args:
-            change: is told the epoch of the sampler, and how many of its items all ranks have received. If it raises an
-                error, nothing has changed.
-
-        Raises:
-            RuntimeError: this is called inside ``next``.
+        ``change`` gets the sampler's epoch and the number of its items received on all ranks. Its errors change
+        nothing.
         """
         pipeline, progress, order = self.pipeline, self.progress, self.order
         if is_owned(pipeline.lock):
@@ -381,7 +338,7 @@ class Epochs:
             epoch = progress.coming() if current is None else current.epoch
             assert isinstance(order, MapOrder) and isinstance(epoch, MapEpoch)  # only its order can be changed
             change(*epoch.reached(epoch.first if current is None else current.delivered))
-            if self._kept is not None:  # its batches were planned before
+            if self._kept is not None:  # planned in the old order
                 self._drop(self._kept[0])
                 self._kept = None
             for iterator in list(progress.live.values()):
@@ -389,10 +346,10 @@ class Epochs:
                 if run is not None and not run.ended and run.dead is None:
                     iterator.run = self._go_on(run, iterator)
             if progress.run() is current is not None:
-                progress.current_run = self._rest_of(current)  # its iterator is gone, but a state is taken from it
+                progress.current_run = self._rest_of(current)  # its iterator is gone, but states still refer to it
 
     def _rest_of(self, run: Run) -> Run:
-        """A run that reads what a run has not delivered yet, by the order as it is now."""
+        """Return a run over the undelivered rest of a run, in the current order."""
         position = run.epoch.position(run.delivered)
         if isinstance(self.order, MapOrder) and isinstance(run.epoch, MapEpoch):
             position = self.order.moved(*self.order.regrouped(position, run.epoch.source.signature))
@@ -401,7 +358,7 @@ class Epochs:
         return rest
 
     def _go_on(self, run: Run, iterator: object) -> Run:
-        """Let an iterator go on by the order as it is now."""
+        """Let an iterator continue in the current order; return its new run."""
         going_on = self._rest_of(run)
         self.progress.replace(run, going_on, iterator)
         self.pipeline.replace(run, going_on)
@@ -409,10 +366,10 @@ class Epochs:
         return going_on
 
     def read_ahead(self, run: Run) -> None:
-        """All batches of a run are planned: have the pool read the first ones of the next epoch behind them.
+        """Have the pool read the first batches of the next epoch behind a run whose batches are all planned.
 
-        Skip this where it is visible: another library's sampler would draw early, or threads would call ``set_epoch``
-        twice on one dataset.
+        Not where that is visible: third-party samplers would draw early, threads would call ``set_epoch`` twice on one
+        dataset.
         """
         pool = self.pipeline.pool
         shares_epoch = pool.shares_dataset and set_epoch_of(self.dataset) is not None
@@ -426,14 +383,14 @@ class Epochs:
             ahead = self.new_run(self.progress.begin())
         except Exception as error:
             pass_on(error)
-            return  # what cannot be asked now is an error when the epoch begins, if it is one then
+            return  # raised when the epoch begins, if it still occurs
         ahead.is_ahead, ahead.rollback_point = True, point
         self._kept = ahead, (facts, self.pipeline.split.weights)
         self.pipeline.open(ahead, self.job_now())
         run.next = ahead
 
     def _take_kept(self, point: RollbackPoint) -> Run | None:
-        """The run that is kept, if it is what begins now; otherwise it is dropped."""
+        """Return the kept run if it is the one that begins now; otherwise drop it."""
         kept, self._kept = self._kept, None
         if kept is None:
             return None
@@ -446,22 +403,18 @@ class Epochs:
         return None
 
     def _drop(self, run: Run) -> None:
-        run.is_ahead = False  # or the run before it, if that goes on, would go on to fill its window
+        run.is_ahead = False  # otherwise the run before it would keep filling its window
         self.pipeline.drop(run.number)
 
     def refresh(self) -> None:
-        """The dataset has changed: the workers get it before the next epoch."""
+        """Send the changed dataset to the workers before the next epoch."""
         self.stale = True
         self.known.forget()
         self.order.resize(length(self.dataset))
         self.pipeline.split.costs = self.order.shard_costs
 
     def rescale(self, num_replicas: object, rank: object, batch_size: object) -> None:
-        """There are other ranks from the next batch on. Iterators that are under way go on with them.
-
-        Raises:
-            TypeError, ValueError: wrong arguments, or a position that others cannot go on from. Nothing has changed.
-        """
+        """Use other ranks from the next batch on, also for iterators in progress; an error changes nothing."""
         order, progress = self.order, self.progress
         if isinstance(order, StreamOrder):
             raise TypeError(
@@ -485,21 +438,18 @@ class Epochs:
             self._job, self.stale = replace(self._job, keep_batch=True), True
 
     def load(self, state: Any, strict: bool, skip: Any, digest: Callable[..., str]) -> None:
-        """Continue at the position of a state; see `Progress.load`.
-
-        Args:
-            state, strict, skip: as given. Unless ``strict`` is False, the state has to be of these data.
-            digest: of one sample; see `KnownSteps`.
+        """Continue at the position of a state, of these data if ``strict``; see `Progress.load` and
+        `KnownSteps.digest`.
         """
 
         def check() -> None:
             if strict:
                 self.known.check(state[0] if isinstance(state, list | tuple) else state, digest)
 
-        self.stale |= self.progress.load(state, strict, skip, check)  # workers are sent a seed that has changed
+        self.stale |= self.progress.load(state, strict, skip, check)  # a changed seed must reach the workers
 
     def forget(self) -> None:
-        """Let go of what is kept: the loader is closed."""
+        """Release the kept run and the resident data when the loader is closed."""
         self._kept = None
         if self.resident is not None:
             self.resident.forget()
@@ -516,7 +466,7 @@ class Epochs:
     # -- datasets that look ahead ---------------------------------------------------------------------------
 
     def _tell_order(self, run: Run, iterator: Any) -> None:
-        """Tell the dataset, if it wants to know, which samples come, and how far the user is."""
+        """Announce the coming samples, and the user's position, to a dataset that can follow them."""
         epoch, order = run.epoch, self.order
         if isinstance(order, StreamOrder) or not isinstance(epoch, MapEpoch) or not can_follow(self.dataset):
             return
@@ -531,13 +481,13 @@ class Epochs:
 
         if self._workers.is_here:
             follow(self.dataset, ahead.batches, position, ahead.later)
-        else:  # each of their machines has a cache of its own
+        else:  # each remote machine has its own cache
             self._workers.follow(run.number, ahead, position)
 
     # -- datasets with set_epoch ----------------------------------------------------------------------------
 
     def _tell_epoch(self, begins: Run) -> None:
-        """Tell the dataset, if it wants to know, and stop the runs that were in another epoch."""
+        """Call the dataset's ``set_epoch``, if it has one, and stop the runs that were in another epoch."""
         set_epoch = self.set_epoch_of_data()
         if set_epoch is None:
             return
@@ -553,29 +503,23 @@ class Epochs:
         set_epoch(new)
 
     def set_epoch_of_data(self) -> Any:
-        """The dataset's ``set_epoch``. That of iterable data is called when a part is opened."""
+        """Return the dataset's ``set_epoch``, or None. That of iterable data is called when a part is opened."""
         return None if self.order.stream is not None else set_epoch_of(self.dataset)
 
     def reading(self) -> list[Run]:
-        """The runs that are under way. If they share a dataset with set_epoch, of one epoch."""
+        """Return the runs in progress; all of one epoch if they share a dataset with ``set_epoch``."""
         return [run for run in self.progress.live_runs() if not run.ended and run.dead is None]
 
 
 class OneRun(CurrentRun):
-    """What an iterator asks of `Epochs`, where its run is known from the start.
-
-    Args:
-        pipeline, placement: of the loader.
-        run: the run.
-        job: what the workers of the run read.
-    """
+    """Stand-in for `Epochs` for an iterator whose run is known from the start."""
 
     def __init__(self, pipeline: Pipeline, placement: Placer, run: Run, job: Job) -> None:
         self.pipeline, self.placement, self._run, self._job = pipeline, placement, run, job
 
     @property
     def progress(self) -> OneRun:
-        """No attribute: an object that holds itself waits for the garbage collector."""
+        """A property, because an object that holds itself would wait for the garbage collector."""
         return self
 
     def choose(self) -> Run:

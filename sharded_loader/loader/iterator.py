@@ -1,14 +1,13 @@
-"""One way through one epoch of a loader.
+"""Iterator over one epoch of a loader.
 
     pipeline.next --deliver--> placement.place -> the user
 
-An iterator owns the count of the batches that it has delivered, nothing else. It keeps its loader open by holding it.
-The epoch begins when the first batch is handed out: until then an iterator that is dropped has changed nothing.
+It owns only the count of its delivered batches, and keeps its loader open by holding it. The epoch begins when the
+first batch is handed out: an iterator dropped before that has changed nothing.
 
-One ``next`` is one step of the pipeline. If an exception strikes in the middle of it (a Ctrl-C, a signal handler that
-raises), it passes as it is. The count is what it was before, and the next ``next`` gives the same batch. If something
-goes wrong with a batch here (a copy to the device fails), that is the batch's error, like any other: it is raised once,
-in the batch's place.
+One ``next`` is one step of the pipeline. An exception in the middle of it (a Ctrl-C, a signal handler that raises)
+passes unchanged, and the next ``next`` gives the same batch. An error of the batch itself, such as a failed copy to the
+device, is raised once, in the batch's place.
 """
 
 from __future__ import annotations
@@ -39,19 +38,13 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 profiler_enabled = find_profiler_enabled()
-"""Whether torch's profiler runs. It is looked up once, because each ``next`` asks."""
+"""Function that tells if torch's profiler runs; looked up once, because each ``next`` calls it."""
 
 
 class EpochIterator(Iterator[Batch]):
-    """Batches of one epoch, in order.
+    """Batches of one epoch, in order. A temporary ``owner`` (the loader) lives as long as its loop.
 
-    Args:
-        epochs: say which run it is, and have the pool read it.
-        observer: of the loader.
-        owner: the loader, where it is to live as long as this iterator: a temporary one lives as long as its loop.
-
-    Attributes:
-        run: this iterator's run of the pipeline; None before the first batch is asked for.
+    ``run`` is this iterator's run of the pipeline; None before the first batch is asked for.
     """
 
     run: Run | None = None
@@ -60,16 +53,16 @@ class EpochIterator(Iterator[Batch]):
         self._epochs, self._observer, self._owner = epochs, observer, owner
         self._pipeline, self._placement, self._progress = epochs.pipeline, epochs.placement, epochs.progress
         self._pipeline.scheduler.is_timed = observer.times
-        self._last_ended: float | None = None  # when it has handed out a batch, or an error in its place
+        self._last_ended: float | None = None  # time when it last handed out a batch or an error
         self._counts: Any = None  # the observer's
         self._skipped = 0  # samples of this epoch
-        self._is_new = self._is_first = True  # the run is not open; nothing of it was handed out
-        self._starts = False  # its first batch waits for workers that start
-        # For torch.profiler, as torch names that of its own loader.
+        self._is_new = self._is_first = True  # the run is not open; nothing was handed out
+        self._starts = False  # the first batch waits for workers to start
+        # Name for torch.profiler, as torch names the ranges of its own loader.
         self._range = "" if owner is None else f"enumerate({type(owner).__name__})#{type(self).__name__}.__next__"
 
     def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        # Not weakref.finalize: that registry is a root, and would keep alive what the pipeline leads to.
+        # Not weakref.finalize: its registry is a root, and would keep alive all that the pipeline refers to.
         if self.run is not None and not _is_finalizing():
             self._pipeline.drop(self.run.number)
 
@@ -77,20 +70,16 @@ class EpochIterator(Iterator[Batch]):
         return self
 
     def __len__(self) -> int:
-        """Batches in the epoch, those that were delivered included, as torch's iterators count.
-
-        Raises:
-            TypeError: the sampler has no length.
-        """
+        """Return the number of batches in the epoch, delivered or not; a TypeError if the sampler has no length."""
         assert self._owner is not None  # it has a length where a user sees it
         return len(self._owner) if self.run is None else self.run.epoch.length()
 
     def __bool__(self) -> bool:
-        """True, as for other iterators, whatever ``len`` says."""
+        """Return True, as other iterators do, whatever ``len`` says."""
         return True
 
     def next(self) -> Batch:
-        """``next(iterator)``, as old scripts of Gluon and of Python 2 write it."""
+        """Return ``next(iterator)``: the spelling of old Gluon and Python 2 scripts."""
         return self.__next__()
 
     def __next__(self) -> Batch:
@@ -139,17 +128,14 @@ class EpochIterator(Iterator[Batch]):
             del error  # otherwise error -> traceback -> this frame -> error, and the loader waits for the collector
 
     def _step(self, is_nested: bool) -> tuple[Any, BaseException | None]:
-        """The next batch, or the error to raise instead: of the batch, of the pipeline, or `StopIteration`.
-
-        ``is_nested``: as of `Pipeline.next`.
-        """
+        """Return the next batch, or the error to raise: of the batch, of the pipeline, or `StopIteration`."""
         run, first, clock, observer = self.run, None, self._placement.clock, self._observer
         assert run is not None  # it was chosen
         behind, asked = clock.behind, host_clock.now() if observer.times else 0.0
         self._starts = False
         if self._is_new:
             self._is_new, first = False, self._take_up
-        elif run.epoch.keeps:  # not before: an interrupted `next` goes back over the empty batches that it has passed
+        elif run.epoch.keeps:  # no earlier: an interrupted `next` rolls back over empty batches
             run.epoch.forget(run.delivered)
         found = self._pipeline.next(run, self._deliver, is_nested, first, self._epochs.read_ahead)
         while found is None and (following := self._end(run)) is not None:
@@ -179,27 +165,25 @@ class EpochIterator(Iterator[Batch]):
         return self.run
 
     def _end(self, run: Run) -> Run | None:
-        """The run has no more batches: the run that takes its place, if its epoch was over when its state was saved."""
+        """End a run; return the run that replaces it if its epoch was already over when its state was saved."""
         self._check_parts(run, at_end=True)
         self._check_discarded(run)
-        # Without a chain run -> next run. Otherwise one iterator that is kept keeps every later run alive.
+        # Break the chain run -> next run: an iterator that the user holds would keep every later run alive.
         run.ended, run.next = True, None
         if self._is_first:
             self._progress.begun(run, self)
         self._progress.current_run = run
         if self._progress.was_over(run):
             self._pipeline.drop(run.number)
-            following = self._choose_run()  # as if nothing had come before, not even empty batches
+            following = self._choose_run()  # discards even empty batches of the old run
             following.rollback_point, self._is_new = run.rollback_point, False
             return following
         self._placement.end_epoch()
         return None
 
     def _deliver(self, run: Run, entry: Entry) -> bool:
-        """Put an entry's batch where it belongs. From now on the user has it, unless an exception strikes.
-
-        Returns:
-            False if it is empty.
+        """Place a batch on its devices and count it as delivered; an exception undoes that. Return False if it is
+        empty.
         """
         result, task, placement = entry.result, entry.task, self._placement
         assert result is not None  # it is finished
@@ -252,7 +236,7 @@ class EpochIterator(Iterator[Batch]):
             )
 
     def _check_discarded(self, run: Run) -> None:
-        """Count the samples that ``last_batch="discard"`` has left out of an epoch, and warn of whole parts of it."""
+        """Count the samples that ``last_batch="discard"`` left out of an epoch; warn if whole parts are among them."""
         count, parts = run.epoch.discarded()
         self._observer.notices.counts["discarded_samples"] += count
         if parts:
@@ -263,13 +247,7 @@ class EpochIterator(Iterator[Batch]):
             )
 
     def _go_back(self, run: Run | None, delivered: int, current_run: Run | None) -> None:
-        """An exception has struck: nothing was handed out.
-
-        Args:
-            run: the run before this ``next``; None: its epoch has not begun.
-            delivered: batches of it that were handed out before.
-            current_run: the current run before.
-        """
+        """Restore the run, its count of delivered batches, and the current run after a ``next`` that raised."""
         if self.run is None:
             return
         self._pipeline.fail()
@@ -285,11 +263,9 @@ class EpochIterator(Iterator[Batch]):
             self._epochs.keep(run)
 
     def _note_skipped(self, where: str, result: Result) -> Result:
-        """Count what ``on_error`` left out, and warn of the first whole batch or shard.
+        """Count the samples left out by ``on_error``, and warn of the first whole batch or shard.
 
-        Returns:
-            The result. If ``on_error`` left out too many samples, with the error that says so; where the user has made
-            warnings errors, with the warning.
+        Return the result, with an error if too many samples were left out or the user turns warnings into errors.
         """
         error = self._observer.skip(result.skipped, where, self._skipped)
         self._skipped += len(result.skipped)

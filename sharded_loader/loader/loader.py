@@ -1,15 +1,13 @@
-"""`ShardedDataLoader`: the arguments, and what becomes of them.
+"""`ShardedDataLoader`: the constructor, which creates the parts of a loader from its arguments.
 
-    dataset, sampling arguments  -> MapOrder   which samples, in which order        (sampling/)
-    num_workers, pool            -> Pool         who reads them                       (pools/)
-    devices, pin_memory          -> Placement    where the batches end up             (devices/)
-    pool                         -> Pipeline     keeps batches in flight              (engine/)
-    all of them                  -> Epochs       begins an epoch for an iterator
+    dataset, sampling arguments  -> MapOrder   samples and their order            (sampling/)
+    num_workers, pool            -> Pool       workers that read them             (pools/)
+    devices, pin_memory          -> Placement  destination of the batches         (devices/)
+    pool                         -> Pipeline   batches in flight                  (engine/)
+    all of them                  -> Epochs     begins an epoch for an iterator
 
-The loader owns the pipeline, the pipeline the pool, the pool its workers. Iterators hold the loader. The loader holds
-no iterator: a loop over a temporary loader closes it by ending.
-
-What can go wrong is rejected here, in the constructor, as far as it can be known there.
+The loader owns the pipeline, which owns the pool and its workers. Iterators hold the loader, but the loader holds no
+iterator, so a temporary loader is closed when the loop over it ends.
 """
 
 from __future__ import annotations
@@ -49,92 +47,75 @@ if TYPE_CHECKING:
 class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
     """Batches of a dataset, in order, split over devices, prefetched by workers.
 
-    For type checkers, ``ShardedDataLoader[Batch]`` says what a batch is; a ``collate_fn`` says it too.
+    For type checkers, ``ShardedDataLoader[Batch]`` or ``collate_fn`` determines the type of a batch.
 
-    Args: Common
-        dataset: Anything with ``__getitem__`` and ``__len__``: a list, a NumPy array, a torch or Hugging Face dataset,
-            a `Dataset`. Samples are read in bulk if it has ``get_batch`` or ``__getitems__``. Or iterable data: an
-            object that only has ``__iter__``, or a function that returns an iterable.
-        batch_size: The number of samples per step of this process, in all its shards together.
-        shuffle: Whether every epoch has a new random order.
-        batchify_fn: The collate function: list of samples -> batch. Default: `default_batchify_fn`.
-        num_workers: The number of worker processes (threads with ``thread_pool``). 0 or less: the main process reads.
-            ``"auto"``: 2 at first, then as many as training needs. Batches, states and errors stay what they are.
-        device: The device of the batches. ``"cuda"`` is the current device, whatever LOCAL_RANK says: call
-            ``torch.cuda.set_device`` first, or give ``"cuda:1"``. A `Placement` has options besides.
-        devices: A list of devices, or ``"auto"`` for all accelerators. Each batch is a list: shard i is on device i.
-            A `Placement` of such a list has options besides.
-        num_replicas: The number of processes (ranks) that divide the samples. ``"auto"``: ask torch.distributed,
-            otherwise WORLD_SIZE and RANK. ``batch_size`` is per rank. All ranks read the same number of samples. If
-            they do not divide, the first ones come again at the end of the epoch, so an evaluation counts a few twice.
-            With ``last_batch="discard"``, the last ones are left out instead. Or a mesh, a
-            `torch.distributed.device_mesh.DeviceMesh`, or one dimension of it, without ``rank``: its dimensions of data
-            parallelism (``"dp"``, ``"dp_replicate"``, ``"fsdp"``, ...) are ranks. Processes that differ in other
-            dimensions (``"tp"``, ``"cp"``, ``"pp"``) get equal batches.
-        seed: The seed of everything random. None: drawn from torch's default generator; with ``num_replicas``, 0.
-        on_error: What to do with a sample that raises an error: ``"raise"`` it, ``"skip"`` the sample, ``"replace"`` it
-            by another sample of the batch, or a function ``(SampleError) -> sample``. A batch or shard without samples
-            is left out with a warning, and later shards move up. With ``num_replicas`` it is an error, because ranks go
-            in step. A sample that ends its worker, or hangs, always raises: `WorkerDiedError`, `WorkerTimeoutError`.
-            `OnError` limits how many samples.
+    Args: Common dataset: Anything with ``__getitem__`` and ``__len__``: a list, a NumPy array, a torch or Hugging Face
+    dataset, a `Dataset`. ``get_batch`` or ``__getitems__`` is used to read in bulk. Or iterable data: an object that
+    only has ``__iter__``, or a function that returns an iterable. batch_size: Number of samples per step of this
+    process, in all its shards together. shuffle: Whether every epoch has a new random order. batchify_fn: The collate
+    function: list of samples -> batch. Default: `default_batchify_fn`. num_workers: Number of worker processes (threads
+    with ``thread_pool``). 0 or less: the main process reads. ``"auto"``: 2 at first, then as many as training needs,
+    with the same batches, states and errors. device: Device of the batches, or a `Placement` with more options.
+    ``"cuda"`` is the current device, whatever LOCAL_RANK says: call ``torch.cuda.set_device`` first, or give
+    ``"cuda:1"``. devices: List of devices, ``"auto"`` for all accelerators, or a `Placement` of either. Each batch is a
+    list of shards, shard i on device i. num_replicas: Number of processes (ranks) that divide the samples;
+    ``batch_size`` is per rank. ``"auto"``: ask torch.distributed, otherwise WORLD_SIZE and RANK. All ranks read equally
+    many samples: if necessary, the first ones come again at the end of the epoch (an evaluation counts them twice), or
+    with ``last_batch="discard"`` the last ones are left out. Or, without ``rank``, a
+    `torch.distributed.device_mesh.DeviceMesh` or one dimension of it: its data-parallel dimensions (``"dp"``,
+    ``"dp_replicate"``, ``"fsdp"``, ...) are ranks. Processes that differ in other dimensions (``"tp"``, ``"cp"``,
+    ``"pp"``) get equal batches. seed: Seed of everything random. None: drawn from torch's default generator; with
+    ``num_replicas``, 0. on_error: Treatment of a sample that raises an error: ``"raise"`` it, ``"skip"`` the sample,
+    ``"replace"`` it by another sample of the batch, or a function ``(SampleError) -> sample``. `OnError` sets a limit.
+    A batch or shard without samples is left out with a warning, and later shards move up; with ``num_replicas`` it is
+    an error, because ranks must stay in step. A sample that ends or hangs its worker always raises `WorkerDiedError` or
+    `WorkerTimeoutError`.
 
-    Args: Data
-        streams: The number of parts that iterable data is divided into. Each part sees its number as
-            ``get_worker_info().id``, and the number of parts as ``num_workers``; a function may take both as arguments.
-            Batches come from the parts in turn. The order depends on ``streams``, not on the workers. Default: the
-            dataset's ``num_shards``, up to 32; otherwise one part per worker of each rank.
+    Args: Data streams: Number of parts that iterable data is divided into; batches come from them in turn. A part sees
+    its number as ``get_worker_info().id`` and the number of parts as ``num_workers``; a function may take both as
+    arguments. The order depends on ``streams``, not on the workers. Default: the dataset's ``num_shards``, up to 32;
+    otherwise one part per worker of each rank.
 
-    Args: Order
-        sampler: The order of the samples: any sampler of this library or torch, or an iterable of indices.
-        batch_sampler: A sampler that yields lists of indices, or lists of such lists, which are shards. Use it without
-            ``batch_size``, ``shuffle``, ``sampler`` and ``last_batch``.
-        last_batch: What to do with an incomplete last batch: ``"keep"`` it (default), ``"discard"`` it, or
-            ``"rollover"``: move its samples to the next epoch.
-        steps_per_epoch: The number of batches of every epoch on every rank. Samplers and parts that end start over, and
-            no batch is short. The next epoch continues where the last one ended.
-        rank: The number of this process, from 0. ``num_replicas="auto"`` finds it.
-        costs: What each sample costs, such as its length: an array, or a function of the index. Then the order is
-            random, and in each step all ranks have samples of nearly the same cost in all. The samples of a step are
-            the same for any number of ranks, as long as they are as many.
-        evaluate: Whether iteration gives ``(batch, real)``, for an evaluation that counts each sample once. All ranks
-            take equally many steps, and all batches have ``batch_size`` samples. The first ``real`` samples of a batch
-            count; the others, at the end of the epoch, are fillers. ``real`` may be 0.
-        skip: Steps to leave out, for instance after the loss has jumped: a list of pairs (first, last). The last one is
-            left out too. Steps count from 0 since the beginning of epoch 0, with the ranks and the batch size of this
-            loader. All other batches stay what they are, and ``len(loader)`` gets smaller. A state has them too, and
-            `load_state_dict` takes others. Not for iterable data.
+    Args: Order sampler: Order of the samples: any sampler of this library or torch, or an iterable of indices.
+    batch_sampler: Sampler that yields lists of indices, or lists of such lists, which are shards. Excludes
+    ``batch_size``, ``shuffle``, ``sampler`` and ``last_batch``. last_batch: Treatment of an incomplete last batch:
+    ``"keep"`` it (default), ``"discard"`` it, or ``"rollover"``: move its samples to the next epoch. steps_per_epoch:
+    Number of batches of every epoch on every rank. Samplers and parts that end start over, and no batch is short. The
+    next epoch continues where the last one ended. rank: Number of this process, from 0. ``num_replicas="auto"`` finds
+    it. costs: Cost of each sample, such as its length: an array, or a function of the index. The order is random, and
+    in each step all ranks get samples of nearly the same total cost. Which samples a step has does not depend on the
+    number of ranks, if all ranks together read as many. evaluate: Whether iteration gives ``(batch, real)``, for an
+    evaluation that counts each sample once. All ranks take equally many steps of ``batch_size`` samples. The first
+    ``real`` samples of a batch count (perhaps 0); the others are padding at the end of the epoch. skip: Steps to leave
+    out, for instance after a loss spike: a list of pairs (first, last), last included. Steps count from the beginning
+    of epoch 0, with the ranks and batch size of this loader. All other batches stay the same, and ``len(loader)`` gets
+    smaller. States include them, and `load_state_dict` accepts more. Not for iterable data.
 
-    Args: Workers
-        thread_pool: Whether workers are threads instead of processes.
-        pool: What reads the samples: ``"thread"``, ``"process"``, ``"ray"``, ``"inline"`` (the main process, whatever
-            ``num_workers`` says), or a pool object.
-        prefetch: The number of batches to prefetch. Default: ``2 * num_workers``; more if a batch takes < 1 ms. With
-            ``num_workers="auto"`` more, too, while training waits for single samples that take long.
+    Args: Workers thread_pool: Whether workers are threads instead of processes. pool: ``"thread"``, ``"process"``,
+    ``"ray"``, ``"inline"`` (the main process, whatever ``num_workers`` says), or a pool object. prefetch: Number of
+    batches to prefetch. Default: ``2 * num_workers``; more if a batch takes < 1 ms, and with ``num_workers="auto"``
+    while training waits for single slow samples.
 
-    Args: Devices
-        num_shards: The number of shards to split each batch into, in host memory.
-        pin_memory: Whether batches are in pinned host memory. Only without devices, which use pinned memory anyway.
-        **names: Names that mean one of the arguments above: torch's ``collate_fn`` (``batchify_fn``), ``drop_last``
-            (``last_batch="discard"``), ``prefetch_factor`` (k is ``prefetch=k * num_workers``), and ``mesh``
-            (``num_replicas``). ``worker_init_fn`` and ``timeout`` are options of the pool: what each worker calls when
-            it starts, and the seconds that it may stand still. ``persistent_workers`` changes nothing: workers live as
-            long as the loader.
+    Args: Devices num_shards: Number of shards to split each batch into, in host memory. pin_memory: Whether batches are
+    in pinned host memory. Only without devices, which use pinned memory anyway. **names: Other names: torch's
+    ``collate_fn`` (``batchify_fn``), ``drop_last`` (``last_batch="discard"``), ``prefetch_factor`` (k is ``prefetch=k *
+    num_workers``), and ``mesh`` (``num_replicas``). Options of the pool: ``worker_init_fn``, called by each worker when
+    it starts, and ``timeout``, the seconds before a stalled worker is an error. ``persistent_workers`` has no effect:
+    workers live as long as the loader.
 
     Attributes:
-        arguments: What the loader was given, by name; enough to make another one like it. Read-only.
-        prefetch: The number of batches to prefetch. You may set it while you iterate.
+        arguments: Arguments of the loader, by name, to create another one like it. Read-only.
+        prefetch: Number of batches to prefetch. May be set while you iterate, like the attributes below.
         prefetch_epochs: Whether workers read the first batches of the next epoch while you consume the last ones. They
-            are dropped if you ask for another epoch, or call `refresh`. Only samplers of this library are read early.
-            True with processes; threads share the dataset and the global random generators with you. You may set it
-            while you iterate.
-        device_prefetch: The number of batches copied to accelerators in advance (2). You may set it while you iterate.
-        shard_weights: The shares of the shards; None: all the same. You may set them while you iterate.
+            are dropped if you ask for another epoch or call `refresh`. Only samplers of this library are read early.
+            True with processes; threads share the dataset and the global random generators with you.
+        device_prefetch: Number of batches copied to accelerators in advance (2).
+        shard_weights: Relative sizes of the shards; None: equal.
 
     Raises:
-        ValueError: Arguments are wrong or contradict each other.
-        TypeError: An argument has a wrong type.
+        ValueError, TypeError: Arguments are wrong or contradict each other.
 
-    A short last batch has fewer shards, never an empty one. The attributes that are not listed here are read-only.
+    A short last batch has fewer shards, never an empty one. Attributes not listed here are read-only.
 
     Example:
         >>> loader = ShardedDataLoader(range(10), 4, num_shards=2)
@@ -238,9 +219,9 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
     # -- epochs ---------------------------------------------------------------------------------------------
 
     def __iter__(self) -> EpochIterator[Batch]:
-        """An iterator over the next epoch, or over the rest of the one that was loaded.
+        """Return an iterator over the next epoch, or over the rest of a loaded one.
 
-        It changes nothing in the loader: the epoch begins when its first batch is asked for. Workers start then.
+        The loader does not change: workers start, and the epoch begins, when the first batch is asked for.
         """
         self._pipeline.check_open()
         return EpochIterator(self._epochs, self._meter, self)
@@ -248,19 +229,18 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
     # -- single batches and samples -------------------------------------------------------------------------
 
     def peek(self) -> Batch:
-        """The first batch of the next epoch, read here and now: starts no worker, counts no epoch.
+        """Return the first batch of the next epoch, read in this process: starts no worker, counts no epoch.
 
-        The batch that comes next stays the same. A sampler of another library is started for it, and put back to what
-        it was: its attributes, and the generators, lists and arrays among them. One that keeps its state elsewhere (in
-        a file, in an object inside it, in compiled code) goes on from where ``peek`` has read to. So does a dataset
-        that changes when it is read.
+        The iteration still begins with it. The attributes of a third-party sampler, and the generators, lists and
+        arrays among them, are restored. State kept elsewhere (in a file, a nested object, compiled code) stays
+        advanced, as does a dataset that changes when it is read.
 
         Returns:
-            What the first ``next`` of the next epoch will return.
+            The batch that the first ``next`` of the next epoch will return.
 
         Raises:
-            IndexError: the next epoch has no batches.
-            Exception: what the samples raise.
+            IndexError: The next epoch has no batches.
+            Exception: Any error of the samples.
 
         Example:
             >>> ShardedDataLoader(range(10), 4).peek()
@@ -271,17 +251,17 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
             return self._known_steps.first_batch()  # type: ignore[no-any-return]
 
     def read(self, index: Hashable, epoch: int | None = None) -> Any:
-        """One sample, read here and now, with its random generator: where a debugger works.
+        """Return one sample, read in this process with its random generator, for instance under a debugger.
 
         Args:
-            index: as the sampler yields it.
-            epoch: the epoch whose random numbers it draws. Default: `epoch`.
+            index: Index as the sampler yields it.
+            epoch: Epoch whose random numbers it draws. Default: `epoch`.
 
         Returns:
             The sample, as the dataset returns it.
 
         Raises:
-            Exception: what the dataset raises.
+            Exception: Any error of the dataset.
 
         Example:
             >>> ShardedDataLoader([10, 20, 30], 2).read(1)
@@ -291,27 +271,26 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         return self._known_steps.sample(index, self.epoch if epoch is None else epoch)
 
     def indices(self, epoch: int, step: int, rank: int | None = None) -> Any:
-        """The indices of the samples of a step, past or to come, from the order alone: no sample is read.
+        """Return the indices of the samples of a past or future step, from the order alone: no sample is read.
 
-        It takes the same time for any step if the samplers are this library's. A sampler of another library is started
-        twice and read up to the step, and put back as by `peek`. ``shard_weights`` do not count.
+        Takes constant time with samplers of this library. A third-party sampler is started twice, read up to the step,
+        and restored as by `peek`. ``shard_weights`` are ignored.
 
         Args:
             epoch: From 0.
-            step: The number of the batch in its epoch, from 0, as errors name it. With ``skip``, the steps that are
-                left out have numbers too.
-            rank: Which rank's batch. Default: this one's.
+            step: Number of the batch in its epoch, from 0, as in errors. Steps left out by ``skip`` are numbered too.
+            rank: Rank that reads the batch. Default: this one.
 
         Returns:
-            A list of indices, as the dataset is asked for them. A list of such lists, if ``batch_sampler`` yields
-            shards. Of a mixture (`interleave`), pairs (number of the dataset, index in it). With ``evaluate``, a pair:
-            the indices, and how many of them are no fillers.
+            A list of indices, as the dataset gets them; a list of such lists if ``batch_sampler`` yields shards. For a
+            mixture (`interleave`), pairs (number of the dataset, index in it). With ``evaluate``, a pair: the indices,
+            and how many of them are not padding.
 
         Raises:
             IndexError: The epoch has no such step.
-            TypeError: The dataset is iterable data. The error tells which part of the data the step is from.
-            ValueError: The step is not known: a sampler of another library yields other indices when it is read again;
-                or the step was read by other ranks, before `rescale` or before the loaded state was saved.
+            TypeError: The dataset is iterable data. The error says which part of the data the step comes from.
+            ValueError: The step is unknown: a third-party sampler yields other indices when it is read again; or other
+                ranks read the step, before `rescale` or before the loaded state was saved.
 
         Example:
             >>> loader = ShardedDataLoader(range(10), 4, shuffle=True, seed=1)
@@ -323,21 +302,21 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         return self._known_steps.indices(epoch, step, rank)
 
     def batch(self, epoch: int, step: int) -> Batch:
-        """The batch of a step, past or to come, read here and now: starts no worker, changes no epoch.
+        """Return the batch of a past or future step, read in this process: starts no worker, changes no epoch.
 
-        It has the values that iteration gives, to the last bit, if the dataset still has the same samples. That
-        includes `sample_rng`, ``transform(fn, seeded=True)`` and ``device_transform``. The global generators are seeded
-        as a worker process seeds them, and put back. Threads, and a loader without workers, leave them to your program.
+        It equals the batch of the iteration, to the last bit, if the dataset still has the same samples: also with
+        `sample_rng`, ``transform(fn, seeded=True)`` and ``device_transform``. The global generators are seeded as in a
+        worker process, then restored; threads, and loaders without workers, leave them to your program.
 
         Args:
             epoch, step: As in `indices`.
 
         Returns:
-            The batch, on the devices of the loader. With ``evaluate``, a pair, as iteration gives it. Shards are split
-            by the ``shard_weights`` of now.
+            The batch on its devices, split by the current ``shard_weights``; with ``evaluate``, a pair, as in
+            iteration.
 
         Raises:
-            Exception: As `indices`, and what the samples raise. ``on_error`` counts.
+            Exception: As `indices`, and any error of the samples, subject to ``on_error``.
             ValueError: ``on_error`` has left out all samples.
 
         Example:
@@ -351,15 +330,14 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         """Join the results of your program, one per shard, on one device.
 
         Args:
-            shards: What you computed of each shard: tensors with one row per sample, numbers, or a structure of them.
-            device: Where the joined result is. Default: the first of ``devices``; without devices, the CPU.
+            shards: Results for each shard: tensors with one row per sample, numbers, or a structure of them.
+            device: Device of the joined result. Default: the first of ``devices``, or the CPU.
 
         Returns:
-            The same structure. Its tensors are joined along the first axis, in the order of the shards. Gradients flow
-            back through them.
+            The same structure, its tensors joined along the first axis in the order of the shards. Gradients flow back.
 
         Raises:
-            ValueError: There are no shards, their structures differ, or they hold something that cannot be joined.
+            ValueError: No shards, different structures, or values that cannot be joined.
 
         Example:
             >>> loader = ShardedDataLoader(range(5), 5, devices=["cpu", "cpu"])
@@ -372,12 +350,11 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
     # -- life -----------------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Send the dataset, which has changed, to the workers before the next epoch.
-
-        Iterators that are under way go on, over the changed dataset, once the next epoch has begun.
+        """Send the dataset, which has changed, to the workers before the next epoch; iterators in progress then read
+        it, too.
 
         Raises:
-            LoaderClosedError: after `close`.
+            LoaderClosedError: The loader is closed.
 
         Example:
             >>> data = [1, 2]
@@ -391,24 +368,23 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         self._epochs.refresh()
 
     def rescale(self, num_replicas: int, rank: int, batch_size: int | None = None) -> None:
-        """Go on with other ranks, from the next batch on: processes have left or joined.
+        """Continue with other ranks from the next batch on, after processes have left or joined.
 
-        Call it on all ranks that stay, between the same two steps. A loop that is under way goes on. Each sample of the
-        epoch still comes once. A rank that joins loads the `state_dict` of another one that is at this step.
+        Call it on all remaining ranks, between the same two steps. Loops in progress go on, and each sample of the
+        epoch still comes once. A joining rank loads the `state_dict` of another one at this step.
 
         Args:
             num_replicas, rank: As in the constructor.
-            batch_size: The number of samples per step of each rank from now on. Default: as before. If all ranks
-                together then read another number of samples in a step, a `LoaderWarning` says so. Of a batch sampler
-                it changes the size of the batches, as far as they have one.
+            batch_size: Samples per step of each rank from now on, also of a batch sampler that has such a size.
+                Default: unchanged. A `LoaderWarning` reports a different total over all ranks.
 
         Raises:
-            TypeError: The dataset is iterable data: its parts belong to ranks.
-            ValueError: Wrong arguments. Or the order does not allow it: with ``costs``, in mid-epoch, all ranks
-                together must read as many samples in a step as before. With ``steps_per_epoch``, ``num_replicas`` must
-                divide the dataset's length and the samples that are done, unless the sampler has no end.
-            RuntimeError: You call it inside ``next``.
-            LoaderClosedError: after `close`.
+            TypeError: The dataset is iterable data, whose parts belong to ranks.
+            ValueError: Wrong arguments, or an order that does not allow it: with ``costs``, in mid-epoch, the total per
+                step over all ranks must stay the same. With ``steps_per_epoch``, ``num_replicas`` must divide the
+                dataset's length and the samples done, unless the sampler is endless.
+            RuntimeError: Called inside ``next``.
+            LoaderClosedError: The loader is closed.
 
         Example:
             Two ranks become one:
@@ -426,9 +402,9 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
         self._resized(num_replicas, rank, batch_size)
 
     def close(self) -> None:
-        """Stop the workers. The loader cannot be used any more; batches that are held stay. Safe to call twice.
+        """Stop the workers for good, from any thread, also twice; batches that you hold stay valid.
 
-        From any thread; one that waits in ``next`` gets a `LoaderClosedError`.
+        A thread that waits in ``next`` gets a `LoaderClosedError`.
 
         Example:
             >>> with ShardedDataLoader(range(4), 2, num_workers=1, thread_pool=True) as loader:
@@ -454,6 +430,6 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
 
 
 def call_all(*functions: Callable[[], Any]) -> None:
-    """Call them one after the other: what a finalizer does, which must not hold the loader."""
+    """Call the functions in turn: a finalizer, which must not hold the loader."""
     for function in functions:
         function()

@@ -1,10 +1,7 @@
-"""Single batches and samples: looked up, and read here and now, without an epoch.
+"""Single batches and samples, looked up or read in this process, without an epoch.
 
-    peek, batch, read                 one batch or one sample, read here and now
-    indices, fingerprint, check       which samples a step has, past or to come
-
-Reading starts no worker and changes no epoch. If the dataset has ``set_epoch``, it is told the epoch first, and is put
-back afterwards.
+Reading starts no worker and changes no epoch. A dataset with ``set_epoch`` is set to the epoch, and restored
+afterwards.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ from sharded_loader.streams.order import StreamOrder
 
 
 def shown_indices(dataset: Any, indices: Any, epoch: int) -> list[Any]:
-    """The indices of a task as users see them; those of a mixture as (source, index)."""
+    """Return the indices of a task as users see them; those of a mixture as (source, index)."""
     mixture = mixture_of(dataset)
     found = indices.tolist() if isinstance(indices, np.ndarray) else list(indices)
     return found if mixture is None else mixture.pairs(found, epoch)
@@ -42,15 +39,9 @@ def shown_indices(dataset: Any, indices: Any, epoch: int) -> list[Any]:
 def in_epoch(
     set_epoch: Callable[[int], object] | None, epoch: int, back: Callable[[], int], reading: Iterable[int] = ()
 ) -> Iterator[None]:
-    """Inside, a dataset is in ``epoch``; afterwards in the epoch that ``back`` returns.
+    """Set a dataset to ``epoch`` inside the context, and to the epoch that ``back`` returns afterwards.
 
-    Args:
-        set_epoch: of the dataset; None: it has none.
-        epoch, back: as above.
-        reading: the epochs that threads read the dataset in.
-
-    Raises:
-        RuntimeError: a thread reads in another epoch.
+    ``set_epoch`` is None for a dataset without epochs. A RuntimeError if threads are ``reading`` in another epoch.
     """
     if set_epoch is None:
         yield
@@ -69,38 +60,34 @@ def in_epoch(
 
 
 class KnownSteps(Protocol):
-    """A loader whose steps are known, and whose samples can be read here: for `fingerprint` and `check`.
+    """Loader whose steps are known and whose samples can be read here: for `fingerprint` and `check`.
 
-    Its methods raise a TypeError for iterable data, and a ValueError where the order is not known.
-
-    Attributes:
-        dataset: what is read.
-        known: what is known of it.
+    Its methods raise a TypeError for iterable data, and a ValueError if the order is unknown.
     """
 
     dataset: Any
     known: Known
 
     def job_now(self) -> Job:
-        """What is read, and how."""
+        """Return the configuration of the readers."""
 
     def in_epoch(self, epoch: int) -> AbstractContextManager[None]:
-        """Inside, the dataset is in ``epoch``; afterwards in the loader's. See the function."""
+        """Set the dataset to ``epoch`` inside the context, and to the loader's epoch afterwards."""
 
     def samples_of(self, epoch: int, step: int) -> list[Any]:
-        """The indices of a step, as the first rank reads them: the same on every rank."""
+        """Return the indices of a step as the first rank reads them: the same on every rank."""
 
     def checksums(self, epoch: int) -> list[str]:
-        """Of each step of an epoch `step_checksum`, or `LEFT_OUT`."""
+        """Return `step_checksum`, or `LEFT_OUT`, for each step of an epoch."""
 
     def length(self, epoch: int) -> int:
-        """The number of steps in an epoch, also those that are left out. A TypeError: it is not known."""
+        """Return the number of steps in an epoch, including those left out; a TypeError if unknown."""
 
     def state_of(self, epoch: int) -> dict[str, Any]:
-        """A state, as of `sampling.state`, at the beginning of an epoch."""
+        """Return a state (see `sampling.state`) at the beginning of an epoch."""
 
     def some_indices(self, epoch: int, steps: Iterable[int], each: int) -> list[Any]:
-        """The indices of the first samples of some steps, as far as the epoch has them."""
+        """Return the first ``each`` indices of some steps, as far as the epoch has them."""
         found: dict[Any, None] = {}
         for step in steps:
             with suppress(IndexError):  # the epoch may have no step
@@ -108,30 +95,18 @@ class KnownSteps(Protocol):
         return list(found)
 
     def sample(self, index: Hashable, epoch: int) -> Any:
-        """One sample, read here and now, as in ``epoch``."""
+        """Return one sample, read here as in ``epoch``."""
         with self.in_epoch(epoch):
             return reader_for(self.job_now(), readers=0).read_sample(index, epoch)
 
     def digest(self, index: object, epoch: int, seed: int | None = None, key: int = 1) -> str:
-        """The digest of one sample, read here; or its error as a text.
-
-        Args:
-            index, epoch: of the sample.
-            seed: of its random numbers; None: the loader's.
-            key: what the global generators are seeded with.
-        """
+        """Return the digest of one sample, read here, or its error as text; ``key`` seeds the global generators."""
         job = self.job_now() if seed is None else replace(self.job_now(), seed=seed)
         with self.in_epoch(epoch), seeded_globals(key):
             return digest_of_read(lambda: reader_for(job, readers=0).read_sample(index, epoch))
 
 
 class LookUp(KnownSteps):
-    """The steps and samples of one loader.
-
-    Args:
-        epochs: of the loader.
-    """
-
     def __init__(self, epochs: Epochs) -> None:
         self._epochs, self._order, self._placement = epochs, epochs.order, epochs.placement
         self.dataset, self.known = epochs.dataset, epochs.known
@@ -141,21 +116,13 @@ class LookUp(KnownSteps):
         return self._epochs.job_now()
 
     def in_epoch(self, epoch: int) -> AbstractContextManager[None]:
-        """Inside, the dataset is in ``epoch``; afterwards in the loader's. See the function."""
         pool = self._pool
         reading = [run.epoch.number for run in self._epochs.reading()] if pool.shares_dataset else []
         back = (lambda: reading[0]) if reading else (lambda: self._epochs.progress.at()[0])
         return in_epoch(self._epochs.set_epoch_of_data(), epoch, back, reading if pool.num_workers else ())
 
     def first_batch(self, epoch: Epoch | None = None) -> Any:
-        """The first batch of the next epoch, read here and now.
-
-        Args:
-            epoch: its batches; None: what the loader reads next.
-
-        Raises:
-            IndexError: the epoch has no batches.
-        """
+        """Return the first batch of an epoch (None: the next one), read here; an IndexError if it has none."""
         self._placement.check_not_capturing()
         run = self._epochs.new_run(self._epochs.progress.begin() if epoch is None else epoch)
         epoch = run.epoch
@@ -172,7 +139,7 @@ class LookUp(KnownSteps):
         raise IndexError(f"epoch {epoch.number} has no batches to peek at")
 
     def _read_here(self, reader: Reader, epoch: Epoch, planned: Any) -> Any:
-        """What iteration gives in the place of a task; `NOTHING`, if ``on_error`` has left no sample of it."""
+        """Return the batch of a task, or `NOTHING` if ``on_error`` has left out all its samples."""
         if isinstance(planned, BaseException):
             raise planned
         task = self._split.sharded(planned)
@@ -187,7 +154,7 @@ class LookUp(KnownSteps):
         return (batch, epoch.real(task)) if epoch.evaluates else batch
 
     def _looked_up(self, epoch: object, step: object, rank: object = None) -> MapEpoch:
-        """An epoch that has a batch `ready`. The samplers are what they were."""
+        """Return an epoch positioned at the step; the samplers are restored."""
         order = self._order
         if isinstance(order, StreamOrder):
             raise TypeError(order.text_of_step(epoch, step))
@@ -198,7 +165,7 @@ class LookUp(KnownSteps):
         task = found.task(step)
         if isinstance(task, Exception):
             raise task
-        assert isinstance(task, Task)  # of what is looked up no step is left out
+        assert isinstance(task, Task)  # a looked-up epoch leaves no step out
         return task
 
     def samples_of(self, epoch: int, step: int) -> list[Any]:
@@ -219,7 +186,6 @@ class LookUp(KnownSteps):
         return self._order.epoch(epoch).state(Position(epoch))
 
     def indices(self, epoch: Any, step: Any, rank: Any) -> Any:
-        """The indices of a step; with ``evaluate`` also how many are no fillers."""
         found = self._looked_up(epoch, step, rank)
         task = self._task_of(found, step)
         shards = [shown_indices(self.dataset, shard, found.number) for shard in task.shards]
@@ -227,7 +193,6 @@ class LookUp(KnownSteps):
         return (indices, found.real(task)) if found.evaluates else indices
 
     def batch(self, epoch: Any, step: Any) -> Any:
-        """The batch of a step, read here and now, with its random numbers."""
         self._placement.check_not_capturing()
         found = self._looked_up(epoch, step)
         self._epochs.new_run(found)

@@ -189,8 +189,7 @@ class MapOrder(Order[Signature]):
             length = known_length(sampling.items, position.epoch)
         if self.steps is None and length is not None and not -length * position.epoch <= position.done <= length:
             phrases.append(f"it has {saved.unit} {position.done}, but the epoch has only {length}")
-        steps = saved.steps_per_epoch
-        if steps is not None and position.done > (steps + 1) * saved.items_in_step:
+        if (steps := saved.steps_per_epoch) is not None and position.done > (steps + 1) * saved.items_in_step:
             phrases.append(f"it has {saved.unit} {position.done}, but the epoch has only {steps} steps")
         if strict and position.done:
             phrases += other_arguments(saved, own)

@@ -6,9 +6,9 @@ As in torch's workers, the dataset learns from ``get_worker_info()`` which part 
 function may take the two numbers as arguments instead.
 
 A part stays open from batch to batch, so its tasks go to one worker (``Task.lane``). That is only an optimisation: a
-reader that does not have the part open, or is past the batch, opens it again and reads up to the batch, from the
-dataset's own state in the task if there is one, otherwise from the beginning. So a dead worker, an interrupted batch
-and a loaded state are one case. A checksum of each batch's first sample ensures that the samples are those of before.
+reader that does not have the part open, or is past the batch, opens it again and reads up to the batch. It starts from
+the dataset's own state if the task has one, otherwise from the beginning. So a dead worker, an interrupted batch and a
+loaded state are one case. A checksum of each batch's first sample ensures that the samples are those of before.
 
 Owns the open parts, each with its own copy of the dataset if several are open in one process, because many datasets
 keep their position in themselves. An iterator that has raised is asked for the next sample again; a generator, and so

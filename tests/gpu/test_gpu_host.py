@@ -29,7 +29,7 @@ from on_cuda import (
 )
 
 from sharded_loader import ArrayDataset, Placement, ProcessPool, ShardedDataLoader, resident
-from sharded_loader.devices import placement
+from sharded_loader.devices import accelerator
 from sharded_loader.engine.pool import Pool
 from sharded_loader.torch import DataLoader
 
@@ -248,7 +248,7 @@ class Gated:
 
 def capture_beside_threads(mode: str) -> None:
     """Capture a graph in this thread while threads of a loader pin memory, which the mode allows or not."""
-    cuda, data, pins, pinned_empty = torch.device("cuda", 0), Gated(), threading.Semaphore(0), placement.pinned_empty
+    cuda, data, pins, pinned_empty = torch.device("cuda", 0), Gated(), threading.Semaphore(0), accelerator.pinned_empty
 
     def watched(*arguments: Any) -> Any:
         try:
@@ -258,7 +258,7 @@ def capture_beside_threads(mode: str) -> None:
                 pins.release()
 
     loader = ShardedDataLoader(data, 4, device=cuda, num_workers=2, thread_pool=True)
-    with mock.patch.object(placement, "pinned_empty", watched), loader:
+    with mock.patch.object(accelerator, "pinned_empty", watched), loader:
         batches, failed = iter(loader), []
         first = [next(batches)]
         static, graph = torch.full((8,), 3.0, device=cuda), torch.cuda.CUDAGraph()
