@@ -5,10 +5,10 @@
     Tuner.look                          at the end of a step: observes, chooses, and updates the pipeline
 
 The policy keeps the cheapest setting that is about as fast as the fastest. While the program waits for workers, it
-tries up to twice as many, limited by cores and by the share of time in which workers block on I/O; if single slow
-samples hold up finished batches, also a larger prefetch. Otherwise it tries fewer, and drops idle workers. The order of
-batches never depends on this. Measurements are noisy, so a setting that looked bad is tried again once that look is
-forgotten.
+tries up to twice as many, limited by cores and by the share of time in which workers block on I/O. If single slow
+samples hold up finished batches, it also tries a larger prefetch. Otherwise it tries fewer, and drops idle workers. The
+order of batches never depends on this. Measurements are noisy, so a setting that looked bad is tried again once that
+look is forgotten.
 """
 
 from __future__ import annotations

@@ -172,9 +172,7 @@ def _state_of(generator: Any) -> object:
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Identifies the data and the order of one epoch; see `ShardedDataLoader.fingerprint`.
-
-    ``str`` of it is 16 hexadecimal digits, equal for equal order and samples on any number of ranks.
+    """Identifies the data and the order of one epoch, on any number of ranks; ``str`` of it is 16 hexadecimal digits.
 
     Attributes:
         epoch: The number of the epoch.

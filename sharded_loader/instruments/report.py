@@ -28,7 +28,7 @@ from sharded_loader.instruments.stats import LoaderStats, Meter
 
 
 class RankStats(NamedTuple):
-    """Statistics of all ranks, returned by ``loader.stats_of_ranks()``. ``print`` shows a table of the ranks.
+    """Statistics of all ranks, returned by ``loader.stats_of_ranks()``. ``print`` shows ``text``: advice, and a table.
 
     Attributes:
         stats: ``loader.stats()`` of each rank, by rank.
@@ -65,7 +65,6 @@ class Instruments:
         raise NotImplementedError
 
     def _replicas(self) -> tuple[int, int]:
-        """Return the number of ranks, and this rank."""
         with contextlib.suppress(ValueError):  # incomplete environment variables must not prevent a report
             return resolve_replicas("auto")
         return 1, 0
@@ -143,12 +142,11 @@ class Instruments:
     def stats_of_ranks(self, group: object = None) -> RankStats:
         """Gather the statistics of all ranks, and find the rank that slows down the others.
 
-        **Every rank of the group must call it**: it is a collective operation with the same result on every rank. Each
-        rank sends 20 KB per worker.
+        **Every rank of the group must call it**: it is a collective operation, in which each sends 20 KB per worker.
 
         Args:
-            group: a process group of ``torch.distributed``. None: the default one, or this process alone if there is
-                none. NCCL needs ``torch.cuda.set_device`` before.
+            group: a process group of ``torch.distributed``, which for NCCL needs ``torch.cuda.set_device`` before.
+                None: the default one, or this process alone.
 
         Raises:
             RuntimeError: a rank, which is named, has delivered no batch yet. Raised on all ranks.
@@ -177,7 +175,7 @@ class Instruments:
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Write a Chrome trace of the last 1,000 batches, for https://ui.perfetto.dev or ``chrome://tracing``.
 
-        It shows when each was read, waited for and delivered, with a lane for the main process and each worker. Batches
+        It shows when each was read, waited for and delivered, in lanes of the main process and the workers. Batches
         that take less than 0.2 ms are sampled.
 
         Args:
@@ -234,14 +232,13 @@ class Instruments:
     def check(self, samples: int = 12) -> LoaderCheck:
         """Read some samples twice here, and once in a temporary worker; report which of them differ, and why.
 
-        The second read is in reverse order. The loader, its epoch and its workers do not change.
-
         Args:
             samples: Number of samples, from the first, middle and last step of `epoch`.
 
         Returns:
             A `LoaderCheck` to ``print``: samples that differ, with the generator they draw from if it is global or held
-            by the dataset; the size of the pickled dataset; the worker's memory. Errors of samples are not raised.
+            by the dataset; the size of the pickled dataset; the worker's memory. Errors of samples are not raised, and
+            the loader, its epoch and its workers do not change.
 
         Raises:
             TypeError: The dataset is iterable data.
@@ -265,7 +262,6 @@ class Instruments:
 
 
 def _write(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file atomically."""
     try:
         write_whole(path, text.encode())
     except OSError as error:

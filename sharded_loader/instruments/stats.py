@@ -4,8 +4,7 @@
     Counts.report() -> LoaderStats of an epoch -> sum_of -> as_dict() -> TensorBoard, W&B, tqdm
 
 Only time inside epochs counts, from the first ``next`` to the last batch. Iterators write under the pipeline's lock.
-Readers take no lock, so `stats` may be called in a signal handler: a `LoaderStats` is immutable, and a list of batches
-only grows.
+Readers, even in a signal handler, take no lock: a `LoaderStats` is immutable, and a list of batches only grows.
 """
 
 from __future__ import annotations
@@ -169,9 +168,9 @@ class LoaderStats(Totals, Sums):
             prefix: Text to put before each name.
 
         Returns:
-            A new dict: the numeric attributes, ``samples_per_second`` and ``waiting_share``; then causes
-            (``cause_compute``), known stages (``stage_read_seconds``, ``stage_read_p99``), ``slowest_seconds`` (of the
-            slowest sample) and workers (``worker_0_idle_seconds``). The names are stable.
+            A new dict with stable names: the numeric attributes, ``samples_per_second``, ``waiting_share``, causes
+            (``cause_compute``), stages (``stage_read_p99``), ``slowest_seconds`` and workers
+            (``worker_0_idle_seconds``).
 
         Raises:
             ValueError: There is no number of this name.
@@ -236,8 +235,8 @@ COUNTED = "retries", *reversed(SUMS)
 """Numbers that each batch adds to. Read in this order by another thread, a part never exceeds its whole."""
 
 NOTED_SECONDS = 2e-4
-"""Minimum reading time of a batch to be recorded beyond the sums, unless it was measured or waited for long. A record
-takes 2 us: 5 % of a batch of `tiny`."""
+"""Minimum reading time of a recorded batch, unless measured or waited for long. A record takes 2 us, 5 % of a `tiny`
+batch."""
 
 KEPT_BATCHES = 1000
 """Batches whose times are kept. Those of an epoch are added up 1,000 at a time, in a third of the time."""

@@ -65,11 +65,7 @@ class StageTimes(NamedTuple):
 
 
 class WorkerTimes(NamedTuple):
-    """Times of one worker: batches, their seconds, running and idle time, and quantiles of the seconds per batch.
-
-    ``processor_seconds`` is the part of ``seconds`` on a core or waiting for one; otherwise the worker waited for
-    input.
-    """
+    """Times of one worker. ``processor_seconds``: part of ``seconds`` on a core or waiting for one, not for input."""
 
     batches: int
     seconds: float

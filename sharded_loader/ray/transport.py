@@ -10,8 +10,8 @@ A requested actor may come in a second, in an hour (the cluster grows), or never
 heartbeat dies with its actor: the culprit is known only if one task was sent *alone*, or if a stalled actor had
 answered before it was killed. A node's death is no batch's fault.
 
-Tasks of a lane (a part of iterable data, or workers that take turns) stay with one actor, which keeps the part open;
-moving a lane costs reopening it, and changes no batch. The first actor of a node to get tasks prefetches shards for the
+Tasks of a lane (a part of iterable data, or workers that take turns) stay with one actor, which keeps the part open.
+Moving a lane costs reopening it, and changes no batch. The first actor of a node to get tasks prefetches shards for the
 node; if it dies, the next one takes over.
 
 Owns the actors and the dataset in the object store. If an actor cannot begin, the others go on; if none can, or there
