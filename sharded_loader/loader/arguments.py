@@ -81,7 +81,7 @@ class Placement:
             positive weight get at least one sample while there are enough. Weights of 0 must come last.
         resident: Rows to keep on the devices, which then gather batches without workers: True (all), a fraction such as
             0.6, or ``"auto"`` (as many as fit). Other rows are copied batch by batch. The dataset must be an array, a
-            tensor, a ``TensorDataset``, an `ArrayDataset`, or a part of one; with True or a fraction, any other dataset
+            tensor, a ``TensorDataset``, an `ArrayDataset`, or a part of one. With True or a fraction, any other dataset
             is an error, and insufficient memory a warning. Free memory is measured once, before the first batch: move
             your model to the device first, or give a fraction.
         device_transform: Function ``fn(batch)`` or ``fn(batch, rng)``, applied to each batch (or shard) on its device,

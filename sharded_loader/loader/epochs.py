@@ -9,7 +9,7 @@
     load_state_dict:                  Progress.pending   the position is pending until an epoch begins
 
 The position belongs to the iterator that began or delivered last. Reading ahead needs an order that is a pure function
-of the epoch, as with samplers of this library; the batches are dropped if the order, or the next epoch, changes.
+of the epoch, as with samplers of this library. The batches are dropped if the order, or the next epoch, changes.
 
 Owns the position and the run kept for later. The pipeline owns open runs. The order knows the next epoch, a run how
 much of it was delivered.

@@ -49,59 +49,73 @@ class ShardedDataLoader(LoaderAttributes, Generic[Batch]):
 
     For type checkers, ``ShardedDataLoader[Batch]`` or ``collate_fn`` determines the type of a batch.
 
-    Args: Common dataset: Anything with ``__getitem__`` and ``__len__``: a list, a NumPy array, a torch or Hugging Face
-    dataset, a `Dataset`. ``get_batch`` or ``__getitems__`` is used to read in bulk. Or iterable data: an object that
-    only has ``__iter__``, or a function that returns an iterable. batch_size: Number of samples per step of this
-    process, in all its shards together. shuffle: Whether every epoch has a new random order. batchify_fn: The collate
-    function: list of samples -> batch. Default: `default_batchify_fn`. num_workers: Number of worker processes (threads
-    with ``thread_pool``). 0 or less: the main process reads. ``"auto"``: 2 at first, then as many as training needs,
-    with the same batches, states and errors. device: Device of the batches, or a `Placement` with more options.
-    ``"cuda"`` is the current device, whatever LOCAL_RANK says: call ``torch.cuda.set_device`` first, or give
-    ``"cuda:1"``. devices: List of devices, ``"auto"`` for all accelerators, or a `Placement` of either. Each batch is a
-    list of shards, shard i on device i. num_replicas: Number of processes (ranks) that divide the samples;
-    ``batch_size`` is per rank. ``"auto"``: ask torch.distributed, otherwise WORLD_SIZE and RANK. All ranks read equally
-    many samples: if necessary, the first ones come again at the end of the epoch (an evaluation counts them twice), or
-    with ``last_batch="discard"`` the last ones are left out. Or, without ``rank``, a
-    `torch.distributed.device_mesh.DeviceMesh` or one dimension of it: its data-parallel dimensions (``"dp"``,
-    ``"dp_replicate"``, ``"fsdp"``, ...) are ranks. Processes that differ in other dimensions (``"tp"``, ``"cp"``,
-    ``"pp"``) get equal batches. seed: Seed of everything random. None: drawn from torch's default generator; with
-    ``num_replicas``, 0. on_error: Treatment of a sample that raises an error: ``"raise"`` it, ``"skip"`` the sample,
-    ``"replace"`` it by another sample of the batch, or a function ``(SampleError) -> sample``. `OnError` sets a limit.
-    A batch or shard without samples is left out with a warning, and later shards move up; with ``num_replicas`` it is
-    an error, because ranks must stay in step. A sample that ends or hangs its worker always raises `WorkerDiedError` or
-    `WorkerTimeoutError`.
+    Args: Common
+        dataset: Anything with ``__getitem__`` and ``__len__``: a list, a NumPy array, a torch or Hugging Face dataset,
+            a `Dataset`. ``get_batch`` or ``__getitems__`` is used to read in bulk. Or iterable data: an object that
+            only has ``__iter__``, or a function that returns an iterable.
+        batch_size: Number of samples per step of this process, in all its shards together.
+        shuffle: Whether every epoch has a new random order.
+        batchify_fn: The collate function: list of samples -> batch. Default: `default_batchify_fn`.
+        num_workers: Number of worker processes (threads with ``thread_pool``). 0 or less: the main process reads.
+            ``"auto"``: 2 at first, then as many as training needs, with the same batches, states and errors.
+        device: Device of the batches, or a `Placement` with more options. ``"cuda"`` is the current device, whatever
+            LOCAL_RANK says: call ``torch.cuda.set_device`` first, or give ``"cuda:1"``.
+        devices: List of devices, ``"auto"`` for all accelerators, or a `Placement` of either. Each batch is a list of
+            shards, shard i on device i.
+        num_replicas: Number of processes (ranks) that divide the samples; ``batch_size`` is per rank. ``"auto"``: ask
+            torch.distributed, otherwise WORLD_SIZE and RANK. All ranks read equally many samples: if necessary, the
+            first ones come again at the end of the epoch (an evaluation counts them twice), or with
+            ``last_batch="discard"`` the last ones are left out. Or, without ``rank``, a
+            `torch.distributed.device_mesh.DeviceMesh` or one dimension of it: its data-parallel dimensions (``"dp"``,
+            ``"dp_replicate"``, ``"fsdp"``, ...) are ranks. Processes that differ in other dimensions (``"tp"``,
+            ``"cp"``, ``"pp"``) get equal batches.
+        seed: Seed of everything random. None: drawn from torch's default generator; with ``num_replicas``, 0.
+        on_error: Treatment of a sample that raises an error: ``"raise"`` it, ``"skip"`` the sample, ``"replace"`` it by
+            another sample of the batch, or a function ``(SampleError) -> sample``. `OnError` sets a limit. A batch or
+            shard without samples is left out with a warning, and later shards move up. With ``num_replicas`` it is an
+            error, because ranks must stay in step. A sample that ends or hangs its worker always raises
+            `WorkerDiedError` or `WorkerTimeoutError`.
 
-    Args: Data streams: Number of parts that iterable data is divided into; batches come from them in turn. A part sees
-    its number as ``get_worker_info().id`` and the number of parts as ``num_workers``; a function may take both as
-    arguments. The order depends on ``streams``, not on the workers. Default: the dataset's ``num_shards``, up to 32;
-    otherwise one part per worker of each rank.
+    Args: Data
+        streams: Number of parts that iterable data is divided into; batches come from them in turn. A part sees its
+            number as ``get_worker_info().id`` and the number of parts as ``num_workers``; a function may take both as
+            arguments. The order depends on ``streams``, not on the workers. Default: the dataset's ``num_shards``, up
+            to 32; otherwise one part per worker of each rank.
 
-    Args: Order sampler: Order of the samples: any sampler of this library or torch, or an iterable of indices.
-    batch_sampler: Sampler that yields lists of indices, or lists of such lists, which are shards. Excludes
-    ``batch_size``, ``shuffle``, ``sampler`` and ``last_batch``. last_batch: Treatment of an incomplete last batch:
-    ``"keep"`` it (default), ``"discard"`` it, or ``"rollover"``: move its samples to the next epoch. steps_per_epoch:
-    Number of batches of every epoch on every rank. Samplers and parts that end start over, and no batch is short. The
-    next epoch continues where the last one ended. rank: Number of this process, from 0. ``num_replicas="auto"`` finds
-    it. costs: Cost of each sample, such as its length: an array, or a function of the index. The order is random, and
-    in each step all ranks get samples of nearly the same total cost. Which samples a step has does not depend on the
-    number of ranks, if all ranks together read as many. evaluate: Whether iteration gives ``(batch, real)``, for an
-    evaluation that counts each sample once. All ranks take equally many steps of ``batch_size`` samples. The first
-    ``real`` samples of a batch count (perhaps 0); the others are padding at the end of the epoch. skip: Steps to leave
-    out, for instance after a loss spike: a list of pairs (first, last), last included. Steps count from the beginning
-    of epoch 0, with the ranks and batch size of this loader. All other batches stay the same, and ``len(loader)`` gets
-    smaller. States include them, and `load_state_dict` accepts more. Not for iterable data.
+    Args: Order
+        sampler: Order of the samples: any sampler of this library or torch, or an iterable of indices.
+        batch_sampler: Sampler that yields lists of indices, or lists of such lists, which are shards. Excludes
+            ``batch_size``, ``shuffle``, ``sampler`` and ``last_batch``.
+        last_batch: Treatment of an incomplete last batch: ``"keep"`` it (default), ``"discard"`` it, or ``"rollover"``:
+            move its samples to the next epoch.
+        steps_per_epoch: Number of batches of every epoch on every rank. Samplers and parts that end start over, and no
+            batch is short. The next epoch continues where the last one ended.
+        rank: Number of this process, from 0. ``num_replicas="auto"`` finds it.
+        costs: Cost of each sample, such as its length: an array, or a function of the index. The order is random, and
+            in each step all ranks get samples of nearly the same total cost. Which samples a step has does not depend
+            on the number of ranks, if all ranks together read as many.
+        evaluate: Whether iteration gives ``(batch, real)``, for an evaluation that counts each sample once. All ranks
+            take equally many steps of ``batch_size`` samples. The first ``real`` samples of a batch count (perhaps 0);
+            the others are padding at the end of the epoch.
+        skip: Steps to leave out, for instance after a loss spike: a list of pairs (first, last), last included. Steps
+            count from the beginning of epoch 0, with the ranks and batch size of this loader. All other batches stay
+            the same, and ``len(loader)`` gets smaller. States include them, and `load_state_dict` accepts more. Not for
+            iterable data.
 
-    Args: Workers thread_pool: Whether workers are threads instead of processes. pool: ``"thread"``, ``"process"``,
-    ``"ray"``, ``"inline"`` (the main process, whatever ``num_workers`` says), or a pool object. prefetch: Number of
-    batches to prefetch. Default: ``2 * num_workers``; more if a batch takes < 1 ms, and with ``num_workers="auto"``
-    while training waits for single slow samples.
+    Args: Workers
+        thread_pool: Whether workers are threads instead of processes.
+        pool: ``"thread"``, ``"process"``, ``"ray"``, ``"inline"`` (the main process, whatever ``num_workers`` says), or
+            a pool object.
+        prefetch: Number of batches to prefetch. Default: ``2 * num_workers``; more if a batch takes < 1 ms, and with
+            ``num_workers="auto"`` while training waits for single slow samples.
 
-    Args: Devices num_shards: Number of shards to split each batch into, in host memory. pin_memory: Whether batches are
-    in pinned host memory. Only without devices, which use pinned memory anyway. **names: Other names: torch's
-    ``collate_fn`` (``batchify_fn``), ``drop_last`` (``last_batch="discard"``), ``prefetch_factor`` (k is ``prefetch=k *
-    num_workers``), and ``mesh`` (``num_replicas``). Options of the pool: ``worker_init_fn``, called by each worker when
-    it starts, and ``timeout``, the seconds before a stalled worker is an error. ``persistent_workers`` has no effect:
-    workers live as long as the loader.
+    Args: Devices
+        num_shards: Number of shards to split each batch into, in host memory.
+        pin_memory: Whether batches are in pinned host memory. Only without devices, which use pinned memory anyway.
+        **names: Other names: torch's ``collate_fn`` (``batchify_fn``), ``drop_last`` (``last_batch="discard"``),
+            ``prefetch_factor`` (k is ``prefetch=k * num_workers``), and ``mesh`` (``num_replicas``). Options of the
+            pool: ``worker_init_fn``, called by each worker when it starts, and ``timeout``, the seconds before a
+            stalled worker is an error. ``persistent_workers`` has no effect: workers live as long as the loader.
 
     Attributes:
         arguments: Arguments of the loader, by name, to create another one like it. Read-only.
