@@ -346,8 +346,8 @@ class LoaderIterator(_BaseDataLoaderIter):
 
     def is_stale(self, loader: Loader) -> bool:
         """Return True if persistent workers have exited, or hold copies of the dataset from another epoch."""
-        told, pool = loader._progress.requests.take() is not None, self._engine.pool
-        return self._shutdown or (told and (self._is_stream or not pool.shares_dataset) and pool.started)
+        is_requested, pool = loader._progress.requests.take() is not None, self._engine.pool
+        return self._shutdown or (is_requested and (self._is_stream or not pool.shares_dataset) and pool.started)
 
     def _make_again(self, loader: Loader) -> None:
         """Start over as if the iterator were created now."""

@@ -24,7 +24,7 @@ RUN, SEQ, SHARD, SAMPLE = range(4)
 IN_BULK, IN_BATCHIFY, SENDING, IDLE, BEGINNING, ONE_BY_ONE, IN_BATCH = -1, -2, -3, -4, -5, -6, -7
 
 WORDS = 8
-"""int64 words per worker: one cache line, so that workers share none."""
+"""int64 words per worker: one cache line, so that no two workers write to the same line."""
 
 UNUSED = 0, 0, 0, IDLE
 

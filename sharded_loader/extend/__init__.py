@@ -7,7 +7,7 @@
       reader_for, TaskReader               what reads one task, here or in a worker
     Order, Epoch, Position               batches that no sampler can yield
       Pipeline, Run, Entry, Split          what has them read, in order
-    Observer, BatchTimes                 what is told of each batch
+    Observer, BatchTimes                 called for each batch, with its times
     Dataset, Wrapper, Cache              datasets around others; what ``dataset.cache()`` makes
     Batchify, BatchifyError              what makes a batch of samples
     provide                              has the loader use your class by its name
@@ -15,8 +15,8 @@
 And what they are called with: Array, BatchifyFn, Death, DeviceLike, Dtype, Empty, ErrorAction, Indices, Int64s,
 NOTHING, Nothing, Notices, PartPoint, Register, Samples, Selection.
 
-Each of these keeps its name, and says in its docstring what it is called with and when. That is the first shelf. On the
-second one are the names that only the library's satellites use. They may change in any version:
+These names are stable, and their docstrings say when they are called and with which arguments. The names on the second
+shelf are used by the library's own satellites only, and may change in any version:
 
     extend.tools      checks, errors, texts, limits of the machine, files
     extend.data       datasets, and how batches are made of samples

@@ -1,4 +1,4 @@
-"""Messages, pools, memory, devices, streams, and parts of the loader: what satellites use of the rooms of these names.
+"""The part of the seam for messages, pools, memory, devices, streams and the loader itself.
 
 For the library's own satellites: these names may change in any version. They stand in ``engine.pyi``.
 """
