@@ -618,7 +618,9 @@ def test_prints_of_workers_arrive(tmp_path: Path) -> None:
             def __getitem__(self, i):
                 print("from the worker")
                 return i
-        list(ShardedDataLoader(Prints(), 1, pool=ProcessPool(1, start_method="spawn"), prefetch_epochs=False))
+        loader = ShardedDataLoader(Prints(), 1, pool=ProcessPool(1, start_method="spawn"))
+        loader.prefetch_epochs = False
+        list(loader)
         """,
     )
     assert done.stdout == "from the worker\n"
