@@ -385,13 +385,14 @@ def resolve_class(module: str, qualname: str, tracker: str | None, address: int)
     tracked = tracked_class(tracker)
     if tracked is not None:
         return tracked
-    resolved = _look_up(sys.modules.get(module), qualname)
-    if not isinstance(resolved, type):
-        resolved = _searched_classes.get((module, qualname, address))
-    if not isinstance(resolved, type):
+    resolved = _searched_classes.get((module, qualname, address)) or _look_up(sys.modules.get(module), qualname)
+    is_class = isinstance(resolved, type)
+    # The class under this name can be of a notebook cell that ran again since the fork; an error, which the user's loop
+    # catches under the name that it has now, stays with that one.
+    if not is_class or (module == "__main__" and id(resolved) != address and not issubclass(resolved, BaseException)):
         named = [cls for cls in _all_classes() if cls.__qualname__ == qualname and cls.__module__ == module]
-        resolved = next((cls for cls in named if id(cls) == address), named[0] if len(named) == 1 else None)
-        if resolved is None:
+        resolved = next((cls for cls in named if id(cls) == address), named[0] if len(named) == 1 else resolved)
+        if not isinstance(resolved, type):
             raise AttributeError(
                 f"class {module}.{qualname}, used by a worker process, does not exist in this one: "
                 f"define it at the top level of a module"

@@ -27,6 +27,7 @@ Workers belong to the transport, which a finalizer may close without the pool.
 from __future__ import annotations
 
 import pickle
+import sys
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -177,6 +178,8 @@ class SupervisedPool(WorkerPool, Generic[W]):
     def _start(self, job: Job) -> None:
         """Start the workers. Running ones get the new job before any later task."""
         self._job = job
+        # Batches on their way need them after a notebook cell has defined others under their names.
+        self._main_classes = [value for value in vars(sys.modules["__main__"]).values() if isinstance(value, type)]
         self.deaths.begin_starts(proven=False)
         try:
             self.take_back(self._transport.start(job))

@@ -74,6 +74,18 @@ def test_the_only_class_of_its_name_is_found_whatever_its_address() -> None:
     assert resolve_class(cls.__module__, cls.__qualname__, None, 1) is cls
 
 
+@pytest.mark.parametrize(("base", "expected"), [(object, "first"), (ValueError, "second")])
+def test_a_cell_that_runs_again_takes_the_name_of_an_error_only(
+    monkeypatch: pytest.MonkeyPatch, base: type, expected: str
+) -> None:
+    """The loop catches errors under their new name; batches that are on their way keep their class."""
+    made = {
+        name: type("Cell", (base,), {"__module__": "__main__", "__qualname__": "Cell"}) for name in ("first", "second")
+    }
+    monkeypatch.setattr(sys.modules["__main__"], "Cell", made["second"], raising=False)
+    assert resolved(made["first"]) is made[expected] and resolved(made["second"]) is made["second"]
+
+
 @pytest.mark.slow
 def test_a_class_that_was_looked_for_is_remembered_as_long_as_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     cls = make_class()
