@@ -183,6 +183,7 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
 
     def submit(self, tasks: Sequence[Task]) -> None:
         workers, arena, group, wanted = self._transport.workers, self._transport.arena, self.group, self._sizes.wanted
+        returned = arena.returned
         unsent: dict[ProcessWorker, list[tuple[object, ...]]] = {}
         for task in tasks:
             if task.lane is not None:
@@ -200,7 +201,9 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
                     fields: object = task.run, task.seq, task.epoch, task.position, (indices.tobytes(),), *of_batch
                 else:
                     fields = fields_of(task, forked=self.start_method == "fork")
-                if wanted >= SLOT_BYTES and (slot := arena.take(wanted)) is None:
+                if returned and returned[0].resource.nbytes == wanted:
+                    slot = returned.popleft().resource
+                elif wanted >= SLOT_BYTES and (slot := arena.take(wanted)) is None:
                     self.notices.happened(
                         "slow_batches",
                         f"a batch of {wanted:,} bytes finds no room in shared memory (max_bytes={self.max_bytes}, "
