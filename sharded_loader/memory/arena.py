@@ -248,10 +248,7 @@ class Arena:
             if slot.nbytes == wanted:
                 return slot
             self.give(slot)
-        new_slot = self._carve(wanted)
-        if new_slot is None and self._grow(wanted):
-            new_slot = self._carve(wanted)
-        return new_slot
+        return self._carve(wanted) or (self._carve(wanted) if self._grow(wanted) else None)
 
     def give(self, slot: Slot) -> None:
         """Free a slot that is not borrowed, and merge it with free neighbours."""

@@ -183,7 +183,6 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
 
     def submit(self, tasks: Sequence[Task]) -> None:
         workers, arena, group, wanted = self._transport.workers, self._transport.arena, self.group, self._sizes.wanted
-        returned = arena.returned
         unsent: dict[ProcessWorker, list[tuple[object, ...]]] = {}
         for task in tasks:
             if task.lane is not None:
@@ -201,8 +200,8 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
                     fields: object = task.run, task.seq, task.epoch, task.position, (indices.tobytes(),), *of_batch
                 else:
                     fields = fields_of(task, forked=self.start_method == "fork")
-                if returned and returned[0].resource.nbytes == wanted:
-                    slot = returned.popleft().resource
+                if arena.returned and arena.returned[0].resource.nbytes == wanted:
+                    slot = arena.returned.popleft().resource
                 elif wanted >= SLOT_BYTES and (slot := arena.take(wanted)) is None:
                     self.notices.happened(
                         "slow_batches",
