@@ -387,8 +387,8 @@ def resolve_class(module: str, qualname: str, tracker: str | None, address: int)
         return tracked
     resolved = _searched_classes.get((module, qualname, address)) or _look_up(sys.modules.get(module), qualname)
     is_class = isinstance(resolved, type)
-    # The class under this name can be of a notebook cell that ran again since the fork; an error, which the user's loop
-    # catches under the name that it has now, stays with that one.
+    # A notebook cell that ran again since the fork gives the name to another class. For errors that one is right: the
+    # user's loop catches them under it.
     if not is_class or (module == "__main__" and id(resolved) != address and not issubclass(resolved, BaseException)):
         named = [cls for cls in _all_classes() if cls.__qualname__ == qualname and cls.__module__ == module]
         resolved = next((cls for cls in named if id(cls) == address), named[0] if len(named) == 1 else resolved)
