@@ -45,7 +45,7 @@ from sharded_loader.engine.heartbeat import UNUSED, is_at
 from sharded_loader.engine.messages import NOTHING, BatchTimes, Grouping, Job, Result, Task, unpack_result
 from sharded_loader.engine.pool import PoolBroken, WorkerPool
 from sharded_loader.memory.arena import RecentSizes
-from sharded_loader.memory.codec import SetApart, decode_error
+from sharded_loader.memory.codec import HostParts, decode_error
 from sharded_loader.memory.publish import script_by_value
 from sharded_loader.pools.deaths import Death, Deaths, Watch
 
@@ -407,7 +407,7 @@ def decode_result(
         if task is not None:
             Location(task.epoch, seq).note(failure, samples=task.shards[0])
         return Result(run, seq, error=failure)
-    result: Any = reply.reply if type(reply) is SetApart else reply
+    result: Any = reply.reply if type(reply) is HostParts else reply
     failed = None if result.error is None else decode_error(result.error)
     skipped = tuple((index, decode_error(encoded)) for index, encoded in result.skipped)
     return replace(result, error=failed, skipped=skipped, times=times)  # type: ignore[no-any-return]
