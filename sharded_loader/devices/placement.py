@@ -150,7 +150,7 @@ class Placer:
     def _registrar(self) -> Registrar:
         return Registrar(self._first_streams, self.closer())
 
-    def settle(self) -> None:
+    def create_streams(self) -> None:
         """Create the copy streams in this thread, so that ``cuda`` without an index means its current device."""
         for device in self.asynchronous:
             self.copies[device]

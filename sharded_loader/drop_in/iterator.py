@@ -338,7 +338,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             start.begin(items)
         epoch = TorchEpoch(start, lanes, self._auto_collation, points, is_stateful(self._dataset), left_out)
         if self._num_workers > 0 and not start.resumes:  # torch sends its workers the first indices now
-            start.settle()
+            start.draw_seed()
             if not start.has_set_epoch:
                 epoch.begin()
         self._engine.pipeline.scheduler.one_by_one = start.may_draw

@@ -310,7 +310,7 @@ class Epochs:
         if resident is not None and resident.load(again=self.stale):
             pool = resident
         if pool.shares_dataset:
-            self.placement.settle()
+            self.placement.create_streams()
             self._tell_epoch(run)
         self.order.begun(run.epoch)
         self.pipeline.open(run, self.job_now(), renew=self.stale, pool=pool)

@@ -225,7 +225,7 @@ class EpochIterator(Iterator[Batch]):
             return
         repeats = epoch.repeats(run.delivered, at_end)
         if repeats is False:
-            notices.settle("parts")
+            notices.suppress("parts")
         elif repeats:
             parts, but = epoch.stream.parts, ", unless its samples are random" if at_end else ""
             notices.warn(

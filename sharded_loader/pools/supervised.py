@@ -315,7 +315,7 @@ class SupervisedPool(WorkerPool, Generic[W]):
         self.requeued = deque(other for other in self.requeued if (other.run, other.seq) not in ended)
         for run, seq in ended:
             worker.tasks.pop((run, seq), None)
-            self.deaths.settle(run, seq)
+            self.deaths.resolve(run, seq)
         return results
 
     def tell_of_wait(self, text: str, task: Task | None) -> None:
@@ -359,8 +359,8 @@ class SupervisedPool(WorkerPool, Generic[W]):
         if result.seconds:  # not dropped
             self._sizes.note(wanted)
             self.group = self._grouping.note(result.seconds, self._sizes.wanted)
-        if self.deaths.unsettled:
-            self.deaths.settle(run, seq)
+        if self.deaths.unresolved:
+            self.deaths.resolve(run, seq)
         return result
 
 

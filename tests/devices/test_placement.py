@@ -196,7 +196,7 @@ def test_the_end_of_an_epoch_waits_for_all_devices(machine: Machine) -> None:
 def test_what_closes_does_not_hold_the_placement(machine: Machine) -> None:
     """It is a finalizer's: what it held would live as long as the loader."""
     placed = Placer([machine.devices[0]], pin_memory=False)
-    placed.settle()
+    placed.create_streams()
     close, gone = placed.closer(), weakref.ref(placed)
     del placed
     assert gone() is None
@@ -237,7 +237,7 @@ def test_another_thread_may_meet_a_device_while_the_loader_is_closed(
     drain = CopyStream.drain
 
     def meanwhile(copies: CopyStream, seconds: float) -> bool:
-        placed.settle()
+        placed.create_streams()
         return drain(copies, seconds)
 
     monkeypatch.setattr(CopyStream, "drain", meanwhile)
@@ -276,7 +276,7 @@ def test_a_device_is_numbered_once(machine: Machine, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(placement, "indexed", indexed)
     placed = Placer([torch.device("privateuseone")], pin_memory=False)
     assert asked == []  # a loader that is only constructed touches no device
-    placed.settle()
+    placed.create_streams()
     first = placed.copies[placed.asynchronous[0]]
     assert first is placed.copies[placed.asynchronous[0]]
     assert first.streams.device == machine.devices[0]

@@ -315,7 +315,7 @@ def test_a_slot_is_used_again_only_when_its_copy_is_done(cuda: torch.device, mon
 
     monkeypatch.setattr(Arena, "take", watched)
     with loader_of(device=cuda, pool=ProcessPool(2)) as loader:
-        loader._placement.settle()
+        loader._placement.create_streams()
         streams = copy_streams_of(loader)[0].streams
         copy = streams.copy
         monkeypatch.setattr(streams, "copy", noted)

@@ -159,10 +159,10 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
         notes = self.timeout is not None or self.restarts <= 1  # otherwise the task is read again
         init, most = self.worker_init_fn, self.max_worker_memory
         self._start(replace(job, worker_init_fn=init, notes_samples=notes, max_memory=most))
-        self.unsettled = self.start_method == "fork" and self.workers_last
+        self.start_unfinished = self.start_method == "fork" and self.workers_last
 
-    def settle(self) -> None:
-        super().settle()
+    def finish_start(self) -> None:
+        super().finish_start()
         if self._job and self.started:
             self._transport.make_zygote(self._job)
 
