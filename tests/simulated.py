@@ -1,65 +1,72 @@
-"""An accelerator that does its work late: streams, events, device memory and page-locked memory, without any hardware.
+"""An accelerator without hardware: streams, events, device memory and page-locked memory, in two forms.
 
-Work given to a stream waits in a queue and reads and writes memory only when `Machine.run` gets to it, in an order that
-a seed chooses among those that streams and events allow. Copies and kernels know addresses and hold nothing, like those
-of a real device, so memory that is used again too early shows as wrong values. Device memory is handed out as torch's
-allocator does it: a block that is dropped may be used again at once by work on the stream that it was allocated on, and
-after the ends of the streams that it was recorded on.
+    Machine()                       devices that work late; the fixture `machine` gives them to the library
+    install()                       the same as ``torch.cuda`` of this process: values are there at once, time is not
+    python -m pytest -p simulated tests/gpu            the second form, with this folder on PYTHONPATH
+    python tests/simulated.py benchmarks.gpu --quick   a program on the second form
 
-`Machine.faults` lists what would have been wrong or slow on a device: a copy from memory that is not pinned, memory
-unmapped under a copy, and a call that makes a context on a device that nobody has named. CUDA does so for the device
-that is current in the thread, in a new thread the first one. What torch 2.13 makes current by itself:
+**Late work.** What a stream is given waits in a queue and reads and writes memory when `Machine.run` gets to it, in an
+order that a seed chooses among those that streams and events allow. Copies and kernels know addresses and hold
+nothing, so memory that is used again too early shows as wrong values. A block of device memory that is dropped may be
+used again at once by work on the stream that it was allocated on, and after the ends of the streams that it was
+recorded on. A dropped block of pinned memory is used again at once, unless a copy reads it that torch knows of: its
+source has the storage that torch has pinned, or begins where the block begins.
 
-| call | torch makes the device current |
-|---|---|
-| `Event.query`, `Event.synchronize` | no. An event that was never recorded has passed, and no device is asked |
-| `Event.elapsed_time` | too late: it queries both events before |
-| `Event.record`, `Stream.record_event` | yes, that of the stream. An event stays with the device of its first stream |
-| `Stream.wait_event` | yes. It waits for what was recorded by then |
-| `Stream(device)`, `empty_like`, `copy_`, `index_select`, `mem_get_info` | yes |
-| `torch.cuda.set_stream(stream)` | yes |
-| `current_stream`, `record_stream` | they ask no device. A stream whose memory it is anyway is not recorded |
-| `is_pinned` | one that has a context; if none has, no |
-| pinned memory of torch's | no: it queries events of blocks that were dropped |
-| `cudaHostRegister`, `cudaHostUnregister`, `cudaGetLastError` | no |
-| `empty_cache` | no: it waits for events, and frees memory |
+`Machine.faults` lists what would be wrong or slow: a copy from memory that is not pinned, memory unmapped under a copy,
+memory freed by a destructor after a kernel has failed, and a call that makes a context on a device that nobody has
+named. CUDA does so for the device that is current in the thread. Torch 2.13 makes one current by itself in
 
-Pinned memory is torch's: a block that is dropped is used again at once, unless a copy reads it that torch knows of.
-Torch knows of a copy if its source has the storage that torch has pinned, or begins where the block begins. (Torch
-then waits for all that the stream of the copy had to do when the block was dropped; here, for the copy alone.)
+- `Event.record`, `Stream.record_event`, `Stream.wait_event`, `Stream(device)`, `set_stream`, `empty_like`, `copy_`,
+  `index_select`, `mem_get_info`; `is_pinned` asks a device that has a context. An event that was never recorded,
+  `current_stream` and `record_stream` ask none;
+- but not in `Event.query`, `Event.elapsed_time`, ``cudaHostRegister``, ``cudaHostUnregister``; nor where memory is
+  pinned or the cache emptied, which queries events of blocks that were dropped.
 
-After a kernel has failed (`Machine.has_failed`), calls about events raise. Torch makes such a call when it frees memory
-that a second stream has used, in a destructor, and so the process ends. That is a fault too.
+**As torch.cuda.** A tensor "on the device" is one in host memory that says where it is and refuses to be mixed with
+others. A stream is busy as long as it was told to sleep and to copy, so events pass late. The error of a refused call
+comes up in the next kernel, that of a failed kernel in each call. What makes the host wait is an error if so asked.
 
-Sources: c10/cuda/CUDAEvent.h, c10/cuda/impl/CUDAGuardImpl.h and ATen/core/CachingHostAllocator.h of torch 2.13, torch's
-torch/cuda/streams.py and torch/cuda/__init__.py, and for what these call (``setCurrentStream``, ``isPinnedPtr``,
-``emptyCache``) PyTorch's repository.
+**Not simulated:** how fast anything is, what a driver does when a program ends, whether CUDA can pin shared memory,
+sparse tensors on a device, what a graph replays. The second form knows no races.
+
+Sources: of torch 2.13 c10/cuda/CUDAEvent.h, c10/cuda/impl/CUDAGuardImpl.h, ATen/core/CachingHostAllocator.h,
+torch/cuda/streams.py and torch/cuda/__init__.py; for what these call (``emptyCache``) PyTorch's repository.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import math
+import functools
+import os
 import random
+import sys
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
 from sharded_loader.devices.accelerator import Streams, in_turn
+from sharded_loader.resident import put_rows, take_rows
 
 KIND = "privateuseone"
 """The kind of device that torch leaves to others."""
 
+CYCLES, BANDWIDTH, TOTAL = 1.5e9, 20e9, 16 << 30
+"""Of a device: cycles per second, bytes per second of a copy to it, bytes of memory."""
+
+ERRORS = {0: "no error", 1: "invalid argument", 712: "already registered", 713: "not registered"}
+
 
 class Record:
-    """What an event has recorded: it passes when its stream gets there."""
+    """What an event has recorded: it passes when its stream gets there, and not before its time."""
 
     passed, time = False, 0.0
 
@@ -72,29 +79,34 @@ class Event:
     """
 
     def __init__(self, machine: Machine, timed: bool = False) -> None:
-        self.machine = machine
-        self.timed = timed
+        self.machine, self.timed = machine, timed
         self.device: torch.device | None = None
         self.last: Record | None = None
 
     @property
     def passed(self) -> bool:
-        return self.last is None or self.last.passed
+        return self.last is None or (self.last.passed and self.machine.clock() >= self.last.time)
 
     def query(self) -> bool:
+        self.machine.not_in_capture()
         if self.device is not None:
             self.machine.asks(self.device)
             self.machine.check()
         return self.passed
 
-    def record(self, stream: Stream) -> None:
+    def synchronize(self) -> None:
+        if not self.query():
+            time.sleep(max(0.0, self.last.time - self.machine.clock()))  # type: ignore[union-attr]
+
+    def record(self, stream: Stream | None = None) -> None:
+        stream = stream or self.machine.stream()
         self.device = self.device or stream.device
         if self.device != stream.device:
             raise RuntimeError(f"Event device {self.device} does not match recording stream's device {stream.device}.")
         self.last = made = Record()
 
         def happen() -> None:
-            made.passed, made.time = True, self.machine.clock()
+            made.passed, made.time = True, max(self.machine.clock(), stream.busy_until)
 
         stream.give(happen)
 
@@ -104,41 +116,47 @@ class Event:
             raise ValueError("Both events must be created with argument 'enable_timing=True', and be recorded.")
         if not (self.query() and later.query()):
             raise RuntimeError("Both events must be completed before calculating elapsed time.")
-        return (later.last.time - self.last.time) * 1000
-
-
-class PinnedBlock:
-    """Host memory that torch has pinned, as long as somebody holds it."""
-
-    def __init__(self, memory: bytearray) -> None:
-        self.memory = memory
-        self.storage = 0
-        self.guards: list[Record] = []
+        return max(0.0 if self.machine.is_late else 1e-3, (later.last.time - self.last.time) * 1000)
 
 
 class Stream:
-    """A queue of work: (what, whether it can be done now, what it reads)."""
+    """A queue of work: (what, whether it can be done now, what it reads). Its time is over at ``busy_until``."""
 
     def __init__(self, machine: Machine, device: torch.device, name: str) -> None:
-        self.machine = machine
-        self.device = device
-        self.name = f"{device} {name}"
-        self.queue: deque[tuple[Callable[[], None], Callable[[], bool], range | None]] = deque()
+        self.machine, self.device, self.name = machine, device, f"{device} {name}"
+        self.queue: deque[tuple[Callable[[], object], Callable[[], bool], range | None]] = deque()
+        self.busy_until, self.cuda_stream = 0.0, id(self)
 
     def give(
-        self, work: Callable[[], None], ready: Callable[[], bool] = lambda: True, reads: range | None = None
+        self, work: Callable[[], object], ready: Callable[[], bool] = lambda: True, reads: range | None = None
     ) -> None:
-        self.queue.append((work, ready, reads))
+        if self.machine.is_late:
+            self.queue.append((work, ready, reads))
+        else:
+            work()
 
-    def record_event(self) -> Event:
+    def sleep(self, seconds: float) -> None:
+        self.busy_until = max(self.busy_until, self.machine.clock()) + seconds
+
+    def record_event(self, event: Event | None = None) -> Event:
         self.machine.check()
         self.machine.log.append(("record", self.name))
-        return self.machine.record(self)
+        event = event or Event(self.machine)
+        event.record(self)
+        return event
 
     def wait_event(self, event: Event) -> None:
         self.machine.log.append(("wait", self.name))
         last = event.last
         self.give(lambda: None, lambda: last is None or last.passed)
+        self.busy_until = max(self.busy_until, last.time if last else 0.0)
+
+    def wait_stream(self, stream: Stream) -> None:
+        self.wait_event(stream.record_event())
+
+    def synchronize(self) -> None:
+        self.machine.reach(self.device)
+        time.sleep(max(0.0, self.busy_until - self.machine.clock()))
 
 
 class Machine:
@@ -146,30 +164,36 @@ class Machine:
 
     Args:
         seed: of the order in which work is done.
+        count: devices.
         blocks: device memory, in allocations; None: without end.
+        kind: of the devices. With `KIND` work is late, with "cuda" it is done at once.
     """
 
-    def __init__(self, seed: int = 0, count: int = 2, blocks: int | None = None) -> None:
-        self.devices = [torch.device(KIND, number) for number in range(count)]
+    def __init__(self, seed: int = 0, count: int = 2, blocks: int | None = None, kind: str = KIND) -> None:
+        self.is_late = kind == KIND
+        self.devices = [torch.device(kind, number) for number in range(count)]
         self.streams: dict[torch.device, list[Stream]] = {one: [Stream(self, one, "default")] for one in self.devices}
+        self.usage = {one: SimpleNamespace(allocated=0, peak=0, reserved=0, limit=TOTAL) for one in self.devices}
         self.registered: dict[int, int] = {}
         self.pinned: dict[int, int] = {}
         self.blocks = blocks
         self.faults: list[str] = []
         self.log: list[tuple[Any, ...]] = []
-        self.allocated = self.peak = self.blocked = self.cleared = self.caches_emptied = 0
-        self.refuse: int = 0
+        self.allocated = self.peak = self.blocked = self.cleared = self.caches_emptied = self.refuse = 0
         self.hangs = self.has_failed = False
         self.clock: Callable[[], float] = time.perf_counter
         self.memory_bytes: tuple[int, int] | None = (1 << 30, 1 << 30)
-        self._random = random.Random(seed)
+        self.random = random.Random(seed)
         self.contexts: set[torch.device] = set()
+        self.pinned_blocks: dict[int, SimpleNamespace] = {}
+        # As torch.cuda: a pending error of the runtime, the thread that captures and its mode.
+        self.pending, self.sync_debug_mode, self.capture_failed = 0, "default", False
+        self.capturing: tuple[int, str] = (0, "")
         self._recorded: dict[int, tuple[Stream, list[Stream]]] = {}
         self._current = threading.local()
-        self.pinned_blocks: dict[int, PinnedBlock] = {}
-        self._unpinned: list[PinnedBlock] = []
+        self._unpinned: list[SimpleNamespace] = []
         self._free: dict[tuple[Stream, int], list[np.ndarray]] = {}
-        self._pending: list[tuple[list[Event], Stream, np.ndarray]] = []
+        self._pending: list[tuple[list[Event], Stream, int, np.ndarray]] = []
         self._lock = threading.RLock()
 
     def streams_of(self, device: torch.device) -> SimulatedStreams | None:
@@ -178,49 +202,80 @@ class Machine:
 
     def of_rows(self) -> dict[str, Callable[..., Any]]:
         """In the place of functions of `resident`."""
-
-        def beside(tensor: torch.Tensor) -> SimulatedStreams:
-            return SimulatedStreams(self, self._recorded[tensor.untyped_storage().data_ptr()][0].device)
-
         return {
-            "load_rows": lambda streams, target, host: streams.load(target, host),
-            "take_rows": lambda column, rows: beside(column).take(column, rows),
-            "put_rows": lambda column, places, rows: beside(column).put(column, places, rows),
-            "memory_of": lambda streams: streams.memory(),
+            "load_rows": lambda streams, *tensors: self.load(streams.device, *tensors),
+            "take_rows": lambda *tensors: self.take(*tensors),
+            "put_rows": lambda *tensors: self.put(*tensors),
+            "memory_of": lambda streams: self.memory_of(streams.device),
         }
 
-    # -- streams --------------------------------------------------------------------------------------------
+    # -- devices and streams --------------------------------------------------------------------------------
 
-    def stream(self, device: torch.device) -> Stream:
-        """The calling thread's current stream."""
-        return getattr(self._current, str(device), self.streams[device][0])
+    def current_device(self) -> torch.device | None:
+        """That of the calling thread. Without one CUDA takes the first, and late work takes it for a fault."""
+        found: torch.device | None = getattr(self._current, "device", None)
+        return found or (None if self.is_late else self.devices[0])
+
+    def numbered(self, device: Any = None) -> torch.device:
+        """The device with its number, by default the current one."""
+        if isinstance(device, int):
+            return self.devices[device]
+        device = None if device is None else torch.device(device)
+        return device if device is not None and device.index is not None else self.current_device() or self.devices[0]
+
+    def set_device(self, device: Any) -> None:
+        self._current.device = self.numbered(device)
+        self.contexts.add(self._current.device)
 
     @contextmanager
-    def on(self, device: torch.device, stream: Stream) -> Iterator[None]:
-        before = self.stream(device)
-        self.set_stream(device, stream)
-        try:
-            with self.current(device):
-                yield
-        finally:
-            self.set_stream(device, before)
-
-    def set_stream(self, device: torch.device, stream: Stream) -> None:
-        setattr(self._current, str(device), stream)
-
-    @contextmanager
-    def current(self, device: torch.device) -> Iterator[None]:
+    def current(self, device: Any) -> Iterator[None]:
         """Make a device current in this thread."""
         before = getattr(self._current, "device", None)
-        self._current.device = device
+        self.set_device(device)
         try:
             yield
         finally:
             self._current.device = before
 
-    def new_stream(self, device: torch.device) -> Stream:
-        self.streams[device].append(Stream(self, device, str(len(self.streams[device]))))
-        return self.streams[device][-1]
+    def stream(self, device: Any = None) -> Stream:
+        """The calling thread's current stream."""
+        device = self.numbered(device)
+        return getattr(self._current, str(device), self.streams[device][0])
+
+    def set_stream(self, stream: Stream) -> None:
+        setattr(self._current, str(stream.device), stream)
+
+    @contextmanager
+    def on(self, device: torch.device, stream: Stream) -> Iterator[None]:
+        before = self.stream(device)
+        self.set_stream(stream)
+        try:
+            with self.current(device):
+                yield
+        finally:
+            self.set_stream(before)
+
+    def new_stream(self, device: Any = None, priority: int = 0) -> Stream:
+        streams = self.streams[self.reach(device)]
+        streams.append(Stream(self, streams[0].device, str(len(streams))))
+        return streams[-1]
+
+    def reach(self, device: Any = None) -> torch.device:
+        """A call that is about a device: it has a context from now on."""
+        self.check()
+        self.contexts.add(self.numbered(device))
+        return self.numbered(device)
+
+    def check(self) -> None:
+        """After a kernel has failed, each call about an event raises."""
+        if self.has_failed:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+    def not_in_capture(self) -> None:
+        """Called by what a capture forbids in its own thread, and in the mode "global" in every thread."""
+        if self.capturing[1] == "global" or self.capturing[0] == threading.get_ident():
+            self.capture_failed = True
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
     def run(self, steps: int) -> int:
         """Do up to so many pieces of work; how many there were."""
@@ -228,7 +283,7 @@ class Machine:
             able = [s for streams in self.streams.values() for s in streams if s.queue and s.queue[0][1]()]
             if not able:
                 return done
-            stream = self._random.choice(able)
+            stream = self.random.choice(able)
             stream.queue[0][0]()
             stream.queue.popleft()
         return steps
@@ -240,60 +295,74 @@ class Machine:
         stuck = [s.name for streams in self.streams.values() for s in streams if s.queue]
         assert not stuck, f"streams that wait for ever: {stuck}"
 
-    def check(self) -> None:
-        """After a kernel has failed, each call about an event raises."""
-        if self.has_failed:
-            raise RuntimeError("CUDA error: device-side assert triggered")
+    def kernel(self, device: torch.device, tensor: torch.Tensor, use: Callable[[np.ndarray], object]) -> None:
+        """Give the current stream something that reads a tensor: ``use`` gets its values at that time."""
+        address, nbytes, dtype, shape = tensor.data_ptr(), tensor.nbytes, tensor.numpy().dtype, tuple(tensor.shape)
+        self.stream(device).give(lambda: use(np.frombuffer(ctypes.string_at(address, nbytes), dtype).reshape(shape)))
+
+    def fill(self, device: torch.device, tensor: torch.Tensor, byte: int = 0) -> None:
+        """Give the current stream something that writes over a tensor, which may be dropped at once."""
+        address, nbytes = tensor.data_ptr(), tensor.nbytes
+        self.stream(device).give(lambda: ctypes.memset(address, byte, nbytes))
+
+    # -- device memory --------------------------------------------------------------------------------------
+
+    @property
+    def in_use(self) -> int:
+        """Blocks that are not free. Those that a stream may still use are counted."""
+        return self.allocated - sum(map(len, self._free.values()))
+
+    def claim(self, stream: Stream, size: int) -> np.ndarray:
+        """A block that was dropped, or a new one."""
+        usage = self.usage[stream.device]
+        with self._lock:
+            self._settle()
+            free = self._free.setdefault((stream, size), [])
+            if not free:
+                if self.blocks is not None and self.allocated >= self.blocks:
+                    raise torch.OutOfMemoryError(f"simulated: {self.allocated} blocks are all there are")
+                if usage.reserved + size > usage.limit:
+                    raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size} bytes (simulated)")
+                free.append(np.full(size if self.is_late else 0, 0xAB, np.uint8))
+                self.allocated, usage.reserved = self.allocated + 1, usage.reserved + size
+                self.peak = max(self.peak, self.allocated)
+            usage.allocated += size
+            usage.peak = max(usage.peak, usage.allocated)
+            return free.pop()
+
+    def give_back(self, stream: Stream, size: int, block: np.ndarray, recorded: list[Stream]) -> None:
+        """A tensor over a block was dropped: others may have it after what these streams have to do."""
+        with self._lock:
+            self._frees(bool(recorded))
+            self.usage[stream.device].allocated -= size
+            events = [Event(self) for _ in recorded]
+            for event, one in zip(events, recorded, strict=True):
+                event.record(one)
+            self._pending.append((events, stream, size, block))
+            if not events:
+                self._settle()
+
+    def _settle(self) -> None:
+        for item in [item for item in self._pending if all(event.passed for event in item[0])]:
+            self._pending.remove(item)
+            self._free.setdefault(item[1:3], []).append(item[3])
 
     def _frees(self, used: bool) -> None:
         if used and self.has_failed:
             self.faults.append("memory that a second stream has used was freed after a kernel had failed: torch aborts")
 
-    def record(self, stream: Stream) -> Event:
-        event = Event(self)
-        event.record(stream)
-        return event
-
-    def kernel(self, device: torch.device, tensor: torch.Tensor, use: Callable[[np.ndarray], None]) -> None:
-        """Give the current stream something that reads a tensor: ``use`` gets its values at that time."""
-        address, nbytes, dtype, shape = tensor.data_ptr(), tensor.nbytes, tensor.numpy().dtype, tuple(tensor.shape)
-        self.stream(device).give(lambda: use(np.frombuffer(ctypes.string_at(address, nbytes), dtype).reshape(shape)))
-
-    # -- device memory --------------------------------------------------------------------------------------
-
     def allocate(self, device: torch.device, host: torch.Tensor) -> torch.Tensor:
+        """Memory on the device like that of a host tensor, on the current stream."""
         self.contexts.add(device)
-        with self._lock:
-            layout = torch.empty_like(host)
-            stream, size = self.stream(device), max(8, layout.nbytes)
-            for item in list(self._pending):
-                events, home, block = item
-                if all(event.passed for event in events):
-                    self._pending.remove(item)
-                    self._free.setdefault((home, block.nbytes), []).append(block)
-            free = self._free.setdefault((stream, size), [])
-            if free:
-                block = free.pop()
-            else:
-                if self.blocks is not None and self.allocated >= self.blocks:
-                    raise torch.OutOfMemoryError(f"simulated: {self.allocated} blocks on {device} are all there are")
-                block = np.full(size, 0xAB, np.uint8)
-                self.allocated += 1
-                self.peak = max(self.peak, self.allocated)
-            exporter = np.frombuffer((ctypes.c_uint8 * size).from_buffer(block), np.uint8)
-            recorded: list[Stream] = []
-            weakref.finalize(exporter, self._freed, stream, block, recorded).atexit = False
-            self.log.append(("allocate", stream.name))
-            self._recorded[block.ctypes.data] = stream, recorded
-            raw = torch.from_numpy(exporter)[: layout.nbytes]
-            return raw.view(host.dtype).as_strided(host.shape, layout.stride())
-
-    def _freed(self, stream: Stream, block: np.ndarray, recorded: list[Stream]) -> None:
-        self._frees(bool(recorded))
-        if recorded:
-            self._pending.append(([self.record(one) for one in recorded], stream, block))
-        else:
-            self._free.setdefault((stream, block.nbytes), []).append(block)
+        layout, stream, recorded = torch.empty_like(host), self.stream(device), list[Stream]()
+        size = max(8, layout.nbytes)
+        block = self.claim(stream, size)
+        exporter = np.frombuffer((ctypes.c_uint8 * size).from_buffer(block), np.uint8)
+        weakref.finalize(exporter, self.give_back, stream, size, block, recorded).atexit = False
+        self.log.append(("allocate", stream.name))
+        self._recorded[block.ctypes.data] = stream, recorded
+        raw = torch.from_numpy(exporter)[: layout.nbytes]
+        return raw.view(host.dtype).as_strided(host.shape, layout.stride())
 
     def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
         found = self._recorded.get(tensor.untyped_storage().data_ptr())
@@ -303,9 +372,39 @@ class Machine:
     def empty_cache(self) -> None:
         self.caches_emptied += 1
         self.finish()
-        self.allocated -= sum(map(len, self._free.values())) + len(self._pending)
-        self._free.clear()
-        self._pending.clear()
+        with self._lock:
+            self._settle()
+            for (stream, size), blocks in self._free.items():
+                self.allocated -= len(blocks)
+                self.usage[stream.device].reserved -= size * len(blocks)
+            self._free.clear()
+
+    def load(self, device: torch.device, target: torch.Tensor, host: torch.Tensor) -> None:
+        """After what the stream has to do; the host waits for an event."""
+        self.asks(device)
+        stream, done = self.stream(device), Event(self)
+        stream.give(lambda: target.copy_(host))
+        done.record(stream)
+        while not done.passed:
+            assert self.run(1), "the host waits for a copy that is never done"
+
+    def take(self, column: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """The rows whose numbers lie on the device when it gets there."""
+        device = self.device_of(column)
+        taken = self.allocate(device, column.new_empty((len(rows), *column.shape[1:])))
+        to, source, numbers = map(unheld, (taken, column, rows))
+        self.stream(device).give(lambda: to.copy_(take_rows(source, numbers)))
+        return taken
+
+    def put(self, column: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> None:
+        to, numbers, source = map(unheld, (column, places, rows))
+        self.stream(self.device_of(column)).give(lambda: put_rows(to, numbers, source))
+
+    def device_of(self, tensor: torch.Tensor) -> torch.device:
+        return self._recorded[tensor.untyped_storage().data_ptr()][0].device
+
+    def memory_of(self, device: torch.device) -> tuple[int, int] | None:
+        return self.memory_bytes
 
     # -- host memory ----------------------------------------------------------------------------------------
 
@@ -313,9 +412,14 @@ class Machine:
         """Whether host memory is page-locked in place."""
         return any(start <= address and address + nbytes <= start + size for start, size in self.registered.items())
 
+    def is_pinned(self, host: torch.Tensor) -> bool:  # finalizers take entries out of `pinned`
+        address = host.data_ptr()
+        own = any(start <= address < start + size for start, size in self.pinned.copy().items())
+        return own or self.holds(address, host.nbytes)
+
     def pins(self) -> None:
         """A call that makes a context on whatever device is current in the thread."""
-        current = getattr(self._current, "device", None)
+        current = self.current_device()
         if current is None:
             self.faults.append("a call that makes a context, such as pinning, with no device made current")
         else:
@@ -323,9 +427,10 @@ class Machine:
 
     def asks(self, device: torch.device) -> None:
         """The same, and it is about this device."""
-        if getattr(self._current, "device", None) != device:
+        current = self.current_device()
+        if current != device:
             self.faults.append(f"{device} was asked with no device made current, or another one")
-        self.contexts.add(device)
+        self.contexts.add(current or device)
 
     def pin(self, nbytes: int) -> torch.Tensor:
         """Pinned memory: of a block that was dropped, if no copy reads it that is known of, or new."""
@@ -334,7 +439,7 @@ class Machine:
             fits = (one for one in list(self._unpinned) if len(one.memory) == size)
             block = next((one for one in fits if all(event.passed for event in one.guards)), None)
             if block is None:
-                block = PinnedBlock(bytearray(size))
+                block = SimpleNamespace(memory=bytearray(size), storage=0, guards=[])
             else:
                 self._unpinned.remove(block)
                 block.guards.clear()
@@ -345,6 +450,12 @@ class Machine:
         self.pinned[address], self.pinned_blocks[address] = size, block
         weakref.finalize(array, self._unpin, address).atexit = False
         return whole[:nbytes]
+
+    def pinned_copy(self, host: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+        """A host tensor in pinned memory, with these strides."""
+        nbytes = torch.empty_strided(host.shape, stride, dtype=host.dtype, device="cpu").untyped_storage().nbytes()
+        raw = self.pin(max(1, nbytes))[:nbytes]
+        return raw.view(host.dtype).as_strided(host.shape, stride).copy_(host)
 
     def _unpin(self, address: int) -> None:
         del self.pinned[address]
@@ -361,56 +472,59 @@ class Machine:
         return []
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        assert all(type(value) is int for value in (address, nbytes, flags))
         self.pins()
-        if self.refuse:
-            return self.refuse
-        if address in self.registered:
+        code, end = self.refuse or int(nbytes == 0), address + nbytes
+        if not code and any(address < start + size and start < end for start, size in self.registered.items()):
             self.faults.append("registered twice")
-        self.registered[address] = nbytes
-        return 0
+            code = 712
+        if not code:
+            self.registered[address] = nbytes
+        return self._end(code)
 
     def cudaHostUnregister(self, address: int) -> int:
+        assert type(address) is int
         self.pins()
-        nbytes = self.registered.pop(address)
-        for streams in self.streams.values():
-            for stream in streams:
-                if any(r is not None and address <= r.start < address + nbytes for _, _, r in stream.queue):
-                    self.faults.append("memory was unregistered under a copy")
-        return 0
+        nbytes = self.registered.pop(address, 0)
+        queued = [reads for streams in self.streams.values() for stream in streams for _, _, reads in stream.queue]
+        if any(reads is not None and address <= reads.start < address + nbytes for reads in queued):
+            self.faults.append("memory was unregistered under a copy")
+        return self._end(0 if nbytes else 713)
+
+    def _end(self, code: int) -> int:
+        self.pending = code or self.pending
+        return code
 
     def cudaGetLastError(self) -> int:
         self.cleared += 1
         return 0
 
 
+def unheld(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor, as a device knows it: it may be dropped."""
+    if not tensor.nbytes:
+        return tensor
+    memory = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
+    return torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+
 class SimulatedStreams(Streams):
-    """The machine, as the library sees it."""
+    """A device of late work, as the library sees it."""
 
     def __init__(self, machine: Machine, device: torch.device) -> None:
-        self.device = device
-        self.machine = machine
+        self.device, self.machine = device, machine
+        self.current_device = lambda: -1  # so each call makes it current
+        self.new_stream = functools.partial(machine.new_stream, device)
+        self.caller_stream = functools.partial(machine.stream, device)
+        self.empty_like = functools.partial(machine.allocate, device)
+        self.hollow = functools.partial(torch.empty, 0)
 
     def current(self) -> Any:
         return in_turn(torch.inference_mode(False), self.machine.current(self.device))
 
-    def current_device(self) -> int:
-        return -1  # so each call makes it current
-
-    def new_stream(self) -> Stream:
-        return self.machine.new_stream(self.device)
-
-    def caller_stream(self) -> Stream:
-        return self.machine.stream(self.device)
-
     def set_stream(self, stream: Stream) -> None:
         self.machine.asks(stream.device)
-        self.machine.set_stream(self.device, stream)
-
-    def empty_like(self, host: torch.Tensor) -> torch.Tensor:
-        return self.machine.allocate(self.device, host)
-
-    def hollow(self, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(0, dtype=dtype)
+        self.machine.set_stream(stream)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         machine, stream = self.machine, self.caller_stream()
@@ -438,17 +552,14 @@ class SimulatedStreams(Streams):
     def holds(self, tensor: torch.Tensor) -> bool:
         return True  # all are on the host, where nobody can tell them apart
 
-    def is_pinned(self, host: torch.Tensor) -> bool:  # finalizers take entries out of `pinned`
-        machine, address = self.machine, host.data_ptr()
-        if not machine.contexts:
-            machine.pins()
-        own = any(start <= address < start + size for start, size in machine.pinned.copy().items())
-        return own or machine.holds(address, host.nbytes)
+    def is_pinned(self, host: torch.Tensor) -> bool:
+        if not self.machine.contexts:
+            self.machine.pins()
+        return self.machine.is_pinned(host)
 
     def pin(self, host: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-        layout = torch.empty_strided(host.shape, stride, dtype=host.dtype)
-        raw = self.pinned_bytes(layout.untyped_storage().nbytes())
-        return raw.view(host.dtype).as_strided(host.shape, stride).copy_(host)
+        self.pinned_bytes(0)  # which has the same causes to fail
+        return self.machine.pinned_copy(host, stride)
 
     def pinned_bytes(self, nbytes: int) -> torch.Tensor:
         self.machine.pins()
@@ -468,45 +579,235 @@ class SimulatedStreams(Streams):
         else:
             assert self.machine.run(1), "the host waits for an event that never passes"
 
-    def load(self, target: torch.Tensor, host: torch.Tensor) -> None:
-        """After what the stream has to do; the host waits."""
-        self.machine.asks(self.device)  # the host waits for an event
-        stream, done = self.caller_stream(), Event(self.machine)
-        stream.give(lambda: target.copy_(host))
-        done.record(stream)
-        while not done.passed:
-            assert self.machine.run(1), "the host waits for a copy that is never done"
-
-    def take(self, column: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        taken = self.empty_like(torch.empty((len(rows), *column.shape[1:]), dtype=column.dtype))
-        self._move_rows(taken, range(len(rows)), column, rows)
-        return taken
-
-    def put(self, column: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> None:
-        self._move_rows(column, places, rows, range(len(places)))
-
-    def _move_rows(self, to: torch.Tensor, places: Any, source: torch.Tensor, rows: Any) -> None:
-        """Rows of ``source`` go to places in ``to``. Each of the two is a range, or numbers on the device."""
-        size = math.prod(to.shape[1:]) * to.itemsize
-        begins, lengths = (to.data_ptr(), source.data_ptr()), (len(to), len(source))
-        addresses = [one if isinstance(one, range) else (one.data_ptr(), 8 * len(one)) for one in (places, rows)]
-
-        def move() -> None:
-            numbers = [
-                one if isinstance(one, range) else np.frombuffer(ctypes.string_at(*one), np.int64).tolist()
-                for one in addresses
-            ]
-            if any(not 0 <= n < count for some, count in zip(numbers, lengths, strict=True) for n in some):
-                self.machine.faults.append("rows were gathered or put that a tensor does not have")
-                return
-            for place, row in zip(*numbers, strict=True):
-                ctypes.memmove(begins[0] + place * size, begins[1] + row * size, size)
-
-        self.caller_stream().give(move)
-
     def empty_cache(self) -> None:
         self.machine.asks(self.device)
         self.machine.empty_cache()
 
-    def memory(self) -> tuple[int, int] | None:
-        return self.machine.memory_bytes
+
+# -- as torch.cuda ----------------------------------------------------------------------------------------------------
+
+cuda: Machine | None = None
+"""What this process has in the place of ``torch.cuda``."""
+
+HOST = {name: getattr(torch.Tensor, name) for name in ("to", "copy_")}
+FACTORIES = "empty zeros ones full arange tensor randn rand randint empty_strided empty_like zeros_like ones_like"
+FACTORIES += " full_like as_tensor eye linspace"
+WAITING = ["item", "tolist", "__bool__", "__int__", "__float__", "equal", "nonzero", "unique"]
+
+
+class CudaTensor(torch.Tensor):
+    """A tensor that says that it is on a device."""
+
+    device = property(lambda self: self._on)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        flat = [*args, *(kwargs or {}).values()]
+        tensors = [x for arg in flat for x in (arg if isinstance(arg, (list, tuple)) else [arg]) if torch.is_tensor(x)]
+        on, name = next(x._on for x in tensors if hasattr(x, "_on")), getattr(func, "__name__", "")
+        if name not in ("__get__", "__set__", "copy_", "_has_compatible_shallow_copy_type"):
+            launch()
+            elsewhere = [x for x in tensors if getattr(x, "_on", None) != on and x.dim() and name != "__getitem__"]
+            # Of a packed sequence the batch_sizes belong on the host.
+            if elsewhere if name != "lstm" else [x is args[1] for x in elsewhere] != [True]:
+                raise RuntimeError(f"{name}: Expected all tensors to be on the same device")
+        if name in WAITING:
+            wait()
+        with torch._C.DisableTorchFunctionSubclass():
+            return placed(func(*args, **(kwargs or {})), on)
+
+    def numpy(self, *args: Any, **options: Any) -> Any:
+        raise TypeError(f"can't convert {self.device} device type tensor to numpy")
+
+    def cpu(self) -> torch.Tensor:
+        return self.to("cpu")
+
+    def record_stream(self, stream: Stream) -> None:
+        assert type(stream) is Stream
+        self._recorded.append(stream)
+
+
+def launch() -> None:
+    """A kernel is launched: torch looks for errors then."""
+    code, cuda.pending = cuda.pending, 0
+    if code:
+        raise RuntimeError(f"CUDA error: {ERRORS.get(code, 'unknown error')}")
+
+
+def wait() -> None:
+    """The host is about to wait for the device."""
+    if cuda.sync_debug_mode == "error":
+        raise RuntimeError("called a synchronizing CUDA operation")
+    cuda.stream().synchronize()
+
+
+def placed(made: Any, on: torch.device) -> Any:
+    """The results of something that was done on a device."""
+    if isinstance(made, (list, tuple)) and not isinstance(made, torch.Size):
+        return type(made)([placed(one, on) for one in made])
+    if isinstance(made, torch.Tensor) and not hasattr(made, "_on"):
+        made = made if isinstance(made, CudaTensor) else made.as_subclass(CudaTensor)
+        made._on, made._recorded = on, []
+    return made
+
+
+def allocated(made: torch.Tensor, on: torch.device) -> Any:
+    """A new tensor on the device, of the memory of the current stream."""
+    cuda.reach(on)
+    launch()
+    stream, size = cuda.stream(on), -(-made.nbytes // 512) * 512
+    block, made = cuda.claim(stream, size), placed(made, on)
+    weakref.finalize(made, cuda.give_back, stream, size, block, made._recorded).atexit = False
+    return made
+
+
+def transfer(source: torch.Tensor, on: torch.device, non_blocking: bool) -> None:
+    """The time that a copy from the host takes."""
+    cuda.stream(on).sleep(source.nbytes / BANDWIDTH)
+    if source.nbytes and not non_blocking:
+        wait()
+    elif not source.is_pinned():  # the host waits too, and torch does not tell
+        cuda.stream(on).synchronize()
+
+
+def is_pinned(self: torch.Tensor, device: Any = None) -> bool:
+    return not hasattr(self, "_on") and cuda.is_pinned(self)
+
+
+def pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
+    cuda.not_in_capture()
+    cuda.reach()  # torch queries events of memory that was dropped
+    return self if self.is_pinned() else cuda.pinned_copy(self, self.stride())
+
+
+def to(self: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+    device, dtype, non_blocking, layout = torch._C._nn._parse_to(*args, **options)
+    device = getattr(args[0], "_on", device) if args else device
+    mine: torch.device | None = getattr(self, "_on", None)
+    on = mine if device is None else cuda.numbered(device) if device.type == "cuda" else None
+    named = {} if layout is None else {"memory_format": layout}
+    with torch._C.DisableTorchFunctionSubclass():
+        cast = HOST["to"](self, self.dtype if dtype is None else dtype, copy=on != mine, **named)
+    if on == mine:
+        return cast if mine is None or hasattr(cast, "_on") else placed(cast, mine)
+    if on is None:
+        wait()
+        plain = cast.as_subclass(torch.Tensor)
+        return plain.clone() if hasattr(plain, "_on") else plain
+    if mine is None:
+        transfer(self, on, non_blocking)
+    return allocated(cast, on)
+
+
+def copy_(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    mine, other = getattr(self, "_on", None), getattr(source, "_on", None)
+    if mine is not None and other is None:
+        transfer(source, mine, non_blocking)
+    elif mine is None and other is not None:
+        wait()
+    with torch._C.DisableTorchFunctionSubclass():
+        HOST["copy_"](self, source)
+    return self
+
+
+def factory(real: Any) -> Any:
+    @functools.wraps(real)
+    def make(*args: Any, **options: Any) -> Any:
+        device, pinned = options.pop("device", None), options.pop("pin_memory", False)
+        if device is not None and torch.device(device).type == "cuda":
+            if real.__name__ == "tensor":
+                wait()  # copied from memory that is not pinned
+            return allocated(real(*args, **options, device="cpu"), cuda.numbered(device))
+        made = real(*args, **options, **({} if device is None else {"device": device}))
+        return pin_memory(made) if pinned else made
+
+    return make
+
+
+@contextmanager
+def capture(graph: object, capture_error_mode: str = "global") -> Iterator[None]:
+    cuda.capturing, cuda.capture_failed = (threading.get_ident(), capture_error_mode), False
+    with contextlib.ExitStack() as ends:
+        ends.callback(setattr, cuda, "capturing", (0, ""))
+        ends.enter_context(cuda.on(cuda.numbered(), cuda.new_stream()))
+        yield
+    if cuda.capture_failed:
+        raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+
+def install(gpus: int = 1) -> None:
+    """Put a machine in the place of ``torch.cuda``, for the rest of this process."""
+    global cuda
+    torch.set_num_threads(1)  # where cores are busy, a copy that is shared by threads takes milliseconds
+    cuda = machine = Machine(count=gpus, kind="cuda")
+
+    def of(device: Any) -> SimpleNamespace:
+        return machine.usage[machine.numbered(device)]
+
+    runtime = {name: getattr(machine, name) for name in ("cudaHostRegister", "cudaHostUnregister")}
+    runtime |= {"cudaError": int, "cudaGetErrorString": lambda error: ERRORS.get(error, "unknown")}
+
+    replaced: dict[str, Any] = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "is_bf16_supported": lambda including_emulation=True: True,
+        "device_count": lambda: gpus,
+        "current_device": lambda: machine.numbered().index,
+        "set_device": machine.set_device,
+        "device": machine.current,
+        "Stream": machine.new_stream,
+        "Event": lambda enable_timing=False, **_: Event(machine, enable_timing),
+        "stream": lambda stream: machine.on(stream.device, stream) if stream else contextlib.nullcontext(),
+        "set_stream": lambda stream: (machine.set_device(stream.device), machine.set_stream(stream)),
+        "current_stream": machine.stream,
+        "default_stream": lambda device=None: machine.streams[machine.numbered(device)][0],
+        "synchronize": lambda device=None: [s.synchronize() for s in machine.streams[machine.numbered(device)]],
+        "cudart": lambda: SimpleNamespace(**runtime),
+        "_sleep": lambda cycles: machine.stream().sleep(cycles / CYCLES),
+        "set_sync_debug_mode": lambda mode: setattr(machine, "sync_debug_mode", mode),
+        "memory_allocated": lambda device=None: of(device).allocated,
+        "memory_reserved": lambda device=None: of(device).reserved,
+        "max_memory_allocated": lambda device=None: of(device).peak,
+        "host_memory_stats": lambda: {"active_bytes.current": sum(machine.pinned.copy().values())},
+        "reset_peak_memory_stats": lambda device=None: setattr(of(device), "peak", of(device).allocated),
+        "empty_cache": lambda: (machine.reach(), machine.empty_cache()),
+        "mem_get_info": lambda device=None: (TOTAL - of(device).reserved, TOTAL),
+        "get_device_properties": lambda device=None: SimpleNamespace(name="pretended", total_memory=TOTAL),
+        "set_per_process_memory_fraction": lambda part, device=None: setattr(of(device), "limit", int(part * TOTAL)),
+        "_lazy_init": lambda: None,
+        "is_current_stream_capturing": lambda: machine.capturing[0] == threading.get_ident(),
+        "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),
+        "graph": capture,
+    }
+    for name, replacement in replaced.items():
+        assert hasattr(torch.cuda, name) or name == "host_memory_stats", name  # which torch has since 2.9
+        setattr(torch.cuda, name, replacement)
+    for name in FACTORIES.split():
+        setattr(torch, name, factory(getattr(torch, name)))
+    for name, method in {"to": to, "copy_": copy_, "pin_memory": pin_memory, "is_pinned": is_pinned}.items():
+        setattr(torch.Tensor, name, method)
+    autocast = torch.autocast
+    torch.autocast = lambda kind, *args, **options: autocast("cpu" if kind == "cuda" else kind, *args, **options)
+    torch.__future__.set_overwrite_module_params_on_conversion(True)  # parameters become tensors on the device
+    torch._C._cuda_hasPrimaryContext = lambda index: machine.devices[index] in machine.contexts
+    torch._assert_async = lambda value: setattr(machine, "has_failed", machine.has_failed or not value.cpu())
+    accelerator = {"is_available": True, "current_accelerator": torch.device("cuda"), "current_device_index": 0}
+    accelerator["set_device_index"] = None
+    for name, value in accelerator.items():
+        setattr(torch.accelerator, name, lambda *_, value=value, **__: value)
+
+
+def pytest_configure(config: Any) -> None:
+    if config.pluginmanager.hasplugin("simulated"):
+        os.environ.setdefault("GPU_TESTS_PART", "50")
+        install(int(os.environ.get("PRETENDED_GPUS", "1")))
+
+
+if __name__ == "__main__":  # MODULE ARGUMENTS: a program, as `python -m` runs it
+    import runpy
+
+    from simulated import install as install_once
+
+    install_once()
+    sys.argv = sys.argv[1:]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -61,7 +61,7 @@ def order_of(loader: ShardedDataLoader, epoch: int) -> list[list[int]]:
 @pytest.mark.parametrize("seed", range(3))
 def test_values_are_intact_whatever_the_device_does_when(machine: Machine, pool: Pool, seed: int) -> None:
     rng, consumer, held = random.Random(seed), Consumer(machine), []
-    machine._random.seed(seed)
+    machine.random.seed(seed)
     devices = machine.devices
     with ShardedDataLoader(dataset(), 32, shuffle=True, seed=seed, devices=devices, pool=pool) as loader:
         for epoch in range(6):

@@ -209,7 +209,7 @@ def test_memory_of_the_copy_stream_is_not_used_again_while_the_caller_reads_it(
     machine: Machine, device: torch.device, kind: str, seed: int
 ) -> None:
     """A batch is dropped as soon as its work is given to the stream, and the next ones are copied ahead."""
-    machine._random.seed(seed)
+    machine.random.seed(seed)
     copies, wrong = CopyStream(STREAMS["device"]), []
     waiting = [copies.begin([KINDS[kind](torch.full((1000,), number), torch.zeros(1))]) for number in range(2)]
     for number in range(12):
@@ -413,7 +413,7 @@ class Tail:
 def test_memory_that_torch_does_not_guard_is_not_used_again_before_it_was_read(
     machine: Machine, device: torch.device, fails: bool, seed: int
 ) -> None:
-    machine._random.seed(seed)
+    machine.random.seed(seed)
     streams, copies = STREAMS["device"], CopyStream(STREAMS["device"])
     batch = [torch.arange(7), Tail(torch.arange(1000)), *([Stubborn(None, None)] if fails else [])]
     if fails:

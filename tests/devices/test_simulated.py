@@ -33,8 +33,8 @@ ALONE: dict[str, Callable[[SimulatedStreams], object]] = {
     "a new stream": lambda s: s.new_stream(),
     "memory on the device": lambda s: s.empty_like(torch.ones(3)),
     "record_stream": lambda s: s.used_on([s.empty_like(torch.ones(3))], s.new_stream()),
-    "the rows of a column": lambda s: s.take(s.empty_like(torch.ones(3)), s.empty_like(torch.ones(2).long())),
-    "how much memory there is": lambda s: s.memory(),
+    "the rows of a column": lambda s: s.machine.take(s.empty_like(torch.ones(3)), s.empty_like(torch.ones(2).long())),
+    "how much memory there is": lambda s: s.machine.memory_of(s.device),
 }
 """What torch makes the device current for."""
 
@@ -45,7 +45,7 @@ ASKING: dict[str, Callable[[SimulatedStreams], object]] = {
     "is_pinned, and no device has a context": lambda s: s.is_pinned(torch.ones(3)),
     "register, unregister": lambda s: (s.machine.cudaHostRegister(4096, 64, 1), s.machine.cudaHostUnregister(4096)),
     "another stream made current, and the one before again": lambda s: s.set_stream(s.new_stream()),
-    "a copy that the host waits for": lambda s: s.load(torch.empty(3), torch.ones(3)),
+    "a copy that the host waits for": lambda s: s.machine.load(s.device, torch.empty(3), torch.ones(3)),
 }
 """Where CUDA makes a context on the device that is current."""
 

@@ -85,7 +85,7 @@ def drawn(loader: ShardedDataLoader[Any], epochs: int = 1) -> list[Any]:
 @pytest.mark.parametrize("seed", range(2))
 def test_it_runs_behind_the_copy_and_before_the_program(machine: Machine, pool: Pool, seed: int) -> None:
     """Batches are dropped as soon as their work is given to the stream. Memory that is used too early is seen."""
-    machine._random.seed(seed)
+    machine.random.seed(seed)
     device, late, wrong = machine.devices[0], Late(machine), []
     with ShardedDataLoader(Rows(), 4, seed=3, pool=pool, device=Placement(device, device_transform=late)) as loader:
         for epoch in range(2):
@@ -134,7 +134,7 @@ def test_the_memory_is_bounded_however_far_the_host_is_ahead(machine: Machine) -
 @pytest.mark.parametrize("seed", range(8))
 def test_what_it_is_made_of_is_not_used_again_before_it_was_read(machine: Machine, seed: int) -> None:
     """The copy's memory is the caller's, whose stream knows nothing of a function on another one."""
-    machine._random.seed(seed)
+    machine.random.seed(seed)
     device, late = machine.devices[0], Late(machine)
     copies, rng = CopyStream(SimulatedStreams(machine, device)), np.random.default_rng(0)
     batch = {"x": np.arange(WIDTH), "name": "text"}

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import simulated
 import torch
 
 from sharded_loader import ShardedDataLoader
@@ -33,7 +34,7 @@ needs_cuda = pytest.mark.skipif("not torch.cuda.is_available()", reason="needs a
 needs_two = pytest.mark.skipif("torch.cuda.device_count() < 2", reason="needs two GPUs")
 
 
-PRETENDED = "pretend_cuda" in sys.modules
+PRETENDED = simulated.cuda is not None
 """The GPU is only pretended."""
 
 
@@ -211,5 +212,5 @@ def run_program(code: str, seconds: float) -> subprocess.CompletedProcess[str]:
         subprocess.TimeoutExpired: it has not ended after so many seconds.
     """
     if PRETENDED:
-        code = f"import pretend_cuda; pretend_cuda.install({torch.cuda.device_count()})\n{code}"
+        code = f"import simulated; simulated.install({torch.cuda.device_count()})\n{code}"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=seconds)

@@ -28,7 +28,7 @@ from on_cuda import (
     sleep,
 )
 
-from sharded_loader import ArrayDataset, Placement, ProcessPool, ShardedDataLoader, resident
+from sharded_loader import ArrayDataset, Placement, ProcessPool, ShardedDataLoader
 from sharded_loader.devices import accelerator
 from sharded_loader.engine.pool import Pool
 from sharded_loader.torch import DataLoader
@@ -293,7 +293,7 @@ def test_a_thread_local_capture_works_beside_threads_that_read(cuda: torch.devic
 
 def test_after_a_capture_in_the_default_mode_beside_threads_the_loader_goes_on() -> None:
     """The capture may break, and with it batches: torch's own loader has the same limit. In a process of its own."""
-    pretended = "import pretend_cuda; pretend_cuda.install(); " * ("pretend_cuda" in sys.modules)
+    pretended = "import simulated; simulated.install(); " * PRETENDED
     program = f"import sys; sys.path[:0] = {sys.path!r}; {pretended}import test_gpu_host as tests; "
     program += "tests.capture_beside_threads('global')"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=200)
@@ -411,29 +411,6 @@ def test_columns_that_do_not_fit_are_streamed(cuda: torch.device) -> None:
         ShardedDataLoader(images(16, 32), 1, device=Placement(cuda, resident=True)) as loader,  # 512 MB
     ):
         assert [labels.item() for _, labels in loader] == list(range(16))
-
-
-def test_rows_are_given_back_after_the_first_step_if_the_model_needs_them(
-    cuda: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data, memory = images(256), added_memory(cuda)
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(cuda)
-    free, total = torch.cuda.mem_get_info(cuda)
-    monkeypatch.setattr(resident, "RESERVE", (free - 100 * MB) / total)  # room for 100 MB: the data is 64 MB
-    with ShardedDataLoader(data, 16, device=Placement(cuda, resident="auto")) as loader:
-        batches, seen = iter(loader), list[int]()
-        seen += next(batches)[1].tolist()
-        assert memory() > 64 * MB
-        assert f"resident on {cuda}, " in repr(loader)
-        model = torch.empty(70 * MB, dtype=torch.uint8, device=cuda)
-        seen += next(batches)[1].tolist()
-        assert model.nbytes + 16 * MB < memory() < model.nbytes + 48 * MB
-        assert f"resident on {cuda} (" in repr(loader)
-        for values, labels in batches:
-            assert torch.equal(values[:, 0].long(), labels)
-            seen += labels.tolist()
-    assert seen == list(range(256))
 
 
 def test_a_device_without_memory_for_a_batch_gives_its_rows_back(cuda: torch.device) -> None:

@@ -155,7 +155,7 @@ def test_results_of_rows_that_each_device_keeps_are_gathered_on_the_first(cuda: 
 
 NO_OTHER_CONTEXT = """
 import numpy, torch
-from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
+from sharded_loader import ArrayDataset, Placement, ProcessPool, ShardedDataLoader
 from sharded_loader.torch import DataLoader
 data = ArrayDataset(numpy.zeros((64, 8192), numpy.float32))
 def read(device, **options):
@@ -171,7 +171,7 @@ def read_all(device):
     read(device, pool=ProcessPool(2))
     read(device, thread_pool=True, num_workers=2)
     read(device)
-    read(device, resident=True)
+    read(Placement(device, resident=True))
     read(device, kind=DataLoader, num_workers=2)
 EACH
 torch.cuda.synchronize(1)
