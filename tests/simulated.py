@@ -53,9 +53,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from sharded_loader.devices.accelerator import Streams, in_turn
-from sharded_loader.resident import put_rows, take_rows
-
 KIND = "privateuseone"
 """The kind of device that torch leaves to others."""
 
@@ -390,15 +387,22 @@ class Machine:
 
     def take(self, column: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """The rows whose numbers lie on the device when it gets there."""
-        device = self.device_of(column)
-        taken = self.allocate(device, column.new_empty((len(rows), *column.shape[1:])))
-        to, source, numbers = map(unheld, (taken, column, rows))
-        self.stream(device).give(lambda: to.copy_(take_rows(source, numbers)))
+        taken = self.allocate(self.device_of(column), column.new_empty((len(rows), *column.shape[1:])))
+        self._later(column, lambda to, source, numbers: np.copyto(to, source[numbers]), taken, column, rows)
         return taken
 
     def put(self, column: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> None:
-        to, numbers, source = map(unheld, (column, places, rows))
-        self.stream(self.device_of(column)).give(lambda: put_rows(to, numbers, source))
+        self._later(column, lambda to, source, numbers: to.__setitem__(numbers, source), column, rows, places)
+
+    def _later(self, column: torch.Tensor, move: Callable[..., None], *tensors: torch.Tensor) -> None:
+        to, source, numbers = map(rows_of, tensors)
+
+        def check() -> None:
+            found = numbers.view(np.int64).ravel()
+            assert (found >= 0).all(), "rows that a tensor does not have"
+            move(to, source, found)
+
+        self.stream(self.device_of(column)).give(check)
 
     def device_of(self, tensor: torch.Tensor) -> torch.device:
         return self._recorded[tensor.untyped_storage().data_ptr()][0].device
@@ -500,31 +504,35 @@ class Machine:
         return 0
 
 
-def unheld(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a tensor, as a device knows it: it may be dropped."""
-    if not tensor.nbytes:
-        return tensor
+def rows_of(tensor: torch.Tensor) -> np.ndarray:
+    """The memory of a tensor in rows of bytes, as a device knows it: it is not held."""
     memory = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
-    return torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+    return np.ndarray((len(tensor), tensor.nbytes // max(1, len(tensor))), np.uint8, memory)
 
 
-class SimulatedStreams(Streams):
-    """A device of late work, as the library sees it."""
+class SimulatedStreams:
+    """A device of late work, as the library sees it: in the place of its `Streams`."""
+
+    has_warned = False
 
     def __init__(self, machine: Machine, device: torch.device) -> None:
         self.device, self.machine = device, machine
         self.current_device = lambda: -1  # so each call makes it current
         self.new_stream = functools.partial(machine.new_stream, device)
         self.caller_stream = functools.partial(machine.stream, device)
-        self.empty_like = functools.partial(machine.allocate, device)
         self.hollow = functools.partial(torch.empty, 0)
 
-    def current(self) -> Any:
-        return in_turn(torch.inference_mode(False), self.machine.current(self.device))
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        with torch.inference_mode(False), self.machine.current(self.device):
+            yield
 
     def set_stream(self, stream: Stream) -> None:
         self.machine.asks(stream.device)
         self.machine.set_stream(stream)
+
+    def empty_like(self, host: torch.Tensor) -> torch.Tensor:
+        return self.machine.allocate(self.device, host)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         machine, stream = self.machine, self.caller_stream()

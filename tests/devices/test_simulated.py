@@ -99,7 +99,7 @@ def test_to_wait_for_an_event_is_to_wait_for_what_was_recorded_by_then(machine: 
 
 
 def test_an_event_belongs_to_the_device_of_its_first_stream(machine: Machine) -> None:
-    event = machine.record(machine.streams[machine.devices[0]][0])
+    event = machine.streams[machine.devices[0]][0].record_event()
     with pytest.raises(RuntimeError, match="does not match recording stream's device"):
         event.record(machine.streams[machine.devices[1]][0])
 

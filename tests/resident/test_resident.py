@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import made
-from injection import InterruptAt, next_interrupted
-from simulated import Machine, SimulatedStreams
+from simulated import Machine
 from torch.utils.data import TensorDataset
 
 from sharded_loader import ArrayDataset, Placement, ShardedDataLoader, SimpleDataset
@@ -29,6 +28,11 @@ def dataset(rows: int = 100) -> ArrayDataset:
     )
 
 
+def resident(machine: Machine, *args: Any, **options: Any) -> ShardedDataLoader:
+    """A loader of the first device, which keeps the rows."""
+    return made(*args, device=machine.devices[0], **({"resident": True} | options))
+
+
 def stream(loader: ShardedDataLoader, machine: Machine | None = None, epochs: int = 2) -> list[Any]:
     """All values of some epochs, with dtypes and the number of shards."""
     seen = []
@@ -40,63 +44,17 @@ def stream(loader: ShardedDataLoader, machine: Machine | None = None, epochs: in
     return seen
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "in order": {"batch_size": 16},
-    "shuffled": {"batch_size": 16, "shuffle": True},
-    "rolled over": {"batch_size": 16, "shuffle": True, "last_batch": "rollover"},
-    "weighted": {"batch_size": 15, "shard_weights": [2, 1]},
-    "a rank": {"batch_size": 8, "shuffle": True, "num_replicas": 3, "rank": 1},
-    "given batches": {"batch_sampler": [[0, 5, -1], [7], [2, 2, 3, 99]]},
-    "given shards": {"batch_sampler": [[[0, 5], [-1]], [[7]]]},
-}
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_the_stream_is_that_of_batches_that_are_sent(machine: Machine, options: dict[str, Any]) -> None:
-    options = {"seed": 5} | options
-    with (
-        made(dataset(), devices=machine.devices, resident=True, **options) as resident,
-        made(dataset(), devices=["cpu", "cpu"], **options) as sent,
-    ):
-        assert stream(resident, machine) == stream(sent)
-        assert "resident on privateuseone:0, privateuseone:1" in repr(resident)
-    assert machine.faults == []
-
-
-def test_it_resumes_like_any_other_loader(machine: Machine) -> None:
-    def new(**options: Any) -> ShardedDataLoader:
-        return made(dataset(), 16, shuffle=True, seed=1, **options)
-
-    with new(devices=machine.devices, resident=True) as loader:
-        batches = iter(loader)
-        next(batches), next(batches)
-        state = loader.state_dict()
-    with new(devices=["cpu", "cpu"]) as sent, new(devices=machine.devices, resident=True) as resident:
-        sent.load_state_dict(state)
-        resident.load_state_dict(state)
-        assert stream(resident, machine) == stream(sent)
-
-
-def test_no_worker_is_started(machine: Machine, worker_pool: Pool) -> None:
-    with ShardedDataLoader(
-        dataset(), 16, device=Placement(machine.devices[0], resident="auto"), pool=worker_pool
-    ) as loader:
-        for _ in loader:
-            machine.finish()
-        assert not loader.pool.started
-
-
 def test_each_device_decides_for_itself(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     first = machine.devices[0]
-    monkeypatch.setattr(SimulatedStreams, "memory", lambda self: (1 << 20 if self.device == first else 1000, 1 << 20))
+    monkeypatch.setattr(machine, "memory_of", lambda device: (1 << 20 if device == first else 1000, 1 << 20))
     options: dict[str, Any] = {"batch_size": 16, "shuffle": True, "seed": 3}
     with (
         pytest.warns(UserWarning, match=r"privateuseone:1 does not keep the data \(.* bytes of columns, room for 0\)"),
-        made(dataset(), devices=machine.devices, resident=True, **options) as resident,
+        made(dataset(), devices=machine.devices, resident=True, **options) as loader,
         made(dataset(), devices=["cpu", "cpu"], **options) as sent,
     ):
-        assert stream(resident, machine) == stream(sent)
-        assert "resident on privateuseone:0;" in repr(resident).replace(",", ";")
+        assert stream(loader, machine) == stream(sent)
+        assert "resident on privateuseone:0;" in repr(loader).replace(",", ";")
     assert machine.faults == []
 
 
@@ -104,50 +62,26 @@ def test_a_reserve_is_left_for_the_model(machine: Machine) -> None:
     needed = sum(column.nbytes for column in dataset().columns.values())
     for total, kept in ((needed * 4 // 3 + 10, ""), (needed * 4 // 3 - 10, " (99 of 100 samples)")):
         machine.memory_bytes = (total, total)
-        with ShardedDataLoader(dataset(), 16, device=Placement(machine.devices[0], resident="auto")) as loader:
+        with resident(machine, dataset(), 16, resident="auto") as loader:
             next(iter(loader))
             assert f"resident on privateuseone:0{kept}, " in repr(loader)
 
 
-@pytest.mark.parametrize(("resident", "kept"), [(True, True), ("auto", False)])
+@pytest.mark.parametrize(("share", "kept"), [(True, True), ("auto", False)])
 def test_where_a_device_does_not_tell_its_memory_it_is_tried_if_the_user_insists(
-    machine: Machine, resident: Any, kept: bool
+    machine: Machine, share: Any, kept: bool
 ) -> None:
     machine.memory_bytes = None
-    with ShardedDataLoader(dataset(), 16, device=Placement(machine.devices[0], resident=resident)) as loader:
+    with resident(machine, dataset(), 16, resident=share) as loader:
         batch = next(iter(loader))
         machine.finish()
         assert batch["label"].tolist() == list(range(16))
         assert ("resident on" in repr(loader)) is kept
 
 
-def test_auto_says_nothing_where_there_is_no_room_and_reads_with_its_workers(
-    machine: Machine, new_pool: Callable[..., Pool]
-) -> None:
-    machine.memory_bytes = (10, 10)
-    with ShardedDataLoader(
-        dataset(), 16, device=Placement(machine.devices[0], resident="auto"), pool=new_pool()
-    ) as loader:
-        batch = next(iter(loader))
-        machine.finish()
-        assert batch["label"].tolist() == list(range(16))
-        assert loader.pool.started
-
-
-def test_out_of_memory_while_the_columns_are_copied_falls_back_with_a_message(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    load = ResidentPool.load
-
-    def load_without_room(pool: ResidentPool, *, again: bool) -> bool:
-        machine.blocks = 2  # the third column finds none
-        try:
-            return load(pool, again=again)
-        finally:
-            machine.blocks = None
-
-    monkeypatch.setattr(ResidentPool, "load", load_without_room)
-    with ShardedDataLoader(dataset(), 16, device=Placement(machine.devices[0], resident="auto")) as loader:
+def test_out_of_memory_while_the_columns_are_copied_falls_back_with_a_message(machine: Machine) -> None:
+    machine.blocks = 2  # the third column finds none
+    with resident(machine, dataset(), 16, resident="auto") as loader:
         with pytest.warns(UserWarning, match=r"does not keep the data \(simulated: 2 blocks.*: it is sent batches"):
             batch = next(iter(loader))
         machine.finish()
@@ -157,7 +91,7 @@ def test_out_of_memory_while_the_columns_are_copied_falls_back_with_a_message(
 
 def test_a_refreshed_dataset_is_copied_again_before_the_next_epoch(machine: Machine) -> None:
     values = np.arange(8)
-    with ShardedDataLoader(ArrayDataset(values), 4, device=Placement(machine.devices[0], resident=True)) as loader:
+    with resident(machine, ArrayDataset(values), 4) as loader:
         under_way = iter(loader)
         next(under_way)
         values += 100
@@ -171,9 +105,7 @@ def test_a_refreshed_dataset_is_copied_again_before_the_next_epoch(machine: Mach
 
 
 def test_a_bad_index_is_its_batch_s_error(machine: Machine) -> None:
-    with ShardedDataLoader(
-        dataset(), batch_sampler=[[1], [2, 500], [3]], device=Placement(machine.devices[0], resident=True)
-    ) as loader:
+    with resident(machine, dataset(), batch_sampler=[[1], [2, 500], [3]]) as loader:
         batches = iter(loader)
         next(batches)
         with pytest.raises(IndexError, match="epoch 0, batch 1: the sampler yielded index 500"):
@@ -186,29 +118,18 @@ def test_a_bad_index_is_its_batch_s_error(machine: Machine) -> None:
 def test_on_the_cpu_batches_are_gathered_in_the_loop(worker_pool: Pool) -> None:
     options: dict[str, Any] = {"batch_size": 16, "shuffle": True, "seed": 3, "devices": ["cpu", "cpu"]}
     with (
-        made(dataset(), pool=worker_pool, resident=True, **options) as resident,
+        made(dataset(), pool=worker_pool, resident=True, **options) as loader,
         made(dataset(), **options) as plain,
     ):
-        assert stream(resident) == stream(plain)
-        assert not resident.pool.started
+        assert stream(loader) == stream(plain)
+        assert not loader.pool.started
 
 
 def test_peek_is_the_first_batch(machine: Machine) -> None:
-    with ShardedDataLoader(dataset(), 16, shuffle=True, device=Placement(machine.devices[0], resident=True)) as loader:
+    with resident(machine, dataset(), 16, shuffle=True) as loader:
         peeked, first = loader.peek(), next(iter(loader))
         machine.finish()
         assert peeked["label"].tolist() == first["label"].tolist()
-
-
-def test_a_closed_loader_has_no_more_batches(machine: Machine) -> None:
-    from sharded_loader import LoaderClosedError
-
-    loader = ShardedDataLoader(dataset(), 16, device=Placement(machine.devices[0], resident=True))
-    batches = iter(loader)
-    next(batches)
-    loader.close()
-    with pytest.raises(LoaderClosedError):
-        next(batches)
 
 
 @pytest.mark.parametrize(
@@ -294,44 +215,11 @@ def test_what_goes_wrong_in_a_gather_is_the_batchs_error(machine: Machine, monke
         raise RuntimeError("simulated: broken")
 
     pool = new_resident(machine)
-    monkeypatch.setattr(SimulatedStreams, "take", take)
+    monkeypatch.setattr(machine, "take", take)
     pool.submit([task(5, [1], [2])])
     (result,) = pool.wait()
     assert isinstance(result.error, RuntimeError)
     assert "epoch 0, batch 5" in "\n".join(result.error.__notes__)
-
-
-def test_rows_are_gathered_on_the_stream_of_the_caller(machine: Machine) -> None:
-    device = machine.devices[0]
-    mine = machine.new_stream(device)
-    with ShardedDataLoader(ArrayDataset(np.arange(8)), 4, device=Placement(device, resident=True)) as loader:
-        batches = iter(loader)
-        next(batches)
-        assert not any(what == "used_on" for what, _ in machine.log)  # the columns are of that stream
-        with machine.on(device, mine):
-            second = next(batches)
-            found: list[Any] = []
-            machine.kernel(device, second, lambda values: found.append(values.tolist()))
-        machine.finish()
-    assert found == [[4, 5, 6, 7]]
-    assert ("used_on", mine.name) in machine.log
-
-
-def test_nothing_is_gathered_ahead_of_its_turn(machine: Machine, worker_pool: Pool) -> None:
-    """Two iterators take turns on two streams: each batch belongs to the stream that asks for it."""
-    device = machine.devices[0]
-    streams = [machine.new_stream(device), machine.new_stream(device)]
-    with ShardedDataLoader(
-        ArrayDataset(np.arange(12)), 4, device=Placement(device, resident=True), pool=worker_pool, prefetch=4
-    ) as loader:
-        iterators = [iter(loader), iter(loader)]
-        for _ in range(3):
-            for batches, stream in zip(iterators, streams, strict=True):
-                machine.log.clear()
-                with machine.on(device, stream):
-                    next(batches)
-                assert {name for what, name in machine.log if what in ("allocate", "copy")} == {stream.name}
-        machine.finish()
 
 
 # -- pools change ---------------------------------------------------------------------------------------------
@@ -339,8 +227,7 @@ def test_nothing_is_gathered_ahead_of_its_turn(machine: Machine, worker_pool: Po
 
 def test_an_epoch_under_way_goes_on_in_the_pool_of_the_next(machine: Machine, new_pool: Callable[..., Pool]) -> None:
     """The devices have lost their room, and later find it again."""
-    data, device = ArrayDataset(np.arange(40)), machine.devices[0]
-    with ShardedDataLoader(data, 4, device=Placement(device, resident="auto"), pool=new_pool()) as loader:
+    with resident(machine, ArrayDataset(np.arange(40)), 4, resident="auto", pool=new_pool()) as loader:
         first = iter(loader)
         seen = [next(first)]
         assert "resident on" in repr(loader)
@@ -372,30 +259,9 @@ def test_an_epoch_under_way_survives_an_interrupted_copy_of_the_columns(
         seen = [next(first)]
         loader.refresh()
         with monkeypatch.context() as patch:
-            patch.setattr(SimulatedStreams, "load", interrupted)
+            patch.setattr(machine, "load", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 next(iter(loader))
         seen += first
         machine.finish()
         assert [batch.tolist() for batch in seen] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-
-
-MODULES = ("iterator.py", "loader.py", "pipeline.py", "placement.py", "pool.py")
-
-
-@pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.slow)])
-def test_an_interrupt_at_every_line_loses_no_batch(machine: Machine, step: int) -> None:
-    data = ArrayDataset(np.arange(2000))
-    with ShardedDataLoader(data, 1, device=Placement(machine.devices[0], resident=True)) as loader:
-        line, fired, batches, number = 0, True, iter(loader), 0
-        while fired:
-            line += step
-            got, fired = next_interrupted(batches, line, lambda at: InterruptAt(at, MODULES))
-            got.append(next(batches))
-            machine.finish()
-            for batch in got:
-                assert batch.tolist() == [number]
-                number += 1
-        assert sum(what == "allocate" for what, _ in machine.log) <= 1 + 4 * number  # the column came once
-    assert machine.faults == []
-    assert line > 50
