@@ -5,11 +5,12 @@ from __future__ import annotations
 import mmap
 import signal
 import weakref
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
-from devices_samples import PLAIN, SHARDED, begun, entries, place_now
+from devices_samples import SHARDED, Refusing, begun, copied, entries, place_now, placer_on
 from injection import TimeIsUp
 from simulated import Machine, SimulatedStreams
 
@@ -17,9 +18,21 @@ from sharded_loader.devices import placement
 from sharded_loader.devices.copies import CLOSING_SECONDS, CopyStream, PendingCopy
 from sharded_loader.devices.placement import AHEAD, PAUSE, Placer, not_placed
 from sharded_loader.engine.messages import NOTHING, Task
-from sharded_loader.memory.arena import LEAST_BYTES, ReusedMemory
+from sharded_loader.memory.arena import ReusedMemory
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def time_is_up() -> Iterator[None]:
+    """A signal handler that raises."""
+
+    def handler(number: int, frame: object) -> None:
+        raise TimeIsUp
+
+    before = signal.signal(signal.SIGINT, handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 # -- one step -------------------------------------------------------------------------------------------------
@@ -47,12 +60,11 @@ def test_each_shard_goes_to_its_device(machine: Machine) -> None:
     assert (first.tolist(), second.tolist()) == ([0, 1], [0, 1, 2])
     assert not np.shares_memory(second.numpy(), host[1])  # it may lie in page-locked memory
     assert (third.device.type, len(third)) == ("meta", 4)
-    assert sum(kind == "copy" for kind, _ in machine.log) == 1
+    assert copied(machine) == 1
 
 
 def test_a_batch_may_have_fewer_shards_than_devices(machine: Machine) -> None:
-    placed = Placer(machine.devices, pin_memory=False)
-    (only,) = place_now(placed, [np.arange(2)], SHARDED)
+    (only,) = place_now(Placer(machine.devices, pin_memory=False), [np.arange(2)], SHARDED)
     machine.finish()
     assert only.tolist() == [0, 1]
 
@@ -61,9 +73,8 @@ def test_a_batch_may_have_fewer_shards_than_devices(machine: Machine) -> None:
 
 
 def test_what_is_begun_waits_until_it_is_finished(machine: Machine) -> None:
-    placed = Placer([machine.devices[1]], pin_memory=False)
-    pending = [placed._begin(np.full(3, number), PLAIN) for number in range(3)]
-    batches = [copy.finish() for (copy,) in pending]
+    placed, window = placer_on(machine), entries(*(np.full(3, number) for number in range(3)))
+    batches = [placed.place(window[number:]) for number in range(3)]
     machine.finish()
     assert [batch.tolist() for batch in batches] == [[0, 0, 0], [1, 1, 1], [2, 2, 2]]
     assert placed.end_epoch() is None
@@ -76,15 +87,14 @@ def test_what_is_on_its_device_passes_through(machine: Machine) -> None:
     machine.finish()
     assert first["x"] is tensor
     assert second.tolist() == [0, 1]
-    assert place_now(Placer([machine.devices[0]], pin_memory=False), PendingCopy(tensor)) is tensor
-    assert sum(kind == "copy" for kind, _ in machine.log) == 1
+    assert place_now(placer_on(machine), PendingCopy(tensor)) is tensor
+    assert copied(machine) == 1
 
 
 def test_one_more_is_copied_ahead_again_after_a_pause(machine: Machine) -> None:
-    placed = Placer([machine.devices[0]], pin_memory=False)
+    placed, seen = placer_on(machine), []
     assert placed.ahead == AHEAD
     placed.make_room()
-    seen = []
     for _ in range(PAUSE):
         place_now(placed, np.arange(2))
         machine.finish()
@@ -106,7 +116,7 @@ def test_only_copy_streams_copy_ahead(machine: Machine) -> None:
 
 
 def test_the_batches_behind_the_next_one_are_begun_up_to_the_first_that_is_not_finished(machine: Machine) -> None:
-    placed = Placer([machine.devices[0]], pin_memory=False)
+    placed = placer_on(machine)
     placed.copy_ahead(4)
     window = entries(*map(np.array, range(3)), None, np.array(4), np.array(5))
     batch = placed.place(window)
@@ -114,11 +124,11 @@ def test_the_batches_behind_the_next_one_are_begun_up_to_the_first_that_is_not_f
     assert placed.place(window[1:]).ndim == 0
     machine.finish()
     assert batch.item() == 0
-    assert sum(kind == "copy" for kind, _ in machine.log) == 3  # each one once
+    assert copied(machine) == 3  # each one once
 
 
 def test_the_batches_behind_are_sent_before_the_stream_of_the_user_waits_for_the_next_one(machine: Machine) -> None:
-    placed = Placer([machine.devices[0]], pin_memory=False)
+    placed = placer_on(machine)
     placed.place(entries(np.array(0), np.array(1)))
     home = f"{machine.devices[0]} default"
     assert [step for step in machine.log if step[0] == "copy" or step == ("wait", home)] == [
@@ -127,47 +137,33 @@ def test_the_batches_behind_are_sent_before_the_stream_of_the_user_waits_for_the
     ]
 
 
-def test_no_more_are_begun_than_are_wanted_ahead(machine: Machine) -> None:
+def test_no_more_are_begun_than_are_wanted_ahead_and_errors_and_empty_batches_are_passed_over(
+    machine: Machine,
+) -> None:
     for ahead in range(3):
-        placed = Placer([machine.devices[0]], pin_memory=False)
+        placed, window = placer_on(machine), entries(*map(np.array, range(4)))
         placed.copy_ahead(ahead)
-        window = entries(*map(np.array, range(4)))
         placed.place(window)
         assert begun(window) == list(range(1 + ahead))
-
-
-def test_errors_and_empty_batches_behind_the_next_one_are_passed_over(machine: Machine) -> None:
-    placed = Placer([machine.devices[0]], pin_memory=False)
+    placed, window = placer_on(machine), entries(np.array(0), ValueError("no"), NOTHING, np.array(3))
     placed.copy_ahead(3)
-    window = entries(np.array(0), ValueError("no"), NOTHING, np.array(3))
     placed.place(window)
     assert begun(window) == [0, 3]
 
 
 def test_what_cannot_be_begun_ahead_is_an_error_in_its_turn(machine: Machine) -> None:
-    placed = Placer([machine.devices[0]], pin_memory=False)
-    window = entries(np.array(0), Unmovable(), np.array(2))
+    placed = placer_on(machine)
+    window = entries(np.array(0), Refusing(), np.array(2))
     placed.place(window)
     assert begun(window) == [0]
     with pytest.raises(ValueError, match="cannot be pinned"):
         placed.place(window[1:])
 
 
-class Unmovable:
-    def pin_memory(self) -> object:
-        raise ValueError("this cannot be pinned")
-
-    def to(self, device: object) -> object:
-        raise AssertionError
-
-
 def test_what_a_signal_handler_raises_while_a_batch_is_begun_ahead_is_raised(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, time_is_up: None
 ) -> None:
-    placed, before = Placer([machine.devices[0]], pin_memory=False), SimulatedStreams.copy
-
-    def handler(number: int, frame: object) -> None:
-        raise TimeIsUp
+    before = SimulatedStreams.copy
 
     def interrupted(streams: SimulatedStreams, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         if source.item() == 1:
@@ -175,12 +171,8 @@ def test_what_a_signal_handler_raises_while_a_batch_is_begun_ahead_is_raised(
         return before(streams, target, source)
 
     monkeypatch.setattr(SimulatedStreams, "copy", interrupted)
-    usual = signal.signal(signal.SIGINT, handler)
-    try:
-        with pytest.raises(TimeIsUp):
-            placed.place(entries(np.array(0), np.array(1)))
-    finally:
-        signal.signal(signal.SIGINT, usual)
+    with pytest.raises(TimeIsUp):
+        placer_on(machine).place(entries(np.array(0), np.array(1)))
 
 
 # -- the end --------------------------------------------------------------------------------------------------
@@ -195,22 +187,12 @@ def test_the_end_of_an_epoch_waits_for_all_devices(machine: Machine) -> None:
 
 def test_what_closes_does_not_hold_the_placement(machine: Machine) -> None:
     """It is a finalizer's: what it held would live as long as the loader."""
-    placed = Placer([machine.devices[0]], pin_memory=False)
+    placed = placer_on(machine)
     placed.settle()
     close, gone = placed.closer(), weakref.ref(placed)
     del placed
     assert gone() is None
     assert close()
-
-
-def test_memory_that_batches_were_made_in_goes_with_the_loader() -> None:
-    placed = Placer(None, pin_memory=False)
-    placed.empty((LEAST_BYTES,), np.dtype(np.uint8))  # comes back at once
-    placed.empty((LEAST_BYTES,), np.dtype(np.uint8))
-    placed._reused._find_ended()
-    assert placed._reused._free
-    assert placed.closer()()
-    assert not placed._reused._free
 
 
 @pytest.mark.parametrize("hangs", [0, 1])
@@ -249,13 +231,13 @@ def test_another_thread_may_meet_a_device_while_the_loader_is_closed(
 
 def test_memory_is_pinned_only_if_it_is_copied_from(machine: Machine) -> None:
     assert isinstance(Placer(None, pin_memory=False).empty, ReusedMemory)
-    array = Placer([machine.devices[0]], pin_memory=False).empty((2, 3), np.dtype("f4"))
+    array = placer_on(machine).empty((2, 3), np.dtype("f4"))
     assert (array.shape, array.dtype) == ((2, 3), np.float32)
     assert machine.pinned.keys() == {array.__array_interface__["data"][0]}
 
 
 def test_a_segment_is_pinned_once_and_a_rejection_is_told_once(machine: Machine) -> None:
-    placed, mappings = Placer([machine.devices[0]], pin_memory=False), [mmap.mmap(-1, 4096) for _ in range(3)]
+    placed, mappings = placer_on(machine), [mmap.mmap(-1, 4096) for _ in range(3)]
     undo = placed.register(mappings[0])
     assert undo is not None and placed.register(mappings[0]) is undo
     machine.refuse = 2
@@ -291,16 +273,9 @@ def test_the_error_of_a_batch_names_it(error: Exception, samples: bool) -> None:
     assert ("loader.read(" in notes) is samples
 
 
-def test_what_a_signal_handler_has_raised_is_not_the_error_of_a_batch() -> None:
-    def handler(number: int, frame: object) -> None:
-        raise TimeIsUp
-
-    usual = signal.signal(signal.SIGINT, handler)
-    try:
-        with pytest.raises(TimeIsUp):
-            try:
-                signal.raise_signal(signal.SIGINT)
-            except TimeIsUp as raised:
-                not_placed(Task(3, 7, 2, 28, ([4, 5],), False), raised, "while it was placed")
-    finally:
-        signal.signal(signal.SIGINT, usual)
+def test_what_a_signal_handler_has_raised_is_not_the_error_of_a_batch(time_is_up: None) -> None:
+    with pytest.raises(TimeIsUp):
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except TimeIsUp as raised:
+            not_placed(Task(3, 7, 2, 28, ([4, 5],), False), raised, "while it was placed")
