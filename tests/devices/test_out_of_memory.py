@@ -44,7 +44,7 @@ def test_what_is_copied_ahead_gives_way(machine: Machine, worker_pool: Pool) -> 
             machine.finish()
             seen.append(batch.tolist())
         assert seen == [list(range(i, i + 4)) for i in range(0, 64, 4)]
-        assert loader._placement.ahead == 0
+        assert loader.device_prefetch == 0
 
 
 @pytest.mark.slow

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 from simulated import Event, Machine, SimulatedStreams
-
-from sharded_loader.devices.copies import CopyStream
 
 
 @pytest.fixture
@@ -68,11 +65,6 @@ def test_a_call_that_torch_does_not_guard_is_a_fault_with_no_device_or_another_o
         machine.faults.clear()
 
 
-def test_where_a_device_has_a_context_is_pinned_asks_that_one(machine: Machine, streams: SimulatedStreams) -> None:
-    streams.empty_like(torch.ones(3))
-    assert not streams.is_pinned(torch.ones(3))
-
-
 def test_an_event_is_what_was_recorded_last(machine: Machine, streams: SimulatedStreams) -> None:
     stream, waiting = streams.caller_stream(), streams.new_stream()
     event = stream.record_event()
@@ -120,15 +112,6 @@ def test_times_are_those_of_events_that_have_them_and_have_passed(machine: Machi
         assert early.elapsed_time(late) >= 0
 
 
-def test_memory_is_not_kept_for_the_stream_that_it_belongs_to(machine: Machine, streams: SimulatedStreams) -> None:
-    home = streams.caller_stream()
-    mine = streams.empty_like(torch.ones(3))
-    streams.used_on([mine], home)
-    address = mine.data_ptr()
-    del mine
-    assert streams.empty_like(torch.ones(3)).data_ptr() == address
-
-
 @pytest.mark.parametrize(
     ("part", "guarded"), [("whole", True), ("begin", True), ("behind", False), ("behind, of the storage", True)]
 )
@@ -145,12 +128,3 @@ def test_torch_knows_of_a_copy_by_the_storage_or_by_where_the_block_begins(
         del pinned, array, sources, source
         assert (streams.pinned_bytes(64).data_ptr() != address) is guarded
         machine.finish()
-
-
-def test_a_full_device_gives_memory_back_with_that_device_made_current(
-    machine: Machine, streams: SimulatedStreams
-) -> None:
-    copies = CopyStream(streams)
-    copies.begin([np.arange(3)])
-    copies.make_room()
-    assert (machine.caches_emptied, machine.faults) == (1, [])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import made
-from on_cuda import PART, SHORT, needs_cuda, sleep
+from on_cuda import PART, SHORT, Late, needs_cuda, sleep
 
 from sharded_loader import ArrayDataset, Placement, ShardedDataLoader
 from sharded_loader.engine.pool import Pool
@@ -18,26 +18,23 @@ pytestmark = [pytest.mark.gpu, needs_cuda, pytest.mark.timeout(300)]
 
 COUNT, WIDTH, BATCH = 512, 16_384, 32
 EPOCHS = max(1, 20 // PART)
-POISON = -7
 
 
 def rows() -> ArrayDataset:
     return ArrayDataset(x=np.repeat(np.arange(COUNT), WIDTH).reshape(COUNT, WIDTH), y=np.arange(COUNT))
 
 
-class Wrong:
-    """Counts wrong values on the device, late; and fills memory that was dropped."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.count = device, torch.zeros((), dtype=torch.int64, device=device)
+class Checks(Late):
+    """The device is behind."""
 
     def compare(self, found: torch.Tensor, expected: torch.Tensor) -> None:
         sleep(SHORT)
-        self.count += (found != expected).sum()
+        self.expect(found, expected)
 
-    def poison(self, *tensors: torch.Tensor) -> None:
-        for tensor in tensors:
-            torch.empty_like(tensor).fill_(POISON)
+    def compare_rows(self, x: torch.Tensor, y: torch.Tensor, number: int, added: int = 0, factor: int = 1) -> None:
+        first = torch.arange(BATCH, device=self.device) + number * BATCH
+        self.compare(x, (first * factor + added)[:, None])
+        self.compare(y, first)
 
 
 def prepare(batch: Any, rng: Any) -> Any:
@@ -47,7 +44,7 @@ def prepare(batch: Any, rng: Any) -> Any:
 
 
 def test_a_function_runs_on_the_copy_stream(cuda: torch.device, pool: Pool) -> None:
-    wrong, streams = Wrong(cuda), set()
+    wrong, streams = Checks(cuda), set()
 
     def noted(batch: Any, rng: Any) -> Any:
         streams.add(torch.cuda.current_stream(cuda).cuda_stream)
@@ -56,13 +53,11 @@ def test_a_function_runs_on_the_copy_stream(cuda: torch.device, pool: Pool) -> N
     with ShardedDataLoader(rows(), BATCH, seed=1, device=Placement(cuda, device_transform=noted), pool=pool) as loader:
         for _ in range(EPOCHS):
             for number, (x, y, added) in enumerate(loader):
-                first = torch.arange(BATCH, device=cuda) + number * BATCH
-                wrong.compare(x, (first * 2 + added)[:, None])
-                wrong.compare(y, first)
-                shapes = torch.empty_like(x), torch.empty_like(y)
+                wrong.compare_rows(x, y, number, added, 2)
+                shapes = [(x.shape, x.dtype), (y.shape, y.dtype)]
                 del x, y
-                wrong.poison(*shapes)
-    assert int(wrong.count) == 0
+                wrong.poison(shapes)
+    assert wrong.differing() == 0
     assert len(streams) == 1 and torch.cuda.default_stream(cuda).cuda_stream not in streams
 
 
@@ -107,33 +102,31 @@ def encoding(samples: list[Any]) -> Any:
 
 
 def test_a_container_that_moves_itself_is_copied_ahead(cuda: torch.device, pool: Pool) -> None:
-    wrong = Wrong(cuda)
+    wrong = Checks(cuda)
     with ShardedDataLoader(rows(), BATCH, device=cuda, pool=pool, collate_fn=encoding) as loader:
         for _ in range(EPOCHS):
             for number, batch in enumerate(loader):
-                first = torch.arange(BATCH, device=cuda) + number * BATCH
-                wrong.compare(batch["x"], first[:, None])
-                wrong.compare(batch["y"], first)
-                shapes = torch.empty_like(batch["x"]), torch.empty_like(batch["y"])
+                wrong.compare_rows(batch["x"], batch["y"], number)
+                shapes = [(field.shape, field.dtype) for field in batch.values()]
                 del batch
-                wrong.poison(*shapes)
-    assert int(wrong.count) == 0
+                wrong.poison(shapes)
+    assert wrong.differing() == 0
 
 
 def test_many_small_tensors_are_intact(cuda: torch.device, pool: Pool) -> None:
-    dtypes, wrong = [np.float32, np.int64, np.uint8, np.float16, np.bool_], Wrong(cuda)
+    dtypes, wrong = [np.float32, np.int64, np.uint8, np.float16, np.bool_], Checks(cuda)
     columns = {f"{k}": np.arange(COUNT * (1 + k % 5)).reshape(COUNT, -1).astype(dtypes[k % 5]) for k in range(256)}
     on_device = {name: torch.from_numpy(column).to(cuda) for name, column in columns.items()}
     with ShardedDataLoader(ArrayDataset(**columns), BATCH, device=cuda, pool=pool) as loader:
         for number, batch in enumerate(loader):
             for name, field in batch.items():
-                wrong.count += (field != on_device[name][number * BATCH : (number + 1) * BATCH]).sum()
+                wrong.expect(field, on_device[name][number * BATCH : (number + 1) * BATCH])
             del batch, field
-    assert int(wrong.count) == 0
+    assert wrong.differing() == 0
 
 
 def test_another_stream_waits_for_the_ready_event(cuda: torch.device, pool: Pool) -> None:
-    other, wrong = torch.cuda.Stream(cuda), Wrong(cuda)
+    other, wrong = torch.cuda.Stream(cuda), Checks(cuda)
     torch.cuda.synchronize(cuda)
     with ShardedDataLoader(rows(), BATCH, device=cuda, pool=pool) as loader:
         for number, batch in enumerate(loader):
@@ -142,5 +135,4 @@ def test_another_stream_waits_for_the_ready_event(cuda: torch.device, pool: Pool
                 wrong.compare(batch["y"], torch.arange(BATCH, device=cuda) + number * BATCH)
             batch["y"].record_stream(other)
             del batch
-    torch.cuda.synchronize(cuda)
-    assert int(wrong.count) == 0
+    assert wrong.differing() == 0
