@@ -11,6 +11,7 @@ from stream_samples import Own, Parts
 from sharded_loader.engine.messages import PartPoint, Result
 from sharded_loader.engine.order import Position
 from sharded_loader.streams.order import MOST_PARTS, StreamOrder
+from sharded_loader.streams.state import dump
 
 
 def order_of(dataset: Any = None, **options: Any) -> StreamOrder:
@@ -25,6 +26,11 @@ def order_of(dataset: Any = None, **options: Any) -> StreamOrder:
         "num_workers": 0,
     }
     return StreamOrder(dataset or Own(), **{**given, **options})
+
+
+def beginning(order: StreamOrder, epoch: int) -> Position:
+    """Where an epoch begins, as far as is known."""
+    return order.epoch(epoch).at_beginning()
 
 
 class Shards(Parts):
@@ -102,31 +108,28 @@ def test_epochs_count_from_0_and_may_be_chosen() -> None:
     assert order.facts(4) is None  # nothing is read ahead
 
 
-def test_the_parts_of_an_epoch_that_was_dropped_are_closed_with_the_next_batch() -> None:
-    order = order_of(streams=2)
-    first, second = order.epoch(0), order.epoch(1)
-    order.begun(first)
-    order.begun(second)
-    openings = [first.opening, second.opening]
-    planned = [second.batch(0)]
-    del first
-    planned.append(second.batch(1))
-    assert [batch.oldest for batch in planned if batch] == openings
-
-
 def test_readings_have_numbers_and_the_oldest_one_that_has_begun_and_lives_is_known() -> None:
+    """Parts of older ones are closed with the next batch."""
     order = order_of(streams=2)
+
+    def oldest() -> int:
+        planned = order.epoch(0).batch(0)
+        assert planned is not None
+        return planned.oldest
+
     readings = [order.epoch(epoch) for epoch in range(3)]
     numbers = [one.opening for one in readings]
-    assert numbers == sorted(numbers) and min(order._shared.live.values(), default=0) == 0
+    assert numbers == sorted(numbers)
     for reading in readings:
         order.begun(reading)
-    assert min(order._shared.live.values(), default=0) == numbers[0]
-    order.begun(order.epoch(3))  # the order itself goes on with the last one
-    del reading, readings[0]
-    assert min(order._shared.live.values(), default=0) == numbers[1]
+    assert oldest() == numbers[0]
+    last = order.epoch(3)
+    order.begun(last)  # the order itself goes on with the last one
+    numbers.append(last.opening)
+    del last, reading, readings[0]
+    assert oldest() == numbers[1]
     readings.clear()
-    assert min(order._shared.live.values(), default=0) == numbers[-1] + 1
+    assert oldest() == numbers[-1]
 
 
 def test_no_two_readings_have_the_same_number_whatever_their_orders() -> None:
@@ -142,10 +145,11 @@ def test_parts_that_start_over_stay_open_from_epoch_to_epoch() -> None:
 def test_an_endless_order_knows_where_each_epoch_begins() -> None:
     order = order_of(streams=3, steps_per_epoch=5)
     for epoch, counts in ((0, [0, 0, 0]), (1, [2, 2, 1]), (2, [4, 3, 3]), (3, [5, 5, 5])):
-        assert order._beginning(epoch, range(3)) == Position(epoch, 0, None, dict(enumerate(counts)), {})
+        begin = beginning(order, epoch)
+        assert (begin.epoch, begin.done, begin.counts) == (epoch, 0, dict(enumerate(counts)))
     ranks = order_of(streams=4, num_replicas=2, rank=1, steps_per_epoch=5)
-    assert ranks._beginning(1, range(1, 4, 2)).counts == {1: 3, 3: 2}
-    assert order_of(streams=3)._beginning(7, range(3)) == Position(7)
+    assert beginning(ranks, 1).counts == {1: 3, 3: 2}
+    assert beginning(order_of(streams=3), 7).done == 0
 
 
 def test_it_goes_on_from_the_farthest_point_that_lies_before_an_epoch() -> None:
@@ -157,11 +161,12 @@ def test_it_goes_on_from_the_farthest_point_that_lies_before_an_epoch() -> None:
         point = PartPoint(seq // 2 + 1, 0, 4 * (seq // 2 + 1))
         reading.record_result(seq, Result(0, seq, [1], point=point))
     order.begun(reading)
-    begin = order._beginning(1, range(2))
-    assert begin.counts == {0: 2, 1: 2} and begin.points == {0: PartPoint(2, 0, 8), 1: PartPoint(2, 0, 8)}
-    assert order._beginning(0, range(2)).points == {}  # they lie behind it
+    farthest, unknown = {0: PartPoint(2, 0, 8), 1: PartPoint(2, 0, 8)}, beginning(order_of(streams=2), 0).points
+    begin = beginning(order, 1)
+    assert (begin.counts, begin.points) == ({0: 2, 1: 2}, farthest)
+    assert beginning(order, 0).points == unknown  # they lie behind it
     order.resize(None)
-    assert order._beginning(1, range(2)).points == {}
+    assert beginning(order, 1).points == unknown
 
 
 def test_the_length_is_exact_or_an_error() -> None:
@@ -191,16 +196,16 @@ def test_ranks_are_warned_once_unless_steps_are_given() -> None:
 def test_seed_and_parts_of_a_state_are_taken_over() -> None:
     saved = order_of(seed=8, streams=6).signature()
     order = order_of(num_workers=2)
-    for position in (Position(0), Position(0, 2, None, dict.fromkeys(range(6), 1), {})):
-        assert order._differences(saved, position, strict=True) == []
-    assert order._adopt(saved, Position(0)) and not order._adopt(saved, Position(0))
+    states = [dump(Position(0), saved), dump(Position(0, 2, None, dict.fromkeys(range(6), 1), {}), saved)]
+    assert [order.load(state, True)[1] for state in states] == [True, False]
     assert (order.seed, order.parts) == (8, 6)
-    assert order_of(streams=2)._differences(saved, Position(0), strict=True)
+    with pytest.raises(ValueError, match="there were 6 parts"):
+        order_of(streams=2).load(states[0], True)
 
 
 def test_a_state_after_another_run_forgets_what_that_one_knew() -> None:
     order = order_of(streams=2, steps_per_epoch=4)
     reading = order.epoch(0)
     order.begun(reading)
-    order._adopt(order_of(seed=9, streams=2, steps_per_epoch=4).signature(), Position(0))
-    assert order._beginning(1, range(2)).counts == {0: 2, 1: 2}
+    order.load(dump(Position(0), order_of(seed=9, streams=2, steps_per_epoch=4).signature()), True)
+    assert beginning(order, 1).counts == {0: 2, 1: 2}

@@ -82,13 +82,23 @@ def test_any_batch_can_be_read_at_any_time_from_any_point_before_it(kind: Any) -
     assert [read(backwards, 1, batch).batch for batch in (3, 1, 4, 0)] == [whole[i].batch for i in (3, 1, 4, 0)]
 
 
-def test_parts_and_readings_are_open_side_by_side() -> None:
-    reader = reader_of(Own((8, 8)))
-    found = []
+def test_parts_and_readings_are_open_side_by_side_and_closed_when_they_are_over() -> None:
+    opened, closed = [], []
+
+    def noted(part: int, parts: int) -> Any:
+        opened.append(part)
+        try:
+            yield from range(100 * part, 100 * part + 12)
+        finally:
+            closed.append(part)
+
+    reader, found = reader_of(noted), []
     for batch, part, stream in itertools.product(range(2), range(2), (5, 6)):
         found.append(read(reader, part, batch, stream=stream, oldest=5).batch[0])
     assert found == [0, 0, 100, 100, 4, 4, 104, 104]
-    assert set(reader._opened) == {(5, 0), (5, 1), (6, 0), (6, 1)}
+    assert (opened, closed) == ([0, 0, 1, 1], [])
+    read(reader, 0, 2, stream=6, oldest=6)
+    assert (opened, closed) == ([0, 0, 1, 1], [0, 1])
 
 
 def test_a_part_in_which_an_interruption_has_struck_is_opened_again() -> None:
@@ -117,14 +127,6 @@ def test_a_part_in_which_an_interruption_has_struck_is_opened_again() -> None:
     with pytest.raises(KeyboardInterrupt):
         read(reader, 0, 1, worker=None, parts=1)
     assert read(reader, 0, 1, worker=None, parts=1).batch == [4, 5, 6, 7]
-
-
-def test_parts_of_readings_that_are_over_are_closed() -> None:
-    reader = reader_of(Parts((8, 8)))
-    read(reader, 0, 0, stream=1), read(reader, 1, 0, stream=1)
-    assert set(reader._opened) == {(1, 0), (1, 1)}
-    read(reader, 0, 0, stream=2)
-    assert set(reader._opened) == {(2, 0)}
 
 
 def test_short_batches_are_left_out_and_not_counted_if_so_asked() -> None:
@@ -272,12 +274,16 @@ def test_an_open_part_says_where_it_is() -> None:
     reader = reader_of(WithStatefulRows((2, 9)))
     point = reader.prime(task_of(1, 0))
     assert point.batches == 0 and point.state == (None, {"place": 0})
-    assert read(reader, 1, 0).batch == [100, 101, 102, 103] and len(reader._opened) == 1
+    assert read(reader, 1, 0).batch == [100, 101, 102, 103]
 
 
 def test_what_keeps_its_place_is_copied_and_what_does_not_is_read_itself() -> None:
-    for dataset, itself in ((Parts((9,)), True), (Stateful((9,)), False)):
+    class Plain(Own):
+        def __iter__(self) -> Any:
+            self.place = 4
+            return super().__iter__()
+
+    for dataset, place in ((Plain((9,)), 4), (Stateful((9,)), 0)):
         reader = reader_for(Job(dataset, list, 7, stream=Stream(1, SIZE)), readers=1)
-        read(reader, 0, 0, parts=1)
-        (opened,) = reader._opened.values()  # type: ignore[attr-defined]
-        assert (opened.dataset is dataset) == itself
+        assert read(reader, 0, 0, parts=1).batch == [0, 1, 2, 3]
+        assert dataset.place == place
