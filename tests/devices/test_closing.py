@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import ahead
+from conftest import HostClock, ahead
 from devices_samples import copies_on, streams_on
 from injection import InterruptAt
 from simulated import Machine, SimulatedStreams
@@ -139,11 +139,12 @@ def test_a_loader_can_be_closed_after_a_kernel_has_failed(
 
 @pytest.fixture
 def hang(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
-    """When it is called, the device does nothing more until ``machine.hangs`` is False."""
+    """When it is called, the device does nothing more until ``machine.hangs`` is False. Time passes in waits for it."""
 
     def hang() -> None:
-        machine.hangs = True
-        monkeypatch.setattr(placement, "CLOSING_SECONDS", 0.05)
+        clock = HostClock()
+        machine.hangs, machine.pass_time = True, clock.move
+        monkeypatch.setattr("sharded_loader.devices.copies.host_clock.now", clock)
 
     yield hang
     machine.hangs = False

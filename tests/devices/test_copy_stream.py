@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import until
+from conftest import HostClock, until
 from devices_samples import copies_on
 from simulated import Event, Machine, SimulatedStreams, Stream
 
@@ -147,9 +147,9 @@ def test_a_signal_handler_may_close_the_loader_while_the_host_waits(
 
 
 @pytest.fixture
-def hanging(machine: Machine) -> Iterator[None]:
-    """The device does nothing until the test ends."""
-    machine.hangs = True
+def hanging(machine: Machine, host_time: HostClock) -> Iterator[None]:
+    """The device does nothing until the test ends. Time passes while the host waits for it."""
+    machine.hangs, machine.pass_time = True, host_time.move
     yield
     machine.hangs = False
 
@@ -179,7 +179,7 @@ def test_what_a_hanging_device_reads_stays_and_nobody_waits_for_it_any_more(
     # A thread that is in `next` at this moment.
     late = threading.Thread(target=lambda: begin_one(copies).finish(), daemon=True)
     late.start()
-    late.join(5.0)
+    late.join(60.0)
     assert not late.is_alive()
 
 
