@@ -17,7 +17,7 @@ from simulated import Machine, SimulatedStreams
 from sharded_loader import ArrayDataset, ShardedDataLoader
 from sharded_loader.devices import placement
 from sharded_loader.devices.copies import CLOSING_SECONDS, SMALL, CopyStream, PendingCopy
-from sharded_loader.devices.placement import AHEAD, PAUSE, Placer, not_placed
+from sharded_loader.devices.placement import PAUSE, Placer, not_placed
 from sharded_loader.engine.messages import NOTHING, Task
 from sharded_loader.engine.pool import Pool
 from sharded_loader.memory.arena import ReusedMemory
@@ -91,17 +91,6 @@ def test_what_is_on_its_device_passes_through(machine: Machine) -> None:
     assert second.tolist() == [0, 1]
     assert place_now(placer_on(machine), PendingCopy(tensor)) is tensor
     assert copied(machine) == 1
-
-
-def test_one_more_is_copied_ahead_again_after_a_pause(machine: Machine) -> None:
-    placed, seen = placer_on(machine), []
-    assert placed.ahead == AHEAD
-    placed.make_room()
-    for _ in range(PAUSE):
-        place_now(placed, np.arange(2))
-        machine.finish()
-        seen.append(placed.ahead)
-    assert seen == [AHEAD - 1] * (PAUSE - 1) + [AHEAD]
 
 
 def test_only_copy_streams_copy_ahead(machine: Machine) -> None:
@@ -178,13 +167,6 @@ def test_what_a_signal_handler_raises_while_a_batch_is_begun_ahead_is_raised(
 
 
 # -- the end --------------------------------------------------------------------------------------------------
-
-
-def test_the_end_of_an_epoch_waits_for_all_devices(machine: Machine) -> None:
-    placed = Placer([CPU, *machine.devices], pin_memory=False)
-    place_now(placed, [np.arange(2)] * 3, SHARDED)
-    placed.end_epoch()
-    assert [len(one.kept) for one in placed.copies.values() if one is not None] == [0, 0]
 
 
 def test_what_closes_does_not_hold_the_placement(machine: Machine) -> None:
@@ -320,19 +302,6 @@ def test_what_is_copied_ahead_gives_way(machine: Machine, worker_pool: Pool) -> 
 
 
 @pytest.mark.slow
-def test_a_device_that_stays_full_is_not_waited_for_at_every_step(machine: Machine, worker_pool: Pool) -> None:
-    machine.blocks = 2
-    data = ArrayDataset(np.arange(4 * 2 * PAUSE))
-    with ShardedDataLoader(data, 4, device=machine.devices[0], pool=worker_pool) as loader:
-        for batch in loader:
-            held = batch  # while the next one is asked for
-            machine.finish()
-        del batch, held
-    # From two ahead to one, to none; and one try later.
-    assert (machine.caches_emptied, machine.faults) == (3, [])
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("longest", [placement.LONGEST_PAUSE, 3 * PAUSE])
 def test_tries_that_fail_become_rare_within_a_bound(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, longest: int
@@ -368,11 +337,12 @@ def test_only_a_try_that_fails_makes_the_next_one_rarer(machine: Machine) -> Non
     assert steps == 2 * PAUSE
 
 
-def test_all_devices_make_room(machine: Machine) -> None:
-    placed = Placer([torch.device("cpu"), *machine.devices], pin_memory=False)
-    place_now(placed, [np.arange(4)] * 3, SHARDED)
-    placed.make_room()
-    assert [len(copies.kept) for copies in placed.copies.values() if copies is not None] == [0, 0]
+def test_all_devices_make_room_and_the_end_of_an_epoch_waits_for_all(machine: Machine) -> None:
+    placed = Placer([CPU, *machine.devices], pin_memory=False)
+    for wait in (placed.make_room, placed.end_epoch):
+        place_now(placed, [np.arange(4)] * 3, SHARDED)
+        wait()
+        assert [len(copies.kept) for copies in placed.copies.values() if copies is not None] == [0, 0]
     assert machine.caches_emptied == 2
 
 

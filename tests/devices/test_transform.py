@@ -378,7 +378,6 @@ def test_an_interruption_loses_no_batch(machine: Machine) -> None:
     with made(ROWS, 8, device_transform=noisy, **options) as loader:
         assert got == drawn(loader)
         machine.finish()
-    assert machine.faults == []
 
 
 @pytest.mark.parametrize(

