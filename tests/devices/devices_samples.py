@@ -69,12 +69,12 @@ class Checks:
     """Kernels of the first device that compare what they find, late.
 
     Attributes:
-        wrong: labels of what was not as expected.
+        mismatched: labels of what was not as expected.
         seen: kernels that have run.
     """
 
     def __init__(self, machine: Machine) -> None:
-        self.machine, self.wrong, self.seen = machine, list[Any](), 0
+        self.machine, self.mismatched, self.seen = machine, list[Any](), 0
 
     def compare(
         self, tensor: torch.Tensor, expected: Any, label: Any = None, device: torch.device | None = None
@@ -84,14 +84,14 @@ class Checks:
         def look(found: np.ndarray) -> None:
             self.seen += 1
             if not (found == expected).all():
-                self.wrong.append(label)
+                self.mismatched.append(label)
 
         self.machine.kernel(device or self.machine.devices[0], tensor, look)
 
     def done(self) -> tuple[list[Any], list[str]]:
         """What was wrong, and the machine's faults, when all is done."""
         self.machine.finish()
-        return self.wrong, self.machine.faults
+        return self.mismatched, self.machine.faults
 
 
 class Refusing:

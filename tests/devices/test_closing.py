@@ -189,23 +189,6 @@ def test_a_loader_that_is_forgotten_while_its_device_hangs_is_not_waited_for_eit
     machine.finish()
 
 
-@pytest.mark.slow
-def test_memory_that_was_left_alone_is_given_back_when_the_device_goes_on(
-    machine: Machine, process_pool: ProcessPool, hang: Callable[[], None]
-) -> None:
-    loader, batches, held = begin(machine, process_pool, 4)
-    hang()
-    with pytest.warns(UserWarning, match="has not done its copies within"):
-        loader.close()
-    assert machine.registered and arena.LEFT_ALONE and copies.LEFT_ALONE
-    machine.hangs = False
-    machine.finish()
-    with ShardedDataLoader(DATA, 32, device=machine.devices[0], num_workers=1) as other:
-        next(iter(other))
-    assert (machine.registered, machine.faults, arena.LEFT_ALONE, copies.LEFT_ALONE) == ({}, [], [], set())
-    del held, batches
-
-
 def test_a_device_that_pauses_in_a_recovery_costs_no_later_segment(
     machine: Machine, process_pool: ProcessPool, hang: Callable[[], None]
 ) -> None:

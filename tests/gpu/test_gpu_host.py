@@ -222,32 +222,29 @@ def test_next_inside_a_graph_capture_is_rejected_and_loses_nothing(cuda: torch.d
         assert doubled.shape == values.shape
 
 
-class Gated:
-    """Samples that hold their number. From the ninth on they wait for the gate."""
-
-    def __init__(self) -> None:
-        self.gate = threading.Event()
-
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        assert index < 8 or self.gate.wait(60)
-        return np.full(5000, index, np.float32)
-
-
 def capture_beside_threads(mode: str) -> None:
     """Capture a graph in this thread while threads of a loader pin memory, which the mode allows or not."""
-    cuda, data, pins, pinned_empty = torch.device("cuda", 0), Gated(), threading.Semaphore(0), accelerator.pinned_empty
+    cuda, gate, pins, pinned_empty = (
+        torch.device("cuda", 0),
+        threading.Event(),
+        threading.Semaphore(0),
+        accelerator.pinned_empty,
+    )
+
+    def gated(index: int) -> np.ndarray:
+        assert index < 8 or gate.wait(60)
+        return np.full(5000, index, np.float32)
 
     def watched(*arguments: Any) -> Any:
         try:
             return pinned_empty(*arguments)
         finally:
-            if data.gate.is_set():
+            if gate.is_set():
                 pins.release()
 
-    loader = ShardedDataLoader(data, 4, device=cuda, num_workers=2, thread_pool=True)
+    loader = ShardedDataLoader(
+        SimpleDataset(range(64)).transform(gated), 4, device=cuda, num_workers=2, thread_pool=True
+    )
     with mock.patch.object(accelerator, "pinned_empty", watched), loader:
         batches, failed = iter(loader), []
         first = [next(batches)]
@@ -257,7 +254,7 @@ def capture_beside_threads(mode: str) -> None:
             # The end of a broken capture leaves its stream current: the outer block takes that back.
             with torch.cuda.stream(torch.cuda.default_stream(cuda)), torch.cuda.graph(graph, capture_error_mode=mode):
                 doubled = static * 2
-                data.gate.set()
+                gate.set()
                 assert pins.acquire(timeout=60) and pins.acquire(timeout=60)  # two batches meanwhile
             graph.replay()
             assert doubled.tolist() == [6.0] * 8
