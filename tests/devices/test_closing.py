@@ -150,7 +150,7 @@ def hang(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     machine.finish()
     for closed in (copies_on(machine), Arena()):
         closed.close()  # and looks again at what was left alone
-    assert (copies.LEFT_ALONE, arena.LEFT_ALONE, machine.registered) == (set(), [], {})
+    assert (copies.STILL_READ, arena.STILL_READ, machine.registered) == (set(), [], {})
 
 
 def test_a_device_that_hangs_is_not_waited_for_without_end(

@@ -174,7 +174,7 @@ def test_a_batch_handed_out_on_another_stream_than_it_was_begun_on_is_recorded_t
         del batch
     again = copies.begin([torch.zeros(1000, dtype=torch.int64)])  # its memory must not be had by anybody yet
     assert checks.done() == GOOD
-    assert ("used_on", other.name) in machine.log
+    assert ("record_use", other.name) in machine.log
     again.finish()
 
 

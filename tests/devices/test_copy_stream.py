@@ -21,7 +21,7 @@ from sharded_loader.devices.copies import HOST_AHEAD, CopyStream
 @pytest.fixture
 def copies(machine: Machine) -> Iterator[CopyStream]:
     yield copies_on(machine)
-    module.LEFT_ALONE.clear()
+    module.STILL_READ.clear()
     gc.collect()
 
 
@@ -202,11 +202,11 @@ def test_what_was_left_alone_is_given_back_when_any_loader_is_closed_and_waited_
     begin_one(copies).finish()
     assert not copies.drain(0.01)
     give_up(copies)
-    assert copies in module.LEFT_ALONE and len(copies.kept) == 1
+    assert copies in module.STILL_READ and len(copies.kept) == 1
     machine.hangs = False
     machine.finish()
     assert copies_on(machine).close()
-    assert (module.LEFT_ALONE, len(copies.kept)) == (set(), 0)
+    assert (module.STILL_READ, len(copies.kept)) == (set(), 0)
     for _ in range(3 * HOST_AHEAD):
         begin_one(copies).finish()
         assert len(copies.kept) <= HOST_AHEAD
@@ -245,4 +245,4 @@ def test_who_waits_for_copies_waits_for_one_that_another_thread_begins(
     goes_on.set()
     for thread in threads:
         thread.join()
-    assert (len(copies.kept), len(module.LEFT_ALONE), machine.faults) == (int(closes), int(closes), [])
+    assert (len(copies.kept), len(module.STILL_READ), machine.faults) == (int(closes), int(closes), [])

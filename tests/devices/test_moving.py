@@ -114,7 +114,7 @@ class Recorded(Graph):
     """Like a batch of PyG now: it also says which stream uses it."""
 
     def record_stream(self, stream: Any) -> None:
-        STREAMS["device"].used_on([self.values], stream)
+        STREAMS["device"].record_use([self.values], stream)
 
 
 class Stubborn(Bare):

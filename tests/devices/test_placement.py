@@ -17,7 +17,7 @@ from simulated import Machine, SimulatedStreams
 from sharded_loader import ArrayDataset, ShardedDataLoader
 from sharded_loader.devices import placement
 from sharded_loader.devices.copies import CLOSING_SECONDS, SMALL, CopyStream, PendingCopy
-from sharded_loader.devices.placement import PAUSE, Placer, not_placed
+from sharded_loader.devices.placement import PAUSE, Placer, placement_error
 from sharded_loader.engine.messages import NOTHING, Task
 from sharded_loader.engine.pool import Pool
 from sharded_loader.memory.arena import ReusedMemory
@@ -172,7 +172,7 @@ def test_what_a_signal_handler_raises_while_a_batch_is_begun_ahead_is_raised(
 def test_what_closes_does_not_hold_the_placement(machine: Machine) -> None:
     """It is a finalizer's: what it held would live as long as the loader."""
     placed = placer_on(machine)
-    placed.settle()
+    placed.create_streams()
     close, gone = placed.closer(), weakref.ref(placed)
     del placed
     assert gone() is None
@@ -203,7 +203,7 @@ def test_another_thread_may_meet_a_device_while_the_loader_is_closed(
     drain = CopyStream.drain
 
     def meanwhile(copies: CopyStream, seconds: float) -> bool:
-        placed.settle()
+        placed.create_streams()
         return drain(copies, seconds)
 
     monkeypatch.setattr(CopyStream, "drain", meanwhile)
@@ -242,7 +242,7 @@ def test_a_device_is_numbered_once(machine: Machine, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(placement, "indexed", indexed)
     placed = Placer([torch.device("privateuseone")], pin_memory=False)
     assert asked == []  # a loader that is only constructed touches no device
-    placed.settle()
+    placed.create_streams()
     first = placed.copies[placed.asynchronous[0]]
     assert first is placed.copies[placed.asynchronous[0]]
     assert first.streams.device == machine.devices[0]
@@ -251,7 +251,7 @@ def test_a_device_is_numbered_once(machine: Machine, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(("error", "samples"), [(ValueError("no"), True), (RuntimeError("CUDA error: assert"), False)])
 def test_the_error_of_a_batch_names_it(error: Exception, samples: bool) -> None:
-    assert not_placed(Task(3, 7, 2, 28, ([4, 5], [6]), True), error, "while it was placed") is error
+    assert placement_error(Task(3, 7, 2, 28, ([4, 5], [6]), True), error, "while it was placed") is error
     notes = "\n".join(error.__notes__)
     assert "epoch 2, batch 7" in notes
     assert ("loader.read(" in notes) is samples
@@ -262,7 +262,7 @@ def test_what_a_signal_handler_has_raised_is_not_the_error_of_a_batch(time_is_up
         try:
             signal.raise_signal(signal.SIGINT)
         except TimeIsUp as raised:
-            not_placed(Task(3, 7, 2, 28, ([4, 5],), False), raised, "while it was placed")
+            placement_error(Task(3, 7, 2, 28, ([4, 5],), False), raised, "while it was placed")
 
 
 # -- a device without memory -----------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ ALONE: dict[str, Callable[[SimulatedStreams], object]] = {
     "an event that was never recorded": lambda s: s.timed_event().query(),
     "a new stream": lambda s: s.new_stream(),
     "memory on the device": lambda s: s.empty_like(torch.ones(3)),
-    "record_stream": lambda s: s.used_on([s.empty_like(torch.ones(3))], s.new_stream()),
+    "record_stream": lambda s: s.record_use([s.empty_like(torch.ones(3))], s.new_stream()),
     "the rows of a column": lambda s: s.machine.take(s.empty_like(torch.ones(3)), s.empty_like(torch.ones(2).long())),
     "how much memory there is": lambda s: s.machine.memory_of(s.device),
 }

@@ -256,7 +256,7 @@ def test_batches_come_on_the_stream_of_the_caller_and_none_is_gathered_ahead(mac
                     if share is True:
                         assert {name for what, name in machine.log if what in ("allocate", "copy")} == {stream.name}
                     if not number:  # the columns are of the first stream
-                        assert (("used_on", mine.name) in machine.log) is (stream is mine)
+                        assert (("record_use", mine.name) in machine.log) is (stream is mine)
             machine.finish()
         assert sorted(found) == sorted(2 * [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]])
 
