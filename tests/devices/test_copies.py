@@ -318,6 +318,7 @@ def test_how_many_are_copied_ahead_may_be_chosen(machine: Machine, new_pool: Cal
     with ShardedDataLoader(dataset(64), 8, device=machine.devices[0], pool=new_pool()) as loader:
         assert loader.device_prefetch == 2
         loader.device_prefetch = ahead
+        assert loader._pipeline.min_ready > ahead  # the pool is asked for those too
         for number, (_, rows) in enumerate(loader):
             machine.finish()
             assert rows.tolist() == list(range(8 * number, 8 * number + 8))

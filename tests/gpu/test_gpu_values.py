@@ -24,7 +24,6 @@ from sharded_loader.devices.placement import Placer
 from sharded_loader.engine.messages import Result, Task
 from sharded_loader.engine.pipeline import Entry
 from sharded_loader.engine.pool import Pool
-from sharded_loader.memory.arena import Arena
 from sharded_loader.memory.codec import ON_HOST
 from sharded_loader.ray.cluster import Lent
 
@@ -271,37 +270,36 @@ def test_the_objects_of_a_group_of_batches_may_be_copied_too(cuda: torch.device)
 
 
 def test_a_slot_is_used_again_only_when_its_copy_is_done(cuda: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    early, again, noted_copies = [], 0, []
-    take = Arena.take
+    early, again, copied, pool = [], [], list[tuple[int, Any]](), ProcessPool(2)
+
+    class Returned(collections.deque):  # type: ignore[type-arg]
+        """The slots that may be used again."""
+
+        def append(self, lease: Any) -> None:
+            slot = lease.resource
+            start = address_of(arena.segments[slot.segment].mapping)[0] + slot.offset
+            mine = [item for item in copied if start <= item[0] < start + slot.nbytes]
+            again.extend(mine)
+            early.extend(slot for _, event in mine if not event.query())
+            copied[:] = [item for item in copied if item not in mine]
+            super().append(lease)
 
     def noted(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        copied = copy(target, source)
-        noted_copies.append((source.data_ptr(), torch.cuda.current_stream(cuda).record_event()))
-        return copied
+        done = copy(target, source)
+        copied.append((source.data_ptr(), torch.cuda.current_stream(cuda).record_event()))
+        return done
 
-    def watched(arena: Arena, nbytes: int) -> Any:
-        nonlocal again
-        slot = take(arena, nbytes)
-        if slot is not None:
-            start = address_of(arena.segments[slot.segment].mapping)[0] + slot.offset
-            mine = [item for item in noted_copies if start <= item[0] < start + slot.nbytes]
-            again += bool(mine)
-            early.extend(slot for _, event in mine if not event.query())
-            noted_copies[:] = [item for item in noted_copies if item not in mine]
-        return slot
-
-    monkeypatch.setattr(Arena, "take", watched)
-    with loader_of(device=cuda, pool=ProcessPool(2)) as loader:
+    with loader_of(device=cuda, pool=pool) as loader:
         list(loader)
-        copies, stream = copies_of(loader)
-        copy = copies.streams.copy
+        (copies, stream), arena = copies_of(loader), pool._transport.arena
+        arena.returned, copy = Returned(arena.returned), copies.streams.copy
         monkeypatch.setattr(copies.streams, "copy", noted)
         for _ in range(5):
             for _ in loader:
                 with torch.cuda.stream(stream):
                     sleep(4_000_000)  # the host is two milliseconds ahead
         torch.cuda.synchronize(cuda)
-    assert again > 20
+    assert len(again) > 20
     assert early == []
 
 
