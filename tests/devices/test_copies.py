@@ -178,9 +178,14 @@ def test_a_batch_handed_out_on_another_stream_than_it_was_begun_on_is_recorded_t
     again.finish()
 
 
-def test_a_batch_that_is_never_handed_out_keeps_its_memory_until_its_copy_is_done(machine: Machine) -> None:
+@pytest.mark.parametrize("dropped", [False, True])
+def test_a_batch_that_is_never_handed_out_keeps_its_memory_until_its_copy_is_done(
+    machine: Machine, dropped: bool
+) -> None:
     copies = copies_on(machine)
     abandoned = copies.begin([torch.arange(1000)])
+    if dropped:  # as after a break
+        abandoned.drop()
     del abandoned
     gc.collect()
     mine = machine.allocate(machine.devices[0], torch.empty(1000, dtype=torch.int64)).zero_()
