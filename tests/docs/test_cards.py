@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
+pytestmark = pytest.mark.lint
+
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "tutorials").glob("*.ipynb"))
 

@@ -12,39 +12,11 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.lint
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-HELD = (
-    "base",
-    "batchify",
-    "batching",
-    "caching",
-    "cli",
-    "data",
-    "demo",
-    "devices",
-    "drop_in",
-    "engine",
-    "extend",
-    "instruments",
-    "integrations",
-    "loader",
-    "memory",
-    "mixing",
-    "parallel",
-    "pools",
-    "randomness",
-    "ray",
-    "recordio",
-    "resident",
-    "samplers",
-    "sampling",
-    "storage",
-    "streams",
-)
-"""The rooms whose docstrings, comments and messages are in these words. A room joins them when it is rewritten."""
-
-MODULES = [path for room in HELD for path in sorted((ROOT / "sharded_loader" / room).rglob("*.py"))]
+MODULES = sorted((ROOT / "sharded_loader").glob("*/**/*.py"))
 LABELS = {"foreign sampler"}
 """Labels of random numbers (`sharded_loader.randomness.rng`): with other words the numbers would be others."""
 
@@ -140,7 +112,6 @@ def test_the_page_is_in_plain_words(page: Path) -> None:
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.relative_to(ROOT).as_posix())
-@pytest.mark.slow
 def test_docstrings_comments_and_messages_are_in_plain_words(module: Path) -> None:
     assert [line for text in texts(module.read_text(encoding="utf-8")) for line in wrong(text)] == []
 
