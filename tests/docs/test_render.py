@@ -127,11 +127,6 @@ def test_a_fault_says_where_it_is_seen(faults: list[Fault]) -> None:
     assert places["link.html"] == ("any", "any")
 
 
-def test_a_fault_of_some_renderings_is_said_of_each() -> None:
-    found = [Fault("a", 400, "dark", "x"), Fault("a", 1300, "light", "x"), Fault("a", 400, "light", "y")]
-    assert render.summed_up(found) == sorted(found, key=lambda fault: (fault.what, str(fault.width)))
-
-
 @pytest.mark.parametrize(
     ("language", "text"),
     [
@@ -145,8 +140,3 @@ def test_a_fault_of_some_renderings_is_said_of_each() -> None:
 )
 def test_what_runs_may_be_copied(language: str, text: str) -> None:
     assert render.wrong_copy(language, text) is None
-
-
-def test_a_command_that_lost_its_second_line_may_not_be_copied() -> None:
-    assert render.wrong_copy("console", "torchrun --nnodes 2 \\\n    train.py") is None
-    assert "backslash" in str(render.wrong_copy("console", "torchrun --nnodes 2 \\\n"))
