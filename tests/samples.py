@@ -16,6 +16,12 @@ import numpy as np
 from failures import Boom, Fails, boom, odd_errors
 
 from sharded_loader import SimpleDataset, empty, sample_generator, sample_rng, sample_seed
+from sharded_loader.base import host_clock
+
+
+def pass_time(seconds: float) -> None:
+    """Let time pass by the clock of the package: that of the fixture `host_time` is moved, the real one waited for."""
+    getattr(host_clock.now, "move", time.sleep)(seconds)
 
 
 class Uneven:
