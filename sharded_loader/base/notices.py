@@ -70,7 +70,7 @@ class Notices:
         more = " (shown once; the logger 'sharded_loader' shows the others at level INFO)"
         logger.log(logging.WARNING if first else logging.INFO, "%s%s", text, more if first else "")
 
-    def settle(self, kind: str) -> None:
+    def suppress(self, kind: str) -> None:
         """Suppress later warnings of this kind."""
         self._warned.add(kind)
 

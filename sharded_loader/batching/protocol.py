@@ -74,7 +74,7 @@ class BatchifyError(ValueError):
         return f"{self.problem}{where}: {self.advice}"
 
 
-def known_to(kind: type, fast: str, plain: Sequence[str]) -> Any:
+def fast_method(kind: type, fast: str, plain: Sequence[str]) -> Any:
     """Return a class's fast method, or None if a subclass overrides one of the plain methods that it replaces.
 
     A subclass that overrides ``__getitem__`` changes the samples, of which a base class's bulk method does not know. So
@@ -87,7 +87,7 @@ def known_to(kind: type, fast: str, plain: Sequence[str]) -> Any:
         ...     def many(self): ...
         >>> class Derived(Base):
         ...     def one(self): ...
-        >>> known_to(Base, "many", ["one"]) is Base.many, known_to(Derived, "many", ["one"])
+        >>> fast_method(Base, "many", ["one"]) is Base.many, fast_method(Derived, "many", ["one"])
         (True, None)
     """
     for cls in kind.__mro__:
@@ -102,7 +102,7 @@ def known_to(kind: type, fast: str, plain: Sequence[str]) -> Any:
 
 def assembler(fn: BatchifyFn) -> Assemble:
     """Return ``assemble(samples, empty) -> batch`` for any collate function. The batch may hold NumPy arrays."""
-    if known_to(type(fn), "assemble", ["__call__"]) is not None or "assemble" in getattr(fn, "__dict__", ()):
+    if fast_method(type(fn), "assemble", ["__call__"]) is not None or "assemble" in getattr(fn, "__dict__", ()):
         return fn.assemble  # type: ignore[attr-defined, no-any-return]
     return partial(call_with_empty, fn)
 

@@ -33,7 +33,7 @@ from sharded_loader.drop_in.sampler import EpochCount, InOrderSampler, SamplerSt
 from sharded_loader.drop_in.trainers import counted_by_fabric, fetched_by_lightning
 from sharded_loader.extend import Job, PartPoint, Position, Run
 from sharded_loader.extend import engine as core
-from sharded_loader.extend.data import Known, set_epoch_of
+from sharded_loader.extend.data import DataIdentity, epoch_setter
 from sharded_loader.extend.order import (
     LEFT_OUT,
     Signature,
@@ -351,7 +351,7 @@ def job_of(loader: Loader, collate_fn: object, drawn: int | None = None) -> Job:
     batched, seed = loader._auto_collation, int((drawn or 0) if loader.seed is None else loader.seed)
     base = drawn if loader.seed is None and loader._tuner is None else None  # None: nothing depends on the workers
     batchify, (action, _) = batchify_fn_of(collate_fn, batched=batched), core.action_and_limit(loader.on_error)
-    return Job(loader.dataset, batchify, seed, action, in_bulk=batched, base_seed=base, tells_epoch=False)
+    return Job(loader.dataset, batchify, seed, action, in_bulk=batched, base_seed=base, sets_epoch=False)
 
 
 # -- any step ----------------------------------------------------------------------------------------------------------
@@ -362,7 +362,7 @@ class TorchSteps(core.KnownSteps):
 
     def __init__(self, loader: Loader) -> None:
         self._loader, self._sampler = loader, loader._index_sampler
-        self.dataset, self.known = loader.dataset, Known(loader.dataset)
+        self.dataset, self.known = loader.dataset, DataIdentity(loader.dataset)
 
     @property
     def job(self) -> Job:
@@ -393,12 +393,12 @@ class TorchSteps(core.KnownSteps):
 
     def job_now(self) -> Job:
         is_told, seed = self._loader._progress.count.request is not None, int(self._loader.seed or 0)
-        return replace(self.job, seed=seed, base_seed=None, keeps_state=False, tells_epoch=is_told)
+        return replace(self.job, seed=seed, base_seed=None, keeps_state=False, sets_epoch=is_told)
 
     def in_epoch(self, epoch: int) -> AbstractContextManager[None]:
         progress, count = self._loader._progress, self._loader._progress.count
         live = None if progress.current_run is None else progress.live.get(progress.current_run.number)
-        set_epoch = None if count.request is None else set_epoch_of(self.dataset)
+        set_epoch = None if count.request is None else epoch_setter(self.dataset)
         reads = live is not None and not live._shutdown and live._num_workers and live._engine.pool.shares_dataset
         back = lambda: 0 if count.request is None else count.request[1]  # noqa: E731
         return core.in_epoch(set_epoch, epoch, back, [progress.epoch] if reads else ())

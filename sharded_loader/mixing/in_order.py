@@ -28,13 +28,13 @@ from itertools import islice
 from typing import Any, Final
 
 from sharded_loader.extend.data import (
+    announce_epoch,
     check_dataset,
     is_indexed,
     is_stateful,
     iterable_of,
     known_parts,
     takes_two,
-    tell_epoch,
 )
 from sharded_loader.extend.engine import this_worker
 from sharded_loader.extend.order import SampleScope, reading, shuffled
@@ -256,7 +256,7 @@ class InterleavedIterable(InOrder):
     def set_epoch(self, epoch: Any) -> None:
         """Pass the epoch on to the datasets, and drop a loaded position of another epoch."""
         for dataset in self._inside:
-            tell_epoch(dataset, epoch)
+            announce_epoch(dataset, epoch)
         if epoch != self._epoch:
             self._epoch, self._loaded, self._last = epoch, None, None
 
@@ -378,7 +378,7 @@ class ShuffleBuffer(InOrder):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iterator, also for the dataset if it has ``set_epoch``."""
         self.epoch = epoch
-        tell_epoch(self._dataset, epoch)
+        announce_epoch(self._dataset, epoch)
 
     def __iter__(self) -> ShuffledIterator:
         return ShuffledIterator(self._dataset, _BufferPosition(self.size, self.seed, self.epoch, 0, 0, BEGINNING))

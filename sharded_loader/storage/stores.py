@@ -33,7 +33,7 @@ from typing import Any, BinaryIO, TypeVar
 from sharded_loader.extend.tools import close_session, note_retry, path_of, write_whole
 from sharded_loader.storage import files
 from sharded_loader.storage.files import Options, ShardError, ShardFile, Stat, Trust, local_path, shown
-from sharded_loader.storage.parts import UNKNOWN, Changed, FastS3, Unfit, bound, is_same, part, tag_of
+from sharded_loader.storage.parts import UNKNOWN, BadResponse, Changed, FastS3, bound, is_same, part, tag_of
 
 TRIES = 6
 PAUSE, LONGEST_PAUSE = 0.2, 10.0
@@ -268,7 +268,7 @@ class ObjectStore:
                 found = found[begin:end]
             if len(found) != end - begin and not may_end:
                 said = f"{len(found):,} bytes came where {end - begin:,} were asked for"
-                raise Unfit(f"{said}: the file may have been cut")
+                raise BadResponse(f"{said}: the file may have been cut")
             return found, bool(same)
 
         return self._with_retries(url, read)
@@ -330,7 +330,7 @@ class ObjectStore:
                 raise _changed(url, str(changed)) from None
             except Exception as raised:
                 error = _reason(raised)
-                said = str(error) if isinstance(error, Unfit) else f"{type(error).__name__}: {error}"
+                said = str(error) if isinstance(error, BadResponse) else f"{type(error).__name__}: {error}"
                 message, headers = files.redacted(said, [self._options, self.trust]), getattr(error, "headers", None)
                 found = files.missing_or_forbidden(shown(url), error, message)
                 if found is None and isinstance(error, _PERMANENT_ERRORS):

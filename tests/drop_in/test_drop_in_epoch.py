@@ -25,7 +25,7 @@ def read(
     start = SamplerStart(sampler, saved, False, EpochCount())
     if state is None:
         start.begin()
-    start.settle()
+    start.draw_seed()
     return TorchEpoch(start, lanes, batched, {}, keeps_state, lambda number: ())
 
 
