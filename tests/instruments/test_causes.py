@@ -21,7 +21,7 @@ from sharded_loader.instruments.times import CAUSES, WorkerTimes, causes_of, lim
 from sharded_loader.torch import DataLoader
 from tests.failures import Fails, kill
 from tests.instruments.test_trace import rows_of
-from tests.samples import Drawing, Filled
+from tests.samples import Drawing, Filled, pass_time
 
 
 def check_sum(stats: LoaderStats) -> None:
@@ -119,7 +119,7 @@ def test_iterable_data_waits_for_input(host_time: HostClock) -> None:
 
 @pytest.mark.slow
 def test_workers_of_iterable_data_wait_for_input(worker_pool: Any) -> None:
-    stats = of_parts(worker_pool, time.sleep)
+    stats = of_parts(worker_pool, pass_time)
     check_sum(stats)
     assert stats.causes["input"] > 0 and stats.slowest[0].index[0] in (0, 1)
 
@@ -193,7 +193,7 @@ class Job:
 
 
 def pause(given: Any, seconds: float = 0.02) -> Any:
-    time.sleep(seconds)
+    pass_time(seconds)
     return given
 
 
@@ -228,7 +228,7 @@ def read(dataset: Any, method: str, step: float = 0.0, workers: int = 2, epochs:
     with made(dataset, batch_size=10, pool=make_pool(method, workers), **options) as loader:
         for _ in range(epochs):
             for _ in loader:
-                time.sleep(step)
+                pass_time(step)
         return loader.stats(epochs - 1)
 
 
