@@ -83,16 +83,6 @@ def test_each_turn_of_a_loop_is_recorded_from_its_next_to_the_drop_of_the_batch_
     assert sys.getprofile() is None
 
 
-def test_an_error_of_the_loop_ends_the_recording(tmp_path: Path) -> None:
-    def broken() -> Iterator[int]:
-        yield 1
-        raise OSError("the disk is gone")
-
-    with pytest.raises(OSError, match="the disk is gone"):
-        walk.record_walks(broken(), str(tmp_path), epochs=1, pause=0)
-    assert sys.getprofile() is None
-
-
 # -- sizes ------------------------------------------------------------------------------------------------------
 
 
@@ -227,34 +217,3 @@ def test_a_wrong_command_line_is_refused(arguments: list[str], says: str, capsys
     with pytest.raises(SystemExit):
         road.main(arguments)
     assert says in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_package_that_cannot_be_imported_is_an_error_and_no_hang(tmp_path: Path) -> None:
-    (tmp_path / road.PACKAGE).mkdir()
-    (tmp_path / road.PACKAGE / "__init__.py").write_text("raise ImportError('half a checkout')\n")
-    with pytest.raises(RuntimeError, match="ended"):
-        road.main(["--package", str(tmp_path)])
-
-
-@pytest.mark.slow
-def test_a_checkout_is_measured_from_its_own_folder(tmp_path: Path) -> None:
-    """Not the package that this program imports."""
-    package = tmp_path / road.PACKAGE
-    package.mkdir()
-    (package / "__init__.py").write_text(
-        "class InlinePool: pass\n"
-        "class ProcessPool:\n    def __init__(self, *_, **__): pass\n"
-        "def read(n): return n\n"
-        "class ShardedDataLoader:\n"
-        "    def __init__(self, *_, **__): pass\n"
-        "    def __len__(self): return 2\n"
-        "    def __iter__(self): return map(read, range(2))\n"
-        "    def close(self): pass\n"
-    )
-    said: list[str] = []
-    assert road.main(["--package", str(tmp_path), "--walk", "--rounds", "1"], said.append) == 0
-    assert [line for line in said if line.endswith(" read")] == ["__init__.py:4 read"] * 5
-    assert "| next(), inline: calls" in said[0]
-    assert "| next(), threads" not in said[0]
-    assert any(line.startswith(f"left out in {tmp_path}: threads: cannot import name 'ThreadPool'") for line in said)

@@ -246,11 +246,6 @@ def test_a_slow_dataset_is_measured_for_a_batch_of_each_worker() -> None:
     assert len(read) >= 1 + 2 * START + ROUNDS * START
 
 
-def test_what_the_dataset_raises_inline_ends_it_with_the_sample() -> None:
-    with pytest.raises(CannotRun, match=r": ZeroDivisionError: division by zero \(in epoch 0, batch 1, sample 5\)$"):
-        measure("inline", SECONDS, arguments(_Divides()))
-
-
 class _Divides:
     def __len__(self) -> int:
         return 10
@@ -308,29 +303,32 @@ def test_inline_alone_is_compared_with_nothing() -> None:
     )
 
 
-def test_without_inline_the_best_row_is_named() -> None:
-    assert recommend(rows(("thread", 1, 900), ("process", 2, 1800))).startswith("Use num_workers=2: ")
-
-
-def test_rows_that_failed_do_not_count() -> None:
-    failed = Row("thread", 8, error="boom")
-    assert recommend([INLINE_ROW, failed, *rows(("process", 2, 1900))]).startswith("Use num_workers=2: ")
-
-
 def spread(pool: str, workers: int, lowest: float, median: float, highest: float) -> Row:
     return Row(pool, workers, median, 64000 / median, lowest=lowest, highest=highest)
 
 
-def test_rounds_that_overlap_have_no_clear_winner() -> None:
-    inline = spread("inline", 0, 600, 1000, 1500)
-    advice = recommend([inline, spread("process", 2, 1300, 1900, 2000)])
-    assert advice.startswith("No clear winner: the rounds of num_workers=2 and inline overlap.")
-    assert "--seconds" in advice
-    assert recommend([inline, spread("process", 2, 1600, 1900, 2000)]).startswith("Use num_workers=2: ")
+FAILED = Row("thread", 8, error="boom")
+SLOW = spread("inline", 0, 600, 1000, 1500)
 
 
-def test_rows_that_are_alike_need_no_winner() -> None:
-    two, four = spread("process", 2, 1800, 1900, 2000), spread("thread", 4, 1750, 1850, 1950)
-    assert recommend([INLINE_ROW, two, four]).startswith("Use num_workers=2: ")
-    slower = spread("thread", 2, 990, 1010, 1200)
-    assert recommend([INLINE_ROW, slower]).startswith("Inline is enough")
+@pytest.mark.parametrize(
+    ("measured", "said"),
+    [
+        ([*rows(("thread", 1, 900), ("process", 2, 1800))], "Use num_workers=2: "),  # without inline
+        ([INLINE_ROW, FAILED, *rows(("process", 2, 1900))], "Use num_workers=2: "),
+        ([SLOW, spread("process", 2, 1600, 1900, 2000)], "Use num_workers=2: "),
+        (
+            [SLOW, spread("process", 2, 1300, 1900, 2000)],
+            "No clear winner: the rounds of num_workers=2 and inline overlap. ",
+        ),
+        # Rows that are alike need no winner.
+        (
+            [INLINE_ROW, spread("process", 2, 1800, 1900, 2000), spread("thread", 4, 1750, 1850, 1950)],
+            "Use num_workers=2: ",
+        ),
+        ([INLINE_ROW, spread("thread", 2, 990, 1010, 1200)], "Inline is enough"),
+    ],
+)
+def test_the_advice_counts_rows_that_ran_and_rounds_that_overlap(measured: list[Row], said: str) -> None:
+    advice = recommend(measured)
+    assert advice.startswith(said) and ("--seconds" in advice) == ("overlap" in said)
