@@ -54,8 +54,6 @@ CPU = torch.device("cpu")
     ("bar", "values", "measured", "met"),
     [
         (Bar("bus 16 MB", "limit", 0.95), {"ours": [48e9, 24e9], "limit": [50e9, 25e9]}, 0.96, True),
-        (Bar("bus 16 MB", "limit", 0.95), {"ours": [40e9], "limit": [50e9]}, 0.8, False),
-        (Bar("host 16 MB", None, 150e-6, at_most=True), {"ours": [1e-4, 3e-4, 1.2e-4]}, 1.2e-4, True),
         (Bar("host 16 MB", None, 150e-6, at_most=True), {"ours": [2e-4]}, 2e-4, False),
         (Bar("resident 256", "streamed", 3), {"streamed": [1e6]}, None, None),
         (Bar("pin 4 MB", "torch", 0.98), {"drop-in": [30.0], "ours": [1.0], "torch": [30.0]}, 1.0, True),
