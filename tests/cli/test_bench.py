@@ -21,6 +21,7 @@ from sharded_loader.cli import main
 from sharded_loader.cli.bench import ROUNDS, Row, measure, recommend
 from sharded_loader.cli.output import CannotRun
 from sharded_loader.instruments.auto import START, Tuner
+from tests.samples import Drawing
 
 QUICK = ["--seconds", "0.03"]
 
@@ -140,8 +141,8 @@ def test_more_processes_than_cores_are_no_warning_where_auto_finds_them(monkeypa
 
 
 def test_where_auto_finds_no_number_it_is_that_to_begin_with() -> None:
-    found = measure("thread", 9.0, arguments(_Divides()))
-    assert found.workers == START and found.error is not None and found.error.startswith("ZeroDivisionError")
+    found = measure("thread", 9.0, arguments(Drawing(10, [5])))
+    assert found.workers == START and found.error is not None and found.error.startswith("ValueError: bad 5")
 
 
 @pytest.mark.slow
@@ -199,19 +200,6 @@ def nothing() -> list[int]:
     return []
 
 
-class FailsInWorkers:
-    def __init__(self) -> None:
-        self.pid = os.getpid()
-
-    def __len__(self) -> int:
-        return 100
-
-    def __getitem__(self, index: int) -> int:
-        if os.getpid() != self.pid:
-            raise OSError("no files here")
-        return index
-
-
 def test_a_row_is_measured_in_rounds() -> None:
     for pool, workers in ("inline", 0), ("thread", 2):
         turns: list[None] = []
@@ -246,16 +234,15 @@ def test_a_slow_dataset_is_measured_for_a_batch_of_each_worker() -> None:
     assert len(read) >= 1 + 2 * START + ROUNDS * START
 
 
-class _Divides:
-    def __len__(self) -> int:
-        return 10
-
-    def __getitem__(self, index: int) -> float:
-        return 1 / (index - 5)
-
-
 def test_what_fails_only_in_workers_ends_only_their_row() -> None:
-    dataset = arguments(FailsInWorkers())
+    here = os.getpid()
+
+    def fails_in_workers(index: int) -> int:
+        if os.getpid() != here:
+            raise OSError("no files here")
+        return index
+
+    dataset = arguments(SimpleDataset(range(100)).transform(fails_in_workers))
     in_main, in_workers = (measure(pool, SECONDS, dataset) for pool in ("inline", "process"))
     assert in_main.error is None
     assert in_workers.error is not None and in_workers.error.startswith("OSError: no files here (in epoch 0, batch ")

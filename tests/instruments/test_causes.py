@@ -49,13 +49,9 @@ def test_what_takes_the_time_is_the_limit(kind: Any, slow: str, cause: str, host
         host_time.move(seconds * (slow == what))
         return given
 
-    class Samples:
-        def __len__(self) -> int:
-            return 400
-
-        def __getitem__(self, index: int) -> int:
-            takes("every 100th sample", index, 1.0 if index % 100 == 37 else 0.001)
-            return int(takes("sample", index))
+    def sample(index: int) -> Any:
+        takes("every 100th sample", index, 1.0 if index % 100 == 37 else 0.001)
+        return takes("sample", index)
 
     class Sampler:
         def __iter__(self) -> Any:
@@ -67,7 +63,7 @@ def test_what_takes_the_time_is_the_limit(kind: Any, slow: str, cause: str, host
     if slow == "device_transform":
         kind = made  # the other one has none
     loader = kind(
-        Samples(),
+        SimpleDataset(range(400)).transform(sample),
         10,
         sampler=Sampler(),
         collate_fn=lambda samples: takes("collate_fn", np.array(samples)),
