@@ -429,6 +429,7 @@ def test_the_next_epoch_of_the_drop_in_begins_with_the_number_that_was_found(
     iterator = iter(loader)
     next(iterator)
     assert tuners and pool_of(loader, iterator).num_workers == 3
+    assert iterator._engine.pipeline.scheduler.prefetch == 6  # type: ignore[attr-defined]
 
 
 def test_a_copy_of_the_drop_in_finds_a_number_of_its_own(tuners: list[Tuner]) -> None:
