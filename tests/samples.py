@@ -1,12 +1,12 @@
 """The catalogue of datasets that the tests read in workers. Torch-free, so that a spawned worker starts fast.
 
-    what comes         Filled (large), Documents (of any length), Told (the epoch), Parents (who reads), Noting (in a file)
-    random numbers     Drawing, DrawingInItems, DrawingInBatches, Draws, Augmented, Random (slowly)
-    errors             Drawing(bad=...), Bad, Misfits, InBulk, Odd
-    deaths             Bad(kill), DiesInSetState, StartsAndDies; `failures` says how
-    when it comes      Gate (when the test wants), Uneven (early ones late); `pass_time` by the clock of the package
-    orders             ByEpoch
-    batches            Shy, Immovable, OneWay; `halves` and `summed` make them
+    what comes       Filled (large), Documents (of any length), Told (the epoch), Parents (who reads), Noting (a file)
+    random numbers   Drawing, DrawingInItems, DrawingInBatches, Draws, Augmented, Random (slowly)
+    errors           Drawing(bad=...), Bad, Misfits, InBulk, Odd
+    deaths           Bad(kill), DiesInSetState, StartsAndDies; `failures` says how
+    when it comes    Gate (when the test wants), Uneven (early ones late); `pass_time` by the clock of the package
+    orders           ByEpoch
+    batches          Shy, Immovable, OneWay; `halves` and `summed` make them
 
 A dataset that one test alone needs is ``SimpleDataset(range(n)).transform(function)`` there. Before you add one here,
 look whether an argument of these does it.
