@@ -219,7 +219,7 @@ class DataLoader(OwnArguments, Instruments, torch.utils.data.DataLoader[Batch]):
         if not isinstance(self.dataset, IterableDataset):
             text = text_if_ranks_repeat(nested(self._index_sampler))
             if text is not None:
-                self._meter.notices.happened("ranks", f"{text}give sampler=DistributedSampler(dataset) to share it out")
+                self._meter.notices.record("ranks", f"{text}give sampler=DistributedSampler(dataset) to share it out")
         state = self._progress.state_to_begin(self._index_sampler)
         iterator = LoaderIterator(self, state)
         if state is not None and self._progress.is_of_fabric:
@@ -569,7 +569,7 @@ class TorchReading(Generic[Batch]):
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"the state is {an(type(state_dict))}; give what state_dict() has returned")
         kind = "_stream" if isinstance(loader.dataset, IterableDataset) else "_sampler"
-        state = entries.parsed(LoaderState, state_dict, advice)
+        state = entries.from_state(LoaderState, state_dict, advice)
         entries.read_entry(state_dict, kind, entries.anything, advice)
         state.check_length(core.length(loader.dataset), loader.sampler)
         given = merged(progress.given_skip, check_skip(skip))

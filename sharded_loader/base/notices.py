@@ -54,7 +54,7 @@ class Notices:
 
     Example:
         >>> notices = Notices()
-        >>> notices.happened("slow_batches", "a batch took the slow way")
+        >>> notices.record("slow_batches", "a batch took the slow way")
         >>> notices.counts["slow_batches"]
         1
     """
@@ -63,7 +63,7 @@ class Notices:
         self.counts: Counter[str] = Counter()
         self._warned: set[str] = set()
 
-    def happened(self, kind: str, text: str) -> None:
+    def record(self, kind: str, text: str) -> None:
         """Count an occurrence, and log it."""
         self.counts[kind] += 1
         first = self.counts[kind] == 1

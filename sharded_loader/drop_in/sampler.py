@@ -692,7 +692,7 @@ class TorchEpoch(Epoch):
         return Position(self.number, low, state, {}, points)
 
     def state(self, position: Position) -> dict[str, Any]:
-        return entries.written(position.mark)
+        return entries.to_state(position.mark)
 
 
 def _set_all(generators: Iterable[torch.Generator], states: Iterable[str] | None) -> None:

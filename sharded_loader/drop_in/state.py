@@ -88,7 +88,7 @@ class LoaderState:
     generator: str | None = entries.entry(entries.anything, name="_generator", default=None)
     next_draws: list[int] | None = entries.entry(entries.anything, name="_next", default=None)
     sampler: SamplerState | None = entries.entry(
-        entries.optional(entries.dict_of(SamplerState)), write=entries.written, name="_sampler", default=None
+        entries.optional(entries.dict_of(SamplerState)), write=entries.to_state, name="_sampler", default=None
     )
     stream: Any = entries.entry(entries.anything, name="_stream", default=None)
     length: int | None = entries.entry(entries.optional(entries.integer(0)), name="_length", default=None)
@@ -155,9 +155,9 @@ class TorchRun(Run):
             yielded, finished, self.base_seed, epoch.number, self.epoch_of_dataset, generator, following, **named
         )
         if loader.num_workers == 0:
-            return {**entries.written(own), **snapshots[0]}
+            return {**entries.to_state(own), **snapshots[0]}
         workers = {f"worker_{i}": {"worker_id": i, **snapshot} for i, snapshot in enumerate(snapshots)}
-        return {**entries.written(own), "_snapshot": {"_worker_snapshots": workers}}
+        return {**entries.to_state(own), "_snapshot": {"_worker_snapshots": workers}}
 
     def _stream_position(self, epoch: core.StreamEpoch, delivered: int, is_over: bool) -> Position:
         position = epoch.position(delivered)
@@ -237,7 +237,7 @@ class TorchProgress(core.Place):
         """Return the loaded state, if no epoch has begun since; see `at_named_epoch`."""
         if self.pending is None:
             return None
-        state = entries.parsed(LoaderState, self.pending, ADVICE)
+        state = entries.from_state(LoaderState, self.pending, ADVICE)
         self.is_of_fabric = counted_by_fabric(state.epoch_to_begin)
         return state if self.is_of_fabric else at_named_epoch(state, sampler, self.count)
 
@@ -451,7 +451,7 @@ class TorchSteps(core.KnownSteps):
             raise ValueError(f"epoch {epoch} cannot be looked up: {drawn}")
         run, number, known = progress.current_run, None, None
         if progress.pending is not None:
-            loaded = entries.parsed(LoaderState, progress.pending, ADVICE)
+            loaded = entries.from_state(LoaderState, progress.pending, ADVICE)
             number, known = loaded.epoch, loaded.sampler
         elif run is not None and isinstance(run.epoch, TorchEpoch):
             number, known = run.epoch.number, run.epoch.drawn.start.state

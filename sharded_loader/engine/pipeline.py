@@ -588,6 +588,6 @@ class Observer:
             why = f"{type(error).__name__}: {text_of(error)}"
             for note in (note for note in notes_of(error) if note.endswith(HAS_ENDED)):
                 self.notices.warn(note, f"{note} (in {where}; {why})")
-            self.notices.happened("skipped_samples", f"on_error skipped or replaced sample {index!r} in {where}: {why}")
+            self.notices.record("skipped_samples", f"on_error skipped or replaced sample {index!r} in {where}: {why}")
         count, limit = before + len(skipped), self.max_skipped
         return None if limit is None or count <= limit else TooManySkippedError(count, limit, where, *skipped[-1])

@@ -287,7 +287,7 @@ class SupervisedPool(WorkerPool, Generic[W]):
                 transport.launch_as(worker.number, self._job)
             self.take_back(worker.tasks.values())
         if not is_draining:
-            self.notices.happened("replaced_workers", f"{death.fate}. Another worker has its place")
+            self.notices.record("replaced_workers", f"{death.fate}. Another worker has its place")
         return results
 
     def give_up_worker(self, worker: W, error: Exception) -> list[Result]:

@@ -300,7 +300,7 @@ class Lent:
                     f"{memory.nbytes:,} bytes of batches are copied out of Ray's object store: {self._held:,} of the "
                     f"{self.max_bytes:,} bytes that may be held are in use; see RayPool(max_bytes=)"
                 )
-                self.notices.happened("slow_batches", text)
+                self.notices.record("slow_batches", text)
             copy = self.empty(memory.shape, memory.dtype)
             copy[...] = memory
             return copy

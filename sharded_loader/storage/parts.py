@@ -84,7 +84,7 @@ def is_same(tag: str, other: str) -> bool | None:
     return None if not tag or not other or kind != other_kind else tag == other
 
 
-def part(system: Any, path: str, begin: int, end: int, stat: Stat | None, seconds: float) -> tuple[bytes, str]:
+def read(system: Any, path: str, begin: int, end: int, stat: Stat | None, seconds: float) -> tuple[bytes, str]:
     """Read a byte range through fsspec; return it with the tag of the answer, which is empty except for HTTP.
 
     Only asynchronous file systems can be interrupted after ``seconds``. Without ``stat``, any version will do.
@@ -123,7 +123,7 @@ def _note_whole_files(folder: str) -> None:
     logger.warning(text + "Give the dataset a ShardCache, or let the server answer ranges", folder)
 
 
-def bound(url: str, options: Options) -> Options:
+def bind_credentials(url: str, options: Options) -> Options:
     """Return options for fsspec that keep an HTTP server's credentials from other hosts after a redirect.
 
     By itself, aiohttp drops only some headers, and neither the session's password nor its cookies.

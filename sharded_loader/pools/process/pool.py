@@ -203,7 +203,7 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
                 if arena.returned and arena.returned[0].resource.nbytes == wanted:
                     slot = arena.returned.popleft().resource
                 elif wanted >= SLOT_BYTES and (slot := arena.take(wanted)) is None:
-                    self.notices.happened(
+                    self.notices.record(
                         "slow_batches",
                         f"a batch of {wanted:,} bytes finds no room in shared memory (max_bytes={self.max_bytes}, "
                         f"{arena.nbytes:,} bytes in use, your program holds {arena.lent} batches), and goes through "
