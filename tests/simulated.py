@@ -87,7 +87,7 @@ class Event:
 
     def synchronize(self) -> None:
         if not self.query():
-            time.sleep(max(0.0, self.last.time - self.machine.clock()))  # type: ignore[union-attr]
+            self.machine.pass_time(max(0.0, self.last.time - self.machine.clock()))  # type: ignore[union-attr]
 
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or self.machine.stream()
@@ -147,7 +147,7 @@ class Stream:
 
     def synchronize(self) -> None:
         self.machine.reach(self.device)
-        time.sleep(max(0.0, self.busy_until - self.machine.clock()))
+        self.machine.pass_time(max(0.0, self.busy_until - self.machine.clock()))
 
 
 class Machine:
@@ -173,7 +173,7 @@ class Machine:
         self.allocated = self.peak = self.blocked = self.cleared = self.caches_emptied = self.refuse = 0
         self.hangs = self.has_failed = False
         self.clock: Callable[[], float] = time.perf_counter
-        self.pass_time: Callable[[float], object] = time.sleep  # of the host, while the device hangs
+        self.pass_time: Callable[[float], object] = time.sleep  # of the host, while it waits
         self.memory_bytes: tuple[int, int] | None = (1 << 30, 1 << 30)
         self.random = random.Random(seed)
         self.contexts: set[torch.device] = set()
