@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+
+from sharded_loader import ShardDataset
+from sharded_loader.storage.stores import ObjectStore
+
+
+@pytest.fixture(autouse=True)
+def closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For modules that import it: the datasets and stores that a test has made are closed at its end."""
+    made: list[Any] = []
+    for kind in (ShardDataset, ObjectStore):
+
+        def noting(self: Any, *args: Any, init: Any = kind.__init__, **options: Any) -> None:
+            init(self, *args, **options)
+            made.append(self)
+
+        monkeypatch.setattr(kind, "__init__", functools.wraps(kind.__init__)(noting))
+    yield
+    for one in made:
+        one.close()
 
 
 def write_tar(path: Path, members: dict[str, bytes]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from conftest import make_pool
-from shards import write_tar
+from shards import closed, write_tar  # noqa: F401
 
 from sharded_loader import RandomSampler, ShardCache, ShardDataset, ShardedDataLoader, ShardShuffleSampler
 from sharded_loader.storage import stores
@@ -174,7 +174,6 @@ def test_every_pool_reads_the_samples(options: dict[str, Any], method: str, cach
         assert loader.stats().retries == 0
     if cache is not None:
         assert cache.fetched == SHARDS
-    dataset.close()
 
 
 @with_server
@@ -189,7 +188,6 @@ def test_parts_of_files_come_through_obstore_where_it_is_installed(
     assert fast.read("bucket/train-0.tar", 0, 100, 30.0) == (expected, store.stat(url).tag) and b"0.txt" in expected
     with pytest.raises(FileNotFoundError):
         fast.read("bucket/nothing.tar", 0, 4, 30.0)
-    store.close()
 
 
 @with_server
@@ -216,7 +214,6 @@ def test_a_bucket_that_obstore_cannot_reach_is_read_by_s3fs(
     store = ObjectStore(s3)
     assert b"0.txt" in store.ranges("s3://bucket/train-0.tar", [0], [100])[0]
     assert store.retries == 0
-    store.close()
 
 
 @with_server
@@ -236,7 +233,6 @@ def test_no_message_shows_a_secret(options: dict[str, Any], tmp_path: Path, monk
         store.ranges(url, [10**7], [10**7 + 4])  # beyond its end
     assert "very-secret" not in str(error.value) and error.value.__cause__ is None
     assert store.retries <= 1
-    store.close()
 
 
 @with_server
@@ -249,7 +245,6 @@ def test_a_shard_that_was_replaced_is_indexed_again(options: dict[str, Any], tmp
         system.pipe("bucket/other.tar", (tmp_path / "x.tar").read_bytes())
         dataset = ShardDataset("s3://bucket/other.tar", None, options, ShardCache(tmp_path / "c", "1 MB"), tmp_path)
         assert [text(sample) for sample in dataset] == [first, first + 1, first + 2]
-        dataset.close()
 
 
 @with_server
@@ -274,4 +269,3 @@ def test_a_shard_that_is_replaced_under_way_is_an_error(options: dict[str, Any],
     with pytest.raises(ShardError, match=r"replaced\.tar has changed since the dataset was made"):
         dataset[0]
     assert dataset.retries == 0
-    dataset.close()

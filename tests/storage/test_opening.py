@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from conftest import POOLS, make_pool
 from served import Served, serving
-from shards import write_mds, write_tar
+from shards import closed, write_mds, write_tar  # noqa: F401
 
 from sharded_loader import LoaderWarning, ShardCache, ShardDataset, ShardedDataLoader
 from sharded_loader.recordio import MXRecordIO
@@ -124,7 +124,6 @@ def test_opening_reads_no_data_whatever_the_cache_could_hold(
     assert dataset.lengths.tolist() == [LENGTH] * SHARDS
     assert [content(dataset[number]) == value(number) for number in (TOTAL - 1, 0, 40)] == [True] * 3
     assert repr(dataset).endswith(f"{TOTAL} samples)")
-    dataset.close()
 
 
 def test_the_cost_of_the_length_is_told(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +135,6 @@ def test_the_cost_of_the_length_is_told(served: Served, tmp_path: Path, monkeypa
     dataset.close()
     again = ShardDataset(urls, index_folder=tmp_path / "indexes")
     assert repr(again) == f"ShardDataset(3 tar shards, {TOTAL} samples)"  # without a warning: the indexes are kept
-    again.close()
 
 
 @pytest.mark.parametrize("kind", ["mosaic", "wids"])
@@ -158,7 +156,6 @@ def test_lengths_of_a_list_are_believed_until_the_shard_is_read(served: Served, 
                 ShardError, match=r"1\.tar has 32 samples, and had 7 in the list that names it: correct"
             ):
                 dataset[LENGTH]
-        dataset.close()
 
 
 # -- heads of shards ---------------------------------------------------------------------------------------------------
@@ -230,7 +227,6 @@ def test_with_an_index_file_opening_is_one_request(served: Served, tmp_path: Pat
         assert [path for path, _ in served.asked] == ["/shards.index"]
         assert list(map(content, dataset)) == list(map(content, expected))
         assert sum(path == "/shards.index" for path, _ in served.asked) == 1 + SHARDS  # a part of it for each shard
-        dataset.close()
 
 
 @pytest.mark.costly(2)
@@ -243,7 +239,6 @@ def test_workers_read_by_the_index_file(served: Served, tmp_path: Path, method: 
     with ShardedDataLoader(dataset.transform(key), 5, pool=make_pool(method), shuffle=True, seed=1) as loader:
         for _ in range(2):
             assert sorted(number for batch in loader for number in batch.tolist()) == list(range(TOTAL))
-    dataset.close()
 
 
 def key(sample: dict[str, Any]) -> int:
@@ -330,7 +325,6 @@ def test_shards_are_uploaded_with_their_index_file(served: Served, tmp_path: Pat
     if changed:
         with pytest.raises(ShardError, match=r"0\.tar has changed since .*shards\.index was written"):
             dataset[0]
-    dataset.close()
 
 
 # -- index files that do not fit ---------------------------------------------------------------------------------------
@@ -345,8 +339,6 @@ def test_a_shard_that_changed_after_it_was_indexed_is_named(served: Served, tmp_
         ShardError, match=r"0\.tar has changed since the dataset was made.*again before: sharded-loader index"
     ):
         dataset[0]
-    made.close()
-    dataset.close()
 
 
 def test_a_changed_shard_is_indexed_again_if_the_store_tells(memory: Any, tmp_path: Path) -> None:
@@ -448,7 +440,6 @@ def test_an_index_with_wrong_offsets_gives_no_wrong_samples(tmp_path: Path, craf
     indexes._save(place, dumped({**index, "offsets": crafted(index["offsets"])}))
     with pytest.raises(ShardError, match=r"0\.tar, offset \d+: not the header .*Make the dataset again"):
         dataset.__getitems__([0, 2])
-    dataset.close()
 
 
 @pytest.mark.parametrize("later", ["cut", "deleted", "of others"])
@@ -474,7 +465,6 @@ def test_shards_without_a_version_have_no_index_file(served: Served, tmp_path: P
         dataset = ShardDataset(fill(served, tmp_path, ".mds"), index_folder=tmp_path / "indexes")
     with pytest.raises(ShardError, match=r"0\.mds: its server names no versions, so an index file cannot tell"):
         dataset.write_index(tmp_path / "shards.index")
-    dataset.close()
 
 
 def test_the_place_of_an_index_file_must_be_known(tmp_path: Path) -> None:
@@ -500,7 +490,6 @@ def test_a_server_that_ignores_ranges_is_named_once(
     assert [content(sample) for sample in dataset] == [value(number) for number in range(TOTAL)]
     [record] = caplog.records
     assert f"the server of {served.url} ignores requests for parts" in record.message and "ShardCache" in record.message
-    dataset.close()
 
 
 # -- one process of a machine indexes ----------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from served import Served, serving
-from shards import write_tar
+from shards import closed, write_tar  # noqa: F401
 
 from sharded_loader import ShardCache, ShardDataset
 from sharded_loader.storage import stores
@@ -194,7 +194,6 @@ def test_a_dataset_does_not_read_the_later_version_by_the_earlier_index(
     served.files, served.tag = {"/a.tar": tar_of(tmp_path, [b"x" * 10, b"y" * 700])}, "second"
     with pytest.raises(ShardError, match=r"a\.tar has changed since the dataset was made"):
         dataset[0]
-    dataset.close()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from served import Served, serving
-from shards import write_tar
+from shards import closed, write_tar  # noqa: F401
 
 from sharded_loader import (
     ProcessPool,
@@ -345,7 +345,6 @@ def test_each_shard_is_fetched_once_in_an_epoch(tmp_path: Path, served: Served, 
             assert next(batches).tolist() == expected.tolist()
         del batches
         assert downloads(served) == SHARDS
-    dataset.close()
 
 
 def test_shards_are_there_before_they_are_needed(tmp_path: Path, served: Served) -> None:
@@ -362,7 +361,6 @@ def test_shards_are_there_before_they_are_needed(tmp_path: Path, served: Served)
     del batches
     until(lambda: dataset._ahead is None or not any(thread.is_alive() for thread in dataset._ahead._threads))
     loader.close()
-    dataset.close()
 
 
 def test_a_run_that_goes_on_in_mid_epoch_fetches_what_is_left(tmp_path: Path, served: Served) -> None:
@@ -377,7 +375,6 @@ def test_a_run_that_goes_on_in_mid_epoch_fetches_what_is_left(tmp_path: Path, se
     assert len(list(loader)) == 6
     assert downloads(served) == 3
     loader.close()
-    dataset.close()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="an open file cannot be deleted there")
@@ -392,7 +389,6 @@ def test_a_cache_folder_that_vanishes_in_mid_epoch_is_made_again(tmp_path: Path,
                 shutil.rmtree(tmp_path / "cache", ignore_errors=True)  # a shard may come meanwhile
         assert found == list(order.iter_epoch(0))
     assert downloads(served) <= 2 * SHARDS
-    dataset.close()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="its locks are others")
@@ -409,9 +405,8 @@ def test_two_machines_on_a_folder_whose_locks_each_sees_alone_read_all_samples(
     ]
     found = np.concatenate([np.stack(batches) for batches in zip(*loaders, strict=True)], axis=1)
     assert found.tolist() == [list(order.iter_epoch(0)) for order in orders]
-    for loader, dataset in zip(loaders, datasets, strict=True):
+    for loader in loaders:
         loader.close()
-        dataset.close()
 
 
 @pytest.mark.slow
@@ -426,7 +421,6 @@ def test_a_full_shuffle_over_a_small_cache_reads_samples_and_says_so_once(tmp_pa
     assert len(told) == 1
     assert dataset._shards.cache is not None and dataset._shards.cache.fetched == 0
     loader.close()
-    dataset.close()
 
 
 @pytest.mark.slow
@@ -442,7 +436,6 @@ def test_a_store_that_refuses_a_third_of_all_requests_gives_all_samples(
         assert [i for batch in loader for i in batch.tolist()] == list(order.iter_epoch(0))
         assert loader.stats().retries > 0
     assert downloads(served) == SHARDS + dataset.retries  # a refused request is asked for once more, and no other
-    dataset.close()
 
 
 def test_an_index_that_is_no_sample_is_the_error_of_its_batch(tmp_path: Path, served: Served) -> None:
@@ -461,7 +454,6 @@ def test_an_index_that_is_no_sample_is_the_error_of_its_batch(tmp_path: Path, se
     del batches
     backwards.close()
     loader.close()
-    dataset.close()
 
 
 @pytest.mark.parametrize(("shards", "kept"), [(20, SHARDS), (5, 0)])
@@ -473,7 +465,6 @@ def test_what_is_fetched_for_the_indexes_is_kept_if_there_is_room(
     cache = ShardCache(tmp_path / "cache", shards * size)
     dataset = ShardDataset(urls, cache=cache)
     assert len(dataset) == SHARDS * LENGTH and cache.fetched == kept
-    dataset.close()
 
 
 # -- with actors of Ray: `make test-ray` -------------------------------------------------------------------------------
@@ -516,4 +507,3 @@ def test_an_actor_fetches_what_others_need_later_and_each_epoch_gets_its_batches
     with ShardedDataLoader(dataset.transform(number), 10, sampler=order, pool=RayPool(2, num_cpus=0)) as other:
         other.load_state_dict(state)
         assert [batch.tolist() for batch in other] == first[6:]
-    dataset.close()

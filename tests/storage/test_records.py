@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from mutations import Subject, assert_noticed
 from served import serving
-from shards import assert_same_samples, write_mds
+from shards import assert_same_samples, closed, write_mds  # noqa: F401
 
 from sharded_loader import RecordFileDataset
 from sharded_loader.recordio import MXRecordIO
@@ -47,7 +47,6 @@ def test_records_are_those_of_the_file_local_or_remote(tmp_path: Path) -> None:
         served.files["/a.rec"] = path.read_bytes()
         store, url = ObjectStore(), f"{served.url}/a.rec"
         assert read(RemoteFile(store, url, store.stat(url)), rows) == [RECORDS[row] for row in rows]
-        store.close()
 
 
 def test_a_damaged_file_is_named_with_the_offset(tmp_path: Path) -> None:

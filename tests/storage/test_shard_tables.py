@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from mutations import Subject, assert_noticed
 from served import serving
+from shards import closed  # noqa: F401
 
 from sharded_loader import ShardDataset, ShardedDataLoader
 from sharded_loader.storage.files import LocalFile, ShardError
@@ -70,8 +71,6 @@ def test_any_row_is_read_local_or_remote(tmp_path: Path, kind: str) -> None:
         store, url = ObjectStore(), f"{served.url}/a"
         remote = RemoteFile(store, url, store.stat(url))
         check(KINDS[kind]().read(remote, KINDS[kind]().index(remote), rows), rows)
-        remote.close()
-        store.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -107,7 +106,6 @@ def test_threads_share_a_shard(tmp_path: Path, kind: str) -> None:
     with ShardedDataLoader(dataset, 8, sampler=order, num_workers=8, thread_pool=True) as loader:
         found = [(int(x), int(s)) for batch in loader for x, s in zip(batch["x"], batch["s"], strict=True)]
     assert found == [(index, index) for index in order]
-    dataset.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -161,7 +159,6 @@ def test_a_dictionary_that_grows_or_is_replaced_on_the_way(tmp_path: Path, grows
             writer.write_batch(batch)
     dataset = ShardDataset(path, index_folder=tmp_path)
     assert [dataset[i]["w"] for i in (5, 4, 3, 2, 1, 0)] == [w for one in words[::-1] for w in (one[0], one[-1])]
-    dataset.close()
 
 
 @pytest.mark.parametrize("writes_all", [True, False])
@@ -175,7 +172,6 @@ def test_batches_without_rows_and_compressed_ones_are_read(tmp_path: Path, write
             writer.write_batch(one)
     dataset = ShardDataset(path, index_folder=tmp_path)
     assert [dataset[i]["s"] for i in range(len(dataset))] == ["a", "b", "b"]
-    dataset.close()
 
 
 # -- damage ------------------------------------------------------------------------------------------------------------

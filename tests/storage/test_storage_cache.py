@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 import pytest
 from served import serving
-from shards import write_tar
+from shards import closed, write_tar  # noqa: F401
 
 from sharded_loader import ProcessPool, ShardDataset, ShardedDataLoader
 from sharded_loader.storage import cache as cache_module
@@ -82,7 +82,6 @@ def test_a_shard_that_was_deleted_while_open_is_closed_when_it_is_not_read_any_m
                 assert cache.fetched == 3
             else:
                 assert len(dataset._shards._open) <= 2
-        dataset.close()
 
 
 def test_the_shard_goes_that_was_not_opened_for_the_longest_time(tmp_path: Path) -> None:

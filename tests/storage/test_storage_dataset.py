@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from conftest import make_pool
 from served import Served, serving
-from shards import write_mds, write_tar
+from shards import closed, write_mds, write_tar  # noqa: F401
 
 from sharded_loader import ProcessPool, ShardedDataLoader, ShardShuffleSampler, ThreadPool
 from sharded_loader.storage import stores
@@ -109,7 +109,6 @@ def test_many_shards_are_not_all_open(tmp_path: Path) -> None:
     assert len(dataset._shards._open) == MAX_OPEN
     dataset.close()
     assert to_number(dataset[3]) == 3
-    dataset.close()
 
 
 def test_threads_share_the_open_shards(folder: Path) -> None:
@@ -148,14 +147,12 @@ def test_remote_shards_are_read_in_parts(folder: Path, served: Served, method: s
     how: dict[str, Any] = {} if method == "inline" else {"pool": ProcessPool(2, start_method=method)}
     with ShardedDataLoader(remote.transform(to_number), 4, **how) as loader:
         assert [i for batch in loader for i in batch.tolist()] == list(range(TOTAL))
-    remote.close()
 
 
 def test_a_server_in_trouble_changes_nothing(folder: Path, served: Served) -> None:
     remote = make(folder, urls=urls(served))
     served.fail, served.truncate = 3, 2
     assert [to_number(one) for one in remote] == list(range(TOTAL))
-    remote.close()
 
 
 @pytest.mark.parametrize("method", ["inline", "thread", *PROCESSES])
@@ -166,7 +163,6 @@ def test_requests_that_were_tried_again_are_counted(folder: Path, served: Served
         served.fail = 3
         assert sum(len(batch) for batch in loader) == TOTAL
         assert loader.stats().retries == 3
-    remote.close()
 
 
 LISTS = {
@@ -186,7 +182,6 @@ def test_a_file_that_lists_shards_stands_for_them(folder: Path, served: Served, 
     served.files["/index.json"] = content
     remote = make(folder, urls=f"{served.url}/index.json")
     assert [to_number(one) for one in remote] == list(range(TOTAL))
-    remote.close()
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------

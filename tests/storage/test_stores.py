@@ -22,6 +22,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 from served import Served, serving
+from shards import closed  # noqa: F401
 
 from sharded_loader import ShardDataset
 from sharded_loader.storage import stores

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from conftest import POOLS, make_pool
 from served import RangeHandler, listening
+from shards import closed  # noqa: F401
 from yarl import URL
 
 from sharded_loader import ShardDataset, ShardedDataLoader
@@ -238,7 +239,6 @@ def test_credentials_go_to_the_host_they_were_given_for(hosts: tuple[Host, Host]
             assert [number for batch in loader for number in batch.tolist()] == [0, 1, 2, 3]
         assert len(other.heard) > 1 and other.got == set() and own.got == set(SECRETS)
         assert all(("theirs" in heard) == is_theirs for heard in other.heard)
-        dataset.close()
 
 
 def test_hosts_that_the_user_names_get_the_options(hosts: tuple[Host, Host], tmp_path: Path) -> None:
@@ -246,7 +246,6 @@ def test_hosts_that_the_user_names_get_the_options(hosts: tuple[Host, Host], tmp
         host.files["/a.txt"] = b"0\n"
     dataset = ShardDataset([f"{host.url}/a.txt" for host in hosts], storage_options=OPTIONS, index_folder=tmp_path)
     assert list(dataset) == ["0", "0"] and hosts[0].got == hosts[1].got == set(SECRETS)
-    dataset.close()
 
 
 with warnings.catch_warnings():
@@ -308,7 +307,6 @@ def test_no_error_and_no_repr_shows_a_credential(hosts: tuple[Host, Host], tmp_p
             ShardDataset(f"{own.url}/index.json", storage_options=OPTIONS, trust=trust)
         said += f"{caught.value!r} {caught.value}"
     assert not any(secret in said for secret in (*SECRETS, "hunter", "22@", "abcdef"))
-    dataset.close()
 
 
 def test_a_place_in_memory_is_a_place(tmp_path: Path) -> None:
