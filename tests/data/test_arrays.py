@@ -18,7 +18,6 @@ from sharded_loader.data.bulk import NOT_IN_BULK, as_bulk, as_items
 from sharded_loader.data.datasets import SubsetDataset
 from sharded_loader.engine.messages import Job, Task
 from sharded_loader.engine.reader import Reader
-from sharded_loader.memory.codec import SlotWriter
 
 N = 12
 
@@ -132,38 +131,6 @@ def test_a_bulk_read_is_the_batch_of_the_samples(dataset, wrapper, data):
     assert described(batch) == described(one_by_one(wrapped, indices))
 
 
-@pytest.mark.parametrize(
-    "dataset", [DATASETS["TensorDataset"], DATASETS["ArrayDataset"], ARRAYS["rows"], TENSORS["rows"]]
-)
-def test_every_row_is_written_once_into_the_slot(dataset):
-    memory = np.zeros(1 << 14, np.uint8)
-    for indices in ([3, 1, 1], [4, 5, 6]):
-        for wrapped in (dataset, Subset(dataset, range(N)), SimpleDataset(dataset).split([N], seed=0)[0].take(9)):
-            slot = SlotWriter(memory)
-            asked = []
-
-            def empty(shape, dtype, slot=slot, asked=asked):
-                asked.append(int(np.prod(shape)) * np.dtype(dtype).itemsize)
-                return slot.empty(shape, dtype)
-
-            batch = as_bulk(wrapped)(indices, empty)
-            fields = batch if isinstance(batch, list) else [batch]
-            plain = [field for field in fields if not (torch.is_tensor(field) and field.is_conj())]
-            assert sum(asked) == sum(_bytes(field).nbytes for field in plain if _inside(field, memory))
-            assert sum(not _inside(field, memory) for field in fields if _bytes(field).nbytes) <= 2  # conj and neg
-
-
-def _bytes(field):
-    if torch.is_tensor(field):
-        field = field.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8).numpy()
-    return field
-
-
-def _inside(field, memory):
-    start = memory.__array_interface__["data"][0]
-    return start <= _bytes(field).__array_interface__["data"][0] < start + memory.nbytes
-
-
 def test_a_batch_never_shares_memory_with_the_dataset():
     for dataset in (ARRAYS["rows"].copy(), TENSORS["rows"].clone(), TensorDataset(TENSORS["rows"].clone())):
         before = described(one_by_one(dataset, range(N)))
@@ -248,10 +215,6 @@ def test_every_pool_delivers_it(pool):
     assert list(map(described, batches)) == list(map(described, expected))
 
 
-def test_a_batchify_fn_gets_samples():
-    assert list(ShardedDataLoader(TensorDataset(torch.arange(4)), 4, batchify_fn=len)) == [4]
-
-
 def noisy(index):
     return index, sample_rng().random()
 
@@ -301,23 +264,6 @@ def test_bulk_indices_out_of_range_are_refused():
     with pytest.raises(TypeError, match="integers"):
         dataset.get_batch([0.5])
     assert dataset.get_batch([]).shape == (0, 3, 2)
-
-
-def test_a_batch_of_columns_takes_four_calls():
-    dataset = ArrayDataset(numbers("float32", 4), numbers("int64"))
-    for made, most in ((dataset, 4), (dataset.take(9), 7), (Subset(dataset, range(9)), 7)):
-        read, calls = as_bulk(made), []
-
-        def note(frame, event, given, calls=calls):
-            if event == "call" and "sharded_loader" in frame.f_code.co_filename:
-                calls.append(frame.f_code.co_name)
-
-        sys.setprofile(note)
-        try:
-            read(np.array([3, 1, 8]), np.empty)
-        finally:
-            sys.setprofile(None)
-        assert len(calls) <= most, calls
 
 
 # -- a + b ----------------------------------------------------------------------------------------------------

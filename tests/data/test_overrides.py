@@ -83,25 +83,24 @@ class NegativeItems(BulkBase):
         return [-1 - index for index in indices]
 
 
-class Delegating:
-    """The usual wrapper, of a dataset or of a batchify function."""
+class Delegates:
+    """The usual wrapper."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
-
-    def __len__(self) -> int:
-        return len(self.inner)
-
-    def __getitem__(self, index: int) -> Any:
-        return -1 - self.inner[index]
-
-    def __call__(self, samples: Any) -> Any:
-        return 2 * self.inner(samples)
 
     def __getattr__(self, name: str) -> Any:
         if name == "inner":
             raise AttributeError(name)
         return getattr(self.inner, name)
+
+
+class Delegating(Delegates):
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, index: int) -> Any:
+        return -1 - self.inner[index]
 
 
 def column() -> Any:
@@ -245,7 +244,7 @@ def test_an_inherited_bulk_method_says_why_it_is_absent() -> None:
     dataset = NegativeArray(column())
     assert not hasattr(dataset, "get_batch")
     with pytest.raises(
-        AttributeError, match=r"write get_batch in NegativeArray too, or call ArrayDataset\.get_batch\("
+        AttributeError, match=r"write get_batch in NegativeArrayDataset too, or call ArrayDataset\.get_batch\("
     ):
         dataset.get_batch([1])
     assert ArrayDataset.get_batch(dataset, [1, 2]).tolist() == [1, 2]
@@ -271,6 +270,11 @@ class Doubled:
         return 2 * super().__call__(samples)  # type: ignore[misc]
 
 
+class DelegatingBatchify(Delegates):
+    def __call__(self, samples: Any) -> Any:
+        return 2 * self.inner(samples)
+
+
 class DoubledStack(Doubled, Stack):
     """Of a name, so that it can be pickled."""
 
@@ -282,7 +286,7 @@ class DoubledPad(Doubled, Pad): ...
 
 
 @pytest.mark.parametrize(
-    "fn", [DoubledStack(), DoubledDefault(), Delegating(Stack())], ids=["Stack", "default", "wrapper"]
+    "fn", [DoubledStack(), DoubledDefault(), DelegatingBatchify(Stack())], ids=["Stack", "default", "wrapper"]
 )
 def test_an_overridden_call_of_a_batchify_function_makes_the_batch(fn: Any) -> None:
     assert first(range(3), 3, batchify_fn=fn) == [0, 2, 4]

@@ -185,15 +185,6 @@ def test_read_goes_on_after_seek_and_read_idx(tmp_path: Path) -> None:
         assert file.read() == b"a"
 
 
-def test_reset_empties_a_writer(tmp_path: Path) -> None:
-    with MXIndexedRecordIO(tmp_path / "a.idx", tmp_path / "a.rec", "w") as file:
-        file.write_idx(1, b"old")
-        file.reset()
-        file.write_idx(1, b"new")
-    assert read_all(tmp_path / "a.rec") == [b"new"]
-    assert (tmp_path / "a.idx").read_text() == "1\t0\n"
-
-
 def test_reader_sees_what_is_appended_while_it_is_open(tmp_path: Path) -> None:
     with MXRecordIO(tmp_path / "a.rec", "w") as out, MXRecordIO(tmp_path / "a.rec", "r") as file:
         assert file.read() is None
@@ -253,30 +244,26 @@ def test_negative_key_is_a_key_like_any_other_and_an_unknown_one_is_named(tmp_pa
             file.seek(7)
 
 
-def test_string_keys(tmp_path: Path) -> None:
-    with MXIndexedRecordIO(tmp_path / "a.idx", tmp_path / "a.rec", "w", key_type=str) as file:
-        file.write_idx("Straße 1", b"a")
-        for key in ("a\tb", "a\nb", " "):
-            with pytest.raises(ValueError, match="tab or a line end"):
-                file.write_idx(key, b"b")
-    with MXIndexedRecordIO(tmp_path / "a.idx", tmp_path / "a.rec", "r", key_type=str) as file:
-        assert (file.keys, file.read_idx("Straße 1")) == (["Straße 1"], b"a")
-    with RecordFileDataset(tmp_path / "a.rec") as dataset:
-        assert dataset[0] == b"a"
-
-
-def test_a_key_that_would_become_another_one_is_refused(tmp_path: Path) -> None:
-    with MXIndexedRecordIO(tmp_path / "a.idx", tmp_path / "a.rec", "w") as file:
-        for key in (5.7, "five", None, float("nan")):
-            with pytest.raises(ValueError, match=rf"a\.idx: {key!r} is not a key of type int .*key_type=str"):
+@pytest.mark.parametrize(
+    ("kind", "kept", "refused"),
+    [
+        (str, ["Straße 1"], {"a\tb": "tab or a line end", "a\nb": "tab or a line end", " ": "tab or a line end"}),
+        (int, ["5", 6.0, np.int64(7)], dict.fromkeys((5.7, "five", None), r"is not a key of type int .*key_type=str")),
+    ],
+)
+def test_a_key_that_would_become_another_one_is_refused(tmp_path: Path, kind: Any, kept: Any, refused: Any) -> None:
+    with MXIndexedRecordIO(tmp_path / "a.idx", tmp_path / "a.rec", "w", key_type=kind) as file:
+        for key, said in refused.items():
+            with pytest.raises(ValueError, match=rf"a\.idx: .*{said}"):
                 file.write_idx(key, b"lost")
-        for key in ("5", 6.0, np.int64(7)):
+        for key in kept:
             file.write_idx(key, b"kept")
-    with MXIndexedRecordIO(tmp_path / "a.idx", tmp_path / "a.rec", "r") as file:
-        assert file.keys == [5, 6, 7]
-        assert file.read_idx(np.int32(6)) == b"kept"
-        with pytest.raises(KeyError, match=r"no key \[5\] of type list; it has 3 keys"):
+    with MXIndexedRecordIO(tmp_path / "a.idx", tmp_path / "a.rec", "r", key_type=kind) as file:
+        assert file.keys == [kind(key) for key in kept] and file.read_idx(kept[-1]) == b"kept"
+        with pytest.raises(KeyError, match=rf"no key \[5\] of type list; it has {len(kept)} keys"):
             file.read_idx([5])  # type: ignore[arg-type]
+    with RecordFileDataset(tmp_path / "a.rec") as dataset:
+        assert list(dataset) == [b"kept"] * len(kept)
 
 
 def test_duplicate_key_is_not_written(tmp_path: Path) -> None:
@@ -580,8 +567,19 @@ def test_forked_child_cannot_write_and_spoils_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "a.idx").read_text() == "0\t0\n1\t12\n"
 
 
-def test_reader_is_pickled_by_path_and_writer_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path / "a.rec", [b"a", b"b"], index=False)
+def test_a_relative_path_is_meant_where_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader is pickled by its path, and a writer not at all."""
+    monkeypatch.chdir(tmp_path)
+    with MXIndexedRecordIO("a.idx", "a.rec", "w") as out:
+        monkeypatch.chdir("/")
+        out.write_idx(0, b"old")
+        out.reset()  # empties it
+        for key in (0, 1):
+            out.write_idx(key, b"ab"[key : key + 1])
+        with pytest.raises(TypeError, match="cannot be pickled"):
+            pickle.dumps(out)
+    assert (tmp_path / "a.idx").read_text() == "0\t0\n1\t12\n"
+    (tmp_path / "a.idx").unlink()
     monkeypatch.chdir(tmp_path)
     with RecordFileDataset("a.rec") as dataset, MXIndexedRecordIO("a.idx", "a.rec", "r") as file:
         file.read()
@@ -590,18 +588,6 @@ def test_reader_is_pickled_by_path_and_writer_not_at_all(tmp_path: Path, monkeyp
     dataset, file = pickle.loads(sent)
     with dataset, file:
         assert (list(dataset), file.read(), file.read_idx(1)) == ([b"a", b"b"], b"a", b"b")
-    with MXRecordIO(tmp_path / "b.rec", "w") as writer, pytest.raises(TypeError, match="cannot be pickled"):
-        pickle.dumps(writer)
-
-
-def test_relative_path_is_meant_where_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with MXRecordIO("a.rec", "w") as file:
-        monkeypatch.chdir("/")
-        file.write(b"a")
-        file.reset()
-        file.write(b"b")
-    assert read_all(tmp_path / "a.rec") == [b"b"]
 
 
 def test_reading_records_needs_no_torch() -> None:
@@ -654,24 +640,24 @@ def test_use_after_close_and_the_wrong_way_round_are_refused(tmp_path: Path) -> 
             read()
     file.close()
     assert not file.is_open
-    for write_again in (lambda: file.write(b"b"), lambda: file.write_idx(1, b"b"), file.tell, file.reset):
-        with pytest.raises(ValueError, match=r"a\.rec is closed"):
-            write_again()
+
+    def all_closed(*uses: Callable[[], Any]) -> None:
+        for use in uses:
+            with pytest.raises(ValueError, match=r"a\.rec is closed"):
+                use()
+
+    all_closed(lambda: file.write(b"b"), lambda: file.write_idx(1, b"b"), file.tell, file.reset)
     file = MXIndexedRecordIO(tmp_path / "a.idx", tmp_path / "a.rec", "r")
     with pytest.raises(io.UnsupportedOperation, match="opened with flag 'r', which cannot write"):
         file.write_idx(1, b"b")
     file.close()
-    with pytest.raises(ValueError, match="is closed"):
-        file.read()
+    dataset = RecordFileDataset(tmp_path / "a.rec")
+    dataset.close()
+    all_closed(file.read, lambda: dataset[0], lambda: dataset.get_batch([0]))
+    assert (repr(file), len(dataset)) == (f"MXIndexedRecordIO({str(tmp_path / 'a.rec')!r}, 'r', closed)", 1)
     file.open()
     assert file.read() == b"a"
     file.close()
-    dataset = RecordFileDataset(tmp_path / "a.rec")
-    dataset.close()
-    for get in (lambda: dataset[0], lambda: dataset.get_batch([0])):
-        with pytest.raises(ValueError, match=r"a\.rec is closed"):
-            get()
-    assert (repr(file), len(dataset)) == (f"MXIndexedRecordIO({str(tmp_path / 'a.rec')!r}, 'r', closed)", 1)
 
 
 # -- headers and images ------------------------------------------------------------------------------------------------
@@ -767,7 +753,7 @@ def test_quality_is_that_of_the_jpeg_and_loses_nothing_in_a_png() -> None:
         assert (unpack_img(pack_img((0, 1.0, 4, 0), image, quality, ".PNG"))[1] == image).all()
 
 
-def test_images_of_another_kind_are_refused() -> None:
+def test_what_is_no_image_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("PIL")
     for image in (np.zeros((2, 2)), np.zeros((2, 2, 5), np.uint8), np.zeros((0, 2), np.uint8)):
         with pytest.raises(ValueError, match="an image is uint8 of shape"):
@@ -776,9 +762,6 @@ def test_images_of_another_kind_are_refused() -> None:
         pack_img((0, 1.0, 0, 0), np.zeros((2, 2), np.uint8), img_fmt=".gif")
     with pytest.raises(ValueError, match="unknown iscolor 2"):
         unpack_img(b"", iscolor=2)
-
-
-def test_missing_pillow_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(ImportError, match=r"pip install pillow"):
         pack_img((0, 1.0, 0, 0), np.zeros((2, 2), np.uint8))

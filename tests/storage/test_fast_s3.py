@@ -191,18 +191,6 @@ def test_parts_of_files_come_through_obstore_where_it_is_installed(
 
 
 @with_server
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_forked_process_asks_s3fs(s3: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FastS3, "_used_in", None)
-    fast = FastS3(s3)
-    assert fast.read("bucket/train-0.tar", 0, 4, 30.0) is not None
-    pid = os.fork()
-    if pid == 0:
-        os._exit(fast.read("bucket/train-0.tar", 0, 4, 30.0) is not None)
-    assert os.waitpid(pid, 0)[1] == 0
-
-
-@with_server
 def test_a_bucket_that_obstore_cannot_reach_is_read_by_s3fs(
     s3: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,39 +221,3 @@ def test_no_message_shows_a_secret(options: dict[str, Any], tmp_path: Path, monk
         store.ranges(url, [10**7], [10**7 + 4])  # beyond its end
     assert "very-secret" not in str(error.value) and error.value.__cause__ is None
     assert store.retries <= 1
-
-
-@with_server
-def test_a_shard_that_was_replaced_is_indexed_again(options: dict[str, Any], tmp_path: Path) -> None:
-    import s3fs
-
-    system = s3fs.S3FileSystem(**options, skip_instance_cache=True)
-    for first in (100, 500):
-        write_tar(tmp_path / "x.tar", {f"{i}.txt": str(i).encode() for i in range(first, first + 3)})
-        system.pipe("bucket/other.tar", (tmp_path / "x.tar").read_bytes())
-        dataset = ShardDataset("s3://bucket/other.tar", None, options, ShardCache(tmp_path / "c", "1 MB"), tmp_path)
-        assert [text(sample) for sample in dataset] == [first, first + 1, first + 2]
-
-
-@with_server
-@pytest.mark.parametrize("cached", [False, True])
-def test_a_shard_that_is_replaced_under_way_is_an_error(options: dict[str, Any], tmp_path: Path, cached: bool) -> None:
-    import s3fs
-
-    system = s3fs.S3FileSystem(**options, skip_instance_cache=True)
-
-    def write(first: bytes, second: bytes) -> None:
-        write_tar(tmp_path / "x.tar", {"0.txt": first, "1.txt": second})
-        system.pipe("bucket/replaced.tar", (tmp_path / "x.tar").read_bytes())
-
-    write(b"a" * 700, b"b" * 10)
-    cache = ShardCache(tmp_path / "c", "1 MB") if cached else None
-    dataset = ShardDataset("s3://bucket/replaced.tar", None, options, cache, tmp_path / "indexes")
-    assert len(dataset) == 2  # the shard is indexed now
-    if cache is not None:
-        [path] = cache.folder.glob("*.shard")
-        path.unlink()
-    write(b"x" * 10, b"y" * 700)
-    with pytest.raises(ShardError, match=r"replaced\.tar has changed since the dataset was made"):
-        dataset[0]
-    assert dataset.retries == 0

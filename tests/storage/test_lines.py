@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import POOLS, make_pool
-from served import serving
 
-from sharded_loader import ShardCache, ShardDataset, ShardedDataLoader, ShardError, ShardShuffleSampler
+from sharded_loader import ShardDataset, ShardError
 from sharded_loader.storage import records
 
 
@@ -72,18 +68,6 @@ def test_the_format_is_that_of_the_name_or_given(tmp_path: Path) -> None:
         made(tmp_path / "names", b"", format="line")
 
 
-@pytest.mark.slow
-def test_json_lines_are_decoded_by_a_transform_in_every_pool(tmp_path: Path) -> None:
-    rows = [{"n": number, "text": "ä" * number} for number in range(40)]
-    text = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
-    dataset = made(tmp_path / "rows.jsonl", text.encode()).transform(json.loads)
-    assert list(dataset) == rows
-    for name in POOLS:
-        with ShardedDataLoader(dataset, 8, shuffle=True, seed=1, pool=make_pool(name)) as loader:
-            found = [(n, text) for batch in loader for n, text in zip(batch["n"].tolist(), batch["text"], strict=True)]
-        assert sorted(found) == [(row["n"], row["text"]) for row in rows] and found[0][0] != 0
-
-
 def test_the_index_is_kept_and_takes_four_bytes_for_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = made(tmp_path / "words.txt", b"word\n" * 10_000)
     [kept] = (tmp_path / "indexes").glob("*.arrays")
@@ -124,21 +108,3 @@ def test_a_file_that_was_changed_is_an_error(tmp_path: Path, change: str) -> Non
         path.write_bytes(b"six\nten\nseven\n" if change == "written" else b"one\ntwo\nthree\nfour\n")
     with pytest.raises(ShardError, match=r"words\.txt (has|was) .* make the dataset again"):
         dataset[2]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_cached", [False, True])
-def test_lines_in_a_store_are_read_in_parts_or_fetched_ahead(tmp_path: Path, is_cached: bool) -> None:
-    texts = [[f"{shard}-{row}" for row in range(30)] for shard in range(6)]
-    with serving() as served:
-        for shard, lines in enumerate(texts):
-            served.files[f"/{shard}.txt"] = "\n".join(lines).encode()
-        cache = ShardCache(tmp_path / "cache", 3 * len(served.files["/0.txt"])) if is_cached else None
-        urls = [f"{served.url}/{shard}.txt" for shard in range(6)]
-        with contextlib.closing(ShardDataset(urls, cache=cache, index_folder=tmp_path / "indexes")) as dataset:
-            order = ShardShuffleSampler(dataset.lengths, window=1, seed=0)
-            for name in ("inline", "thread"):
-                with ShardedDataLoader(dataset, 5, sampler=order, pool=make_pool(name)) as loader:
-                    found = [line for batch in loader for line in batch]
-                assert sorted(found) == sorted(line for lines in texts for line in lines)
-                assert found == [texts[index // 30][index % 30] for index in order.iter_epoch(0)]

@@ -268,17 +268,6 @@ def test_ten_thousand_shards_open_with_one_small_request(memory: Any, tmp_path: 
     assert len(memory.cat_file(place)) > indexes_module.FIRST
 
 
-@pytest.mark.slow
-def test_a_thousand_real_shards(memory: Any, tmp_path: Path) -> None:
-    count = 1_000
-    lines(memory, count)
-    ShardDataset("memory://opening/*.txt", index_folder=tmp_path / "first").write_index()
-    dataset = ShardDataset("memory://opening/shards.index", index_folder=tmp_path / "second")
-    assert len(dataset) == 2 * count and dataset._shards.store.requests == 1
-    chosen = random.Random(0).sample(range(2 * count), 300)
-    assert dataset.__getitems__(chosen) == [str(number) for number in chosen]
-
-
 def test_shards_that_were_added_are_added_to_the_index_file(
     memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -328,17 +317,6 @@ def test_shards_are_uploaded_with_their_index_file(served: Served, tmp_path: Pat
 
 
 # -- index files that do not fit ---------------------------------------------------------------------------------------
-
-
-def test_a_shard_that_changed_after_it_was_indexed_is_named(served: Served, tmp_path: Path) -> None:
-    made = ShardDataset(fill(served, tmp_path), index_folder=tmp_path / "indexes")
-    served.files["/shards.index"] = Path(made.write_index(tmp_path / "shards.index")).read_bytes()
-    served.tag = "second"
-    dataset = ShardDataset(f"{served.url}/shards.index", index_folder=tmp_path / "others")
-    with pytest.raises(
-        ShardError, match=r"0\.tar has changed since the dataset was made.*again before: sharded-loader index"
-    ):
-        dataset[0]
 
 
 def test_a_changed_shard_is_indexed_again_if_the_store_tells(memory: Any, tmp_path: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import shutil
-import sys
 import threading
 import time
 import types
@@ -375,38 +373,6 @@ def test_a_run_that_goes_on_in_mid_epoch_fetches_what_is_left(tmp_path: Path, se
     assert len(list(loader)) == 6
     assert downloads(served) == 3
     loader.close()
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="an open file cannot be deleted there")
-def test_a_cache_folder_that_vanishes_in_mid_epoch_is_made_again(tmp_path: Path, served: Served) -> None:
-    dataset = make(served, tmp_path, shards=6.5)
-    order = ShardShuffleSampler(dataset.lengths, window=3, seed=5)
-    with ShardedDataLoader(dataset.transform(number), 10, sampler=order) as loader:
-        found = []
-        for count, batch in enumerate(loader):
-            found += batch.tolist()
-            if count == 5:
-                shutil.rmtree(tmp_path / "cache", ignore_errors=True)  # a shard may come meanwhile
-        assert found == list(order.iter_epoch(0))
-    assert downloads(served) <= 2 * SHARDS
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="its locks are others")
-def test_two_machines_on_a_folder_whose_locks_each_sees_alone_read_all_samples(
-    tmp_path: Path, served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on some network file systems: a lock keeps nobody else out."""
-    monkeypatch.setattr("fcntl.flock", lambda fd, how: None)
-    datasets = [make(served, tmp_path, shards=6.5) for _ in range(2)]
-    orders = [ShardShuffleSampler(dataset.lengths, window=3, seed=seed) for seed, dataset in enumerate(datasets)]
-    loaders = [
-        ShardedDataLoader(dataset.transform(number), 10, sampler=order)
-        for dataset, order in zip(datasets, orders, strict=True)
-    ]
-    found = np.concatenate([np.stack(batches) for batches in zip(*loaders, strict=True)], axis=1)
-    assert found.tolist() == [list(order.iter_epoch(0)) for order in orders]
-    for loader in loaders:
-        loader.close()
 
 
 @pytest.mark.slow

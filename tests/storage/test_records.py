@@ -190,7 +190,6 @@ def mds_subject(folder: Path) -> Subject:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seeds", [range(150), pytest.param(range(1000, 4000), marks=pytest.mark.slow)])
-def test_damage_is_noticed(tmp_path: Path, seeds: range) -> None:
+def test_damage_is_noticed(tmp_path: Path) -> None:
     """Names of columns and bytes inside samples have no checksum."""
-    assert_noticed(mds_subject(tmp_path), seeds, tmp_path)
+    assert_noticed(mds_subject(tmp_path), range(1000, 4000), tmp_path)
