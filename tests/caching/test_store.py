@@ -11,7 +11,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -219,6 +218,7 @@ def test_a_sample_that_its_writer_could_not_count_is_counted_by_the_next_one(pat
 @pytest.mark.parametrize("seed", range(6))
 def test_processes_killed_at_random_leave_only_whole_samples(path: Path | None, seed: int) -> None:
     store, rng = make(path, length=3000, max_bytes="60 MB"), random.Random(seed)
+    told, tell = os.pipe()
 
     def work() -> None:
         own = np.random.default_rng(os.getpid())
@@ -228,6 +228,7 @@ def test_processes_killed_at_random_leave_only_whole_samples(path: Path | None, 
                 store.write(index, sample(index))
             elif not is_right(found, index):
                 os._exit(7)
+            os.write(tell, b".")
         os._exit(0)
 
     running: list[int] = []
@@ -237,11 +238,13 @@ def test_processes_killed_at_random_leave_only_whole_samples(path: Path | None, 
             if pid == 0:
                 work()
             running.append(pid)
-        time.sleep(rng.random() / 100)  # anywhere in the work
+        os.read(told, rng.randrange(1, 200))  # anywhere in the work
         victim = running.pop(rng.randrange(3))
         os.kill(victim, signal.SIGKILL)
         assert os.waitpid(victim, 0)[1] in (signal.SIGKILL, 0)
     assert [os.waitpid(pid, 0)[1] for pid in running] == [0] * len(running)
+    for fd in (told, tell):
+        os.close(fd)
     found = [store.read(index) for index in range(3000)]
     assert all(one is MISSING or is_right(one, index) for index, one in enumerate(found))
     assert sum(one is MISSING for one in found) == 0 or store.used_bytes > 59e6

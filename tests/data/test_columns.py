@@ -402,22 +402,6 @@ def test_datasets_are_summed() -> None:
             wrong + one
 
 
-def test_a_subset_keeps_indices_of_its_own() -> None:
-    for make in (np.array, torch.tensor, list):
-        indices = make([2, 0])
-        subset = SubsetDataset("abc", indices)
-        indices[0] = 1
-        assert list(subset) == ["c", "a"]
-
-
-def test_what_errors_advise_is_public() -> None:
-    import sharded_loader
-
-    with pytest.raises(TypeError, match=r"use SubsetDataset\(dataset, indices\)"):
-        SimpleDataset("abc").sample([0, 2])
-    assert list(sharded_loader.SubsetDataset("abc", [0, 2])) == ["a", "c"]
-
-
 def test_batches_of_size_0_are_alike_from_every_pool(new_pool: Any) -> None:
     class Empty:
         def __len__(self) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import ThreadingHTTPServer
@@ -118,7 +117,7 @@ def serving() -> Iterator[Served]:
                 with served.lock:
                     served.asked.append((path, self.headers.get("Range")))
                 if served.takes("stalls"):
-                    time.sleep(served.stall)  # what a stall is
+                    threading.Event().wait(served.stall)
                 if served.takes("fail"):
                     return self.head(served.status, 0, **served.headers)
             if content is None:

@@ -80,6 +80,11 @@ def content(sample: Any) -> bytes:
     return bytes.fromhex(sample) if isinstance(sample, str) else sample
 
 
+def requests(dataset: ShardDataset) -> int:
+    """How many requests it has made."""
+    return dataset._shards.store.requests
+
+
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     monkeypatch.setattr(stores, "PAUSE", 0.01)
@@ -183,6 +188,9 @@ def memory() -> Iterator[Any]:
         system.rm("/opening", recursive=True)
 
 
+PATTERN = "memory://opening/*.txt"
+
+
 def lines(memory: Any, count: int, first: int = 0) -> list[str]:
     """Shards of two lines each."""
     for shard in range(first, count):
@@ -190,21 +198,30 @@ def lines(memory: Any, count: int, first: int = 0) -> list[str]:
     return [f"memory://opening/{shard:05}.txt" for shard in range(count)]
 
 
+def indexed(memory: Any, folder: Path, count: int = 3) -> str:
+    """The place of an index file of such shards."""
+    lines(memory, count)
+    return ShardDataset(PATTERN, index_folder=folder / "first").write_index()
+
+
+def numbers(count: int) -> list[str]:
+    return [str(number) for number in range(count)]
+
+
 @pytest.mark.parametrize("may_list", [True, False])
 def test_sizes_come_from_the_list_of_the_folder_if_there_may_be_one(
     memory: Any, monkeypatch: pytest.MonkeyPatch, may_list: bool
 ) -> None:
+    def forbidden(*_: Any, **__: Any) -> Any:
+        raise PermissionError("AccessDenied: s3:ListBucket")
+
     urls = lines(memory, 40)
     if not may_list:
-
-        def forbidden(*_: Any, **__: Any) -> Any:
-            raise PermissionError("AccessDenied: s3:ListBucket")
-
         monkeypatch.setattr(type(memory), "glob", forbidden)
         with pytest.raises(ForbiddenShardError, match=r"only forbids lists: give the names of the shards, or a file"):
-            ShardDataset("memory://opening/*.txt")
+            ShardDataset(PATTERN)
     dataset = ShardDataset(urls)
-    assert dataset._shards.store.requests == 2 if may_list else 42  # one for the index file, which is not there
+    assert requests(dataset) == (2 if may_list else 42)  # one for the index file, which is not there
     assert [stat.size for stat in dataset._shards.stats] == [len(memory.cat_file(url)) for url in urls]
 
 
@@ -223,7 +240,7 @@ def test_with_an_index_file_opening_is_one_request(served: Served, tmp_path: Pat
     for given in (urls, f"{served.url}/shards.index"):
         served.asked.clear()
         dataset = ShardDataset(given, index_folder=tmp_path / f"other {type(given)}")
-        assert dataset.lengths.tolist() == [LENGTH] * SHARDS and dataset._shards.store.requests == 1
+        assert dataset.lengths.tolist() == [LENGTH] * SHARDS and requests(dataset) == 1
         assert [path for path, _ in served.asked] == ["/shards.index"]
         assert list(map(content, dataset)) == list(map(content, expected))
         assert sum(path == "/shards.index" for path, _ in served.asked) == 1 + SHARDS  # a part of it for each shard
@@ -246,13 +263,11 @@ def key(sample: dict[str, Any]) -> int:
 
 
 def test_an_index_file_lies_beside_its_shards_and_is_found(memory: Any, tmp_path: Path) -> None:
-    lines(memory, 5)
-    for number, pattern in enumerate(("memory://opening/*.txt", "memory://opening/shards.index")):
-        written = ShardDataset("memory://opening/*.txt", index_folder=tmp_path / "first").write_index()
-        assert written == "memory://opening/shards.index"
+    assert indexed(memory, tmp_path, 5) == "memory://opening/shards.index"
+    for number, pattern in enumerate((PATTERN, "memory://opening/shards.index")):
         dataset = ShardDataset(pattern, index_folder=tmp_path / f"new {number}")
         assert dataset.lengths.tolist() == [2] * 5 and not (tmp_path / f"new {number}").exists()
-        assert list(dataset) == [str(number) for number in range(10)]
+        assert list(dataset) == numbers(10)
 
 
 def test_ten_thousand_shards_open_with_one_small_request(memory: Any, tmp_path: Path) -> None:
@@ -264,35 +279,32 @@ def test_ten_thousand_shards_open_with_one_small_request(memory: Any, tmp_path: 
     memory.pipe_file(place, indexes_module.content(place, "lines", urls, stats, [(2, index)] * count))
     for given in (place, urls):
         dataset = ShardDataset(given, index_folder=tmp_path)
-        assert len(dataset) == 2 * count and dataset._shards.store.requests == 1
+        assert len(dataset) == 2 * count and requests(dataset) == 1
     assert len(memory.cat_file(place)) > indexes_module.FIRST
 
 
 def test_shards_that_were_added_are_added_to_the_index_file(
     memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines(memory, 3)
-    ShardDataset("memory://opening/*.txt", index_folder=tmp_path / "first").write_index()
+    indexed(memory, tmp_path)
     lines(memory, 5, 3)
-    indexed: list[str] = []
+    scanned: list[str] = []
     index = Lines.index
-    monkeypatch.setattr(Lines, "index", lambda self, file: indexed.append(file.name) or index(self, file))
+    monkeypatch.setattr(Lines, "index", lambda self, file: scanned.append(file.name) or index(self, file))
     text = r"shards\.index does not describe 2 of the shards, such as .*00003\.txt \(it is not listed\).*loader index"
     with pytest.warns(LoaderWarning, match=text):
-        dataset = ShardDataset("memory://opening/*.txt", index_folder=tmp_path / "second")
+        dataset = ShardDataset(PATTERN, index_folder=tmp_path / "second")
     dataset.write_index()
-    assert sorted(indexed) == ["memory://opening/00003.txt", "memory://opening/00004.txt"]
-    assert len(ShardDataset("memory://opening/*.txt", index_folder=tmp_path / "third")) == 10
+    assert sorted(scanned) == ["memory://opening/00003.txt", "memory://opening/00004.txt"]
+    assert len(ShardDataset(PATTERN, index_folder=tmp_path / "third")) == 10
 
 
-def test_a_folder_is_copied_with_its_index_file(memory: Any, tmp_path: Path) -> None:
-    lines(memory, 3)
-    ShardDataset("memory://opening/*.txt", index_folder=tmp_path / "first").write_index()
+def test_a_folder_is_copied_with_its_index_file(memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    indexed(memory, tmp_path)
     memory.get("/opening", str(tmp_path / "copy"), recursive=True)
-    dataset = ShardDataset(tmp_path / "copy" / "*.txt", index_folder=tmp_path / "second")
-    assert dataset._shards._entries.keys() == set(dataset._shards.urls) and list(dataset) == [
-        str(number) for number in range(6)
-    ]
+    with monkeypatch.context() as patched:
+        patched.setattr(Lines, "index", None)  # not called
+        assert list(ShardDataset(tmp_path / "copy" / "*.txt", index_folder=tmp_path / "second")) == numbers(6)
     (tmp_path / "copy" / "00001.txt").write_bytes(b"x\n\ny\n"[:4])
     changed = ShardDataset(tmp_path / "copy" / "*.txt", index_folder=tmp_path / "second")
     with pytest.raises(
@@ -320,11 +332,10 @@ def test_shards_are_uploaded_with_their_index_file(served: Served, tmp_path: Pat
 
 
 def test_a_changed_shard_is_indexed_again_if_the_store_tells(memory: Any, tmp_path: Path) -> None:
-    lines(memory, 3)
-    ShardDataset("memory://opening/*.txt", index_folder=tmp_path / "first").write_index()
+    indexed(memory, tmp_path)
     memory.pipe_file("/opening/00001.txt", b"x\n\n\n")
     with pytest.warns(LoaderWarning, match=r"1 of the shards, such as .*00001\.txt \(it has changed since then"):
-        dataset = ShardDataset("memory://opening/*.txt", index_folder=tmp_path / "second")
+        dataset = ShardDataset(PATTERN, index_folder=tmp_path / "second")
     assert dataset.lengths.tolist() == [2, 3, 2] and list(dataset) == ["0", "1", "x", "", "", "4", "5"]
 
 
@@ -343,17 +354,15 @@ DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_an_index_file_that_cannot_be_used_is_named(memory: Any, tmp_path: Path, damage: str) -> None:
-    lines(memory, 3)
-    place = ShardDataset("memory://opening/*.txt", index_folder=tmp_path / "first").write_index()
-    change, text = DAMAGE[damage]
+    place, (change, text) = indexed(memory, tmp_path), DAMAGE[damage]
     memory.pipe_file(place, change(memory.cat_file(place)))
     with pytest.raises(
         ShardError, match=rf"shards\.index ({text}).*write it again \(sharded-loader index\), or delete it"
     ):
         ShardDataset(place)
     with pytest.warns(LoaderWarning, match=rf"shards\.index ({text}).*shards are indexed one by one"):
-        dataset = ShardDataset("memory://opening/*.txt", index_folder=tmp_path / "second")
-    assert list(dataset) == [str(number) for number in range(6)]
+        dataset = ShardDataset(PATTERN, index_folder=tmp_path / "second")
+    assert list(dataset) == numbers(6)
 
 
 def parts_of(whole: bytes) -> list[Any]:
@@ -425,16 +434,15 @@ def test_an_index_file_that_changes_under_way_is_done_without(
     memory: Any, tmp_path: Path, later: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stores, "PAUSE", 0.001)
-    lines(memory, 3)
-    place = ShardDataset("memory://opening/*.txt", index_folder=tmp_path / "first").write_index()
-    dataset = ShardDataset("memory://opening/*.txt", index_folder=tmp_path / "second")
+    place = indexed(memory, tmp_path)
+    dataset = ShardDataset(PATTERN, index_folder=tmp_path / "second")
     whole = memory.cat_file(place)
     memory.rm(place)
     if later != "deleted":
         memory.pipe_file(place, whole[:80] if later == "cut" else whole[::-1])
-    assert list(dataset) == [str(number) for number in range(6)]
-    assert len(caplog.records) == 1
-    assert "was deleted, cut or written again since the dataset was made" in caplog.text
+    assert list(dataset) == numbers(6)
+    [record] = caplog.records
+    assert "was deleted, cut or written again since the dataset was made" in record.getMessage()
 
 
 def test_shards_without_a_version_have_no_index_file(served: Served, tmp_path: Path) -> None:

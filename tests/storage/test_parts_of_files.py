@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import io
 import random
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
@@ -312,7 +311,7 @@ def test_a_server_that_trickles_is_given_up(served: Served, monkeypatch: pytest.
 def test_a_server_that_asks_for_a_pause_gets_it(served: Served, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
     pauses: list[float] = []
     # Not of the module itself: threads of other tests may sleep too.
-    monkeypatch.setattr(stores, "time", SimpleNamespace(sleep=pauses.append, time=time.time))
+    monkeypatch.setattr(stores, "time", SimpleNamespace(sleep=pauses.append))
     store, url = ObjectStore(), f"{served.url}/a.bin"
     for said, least, most in (("7", 7, 7), ("9999", 60, 60), ("soon", 0, 0.2), ("-5", 0, 0.2)):
         served.fail, served.status, served.headers = 1, status, {"Retry_After": said}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -31,12 +30,10 @@ from sharded_loader.storage.read_ahead import ReadAhead
 from sharded_loader.storage.stores import ObjectStore
 
 
-def until(true: Callable[[], bool], seconds: float = 120.0) -> None:
+def until(true: Callable[[], bool]) -> None:
     """Wait for something that other threads do."""
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.005)
+    pause = threading.Event()
+    assert any(true() or pause.wait(0.005) for _ in range(20_000))
 
 
 class Walk:
@@ -97,45 +94,42 @@ def test_it_goes_as_far_as_there_is_room() -> None:
     walk.ahead.stop()
 
 
+class Slow(Walk):
+    """Shards come when they are let; which of them were asked for."""
+
+    def __init__(self, batches: list[list[int]], at_once: Sequence[str] = ()) -> None:
+        self.asked, self.come, self.at_once = list[int](), threading.Event(), at_once
+        super().__init__(batches, room=9)
+
+    def prepare(self, url: str, stat: Stat, fetch: object, is_needed: Callable[[], bool]) -> None:
+        self.asked.append(int(url))
+        assert url in self.at_once or self.come.wait(60)
+        super().prepare(url, stat, fetch, is_needed)
+
+
 @pytest.mark.parametrize("by", ["read ahead", "a worker"])
 def test_no_other_shard_is_asked_for_until_the_first_batch_has_its_shards(by: str) -> None:
-    asked, come = [], threading.Event()
-
-    class Slow(Walk):
-        def prepare(self, url: str, stat: Stat, fetch: object, is_needed: Callable[[], bool]) -> None:
-            asked.append(int(url))
-            assert come.wait(60)
-            super().prepare(url, stat, fetch, is_needed)
-
-    walk = Slow([[0, 1], [2], [3]], room=9)
-    until(lambda: len(walk.ahead._plan.looked) == 2 and len(asked) == 2)
-    assert sorted(asked) == [0, 1]
+    walk = Slow([[0, 1], [2], [3]])
+    until(lambda: len(walk.asked) == 2 and walk.looks > 2)
+    assert sorted(walk.asked) == [0, 1]
     if by == "a worker":
         walk.position = 1
     else:
-        come.set()
-    until(lambda: sorted(asked) == [0, 1, 2, 3])
-    come.set()
+        walk.come.set()
+    until(lambda: sorted(walk.asked) == [0, 1, 2, 3])
+    walk.come.set()
     walk.ahead.stop()
 
 
 def test_few_shards_are_asked_for_until_the_user_has_the_first_batch() -> None:
-    asked, come = [], threading.Event()
-
-    class Slow(Walk):
-        def prepare(self, url: str, stat: Stat, fetch: object, is_needed: Callable[[], bool]) -> None:
-            asked.append(int(url))
-            assert url == "0" or come.wait(60)
-            super().prepare(url, stat, fetch, is_needed)
-
-    walk = Slow([[number] for number in range(6)], room=9)
-    until(lambda: len(asked) == 1 + read_ahead.EARLY_DOWNLOADS)
+    walk = Slow([[number] for number in range(6)], at_once="0")
+    until(lambda: len(walk.asked) == 1 + read_ahead.EARLY_DOWNLOADS)
     looks = walk.looks
     until(lambda: walk.looks > looks + 2)
-    assert sorted(asked) == [0, 1, 2]
+    assert sorted(walk.asked) == [0, 1, 2]
     walk.position = 1
-    until(lambda: sorted(asked) == [0, 1, 2, 3, 4, 5])
-    come.set()
+    until(lambda: sorted(walk.asked) == [0, 1, 2, 3, 4, 5])
+    walk.come.set()
     walk.ahead.stop()
 
 

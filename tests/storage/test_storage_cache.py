@@ -242,7 +242,7 @@ def test_more_threads_than_there_is_room_for_wait_for_each_other(tmp_path: Path)
 
 
 KILLED = """
-    import sys, time
+    import sys
     from sharded_loader.storage.cache import ShardCache
     from sharded_loader.storage.files import Stat
 
@@ -250,7 +250,7 @@ KILLED = """
         file.write(b"half")
         file.flush()
         print("fetching", flush=True)
-        time.sleep(60)
+        sys.stdin.read()  # until it is killed
 
     ShardCache(sys.argv[1], "10 kB").open("s3://b/1.tar", Stat(1000, "tag"), fetch)
 """
@@ -260,7 +260,10 @@ KILLED = """
 @pytest.mark.costly
 def test_a_killed_fetcher_leaves_its_place_to_another(tmp_path: Path, number: int) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdout is not None and process.stdout.readline() == "fetching\n"
         cache = ShardCache(tmp_path, SIZE + 1)

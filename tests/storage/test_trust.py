@@ -7,6 +7,7 @@ import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +35,14 @@ OPTIONS = {
 }
 
 
+@dataclass
 class Host:
     """A server: its files, where it redirects to, and all headers of all requests that it got."""
 
-    def __init__(self) -> None:
-        self.files: dict[str, bytes] = {}
-        self.moved: dict[str, str] = {}
-        self.heard: list[str] = []
-        self.url = ""
+    files: dict[str, bytes] = field(default_factory=dict)
+    moved: dict[str, str] = field(default_factory=dict)
+    heard: list[str] = field(default_factory=list)
+    url: str = ""
 
     @property
     def got(self) -> set[str]:
@@ -89,6 +90,10 @@ LISTS: dict[str, Callable[[str, list[str]], bytes]] = {
 }
 
 
+def urls_of(dataset: ShardDataset) -> list[str]:
+    return dataset._shards.urls
+
+
 # -- what a file may name ----------------------------------------------------------------------------------------------
 
 
@@ -114,59 +119,50 @@ def test_a_list_on_this_machine_is_data_too(tmp_path: Path, kind: str) -> None:
     folder.mkdir()
     for path in (folder / "a.txt", tmp_path / "b.txt"):
         path.write_text("1\n2\n")
-    given = {"index_folder": tmp_path / "indexes", "format": "lines"}
-    url = (folder / kind).as_posix()
-    for name in ("a.txt", f"{folder.as_posix()}/a.txt", "../set/a.txt"):
-        (folder / kind).write_bytes(LISTS[kind](url, [name]))
-        assert ShardDataset(folder / kind, **given)._shards.urls == [f"{folder.as_posix()}/a.txt"]  # type: ignore[arg-type]
-    for name in (f"{tmp_path.as_posix()}/b.txt", "../b.txt", f"file://{tmp_path.as_posix()}/set/../b.txt"):
-        (folder / kind).write_bytes(LISTS[kind](url, [name]))
-        with pytest.raises(ShardError, match=rf"names .*b\.txt'.*trust='{tmp_path.as_posix()}/'\)"):
-            ShardDataset(folder / kind, **given)  # type: ignore[arg-type]
-        for trust in (tmp_path, f"file://{tmp_path.as_posix()}", [f"{tmp_path}/"], {str(tmp_path): {}}, True):
-            assert ShardDataset(folder / kind, trust=trust, **given)._shards.urls == [f"{tmp_path.as_posix()}/b.txt"]  # type: ignore[arg-type]
+    root = tmp_path.as_posix()
+
+    def read(name: str, **options: Any) -> list[str]:
+        (folder / kind).write_bytes(LISTS[kind]((folder / kind).as_posix(), [name]))
+        return urls_of(ShardDataset(folder / kind, index_folder=tmp_path / "indexes", format="lines", **options))
+
+    for name in ("a.txt", f"{root}/set/a.txt", "../set/a.txt"):
+        assert read(name) == [f"{root}/set/a.txt"]
+    for name in (f"{root}/b.txt", "../b.txt", f"file://{root}/set/../b.txt"):
+        with pytest.raises(ShardError, match=rf"names .*b\.txt'.*trust='{root}/'\)"):
+            read(name)
+        for trust in (tmp_path, f"file://{root}", [f"{tmp_path}/"], {str(tmp_path): {}}, True):
+            assert read(name, trust=trust) == [f"{root}/b.txt"]
 
 
 @pytest.mark.parametrize("kind", LISTS)
 def test_a_list_may_be_named_from_another_folder(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = tmp_path / "real" / "set"
+    real, root = tmp_path / "real" / "set", tmp_path.as_posix()
     for folder in (real, tmp_path / "from"):
         folder.mkdir(parents=True)
         (folder.parent / "b.txt").write_text("1\n2\n")
     (real / "a.txt").write_text("1\n2\n")
     (tmp_path / "link").symlink_to(real, target_is_directory=True)
     monkeypatch.chdir(tmp_path / "from")
-    given = {"index_folder": tmp_path / "indexes", "format": "lines"}
-    (real / kind).write_bytes(LISTS[kind]((real / kind).as_posix(), ["a.txt"]))
-    root = tmp_path.as_posix()
-    for url in ("../real/set/", "../from/../real//set/", f"{root}//real/./set/", f"file://{root}/from/../real/set/"):
-        assert ShardDataset(url + kind, **given)._shards.urls == [f"{root}/real/set/a.txt"], url  # type: ignore[arg-type]
+
+    def read(url: Any, name: str, trust: Any = False) -> list[str]:
+        (real / kind).write_bytes(LISTS[kind]((real / kind).as_posix(), [name]))
+        return urls_of(ShardDataset(url, index_folder=tmp_path / "indexes", format="lines", trust=trust))
+
     # The parent of a link is that of its folder, as for the system.
-    assert ShardDataset("../link/../set/" + kind, **given)._shards.urls == [f"{root}/real/set/a.txt"]  # type: ignore[arg-type]
-    (real / kind).write_bytes(LISTS[kind]((real / kind).as_posix(), ["../b.txt"]))
+    for url in ("../real/set/", "../from/../real//set/", f"{root}//real/./set/", f"file://{root}/from/../real/set/"):
+        assert read(url + kind, "a.txt") == [f"{root}/real/set/a.txt"], url
+    assert read("../link/../set/" + kind, "a.txt") == [f"{root}/real/set/a.txt"]
     for trust in ("../real", Path("..") / "real", f"file://{root}/from/../real"):
-        assert len(ShardDataset(real / kind, trust=trust, **given)) == 2  # type: ignore[arg-type]
+        assert read(real / kind, "../b.txt", trust) == [f"{root}/real/b.txt"]
     for trust in (".", "../rea", "../real/../from"):
         with pytest.raises(ShardError, match=r"names .*b\.txt"):
-            ShardDataset(real / kind, trust=trust, **given)  # type: ignore[arg-type]
+            read(real / kind, "../b.txt", trust)
 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "../b",
-        "x/../../b",
-        "%2e%2e/b",
-        "%252E%252e/b",
-        "..\\b",
-        "x/..",
-        "..?q",
-        "/etc/passwd",
-        "//evil/b",
-        "a\tb",
-        "x%00b",
-    ]
-    + ["http://evil/b", "https://host/b", "http://host:81/b", "http://host.evil/b", "http://evil\\@host/b"]
+    ["../b", "x/../../b", "%2e%2e/b", "%252E%252e/b", "..\\b", "x/..", "..?q", "/etc/passwd", "//evil/b", "a\tb"]
+    + ["x%00b", "http://evil/b", "https://host/b", "http://host:81/b", "http://host.evil/b", "http://evil\\@host/b"]
     + ["http://host@evil/b", "http://evil#@host/b", "http://evil?@host/b", "http://host\t@evil/b", "HTTP://host/b"]
     + ["x::http://host/b", "simplecache::file", "http://host/%2e%2e/b", "s3://host/b", "://b", "file:///b"],
 )
