@@ -163,9 +163,6 @@ def test_the_others_go_on_when_the_first_rank_is_killed(job: Job) -> None:
     assert hits > 0 and job.reads().total() == reads + misses
 
 
-# -- in one process, which plays several ranks -------------------------------------------------------------------------
-
-
 @pytest.fixture
 def as_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """This process becomes another rank, of the same job or of one at another port."""

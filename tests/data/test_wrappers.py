@@ -195,9 +195,6 @@ def test_outside_a_loader_bulk_reading_needs_no_seed():
     assert len(ArrayDataset(np.arange(10)).transform(noisy).__getitems__([1, 2])) == 2
 
 
-# -- the same batch ---------------------------------------------------------------------------------------------
-
-
 def same(a, b):
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
@@ -241,9 +238,6 @@ def test_a_bulk_batch_is_the_default_batch_of_its_samples(dataset):
             expected = default_batchify_fn([wrapped[i] for i in indices])
             assert same(to_torch(wrapped.get_batch(indices)), expected), wrapped
             assert same(default_batchify_fn(wrapped.__getitems__(indices)), expected), wrapped
-
-
-# -- no fast path is lost --------------------------------------------------------------------------------------
 
 
 class NoSamples(ArrayDataset):

@@ -56,9 +56,6 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-# -- the same records --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.costly(2)
 @covering(2, kind=KINDS, index=[True, False], way=["pread", "lock and seek"])
 def test_a_batch_is_what_one_by_one_gives(
@@ -107,9 +104,6 @@ def test_offsets_that_are_no_multiples_of_4_are_read_where_a_record_begins_there
             dataset.get_batch([0, 1])
 
 
-# -- in few reads ------------------------------------------------------------------------------------------------------
-
-
 def test_records_in_a_row_are_one_read(tmp_path: Path, reads: list[int]) -> None:
     records = [b"%d" % number * 9 for number in range(500)]
     offsets = write(tmp_path / "a.rec", records)
@@ -135,9 +129,6 @@ def test_a_loader_reads_a_batch_of_neighbours_at_once(tmp_path: Path, reads: lis
             with ShardedDataLoader(wrapped, 50) as loader:
                 assert next(iter(loader)) == records[:50]
             assert reads == [offsets[50]]
-
-
-# -- damage ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_first_damaged_record_of_a_batch_is_named_and_the_others_are_readable(tmp_path: Path) -> None:
@@ -186,9 +177,6 @@ def test_offsets_near_the_largest_number_are_an_error_like_any_other(tmp_path: P
             for read in (lambda index=index: dataset[index], lambda index=index: dataset.get_batch([0, index])):
                 with pytest.raises(RecordIOError, match="the file ends at 12, before it"):
                     read()
-
-
-# -- in a loader -------------------------------------------------------------------------------------------------------
 
 
 class Lengths(RecordFileDataset):

@@ -33,13 +33,29 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         one.close()
 
 
-def write_tar(path: Path, members: dict[str, bytes]) -> None:
+def tar(members: dict[str, bytes]) -> bytes:
     """A tar file of these members, in this order."""
-    with tarfile.open(path, "w") as tar:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as out:
         for name, content in members.items():
             member = tarfile.TarInfo(name)
             member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
+            out.addfile(member, io.BytesIO(content))
+    return file.getvalue()
+
+
+def write_tar(path: Path, members: dict[str, bytes]) -> None:
+    path.write_bytes(tar(members))
+
+
+def tar_of_numbers(numbers: range) -> bytes:
+    """A tar file whose samples are these numbers as texts."""
+    return tar({f"{number:03}.txt": b"%d" % number for number in numbers})
+
+
+def number(sample: dict[str, Any]) -> int:
+    """The number that a sample is."""
+    return int(sample["txt"])
 
 
 def write_mds(path: Path, columns: dict[str, tuple[str, int | None]], rows: list[list[bytes]]) -> None:

@@ -169,9 +169,6 @@ def test_another_machine_may_have_a_copy_of_another_time(tmp_path: Path, monkeyp
         pickle.loads(pickled)[0]
 
 
-# -- paths ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["train.tar", "*.tar", "file://train.tar", "./train.tar", "list.json"])
 def test_a_relative_path_is_that_of_the_folder_in_which_the_dataset_was_made(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import fsspec
 import pytest
 from mutations import damaged
-from shards import write_tar
+from shards import tar
 
 from sharded_loader import ShardDataset
 from sharded_loader.storage import cache as cache_module
@@ -58,9 +58,6 @@ def read(folder: Path, source: Source, max_bytes: int = 20_000, url: str = URL) 
 def shard_in(folder: Path) -> Path:
     [path] = folder.glob("*.shard")
     return path
-
-
-# -- damage ------------------------------------------------------------------------------------------------------------
 
 
 def set_back(path: Path) -> None:
@@ -115,9 +112,8 @@ def test_mutants_of_a_shard_are_never_read(tmp_path: Path) -> None:
 @pytest.fixture
 def in_memory(tmp_path: Path) -> Iterator[tuple[ShardDataset, ShardCache]]:
     """A shard of twenty samples in fsspec's memory, with a cache; sample 0 was read."""
-    write_tar(tmp_path / "a.tar", {f"{i:04}.txt": str(i).encode() * 100 for i in range(20)})
     store = fsspec.filesystem("memory")
-    store.pipe_file("/damaged/a.tar", (tmp_path / "a.tar").read_bytes())
+    store.pipe_file("/damaged/a.tar", tar({f"{i}.txt": str(i).encode() * 100 for i in range(20)}))
     cache = ShardCache(tmp_path / "cache", "1 MB")
     dataset = ShardDataset("memory://damaged/a.tar", cache=cache)
     assert dataset[0]["txt"] == b"0" * 100
@@ -176,9 +172,6 @@ def test_the_disk_has_a_shard_before_it_gets_its_name(tmp_path: Path, monkeypatc
     assert calls == ["sync", "rename"]
 
 
-# -- what may not be deleted -------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def undeletable(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Files that may not be deleted."""
@@ -221,9 +214,6 @@ def test_a_folder_in_a_place_of_the_cache_is_named(tmp_path: Path, suffix: str) 
     with pytest.raises(ShardError, match=rf"1\.tar: .*{path.name}"):
         read(tmp_path, Source())
     assert path.is_dir()
-
-
-# -- what others delete ------------------------------------------------------------------------------------------------
 
 
 def test_a_folder_that_was_deleted_is_made_again(tmp_path: Path) -> None:

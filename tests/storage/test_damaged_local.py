@@ -16,9 +16,6 @@ from tests import reference_recordio as reference
 DIALECTS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
 
 
-# -- tar --------------------------------------------------------------------------------------------------------------
-
-
 def tar_of(dialect: str, more: int = 0) -> bytes:
     """Samples with long names and, where the dialect has them, extended headers.
 
@@ -69,8 +66,6 @@ def test_damaged_tar_shards_are_noticed(dialect: str, tmp_path: Path) -> None:
     assert_noticed(tar_subject(dialect), range(1000, 2700), tmp_path)
 
 
-# -- RecordIO ---------------------------------------------------------------------------------------------------------
-
 RECORDS = [
     *(b"%d" % i * (3 * i) for i in range(12)),
     *(reference.MAGIC * 2 + b"parts" + reference.MAGIC, b"", b"x" * 700, b"four", b"y" * 2000, b"last one"),
@@ -86,9 +81,6 @@ def whole_records(content: bytes) -> list[bytes] | None:
 @pytest.mark.parametrize("seeds", [range(100), pytest.param(range(1000, 1900), marks=pytest.mark.slow)])
 def test_damaged_record_shards_are_noticed(seeds: range, tmp_path: Path) -> None:
     assert_noticed(Subject("a.rec", reference.write(RECORDS)[0], reference=whole_records), seeds, tmp_path)
-
-
-# -- kept indexes -----------------------------------------------------------------------------------------------------
 
 
 def read_by_index(path: str) -> list[Any]:
@@ -117,9 +109,6 @@ def index_subject(folder: Path) -> Subject:
 def test_damaged_indexes_are_made_again(tmp_path: Path) -> None:
     counts, defects = verdicts(index_subject(tmp_path), range(1000, 2700), tmp_path)
     assert counts == {"right": 1700}, defects[:20]
-
-
-# -- helpers ----------------------------------------------------------------------------------------------------------
 
 
 def write(path: Path, content: bytes) -> Path:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from conftest import make_pool
-from shards import closed, write_tar  # noqa: F401
+from shards import closed, number, tar_of_numbers  # noqa: F401
 
 from sharded_loader import RandomSampler, ShardCache, ShardDataset, ShardedDataLoader, ShardShuffleSampler
 from sharded_loader.storage import stores
@@ -132,11 +132,9 @@ def s3() -> Iterator[dict[str, Any]]:
         system = s3fs.S3FileSystem(**options, skip_instance_cache=True)
         system.mkdir("bucket")
         options["client_kwargs"] = {"region_name": "us-east-1"}
-        with tempfile.TemporaryDirectory() as folder:
-            for shard in range(SHARDS):
-                path = Path(folder, "x.tar")
-                write_tar(path, {f"{i}.txt": str(i).encode() for i in range(shard * LENGTH, (shard + 1) * LENGTH)})
-                system.pipe(f"bucket/train-{shard}.tar", path.read_bytes())
+        for shard in range(SHARDS):
+            numbers = range(shard * LENGTH, (shard + 1) * LENGTH)
+            system.pipe(f"bucket/train-{shard}.tar", tar_of_numbers(numbers))
         FastS3(options).read("bucket/train-0.tar", 0, 4, 30.0)  # the descriptors of obstore live as long as the process
         yield options
         server.stdin.close()
@@ -155,10 +153,6 @@ def options(s3: dict[str, Any], request: pytest.FixtureRequest, monkeypatch: pyt
     return s3
 
 
-def text(sample: dict[str, Any]) -> int:
-    return int(sample["txt"])
-
-
 @with_server
 @pytest.mark.parametrize("cached", [False, True])
 @pytest.mark.parametrize("method", ["inline", "thread", "fork", "spawn"])
@@ -169,7 +163,7 @@ def test_every_pool_reads_the_samples(options: dict[str, Any], method: str, cach
     order: Any = (
         ShardShuffleSampler(dataset.lengths, window=2, seed=1) if cached else RandomSampler(len(dataset), seed=1)
     )
-    with ShardedDataLoader(dataset.transform(text), 16, sampler=order, pool=make_pool(method)) as loader:
+    with ShardedDataLoader(dataset.transform(number), 16, sampler=order, pool=make_pool(method)) as loader:
         assert [i for batch in loader for i in batch.tolist()] == list(order.iter_epoch(0))
         assert loader.stats().retries == 0
     if cache is not None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import random
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -500,16 +498,6 @@ def test_one_of_several_datasets_indexes_and_the_others_wait(served: Served, tmp
         thread.start()
     for thread in threads:
         thread.join()
-    assert bytes_sent(served) == sum(map(len, served.files.values()))
-
-
-@pytest.mark.slow
-def test_one_of_several_processes_indexes_and_the_others_wait(served: Served, tmp_path: Path) -> None:
-    urls = fill(served, tmp_path)
-    program = "import sys, sharded_loader as s; sys.exit(len(s.ShardDataset(sys.argv[2:], index_folder=sys.argv[1])))"
-    command = [sys.executable, "-c", program, str(tmp_path / "indexes"), *urls]
-    processes = [subprocess.Popen(command) for _ in range(3)]
-    assert [process.wait(100) for process in processes] == [TOTAL] * 3
     assert bytes_sent(served) == sum(map(len, served.files.values()))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from served import Served, serving
-from shards import closed, write_tar  # noqa: F401
+from shards import closed, tar  # noqa: F401
 
 from sharded_loader import ShardCache, ShardDataset
 from sharded_loader.storage import stores
@@ -50,8 +50,6 @@ def fetched(store: ObjectStore, url: str, stat: Stat) -> bytes:
     store.fetch(url, file, stat)
     return file.getvalue()
 
-
-# -- versions ----------------------------------------------------------------------------------------------------------
 
 TAGS = [("first", None), (None, FIRST), ("first", FIRST)]
 
@@ -153,9 +151,8 @@ def test_a_commit_of_hugging_face_is_not_asked_again(monkeypatch: pytest.MonkeyP
     assert len(asked) == 1
 
 
-def tar_of(folder: Path, texts: list[bytes]) -> bytes:
-    write_tar(folder / "x.tar", {f"{number}.txt": text for number, text in enumerate(texts)})
-    return (folder / "x.tar").read_bytes()
+def tar_of(texts: list[bytes]) -> bytes:
+    return tar({f"{number}.txt": text for number, text in enumerate(texts)})
 
 
 @pytest.mark.parametrize(("tag", "modified"), [*TAGS, (None, None)], ids=["ETag", "Last-Modified", "both", "neither"])
@@ -166,7 +163,7 @@ def test_a_later_dataset_reads_the_later_version(
     served.tag, served.modified = tag, modified
     cache = ShardCache(tmp_path / "cache", "1 MB") if is_cached else None
     for texts in ([b"a" * 700, b"b" * 10], [b"x" * 10, b"y" * 700]):
-        served.files = {"/a.tar": tar_of(tmp_path, texts)}
+        served.files = {"/a.tar": tar_of(texts)}
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             dataset = ShardDataset(f"{served.url}/a.tar", cache=cache, index_folder=tmp_path / "indexes")
@@ -183,14 +180,14 @@ def test_a_later_dataset_reads_the_later_version(
 def test_a_dataset_does_not_read_the_later_version_by_the_earlier_index(
     served: Served, tmp_path: Path, is_cached: bool
 ) -> None:
-    served.files = {"/a.tar": tar_of(tmp_path, [b"a" * 700, b"b" * 10])}
+    served.files = {"/a.tar": tar_of([b"a" * 700, b"b" * 10])}
     cache = ShardCache(tmp_path / "cache", "1 MB") if is_cached else None
     dataset = ShardDataset(f"{served.url}/a.tar", cache=cache, index_folder=tmp_path / "indexes")
     assert len(dataset) == 2
     if cache is not None:
         for path in cache.folder.glob("*.shard"):
             path.unlink()
-    served.files, served.tag = {"/a.tar": tar_of(tmp_path, [b"x" * 10, b"y" * 700])}, "second"
+    served.files, served.tag = {"/a.tar": tar_of([b"x" * 10, b"y" * 700])}, "second"
     with pytest.raises(ShardError, match=r"a\.tar has changed since the dataset was made"):
         dataset[0]
 
@@ -223,8 +220,6 @@ def test_a_warning_names_the_first_shard_without_a_tag() -> None:
         first, second, third = with_tags(found)
     assert second == Stat(1, "x") and first.tag != third.tag != ""
 
-
-# -- servers that lie --------------------------------------------------------------------------------------------------
 
 Answer = tuple[int, bytes, "str | None"]
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from served import Served, serving
-from shards import closed, write_tar  # noqa: F401
+from shards import closed, number, tar_of_numbers  # noqa: F401
 
 from sharded_loader import (
     ProcessPool,
@@ -202,17 +202,17 @@ def test_an_order_that_returns_to_shards_that_had_to_go_is_told_once() -> None:
 def optimum(batches: list[list[int]], room: int) -> int:
     """How many shards the best rule fetches: the shard goes that is needed last."""
     uses: dict[int, list[int]] = {}
-    for number, shards in enumerate(batches):
+    for place, shards in enumerate(batches):
         for shard in shards:
-            uses.setdefault(shard, []).append(number)
+            uses.setdefault(shard, []).append(place)
     there: set[int] = set()
     fetched = 0
-    for number, shards in enumerate(batches):
+    for place, shards in enumerate(batches):
         for shard in shards:
             if shard not in there:
                 fetched += 1
                 if len(there) == room:
-                    after = {one: next((use for use in uses[one] if use >= number), 10**9) for one in there}
+                    after = {one: next((use for use in uses[one] if use >= place), 10**9) for one in there}
                     there.remove(max(after, key=after.__getitem__))
                 there.add(shard)
     return fetched
@@ -276,12 +276,10 @@ SHARDS, LENGTH = 12, 20
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[Served]:
+def served() -> Iterator[Served]:
     with serving() as found:
         for shard in range(SHARDS):
-            numbers = range(shard * LENGTH, (shard + 1) * LENGTH)
-            write_tar(tmp_path / "x.tar", {f"{i}.txt": str(i).encode() for i in numbers})
-            found.files[f"/{shard:02}.tar"] = (tmp_path / "x.tar").read_bytes()
+            found.files[f"/{shard:02}.tar"] = tar_of_numbers(range(shard * LENGTH, (shard + 1) * LENGTH))
         yield found
 
 
@@ -294,10 +292,6 @@ def make(served: Served, folder: Path, shards: float) -> ShardDataset:
     size = max(map(len, served.files.values()))
     served.asked.clear()
     return ShardDataset(urls, cache=ShardCache(folder / "cache", int(shards * size)), index_folder=folder / "indexes")
-
-
-def number(sample: dict[str, Any]) -> int:
-    return int(sample["txt"])
 
 
 def downloads(served: Served) -> int:

@@ -70,9 +70,6 @@ def test_a_damaged_file_is_named_with_the_offset(tmp_path: Path) -> None:
         read(LocalFile(str(path)), [0])
 
 
-# -- MDS ---------------------------------------------------------------------------------------------------------------
-
-
 def read_mds(path: Path, rows: list[int]) -> list[Any]:
     file = LocalFile(str(path))
     try:

@@ -231,9 +231,6 @@ def test_groups_are_kept_up_to_a_number_of_bytes(tmp_path: Path, monkeypatch: py
         dataset.close()
 
 
-# -- columns= ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("format", KINDS)
 def test_only_chosen_columns_are_read(tmp_path: Path, format: str) -> None:
     path = tmp_path / f"a.{KINDS[format].name}"

@@ -174,9 +174,6 @@ def test_batches_without_rows_and_compressed_ones_are_read(tmp_path: Path, write
     assert [dataset[i]["s"] for i in range(len(dataset))] == ["a", "b", "b"]
 
 
-# -- damage ------------------------------------------------------------------------------------------------------------
-
-
 def other_reader(content: bytes) -> list[Any] | None:
     """What pyarrow makes of a table: None if it is damaged."""
     import pyarrow

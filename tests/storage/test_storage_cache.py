@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 import pytest
 from served import serving
-from shards import closed, write_tar  # noqa: F401
+from shards import closed, tar  # noqa: F401
 
 from sharded_loader import ShardDataset
 from sharded_loader.storage import cache as cache_module
@@ -94,8 +94,7 @@ def test_a_shard_that_was_deleted_while_open_is_closed_when_it_is_not_read_any_m
     monkeypatch.setattr(dataset_module, "IDLE_SECONDS", idle)
     with serving() as served:
         for number in range(3):
-            write_tar(tmp_path / "x.tar", {"0.txt": str(number).encode()})
-            served.files[f"/{number}.tar"] = (tmp_path / "x.tar").read_bytes()
+            served.files[f"/{number}.tar"] = tar({"0.txt": str(number).encode()})
         cache = ShardCache(tmp_path / "cache", len(served.files["/0.tar"]))
         dataset = ShardDataset([f"{served.url}/{number}.tar" for number in range(3)], cache=cache)
         for _ in range(2):

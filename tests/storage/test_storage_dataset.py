@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from conftest import PROCESS_POOLS, make_pool
 from served import Served, serving
-from shards import closed, write_mds, write_tar  # noqa: F401
+from shards import closed, number, tar_of_numbers, write_tar  # noqa: F401
 
 from sharded_loader import ShardedDataLoader, ThreadPool
 from sharded_loader.storage import stores
@@ -29,8 +29,8 @@ def folder(tmp_path: Path) -> Path:
     """Tar shards whose samples are the numbers from 0 on."""
     begins = np.cumsum([0, *LENGTHS])
     for shard, length in enumerate(LENGTHS):
-        numbers = range(begins[shard], begins[shard] + length)
-        write_tar(tmp_path / f"s-{shard}.tar", {f"{number:03}.txt": str(number).encode() for number in numbers})
+        content = tar_of_numbers(range(begins[shard], begins[shard] + length))
+        (tmp_path / f"s-{shard}.tar").write_bytes(content)
     return tmp_path
 
 
@@ -38,23 +38,19 @@ def make(folder: Path, **changed: Any) -> ShardDataset:
     return ShardDataset(**{"urls": str(folder / "s-*.tar"), "index_folder": folder / "indexes", **changed})
 
 
-def to_number(sample: dict[str, Any]) -> int:
-    return int(sample["txt"])
-
-
 def test_samples_of_all_shards_have_one_index(folder: Path) -> None:
     dataset = make(folder)
     assert len(dataset) == TOTAL and dataset.lengths.tolist() == list(LENGTHS)
     for one in (dataset, pickle.loads(pickle.dumps(dataset))):
-        assert [to_number(one[i]) for i in range(TOTAL)] == list(range(TOTAL))
+        assert [number(one[i]) for i in range(TOTAL)] == list(range(TOTAL))
     assert dataset[-1]["__key__"] == "012"
-    assert [to_number(one) for one in dataset.__getitems__([12, 0, 7, 3, 0])] == [12, 0, 7, 3, 0]
-    assert [to_number(one) for one in dataset[2:5]] == [2, 3, 4]
+    assert [number(one) for one in dataset.__getitems__([12, 0, 7, 3, 0])] == [12, 0, 7, 3, 0]
+    assert [number(one) for one in dataset[2:5]] == [2, 3, 4]
     assert repr(dataset) == "ShardDataset(5 tar shards, 13 samples)"
     with pytest.raises(IndexError, match="13 samples"):
         dataset[TOTAL]
     listed = make(folder, urls=[folder / f"s-{shard}.tar" for shard in (4, 0, 3)])
-    assert [to_number(one) for one in listed] == [9, 10, 11, 12, 0, 1, 2, 8]
+    assert [number(one) for one in listed] == [9, 10, 11, 12, 0, 1, 2, 8]
 
 
 def test_indexes_are_made_once_and_lie_where_they_are_wanted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,20 +77,17 @@ def test_many_shards_are_not_all_open(tmp_path: Path) -> None:
         write_tar(tmp_path / f"s-{shard:03}.tar", {f"{shard}.txt": str(shard).encode()})
     dataset = make(tmp_path)
     for _ in range(2):
-        assert [to_number(one) for one in dataset] == list(range(MAX_OPEN + 5))
+        assert [number(one) for one in dataset] == list(range(MAX_OPEN + 5))
     assert len(dataset._shards._open) == MAX_OPEN
     dataset.close()
-    assert to_number(dataset[3]) == 3
+    assert number(dataset[3]) == 3
 
 
 def test_threads_share_the_open_shards(folder: Path) -> None:
-    dataset = make(folder).transform(to_number)
+    dataset = make(folder).transform(number)
     with ShardedDataLoader(dataset, 1, pool=ThreadPool(8), shuffle=True, seed=2) as loader:
         for _ in range(5):
             assert sorted(batch.item() for batch in loader) == list(range(TOTAL))
-
-
-# -- remote shards -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -114,7 +107,7 @@ def urls(served: Served) -> list[str]:
 @pytest.mark.costly
 def test_requests_that_were_tried_again_are_counted(folder: Path, served: Served, method: str) -> None:
     remote = make(folder, urls=urls(served))
-    with ShardedDataLoader(remote.transform(to_number), 4, pool=make_pool(method)) as loader:
+    with ShardedDataLoader(remote.transform(number), 4, pool=make_pool(method)) as loader:
         served.fail, served.truncate = 3, 2
         assert [i for batch in loader for i in batch.tolist()] == list(range(TOTAL))
         assert loader.stats().retries == 5
@@ -133,13 +126,10 @@ def test_a_file_that_lists_shards_stands_for_them(folder: Path, served: Served, 
     names = sorted(path.name for path in folder.glob("*.tar"))
     content = json.dumps(LISTS[kind](dict(zip(names, LENGTHS, strict=True)))).encode()
     (folder / "index.json").write_bytes(content)
-    assert [to_number(one) for one in make(folder, urls=folder / "index.json")] == list(range(TOTAL))
+    assert [number(one) for one in make(folder, urls=folder / "index.json")] == list(range(TOTAL))
     served.files["/index.json"] = content
     remote = make(folder, urls=f"{served.url}/index.json")
-    assert [to_number(one) for one in remote] == list(range(TOTAL))
-
-
-# -- bad input ---------------------------------------------------------------------------------------------------------
+    assert [number(one) for one in remote] == list(range(TOTAL))
 
 
 def test_a_shard_that_is_missing_or_must_not_be_read_is_named(folder: Path, served: Served) -> None:

@@ -68,9 +68,6 @@ def test_what_a_format_keeps_goes_with_the_file(tmp_path: Path) -> None:
     assert not file.kept
 
 
-# -- what messages show ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("url", "expected"),
     [

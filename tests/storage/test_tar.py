@@ -123,9 +123,6 @@ def test_an_extension_that_comes_twice_is_named(tmp_path: Path, between: dict[st
         read(tmp_path / "a.tar", [0])
 
 
-# -- damaged files, links, sparse members ------------------------------------------------------------------------------
-
-
 def ten() -> bytearray:
     """A tar file of ten members, of a header and a block each."""
     content = io.BytesIO()

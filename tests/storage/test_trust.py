@@ -94,9 +94,6 @@ def urls_of(dataset: ShardDataset) -> list[str]:
     return dataset._shards.urls
 
 
-# -- what a file may name ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", LISTS)
 def test_a_list_opens_no_file_of_this_machine_and_no_other_host(
     hosts: tuple[Host, Host], tmp_path: Path, kind: str
@@ -210,9 +207,6 @@ def test_nothing_that_is_read_is_unpickled() -> None:
     assert loaded(content) is None
 
 
-# -- who gets credentials ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.costly(2)
 @pytest.mark.parametrize("method", POOLS)
 def test_credentials_go_to_the_host_they_were_given_for(hosts: tuple[Host, Host], tmp_path: Path, method: str) -> None:
@@ -280,9 +274,6 @@ def test_a_redirect_never_leads_to_a_file(hosts: tuple[Host, Host], tmp_path: Pa
     (tmp_path / "secret.txt").write_text("password\n")
     with pytest.raises(ShardError, match=r"a\.txt: NonHttp"):
         list(ShardDataset(f"{hosts[0].url}/a.txt", index_folder=tmp_path))
-
-
-# -- what is shown -----------------------------------------------------------------------------------------------------
 
 
 def test_no_error_and_no_repr_shows_a_credential(hosts: tuple[Host, Host], tmp_path: Path) -> None:
