@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -495,8 +496,11 @@ def test_a_bound_that_means_nothing_gets_advice(path: Path | None, bound: Any, t
 
 def test_a_share_is_that_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "free_bytes", lambda: Limit(4_000_000, "the machine"))
-    assert make(max_bytes="50%").max_bytes == 2_000_000
-    assert make(max_bytes="0.5%").max_bytes == 20_000
+    bounds = {"50%": 2_000_000, "0.5%": 20_000, None: 3_000_000}
+    assert {bound: make(max_bytes=bound).max_bytes for bound in bounds} == bounds
+    room = shutil.disk_usage("/")._replace(total=900_000, free=400_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: room)  # as of /dev/shm
+    assert make(max_bytes=None).max_bytes == 300_000
 
 
 # -- locks -------------------------------------------------------------------------------------------------------------

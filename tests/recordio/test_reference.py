@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharded_loader.recordio import MXIndexedRecordIO, MXRecordIO, RecordFileDataset
+from sharded_loader.recordio import MXIndexedRecordIO, RecordFileDataset
 from tests import damaged_records
 from tests import reference_recordio as reference
 
@@ -54,10 +54,10 @@ def test_what_is_written_is_what_the_reference_writes(folder: Path, records: lis
 def test_what_the_reference_writes_is_read(folder: Path, records: list[bytes]) -> None:
     content, offsets = reference.write(records)
     (folder / "theirs.rec").write_bytes(content)
-    with MXRecordIO(folder / "theirs.rec", "r") as file:
+    with MXIndexedRecordIO(folder / "theirs.idx", folder / "theirs.rec", "r") as file:  # its index is made
         assert list(iter(file.read, None)) == records
+        assert list(file.idx.values()) == offsets[:-1]
     with RecordFileDataset(folder / "theirs.rec") as dataset:
-        assert dataset._offsets.tolist() == offsets[:-1]
         assert dataset.get_batch(range(len(records))) == records
 
 

@@ -281,7 +281,7 @@ def test_no_error_and_no_repr_shows_a_credential(hosts: tuple[Host, Host], tmp_p
     own.files["/a.txt"] = b"0\n"
     url = own.url.replace("://", "://me:hunter@22@") + "/a.txt?X-Amz-Signature=abcdef"
     dataset = ShardDataset(url.replace("hunter@22", "hunter22"), index_folder=tmp_path, trust={other.url: OPTIONS})
-    said = f"{dataset!r} {dataset} {dataset._shards.store!r} {shown(url)}"
+    said = f"{dataset!r} {dataset} {ObjectStore(OPTIONS, {other.url: OPTIONS})!r} {shown(url)}"
     own.files["/index.json"] = json.dumps([url.replace(own.url[7:], other.url[7:])]).encode()
     for trust in (False, {other.url: OPTIONS}):
         with pytest.raises(ShardError) as caught:
