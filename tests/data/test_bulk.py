@@ -17,10 +17,7 @@ class UsesUp:
 
     def __init__(self, name: str, bad: int | None = None) -> None:
         self.bad = bad
-        if name == "get_batch":
-            self.get_batch = lambda indices: np.array(self.read(indices))
-        else:
-            self.__dict__["__getitems__"] = self.read
+        self.__dict__[name] = self.read if name == "__getitems__" else lambda indices: np.array(self.read(indices))
 
     def __len__(self) -> int:
         return 20
@@ -31,11 +28,8 @@ class UsesUp:
         return index
 
     def read(self, indices: list[int]) -> list[int]:
-        indices.sort()
-        found = []
-        while indices:
-            found.append(self[indices.pop(0)])
-        return found
+        indices.sort(reverse=True)
+        return [self[indices.pop()] for _ in range(len(indices))]
 
 
 WRAPPERS = {

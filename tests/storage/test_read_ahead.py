@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -294,59 +294,44 @@ def make(served: Served, folder: Path, shards: float) -> ShardDataset:
     return ShardDataset(urls, cache=ShardCache(folder / "cache", int(shards * size)), index_folder=folder / "indexes")
 
 
-def downloads(served: Served) -> int:
-    return len([path for path, wanted in served.asked if wanted and path.endswith(".tar")])
+def asked(served: Served) -> list[str]:
+    """The shards whose bytes were asked for."""
+    return [path for path, wanted in served.asked if wanted and path.endswith(".tar")]
+
+
+def paths(shards: Iterable[int]) -> set[str]:
+    return {f"/{shard:02}.tar" for shard in shards}
 
 
 @pytest.mark.costly
 @pytest.mark.parametrize("method", ["inline", "fork", "spawn"])
 def test_each_shard_is_fetched_once_in_an_epoch(tmp_path: Path, served: Served, method: str) -> None:
-    dataset = make(served, tmp_path, shards=6)
+    dataset = make(served, tmp_path, shards=6.5)  # two windows
     order = ShardShuffleSampler(dataset.lengths, window=3, seed=5)
+    expected = batches_of(order, 0)
+    needed = list(dict.fromkeys(index // LENGTH for batch in expected for index in batch))
     how: dict[str, Any] = {} if method == "inline" else {"pool": ProcessPool(2, start_method=method)}
-
-    def is_there(shard: int) -> bool:
-        return (
-            dataset._shards.cache is not None
-            and dataset._shards.cache._path(dataset._shards.urls[shard], dataset._shards.stats[shard]).exists()
-        )
-
-    def is_up_to_date(batch: int) -> bool:
-        """Steps of training take longer than the thread's pause. Here it may be behind: then a shard may go that a
-        batch needs which nobody has looked at, instead of one that was passed."""
-        ahead = dataset._ahead
-        return (
-            ahead is not None
-            and ahead._plan.end is not None
-            and all(one.number >= batch for one in tuple(ahead._plan.window))
-        )
-
     with ShardedDataLoader(dataset.transform(number), 10, sampler=order, prefetch=2, **how) as loader:
         batches = iter(loader)
-        for number_of_it, expected in enumerate(np.array(list(order.iter_epoch(0))).reshape(-1, 10)):
-            shards = set((expected // LENGTH).tolist())
-            if number_of_it:
-                until(lambda at=number_of_it: is_up_to_date(at))  # type: ignore[misc]
-                until(lambda shards=shards: all(map(is_there, shards)))  # type: ignore[misc]
-            assert next(batches).tolist() == expected.tolist()
+        for place, batch in enumerate(expected):
+            if place:  # steps of training take longer than to look at the next window
+                ahead = paths(needed[: 6 + (place - 1) // 6 * 3])
+                until(lambda ahead=ahead: ahead <= {*asked(served)})  # type: ignore[misc]
+            assert next(batches).tolist() == batch
         del batches
-        assert downloads(served) == SHARDS
+        assert len(asked(served)) == SHARDS
 
 
 def test_shards_are_there_before_they_are_needed(tmp_path: Path, served: Served) -> None:
     dataset = make(served, tmp_path, shards=6.5)
     order = ShardShuffleSampler(dataset.lengths, window=3, seed=5)
-    loader = ShardedDataLoader(dataset.transform(number), 10, sampler=order)
-    batches = iter(loader)
-    next(batches)
-    until(lambda: downloads(served) == 6)  # two windows
-    needed = [index // LENGTH for index in order.iter_epoch(0)]
-    assert {path for path, _ in served.asked if path.endswith(".tar")} == {
-        f"/{shard:02}.tar" for shard in set(needed[: 6 * LENGTH])
-    }
-    del batches
-    until(lambda: dataset._ahead is None or not any(thread.is_alive() for thread in dataset._ahead._threads))
-    loader.close()
+    with ShardedDataLoader(dataset.transform(number), 10, sampler=order) as loader:
+        batches = iter(loader)
+        next(batches)
+        until(lambda: len(asked(served)) == 6)  # two windows
+        needed = [index // LENGTH for index in order.iter_epoch(0)]
+        assert {*asked(served)} == paths(needed[: 6 * LENGTH])
+        del batches
 
 
 def test_a_run_that_goes_on_in_mid_epoch_fetches_what_is_left(tmp_path: Path, served: Served) -> None:
@@ -356,25 +341,21 @@ def test_a_run_that_goes_on_in_mid_epoch_fetches_what_is_left(tmp_path: Path, se
     batches = iter(before)
     for _ in range(18):  # three of four windows
         next(batches)
-    loader = ShardedDataLoader(dataset.transform(number), 10, sampler=order)
-    loader.load_state_dict(before.state_dict())
-    assert len(list(loader)) == 6
-    assert downloads(served) == 3
-    loader.close()
+    with ShardedDataLoader(dataset.transform(number), 10, sampler=order) as loader:
+        loader.load_state_dict(before.state_dict())
+        assert len(list(loader)) == 6 and len(asked(served)) == 3
 
 
 @pytest.mark.slow
 def test_a_full_shuffle_over_a_small_cache_reads_samples_and_says_so_once(tmp_path: Path, served: Served) -> None:
     dataset = make(served, tmp_path, shards=2)
     order = RandomSampler(SHARDS * LENGTH, seed=1)
-    loader = ShardedDataLoader(dataset.transform(number), 40, sampler=order)
-    with pytest.warns(
-        UserWarning, match=r"a batch needs 1[0-2] shards of .* and the cache .* ShardShuffleSampler"
-    ) as told:
-        assert [i for batch in loader for i in batch.tolist()] == list(order.iter_epoch(0))
+    said = r"a batch needs 1[0-2] shards of .* and the cache .* ShardShuffleSampler"
+    with ShardedDataLoader(dataset.transform(number), 40, sampler=order) as loader:
+        with pytest.warns(UserWarning, match=said) as told:
+            assert [i for batch in loader for i in batch.tolist()] == list(order.iter_epoch(0))
     assert len(told) == 1
-    assert dataset._shards.cache is not None and dataset._shards.cache.fetched == 0
-    loader.close()
+    assert not list((tmp_path / "cache").glob("*.shard"))
 
 
 @pytest.mark.slow
@@ -389,25 +370,23 @@ def test_a_store_that_refuses_a_third_of_all_requests_gives_all_samples(
     with ShardedDataLoader(dataset.transform(number), 10, sampler=order) as loader:
         assert [i for batch in loader for i in batch.tolist()] == list(order.iter_epoch(0))
         assert loader.stats().retries > 0
-    assert downloads(served) == SHARDS + dataset.retries  # a refused request is asked for once more, and no other
+    assert len(asked(served)) == SHARDS + dataset.retries  # a refused request is asked for once more, and no other
 
 
 def test_an_index_that_is_no_sample_is_the_error_of_its_batch(tmp_path: Path, served: Served) -> None:
     dataset = make(served, tmp_path, shards=20)
     order = SequentialSampler(6, start=SHARDS * LENGTH - 3)  # three samples, and three that are none
-    loader = ShardedDataLoader(dataset.transform(number), 3, sampler=order)
-    batches = iter(loader)
-    assert len(next(batches)) == 3
-    with pytest.raises(IndexError, match="240") as error:
-        next(batches)
-    assert "batch 1" in f"{error.value} {getattr(error.value, '__notes__', '')}"
-    backwards = ShardedDataLoader(dataset, 3, sampler=SequentialSampler(6, start=SHARDS * LENGTH))
-    with pytest.raises(IndexError, match="240"):
-        next(iter(backwards))
-    assert list(batches) == []
-    del batches
-    backwards.close()
-    loader.close()
+    with ShardedDataLoader(dataset.transform(number), 3, sampler=order) as loader:
+        batches = iter(loader)
+        assert len(next(batches)) == 3
+        with pytest.raises(IndexError, match="240") as error:
+            next(batches)
+        assert "batch 1" in f"{error.value} {getattr(error.value, '__notes__', '')}"
+        assert list(batches) == []
+        del batches
+    with ShardedDataLoader(dataset, 3, sampler=SequentialSampler(6, start=SHARDS * LENGTH)) as loader:
+        with pytest.raises(IndexError, match="240"):
+            next(iter(loader))
 
 
 @pytest.mark.parametrize(("shards", "kept"), [(20, SHARDS), (5, 0)])
@@ -447,7 +426,7 @@ def test_an_actor_fetches_what_others_need_later_and_each_epoch_gets_its_batches
     dataset = make(served, tmp_path, shards=6.5)
     order = ShardShuffleSampler(dataset.lengths, window=3, seed=5)
     first, second, third = (batches_of(order, epoch) for epoch in range(3))
-    two_windows = {f"/{index // LENGTH:02}.tar" for batch in first[:12] for index in batch}
+    two_windows = paths(index // LENGTH for batch in first[:12] for index in batch)
     served.after = lambda: two_windows <= {path for path, _ in served.asked} and (tmp_path / "all").touch()
     pool = RayPool(2, num_cpus=0)
     with ShardedDataLoader(dataset.transform(Waits(tmp_path / "all")), 10, sampler=order, prefetch=2, pool=pool) as one:
