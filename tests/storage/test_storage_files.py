@@ -60,14 +60,6 @@ def test_a_file_that_was_cut_is_an_error_that_names_it(tmp_path: Path) -> None:
     assert isinstance(caught.value, FileNotFoundError) and isinstance(caught.value.__cause__, FileNotFoundError)
 
 
-def test_what_a_format_keeps_goes_with_the_file(tmp_path: Path) -> None:
-    (tmp_path / "a.bin").write_bytes(b"")
-    file = LocalFile(str(tmp_path / "a.bin"))
-    file.kept["table"] = object()
-    file.close()
-    assert not file.kept
-
-
 @pytest.mark.parametrize(
     ("url", "expected"),
     [
