@@ -332,38 +332,24 @@ def with_header(path: Path, **changed: Any) -> None:
     os.close(fd)
 
 
+def cut(size: int) -> Callable[[Path], Any]:
+    return lambda path: (filled(path), os.truncate(path, size))
+
+
+OTHER_VERSION = "in version 2 of the layout, and this library writes version 1: delete it"
+OTHERS_WRITE = "other users may write to it: give a path in a folder of your own"
 FOREIGN: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "text": (lambda path: path.write_text("precious"), CacheMismatchError, "is no cache of samples: give another"),
     "zeros": (lambda path: path.write_bytes(bytes(100)), CacheMismatchError, "is no cache of samples"),
-    "folder": (lambda path: path.mkdir(), OSError, "cannot be opened.*give a path that you can write to"),
+    "folder": (Path.mkdir, OSError, "cannot be opened.*give a path that you can write to"),
     "link": (lambda path: path.symlink_to("other"), OSError, "cannot be opened"),
-    "header cut off": (
-        lambda path: (filled(path), os.truncate(path, 100)),
-        CacheMismatchError,
-        "is damaged: delete it, or give another path",
-    ),
-    "cut off": (lambda path: (filled(path), os.truncate(path, 2000)), CacheMismatchError, "was cut off: delete it"),
-    "version": (
-        lambda path: with_header(path, version=2),
-        CacheMismatchError,
-        "in version 2 of the layout, and this library writes version 1: delete it",
-    ),
-    "length": (
-        lambda path: make(path, length=7),
-        CacheMismatchError,
-        "for a dataset of 7 samples, and this one has 20",
-    ),
+    "header cut off": (cut(100), CacheMismatchError, "is damaged: delete it, or give another path"),
+    "cut off": (cut(2000), CacheMismatchError, "was cut off: delete it"),
+    "version": (lambda path: with_header(path, version=2), CacheMismatchError, OTHER_VERSION),
+    "length": (lambda path: make(path, length=7), CacheMismatchError, "a dataset of 7 samples, and this one has 20"),
     "key": (lambda path: make(path, key="a"), CacheMismatchError, "with key='a', and now key=None is given"),
-    "first sample": (
-        lambda path: make(path, first=sample(1)),
-        CacheMismatchError,
-        "for another dataset: the digest of its first sample",
-    ),
-    "writable by others": (
-        lambda path: (make(path), path.chmod(0o666)),
-        PermissionError,
-        "other users may write to it: give a path in a folder of your own",
-    ),
+    "first sample": (lambda path: make(path, first=sample(1)), CacheMismatchError, "the digest of its first sample"),
+    "writable by others": (lambda path: (make(path), path.chmod(0o666)), PermissionError, OTHERS_WRITE),
 }
 
 

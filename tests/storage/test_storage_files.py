@@ -44,6 +44,9 @@ def test_a_library_may_read_it_as_a_stream(file: ShardFile) -> None:
     stream.seek(100)
     assert stream.read(10) == CONTENT[100:110] and stream.tell() == 110
     assert stream.seek(20_000) and stream.read(1) == b""
+    file.kept["table"] = object()  # what a format keeps goes with the file
+    file.close()
+    assert not file.kept
 
 
 def test_a_file_that_was_cut_is_an_error_that_names_it(tmp_path: Path) -> None:
