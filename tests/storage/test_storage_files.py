@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from served import serving
 
+from sharded_loader import ShardDataset
 from sharded_loader.storage.files import LocalFile, ShardError, ShardFile, redacted, shown
 from sharded_loader.storage.stores import ObjectStore, RemoteFile
 
@@ -61,6 +63,14 @@ def test_a_file_that_was_cut_is_an_error_that_names_it(tmp_path: Path) -> None:
     with pytest.raises(ShardError, match=r"nothing\.tar: the shard is missing .*put it back") as caught:
         LocalFile(str(tmp_path / "nothing.tar"))
     assert isinstance(caught.value, FileNotFoundError) and isinstance(caught.value.__cause__, FileNotFoundError)
+
+
+def test_without_pyarrow_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("pyarrow", "pyarrow.parquet"):
+        monkeypatch.setitem(sys.modules, name, None)
+    (tmp_path / "a.parquet").write_bytes(b"x")
+    with pytest.raises(ShardError, match="pip install pyarrow"):
+        ShardDataset(tmp_path / "a.parquet", index_folder=tmp_path)
 
 
 @pytest.mark.parametrize(
