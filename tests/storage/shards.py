@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sharded_loader import ShardDataset
+from sharded_loader import ShardCache, ShardDataset
+from sharded_loader.storage.files import Stat
 from sharded_loader.storage.stores import ObjectStore
 
 
@@ -56,6 +57,11 @@ def tar_of_numbers(numbers: range) -> bytes:
 def number(sample: dict[str, Any]) -> int:
     """The number that a sample is."""
     return int(sample["txt"])
+
+
+def place_of(cache: ShardCache, url: str, stat: Stat) -> Path:
+    """The file that a shard is, or will be, in a cache."""
+    return cache._path(url, stat)
 
 
 def write_mds(path: Path, columns: dict[str, tuple[str, int | None]], rows: list[list[bytes]]) -> None:

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import fsspec
 import pytest
 from mutations import damaged
-from shards import tar
+from shards import place_of, tar
 
 from sharded_loader import ShardDataset
 from sharded_loader.storage import cache as cache_module
@@ -209,7 +209,7 @@ def test_another_shard_goes_in_place_of_one_that_may_not_be_deleted(tmp_path: Pa
 @pytest.mark.parametrize("suffix", [".shard", ".part", ".sum"])
 def test_a_folder_in_a_place_of_the_cache_is_named(tmp_path: Path, suffix: str) -> None:
     cache = ShardCache(tmp_path, "20 kB")
-    path = cache._path(URL, STAT).with_suffix(suffix)
+    path = place_of(cache, URL, STAT).with_suffix(suffix)
     path.mkdir()
     with pytest.raises(ShardError, match=rf"1\.tar: .*{path.name}"):
         read(tmp_path, Source())

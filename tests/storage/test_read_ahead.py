@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from served import Served, serving
-from shards import closed, number, tar_of_numbers  # noqa: F401
+from shards import closed, number, place_of, tar_of_numbers  # noqa: F401
 
 from sharded_loader import (
     ProcessPool,
@@ -73,6 +73,10 @@ class Walk:
     def let_go(self, url: str, stat: Stat, again: int | None) -> None:
         self.there.discard(int(url))
         self.said.append((int(url), again))
+
+
+def plan(ahead: ReadAhead) -> Any:
+    return ahead._plan
 
 
 def pretended(cache: Any, count: int) -> Any:
@@ -178,7 +182,7 @@ def test_the_next_epoch_is_not_looked_at_if_the_cache_has_room_for_all_shards() 
     needs = lambda number: [number] if number < 3 else None  # noqa: E731
     ahead = ReadAhead(pretended(cache, 3), needs, lambda: 0, asked.append)
     ahead.start()
-    until(lambda: ahead._plan.end == 3 and len(ahead._plan.window) == 3)
+    until(lambda: plan(ahead).end == 3 and len(plan(ahead).window) == 3)
     ahead.stop()
     assert asked == [] and ahead.error is None
 
@@ -189,12 +193,12 @@ def test_an_order_that_returns_to_shards_that_had_to_go_is_told_once() -> None:
     with pytest.warns(UserWarning, match="it needs 5 bytes of shards at once, and the cache has no more") as told:
         walk = Walk(batches, room=3)
         for walk.position in range(290):
-            until(lambda: batches[walk.position or 0][0] in walk.ahead._plan.needed)
+            until(lambda: batches[walk.position or 0][0] in plan(walk.ahead).needed)
         walk.ahead.stop()
     assert len(told) == 1
     walk = Walk([[number // 50] for number in range(300)], room=3)
     for walk.position in range(290):
-        until(lambda: (walk.position or 0) // 50 in walk.ahead._plan.needed)
+        until(lambda: (walk.position or 0) // 50 in plan(walk.ahead).needed)
     walk.ahead.stop()
     assert walk.ahead.error is None
 
@@ -245,7 +249,7 @@ def test_a_cache_fetches_about_as_little_as_the_best_rule(
         )
         ahead.start()
         for position, needed in enumerate(epochs[epoch]):  # noqa: B007
-            until(lambda needed=needed: all(cache._path(str(one), Stat(1, str(one))).exists() for one in needed))  # type: ignore[misc]
+            until(lambda needed=needed: all(place_of(cache, str(one), Stat(1, str(one))).exists() for one in needed))  # type: ignore[misc]
         ahead.stop()
         assert ahead.error is None
     best = optimum([batch for epoch in epochs[:4] for batch in epoch], room)

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 import pytest
 from served import serving
-from shards import closed, tar  # noqa: F401
+from shards import closed, place_of, tar  # noqa: F401
 
 from sharded_loader import ShardDataset
 from sharded_loader.storage import cache as cache_module
@@ -144,7 +144,7 @@ def test_a_part_that_becomes_a_shard_while_another_looks_for_room_stays(
     put(cache, 1)
     put(cache, 2)
     cache.let_go(*named(2))
-    whole = cache._path(*named(2))
+    whole = place_of(cache, *named(2))
     part = whole.with_suffix(".part").name
     before = [(part if name == whole.name else name, size) for name, size in files(cache).items()]
     monkeypatch.setattr(ShardCache, "_files", lambda self: dict(before))
@@ -292,7 +292,7 @@ def test_a_folder_that_is_read_only_gives_the_shards_that_it_has(
     for number in (2, 1):
         with pytest.raises(ShardError, match=rf"{number}\.tar is missing or damaged in .*full, which is read-only"):
             put(cache, number, calls)
-        (tmp_path / "full" / cache._path(*named(1)).name).write_bytes(b"0" * SIZE)
+        (tmp_path / "full" / place_of(cache, *named(1)).name).write_bytes(b"0" * SIZE)
     assert len(calls) == 1
     with pytest.raises(ShardError, match="empty cannot be written to"):
         ShardCache(tmp_path / "empty", "1 GB")
