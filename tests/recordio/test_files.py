@@ -710,7 +710,7 @@ TOO_LARGE = [
 
 
 @pytest.mark.parametrize("label", [*TOO_LARGE, -1e39])
-@pytest.mark.parametrize("among", [lambda one: one, lambda one: [one], lambda one: np.array([1, one])])
+@pytest.mark.parametrize("among", [lambda one: one, lambda one: [one], lambda one: np.array([one, one])])
 def test_a_label_that_would_be_stored_as_another_number_is_named(label: Any, among: Any) -> None:
     name = re.escape(str(among(label).item(1) if isinstance(among(label), np.ndarray) else label))
     with pytest.raises(ValueError, match=rf"does not fit \(the label {name} would be stored as .*Give a large whole"):
