@@ -29,7 +29,6 @@ MAY_WAIT = (
 SLOW = {"slow", "gpu", "frameworks", "ray", "stores"}
 
 CLOCKS_LEFT: dict[str, int] = {
-    "caching/test_store.py": 1,
     "damaged_records.py": 4,
     "data/test_inspection.py": 2,
     "drop_in/test_drop_in_iterator.py": 5,
@@ -55,13 +54,10 @@ CLOCKS_LEFT: dict[str, int] = {
     "promises/waiting_samples.py": 1,
     "samplers/test_bucket_samplers.py": 2,
     "simulated.py": 2,
-    "storage/served.py": 1,
-    "storage/test_parts_of_files.py": 1,
-    "storage/test_read_ahead.py": 3,
 }
 """Quick tests that ask a clock, or sleep, by file."""
 
-PRIVATE_LEFT = 391
+PRIVATE_LEFT = 271
 """Uses of private attributes of the package."""
 
 
