@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from injection import HANDLERS
 
 from sharded_loader import WorkerDiedError, WorkerTimeoutError
 from sharded_loader.base.interrupts import note_handlers
@@ -109,7 +110,9 @@ class Pool:
     def __init__(self, restarts: int = 2, timeout: float | None = None, job: Job = JOB) -> None:
         self.transport = PretendedTransport(2)
         self.supervisor = Supervisor(self.transport, restarts, timeout)
-        self.supervisor._start(job)
+        self.start = lambda: self.supervisor.start(job)
+        self.have = self.supervisor._have
+        self.start()
 
     def give(self, number: int, *tasks: Task, heartbeat: Sequence[int] | None = UNUSED) -> None:
         worker = self.transport.workers[number]
@@ -145,8 +148,7 @@ def test_a_dead_worker_is_replaced_by_one_of_its_number_and_counted() -> None:
 def test_a_death_that_is_told_twice_counts_once() -> None:
     pool = Pool()
     worker = pool.transport.workers[0]
-    pool.kill(0)
-    assert pool.supervisor.replace(worker) == []
+    assert pool.kill(0) == pool.supervisor.replace(worker) == []
     assert pool.transport.launched == 3
 
 
@@ -273,13 +275,11 @@ def test_a_pool_may_go_on_without_a_worker_that_cannot_start() -> None:
     assert pool.transport.launched == 2
 
 
-def test_a_worker_that_is_late_is_killed_once_and_its_batch_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-    monkeypatch.setattr("sharded_loader.base.host_clock.now", lambda: now)
+def test_a_worker_that_is_late_is_killed_once_and_its_batch_is_an_error(host_time: Any) -> None:
     pool = Pool(restarts=1, timeout=2.0)
     pool.give(0, task(3), heartbeat=reading(3))
     for _ in range(20):
-        now += 0.25
+        host_time.move(0.25)
         pool.supervisor.kill_stalled_workers()
     assert pool.transport.said == [("late", 0, 2.0)]
     [given_up] = pool.kill(0)
@@ -293,7 +293,7 @@ def test_closed_it_has_neither_workers_nor_tasks_and_may_be_started_again() -> N
     pool.kill(0)
     pool.supervisor.close()
     assert (pool.transport.workers, pool.requeued, pool.supervisor.deaths.crash_suspects) == ([], [], set())
-    pool.supervisor._start(JOB)
+    pool.start()
     assert len(pool.transport.workers) == 2
 
 
@@ -306,10 +306,10 @@ def numbers_and_pids(workers: Sequence[Pretended]) -> list[tuple[int, int]]:
 
 def test_more_workers_are_launched_and_those_that_are_too_many_leave_with_their_tasks() -> None:
     pool = Pool()
-    pool.supervisor._have(4)
+    pool.have(4)
     assert numbers_and_pids(pool.transport.workers) == [(0, 101), (1, 102), (2, 103), (3, 104)]
     pool.give(3, task(7))
-    pool.supervisor._have(1)
+    pool.have(1)
     assert numbers_and_pids(pool.transport.workers) == [(0, 101)] and pool.requeued == []
     assert pool.transport.said == [("retired", 104), ("retired", 103), ("retired", 102)]
     (draining, *_) = pool.transport.draining
@@ -319,13 +319,13 @@ def test_more_workers_are_launched_and_those_that_are_too_many_leave_with_their_
 def test_a_worker_that_has_left_is_no_death_and_one_that_dies_over_a_batch_is_to_blame() -> None:
     pool = Pool(restarts=1)
     pool.give(1, task(7), task(8), heartbeat=reading(7))
-    pool.supervisor._have(1)
-    pool.supervisor._have(2)
+    pool.have(1)
+    pool.have(2)
     (draining,) = pool.transport.draining
     (result,) = pool.supervisor.replace(draining)
     assert isinstance(result.error, WorkerDiedError) and result.seq == 7 and pool.requeued == [8]
     assert numbers_and_pids(pool.transport.workers) == [(0, 101), (1, 103)] and pool.transport.draining == []
-    pool.supervisor._have(1)
+    pool.have(1)
     (draining,) = pool.transport.draining
     for _ in range(2):  # told twice
         assert pool.supervisor.replace(draining) == []
@@ -336,7 +336,7 @@ def test_where_workers_cannot_end_by_themselves_others_get_their_tasks_at_once()
     pool = Pool()
     pool.transport.drains = False
     pool.give(1, task(7), task(8))
-    pool.supervisor._have(1)
+    pool.have(1)
     assert pool.requeued == [7, 8] and pool.transport.draining == []
 
 
@@ -351,16 +351,17 @@ def test_another_worker_gets_the_number_of_one_that_lives() -> None:
 @pytest.mark.parametrize(("parts", "renewed"), [(2, True), (1, False), (3, False)])
 def test_workers_that_read_one_part_each_are_replaced_before_they_read_several(parts: int, renewed: bool) -> None:
     pool = Pool(job=Job([1], None, 0, stream=Stream(parts, 1)))
-    pool.supervisor._have(1)
+    pool.have(1)
     assert (pool.transport.workers[0].pid != 101) == renewed
 
 
-def test_a_worker_that_leaves_is_watched_and_told_what_is_cancelled() -> None:
-    pool = Pool(timeout=0.001)
+def test_a_worker_that_leaves_is_watched_and_told_what_is_cancelled(host_time: Any) -> None:
+    pool = Pool(timeout=8.0)
     pool.give(1, task(7), heartbeat=reading(7))
-    pool.supervisor._have(1)
+    pool.have(1)
     pool.supervisor.cancel(0)
-    while not any(said[0] == "late" for said in pool.transport.said):
+    for _ in range(20):
+        host_time.move(1.0)
         pool.supervisor.kill_stalled_workers()
     assert [said[:2] for said in pool.transport.said] == [("retired", 102), ("cancel", 1), ("late", 1)]
 
@@ -376,59 +377,40 @@ def test_if_another_one_cannot_be_launched_there_are_those_that_could_be() -> No
 
     pool.transport.launch = one_more  # type: ignore[method-assign]
     with pytest.raises(OSError, match="no processes"):
-        pool.supervisor._have(9)
+        pool.have(9)
     assert pool.supervisor.num_workers == len(pool.transport.workers) == 3
 
 
 def test_before_it_is_started_and_after_close_only_the_number_changes() -> None:
     pool = Pool()
     pool.supervisor.close()
-    pool.supervisor._have(5)
+    pool.have(5)
     assert (pool.supervisor.num_workers, pool.transport.workers) == (5, [])
 
 
-def test_who_has_a_batch_that_is_waited_for_is_told_and_asked_for_its_stack(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_who_has_a_batch_that_is_waited_for_is_told_and_asked_for_its_stack(capfd: pytest.CaptureFixture[str]) -> None:
     pool = Pool()
+
+    def told(seq: int) -> str:
+        assert pool.supervisor.tell_of_wait("waits", task(seq)) is None
+        return capfd.readouterr().err
+
     pool.give(1, task(3), task(4), heartbeat=reading(4))
-    assert pool.supervisor.tell_of_wait("waits", task(3)) is None
-    text = "waits, which worker 1 has. Its stack:\n"
-    assert (capfd.readouterr().err, pool.transport.said) == (text, [("tell", 1)])
-
-
-def test_a_worker_that_is_busy_is_told_where_none_has_the_batch_and_one_that_starts(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    pool = Pool()
-    pool.give(1, task(4), heartbeat=reading(4))
-    pool.supervisor.tell_of_wait("waits", task(9))
-    busy = "waits. No worker has it yet: all are busy, such as worker 1. Its stack:\n"
-    assert capfd.readouterr().err == busy
+    assert told(3) == "waits, which worker 1 has. Its stack:\n" and pool.transport.said == [("tell", 1)]
+    assert told(9) == "waits. No worker has it yet: all are busy, such as worker 1. Its stack:\n"
     pool.give(0, task(9), heartbeat=())
     pool.transport.workers[0].ready = False
-    pool.supervisor.tell_of_wait("waits", task(9))
-    assert "which worker 0 has. It is not ready: it imports modules" in capfd.readouterr().err
+    assert "which worker 0 has. It is not ready: it imports modules" in told(9)
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="no such signal")
-def test_the_error_of_a_signal_handler_passes_while_a_key_is_pickled() -> None:
-    class Interrupted(Exception):
-        pass
-
+def test_the_error_of_a_signal_handler_passes_while_a_key_is_pickled(signal_name: str) -> None:
     class Key:
         def __reduce__(self) -> Any:
-            signal.raise_signal(signal.SIGUSR1)
+            signal.raise_signal(getattr(signal, signal_name))
             return Key, ()
 
-    def handler(number: int, frame: object) -> None:
-        raise Interrupted
-
-    before = signal.signal(signal.SIGUSR1, handler)
-    try:
-        note_handlers()
-        with pytest.raises(Interrupted):
-            fields_of(Task(0, 0, 0, 0, ([Key()],), False), forked=True)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-        note_handlers()
+    note_handlers()
+    with pytest.raises(HANDLERS[signal_name][0]):
+        fields_of(Task(0, 0, 0, 0, ([Key()],), False), forked=True)
+    note_handlers()

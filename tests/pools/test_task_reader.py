@@ -71,13 +71,6 @@ def test_worker_init_fn_is_called_with_the_first_job_only() -> None:
     assert made.read(0, 0, fields(3), None)[0].batch.tolist() == [3]
 
 
-def test_indices_that_cannot_be_unpickled_are_the_error_of_the_batch() -> None:
-    result, _, task = reader(range(3)).read(0, 5, b"no pickle", None)
-    assert task is None
-    assert result.error is not None
-    assert "batch 5: its indices could not be unpickled in worker 0" in "\n".join(result.error.__notes__)
-
-
 def test_a_batch_that_cannot_be_pickled_is_an_error_that_says_so() -> None:
     made = reader([(n for n in range(3))])
     result, slot, task = made.read(0, 0, fields(0), None)

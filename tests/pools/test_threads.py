@@ -6,7 +6,6 @@ import gc
 import random
 import signal
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -14,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from samples import Gate
 
-from sharded_loader import ShardedDataLoader, ThreadPool, WorkerTimeoutError, sample_seed
+from sharded_loader import ShardedDataLoader, SimpleDataset, ThreadPool, WorkerTimeoutError, sample_seed
 from sharded_loader.engine.messages import Job, Result, Task
 from sharded_loader.engine.pool import PoolBroken
 from sharded_loader.pools import local as thread_pool
@@ -85,22 +85,14 @@ def test_another_job_is_read_by_the_threads_that_run(pool: ThreadPool) -> None:
 
 
 def test_a_cancelled_run_is_not_read() -> None:
-    go_on, read = threading.Event(), []
-
-    class Waits:
-        def __getitem__(self, index: int) -> int:
-            read.append(index)
-            go_on.wait()
-            return index
-
-    pool = ThreadPool(1)
-    pool.start(Job(Waits(), None, 0, "raise"))
+    gate, pool = Gate(), ThreadPool(1)
+    pool.start(Job(gate, None, 0, "raise"))
     pool.submit([task(0, 10), task(1, 11), task(0, 20, run=1)])
     pool.cancel(0)
-    go_on.set()
+    gate.open_for_all()
     while not any(result.run == 1 for result in pool.wait()):
         pass
-    assert read in ([20], [10, 20])
+    assert gate.reads in (1, 2)
     pool.close()
 
 
@@ -221,38 +213,19 @@ def test_a_thread_that_hangs_is_an_error_and_another_has_its_place(num_workers: 
 
 
 def test_a_thread_that_goes_on_just_when_it_is_abandoned_loses_no_batch() -> None:
-    at_next, go_on = threading.Event(), threading.Event()
-    data = Stuck()
-
-    class Then(Stuck):
-        """After sample 3 has been let go, sample 4 waits too."""
-
-        def __getitem__(self, index: int) -> Any:
-            if index == 3:
-                data.go_on.wait()
-            if index == 4:
-                at_next.set()
-                go_on.wait()
-            return index
-
-    pool = ThreadPool(1, timeout=0.5)
-    pool.start(Job(Then(), None, 0, "raise"))
-    pool.submit([Task(0, seq, 0, 0, ([3 + seq],), False) for seq in range(2)])
-    try:
-        found = []
-        while not found:
-            for result in pool.wait():
-                found.append((result.seq, type(result.error)))
-                data.go_on.set()
-                assert at_next.wait(300)
-        go_on.set()
-        deadline = time.monotonic() + 300
-        while (1, type(None)) not in found and time.monotonic() < deadline:
-            found += [(result.seq, type(result.error)) for result in pool.wait()]
-        assert found[0] == (0, WorkerTimeoutError) and (1, type(None)) in found
-    finally:
-        go_on.set()
-        pool.close()
+    gate, pool = Gate(), ThreadPool(1, timeout=TIMEOUT)
+    pool.start(Job(gate, None, 0, "raise"))
+    pool.submit([task(seq, 3 + seq) for seq in range(2)])
+    found: list[Any] = []
+    while not found:
+        found += pool.wait()
+    gate.opened.release()  # the first sample is let go, and the next one waits too
+    while 1 not in [result.seq for result in found if result.error is None]:
+        found += pool.wait()
+        gate.opened.release()
+    assert (found[0].seq, type(found[0].error)) == (0, WorkerTimeoutError)
+    gate.open_for_all()
+    pool.close()
 
 
 def test_a_thread_that_hangs_in_batchify_is_an_error() -> None:
@@ -274,34 +247,24 @@ def test_a_thread_that_hangs_in_batchify_is_an_error() -> None:
 
 
 def test_all_threads_may_hang() -> None:
-    data = Stuck()
-
-    class All(Stuck):
-        def __getitem__(self, index: int) -> Any:
-            data.go_on.wait()
-            return index
-
-    with ShardedDataLoader(All(), 5, pool=ThreadPool(2, timeout=TIMEOUT)) as loader:
+    gate = Gate()
+    with ShardedDataLoader(gate, 5, sampler=range(10), pool=ThreadPool(2, timeout=TIMEOUT)) as loader:
         batches, errors = until_the_end(iter(loader))
         assert (batches, [type(error) for error in errors]) == ([], [WorkerTimeoutError] * 2)
-        data.go_on.set()
+        gate.open_for_all()
         assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
 
 
 def test_a_sample_that_comes_while_its_error_is_made_costs_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     late, next_begun, go_on = threading.Event(), threading.Event(), threading.Event()
 
-    class Late:
-        def __len__(self) -> int:
-            return 3
-
-        def __getitem__(self, index: int) -> int:
-            if index == 0:
-                late.wait()
-            if index == 1:
-                next_begun.set()
-                go_on.wait()
-            return index
+    def read(index: int) -> int:
+        if index == 0:
+            late.wait()
+        if index == 1:
+            next_begun.set()
+            go_on.wait()
+        return index
 
     make_error = thread_pool.timed_out
 
@@ -311,7 +274,7 @@ def test_a_sample_that_comes_while_its_error_is_made_costs_no_batch(monkeypatch:
         return make_error(*arguments, **options)
 
     monkeypatch.setattr(thread_pool, "timed_out", finish_meanwhile)
-    with ShardedDataLoader(Late(), 1, pool=ThreadPool(1, timeout=0.5)) as loader:
+    with ShardedDataLoader(SimpleDataset(range(3)).transform(read), 1, pool=ThreadPool(1, timeout=TIMEOUT)) as loader:
         iterator = iter(loader)
         assert next(iterator).tolist() == [0]
         go_on.set()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 
 import multiprocess
 import pytest
@@ -13,39 +12,29 @@ import pytest
 from sharded_loader.pools.process.link import Link
 from sharded_loader.pools.process.worker import close_in_children, die_with
 
-# -- Linux ----------------------------------------------------------------------------------------------------
-
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal for a pipe: Linux")
 
 
 @linux
-def test_a_process_dies_with_the_other_end_of_its_pipe() -> None:
+@pytest.mark.parametrize("before", [False, True])
+def test_a_process_dies_with_the_other_end_of_its_pipe_also_if_that_is_closed_already(before: bool) -> None:
     reader, writer = os.pipe()
     ready, tell = os.pipe()
+    if before:
+        os.close(writer)
     pid = os.fork()
     if pid == 0:
-        os.close(writer)
+        if not before:
+            os.close(writer)
         die_with(f"/proc/self/fd/{reader}")
         os.write(tell, b"x")
-        while True:
-            time.sleep(60)
-    os.read(ready, 1)
-    os.close(writer)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+        os._exit(7) if before else signal.pause()
+    if not before:
+        os.read(ready, 1)
+        os.close(writer)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) in ((1, -signal.SIGKILL) if before else (-signal.SIGKILL,))
     for end in (reader, ready, tell):
         os.close(end)
-
-
-@linux
-def test_a_pipe_that_is_closed_already_ends_the_process_at_once() -> None:
-    reader, writer = os.pipe()
-    os.close(writer)
-    pid = os.fork()
-    if pid == 0:
-        die_with(f"/proc/self/fd/{reader}")
-        os._exit(7)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) in (1, -signal.SIGKILL)
-    os.close(reader)
 
 
 @linux

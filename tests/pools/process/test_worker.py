@@ -5,13 +5,15 @@ from __future__ import annotations
 import pickle
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import multiprocess
 import numpy as np
 import pytest
+from conftest import until
+from failures import Boom, boom
+from samples import Bad, Gate
 
 from sharded_loader.engine.heartbeat import IDLE, SAMPLE
 from sharded_loader.engine.messages import Job, Result, Task, unpack_reply
@@ -29,28 +31,25 @@ def this_is_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task_reader, "_tell_torch", lambda *_: None)
 
 
-class Bad:
-    """Sample 3 raises."""
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> int:
-        if index == 3:
-            raise LookupError("three")
-        return index
-
-
 class Trainer:
     """The other end of the pipe of a worker whose main thread is a thread here."""
 
-    def __init__(self, job: Job | None = None) -> None:
+    def __init__(self, dataset: Any = None) -> None:
         ours, theirs = multiprocess.Pipe()
         self.link, self._theirs = Link(ours, blocks=True), Link(theirs, blocks=True)
         self.worker = WorkerThreads(self._theirs, 4, 5)
         self.worker._finished.set()  # otherwise the end of the pipe may end this process
-        self._thread = threading.Thread(target=self.worker.run, args=(job,))
+        self._thread = threading.Thread(
+            target=self.worker.run, args=(None if dataset is None else Job(dataset, None, 0),)
+        )
         self._thread.start()
+        if dataset is not None:
+            self.send(link.JOB)
+            assert self.answer()[0] == link.READY
+
+    @property
+    def cancelled(self) -> Any:
+        return self.worker._reader.cancelled
 
     def send(self, kind: bytes, run: int = 0, seq: int = 0, content: bytes = b"") -> None:
         self.link.send(kind, run, seq, content)
@@ -82,9 +81,7 @@ class Trainer:
 
 @pytest.fixture
 def trainer() -> Iterator[Trainer]:
-    found = Trainer(Job(Bad(), None, 0))
-    found.send(link.JOB)
-    assert found.answer()[0] == link.READY
+    found = Trainer(Bad(boom))
     yield found
     found.close()
 
@@ -94,19 +91,17 @@ def task(seq: int, *indices: Any, run: int = 0) -> tuple[int, int, Slot | None, 
 
 
 def test_tasks_of_one_message_are_answered_in_order_with_the_error_of_one(trainer: Trainer) -> None:
-    trainer.send_tasks(task(0, 0, 1), task(1, 2, 3), task(2, 4, 5))
+    trainer.send_tasks(task(0, 0, 1), task(1, 6, 7), task(2, 4, 5))
     first, second, third = trainer.results(3)
     assert [(one.run, one.seq, one.samples) for one in (first, third)] == [(0, 0, 2), (0, 2, 2)]
     assert [np.asarray(one.batch).tolist() for one in (first, third)] == [[0, 1], [4, 5]]
-    assert type(second.error) is LookupError and second.error.args == ("three",)
+    assert type(second.error) is Boom
     assert "batch 1" in second.error.__notes__[0] and "worker 4 (pid " in second.error.__notes__[0]
 
 
 def test_a_large_batch_without_a_slot_comes_through_the_pipe() -> None:
     rows = np.arange(4 * 5000.0).reshape(4, 5000)
-    trainer = Trainer(Job(rows, None, 0))
-    trainer.send(link.JOB)
-    assert trainer.answer()[0] == link.READY
+    trainer = Trainer(rows)
     trainer.send_tasks(task(0, 3, 1))
     (result,) = trainer.results(1)
     assert np.array_equal(result.batch, rows[[3, 1]])
@@ -114,28 +109,15 @@ def test_a_large_batch_without_a_slot_comes_through_the_pipe() -> None:
 
 
 def test_the_tasks_of_a_cancelled_run_are_answered_and_not_read() -> None:
-    go_on, read = threading.Event(), []
-
-    class Waits:
-        def __len__(self) -> int:
-            return 8
-
-        def __getitem__(self, index: int) -> int:
-            go_on.wait()
-            read.append(index)
-            return index
-
-    trainer = Trainer(Job(Waits(), None, 0))
-    trainer.send(link.JOB)
-    assert trainer.answer()[0] == link.READY
+    gate = Gate()
+    trainer = Trainer(gate)
     trainer.send_tasks(task(0, 1, run=8))
     trainer.send_tasks(task(0, 2, run=7))
     trainer.send(link.CANCEL, 7)
-    while 7 not in trainer.worker._reader.cancelled:  # it is taken while the first task is under way
-        time.sleep(0.001)
-    go_on.set()
+    assert until(lambda: 7 in trainer.cancelled)  # it is taken while the first task is under way
+    gate.open_for_all()
     assert [(result.run, result.samples) for result in trainer.results(2)] == [(8, 1), (7, 0)]
-    assert read == [1]
+    assert gate.reads == 1
     trainer.close()
 
 
@@ -181,5 +163,4 @@ def test_a_job_that_comes_in_a_message_is_read() -> None:
 def test_a_worker_between_batches_is_idle_on_its_heartbeat(trainer: Trainer) -> None:
     trainer.send_tasks(task(0, 1))
     trainer.results(1)
-    while trainer.worker._reader.heartbeat[SAMPLE] != IDLE:  # it is told after the answer
-        time.sleep(0.001)
+    assert until(lambda: trainer.worker._reader.heartbeat[SAMPLE] == IDLE)  # it is told after the answer
