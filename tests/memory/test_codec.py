@@ -126,19 +126,8 @@ def _values(array: np.ndarray[Any, Any]) -> bytes:
 
 
 STRUCTURE = np.dtype([("id", "<i8"), ("at", "M8[ns]"), ("name", "U7"), ("xy", ">f4", (2, 3))])
-DTYPES = [
-    *"?bBhHiIqQefdgFDG",
-    ">f4",
-    ">i8",
-    "M8[s]",
-    "m8[ns]",
-    "M8[D]",
-    "S5",
-    "U7",
-    "V3",
-    STRUCTURE,
-    np.dtype([("a", "i1"), ("b", "f8")], align=True),
-]
+DTYPES: list[Any] = [*"?bBhHiIqQefdgFDG", ">f4", ">i8", "M8[s]", "m8[ns]", "M8[D]", "S5", "U7", "V3", STRUCTURE]
+DTYPES.append(np.dtype([("a", "i1"), ("b", "f8")], align=True))
 SHAPES = [(), (0,), (1,), (3, 0, 2), (7,), (40, 3), (33, 17, 5)]
 
 
@@ -230,6 +219,8 @@ def test_tensors_of_every_layout(nbytes: int | None) -> None:
         torch.quantize_per_tensor(base, 0.5, 3, torch.qint8),
     ]
     assert_same(tensors, through(tensors, nbytes))
+    images = torch.arange(120.0).view(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    assert through(images, nbytes).is_contiguous(memory_format=torch.channels_last)
 
 
 @pytest.mark.parametrize("nbytes", SLOTS)
@@ -256,22 +247,11 @@ arrays = st.builds(
 )
 tensors = st.builds(lambda dtype, n: torch.zeros(n).to(dtype) + 1, st.sampled_from(TORCH_DTYPES[:13]), sizes)
 objects = st.builds(lambda values: np.array(values, dtype=object), st.lists(st.text(max_size=3), max_size=5))
-leaves = st.one_of(
-    arrays,
-    arrays.map(lambda a: a[::2]),
-    arrays.map(lambda a: np.stack([a, a]).T),
-    tensors,
-    objects,
-    st.none(),
-    st.booleans(),
-    st.integers(-(2**200), 2**200),
-    st.floats(),
-    st.complex_numbers(),
-    st.text(max_size=20),
-    st.binary(max_size=20),
-    st.sampled_from([b"x" * 20_000, "y" * 20_000, bytearray(9000), np.float32(2), np.datetime64("2020"), Ellipsis]),
-    st.sets(st.integers(), max_size=4),
-)
+others = st.sampled_from([b"x" * 20_000, "y" * 20_000, bytearray(9000), np.float32(2), np.datetime64("2020"), Ellipsis])
+scalars = [st.none(), st.booleans(), st.integers(-(2**200), 2**200), st.floats(), st.complex_numbers()]
+texts = [st.text(max_size=20), st.binary(max_size=20), st.sets(st.integers(), max_size=4)]
+changed = [arrays.map(lambda a: a[::2]), arrays.map(lambda a: np.stack([a, a]).T)]
+leaves = st.one_of(arrays, tensors, objects, others, *changed, *scalars, *texts)
 
 
 def nest(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
@@ -340,24 +320,11 @@ def test_plain_arrays_travel_without_the_user_s_reductions(dtype: str, nbytes: i
     assert (samples, seconds) == (3, 0.5) and all(array.flags.writeable for array in got)
 
 
-@pytest.mark.parametrize(
-    "batch",
-    [
-        {"x": np.zeros(3)},
-        [np.zeros(3)],
-        1,
-        np.zeros((4, 4)).T,
-        np.zeros(8)[::2],
-        np.zeros(3, "g"),
-        np.zeros(3, "M8[s]"),
-        np.zeros(3, object),
-        np.zeros(3, STRUCTURE),
-        np.ma.array([1, 2]),
-        np.float32(3),
-        torch.zeros(3),
-    ],
-    ids=lambda batch: type(batch).__name__,
-)
+OTHERS = [{"x": np.zeros(3)}, [np.zeros(3)], 1, np.zeros((4, 4)).T, np.zeros(8)[::2], np.ma.array([1, 2])]
+OTHERS += [*(np.zeros(3, dtype) for dtype in ("g", "M8[s]", object, STRUCTURE)), np.float32(3), torch.zeros(3)]
+
+
+@pytest.mark.parametrize("batch", OTHERS, ids=lambda batch: type(batch).__name__)
 def test_everything_else_is_not_plain(batch: Any) -> None:
     assert not is_plain(batch)
 
@@ -450,18 +417,12 @@ def test_read_only_memory_is_not_handed_out_as_a_tensor() -> None:
 
 
 @pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.ones(3, requires_grad=True),
-        torch.ones(3, requires_grad=True) * 2,
-        torch.nn.Parameter(torch.ones(3)),
-        torch.ones(3).to_sparse().requires_grad_(),
-    ],
-    ids=["leaf", "result", "parameter", "sparse"],
+    "change",
+    [torch.Tensor.requires_grad_, torch.nn.Parameter, lambda t: t.requires_grad_() * 2, torch.Tensor.to_sparse],
 )
-def test_a_tensor_that_requires_grad_is_refused_with_advice(tensor: Any) -> None:
+def test_a_tensor_that_requires_grad_is_refused_with_advice(change: Any) -> None:
     with pytest.raises(ValueError, match=r"requires grad.*\.detach\(\)"):
-        encode({"x": [tensor]})
+        encode({"x": [change(torch.ones(3).requires_grad_())]})
 
 
 def test_functions_travel_by_name() -> None:
@@ -487,8 +448,6 @@ def test_what_was_pickled_does_not_wait_for_the_collector(fails: bool) -> None:
 
 
 def test_what_does_not_pickle_raises_what_pickle_raises() -> None:
-    import threading
-
     with pytest.raises(TypeError, match="cannot pickle"):
         encode([np.zeros(5000), threading.Lock()], SlotWriter(slot_of(100_000)))
 

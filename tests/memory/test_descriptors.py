@@ -12,7 +12,7 @@ import multiprocess
 import numpy as np
 import pytest
 from conftest import PROCESS_POOLS, SPAWNED, covering
-from memory_samples import SHAPE, allow_no_more
+from memory_samples import SHAPE, allow_no_more, arena_of
 from samples import Filled
 
 from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
@@ -32,8 +32,8 @@ def test_a_worker_that_can_map_no_segment_sends_batches_through_the_pipe(
     with ShardedDataLoader(Filled(160), 4, pool=pool) as loader:
         for number, batch in enumerate(loader):
             assert batch[:, 0].tolist() == [4 * number + i for i in range(4)] and batch.shape == (4, SHAPE // 4)
-            assert pool._transport.arena.lent == 0
-        assert number == 39 and len(pool._transport.arena.segments) == 1  # the trainer had one
+            assert arena_of(loader).lent == 0
+        assert number == 39 and len(arena_of(loader).segments) == 1  # the trainer had one
     told = [line for line in capfd.readouterr().err.splitlines() if line]
     assert method == "forkserver" or 1 <= len(told) <= 2  # once by each worker (a forkserver's output is elsewhere)
     assert all("through the pipe" in line and "of open files is reached" in line for line in told)

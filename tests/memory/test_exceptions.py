@@ -11,15 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from failures import TwoArguments
 
 from sharded_loader.base.errors import SampleReadError, WorkerTraceback, add_note, notes_of
 from sharded_loader.memory.codec import EncodedError, decode_error, encode_error
-
-
-class TwoArguments(Exception):
-    def __init__(self, left: int, right: int) -> None:
-        super().__init__(f"{left} and {right}")
-        self.right = right
 
 
 class OwnNew(Exception):

@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 from conftest import METHODS, SPAWNED
-from memory_samples import Diary, Large, Slow
+from memory_samples import Diary, Large
 
 from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader, SimpleDataset
 from sharded_loader.base.limits import Limit
@@ -120,16 +120,12 @@ def test_many_windows_over_one_tensor_are_sent_once() -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, windows, strict=True))
 
 
-def test_tensors_without_elements_and_tensors_over_arrays() -> None:
-    array = np.arange(50_000)
-    parts = [
-        torch.zeros(0),
-        torch.zeros(0, 3, dtype=torch.int8),
-        torch.from_numpy(array),
-        torch.from_numpy(array[:9000]),
-    ]
+def test_tensors_without_elements_tensors_over_arrays_and_parameters() -> None:
+    array, layer = np.arange(50_000), torch.nn.Linear(100, 200)
+    parts: list[Any] = [torch.zeros(0), torch.zeros(0, 3, dtype=torch.int8), torch.from_numpy(array)]
+    parts += [torch.from_numpy(array[:9000]), layer.weight, (layer.weight * 2).detach().requires_grad_()]
     for a, b in zip(parts, reopened(parts), strict=True):
-        assert a.dtype == b.dtype and torch.equal(a, b)
+        assert type(a) is type(b) and a.dtype == b.dtype and torch.equal(a, b) and a.requires_grad == b.requires_grad
 
 
 def test_the_default_device_does_not_matter_to_tensors_in_host_memory() -> None:
@@ -140,12 +136,6 @@ def test_the_default_device_does_not_matter_to_tensors_in_host_memory() -> None:
     finally:
         torch.set_default_device(None)
     assert torch.equal(part, data[:10]) and torch.equal(whole, data)
-
-
-def test_parameters_and_tensors_with_grad_may_be_in_a_dataset() -> None:
-    layer = torch.nn.Linear(100, 200)
-    parameter, result = reopened([layer, (layer.weight * 2).detach().requires_grad_()])
-    assert torch.equal(parameter.weight, layer.weight) and result.requires_grad
 
 
 def test_the_same_array_stays_one() -> None:
@@ -205,7 +195,7 @@ def test_all_workers_share_one_copy(method: str) -> None:
             private[int(pid)] = max(int(own), private.get(int(pid), 0))
         assert len(private) >= 2
         assert max(private.values()) * 1024 < nbytes  # none has a copy of its own
-        pss = sum(psutil.Process(pid).memory_full_info().pss for pid in loader._pipeline.pool.pids)
+        pss = sum(psutil.Process(pid).memory_full_info().pss for pid in loader.pool.pids)
         assert pss < nbytes + 4 * (60 << 20)  # of them together: one copy and their interpreters
 
 
@@ -226,19 +216,6 @@ def test_a_dataset_that_writes_to_itself_keeps_it_to_itself(
                     seen[key] = seen.get(key, 0) + 1
                     assert count == seen[key]  # what this worker wrote, and no other
         assert not data.rows.any()  # nor the trainer
-
-
-@METHODS
-def test_refresh_sends_the_new_dataset(method: str) -> None:
-    data = ArrayDataset(np.zeros(50_000), np.arange(50_000))
-    with ShardedDataLoader(data, 10_000, pool=ProcessPool(2, start_method=method)) as loader:
-        for number in range(3):
-            data._columns[0][:] = number
-            loader.refresh()
-            assert all((x == number).all() for x, _ in loader)
-        data._columns[0][:] = 99
-        if method != "fork":  # and only when it is told to
-            assert all((x == 2).all() for x, _ in loader)
 
 
 @pytest.mark.slow
@@ -269,24 +246,8 @@ def _own_descriptors() -> int:
 
 def _datasets(loader: Any) -> list[int]:
     """How many published datasets each worker has mapped: their segments have negative numbers."""
-    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in loader._pipeline.pool.pids]
+    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in loader.pool.pids]
     return [text.count("memfd:sharded_loader--") for text in maps]
-
-
-@pytest.mark.slow
-@SPAWNED
-def test_refreshing_twice_while_workers_are_busy(method: str) -> None:
-    data = Slow(0)
-    with ShardedDataLoader(data, 1, pool=ProcessPool(1, start_method=method)) as loader:
-        iterators = [iter(loader)]
-        assert next(iterators[0]) == 0
-        for number in (1, 2):
-            data.data[:] = number
-            loader.refresh()
-            iterators.append(iter(loader))
-        assert [int(batch) for batch in iterators[-1]] == [2] * 8
-        between = [int(batch) for batch in iterators[1]]
-        assert len(between) == 8 and set(between) <= {1, 2}
 
 
 @pytest.mark.slow
@@ -296,7 +257,7 @@ def test_a_worker_that_takes_another_s_place_gets_the_dataset_too(method: str) -
     with ShardedDataLoader(data, 1000, pool=ProcessPool(2, start_method=method)) as loader:
         iterator = iter(loader)
         values = next(iterator).tolist()
-        psutil.Process(loader._pipeline.pool.pids[0]).kill()
+        psutil.Process(loader.pool.pids[0]).kill()
         for batch in iterator:
             values += batch.tolist()
         assert values == list(range(100_000))

@@ -7,14 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from conftest import shared_memory_names
+from refusing import in_child
 
 from sharded_loader.base import system
 from sharded_loader.memory.segments import Segment, attach, create
@@ -35,17 +33,6 @@ def attach_again(segment: Segment, **options: Any) -> Segment:
     return attach(segment.number, segment.nbytes, fd, segment.name, **options)
 
 
-def in_child(work: Callable[[], bool]) -> bool:
-    pid = os.fork()
-    if pid == 0:
-        ok = False
-        try:
-            ok = work()
-        finally:
-            os._exit(not ok)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-
-
 def test_what_a_worker_writes_the_trainer_sees(backend: str) -> None:
     segment = create(3, 3 * 4096)
     segment.mapping[:4] = b"abcd"
@@ -56,7 +43,7 @@ def test_what_a_worker_writes_the_trainer_sees(backend: str) -> None:
         twin.mapping[4096:4100] = b"wxyz"
         return seen and twin.nbytes == 3 * 4096 and twin.number == 3
 
-    assert in_child(work)
+    assert in_child(work) == "True"
     assert segment.mapping[4096:4100] == b"wxyz"
     segment.close()
 
@@ -72,16 +59,18 @@ def test_what_is_written_to_a_private_mapping_stays_private(backend: str) -> Non
         array[1] = 7
         return array.flags.writeable and other.mapping[:4] == b"abcd" and twin.mapping[:2] == b"w\x07"
 
-    assert in_child(work)
+    assert in_child(work) == "True"
     assert segment.mapping[:4] == b"abcd"
     segment.close()
 
 
-def test_a_segment_is_allocated_in_full(backend: str) -> None:
-    nbytes = 2 * system.ALLOCATED_AT_ONCE + 4096
+def test_a_segment_is_allocated_in_full_and_has_no_name_and_no_program_inherits_it(backend: str) -> None:
+    before, nbytes = shared_memory_names(), 2 * system.ALLOCATED_AT_ONCE + 4096
     segment = create(0, nbytes)
-    assert segment.fd is not None
+    assert segment.fd is not None and not os.get_inheritable(segment.fd)
     assert os.fstat(segment.fd).st_blocks * 512 >= nbytes
+    assert shared_memory_names() == before
+    assert (segment.name is not None) == (backend == "named")
     segment.close()
 
 
@@ -93,20 +82,6 @@ def test_the_mapping_outlives_the_descriptor_and_goes_with_the_last_array(backen
     array[:] = 5
     assert int(array.sum()) == 5 * 4096
     del array  # the fixture of all tests looks for what is left
-
-
-def test_descriptors_are_not_inherited_by_programs(backend: str) -> None:
-    segment = create(0, 4096)
-    assert segment.fd is not None and not os.get_inheritable(segment.fd)
-    segment.close()
-
-
-def test_a_segment_has_no_name(backend: str) -> None:
-    before = shared_memory_names()
-    segment = create(0, 4096)
-    assert shared_memory_names() == before
-    assert (segment.name is not None) == (backend == "named")
-    segment.close()
 
 
 def test_a_name_does_not_survive_a_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,25 +101,23 @@ def test_a_name_does_not_survive_a_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> No
     assert shared_memory_names() == before
 
 
-def test_a_refusal_leaves_no_descriptor(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_and_a_worker_that_cannot_map_leave_no_descriptor(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*args: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     before = len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OSError, match="No space"):
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space"):
+        patched.setattr(os, "posix_fallocate", full)
         create(0, 4096)
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_a_worker_that_cannot_map_closes_its_descriptor(backend: str) -> None:
     segment = create(0, 4096)
-    before = len(os.listdir("/proc/self/fd"))
     with pytest.raises((OSError, ValueError)):
         fd = None if segment.name else os.dup(segment.fd)  # type: ignore[arg-type]
         attach(0, 1 << 20, fd, segment.name)  # longer than it is
-    assert len(os.listdir("/proc/self/fd")) == before
     segment.close()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_an_unknown_back_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,20 +127,10 @@ def test_an_unknown_back_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.costly(2)
-def test_no_name_is_left_when_the_trainer_is_killed(backend: str, tmp_path: Path) -> None:
+def test_no_name_is_left_when_the_trainer_is_killed(backend: str) -> None:
     before = shared_memory_names()
-    script = tmp_path / "script.py"
-    script.write_text(
-        textwrap.dedent(
-            """
-            import os, signal, sys
-            from sharded_loader.memory.segments import create
-            segment = create(0, 4096)
-            os.kill(os.getpid(), signal.SIGKILL)
-            """
-        )
-    )
-    done = subprocess.run([sys.executable, str(script)], check=False, timeout=300)
+    kills = "import os; from sharded_loader.memory.segments import create; a = create(0, 9); os.kill(os.getpid(), 9)"
+    done = subprocess.run([sys.executable, "-c", kills], check=False, timeout=300)
     assert done.returncode == -signal.SIGKILL
     assert shared_memory_names() == before
 
