@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import signal
 import sys
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
+from failures import Frozen
 
 from sharded_loader.base.errors import (
     Location,
@@ -27,14 +27,6 @@ from sharded_loader.base.errors import (
 )
 
 HERE = Location(epoch=1, batch=2, shard=3, worker="worker 4 (pid 5)")
-WHERE = "sharded_loader: in epoch 1, batch 2, shard 3"
-
-
-@dataclass(frozen=True)
-class Frozen(Exception):
-    """Refuses attributes."""
-
-    code: int
 
 
 class Exits(Exception):
@@ -44,37 +36,36 @@ class Exits(Exception):
         sys.exit(3)
 
 
+AGAIN = "see it again, in this process"
+
+
 @pytest.mark.parametrize(
-    ("arguments", "notes"),
+    ("arguments", "place", "again"),
     [
-        (
-            {"sample": [7]},
-            [f"{WHERE}, sample 7, worker 4 (pid 5)", "see it again, in this process: loader.read(7, epoch=1)"],
-        ),
+        ({"sample": [7]}, ", sample 7", [f"{AGAIN}: loader.read(7, epoch=1)"]),
         (
             {"uncollatable": (7, 9)},
-            [
-                f"{WHERE}, sample 9 (it does not fit sample 7), worker 4 (pid 5)",
-                "see it again, in this process: [loader.read(i, epoch=1) for i in (7, 9)]",
-            ],
+            ", sample 9 (it does not fit sample 7)",
+            [f"{AGAIN}: [loader.read(i, epoch=1) for i in (7, 9)]"],
         ),
         (
             {"samples": np.array([7, 9]), "but": ", which may hang too"},
+            "",
             [
-                f"{WHERE}, worker 4 (pid 5)",
-                "see it again, in this process, which may hang too (it was no single sample that failed): "
-                "[loader.read(i, epoch=1) for i in (7, 9)]",
+                f"{AGAIN}, which may hang too (it was no single sample that failed): "
+                "[loader.read(i, epoch=1) for i in (7, 9)]"
             ],
         ),
-        ({}, [f"{WHERE}, worker 4 (pid 5)"]),
+        ({}, "", []),
     ],
 )
-def test_an_error_says_where_it_was_and_how_to_see_it_again(arguments: dict[str, Any], notes: list[str]) -> None:
+def test_an_error_says_where_it_was_and_how_to_see_it_again(arguments: dict[str, Any], place: str, again: Any) -> None:
     for error in (ValueError("bad"), Frozen(3)):
         add_note(error, "the user's own")
         Location(0, 0).note(error, [1])  # where the same object was raised before
         HERE.note(error, **arguments)
-        assert notes_of(error) == ["the user's own", *notes]
+        where = f"sharded_loader: in epoch 1, batch 2, shard 3{place}, worker 4 (pid 5)"
+        assert notes_of(error) == ["the user's own", where, *again]
 
 
 def test_places_without_shards_or_workers_name_none() -> None:

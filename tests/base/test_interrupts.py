@@ -32,15 +32,10 @@ class Handler:
     def __call__(self, number: int, frame: Any) -> None:
         raise TimeIsUp
 
-    def method(self, number: int, frame: Any) -> None:
-        raise TimeIsUp
+    method = __call__
 
 
-def with_text(text: str, number: int, frame: Any) -> None:
-    raise TimeIsUp(text)
-
-
-HANDLERS = [raises, Handler(), Handler().method, functools.partial(with_text, "text")]
+HANDLERS = [raises, Handler(), Handler().method, functools.partial(lambda text, *_: raises(*_), "text")]
 
 
 @contextlib.contextmanager

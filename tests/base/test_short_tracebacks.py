@@ -6,17 +6,15 @@ import traceback
 from typing import Any
 
 import pytest
+from samples import Drawing, DrawingInItems
 
 import sharded_loader.torch
 from sharded_loader import ShardedDataLoader
 from sharded_loader.base.errors import shorten
 
 
-class OneByOne:
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> int:
+class OneByOne(Drawing):
+    def read(self, index: int, rng: Any) -> Any:
         return self.parse(index)
 
     def parse(self, index: int) -> int:
@@ -25,9 +23,8 @@ class OneByOne:
         return index
 
 
-class InBulk(OneByOne):
-    def __getitems__(self, indices: list[int]) -> list[int]:
-        return [self[index] for index in indices]
+class InBulk(OneByOne, DrawingInItems):
+    pass
 
 
 def told(made: Any, dataset: Any, **how: Any) -> str:

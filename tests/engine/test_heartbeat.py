@@ -24,28 +24,16 @@ from sharded_loader.engine.messages import Task
 TASK = Task(4, 5, 0, 0, ([70, 80], [90]), True)
 
 
-def test_a_new_heartbeat_is_at_no_task() -> None:
-    assert not is_at(new_heartbeat(), Task(0, 0, 0, 0, ([1],), False))
-
-
 def test_a_heartbeat_is_at_the_task_of_its_run_and_number_until_it_is_idle() -> None:
+    assert not is_at(new_heartbeat(), Task(0, 0, 0, 0, ([1],), False))
     assert is_at([4, 5, 0, BEGINNING], TASK)
-    assert not is_at([4, 6, 0, 0], TASK)
-    assert not is_at([3, 5, 0, 0], TASK)
-    assert not is_at([4, 5, 0, IDLE], TASK)
+    assert not any(is_at(at, TASK) for at in ([4, 6, 0, 0], [3, 5, 0, 0], [4, 5, 0, IDLE]))
 
 
-def test_the_sample_is_told_by_its_place_in_its_shard() -> None:
-    assert [sample_in(TASK, [4, 5, shard, sample]) for shard, sample in [(0, 0), (0, 1), (1, 0)]] == [[70], [80], [90]]
-
-
-def test_where_no_single_sample_is_read_none_is_told() -> None:
+def test_the_sample_is_told_by_its_place_in_its_shard_where_a_single_one_is_read() -> None:
+    assert [sample_in(TASK, [4, 5, *at]) for at in [(0, 0), (0, 1), (1, 0)]] == [[70], [80], [90]]
     assert [sample_in(TASK, [4, 5, 0, at]) for at in (IN_BULK, IN_BATCHIFY, SENDING, IDLE, BEGINNING)] == [[]] * 5
-
-
-def test_places_that_do_not_exist_tell_no_sample() -> None:
-    assert sample_in(TASK, [4, 5, 2, 0]) == []
-    assert sample_in(TASK, [4, 5, 1, 1]) == []
+    assert sample_in(TASK, [4, 5, 2, 0]) == sample_in(TASK, [4, 5, 1, 1]) == []  # places that do not exist
 
 
 def test_the_sample_of_an_array_is_a_plain_int() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import queue
 import sys
 import threading
@@ -9,8 +10,9 @@ import types
 
 import pytest
 
+from sharded_loader import RayPool
 from sharded_loader.ray import cluster as actors_module
-from sharded_loader.ray.cluster import cause_of, check_wanted, stop, stop_from_anywhere
+from sharded_loader.ray.cluster import cause_of, check_address, check_wanted, stop, stop_from_anywhere
 
 
 def test_a_scheduling_strategy_is_always_given_and_ray_repeats_nothing() -> None:
@@ -19,9 +21,6 @@ def test_a_scheduling_strategy_is_always_given_and_ray_repeats_nothing() -> None
     assert options["max_restarts"] == options["max_task_retries"] == 0
     assert (options["num_cpus"], options["resources"]) == (0.5, {"reader": 1})
     assert "runtime_env" not in options
-
-
-def test_a_runtime_env_is_passed_on() -> None:
     assert check_wanted(1, {}, {"working_dir": "."}, "SPREAD")["runtime_env"] == {"working_dir": "."}
 
 
@@ -66,3 +65,17 @@ def test_in_a_thread_of_rays_own_nobody_waits_for_ray(monkeypatch: pytest.Monkey
     monkeypatch.setattr(actors_module, "is_thread_of_others", lambda thread: thread is threading.current_thread())
     stop_from_anywhere(actors)
     assert ray.killed.get(timeout=300) == ("a", "Thread")
+
+
+def test_an_address_is_a_string_and_ray_client_has_no_object_store() -> None:
+    with pytest.raises(ValueError, match='Ray Client.*address="auto"'):
+        check_address("ray://10.0.0.1:10001")
+    for address in (7, b"auto"):
+        with pytest.raises(TypeError, match="address is"):
+            check_address(address)  # type: ignore[arg-type]
+
+
+def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="pip install ray"):
+        RayPool(2)
