@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import signal
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,10 +17,10 @@ from calls import calls_of
 from sharded_loader import ArrayDataset, SampleReadError, empty, sample_rng
 from sharded_loader.base.errors import notes_of
 from sharded_loader.batching.protocol import BatchifyError
-from sharded_loader.engine.heartbeat import IN_BATCHIFY, IN_BULK, ONE_BY_ONE, SAMPLE, SHARD, new_heartbeat
-from sharded_loader.engine.messages import NOTHING, Job, Result, Task
-from sharded_loader.engine.reader import Reader
-from sharded_loader.randomness.rng import reading
+from sharded_loader.engine.heartbeat import IN_BATCHIFY, IN_BULK, ONE_BY_ONE, SAMPLE, SHARD, UNUSED, new_heartbeat
+from sharded_loader.engine.messages import NOTHING, Job, PartIndices, Result, Task
+from sharded_loader.engine.reader import BatchScope, Reader
+from sharded_loader.randomness.rng import OF_BATCH, reading
 
 WORKER = "worker 0 (pid 1)"
 
@@ -435,3 +436,46 @@ def test_a_sample_that_cannot_be_read_takes_its_own_time(monkeypatch: pytest.Mon
 
     times = read(Waits([bad]), [1, 2, 4], on_error="skip").times
     assert times is not None and times.slow == ((2, 4.0), (1, 2.0), (0, 1.0))
+
+
+# -- where it is, for errors and for the loop around it ---------------------------------------------------------------
+
+
+def scope_of(*shards: Any) -> BatchScope:
+    at = BatchScope(7, 2)
+    at.task = Task(0, 4, 2, 0, shards, len(shards) > 1)
+    at.worker, at.empty, at.heartbeat = None, np.empty, list(UNUSED)
+    at.indices = shards[0]
+    return at
+
+
+def stand_at(at: BatchScope, position: int) -> None:
+    at.items = iter(range(len(at.indices)))
+    for _ in range(position + 1):
+        next(at.items)
+
+
+def test_samples_of_a_part_are_named_by_part_and_place() -> None:
+    at = scope_of(PartIndices(3, range(8, 12)))
+    stand_at(at, 2)
+    assert "sample (3, 10)" in notes_of(at.locate_error(KeyError("x")))[0]
+    at.set_index(OF_BATCH)
+    where, again = notes_of(at.locate_error(KeyError("x")))
+    assert "sample" not in where.partition("batch 4")[2]
+    assert again.endswith("[loader.read(i, epoch=2) for i in ((3, 8), (3, 9), (3, 10), (3, 11))]")
+
+
+def test_a_handler_that_raises_inside_the_dataset_is_the_dataset_s() -> None:
+    class TimeIsUp(Exception):
+        pass
+
+    def handler(number: int, frame: Any) -> None:
+        raise TimeIsUp
+
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        signal.raise_signal(signal.SIGTERM)
+    except TimeIsUp as error:
+        assert not scope_of([1]).is_for_caller(error)
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -13,21 +13,31 @@ import weakref
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
+from failures import TwoArguments
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sharded_loader.base.errors import SampleReadError, WorkerTraceback, add_note, notes_of
 from sharded_loader.engine.messages import Result, pack_result, unpack_result
+from sharded_loader.memory import codec as classes
 from sharded_loader.memory.codec import (
     IN_BAND_BYTES,
     IN_SLOT_BYTES,
     Encoded,
+    EncodedError,
     SlotWriter,
+    class_reference,
     decode,
+    decode_error,
     encode,
+    encode_error,
+    is_findable,
     is_plain,
+    resolve_class,
 )
 from sharded_loader.memory.publish import publish
 
@@ -458,3 +468,213 @@ def test_objects_with_buffers_of_their_own_go_out_of_band() -> None:
     encoded = encode([payload], SlotWriter(memory))
     assert [n for _, n in encoded.places] == [20_000]
     assert bytes(receive(encoded, memory)[0]) == b"z" * 20_000
+
+
+# -- a class that a worker names is the very class of this process ----------------------------------------------------
+
+
+class Outer:
+    class Inner:
+        pass
+
+
+def make_class(name: str = "Local") -> type:
+    class Local:
+        pass
+
+    Local.__name__ = name
+    return Local
+
+
+def resolved(cls: type) -> type:
+    function, arguments = class_reference(cls)
+    assert function is resolve_class
+    return resolve_class(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("obj", "findable"),
+    [(Outer, True), (Outer.Inner, True), (make_class, True), (make_class(), False), (lambda: None, False), (len, True)],
+)
+def test_what_is_found_under_its_name(obj: object, findable: bool) -> None:
+    assert is_findable(obj) == findable
+
+
+def test_a_class_whose_name_was_given_to_another_is_not_findable(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = Outer
+    monkeypatch.setattr(sys.modules[__name__], "Outer", make_class())
+    assert not is_findable(before)
+
+
+def test_classes_arrive_by_name() -> None:
+    assert resolved(Outer) is Outer and resolved(Outer.Inner) is Outer.Inner
+
+
+def test_a_class_that_was_sent_by_value_is_known_by_its_tracker() -> None:
+    cls = make_class()
+    twin = cloudpickle.loads(cloudpickle.dumps(cls))
+    assert resolved(twin) is cls
+
+
+def test_among_classes_of_one_name_the_address_tells() -> None:
+    one, other = make_class(), make_class()
+    assert resolved(one) is one and resolved(other) is other
+    module, qualname = one.__module__, one.__qualname__
+    with pytest.raises(AttributeError, match=r"Local, used by a worker .* top level of a module"):
+        resolve_class(module, qualname, None, 1)
+
+
+def test_the_only_class_of_its_name_is_found_whatever_its_address() -> None:
+    def make_only() -> type:
+        class Only:
+            pass
+
+        return Only
+
+    cls = make_only()
+    assert resolve_class(cls.__module__, cls.__qualname__, None, 1) is cls
+
+
+@pytest.mark.parametrize(("base", "expected"), [(object, "first"), (ValueError, "second")])
+def test_a_cell_that_runs_again_takes_the_name_of_an_error_only(
+    monkeypatch: pytest.MonkeyPatch, base: type, expected: str
+) -> None:
+    """The loop catches errors under their new name; batches that are on their way keep their class."""
+    made = {
+        name: type("Cell", (base,), {"__module__": "__main__", "__qualname__": "Cell"}) for name in ("first", "second")
+    }
+    monkeypatch.setattr(sys.modules["__main__"], "Cell", made["second"], raising=False)
+    assert resolved(made["first"]) is made[expected] and resolved(made["second"]) is made["second"]
+
+
+@pytest.mark.slow
+def test_a_class_that_was_looked_for_is_remembered_as_long_as_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    cls = make_class()
+    assert resolved(cls) is cls
+    with monkeypatch.context() as patched:
+        patched.setattr(classes, "_all_classes", lambda: pytest.fail("walked again"))
+        assert resolved(cls) is cls
+    key = cls.__module__, cls.__qualname__, id(cls)
+    assert key in classes._searched_classes
+    del cls
+    gc.collect()
+    assert key not in classes._searched_classes
+
+
+# -- an exception arrives as itself, or as its text; nothing here raises ----------------------------------------------
+
+
+class OwnNew(Exception):
+    def __new__(cls, *, code: int) -> OwnNew:
+        error = super().__new__(cls)
+        error.code = code  # type: ignore[attr-defined]
+        return error
+
+    def __init__(self, *, code: int) -> None:
+        super().__init__(f"code {code}")
+
+
+class Nasty(Exception):
+    """Every method of it raises."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+    def __reduce__(self) -> Any:
+        sys.exit(1)
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+class HoldsLock(Exception):
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.lock = threading.Lock()
+        self.kept = "kept"
+
+
+def raised(error: BaseException) -> BaseException:
+    try:
+        raise error
+    except BaseException as caught:
+        return caught
+
+
+def sent(error: BaseException) -> BaseException:
+    encoded = encode_error(raised(error))
+    return decode_error(pickle.loads(pickle.dumps(encoded)))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("x", 3),
+        KeyError("k"),
+        FileNotFoundError(2, "No such file", "name.txt"),
+        UnicodeDecodeError("utf-8", b"abc\xff", 3, 4, "invalid"),
+        TwoArguments(1, 2),
+        StopIteration(5),
+        SystemExit(3),
+        ExceptionGroup("several", [ValueError(1)]) if sys.version_info >= (3, 11) else ValueError(1),  # noqa: F821
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_exception_arrives_as_itself(error: BaseException) -> None:
+    got = sent(error)
+    assert type(got) is type(error)
+    assert (str(got), [repr(arg) for arg in got.args]) == (str(error), [repr(arg) for arg in error.args])
+    assert vars(got) == vars(error)
+
+
+def test_one_whose_new_takes_arguments_of_its_own_arrives() -> None:
+    got = sent(OwnNew(code=7))
+    assert type(got) is OwnNew and got.code == 7  # type: ignore[attr-defined]
+
+
+def test_what_cannot_be_pickled_stays_behind_alone() -> None:
+    got = sent(HoldsLock("text"))
+    assert type(got) is HoldsLock
+    assert (str(got), got.kept, hasattr(got, "lock")) == ("text", "kept", False)
+
+
+def test_where_it_cannot_arrive_its_text_does() -> None:
+    error = type("Local", (Exception,), {"__module__": "nowhere"})("text")
+    encoded = encode_error(raised(error))
+    del error
+    gc.collect()
+    got = decode_error(encoded)
+    assert isinstance(got, SampleReadError) and str(got) == "Local: text"
+
+
+def test_one_whose_methods_all_raise_does_no_harm() -> None:
+    got = sent(Nasty("x"))
+    assert type(got) is Nasty or isinstance(got, SampleReadError)
+
+
+def test_the_worker_s_traceback_and_the_notes_travel() -> None:
+    error = raised(ValueError("x"))
+    add_note(error, "a note")  # type: ignore[arg-type]
+    got = sent(error)
+    assert isinstance(got.__cause__, WorkerTraceback) and "in raised" in str(got.__cause__)
+    assert notes_of(got) == ["a note"]
+
+
+def test_cuda_in_a_forked_worker_comes_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    with pytest.raises(RuntimeError, match="re-initialize CUDA") as caught:
+        torch.cuda._lazy_init()  # torch's own words, without a GPU
+    arrived = decode_error(encode_error(caught.value))
+    assert type(arrived) is RuntimeError and str(arrived) == str(caught.value)
+    (note,) = arrived.__notes__
+    assert "give the loader device=" in note and 'start_method="spawn"' in note
+
+
+def test_a_large_array_in_an_exception_arrives() -> None:
+    got = sent(ValueError(np.arange(100_000)))
+    assert int(got.args[0].sum()) == sum(range(100_000))
+
+
+def test_a_payload_that_cannot_be_read_here_is_the_text() -> None:
+    got = decode_error(EncodedError(b"no pickle", "KeyError: 'k'", "Traceback: there", ("note",)))
+    assert isinstance(got, SampleReadError) and str(got) == "KeyError: 'k'" and notes_of(got) == ["note"]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 import threading
 import warnings
+from pathlib import Path
 from typing import Any
 
 import multiprocess
@@ -14,9 +16,11 @@ import pytest
 from conftest import METHODS
 from multiprocess import spawn
 
+from sharded_loader.base.system import ONE_THREAD
 from sharded_loader.engine.messages import Job
-from sharded_loader.pools.process import start, transport
+from sharded_loader.pools.process import spawned, start, transport
 from sharded_loader.pools.process.link import DEATH, HEARTBEAT, JOB
+from sharded_loader.pools.process.spawned import PRELOAD
 from sharded_loader.pools.process.start import ZygoteGone, is_starting_worker, starting_worker
 from sharded_loader.pools.process.transport import ProcessTransport
 
@@ -98,3 +102,24 @@ def test_what_a_worker_is_sent_first(method: str, monkeypatch: pytest.MonkeyPatc
     parent_guard = [DEATH] if sys.platform == "linux" else []
     assert sent == [HEARTBEAT, *parent_guard, *([JOB] if method == "fork" else [])]
     owner.close()
+
+
+# -- what a forkserver imports ----------------------------------------------------------------------------------------
+
+
+@unix
+def test_a_forkserver_imports_what_it_is_told_with_one_thread_and_forgets_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wanted_module.py").write_text("import os\nthreads = os.environ['OMP_NUM_THREADS']\n")
+    (tmp_path / "broken_module.py").write_text("raise SystemExit(3)\n")
+    for name in ONE_THREAD:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    request = {"modules": ["broken_module", "no_such_module", "wanted_module"], "path": [str(tmp_path), *sys.path]}
+    monkeypatch.setenv(PRELOAD, json.dumps(request))
+    before = list(sys.path)
+    spawned._preload()
+    assert sys.modules.pop("wanted_module").threads == "1"
+    assert sys.path == before and PRELOAD not in os.environ
+    assert {name: os.environ[name] for name in ONE_THREAD if name in os.environ} == {"OMP_NUM_THREADS": "7"}

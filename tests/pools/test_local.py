@@ -15,7 +15,7 @@ import pytest
 import torch
 from samples import Gate
 
-from sharded_loader import ShardedDataLoader, SimpleDataset, ThreadPool, WorkerTimeoutError, sample_seed
+from sharded_loader import InlinePool, ShardedDataLoader, SimpleDataset, ThreadPool, WorkerTimeoutError, sample_seed
 from sharded_loader.engine.messages import Job, Result, Task
 from sharded_loader.engine.pool import PoolBroken
 from sharded_loader.pools import local as thread_pool
@@ -306,3 +306,53 @@ def test_a_thread_that_hangs_in_sample_seed_delays_the_others_and_is_an_error() 
     sampler = torch.utils.data.RandomSampler(range(10))  # started with the generators seeded
     with ShardedDataLoader(range(10), 5, sampler=sampler, seed=1) as other:
         assert sorted(int(value) for batch in other for value in batch) == list(range(10))
+
+
+# -- without workers a task is read when somebody waits for it --------------------------------------------------------
+
+
+def started(*errors: BaseException) -> tuple[InlinePool, list[int]]:
+    """A pool over indices times ten, and what it reads. The first reads raise these errors."""
+    read: list[int] = []
+    left = list(errors)
+
+    def times_ten(index: int) -> int:
+        read.append(index)
+        if left:
+            raise left.pop()
+        return index * 10
+
+    pool = InlinePool()
+    pool.start(Job(SimpleDataset(range(10)).transform(times_ten), None, 0))
+    return pool, read
+
+
+def task_of(seq: int, run: int = 0) -> Task:
+    return Task(run, seq, 0, seq, ([seq],), False)
+
+
+def test_nothing_is_read_before_somebody_waits_and_then_one_task() -> None:
+    pool, read = started()
+    pool.submit([task_of(1), task_of(2)])
+    assert list(pool.wait(block=False)) == read == []
+    (result,) = pool.wait()
+    assert (result.seq, result.batch.tolist(), read) == (1, [10], [1])
+
+
+def test_a_task_that_was_interrupted_is_read_again() -> None:
+    pool, _ = started(KeyboardInterrupt())
+    pool.submit([task_of(1)])
+    with pytest.raises(KeyboardInterrupt):
+        pool.wait()
+    assert pool.waiting, "the user's code was interrupted, not the pool"
+    assert [result.batch.tolist() for result in pool.wait()] == [[10]]
+
+
+def test_cancelled_and_closed_tasks_are_not_read() -> None:
+    pool, read = started()
+    pool.submit([task_of(1, run=0), task_of(2, run=1)])
+    pool.cancel(0)
+    assert [result.seq for result in pool.wait()] == [2]
+    pool.submit([task_of(3)])
+    pool.close()
+    assert not pool.started and list(pool.wait()) == [] and read == [2]
