@@ -67,16 +67,6 @@ def test_batches_that_take_a_millisecond_travel_one_by_one(monkeypatch: pytest.M
     assert sum(sizes) / len(sizes) < 1.2
 
 
-@pytest.mark.slow
-def test_a_prefetch_that_the_user_gives_is_kept_to() -> None:
-    pool = ProcessPool(2, start_method="fork")
-    with ahead(ShardedDataLoader(SimpleDataset(range(4000)).transform(row), 4, pool=pool, prefetch=3), False) as loader:
-        iterator = iter(loader)
-        for number, batch in zip(range(800), iterator, strict=False):
-            assert batch[0, 0] == 4 * number
-            assert len(iterator.run.window) <= 3
-
-
 def test_one_slow_batch_ends_the_grouping() -> None:
     grouping = Grouping()
     for _ in range(200):

@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -105,26 +104,6 @@ class _Graph:
         return self.weight.grad.flatten().tolist()
 
 
-class _Thread:
-    """Another thread holds the batch, and nobody else."""
-
-    def __init__(self, batch: torch.Tensor) -> None:
-        self.go = threading.Event()
-        self.answer: list[float] = []
-        self.thread = threading.Thread(target=self.work, args=([batch],), daemon=True)
-        self.thread.start()
-
-    def work(self, box: list[torch.Tensor]) -> None:
-        batch = box.pop()
-        self.go.wait()
-        self.answer = batch[:, 0].tolist()
-
-    def read(self) -> list[float]:
-        self.go.set()
-        self.thread.join()
-        return self.answer
-
-
 HOLDS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], list[float]]]] = {
     "the batch": (lambda b: b, lambda t: t[:, 0].tolist()),
     "detached": (lambda b: b.detach().unsqueeze(0), lambda t: t[0, :, 0].tolist()),
@@ -136,7 +115,6 @@ HOLDS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], list[float
         lambda s: torch.empty(0).set_(s, 0, (BATCH,), (PER_ROW,)).tolist(),
     ),
     "autograd": (_Graph, _Graph.read),
-    "another thread": (_Thread, _Thread.read),
     "share_memory_": (lambda b: b.share_memory_(), lambda t: t[:, 0].tolist()),
 }
 

@@ -17,7 +17,6 @@ from samples import Gate
 
 from sharded_loader import InlinePool, ShardedDataLoader, SimpleDataset, ThreadPool, WorkerTimeoutError, sample_seed
 from sharded_loader.engine.messages import Job, Result, Task
-from sharded_loader.engine.pool import PoolBroken
 from sharded_loader.pools import local as thread_pool
 
 TIMEOUT = 0.5
@@ -58,16 +57,6 @@ def pool() -> Iterator[ThreadPool]:
 
 
 # -- the verbs --------------------------------------------------------------------------------------------------
-
-
-def test_tasks_become_batches(pool: ThreadPool) -> None:
-    pool.start(Job([5, 6, 7], None, 0, "raise"))
-    assert pool.started and pool.room > 10**6
-    pool.submit([task(0, 0, 2), task(1, 1), task(2, 9)])
-    first, second, third = results_of(pool, 3)
-    assert (first.batch.tolist(), second.batch.tolist()) == ([5, 7], [6])
-    assert isinstance(third.error, IndexError)
-    assert pool.wait(block=False) == []
 
 
 def test_another_job_is_read_by_the_threads_that_run(pool: ThreadPool) -> None:
@@ -126,16 +115,6 @@ def test_a_thread_that_a_defect_of_the_loader_ends_breaks_the_pool(monkeypatch: 
     monkeypatch.setattr("sharded_loader.engine.reader.Reader.read", read)
     with ShardedDataLoader(range(8), 2, pool=ThreadPool(2)) as loader, pytest.raises(AssertionError, match="a defect"):
         next(iter(loader))
-
-
-def test_a_worker_init_fn_that_fails_breaks_the_pool() -> None:
-    pool = ThreadPool(2, worker_init_fn=lambda number: 1 // number)
-    pool.start(Job([1], None, 0, "raise"))
-    with pytest.raises(PoolBroken) as caught:
-        results_of(pool, 1)
-    assert isinstance(caught.value.error, ZeroDivisionError)
-    assert caught.value.error.__notes__[-1].endswith("while thread 0 started (worker_init_fn)")
-    assert not pool.started
 
 
 def test_threads_that_wait_hold_neither_dataset_nor_init_fn() -> None:

@@ -121,14 +121,6 @@ def test_one_worker_is_enough_while_slow_batches_are_in_flight(method: str, monk
             loader.pool.resize(1 if step % 2 == 0 else 4)
 
 
-@pytest.mark.parametrize("method", POOLS[1:])
-def test_the_number_of_parts_stays_what_it_was(method: str) -> None:
-    with loader_over(Lines(), make_pool(method, 3)) as loader:
-        first = outcomes(loader)
-        loader.pool.resize(1)
-        assert outcomes(loader)[0][0][:2] == first[0][0][:2] == [0, 3]
-
-
 def alive(pids: list[int]) -> set[int]:
     return {pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE}
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from functools import partial
 from typing import Any
 
@@ -92,14 +90,3 @@ def test_a_start_that_fails_says_where() -> None:
 )
 def test_a_job_gets_the_reader_that_it_needs(given: dict[str, Any], kind: type) -> None:
     assert type(reader_for(Job([1, 2, 3], None, 0, **given))) is kind
-
-
-@pytest.mark.slow
-def test_the_readers_of_iterable_data_are_imported_only_where_there_is_such_data() -> None:
-    script = (
-        "import sys; from sharded_loader.engine.messages import Job; "
-        "from sharded_loader.pools.task_reader import reader_for; "
-        "reader_for(Job([1], None, 0)); print('sharded_loader.streams.reader' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"

@@ -23,10 +23,6 @@ from sharded_loader.torch import DataLoader
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="forked workers")
 
 
-def fail() -> None:
-    raise ValueError("the very first sample")
-
-
 # -- workers that die, and a zygote that cannot be ------------------------------------------------------------------
 
 
@@ -97,29 +93,6 @@ def test_a_loader_may_be_closed_after_any_of_the_first_steps(steps: int) -> None
     assert (zygote_process(pool) is not None) is (steps == 2)
     loader.close()
     assert pool.pids == [] and zygote_process(pool) is None
-
-
-def test_an_error_in_the_first_batch_is_that_batch_s_alone() -> None:
-    pool = forked()
-    with ShardedDataLoader(Drawing(40, {0}, fail), 4, pool=pool) as loader:
-        iterator = iter(loader)
-        with pytest.raises(ValueError, match="the very first sample"):
-            next(iterator)
-        pids = pool.pids
-        assert numbers(iterator) == ALL[4:]
-        assert pool.pids == pids and zygote_process(pool) is not None
-
-
-def test_a_ctrl_c_in_the_first_step_loses_no_batch(tmp_path: Path) -> None:
-    main = os.getpid()
-    interrupt = Fails(lambda: os.kill(main, signal.SIGINT), tmp_path / "count", times=1)
-    with ShardedDataLoader(Drawing(40, {0}, interrupt), 4, pool=forked()) as loader:
-        iterator = iter(loader)
-        with pytest.raises(KeyboardInterrupt):
-            next(iterator)
-            signal.pause()  # if the batch was faster
-        rest = numbers(iterator)
-        assert rest in (ALL, ALL[4:])
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

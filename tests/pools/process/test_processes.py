@@ -259,44 +259,6 @@ def test_large_tasks_and_large_results_do_not_wait_for_each_other(process_pool: 
             assert batch[-1] == (number + 1) * size - 1
 
 
-@pytest.mark.slow  # the quick one over these pipes is in tests/promises/test_storms.py
-@METHODS
-def test_the_portable_pipes_keep_the_promises_too(tmp_path: Path, method: str) -> None:
-    run_script(
-        tmp_path / "script.py",
-        """
-        import os, signal, sys
-        import numpy as np
-        from sharded_loader import ProcessPool, ShardedDataLoader, WorkerDiedError
-
-        class Data:
-            def __len__(self): return 400_000
-            def __getitem__(self, i):
-                if i == 399_999 or i == 49_999 and not os.path.exists(sys.argv[2]):
-                    open(sys.argv[2], "w").close()
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return i
-
-        def pool(): return ProcessPool(2, start_method=sys.argv[1])
-        with ShardedDataLoader(Data(), 50_000, pool=pool(), prefetch=6, batchify_fn=np.array) as loader:
-            iterator = iter(loader)
-            assert [int(next(iterator)[0]) for _ in range(7)] == list(range(0, 350_000, 50_000))
-            try:
-                next(iterator)
-            except WorkerDiedError:
-                assert next(iterator, None) is None
-            else:
-                raise SystemExit("no error")
-        big = np.random.rand(40, 1000)
-        with ShardedDataLoader(big, 4, shuffle=True, seed=1, pool=pool()) as loader:
-            assert sorted(row[0] for batch in loader for row in batch.tolist()) == sorted(big[:, 0])
-        """,
-        method,
-        str(tmp_path / "marker"),
-        env={**os.environ, "SHARDED_LOADER_PORTABLE": "1"},
-    )
-
-
 # -- workers --------------------------------------------------------------------------------------------------
 
 

@@ -13,13 +13,11 @@ from typing import Any
 
 import multiprocess
 import pytest
-from conftest import METHODS
 from multiprocess import spawn
 
 from sharded_loader.base.system import ONE_THREAD
 from sharded_loader.engine.messages import Job
-from sharded_loader.pools.process import spawned, start, transport
-from sharded_loader.pools.process.link import DEATH, HEARTBEAT, JOB
+from sharded_loader.pools.process import spawned, start
 from sharded_loader.pools.process.spawned import PRELOAD
 from sharded_loader.pools.process.start import ZygoteGone, is_starting_worker, starting_worker
 from sharded_loader.pools.process.transport import ProcessTransport
@@ -78,29 +76,6 @@ def test_if_the_zygote_is_gone_the_worker_is_forked_directly(monkeypatch: pytest
     assert [one.closed for one in made] == [True]
     assert len(caught) == 1 and "as it is now" in str(caught[0].message)
     assert owner.workers[0].is_alive() and owner.zygote is None
-    owner.close()
-
-
-@METHODS
-def test_what_a_worker_is_sent_first(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The heartbeat, then the parent guard, then the word that a forked worker waits for."""
-    sent: list[bytes] = []
-    make = transport.Link
-
-    def watched(conn: Any) -> Any:
-        link = make(conn)
-        send = link.send
-        monkeypatch.setattr(
-            link, "send", lambda head, *args, **more: (sent.append(head[:1]), send(head, *args, **more)), raising=False
-        )
-        return link
-
-    monkeypatch.setattr(transport, "Link", watched)
-    owner = ProcessTransport(1, method, None)
-    owner.open()
-    owner.workers.append(owner.launch(0, Job(range(3), None, 0)))
-    parent_guard = [DEATH] if sys.platform == "linux" else []
-    assert sent == [HEARTBEAT, *parent_guard, *([JOB] if method == "fork" else [])]
     owner.close()
 
 
