@@ -73,13 +73,10 @@ def test_an_error_says_where_it_was_and_how_to_see_it_again(arguments: dict[str,
         assert notes_of(error) == ["the user's own", where, *again]
 
 
-def test_places_without_shards_or_workers_name_none() -> None:
+def test_places_without_shards_or_workers_name_none_and_many_samples_are_shown_in_part() -> None:
     error = ValueError()
     Location(0, 5).note(error, ["a"])
     assert notes_of(error)[0] == "sharded_loader: in epoch 0, batch 5, sample 'a'"
-
-
-def test_many_samples_are_shown_in_part() -> None:
     assert read_again(range(9), 0) == (
         "[loader.read(i, epoch=0) for i in (0, 1, 2, 3, 4, 5, 6, 7)]  # the first 8, 9 in all"
     )

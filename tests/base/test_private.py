@@ -147,17 +147,13 @@ def test_multiprocess_without_the_names_has_its_own_ways(monkeypatch: pytest.Mon
     assert private.has_forkserver_preload() and private.forget_forkserver() is None
 
 
-def test_torch_without_the_names_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_and_cloudpickle_without_the_names_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.autograd, "_profiler_enabled")
-    monkeypatch.setitem(sys.modules, "torch._dynamo", types.ModuleType("torch._dynamo"))
-    monkeypatch.setitem(sys.modules, "torch._C._dynamo.eval_frame", types.ModuleType("eval_frame"))
+    for name in ("torch._dynamo", "torch._C._dynamo.eval_frame", "cloudpickle.cloudpickle"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     assert private.find_profiler_enabled()() is False
     private.skip_compiling([])
     private.end_compiling()
-
-
-def test_a_class_without_a_tracker_is_named_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cloudpickle.cloudpickle", types.ModuleType("cloudpickle"))
     assert private.tracker_of(int) is None and private.tracked_class("mark") is None
 
 

@@ -123,20 +123,16 @@ def test_a_descriptor_is_readable_when_a_read_returns_at_once(number: int) -> No
 
 
 @pytest.mark.parametrize(("value", "number"), [(None, 7), ("", 7), (" ", 7), ("3", 3), (" 12 ", 12), ("0", 0)])
-def test_an_environment_variable_holds_a_number(value: str | None, number: int) -> None:
+def test_an_environment_variable_holds_a_number_and_a_switch_is_off_where_it_is_0(value: Any, number: int) -> None:
     environ = {} if value is None else {"X": value}
     assert system.integer("X", 7, least=0, advice="unset it", environ=environ) == number
+    assert system.is_on("X", environ) == (number not in (7, 0))
 
 
 @pytest.mark.parametrize("value", ["x", "1.5", "-1", "1e3"])
 def test_an_environment_variable_that_holds_no_such_number_is_named(value: str) -> None:
     with pytest.raises(ValueError, match=f"variable X is '{value}'; it must be an integer of at least 0: unset it"):
         system.integer("X", 7, least=0, advice="unset it", environ={"X": value})
-
-
-@pytest.mark.parametrize(("value", "on"), [(None, False), ("", False), ("0", False), (" 0 ", False), ("1", True)])
-def test_a_switch_is_off_where_it_is_0_or_empty(value: str | None, on: bool) -> None:
-    assert system.is_on("X", {} if value is None else {"X": value}) == on
 
 
 @pytest.mark.parametrize("content", [b"", b"1\n", b"no numbers\n", None])

@@ -52,12 +52,9 @@ def test_a_worker_that_is_ready_begins_the_count_anew_and_another_dataset_is_not
     assert deaths.record_start_death(Death(0, 71, KILLED))
 
 
-def test_idle_workers_that_are_killed_all_at_once_are_no_reason_to_stop() -> None:
+def test_workers_that_die_idle_again_and_again_are_a_reason_to_stop_unless_a_batch_comes() -> None:
     deaths = Deaths(1)
-    assert not any(deaths.record_idle_death(worker) for worker in range(64))
-
-
-def test_workers_that_die_idle_again_and_again_are_unless_a_batch_comes() -> None:
+    assert not any(deaths.record_idle_death(worker) for worker in range(64))  # all at once
     deaths = Deaths(3)
     for _ in range(2):
         assert not any(deaths.record_idle_death(0) for _ in range(IDLE_DEATHS - 1))

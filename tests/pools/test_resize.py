@@ -264,12 +264,9 @@ def test_wrong_numbers_change_nothing(count: Any, text: str) -> None:
         assert loader.num_workers == 2
 
 
-def test_a_pool_without_workers_says_so() -> None:
+def test_a_pool_without_workers_or_that_was_closed_says_so_until_another_loader_has_it() -> None:
     with pytest.raises(TypeError, match="InlinePool cannot change its number of workers: give the loader a ThreadPool"):
         InlinePool().resize(2)
-
-
-def test_after_close_it_is_an_error_until_another_loader_has_the_pool() -> None:
     pool = ThreadPool(2)
     with loader_over(Noisy(), pool) as loader:
         next(iter(loader))
@@ -287,18 +284,16 @@ def test_a_forked_child_has_no_workers_to_change() -> None:
 
 
 def test_if_the_system_cannot_start_another_one_the_pool_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    for method in ("thread", PROCESS_POOLS[0]):
+    process = "pools.process.transport.ProcessTransport.launch"
+    for method, starts in (("thread", "pools.local._Thread.start"), (PROCESS_POOLS[0], process)):
         pool: Any = make_pool(method, 2)
         with loader_over(Noisy(), pool) as loader:
             expected = outcomes(loader)
             loader.set_epoch(0)
-            batches, found = iter(loader), []
-            found.append(next(batches).tolist())
+            batches = iter(loader)
+            found = [next(batches).tolist()]
             with monkeypatch.context() as patch:
-                if method == "thread":
-                    patch.setattr("sharded_loader.pools.local._Thread.start", refuse)
-                else:
-                    patch.setattr(transport_of(pool), "launch", refuse)
+                patch.setattr(f"sharded_loader.{starts}", refuse)
                 pool.resize(4)
                 with pytest.warns(LoaderWarning, match=r"cannot have more workers: .*no room.* It goes on with those"):
                     found.append(next(batches).tolist())

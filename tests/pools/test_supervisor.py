@@ -143,19 +143,13 @@ def reading(seq: int, sample: int = 1) -> list[int]:
     return [0, seq, 0, sample]
 
 
-def test_a_dead_worker_is_replaced_by_one_of_its_number_and_counted() -> None:
+def test_a_dead_worker_is_replaced_by_one_of_its_number_and_counted_once_however_often_it_is_told() -> None:
     pool = Pool()
-    assert pool.kill(1) == []
-    assert [(worker.number, worker.pid) for worker in pool.transport.workers] == [(0, 101), (1, 103)]
+    dead = pool.transport.workers[1]
+    assert pool.kill(1) == pool.supervisor.replace(dead) == []
+    assert numbers_and_pids(pool.transport.workers) == [(0, 101), (1, 103)]
     assert pool.transport.said == [("released", 102)]
     assert pool.supervisor.notices.counts["replaced_workers"] == 1
-
-
-def test_a_death_that_is_told_twice_counts_once() -> None:
-    pool = Pool()
-    worker = pool.transport.workers[0]
-    assert pool.kill(0) == pool.supervisor.replace(worker) == []
-    assert pool.transport.launched == 3
 
 
 def test_the_tasks_of_a_dead_worker_wait_in_front_of_newer_ones_and_not_if_they_are_cancelled() -> None:
@@ -299,8 +293,10 @@ def test_closed_it_has_neither_workers_nor_tasks_and_may_be_started_again() -> N
     pool.kill(0)
     pool.supervisor.close()
     assert (pool.transport.workers, pool.requeued, pool.supervisor.deaths.crash_suspects) == ([], [], set())
+    pool.have(5)  # only the number changes
+    assert (pool.supervisor.num_workers, pool.transport.workers) == (5, [])
     pool.start()
-    assert len(pool.transport.workers) == 2
+    assert len(pool.transport.workers) == 5
 
 
 # -- another number of workers -------------------------------------------------------------------------------------
@@ -385,13 +381,6 @@ def test_if_another_one_cannot_be_launched_there_are_those_that_could_be() -> No
     with pytest.raises(OSError, match="no processes"):
         pool.have(9)
     assert pool.supervisor.num_workers == len(pool.transport.workers) == 3
-
-
-def test_before_it_is_started_and_after_close_only_the_number_changes() -> None:
-    pool = Pool()
-    pool.supervisor.close()
-    pool.have(5)
-    assert (pool.supervisor.num_workers, pool.transport.workers) == (5, [])
 
 
 def test_who_has_a_batch_that_is_waited_for_is_told_and_asked_for_its_stack(capfd: pytest.CaptureFixture[str]) -> None:

@@ -12,13 +12,11 @@ from typing import Any
 
 import pytest
 from conftest import ahead
-from failures import Fails, kill
 from process_samples import ALL, forked, kill_a_worker, numbers, zygote_process
-from samples import Drawing, Parents
+from samples import Parents
 
 from sharded_loader import ShardedDataLoader, SimpleDataset
 from sharded_loader.pools.process import start
-from sharded_loader.torch import DataLoader
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="forked workers")
 
@@ -57,27 +55,6 @@ def test_a_worker_that_dies_before_there_is_a_zygote_changes_nothing() -> None:
         got += iterator
         assert numbers(got) == ALL
         assert {row[3] for batch in loader for row in batch.tolist()} <= {os.getpid(), zygote_process(pool).pid}
-
-
-@pytest.mark.parametrize("at", [0, 39])
-@pytest.mark.costly
-def test_a_sample_that_kills_its_worker_once_is_read_again(at: int, tmp_path: Path) -> None:
-    """In the first step too, and where workers live for one epoch and no zygote is made for them."""
-    data = Drawing(40, {at}, Fails(kill, tmp_path / "count", times=2))
-    with ShardedDataLoader(data, 4, pool=forked()) as loader:
-        assert numbers(loader) == ALL
-    torchs = DataLoader(data, 4, num_workers=2, multiprocessing_context="fork", on_error="raise")
-    assert [numbers(torchs) for _ in range(2)] == [ALL, ALL]
-
-
-@pytest.mark.parametrize("after", [1, 5, 9])
-@pytest.mark.costly
-def test_without_persistent_workers_a_death_is_what_makes_a_zygote(after: int) -> None:
-    iterator: Any = iter(DataLoader(Parents(), 4, num_workers=2, multiprocessing_context="fork"))
-    got = [next(iterator) for _ in range(after)]
-    os.kill(iterator._workers[0].pid, signal.SIGKILL)
-    got += iterator
-    assert numbers(got) == ALL
 
 
 # -- what else may come between the first step and the second ---------------------------------------------------------
