@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
 import signal
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from injection import HANDLERS
-from samples import OneWay
 
 from sharded_loader import WorkerDiedError, WorkerTimeoutError
 from sharded_loader.base.interrupts import note_handlers
@@ -160,19 +157,6 @@ def test_the_tasks_of_a_dead_worker_wait_in_front_of_newer_ones_and_not_if_they_
     pool.kill(0)
     assert pool.requeued == [3, 4, 8]
     assert ("cancel", 0, 1) in pool.transport.said and ("cancel", 1, 1) not in pool.transport.said
-
-
-def test_a_cancelled_run_is_forgotten_when_no_worker_has_its_tasks() -> None:
-    pool = Pool()
-    for run in range(5):
-        pool.give(0, task(0, run))
-        pool.supervisor.cancel(run)
-        if run != 1:  # its worker has not answered
-            pool.transport.workers[0].tasks.clear()
-            pool.give(0, task(0, 1))
-    assert pool.supervisor._cancelled == {1, 4}  # the last one until another one is cancelled
-    pool.kill(0)
-    assert pool.requeued == []
 
 
 def test_a_worker_that_is_launched_while_the_pool_is_closed_is_in_the_list_that_is_closed_next() -> None:
@@ -383,21 +367,6 @@ def test_if_another_one_cannot_be_launched_there_are_those_that_could_be() -> No
     assert pool.supervisor.num_workers == len(pool.transport.workers) == 3
 
 
-def test_who_has_a_batch_that_is_waited_for_is_told_and_asked_for_its_stack(capfd: pytest.CaptureFixture[str]) -> None:
-    pool = Pool()
-
-    def told(seq: int) -> str:
-        assert pool.supervisor.tell_of_wait("waits", task(seq)) is None
-        return capfd.readouterr().err
-
-    pool.give(1, task(3), task(4), heartbeat=reading(4))
-    assert told(3) == "waits, which worker 1 has. Its stack:\n" and pool.transport.said == [("tell", 1)]
-    assert told(9) == "waits. No worker has it yet: all are busy, such as worker 1. Its stack:\n"
-    pool.give(0, task(9), heartbeat=())
-    pool.transport.workers[0].ready = False
-    assert "which worker 0 has. It is not ready: it imports modules" in told(9)
-
-
 @pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="no such signal")
 def test_the_error_of_a_signal_handler_passes_while_a_key_is_pickled(signal_name: str) -> None:
     class Key:
@@ -414,11 +383,6 @@ def test_the_error_of_a_signal_handler_passes_while_a_key_is_pickled(signal_name
 # -- what cannot be sent or read is one batch's error -----------------------------------------------------------------
 
 
-class Key:
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-
 def task_of(*indices: Any) -> Task:
     return Task(1, 2, 3, 4, (list(indices),), False)
 
@@ -426,16 +390,6 @@ def task_of(*indices: Any) -> Task:
 def test_ints_strings_and_arrays_need_no_pickle_of_their_own() -> None:
     for plain in (task_of(1, "a"), replace(task_of(), shards=(np.arange(3),))):
         assert fields_of(plain, forked=True) == fields_of(plain, forked=False) == plain.fields
-
-
-@pytest.mark.parametrize("forked", [True, False])
-def test_a_key_of_the_users_own_class_travels_or_is_an_error_that_says_what_to_do(forked: bool) -> None:
-    sent = fields_of(task_of(1, Key("a")), forked=forked)
-    assert sent is not None
-    got = pickle.loads(sent)
-    assert (got[:4], got[4][0][0], got[4][0][1].name) == ((1, 2, 3, 4), 1, "a")
-    with pytest.raises(TypeError, match="cannot be sent to a worker process.*thread_pool=True"):
-        fields_of(task_of(threading.Lock()), forked=forked)
 
 
 def read(reply: Any, sent: Task | None = None) -> Result:
@@ -452,10 +406,3 @@ def test_exceptions_of_a_reply_are_exceptions_again() -> None:
 def test_a_reply_without_exceptions_is_the_result() -> None:
     result = read(Result(1, 2, {"x": 3}, 1, lost_shards=(1,)))
     assert (result.batch, result.samples, result.error, result.lost_shards) == ({"x": 3}, 1, None, (1,))
-
-
-def test_a_batch_that_cannot_be_unpickled_here_is_the_error_of_its_batch() -> None:
-    result = read(Result(1, 2, OneWay()), task_of(5))
-    assert isinstance(result.error, TypeError)
-    assert "cannot be unpickled in this process (ValueError" in str(result.error)
-    assert any("epoch 3, batch 2" in note for note in result.error.__notes__)

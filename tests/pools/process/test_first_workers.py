@@ -117,22 +117,6 @@ def test_a_child_that_the_user_forks_before_there_is_a_zygote_keeps_nothing_aliv
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_the_users_handler_of_ended_children_runs_in_the_main_process_alone() -> None:
-    seen: list[int] = []
-    before = signal.signal(signal.SIGCHLD, lambda *_: seen.append(os.getpid()))
-    try:
-        pool = forked()
-        with ShardedDataLoader(range(40), 4, pool=pool) as loader:
-            iterator = iter(loader)
-            got = [next(iterator)]
-            kill_a_worker(pool)
-            got += iterator
-            assert numbers(got) == numbers(loader) == ALL
-        assert set(seen) == {os.getpid()}
-    finally:
-        signal.signal(signal.SIGCHLD, before)
-
-
 def test_two_loaders_that_start_at_a_time_do_not_keep_each_other_s_workers() -> None:
     pools = forked(), forked()
     first, second = (ShardedDataLoader(range(40), 4, pool=pool) for pool in pools)
