@@ -49,27 +49,6 @@ class Diary:
         return index, self.rows[index, -1], os.getpid()
 
 
-class Large:
-    """Every sample touches all of a large array; says which process, and how much memory nobody can share with it."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.data = np.ones(nbytes // 8)
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> Any:
-        assert self.data.sum() == self.data.size
-        return os.getpid(), _kilobytes("Anonymous"), _kilobytes("Pss")
-
-
-def _kilobytes(key: str) -> int:
-    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-        if line.startswith(f"{key}:"):
-            return int(line.split()[1])
-    raise LookupError(key)
-
-
 def arena_of(loader: Any) -> Arena:
     found: Arena = loader.pool._transport.arena
     return found

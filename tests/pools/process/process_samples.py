@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from sharded_loader import ProcessPool
-from sharded_loader.engine.messages import Task
 from sharded_loader.pools.process.transport import ProcessTransport
 
 ALL = list(range(40))
@@ -44,7 +43,3 @@ def numbers(batches: Any) -> list[int]:
 
 def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
-
-
-def task(seq: int, *indices: Any, run: int = 0) -> Task:
-    return Task(run, seq, 0, 2 * seq, (list(indices),), False)

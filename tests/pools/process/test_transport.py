@@ -200,6 +200,29 @@ def test_what_a_worker_that_was_left_behind_may_write_to_is_not_used_again(monke
     owner.close()
 
 
+def test_a_slot_of_a_worker_that_is_over_is_free_if_it_is_not_lent() -> None:
+    owner = ProcessTransport(1, "fork", None)
+    slot = owner.arena.take(1 << 20)
+    worker: Any = SimpleNamespace(slots={(0, 0): slot, (0, 1): None})
+    owner.free_slots(worker)
+    assert worker.slots == {}
+    assert owner.arena.take(1 << 20) == slot
+    owner.close()
+
+
+@pytest.mark.parametrize(
+    ("counts", "told"), [([3, 5], 2), ([3, 3], 0), ([3, 1], 0), ([3, None], None), ([None, 5], None)]
+)
+def test_kills_for_memory_are_counted_from_the_start_on(
+    counts: list[int | None], told: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport_module, "oom_kills", iter(counts).__next__)
+    owner = ProcessTransport(1, "fork", None)
+    owner.open()
+    assert owner.oom_kills() == told
+    owner.close()
+
+
 class Link:
     """Nothing is sent to these workers."""
 
@@ -232,3 +255,19 @@ def test_a_worker_that_is_released_has_ended_and_says_how(
         assert not worker.is_alive() and worker.exitcode == -signal.SIGKILL
     with pytest.raises(OSError):
         os.fstat(sentinel)
+
+
+def test_a_worker_that_was_killed_for_its_silence_is_given_up_after_a_while(
+    sleeper: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = ProcessWorker(0, sleeper, Link())  # type: ignore[arg-type]
+    assert not worker.is_over()
+    monkeypatch.setattr(transport_module, "KILLED_GRACE", -1.0)
+    assert not worker.is_over()  # nobody has killed it
+    monkeypatch.setattr(worker.process, "kill", lambda: None)
+    worker.kill()
+    assert not worker.is_over()
+    worker.hung = True
+    assert worker.is_over()
+    monkeypatch.undo()
+    worker.release()
