@@ -22,20 +22,16 @@ class PoolOfNumbers(Pool):
 
     num_workers = 1
     room = 100
+    started = False  # type: ignore[assignment]
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
         self.tasks: list[Task] = []
         self.broken: Exception | None = None
-        self._started = False
-
-    @property
-    def started(self) -> bool:
-        return self._started
 
     def start(self, job: Job) -> None:
         self.calls.append("start")
-        self._started = True
+        self.started = True
 
     def submit(self, tasks: Sequence[Task]) -> None:
         self.calls.append([(task.run, task.seq) for task in tasks])
@@ -55,7 +51,7 @@ class PoolOfNumbers(Pool):
     def close(self) -> None:
         self.calls.append("close")
         self.tasks.clear()
-        self._started = False
+        self.started = False
 
     def submitted(self) -> list[tuple[int, int]]:
         """Run and number of each task, in the order in which they were submitted; forgets them."""
@@ -75,12 +71,9 @@ class Numbers(Epoch):
             return sampler_error(KeyError(seq), "")
         return Task(self.run, seq, 0, seq, ([seq],), False) if seq < self._length else None
 
-    @property
-    def tables(self) -> tuple[dict[int, Any], ...]:
-        return ()
+    tables = ()  # type: ignore[assignment]
 
-    def forget(self, delivered: int) -> None:
-        pass
+    def forget(self, delivered: int) -> None: ...
 
     def length(self) -> int:
         return self._length

@@ -35,11 +35,21 @@ from sharded_loader.memory.segments import Slot
 posix = pytest.mark.skipif(sys.platform == "win32", reason="POSIX only")
 
 
+New = Callable[..., Arena]
+
+
 @pytest.fixture
-def arena() -> Iterator[Arena]:
-    made = Arena()
-    yield made
-    made.close()
+def new() -> Iterator[New]:
+    """Makes arenas. They are closed after the test."""
+    made: list[Arena] = []
+    yield lambda *given: made.append(Arena(*given)) or made[-1]  # type: ignore[func-returns-value]
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def arena(new: New) -> Arena:
+    return new()
 
 
 def take(arena: Arena, nbytes: int) -> Slot:
@@ -82,17 +92,16 @@ def test_slots_of_one_size_after_another_leave_no_gaps(arena: Arena) -> None:
     assert arena.nbytes == FIRST_SEGMENT
 
 
-def test_any_number_of_batches_takes_a_few_descriptors() -> None:
-    arena = Arena(1 << 30)
+def test_any_number_of_batches_takes_a_few_descriptors(new: New) -> None:
+    arena = new(1 << 30)
     slots = [take(arena, 256 << 10) for _ in range(1000)]
     assert len(set(slots)) == 1000
     assert len(arena.segments) <= 10
-    arena.close()
 
 
-def test_near_a_limit_the_segments_are_few_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_near_a_limit_the_segments_are_few_too(monkeypatch: pytest.MonkeyPatch, new: New) -> None:
     left = 100 << 20
-    arena = Arena()
+    arena = new()
     monkeypatch.setattr(
         arena_module.limits, "free_bytes", lambda: Limit(max(0, left - arena.nbytes), "the machine's memory")
     )
@@ -104,12 +113,11 @@ def test_near_a_limit_the_segments_are_few_too(monkeypatch: pytest.MonkeyPatch) 
             count += 1
     assert count > 300
     assert len(arena.segments) < 30
-    arena.close()
 
 
 @pytest.mark.parametrize("max_bytes", [0, 1, 64, 4095, 4096, 10_000, 1_000_000, 5_000_000])
-def test_the_bound_is_kept(max_bytes: int) -> None:
-    arena = Arena(max_bytes)
+def test_the_bound_is_kept(max_bytes: int, new: New) -> None:
+    arena = new(max_bytes)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         while arena.take(3000) is not None:
@@ -119,17 +127,15 @@ def test_the_bound_is_kept(max_bytes: int) -> None:
     assert arena.nbytes <= max_bytes
     assert arena.nbytes > max_bytes - PAGE  # and used up
     assert arena.take(max_bytes + 1) is None
-    arena.close()
 
 
-def test_the_default_bound_is_a_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_bound_is_a_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch, new: New) -> None:
     monkeypatch.setattr(arena_module.limits, "free_bytes", lambda: Limit(64 << 20, "the machine's memory"))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    arena = Arena()
+    arena = new()
     while arena.take(1 << 20) is not None:
         pass
     assert arena.nbytes == 8 << 20
-    arena.close()
 
 
 @pytest.mark.parametrize("held", [0, 3])
@@ -156,15 +162,14 @@ def test_a_batch_as_large_as_the_last_one_takes_four_calls(arena: Arena, held: i
 # -- exhaustion -----------------------------------------------------------------------------------------------
 
 
-def test_a_limit_of_the_system_is_named_with_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_of_the_system_is_named_with_the_bytes(monkeypatch: pytest.MonkeyPatch, new: New) -> None:
     limit = Limit(1_000_000, "the memory limit of cgroup /sys/fs/cgroup/job")
     monkeypatch.setattr(arena_module.limits, "free_bytes", lambda: limit)
-    arena = Arena(1 << 30)
+    arena = new(1 << 30)
     with pytest.raises(MemoryError, match=r"2,002,944 bytes wanted, 0 in use.* cgroup /sys/fs/cgroup/job .*1,000,000"):
         arena.take(2_000_000)
     assert arena.nbytes == 0
     assert take(arena, 300_000).nbytes >= 300_000  # what there is can be had
-    arena.close()
 
 
 @pytest.fixture
@@ -182,8 +187,10 @@ def no_descriptors() -> Iterator[Callable[[], None]]:
 
 @posix
 @pytest.mark.parametrize("have", [False, True])
-def test_without_descriptors_batches_go_through_the_pipe_until_there_are_some(have: bool, request: Any) -> None:
-    arena = Arena(1 << 30)
+def test_without_descriptors_batches_go_through_the_pipe_until_there_are_some(
+    have: bool, request: Any, new: New
+) -> None:
+    arena = new(1 << 30)
     if have:
         take(arena, 1000)
     raised = request.getfixturevalue("no_descriptors")
@@ -195,7 +202,6 @@ def test_without_descriptors_batches_go_through_the_pipe_until_there_are_some(ha
     raised()
     while arena.take(16 << 20) is None:
         assert arena._take_count < 5 * PAUSE
-    arena.close()
 
 
 @pytest.fixture
@@ -215,35 +221,32 @@ def small_mount(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return used
 
 
-def test_memory_that_the_machine_has_not_got_is_an_error(small_mount: list[int]) -> None:
-    arena = Arena(1 << 30)
+def test_memory_that_the_machine_has_not_got_is_an_error(small_mount: list[int], new: New) -> None:
+    arena = new(1 << 30)
     with pytest.raises(MemoryError, match=r"bytes .*No space left"):
         arena.take(70 << 20)
-    arena.close()
 
 
 @posix
 def test_a_batch_larger_than_the_mount_goes_through_the_pipe(
-    small_mount: list[int], monkeypatch: pytest.MonkeyPatch
+    small_mount: list[int], monkeypatch: pytest.MonkeyPatch, new: New
 ) -> None:
     monkeypatch.setenv("SHARDED_LOADER_MEMORY", "shm")
-    arena = Arena(1 << 30)
+    arena = new(1 << 30)
     with pytest.warns(UserWarning, match=r"bytes .*No space left.* /dev/shm mount .*--shm-size") as seen:
         for _ in range(3 * PAUSE):
             assert arena.take(70 << 20) is None
     assert len(seen) == 1
     assert take(arena, 1 << 20)  # what there is can be had
-    arena.close()
 
 
-def test_a_full_mount_is_a_bound(small_mount: list[int]) -> None:
-    arena = Arena(1 << 30)
+def test_a_full_mount_is_a_bound(small_mount: list[int], new: New) -> None:
+    arena = new(1 << 30)
     first = take(arena, 38 << 20)
     with pytest.warns(UserWarning, match="No space left"):
         assert arena.take(38 << 20) is None
     arena.give(first)
     assert take(arena, 38 << 20) == first
-    arena.close()
 
 
 def test_a_small_mount_is_used_up_with_few_descriptors(small_mount: list[int]) -> None:

@@ -93,18 +93,8 @@ class Supervisor(SupervisedPool[Pretended]):
         self.notices = Notices()
 
     started = True
-
-    def start(self, job: Job) -> None:
-        self._start(job)
-
-    def submit(self, tasks: Sequence[Task]) -> None:
-        raise NotImplementedError
-
-    def wait(self, block: bool = True) -> Sequence[Result]:
-        raise NotImplementedError
-
-    def _count_room(self) -> None:
-        pass
+    start = SupervisedPool._start
+    submit = wait = _count_room = lambda *_: None  # type: ignore[assignment]
 
 
 class Pool:
@@ -157,6 +147,19 @@ def test_the_tasks_of_a_dead_worker_wait_in_front_of_newer_ones_and_not_if_they_
     pool.kill(0)
     assert pool.requeued == [3, 4, 8]
     assert ("cancel", 0, 1) in pool.transport.said and ("cancel", 1, 1) not in pool.transport.said
+
+
+def test_a_cancelled_run_is_forgotten_when_no_worker_has_its_tasks() -> None:
+    pool = Pool()
+    for run in range(5):
+        pool.give(0, task(0, run))
+        pool.supervisor.cancel(run)
+        if run != 1:  # its worker has not answered
+            pool.transport.workers[0].tasks.clear()
+            pool.give(0, task(0, 1))
+    assert pool.supervisor._cancelled == {1, 4}  # the last one until another one is cancelled
+    pool.kill(0)
+    assert pool.requeued == []
 
 
 def test_a_worker_that_is_launched_while_the_pool_is_closed_is_in_the_list_that_is_closed_next() -> None:

@@ -143,17 +143,18 @@ class Handle:
 
 
 @pytest.fixture
-def workers() -> Iterator[list[Handle]]:
+def polled() -> Iterator[tuple[Poller, list[Handle], Any]]:
+    """A poller, the two workers that it looks at, and what wakes it."""
     made = [Handle(), Handle()]
-    yield made
-    for worker in made:
-        worker.close()
+    waker, bell = multiprocess.Pipe(duplex=False)
+    yield Poller(made, waker), made, bell
+    for one in (*made, waker, bell):
+        one.close()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="sentinels are workers there")
-def test_a_poller_tells_who_is_ready_who_has_ended_and_when_it_is_woken(workers: list[Handle]) -> None:
-    waker, bell = multiprocess.Pipe(duplex=False)
-    poller = Poller(workers, waker)
+def test_a_poller_tells_who_is_ready_who_has_ended_and_when_it_is_woken(polled: Any) -> None:
+    poller, workers, bell = polled
     assert poller.wait(0.0) == ([], set())
     workers[1].theirs.send(RESULTS, content=b"x")
     assert poller.wait() == ([workers[1]], set())
@@ -163,14 +164,11 @@ def test_a_poller_tells_who_is_ready_who_has_ended_and_when_it_is_woken(workers:
     assert poller.wait(0.0) == ([], set()), "what the waker was sent is taken out"
     workers[0].die()
     assert poller.wait() == ([], {workers[0].sentinel})
-    waker.close()
-    bell.close()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a socket that does not block")
-def test_a_poller_tells_when_more_can_be_sent(workers: list[Handle]) -> None:
-    waker, bell = multiprocess.Pipe(duplex=False)
-    poller, (worker, _) = Poller(workers, waker), workers
+def test_a_poller_tells_when_more_can_be_sent(polled: Any) -> None:
+    poller, (worker, _), _ = polled
     worker.link.send(RESULTS, buffers=[memoryview(bytes(4 << 20))])
     assert poller.wait(0.0) == ([], set())
     receiver = threading.Thread(target=received, args=(worker.theirs, 1))
@@ -180,5 +178,3 @@ def test_a_poller_tells_when_more_can_be_sent(workers: list[Handle]) -> None:
         worker.link.send()
     receiver.join()
     assert poller.wait(0.0) == ([], set()), "nothing waits to be sent any more"
-    waker.close()
-    bell.close()
