@@ -9,7 +9,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,57 +89,6 @@ def test_all_batches_can_be_held(method: str, backend: None) -> None:
         assert arena_of(loader).nbytes <= 4 * len(batches) * BATCH * SHAPE  # slots are as large as batches
         assert all(is_batch(batch, BATCH * number) for number, batch in enumerate(batches))
         assert len({batch.data_ptr() for batch in batches}) == len(batches)
-
-
-class _Graph:
-    """A graph that has saved the batch for the backward pass."""
-
-    def __init__(self, batch: torch.Tensor) -> None:
-        self.weight = torch.ones(BATCH, 1, requires_grad=True)
-        self.loss = (batch * self.weight).mean(1).sum()
-
-    def read(self) -> list[float]:
-        self.loss.backward()
-        assert self.weight.grad is not None
-        return self.weight.grad.flatten().tolist()
-
-
-HOLDS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], list[float]]]] = {
-    "the batch": (lambda b: b, lambda t: t[:, 0].tolist()),
-    "detached": (lambda b: b.detach().unsqueeze(0), lambda t: t[0, :, 0].tolist()),
-    "numpy": (lambda b: b.numpy(), lambda a: a[:, 0].tolist()),
-    "a memoryview": (lambda b: memoryview(b.numpy()), lambda m: np.asarray(m)[:, 0].tolist()),
-    "dlpack": (np.from_dlpack, lambda a: a[:, 0].tolist()),
-    "its storage": (
-        lambda b: b.untyped_storage(),
-        lambda s: torch.empty(0).set_(s, 0, (BATCH,), (PER_ROW,)).tolist(),
-    ),
-    "autograd": (_Graph, _Graph.read),
-    "share_memory_": (lambda b: b.share_memory_(), lambda t: t[:, 0].tolist()),
-}
-
-
-@pytest.mark.slow
-def test_however_it_is_held() -> None:
-    """One batch is held in each way. Each goes back when what holds it is gone, and no earlier."""
-    kept: dict[str, Any] = {}
-    first, left = 20, iter(HOLDS)
-    with loader_over(make_pool("fork"), 320) as loader:
-        for number, batch in enumerate(loader):
-            how = next(left, None) if number >= first else None
-            if how is not None:
-                kept[how] = HOLDS[how][0](batch)
-            elif number >= first:
-                batch.fill_(-1)
-            del batch
-        assert len(kept) == len(HOLDS) and number > first + 2 * len(HOLDS)
-        arena = arena_of(loader)
-        for place, how in enumerate(HOLDS):
-            assert arena.lent == len(kept.keys() - {"share_memory_"}), how  # torch moves what is in that one elsewhere
-            wanted = [float(BATCH * (first + place) + row) for row in range(BATCH)]
-            assert HOLDS[how][1](kept.pop(how)) == wanted, how
-            gc.collect()
-        assert arena.lent == 0
 
 
 def test_batches_stay_after_close_and_after_the_loader_is_gone() -> None:
