@@ -54,11 +54,7 @@ class Noisy:
 class Lines(torch.utils.data.IterableDataset[Any]):
     """Iterable data in parts, which keeps its place in itself: two parts of one object would mix."""
 
-    def __init__(self, stateful: bool = False) -> None:
-        self.at, self.last = 0, 0
-        if stateful:
-            self.state_dict = lambda: {"at": self.at}
-            self.load_state_dict = lambda state: setattr(self, "at", state["at"])
+    at = 0
 
     def __iter__(self) -> Iterator[Any]:
         info = torch.utils.data.get_worker_info()

@@ -18,33 +18,21 @@ import numpy as np
 import psutil
 import pytest
 from conftest import until
-from failures import hang
-from samples import Filled, Random
+from failures import hang, leave
+from samples import Drawing, Filled, Random
 
-from sharded_loader import RayPool, ShardedDataLoader, WorkerDiedError, WorkerTimeoutError, interleave, sample_rng
+from sharded_loader import RayPool, ShardedDataLoader, WorkerDiedError, WorkerTimeoutError, interleave
 from sharded_loader.ray import cluster as on_ray
 
 ON_RAY = pytest.mark.ray
 
 
-class Rows:
-    """Sample i: 1,000 numbers that depend on i and on the sample's generator. One sample kills, one hangs."""
+class Rows(Drawing):
+    """Sample i: 1,000 numbers that depend on i and on the sample's generator."""
 
-    def __init__(self, length: int = 400, *, kills: int = -1, hangs: int = -1, raises: int = -1) -> None:
-        self.length, self.kills, self.hangs, self.raises = length, kills, hangs, raises
-        self.base = np.arange(1000)
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> np.ndarray[Any, Any]:
-        if index == self.kills:
-            os._exit(3)
-        if index == self.hangs:
-            hang()
-        if index == self.raises:
-            raise KeyError(index)
-        return self.base * index + sample_rng().integers(1000)
+    def read(self, index: int, rng: np.random.Generator) -> Any:
+        super().read(index, rng)
+        return np.arange(1000) * index + rng.integers(1000)
 
 
 def outcomes(loader: Any, kind: type[BaseException]) -> list[Any]:
@@ -185,7 +173,7 @@ def test_a_storm_of_kills_changes_nothing(ray_here: Any) -> None:
 @ON_RAY
 @pytest.mark.parametrize("restarts", [1, 3])
 def test_the_batch_of_a_sample_that_kills_is_named_and_the_others_come(ray_here: Any, restarts: int) -> None:
-    with ShardedDataLoader(Rows(kills=205), 8, pool=RayPool(2, num_cpus=0, restarts=restarts)) as loader:
+    with ShardedDataLoader(Rows(400, {205}, leave), 8, pool=RayPool(2, num_cpus=0, restarts=restarts)) as loader:
         found = outcomes(loader, WorkerDiedError)
     assert len(found) == 50
     errors = [one for one in found if isinstance(one, WorkerDiedError)]
@@ -195,7 +183,7 @@ def test_the_batch_of_a_sample_that_kills_is_named_and_the_others_come(ray_here:
 
 @ON_RAY
 def test_a_sample_that_hangs_is_named_and_the_others_come(ray_here: Any) -> None:
-    with ShardedDataLoader(Rows(80, hangs=43), 8, pool=RayPool(2, num_cpus=0, timeout=1.5, restarts=1)) as loader:
+    with ShardedDataLoader(Rows(80, {43}, hang), 8, pool=RayPool(2, num_cpus=0, timeout=1.5, restarts=1)) as loader:
         found = outcomes(loader, WorkerTimeoutError)
     assert len(found) == 10
     assert [(one.batch, one.index) for one in found if isinstance(one, WorkerTimeoutError)] == [(5, 43)]
@@ -203,7 +191,7 @@ def test_a_sample_that_hangs_is_named_and_the_others_come(ray_here: Any) -> None
 
 @ON_RAY
 def test_a_dataset_that_cannot_be_pickled_is_named(pool: RayPool) -> None:
-    dataset = Rows()
+    dataset = Rows(400)
     dataset.lock = threading.Lock()  # type: ignore[attr-defined]
     with (
         ShardedDataLoader(dataset, 8, pool=pool) as loader,
@@ -224,7 +212,7 @@ def test_after_a_break_the_next_epoch_begins(ray_here: Any) -> None:
 
 @ON_RAY
 def test_a_loader_that_is_collected_leaves_no_actor(ray_here: Any) -> None:
-    loader = ShardedDataLoader(Rows(), 8, pool=RayPool(2, num_cpus=0))
+    loader = ShardedDataLoader(Rows(400), 8, pool=RayPool(2, num_cpus=0))
     next(iter(loader))
     assert actors()
     del loader
