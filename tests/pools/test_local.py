@@ -17,6 +17,7 @@ from samples import Gate
 
 from sharded_loader import InlinePool, ShardedDataLoader, SimpleDataset, ThreadPool, WorkerTimeoutError, sample_seed
 from sharded_loader.engine.messages import Job, Result, Task
+from sharded_loader.engine.pool import PoolBroken
 from sharded_loader.pools import local as thread_pool
 
 TIMEOUT = 0.5
@@ -24,6 +25,17 @@ TIMEOUT = 0.5
 
 def task(seq: int, *indices: int, run: int = 0) -> Task:
     return Task(run, seq, 0, 0, (list(indices),), False)
+
+
+def job(dataset: Any) -> Job:
+    return Job(dataset, None, 0)
+
+
+def read_one(pool: ThreadPool, value: int) -> Any:
+    """A batch of a dataset of one sample."""
+    pool.start(job([value]))
+    pool.submit([task(0, 0)])
+    return results_of(pool, 1)[0].batch.tolist()
 
 
 def results_of(pool: ThreadPool, count: int) -> list[Result]:
@@ -63,19 +75,15 @@ def test_another_job_is_read_by_the_threads_that_run(pool: ThreadPool) -> None:
     def names() -> set[str]:
         return {thread.name for thread in threading.enumerate() if thread.name.startswith("sharded_loader-")}
 
-    pool.start(Job([1], None, 0, "raise"))
+    assert read_one(pool, 1) == [1]
     before = names()
-    pool.submit([task(0, 0)])
-    assert results_of(pool, 1)[0].batch.tolist() == [1]
-    pool.start(Job([2], None, 0, "raise"))
-    pool.submit([task(0, 0)])
-    assert results_of(pool, 1)[0].batch.tolist() == [2]
+    assert read_one(pool, 2) == [2]
     assert names() == before and len(before) == 2
 
 
 def test_a_cancelled_run_is_not_read() -> None:
     gate, pool = Gate(), ThreadPool(1)
-    pool.start(Job(gate, None, 0, "raise"))
+    pool.start(job(gate))
     pool.submit([task(0, 10), task(1, 11), task(0, 20, run=1)])
     pool.cancel(0)
     gate.open_for_all()
@@ -87,9 +95,7 @@ def test_a_cancelled_run_is_not_read() -> None:
 
 def test_a_pool_that_is_closed_twice_starts_again(pool: ThreadPool) -> None:
     for value in (1, 2):
-        pool.start(Job([value], None, 0, "raise"))
-        pool.submit([task(0, 0)])
-        assert results_of(pool, 1)[0].batch.tolist() == [value]
+        assert read_one(pool, value) == [value]
         pool.close()
         pool.close()
         assert not pool.started and pool.wait() == ()
@@ -97,13 +103,13 @@ def test_a_pool_that_is_closed_twice_starts_again(pool: ThreadPool) -> None:
 
 def test_the_closer_ends_what_was_started_after_it_was_made(pool: ThreadPool) -> None:
     closer = pool.closer()
-    pool.start(Job([1], None, 0, "raise"))
+    pool.start(job([1]))
     closer()
     assert not pool.started
 
 
 def test_wake_ends_a_wait(pool: ThreadPool) -> None:
-    pool.start(Job([1], None, 0, "raise"))
+    pool.start(job([1]))
     pool.wake()
     assert pool.wait() == []
 
@@ -117,6 +123,16 @@ def test_a_thread_that_a_defect_of_the_loader_ends_breaks_the_pool(monkeypatch: 
         next(iter(loader))
 
 
+def test_a_worker_init_fn_that_fails_breaks_the_pool() -> None:
+    pool = ThreadPool(2, worker_init_fn=lambda number: 1 // number)
+    pool.start(job([1]))
+    with pytest.raises(PoolBroken) as caught:
+        results_of(pool, 1)
+    assert isinstance(caught.value.error, ZeroDivisionError)
+    assert caught.value.error.__notes__[-1].endswith("while thread 0 started (worker_init_fn)")
+    assert not pool.started
+
+
 def test_threads_that_wait_hold_neither_dataset_nor_init_fn() -> None:
     class Held(list[int]):
         def __call__(self, number: int) -> None:
@@ -125,7 +141,7 @@ def test_threads_that_wait_hold_neither_dataset_nor_init_fn() -> None:
     dataset, init = Held([1]), Held()
     refs = [weakref.ref(dataset), weakref.ref(init)]
     pool = ThreadPool(1, worker_init_fn=init)
-    pool.start(Job(dataset, None, 0, "raise"))
+    pool.start(job(dataset))
     pool.submit([task(0, 0)])
     results_of(pool, 1)
     (thread,) = [one for one in threading.enumerate() if one.name.startswith("sharded_loader-")]
@@ -139,7 +155,7 @@ def test_threads_that_wait_hold_neither_dataset_nor_init_fn() -> None:
 
 def test_a_close_that_a_ctrl_c_interrupts_can_be_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = ThreadPool(2)
-    pool.start(Job([1], None, 0, "raise"))
+    pool.start(job([1]))
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(threading.Thread, "join", lambda *_: signal.raise_signal(signal.SIGINT))
         pool.close()
@@ -156,13 +172,11 @@ class Stuck:
     def __init__(self) -> None:
         self.go_on = threading.Event()
         self.begun: list[threading.Thread] = []
-        self.readers: dict[int, str] = {}
 
     def __len__(self) -> int:
         return 10
 
     def __getitem__(self, index: int) -> Any:
-        self.readers[index] = threading.current_thread().name
         if index == 3 and not self.go_on.is_set():
             self.begun.append(threading.current_thread())
             self.go_on.wait()
@@ -193,7 +207,7 @@ def test_a_thread_that_hangs_is_an_error_and_another_has_its_place(num_workers: 
 
 def test_a_thread_that_goes_on_just_when_it_is_abandoned_loses_no_batch() -> None:
     gate, pool = Gate(), ThreadPool(1, timeout=TIMEOUT)
-    pool.start(Job(gate, None, 0, "raise"))
+    pool.start(job(gate))
     pool.submit([task(seq, 3 + seq) for seq in range(2)])
     found: list[Any] = []
     while not found:
@@ -302,17 +316,13 @@ def started(*errors: BaseException) -> tuple[InlinePool, list[int]]:
         return index * 10
 
     pool = InlinePool()
-    pool.start(Job(SimpleDataset(range(10)).transform(times_ten), None, 0))
+    pool.start(job(SimpleDataset(range(10)).transform(times_ten)))
     return pool, read
-
-
-def task_of(seq: int, run: int = 0) -> Task:
-    return Task(run, seq, 0, seq, ([seq],), False)
 
 
 def test_nothing_is_read_before_somebody_waits_and_then_one_task() -> None:
     pool, read = started()
-    pool.submit([task_of(1), task_of(2)])
+    pool.submit([task(1, 1), task(2, 2)])
     assert list(pool.wait(block=False)) == read == []
     (result,) = pool.wait()
     assert (result.seq, result.batch.tolist(), read) == (1, [10], [1])
@@ -320,7 +330,7 @@ def test_nothing_is_read_before_somebody_waits_and_then_one_task() -> None:
 
 def test_a_task_that_was_interrupted_is_read_again() -> None:
     pool, _ = started(KeyboardInterrupt())
-    pool.submit([task_of(1)])
+    pool.submit([task(1, 1)])
     with pytest.raises(KeyboardInterrupt):
         pool.wait()
     assert pool.waiting, "the user's code was interrupted, not the pool"
@@ -329,9 +339,9 @@ def test_a_task_that_was_interrupted_is_read_again() -> None:
 
 def test_cancelled_and_closed_tasks_are_not_read() -> None:
     pool, read = started()
-    pool.submit([task_of(1, run=0), task_of(2, run=1)])
+    pool.submit([task(1, 1, run=0), task(2, 2, run=1)])
     pool.cancel(0)
     assert [result.seq for result in pool.wait()] == [2]
-    pool.submit([task_of(3)])
+    pool.submit([task(3, 3)])
     pool.close()
     assert not pool.started and list(pool.wait()) == [] and read == [2]

@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import multiprocess
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from sharded_loader.pools.process import link as module
-from sharded_loader.pools.process.link import CANCEL, CHUNK, RESULTS, SEGMENT, Link, Poller
+from sharded_loader.pools.process.link import CANCEL, CHUNK, HEARTBEAT, RESULTS, SEGMENT, Link, Poller
 
 
 def pipe() -> tuple[Link, Link]:
@@ -73,6 +74,21 @@ def test_descriptors_come_with_their_messages_however_many_are_read_at_once() ->
         assert os.read(reader, 1) == b""
         os.close(reader)
     ours.close()
+    theirs.close()
+
+
+def test_a_segment_is_known_by_its_name_or_by_a_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[bytes, int, int, bytes, bool]] = []
+    link, theirs = pipe()
+
+    def send(kind: bytes, run: int, seq: int, content: bytes, descriptor: int | None = None) -> None:
+        sent.append((kind, run, seq, content, descriptor is not None))
+
+    monkeypatch.setattr(link, "send", send)
+    link.send_segment(SimpleNamespace(number=3, nbytes=4096, name=None, fd=9))  # type: ignore[arg-type]
+    link.send_segment(SimpleNamespace(number=3, nbytes=64, name="/x", fd=9), HEARTBEAT, 5)  # type: ignore[arg-type]
+    assert sent == [(SEGMENT, 3, 4096, b"", True), (HEARTBEAT, 5, 64, b"/x", False)]
+    link.close()
     theirs.close()
 
 
