@@ -79,18 +79,6 @@ def test_a_batch_held_for_an_epoch_keeps_its_values_while_every_slot_is_reused(m
         assert arena_of(loader).lent == 0
 
 
-@METHODS
-@pytest.mark.costly
-def test_all_batches_can_be_held(method: str, backend: None) -> None:
-    with loader_over(make_pool(method)) as loader:
-        batches = list(loader)
-        assert len(arena_of(loader).segments) <= 4
-        assert list(loader)  # another epoch over them
-        assert arena_of(loader).nbytes <= 4 * len(batches) * BATCH * SHAPE  # slots are as large as batches
-        assert all(is_batch(batch, BATCH * number) for number, batch in enumerate(batches))
-        assert len({batch.data_ptr() for batch in batches}) == len(batches)
-
-
 def test_batches_stay_after_close_and_after_the_loader_is_gone() -> None:
     loader = ShardedDataLoader(Filled(), BATCH, pool=make_pool("fork"))
     kept = [batch for batch, _ in zip(iter(loader), range(30), strict=False)]
@@ -108,20 +96,6 @@ def test_batches_stay_after_close_and_after_the_loader_is_gone() -> None:
 
 
 # -- bounds ---------------------------------------------------------------------------------------------------
-
-
-@METHODS
-@pytest.mark.parametrize("max_bytes", [0, 1000, 100_000, 300_000, None])
-@pytest.mark.costly(2)
-def test_values_are_right_at_any_bound(method: str, max_bytes: int | None) -> None:
-    with loader_over(ProcessPool(2, start_method=method, max_bytes=max_bytes), 120) as loader:
-        held = []
-        for number, batch in enumerate(loader):
-            assert is_batch(batch, BATCH * number)
-            if number % 9 == 0:
-                held.append((number, batch))
-        assert all(is_batch(batch, BATCH * number) for number, batch in held)
-        assert max_bytes is None or arena_of(loader).nbytes <= max_bytes
 
 
 @pytest.mark.costly(2)
@@ -166,13 +140,6 @@ def test_shards_of_one_batch_lie_in_one_slot_and_are_held_apart() -> None:
             held.append(right)
             del left, right
         assert all((half[:, 0] == torch.tensor([4.0 * n + 2, 4.0 * n + 3])).all() for n, half in enumerate(held))
-
-
-def test_two_iterators_do_not_write_into_each_other_s_batches() -> None:
-    with loader_over(make_pool("fork"), 160) as loader:
-        pairs = list(zip(iter(loader), iter(loader), strict=True))
-        assert all(is_batch(batch, BATCH * n) for n, pair in enumerate(pairs) for batch in pair)
-        assert all(one.data_ptr() != other.data_ptr() for one, other in pairs)
 
 
 def test_an_epoch_that_is_broken_off_gives_its_slots_back() -> None:

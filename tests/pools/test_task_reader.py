@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sharded_loader import sample_rng
 from sharded_loader.engine.heartbeat import SAMPLE, SENDING
 from sharded_loader.engine.messages import Job, Stream, Task
 from sharded_loader.engine.reader import Reader
@@ -23,16 +22,6 @@ def this_is_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task_reader, "_tell_torch", lambda *_: None)
 
 
-class Drawn:
-    """Samples that are random, by the sample and by NumPy's global generator."""
-
-    def __len__(self) -> int:
-        return 20
-
-    def __getitem__(self, index: int) -> np.ndarray[Any, Any]:
-        return np.array([sample_rng().integers(1 << 30), np.random.randint(1 << 30)])
-
-
 def reader(dataset: Any, **options: Any) -> TaskReader:
     made = TaskReader(0, 2, "worker 0")
     made.take(Job(dataset, None, 7, **options))
@@ -41,14 +30,6 @@ def reader(dataset: Any, **options: Any) -> TaskReader:
 
 def fields(*indices: Any, seq: int = 0) -> tuple[Any, ...]:
     return Task(0, seq, 1, 10 * seq, (list(indices),), False).fields
-
-
-def test_a_batch_that_is_read_again_by_another_worker_is_the_same() -> None:
-    first, _, _ = reader(Drawn()).read(0, 3, fields(4, 5, seq=3), None)
-    other = reader(Drawn())
-    other.read(0, 0, fields(1), None)
-    again, _, _ = other.read(0, 3, fields(4, 5, seq=3), None)
-    assert first.batch.tolist() == again.batch.tolist()
 
 
 def test_the_batch_lies_in_the_memory_that_is_given() -> None:

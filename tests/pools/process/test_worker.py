@@ -101,15 +101,6 @@ def test_tasks_of_one_message_are_answered_in_order_with_the_error_of_one(traine
     assert "batch 1" in second.error.__notes__[0] and "worker 4 (pid " in second.error.__notes__[0]
 
 
-def test_a_large_batch_without_a_slot_comes_through_the_pipe() -> None:
-    rows = np.arange(4 * 5000.0).reshape(4, 5000)
-    trainer = Trainer(rows)
-    trainer.send_tasks(task(0, 3, 1))
-    (result,) = trainer.results(1)
-    assert np.array_equal(result.batch, rows[[3, 1]])
-    trainer.close()
-
-
 def test_the_tasks_of_a_cancelled_run_are_answered_and_not_read() -> None:
     gate = Gate()
     trainer = Trainer(gate)
@@ -129,17 +120,6 @@ def test_indices_that_cannot_be_read_are_the_error_of_their_batch(trainer: Train
     assert isinstance(broken.error, pickle.UnpicklingError)
     assert "batch 0: its indices could not be unpickled in worker 4" in broken.error.__notes__[-1]
     assert good.samples == 1
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="opened by path")
-def test_a_segment_that_cannot_be_opened_is_told_and_batches_go_through_the_pipe(
-    trainer: Trainer, capfd: pytest.CaptureFixture[str]
-) -> None:
-    trainer.send(link.SEGMENT, 0, 4096, b"/no/such/segment")
-    trainer.send_tasks((0, 0, Slot(0, 0, 4096), task(0, 1)[3]))
-    (result,) = trainer.results(1)
-    assert result.samples == 1
-    assert "worker 4 (pid " in (text := capfd.readouterr().err) and "through the pipe, which is slower" in text
 
 
 def test_a_job_that_cannot_be_unpickled_is_the_answer() -> None:
