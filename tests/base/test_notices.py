@@ -71,17 +71,13 @@ def test_a_line_of_the_logger_is_no_exception_where_warnings_are(caplog: pytest.
     assert levels(caplog, "text") == [logging.WARNING]
 
 
-def indices(batches: Any) -> list[list[int]]:
-    return [batch[:, 0].tolist() for batch in batches]
-
-
 @MAKERS
 @pytest.mark.parametrize("workers", [0, 1])
 def test_samples_that_are_left_out_are_said_once_and_counted(
     made: Any, workers: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     loader = made(DAMAGED, 4, num_workers=workers, on_error="skip")
-    assert indices(loader) == [[0, 2, 3], [4, 6, 7], [8, 10, 11], [12, 14, 15]]
+    assert [batch[:, 0].tolist() for batch in loader] == [[0, 2, 3], [4, 6, 7], [8, 10, 11], [12, 14, 15]]
     [said] = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
     assert "skipped or replaced sample 1 in epoch 0, batch 0: ValueError: bad 1" in said
     if made is ShardedDataLoader:
@@ -151,17 +147,19 @@ def test_a_killed_worker_is_told_and_counted(method: str, caplog: pytest.LogCapt
     assert said.startswith("worker 0 (pid ") and "SIGKILL" in said and "Another worker has its place" in said
 
 
-@pytest.mark.parametrize("max_bytes", [1 << 18, None])
-def test_batches_that_do_not_fit_into_shared_memory_are_told_and_counted(
-    max_bytes: int | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    with ShardedDataLoader(ZEROS, 4, pool=ProcessPool(1, max_bytes=max_bytes)) as loader:
-        for _ in range(3):
-            assert [batch.shape for batch in loader] == [(4, 1 << 18)] * 2
+def test_batches_that_do_not_fit_into_shared_memory_are_told_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    with ShardedDataLoader(ZEROS, 4, pool=ProcessPool(1, max_bytes=1 << 18)) as loader:
+        assert [batch.shape for _ in range(3) for batch in loader] == [(4, 1 << 18)] * 6
         slow = loader.stats().slow_batches
-        assert slow == 0 if max_bytes is None else 0 < slow <= 6 and f"{slow} batch" in str(loader.stats())
-    assert levels(caplog, "finds no room in shared memory (max_bytes=262144") == [logging.WARNING] * (slow > 0)
-    assert len(caplog.records) == (slow > 0) or max_bytes is not None
+        assert 0 < slow <= 6 and f"{slow} batch" in str(loader.stats())
+    assert levels(caplog, "bytes finds no room in shared memory (max_bytes=262144") == [logging.WARNING]
+
+
+def test_batches_that_fit_are_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    with ShardedDataLoader(ZEROS, 4, num_workers=1) as loader:
+        assert [len(list(loader)) for _ in range(3)] == [2] * 3
+        assert loader.stats().slow_batches == 0
+    assert caplog.records == []
 
 
 @pytest.mark.parametrize("pool", ["inline", "thread", "process"])

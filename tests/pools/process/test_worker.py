@@ -122,6 +122,17 @@ def test_indices_that_cannot_be_read_are_the_error_of_their_batch(trainer: Train
     assert good.samples == 1
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="opened by path")
+def test_a_segment_that_cannot_be_opened_is_told_and_batches_go_through_the_pipe(
+    trainer: Trainer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    trainer.send(link.SEGMENT, 0, 4096, b"/no/such/segment")
+    trainer.send_tasks((0, 0, Slot(0, 0, 4096), task(0, 1)[3]))
+    (result,) = trainer.results(1)
+    assert result.samples == 1
+    assert "worker 4 (pid " in (text := capfd.readouterr().err) and "through the pipe, which is slower" in text
+
+
 def test_a_job_that_cannot_be_unpickled_is_the_answer() -> None:
     trainer = Trainer()
     trainer.send(link.JOB, content=b"no pickle")
