@@ -99,6 +99,12 @@ def pipeline_of(*runs: Run, prefetch: int = 4) -> tuple[Pipeline, PoolOfNumbers]
     return pipeline, pool
 
 
+def started(prefetch: int = 4, **of_run: Any) -> tuple[Run, Pipeline, PoolOfNumbers]:
+    """One run."""
+    run = run_of(0, **of_run)
+    return run, *pipeline_of(run, prefetch=prefetch)
+
+
 def deliver(run: Run, entry: Entry) -> bool:
     run.delivered = entry.seq + 1
     return True
@@ -119,15 +125,13 @@ def strike(*given: Any) -> Any:
 
 @pytest.mark.parametrize("first", [0, 6])
 def test_batches_come_in_order_whatever_finishes_first_and_from_where_it_resumes(first: int) -> None:
-    run = run_of(0, first=first)
-    pipeline, _ = pipeline_of(run)
+    run, pipeline, _ = started(first=first)
     assert [step(pipeline, run) for _ in range(11 - first)] == [*range(first, 10), None]
 
 
 def test_prefetch_batches_are_in_flight_and_one_more_for_each_that_is_handed_out() -> None:
     for prefetch, first, then in ((3, [0, 1, 2, 3], [4]), (0, [0], [1])):  # 0: one is read when it is asked for
-        run = run_of(0)
-        pipeline, pool = pipeline_of(run, prefetch=prefetch)
+        run, pipeline, pool = started(prefetch=prefetch)
         for expected in (first, then):
             step(pipeline, run)
             assert pool.submitted() == [(0, seq) for seq in expected]
@@ -151,8 +155,7 @@ def test_a_group_of_batches_is_submitted_at_once(takes_turns: bool, one_by_one: 
 
 
 def test_no_more_tasks_are_submitted_than_the_pool_has_room_for() -> None:
-    run = run_of(0)
-    pipeline, pool = pipeline_of(run)
+    run, pipeline, pool = started()
     pool.room = 2
     step(pipeline, run)
     calls = [call for call in pool.calls if isinstance(call, list)]
@@ -172,8 +175,7 @@ def test_of_several_runs_the_tasks_that_are_needed_soonest_go_first() -> None:
 
 
 def test_an_error_of_the_sampler_comes_in_its_place() -> None:
-    run = run_of(0, length=4, errors=[2])
-    pipeline, _ = pipeline_of(run)
+    run, pipeline, _ = started(length=4, errors=[2])
     found = [step(pipeline, run) for _ in range(5)]
     assert isinstance(found.pop(2), KeyError)
     assert found == [0, 1, 3, None]
@@ -181,8 +183,7 @@ def test_an_error_of_the_sampler_comes_in_its_place() -> None:
 
 def test_a_result_that_comes_twice_or_of_no_run_counts_once() -> None:
     """As of a thread that was written off, and has read its sample after all."""
-    run = run_of(0, length=4)
-    pipeline, pool = pipeline_of(run)
+    run, pipeline, pool = started(length=4)
     answer, late = pool.wait, TimeoutError("it stands still")
     stray = [Result(9, 0, "stray"), Result(0, 77, "stray"), Result(0, 0, 0), Result(0, 0, "again")]
     stray.append(Result(0, 1, NOTHING, error=late))
@@ -192,8 +193,7 @@ def test_a_result_that_comes_twice_or_of_no_run_counts_once() -> None:
 
 @pytest.mark.parametrize("strikes", ["deliver", "first", "ahead"])
 def test_after_an_interrupted_step_everything_is_planned_again_from_the_delivered_count(strikes: str) -> None:
-    run = run_of(0, length=7)
-    pipeline, pool = pipeline_of(run)
+    run, pipeline, pool = started(length=7)
     assert [step(pipeline, run) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(KeyboardInterrupt):
         pipeline.next(run, **{"deliver": deliver, strikes: strike})
@@ -207,8 +207,7 @@ def test_after_an_interrupted_step_everything_is_planned_again_from_the_delivere
 
 
 def test_what_strikes_while_the_pool_only_waits_costs_nothing() -> None:
-    run = run_of(0)
-    pipeline, pool = pipeline_of(run)
+    run, pipeline, pool = started()
     pipeline.is_open_step = pool.waiting = True
     pipeline.fail()
     pool.calls.clear()
@@ -217,8 +216,7 @@ def test_what_strikes_while_the_pool_only_waits_costs_nothing() -> None:
 
 
 def test_a_step_inside_a_waiting_one_is_told_apart_and_wakes_it() -> None:
-    run = run_of(0)
-    pipeline, pool = pipeline_of(run)
+    run, pipeline, pool = started()
     woken = []
     pool.wake = lambda: woken.append(True)  # type: ignore[method-assign]
     pipeline.is_open_step = pool.waiting = True
@@ -252,24 +250,21 @@ def test_a_run_that_is_dropped_inside_a_step_goes_with_the_next_one() -> None:
 
 
 def test_a_broken_pool_ends_every_run_with_its_error_once() -> None:
-    run = run_of(0)
-    pipeline, pool = pipeline_of(run)
+    run, pipeline, pool = started()
     pool.broken = OSError("no memory")
     assert step(pipeline, run) is pool.broken
     assert "this iterator has failed (OSError: no memory)" in str(step(pipeline, run))
 
 
 def test_a_pool_that_somebody_has_closed_is_started_again() -> None:
-    run = run_of(0)
-    pipeline, pool = pipeline_of(run)
+    run, pipeline, pool = started()
     step(pipeline, run)
     pool.close()
     assert [step(pipeline, run) for _ in range(9)] == list(range(1, 10))
 
 
 def test_a_closed_pipeline_says_so_also_to_the_step_that_it_is_closed_in() -> None:
-    run = run_of(0)
-    pipeline, pool = pipeline_of(run)
+    run, pipeline, pool = started()
     step(pipeline, run)
     pipeline.close()
     pipeline.close()

@@ -122,6 +122,11 @@ class Pool:
         return [task.seq for task in self.supervisor.requeued]
 
 
+@pytest.fixture
+def pool() -> Pool:
+    return Pool()
+
+
 def task(seq: int, run: int = 0, part: PartBatch | None = None) -> Task:
     return Task(run, seq, 0, 0, ([10, 11, 12],), False, part=part)
 
@@ -130,8 +135,7 @@ def reading(seq: int, sample: int = 1) -> list[int]:
     return [0, seq, 0, sample]
 
 
-def test_a_dead_worker_is_replaced_by_one_of_its_number_and_counted_once_however_often_it_is_told() -> None:
-    pool = Pool()
+def test_a_dead_worker_is_replaced_by_one_of_its_number_and_counted_once_however_often_it_is_told(pool: Pool) -> None:
     dead = pool.transport.workers[1]
     assert pool.kill(1) == pool.supervisor.replace(dead) == []
     assert numbers_and_pids(pool.transport.workers) == [(0, 101), (1, 103)]
@@ -139,8 +143,7 @@ def test_a_dead_worker_is_replaced_by_one_of_its_number_and_counted_once_however
     assert pool.supervisor.notices.counts["replaced_workers"] == 1
 
 
-def test_the_tasks_of_a_dead_worker_wait_in_front_of_newer_ones_and_not_if_they_are_cancelled() -> None:
-    pool = Pool()
+def test_the_tasks_of_a_dead_worker_wait_in_front_of_newer_ones_and_not_if_they_are_cancelled(pool: Pool) -> None:
     pool.give(0, task(3), task(4), task(9, run=1))
     pool.supervisor.requeued.extend([task(8), task(7, run=1)])
     pool.supervisor.cancel(1)
@@ -149,8 +152,7 @@ def test_the_tasks_of_a_dead_worker_wait_in_front_of_newer_ones_and_not_if_they_
     assert ("cancel", 0, 1) in pool.transport.said and ("cancel", 1, 1) not in pool.transport.said
 
 
-def test_a_cancelled_run_is_forgotten_when_no_worker_has_its_tasks() -> None:
-    pool = Pool()
+def test_a_cancelled_run_is_forgotten_when_no_worker_has_its_tasks(pool: Pool) -> None:
     for run in range(5):
         pool.give(0, task(0, run))
         pool.supervisor.cancel(run)
@@ -162,8 +164,7 @@ def test_a_cancelled_run_is_forgotten_when_no_worker_has_its_tasks() -> None:
     assert pool.requeued == []
 
 
-def test_a_worker_that_is_launched_while_the_pool_is_closed_is_in_the_list_that_is_closed_next() -> None:
-    pool = Pool()
+def test_a_worker_that_is_launched_while_the_pool_is_closed_is_in_the_list_that_is_closed_next(pool: Pool) -> None:
     launch = pool.transport.launch
 
     def launch_while_another_thread_closes(number: int, job: Job) -> Pretended:
@@ -188,8 +189,7 @@ def test_a_batch_that_kills_too_many_workers_is_given_up_and_its_sample_named() 
 
 
 @pytest.mark.parametrize("at", [IN_BULK, ONE_BY_ONE, 1], ids=["in bulk", "one by one", "a sample"])
-def test_after_a_death_each_sample_is_noted(at: int) -> None:
-    pool = Pool()
+def test_after_a_death_each_sample_is_noted(at: int, pool: Pool) -> None:
     pool.give(0, task(3), task(4), heartbeat=reading(3, at))
     pool.kill(0)
     assert [one.isolated for one in pool.supervisor.requeued] == [True, False]
@@ -234,8 +234,7 @@ def test_nobody_is_to_blame_where_a_machine_has_gone() -> None:
     assert pool.requeued == [3]
 
 
-def test_a_worker_that_dies_between_batches_again_and_again_breaks_the_pool() -> None:
-    pool = Pool()
+def test_a_worker_that_dies_between_batches_again_and_again_breaks_the_pool(pool: Pool) -> None:
     pool.give(0, task(3), heartbeat=[0, 3, 0, IDLE])  # it was sent, and had not begun
     with pytest.raises(PoolBroken, match="between batches") as caught:
         for _ in range(IDLE_DEATHS):
@@ -255,8 +254,7 @@ def test_workers_that_cannot_start_break_the_pool(said: dict[str, Any]) -> None:
         pool.kill(0, **said)
 
 
-def test_a_pool_may_go_on_without_a_worker_that_cannot_start() -> None:
-    pool = Pool()
+def test_a_pool_may_go_on_without_a_worker_that_cannot_start(pool: Pool) -> None:
     pool.transport.needs_all, pool.transport.workers[0].ready = False, False
     assert pool.kill(0, is_final=True) == []
     assert pool.transport.launched == 2
@@ -293,8 +291,7 @@ def numbers_and_pids(workers: Sequence[Pretended]) -> list[tuple[int, int]]:
     return [(worker.number, worker.pid) for worker in workers]
 
 
-def test_more_workers_are_launched_and_those_that_are_too_many_leave_with_their_tasks() -> None:
-    pool = Pool()
+def test_more_workers_are_launched_and_those_that_are_too_many_leave_with_their_tasks(pool: Pool) -> None:
     pool.have(4)
     assert numbers_and_pids(pool.transport.workers) == [(0, 101), (1, 102), (2, 103), (3, 104)]
     pool.give(3, task(7))
@@ -321,16 +318,14 @@ def test_a_worker_that_has_left_is_no_death_and_one_that_dies_over_a_batch_is_to
     assert pool.transport.draining == [] and not pool.supervisor.notices.counts
 
 
-def test_where_workers_cannot_end_by_themselves_others_get_their_tasks_at_once() -> None:
-    pool = Pool()
+def test_where_workers_cannot_end_by_themselves_others_get_their_tasks_at_once(pool: Pool) -> None:
     pool.transport.drains = False
     pool.give(1, task(7), task(8))
     pool.have(1)
     assert pool.requeued == [7, 8] and pool.transport.draining == []
 
 
-def test_another_worker_gets_the_number_of_one_that_lives() -> None:
-    pool = Pool()
+def test_another_worker_gets_the_number_of_one_that_lives(pool: Pool) -> None:
     pool.give(0, task(7))
     pool.supervisor.renew(pool.transport.workers[0])
     assert numbers_and_pids(pool.transport.workers) == [(0, 103), (1, 102)]
@@ -355,8 +350,7 @@ def test_a_worker_that_leaves_is_watched_and_told_what_is_cancelled(host_time: A
     assert [said[:2] for said in pool.transport.said] == [("retired", 102), ("cancel", 1), ("late", 1)]
 
 
-def test_if_another_one_cannot_be_launched_there_are_those_that_could_be() -> None:
-    pool = Pool()
+def test_if_another_one_cannot_be_launched_there_are_those_that_could_be(pool: Pool) -> None:
     launch = pool.transport.launch
 
     def one_more(number: int, job: Job) -> Pretended:
