@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import ahead
 from process_samples import forked, kill_a_worker, zygote_process
 from recovery_samples import values_of
 from samples import Random
@@ -139,7 +140,7 @@ def test_a_default_timeout_of_sockets_does_not_end_the_zygote() -> None:
     socket.setdefaulttimeout(1e-6)
     try:
         pool = forked()
-        with ShardedDataLoader(range(40), 4, pool=pool) as loader, warnings.catch_warnings():
+        with ahead(ShardedDataLoader(range(40), 4, pool=pool), False) as loader, warnings.catch_warnings():
             warnings.simplefilter("error", RuntimeWarning)
             list(loader)
             first = zygote_process(pool).pid
@@ -183,10 +184,10 @@ def test_workers_leave_the_garbage_of_the_main_process_alone(tmp_path: Path) -> 
         Garbage(tmp_path / "ends")
         pool, pids = forked(1), set()
         data = SimpleDataset(range(40)).transform(lambda index: gc.collect() * 0 + os.getpid())
-        with ShardedDataLoader(data, 4, pool=pool) as loader:
-            for _ in range(2):
-                pids |= {pid for batch in loader for pid in batch.tolist()}
-                kill_a_worker(pool)  # the next one comes from the zygote
+        with ahead(ShardedDataLoader(data, 4, pool=pool), False) as loader:
+            pids |= {pid for batch in loader for pid in batch.tolist()}
+            kill_a_worker(pool)  # the next one comes from the zygote
+            pids |= {pid for batch in loader for pid in batch.tolist()}
         assert len(pids) == 2 and os.getpid() not in pids
         assert not (tmp_path / "ends").exists()
     finally:
