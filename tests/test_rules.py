@@ -44,7 +44,6 @@ CLOCKS_LEFT: dict[str, int] = {
     "pools/process/test_zygote.py": 1,
     "pools/ray/test_on_ray.py": 4,
     "pools/test_threads.py": 2,
-    "pretend_cuda.py": 10,
     "promises/test_iterable.py": 1,
     "promises/test_iterable_surroundings.py": 1,
     "promises/test_iteration.py": 3,
