@@ -33,16 +33,6 @@ CLOCKS_LEFT: dict[str, int] = {
     "data/test_inspection.py": 2,
     "drop_in/test_drop_in_iterator.py": 5,
     "drop_in/test_drop_in_workers.py": 1,
-    "engine/test_grouping.py": 1,
-    "memory/memory_samples.py": 2,
-    "memory/test_arena.py": 1,
-    "pools/process/test_lifeline.py": 1,
-    "pools/process/test_processes.py": 5,
-    "pools/process/test_transport.py": 1,
-    "pools/process/test_worker.py": 2,
-    "pools/process/test_zygote.py": 1,
-    "pools/ray/test_on_ray.py": 4,
-    "pools/test_threads.py": 2,
     "promises/test_iterable.py": 1,
     "promises/test_iterable_surroundings.py": 1,
     "promises/test_iteration.py": 3,
@@ -57,7 +47,7 @@ CLOCKS_LEFT: dict[str, int] = {
 }
 """Quick tests that ask a clock, or sleep, by file."""
 
-PRIVATE_LEFT = 271
+PRIVATE_LEFT = 213
 """Uses of private attributes of the package."""
 
 
