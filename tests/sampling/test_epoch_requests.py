@@ -75,15 +75,26 @@ def listening(*samplers: Any) -> EpochRequests:
     return requests
 
 
-def test_requests_are_taken_once_and_may_be_dropped() -> None:
-    sampler = RandomSampler(4, seed=1)
-    requests, others = listening(sampler), listening(sampler)
+def test_requests_are_taken_once_and_may_be_dropped_and_the_latest_counts() -> None:
+    one, other, third = Foreign(), RandomSampler(4, seed=1), Foreign(3)
+    requests, others = listening(one, other), listening(other)
     assert requests.take() is None
-    sampler.set_epoch(3)
-    assert (requests.take(), requests.take()) == (3, None)
-    sampler.set_epoch(4)
+    one.set_epoch(7)
+    other.set_epoch(2)
+    assert (requests.take(), requests.take(), others.take()) == (2, None, 2)
+    other.set_epoch(4)
     requests.drop()
     assert (requests.take(), others.take()) == (None, 4)
+    # A call that came before counts if it can be seen.
+    assert listening(third).take() == 3 and listening(Foreign(0)).take() is None
+    assert listening(Foreign("odd")).take() is None
+    assert listening(pickle.loads(pickle.dumps(other))).take() == 4
+    # To listen again keeps what was seen, and forgets the others.
+    requests.listen([one])
+    other.set_epoch(2)
+    assert requests.take() is None
+    one.set_epoch(3)
+    assert requests.take() == 3
 
 
 def test_a_sampler_of_another_library_is_heard_and_does_what_it_did() -> None:
@@ -98,11 +109,6 @@ def test_a_sampler_of_another_library_is_heard_and_does_what_it_did() -> None:
     assert requests.take() == 2 and torch_sampler.epoch == 2
 
 
-def test_a_call_that_came_before_counts_if_it_can_be_seen() -> None:
-    assert listening(Foreign(3)).take() == 3
-    assert listening(Foreign(0)).take() is None and listening(Foreign("odd")).take() is None
-
-
 def test_a_call_of_a_loader_is_none_of_the_users_also_above_a_class_that_is_listened_to() -> None:
     one, requests = Above(), listening(Foreign())
     one.set_epoch = lambda epoch: Above.set_epoch(one, epoch)  # type: ignore[method-assign]
@@ -113,30 +119,6 @@ def test_a_call_of_a_loader_is_none_of_the_users_also_above_a_class_that_is_list
     assert (one.epoch, requests.take()) == (4, 4)
     del one.set_epoch
     assert one.set_epoch(5) == "now 5" and requests.take() == 5
-
-
-def test_the_latest_of_several_calls_counts() -> None:
-    one, other, third = Foreign(), RandomSampler(4, seed=1), Foreign()
-    requests = listening(one, other, third)
-    one.set_epoch(7)
-    other.set_epoch(2)
-    assert (requests.take(), requests.take()) == (2, None)
-    other.set_epoch(4)
-    third.set_epoch(9)
-    assert requests.take() == 9
-
-
-def test_to_listen_again_keeps_what_was_seen_and_forgets_the_others() -> None:
-    one, other = Foreign(), Foreign()
-    requests = listening(one, other)
-    one.set_epoch(1)
-    assert requests.take() == 1
-    requests.listen([one])
-    assert requests.take() is None
-    other.set_epoch(2)
-    assert requests.take() is None
-    one.set_epoch(3)
-    assert requests.take() == 3
 
 
 def test_what_has_no_set_epoch_is_left_alone_and_what_cannot_be_heard_is_an_error() -> None:
@@ -173,10 +155,3 @@ def test_a_copy_is_told_by_itself(kind: str, way: str) -> None:
         assert other.epoch == 5 and listening(other).take() == 5
     one.set_epoch(7)
     assert requests.take() == 7 and other.epoch != 7
-
-
-def test_a_sampler_that_was_pickled_is_heard_too() -> None:
-    sampler = RandomSampler(4, seed=1)
-    sampler.set_epoch(6)
-    requests = listening(pickle.loads(pickle.dumps(sampler)))
-    assert (requests.take(), requests.take()) == (6, None)

@@ -19,6 +19,7 @@ import pytest
 import torch.utils.data as torch_data
 from hypothesis import given
 from hypothesis import strategies as st
+from test_order import KeepingEpochs
 
 from sharded_loader import (
     BatchSampler,
@@ -30,7 +31,6 @@ from sharded_loader import (
     LoaderClosedError,
     PackSampler,
     RandomSampler,
-    SequentialSampler,
     ShardedDataLoader,
     ShardShuffleSampler,
     SortedBucketSampler,
@@ -47,8 +47,9 @@ def state_of(loader: ShardedDataLoader, count: int = 2) -> dict[str, Any]:
     return loader.state_dict()
 
 
-def test_a_state_says_what_it_is() -> None:
-    assert state_of(ShardedDataLoader(range(20), 4, shuffle=True, seed=9)) == {
+def test_a_state_says_what_it_is_and_is_a_copy() -> None:
+    loader = ShardedDataLoader(range(20), 4, shuffle=True, seed=9)
+    expected = {
         "version": 1,
         "epoch": 0,
         "samples": 8,
@@ -60,14 +61,20 @@ def test_a_state_says_what_it_is() -> None:
         "batch_size": 4,
         "last_batch": "keep",
     }
-
-
-def test_a_foreign_samplers_state_has_a_checksum_and_a_given_batch_sampler_counts_batches() -> None:
+    state = state_of(loader)
+    assert state == expected
+    state["sampler_seeds"].append(1)
+    state["epoch"] = 99
+    assert loader.state_dict() == expected
+    # Of a sampler of another library it has a checksum, and with a given batch sampler it counts batches.
     sampler = torch_data.BatchSampler(torch_data.RandomSampler(range(20)), 4, False)
     state = state_of(ShardedDataLoader(range(20), batch_sampler=sampler, seed=9))
     assert state["batches"] == 2 and "samples" not in state
     assert state["sampler"] == "torch.BatchSampler(torch.RandomSampler)"
     assert state["passed"]["items"] == 2 and state["passed"]["checksum"] > 0 and state["passed"]["state"] is None
+    # Draws without replacement come in the order that they always had.
+    loader = ShardedDataLoader(range(24), 4, sampler=WeightedRandomSampler([1] * 24, 24, False, seed=1), seed=1)
+    assert "WeightedRandomSampler.order_version" not in state_of(loader)["sampler_arguments"]
 
 
 @pytest.mark.parametrize("own_state", [None, {"at": [1, 2]}])
@@ -80,14 +87,6 @@ def test_dump_and_parse_are_inverse_also_through_json(own_state: Any) -> None:
         for mark in (None, Checkpoint(3, 40, 2**32 - 1, 1, True, own_state)):
             place = Position(3, -2 if signature.last_batch == "rollover" else 5, mark)
             assert parse(json.loads(json.dumps(dump(place, signature)))) == (place, signature)
-
-
-def test_a_state_is_a_copy() -> None:
-    loader = ShardedDataLoader(range(20), 4, sampler=SequentialSampler(20))
-    state = state_of(loader)
-    state["sampler_seeds"].append(1)
-    state["epoch"] = 99
-    assert loader.state_dict()["sampler_seeds"] == [None] and loader.state_dict()["epoch"] == 0
 
 
 def shuffled(length: int = 20, batch_size: int = 4, **other: Any) -> ShardedDataLoader:
@@ -114,6 +113,10 @@ def shuffled(length: int = 20, batch_size: int = 4, **other: Any) -> ShardedData
             "the sampler had 20 samples in the epoch, and has 17",
         ),
         (lambda: shuffled(30, 6, last_batch="discard"), "20 samples, and has 30, batch_size was 4.*last_batch was"),
+        (
+            lambda: ShardedDataLoader(range(20), 4, sampler=RandomSampler(20, seed=1)),
+            "the sampler was made by the loader, and is now passed by the user, or vice versa",
+        ),
     ],
 )
 def test_a_state_of_another_loader_is_refused_saying_what_differs_and_changes_nothing(
@@ -211,11 +214,6 @@ def test_a_state_of_an_older_order_is_refused_in_mid_epoch_by_name(sampler: Any)
     loader.load_state_dict(begin)
 
 
-def test_the_order_of_draws_without_replacement_has_not_changed() -> None:
-    loader = ShardedDataLoader(range(24), 4, sampler=WeightedRandomSampler([1] * 24, 24, False, seed=1), seed=1)
-    assert "WeightedRandomSampler.order_version" not in state_of(loader)["sampler_arguments"]
-
-
 def test_strict_false_does_not_take_batches_for_samples() -> None:
     sampler = BatchSampler(RandomSampler(20, seed=1), 4)
     state = state_of(ShardedDataLoader(range(20), batch_sampler=sampler))
@@ -223,71 +221,57 @@ def test_strict_false_does_not_take_batches_for_samples() -> None:
         ShardedDataLoader(range(20), 4, sampler=sampler).load_state_dict(state, strict=False)
 
 
-def without(name: str) -> Callable[[dict[str, Any]], Any]:
-    return lambda state: {key: value for key, value in state.items() if key != name}
-
-
-def changed(**entries: Any) -> Callable[[dict[str, Any]], Any]:
-    return lambda state: {**state, **entries}
-
-
-def passed(**entries: Any) -> dict[str, Any]:
-    return {"epoch": 0, "items": 8, "checksum": 1, "rank": None, "finished": False, "state": None} | entries
+STATE = state_of(shuffled(seed=2))
+PASSED = {"epoch": 0, "items": 8, "checksum": 1, "rank": None, "finished": False, "state": None}
 
 
 @pytest.mark.parametrize(
-    ("spoil", "kind", "said"),
+    ("spoilt", "kind", "said"),
     [
-        (lambda state: None, TypeError, "None, a NoneType; it must be a dict"),
-        (lambda state: list(state), TypeError, "a list; it must be a dict: give what state_dict"),
-        (lambda state: {}, ValueError, "no 'version', its keys are []"),
-        (lambda state: {"model": 1}, ValueError, "no 'version', its keys are ['model']"),
-        (changed(version=2), ValueError, "version 2, this sharded_loader reads up to version 1: update"),
-        (changed(version=0), ValueError, "'version' must be at least 1, got 0"),
-        (changed(version="1"), ValueError, "'version' must be an integer, got '1' of type str"),
-        (changed(epoch=-1), ValueError, "'epoch' must be at least 0, got -1"),
-        (changed(epoch=1.0), ValueError, "'epoch' must be an integer, got 1.0 of type float"),
-        (changed(samples=-1), ValueError, "'samples' must be at least 0, got -1"),
-        (changed(samples=True), ValueError, "'samples' must be an integer, got True"),
-        (changed(samples=21), ValueError, "samples 21, but the epoch has only 20"),
-        (changed(sampler=3), ValueError, "'sampler' is 3; it must be a string"),
-        (changed(sampler_seeds=3), ValueError, "'sampler_seeds' is 3; it must be a list"),
-        (changed(sampler_seeds=["a"]), ValueError, "'sampler_seeds' must be an integer, got 'a'"),
-        (changed(sampler_arguments=3), ValueError, "'sampler_arguments' is 3; it must be a dict"),
-        (changed(passed=[1]), ValueError, "'passed' is [1]; it must be a dict"),
-        (changed(passed={"epoch": 0}), ValueError, "no 'items'"),
-        (changed(passed=passed(items=-1)), ValueError, "its 'items' must be at least 0, got -1"),
-        (changed(passed=passed(epoch=-1)), ValueError, "its 'epoch' must be at least 0, got -1"),
-        (changed(passed=passed(finished="no")), ValueError, "its 'finished' is 'no'; it must be true or false"),
+        (None, TypeError, "None, a NoneType; it must be a dict"),
+        (["version"], TypeError, "a list; it must be a dict: give what state_dict"),
+        ({}, ValueError, "no 'version', its keys are []"),
+        ({"model": 1}, ValueError, "no 'version', its keys are ['model']"),
+        (STATE | {"version": 2}, ValueError, "version 2, this sharded_loader reads up to version 1: update"),
+        (STATE | {"version": 0}, ValueError, "'version' must be at least 1, got 0"),
+        (STATE | {"version": "1"}, ValueError, "'version' must be an integer, got '1' of type str"),
+        (STATE | {"epoch": -1}, ValueError, "'epoch' must be at least 0, got -1"),
+        (STATE | {"samples": -1}, ValueError, "'samples' must be at least 0, got -1"),
+        (STATE | {"samples": True}, ValueError, "'samples' must be an integer, got True"),
+        (STATE | {"samples": 21}, ValueError, "samples 21, but the epoch has only 20"),
+        (STATE | {"sampler": 3}, ValueError, "'sampler' is 3; it must be a string"),
+        (STATE | {"sampler_seeds": 3}, ValueError, "'sampler_seeds' is 3; it must be a list"),
+        (STATE | {"sampler_seeds": ["a"]}, ValueError, "'sampler_seeds' must be an integer, got 'a'"),
+        (STATE | {"sampler_arguments": 3}, ValueError, "'sampler_arguments' is 3; it must be a dict"),
+        (STATE | {"passed": [1]}, ValueError, "'passed' is [1]; it must be a dict"),
+        (STATE | {"passed": {"epoch": 0}}, ValueError, "no 'items'"),
+        (STATE | {"passed": PASSED | {"items": -1}}, ValueError, "its 'items' must be at least 0, got -1"),
+        (STATE | {"passed": PASSED | {"epoch": -1}}, ValueError, "its 'epoch' must be at least 0, got -1"),
+        (STATE | {"passed": PASSED | {"finished": "no"}}, ValueError, "its 'finished' is 'no'; it must be true or"),
         *(
-            (without(name), ValueError, f"no {name!r}")
+            ({key: value for key, value in STATE.items() if key != name}, ValueError, f"no {name!r}")
             for name in ("epoch", "samples", "seed", "sampler", "last_batch")
         ),
     ],
+    ids=str,
 )
-def test_what_is_no_state_is_refused_in_words(spoil: Callable[[Any], Any], kind: type[Exception], said: str) -> None:
+def test_what_is_no_state_is_refused_in_words(spoilt: Any, kind: type[Exception], said: str) -> None:
     loader = shuffled(seed=1)
     with pytest.raises(kind, match=re.escape(said)):
-        loader.load_state_dict(spoil(state_of(shuffled(seed=2))))
+        loader.load_state_dict(spoilt)
     assert loader.seed == 1 and loader.position == 0
 
 
-def test_numbers_of_numpys_are_numbers() -> None:
-    state = state_of(shuffled(seed=2))
+def test_numbers_of_numpys_are_numbers_and_a_closed_loader_tells_its_state_and_takes_none() -> None:
     loader = shuffled()
-    loader.load_state_dict({**state, "epoch": np.int64(0), "samples": np.int32(8)})
-    assert loader.state_dict() == state
-
-
-def test_a_closed_loader_still_tells_its_state_and_takes_none() -> None:
-    loader = shuffled(seed=2)
-    state = state_of(loader)
+    loader.load_state_dict({**STATE, "epoch": np.int64(0), "samples": np.int32(8)})
     loader.close()
-    assert loader.state_dict() == state
+    assert loader.state_dict() == STATE
     with pytest.raises(LoaderClosedError):
-        loader.load_state_dict(state)
+        loader.load_state_dict(STATE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("foreign", [False, True])
 def test_a_state_costs_microseconds_and_less_than_a_kilobyte(foreign: bool) -> None:
     order: dict[str, Any] = {"sampler": torch_data.RandomSampler(range(100_000))} if foreign else {"shuffle": True}
@@ -298,29 +282,6 @@ def test_a_state_costs_microseconds_and_less_than_a_kilobyte(foreign: bool) -> N
     assert len(json.dumps(loader.state_dict())) < 500
     # A few microseconds on a free machine; ten times that is still no reason to save less often.
     assert min(timeit.repeat(loader.state_dict, number=100, repeat=5)) / 100 < 100e-6
-
-
-class StatefulSampler:
-    """A sampler of another library that goes by a state of its own."""
-
-    def __init__(self) -> None:
-        self.begun = 0
-
-    def __len__(self) -> int:
-        return 20
-
-    def __iter__(self) -> Any:
-        first, self.begun = self.begun, 0
-        for number in range(first, 20):
-            self.begun = number + 1
-            yield number
-        self.begun = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"begun": self.begun}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.begun = state["begun"]
 
 
 ALL_KINDS: dict[str, Callable[[], ShardedDataLoader]] = {
@@ -356,7 +317,7 @@ ALL_KINDS: dict[str, Callable[[], ShardedDataLoader]] = {
     "foreign rollover": lambda: ShardedDataLoader(
         range(20), 3, sampler=torch_data.RandomSampler(range(20)), seed=2, last_batch="rollover"
     ),
-    "stateful": lambda: ShardedDataLoader(range(20), 3, sampler=StatefulSampler(), seed=2),
+    "stateful": lambda: ShardedDataLoader(range(20), 3, sampler=KeepingEpochs(20), seed=2),
 }
 NUMBERS = (0, -1, 1, 7, -1000, 1000, 2**31, 2**53, -(2**53))
 NO_NUMBERS = (None, True, math.nan, math.inf, -math.inf, 1.0, "", "3", "rollover", b"1", [], [1], [None, 2**53], {})

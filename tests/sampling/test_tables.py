@@ -40,16 +40,13 @@ def asked(*positions: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     return np.array(positions, np.int64)
 
 
-@pytest.mark.parametrize(("count", "whole", "cut"), [(0, 0, 0), (1, 1, 0), (3, 1, 1), (7, 3, 2), (9, 3, 3)])
-def test_parts_of_three(count: int, whole: int, cut: int) -> None:
-    assert (parts(count, 3, False), parts(count, 3, True)) == (whole, cut)
-
-
-def test_a_table_has_any_item_and_ends_where_it_ends() -> None:
+def test_a_table_has_any_item_and_parts_are_whole_or_cut() -> None:
     table = numbers(10, 5)
     assert table.at(asked(9, 0, 3)).tolist() == [14, 5, 8]
     assert (table.upto(0, 4), table.upto(8, 12), table.upto(20, 24)) == (4, 10, 10)
     assert list(table.items(7)) == [12, 13, 14] and list(table.items(10)) == []
+    assert [parts(count, 3, False) for count in (0, 1, 3, 7, 9)] == [0, 1, 1, 3, 3]
+    assert [parts(count, 3, True) for count in (0, 1, 3, 7, 9)] == [0, 0, 1, 2, 3]
 
 
 def test_a_stream_is_read_no_further_than_asked_and_again_from_anywhere() -> None:
@@ -116,6 +113,9 @@ def test_batches_are_made_a_block_at_a_time_where_indices_cost_nothing() -> None
     assert BatchedTable(numbers(10**6, block=BLOCK), 64).block == 512
     assert BatchedTable(StridedTable(numbers(10**6, block=BLOCK), 3, 1), 64).block == 512
     assert BatchedTable(streamed(10**6), 64).block == 1
+    endless = BatchedTable(EndlessTable(lambda epoch: numbers(10, block=BLOCK), EpochSegment(10, 1, 0, 0), 0, 100), 4)
+    endless.at(asked(0))
+    assert endless.block == BLOCK // 4
 
 
 def test_numbers_of_any_kind_become_ints_and_keys_stay() -> None:
@@ -157,16 +157,7 @@ def test_rollover_goes_on_from_any_item() -> None:
     assert (odd.first, odd.length(), [odd.total(batches) for batches in range(3)]) == (1, 2, [7, 9, 10])
     behind = Rollover(5, 3, epoch=0, done=4)
     assert (behind.length(), behind.is_behind, behind.total(0)) == (0, True, 4)
-
-
-def test_an_empty_sampler_rolls_over_to_nothing() -> None:
-    assert (Rollover(0, 4, epoch=3).length(), Rollover(0, 4, epoch=3).total(0)) == (0, 0)
-
-
-def test_the_endless_sequence_too_is_read_in_blocks() -> None:
-    endless = BatchedTable(EndlessTable(lambda epoch: numbers(10, block=BLOCK), EpochSegment(10, 1, 0, 0), 0, 100), 4)
-    endless.at(asked(0))
-    assert endless.block == BLOCK // 4
+    assert (Rollover(0, 4, epoch=3).length(), Rollover(0, 4, epoch=3).total(0)) == (0, 0)  # an empty sampler
 
 
 def dealt_endlessly(length: int, replicas: int, epochs: int) -> list[list[int]]:
