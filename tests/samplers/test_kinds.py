@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from samplers_samples import after_steps, ranks_of, steps_of
 
 from sharded_loader import ClassBalancedBatchSampler, FixedBucketSampler, GroupedBatchSampler, ShardedDataLoader
 from sharded_loader.samplers.batch_samplers import kinds_of
@@ -26,61 +27,30 @@ def of_one_kind(last_batch: str = "keep", **given: Any) -> ShardedDataLoader[Any
     return ShardedDataLoader(range(len(LABELS)), batch_sampler=sampler, seed=3, **given)
 
 
-def kinds_in(batch: Any) -> set[int]:
-    return {LABELS[index] for index in batch.tolist()}
-
-
+@pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize("last_batch", ["keep", "discard", "rollover"])
-def test_each_batch_has_one_kind_and_its_size(last_batch: str) -> None:
-    sizes, loader = {0: 2, 1: 3, 2: 1, 3: 2}, of_one_kind(last_batch)
-    epochs = [list(loader) for _ in range(3)]
-    for batch in (batch for batches in epochs for batch in batches):
-        (kind,) = kinds_in(batch)
-        assert len(batch) == sizes[kind] or (last_batch == "keep" and len(batch) < sizes[kind])
-    if last_batch == "keep":
-        assert all(sorted(np.concatenate(batches).tolist()) == list(range(len(LABELS))) for batches in epochs)
-    assert [batch.tolist() for batch in epochs[0]] != [batch.tolist() for batch in epochs[1]]
-
-
-def test_other_samples_of_a_kind_meet_in_each_epoch() -> None:
+def test_in_each_step_all_ranks_have_a_batch_of_one_kind_and_its_size(replicas: int, last_batch: str) -> None:
+    sizes, loaders = {0: 2, 1: 3, 2: 1, 3: 2}, ranks_of(replicas, partial(of_one_kind, last_batch))
+    epochs = [steps_of(loaders) for _ in range(3)]
+    for step in sum(epochs, []):
+        (kind,) = {LABELS[index] for batch in step for index in batch}
+        found = set(map(len, step))
+        assert found == {sizes[kind]} or (last_batch == "keep" and max(found) <= sizes[kind])
+    for steps in epochs if last_batch == "keep" else ():
+        found = [index for step in steps for batch in step for index in batch]
+        assert set(found) == set(range(len(LABELS))) and (replicas > 1 or len(found) == len(LABELS))
+    assert epochs[0] != epochs[1]
+    # Other samples of a kind meet in each epoch.
     sampler = GroupedBatchSampler(np.repeat([0, 1], 20), 5, seed=0)
     first, second = ({frozenset(batch) for batch in sampler.iter_epoch(epoch)} for epoch in (0, 1))
     assert not first & second
 
 
-@pytest.mark.parametrize("replicas", [2, 3])
-@pytest.mark.parametrize("last_batch", ["keep", "discard", "rollover"])
-def test_in_each_step_all_ranks_have_a_batch_of_one_kind(replicas: int, last_batch: str) -> None:
-    loaders = [of_one_kind(last_batch, num_replicas=replicas, rank=rank) for rank in range(replicas)]
-    for _ in range(3):
-        found = []
-        for step in zip(*loaders, strict=True):
-            assert len(set().union(*map(kinds_in, step))) == 1
-            found += [index for batch in step for index in batch.tolist()]
-        if last_batch == "keep":
-            assert set(found) == set(range(len(LABELS)))
-
-
-def test_the_kinds_of_a_state_resume_on_another_number_of_ranks() -> None:
-    first = [of_one_kind(num_replicas=2, rank=rank) for rank in range(2)]
-    iterators = list(map(iter, first))
-    for _ in range(2):
-        for iterator in iterators:
-            next(iterator)
-    state = first[1].state_dict()
-    rest = [sorted(batch.tolist()) for step in zip(*iterators, strict=True) for batch in step]
-    for replicas in (1, 4):
-        resumed = [of_one_kind(num_replicas=replicas, rank=rank) for rank in range(replicas)]
-        for one in resumed:
-            one.load_state_dict(state)
-        found = [sorted(batch.tolist()) for step in zip(*resumed, strict=True) for batch in step]
-        assert found[: len(rest)] == rest
-
-
-def test_one_kind_per_batch_is_an_order_of_buckets() -> None:
-    lengths = [1 + label for label in LABELS]
-    by_length = FixedBucketSampler(lengths, 2, None, [1, 2, 3, 4])
-    assert list(GroupedBatchSampler(LABELS, 2, shuffle=False)) == list(by_length)
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_the_kinds_of_a_state_resume_on_another_number_of_ranks(replicas: int) -> None:
+    _, state, rest = after_steps(ranks_of(2, of_one_kind), 2)
+    found = sum(steps_of(ranks_of(replicas, of_one_kind, state)), [])
+    assert found[: 2 * len(rest)] == sum(rest, [])
 
 
 @given(
@@ -159,24 +129,16 @@ def test_which_classes_meet_changes_all_the_time() -> None:
     assert len(pairs) == 28 and max(pairs.values()) < 40  # 14 on average
 
 
-def test_ranks_have_different_batches_of_one_order_and_resume_on_any_number_of_them() -> None:
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_ranks_have_different_batches_of_one_order_and_resume_on_any_number_of_them(replicas: int) -> None:
     def loader(**given: Any) -> ShardedDataLoader[Any]:
         sampler = ClassBalancedBatchSampler(LABELS, 2, 3, batches=12)
         return ShardedDataLoader(range(len(LABELS)), batch_sampler=sampler, seed=6, **given)
 
     whole = [batch.tolist() for batch in loader()]
-    ranks = [iter(ranks := loader(num_replicas=2, rank=rank)) for rank in range(2)]
-    assert [next(ranks[n % 2]).tolist() for n in range(6)] == whole[:6]
-    first = loader(num_replicas=2, rank=1)
-    batches = iter(first)
-    for _ in range(3):
-        next(batches)
-    for replicas in (1, 2, 3):
-        resumed = [loader(num_replicas=replicas, rank=rank) for rank in range(replicas)]
-        for one in resumed:
-            one.load_state_dict(first.state_dict())
-        found = [batch.tolist() for step in zip(*resumed, strict=True) for batch in step]
-        assert found == whole[6:]
+    first, state, _ = after_steps(ranks_of(2, loader), 3)
+    assert sum(first, []) == whole[:6]
+    assert sum(steps_of(ranks_of(replicas, loader, state)), []) == whole[6:]
 
 
 def test_epochs_go_on_with_rounds_and_passes_and_any_epoch_is_read_by_itself() -> None:
@@ -205,45 +167,3 @@ def test_labels_may_be_anything_hashable_and_equal_ones_give_one_order() -> None
     assert all(order == orders[0] for order in orders)
     kinds, numbers = kinds_of([(4, 3), None, (4, 3), "wide"], "by")
     assert kinds == [(4, 3), None, "wide"] and numbers.tolist() == [0, 1, 0, 2]
-
-
-def test_a_state_of_other_labels_is_refused() -> None:
-    def loader(labels: list[int]) -> ShardedDataLoader[Any]:
-        return ShardedDataLoader(range(len(LABELS)), batch_sampler=ClassBalancedBatchSampler(labels, 2, 3, 4, seed=0))
-
-    saved = loader(LABELS)
-    next(iter(saved))
-    with pytest.raises(ValueError, match="labels of the ClassBalancedBatchSampler changed"):
-        loader([0, 0, *LABELS[2:-2], 1, 2]).load_state_dict(saved.state_dict())
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: GroupedBatchSampler(LABELS, {0: 1, 1: 1, 2: 1}), ValueError, "no number for the kind 3"),
-        (lambda: GroupedBatchSampler(LABELS, 0), ValueError, "batch_size must be at least 1"),
-        (lambda: GroupedBatchSampler(5, 2), TypeError, "by must be a sequence of hashable"),  # type: ignore[arg-type]
-        (
-            lambda: ShardedDataLoader(range(16), batch_sampler=GroupedBatchSampler(LABELS, 2)),
-            ValueError,
-            "GroupedBatchSampler has 15 labels, but the dataset has 16 samples",
-        ),
-        (lambda: ClassBalancedBatchSampler(LABELS, 5, 1), ValueError, "classes is 5, but the labels have 4 classes"),
-        (lambda: ClassBalancedBatchSampler(LABELS, 2, 4), ValueError, "samples is 4, but class 2 has 3, and 2 classes"),
-        (lambda: ClassBalancedBatchSampler(LABELS, 0, 1), ValueError, "classes must be at least 1"),
-        (lambda: ClassBalancedBatchSampler(LABELS, 1, 0), ValueError, "samples must be at least 1"),
-        (lambda: ClassBalancedBatchSampler([], 1, 1), ValueError, "the labels have 0 classes"),
-        (lambda: ClassBalancedBatchSampler(LABELS, 1, 1, -1), ValueError, "batches must be at least 0"),
-        (lambda: ClassBalancedBatchSampler([[1], [2]], 1, 1), TypeError, "labels must be a sequence of hashable"),
-        (lambda: ClassBalancedBatchSampler(None, 1, 1), TypeError, "labels must be a sequence"),  # type: ignore[arg-type]
-        (lambda: ClassBalancedBatchSampler(np.eye(3), 1, 1), ValueError, r"labels has shape \(3, 3\)"),
-        (
-            lambda: ShardedDataLoader(range(9), batch_sampler=ClassBalancedBatchSampler(LABELS, 1, 1)),
-            ValueError,
-            "ClassBalancedBatchSampler has 15 labels, but the dataset has 9 samples",
-        ),
-    ],
-)
-def test_bad_arguments_are_refused(make: Callable[[], Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        make()
