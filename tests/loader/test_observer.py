@@ -6,27 +6,16 @@ from typing import Any
 
 import pytest
 from conftest import covering, made
+from samples import Drawing
 
 from sharded_loader import TooManySkippedError
 from sharded_loader.base import imports
 
 
-class Bad:
-    """Sample 5 cannot be read."""
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> int:
-        if index == 5:
-            raise KeyError(index)
-        return index
-
-
 def outcomes(**options: Any) -> list[Any]:
     """Batches, errors and states of two epochs, and what is told of skipped samples."""
     seen: list[Any] = []
-    with made(Bad(), 4, shuffle=True, seed=1, **options) as loader:
+    with made(Drawing(12, bad=[5]), 4, shuffle=True, seed=1, **options) as loader:
         for _ in range(2):
             batches = iter(loader)
             while True:
@@ -34,7 +23,7 @@ def outcomes(**options: Any) -> list[Any]:
                     seen.append(next(batches).tolist())
                 except StopIteration:
                     break
-                except (KeyError, TooManySkippedError) as error:
+                except (ValueError, TooManySkippedError) as error:
                     seen.append(str(error))
                 seen.append(loader.state_dict())
         seen += loader.num_skipped, [index for index, _ in loader.skipped]

@@ -39,15 +39,15 @@ def deliver(progress: Progress, run: Run, count: int = 1) -> None:
     progress.current_run = run
 
 
-def test_before_any_batch_a_loader_is_at_the_beginning_of_epoch_0() -> None:
-    progress = progress_of()
-    assert (progress.at(), progress.length(), progress.now, progress.run()) == ((0, 0), 4, At.BEGINNING, None)
-
-
 def test_the_states_and_what_leads_from_one_to_the_next() -> None:
     progress = progress_of()
+    assert (progress.at(), progress.length(), progress.now, progress.run()) == ((0, 0), 4, At.BEGINNING, None)
+    before = progress.rollback_point()
     run, iterator = begin(progress)
-    assert progress.now is At.RUN
+    progress.roll_back(before, run)  # the first next was interrupted
+    assert (progress.at(), progress.rollback_point(), progress.live_runs()) == ((0, 0), before, [])
+    run, iterator = begin(progress)
+    assert (progress.now, progress.at(), progress.run()) == (At.RUN, (0, 1), run)
     state = progress.state()
     progress.load(state, strict=True)
     assert progress.now is At.LOADED, "whatever iterators are alive"
@@ -61,97 +61,42 @@ def test_the_states_and_what_leads_from_one_to_the_next() -> None:
     progress.set_epoch(3)
     assert progress.now is At.BEGINNING
     deliver(progress, run)
-    assert progress.now is At.RUN, "its iterator is alive"
+    assert (progress.now, progress.at()) == (At.RUN, (0, 2)), "its iterator is alive, so its epoch is shown"
     del iterator
-    assert progress.now is At.BEGINNING
+    assert (progress.now, progress.at()) == (At.BEGINNING, (3, 0)) and run.epoch.number == 0
     run, _iterator = begin(progress)
     run.ended = True
-    assert (progress.now, progress.at()) == (At.BEGINNING, (4, 0))
-
-
-def test_the_position_is_that_of_the_run_that_delivered_last() -> None:
-    progress = progress_of()
-    run, _iterator = begin(progress)
-    assert progress.at() == (0, 1)
-    deliver(progress, run, 2)
-    assert (progress.at(), progress.run()) == ((0, 3), run)
-
-
-def test_after_the_end_of_an_epoch_the_next_one_begins() -> None:
-    progress = progress_of()
-    run, _iterator = begin(progress)
-    deliver(progress, run, 3)
-    run.ended = True
-    assert (progress.at(), progress.run()) == ((1, 0), None)
+    assert (progress.now, progress.at(), progress.run()) == (At.BEGINNING, (4, 0), None)
 
 
 def test_after_a_break_the_position_stays_although_the_iterator_is_gone() -> None:
     progress = progress_of()
     run, iterator = begin(progress)
     del iterator
-    assert progress.run() is run
-    assert progress.live_runs() == []
+    assert progress.run() is run and progress.live_runs() == []
 
 
-def test_set_epoch_makes_another_epoch_the_next_one() -> None:
-    progress = progress_of()
-    run, iterator = begin(progress)
-    progress.set_epoch(5)
-    assert progress.at() == (0, 1), "the iterator is alive, so its epoch is shown"
-    del iterator
-    assert progress.at() == (5, 0)
-    assert run.epoch.number == 0
-
-
-def test_a_first_next_that_was_interrupted_leaves_the_position_as_it_was() -> None:
-    progress = progress_of()
-    mark = progress.rollback_point()
-    run, _iterator = begin(progress)
-    progress.roll_back(mark, run)
-    assert (progress.at(), progress.rollback_point(), progress.live_runs()) == ((0, 0), mark, [])
-
-
-@pytest.mark.parametrize("delivered", [1, 2, 3])
-def test_a_state_leads_back_to_its_position(delivered: int) -> None:
+@pytest.mark.parametrize("delivered", [1, 2, 3, 4])
+def test_a_state_leads_back_to_its_position_and_set_epoch_keeps_it_in_that_epoch_alone(delivered: int) -> None:
     progress = progress_of()
     run, _iterator = begin(progress)
     deliver(progress, run, delivered - 1)
     state = progress.state()
-    assert (state["epoch"], state["samples"]) == (0, 3 * delivered)
+    assert (state["epoch"], state["samples"]) == (0, min(3 * delivered, 10))
     other = progress_of()
     other.load(state, strict=True)
-    assert (other.at(), other.now, other.length()) == ((0, delivered), At.LOADED, 4)
-    assert other.state() == state
-
-
-def test_a_state_after_the_last_batch_is_the_beginning_of_the_next_epoch() -> None:
-    progress = progress_of()
-    run, _iterator = begin(progress)
-    deliver(progress, run, 3)
-    other = progress_of()
-    other.load(progress.state(), strict=True)
-    assert other.at() == (1, 0)
-
-
-def test_set_epoch_keeps_a_loaded_position_in_that_epoch_and_drops_it_in_another() -> None:
-    progress = progress_of()
-    begin(progress)
-    other = progress_of()
-    other.load(progress.state(), strict=True)
+    if delivered == 4:  # the last batch: the next epoch begins
+        assert other.at() == (1, 0)
+        return
+    assert (other.at(), other.now, other.length()) == ((0, delivered), At.LOADED, 4) and other.state() == state
     other.set_epoch(0)
-    assert other.at() == (0, 1)
-    other.set_epoch(1)
-    assert (other.at(), other.now) == ((1, 0), At.BEGINNING)
-
-
-def test_a_loaded_position_does_not_come_back_with_its_epoch() -> None:
-    progress = progress_of()
-    begin(progress)
-    other = progress_of()
-    other.load(progress.state(), strict=True)
-    other.set_epoch(1)
-    other.set_epoch(0)
-    assert (other.at(), other.now) == ((0, 0), At.BEGINNING)
+    assert other.at() == (0, delivered)
+    for epoch in (1, 0):  # it does not come back with its epoch
+        other.set_epoch(epoch)
+        assert (other.at(), other.now) == ((epoch, 0), At.BEGINNING)
+    with pytest.raises(ValueError, match="batch_size was 3, and is 4"):
+        (another := progress_of(batch_size=4)).load(state, strict=True)
+    assert (another.at(), another.now) == ((0, 0), At.BEGINNING)
 
 
 def test_with_rollover_the_rest_of_an_epoch_begins_the_next_one() -> None:
@@ -162,12 +107,3 @@ def test_with_rollover_the_rest_of_an_epoch_begins_the_next_one() -> None:
     assert (state["epoch"], state["samples"]) == (0, 9)
     run.ended = True
     assert (progress.state()["epoch"], progress.state()["samples"]) == (1, -1)
-
-
-def test_a_state_of_another_loader_is_refused_and_changes_nothing() -> None:
-    progress = progress_of()
-    begin(progress)
-    other = progress_of(batch_size=4)
-    with pytest.raises(ValueError, match="batch_size was 3, and is 4"):
-        other.load(progress.state(), strict=True)
-    assert (other.at(), other.now) == ((0, 0), At.BEGINNING)
