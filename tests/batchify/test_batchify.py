@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 from collections import namedtuple
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,10 @@ MyNT = namedtuple("MyNT", "data label")
 
 
 ROWS = [(np.array([1.0, 2.0]), 0), (np.array([3.0, 4.0]), 1)]
+
+
+NAMED = [{"tokens": [1, 2], "id": "a", "w": 0.5}, {"tokens": [3], "w": 1.5, "id": "b"}]
+DIFFERENT = r"different keys: \{'x', 'y'\} in sample 0 of the batch, .* in sample 1.*rest='drop'"
 
 
 CALLS = {
@@ -109,6 +114,16 @@ def test_answers_are_gluons(case):
         (lambda: NamedTuple(MyNT, [Stack()]), "2 fields, 1 functions"),
         (lambda: NamedTuple(tuple, [Stack()]), "namedtuple class"),
         (lambda: Tuple(Stack(), Dict({"k": Stack()}))([(0, {"k": [1]}), (0, {"k": [1, 2]})]), r"\[1\]\['k'\]"),
+        (lambda: Stack()([(np.zeros(3), 1), (np.ones(3), 2)]), r"tuples of 2 fields, .*Tuple\(Stack\(\), Stack\(\)\)"),
+        (lambda: Dict({"tokens": Pad()})(NAMED), r"sample 0 .* has keys.*: 'id', 'w': .*rest='keep'.*rest='drop'"),
+        (lambda: Dict({"x": Stack()})([{"x": 1}, {"x": 2, "extra": 3}]), r"sample 1 .*: 'extra'"),
+        (lambda: Tuple(Stack(), Dict({"tokens": Pad()}))([(0, one) for one in NAMED]), r"'id', 'w', in field \[1\]"),
+        (lambda: Dict({}, rest=Stack("int8"))([{"id": object()}]), r"cannot become an array.*in field \['id'\]"),
+        *(
+            (partial(Dict({"x": Stack()}, rest=rest), [{"x": 1, "y": 1}, {"x": 2, **other}]), DIFFERENT)
+            for rest in ("keep", List())
+            for other in ({}, {"z": 3}, {"y": 3, "z": 4})
+        ),
     ],
 )
 def test_bad_input_to_the_functions_is_refused(call, message):
@@ -116,74 +131,22 @@ def test_bad_input_to_the_functions_is_refused(call, message):
         call()
 
 
-def test_stack_also_takes_strings_and_mappings():
-    assert Stack()(["a", "b"]) == ["a", "b"]
-    assert Stack()([{"x": 1}, {"x": 2}])["x"].tolist() == [1, 2]
-    assert Stack()([(1, 2), (3, 4)]).tolist() == [[1, 2], [3, 4]]
-    assert Stack("int32")([np.array([1.7]), np.array([2.2])]).tolist() == [[1], [2]]
-
-
-# -- keys without a function -------------------------------------------------------------------------------------------
-
-NAMED = [{"tokens": [1, 2], "id": "a", "w": 0.5}, {"tokens": [3], "w": 1.5, "id": "b"}]
-
-
-def test_keys_without_a_function_are_refused_by_name_with_what_to_write():
-    with pytest.raises(ValueError, match=r"sample 0 of the batch has keys.*: 'id', 'w': .*rest='keep'.*rest='drop'"):
-        Dict({"tokens": Pad()})(NAMED)
-    with pytest.raises(ValueError, match=r"sample 1 .*: 'extra'"):
-        Dict({"x": Stack()})([{"x": 1}, {"x": 2, "extra": 3}])
-    with pytest.raises(ValueError, match=r"has no function: 'id', 'w', in field \[1\]"):
-        Tuple(Stack(), Dict({"tokens": Pad()}))([(0, one) for one in NAMED])
-
-
-def test_keys_without_a_function_are_dropped_if_asked():
+def test_keys_without_a_function_are_dropped_kept_behind_the_others_or_go_through_a_function():
     batch = Dict({"tokens": Pad()}, rest="drop")([*NAMED, {"tokens": []}])
     assert list(batch) == ["tokens"] and batch["tokens"].tolist() == [[1, 2], [3, 0], [0, 0]]
-
-
-def test_keys_without_a_function_are_kept_in_order_behind_the_others():
     batch = Dict({"tokens": Pad()}, rest="keep")(NAMED)
     assert list(batch) == ["tokens", "id", "w"]
     assert batch["id"] == ["a", "b"] and torch.equal(batch["w"], torch.tensor([0.5, 1.5], dtype=torch.float64))
-
-
-def test_keys_without_a_function_go_through_the_function_for_the_rest():
     assert Dict({"tokens": Pad()}, rest=List())(NAMED)["w"] == [0.5, 1.5]
     assert Dict({"tokens": Pad()}, rest=len)(NAMED)["id"] == 2
-    with pytest.raises(ValueError, match=r"cannot become an array.*in field \['id'\]"):
-        Dict({"tokens": Pad()}, rest=Stack("int8"))([{"tokens": [1], "id": object()}])
 
 
-def test_samples_that_differ_in_their_other_keys_are_refused_where_the_keys_are_kept():
-    for rest in ("keep", List()):
-        for other in ({"x": 2}, {"x": 2, "z": 3}, {"x": 2, "y": 3, "z": 4}):
-            with pytest.raises(
-                ValueError, match=r"different keys: \{'x', 'y'\} in sample 0 of the batch, .* in sample 1.*rest='drop'"
-            ):
-                Dict({"x": Stack()}, rest=rest)([{"x": 1, "y": 1}, other])
-
-
-def test_the_function_for_the_rest_writes_into_the_memory_that_the_caller_gives():
-    given = []
-
-    def empty(shape, dtype):
-        given.append(np.empty(shape, dtype))
-        return given[-1]
-
-    batch = Dict({"tokens": Pad()}, rest="keep").assemble(NAMED, empty)
-    assert batch["w"] is given[1] and len(given) == 2
-
-
-def test_other_keys_are_treated_alike_in_every_pool(pool):
+def test_other_keys_are_treated_alike_in_every_pool(new_pool):
     fn = Dict({"tokens": Pad(pad_val=-1)}, rest="keep")
-    with ShardedDataLoader(NAMED, 2, batchify_fn=fn, pool=pool) as loader:
+    with ShardedDataLoader(NAMED, 2, batchify_fn=fn, pool=new_pool()) as loader:
         (batch,) = loader
     assert batch["tokens"].tolist() == [[1, 2], [3, -1]] and batch["id"] == ["a", "b"]
-
-
-def test_a_key_without_a_function_is_the_error_of_the_batch_in_every_pool(pool):
-    with ShardedDataLoader(NAMED, 2, batchify_fn=Dict({"tokens": Pad()}), pool=pool) as loader:
+    with ShardedDataLoader(NAMED, 2, batchify_fn=Dict({"tokens": Pad()}), pool=new_pool()) as loader:
         with pytest.raises(ValueError, match=r"has no function: 'id', 'w'.*rest='drop'"):
             next(iter(loader))
 
@@ -219,6 +182,11 @@ def test_every_array_comes_from_the_allocator_once():
     check_given(default_batchify_fn.assemble(samples, empty), [[[0.0] * 3] * 2, [0, 1], [[0, 0], [1, 1]], [0.0, 1.0]])
     check_given(Pad(ret_length=True).assemble([[1], [2, 3]], empty), [[[1, 0], [2, 3]], [1, 2]])
     check_given([Stack("float16").assemble([1, 2], empty)], [[1.0, 2.0]])
+    kept = Dict({"tokens": Pad()}, rest="keep").assemble(NAMED, empty)
+    check_given([kept["tokens"], kept["w"]], [[[1, 2], [3, 0]], [0.5, 1.5]])
+    assert Stack()(["a", "b"]) == ["a", "b"] and Stack()([{"x": 1}, {"x": 2}])["x"].tolist() == [1, 2]
+    assert Stack()([(1, 2), (3, 4)]).tolist() == [[1, 2], [3, 4]]
+    assert Stack("int32")([np.array([1.7]), np.array([2.2])]).tolist() == [[1], [2]]
 
 
 def test_functions_pickle_and_say_what_they_are():
@@ -245,8 +213,3 @@ ArrayDataset(np.zeros((8, 3))).get_batch([1, 2])
 assert "torch" not in sys.modules, "torch was imported"
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
-
-
-def test_stack_of_tuples_says_that_fields_need_a_function_each():
-    with pytest.raises(ValueError, match=r"tuples of 2 fields, .*Tuple\(Stack\(\), Stack\(\)\)"):
-        Stack()([(np.zeros(3), 1), (np.ones(3), 2)])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from samples import halves
 
-from sharded_loader import ShardedDataLoader, empty
+from sharded_loader import ShardedDataLoader, SimpleDataset, empty
 from sharded_loader.batchify import List, Stack, Tuple
 from sharded_loader.batching.protocol import call_with_empty
 from sharded_loader.engine.messages import Job, Task
@@ -49,39 +49,19 @@ def memory():
     return np.zeros(1 << 16, np.uint8)
 
 
-def test_a_users_batchify_fn_writes_where_the_batch_is_read(memory):
+def test_a_users_function_writes_where_the_batch_is_read_but_no_sample_lies_there(memory):
     batch = read(range(10), halves, SlotWriter(memory))
-    assert lies_in(batch["half"], memory)
-    assert batch["half"][:, 0].tolist() == [1.5, 0.5]
-
-
-def test_so_does_one_inside_ours(memory):
-    batch = read([(i, i) for i in range(5)], Tuple(Stack(), halves), SlotWriter(memory))
+    assert lies_in(batch["half"], memory) and batch["half"][:, 0].tolist() == [1.5, 0.5]
+    batch = read([(i, i) for i in range(5)], Tuple(Stack(), halves), SlotWriter(memory))  # inside one of ours
     assert lies_in(batch[1]["half"], memory)
-
-
-def test_so_does_a_users_get_batch(memory):
     assert lies_in(read(Columns(), None, SlotWriter(memory)), memory)
-
-
-def test_a_full_slot_is_no_error(memory):
-    slot = SlotWriter(memory[:100])
+    samples = SimpleDataset(range(5)).transform(lambda index: empty((4,), "i8"))  # a cache may keep them
+    assert not any(lies_in(sample, memory) for sample in read(samples, List(), SlotWriter(memory)))
+    slot = SlotWriter(memory[:100])  # a full slot is no error
     batch = read(range(10), halves, slot)
     assert not lies_in(batch["half"], memory) and batch["half"][:, 0].tolist() == [1.5, 0.5]
     encode(batch, slot)
     assert slot.wanted == 512  # the next slot is that large
-
-
-def test_a_sample_never_lies_in_the_slot(memory):
-    # It may be kept by a cache when the slot is used again.
-    class Makes(Columns):
-        get_batch = property()
-
-        def __getitem__(self, index):
-            return empty((4,), "i8")
-
-    samples = read(Makes(), List(), SlotWriter(memory))
-    assert not any(lies_in(sample, memory) for sample in samples)
 
 
 def test_every_pool_delivers_what_was_written(pool):
@@ -98,6 +78,8 @@ def test_outside_of_a_loader_it_is_numpys():
     for bad, error in ((-1, ValueError), ((2, -3), ValueError), (2.5, TypeError), ("ab", TypeError)):
         with pytest.raises(error):
             empty(bad)
+    code = "import sys, sharded_loader; sharded_loader.empty(3); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 def test_odd_shapes_and_dtypes_never_spoil_the_slot(memory):
@@ -145,8 +127,3 @@ def test_a_loader_inside_a_batchify_fn_uses_its_own_memory(memory):
         return mine
 
     assert lies_in(read(range(10), nested, SlotWriter(memory)), memory)
-
-
-def test_it_costs_no_torch():
-    code = "import sys, sharded_loader; sharded_loader.empty(3); assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

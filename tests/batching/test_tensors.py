@@ -25,30 +25,18 @@ def test_tensors_keep_their_dtype_in_memory_that_was_given(dtype, shape):
     assert len(given) == 1 and (pointer == given[0].ctypes.data or not given[0].size)
 
 
-class Labelled(torch.Tensor):
-    pass
-
-
-def test_views_and_subclasses_of_tensors_stack():
-    base = torch.arange(6).reshape(2, 3).t()
-    assert default_batchify_fn([base, base]).tolist() == [base.tolist()] * 2
-    sparse = torch.eye(2).to_sparse()
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR")
+def test_tensors_of_odd_kinds_stack_or_are_refused_with_advice():
+    sparse, labelled = torch.eye(2).to_sparse(), torch.ones(2).as_subclass(type("Labelled", (torch.Tensor,), {}))
     assert default_batchify_fn([sparse, sparse]).is_sparse
-    labelled = torch.ones(2).as_subclass(Labelled)
-    assert type(default_batchify_fn([labelled, labelled])) is Labelled
-
-
-@pytest.mark.slow  # torch imports for seconds
-def test_tensors_on_a_device_stack_there():
+    assert type(default_batchify_fn([labelled, labelled])) is type(labelled)
     meta = torch.zeros(2, device="meta")
     assert default_batchify_fn([meta, meta]).shape == (2, 2)
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR")
-def test_nested_and_compressed_sparse_tensors_are_refused_with_advice():
     for sample in (torch.nested.nested_tensor([torch.ones(2)]), torch.eye(3).to_sparse_csr()):
         with pytest.raises(ValueError, match="List"):
             default_batchify_fn([sample, sample])
+    with pytest.raises(ValueError, match=r"\(2,\) \(sample 0 of the batch\), \(3,\) \(sample 1 of the batch\)"):
+        default_batchify_fn([torch.ones(2), torch.ones(3)])
 
 
 @pytest.mark.parametrize("switch", [torch.enable_grad, torch.no_grad, torch.inference_mode])
@@ -79,11 +67,6 @@ def test_tensors_of_any_kind_stack_as_torch_stacks_them(what):
     wanted = torch.stack([one.to(joint) for one in tensors])
     found = default_batchify_fn(tensors)
     assert found.dtype == wanted.dtype and torch.equal(found, wanted)
-
-
-def test_shapes_that_differ_are_named():
-    with pytest.raises(ValueError, match=r"\(2,\) \(sample 0 of the batch\), \(3,\) \(sample 1 of the batch\)"):
-        default_batchify_fn([torch.ones(2), torch.ones(3)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
