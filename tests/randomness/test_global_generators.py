@@ -38,16 +38,13 @@ def test_every_bit_of_a_key_counts_in_every_generator(bit: int) -> None:
     assert torch.rand((), generator=generators[0]) != torch.rand((), generator=generators[1])
 
 
-def test_generators_seeded_by_one_key_draw_different_numbers() -> None:
+def test_generators_seeded_by_one_key_draw_different_numbers_also_for_each_batch_of_a_worker() -> None:
     # All are Mersenne Twisters: from the same words they would draw the same.
     with seeded_globals(2**128 - 1):
         drawn = [draw() for _ in range(1000)]
     assert len({number for three in drawn for number in three}) == 3000
     for one, other in ((0, 1), (0, 2), (1, 2)):
         assert abs(np.corrcoef([three[one] for three in drawn], [three[other] for three in drawn])[0, 1]) < 0.15
-
-
-def test_batches_of_a_worker_draw_different_numbers_from_every_generator() -> None:
     keys = [derive_key(1, "batch globals", 0, position) for position in range(300)]
     drawn = []
     with seeded_globals(0):
@@ -58,27 +55,22 @@ def test_batches_of_a_worker_draw_different_numbers_from_every_generator() -> No
     assert len({number for three in drawn for number in three}) == 900
 
 
-def test_torch_numbers_are_uniform_and_its_seed_is_known() -> None:
+def test_torch_numbers_are_uniform_and_its_seed_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator()
     seed_torch(generator, 9 + (3 << 63))
     assert generator.initial_seed() == 9
     drawn = torch.rand(100_000, generator=generator)
     assert abs(drawn.mean() - 0.5) < 0.005 and abs(drawn.std() - 12**-0.5) < 0.005
-    normal = torch.randn(1001, generator=generator)
-    seed_torch(generator, 9 + (3 << 63))
-    torch.rand(100_000, generator=generator)
-    assert torch.equal(torch.randn(1001, generator=generator), normal)
-    # Nothing is left of what was drawn before: a kept half of a pair of normal numbers, say.
-    seed_torch(generator, 4)
-    first = torch.randn(1, generator=generator)
-    seed_torch(generator, 4)
-    assert torch.equal(torch.randn(1, generator=generator), first)
-
-
-def test_where_torch_keeps_its_words_elsewhere_its_own_seed_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = []
+    for _ in range(2):
+        # Nothing is left of what was drawn before: a kept half of a pair of normal numbers, say.
+        seed_torch(generator, 4)
+        first.append(torch.randn(1001, generator=generator))
+    assert torch.equal(*first)
+    # Where torch keeps its words elsewhere, its own seed is used.
     monkeypatch.setattr(rng, "_torch_state", lambda: None)
-    generator, own = torch.Generator(), torch.Generator().manual_seed(77)
     seed_torch(generator, 77 + (1 << 63))
+    own = torch.Generator().manual_seed(77)
     assert torch.equal(torch.rand(3, generator=generator), torch.rand(3, generator=own))
 
 

@@ -95,54 +95,38 @@ def scope() -> Iterator[SampleScope]:
     reading.set(None)
 
 
-def test_a_sample_has_one_generator_until_the_next_one_is_read(scope: SampleScope) -> None:
-    first = sample_rng()
+def test_a_sample_has_one_generator_whose_numbers_are_those_of_its_key(scope: SampleScope) -> None:
+    first, expected = sample_rng(), philox(5, "sample", 2, 3).random()
     assert sample_rng() is first
-    drawn = first.random()
-    scope.index, scope.drawn = 4, None
-    assert sample_rng().random() != drawn
-    scope.index, scope.drawn = 3, None
-    assert sample_rng().random() == drawn
-
-
-def test_numbers_of_a_sample_are_those_of_its_key(scope: SampleScope) -> None:
-    expected = philox(5, "sample", 2, 3).random()
-    assert sample_rng(3).random() == sample_rng().random() == expected
+    assert sample_rng(3).random() == first.random() == expected
     assert sample_generator().initial_seed() == derive_key(5, "torch", 2, 3) & 0x7FFFFFFFFFFFFFFF
+    scope.index, scope.drawn = 4, None  # the next one is read
+    assert sample_rng().random() == philox(5, "sample", 2, 4).random()
     assert len({philox(5, "sample", 2, 4).random(), philox(5, "sample", 1, 3).random(), expected}) == 3
-
-
-def test_several_samples_at_once_need_an_index(scope: SampleScope) -> None:
-    scope.index = NO_SAMPLE
+    scope.index, scope.drawn = NO_SAMPLE, None  # several at once need an index
     for draw_one in (sample_rng, sample_generator, lambda: sample_seed().__enter__()):
         with pytest.raises(ValueError, match=r"call sample_rng\(index\) with the index"):
             draw_one()
-    assert sample_rng(3).random() == philox(5, "sample", 2, 3).random()
+    assert sample_rng(3).random() == expected
 
 
-def test_each_thread_has_a_scope_of_its_own(scope: SampleScope) -> None:
+def test_outside_of_a_loader_in_other_threads_and_in_forked_children_numbers_are_fresh(scope: SampleScope) -> None:
     seen: list[Any] = []
     thread = threading.Thread(target=lambda: seen.append(reading.get()))
     thread.start()
     thread.join()
     assert seen == [None] and reading.get() is scope
-
-
-def test_outside_a_loader_numbers_are_fresh() -> None:
+    if hasattr(os, "fork"):
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0 if reading.get() is None else 1)
+        assert os.waitpid(pid, 0)[1] == 0 and reading.get() is scope
+    reading.set(None)
     assert sample_rng().random() != sample_rng().random()
     random.seed(1)
     state = random.getstate()
     with sample_seed():
         assert random.getstate() == state
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
-def test_a_forked_child_reads_nothing(scope: SampleScope) -> None:
-    pid = os.fork()
-    if pid == 0:
-        os._exit(0 if reading.get() is None else 1)
-    assert os.waitpid(pid, 0)[1] == 0
-    assert reading.get() is scope
 
 
 @pytest.mark.usefixtures("scope")
@@ -190,22 +174,12 @@ INDICES = """[
 def test_an_index_is_one_key_in_every_process() -> None:
     here = [derive_key(7, "sample", 0, index) for index in eval(INDICES)]
     assert len(set(here)) == len(here)
-    program = f"import test_rng; from test_rng import *; print([derive_key(7, 'sample', 0, i) for i in {INDICES}])"
+    program = f"from test_rng import *; print([derive_key(7, 'sample', 0, i) for i in {INDICES}])"
+    path = os.pathsep.join(map(str, (Path(__file__).parent, *sys.path)))
     for hash_seed in "12":
-        found = subprocess.run(
-            [sys.executable, "-c", program],
-            env=dict(os_environ(), PYTHONHASHSEED=hash_seed),
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert ast.literal_eval(found.stdout) == here
-
-
-def os_environ() -> dict[str, str]:
-    root = str(Path(sharded_loader.__file__).parents[1])
-    return dict(os.environ, PYTHONPATH=os.pathsep.join((root, os.environ.get("PYTHONPATH", ""))))
+        environment = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": hash_seed}
+        found = subprocess.run([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, check=True)
+        assert ast.literal_eval(found.stdout.decode()) == here
 
 
 def test_equal_indices_of_different_types_are_one_key() -> None:
@@ -220,7 +194,14 @@ def test_an_index_without_a_value_of_its_own_is_rejected(index: Any) -> None:
         derive_key(7, "sample", 0, index)
 
 
-class Keyed:
+def by_seed() -> float:
+    with sample_seed():
+        return random.random()
+
+
+class AnyKey:
+    """A sample of any key is what is drawn for it."""
+
     def __init__(self, draw: Any) -> None:
         self.draw = draw
 
@@ -231,16 +212,11 @@ class Keyed:
         return self.draw()
 
 
-def by_seed() -> float:
-    with sample_seed():
-        return random.random()
-
-
 @pytest.mark.parametrize(
     "draw_one", [lambda: sample_rng().random(), lambda: sample_generator().initial_seed(), by_seed]
 )
 def test_the_loader_says_which_index_cannot_be_a_key(pool: Pool, draw_one: Any) -> None:
-    with ShardedDataLoader(Keyed(draw_one), 1, sampler=["a", Address(1)], seed=1, pool=pool) as loader:
+    with ShardedDataLoader(AnyKey(draw_one), 1, sampler=["a", Address(1)], seed=1, pool=pool) as loader:
         iterator = iter(loader)
         next(iterator)
         with pytest.raises(TypeError, match="give Address a __repr__ that shows its value"):
