@@ -11,9 +11,10 @@ import pytest
 import torch
 from conftest import covering
 
-from sharded_loader import ShardedDataLoader
+from sharded_loader import ShardedDataLoader, empty
 from sharded_loader.batchify import List, Pad, Stack, default_batchify_fn
 from sharded_loader.batching.default import DefaultBatchify
+from sharded_loader.batching.protocol import BatchifyError, assembler, in_fields, known_to, ragged
 from sharded_loader.torch import DataLoader
 
 MyNT = namedtuple("MyNT", "data label")
@@ -198,3 +199,69 @@ def test_a_class_that_only_copies_samples_keeps_its_attributes():
     assert batch.tag == "scan" and sample["name"] == "a" and type(sample["x"]) is np.ndarray
     batch = default_batchify_fn([CheckedFields("a", np.zeros(2))])
     assert type(batch) is CheckedFields and batch.name == ["a"] and batch.x.shape == (1, 2)
+
+
+# -- what all batchify functions share ---------------------------------------------------------------------------------
+
+
+class Base:
+    def one(self): ...
+    def many(self): ...
+
+
+class OverridesOne(Base):
+    def one(self): ...
+
+
+class KnowsTheOverride(OverridesOne):
+    def many(self): ...
+
+
+class MixedInBehind(OverridesOne, Base):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [
+        (Base, Base.many),
+        (OverridesOne, None),
+        (KnowsTheOverride, KnowsTheOverride.many),
+        (MixedInBehind, None),
+        (object, None),
+    ],
+)
+def test_a_fast_method_is_used_only_if_it_knows_the_override(kind, found):
+    assert known_to(kind, "many", ["one"]) is found
+
+
+def test_fields_of_fields_are_one_path():
+    def fails(samples, empty):
+        raise BatchifyError("no", "do")
+
+    def len_of(samples, empty):
+        return len(samples)
+
+    def inner(samples, empty):
+        return in_fields("x", "[{!r}]", [fails], [samples], empty)
+
+    with pytest.raises(BatchifyError, match=r"^no, in field \[1\]\['x'\]: do$"):
+        in_fields([0, 1], "[{}]", [len_of, inner], [[], []], np.empty)
+
+
+def test_each_shape_is_shown_once_with_the_first_sample_that_has_it():
+    assert ragged([(1,), (2,), (1,)]).problem.endswith(
+        "cannot be stacked: (1,) (sample 0 of the batch), (2,) (sample 1 of the batch)"
+    )
+    assert ragged([(k,) for k in range(7)]).problem.endswith("(4,) (sample 4 of the batch), ... (7 in all)")
+
+
+def test_a_users_function_finds_the_memory_in_empty():
+    given = []
+
+    def allocator(shape, dtype):
+        given.append(np.empty(shape, dtype))
+        return given[-1]
+
+    assert assembler(lambda samples: empty((2,), "i4"))([1, 2], allocator) is given[0]
+    assert assembler(Stack())([1, 2], allocator) is given[1]

@@ -14,10 +14,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import made, make_pool
+from conftest import covering, made, make_pool
 from samples import Drawing
 
-from sharded_loader import LoaderClosedError, Placement, ShardedDataLoader, SimpleDataset, SubsetRandomSampler
+from sharded_loader import (
+    LoaderClosedError,
+    Placement,
+    ShardedDataLoader,
+    SimpleDataset,
+    SubsetRandomSampler,
+    TooManySkippedError,
+)
+from sharded_loader.base import imports
 from sharded_loader.torch import DataLoader
 
 
@@ -218,3 +226,36 @@ def test_a_profiler_sees_each_wait_for_a_batch(kind: Any, given: dict[str, Any])
     ranges = [one.name for one in profile.events() if one.name.startswith("enumerate(")]
     assert len(ranges) == 3  # two batches, and the end of the epoch
     assert all(name.startswith(f"enumerate({kind.__name__})#") and name.endswith(".__next__") for name in ranges)
+
+
+# -- with the observer of the core alone, it reads as it always does ---------------------------------------------------
+
+
+def outcomes(**options: Any) -> list[Any]:
+    """Batches, errors and states of two epochs, and what is told of skipped samples."""
+    seen: list[Any] = []
+    with made(Drawing(12, bad=[5]), 4, shuffle=True, seed=1, **options) as loader:
+        for _ in range(2):
+            batches = iter(loader)
+            while True:
+                try:
+                    seen.append(next(batches).tolist())
+                except StopIteration:
+                    break
+                except (ValueError, TooManySkippedError) as error:
+                    seen.append(str(error))
+                seen.append(loader.state_dict())
+        seen += loader.num_skipped, [index for index, _ in loader.skipped]
+        assert repr(loader).startswith("ShardedDataLoader(12 samples, 3 batches of 4")
+    return seen
+
+
+@covering(pool=[None, "thread", "process"], on_error=["raise", "skip"], max_skipped=[None, 0])
+def test_batches_errors_and_states_are_the_same_without_measuring(
+    monkeypatch: pytest.MonkeyPatch, pool: str | None, on_error: str, max_skipped: int | None
+) -> None:
+    options = {"pool": pool, "num_workers": 2 if pool else 0, "on_error": on_error}
+    options["max_skipped"] = max_skipped if on_error == "skip" else None
+    expected = outcomes(**options)
+    monkeypatch.setitem(imports._providers, ("observer", "instruments"), "sharded_loader.engine.pipeline:Observer")
+    assert outcomes(**options) == expected

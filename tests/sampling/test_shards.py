@@ -149,34 +149,18 @@ def test_the_loader_and_the_sampler_put_shard_i_on_device_i(weights: list[float]
         assert all(len(shard) for shard in shards)
 
 
-@pytest.mark.parametrize(
-    ("batch", "sharded"),
-    [
-        ([], False),
-        ((), False),
-        ([1, 2], False),
-        ([np.int64(1), np.int64(2)], False),
-        ([np.array(1), np.array(2)], False),
-        ([torch.tensor(1), torch.tensor(2)], False),
-        (np.arange(3), False),
-        (np.arange(0), False),
-        (torch.arange(3), False),
-        (range(3), False),
-        (["ab", "cd"], False),
-        ([[1, 2], [3]], True),
-        ([(1, 2), (3,)], True),
-        (([1], [2]), True),
-        ([np.arange(2), np.arange(1)], True),
-        ([torch.arange(2), torch.arange(2)], True),
-        (np.zeros((2, 3), dtype=np.int64), True),
-        (torch.zeros((2, 3), dtype=torch.int64), True),
-        (np.array([[1], [2, 3]], dtype=object), True),
-        ([[]], True),
-        (7, False),
-    ],
-)
-def test_shards_are_told_from_indices(batch: object, sharded: bool) -> None:
-    assert is_sharded(batch) is sharded
+INDICES: list[Any] = [
+    *([], (), [1, 2], [np.int64(1), np.int64(2)], [np.array(1), np.array(2)], [torch.tensor(1), torch.tensor(2)]),
+    *(np.arange(3), np.arange(0), torch.arange(3), range(3), ["ab", "cd"], 7),
+]
+SHARDS: list[Any] = [
+    *([[1, 2], [3]], [(1, 2), (3,)], ([1], [2]), [np.arange(2), np.arange(1)], [torch.arange(2)] * 2, [[]]),
+    *(np.zeros((2, 3), int), torch.zeros((2, 3), dtype=torch.int64), np.array([[1], [2, 3]], dtype=object)),
+]
+
+
+def test_shards_are_told_from_indices() -> None:
+    assert [is_sharded(batch) for batch in (*INDICES, *SHARDS)] == [False] * len(INDICES) + [True] * len(SHARDS)
 
 
 @given(length=st.integers(0, 40), size=st.integers(1, 9), shards=st.integers(1, 5))

@@ -1,17 +1,29 @@
-"""The arithmetic of positions, on numbers."""
+"""The arithmetic of positions, on numbers; ranks share one global order, and each reads as much as the others."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch.utils.data as torch_data
 from hypothesis import given
 from hypothesis import strategies as st
+from samples import Foreign
 
+from sharded_loader import (
+    BatchSampler,
+    RandomSampler,
+    SequentialSampler,
+)
+from sharded_loader.engine.order import resolve_replicas
 from sharded_loader.engine.split import plain_index
+from sharded_loader.sampling.own import ReplicaSampler
 from sharded_loader.sampling.tables import (
     BLOCK,
     BatchedTable,
@@ -80,6 +92,7 @@ def test_ranks_share_the_rest_of_an_epoch(kind: str, length: int, replicas: int,
     rest = max(length - offset, 0)
     padded = parts(rest, replicas, truncate) * replicas
     assert dealt == [(offset + place) % length for place in range(padded)]
+    assert list(StridedTable(KINDS[kind](length), replicas, 0, offset, truncate).items(2)) == shares[0][2:]
 
 
 def test_a_rank_asks_for_its_own_positions_only() -> None:
@@ -201,3 +214,107 @@ def test_an_epoch_of_another_length_is_an_error_with_rollover(yields: int, found
     endless = BatchedTable(EndlessTable(lambda epoch: streamed(yields), EpochSegment(5, 1, 0, 0), 0, 20, "Short"), 2)
     with pytest.raises(ValueError, match=f"a Short, .*{found}.*its length is 5.*__len__"):
         list(endless.items())
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+
+
+INNER: dict[str, Callable[[int], Any]] = {
+    "in constant time": SequentialSampler,
+    "own": lambda length: BatchSampler(SequentialSampler(length), 1),
+    "foreign": lambda length: Foreign(range(length)),
+    "batches": lambda length: BatchSampler(SequentialSampler(3 * length), 3),
+    "foreign batches": lambda length: [[3 * place, 3 * place + 1, 3 * place + 2] for place in range(length)],
+}
+
+
+def items_of(sampler: Any) -> list[int]:
+    """The numbers of items or batches."""
+    return [item[0] // len(item) if isinstance(item, list) else item for item in sampler]
+
+
+@given(
+    length=st.integers(0, 40),
+    replicas=st.integers(1, 9),
+    truncate=st.booleans(),
+    kind=st.sampled_from(sorted(INNER)),
+    start=st.integers(0, 5),
+)
+def test_ranks_get_what_torch_distributed_sampler_gives(
+    length: int, replicas: int, truncate: bool, kind: str, start: int
+) -> None:
+    for rank in range(replicas):
+        if length == 0:
+            expected: list[int] = []
+        else:
+            reference = torch_data.DistributedSampler(
+                range(length),
+                replicas,
+                rank,
+                shuffle=False,
+                drop_last=truncate,
+            )
+            # torch refuses or overcounts nothing here except fewer samples than ranks with drop_last.
+            expected = [] if truncate and length < replicas else list(reference)
+        sampler = ReplicaSampler(INNER[kind](length), partial(resolve_replicas, replicas, rank), truncate=truncate)
+        if "batches" not in kind:
+            assert (sampler.epoch_table(0).block == BLOCK) is (kind != "foreign")
+        assert items_of(sampler.iter_epoch(0)) == expected
+        assert items_of(sampler.iter_epoch(0, start)) == expected[start:]
+        assert len(sampler) == len(expected)
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 1000])
+def test_ranks_stride_over_the_boundaries_of_blocks(replicas: int) -> None:
+    length = 2 * BLOCK + 100
+    order = RandomSampler(length, seed=3)
+    whole = list(order.iter_epoch(1))
+    for rank in {0, 1, replicas - 1}:
+        expected = whole[rank::replicas]
+        if len(expected) < -(-length // replicas):
+            expected.append(whole[(rank + len(expected) * replicas) % length])
+        sampler = ReplicaSampler(order, partial(resolve_replicas, replicas, rank))
+        assert list(sampler.iter_epoch(1)) == expected
+        assert list(sampler.iter_epoch(1, len(expected) - 3)) == expected[-3:]
+        assert list(itertools.chain.from_iterable(BatchSampler(sampler, 7).iter_epoch(1))) == expected
+
+
+def test_epoch_and_order_are_those_of_the_sampler_inside() -> None:
+    inner = RandomSampler(10, seed=1)
+    sampler = ReplicaSampler(inner, partial(resolve_replicas, 2, 1))
+    first = list(sampler)
+    assert (sampler.epoch, inner.epoch) == (1, 1)
+    sampler.set_epoch(0)
+    assert list(sampler) == first
+    theirs: Any = torch_data.RandomSampler(range(12))
+    shares = [list(ReplicaSampler(theirs, partial(resolve_replicas, 3, rank)).iter_epoch(2)) for rank in range(3)]
+    assert sorted(sum(shares, [])) == list(range(12))
+
+
+def test_replicas_may_be_asked_for_when_they_are_needed() -> None:
+    asked: list[str] = []
+
+    def replicas() -> tuple[int, int]:
+        asked.append("replicas")
+        return 2, 1
+
+    sampler = ReplicaSampler(SequentialSampler(4), replicas)
+    assert asked == []
+    assert list(sampler) == [1, 3]
+    assert (sampler.num_replicas, sampler.rank) == (2, 1)
+    assert set(asked) == {"replicas"}
+
+
+def test_resolve_replicas_reads_the_surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve_replicas(None) == (1, 0)
+    assert resolve_replicas(1) == (1, 0)
+    assert resolve_replicas(4, 3) == (4, 3)
+    assert resolve_replicas("auto", environ={}) == (1, 0)
+    assert resolve_replicas("auto", environ={"WORLD_SIZE": "4", "RANK": "2"}) == (4, 2)
+    group = SimpleNamespace(
+        is_available=lambda: True, is_initialized=lambda: True, get_world_size=lambda: 8, get_rank=lambda: 5
+    )
+    monkeypatch.setitem(sys.modules, "torch.distributed", group)  # type: ignore[arg-type]
+    assert resolve_replicas("auto", environ={"WORLD_SIZE": "4", "RANK": "2"}) == (8, 5)
+    group.is_initialized = lambda: False
+    assert resolve_replicas("auto", environ={"WORLD_SIZE": "4", "RANK": "2"}) == (4, 2)
