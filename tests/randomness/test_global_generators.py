@@ -11,12 +11,7 @@ import pytest
 import torch
 
 from sharded_loader.randomness import rng
-from sharded_loader.randomness.rng import (
-    derive_key,
-    seed_globals,
-    seed_torch,
-    seeded_globals,
-)
+from sharded_loader.randomness.rng import derive_key, seed_globals, seed_torch, seeded_globals
 
 
 def draw() -> list[float]:

@@ -106,9 +106,7 @@ def simple_best_fit(sizes: list[int], tokens: int) -> list[list[int]]:
     return rows
 
 
-@given(
-    st.lists(st.lists(st.integers(1, TOKENS), max_size=30), min_size=1, max_size=5),
-)
+@given(st.lists(st.lists(st.integers(1, TOKENS), max_size=30), min_size=1, max_size=5))
 def test_windows_side_by_side_are_packed_as_each_is_alone(windows: list[list[int]]) -> None:
     sizes = np.array([size for window in windows for size in window], np.int32)
     numbers = np.repeat(np.arange(len(windows)), [len(window) for window in windows])

@@ -16,8 +16,7 @@ from sharded_loader import Sampler, ShardedDataLoader, ShardShuffleSampler
 from sharded_loader.sampling.own import ReplicaSampler
 
 LENGTHS = st.one_of(
-    st.lists(st.integers(0, 40), max_size=12),
-    st.builds(np.broadcast_to, st.integers(0, 50), st.integers(0, 12)),
+    st.lists(st.integers(0, 40), max_size=12), st.builds(np.broadcast_to, st.integers(0, 50), st.integers(0, 12))
 )
 
 

@@ -191,10 +191,7 @@ SAMPLERS: dict[str, Any] = {
     "the loader's": lambda: {"batch_size": 2, "shuffle": True},
     "ours": lambda: {"batch_size": 2, "sampler": RandomSampler(12)},
     "torch": lambda: {"batch_size": 2, "sampler": torch_data.RandomSampler(range(12))},
-    "generator": lambda: {
-        "batch_size": 2,
-        "sampler": torch_data.RandomSampler(range(12), generator=torch.Generator()),
-    },
+    "generator": lambda: {"batch_size": 2, "sampler": torch_data.RandomSampler(range(12), generator=torch.Generator())},
     "distributed": lambda: {"batch_size": 2, "sampler": torch_data.DistributedSampler(range(12), 2, 1)},
     "own": lambda: {"batch_size": 2, "sampler": Foreign(lambda: torch.randperm(12).tolist(), 12)},
     "batches": lambda: {"batch_sampler": BatchSampler(RandomSampler(12, seed=1), 4)},

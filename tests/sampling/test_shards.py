@@ -13,13 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sharded_loader import (
-    BatchSampler,
-    Placement,
-    SequentialSampler,
-    ShardedBatchSampler,
-    ShardedDataLoader,
-)
+from sharded_loader import BatchSampler, Placement, SequentialSampler, ShardedBatchSampler, ShardedDataLoader
 from sharded_loader.engine.messages import PartIndices, Task
 from sharded_loader.engine.split import Split, is_sharded, shard_sizes, split_batch
 

@@ -93,6 +93,17 @@ def shuffled(length: int = 20, batch_size: int = 4, **other: Any) -> ShardedData
     return ShardedDataLoader(range(length), batch_size, True, **other)
 
 
+def over(sampler: Any, length: int = 20, **other: Any) -> ShardedDataLoader:
+    """A loader over a sampler of indices or of batches."""
+    of_batches = isinstance(sampler, OF_BATCHES)
+    order = {"batch_sampler": sampler} if of_batches else {"sampler": sampler, "batch_size": 4}
+    return ShardedDataLoader(range(length), **{**order, **other})
+
+
+OF_BATCHES = BatchSampler, BoundedBudgetSampler, ClassBalancedBatchSampler, FixedBucketSampler, GroupedBatchSampler
+LENGTHS, RANDOM = [5, 3, 9, 4, 7, 2, 8, 6] * 3, RandomSampler(9, seed=1)
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -100,28 +111,14 @@ def shuffled(length: int = 20, batch_size: int = 4, **other: Any) -> ShardedData
         (lambda: ShardedDataLoader(range(20), 4), "the sampler was RandomSampler, and is SequentialSampler"),
         (lambda: shuffled(batch_size=5), "batch_size was 4, and is 5.*strict=False allows another batch size"),
         (lambda: shuffled(last_batch="rollover"), "last_batch was 'keep', and is 'rollover'"),
-        (
-            lambda: ShardedDataLoader(range(20), 4, sampler=torch_data.RandomSampler(range(20))),
-            "the sampler was RandomSampler, and is torch.RandomSampler",
-        ),
-        (
-            lambda: ShardedDataLoader(range(20), batch_sampler=BatchSampler(RandomSampler(20, seed=1), 4)),
-            "the sampler was RandomSampler, and is BatchSampler.*batch_size was 4, and is None",
-        ),
-        (
-            lambda: ShardedDataLoader(range(20), 4, sampler=RandomSampler(17, seed=1)),
-            "the sampler had 20 samples in the epoch, and has 17",
-        ),
+        (lambda: over(torch_data.RandomSampler(range(20))), "sampler was RandomSampler, and is torch.RandomSampler"),
+        (lambda: over(BatchSampler(RandomSampler(20), 4)), "RandomSampler, and is BatchSampler.*was 4, and is None"),
+        (lambda: over(RandomSampler(17, seed=1)), "the sampler had 20 samples in the epoch, and has 17"),
+        (lambda: over(RandomSampler(20, seed=1)), "was made by the loader, and is now passed by the user, or vice"),
         (lambda: shuffled(30, 6, last_batch="discard"), "20 samples, and has 30, batch_size was 4.*last_batch was"),
-        (
-            lambda: ShardedDataLoader(range(20), 4, sampler=RandomSampler(20, seed=1)),
-            "the sampler was made by the loader, and is now passed by the user, or vice versa",
-        ),
     ],
 )
-def test_a_state_of_another_loader_is_refused_saying_what_differs_and_changes_nothing(
-    make: Callable[[], ShardedDataLoader], said: str
-) -> None:
+def test_a_state_of_another_loader_is_refused_saying_what_differs_and_changes_nothing(make: Any, said: str) -> None:
     loader = make()
     before = loader.state_dict(), loader.seed, loader.epoch
     with pytest.raises(ValueError, match=said):
@@ -129,56 +126,32 @@ def test_a_state_of_another_loader_is_refused_saying_what_differs_and_changes_no
     assert (loader.state_dict(), loader.seed, loader.epoch) == before
 
 
-def test_another_seed_of_a_given_sampler_is_refused() -> None:
-    state = state_of(ShardedDataLoader(range(20), 4, sampler=RandomSampler(20, seed=1)))
+def test_another_seed_of_a_given_sampler_is_refused_and_batches_are_not_taken_for_samples() -> None:
     with pytest.raises(ValueError, match="the seed of the RandomSampler was 1, and is 2"):
-        ShardedDataLoader(range(20), 4, sampler=RandomSampler(20, seed=2)).load_state_dict(state)
-
-
-LENGTHS = [5, 3, 9, 4, 7, 2, 8, 6] * 3
+        over(RandomSampler(20, seed=2)).load_state_dict(state_of(over(RandomSampler(20, seed=1))))
+    sampler = BatchSampler(RandomSampler(20, seed=1), 4)
+    with pytest.raises(ValueError, match="batch_size was None, and is 4"):
+        ShardedDataLoader(range(20), 4, sampler=sampler).load_state_dict(state_of(over(sampler)), strict=False)
 
 
 @pytest.mark.parametrize(
-    ("was", "now", "said"),
+    ("make", "was", "now", "said"),
     [
-        (IntervalSampler(24, 3), IntervalSampler(24, 2), "interval of the IntervalSampler was 3, and is 2"),
-        (
-            WeightedRandomSampler(LENGTHS, 24, seed=1),
-            WeightedRandomSampler([*LENGTHS[:-1], 1], 24, seed=1),
-            "weights of the WeightedRandomSampler changed after the state was saved",
-        ),
-        (
-            BoundedBudgetSampler(LENGTHS, 20, seed=1),
-            BoundedBudgetSampler(LENGTHS, 19, seed=1),
-            "budget of the BoundedBudgetSampler changed after the state was saved",
-        ),
-        (
-            FixedBucketSampler(LENGTHS, 3, num_buckets=2, shuffle=True, seed=1),
-            FixedBucketSampler(LENGTHS[::-1], 3, num_buckets=2, shuffle=True, seed=1),
-            "lengths of the FixedBucketSampler changed after the state was saved",
-        ),
-        (
-            BatchSampler(RandomSampler(9, seed=1), 4),
-            BatchSampler(RandomSampler(9, seed=1), 3),
-            "batch_size of the BatchSampler was 4, and is 3",
-        ),
-        (
-            SortedSampler(LENGTHS),
-            SortedSampler(LENGTHS, reverse=False),
-            "order of the keys of the SortedSampler changed after the state was saved",
-        ),
+        (IntervalSampler, (24, 3), (24, 2), "interval of the IntervalSampler was 3, and is 2"),
+        (WeightedRandomSampler, (LENGTHS, 24), (LENGTHS[::-1], 24), "weights of the WeightedRandomSampler changed"),
+        (BoundedBudgetSampler, (LENGTHS, 20), (LENGTHS, 19), "budget of the BoundedBudgetSampler changed after the"),
+        (FixedBucketSampler, (LENGTHS, 3, 2), (LENGTHS[::-1], 3, 2), "lengths of the FixedBucketSampler changed after"),
+        (BatchSampler, (RANDOM, 4), (RANDOM, 3), "batch_size of the BatchSampler was 4, a"),
+        (SortedSampler, (LENGTHS,), (LENGTHS, False), "order of the keys of the SortedSampler changed after the state"),
     ],
+    ids=lambda value: getattr(value, "__name__", None),
 )
-def test_a_sampler_with_other_arguments_is_refused_in_mid_epoch_by_name(was: Any, now: Any, said: str) -> None:
-    def make(sampler: Any) -> ShardedDataLoader:
-        if type(sampler).__name__ in ("BoundedBudgetSampler", "FixedBucketSampler", "BatchSampler"):
-            return ShardedDataLoader(range(24), batch_sampler=sampler, seed=1)
-        return ShardedDataLoader(range(24), 4, sampler=sampler, seed=1)
-
-    loader = make(was)
+def test_a_sampler_with_other_arguments_is_refused_in_mid_epoch_by_name(
+    make: Any, was: Any, now: Any, said: str
+) -> None:
+    loader, other = (over(make(*arguments), 24, seed=1) for arguments in (was, now))
     begin, state = loader.state_dict(), state_of(loader)
-    make(was).load_state_dict(json.loads(json.dumps(state)))
-    other = make(now)
+    over(make(*was), 24, seed=1).load_state_dict(json.loads(json.dumps(state)))
     with pytest.raises(ValueError, match=said):
         other.load_state_dict(state)
     assert other.position == 0
@@ -188,8 +161,7 @@ def test_a_sampler_with_other_arguments_is_refused_in_mid_epoch_by_name(was: Any
     else:
         other.load_state_dict(state, strict=False)
     other.load_state_dict(begin)
-    older = {key: value for key, value in state.items() if key != "sampler_arguments"}
-    other.load_state_dict(older)
+    other.load_state_dict({key: value for key, value in state.items() if key != "sampler_arguments"})
 
 
 @pytest.mark.parametrize(
@@ -202,8 +174,7 @@ def test_a_sampler_with_other_arguments_is_refused_in_mid_epoch_by_name(was: Any
     ],
 )
 def test_a_state_of_an_older_order_is_refused_in_mid_epoch_by_name(sampler: Any) -> None:
-    batches = {"batch_sampler": sampler} if "Batch" in type(sampler).__name__ else {"sampler": sampler, "batch_size": 4}
-    loader = ShardedDataLoader(range(24), **batches, seed=1)
+    loader = over(sampler, 24, seed=1)
     begin, state = loader.state_dict(), state_of(loader)
     name = type(sampler).__name__
     assert state["sampler_arguments"].pop(f"{name}.order_version") == 2
@@ -212,13 +183,6 @@ def test_a_state_of_an_older_order_is_refused_in_mid_epoch_by_name(sampler: Any)
     loader.load_state_dict(state, strict=False)
     begin["sampler_arguments"].pop(f"{name}.order_version")
     loader.load_state_dict(begin)
-
-
-def test_strict_false_does_not_take_batches_for_samples() -> None:
-    sampler = BatchSampler(RandomSampler(20, seed=1), 4)
-    state = state_of(ShardedDataLoader(range(20), batch_sampler=sampler))
-    with pytest.raises(ValueError, match="batch_size was None, and is 4"):
-        ShardedDataLoader(range(20), 4, sampler=sampler).load_state_dict(state, strict=False)
 
 
 STATE = state_of(shuffled(seed=2))
@@ -449,20 +413,15 @@ def test_each_field_of_a_signature_is_saved_read_and_compared() -> None:
 
 def test_a_state_fits_where_all_ranks_together_read_as_many_samples_in_a_step():
     def loader(ranks, size, rank=0):
-        return ShardedDataLoader(range(96), size, shuffle=True, seed=3, num_replicas=ranks, rank=rank)
+        return shuffled(96, size, seed=3, num_replicas=ranks, rank=rank)
 
     def rest(state, ranks, size):
-        found = []
-        for rank in range(ranks):
-            one = loader(ranks, size, rank)
+        loaders = [loader(ranks, size, rank) for rank in range(ranks)]
+        for one in loaders:
             one.load_state_dict(state)
-            found.append([batch.tolist() for batch in one])
-        return [sorted(sum(step, [])) for step in zip(*found, strict=True)]
+        return [sorted(sum((batch.tolist() for batch in step), [])) for step in zip(*loaders, strict=True)]
 
-    first = loader(4, 4)
-    batches = iter(first)
-    next(batches), next(batches)
-    state = first.state_dict()
+    state = state_of(loader(4, 4))
     expected = rest(state, 4, 4)
     assert len(expected) == 4
     for ranks, size in ((2, 8), (1, 16), (16, 1)):
@@ -471,7 +430,6 @@ def test_a_state_fits_where_all_ranks_together_read_as_many_samples_in_a_step():
         one.load_state_dict(state)
         next(iter(one))
         assert rest(one.state_dict(), 4, 4) == expected[1:]
-    other = loader(2, 4)
-    other.load_state_dict(state)  # the same batch size on fewer ranks
+    loader(2, 4).load_state_dict(state)  # the same batch size on fewer ranks
     with pytest.raises(ValueError, match="batch_size was 4, and is 16"):
         loader(4, 16).load_state_dict(state)

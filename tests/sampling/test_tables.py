@@ -16,11 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from samples import Foreign
 
-from sharded_loader import (
-    BatchSampler,
-    RandomSampler,
-    SequentialSampler,
-)
+from sharded_loader import BatchSampler, RandomSampler, SequentialSampler
 from sharded_loader.engine.order import resolve_replicas
 from sharded_loader.engine.split import plain_index
 from sharded_loader.sampling.own import ReplicaSampler
@@ -183,12 +179,7 @@ def dealt_endlessly(length: int, replicas: int, epochs: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@given(
-    length=st.integers(1, 13),
-    replicas=st.integers(1, 5),
-    size=st.integers(1, 30),
-    skip=st.integers(0, 40),
-)
+@given(length=st.integers(1, 13), replicas=st.integers(1, 5), size=st.integers(1, 30), skip=st.integers(0, 40))
 def test_the_endless_sequence_is_cut_anywhere(kind: str, length: int, replicas: int, size: int, skip: int) -> None:
     for rank, share in enumerate(dealt_endlessly(length, replicas, 90 // parts(length, replicas, False) + 2)):
         segment = EpochSegment(length, replicas, 0, 0)
@@ -247,13 +238,7 @@ def test_ranks_get_what_torch_distributed_sampler_gives(
         if length == 0:
             expected: list[int] = []
         else:
-            reference = torch_data.DistributedSampler(
-                range(length),
-                replicas,
-                rank,
-                shuffle=False,
-                drop_last=truncate,
-            )
+            reference = torch_data.DistributedSampler(range(length), replicas, rank, shuffle=False, drop_last=truncate)
             # torch refuses or overcounts nothing here except fewer samples than ranks with drop_last.
             expected = [] if truncate and length < replicas else list(reference)
         sampler = ReplicaSampler(INNER[kind](length), partial(resolve_replicas, replicas, rank), truncate=truncate)

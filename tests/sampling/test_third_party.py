@@ -15,13 +15,7 @@ import torch
 import torch.utils.data as torch_data
 from samples import Foreign, GluonStyle, NoLength
 
-from sharded_loader import (
-    BatchSampler,
-    RandomSampler,
-    Sampler,
-    ShardedBatchSampler,
-    ShardedDataLoader,
-)
+from sharded_loader import BatchSampler, RandomSampler, Sampler, ShardedBatchSampler, ShardedDataLoader
 from sharded_loader.sampling.base import is_own
 from sharded_loader.sampling.state import Checkpoint
 from sharded_loader.sampling.tables import BLOCK
