@@ -1,7 +1,5 @@
 """What a loader tells about itself, and what can be set."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

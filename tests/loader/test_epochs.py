@@ -1,7 +1,5 @@
 """An epoch begins when its first batch is asked for: how an iterator gets its run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

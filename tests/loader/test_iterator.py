@@ -1,7 +1,5 @@
 """One way through an epoch: what it gives, what it raises, and what it counts."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

@@ -1,7 +1,5 @@
 """``loader.indices`` and ``loader.batch``: any step of any epoch, past or to come; nothing changes."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The position of a loader, on numbers: ten samples in threes are four batches."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

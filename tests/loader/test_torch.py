@@ -1,7 +1,5 @@
 """`sharded_loader.torch.DataLoader` is torch's loader: its arguments, errors and attributes, and its batches."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import pickle

@@ -389,22 +389,6 @@ def test_a_stateful_loader_of_torchdata_continues_exactly():
     assert list(other) == whole  # the next epoch
 
 
-@STOPS
-def test_hugging_faces_iterable_datasets_are_resumed_by_their_own_state(stop, monkeypatch):
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(pytest.importorskip("tqdm").tqdm, "monitor_interval", 0)  # a thread of its progress bars
-    a, b, c = [datasets.Dataset.from_dict({"x": column(number, 6)}) for number in range(3)]
-
-    def make():
-        streams = [a.to_iterable_dataset(num_shards=2), b.to_iterable_dataset(), c]
-        return interleave(streams, [2, 1, 1], stop=stop)
-
-    whole = list(make())
-    assert make().num_shards == 1
-    for position in range(len(whole) + 1):
-        assert_goes_on(make, position, whole)
-
-
 PROGRAM = """
 import pickle, sys
 from functools import partial

@@ -1,7 +1,5 @@
 """A shuffle buffer over iterable data: every sample once, in an order that resumes anywhere, with a small state."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import signal

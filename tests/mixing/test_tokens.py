@@ -1,7 +1,5 @@
 """`TokenWindows`: every window of token files and arrays, in bulk, in every pool; what is no token file is an error."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import pickle

@@ -1,7 +1,5 @@
 """The generators that all threads share: seeded with every bit of a key, by one thread at a time, and put back."""
 
-from __future__ import annotations
-
 import os
 import random
 import threading

@@ -1,7 +1,5 @@
 """Random numbers come from keys: of their own for each use, the same in every process, and used with all their bits."""
 
-from __future__ import annotations
-
 import ast
 import enum
 import os

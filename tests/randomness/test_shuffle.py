@@ -1,7 +1,5 @@
 """A shuffle of any size is a permutation, looks random, and is a pure function of its key."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import zlib

@@ -1,7 +1,5 @@
 """Loaders of all ranks, and what they read in each step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

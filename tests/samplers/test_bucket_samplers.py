@@ -1,7 +1,5 @@
 """Batches by buckets of lengths and by labels: every index once, each batch from one bucket; also over ranks."""
 
-from __future__ import annotations
-
 import pickle
 import time
 from collections import Counter

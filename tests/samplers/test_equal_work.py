@@ -1,7 +1,5 @@
 """Every rank the same work: bucket samplers and ``costs=`` over ranks."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Callable

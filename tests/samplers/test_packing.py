@@ -1,6 +1,4 @@
-"""`PackSampler`: each document once, rows nearly full, any position from a few numbers; `Pack`: the batch of the rows."""
-
-from __future__ import annotations
+"""`PackSampler`: each document once, rows nearly full, any position at once; `Pack`: the batch of these rows."""
 
 import json
 import pickle

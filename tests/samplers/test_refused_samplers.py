@@ -1,7 +1,5 @@
 """What does not fit a sampler is refused in words: arguments, datasets of another length, states of another order."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Repeated augmentation: each sample several times in an epoch, each copy with its own random numbers."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import random

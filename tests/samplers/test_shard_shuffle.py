@@ -1,7 +1,5 @@
 """Shards in shuffled order, samples in a window of shards: complete, pure, the same for any number of ranks."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

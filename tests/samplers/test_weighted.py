@@ -1,7 +1,5 @@
 """Draws by weight: as often as the weights say, of samples and of groups of samples, from any place of the epoch."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """A loader's order, without a loader: which epoch is next, what a state is compared with, whose seed counts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

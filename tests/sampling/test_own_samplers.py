@@ -1,7 +1,5 @@
 """Our samplers: every index as often as promised, each epoch a pure function that is read from anywhere."""
 
-from __future__ import annotations
-
 import itertools
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What cannot be an order, a rank or a split is refused in words, where it is given."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """The repr of samplers: short, useful, and without any effect."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """One epoch's batches by their numbers: in any order, again, after an interruption, from any position on."""
 
-from __future__ import annotations
-
 import random
 from collections import UserList
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A batch is split completely, in the promised sizes, without an empty shard."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from fractions import Fraction

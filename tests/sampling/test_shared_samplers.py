@@ -1,7 +1,5 @@
 """Samplers belong to nobody: what is done with a sampler changes nothing in a loader, but for an explicit set_epoch."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import subprocess

@@ -1,7 +1,5 @@
 """A state is small, plain and cheap; one that does not fit is refused in words."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools
@@ -47,25 +45,27 @@ def state_of(loader: ShardedDataLoader, count: int = 2) -> dict[str, Any]:
     return loader.state_dict()
 
 
+STATE: dict[str, Any] = {
+    "version": 1,
+    "epoch": 0,
+    "samples": 8,
+    "seed": 9,
+    "dataset_length": 20,
+    "sampler": "RandomSampler",
+    "sampler_length": 20,
+    "sampler_seeds": [],
+    "batch_size": 4,
+    "last_batch": "keep",
+}
+
+
 def test_a_state_says_what_it_is_and_is_a_copy() -> None:
     loader = ShardedDataLoader(range(20), 4, shuffle=True, seed=9)
-    expected = {
-        "version": 1,
-        "epoch": 0,
-        "samples": 8,
-        "seed": 9,
-        "dataset_length": 20,
-        "sampler": "RandomSampler",
-        "sampler_length": 20,
-        "sampler_seeds": [],
-        "batch_size": 4,
-        "last_batch": "keep",
-    }
     state = state_of(loader)
-    assert state == expected
+    assert state == STATE
     state["sampler_seeds"].append(1)
     state["epoch"] = 99
-    assert loader.state_dict() == expected
+    assert loader.state_dict() == STATE
     # Of a sampler of another library it has a checksum, and with a given batch sampler it counts batches.
     sampler = torch_data.BatchSampler(torch_data.RandomSampler(range(20)), 4, False)
     state = state_of(ShardedDataLoader(range(20), batch_sampler=sampler, seed=9))
@@ -185,7 +185,6 @@ def test_a_state_of_an_older_order_is_refused_in_mid_epoch_by_name(sampler: Any)
     loader.load_state_dict(begin)
 
 
-STATE = state_of(shuffled(seed=2))
 PASSED = {"epoch": 0, "items": 8, "checksum": 1, "rank": None, "finished": False, "state": None}
 
 

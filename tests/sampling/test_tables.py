@@ -1,7 +1,5 @@
 """The arithmetic of positions, on numbers; ranks share one global order, and each reads as much as the others."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 from collections.abc import Callable, Iterator
