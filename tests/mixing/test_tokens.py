@@ -5,6 +5,7 @@ import os
 import pickle
 import sys
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -246,23 +247,27 @@ def test_bad_files_are_errors_when_the_dataset_is_made(tmp_path: Path) -> None:
             TokenWindows(tmp_path / name, 4, **more)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("how", ["cut", "longer", "replaced", "written"])
+def copied(path: Path, content: bytes) -> Path:
+    path.with_name("new").write_bytes(content)
+    return path.with_name("new")
+
+
+CHANGES: dict[str, Callable[[Path, bytes], Any]] = {
+    "cut": lambda path, content: os.truncate(path, len(content) // 2),
+    "longer": lambda path, content: path.write_bytes(content + b"ab"),
+    "replaced": lambda path, content: os.replace(copied(path, content), path),
+    "written": lambda path, content: path.write_bytes(bytes(len(content))),
+}
+
+
+@pytest.mark.parametrize("how", CHANGES)
 def test_a_file_that_changes_while_it_is_open_is_an_error(tmp_path: Path, how: str) -> None:
     (path := tmp_path / "corpus.bin").write_bytes(ids(100).tobytes())
     dataset = TokenWindows(path, 9, dtype="uint16", documents=[40, 60])
     dataset.get_batch([0, 3])
     if sys.platform == "win32":
         dataset.close()  # a mapped file cannot be changed there
-    changed, content = path, path.read_bytes()
-    if how == "cut":
-        os.truncate(changed, len(content) // 2)
-    elif how == "longer":
-        changed.write_bytes(content + b"ab")
-    elif how == "replaced":
-        (tmp_path / "new").write_bytes(content)
-        os.replace(tmp_path / "new", changed)
-    else:
-        changed.write_bytes(bytes(len(content)))
+    CHANGES[how](path, path.read_bytes())
     with pytest.raises(OSError, match="corpus.bin was changed since the dataset was made: make the dataset again"):
         dataset.get_batch([0, 3])
 
