@@ -18,7 +18,7 @@ from samples import halves
 from sharded_loader import ShardedDataLoader, SimpleDataset, empty
 from sharded_loader.batchify import List, Pad, Stack, Tuple, default_batchify_fn
 from sharded_loader.batching.default import DefaultBatchify
-from sharded_loader.batching.protocol import BatchifyError, assembler, call_with_empty, in_fields, known_to, ragged
+from sharded_loader.batching.protocol import BatchifyError, assembler, call_with_empty, fast_method, in_fields, ragged
 from sharded_loader.engine.messages import Job, Task
 from sharded_loader.engine.reader import Reader
 from sharded_loader.memory.codec import SlotWriter, encode
@@ -239,7 +239,7 @@ class MixedInBehind(OverridesOne, Base):
     ],
 )
 def test_a_fast_method_is_used_only_if_it_knows_the_override(kind, found):
-    assert known_to(kind, "many", ["one"]) is found
+    assert fast_method(kind, "many", ["one"]) is found
 
 
 def test_fields_of_fields_are_one_path():

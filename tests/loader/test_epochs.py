@@ -10,7 +10,7 @@ from samples import NoLength, Told
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset
 
 from sharded_loader import ShardedDataLoader, SimpleDataset
-from sharded_loader.data.seeding import MAX_SEARCHED, _datasets_in, reachable, set_epoch_of, told_in
+from sharded_loader.data.seeding import MAX_SEARCHED, _datasets_in, epoch_listeners, epoch_setter, reachable
 from sharded_loader.engine.pipeline import Run
 from sharded_loader.loader.epochs import At, Progress
 from sharded_loader.sampling.order import MapOrder
@@ -125,11 +125,11 @@ def test_the_search_for_datasets_with_set_epoch_is_bounded() -> None:
     data, other = Around(Named()), Named()
     data.held.update({"samples": [(str(number), number) for number in range(10**5)], "more": [Around(0)] * 10**4})
     data.held["it"].back = other.back = data  # type: ignore[attr-defined]
-    assert list(told_in(data)) == [data.held["it"]]
+    assert list(epoch_listeners(data)) == [data.held["it"]]
     many = Around(None)
     many.held = [[Around([Around(number)]) for number in range(100)] for _ in range(100)]  # type: ignore[assignment]
     assert sum(1 for _ in reachable(many, _datasets_in, most=MAX_SEARCHED)) <= MAX_SEARCHED
-    assert set_epoch_of(many) is None
+    assert epoch_setter(many) is None
 
 
 # -- the position of a loader, on numbers: ten samples in threes are four batches --------------------------------------
