@@ -547,18 +547,6 @@ def test_a_state_is_kept_until_the_dataset_is_opened_and_is_not_changed():
         Source("number 3", NoLength(range(5)), SourcePoint(0, 6)).read()
 
 
-def test_an_exception_passes_as_it_is_and_leaves_a_state():
-    def broken():
-        yield 1
-        raise OSError("disk")
-
-    source = Source("data", broken, BEGINNING)
-    source.read()
-    with pytest.raises(OSError, match="disk"):
-        source.read()
-    assert source.state() == SourcePoint(0, 1)
-
-
 # -- in workers ---------------------------------------------------------------------------------------------
 
 

@@ -198,19 +198,6 @@ def test_the_order_is_another_one_in_each_epoch_and_with_each_seed() -> None:
     assert (steps.max(axis=1) > 2 * steps.min(axis=1)).mean() > 0.8
 
 
-@pytest.mark.slow
-def test_the_samples_of_a_step_are_the_same_for_any_number_of_ranks() -> None:
-    orders = {
-        replicas: [
-            sorted(index for batch in step for index in batch)
-            for step in steps_of(loaders_of(replicas, batch_size=48 // replicas, costs=LENGTHS, seed=3))
-        ]
-        for replicas in (1, 2, 4, 6, 16, 48)
-    }
-    assert len({str(steps[:-1]) for steps in orders.values()}) == 1
-    assert {index for step in orders[1] for index in step} == set(range(len(LENGTHS)))
-
-
 @pytest.mark.costly(2)
 @pytest.mark.parametrize(("replicas", "size"), [(2, 16), (8, 4), (1, 32)])
 def test_a_state_goes_on_with_other_ranks_that_read_as_much(replicas: int, size: int) -> None:

@@ -224,17 +224,6 @@ def test_a_list_is_read_in_blocks_but_a_subclass_may_do_as_it_likes() -> None:
     assert not one.keeps and other.keeps
 
 
-@pytest.mark.parametrize("changed", [[3, 1, 4, 1, 5, 0, 2, 6], [3, 1]])
-def test_a_list_that_is_another_than_when_the_state_was_saved_is_rejected(changed: list[int]) -> None:
-    saved = order(10, sampler=[3, 1, 4, 1, 5, 9, 2, 6]).epoch(0)
-    position = saved.position(2) if saved.batch(1) else None
-    again = order(10, sampler=[3, 1, 4, 1, 5, 9, 7, 7, 7]).epoch(0, position)  # what lies behind is another matter
-    assert again.batch(again.first) is not None
-    other = order(10, sampler=changed).epoch(0, position)
-    with pytest.raises(ValueError, match="the sampler, a list, yields (other indices|only 2 items)"):
-        other.batch(other.first)
-
-
 # -- from batches to numbered tasks: what is wrong becomes the error in its place --------------------------------------
 
 
