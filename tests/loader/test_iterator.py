@@ -52,9 +52,7 @@ def test_an_iterator_is_true_has_a_length_and_counts_batches_and_samples_but_no_
     assert stats.seconds >= stats.waiting_seconds >= stats.placing_seconds >= 0
 
 
-def test_what_goes_wrong_where_a_batch_is_made_a_tensor_is_its_error_and_does_not_keep_the_loader(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_error_of_placing_is_the_batchs_and_does_not_keep_the_loader(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails_once(batch: Any) -> Any:
         monkeypatch.undo()
         raise RuntimeError("no room")

@@ -1,5 +1,6 @@
 """A loader plans a mixture: weights that are set while training, shuffled passes over epochs, states on other ranks."""
 
+import gc
 import itertools
 import json
 from collections import Counter
@@ -9,6 +10,7 @@ import pytest
 from conftest import POOLS, covering, make_pool
 
 from sharded_loader import ArrayDataset, RandomSampler, ShardedDataLoader, interleave, sample_rng
+from sharded_loader.engine.pipeline import Run
 from sharded_loader.instruments.stats import Counts, Meter
 from sharded_loader.mixing.schedule import Plan
 
@@ -196,6 +198,7 @@ def test_many_changes_leave_nothing_behind_and_each_adds_to_the_plan_that_is_the
         loader.set_weights([1, number % 3, 1])
     assert len(json.loads(loader.state_dict()["sampler_arguments"]["MixtureSampler.set_weights"])) == 100
     assert len(made) <= 1 + 2 * 100
+    assert sum(type(one) is Run for one in gc.get_objects()) < 10  # of a hundred that were taken out
 
 
 def test_two_iterators_of_one_loader_follow_the_change():

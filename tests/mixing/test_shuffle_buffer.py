@@ -53,9 +53,7 @@ def flat(batches: list[Any]) -> list[Any]:
 
 
 @given(length=st.integers(0, 40), size=st.integers(1, 12), seed=st.integers(0, 5))
-def test_every_sample_comes_once_and_moves_by_less_than_the_size_of_the_buffer(
-    length: int, size: int, seed: int
-) -> None:
+def test_every_sample_comes_once_and_moves_by_less_than_the_buffer(length: int, size: int, seed: int) -> None:
     found = list(ShuffleBuffer(lambda: iter(range(length)), size, seed))
     assert sorted(found) == list(range(length))
     assert all(abs(place - sample) < size for place, sample in enumerate(found))

@@ -166,9 +166,7 @@ def test_the_kinds_of_a_state_resume_on_another_number_of_ranks(replicas: int) -
     ranks=st.integers(1, 4),
     last=st.sampled_from(["keep", "discard", "rollover"]),
 )
-def test_the_kinds_are_those_of_buckets_and_every_sample_comes_as_often(
-    labels: list[int], size: int, ranks: int, last: str
-) -> None:
+def test_the_kinds_are_those_of_buckets(labels: list[int], size: int, ranks: int, last: str) -> None:
     lengths = [1 + label for label in labels]
     buckets = FixedBucketSampler(lengths, size, None, sorted(set(lengths)), shuffle=True, seed=5, last_batch=last)
     kinds = GroupedBatchSampler(labels, size, seed=5, last_batch=last)
@@ -195,7 +193,7 @@ def test_the_kinds_are_those_of_buckets_and_every_sample_comes_as_often(
     samples=st.integers(1, 5),
     seed=st.integers(0, 9),
 )
-def test_each_batch_has_so_many_samples_of_so_many_different_classes(
+def test_each_batch_has_so_many_samples_of_so_many_classes(
     sizes: list[int], classes: int, samples: int, seed: int
 ) -> None:
     labels = [label for label, size in enumerate(sizes) for _ in range(size)]

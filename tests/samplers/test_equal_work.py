@@ -108,9 +108,7 @@ def test_a_state_of_four_ranks_goes_on_with_others_and_loses_no_sample(kind: str
 @pytest.mark.costly(2)
 @pytest.mark.parametrize("last_batch", ["discard", "rollover"])
 @pytest.mark.parametrize("replicas", [1, 3])
-def test_the_last_samples_of_each_bucket_are_left_out_or_come_first_in_its_next_epoch(
-    last_batch: str, replicas: int
-) -> None:
+def test_the_rest_of_each_bucket_is_left_out_or_comes_first_in_its_next_epoch(last_batch: str, replicas: int) -> None:
     sampler = BUCKETS["fixed"](last_batch=last_batch)
     loaders = loaders_of(replicas, batch_sampler=sampler)
     counts: Counter[int] = Counter()

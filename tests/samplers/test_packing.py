@@ -220,9 +220,7 @@ def windows_packed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("after", [1, 2, 3])
-def test_a_state_is_a_few_numbers_and_nothing_before_it_is_packed_again(
-    after: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_before_a_state_is_packed_again(after: int, monkeypatch: pytest.MonkeyPatch) -> None:
     packed = windows_packed(monkeypatch)
     first, state = ranks(2, steps=13)
     assert len(json.dumps(state)) < 700 and len(state["landmark"]) == 2

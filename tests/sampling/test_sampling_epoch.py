@@ -311,9 +311,7 @@ def test_batches_of_one_block_are_checked_together_and_a_bad_one_alone_is_an_err
     ],
     ids=str,
 )
-def test_what_is_no_batch_is_an_error_in_its_place_that_says_where(
-    batch: Any, error: type[Exception], text: str
-) -> None:
+def test_what_is_no_batch_is_an_error_in_its_place(batch: Any, error: type[Exception], text: str) -> None:
     epoch = epoch_of([0], batch, [9, -10], max_shards=2, given_batches=True)
     found = epoch.task(1)
     assert type(found) is error and "epoch 3, batch 1" in str(found) and text in str(found)

@@ -146,9 +146,7 @@ def test_another_seed_of_a_given_sampler_is_refused_and_batches_are_not_taken_fo
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_a_sampler_with_other_arguments_is_refused_in_mid_epoch_by_name(
-    make: Any, was: Any, now: Any, said: str
-) -> None:
+def test_a_sampler_with_other_arguments_is_refused_by_name(make: Any, was: Any, now: Any, said: str) -> None:
     loader, other = (over(make(*arguments), 24, seed=1) for arguments in (was, now))
     begin, state = loader.state_dict(), state_of(loader)
     over(make(*was), 24, seed=1).load_state_dict(json.loads(json.dumps(state)))
