@@ -43,6 +43,10 @@ LENGTH = 12
 LENGTHS = [3, 9, 4, 1, 7, 2, 8, 8, 1, 5, 6, 2]
 
 
+def shuffled() -> list[int]:
+    return torch.randperm(LENGTH).tolist()
+
+
 class CountsItself(torch_data.RandomSampler):
     """Ends its epoch by going on to the next, as accelerate's ``SeedableRandomSampler`` does."""
 
@@ -76,7 +80,7 @@ SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
     "sorted buckets": lambda: {"batch_sampler": SortedBucketSampler(LENGTHS, 3, 2, shuffle=True, seed=1)},
     "fixed buckets": lambda: {"batch_sampler": FixedBucketSampler(LENGTHS, 3, 2, shuffle=True, seed=1)},
     "budget": lambda: {"batch_sampler": BoundedBudgetSampler(LENGTHS, 16, seed=1)},
-    "gluon style": lambda: {"batch_size": 3, "sampler": GluonStyle(lambda: torch.randperm(LENGTH).tolist(), LENGTH)},
+    "gluon style": lambda: {"batch_size": 3, "sampler": GluonStyle(shuffled, LENGTH)},
     "torch": lambda: {"batch_size": 3, "sampler": torch_data.RandomSampler(range(LENGTH))},
     "torch batches of ours": lambda: {"batch_sampler": torch_data.BatchSampler(RandomSampler(LENGTH, seed=1), 5, True)},
     "our batches of torch's": lambda: {"batch_sampler": BatchSampler(torch_data.RandomSampler(range(LENGTH)), 5)},
