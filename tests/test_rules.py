@@ -42,12 +42,11 @@ CLOCKS_LEFT: dict[str, int] = {
     "promises/test_refused_calls.py": 1,
     "promises/test_timeouts.py": 5,
     "promises/waiting_samples.py": 1,
-    "samplers/test_bucket_samplers.py": 2,
     "simulated.py": 2,
 }
 """Quick tests that ask a clock, or sleep, by file."""
 
-PRIVATE_LEFT = 213
+PRIVATE_LEFT = 183
 """Uses of private attributes of the package."""
 
 
