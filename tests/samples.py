@@ -1,4 +1,16 @@
-"""Datasets and batches that the tests read in workers. Torch-free, so that a spawned worker starts fast."""
+"""The catalogue of datasets that the tests read in workers. Torch-free, so that a spawned worker starts fast.
+
+    what comes       Filled (large), Documents (of any length), Told (the epoch), Parents (who reads), Noting (a file)
+    random numbers   Drawing, DrawingInItems, DrawingInBatches, Draws, Augmented, Random (slowly)
+    errors           Drawing(bad=...), Bad, Misfits, InBulk, Odd
+    deaths           Bad(kill), DiesInSetState, StartsAndDies; `failures` says how
+    when it comes    Gate (when the test wants), Uneven (early ones late); `pass_time` by the clock of the package
+    orders           ByEpoch
+    batches          Shy, Immovable, OneWay; `halves` and `summed` make them
+
+A dataset that one test alone needs is ``SimpleDataset(range(n)).transform(function)`` there. Before you add one here,
+look whether an argument of these does it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +27,13 @@ from typing import Any
 import numpy as np
 from failures import Boom, Fails, boom, odd_errors
 
-from sharded_loader import SimpleDataset, empty, sample_generator, sample_rng, sample_seed
+from sharded_loader import Sampler, SimpleDataset, empty, sample_generator, sample_rng, sample_seed
+from sharded_loader.base import host_clock
+
+
+def pass_time(seconds: float) -> None:
+    """Let time pass by the clock of the package: that of the fixture `host_time` is moved, the real one waited for."""
+    getattr(host_clock.now, "move", time.sleep)(seconds)
 
 
 class Uneven:
@@ -363,3 +381,48 @@ class Noting:
         with self.path.open("a") as file:
             file.write(f"{index} ")
         return index
+
+
+class NoLength:
+    """A sampler of another library that does not say how much it yields.
+
+    Args:
+        items: what it yields, or a function that is called for what it yields in each iteration.
+    """
+
+    def __init__(self, items: Any) -> None:
+        self.items = items
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.items() if callable(self.items) else self.items)
+
+
+class Foreign(NoLength):
+    """A sampler of another library.
+
+    Args:
+        items: as of `NoLength`.
+        length: what it says; None: that of the items; an error: what it raises.
+    """
+
+    def __init__(self, items: Any, length: int | Exception | None = None) -> None:
+        super().__init__(items)
+        self.length = len(items) if length is None else length
+
+    def __len__(self) -> int:
+        if isinstance(self.length, Exception):
+            raise self.length
+        return self.length
+
+
+class GluonStyle(Sampler[Any]):
+    """A sampler as Gluon's users write it: no constructor call, and a function that draws from global generators."""
+
+    def __init__(self, draw: Callable[[], Any], length: int) -> None:
+        self.draw, self.length = draw, length
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.draw())
+
+    def __len__(self) -> int:
+        return self.length

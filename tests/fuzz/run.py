@@ -1,0 +1,190 @@
+"""Random cases, one after the other: what they are, what is said of them, what they have left behind.
+
+seed -> `steps.Case` -> run -> nothing, or a `Difference`
+        "faults": `faults.Disturbed` or `twins.Twins`, "twins": `twins.Calm`, "ranks": `ranks.Ranks`
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import logging
+import os
+import random
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import psutil
+
+from sharded_loader import ShardedDataLoader, interleave
+from tests import conftest
+from tests.fuzz.faults import Disturbed
+from tests.fuzz.ranks import Ranks
+from tests.fuzz.steps import Case, Difference
+from tests.fuzz.twins import Calm, Twins
+
+KINDS: dict[str, tuple[Any, ...]] = {
+    "plain": (Case,),
+    "faults": (Disturbed, Twins),
+    "twins": (Calm,),
+    "ranks": (Ranks,),
+}
+
+HANG = 150.0
+"""Seconds for one step. The slowest in order, a first batch from spawned workers, takes 5 on a busy machine, and 40
+with eight other jobs on two cores."""
+
+LEFT = ("processes", "threads", "descriptors", "shared memory")
+
+
+@dataclass
+class Report:
+    """What has happened in all cases.
+
+    Attributes:
+        counts: what was done, and how often.
+        workers: the workers of cases with faults. If their zygote was killed, they are nobody's children any more.
+        case: the one that runs.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    workers: dict[int, psutil.Process] = field(default_factory=dict)
+    case: Any = None
+    began: float = field(default_factory=time.monotonic)
+
+    def say(self) -> None:
+        counts, seconds = self.counts, time.monotonic() - self.began
+        print(
+            f"{seconds:5.0f} s: {counts['cases']} cases, {counts['batches compared']} batches, "
+            f"{sum(count for name, count in counts.items() if name.startswith('fault'))} faults, "
+            f"{counts['differences']} differences",
+            flush=True,
+        )
+
+    def show(self, left: dict[str, Any]) -> None:
+        """The table."""
+        rows = [*sorted(self.counts.items()), *((f"{kind} left at the end", len(left.get(kind, ()))) for kind in LEFT)]
+        for name, count in rows:
+            print(f"{name:60}{count:>10,}")
+        for kind, items in left.items():
+            print(f"left: {kind}: {items}")
+
+    def watch(self, over: threading.Event) -> None:
+        """Say every 10 s how far it is; end the program when a step hangs."""
+        said = time.monotonic()
+        while not over.wait(1.0):
+            faulthandler.dump_traceback_later(HANG + 10, exit=True)  # if not even this thread can run
+            now, case = time.monotonic(), self.case
+            if case is not None and now - case.last_sign > HANG:
+                print(f"HANG of {HANG:.0f} s in {case}", flush=True)
+                faulthandler.dump_traceback(all_threads=True)
+                self.show({})
+                sys.stdout.flush()
+                os._exit(1)
+            if now - said >= 10:
+                said = now
+                self.say()
+        faulthandler.cancel_dump_traceback_later()
+
+    def left(self, before: Any) -> dict[str, Any]:
+        """What is still there although every loader is closed or garbage, after a grace for what is ending."""
+        found: dict[str, Any] = {}
+
+        def is_empty() -> bool:
+            nonlocal found
+            gc.collect()
+            found = conftest.remains(*before)
+            if alive := {pid for pid, worker in self.workers.items() if _lives(worker)}:
+                found["processes"] = found.get("processes", set()) | alive
+            return not found
+
+        conftest.until(is_empty, conftest.PATIENCE)
+        return found
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def check_shares(seed: int) -> None:
+    """A random mixture on a random number of ranks: a random rank is near to its shares after each of its samples."""
+    rng = random.Random(f"shares {seed}")
+    weights = [rng.randint(1, 9) for _ in range(rng.randint(2, 5))]
+    ranks, size = rng.choice([1, 2, 3, 4, 5, 6, 7, 8, 16]), rng.randint(1, 16)
+    sources = [np.full(400 * ranks * weight, number) for number, weight in enumerate(weights)]
+    mixed = interleave(sources, weights, seed=rng.randint(0, 99))
+    rank = rng.randrange(ranks)
+    loader = ShardedDataLoader(mixed, size, num_replicas=ranks, rank=rank)
+    found = np.concatenate([np.asarray(batch) for batch, _ in zip(loader, range(-(-600 // size)), strict=False)])
+    counts = np.cumsum(found[:, None] == np.arange(len(weights)), axis=0)
+    off = np.abs(counts - np.arange(1, len(found) + 1)[:, None] * np.array(weights) / sum(weights)).max()
+    if off > 15:
+        raise Difference(f"rank {rank} of {ranks} is {off:.1f} samples away from its shares {weights}")
+
+
+def run_case(seed: int, kind: str = "plain", processes: bool = True, report: Report | None = None) -> Counter[str]:
+    """Run one case; if wanted, with threads in the place of processes. What was done, and how often.
+
+    Raises:
+        Difference: the loader did something else; says what, and what was done to it.
+    """
+    case, report, kinds = None, report or Report(), KINDS[kind]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # batches that are left out
+        try:
+            if seed % 10 == 0 and kind == "plain":
+                check_shares(seed)
+            report.case = case = kinds[seed % len(kinds)](seed, processes)
+            case.run()
+        except Exception as error:
+            again = f"python -m tests.fuzz --case {seed}{f' --{kind}' * (kind != 'plain')}"
+            raise Difference(f"case {seed}: {error}\n    {case}\nagain: {again}") from error
+        finally:
+            if case is not None:
+                report.counts.update(case.counts)
+                report.workers |= case.workers
+            report.case = None
+    return report.counts
+
+
+def run(seeds: Iterable[int], kind: str, until: float) -> int:
+    """Run cases up to a time, print what has happened; the exit status."""
+    logging.getLogger("sharded_loader").addHandler(logging.NullHandler())  # of samples that are skipped, and deaths
+    conftest.start_helpers()
+    gc.collect()
+    gc.freeze()
+    before, report, over = conftest.here(), Report(), threading.Event()
+    report.counts["differences"] = 0
+    monitor = threading.Thread(target=report.watch, args=[over])
+    monitor.start()
+    try:
+        for seed in seeds:
+            if time.monotonic() > until:
+                break
+            try:
+                run_case(seed, kind, report=report)
+            except Difference as difference:
+                report.counts["differences"] += 1
+                traceback.print_exception(difference)
+            report.counts["cases"] += 1
+    except BaseException:
+        print(f"in case {seed}:", flush=True)
+        raise
+    finally:
+        over.set()
+        monitor.join()
+    report.say()
+    left = report.left(before)
+    report.show(left)
+    return 1 if left or report.counts["differences"] else 0
