@@ -363,3 +363,9 @@ class Noting:
         with self.path.open("a") as file:
             file.write(f"{index} ")
         return index
+
+
+def wait_for(file: Path) -> None:
+    """Wait until somebody has made the file."""
+    while not file.exists():
+        time.sleep(0.005)

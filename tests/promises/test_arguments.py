@@ -147,9 +147,7 @@ def test_all_wrong_names_are_told_at_once_each_with_its_advice() -> None:
     assert lines[0] == "ShardedDataLoader has none of these 5 arguments:"
     assert [line.split("'")[1] for line in lines[1:]] == ["generator", "auto_reload", "shufle", "zzz", "in_order"]
     for line, advice in zip(
-        lines[1:],
-        ("seed=", "prefetch_epochs", "did you mean 'shuffle'?", "help(", "always come in order"),
-        strict=True,
+        lines[1:], ("seed=", "prefetch_epochs", "did you mean 'shuffle'?", "help(", "always come in order"), strict=True
     ):
         assert advice in line
     with pytest.raises(TypeError, match="has no argument 'zzz'; see help"):
@@ -258,16 +256,8 @@ def test_a_hang_ends_after_the_timeout_that_the_loader_was_given() -> None:
         ({"worker_init_fn": 3}, TypeError, "worker_init_fn"),
         ({"worker_init_fn": 3, "num_workers": 1}, TypeError, "worker_init_fn"),
         ({"collate_fn": 3}, TypeError, "collate function is 3"),
-        (
-            {"pool": InlinePool(), "timeout": 3},
-            ValueError,
-            "give worker_init_fn and timeout to the pool",
-        ),
-        (
-            {"pool": InlinePool(), "worker_init_fn": nothing},
-            ValueError,
-            "give worker_init_fn and timeout to the pool",
-        ),
+        ({"pool": InlinePool(), "timeout": 3}, ValueError, "give worker_init_fn and timeout to the pool"),
+        ({"pool": InlinePool(), "worker_init_fn": nothing}, ValueError, "give worker_init_fn and timeout to the pool"),
         ({"steps_per_epoch": 0}, ValueError, "steps_per_epoch"),
         ({"steps_per_epoch": 2.5}, (TypeError, ValueError), "steps_per_epoch"),
         ({"steps_per_epoch": 2, "last_batch": "rollover"}, ValueError, "contradict each other"),

@@ -115,10 +115,7 @@ def test_batches_of_a_batch_sampler_count_or_are_fillers(replicas: int) -> None:
 def test_shards_on_devices_are_whole_and_the_first_samples_count() -> None:
     loaders = ranks_of(2, length=9, devices=["cpu", "cpu"])
     found = [[([shard.tolist() for shard in shards], real) for shards, real in loader] for loader in loaders]
-    assert found == [
-        [([[0, 2], [4, 6]], 4), ([[8, 8], [8, 8]], 1)],
-        [([[1, 3], [5, 7]], 4), ([[7, 7], [7, 7]], 0)],
-    ]
+    assert found == [[([[0, 2], [4, 6]], 4), ([[8, 8], [8, 8]], 1)], [([[1, 3], [5, 7]], 4), ([[7, 7], [7, 7]], 0)]]
 
 
 def test_the_accuracy_of_three_ranks_is_that_of_one_to_the_last_digit() -> None:

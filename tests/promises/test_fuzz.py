@@ -54,10 +54,7 @@ def test_a_hundred_random_loaders_of_all_pools_that_are_disturbed_do_what_a_naiv
 @pytest.mark.parametrize("faults", [False, True])
 @pytest.mark.parametrize(
     ("name", "wrong"),
-    [
-        ("shares", lambda count, shards, weights: [count] + [0] * (shards - 1)),
-        ("collate", lambda samples: samples),
-    ],
+    [("shares", lambda count, shards, weights: [count] + [0] * (shards - 1)), ("collate", lambda samples: samples)],
 )
 def test_the_comparison_notices_other_batches(
     monkeypatch: pytest.MonkeyPatch, name: str, wrong: Any, faults: bool

@@ -18,14 +18,7 @@ from test_resume import SAMPLERS, batches, through_json
 from sharded_loader import ShardedDataLoader, ThreadPool
 from sharded_loader.randomness import rng
 
-SAMPLING = (
-    "epoch.py",
-    "tables.py",
-    "third_party.py",
-    "rng.py",
-    "base.py",
-    "test_resume.py",
-)
+SAMPLING = ("epoch.py", "tables.py", "third_party.py", "rng.py", "base.py", "test_resume.py")
 KINDS = ("random", "rollover", "gluon style", "stateful by epoch", "stateful iterator", "torch distributed")
 
 
