@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import signal
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -76,26 +75,6 @@ def test_one_ctrl_c_in_the_loop_is_one_keyboard_interrupt_and_no_other_output(me
     assert done.stdout.split("\n")[:2] == ["interrupted", "went on"], done
     assert done.stderr == ""
     assert done.returncode == 0
-
-
-def test_interrupt_inside_the_dataset_reads_the_batch_again() -> None:
-    class Interrupted:
-        armed = True
-
-        def __len__(self) -> int:
-            return 6
-
-        def __getitem__(self, index: int) -> int:
-            if index == 3 and self.armed:
-                type(self).armed = False
-                signal.raise_signal(signal.SIGINT)
-            return index
-
-    iterator = iter(ShardedDataLoader(Interrupted(), 2))
-    assert next(iterator).tolist() == [0, 1]
-    with pytest.raises(KeyboardInterrupt):
-        next(iterator)
-    assert [batch.tolist() for batch in iterator] == [[2, 3], [4, 5]]
 
 
 class InterruptAtSlot(InterruptAt):

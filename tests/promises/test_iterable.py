@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from conftest import POOLS, PROCESS_POOLS, SPAWN_FIRST, SPAWNED, covering, make_pool
-from failures import Fails, hang, hang_for_a_while, kill, raise_lookup
+from conftest import POOLS, PROCESS_POOLS, SPAWN_FIRST, covering, make_pool
+from failures import Fails, kill, raise_lookup
 from stream_loaders import ASK_TORCH, SIZE, loader_of
 from stream_samples import (
     LENGTHS,
@@ -36,7 +35,7 @@ from stream_samples import (
     values,
 )
 
-from sharded_loader import ProcessPool, ShardedDataLoader, WorkerDiedError, interleave
+from sharded_loader import ProcessPool, ShardedDataLoader, interleave
 from sharded_loader.base.errors import WorkerTimeoutError, notes_of
 from sharded_loader.engine.messages import Job, Result, Task
 from sharded_loader.engine.pool import Pool
@@ -125,13 +124,6 @@ def test_parts_of_any_length_in_any_pool(pool: str, lengths: tuple[int, ...]) ->
     assert sorted(sum(expected, [])) == [100 * part + i for part, n in enumerate(lengths) for i in range(n)]
 
 
-@covering(1, pool=POOLS, slow=range(4), prefetch=[1, 20])
-def test_a_slow_part_changes_nothing(pool: str, slow: int, prefetch: int) -> None:
-    seconds = [0.004 * (part == slow) for part in range(4)]
-    loader = loader_of(Parts(seconds=seconds), pool, workers=3, prefetch=prefetch)
-    assert epochs_of(loader) == [batches_of(LENGTHS, SIZE)]
-
-
 @pytest.mark.filterwarnings("ignore:epoch .. last_batch=.discard.")
 @covering(1, pool=POOLS, last_batch=["keep", "discard"], prefetch=[2, 9])
 def test_short_batches_end_their_parts_and_may_be_left_out(pool: str, last_batch: str, prefetch: int) -> None:
@@ -144,21 +136,6 @@ def test_short_batches_end_their_parts_and_may_be_left_out(pool: str, last_batch
             found.append(values(batch))
             assert loader.position == number
         assert found == expected and loader.drop_last == (last_batch == "discard")
-
-
-@covering(1, pool=POOLS, weights=[None, [2, 1], [1, 3]], batch_size=[2, 4, 5])
-def test_batches_are_split_and_a_short_one_has_fewer_shards_but_no_empty_one(
-    pool: str, weights: list[float] | None, batch_size: int
-) -> None:
-    lengths = (6, 1, 11)
-    options: dict[str, Any] = {"streams": 3, "batch_size": batch_size}
-    with loader_of(Parts(lengths), pool, num_shards=2, shard_weights=weights, **options) as loader:
-        found = [values(batch) for batch in loader]
-    assert [sum(shards, []) for shards in found] == batches_of(lengths, batch_size)
-    assert all(len(shard) for shards in found for shard in shards)
-    assert [len(shards) for shards in found] == [min(2, len(sum(shards, []))) for shards in found]
-    inline = loader_of(Parts(lengths), num_shards=2, shard_weights=weights, **options)
-    assert found == epochs_of(inline)[0]
 
 
 def test_the_number_of_parts_is_what_the_dataset_says_or_one_for_each_worker() -> None:
@@ -210,39 +187,6 @@ def test_parts_have_seeds_of_their_own_that_follow_from_the_loader_s() -> None:
 # -- workers that die or stand still ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [Parts, GoOn, WithStatefulRows, *ASKING])
-@pytest.mark.costly
-def test_whoever_is_killed_under_fork_the_batches_are_the_same(kind: Callable[..., Any]) -> None:
-    _survives_kills("fork", kind)
-
-
-@SPAWNED
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [WithStatefulRows, Stateful])
-def test_whoever_is_killed_the_batches_are_the_same(method: str, kind: Callable[..., Any]) -> None:
-    _survives_kills(method, kind)
-
-
-def _survives_kills(method: str, kind: Callable[..., Any]) -> None:
-    lengths = (60, 0, 33, 90)
-    expected = epochs_of(loader_of(kind(lengths)), 2)
-    pool = make_pool(method, 2, restarts=100)
-    assert isinstance(pool, ProcessPool)
-    found, count = [], 0
-    with loader_of(kind(lengths), pool, prefetch=6) as loader:
-        for _ in range(2):
-            found.append([])
-            for batch in loader:
-                found[-1].append(values(batch))
-                count += 1
-                if count % 20 == 7:
-                    os.kill(pool.pids[count % 2], signal.SIGKILL)
-                if count % 20 == 15:
-                    for pid in pool.pids:
-                        os.kill(pid, signal.SIGKILL)
-    assert found == expected
-
-
 @pytest.mark.slow
 @SPAWN_FIRST
 @pytest.mark.parametrize("kind", [Draws, GoOn, Stateful, Told, WithStatefulRows])
@@ -274,15 +218,6 @@ def test_workers_that_are_killed_at_any_moment_change_nothing(
             killer.join()
 
 
-@SPAWN_FIRST
-@pytest.mark.parametrize(("part", "place"), [(0, 0), (3, 6), (3, 11)])
-@pytest.mark.slow
-def test_a_sample_that_kills_once_is_not_seen(method: str, part: int, place: int, tmp_path: Path) -> None:
-    dataset = Parts(before=At(Fails(kill, tmp_path / "once", times=1), part, place))
-    assert epochs_of(loader_of(dataset, method), 2) == [batches_of(LENGTHS, SIZE)] * 2
-    assert (tmp_path / "once").exists()
-
-
 def without_the_rest(part: int, batch: int, lengths: tuple[int, ...] = LENGTHS) -> list[Any]:
     """The batches of an epoch in which a part ends with an error at a batch; None for the error."""
     found: list[Any] = []
@@ -293,37 +228,6 @@ def without_the_rest(part: int, batch: int, lengths: tuple[int, ...] = LENGTHS) 
         else:
             found.append(one)
     return found
-
-
-@pytest.mark.also_spawned
-@covering(1, method=PROCESS_POOLS, at=[(0, 0), (3, 6), (0, 6)], prefetch=[1, 20], workers=[1, 2])
-@pytest.mark.costly
-def test_a_sample_that_kills_every_worker_is_one_error_and_its_part_ends(
-    method: str, at: tuple[int, int], prefetch: int, workers: int
-) -> None:
-    dataset = Parts(before=At(kill, *at))
-    with loader_of(dataset, method, workers, prefetch=prefetch) as loader:
-        _, errors, places = until_the_end(iter(loader))
-        assert places == without_the_rest(at[0], at[1] // SIZE)
-        (error,) = errors
-        assert isinstance(error, WorkerDiedError) and error.exitcode == -9
-        assert (error.epoch, error.index) == (0, at)
-        assert f"sample {at}" in str(error) and f"loader.read({at}, epoch=0)" in notes_of(error)[-1]
-        if at == (0, 0) and method == "fork":
-            assert until_the_end(iter(loader))[2] == places  # another epoch
-
-
-@covering(1, spawned=True, pool=POOLS[1:], at=[(0, 0), (0, 5), (3, 11)], prefetch=[1, 9])
-@pytest.mark.slow
-def test_a_sample_that_hangs_is_one_error_and_its_part_ends(pool: str, at: tuple[int, int], prefetch: int) -> None:
-    dataset = Parts(before=At(hang_for_a_while if pool == "thread" else hang, *at))
-    options: dict[str, Any] = {} if pool == "thread" else {"restarts": 1}
-    with loader_of(dataset, make_pool(pool, timeout=1.0, **options), prefetch=prefetch) as loader:
-        _, errors, places = until_the_end(iter(loader))
-    assert places == without_the_rest(at[0], at[1] // SIZE)
-    (error,) = errors
-    assert isinstance(error, WorkerTimeoutError)
-    assert (error.epoch, error.index) == (0, at)
 
 
 @pytest.mark.slow
@@ -339,25 +243,6 @@ def test_parts_that_are_slow_to_get_back_to_are_not_taken_for_hung(tmp_path: Pat
 
 @pytest.mark.also_spawned
 @covering(1, pool=POOLS, at=[(0, 0), (3, 5), (0, 6)], prefetch=[1, 20])
-def test_an_error_of_a_generator_is_in_its_place_and_its_part_has_ended(
-    pool: str, at: tuple[int, int], prefetch: int
-) -> None:
-    with loader_of(Parts(before=At(raise_lookup, *at)), pool, prefetch=prefetch) as loader:
-        for _ in range(2):
-            epoch = loader.epoch
-            _, errors, places = until_the_end(iter(loader))
-            assert places == without_the_rest(at[0], at[1] // SIZE)
-            (error,) = errors
-            assert type(error) is LookupError
-            where, again = notes_of(error)[-2:]
-            assert f"in epoch {epoch}" in where and f"sample {at}" in where
-            assert again.endswith(f"loader.read({at}, epoch={epoch})")
-        with pytest.raises(LookupError):
-            loader.read(at)
-
-
-@pytest.mark.also_spawned
-@covering(1, pool=POOLS, at=[(0, 0), (3, 5), (0, 6)], prefetch=[1, 20])
 def test_an_iterator_object_goes_on_with_the_sample_after_the_bad_one(
     pool: str, at: tuple[int, int], prefetch: int
 ) -> None:
@@ -368,35 +253,6 @@ def test_an_iterator_object_goes_on_with_the_sample_after_the_bad_one(
     lost = {100 * at[0] + place for place in range(begin, at[1] + 1)}  # those that its batch had already
     everything = {100 * part + place for part, length in enumerate(LENGTHS) for place in range(length)}
     assert sorted(sum(batches, [])) == sorted(everything - lost)
-
-
-@pytest.mark.filterwarnings("ignore:epoch 0, batch 0 was left out", "ignore:part . of 4 has ended too early")
-@covering(1, pool=POOLS, at=[(0, 0), (3, 5)], on_error=["skip", "replace", "call"], kind=[Parts, GoOn])
-def test_bad_samples_are_left_out_or_replaced(
-    pool: str, at: tuple[int, int], on_error: str, kind: Callable[..., Any]
-) -> None:
-    dataset = kind(before=At(raise_lookup, *at))
-    handler: Any = stand_in if on_error == "call" else on_error
-    bad = 100 * at[0] + at[1]
-    with loader_of(dataset, pool, on_error=handler) as loader:
-        batches, errors, _ = until_the_end(iter(loader))
-        (skipped,) = loader.skipped
-        assert skipped[0] == at and type(skipped[1]) is LookupError
-    with loader_of(dataset, on_error=handler) as inline:
-        assert errors == [] and batches == until_the_end(iter(inline))[0]
-    found = sum(batches, [])
-    whole = batches_of(LENGTHS if kind is GoOn else [at[1] + 1 if p == at[0] else n for p, n in enumerate(LENGTHS)], 4)
-    expected = [value for value in sum(whole, []) if value != bad]
-    if on_error == "skip":
-        assert sorted(found) == sorted(expected)
-    elif on_error == "call":
-        assert sorted(found) == sorted([*expected, -1])
-    elif at != (0, 0) or kind is GoOn:  # otherwise no sample of its batch is left
-        assert [len(batch) for batch in batches] == [len(batch) for batch in whole]
-
-
-def stand_in(error: Any) -> int:
-    return -1
 
 
 class FailsToBegin(Parts):
@@ -517,20 +373,3 @@ class HangsToBegin(Parts):
     def __call__(self, part: int, parts: int) -> Iterator[Any]:
         time.sleep(3 * (part == 2))
         return super().__call__(part, parts)
-
-
-class CannotSum:
-    """A batchify function that fails for one batch."""
-
-    def __call__(self, samples: list[Any]) -> Any:
-        if 305 in samples:
-            raise OverflowError("of the test")
-        return np.array(samples)
-
-
-@pytest.mark.parametrize("pool", POOLS)
-def test_a_batch_that_cannot_be_made_costs_that_batch_only(pool: str) -> None:
-    with loader_of(Parts(), pool, batchify_fn=CannotSum()) as loader:
-        batches, errors, _ = until_the_end(iter(loader))
-    assert [type(error) for error in errors] == [OverflowError]
-    assert batches == [batch for batch in batches_of(LENGTHS, SIZE) if 305 not in batch]

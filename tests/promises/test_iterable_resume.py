@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from conftest import POOLS, PROCESS_POOLS, covering
 from failures import raise_lookup
-from stream_loaders import ASK_TORCH, KINDS, SIZE, WITHOUT_STATE, epochs_of, loader_of
+from stream_loaders import KINDS, SIZE, WITHOUT_STATE, epochs_of, loader_of
 from stream_samples import (
     LENGTHS,
     At,
@@ -79,50 +79,6 @@ def test_a_state_after_any_batch_of_any_epoch_is_gone_on_from(kind: Callable[...
         expected = [whole[epoch][count:], *whole[epoch + 1 :]]
         for one in filter(None, expected):
             assert next(rest) == one, (epoch, count)
-
-
-@pytest.mark.costly
-@covering(
-    1, spawned=True, saves=POOLS, loads=POOLS, kind=[Parts, GoOn, WithStatefulRows], workers=[1, 3], prefetch=[1, 9]
-)
-def test_any_pool_goes_on_from_the_state_of_any_other(
-    saves: str, loads: str, kind: Callable[..., Any], workers: int, prefetch: int
-) -> None:
-    whole = epochs_of(kind(), 2)
-    for count in (1, 4):
-        state = through_pickle(save_after(kind(), count, pool=saves, workers=2, prefetch=prefetch))
-        rest = go_on(kind(), state, loads, workers=workers)
-        assert [next(rest), next(rest)] == [whole[0][count:], whole[1]]
-        rest.close()
-
-
-@pytest.mark.costly
-@covering(1, pool=POOLS[:3], kind=ASK_TORCH, workers=[1, 2, 4])
-def test_so_does_a_dataset_that_asks_torch_for_its_part(pool: str, kind: Callable[..., Any], workers: int) -> None:
-    whole = epochs_of(kind(), 3)
-    for count in (0, 1, 3, 6):
-        rest = go_on(kind(), save_after(kind(), count, epoch=1, pool=pool), pool, workers=workers)
-        first = next(rest)
-        assert first == (whole[1][count:] or whole[2])
-        rest.close()
-
-
-@pytest.mark.parametrize("pool", POOLS)
-def test_a_state_is_exact_whatever_was_read_ahead_and_costs_nothing(pool: str) -> None:
-    whole = epochs_of(Parts(), 1)[0]
-    states = []
-    with loader_of(Parts(), pool, prefetch=20) as loader:
-        states.append(loader.state_dict())
-        for number, batch in enumerate(loader):
-            assert values(batch) == whole[number]
-            states.append(loader.state_dict())
-            assert loader.state_dict() == states[-1]
-        after = loader.state_dict()
-    for number, state in enumerate(states):
-        assert state["batches"] == number
-        rest = next(go_on(Parts(), through_json(state)))
-        assert rest == (whole[number:] or whole), number
-    assert (after["epoch"], after["batches"]) == (1, 0)
 
 
 def test_a_state_may_be_saved_again_before_and_after_going_on() -> None:

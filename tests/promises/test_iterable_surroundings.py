@@ -6,10 +6,8 @@ import contextlib
 import itertools
 import linecache
 import os
-import signal
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch.utils.data
-from conftest import POOLS, PROCESS_POOLS, begin, covering
+from conftest import POOLS, PROCESS_POOLS, covering
 from failures import Fails, kill, raise_lookup
 from injection import PUMP, InterruptAt, next_interrupted
 from stream_loaders import KINDS, SIZE, epochs_of, loader_of
@@ -27,7 +25,6 @@ from stream_samples import (
     At,
     Draws,
     DrawsOwn,
-    GoOn,
     ItsOwnIterator,
     Own,
     Parts,
@@ -40,7 +37,6 @@ from stream_samples import (
 )
 
 from sharded_loader import ShardedDataLoader, sample_rng
-from sharded_loader.base.errors import LoaderClosedError
 from sharded_loader.randomness.rng import reading
 
 ROAD = ("epoch.py", "order.py", "reader.py", "parts.py")
@@ -121,24 +117,6 @@ def test_a_ctrl_c_in_the_first_next_begins_no_epoch(pool: str, step: int, steps:
     assert line > 100
 
 
-@pytest.mark.parametrize("kind", [Parts, GoOn, WithStatefulRows])
-@pytest.mark.parametrize("at", [(0, 0), (3, 6)])
-def test_a_ctrl_c_inside_the_dataset_reads_the_batch_again(kind: Callable[..., Any], at: Any, tmp_path: Path) -> None:
-    ctrl_c = Fails(lambda: signal.raise_signal(signal.SIGINT), tmp_path / "once", times=1)
-    dataset = kind(before=At(ctrl_c, *at))
-    found, times = [], 0
-    with loader_of(dataset) as loader:
-        iterator = iter(loader)
-        while True:
-            try:
-                found.append(values(next(iterator)))
-            except KeyboardInterrupt:
-                times += 1
-            except StopIteration:
-                break
-    assert (found, times) == (batches_of(LENGTHS, SIZE), 1)
-
-
 # -- several loops, and loops that are left -----------------------------------------------------------------------
 
 
@@ -160,19 +138,6 @@ def test_several_loops_over_one_loader_do_not_disturb_each_other(
     assert found == whole
 
 
-@covering(1, pool=POOLS, kind=[Parts, WithStatefulRows], count=[1, 4], streams=[1, 4])
-def test_a_loop_that_is_left_leaves_nothing_to_the_next_one(
-    pool: str, kind: Callable[..., Any], count: int, streams: int
-) -> None:
-    lengths = LENGTHS if streams == 4 else (20,)
-    whole = epochs_of(kind(lengths), streams=streams)[0]
-    with loader_of(kind(lengths), pool, streams=streams) as loader:
-        for _ in range(3):
-            assert [values(batch) for batch in itertools.islice(loader, count)] == whole[:count]
-        assert [values(batch) for batch in loader] == whole
-        assert loader.epoch == 4
-
-
 @covering(1, pool=POOLS[:3], kind=[Stateful, Told, ItsOwnIterator], workers=[1, 4], streams=[1, 4])
 def test_also_where_the_dataset_keeps_its_place_in_itself(
     pool: str, kind: Callable[..., Any], workers: int, streams: int
@@ -192,28 +157,6 @@ def test_several_loops_over_an_endless_order() -> None:
             first, second = iter(loader), iter(loader)
             found = [values(batch) for pair in zip(first, second, strict=True) for batch in pair]
             assert found == [one for pair in zip(expected[:6], expected[6:], strict=True) for one in pair]
-
-
-@pytest.mark.parametrize("pool", POOLS)
-def test_closing_in_the_middle_leaves_nothing_behind(pool: str) -> None:
-    with loader_of(Parts((500,) * 4, seconds=(0.001,) * 4), pool, prefetch=8) as loader:
-        iterator = iter(loader)
-        next(iterator)
-        loader.close()
-        with pytest.raises(LoaderClosedError):
-            next(iterator)
-    loader = loader_of(Parts((500,) * 4), pool)
-    next(iter(loader))
-    del loader  # its iterator is gone too
-
-
-@pytest.mark.parametrize("pool", POOLS[1:])
-def test_closing_while_another_thread_waits(pool: str) -> None:
-    loader = loader_of(Parts((500,) * 4, seconds=(0.05,) * 4), pool)
-    thread = begin(loader)
-    time.sleep(0.05)
-    loader.close()
-    thread.join()
 
 
 @pytest.mark.parametrize("pool", ["inline", "thread", "fork"])
@@ -309,16 +252,6 @@ def test_refresh_sends_the_dataset_as_it_is_now(pool: str) -> None:
 
 
 # -- everything random --------------------------------------------------------------------------------------------
-
-
-@covering(1, pool=POOLS, workers=[1, 3])
-def test_sample_rng_depends_on_the_seed_the_epoch_and_the_sample(pool: str, workers: int) -> None:
-    first, second = epochs_of(DrawsOwn(), 2, pool=pool, workers=workers)
-    assert [first, second] == epochs_of(DrawsOwn(), 2, batch_size=SIZE)
-    assert sorted(sum(first, [])) == sorted(sum(epochs_of(DrawsOwn(), batch_size=1)[0], []))
-    assert first != second and first != epochs_of(DrawsOwn(), seed=6)[0]
-    numbers = [number for epoch in (first, second) for batch in epoch for _, number in batch]
-    assert len(set(numbers)) == len(numbers)
 
 
 @pytest.mark.costly
@@ -516,24 +449,6 @@ def test_loaders_that_share_a_dataset_do_not_hear_each_other() -> None:
         dataset.set_epoch(3)
         for loader in (one, other):
             assert [values(batch) for batch in loader] == whole[3]
-
-
-def test_loops_in_several_threads_share_a_loader() -> None:
-    whole = sorted(map(tuple, batches_of((200, 100, 3), SIZE)))
-    for pool in ("inline", "thread", "fork"):
-        found: list[Any] = []
-        with loader_of(Parts((200, 100, 3)), pool, streams=3) as loader:
-            iterator = iter(loader)
-
-            def take(found: list[Any] = found, iterator: Any = iterator) -> None:
-                found += [tuple(values(batch)) for batch in iterator]
-
-            threads = [threading.Thread(target=take) for _ in range(3)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        assert sorted(found) == whole
 
 
 @pytest.mark.slow

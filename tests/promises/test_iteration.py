@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +13,7 @@ import pytest
 import torch
 from conftest import ahead
 from failures import boom
-from samples import Augmented, Bad, Gate, Told, Uneven
+from samples import Bad, Gate, Told, Uneven
 from torch.utils.data import DistributedSampler
 
 from sharded_loader import (
@@ -27,7 +25,6 @@ from sharded_loader import (
     LoaderClosedError,
     Placement,
     RandomSampler,
-    SequentialSampler,
     ShardedBatchSampler,
     ShardedDataLoader,
     ShuffleBuffer,
@@ -43,20 +40,6 @@ def lists(batches: Any) -> list[Any]:
 
 
 # -- epochs ---------------------------------------------------------------------------------------------------
-
-
-def test_each_iter_is_the_next_epoch_and_set_epoch_replays_any(pool: Pool) -> None:
-    with ShardedDataLoader(range(20), 6, shuffle=True, seed=1, pool=pool) as loader:
-        assert (loader.epoch, loader.position) == (0, 0)
-        first = lists(loader)
-        assert (loader.epoch, loader.position) == (1, 0)
-        second = lists(loader)
-        assert sorted(sum(first, [])) == sorted(sum(second, [])) == list(range(20))
-        assert first != second
-        loader.set_epoch(0)
-        assert loader.epoch == 0
-        assert lists(loader) == first
-        assert lists(loader) == second
 
 
 def test_epoch_and_position_tell_the_epoch_in_progress() -> None:
@@ -127,82 +110,6 @@ def test_an_abandoned_rollover_epoch_changes_nothing(pool: Pool) -> None:
         for _ in loader:
             break
         assert lists(loader) == [[8, 9, 0, 1], [2, 3, 4, 5], [6, 7, 8, 9]]
-
-
-def test_several_iterators_each_have_their_own_epoch(pool: Pool) -> None:
-    with ShardedDataLoader(range(30), 4, shuffle=True, seed=2, pool=pool) as loader:
-        expected = [lists(loader) for _ in range(3)]
-        loader.set_epoch(0)
-        iterators = [iter(loader) for _ in range(3)]
-        found: list[list[Any]] = [[], [], []]
-        for step in range(8):
-            for number in (2, 0, 1) if step % 2 else (0, 1, 2):
-                found[number].append(next(iterators[number]).tolist())
-        assert found == expected
-        assert [next(iterator, None) for iterator in iterators] == [None] * 3
-
-
-def test_a_second_loader_reads_any_samples_while_an_epoch_of_the_first_goes_on(new_pool: Callable[..., Pool]) -> None:
-    dataset, hard = Augmented(12), [7, 3]
-    wanted = [batch.tolist() for batch in ShardedDataLoader(dataset, 4, shuffle=True, seed=3)]
-    with (
-        ShardedDataLoader(dataset, 4, shuffle=True, seed=3, pool=new_pool()) as loader,
-        ShardedDataLoader(dataset, 3, sampler=hard, seed=3, pool=new_pool()) as others,
-    ):
-        read = []
-        for batch in loader:
-            read.append(batch.tolist())
-            others.set_epoch(loader.epoch)
-            (again,) = others
-            assert again.tolist() == [loader.read(index).tolist() for index in hard]
-            hard[:] = [len(read), 0, 9]
-        assert read == wanted
-
-
-def test_iterators_in_several_threads(pool: Pool) -> None:
-    with ShardedDataLoader(range(200), 4, pool=pool) as loader:
-        iterators = [iter(loader) for _ in range(4)]
-        found: list[list[int]] = [[] for _ in iterators]
-
-        def consume(number: int) -> None:
-            for batch in iterators[number]:
-                found[number].extend(batch.tolist())
-
-        threads = [threading.Thread(target=consume, args=(number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(300)
-        assert found == [list(range(200))] * 4
-
-
-@pytest.mark.slow
-def test_no_wake_up_is_lost_between_threads() -> None:
-    for _ in range(30):
-        with ShardedDataLoader(range(200), 4, pool=ThreadPool(2)) as loader:
-            threads = [threading.Thread(target=list, args=(iter(loader),)) for _ in range(4)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(300)
-            assert not any(thread.is_alive() for thread in threads)
-
-
-def test_one_iterator_in_several_threads_gives_each_batch_once(pool: Pool) -> None:
-    with ShardedDataLoader(range(300), 3, pool=pool) as loader:
-        iterator = iter(loader)
-        found: list[int] = []
-
-        def consume() -> None:
-            for batch in iterator:
-                found.extend(batch.tolist())
-
-        threads = [threading.Thread(target=consume) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(300)
-        assert sorted(found) == list(range(300))
 
 
 # -- life -----------------------------------------------------------------------------------------------------
@@ -277,45 +184,6 @@ def test_break_cancels_what_waits_in_a_worker_process(name: str, tmp_path: Path)
     assert before[: before.index("0")] in ([], ["1"], ["1", "2"])
 
 
-def test_close_wakes_a_thread_that_waits(worker_pool: Pool) -> None:
-    started, ended = threading.Event(), threading.Event()
-
-    class Never:
-        def __len__(self) -> int:
-            return 4
-
-        def __getitem__(self, index: int) -> int:
-            import time
-
-            time.sleep(1 if isinstance(worker_pool, ThreadPool) else 1000)
-            return index
-
-    loader = ShardedDataLoader(Never(), 1, pool=worker_pool)
-    iterator = iter(loader)
-
-    def consume() -> None:
-        started.set()
-        try:
-            next(iterator)
-        except LoaderClosedError:
-            ended.set()
-
-    thread = threading.Thread(target=consume)
-    thread.start()
-    started.wait()
-    loader.close()
-    thread.join(300)
-    assert ended.is_set()
-
-
-def test_the_context_manager_closes(pool: Pool) -> None:
-    with ShardedDataLoader(range(4), 2, pool=pool) as loader:
-        next(iter(loader))
-    assert not pool.started
-    with pytest.raises(LoaderClosedError):
-        iter(loader)
-
-
 def test_workers_live_as_long_as_the_loader(process_pool: Any) -> None:
     with ShardedDataLoader(range(8), 2, pool=process_pool) as loader:
         list(loader)
@@ -347,11 +215,6 @@ def test_prefetch_bounds_what_is_in_flight_and_may_change() -> None:
     loader.close()
 
 
-def test_default_prefetch_is_two_per_worker() -> None:
-    assert ShardedDataLoader(range(4), 2, num_workers=3, thread_pool=True).prefetch == 6
-    assert ShardedDataLoader(range(4), 2).prefetch == 0
-
-
 def test_shard_weights_may_change_and_hold_from_the_next_batch_dispatched(pool: Pool) -> None:
     with ShardedDataLoader(range(100), 10, pool=pool, num_shards=2, prefetch=2) as loader:
         sizes = []
@@ -365,18 +228,6 @@ def test_shard_weights_may_change_and_hold_from_the_next_batch_dispatched(pool: 
                     loader.shard_weights = [1, 1, 1]
     assert sizes[:3] == [[5, 5]] * 3
     assert sizes[5:] == [[8, 2]] * 5
-
-
-def test_refresh_sends_a_changed_dataset(pool: Pool) -> None:
-    data = [1, 2, 3]
-    with ShardedDataLoader(data, 2, pool=pool) as loader:
-        assert lists(loader) == [[1, 2], [3]]
-        data.append(4)
-        data[0] = 10
-        loader.refresh()
-        assert len(loader) == 2
-        assert lists(loader) == [[10, 2], [3, 4]]
-        assert loader.epoch == 2
 
 
 # -- what it answers ------------------------------------------------------------------------------------------
@@ -440,18 +291,6 @@ def test_read_gives_a_sample_of_any_epoch(new_pool: Callable[..., Pool]) -> None
             np.testing.assert_array_equal(sample[2], shared[7])
 
 
-def test_stats_count_samples_and_waiting() -> None:
-    loader = ShardedDataLoader(range(10), 4, num_workers=1, thread_pool=True)
-    assert loader.stats().samples_per_second == 0
-    list(loader)
-    stats = loader.stats()
-    assert (stats.batches, stats.samples) == (3, 10)
-    assert 0 < stats.waiting_seconds <= stats.seconds
-    assert 0 < stats.waiting_share <= 1
-    assert stats.samples_per_second > 0
-    assert "10 samples in 3 batches" in str(stats)
-
-
 def test_repr_tells_what_is_read_and_where_the_loader_is() -> None:
     dataset = ArrayDataset(image=np.zeros((10, 3), np.float32), label=np.arange(10))
     loader = ShardedDataLoader(dataset, 4, devices=["cpu", "cpu"])
@@ -459,17 +298,6 @@ def test_repr_tells_what_is_read_and_where_the_loader_is() -> None:
     text = repr(loader)
     for part in ("10 samples", "3 batches of 4", "on cpu, cpu", "InlinePool()", "epoch 0, at batch 1"):
         assert part in text
-
-
-def test_the_attributes_that_other_libraries_read() -> None:
-    data = list(range(10))
-    loader = ShardedDataLoader(data, 4, last_batch="discard", num_workers=2, thread_pool=True)
-    assert loader.dataset is data
-    assert (loader.batch_size, loader.num_workers, loader.prefetch, loader.drop_last) == (4, 2, 4, True)
-    assert isinstance(loader.sampler, SequentialSampler)
-    assert isinstance(loader.batch_sampler, BatchSampler)
-    assert not isinstance(loader, torch.utils.data.DataLoader)
-    assert not hasattr(loader, "_iterator")
 
 
 def test_a_torch_dataset_sampler_and_batch_sampler_work_as_they_are(pool: Pool) -> None:
@@ -516,14 +344,6 @@ def test_ranks_share_the_order_as_torch_s_distributed_sampler_does(last_batch: s
         )
         loader = ShardedDataLoader(range(length), 1, shuffle=True, num_replicas=4, rank=rank, last_batch=last_batch)
         assert sum(lists(loader), []) == ([order[i] for i in reference] if length else [])
-
-
-def test_num_replicas_auto_reads_the_environment_at_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    loader = ShardedDataLoader(range(10), 5, num_replicas="auto")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "1")
-    assert lists(loader) == [[1, 3, 5, 7, 9]]
-    assert len(loader) == 1
 
 
 def test_batches_of_a_batch_sampler_are_dealt_out_too() -> None:
@@ -633,13 +453,6 @@ def test_loaders_may_nest() -> None:
             return int(sum(batch.sum() for batch in ShardedDataLoader(range(index + 1), 2)))
 
     assert lists(ShardedDataLoader(Outer(), 3, pool=InlinePool())) == [[0, 1, 3]]
-
-
-def test_nothing_is_warned_of_in_ordinary_use(pool: Pool) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with ShardedDataLoader(range(10), 4, pool=pool, devices=["cpu", "cpu"], num_replicas=1) as loader:
-            list(loader)
 
 
 def test_read_and_peek_leave_the_epoch_that_threads_read_alone() -> None:
@@ -778,20 +591,6 @@ def test_auto_is_not_settled_before_the_first_epoch(monkeypatch: pytest.MonkeyPa
         ShardedDataLoader(range(10), 5, num_replicas="auto", rank=1)
 
 
-def test_the_default_batchify_given_by_name_reads_in_bulk_too() -> None:
-    from sharded_loader import default_batchify_fn
-
-    class InBulkOnly(ArrayDataset):
-        def __getitem__(self, index: Any) -> Any:
-            raise AssertionError("read one by one")
-
-        def get_batch(self, indices: Any) -> Any:
-            return super().get_batch(indices)
-
-    loader = ShardedDataLoader(InBulkOnly(np.arange(4)), 4, batchify_fn=default_batchify_fn)
-    assert lists(loader) == [[0, 1, 2, 3]]
-
-
 @pytest.mark.parametrize("kind", ["inline", "thread", "fork", "spawn"])
 @pytest.mark.costly
 def test_close_in_a_signal_handler_ends_the_wait(kind: str) -> None:
@@ -838,13 +637,6 @@ def test_an_epoch_that_a_sampler_was_told_before_counts() -> None:
     assert loader.epoch == 3
     expected = list(sampler)
     assert sum(lists(loader), []) == expected
-
-
-def test_what_cannot_be_changed_says_so() -> None:
-    loader = ShardedDataLoader(range(4), 2)
-    for name in ("batch_size", "drop_last", "sampler", "batch_sampler", "num_workers", "seed"):
-        with pytest.raises(AttributeError):
-            setattr(loader, name, 3)
 
 
 @pytest.mark.slow

@@ -22,17 +22,15 @@ from failures import (
     boom,
     exit_,
     kill,
-    leave,
     raise_local,
     raise_os_error,
     raise_two,
     raise_unicode,
     same_again,
-    stop,
 )
 from samples import Bad, Draws, Immovable, InBulk, Misfits, OneWay, Shy, Uneven
 
-from sharded_loader import Placement, ProcessPool, SampleReadError, ShardedDataLoader, SimpleDataset, WorkerDiedError
+from sharded_loader import Placement, ProcessPool, SampleReadError, ShardedDataLoader, SimpleDataset
 from sharded_loader.batching.protocol import BatchifyError
 from sharded_loader.devices import names
 from sharded_loader.engine.pool import Pool
@@ -64,13 +62,6 @@ def test_every_index_comes_once(pool: Pool, last_batch: str) -> None:
     else:
         assert all(len(set(epoch)) == len(epoch) == (23 if last_batch == "keep" else 20) for epoch in epochs)
     assert epochs[0] != epochs[1]
-
-
-def test_an_empty_dataset_is_an_empty_epoch(pool: Pool) -> None:
-    with ShardedDataLoader([], 4, shuffle=True, pool=pool) as loader:
-        assert len(loader) == 0
-        assert list(loader) == []
-        assert list(loader) == []
 
 
 # -- P5 -----------------------------------------------------------------------------------------------------
@@ -121,23 +112,6 @@ def test_global_generators_are_reproducible_in_process_workers(process_pool: Pro
     assert len({str(batch) for epoch in first for batch in epoch}) == 12
 
 
-def test_the_trainers_generators_are_left_alone(pool: Pool) -> None:
-    random.seed(0), np.random.seed(0), torch.manual_seed(0)
-    expected = random.random(), np.random.random(), torch.rand(()).item()
-    random.seed(0), np.random.seed(0), torch.manual_seed(0)
-    with ShardedDataLoader(Draws(), 4, shuffle=True, seed=1, pool=pool) as loader:
-        list(loader)
-    assert (random.random(), np.random.random(), torch.rand(()).item()) == expected
-
-
-def test_torch_manual_seed_governs_the_default_seed() -> None:
-    def order() -> list[int]:
-        torch.manual_seed(4)
-        return flat(ShardedDataLoader(range(30), 5, shuffle=True))
-
-    assert order() == order()
-
-
 def test_the_default_device_of_torch_changes_no_seed(pool: Pool) -> None:
     def order(**arguments: Any) -> list[int]:
         torch.manual_seed(4)
@@ -152,26 +126,6 @@ def test_the_default_device_of_torch_changes_no_seed(pool: Pool) -> None:
 
 
 # -- P8 -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.also_spawned
-@pytest.mark.parametrize(("fail", "how"), [(kill, "SIGKILL"), (leave, "exit code 3")])
-@pytest.mark.costly
-def test_a_sample_that_kills_its_workers_is_an_error_and_the_others_go_on(
-    process_pool: ProcessPool, fail: Callable[[], Any], how: str
-) -> None:
-    with ShardedDataLoader(Bad(fail), 4, pool=process_pool) as loader:
-        iterator = iter(loader)
-        got = []
-        with pytest.raises(WorkerDiedError, match=how) as caught:
-            for batch in iterator:
-                got.append(batch.tolist())
-        got += [batch.tolist() for batch in iterator]
-        assert got == [[0, 1, 2, 3], [8, 9, 10, 11], [12, 13, 14, 15], [16, 17, 18, 19]]
-        error = caught.value
-        assert (error.epoch, error.batch, error.index) == (0, 1, 7)
-        assert "reading sample 7, in epoch 0, batch 1, which has now stopped 3 workers" in str(error)
-        assert notes(error)[-1].endswith("loader.read(7, epoch=0)")
 
 
 def test_a_death_is_mended_while_another_worker_is_busy(process_pool: ProcessPool, tmp_path: Path) -> None:
@@ -203,28 +157,6 @@ def test_an_idle_worker_that_is_killed_is_replaced_and_nothing_is_seen(process_p
         while victim in process_pool.pids:  # until the kernel has got round to it
             assert flat(loader) == list(range(6))
         assert flat(loader) == list(range(6))
-
-
-@pytest.mark.parametrize("fail", [boom, leave])
-@pytest.mark.costly
-def test_a_worker_that_cannot_start_is_one_clear_error(process_pool: ProcessPool, fail: Callable[[], Any]) -> None:
-    pool = ProcessPool(2, start_method=process_pool.start_method, worker_init_fn=lambda number: fail())
-    with ShardedDataLoader(range(6), 2, pool=pool) as loader:
-        for _ in range(2):
-            with pytest.raises((Boom, WorkerDiedError)) as caught:
-                next(iter(loader))
-            assert "start" in str(caught.value) + str(getattr(caught.value, "__notes__", ""))
-
-
-def test_init_fn_error_in_a_thread_is_raised() -> None:
-    with ShardedDataLoader(range(6), 2, pool=new_thread_pool(boom)) as loader, pytest.raises(Boom):
-        next(iter(loader))
-
-
-def new_thread_pool(fail: Callable[[], Any]) -> Pool:
-    from sharded_loader import ThreadPool
-
-    return ThreadPool(2, worker_init_fn=lambda number: fail())
 
 
 # -- P9 -----------------------------------------------------------------------------------------------------
@@ -290,16 +222,6 @@ def test_an_exception_that_cannot_travel_has_a_stand_in(process_pool: ProcessPoo
         assert "sample 7" in notes(caught.value)[0]
 
 
-@pytest.mark.parametrize(("fail", "name"), [(stop, "StopIteration"), (exit_, "SystemExit")])
-def test_what_would_end_the_loop_in_silence_is_an_error(pool: Pool, fail: Callable[[], Any], name: str) -> None:
-    with ShardedDataLoader(Bad(fail), 4, pool=pool) as loader:
-        iterator = iter(loader)
-        next(iterator)
-        with pytest.raises(SampleReadError, match=name):
-            next(iterator)
-        assert len(list(iterator)) == 3
-
-
 def test_an_error_in_batchify_names_the_shard(pool: Pool) -> None:
     def batchify(samples: list[int]) -> list[int]:
         if 7 in samples:
@@ -363,31 +285,6 @@ def test_the_sampler_s_own_error_comes_at_its_place(pool: Pool) -> None:
 # -- on_error -----------------------------------------------------------------------------------------------
 
 
-def test_skip_leaves_the_sample_out(pool: Pool) -> None:
-    with ShardedDataLoader(Bad(boom), 4, pool=pool, on_error="skip") as loader:
-        assert flat(loader) == [i for i in range(20) if i != 7]
-        assert loader.num_skipped == 1
-        ((index, error),) = loader.skipped
-        assert index == 7
-        assert isinstance(error, Boom)
-
-
-def test_replace_keeps_the_size_and_is_reproducible(new_pool: Callable[..., Pool]) -> None:
-    def batch_1(pool: Pool) -> list[int]:
-        with ShardedDataLoader(Bad(boom), 4, pool=pool, on_error="replace", seed=2) as loader:
-            return [batch.tolist() for batch in loader][1]
-
-    found = batch_1(new_pool())
-    assert found[:3] == [4, 5, 6]
-    assert found[3] in (4, 5, 6)
-    assert batch_1(new_pool(1)) == found
-
-
-def test_a_callable_mends_the_sample_where_it_is_read(pool: Pool) -> None:
-    with ShardedDataLoader(Bad(boom), 4, pool=pool, on_error=lambda failed: -failed.index) as loader:
-        assert flat(loader) == [-7 if i == 7 else i for i in range(20)]
-
-
 def test_a_batch_without_a_good_sample_is_left_out_with_a_warning(pool: Pool) -> None:
     with ShardedDataLoader(Bad(boom), 1, pool=pool, on_error="skip") as loader:
         with pytest.warns(UserWarning, match="epoch 0, batch 7 was left out"):
@@ -437,21 +334,6 @@ def test_a_shard_without_a_good_sample_is_left_out_with_a_warning(pool: Pool) ->
     with ShardedDataLoader(Bad(boom), 2, pool=pool, on_error="skip", num_shards=2) as loader:
         with pytest.warns(UserWarning, match="epoch 0, batch 3: shard 1 was left out"):
             list(loader)
-
-
-def test_a_sample_that_exits_is_no_bad_sample(pool: Pool) -> None:
-    with ShardedDataLoader(Bad(exit_), 4, pool=pool, on_error="skip") as loader:
-        with pytest.raises(SampleReadError, match="SystemExit") as caught:
-            list(loader)
-        assert "sample 7" in notes(caught.value)[0]
-
-
-def test_skipped_errors_do_not_keep_their_batches_alive(pool: Pool) -> None:
-    with ShardedDataLoader(Bad(boom), 4, pool=pool, on_error="skip") as loader:
-        list(loader)
-        ((_, error),) = loader.skipped
-        assert error.__traceback__ is None
-        assert "in boom" in str(error.__cause__)
 
 
 def test_an_error_that_is_raised_again_and_again_tells_its_last_place(pool: Pool) -> None:

@@ -55,10 +55,6 @@ def test_a_batchify_fn_draws_by_epoch_batch_and_shard(new_pool: Callable[..., Po
     assert len({shard[-1] for epoch in expected for batch in epoch for shard in batch}) == 2 * 3 * 2
 
 
-def test_one_by_one_and_in_bulk_a_sample_draws_the_same(pool: Pool) -> None:
-    assert epochs(DrawingInBatches(), pool) == epochs(Drawing(), InlinePool())
-
-
 def test_a_bulk_read_has_to_say_which_sample_draws(pool: Pool) -> None:
     with ShardedDataLoader(DrawingWithoutIndex(), 4, pool=pool) as loader:
         with pytest.raises(ValueError, match=r"call sample_rng\(index\) with the index"):
@@ -143,13 +139,6 @@ def test_in_bulk_and_one_by_one_objects_draw_the_same(pool: Pool) -> None:
     assert epochs(in_bulk, pool) == epochs(one_by_one, InlinePool())
 
 
-def test_the_order_of_samples_and_their_batches_do_not_matter_to_what_they_draw(pool: Pool) -> None:
-    def by_sample(found: list[Any]) -> list[dict[int, int]]:
-        return [dict(sample for batch in epoch for sample in batch) for epoch in found]
-
-    assert by_sample(epochs(Drawing(), pool, batch_size=5, shuffle=True)) == by_sample(epochs(Drawing(), InlinePool()))
-
-
 def test_ranks_share_what_samples_draw_and_differ_in_the_global_generators(process_pool: ProcessPool) -> None:
     def rank(dataset: Any, number: int) -> list[Any]:
         pool = ProcessPool(1, start_method=process_pool.start_method)
@@ -165,12 +154,6 @@ def test_ranks_share_what_samples_draw_and_differ_in_the_global_generators(proce
 def test_outside_a_loader_a_generator_is_fresh() -> None:
     assert sample_rng() is not sample_rng()
     assert sample_rng().integers(1 << 62) != sample_rng().integers(1 << 62)
-
-
-def test_read_draws_what_the_loop_drew(pool: Pool) -> None:
-    with ShardedDataLoader(Drawing(), 4, pool=pool, seed=3) as loader:
-        loader.set_epoch(2)
-        assert next(iter(loader))[1].tolist() == loader.read(1, epoch=2).tolist()
 
 
 def test_a_generator_costs_microseconds_and_is_made_only_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:

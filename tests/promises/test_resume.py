@@ -726,29 +726,6 @@ def test_a_sharded_batch_sampler_may_split_into_other_shards(saved: int, loaded:
 # -- whose place it is --------------------------------------------------------------------------------------
 
 
-def test_what_is_told_was_delivered_not_read_ahead() -> None:
-    with ShardedDataLoader(range(100), 4, pool="thread", num_workers=2, prefetch=10) as loader:
-        iterator = iter(loader)
-        for step in range(5):
-            assert loader.state_dict()["samples"] == 4 * step
-            next(iterator)
-
-
-def test_telling_the_state_changes_nothing() -> None:
-    for kind in ("shuffled", "foreign", "rollover"):
-        expected = stream(CONFIGURATIONS[kind]())
-        loader = CONFIGURATIONS[kind]()
-        got = []
-        for _ in range(3):
-            epoch = []
-            loader.state_dict()
-            for batch in loader:
-                assert loader.state_dict() == loader.state_dict()
-                epoch.append(plain(batch))
-            got.append(epoch)
-        assert got == expected
-
-
 @pytest.mark.parametrize("where", ["loader", "sampler", "batch_sampler"])
 def test_set_epoch_with_the_loaded_epoch_keeps_the_place(where: str) -> None:
     loader = CONFIGURATIONS["shuffled"]()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import signal
@@ -12,15 +11,14 @@ import textwrap
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import METHODS, make_pool, until
-from failures import boom, odd_errors
+from failures import odd_errors
 from refusing import in_child
-from samples import Bad, Odd
+from samples import Odd
 
 from sharded_loader import ProcessPool, ShardedDataLoader
 from sharded_loader.engine.pool import Pool
@@ -319,23 +317,6 @@ def test_a_loader_in_a_cycle_with_its_own_job_is_collected(name: str) -> None:
     alive = weakref.ref(trainer)
     del trainer
     assert until(lambda: gc.collect() >= 0 and alive() is None)  # a thread may be reading the next batch yet
-
-
-def test_an_error_does_not_keep_its_loader(new_pool: Callable[..., Pool]) -> None:
-    gc.collect()
-    gc.disable()
-    try:
-        pool = new_pool()
-        with contextlib.suppress(Exception):
-            for _ in ShardedDataLoader(Bad(boom), 4, pool=pool):
-                pass
-        assert not (pool.num_workers and _runs(pool))
-    finally:
-        gc.enable()
-
-
-def _runs(pool: Any) -> bool:
-    return bool(pool.pids) if isinstance(pool, ProcessPool) else bool(pool.started)
 
 
 # -- exceptions of odd classes --------------------------------------------------------------------------------
