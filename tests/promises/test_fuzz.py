@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch.utils.data as torch_data
+from failures import Boom, boom
+from samples import Bad
 
 from sharded_loader import BatchSampler, ShardedDataLoader, ThreadPool
 from sharded_loader.engine.pool import Pool
@@ -50,7 +54,10 @@ def test_a_hundred_random_loaders_of_all_pools_that_are_disturbed_do_what_a_naiv
 @pytest.mark.parametrize("faults", [False, True])
 @pytest.mark.parametrize(
     ("name", "wrong"),
-    [("shares", lambda count, shards, weights: [count] + [0] * (shards - 1)), ("collate", lambda samples: samples)],
+    [
+        ("shares", lambda count, shards, weights: [count] + [0] * (shards - 1)),
+        ("collate", lambda samples: samples),
+    ],
 )
 def test_the_comparison_notices_other_batches(
     monkeypatch: pytest.MonkeyPatch, name: str, wrong: Any, faults: bool
@@ -83,6 +90,20 @@ def test_the_comparison_notices_another_order(monkeypatch: pytest.MonkeyPatch) -
 
 
 # -- found by such cases ---------------------------------------------------------------------------------------------
+
+
+def test_an_error_that_was_raised_keeps_no_iterator_alive(pool: Pool) -> None:
+    with ShardedDataLoader(Bad(boom), 1, pool=pool, on_error="skip", num_replicas=1, rank=0) as loader:
+        loader.set_epoch(3)
+        iterator = iter(loader)
+        with pytest.raises(Boom):
+            for _ in range(8):
+                next(iterator)
+        alive = weakref.ref(iterator)
+        del iterator
+        gc.collect()
+        assert alive() is None
+        assert all(error.__traceback__ is None for _, error in loader.skipped)
 
 
 @pytest.mark.parametrize("last_batch", ["discard", "rollover"])

@@ -6,15 +6,15 @@ import itertools
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import kinds
 import pytest
 from conftest import POOLS, PROCESS_POOLS, SPAWN_FIRST, covering, make_pool
-from failures import Fails, kill, raise_lookup
-from stream_loaders import ASK_TORCH, SIZE, loader_of
+from failures import Fails, hang_for_a_while, kill, raise_lookup
+from stream_loaders import ASK_TORCH, SIZE, epochs_of, loader_of
 from stream_samples import (
     LENGTHS,
     At,
@@ -46,26 +46,10 @@ ASKING = (*ASK_TORCH, Late)
 """A spawned worker takes seconds to import torch."""
 
 
-def epochs_of(loader: ShardedDataLoader, epochs: int = 1) -> list[list[Any]]:
-    with loader:
-        return [[values(batch) for batch in loader] for _ in range(epochs)]
-
-
 def until_the_end(iterator: Iterator[Any]) -> tuple[list[Any], list[Exception], list[Any]]:
     """An epoch's batches, its errors, and both in their order, an error as None."""
-    batches: list[Any] = []
-    errors: list[Exception] = []
-    places: list[Any] = []
-    while len(errors) < 20:
-        try:
-            batches.append(values(next(iterator)))
-            places.append(batches[-1])
-        except StopIteration:
-            return batches, errors, places
-        except Exception as error:
-            errors.append(error)
-            places.append(None)
-    raise AssertionError(f"the epoch does not end: {errors[-1]!r}")
+    places, errors = kinds.until_the_end(iterator)
+    return [batch for batch in places if batch is not None], errors, places
 
 
 # -- parts in turn, every sample once -----------------------------------------------------------------------------
@@ -76,7 +60,7 @@ def until_the_end(iterator: Iterator[Any]) -> tuple[list[Any], list[Exception], 
 def test_batches_come_from_the_part_that_has_given_the_fewest_whoever_reads(
     pool: str, kind: Callable[..., Any], workers: int
 ) -> None:
-    assert epochs_of(loader_of(kind(), pool, workers), 2) == [batches_of(LENGTHS, SIZE)] * 2
+    assert epochs_of(kind(), pool, workers, epochs=2) == [batches_of(LENGTHS, SIZE)] * 2
 
 
 @pytest.mark.costly(3)
@@ -96,9 +80,9 @@ def test_a_dataset_that_imports_torch_only_when_it_asks_is_told(pool: str, kind:
 
 def _as_promised(pool: str, kind: Callable[..., Any], workers: int) -> None:
     expected = batches_of(LENGTHS, SIZE)
-    first, second = epochs_of(loader_of(kind(), pool, workers), 2)
+    first, second = epochs_of(kind(), pool, workers, epochs=2)
     if kind is Told:
-        assert [first, second] == epochs_of(loader_of(kind()), 2)
+        assert [first, second] == epochs_of(kind(), epochs=2)
         for epoch, found in enumerate((first, second)):
             assert [len(batch) for batch in found] == [len(batch) for batch in expected]
             ordered = sorted(sum(found, []))
@@ -110,8 +94,8 @@ def _as_promised(pool: str, kind: Callable[..., Any], workers: int) -> None:
 @covering(1, pool=POOLS[:3], stop=["first_exhausted", "all_exhausted"], workers=[1, 2, 4])
 def test_a_mixture_of_iterable_data_is_cut_into_parts_whoever_reads(pool: str, stop: str, workers: int) -> None:
     mixed = interleave([Own((3, 9)), lambda: range(1000, 1004)], [2, 1], stop=stop)
-    expected = epochs_of(loader_of(mixed, "inline", streams=2), 2)
-    assert epochs_of(loader_of(mixed, pool, workers, streams=2), 2) == expected
+    expected = epochs_of(mixed, "inline", streams=2, epochs=2)
+    assert epochs_of(mixed, pool, workers, streams=2, epochs=2) == expected
     of_the_first = {value for batch in sum(expected, []) for value in batch if value < 1000}
     if stop == "all_exhausted":
         assert of_the_first == {0, 1, 2, *range(100, 109)}
@@ -120,7 +104,7 @@ def test_a_mixture_of_iterable_data_is_cut_into_parts_whoever_reads(pool: str, s
 @covering(1, pool=POOLS, lengths=[(1,), (0,), (5, 5), (0, 0, 9), (40, 1, 1, 8, 0, 3), (4, 4), (1,) * 9])
 def test_parts_of_any_length_in_any_pool(pool: str, lengths: tuple[int, ...]) -> None:
     expected = batches_of(lengths, SIZE)
-    assert epochs_of(loader_of(Parts(lengths), pool, streams=len(lengths)), 2) == [expected] * 2
+    assert epochs_of(Parts(lengths), pool, streams=len(lengths), epochs=2) == [expected] * 2
     assert sorted(sum(expected, [])) == [100 * part + i for part, n in enumerate(lengths) for i in range(n)]
 
 
@@ -167,7 +151,7 @@ def test_a_function_without_arguments_and_a_torch_dataset_know_their_part_from_t
 
     expected = [[*range(part, 20, 2)][at : at + SIZE] for at in range(0, 10, SIZE) for part in range(2)]
     for dataset, pool in itertools.product((Lines(), lines), ("inline", "thread", "fork")):
-        assert epochs_of(loader_of(dataset, pool, streams=2)) == [expected]
+        assert epochs_of(dataset, pool, streams=2) == [expected]
         assert torch_data.get_worker_info() is None
 
 
@@ -178,10 +162,10 @@ def test_parts_have_seeds_of_their_own_that_follow_from_the_loader_s() -> None:
         info = torch_data.get_worker_info()
         yield info.seed
 
-    found = [epochs_of(loader_of(seeds, pool, batch_size=1), 2) for pool in ("inline", "thread", "fork")]
+    found = [epochs_of(seeds, pool, batch_size=1, epochs=2) for pool in ("inline", "thread", "fork")]
     assert found[0] == found[1] == found[2]
     assert len({batch[0] for epoch in found[0] for batch in epoch}) == 8
-    assert epochs_of(loader_of(seeds, seed=6, batch_size=1), 2) != found[0]
+    assert epochs_of(seeds, seed=6, batch_size=1, epochs=2) != found[0]
 
 
 # -- workers that die or stand still ------------------------------------------------------------------------------
@@ -196,7 +180,7 @@ def test_workers_that_are_killed_at_any_moment_change_nothing(
 ) -> None:
     lengths = (80, 0, 43, 150)
     slow = {"seconds": (0.002,) * 4} if kind in (Draws, GoOn, WithStatefulRows) else {}
-    expected = epochs_of(loader_of(kind(lengths), "fork"), 2)
+    expected = epochs_of(kind(lengths), "fork", epochs=2)
     pool = make_pool(method, workers, restarts=1000)
     assert isinstance(pool, ProcessPool)
     over, turns, deaths = threading.Event(), itertools.count(), itertools.count()
@@ -235,7 +219,7 @@ def test_parts_that_are_slow_to_get_back_to_are_not_taken_for_hung(tmp_path: Pat
     """A worker that takes over reads all of the part again, which takes longer than one sample may."""
     dataset = Parts((40,), seconds=(0.03,), before=At(Fails(kill, tmp_path / "once", times=1), 0, 38))
     pool = make_pool("fork", 1, timeout=0.8)
-    assert epochs_of(loader_of(dataset, pool, streams=1)) == [batches_of((40,), SIZE)]
+    assert epochs_of(dataset, pool, streams=1) == [batches_of((40,), SIZE)]
 
 
 # -- errors of the dataset ----------------------------------------------------------------------------------------
@@ -256,9 +240,15 @@ def test_an_iterator_object_goes_on_with_the_sample_after_the_bad_one(
 
 
 class FailsToBegin(Parts):
+    """Part 2 fails when it is begun."""
+
+    def __init__(self, lengths: Sequence[int], fail: Callable[[], Any] = raise_lookup) -> None:
+        super().__init__(lengths)
+        self.fail = fail
+
     def __call__(self, part: int, parts: int) -> Iterator[Any]:
         if part == 2:
-            raise FileNotFoundError("part 2")
+            self.fail()
         return super().__call__(part, parts)
 
 
@@ -270,7 +260,7 @@ def test_a_part_that_cannot_be_opened_is_one_error(pool: str, prefetch: int) -> 
         for _ in range(2):
             _, errors, places = until_the_end(iter(loader))
             assert places == without_the_rest(2, 0, (9, 9, 9, 9))
-            assert [type(error) for error in errors] == [FileNotFoundError]
+            assert [type(error) for error in errors] == [LookupError]
             assert "sample (2, 0)" in "".join(notes_of(errors[0]))
 
 
@@ -363,13 +353,8 @@ def test_a_batch_that_cannot_leave_its_worker_costs_that_batch_only(method: str)
 @pytest.mark.slow
 def test_a_part_that_hangs_when_it_is_opened_is_one_error(pool: str) -> None:
     options: dict[str, Any] = {} if pool == "thread" else {"restarts": 1}
-    with loader_of(HangsToBegin((9, 9, 9, 9)), make_pool(pool, timeout=1.0, **options), prefetch=9) as loader:
+    dataset = FailsToBegin((9, 9, 9, 9), fail=hang_for_a_while)
+    with loader_of(dataset, make_pool(pool, timeout=1.0, **options), prefetch=9) as loader:
         _, errors, places = until_the_end(iter(loader))
     assert places == without_the_rest(2, 0, (9, 9, 9, 9))
     assert [type(error) for error in errors] == [WorkerTimeoutError]
-
-
-class HangsToBegin(Parts):
-    def __call__(self, part: int, parts: int) -> Iterator[Any]:
-        time.sleep(3 * (part == 2))
-        return super().__call__(part, parts)

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import linecache
 import os
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,15 +16,15 @@ import numpy as np
 import pytest
 import torch.utils.data
 from conftest import POOLS, PROCESS_POOLS, covering
-from failures import Fails, kill, raise_lookup
+from failures import raise_lookup
 from injection import PUMP, InterruptAt, next_interrupted
 from stream_loaders import KINDS, SIZE, epochs_of, loader_of
 from stream_samples import (
     LENGTHS,
     At,
-    Draws,
     DrawsOwn,
     ItsOwnIterator,
+    Late,
     Own,
     Parts,
     Stateful,
@@ -99,7 +98,7 @@ def worker_info() -> Any:
 def test_a_ctrl_c_in_the_first_next_begins_no_epoch(pool: str, step: int, steps: int | None) -> None:
     options: dict[str, Any] = {"streams": 2, "steps_per_epoch": steps}
     lengths, line = (9, 6), 1
-    whole = epochs_of(Parts(lengths), 3, **options)
+    whole = epochs_of(Parts(lengths), epochs=3, **options)
     while True:
         with loader_of(Parts(lengths), pool, **options) as loader:
             assert [values(batch) for batch in loader] == whole[0]
@@ -124,7 +123,7 @@ def test_a_ctrl_c_in_the_first_next_begins_no_epoch(pool: str, step: int, steps:
 def test_several_loops_over_one_loader_do_not_disturb_each_other(
     pool: str, kind: Callable[..., Any], workers: int
 ) -> None:
-    whole = epochs_of(kind(), 3)
+    whole = epochs_of(kind(), epochs=3)
     with loader_of(kind(), pool, workers) as loader:
         iterators = [iter(loader) for _ in range(3)]
         found: list[list[Any]] = [[], [], []]
@@ -143,7 +142,7 @@ def test_also_where_the_dataset_keeps_its_place_in_itself(
     pool: str, kind: Callable[..., Any], workers: int, streams: int
 ) -> None:
     lengths = LENGTHS if streams == 4 else (20,)
-    whole = epochs_of(kind(lengths), 3, streams=streams)
+    whole = epochs_of(kind(lengths), epochs=3, streams=streams)
     with loader_of(kind(lengths), pool, workers, streams=streams) as loader:
         for epoch in range(2):
             assert [values(batch) for batch in itertools.islice(loader, 2)] == whole[epoch][:2]
@@ -189,7 +188,7 @@ def _is_there(fd: str) -> bool:
 
 @covering(1, pool=POOLS[:3], kind=KINDS)
 def test_peek_and_read_disturb_nothing(pool: str, kind: Callable[..., Any]) -> None:
-    whole = epochs_of(kind(), 3)
+    whole = epochs_of(kind(), epochs=3)
     with loader_of(kind(), pool) as loader:
         assert values(loader.peek()) == values(loader.peek()) == whole[0][0]
         assert loader.read((0, 0)) == whole[0][0][0] and loader.read((3, 1), epoch=2) == whole[2][2][1]
@@ -265,10 +264,10 @@ def test_what_a_dataset_draws_when_it_is_begun_is_the_same_everywhere(pool: str)
         def __call__(self, part: int, parts: int) -> Iterator[Any]:
             yield from super().__call__(part, parts)
 
-    whole = epochs_of(Shuffled(), 2)
+    whole = epochs_of(Shuffled(), epochs=2)
     assert whole[0] != whole[1] and sorted(sum(whole[0], [])) == sorted(sum(batches_of(LENGTHS, SIZE), []))
     for kind in (Shuffled, InAGenerator):
-        assert epochs_of(kind(), 2, pool=pool) == whole
+        assert epochs_of(kind(), epochs=2, pool=pool) == whole
         with loader_of(kind(), pool) as loader:
             iterator = iter(loader)
             for _ in range(3):
@@ -280,25 +279,14 @@ def test_what_a_dataset_draws_when_it_is_begun_is_the_same_everywhere(pool: str)
             assert loader.read((3, 7), epoch=0) in whole[0][-2]
 
 
-@pytest.mark.slow
-@pytest.mark.also_spawned
-@covering(1, spawned=True, method=PROCESS_POOLS, workers=[1, 3])
-def test_global_generators_are_the_same_after_a_kill(method: str, workers: int, tmp_path: Path) -> None:
-    lengths = (20, 3)
-    (whole,) = epochs_of(Draws(lengths), pool="fork", workers=2, streams=2)
-    dying = Draws(lengths, before=At(Fails(kill, tmp_path / "once", times=1), 0, 17))
-    assert epochs_of(dying, pool=method, workers=workers, streams=2) == [whole]
-    assert (tmp_path / "once").exists()
-
-
 def test_batchify_draws_by_its_batch() -> None:
     def noisy(samples: list[int]) -> Any:
         return np.array([*samples, sample_rng().integers(1 << 40)])
 
-    whole = epochs_of(Parts(), 1, batchify_fn=noisy)[0]
+    whole = epochs_of(Parts(), batchify_fn=noisy)[0]
     assert len({batch[-1] for batch in whole}) == len(whole)
     for pool in ("thread", "fork"):
-        assert epochs_of(Parts(), 1, batchify_fn=noisy, pool=pool, prefetch=9)[0] == whole
+        assert epochs_of(Parts(), batchify_fn=noisy, pool=pool, prefetch=9)[0] == whole
 
 
 # -- what comes before the first epoch ----------------------------------------------------------------------------
@@ -405,7 +393,7 @@ def test_what_discard_leaves_out_is_counted_and_whole_parts_are_warned_of(pool: 
 
 @pytest.mark.parametrize("pool", POOLS)
 def test_set_epoch_of_the_dataset_is_heard_as_that_of_the_loader(pool: str) -> None:
-    whole, dataset = epochs_of(Told(), 10), Told()
+    whole, dataset = epochs_of(Told(), epochs=10), Told()
 
     def read() -> int:
         return whole.index([values(batch) for batch in loader])
@@ -441,7 +429,7 @@ def test_an_epoch_that_a_dataset_has_is_the_first_and_bad_ones_are_errors() -> N
 
 
 def test_loaders_that_share_a_dataset_do_not_hear_each_other() -> None:
-    dataset, whole = Told((5,)), epochs_of(Told((5,)), 4, streams=1)
+    dataset, whole = Told((5,)), epochs_of(Told((5,)), epochs=4, streams=1)
     with loader_of(dataset, streams=1) as one, loader_of(dataset, streams=1) as other:
         for epoch in range(3):
             assert [values(batch) for batch in one] == whole[epoch]
@@ -451,42 +439,11 @@ def test_loaders_that_share_a_dataset_do_not_hear_each_other() -> None:
             assert [values(batch) for batch in loader] == whole[3]
 
 
-@pytest.mark.slow
-def test_a_state_may_be_taken_in_another_thread() -> None:
-    lengths, states, over = (1200, 900, 300), list[Any](), threading.Event()
-    whole = batches_of(lengths, SIZE)
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        with loader_of(Parts(lengths), streams=3) as loader:
-
-            def look() -> None:
-                while not over.is_set():
-                    states.append(loader.state_dict())
-                    assert loader.position >= 0 and repr(loader)
-
-            thread = threading.Thread(target=look)
-            thread.start()
-            assert [values(batch) for batch in loader] == whole
-            over.set()
-            thread.join()
-    finally:
-        sys.setswitchinterval(before)
-    assert [state["batches"] for state in states] == sorted(state["batches"] for state in states) or states[-1]["epoch"]
-    for state in states[:: max(1, len(states) // 20)]:
-        with loader_of(Parts(lengths), streams=3) as loader:
-            loader.load_state_dict(state)
-            # A state from behind the last batch goes on with the next epoch.
-            assert [values(batch) for batch in loader] == (whole[state["batches"] :] or whole)
-
-
 def test_two_loaders_in_two_threads_tell_torch_of_their_own_parts() -> None:
     found: dict[int, Any] = {}
 
     def read(number: int) -> None:
         found[number] = epochs_of(Late(tuple(range(number, number + 40))), streams=40)
-
-    from stream_samples import Late
 
     threads = [threading.Thread(target=read, args=(number,)) for number in range(3)]
     for thread in threads:
@@ -503,8 +460,6 @@ def test_a_loader_inside_a_part_of_another_one() -> None:
             for batch in inner:
                 assert worker_info().id == part or parts == 1
                 yield 1000 * part + int(batch[0])
-
-    from stream_samples import Late
 
     for pool in ("inline", "thread"):
         assert epochs_of(outer, pool=pool, streams=2)[0] == [[0, 100, 102], [1000, 1100, 1102]]

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import ahead
+from conftest import ahead, make_pool
 from failures import boom
-from samples import Bad, Gate, Told, Uneven
+from samples import Bad, Draws, Gate, Noting, Told, wait_for
 from torch.utils.data import DistributedSampler
 
 from sharded_loader import (
@@ -21,7 +27,6 @@ from sharded_loader import (
     BatchSampler,
     ConcatDataset,
     FixedBucketSampler,
-    InlinePool,
     LoaderClosedError,
     Placement,
     RandomSampler,
@@ -157,27 +162,24 @@ def test_break_cancels_what_has_not_begun() -> None:
     loader.close()
 
 
+class ReadsAndWaits(Noting):
+    """Samples but the first wait for a file."""
+
+    def __getitem__(self, index: int) -> int:
+        super().__getitem__(index)
+        if index:
+            wait_for(self.path.with_name("go on"))
+        return index
+
+
 @pytest.mark.parametrize("name", ["fork", "spawn"])
 def test_break_cancels_what_waits_in_a_worker_process(name: str, tmp_path: Path) -> None:
-    from conftest import make_pool
-
-    read, go_on = tmp_path / "read", tmp_path / "go on"
-
-    class Noted(Uneven):
-        def __getitem__(self, index: int) -> int:
-            import time
-
-            with read.open("a") as file:
-                file.write(f"{index} ")
-            while index and not go_on.exists():
-                time.sleep(0.01)
-            return index
-
-    with ShardedDataLoader(Noted(), 1, pool=make_pool(name, 1), prefetch=3) as loader:
+    read = tmp_path / "read"
+    with ShardedDataLoader(ReadsAndWaits(read), 1, pool=make_pool(name, 1), prefetch=3) as loader:
         next(iter(loader))
         loader.set_epoch(0)
         again = iter(loader)
-        go_on.touch()
+        (tmp_path / "go on").touch()
         assert next(again).tolist() == [0]
     before = read.read_text().split()[1:]
     # What was running ends, what waited does not begin. On a busy machine the worker may hear of it one sample later.
@@ -243,28 +245,19 @@ def test_lengths_are_right(length: int, batch_size: int) -> None:
             assert len(list(loader)) == expected
 
 
-def test_an_iterator_has_the_length_of_its_epoch() -> None:
+def test_an_iterator_has_the_length_of_its_epoch_or_none_and_is_one_all_the_same() -> None:
     """torch's iterators count so, and tqdm asks for it."""
     loader = ShardedDataLoader(range(10), 4, last_batch="rollover")
     assert [len(loader), len(iter(loader))] == [2, 2]
     iterator = iter(loader)
     assert [len(iterator) for _ in iterator] == [2, 2]
-    assert [len(loader), len(iter(loader))] == [3, 3]
-    assert len(list(iter(loader))) == 3
-
-
-def test_an_iterator_without_a_length_is_still_an_iterator() -> None:
-    iterator = iter(ShardedDataLoader(range(4), 2, sampler=WithoutLength()))
+    assert [len(loader), len(iter(loader)), len(list(loader))] == [3, 3, 3]
+    sampler = type("WithoutLength", (), {"__iter__": lambda self: iter(range(3))})()
+    iterator = iter(ShardedDataLoader(range(4), 2, sampler=sampler))
     with pytest.raises(TypeError, match="WithoutLength, has no length"):
         len(iterator)
-    assert iterator
-    assert [batch.tolist() for batch in list(iterator)] == [[0, 1], [2]]
+    assert iterator and lists(iterator) == [[0, 1], [2]]
     assert iter(ShardedDataLoader([], 2))
-
-
-class WithoutLength:
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(3))
 
 
 def test_peek_is_the_first_batch_and_changes_nothing(pool: Pool) -> None:
@@ -280,8 +273,6 @@ def test_peek_is_the_first_batch_and_changes_nothing(pool: Pool) -> None:
 
 
 def test_read_gives_a_sample_of_any_epoch(new_pool: Callable[..., Pool]) -> None:
-    from samples import Draws
-
     with ShardedDataLoader(Draws(), 20, seed=9, pool=new_pool()) as loader:
         for epoch in range(2):
             (own, tensor, shared), *_ = [next(iter(loader))]
@@ -292,12 +283,10 @@ def test_read_gives_a_sample_of_any_epoch(new_pool: Callable[..., Pool]) -> None
 
 
 def test_repr_tells_what_is_read_and_where_the_loader_is() -> None:
-    dataset = ArrayDataset(image=np.zeros((10, 3), np.float32), label=np.arange(10))
-    loader = ShardedDataLoader(dataset, 4, devices=["cpu", "cpu"])
+    loader = ShardedDataLoader(ArrayDataset(image=np.zeros((10, 3)), label=np.arange(10)), 4, devices=["cpu", "cpu"])
     next(iter(loader))
-    text = repr(loader)
     for part in ("10 samples", "3 batches of 4", "on cpu, cpu", "InlinePool()", "epoch 0, at batch 1"):
-        assert part in text
+        assert part in repr(loader)
 
 
 def test_a_torch_dataset_sampler_and_batch_sampler_work_as_they_are(pool: Pool) -> None:
@@ -327,21 +316,8 @@ def test_own_samplers_decide_shards(pool: Pool) -> None:
 def test_ranks_share_the_order_as_torch_s_distributed_sampler_does(last_batch: str, length: int) -> None:
     order = sum(lists(ShardedDataLoader(range(length), 1, shuffle=True, seed=0)), [])
 
-    class Order:
-        def __init__(self) -> None:
-            self.order = order
-
-        def __len__(self) -> int:
-            return length
-
     for rank in range(4):
-        reference = DistributedSampler(
-            Order(),  # type: ignore[arg-type]
-            num_replicas=4,
-            rank=rank,
-            shuffle=False,
-            drop_last=last_batch == "discard",
-        )
+        reference = DistributedSampler(range(length), 4, rank, shuffle=False, drop_last=last_batch == "discard")
         loader = ShardedDataLoader(range(length), 1, shuffle=True, num_replicas=4, rank=rank, last_batch=last_batch)
         assert sum(lists(loader), []) == ([order[i] for i in reference] if length else [])
 
@@ -389,13 +365,10 @@ class Flow:
     """An iterable dataset that passes the epoch on."""
 
     def __init__(self, inside: Any) -> None:
-        self.flows = inside
+        self.flows, self.set_epoch = inside, inside.set_epoch
 
     def __iter__(self) -> Any:
         return (self.flows[i] for i in range(12))
-
-    def set_epoch(self, epoch: int) -> None:
-        self.flows.set_epoch(epoch)
 
 
 @pytest.mark.parametrize("kind", WRAPPED)
@@ -429,15 +402,11 @@ def test_where_there_is_one_dataset_it_can_be_in_one_epoch_only(pool: Pool) -> N
 
 
 def test_a_loader_with_processes_in_a_worker_process_is_a_clear_error(process_pool: Any) -> None:
-    class Nested:
-        def __len__(self) -> int:
-            return 2
+    def nested(index: int) -> Any:
+        (inner,) = ShardedDataLoader(range(4), 4, num_workers=index, pool=None if index else "inline")
+        return inner
 
-        def __getitem__(self, index: int) -> Any:
-            (inner,) = ShardedDataLoader(range(4), 4, num_workers=index, pool=None if index else "inline")
-            return inner
-
-    with ShardedDataLoader(Nested(), 1, pool=process_pool) as loader:
+    with ShardedDataLoader(SimpleDataset(range(2)).transform(nested), 1, pool=process_pool) as loader:
         iterator = iter(loader)
         assert next(iterator).tolist() == [[0, 1, 2, 3]]
         with pytest.raises(RuntimeError, match="a worker process, which may have none of its own.*num_workers=0"):
@@ -445,14 +414,8 @@ def test_a_loader_with_processes_in_a_worker_process_is_a_clear_error(process_po
 
 
 def test_loaders_may_nest() -> None:
-    class Outer:
-        def __len__(self) -> int:
-            return 3
-
-        def __getitem__(self, index: int) -> int:
-            return int(sum(batch.sum() for batch in ShardedDataLoader(range(index + 1), 2)))
-
-    assert lists(ShardedDataLoader(Outer(), 3, pool=InlinePool())) == [[0, 1, 3]]
+    outer = SimpleDataset(range(3)).transform(lambda i: sum(int(b.sum()) for b in ShardedDataLoader(range(i + 1), 2)))
+    assert lists(ShardedDataLoader(outer, 3)) == [[0, 1, 3]]
 
 
 def test_read_and_peek_leave_the_epoch_that_threads_read_alone() -> None:
@@ -496,24 +459,15 @@ def test_refresh_keeps_the_epoch_that_a_sampler_was_told() -> None:
     assert loader.epoch == 5
 
 
-class Silent:
+class Silent(list[int]):
     """A sampler that is told its epoch and does not show it."""
 
-    def __init__(self) -> None:
-        self._epoch = 0
-
     def set_epoch(self, epoch: int) -> None:
-        self._epoch = epoch
-
-    def __len__(self) -> int:
-        return 4
-
-    def __iter__(self) -> Any:
-        return iter([(i + self._epoch) % 10 for i in range(4)])
+        self[:] = [(i + epoch) % 10 for i in range(4)]
 
 
 def test_a_sampler_that_does_not_show_its_epoch_is_listened_to() -> None:
-    loader = ShardedDataLoader(range(10), 4, sampler=Silent())
+    loader = ShardedDataLoader(range(10), 4, sampler=Silent(range(4)))
     assert lists(loader) == [[0, 1, 2, 3]]
     assert lists(loader) == [[1, 2, 3, 4]]
     loader.sampler.set_epoch(5)
@@ -591,26 +545,35 @@ def test_auto_is_not_settled_before_the_first_epoch(monkeypatch: pytest.MonkeyPa
         ShardedDataLoader(range(10), 5, num_replicas="auto", rank=1)
 
 
+class SignalsAndWaits(Noting):
+    """A sample sends a signal to the main thread of the trainer, and waits for a file, unless that thread reads it."""
+
+    trainer = 0
+
+    def __getitem__(self, index: int) -> int:
+        if os.getpid() == self.trainer and threading.current_thread() is threading.main_thread():
+            signal.raise_signal(signal.SIGALRM)
+        else:
+            os.kill(self.trainer, signal.SIGALRM)
+            wait_for(self.path)
+        return index
+
+
 @pytest.mark.parametrize("kind", ["inline", "thread", "fork", "spawn"])
-@pytest.mark.costly
-def test_close_in_a_signal_handler_ends_the_wait(kind: str) -> None:
-    import signal
-    import time
+@pytest.mark.costly(2)
+def test_close_in_a_signal_handler_ends_the_wait(kind: str, tmp_path: Path) -> None:
+    dataset = SignalsAndWaits(tmp_path / "closed")
+    dataset.trainer = os.getpid()
+    loader = ShardedDataLoader(dataset, 1, pool=make_pool(kind))
 
-    from conftest import make_pool
+    def close(*_: Any) -> None:
+        loader.close()
+        dataset.path.touch()
 
-    class Slow(Uneven):
-        def __getitem__(self, index: int) -> int:
-            time.sleep(0.3)
-            return index
-
-    loader = ShardedDataLoader(Slow(), 1, pool=make_pool(kind))
-    before = signal.signal(signal.SIGALRM, lambda *_: loader.close())
+    before = signal.signal(signal.SIGALRM, close)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
         with pytest.raises(LoaderClosedError):
-            for _ in loader:
-                pass
+            list(loader)
     finally:
         signal.signal(signal.SIGALRM, before)
 
@@ -641,10 +604,6 @@ def test_an_epoch_that_a_sampler_was_told_before_counts() -> None:
 
 @pytest.mark.slow
 def test_ranks_that_would_repeat_each_other_are_warned_once(tmp_path: Any) -> None:
-    import subprocess
-    import sys
-    import textwrap
-
     script = tmp_path / "script.py"
     script.write_text(
         textwrap.dedent("""

@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 import torch.utils.data as torch_data
 from conftest import POOLS, make_pool
-from hypothesis import given
-from hypothesis import strategies as st
 
 from sharded_loader import (
     BatchSampler,
@@ -98,32 +96,6 @@ def test_ranks_leave_and_join_in_the_middle_of_a_loop(pool: str) -> None:
             worker.close()
 
 
-@given(
-    changes=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5), st.integers(1, 4)), max_size=4),
-    torchs=st.booleans(),
-)
-def test_any_changes_leave_each_sample_once(changes: list[tuple[int, int, int]], torchs: bool) -> None:
-    def arguments() -> dict[str, Any]:
-        return {"shuffle": False, "sampler": torch_data.RandomSampler(range(60))} if torchs else {}
-
-    given = {"dataset": range(60), "evaluate": True}
-    ranks, found = [joined(1, 0, **given, **arguments())], Counter[int]()
-
-    def count(batches: list[Any]) -> None:
-        for batch, real in batches:
-            found.update(batch[:real].tolist())
-
-    for steps, replicas, size in changes:
-        for _ in range(steps):
-            count([batch for _, iterator in ranks if (batch := next(iterator, None)) is not None])
-        if sum(found.values()) == 60:
-            break
-        ranks = rescaled(ranks, replicas, size, **given, **arguments())
-    for batches in zip(*(iterator for _, iterator in ranks), strict=True):
-        count(list(batches))
-    assert found == Counter(range(60))
-
-
 def test_the_end_of_an_epoch_is_its_end_for_those_that_stay_and_for_those_that_join() -> None:
     ranks = [joined(2, rank) for rank in range(2)]
     for _ in range(12):
@@ -183,73 +155,6 @@ def test_with_costs_the_step_of_all_ranks_stays() -> None:
     assert sorted(sum(found, [])) == list(range(48))
 
 
-class Steps:
-    """Ranks with ``steps_per_epoch``, beside the endless order that they share."""
-
-    def __init__(self, order: list[Any], **arguments: Any) -> None:
-        self.order, self.arguments, self.place = order, arguments, 0
-        self.ranks: list[Rank] = []
-
-    def join(self, replicas: int, state: Any = None, **more: Any) -> None:
-        arguments = {**self.arguments, **more}
-        loaders = [ShardedDataLoader(num_replicas=replicas, rank=rank, **arguments) for rank in range(replicas)]
-        for loader in loaders:
-            if state is not None:
-                loader.load_state_dict(state, strict=False)
-        self.ranks = [(loader, iter(loader)) for loader in loaders]
-
-    def read(self, steps: int) -> None:
-        """So many steps; each rank has exactly its part of the order."""
-        for _ in range(steps):
-            found = [next(iterator) for _, iterator in self.ranks]
-            size = 1 if "batch_sampler" in self.arguments else len(found[0])
-            for rank, batch in enumerate(found):
-                wanted = [self.order[self.place + number * len(self.ranks) + rank] for number in range(size)]
-                assert list(batch if size > 1 or not isinstance(wanted[0], list) else [batch]) == wanted
-            self.place += size * len(self.ranks)
-
-    def end(self) -> None:
-        """The epoch ends here, and the next one begins."""
-        assert [next(iterator, None) for _, iterator in self.ranks] == [None] * len(self.ranks)
-        self.ranks = [(loader, iter(loader)) for loader, _ in self.ranks]
-
-
-def read_by_changing_ranks(steps: Steps, **more: Any) -> None:
-    """Epochs of 5 steps: by 4 ranks, from a state by 2, after `rescale` by 1, from a state by 3."""
-    steps.join(4)
-    steps.read(5)
-    steps.end()
-    steps.read(3)
-    state = through_json(steps.ranks[2][0].state_dict())
-    steps.join(2, state)
-    assert (steps.ranks[0][0].position, len(steps.ranks[0][0])) == (3, 5)
-    steps.read(2)
-    steps.end()
-    steps.read(1)
-    size = steps.arguments.get("batch_size", 2)
-    steps.ranks[0][0].rescale(1, 0, size)
-    steps.ranks = steps.ranks[:1]
-    steps.read(4)
-    steps.end()
-    for _ in range(3):
-        steps.read(5)
-        steps.end()
-    steps.read(5)
-    steps.ranks[0][0].rescale(2, 0, size)  # between two epochs
-    state = through_json(steps.ranks[0][0].state_dict())
-    steps.join(2, state, **more)
-    for _ in range(3):
-        steps.read(5)
-        steps.end()
-
-
-def test_with_steps_per_epoch_each_epoch_has_its_steps_and_goes_on_where_the_last_one_ended() -> None:
-    sampler = RandomSampler(24, seed=1)
-    order = [index for epoch in range(30) for index in sampler.iter_epoch(epoch)]
-    arguments = {"dataset": range(24), "batch_size": 1, "sampler": sampler, "steps_per_epoch": 5, "collate_fn": list}
-    read_by_changing_ranks(Steps(order, **arguments), batch_size=3)
-
-
 def test_another_batch_size_reads_no_sample_twice_with_steps_per_epoch_or_is_refused() -> None:
     def made(size: int) -> list[ShardedDataLoader[Any]]:
         given = {"shuffle": True, "seed": 1, "steps_per_epoch": 5, "num_replicas": 2}
@@ -272,17 +177,6 @@ def test_another_batch_size_reads_no_sample_twice_with_steps_per_epoch_or_is_ref
         for loader, iterator in zip(after, iterators, strict=True):
             loader.load_state_dict(state, strict=False)
             assert next(iter(loader)).tolist() == next(iterator).tolist()[:2]
-
-
-def test_packed_rows_go_on_by_other_ranks_with_steps_per_epoch() -> None:
-    lengths = [1 + index * 7 % 50 for index in range(300)]
-
-    def packed() -> PackSampler:
-        return PackSampler(lengths, tokens=128, rows=2, seed=0)
-
-    order = [list(batch) for epoch in range(4) for batch in packed().iter_epoch(epoch)]
-    arguments = {"dataset": range(300), "batch_sampler": packed(), "steps_per_epoch": 5, "collate_fn": list}
-    read_by_changing_ranks(Steps(order, **arguments))
 
 
 def test_ranks_that_do_not_divide_what_is_done_are_refused_with_steps_per_epoch() -> None:
