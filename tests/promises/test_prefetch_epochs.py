@@ -77,6 +77,7 @@ ORDERS: dict[str, Callable[[], dict[str, Any]]] = {
     "shards": lambda: {"batch_sampler": ShardedBatchSampler(BatchSampler(RandomSampler(LENGTH, seed=2), 4), 2)},
     "split": lambda: {"batch_size": 4, "shuffle": True, "num_shards": 2},
     "a list": lambda: {"batch_size": 4, "sampler": list(range(LENGTH))[::-1]},
+    "steps": lambda: {"batch_size": 4, "shuffle": True, "steps_per_epoch": 3},
     "one batch": lambda: {"batch_size": 40, "shuffle": True},
 }  # fmt: skip
 
@@ -287,24 +288,6 @@ def test_a_dataset_that_is_told_the_epoch_is_in_one_at_a_time(pool: str) -> None
 # -- what goes wrong ------------------------------------------------------------------------------------------------
 
 
-class Fails(Noted):
-    def __getitem__(self, index: int) -> int:
-        if index == 0:
-            raise ValueError(f"bad {index}")
-        return super().__getitem__(index)
-
-
-@pytest.mark.parametrize("pool", ["thread", PROCESS_POOLS[0]])
-def test_an_error_comes_at_its_batch_once_in_each_epoch(pool: str) -> None:
-    with ahead(ShardedDataLoader(Fails(), 4, pool=make_pool(pool)), True) as loader:
-        for epoch in range(3):
-            iterator = iter(loader)
-            with pytest.raises(ValueError, match="bad 0") as caught:
-                next(iterator)
-            assert any(f"epoch {epoch}, batch 0" in note for note in caught.value.__notes__)
-            assert sum(map(len, lists(iterator))) == LENGTH - 4
-
-
 @pytest.mark.parametrize("method", PROCESS_POOLS)
 def test_workers_that_are_killed_between_two_epochs_lose_no_batch(method: str) -> None:
     with ShardedDataLoader(range(LENGTH), 4, True, seed=5, pool=make_pool(method)) as loader:
@@ -313,19 +296,6 @@ def test_workers_that_are_killed_between_two_epochs_lose_no_batch(method: str) -
             for pid in loader._pipeline.pool.pids:  # type: ignore[attr-defined]
                 with contextlib.suppress(ProcessLookupError):  # killed before, and not missed since: all was read ahead
                     os.kill(pid, signal.SIGKILL)
-
-
-def test_two_iterators_do_not_disturb_each_other() -> None:
-    with ahead(ShardedDataLoader(range(LENGTH), 4, True, seed=5, pool=ThreadPool(2)), True) as loader:
-        one, other = iter(loader), iter(loader)
-        found: dict[Any, list[Any]] = {one: [], other: []}
-        for _ in range(6):
-            for iterator in (one, other):
-                found[iterator] += lists([next(iterator)])
-        assert list(found.values()) == [shuffled(0), shuffled(1)]
-        assert lists(loader) == shuffled(2)
-        assert loader.peek().tolist() == shuffled(3)[0]
-        assert lists(loader) == shuffled(3)
 
 
 def test_what_was_dropped_is_not_read_on_by_the_epoch_before_it() -> None:

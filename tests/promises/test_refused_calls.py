@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 from conftest import METHODS, PROCESS_POOLS, covering
 from refusing import CALLS, ERRORS, FCNTL, can_refuse, in_child, refuse
 from samples import Filled, StartsAndDies
-from test_orphans import seconds_until_gone
+from test_orphans import assert_gone
 
 from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
 from sharded_loader.base import system
@@ -99,7 +98,7 @@ def test_workers_go_with_a_killed_trainer_where_the_kernel_sends_no_signal(metho
             iterator = iter(ShardedDataLoader(range(8), 1, pool=pool))
             next(iterator)
             os.write(writer, " ".join(map(str, pool.pids)).encode())
-            time.sleep(60)
+            signal.pause()
         finally:
             os._exit(1)
     os.close(writer)
@@ -108,7 +107,7 @@ def test_workers_go_with_a_killed_trainer_where_the_kernel_sends_no_signal(metho
     os.kill(trainer, signal.SIGKILL)
     os.waitpid(trainer, 0)
     assert len(pids) == 2
-    seconds_until_gone(pids)
+    assert_gone(pids)
 
 
 # -- a worker's death without pidfd ---------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from programs import run_script
 from samples import Uneven
 
 from sharded_loader import ProcessPool, ShardedDataLoader, SimpleDataset
-from sharded_loader.base.imports import call_after_import, forget_import
 from sharded_loader.memory.publish import publish
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="POSIX only")
@@ -264,27 +263,6 @@ def test_multiprocess_in_a_worker_finds_itself_in_a_child_process(method: str) -
         found = next(iter(loader))
     key = bytes(multiprocess.current_process().authkey).hex()
     assert found == {"name": "sharded_loader-worker-0", "daemon": True, "key": key}
-
-
-def test_call_after_import_calls_once_and_at_once_where_the_module_is_there(tmp_path: Path) -> None:
-    calls: list[int] = []
-    before = list(sys.meta_path)
-    call_after_import("json", lambda: calls.append(1))
-    assert calls == [1]
-    (tmp_path / "comes_later.py").write_text("value = 3\n")
-    sys.path.insert(0, str(tmp_path))
-    try:
-        call_after_import("comes_later", lambda: calls.append(2))
-        call_after_import("comes_later", lambda: calls.append(sys.modules["comes_later"].value))
-        for _ in range(2):
-            __import__("comes_later")
-        assert calls == [1, 3]
-        call_after_import("never_comes", lambda: calls.append(4))
-        forget_import("never_comes")
-    finally:
-        sys.path.remove(str(tmp_path))
-        sys.modules.pop("comes_later", None)
-    assert sys.meta_path == before
 
 
 @pytest.mark.slow

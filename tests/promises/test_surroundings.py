@@ -5,9 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import warnings
 import weakref
@@ -17,6 +14,7 @@ from typing import Any
 import pytest
 from conftest import METHODS, make_pool, until
 from failures import odd_errors
+from programs import run_script
 from refusing import in_child
 from samples import Odd
 
@@ -26,23 +24,12 @@ from sharded_loader.engine.pool import Pool
 unix = pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
 
 
-def run_script(tmp_path: Path, text: str, *arguments: str) -> str:
-    """Run a program of the user's; it must end well, in time, and print nothing to stderr."""
-    path = tmp_path / "script.py"
-    path.write_text(textwrap.dedent(text))
-    done = subprocess.run(
-        [sys.executable, str(path), *arguments], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, ""), done
-    return done.stdout
-
-
 @pytest.mark.slow
 @unix
 @METHODS
 def test_a_handler_for_sigterm_does_not_keep_the_program_from_ending(tmp_path: Path, method: str) -> None:
     run_script(
-        tmp_path,
+        tmp_path / "script.py",
         """
         import signal, sys, tempfile
         folder = tempfile.TemporaryDirectory()  # a weakref.finalize before multiprocess comes
@@ -61,7 +48,7 @@ def test_a_handler_for_sigterm_does_not_keep_the_program_from_ending(tmp_path: P
 @METHODS
 def test_children_that_the_user_forks_leave_the_workers_alone(tmp_path: Path, method: str) -> None:
     out = run_script(
-        tmp_path,
+        tmp_path / "script.py",
         """
         import os, sys
         from sharded_loader import ProcessPool, ShardedDataLoader
@@ -75,70 +62,7 @@ def test_children_that_the_user_forks_leave_the_workers_alone(tmp_path: Path, me
         """,
         method,
     )
-    assert out == "24\n"
-
-
-@pytest.mark.slow
-@unix
-@METHODS
-def test_workers_go_with_a_killed_trainer_even_if_a_child_of_the_user_lives(tmp_path: Path, method: str) -> None:
-    out = run_script(
-        tmp_path,
-        """
-        import os, signal, subprocess, sys, time
-        import psutil
-        if len(sys.argv) == 3:
-            from sharded_loader import ProcessPool, ShardedDataLoader
-            pool = ProcessPool(2, start_method=sys.argv[1])
-            iterator = iter(ShardedDataLoader(range(100), 4, pool=pool))
-            next(iterator)
-            child = os.fork()
-            if child == 0:
-                time.sleep(30)
-                os._exit(0)
-            print(child, *pool.pids, flush=True)
-            time.sleep(30)
-        trainer = subprocess.Popen([sys.executable, *sys.argv, "trainer"], stdout=subprocess.PIPE, text=True)
-        child, *workers = [psutil.Process(int(pid)) for pid in trainer.stdout.readline().split()]
-        trainer.kill()
-        trainer.wait()
-        gone, alive = psutil.wait_procs(workers, timeout=300)
-        child.kill()
-        trainer.stdout.close()
-        print(len(gone), len(alive))
-        """,
-        method,
-    )
-    assert out == "2 0\n"
-
-
-@pytest.mark.slow
-@unix
-@METHODS
-@pytest.mark.parametrize("reaper", ["ignore", pytest.param("waitpid", marks=pytest.mark.slow)])
-def test_a_program_that_reaps_all_children_is_no_problem(tmp_path: Path, method: str, reaper: str) -> None:
-    run_script(
-        tmp_path,
-        """
-        import os, signal, sys, threading
-        if sys.argv[2] == "ignore":
-            signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-        from sharded_loader import ProcessPool, ShardedDataLoader
-        def reap():
-            while True:
-                try: os.waitpid(-1, 0)
-                except ChildProcessError: threading.Event().wait(0.01)
-        if sys.argv[2] == "waitpid":
-            threading.Thread(target=reap, daemon=True).start()
-        for _ in range(3):
-            with ShardedDataLoader(range(20), 4, pool=ProcessPool(2, start_method=sys.argv[1])) as loader:
-                assert len(list(loader)) == 5
-            fds = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
-        assert fds < 30, fds
-        """,
-        method,
-        reaper,
-    )
+    assert out.stdout == "24\n"
 
 
 @unix
@@ -264,7 +188,7 @@ def test_the_trainer_s_signal_handlers_run_in_the_trainer_alone(tmp_path: Path) 
 @pytest.mark.slow
 def test_a_worker_forked_while_a_thread_samples_can_sample_too(tmp_path: Path) -> None:
     run_script(
-        tmp_path,
+        tmp_path / "script.py",
         """
         import random, threading
         from sharded_loader import ProcessPool, ShardedDataLoader, ThreadPool, sample_seed
