@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import inspect
-import pickle
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +26,7 @@ from sharded_loader import (
     SimpleDataset,
     ThreadPool,
 )
-from sharded_loader.batchify import Pad, Stack
+from sharded_loader.batchify import Stack
 from sharded_loader.data.datasets import Dataset
 from sharded_loader.devices import placement
 from sharded_loader.engine.pool import Pool
@@ -366,14 +364,6 @@ def test_a_loader_that_could_not_be_made_does_not_keep_the_pool(pool: Pool, monk
         assert len(list(loader)) == 3
 
 
-@pytest.mark.parametrize("take", [pickle.dumps, copy.copy, copy.deepcopy])
-def test_a_loader_is_neither_pickled_nor_copied_and_says_what_to_do(take: Callable[[Any], Any]) -> None:
-    loader = make()
-    with pytest.raises(TypeError, match="from the same arguments"):
-        take(loader)
-    assert len(list(loader)) == 3
-
-
 def test_a_distributed_sampler_and_num_replicas_would_share_twice() -> None:
     sampler = torch.utils.data.DistributedSampler(range(10), num_replicas=2, rank=0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="twice"):
@@ -518,24 +508,3 @@ def test_a_batch_that_cannot_leave_its_process_says_so(process_pool: ProcessPool
             next(iterator)
         assert "batch 0" in caught.value.__notes__[0]
         assert len(list(iterator)) == 2
-
-
-def test_use_after_close_says_so(pool: Pool) -> None:
-    loader = make(pool=pool)
-    iterator = iter(loader)
-    next(iterator)
-    loader.close()
-    loader.close()
-    for use in (lambda: next(iterator), lambda: iter(loader), loader.peek, lambda: loader.read(1), loader.refresh):
-        with pytest.raises(LoaderClosedError, match="is closed"):
-            use()
-    assert repr(loader) == "ShardedDataLoader(closed)"
-
-
-def test_pad_for_samples_with_fields_says_what_to_write() -> None:
-    data = [(np.arange(i + 1), i) for i in range(4)]
-    with (
-        make(dataset=data, batchify_fn=Pad()) as loader,
-        pytest.raises(ValueError, match=r"Tuple\(Pad\(\), Stack\(\)\)"),
-    ):
-        next(iter(loader))

@@ -127,9 +127,6 @@ def test_parts_of_batches_and_evaluation_are_awaited(pool: str, shards: int | No
     assert flat == list(range(40))
 
 
-# -- how many at a time ------------------------------------------------------------------------------------------------
-
-
 class Together:
     """No sample is there before as many are awaited as fit; a thread says whether more were."""
 
@@ -205,9 +202,6 @@ def test_a_number_that_is_none_is_an_error(number: Any, kind: type[Exception], t
     dataset.concurrency = number
     with closing(ShardedDataLoader(dataset, 4, pool=make_pool(pool))) as loader, pytest.raises(kind, match=text):
         next(iter(loader))
-
-
-# -- errors ------------------------------------------------------------------------------------------------------------
 
 
 class Fails(Store):
@@ -398,9 +392,6 @@ def test_nobody_is_told_that_samples_were_never_awaited(pool: str, capfd: pytest
     assert "never awaited" not in capfd.readouterr().err
 
 
-# -- without workers, and beside the epoch -----------------------------------------------------------------------------
-
-
 def test_a_loop_that_runs_already_is_left_alone() -> None:
     async def in_a_notebook() -> list[Any]:
         return epochs(SimpleDataset(Store()).transform(noisy)) + [list(SimpleDataset(Store()).take(2))]
@@ -477,9 +468,6 @@ def test_a_cache_awaits_each_sample_once(pool: str, tmp_path: Any) -> None:
 def test_below_a_cache_nothing_is_drawn() -> None:
     with pytest.raises(ValueError, match=r"sample_rng\(\) is called below cache"):
         SimpleDataset(Store()).cache("1 MB")
-
-
-# -- what is not awaited -----------------------------------------------------------------------------------------------
 
 
 class Stream(torch.utils.data.IterableDataset[int]):

@@ -132,9 +132,6 @@ def test_an_epoch_without_batches_counts_when_its_end_is_seen() -> None:
     assert batches(iterator) == [[0, 1, 0]]
 
 
-# -- the end of an epoch ------------------------------------------------------------------------------------
-
-
 class Counts:
     """A sampler without a length whose order comes from ``set_epoch``."""
 

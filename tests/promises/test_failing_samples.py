@@ -59,9 +59,6 @@ def test_a_group_whose_members_pickle_keeps_them(pool: Pool) -> None:
     assert [(type(one), one.args) for one in caught.value.exceptions] == [(ValueError, (1,)), (TypeError, (2,))]  # type: ignore[attr-defined]
 
 
-# -- what would end the loop in silence ---------------------------------------------------------------------------
-
-
 class StopsAtOnce:
     def __iter__(self) -> Iterator[int]:
         raise StopIteration
@@ -96,9 +93,6 @@ def test_a_batch_that_would_end_the_loop_when_it_is_moved_is_an_error_in_its_pla
             next(batches)
         assert any("epoch 0, batch 0" in note for note in caught.value.__notes__)  # type: ignore[attr-defined]
         assert next(batches) == [2, 3]
-
-
-# -- on_error -----------------------------------------------------------------------------------------------------
 
 
 def tolerated(dataset: Any, pool: Pool, on_error: Any, **options: Any) -> Any:

@@ -3,39 +3,33 @@
 from __future__ import annotations
 
 import itertools
-import os
-import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import kinds
 import pytest
-from conftest import POOLS, PROCESS_POOLS, SPAWN_FIRST, covering, make_pool
+from conftest import POOLS, PROCESS_POOLS, covering, make_pool
 from failures import Fails, hang_for_a_while, kill, raise_lookup
 from stream_loaders import ASK_TORCH, SIZE, epochs_of, loader_of
 from stream_samples import (
     LENGTHS,
     At,
-    Draws,
     GoOn,
     Late,
     NoIterator,
     Own,
     Parts,
-    Stateful,
     Told,
     WithoutState,
     WithStatefulRows,
     batches_of,
     exits,
-    gives_what_cannot_travel,
     stops_early,
     values,
 )
 
-from sharded_loader import ProcessPool, ShardedDataLoader, interleave
+from sharded_loader import ShardedDataLoader, interleave
 from sharded_loader.base.errors import WorkerTimeoutError, notes_of
 from sharded_loader.engine.messages import Job, Result, Task
 from sharded_loader.engine.pool import Pool
@@ -169,37 +163,6 @@ def test_parts_have_seeds_of_their_own_that_follow_from_the_loader_s() -> None:
 
 
 # -- workers that die or stand still ------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@SPAWN_FIRST
-@pytest.mark.parametrize("kind", [Draws, GoOn, Stateful, Told, WithStatefulRows])
-@pytest.mark.parametrize("workers", [1, 3])
-def test_workers_that_are_killed_at_any_moment_change_nothing(
-    method: str, kind: Callable[..., Any], workers: int
-) -> None:
-    lengths = (80, 0, 43, 150)
-    slow = {"seconds": (0.002,) * 4} if kind in (Draws, GoOn, WithStatefulRows) else {}
-    expected = epochs_of(kind(lengths), "fork", epochs=2)
-    pool = make_pool(method, workers, restarts=1000)
-    assert isinstance(pool, ProcessPool)
-    over, turns, deaths = threading.Event(), itertools.count(), itertools.count()
-
-    def kill_often() -> None:
-        # Not for ever: a worker that takes longer to import torch than it is left to live would get nowhere.
-        while not over.wait(0.15) and next(turns) < 15:
-            ready = [one for one in list(pool._transport.workers) if one.ready and one.is_alive()]
-            if ready:
-                os.kill(ready[next(deaths) % len(ready)].pid, signal.SIGKILL)
-
-    killer = threading.Thread(target=kill_often)
-    with loader_of(kind(lengths, **slow), pool) as loader:
-        killer.start()
-        try:
-            assert [[values(batch) for batch in loader] for _ in range(2)] == expected
-        finally:
-            over.set()
-            killer.join()
 
 
 def without_the_rest(part: int, batch: int, lengths: tuple[int, ...] = LENGTHS) -> list[Any]:
@@ -339,14 +302,6 @@ def test_an_error_that_ends_a_part_is_told_once_whichever_worker_meets_it_first(
     with loader_of(dataset) as other:
         other.load_state_dict(state)
         assert until_the_end(iter(other))[2] == ODD[dataset]  # the next epoch
-
-
-@pytest.mark.parametrize("method", PROCESS_POOLS)
-def test_a_batch_that_cannot_leave_its_worker_costs_that_batch_only(method: str) -> None:
-    with loader_of(gives_what_cannot_travel, method, batchify_fn=list) as loader:
-        _, errors, places = until_the_end(iter(loader))
-    assert places == [None] * 4 + [[4, 5, 6, 7]] * 4 + [[8, 9]] * 4
-    assert all("the batch cannot leave its worker process" in str(error) for error in errors)
 
 
 @pytest.mark.parametrize("pool", POOLS[1:])

@@ -56,9 +56,6 @@ def go_on(dataset: Any, state: Any, pool: Any = "inline", **options: Any) -> Ite
             yield [values(batch) for batch in loader]
 
 
-# -- after any batch ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.filterwarnings("ignore:epoch .. last_batch=.discard.")
 @pytest.mark.costly(3)
 @pytest.mark.parametrize("kind", KINDS)
@@ -155,9 +152,6 @@ def test_a_state_goes_on_where_parts_had_failed() -> None:
             with loader_of(dataset, "thread") as loader:
                 loader.load_state_dict(through_json(state))
                 assert read(loader, []) == (whole[count:] or whole), (kind, at, count)
-
-
-# -- what does not fit --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("pool", ["inline", "thread", "fork"])
@@ -262,9 +256,6 @@ def test_without_batches_before_it_another_batch_size_is_allowed_if_asked_for() 
         assert [values(batch) for batch in loader] == batches_of(LENGTHS, 3)
 
 
-# -- several ranks ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.filterwarnings("ignore:each rank reads parts of its own")
 @covering(1, pool=POOLS, replicas=[2, 3, 4])
 def test_ranks_have_parts_of_their_own_and_all_of_them_everything_once(pool: str, replicas: int) -> None:
@@ -328,9 +319,6 @@ def test_more_ranks_than_the_parts_of_the_state_are_rejected() -> None:
         with pytest.raises(ValueError, match="3 ranks"):
             loader.load_state_dict(states)
         assert loader.state_dict() == before
-
-
-# -- steps_per_epoch ----------------------------------------------------------------------------------------------
 
 
 @covering(1, pool=POOLS, lengths=[(7, 3, 12), (5,), (1, 30), (8, 8)], steps=[1, 4, 7])

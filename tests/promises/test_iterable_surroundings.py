@@ -57,9 +57,6 @@ class InterruptInParts(InterruptAt):
         )
 
 
-# -- Ctrl-C -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.costly(2)
 @pytest.mark.parametrize("step", [97, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(1500)])])
 @pytest.mark.parametrize("kind", [Parts, Stateful, WithStatefulRows])
@@ -114,9 +111,6 @@ def test_a_ctrl_c_in_the_first_next_begins_no_epoch(pool: str, step: int, steps:
             break
         line += step
     assert line > 100
-
-
-# -- several loops, and loops that are left -----------------------------------------------------------------------
 
 
 @covering(1, pool=POOLS[:3], kind=KINDS, workers=[1, 4])
@@ -183,9 +177,6 @@ def _is_there(fd: str) -> bool:
     return False
 
 
-# -- a look at samples and batches --------------------------------------------------------------------------------
-
-
 @covering(1, pool=POOLS[:3], kind=KINDS)
 def test_peek_and_read_disturb_nothing(pool: str, kind: Callable[..., Any]) -> None:
     whole = epochs_of(kind(), epochs=3)
@@ -250,9 +241,6 @@ def test_refresh_sends_the_dataset_as_it_is_now(pool: str) -> None:
         assert [values(batch) for batch in loader] == batches_of((2, 9), SIZE)
 
 
-# -- everything random --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.costly
 @pytest.mark.parametrize("pool", ["inline", "thread", "fork"])
 def test_what_a_dataset_draws_when_it_is_begun_is_the_same_everywhere(pool: str) -> None:
@@ -287,9 +275,6 @@ def test_batchify_draws_by_its_batch() -> None:
     assert len({batch[-1] for batch in whole}) == len(whole)
     for pool in ("thread", "fork"):
         assert epochs_of(Parts(), batchify_fn=noisy, pool=pool, prefetch=9)[0] == whole
-
-
-# -- what comes before the first epoch ----------------------------------------------------------------------------
 
 
 def test_what_is_no_iterable_data_is_rejected_with_advice() -> None:

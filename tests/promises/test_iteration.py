@@ -44,9 +44,6 @@ def lists(batches: Any) -> list[Any]:
     return [batch.tolist() for batch in batches]
 
 
-# -- epochs ---------------------------------------------------------------------------------------------------
-
-
 def test_epoch_and_position_tell_the_epoch_in_progress() -> None:
     loader = ShardedDataLoader(range(20), 6)
     for number, _ in enumerate(loader):
@@ -116,9 +113,6 @@ def test_an_abandoned_rollover_epoch_changes_nothing(pool: Pool) -> None:
         for _ in loader:
             break
         assert lists(loader) == [[8, 9, 0, 1], [2, 3, 4, 5], [6, 7, 8, 9]]
-
-
-# -- life -----------------------------------------------------------------------------------------------------
 
 
 def test_a_temporary_loader_works_and_ends_with_its_loop(new_pool: Callable[..., Pool]) -> None:
@@ -196,9 +190,6 @@ def test_workers_live_as_long_as_the_loader(process_pool: Any) -> None:
         assert len(set(pids)) == 2
 
 
-# -- what can be changed --------------------------------------------------------------------------------------
-
-
 def test_prefetch_bounds_what_is_in_flight_and_may_change() -> None:
     gate = Gate()
     gate.open_for_all()
@@ -231,9 +222,6 @@ def test_shard_weights_may_change_and_hold_from_the_next_batch_dispatched(pool: 
                     loader.shard_weights = [1, 1, 1]
     assert sizes[:3] == [[5, 5]] * 3
     assert sizes[5:] == [[8, 2]] * 5
-
-
-# -- what it answers ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("length", "batch_size"), [(0, 3), (9, 3), (10, 3), (2, 3)])
@@ -309,9 +297,6 @@ def test_own_samplers_decide_shards(pool: Pool) -> None:
     assert all(len(shards) == 2 for shards in batches)
 
 
-# -- ranks ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("last_batch", ["keep", "discard"])
 @pytest.mark.parametrize("length", [0, 3, 10, 11, 12])
 def test_ranks_share_the_order_as_torch_s_distributed_sampler_does(last_batch: str, length: int) -> None:
@@ -327,9 +312,6 @@ def test_batches_of_a_batch_sampler_are_dealt_out_too() -> None:
     batches = [[0, 1], [2], [3, 4]]
     found = [lists(ShardedDataLoader(range(5), batch_sampler=batches, num_replicas=2, rank=rank)) for rank in range(2)]
     assert found == [[[0, 1], [3, 4]], [[2], [0, 1]]]
-
-
-# -- datasets that are told their epoch -----------------------------------------------------------------------
 
 
 def test_a_dataset_with_set_epoch_is_told(pool: Pool) -> None:

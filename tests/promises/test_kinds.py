@@ -154,9 +154,6 @@ def test_threads_that_share_an_iterator_get_each_batch_once(kind: str, pool: str
     assert sorted(found) == sorted(KINDS[kind].epochs(batch_size=1)[0])
 
 
-# -- what goes wrong ----------------------------------------------------------------------------------------------
-
-
 @covering(2, kind=KINDS, pool=POOLS, fail=[raise_lookup, boom, stop, exit_], prefetch=[1, 20])
 def test_an_error_comes_in_place_of_its_batch_and_names_its_sample(
     kind: str, pool: str, fail: Callable[[], Any], prefetch: int

@@ -149,9 +149,6 @@ def test_by_default_processes_read_ahead_and_threads_do_not() -> None:
             assert (run_ahead(loader) is not None) == (not expected and pool != "inline")
 
 
-# -- what was read ahead is dropped ---------------------------------------------------------------------------------
-
-
 def shuffled(epoch: int, seed: int = 5, **options: Any) -> list[Any]:
     loader = ShardedDataLoader(range(LENGTH), 4, True, seed=seed, **options)
     loader.set_epoch(epoch)
@@ -225,9 +222,6 @@ def test_what_decides_the_batches_may_change_until_the_epoch_begins() -> None:
         assert lists(loader) == lists(fresh)
 
 
-# -- whom it is kept from -------------------------------------------------------------------------------------------
-
-
 class Counted:
     """A sampler of another library that notes when it is asked."""
 
@@ -283,9 +277,6 @@ def test_a_dataset_that_is_told_the_epoch_is_in_one_at_a_time(pool: str) -> None
         for epoch in range(4):
             assert lists(loader) == [[100 * epoch + i, 100 * epoch + i + 1] for i in range(0, 12, 2)]
         assert (run_ahead(loader) is None) == (pool == "thread")
-
-
-# -- what goes wrong ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", PROCESS_POOLS)

@@ -16,19 +16,13 @@ import pytest
 import torch
 from failures import (
     Boom,
-    Local,
-    TwoArguments,
     boom,
     exit_,
     kill,
-    raise_local,
-    raise_os_error,
-    raise_two,
-    raise_unicode,
     raise_unpicklable,
     same_again,
 )
-from samples import Bad, Draws, Immovable, InBulk, Misfits, Noting, OneWay, Shy, Uneven, wait_for
+from samples import Bad, Draws, Immovable, Misfits, Noting, OneWay, Shy, Uneven, wait_for
 
 from sharded_loader import Placement, ProcessPool, SampleReadError, ShardedDataLoader, SimpleDataset
 from sharded_loader.base.errors import notes_of
@@ -176,27 +170,6 @@ def test_an_error_is_the_original_and_names_its_place_and_iteration_goes_on(pool
             loader.read(7, epoch=0)
 
 
-@pytest.mark.also_spawned
-@pytest.mark.parametrize(
-    ("fail", "kind", "attributes"),
-    [
-        (raise_two, TwoArguments, {"both": (1, 2), "args": (1, 2)}),
-        (raise_local, Local, {"keyword": 3, "args": ("odd",), "marker": "of the class"}),
-        (raise_os_error, FileNotFoundError, {"errno": 2, "filename": "image.png"}),
-        (raise_unicode, UnicodeDecodeError, {"encoding": "utf-8", "start": 0}),
-    ],
-)
-@pytest.mark.costly
-def test_exceptions_keep_class_and_attributes(
-    pool: Pool, fail: Callable[[], Any], kind: type[Exception], attributes: dict[str, Any]
-) -> None:
-    with ShardedDataLoader(Bad(fail), 20, pool=pool) as loader:
-        with pytest.raises(kind) as caught:
-            next(iter(loader))
-        assert type(caught.value) is kind
-        assert {name: getattr(caught.value, name) for name in attributes} == attributes
-
-
 def test_an_exception_that_cannot_travel_has_a_stand_in(process_pool: ProcessPool) -> None:
     with ShardedDataLoader(Bad(raise_unpicklable), 20, pool=process_pool) as loader:
         with pytest.raises(SampleReadError, match="Unpicklable: cannot travel") as caught:
@@ -204,46 +177,11 @@ def test_an_exception_that_cannot_travel_has_a_stand_in(process_pool: ProcessPoo
         assert "sample 7" in notes_of(caught.value)[0]
 
 
-def test_an_error_in_batchify_names_the_shard(pool: Pool) -> None:
-    def batchify(samples: list[int]) -> list[int]:
-        if 7 in samples:
-            raise Boom("batchify", 1)
-        return samples
-
-    with ShardedDataLoader(range(20), 4, pool=pool, num_shards=2, batchify_fn=batchify) as loader:
-        with pytest.raises(Boom) as caught:
-            list(loader)
-        assert "epoch 0, batch 1, shard 1" in notes_of(caught.value)[0]
-        assert notes_of(caught.value)[1].endswith("[loader.read(i, epoch=0) for i in (6, 7)]")
-
-
-@pytest.mark.parametrize("on_error", ["skip", "replace"])
-def test_an_error_in_stacking_names_the_first_sample_that_does_not_fit(on_error: Any) -> None:
-    with ShardedDataLoader(Misfits(), 4, on_error=on_error) as loader:
-        iterator = iter(loader)
-        next(iterator)
-        with pytest.raises(ValueError, match="different shapes") as caught:
-            next(iterator)
-        assert "epoch 0, batch 1, sample 6 (it does not fit sample 4)" in notes_of(caught.value)[0]
-        assert notes_of(caught.value)[1].endswith("in this process: [loader.read(i, epoch=0) for i in (4, 6)]")
-        with pytest.raises(ValueError, match="neither int64 nor uint64") as caught:
-            next(iterator)
-        assert "batch 2, sample 9" in notes_of(caught.value)[0] and "fit" not in notes_of(caught.value)[0]
-        assert notes_of(caught.value)[1].endswith("loader.read(9, epoch=0)")
-
-
 def test_an_error_in_stacking_keeps_its_sample_on_the_way(pool: Pool) -> None:
     with ShardedDataLoader(Misfits(), 2, pool=pool, num_shards=1, on_error="skip") as loader:
         with pytest.raises(BatchifyError) as caught:
             list(loader)
         assert "batch 3, shard 0, sample 7 (it does not fit sample 6)" in notes_of(caught.value)[0]
-
-
-def test_a_bulk_read_that_fails_names_the_sample(pool: Pool) -> None:
-    with ShardedDataLoader(InBulk(range(20)), 4, pool=pool) as loader:
-        with pytest.raises(Boom) as caught:
-            list(loader)
-        assert "batch 1, sample 7" in notes_of(caught.value)[0]
 
 
 def test_the_sampler_s_own_error_comes_at_its_place(pool: Pool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import random
 import signal
@@ -240,21 +239,6 @@ def test_the_zygote_alone_is_not_missed() -> None:
 
 
 @METHODS
-def test_batches_that_are_held_keep_their_values_when_their_workers_die(method: str) -> None:
-    pool = make_pool(method)
-    assert isinstance(pool, ProcessPool)
-    held = []
-    with ShardedDataLoader(Filled(60, 20_000), 2, pool=pool) as loader:
-        for number, batch in enumerate(loader):
-            held.append(batch)
-            if number % 10 == 9:
-                for pid in pool.pids:
-                    os.kill(pid, signal.SIGKILL)
-    assert len(held) == 30
-    assert all(bool((batch == np.array([[2 * i], [2 * i + 1]])).all()) for i, batch in enumerate(held))
-
-
-@METHODS
 def test_what_a_worker_had_sent_when_it_was_killed_is_not_read_again(method: str, tmp_path: Path) -> None:
     path = tmp_path / "read"
     pool = make_pool(method, num_workers=1)
@@ -292,16 +276,6 @@ def test_a_slot_is_free_only_when_its_writer_is_over(method: str, monkeypatch: p
                 if number in (5, 6):
                     os.kill(pool.pids[number % 2], signal.SIGKILL)
     assert all(over for _, over in freed)
-
-
-@METHODS
-def test_batches_stay_when_the_loader_is_closed_while_workers_write(method: str) -> None:
-    with ShardedDataLoader(Filled(24, 20_000), 2, pool=make_pool(method)) as loader:
-        held = list(itertools.islice(loader, 6))
-    again = [np.full((2, 20_000), 99) for _ in range(20)]  # new memory is not theirs
-    assert [batch[:, 0].tolist() for batch in held] == [[2 * number, 2 * number + 1] for number in range(6)]
-    assert all((batch == batch[:, :1]).all() for batch in held)
-    del again
 
 
 def is_over(pid: int) -> bool:

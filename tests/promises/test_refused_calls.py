@@ -110,9 +110,6 @@ def test_workers_go_with_a_killed_trainer_where_the_kernel_sends_no_signal(metho
     assert_gone(pids)
 
 
-# -- a worker's death without pidfd ---------------------------------------------------------------------------
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path

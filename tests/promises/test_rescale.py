@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -401,11 +398,3 @@ def test_wrong_calls_change_nothing() -> None:
     loader.close()
     with pytest.raises(LoaderClosedError):
         loader.rescale(1, 0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_processes_leave_and_join(method: str) -> None:
-    program = Path(__file__).with_name("rescaled_ranks.py")
-    done = subprocess.run([sys.executable, str(program), method], capture_output=True, text=True, timeout=500)
-    assert (done.returncode, done.stdout) == (0, "each sample once\n"), done.stderr

@@ -79,9 +79,6 @@ def test_a_state_after_the_last_batch_is_loaded_as_the_beginning_of_the_next_epo
     assert stream(other, 3) == expected
 
 
-# -- samplers -----------------------------------------------------------------------------------------------
-
-
 class GluonStyle:
     """Draws from the global generators when it is started, and knows no epoch."""
 
@@ -246,20 +243,32 @@ class Nested(GluonStyle):
     """Reads another loader to find its order."""
 
     def __iter__(self) -> Iterator[int]:
-        for batch in ShardedDataLoader(range(self.length), 5, sampler=list(range(self.length)), seed=2):
-            yield from batch.tolist()
+        return iter([index for batch in ShardedDataLoader(range(self.length), 5, seed=2) for index in batch.tolist()])
+
+
+def configuration(**options: Any) -> Loader:
+    return lambda: ShardedDataLoader(
+        Drawing(23), **{"batch_size": 4, "seed": 5, **{k: v() if callable(v) else v for k, v in options.items()}}
+    )
 
 
 CONFIGURATIONS: dict[str, Loader] = {
-    "sequential": lambda **other: ShardedDataLoader(Drawing(23), 4, seed=5, **other),
-    "shuffled": lambda **other: ShardedDataLoader(Drawing(23), 4, True, seed=5, **other),
-    "rollover": lambda **other: ShardedDataLoader(Drawing(23), 4, True, last_batch="rollover", seed=5, **other),
-    "foreign": lambda **other: ShardedDataLoader(Drawing(23), 4, sampler=GluonStyle(23), seed=5, **other),
-    "by epoch": lambda **other: ShardedDataLoader(Drawing(23), 4, sampler=OthersByEpoch(23), seed=5, **other),
-    "sharded batches": lambda **other: ShardedDataLoader(
-        Drawing(23), batch_sampler=ShardedBatchSampler(BatchSampler(RandomSampler(23, seed=3), 5), 2), seed=5, **other
-    ),
+    "shuffled": configuration(shuffle=True),
+    "rollover": configuration(shuffle=True, last_batch="rollover"),
+    "foreign": configuration(sampler=lambda: GluonStyle(23)),
+    "by epoch": configuration(sampler=lambda: OthersByEpoch(23)),
 }
+
+
+def resumed(make: Loader, count: int, before: int = 0, **options: Any) -> ShardedDataLoader:
+    """A loader that has the state of another one: after so many batches, behind whole epochs."""
+    loader, again = make(), make()
+    for _ in range(before):
+        batches(loader)
+    batches(iter(loader), count)
+    again.load_state_dict(through_json(loader.state_dict()), **options)
+    return again
+
 
 LENGTHS = [3 + 7 * i % 11 for i in range(23)]
 
@@ -340,9 +349,6 @@ def test_every_sampler_resumes_after_every_batch(kind: str, every: int) -> None:
             for _ in range(3):
                 rest += batches(again)
         assert rest[: len(whole) - delivered] == whole[delivered:], number
-
-
-# -- elastic ------------------------------------------------------------------------------------------------
 
 
 def deliver(
@@ -497,11 +503,7 @@ def test_with_another_batch_size_the_samples_not_yet_seen_come_once_each(order: 
 
 
 def test_a_batch_keeps_its_number_and_the_length_stays() -> None:
-    loader = CONFIGURATIONS["shuffled"]()
-    batches(iter(loader), 3)
-    again = CONFIGURATIONS["shuffled"]()
-    again.load_state_dict(loader.state_dict())
-    assert (again.epoch, again.position, len(again)) == (0, 3, 6)
+    again = resumed(CONFIGURATIONS["shuffled"], 3)
     assert "epoch 0, resumes at batch 3" in repr(again)
     iterator = iter(again)
     assert len(iterator) == 6
@@ -511,17 +513,13 @@ def test_a_batch_keeps_its_number_and_the_length_stays() -> None:
 
 
 def test_a_batch_size_that_divides_differently_tells_a_length_that_fits() -> None:
-    loader = ShardedDataLoader(range(100), 5, seed=0)
+    loader, again = (ShardedDataLoader(range(100), size, seed=0) for size in (5, 10))
     batches(iter(loader), 3)
-    again = ShardedDataLoader(range(100), 10, seed=0)
     again.load_state_dict(loader.state_dict(), strict=False)
     assert again.position == 1
     rest = batches(again)
-    assert [len(batch) for batch in rest] == [10] * 8 + [5]
-    assert rest[0][0] == 15
+    assert [len(batch) for batch in rest] == [10] * 8 + [5] and rest[0][0] == 15
 
-
-# -- other shards and devices -------------------------------------------------------------------------------
 
 SPLITS: dict[str, dict[str, Any]] = {
     "host": {},
@@ -542,10 +540,7 @@ def split(name: str, **other: Any) -> ShardedDataLoader:
 @covering(saved=SPLITS, loaded=SPLITS)
 def test_a_state_resumes_on_other_devices_as_if_it_had_been_read_there(saved: str, loaded: str) -> None:
     expected = stream(split(loaded), 2)
-    loader = split(saved)
-    batches(iter(loader), 2)
-    again = split(loaded)
-    again.load_state_dict(through_json(loader.state_dict()))
+    again = resumed(iter([split(saved), split(loaded)]).__next__, 2)
     assert stream(again, 2) == [expected[0][2:], expected[1]]
 
 
@@ -555,25 +550,15 @@ def test_a_sharded_batch_sampler_may_split_into_other_shards(saved: int, loaded:
         sampler = ShardedBatchSampler(BatchSampler(RandomSampler(23, seed=3), 5), shards)
         return ShardedDataLoader(Drawing(23), batch_sampler=sampler, seed=5)
 
-    loader = make(saved)
-    batches(iter(loader), 2)
-    again = make(loaded)
-    again.load_state_dict(loader.state_dict())
-    assert batches(again) == stream(make(loaded), 1)[0][2:]
-
-
-# -- whose place it is --------------------------------------------------------------------------------------
+    assert batches(resumed(iter([make(saved), make(loaded)]).__next__, 2)) == batches(make(loaded))[2:]
 
 
 @pytest.mark.parametrize("kind", ["shuffled", "by epoch"])
 @pytest.mark.parametrize("where", ["loader", "sampler", "batch_sampler"])
 def test_set_epoch_keeps_a_loaded_place_in_that_epoch_and_drops_any_other(where: str, kind: str) -> None:
-    loader, expected = CONFIGURATIONS[kind](), stream(CONFIGURATIONS[kind]())
-    batches(loader)
-    batches(iter(loader), 2)
+    expected = stream(CONFIGURATIONS[kind]())
     for epoch, rest in ((1, expected[1][2:]), (0, expected[0]), (2, expected[2])):
-        again = CONFIGURATIONS[kind]()
-        again.load_state_dict(loader.state_dict())
+        again = resumed(CONFIGURATIONS[kind], 2, before=1)
         (again if where == "loader" else getattr(again, where)).set_epoch(epoch)
         assert (again.epoch, again.position) == (epoch, 2 if epoch == 1 else 0)
         assert batches(again) == rest
@@ -614,13 +599,10 @@ def test_loading_leaves_a_live_iterator_alone() -> None:
 
 
 def test_peek_shows_the_batch_that_comes_and_keeps_the_place() -> None:
-    for kind in ("shuffled", "foreign", "rollover"):
-        loader = CONFIGURATIONS[kind]()
-        expected = stream(CONFIGURATIONS[kind](), 1)[0]
-        batches(iter(loader), 2)
-        loader.load_state_dict(loader.state_dict())
-        assert plain(loader.peek()) == expected[2]
-        assert batches(loader) == expected[2:]
+    for make in CONFIGURATIONS.values():
+        again, expected = resumed(make, 2), batches(make())
+        assert plain(again.peek()) == expected[2]
+        assert batches(again) == expected[2:]
 
 
 def test_a_batch_that_was_left_out_is_done() -> None:
@@ -643,8 +625,6 @@ def test_a_dataset_that_has_grown_since_loading_is_refused() -> None:
     assert len(batches(loader)) == 6
 
 
-# -- seeds --------------------------------------------------------------------------------------------------
-
 UNSEEDED: dict[str, Callable[[], dict[str, Any]]] = {
     "shuffle": lambda: {"batch_size": 4, "shuffle": True},
     "own sampler": lambda: {"batch_size": 4, "sampler": RandomSampler(23)},
@@ -663,17 +643,13 @@ def test_a_seed_that_was_drawn_or_given_comes_with_the_state(kind: str, seeds: A
     loader = make(seeds[0])
     batches(iter(loader), 2)
     state = through_json(loader.state_dict())
-    expected = batches(iter_resumed(loader)) + batches(loader)
+    loader.load_state_dict(state)
+    expected = batches(loader) + batches(loader)
     with make(seeds[1], pool=pool, num_workers=1) as again:
         batches(iter(again), 1)  # the workers have started, with another seed
         again.load_state_dict(state)
         assert again.seed == loader.seed
         assert batches(again) + batches(again) == expected
-
-
-def iter_resumed(loader: ShardedDataLoader) -> Any:
-    loader.load_state_dict(loader.state_dict())
-    return iter(loader)
 
 
 def test_a_state_survives_torch_save() -> None:
@@ -682,9 +658,6 @@ def test_a_state_survives_torch_save() -> None:
     torch.save({"loader": loader.state_dict()}, file)
     file.seek(0)
     assert torch.load(file)["loader"] == loader.state_dict()
-
-
-# -- samplers that are not ours -----------------------------------------------------------------------------
 
 
 class Changing(GluonStyle):
@@ -700,25 +673,19 @@ class Changing(GluonStyle):
 @pytest.mark.parametrize("batch", [False, True])
 def test_a_sampler_that_yields_others_is_refused_by_name(batch: bool) -> None:
     def make() -> ShardedDataLoader:
-        if batch:
-            return ShardedDataLoader(range(23), batch_sampler=torch_data.BatchSampler(Changing(23), 4, False), seed=1)
-        return ShardedDataLoader(range(23), 4, sampler=Changing(23), seed=1)
+        given = (
+            {"batch_sampler": torch_data.BatchSampler(Changing(23), 4, False)} if batch else {"sampler": Changing(23)}
+        )
+        return ShardedDataLoader(range(23), None if batch else 4, seed=1, **given)
 
-    loader = make()
-    batches(iter(loader), 2)
-    again = make()
-    again.load_state_dict(loader.state_dict())
     with pytest.raises(ValueError, match="the sampler, a .*(Changing|BatchSampler), yields other indices in epoch 0"):
-        next(iter(again))
+        next(iter(resumed(make, 2)))
 
 
 def test_a_sampler_that_has_become_shorter_is_refused_by_name() -> None:
-    loader = ShardedDataLoader(range(23), 4, sampler=list(range(23)), seed=1)
-    batches(iter(loader), 5)
-    again = ShardedDataLoader(range(23), 4, sampler=list(range(10)), seed=1)
-    again.load_state_dict(loader.state_dict())
+    loaders = (ShardedDataLoader(range(23), 4, sampler=list(range(length)), seed=1) for length in (23, 10))
     with pytest.raises(ValueError, match="a list, yields only 10 items in epoch 0, where it had yielded 20"):
-        next(iter(again))
+        next(iter(resumed(loaders.__next__, 5)))
 
 
 def test_a_fast_forward_reads_no_data_and_a_sampler_with_a_state_not_even_its_indices() -> None:
@@ -736,9 +703,7 @@ def test_a_fast_forward_reads_no_data_and_a_sampler_with_a_state_not_even_its_in
                 yield index
 
     for kind in (GluonStyle, Counted):
-        loader, again = (ShardedDataLoader(Counting(100), 4, sampler=kind(100), seed=1) for _ in range(2))
-        batches(iter(loader), 20)
-        again.load_state_dict(loader.state_dict())
+        again = resumed(lambda: ShardedDataLoader(Counting(100), 4, sampler=kind(100), seed=1), 20)  # noqa: B023
         counts.clear()
         batches(iter(again), 1)
         assert counts == {"reads": 4, **({"yields": 4} if kind is Counted else {})}
@@ -749,13 +714,8 @@ def test_with_a_distributed_sampler_of_torchs_one_rank_saves_and_all_load(kind: 
     def make(rank: int) -> ShardedDataLoader:
         return ShardedDataLoader(range(40), 4, sampler=kind(40, 2, rank), seed=1)
 
-    expected = [stream(make(rank), 1)[0] for rank in range(2)]
-    loader = make(0)
-    batches(iter(loader), 2)
     for rank in range(2):
-        again = make(rank)
-        again.load_state_dict(loader.state_dict())
-        assert batches(again) == expected[rank][2:]
+        assert batches(resumed(iter([make(0), make(rank)]).__next__, 2)) == batches(make(rank))[2:]
 
 
 def test_our_samplers_jump_to_any_place_of_a_trillion() -> None:
@@ -769,8 +729,6 @@ def test_our_samplers_jump_to_any_place_of_a_trillion() -> None:
     other.load_state_dict(state)
     assert len(batches(iter(other), 2)) == 2
 
-
-# -- data that have grown, or shrunk ------------------------------------------------------------------------
 
 COSTS = [1 + index * 7 % 50 for index in range(120)]
 

@@ -179,9 +179,6 @@ def test_a_sampler_whose_length_is_wrong_is_an_error_with_advice() -> None:
         list(loader)
 
 
-# -- samplers that have no end -----------------------------------------------------------------------------------------
-
-
 class WithoutEnd:
     """Shuffled passes, one after the other, as detectron2's samplers for training."""
 

@@ -216,9 +216,6 @@ def test_a_worker_forked_while_a_thread_samples_can_sample_too(tmp_path: Path) -
     )
 
 
-# -- garbage --------------------------------------------------------------------------------------------------
-
-
 class Trainer:
     """Holds the loader, whose batchify function is a method of it, and an iterator: a cycle, as people write it."""
 
@@ -241,9 +238,6 @@ def test_a_loader_in_a_cycle_with_its_own_job_is_collected(name: str) -> None:
     alive = weakref.ref(trainer)
     del trainer
     assert until(lambda: gc.collect() >= 0 and alive() is None)  # a thread may be reading the next batch yet
-
-
-# -- exceptions of odd classes --------------------------------------------------------------------------------
 
 
 def test_exceptions_of_odd_classes_arrive_as_they_are(pool: Pool) -> None:

@@ -39,9 +39,6 @@ def expected(where: str) -> list[Any]:
         return [values_of(batch) for batch in loader]
 
 
-# -- processes ------------------------------------------------------------------------------------------------
-
-
 @METHODS
 @pytest.mark.parametrize(
     ("where", "how", "restarts", "doing", "index"),
