@@ -29,7 +29,7 @@ from stream_samples import (
     values,
 )
 
-from sharded_loader import ShardedDataLoader, interleave
+from sharded_loader import interleave
 from sharded_loader.base.errors import WorkerTimeoutError, notes_of
 from sharded_loader.engine.messages import Job, Result, Task
 from sharded_loader.engine.pool import Pool
@@ -114,19 +114,6 @@ def test_short_batches_end_their_parts_and_may_be_left_out(pool: str, last_batch
             found.append(values(batch))
             assert loader.position == number
         assert found == expected and loader.drop_last == (last_batch == "discard")
-
-
-def test_the_number_of_parts_is_what_the_dataset_says_or_one_for_each_worker() -> None:
-    class Shards(Parts):
-        num_shards = 3
-
-    class Many(Parts):
-        n_shards = 1000
-
-    for dataset, workers, parts in ((Shards((5, 5, 5)), 2, 3), (Parts((9, 9)), 2, 2), (Many((2,) * 32), 1, 32)):
-        with ShardedDataLoader(dataset, SIZE, num_workers=workers, thread_pool=True) as loader:
-            assert [values(batch) for batch in loader] == batches_of(dataset.lengths, SIZE)
-            assert loader.state_dict()["streams"] == parts
 
 
 def test_a_function_without_arguments_and_a_torch_dataset_know_their_part_from_torch() -> None:

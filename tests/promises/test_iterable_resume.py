@@ -267,14 +267,6 @@ def test_ranks_have_parts_of_their_own_and_all_of_them_everything_once(pool: str
     assert sorted(map(tuple, found)) == sorted(map(tuple, batches_of(LENGTHS, SIZE)))
 
 
-def test_ranks_that_may_have_to_wait_for_each_other_are_warned_once() -> None:
-    with loader_of(Parts(), num_replicas=2, rank=0) as loader:
-        with pytest.warns(UserWarning, match="give steps_per_epoch=") as caught:
-            assert list(loader) and list(loader)
-        assert len(caught) == 1 and caught[0].filename == __file__
-    assert epochs_of(Parts((5, 5)), streams=2, num_replicas=2, rank=0, steps_per_epoch=2)
-
-
 @pytest.mark.filterwarnings("ignore:each rank reads parts of its own")
 @covering(steps=[None, 5], ranks=[(2, 1), (1, 2), (2, 4), (4, 3), (3, 2)], count=[0, 1, 2, 4])
 def test_all_states_go_on_on_another_number_of_ranks(steps: int | None, ranks: tuple[int, int], count: int) -> None:
@@ -309,16 +301,6 @@ def test_the_state_of_one_rank_alone_is_not_enough_for_another_number() -> None:
     with loader_of(Parts(), num_replicas=2, rank=0) as loader:
         loader.load_state_dict([state])
         assert [values(batch) for batch in loader] == batches_of(LENGTHS, SIZE, parts=[0, 2])[1:]
-
-
-@pytest.mark.filterwarnings("ignore:each rank reads parts of its own")
-def test_more_ranks_than_the_parts_of_the_state_are_rejected() -> None:
-    states = [save_after(Own((9, 9)), 1, num_replicas=2, rank=rank, streams=None, workers=1) for rank in range(2)]
-    with loader_of(Own((9, 9)), streams=None, num_replicas=3, rank=2) as loader:
-        before = loader.state_dict()
-        with pytest.raises(ValueError, match="3 ranks"):
-            loader.load_state_dict(states)
-        assert loader.state_dict() == before
 
 
 @covering(1, pool=POOLS, lengths=[(7, 3, 12), (5,), (1, 30), (8, 8)], steps=[1, 4, 7])
@@ -358,22 +340,6 @@ def test_a_loop_that_was_left_changes_nothing_in_the_next_epoch(pool: str) -> No
             next(iterator), next(iterator)
             del iterator
         assert [values(batch) for batch in loader] == endless_of(lengths, SIZE, 18)[12:]
-
-
-@pytest.mark.parametrize("pool", ["inline", "thread", "fork"])
-def test_a_part_without_samples_is_an_error_in_its_place(pool: str) -> None:
-    with loader_of(Parts((0, 9)), pool, streams=2, steps_per_epoch=6) as loader:
-        for epoch in range(2):
-            found = []
-            iterator = iter(loader)
-            for _ in range(6):
-                try:
-                    found.append(values(next(iterator)))
-                except ValueError as error:
-                    assert "part 0 of 2 has no samples, so it cannot start over: give fewer parts" in str(error)
-                    found.append(None)
-            assert next(iterator, None) is None
-            assert found == [None, endless_of((9,), SIZE, 9)[0]] * 3 or epoch or found.count(None) == 3
 
 
 def test_data_that_can_be_read_once_only_is_an_error_and_no_wait_for_ever() -> None:

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import linecache
 import os
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,14 +23,12 @@ from stream_samples import (
     At,
     DrawsOwn,
     ItsOwnIterator,
-    Late,
     Own,
     Parts,
     Stateful,
     Told,
     WithStatefulRows,
     batches_of,
-    endless_of,
     values,
 )
 
@@ -141,15 +138,6 @@ def test_also_where_the_dataset_keeps_its_place_in_itself(
         for epoch in range(2):
             assert [values(batch) for batch in itertools.islice(loader, 2)] == whole[epoch][:2]
         assert [values(batch) for batch in loader] == whole[2]
-
-
-def test_several_loops_over_an_endless_order() -> None:
-    expected = endless_of((9, 5), SIZE, 12)
-    for pool in ("inline", "thread", "fork"):
-        with loader_of(Parts((9, 5)), pool, streams=2, steps_per_epoch=6) as loader:
-            first, second = iter(loader), iter(loader)
-            found = [values(batch) for pair in zip(first, second, strict=True) for batch in pair]
-            assert found == [one for pair in zip(expected[:6], expected[6:], strict=True) for one in pair]
 
 
 @pytest.mark.parametrize("pool", ["inline", "thread", "fork"])
@@ -422,30 +410,3 @@ def test_loaders_that_share_a_dataset_do_not_hear_each_other() -> None:
         dataset.set_epoch(3)
         for loader in (one, other):
             assert [values(batch) for batch in loader] == whole[3]
-
-
-def test_two_loaders_in_two_threads_tell_torch_of_their_own_parts() -> None:
-    found: dict[int, Any] = {}
-
-    def read(number: int) -> None:
-        found[number] = epochs_of(Late(tuple(range(number, number + 40))), streams=40)
-
-    threads = [threading.Thread(target=read, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == {n: [batches_of(tuple(range(n, n + 40)), SIZE)] for n in range(3)}
-    assert worker_info() is None
-
-
-def test_a_loader_inside_a_part_of_another_one() -> None:
-    def outer(part: int, parts: int) -> Iterator[int]:
-        with loader_of(Late((2, 3)), streams=2, batch_size=2) as inner:
-            for batch in inner:
-                assert worker_info().id == part or parts == 1
-                yield 1000 * part + int(batch[0])
-
-    for pool in ("inline", "thread"):
-        assert epochs_of(outer, pool=pool, streams=2)[0] == [[0, 100, 102], [1000, 1100, 1102]]
-    assert worker_info() is None

@@ -224,16 +224,6 @@ def test_shard_weights_may_change_and_hold_from_the_next_batch_dispatched(pool: 
     assert sizes[5:] == [[8, 2]] * 5
 
 
-@pytest.mark.parametrize(("length", "batch_size"), [(0, 3), (9, 3), (10, 3), (2, 3)])
-def test_lengths_are_right(length: int, batch_size: int) -> None:
-    for last_batch in ("keep", "discard", "rollover"):
-        loader = ShardedDataLoader(range(length), batch_size, last_batch=last_batch)
-        for _ in range(4):
-            assert len(loader) == len(list(loader.batch_sampler.iter_epoch(loader.epoch)))
-            expected = len(loader)
-            assert len(list(loader)) == expected
-
-
 def test_an_iterator_has_the_length_of_its_epoch_or_none_and_is_one_all_the_same() -> None:
     """torch's iterators count so, and tqdm asks for it."""
     loader = ShardedDataLoader(range(10), 4, last_batch="rollover")
@@ -324,17 +314,6 @@ def test_a_dataset_with_set_epoch_is_told(pool: Pool) -> None:
         assert sum(lists(loader), []) == [700 + i for i in range(12)]
 
 
-def test_set_epoch_of_the_dataset_is_heard(pool: Pool) -> None:
-    dataset = Told()
-    with ShardedDataLoader(dataset, 4, pool=pool) as loader:
-        for tell, epoch, wanted in ((dataset, 5, 5), (None, 0, 6), (dataset, 2, 2), (loader, 9, 9), (dataset, 1, 1)):
-            if tell is not None:
-                tell.set_epoch(epoch)
-                assert loader.epoch == epoch
-            assert loader.peek().tolist()[0] == 100 * wanted
-            assert sum(lists(loader), []) == [100 * wanted + i for i in range(12)]
-
-
 WRAPPED: dict[str, Any] = {
     "transform": lambda inside: SimpleDataset(inside).transform(abs).take(12),
     "concatenated": lambda inside: ConcatDataset([inside, range(4)]),
@@ -412,14 +391,6 @@ def test_read_and_peek_leave_the_epoch_that_threads_read_alone() -> None:
         assert loader.read(3) == 3
         assert sum(lists(iterator), []) == list(range(1, 12))
         assert loader.peek().tolist() == [100]
-
-
-def test_an_iterator_that_has_ended_stays_ended(pool: Pool) -> None:
-    with ShardedDataLoader(Told(), 4, pool=pool) as loader:
-        first = iter(loader)
-        list(first)
-        next(iter(loader))
-        assert next(first, "ended") == "ended"
 
 
 def test_an_older_iterator_goes_on_after_refresh(pool: Pool) -> None:

@@ -99,6 +99,8 @@ def test_several_loops_at_a_time_each_have_their_own_epoch(kind: str, pool: str,
                 break
             found[turn].append(values(batch))
         found = [one + rows_of(loop) for one, loop in zip(found, loops, strict=True)]
+        next(iter(loader))
+        assert [next(loop, None) for loop in loops] == [None] * 3, "what has ended stays ended"
     assert found == KINDS[kind].epochs(3)
 
 

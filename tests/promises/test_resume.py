@@ -455,17 +455,6 @@ def test_with_rollover_other_numbers_of_ranks_see_the_endless_stream_once(ranks:
     assert len(seen) == state["epoch"] * 132 + state["samples"] > 3 * 132
 
 
-@covering(length=[60, 61, 67], ranks=SEQUENCES, order=ORDERS)
-def test_with_rollover_and_padding_every_sample_is_seen_once_in_every_epoch(
-    length: int, ranks: tuple[int, ...], order: str
-) -> None:
-    seen, state = roll(elastic(length, 3, order, "rollover"), ranks)
-    counts = Counter(seen)
-    assert min(counts[index] for index in range(length)) >= state["epoch"] + state["samples"] // length
-    padding = len(seen) - (state["epoch"] * length + state["samples"])
-    assert 0 <= padding <= (state["epoch"] + 2 * len(ranks)) * (max(ranks) - 1)
-
-
 @pytest.mark.parametrize("ranks", SEQUENCES)
 def test_other_numbers_of_ranks_see_the_batches_not_yet_seen_once_each(ranks: tuple[int, ...]) -> None:
     def make(replicas: int, rank: int) -> ShardedDataLoader:

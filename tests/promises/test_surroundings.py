@@ -43,28 +43,6 @@ def test_a_handler_for_sigterm_does_not_keep_the_program_from_ending(tmp_path: P
     )
 
 
-@pytest.mark.slow
-@unix
-@METHODS
-def test_children_that_the_user_forks_leave_the_workers_alone(tmp_path: Path, method: str) -> None:
-    out = run_script(
-        tmp_path / "script.py",
-        """
-        import os, sys
-        from sharded_loader import ProcessPool, ShardedDataLoader
-        loader = ShardedDataLoader(range(100), 4, pool=ProcessPool(2, start_method=sys.argv[1]))
-        iterator = iter(loader)
-        next(iterator)
-        if os.fork() == 0:
-            sys.exit(0)
-        os.wait()
-        print(len(list(iterator)))
-        """,
-        method,
-    )
-    assert out.stdout == "24\n"
-
-
 @unix
 @METHODS
 def test_a_forked_child_may_have_a_loader_of_its_own(method: str) -> None:
