@@ -49,14 +49,17 @@ def test_epoch_and_position_tell_the_epoch_in_progress() -> None:
     for number, _ in enumerate(loader):
         assert (loader.epoch, loader.position) == (0, number + 1)
     for _ in loader:
+        loader.set_epoch(9)  # whatever comes next
+        assert (loader.epoch, loader.position) == (1, 1)
+        loader.set_epoch(2)
         break
-    assert (loader.epoch, loader.position) == (1, 1)
-    loader.set_epoch(2)  # what is pending anyway: nothing changes
-    assert (loader.epoch, loader.position) == (1, 1)
-    iter(loader)  # to make an iterator changes nothing either
-    assert (loader.epoch, loader.position) == (1, 1)
+    for change in (lambda: None, lambda: loader.set_epoch(2), lambda: iter(loader)):  # nothing changes
+        change()
+        assert (loader.epoch, loader.position) == (1, 1)
     next(iter(loader))
     assert (loader.epoch, loader.position) == (2, 1)
+    loader.set_epoch(9)
+    assert (loader.epoch, loader.position) == (9, 0)
 
 
 SET_EPOCH: list[Callable[[ShardedDataLoader], Any]] = [
@@ -443,15 +446,6 @@ def test_set_epoch_reaches_through_nested_samplers() -> None:
     assert first != second
     loader.sampler.set_epoch(0)
     assert (loader.epoch, epoch()) == (0, first)
-
-
-def test_the_epoch_in_progress_is_shown_whatever_comes_next() -> None:
-    loader = ShardedDataLoader(range(8), 4)
-    for _ in loader:
-        loader.set_epoch(9)
-        assert (loader.epoch, loader.position) == (0, 1)
-        break
-    assert (loader.epoch, loader.position) == (9, 0)
 
 
 def test_weights_hold_from_the_next_batch_dispatched_not_planned() -> None:

@@ -15,6 +15,7 @@ import psutil
 import pytest
 from conftest import METHODS, PROCESS_POOLS, begin, make_pool, shared_memory_names, until
 from failures import hangs_with_the_gil
+from inside import zygote_pids
 
 from sharded_loader import ProcessPool, ShardedDataLoader
 
@@ -148,8 +149,7 @@ def test_close_does_not_wait_for_workers_that_hold_the_gil(method: str, tmp_path
     loader = ShardedDataLoader(Holds(tmp_path), 1, pool=pool, prefetch=2)
     waits = begin(loader)
     assert until(lambda: len(os.listdir(tmp_path)) == 2)
-    zygote = pool._transport.zygote
-    everybody = [*pool.pids, *([zygote._process.pid] if zygote is not None else [])]
+    everybody = [*pool.pids, *zygote_pids(pool)]
     loader.close()
     waits.join()
     # Reaped, too: not even a zombie.

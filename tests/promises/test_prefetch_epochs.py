@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import PROCESS_POOLS, ahead, begin, covering, make_pool
+from inside import pipeline_of
 from samples import Gate, Told
 
 from sharded_loader import (
@@ -60,7 +61,7 @@ def lists(batches: Any) -> list[Any]:
 
 def run_ahead(loader: ShardedDataLoader) -> Run | None:
     """The run that is read ahead."""
-    return next((run for run in loader._pipeline.runs.values() if run.is_ahead), None)
+    return next((run for run in pipeline_of(loader).runs.values() if run.is_ahead), None)
 
 
 ORDERS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -121,7 +122,7 @@ def test_no_more_is_in_flight_than_prefetch_says(prefetch: int) -> None:
         for _ in range(10):
             gate.opened.release()
         next(iterator)
-        in_flight = sum(len(run.window) for run in loader._pipeline.runs.values())
+        in_flight = sum(len(run.window) for run in pipeline_of(loader).runs.values())
         assert in_flight <= prefetch, number
     found = run_ahead(loader)
     assert found is not None and len(found.window) == prefetch
@@ -167,7 +168,7 @@ def test_another_epoch_is_another_epoch(pool: str) -> None:
         loader.sampler.set_epoch(3)
         assert lists(loader) == shuffled(3)
         assert lists(loader) == shuffled(4)
-        assert len(loader._pipeline.runs) <= 1
+        assert len(pipeline_of(loader).runs) <= 1
 
 
 @pytest.mark.parametrize("pool", ["thread", PROCESS_POOLS[0]])
@@ -284,7 +285,7 @@ def test_workers_that_are_killed_between_two_epochs_lose_no_batch(method: str) -
     with ShardedDataLoader(range(LENGTH), 4, True, seed=5, pool=make_pool(method)) as loader:
         for epoch in range(3):
             assert lists(loader) == shuffled(epoch)
-            for pid in loader._pipeline.pool.pids:  # type: ignore[attr-defined]
+            for pid in loader.pool.pids:  # type: ignore[attr-defined]
                 with contextlib.suppress(ProcessLookupError):  # killed before, and not missed since: all was read ahead
                     os.kill(pid, signal.SIGKILL)
 
@@ -301,7 +302,7 @@ def test_what_was_dropped_is_not_read_on_by_the_epoch_before_it() -> None:
         second = lists([next(other)])
         assert not dropped.window and not dropped.is_ahead
         first += lists(one)
-        assert not dropped.window and dropped.number not in loader._pipeline.runs
+        assert not dropped.window and dropped.number not in pipeline_of(loader).runs
         assert first == second + lists(other)
 
 

@@ -211,12 +211,6 @@ def test_a_batch_without_a_good_sample_is_left_out_with_a_warning(pool: Pool) ->
             assert flat(loader) == [i for i in range(20) if i != 7]
 
 
-def test_with_replicas_a_batch_without_a_good_sample_raises(pool: Pool) -> None:
-    with ShardedDataLoader(Bad(boom), 1, pool=pool, on_error="skip", num_replicas=2, rank=1) as loader:
-        with pytest.raises(Boom):
-            list(loader)
-
-
 def test_with_replicas_a_shard_without_a_good_sample_raises_or_is_filled(pool: Pool) -> None:
     ranks: dict[str, Any] = {"num_replicas": 1, "rank": 0, "num_shards": 2}
     with ShardedDataLoader(Bad(boom), 2, pool=pool, on_error="skip", **ranks) as loader:

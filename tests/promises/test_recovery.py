@@ -15,6 +15,7 @@ import psutil
 import pytest
 from conftest import METHODS, PROCESS_POOLS, ahead, covering, make_pool, until
 from failures import Fails, crashes, exit_, kill, leave, nothing, raise_lookup, raise_unpicklable
+from inside import transport_of, zygote_pids
 from recovery_samples import BadStart, loader_arguments, until_the_end, values_of
 from samples import DiesInSetState, Filled, Noting, Parents, Random
 
@@ -171,7 +172,7 @@ class Killer:
     def _run(self) -> None:
         choose = random.Random(0)
         while not self._stop.wait(self.every):
-            ready = [worker for worker in list(self.pool._transport.workers) if worker.ready and worker.is_alive()]
+            ready = [worker for worker in list(transport_of(self.pool).workers) if worker.ready and worker.is_alive()]
             if ready and self.allowed > 0:
                 os.kill(choose.choice(ready).pid, signal.SIGKILL)
                 self.deaths += 1
@@ -216,9 +217,8 @@ def test_the_zygote_and_a_worker() -> None:
     found = []
     for number, batch in enumerate(random_stream(pool, None, 0.001)):
         if number in (10, 60):
-            zygote = pool._transport.zygote
-            assert zygote is not None
-            os.kill(zygote._process.pid, signal.SIGKILL)
+            (zygote,) = zygote_pids(pool)
+            os.kill(zygote, signal.SIGKILL)
         if number in (10, 30, 60):  # at the second death the next zygote is made
             os.kill(pool.pids[number == 60], signal.SIGKILL)
         found.append(batch)
@@ -232,9 +232,8 @@ def test_the_zygote_alone_is_not_missed() -> None:
         iterator = iter(loader)
         next(iterator)  # it is made behind the first batch
         next(iterator)
-        zygote = pool._transport.zygote
-        assert zygote is not None
-        os.kill(zygote._process.pid, signal.SIGKILL)
+        (zygote,) = zygote_pids(pool)
+        os.kill(zygote, signal.SIGKILL)
         assert len(list(iterator)) == 8
 
 
@@ -246,7 +245,7 @@ def test_what_a_worker_had_sent_when_it_was_killed_is_not_read_again(method: str
     with ahead(ShardedDataLoader(Noting(path), 1, pool=pool, prefetch=2), False) as loader:
         batches = iter(loader)
         seen = [int(next(batches))]
-        (worker,) = pool._transport.workers
+        (worker,) = transport_of(pool).workers
         # It has read what is in flight, and sent it.
         assert until(lambda: len(path.read_text().split()) == 3 and worker.heartbeat[SAMPLE] == IDLE)
         os.kill(worker.pid, signal.SIGKILL)
@@ -294,9 +293,7 @@ def test_replacements_come_from_the_zygote_and_see_the_dataset_as_it_was() -> No
         for pid in pool.pids:
             os.kill(pid, signal.SIGKILL)
         after = np.concatenate([np.asarray(batch) for batch in loader])
-        zygote = pool._transport.zygote
-        assert zygote is not None
-        parent = zygote._process.pid
+        (parent,) = zygote_pids(pool)
     for rows in (before, after):
         assert rows[:, 0].tolist() == list(range(40))
         assert set(rows[:, 1]) == {1}

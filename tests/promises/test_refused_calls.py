@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import METHODS, PROCESS_POOLS, covering
+from inside import transport_of
 from refusing import CALLS, ERRORS, FCNTL, can_refuse, in_child, refuse
 from samples import Filled, StartsAndDies
 from test_orphans import assert_gone
@@ -80,7 +81,7 @@ def test_batches_lie_in_shared_memory_also_where_memfd_create_is_refused() -> No
         pool = ProcessPool(1, start_method="fork")
         with ShardedDataLoader(Filled(40), 4, pool=pool) as loader:
             list(loader)
-            return len(pool._transport.arena.segments) > 0
+            return len(transport_of(pool).arena.segments) > 0
 
     assert in_child(work) == "True"
 

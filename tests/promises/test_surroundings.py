@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from conftest import METHODS, make_pool, until
 from failures import odd_errors
+from inside import transport_of, zygote_pids
 from programs import run_script
 from refusing import in_child
 from samples import Odd
@@ -73,16 +74,16 @@ def test_a_worker_is_replaced_in_a_program_that_reaps_all_children(method: str, 
             iterator = iter(loader)
             # The zygote is made behind the first batch.
             got = [*next(iterator).tolist(), *next(iterator).tolist()]
-            zygote = pool._transport.zygote
+            zygote = zygote_pids(pool)
             if when == "after":
                 reap_all(reaper)
             for batch in iterator:
                 got += batch.tolist()
                 if len(got) in (40, 120, 200):
-                    worker = pool._transport.workers[0]
+                    worker = transport_of(pool).workers[0]
                     worker.kill()
                     worker.wait(300)
-            assert pool._transport.zygote is zygote
+            assert zygote_pids(pool) == zygote
             list(loader)
         assert got == list(range(400))
         return "as ever"
@@ -146,17 +147,16 @@ def test_the_trainer_s_signal_handlers_run_in_the_trainer_alone(tmp_path: Path) 
             iterator = iter(loader)
             # The zygote is made behind the first batch.
             got = [*next(iterator).tolist(), *next(iterator).tolist()]
-            zygote = pool._transport.zygote
-            assert zygote is not None
+            (zygote,) = zygote_pids(pool)
             for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-                for pid in (zygote._process.pid, os.getpid()):
+                for pid in (zygote, os.getpid()):
                     os.kill(pid, number)
-            for worker in list(pool._transport.workers):  # here a signal ends a worker, which is replaced
+            for worker in list(transport_of(pool).workers):  # here a signal ends a worker, which is replaced
                 while worker.is_alive():  # before its first line it ignores signals, as the zygote does
                     os.kill(worker.pid, signal.SIGTERM)
                     worker.wait(0.1)
             got += [index for batch in iterator for index in batch.tolist()]
-            assert pool._transport.zygote is zygote and got == list(range(40))
+            assert zygote_pids(pool) == [zygote] and got == list(range(40))
         assert [path.name for path in tmp_path.iterdir()] == [str(os.getpid())]
         return "the trainer's"
 

@@ -18,6 +18,7 @@ import psutil
 import pytest
 from conftest import METHODS, PROCESS_POOLS, ahead, make_pool, until
 from failures import Fails, hang, hangs_with_the_gil, nothing, stops_itself
+from inside import transport_of
 from recovery_samples import BadStart, loader_arguments, until_the_end, values_of
 from samples import Random
 
@@ -185,7 +186,7 @@ def test_a_worker_that_was_stopped_between_batches_is_replaced_too(method: str) 
     assert isinstance(pool, ProcessPool)
     with ShardedDataLoader(range(20), 2, pool=pool) as loader:
         whole = [batch.tolist() for batch in loader]
-        until(lambda: pool._transport.workers[0].heartbeat[SAMPLE] == IDLE)
+        until(lambda: transport_of(pool).workers[0].heartbeat[SAMPLE] == IDLE)
         os.kill(pool.pids[0], signal.SIGSTOP)
         assert [batch.tolist() for batch in loader] == whole
 
