@@ -171,7 +171,7 @@ PAUSE = 256
 WINDOW = 64
 """Number of recent sizes: if sizes are random, one batch in 64 exceeds its slot and is copied once more."""
 
-LEFT_ALONE: list[Segment] = []
+STILL_READ: list[Segment] = []
 """Segments of closed arenas that a device may still read; they stay mapped. Arenas check them on close and growth."""
 
 Register = Callable[[mmap.mmap], Callable[[], Any] | None]
@@ -306,7 +306,7 @@ class Arena:
         # New containers: a lease that ends later must not free a slot of a later segment.
         self._borrowed, self.returned = {}, deque()
         with contextlib.ExitStack() as steps:  # each step runs, even if another one raises
-            for segment in (*segments, *LEFT_ALONE):
+            for segment in (*segments, *STILL_READ):
                 steps.callback(_close_segment, segment)
 
     def _carve(self, nbytes: int) -> Slot | None:
@@ -339,7 +339,7 @@ class Arena:
                 f"no room for a batch in shared memory: {size:,} bytes wanted, {have:,} in use, and "
                 f"{free.what} leaves {free.nbytes:,}: use smaller batches, fewer workers or a smaller prefetch"
             )
-        for leftover in tuple(LEFT_ALONE):
+        for leftover in tuple(STILL_READ):
             _close_segment(leftover)
         with uninterrupted():  # a segment lost halfway would keep its descriptor and registration
             segment = self._create(size, least, have)
@@ -385,10 +385,10 @@ def _close_segment(segment: Segment) -> None:
         is_read = segment.unregister is not None and segment.unregister() is False
     finally:  # if this raises, the device is broken and reads nothing more
         if is_read:
-            if segment not in LEFT_ALONE:
-                LEFT_ALONE.append(segment)
+            if segment not in STILL_READ:
+                STILL_READ.append(segment)
             segment.close_descriptor()
         else:
             with contextlib.suppress(ValueError):
-                LEFT_ALONE.remove(segment)
+                STILL_READ.remove(segment)
             segment.close()

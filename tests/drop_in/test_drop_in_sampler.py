@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader as TorchsLoader
 
 from sharded_loader import FixedBucketSampler, GroupedBatchSampler, PackSampler, sample_rng
 from sharded_loader import RandomSampler as RandomSamplerOfEpochs
-from sharded_loader.base.entries import written
+from sharded_loader.base.entries import to_state
 from sharded_loader.drop_in.sampler import EpochCount, SamplerStart, ShuffleSampler
 from sharded_loader.torch import DataLoader
 
@@ -532,8 +532,8 @@ def test_only_samplers_that_may_draw_are_noted() -> None:
     assert SamplerStart([[1], [2]], None, False, EpochCount()).state.rng is None
     assert SamplerStart(Resets(), None, False, EpochCount()).state.rng is None
     shuffled = SamplerStart(BatchSampler(ShuffleSampler(DATA, seed=4), 2, False), None, False, EpochCount())
-    shuffled.settle()
-    assert written(shuffled.state) == {"yielded": 0, "checksum": 0, "shuffle": {"seed": 4, "epoch": 0}}
+    shuffled.draw_seed()
+    assert to_state(shuffled.state) == {"yielded": 0, "checksum": 0, "shuffle": {"seed": 4, "epoch": 0}}
     drawing = SamplerStart(RandomSampler(DATA, generator=seeded()), None, False, EpochCount())
     assert drawing.state.rng is not None and len(drawing.state.rng[0]) == 2
 

@@ -38,7 +38,7 @@ from torch.utils.data import (
 
 from sharded_loader import RandomSampler as RandomSamplerOfEpochs
 from sharded_loader import interleave, sample_rng
-from sharded_loader.base.entries import parsed
+from sharded_loader.base.entries import from_state
 from sharded_loader.drop_in.sampler import SamplerState
 from sharded_loader.drop_in.state import LoaderState, at_named_epoch, next_epoch
 from sharded_loader.engine.messages import PartPoint
@@ -520,7 +520,7 @@ def test_only_another_epoch_than_that_of_the_state_begins() -> None:
     some(iter(drawn), 10)
     saved = drawn.state_dict()
     drawn.load_state_dict(saved)
-    state = parsed(LoaderState, saved, "give a state")
+    state = from_state(LoaderState, saved, "give a state")
     assert at(drawn, state) is state
     drawn.sampler.set_epoch(3)  # type: ignore[attr-defined]
     assert at(drawn, state).finished

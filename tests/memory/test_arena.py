@@ -321,13 +321,13 @@ def test_what_a_device_may_still_read_is_looked_at_again_when_an_arena_grows(are
     first = Arena(register=lambda mapping: lambda: not reads[0])
     take(first, 100)
     first.close()
-    assert len(arena_module.LEFT_ALONE) == 1
+    assert len(arena_module.STILL_READ) == 1
     take(arena, 100)
-    assert len(arena_module.LEFT_ALONE) == 1
+    assert len(arena_module.STILL_READ) == 1
     reads.clear()
     reads.append(False)
     take(arena, 2 * FIRST_SEGMENT)
-    assert arena_module.LEFT_ALONE == []
+    assert arena_module.STILL_READ == []
 
 
 def test_what_comes_back_after_close_is_no_slot_of_a_later_segment() -> None:
