@@ -152,6 +152,73 @@ def test_with_costs_the_step_of_all_ranks_stays() -> None:
     assert sorted(sum(found, [])) == list(range(48))
 
 
+class Steps:
+    """Ranks with ``steps_per_epoch``, beside the endless order that they share."""
+
+    def __init__(self, order: list[Any], **arguments: Any) -> None:
+        self.order, self.arguments, self.place = order, arguments, 0
+        self.ranks: list[Rank] = []
+
+    def join(self, replicas: int, state: Any = None, **more: Any) -> None:
+        arguments = {**self.arguments, **more}
+        loaders = [ShardedDataLoader(num_replicas=replicas, rank=rank, **arguments) for rank in range(replicas)]
+        for loader in loaders:
+            if state is not None:
+                loader.load_state_dict(state, strict=False)
+        self.ranks = [(loader, iter(loader)) for loader in loaders]
+
+    def read(self, steps: int) -> None:
+        """So many steps; each rank has exactly its part of the order."""
+        for _ in range(steps):
+            found = [next(iterator) for _, iterator in self.ranks]
+            size = 1 if "batch_sampler" in self.arguments else len(found[0])
+            for rank, batch in enumerate(found):
+                wanted = [self.order[self.place + number * len(self.ranks) + rank] for number in range(size)]
+                assert list(batch if size > 1 or not isinstance(wanted[0], list) else [batch]) == wanted
+            self.place += size * len(self.ranks)
+
+    def end(self) -> None:
+        """The epoch ends here, and the next one begins."""
+        assert [next(iterator, None) for _, iterator in self.ranks] == [None] * len(self.ranks)
+        self.ranks = [(loader, iter(loader)) for loader, _ in self.ranks]
+
+
+def read_by_changing_ranks(steps: Steps, **more: Any) -> None:
+    """Epochs of 5 steps: by 4 ranks, from a state by 2, after `rescale` by 1, from a state by 3."""
+    steps.join(4)
+    steps.read(5)
+    steps.end()
+    steps.read(3)
+    state = through_json(steps.ranks[2][0].state_dict())
+    steps.join(2, state)
+    assert (steps.ranks[0][0].position, len(steps.ranks[0][0])) == (3, 5)
+    steps.read(2)
+    steps.end()
+    steps.read(1)
+    size = steps.arguments.get("batch_size", 2)
+    steps.ranks[0][0].rescale(1, 0, size)
+    steps.ranks = steps.ranks[:1]
+    steps.read(4)
+    steps.end()
+    for _ in range(3):
+        steps.read(5)
+        steps.end()
+    steps.read(5)
+    steps.ranks[0][0].rescale(2, 0, size)  # between two epochs
+    state = through_json(steps.ranks[0][0].state_dict())
+    steps.join(2, state, **more)
+    for _ in range(3):
+        steps.read(5)
+        steps.end()
+
+
+def test_with_steps_per_epoch_each_epoch_has_its_steps_and_goes_on_where_the_last_one_ended() -> None:
+    sampler = RandomSampler(24, seed=1)
+    order = [index for epoch in range(30) for index in sampler.iter_epoch(epoch)]
+    arguments = {"dataset": range(24), "batch_size": 1, "sampler": sampler, "steps_per_epoch": 5, "collate_fn": list}
+    read_by_changing_ranks(Steps(order, **arguments), batch_size=3)
+
+
 def test_another_batch_size_reads_no_sample_twice_with_steps_per_epoch_or_is_refused() -> None:
     def made(size: int) -> list[ShardedDataLoader[Any]]:
         given = {"shuffle": True, "seed": 1, "steps_per_epoch": 5, "num_replicas": 2}
@@ -174,6 +241,17 @@ def test_another_batch_size_reads_no_sample_twice_with_steps_per_epoch_or_is_ref
         for loader, iterator in zip(after, iterators, strict=True):
             loader.load_state_dict(state, strict=False)
             assert next(iter(loader)).tolist() == next(iterator).tolist()[:2]
+
+
+def test_packed_rows_go_on_by_other_ranks_with_steps_per_epoch() -> None:
+    lengths = [1 + index * 7 % 50 for index in range(300)]
+
+    def packed() -> PackSampler:
+        return PackSampler(lengths, tokens=128, rows=2, seed=0)
+
+    order = [list(batch) for epoch in range(4) for batch in packed().iter_epoch(epoch)]
+    arguments = {"dataset": range(300), "batch_sampler": packed(), "steps_per_epoch": 5, "collate_fn": list}
+    read_by_changing_ranks(Steps(order, **arguments))
 
 
 def test_ranks_that_do_not_divide_what_is_done_are_refused_with_steps_per_epoch() -> None:
