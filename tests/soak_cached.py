@@ -37,6 +37,9 @@ from tests import conftest
 
 RANKS = 3
 
+HEARTBEAT = 1 << 18
+"""Bytes that the full disk leaves: the limit holds for the shared memory of the workers' heartbeat too."""
+
 
 def column(index: int) -> Any:
     return np.full((50, 20), index, np.int32), index
@@ -89,7 +92,7 @@ class Round:
         os.environ |= {"RANK": str(rank), "MASTER_PORT": f"soak {os.getppid()} {self.seed}"}
         cached = self.dataset()
         if self.full:
-            size = os.stat(str(self.path)).st_size + self.full // 10
+            size = max(os.stat(str(self.path)).st_size + self.full // 10, HEARTBEAT)
             resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
         if self.drop_in:
             loader: Any = DataLoader(cached, 7, shuffle=True, collate_fn=list, num_workers=self.workers)

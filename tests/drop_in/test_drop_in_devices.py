@@ -215,8 +215,8 @@ def test_an_iterator_of_other_devices_leaves_its_memory_to_nobody(machine: Machi
     labels(loader)
     assert len(list(batches)) == 11
     machine.finish()
-    (left,) = loader._memory._left
-    assert len(machine.registered) == len(left.arena.segments)
+    ((arena, _),) = loader._memory._left
+    assert len(machine.registered) == len(arena.segments)
     assert machine.faults == []
 
 
