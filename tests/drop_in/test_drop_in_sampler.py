@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import covering
-from drop_in_samples import DATA, SAMPLERS, TORCHS, Order, Reads, Resets, assert_resumes, plain, seeded, some
+from drop_in_samples import DATA, SAMPLERS, TORCHS, Order, Reads, Resets, plain, seeded, some
 from samples import ByEpoch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
 
@@ -189,9 +189,6 @@ def test_a_dataset_that_puts_the_generator_back_changes_no_later_epoch(asks_firs
 
 # -- any sampler begins, and goes on from a state ---------------------------------------------------------------------
 
-TWICE = ("eager batches", "eager, one by one", "stateful iterators")
-"""They draw each time that they are asked for an iterator, and with workers torch asks twice."""
-
 
 def drawn(index: int) -> list[float]:
     """The index, what the default generator gives for it, and the seed of the process that reads it."""
@@ -293,56 +290,30 @@ def test_a_state_within_an_epoch_says_the_epoch(kind: str, when: str) -> None:
     assert plain(other) == plain(loader)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("order", ["shuffled", "in order", "distributed"])
-@pytest.mark.slow
-def test_with_a_seed_the_random_numbers_of_samples_are_those_of_the_epoch_that_set_epoch_names(
-    order: str, workers: int
-) -> None:
-    def make() -> Any:
+def test_with_a_seed_samples_draw_the_numbers_of_the_epoch_that_their_sampler_is_told(order: str, workers: int) -> None:
+    def made() -> Any:
         sampler = DistributedSampler(DATA, 2, 0, seed=1) if order == "distributed" else None
         options = {"shuffle": True} if order == "shuffled" else {"sampler": sampler}
-        return DataLoader(
-            Reads(lambda index: (index, sample_rng().random()), 13), 2, seed=3, num_workers=workers, **options
-        )
+        dataset = Reads(lambda index: (index, sample_rng().random()), 13)
+        return DataLoader(dataset, 2, seed=3, num_workers=workers, **options)
 
     def told(loader: Any, epoch: int) -> Any:
         begun = iter(loader)
         loader.sampler.set_epoch(epoch)
         return begun
 
-    loader = make()
+    loader, other, resumed = made(), made(), made()
     expected = [repr(list(told(loader, epoch))) for epoch in range(4)]
     assert len(set(expected)) == 4
-    loader = make()
-    assert [repr(list(told(loader, epoch))) for epoch in (2, 3)] == expected[2:]
-    loader = make()
-    begun = told(loader, 2)
-    first, state = next(begun), loader.state_dict()
-    other = make()
-    other.load_state_dict(state)
-    assert repr([first, *told(other, 2)]) == expected[2]
+    begun = told(other, 2)
+    first, state = next(begun), other.state_dict()
+    assert repr([first, *begun]) == expected[2] and repr(list(told(other, 3))) == expected[3]
+    resumed.load_state_dict(state)
+    assert repr([first, *told(resumed, 2)]) == expected[2]
     if order != "distributed":  # torch's sampler counts nothing
-        assert repr(list(other)) == repr(list(loader)) == expected[3]
-
-
-def checked_resume(kind: str, **how: Any) -> None:
-    assert_resumes(lambda workers: DataLoader(DATA, num_workers=workers, **SAMPLERS[kind]()), **how)
-
-
-@covering(kind=SAMPLERS, count=[0, 1, 3, 5, None], before=[0, 2])
-def test_a_state_goes_on_in_this_process(kind: str, count: int | None, before: int) -> None:
-    checked_resume(kind, saved=0, loaded=0, before=before, count=count)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [0, 3, None])
-@pytest.mark.parametrize(("saved", "loaded"), [(0, 2), (2, 0), (2, 1)])
-@pytest.mark.parametrize("kind", SAMPLERS)
-def test_a_state_goes_on_with_another_number_of_workers(kind: str, saved: int, loaded: int, count: int | None) -> None:
-    # What is asked for twice draws twice: of these the epoch itself is the same, not those after it.
-    epochs = 0 if kind in TWICE and not (saved and loaded) else 2
-    checked_resume(kind, saved=saved, loaded=loaded, before=1, count=count, epochs=epochs)
+        assert repr(list(resumed)) == expected[3]
 
 
 def test_what_a_loaded_epoch_draws_is_put_back() -> None:

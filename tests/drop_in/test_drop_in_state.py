@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import METHODS, covering
+from conftest import covering
 from drop_in_samples import (
+    DATA,
+    SAMPLERS,
     TORCHS,
     Changing,
     Counting,
     Order,
     Parts,
-    Resets,
     Seeds,
     Shared,
     StatefulItems,
@@ -42,12 +43,7 @@ from sharded_loader.torch import DataLoader
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
-MADE: dict[str, Callable[[], dict[str, Any]]] = {
-    "random": lambda: {"dataset": range(17), "sampler": RandomSampler(range(17))},
-    "in turn": lambda: {"dataset": range(17)},
-    "shuffle": lambda: {"dataset": range(17), "shuffle": True},
-    "generator": lambda: {"dataset": range(17), "shuffle": True, "generator": seeded()},
-    "stateful sampler": lambda: {"dataset": range(17), "sampler": Resets()},
+DATASETS: dict[str, Callable[[], dict[str, Any]]] = {
     "stateful dataset": lambda: {"dataset": Counting(), "shuffle": True},
     "stream": lambda: {"dataset": Shared()},
     "uneven stream": lambda: {"dataset": Uneven()},
@@ -56,38 +52,40 @@ MADE: dict[str, Callable[[], dict[str, Any]]] = {
     "mixture": lambda: {"dataset": interleave([range(12), interleave([range(90, 99)] * 2)], [2, 1]), "shuffle": True},
     "mixed streams": lambda: {"dataset": interleave([Shared(), range(90, 99)])},
 }
+MADE = {"random": SAMPLERS["random"], **SAMPLERS, **DATASETS}
 STREAMS = [kind for kind in MADE if "stream" in kind or "items" in kind]
+TWICE = ("eager batches", "eager, one by one", "stateful iterators")
+"""They draw each time that they are asked for an iterator, and with workers torch asks twice."""
 
 
-def checked_resume(kind: str, given: dict[str, Any] = {}, **how: Any) -> None:  # noqa: B006 - it is not changed
-    assert_resumes(lambda workers: DataLoader(batch_size=3, num_workers=workers, **MADE[kind](), **given), **how)
+def made(kind: str, **options: Any) -> DataLoader[Any]:
+    usual: dict[str, Any] = {"dataset": DATA} if kind in SAMPLERS else {"batch_size": 3}
+    return DataLoader(**{**usual, **MADE[kind](), **options})
 
 
-@covering(kind=MADE, count=[0, 1, 2, 4, None], before=[0, 1, 2])
+@covering(kind=MADE, count=[0, 1, 2, 3, 5, None], before=[0, 1, 2])
 def test_a_state_goes_on_without_workers(kind: str, count: int | None, before: int) -> None:
-    checked_resume(kind, saved=0, loaded=0, before=before, count=count)
+    assert_resumes(lambda workers: made(kind), saved=0, loaded=0, before=before, count=count)
 
 
 @covering(0, kind=MADE, count=[3, 0, 1, None], persistent=[True, False])
 def test_a_state_goes_on_with_workers_that_had_an_epoch_before(kind: str, count: int | None, persistent: bool) -> None:
-    checked_resume(kind, {"persistent_workers": persistent}, saved=2, loaded=2, before=1, count=count)
+    given = {"num_workers": 2, "persistent_workers": persistent}
+    assert_resumes(lambda workers: made(kind, **given), saved=2, loaded=2, before=1, count=count)
 
 
-@covering(kind=["shuffle", "random", "uneven stream", "stateful stream"], saved=range(5), loaded=range(5))
+@pytest.mark.parametrize("count", [0, 3, None])
+@pytest.mark.parametrize(("saved", "loaded"), [(0, 2), (2, 0), (2, 1), (3, 4), (4, 3)])
+@pytest.mark.parametrize("kind", MADE)
 @pytest.mark.slow
-def test_a_state_goes_on_with_any_number_of_workers(kind: str, saved: int, loaded: int) -> None:
+def test_a_state_goes_on_with_another_number_of_workers(kind: str, saved: int, loaded: int, count: int | None) -> None:
     # A later epoch of iterable data has a part for each worker again, as in torch. A worker begins with the dataset of
-    # the main process, which nobody else has read.
-    epochs = 0 if kind in STREAMS and saved != loaded else 2
-    count = (0, 3, None if epochs else 4)[(saved + loaded) % 3]
-    checked_resume(kind, saved=saved, loaded=loaded, before=0, count=count, epochs=epochs)
-
-
-@METHODS
-@pytest.mark.parametrize("kind", ["random", "stateful dataset", "stateful stream"])
-@pytest.mark.slow
-def test_a_state_goes_on_under_every_start_method(kind: str, method: str) -> None:
-    checked_resume(kind, {"start_method": method}, saved=2, loaded=2, before=1, count=2, epochs=1)
+    # the main process, which nobody else has read. What is asked for twice draws twice.
+    is_of_workers = kind in STREAMS or (kind in TWICE and not (saved and loaded))
+    count = 4 if is_of_workers and count is None else count
+    epochs, before = (0, 0) if is_of_workers else (2, kind in SAMPLERS)
+    given: dict[str, Any] = {"saved": saved, "loaded": loaded, "before": before, "count": count, "epochs": epochs}
+    assert_resumes(lambda workers: made(kind, num_workers=workers), **given)
 
 
 @pytest.mark.costly(2)
@@ -95,7 +93,7 @@ def test_a_state_goes_on_under_every_start_method(kind: str, method: str) -> Non
 @pytest.mark.parametrize("kind", MADE)
 def test_a_job_that_is_stopped_after_every_batch_reads_the_same_epochs(kind: str, workers: int) -> None:
     def make() -> Any:
-        return DataLoader(batch_size=3, num_workers=workers, persistent_workers=workers > 0, **MADE[kind]())
+        return made(kind, num_workers=workers, persistent_workers=workers > 0)
 
     torch.manual_seed(1)
     loader = make()
@@ -108,7 +106,7 @@ def test_a_job_that_is_stopped_after_every_batch_reads_the_same_epochs(kind: str
             found.append(epoch)
             epoch = []
         else:
-            epoch.append(batch.tolist())
+            epoch += plain([batch])
         state, generator = json.loads(json.dumps(loader.state_dict())), torch.get_rng_state()
         loader = make()
         loader.load_state_dict(state)
@@ -258,17 +256,6 @@ def test_a_state_is_a_copy() -> None:
     assert kept["_num_yielded"] == 1
 
 
-def test_the_state_that_was_loaded_last_counts() -> None:
-    loader = DataLoader(range(12), 2)
-    states = []
-    for _ in loader:
-        states.append(loader.state_dict())
-    loader.load_state_dict(states[4])
-    loader.load_state_dict(states[1])
-    assert plain(loader) == [[4, 5], [6, 7], [8, 9], [10, 11]]
-    assert flat(loader) == list(range(12))
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_iterator_goes_on_when_a_state_is_loaded(workers: int) -> None:
     loader = DataLoader(range(8), 2, num_workers=workers)
@@ -375,26 +362,26 @@ def test_a_state_of_other_data_is_an_error_that_names_it(kind: str, workers: int
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_state_over_data_of_another_length_is_an_error_with_a_way_on(shuffle: bool, workers: int) -> None:
-    def made(dataset: Any) -> DataLoader[Any]:
+    def over(dataset: Any) -> DataLoader[Any]:
         return DataLoader(dataset, batch_size=2, shuffle=shuffle, seed=1, num_workers=workers)
 
-    loader = made(range(12))
+    loader = over(range(12))
     iterator = iter(loader)
     next(iterator)
     state, rest = json.loads(json.dumps(loader.state_dict())), plain(iterator)
     with pytest.raises(ValueError, match=r"had 12 samples, and has 10: samples 10 to 11 are missing.*set_epoch\(1\)"):
-        made(range(10)).load_state_dict(state)
-    longer = made(range(14))
+        over(range(10)).load_state_dict(state)
+    longer = over(range(14))
     if shuffle:
         with pytest.raises(ValueError, match=r"had 12 samples, and has 14: .*Subset\(dataset, range\(12\)\)"):
             longer.load_state_dict(state)
     else:  # the new samples come behind the others
         longer.load_state_dict(state)
         assert plain(longer) == [*rest, [12, 13]]
-    part = made(Subset(range(14), range(12)))  # type: ignore[arg-type]
+    part = over(Subset(range(14), range(12)))  # type: ignore[arg-type]
     part.load_state_dict(state)
     assert plain(part) == rest
-    made(range(14)).load_state_dict(loader.state_dict())  # at the end of an epoch they may have grown
+    over(range(14)).load_state_dict(loader.state_dict())  # at the end of an epoch they may have grown
 
 
 def test_the_next_epoch_begins_behind_the_datasets_states() -> None:
@@ -526,11 +513,9 @@ _ENDS: dict[str, Callable[[], dict[str, Any]]] = {
 @pytest.mark.parametrize("given", _WORKERS)
 @pytest.mark.parametrize("kind", _ENDS)
 def test_a_loop_that_stops_at_the_last_batch_goes_on_alike_after_a_resume(kind: str, given: str, asks: bool) -> None:
-    def made() -> DataLoader[Any]:
-        return DataLoader(range(18), **{"batch_size": 4, **_ENDS[kind](), **_WORKERS[given]})
-
+    usual: dict[str, Any] = {"batch_size": 4, **_WORKERS[given]}
+    loader, resumed = (DataLoader(range(18), **{**usual, **_ENDS[kind]()}) for _ in range(2))
     torch.manual_seed(5)
-    loader, resumed = made(), made()
     batches = iter(loader)
     some(batches, len(loader))
     state = json.loads(json.dumps(loader.state_dict()))

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.context import BaseContext, SpawnContext
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import METHODS
-from drop_in_samples import TORCHS, Changing, Parts, Reads, Seeds, Uneven, assert_same, flat, plain, told_and_drawn
-from failures import Boom, boom, exit_, kill, leave, raise_os_error, stop
+from drop_in_samples import TORCHS, Changing, Parts, Reads, Seeds, assert_same, flat, plain, told_and_drawn
+from failures import Boom, boom, kill, leave
 from samples import Bad
 from torch.utils.data import get_worker_info
 
@@ -146,23 +146,6 @@ def test_workers_that_the_loader_ends_have_the_exit_code_0(
 # -- death --------------------------------------------------------------------------------------------------
 
 
-@METHODS
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.costly
-def test_a_killed_worker_loses_nothing(method: str, persistent: bool) -> None:
-    given: dict[str, Any] = {"num_workers": 2, "persistent_workers": persistent, "start_method": method}
-    for dataset in (range(40), Uneven()):
-        loader = DataLoader(dataset, 2, **given)
-        expected = plain(loader)
-        batches = iter(loader)
-        found = [next(batches).tolist() for _ in range(2)]
-        for worker in batches._workers:
-            os.kill(worker.pid, signal.SIGKILL)
-        assert found + plain(batches) == expected
-        assert plain(loader) == expected
-        loader = batches = None
-
-
 @pytest.mark.parametrize(
     ("fail", "said"),
     [
@@ -208,17 +191,6 @@ def test_a_timeout_turns_off_no_restarts_that_were_asked_for() -> None:
 # -- silence ------------------------------------------------------------------------------------------------
 
 
-@METHODS
-@pytest.mark.slow
-def test_a_batch_that_hangs_is_torchs_error(method: str) -> None:
-    batches = iter(DataLoader(Bad(signal.pause), 4, num_workers=2, timeout=1, start_method=method))
-    assert next(batches).tolist() == [0, 1, 2, 3]
-    with pytest.raises(RuntimeError, match=r"^DataLoader timed out after 1 seconds") as caught:
-        next(batches)
-    assert isinstance(caught.value.__cause__, WorkerTimeoutError)
-    assert next(batches).tolist() == [8, 9, 10, 11]  # the loop may go on
-
-
 def hang() -> None:
     raise WorkerTimeoutError("it hangs", batch=1, epoch=0)
 
@@ -243,30 +215,6 @@ def test_words_of_a_signal_and_of_a_code() -> None:
 # -- errors of the dataset ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize(
-    ("fail", "kind", "said"), [(boom, Boom, "sample went wrong"), (raise_os_error, OSError, "image.png")]
-)
-def test_an_error_keeps_its_type_and_its_text_and_the_epoch_goes_on(
-    workers: int, fail: Callable[[], Any], kind: type[Exception], said: str
-) -> None:
-    batches = iter(DataLoader(Bad(fail), 4, num_workers=workers))
-    next(batches)
-    with pytest.raises(kind, match=said):
-        next(batches)
-    assert flat(batches) == list(range(8, 20))
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("fail", [stop, exit_])
-def test_what_would_end_the_loop_in_silence_is_an_error(workers: int, fail: Callable[[], Any]) -> None:
-    batches = iter(DataLoader(Bad(fail), 4, num_workers=workers))
-    next(batches)
-    with pytest.raises(RuntimeError):
-        next(batches)
-    assert flat(batches) == list(range(8, 20))
-
-
 @METHODS
 def test_an_error_of_worker_init_fn_is_raised(method: str) -> None:
     def fail(number: int) -> None:
@@ -274,19 +222,6 @@ def test_an_error_of_worker_init_fn_is_raised(method: str) -> None:
 
     with pytest.raises(Boom, match="went wrong"):
         next(iter(DataLoader(range(4), num_workers=2, worker_init_fn=fail, start_method=method)))
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_an_error_of_iterable_data_comes_in_its_place(workers: int) -> None:
-    def read(number: int, count: int) -> Iterator[int]:
-        yield from range(4)
-        boom()
-
-    batches = iter(DataLoader(Parts(read), 2, num_workers=workers))
-    assert [next(batches).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
-    with pytest.raises(Boom, match="went wrong"):
-        next(batches)
-    assert list(batches) == []
 
 
 @METHODS
@@ -321,7 +256,7 @@ def context(name: str, **attributes: Any) -> Any:
         ({"multiprocessing_context": type("Loky", (BaseContext,), {"_name": "loky"})()}, "ProcessPool", "spawn"),
         ({"multiprocessing_context": multiprocessing.get_context("spawn")}, "ProcessPool", "spawn"),
     ],
-    ids=str,
+    ids=["inline", "forkserver", "threads", "context of threads", "other spawns", "loky", "spawn"],
 )
 def test_arguments_and_contexts_of_other_libraries_name_the_pool(
     given: dict[str, Any], kind: str, method: str | None

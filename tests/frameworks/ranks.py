@@ -165,23 +165,6 @@ def with_accelerate(run: Run) -> None:
     accelerator.free_memory()
 
 
-def with_accelerate_skipping(run: Run) -> None:
-    """The other way that Accelerate knows: leave out the first batches of the epoch."""
-    from accelerate import Accelerator
-
-    from sharded_loader.integrations.accelerate import prepare, skip_first_batches
-
-    accelerator = Accelerator(cpu=True)
-    loader = prepare(WITH_BOTH[run.loader](), accelerator)
-    for epoch in range(run.epoch, EPOCHS):
-        loader.set_epoch(epoch)
-        left = run.start % STEPS if epoch == run.start // STEPS else 0
-        for batch in skip_first_batches(loader, left) if left else loader:
-            accelerator.gather(batch[0])
-            run.note(batch)
-    accelerator.free_memory()
-
-
 def with_trainer(run: Run) -> None:
     """transformers' `Trainer` leaves out the batches that it has trained on."""
     import transformers
@@ -267,7 +250,6 @@ LIBRARIES: dict[str, tuple[Callable[[Run], None], list[str]]] = {
     "torch": (with_torch, list(WITH_TORCH)),
     "fabric": (with_fabric, list(WITH_FABRIC)),
     "accelerate": (with_accelerate, list(WITH_BOTH)),
-    "accelerate, skipping": (with_accelerate_skipping, ["drop-in, a seed", "sharded"]),
     "transformers": (with_trainer, list(WITH_BOTH)),
     "ignite": (with_ignite, list(WITH_TORCH)),
     "ignite, deterministic": (with_deterministic, ["torch", *DROP_INS]),

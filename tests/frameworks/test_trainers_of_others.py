@@ -215,27 +215,6 @@ def test_training_with_ignite_goes_on_from_a_saved_state(ignite: Any, make: Any)
     assert found == sum(epochs(make, 3, **OPTIONS), [])
 
 
-@pytest.mark.parametrize("stop_at", [4, 6, 8])
-def test_the_deterministic_engine_of_ignite_goes_on_exactly(ignite: Any, stop_at: int) -> None:
-    """It seeds every epoch itself, and builds the loader again from its attributes."""
-    from ignite.engine.deterministic import DeterministicEngine
-
-    def run(state: Any = None) -> tuple[list[list[int]], dict[str, Any]]:
-        torch.manual_seed(1)
-        found: list[list[int]] = []
-        saved: dict[str, Any] = {}
-        trainer = DeterministicEngine(lambda _, batch: found.append(numbers(batch)))
-        at = ignite.Events.ITERATION_COMPLETED(once=stop_at)
-        trainer.add_event_handler(at, lambda: saved.update(trainer.state_dict()))
-        if state is not None:
-            trainer.load_state_dict(state)
-        trainer.run(DataLoader(Numbered(), batch_size=4, shuffle=True, num_workers=2), max_epochs=3)
-        return found, saved
-
-    whole, state = run()
-    assert run(state)[0] == whole[stop_at:]
-
-
 def test_keras_evaluates_and_predicts_every_sample_once_with_loaders_of_torch_only(keras: Any) -> None:
     model = compiled(keras, [])
     expected = sum((2 * i) ** 2 for i in range(10)) / 10
