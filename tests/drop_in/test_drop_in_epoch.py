@@ -98,25 +98,6 @@ def test_an_error_of_the_sampler_comes_in_its_place_and_ends_the_epoch() -> None
     assert tasks.task(1) is None
 
 
-def test_forgetting_that_was_interrupted_is_done_again() -> None:
-    class Slow(dict[int, Any]):
-        def pop(self, *args: Any) -> Any:
-            raise KeyboardInterrupt
-
-    reading = read([[index] for index in range(8)])
-    for seq in range(6):
-        reading.batch(seq)
-    whole = reading._planned
-    reading._planned = Slow(whole)
-    with pytest.raises(KeyboardInterrupt):
-        reading.forget(4)
-    state = state_after(reading, 4)
-    reading._planned = whole
-    reading.forget(4)
-    assert state_after(reading, 4) == state and state["yielded"] == 4 and "ahead" not in state
-    assert sorted(whole) == [3, 4, 5] and sorted(reading.drawn.marks) == [3, 4, 5, 6]
-
-
 def test_what_was_delivered_out_of_order_is_passed_over() -> None:
     batches = [[index] for index in range(6)]
     reading = read(batches)

@@ -11,12 +11,11 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import multiprocess
 import numpy as np
 import pytest
 import torch
-from conftest import METHODS, SPAWNED, _processes, here, remains, until
-from drop_in_samples import TORCHS, Order, Parts, Reads, Shared, Squares, Uneven, assert_same, flat, plain
+from conftest import METHODS, _processes, here, remains, until
+from drop_in_samples import TORCHS, Order, Parts, Reads, Shared, Squares, assert_same, flat, plain
 from failures import Boom, boom
 from samples import Bad, Filled
 
@@ -159,26 +158,6 @@ def test_an_iterator_has_the_length_of_the_sampler() -> None:
     assert isinstance(batches, LoaderIterator) and len(batches) == 4
     next(batches)
     assert len(batches) == 4
-
-
-def send(loader: Any, to: Any) -> None:
-    to.send([batch.tolist() for batch in loader])
-
-
-@SPAWNED
-@pytest.mark.slow
-def test_a_loader_is_sent_to_another_process_and_reads_there(method: str) -> None:
-    context: Any = multiprocess.get_context(method)
-    loader = DataLoader(Uneven(), 2, num_workers=2)
-    expected = plain(loader)
-    here_, there = context.Pipe()
-    process = context.Process(target=send, args=(loader, there))
-    process.start()
-    assert here_.poll(100)
-    assert here_.recv() == expected
-    process.join()
-    assert process.exitcode == 0
-    process.close(), here_.close(), there.close()
 
 
 # -- how far is read ----------------------------------------------------------------------------------------

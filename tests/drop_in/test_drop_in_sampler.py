@@ -15,8 +15,7 @@ from drop_in_samples import DATA, SAMPLERS, TORCHS, Order, Reads, Resets, plain,
 from samples import ByEpoch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
 
-from sharded_loader import FixedBucketSampler, GroupedBatchSampler, PackSampler, sample_rng
-from sharded_loader import RandomSampler as RandomSamplerOfEpochs
+from sharded_loader import sample_rng
 from sharded_loader.base.entries import written
 from sharded_loader.drop_in.sampler import EpochCount, SamplerStart, ShuffleSampler
 from sharded_loader.torch import DataLoader
@@ -421,60 +420,3 @@ def test_a_sampler_that_draws_for_each_batch_is_asked_when_torch_asks_it(given: 
         return found
 
     assert run(DataLoader) == run(TORCHS)
-
-
-LENGTHS = [3, 9, 4, 1, 7, 2, 8, 5, 6, 3]
-COUNTED: dict[str, Callable[[], Any]] = {
-    "buckets": lambda: FixedBucketSampler(LENGTHS, 2, num_buckets=2, shuffle=True, seed=0),
-    "one kind": lambda: GroupedBatchSampler(by=[length % 2 for length in LENGTHS], batch_size=2, seed=0),
-    "packed": lambda: PackSampler(LENGTHS, tokens=12, rows=1, window=4, seed=0),
-    "batches of torch": lambda: BatchSampler(RandomSamplerOfEpochs(10, seed=0), 3, False),
-}
-
-
-@pytest.mark.costly
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("kind", COUNTED)
-def test_samplers_that_count_their_epochs_resume_in_any_epoch_with_any_number_of_workers(
-    kind: str, workers: int
-) -> None:
-    def made() -> DataLoader[Any]:
-        return DataLoader(range(10), batch_sampler=COUNTED[kind](), num_workers=workers)
-
-    sampler = COUNTED[kind]()
-    epochs = [list(map(list, sampler)) for _ in range(3)]
-    loader = made()
-    assert [plain(loader) for _ in range(3)] == epochs
-    for epoch, read in [(0, 0), (0, 2), (1, len(epochs[1]))]:
-        stopped, resumed = made(), made()
-        for _ in range(epoch):
-            list(stopped)
-        batches = iter(stopped)
-        for _ in range(read):
-            next(batches)
-        resumed.load_state_dict(json.loads(json.dumps(stopped.state_dict())))
-        assert plain(resumed) == epochs[epoch][read:]
-        assert plain(resumed) == epochs[epoch + 1]
-    ended, following = made(), made()
-    list(ended)
-    following.load_state_dict(ended.state_dict())
-    assert plain(following) == epochs[1]
-
-
-@pytest.mark.parametrize("kind", ["one kind", "packed"])
-def test_a_sampler_with_the_lengths_of_another_dataset_is_refused_at_once(kind: str) -> None:
-    with pytest.raises(ValueError, match="the dataset has 9"):
-        DataLoader(range(9), batch_sampler=COUNTED[kind]())
-
-
-@pytest.mark.parametrize("kind", ["buckets", "batches of torch"])
-@pytest.mark.parametrize("workers", [0, 1])
-def test_set_epoch_of_a_sampler_that_counts_decides_until_the_first_batch(kind: str, workers: int) -> None:
-    sampler = COUNTED[kind]()
-    epochs = [list(map(list, sampler)) for _ in range(4)]
-    loader = DataLoader(range(10), batch_sampler=COUNTED[kind](), num_workers=workers)
-    batches = iter(loader)
-    named = loader.batch_sampler.sampler if kind == "batches of torch" else loader.batch_sampler
-    named.set_epoch(2)
-    assert plain(batches) == epochs[2]
-    assert plain(loader) == epochs[3]

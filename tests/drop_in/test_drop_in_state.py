@@ -34,8 +34,8 @@ from drop_in_samples import (
 )
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler, Subset
 
+from sharded_loader import FixedBucketSampler, GroupedBatchSampler, PackSampler, interleave, sample_rng
 from sharded_loader import RandomSampler as RandomSamplerOfEpochs
-from sharded_loader import interleave, sample_rng
 from sharded_loader.drop_in.state import next_epoch
 from sharded_loader.engine.messages import PartPoint
 from sharded_loader.engine.order import Position
@@ -52,14 +52,23 @@ DATASETS: dict[str, Callable[[], dict[str, Any]]] = {
     "mixture": lambda: {"dataset": interleave([range(12), interleave([range(90, 99)] * 2)], [2, 1]), "shuffle": True},
     "mixed streams": lambda: {"dataset": interleave([Shared(), range(90, 99)])},
 }
-MADE = {"random": SAMPLERS["random"], **SAMPLERS, **DATASETS}
+LENGTHS = [3, 9, 4, 1, 7, 2, 8, 5, 6, 3]
+COUNTED: dict[str, Callable[[], dict[str, Any]]] = {
+    "buckets": lambda: {"batch_sampler": FixedBucketSampler(LENGTHS, 2, num_buckets=2, shuffle=True, seed=0)},
+    "one kind": lambda: {"batch_sampler": GroupedBatchSampler(by=[n % 2 for n in LENGTHS], batch_size=2, seed=0)},
+    "packed": lambda: {"batch_sampler": PackSampler(LENGTHS, tokens=12, rows=1, window=4, seed=0)},
+    "batches of torch": lambda: {"batch_sampler": BatchSampler(RandomSamplerOfEpochs(10, seed=0), 3, False)},
+}
+"""Samplers that count their epochs."""
+
+MADE = {"random": SAMPLERS["random"], **SAMPLERS, **COUNTED, **DATASETS}
 STREAMS = [kind for kind in MADE if "stream" in kind or "items" in kind]
 TWICE = ("eager batches", "eager, one by one", "stateful iterators")
 """They draw each time that they are asked for an iterator, and with workers torch asks twice."""
 
 
 def made(kind: str, **options: Any) -> DataLoader[Any]:
-    usual: dict[str, Any] = {"dataset": DATA} if kind in SAMPLERS else {"batch_size": 3}
+    usual = {"batch_size": 3} if kind in DATASETS else {"dataset": range(10) if kind in COUNTED else DATA}
     return DataLoader(**{**usual, **MADE[kind](), **options})
 
 
@@ -76,14 +85,14 @@ def test_a_state_goes_on_with_workers_that_had_an_epoch_before(kind: str, count:
 
 @pytest.mark.parametrize("count", [0, 3, None])
 @pytest.mark.parametrize(("saved", "loaded"), [(0, 2), (2, 0), (2, 1), (3, 4), (4, 3)])
-@pytest.mark.parametrize("kind", MADE)
+@pytest.mark.parametrize("kind", [*SAMPLERS, *COUNTED, "uneven stream", "stateful stream"])
 @pytest.mark.slow
 def test_a_state_goes_on_with_another_number_of_workers(kind: str, saved: int, loaded: int, count: int | None) -> None:
     # A later epoch of iterable data has a part for each worker again, as in torch. A worker begins with the dataset of
     # the main process, which nobody else has read. What is asked for twice draws twice.
     is_of_workers = kind in STREAMS or (kind in TWICE and not (saved and loaded))
     count = 4 if is_of_workers and count is None else count
-    epochs, before = (0, 0) if is_of_workers else (2, kind in SAMPLERS)
+    epochs, before = (0, 0) if is_of_workers else (2, kind not in DATASETS)
     given: dict[str, Any] = {"saved": saved, "loaded": loaded, "before": before, "count": count, "epochs": epochs}
     assert_resumes(lambda workers: made(kind, num_workers=workers), **given)
 
@@ -114,26 +123,6 @@ def test_a_job_that_is_stopped_after_every_batch_reads_the_same_epochs(kind: str
     assert found == expected
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.slow
-def test_a_place_outlives_its_iterator(workers: int, persistent: bool) -> None:
-    if persistent and not workers:
-        return
-    loader = DataLoader(range(20), 2, shuffle=True, num_workers=workers, persistent_workers=persistent, seed=3)
-    expected = plain(loader)
-    loader.sampler.set_epoch(0)
-    for number, _ in enumerate(loader):
-        if number == 3:
-            break
-    gc.collect()
-    state = loader.state_dict()
-    assert state["_num_yielded"] == 4 and not state["_iterator_finished"]
-    other = DataLoader(range(20), 2, shuffle=True, seed=3)
-    other.load_state_dict(state)
-    assert plain(other) == expected[4:]
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("dataset", [range(24), Shared(24)], ids=["map-style", "iterable"])
 @pytest.mark.costly
@@ -160,25 +149,6 @@ def test_workers_go_on_with_the_seeds_that_they_had(workers: int) -> None:
     other.load_state_dict(state)
     told = slice(0, 4)  # ids and seeds
     assert repr([batch[told] for batch in other]) == repr([batch[told] for batch in batches])
-
-
-@pytest.mark.slow
-@covering(
-    said=["seed", "generator", "nothing"],
-    options=[{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}],
-)
-def test_a_state_from_the_end_of_an_epoch_decides_the_next_one(said: str, options: dict[str, Any]) -> None:
-    def make() -> Any:
-        more: dict[str, Any] = {"seed": {"seed": 3}, "generator": {"generator": torch.Generator()}, "nothing": {}}[said]
-        # Workers that live on go on with generators that no state has.
-        return DataLoader(range(50) if "persistent_workers" in options else Seeds(), 2, shuffle=True, **options, **more)
-
-    loader, other = make(), make()
-    list(loader)
-    state = json.loads(json.dumps(loader.state_dict()))
-    order = repr(list(loader))
-    other.load_state_dict(state)
-    assert repr(list(other)) == order
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
@@ -436,6 +406,24 @@ def test_behind_the_last_batch_of_an_epoch_set_epoch_begins_another_one(kind: st
         begun = some(iter(rest), 2)
         other.load_state_dict(rest.state_dict())
         assert shown(begun + plain(other)) == shown(epochs[3])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", COUNTED)
+def test_a_sampler_that_counts_is_heard_until_the_first_batch(kind: str, workers: int) -> None:
+    epochs = [list(map(list, sampler)) for sampler in [made(kind).batch_sampler] for _ in range(5)]
+    loader = made(kind, num_workers=workers)
+    assert plain(loader) == epochs[0]
+    batches = iter(loader)
+    named: Any = loader.batch_sampler.sampler if kind == "batches of torch" else loader.batch_sampler
+    named.set_epoch(3)
+    assert [plain(batches), plain(loader)] == epochs[3:]
+
+
+@pytest.mark.parametrize("kind", ["one kind", "packed"])
+def test_a_sampler_with_the_lengths_of_another_dataset_is_refused_at_once(kind: str) -> None:
+    with pytest.raises(ValueError, match="the dataset has 9"):
+        made(kind, dataset=range(9))
 
 
 # -- iter() without next ------------------------------------------------------------------------------------
