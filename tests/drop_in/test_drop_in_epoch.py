@@ -49,20 +49,6 @@ def test_an_item_is_read_once_and_kept_until_it_is_forgotten() -> None:
     assert item_of(reading, 2) == [2]  # the last one delivered may be taken back
 
 
-def test_batch_i_is_of_lane_i_modulo_their_number() -> None:
-    tasks = read([[1, 2], [3], [4], [5], [6]])
-    found = [tasks.task(seq) for seq in range(5)]
-    assert all(isinstance(task, Task) for task in found)
-    assert [(task.seq, task.lane, task.shards) for task in found] == [
-        (0, 0, ([1, 2],)),
-        (1, 1, ([3],)),
-        (2, 0, ([4],)),
-        (3, 1, ([5],)),
-        (4, 0, ([6],)),
-    ]
-    assert tasks.task(5) is None
-
-
 def refilled() -> Iterator[list[int]]:
     """One list for all batches."""
     batch = [0]

@@ -409,18 +409,3 @@ def test_no_such_step_no_such_number_and_an_order_without_end_are_errors() -> No
     empty = DataLoader([], 2)
     assert empty.fingerprint().steps == ""
     assert empty.check().differing == ()
-
-
-# -- stats ----------------------------------------------------------------------------------------------------
-
-
-@covering(pool=POOLS)
-def test_its_statistics_are_those_of_the_other_loader(pool: str) -> None:
-    loader = seeded(**workers(pool))
-    epochs_of(loader, 1)
-    other = ShardedDataLoader(Augmented(LENGTH), SIZE, shuffle=True, seed=5, collate_fn=summed)
-    [*other]
-    found = loader.stats()
-    assert vars(found).keys() == vars(other.stats()).keys() and found.verdict
-    assert set(found.causes) == set(other.stats().causes) and found.stages.keys() == other.stats().stages.keys()
-    assert sum(one.batches for one in found.workers.values()) > 0

@@ -1,15 +1,12 @@
 """Lightning trains on both loaders as a plain loop does, and goes on from each of its checkpoints without a difference.
 
-One process and two ranks, every epoch, wherever a checkpoint may fall: after a step, after the last step of an epoch,
+Every epoch, wherever a checkpoint may fall: after a step, after the last step of an epoch,
 where ``limit_train_batches`` ends it, at its end, after a validation in its middle. And Fabric.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,41 +64,36 @@ IN_ORDER = [list(range(begin, begin + SIZE)) for begin in range(0, LENGTH, SIZE)
 # -- one run -----------------------------------------------------------------------------------------------------------
 
 
-@BOTH
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("order", ["shuffle", "sampler"])
-def test_every_epoch_has_the_order_of_a_plain_loop(
-    model: Any, make: Any, order: str, num_workers: int, tmp_path: Path
-) -> None:
-    def given() -> dict[str, Any]:
-        return SHUFFLED if order == "shuffle" else {"batch_size": SIZE, "sampler": RandomSampler(LENGTH, seed=5)}
+RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
+    "workers": ({"num_workers": 2}, {}, STEPS),
+    "a sampler": ({"shuffle": False, "sampler": RandomSampler, "num_workers": 2}, {}, STEPS),
+    "validation in between": ({}, {"val_check_interval": 2}, STEPS),
+    "validation before": ({}, {"val_check_interval": 2, "num_sanity_val_steps": 2}, STEPS),
+    "one batch": ({}, {"limit_train_batches": 1}, 1),
+    "all but one": ({}, {"limit_train_batches": STEPS - 1}, STEPS - 1),
+    "half": ({}, {"limit_train_batches": 0.5}, STEPS // 2),
+}
+"""Options of the loader and of the trainer, and how many batches of each epoch are used."""
 
-    trained = model()
-    trainer(tmp_path).fit(trained, make(range(LENGTH), num_workers=num_workers, **given()))
-    assert trained.seen == plain_loop(make, **given())
+
+@BOTH
+@pytest.mark.parametrize("kind", RUNS)
+def test_every_epoch_has_the_order_of_a_plain_loop_from_its_beginning(
+    model: Any, make: Any, kind: str, tmp_path: Path
+) -> None:
+    options, how, steps = RUNS[kind]
+
+    def given() -> dict[str, Any]:
+        order = {"sampler": RandomSampler(LENGTH, seed=5), "seed": None} if "sampler" in options else {}
+        return SHUFFLED | options | order
+
+    trained, validation = model(), [make(range(LENGTH), SIZE)] if "validation" in kind else []
+    trainer(tmp_path, **how).fit(trained, make(range(LENGTH), **given()), *validation)
+    assert trained.seen == plain_loop(make, steps, **{**given(), "num_workers": 0})
     epochs = [[batch for at, _, batch in trained.seen if at == epoch] for epoch in range(EPOCHS)]
     assert epochs[0] != epochs[1] != epochs[2]
-
-
-@BOTH
-@pytest.mark.parametrize("sanity", [0, 2])
-def test_validation_in_between_changes_nothing(model: Any, make: Any, sanity: int, tmp_path: Path) -> None:
-    trained = model()
-    how: dict[str, Any] = {"num_sanity_val_steps": sanity, "val_check_interval": 2}
-    trainer(tmp_path, **how).fit(trained, make(range(LENGTH), **SHUFFLED), make(range(LENGTH), SIZE))
-    assert trained.seen == plain_loop(make, **SHUFFLED)
-    assert trained.validated == IN_ORDER[:sanity] + IN_ORDER * (EPOCHS * STEPS // 2)
-
-
-@BOTH
-@pytest.mark.parametrize("limit", [1, STEPS - 1, 0.5])
-def test_a_limit_of_batches_begins_every_epoch_at_its_own_beginning(
-    model: Any, make: Any, limit: float, tmp_path: Path
-) -> None:
-    trained = model()
-    trainer(tmp_path, limit_train_batches=limit).fit(trained, make(range(LENGTH), **SHUFFLED))
-    steps = int(limit * STEPS) if isinstance(limit, float) else limit
-    assert trained.seen == plain_loop(make, steps, **SHUFFLED)
+    times = EPOCHS * STEPS // 2 if validation else 0
+    assert trained.validated == IN_ORDER[: how.get("num_sanity_val_steps", 0)] + IN_ORDER * times
 
 
 def test_overfit_batches_repeats_the_same_batches(model: Any, tmp_path: Path) -> None:
@@ -334,65 +326,3 @@ def test_an_epoch_that_lightning_says_too_late_is_a_warning(model: Any, tmp_path
     trainer(tmp_path, max_epochs=1, **saving(tmp_path, save_last=True)).fit(model(), make())
     with pytest.warns(UserWarning, match="loads no position at the end of an epoch"):
         trainer(tmp_path, max_epochs=2).fit(model(), make(), ckpt_path=tmp_path / "saved/last.ckpt")
-
-
-PROGRAM = """
-import json, logging, os, sys, warnings
-warnings.simplefilter("ignore")
-sys.path.insert(0, sys.argv[1])
-from pathlib import Path
-import indices
-import lightning, torch
-from lightning.pytorch.callbacks import ModelCheckpoint
-from recorder import Recorder
-from sharded_loader import ShardedDataLoader
-from sharded_loader.torch import DataLoader
-
-for name in ("lightning.pytorch", "lightning.fabric"):
-    logging.getLogger(name).setLevel(logging.ERROR)
-root, options = Path(sys.argv[2]), json.loads(sys.argv[4])
-
-class Model(Recorder):
-    def train_dataloader(self):
-        if sys.argv[3] == "sharded":
-            return ShardedDataLoader(range(48), 4, shuffle=True, seed=3, num_workers=1, num_replicas="auto")
-        seed = 3 if sys.argv[3] == "drop-in" else None
-        return DataLoader(range(48), 4, shuffle=True, num_workers=1, seed=seed)
-
-def fit(resume=None, **how):
-    torch.manual_seed(1 if resume is None else 7)
-    model = Model()
-    trainer = lightning.Trainer(
-        max_epochs=3, accelerator="cpu", devices=2, strategy="ddp", logger=False, enable_progress_bar=False,
-        enable_model_summary=False, default_root_dir=root, **options, **({"enable_checkpointing": False} | how),
-    )
-    trainer.fit(model, ckpt_path=resume)
-    return trainer.global_rank, model.seen
-
-saving = ModelCheckpoint(root / "saved", "{step}", every_n_train_steps=1, save_top_k=-1)
-rank, whole = fit(enable_checkpointing=True, callbacks=[saving])
-per_epoch = len(whole) // 3
-wrong = []
-for step in (2, per_epoch, per_epoch + 2, 2 * per_epoch, 2 * per_epoch + 3):
-    if fit(root / "saved" / f"step={step}.ckpt")[1] != whole[step:]:
-        wrong.append(step)
-(root / f"rank{rank}.json").write_text(json.dumps({"wrong": wrong, "seen": whole}))
-"""
-
-
-@pytest.mark.parametrize("name", ["drop-in", "drop-in without a seed", "sharded"])
-@pytest.mark.parametrize("options", [{}, {"limit_train_batches": 4}])
-@pytest.mark.timeout(400)
-@pytest.mark.slow
-def test_two_ranks_are_resumed_in_every_epoch(name: str, options: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(PROGRAM, encoding="utf-8")
-    command = [sys.executable, "program.py", str(Path(__file__).parent), str(tmp_path), name, json.dumps(options)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=380)
-    assert done.returncode == 0, done.stderr
-    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
-    assert [rank["wrong"] for rank in ranks] == [[], []]
-    for epoch in range(EPOCHS):
-        read = [index for rank in ranks for at, _, batch in rank["seen"] if at == epoch for index in batch]
-        assert len(read) == len(set(read)) == (32 if options else 48)
-    of_epochs = [[batch for at, _, batch in ranks[0]["seen"] if at == epoch] for epoch in range(EPOCHS)]
-    assert of_epochs[0] != of_epochs[1]

@@ -1,13 +1,9 @@
-"""TensorBoard, Lightning, Weights & Biases and tqdm take the numbers of an epoch as they are."""
+"""TensorBoard, Lightning and tqdm take the numbers of an epoch as they are."""
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import logging
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -69,33 +65,6 @@ def test_lightning_logs_every_number_in_one_line(tmp_path: Path) -> None:
     trainer.fit(Model(), loader)
     expected = loader.stats(1).as_dict(prefix="data/")
     assert [{name: one[name] for name in expected} for one in logged] == [pytest.approx(expected)]
-
-
-WANDB = """
-import wandb
-from sharded_loader import ShardedDataLoader
-
-loader = ShardedDataLoader(range(10), 4)
-with wandb.init(mode="offline") as run:
-    for epoch in range(2):
-        for batch in loader:
-            pass
-        wandb.log(loader.stats(epoch).as_dict(prefix="data/"), step=epoch)
-    wandb.log({}, step=2)  # the summary shows a step when the next one begins
-    found = dict(run.summary)
-expected = loader.stats(1).as_dict(prefix="data/")
-assert {name: found[name] for name in expected} == expected
-print(len(expected), "numbers")
-"""
-
-
-def test_weights_and_biases_takes_the_dict_in_one_line(tmp_path: Path) -> None:
-    if importlib.util.find_spec("wandb") is None:
-        pytest.skip("needs wandb")
-    env = os.environ | {"WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}
-    done = subprocess.run([sys.executable, "-c", WANDB], cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[0]) >= len(LoaderStats().as_dict())
 
 
 @BOTH
