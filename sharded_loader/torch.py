@@ -31,18 +31,18 @@ from sharded_loader.drop_in.state import ADVICE, LoaderState, TorchProgress, Tor
 from sharded_loader.drop_in.trainers import rebuilt_by_accelerate, refuse_skipping
 from sharded_loader.extend import NOTHING, Entry, ErrorAction, Pool, Task, reader_for
 from sharded_loader.extend import engine as core
-from sharded_loader.extend.data import as_dataset, fingerprint_of, told_in, warn_of_other_data
+from sharded_loader.extend.data import as_dataset, epoch_listeners, fingerprint_of, warn_of_other_data
 from sharded_loader.extend.engine import Batch
 from sharded_loader.extend.order import (
+    announce_epoch,
     check_skip,
     merged,
     nested,
     steps_to_skip,
-    tell_epoch,
     text_if_ranks_repeat,
     warn_of_done_steps,
 )
-from sharded_loader.extend.tools import an, entries, leave_alone, refuse_arguments
+from sharded_loader.extend.tools import an, entries, exclude_from_compilation, refuse_arguments
 from sharded_loader.instruments.auto import Tuner
 from sharded_loader.instruments.report import Instruments
 from sharded_loader.instruments.stats import Meter
@@ -189,7 +189,7 @@ class DataLoader(OwnArguments, Instruments, torch.utils.data.DataLoader[Batch]):
             self._given_order = {"shuffle": shuffle or False, "sampler": sampler, "batch_sampler": batch_sampler}
         self._scales_prefetch = prefetch_factor is None
         self._progress = TorchProgress(EpochCount(), check_skip(skip))
-        self._progress.requests.listen(told_in(dataset) if persistent_workers else [])
+        self._progress.requests.listen(epoch_listeners(dataset) if persistent_workers else [])
         self.skip = list(self._progress.given_skip)
         self._memory = drop_in.DeviceMemory()
         is_ours = sampler is None and batch_sampler is None and self._sharded is None
@@ -219,11 +219,11 @@ class DataLoader(OwnArguments, Instruments, torch.utils.data.DataLoader[Batch]):
         if not isinstance(self.dataset, IterableDataset):
             text = text_if_ranks_repeat(nested(self._index_sampler))
             if text is not None:
-                self._meter.notices.happened("ranks", f"{text}give sampler=DistributedSampler(dataset) to share it out")
+                self._meter.notices.record("ranks", f"{text}give sampler=DistributedSampler(dataset) to share it out")
         state = self._progress.state_to_begin(self._index_sampler)
         iterator = LoaderIterator(self, state)
         if state is not None and self._progress.is_of_fabric:
-            tell_epoch(self._index_sampler, state.epoch_to_begin)
+            announce_epoch(self._index_sampler, state.epoch_to_begin)
         return iterator
 
     @property
@@ -462,7 +462,7 @@ class DataLoader(OwnArguments, Instruments, torch.utils.data.DataLoader[Batch]):
         return {**self.__dict__, **own}
 
 
-leave_alone(DataLoader.__iter__)
+exclude_from_compilation(DataLoader.__iter__)
 
 
 # -- torch's order -----------------------------------------------------------------------------------------------------
@@ -503,8 +503,8 @@ class TorchReading(Generic[Batch]):
     def set_epoch(self, epoch: int) -> None:
         loader = self._loader
         loader._progress.set_epoch(epoch)
-        tell_epoch(loader._index_sampler, epoch)
-        for one in told_in(loader.dataset, nearest=True):
+        announce_epoch(loader._index_sampler, epoch)
+        for one in epoch_listeners(loader.dataset, nearest=True):
             one.set_epoch(epoch)
 
     def read(self, index: Any, epoch: int) -> Any:
@@ -569,7 +569,7 @@ class TorchReading(Generic[Batch]):
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"the state is {an(type(state_dict))}; give what state_dict() has returned")
         kind = "_stream" if isinstance(loader.dataset, IterableDataset) else "_sampler"
-        state = entries.parsed(LoaderState, state_dict, advice)
+        state = entries.from_state(LoaderState, state_dict, advice)
         entries.read_entry(state_dict, kind, entries.anything, advice)
         state.check_length(core.length(loader.dataset), loader.sampler)
         given = merged(progress.given_skip, check_skip(skip))
@@ -585,7 +585,7 @@ class TorchReading(Generic[Batch]):
         sampler, shuffle = loader.sampler, state.sampler and state.sampler.shuffle
         if isinstance(sampler, ShuffleSampler):
             sampler.is_named, sampler.seed = False, (shuffle or {}).get("seed", sampler.seed)
-        for one in told_in(loader.dataset, nearest=True) if state.epoch_of_dataset is not None else ():
+        for one in epoch_listeners(loader.dataset, nearest=True) if state.epoch_of_dataset is not None else ():
             one.set_epoch(state.epoch_of_dataset)
         self._end_persistent_workers()  # their datasets and generators are out of date
 

@@ -430,9 +430,9 @@ class SimulatedStreams(Streams):
         stream.give(move, reads=range(start, start + nbytes))
         return target
 
-    def used_on(self, tensors: Iterable[torch.Tensor], stream: Stream) -> None:
+    def record_use(self, tensors: Iterable[torch.Tensor], stream: Stream) -> None:
         for tensor in tensors:
-            self.machine.log.append(("used_on", stream.name))
+            self.machine.log.append(("record_use", stream.name))
             self.machine.record_stream(tensor, stream)
 
     def holds(self, tensor: torch.Tensor) -> bool:

@@ -1,9 +1,9 @@
 """Entries of a saved position: how each is parsed from a dict, serialized, and compared.
 
     entry(integer(0), "there were {was}, and are {now}")    declares a dataclass field as an entry of the state
-    written(position)                 -> a new dict of the entries
-    parsed(kind, state, advice)       -> the dataclass; errors name the invalid entry
-    differing(saved, now)             -> messages about the entries whose values differ
+    to_state(position)                -> a new dict of the entries
+    from_state(kind, state, advice)   -> the dataclass; errors name the invalid entry
+    differences(saved, now)           -> messages about the entries whose values differ
 
 A state is a flat dict of numbers, strings and lists, so it survives JSON, pickle and ``torch.save``. Only states from
 users' objects may hold anything else. An invalid state, or one of a newer version, raises ValueError or TypeError, with
@@ -65,7 +65,7 @@ def list_of(read: Reader, must: str = "a list") -> Reader:
 
 def dict_of(kind: type[object]) -> Reader:
     """Read a nested dict as a dataclass of entries."""
-    return lambda what, value, advice: parsed(kind, instance(Mapping, "a dict")(what, value, advice), advice, what)
+    return lambda what, value, advice: from_state(kind, instance(Mapping, "a dict")(what, value, advice), advice, what)
 
 
 # -- entries -----------------------------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ def _entries(kind: Any) -> list[tuple[str, str, object, _EntrySpec]]:
     return _class_entries[kind]
 
 
-def written(position: object) -> dict[str, Any]:
+def to_state(position: object) -> dict[str, Any]:
     """Serialize the entries of a dataclass into a new dict.
 
     Example:
@@ -118,9 +118,9 @@ def written(position: object) -> dict[str, Any]:
         ... class Place:
         ...     epoch: int = entry(integer(0), "the epoch was {was}, and is {now}")
         ...     ranks: int | None = entry(optional(integer(1)), default=None)
-        >>> written(Place(3)), parsed(Place, {"epoch": 3}, "give a state"), differing(Place(3), Place(4))
+        >>> to_state(Place(3)), from_state(Place, {"epoch": 3}, "give a state"), differences(Place(3), Place(4))
         ({'epoch': 3}, Place(epoch=3, ranks=None), {'epoch': 'the epoch was 3, and is 4'})
-        >>> parsed(Place, {"epoch": -1}, "give a state")
+        >>> from_state(Place, {"epoch": -1}, "give a state")
         Traceback (most recent call last):
         ValueError: the state's 'epoch' must be at least 0, got -1: give a state
     """
@@ -132,7 +132,7 @@ def written(position: object) -> dict[str, Any]:
     return state
 
 
-def parsed(kind: type[T], state: Mapping[str, object], advice: str, what: str = "the state") -> T:
+def from_state(kind: type[T], state: Mapping[str, object], advice: str, what: str = "the state") -> T:
     """Build a dataclass from the dict that `written` returned, ignoring unknown keys.
 
     A missing or invalid entry raises a ValueError that begins with ``what`` and ends with ``advice``.
@@ -151,7 +151,7 @@ def read_entry(state: Mapping[str, object], name: str, read: Reader, advice: str
     return read(f"{what}'s {name!r}" if what == "the state" else f"{what} is wrong: its {name!r}", state[name], advice)
 
 
-def differing(saved: T, now: T, **words: str) -> dict[str, str]:
+def differences(saved: T, now: T, **words: str) -> dict[str, str]:
     """Return a message for each compared entry whose value differs, by field name; ``words`` fill its other braces."""
     messages = {}
     for _, attribute, _, spec in _entries(type(saved)):

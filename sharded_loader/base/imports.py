@@ -3,7 +3,7 @@
     call_after_import("torch", then)    calls ``then`` once torch is imported; at once if it already is
     provide("pool", "ray", "sharded_loader.ray.pool:RayPool")    registers an object that the core does not import
     provided("pool", "ray")             -> the class; its module is imported now
-    leave_alone(function, ...)          excludes functions and their callees from `torch.compile`
+    exclude_from_compilation(fn, ...)   excludes functions and their callees from `torch.compile`
 
 Import hooks let a worker configure or seed a library on import; most workers never import torch. If a compiled function
 iterates over a loader, Dynamo would compile the engine, the dataset and, since forked workers inherit Dynamo's hook,
@@ -97,7 +97,7 @@ def names_of(kind: str) -> list[str]:
     return [name for registered_kind, name in _providers if registered_kind == kind]
 
 
-def leave_alone(*functions: Any) -> None:
+def exclude_from_compilation(*functions: Any) -> None:
     """Exclude these functions, and everything they call, from compilation by Dynamo.
 
     The rest of this library is not compiled either, but its callees may be. Before torch 2.7, so may the callees of

@@ -54,7 +54,7 @@ class Notices:
 
     Example:
         >>> notices = Notices()
-        >>> notices.happened("slow_batches", "a batch took the slow way")
+        >>> notices.record("slow_batches", "a batch took the slow way")
         >>> notices.counts["slow_batches"]
         1
     """
@@ -63,14 +63,14 @@ class Notices:
         self.counts: Counter[str] = Counter()
         self._warned: set[str] = set()
 
-    def happened(self, kind: str, text: str) -> None:
+    def record(self, kind: str, text: str) -> None:
         """Count an occurrence, and log it."""
         self.counts[kind] += 1
         first = self.counts[kind] == 1
         more = " (shown once; the logger 'sharded_loader' shows the others at level INFO)"
         logger.log(logging.WARNING if first else logging.INFO, "%s%s", text, more if first else "")
 
-    def settle(self, kind: str) -> None:
+    def suppress(self, kind: str) -> None:
         """Suppress later warnings of this kind."""
         self._warned.add(kind)
 

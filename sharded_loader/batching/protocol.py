@@ -74,7 +74,7 @@ class BatchifyError(ValueError):
         return f"{self.problem}{where}: {self.advice}"
 
 
-def known_to(kind: type, fast: str, plain: Sequence[str]) -> Any:
+def fast_method(kind: type, fast: str, plain: Sequence[str]) -> Any:
     """Return a class's fast method, or None if a subclass overrides one of the plain methods that it replaces.
 
     A subclass that overrides ``__getitem__`` changes the samples, of which a base class's bulk method does not know. So
@@ -87,7 +87,7 @@ def known_to(kind: type, fast: str, plain: Sequence[str]) -> Any:
         ...     def many(self): ...
         >>> class Derived(Base):
         ...     def one(self): ...
-        >>> known_to(Base, "many", ["one"]) is Base.many, known_to(Derived, "many", ["one"])
+        >>> fast_method(Base, "many", ["one"]) is Base.many, fast_method(Derived, "many", ["one"])
         (True, None)
     """
     for cls in kind.__mro__:
@@ -102,7 +102,7 @@ def known_to(kind: type, fast: str, plain: Sequence[str]) -> Any:
 
 def assembler(fn: BatchifyFn) -> Assemble:
     """Return ``assemble(samples, empty) -> batch`` for any collate function. The batch may hold NumPy arrays."""
-    if known_to(type(fn), "assemble", ["__call__"]) is not None or "assemble" in getattr(fn, "__dict__", ()):
+    if fast_method(type(fn), "assemble", ["__call__"]) is not None or "assemble" in getattr(fn, "__dict__", ()):
         return fn.assemble  # type: ignore[attr-defined, no-any-return]
     return partial(call_with_empty, fn)
 
@@ -147,11 +147,11 @@ def check_not_empty(samples: Samples) -> None:
         raise BatchifyError("a batch of no samples", "leave empty batches (and empty shards) out of the sampler")
 
 
-def some(items: Sequence[object], limit: int = 5) -> str:
+def brief(items: Sequence[object], limit: int = 5) -> str:
     """List the first items for an error message.
 
     Example:
-        >>> some([(1,), (2,)])
+        >>> brief([(1,), (2,)])
         '(1,), (2,)'
     """
     return ", ".join(map(str, items[:limit])) + (f", ... ({len(items)} in all)" if len(items) > limit else "")
@@ -167,7 +167,7 @@ def ragged(shapes: Sequence[tuple[int, ...]], why: str = "", advice: str = "") -
     first_with: dict[tuple[int, ...], int] = {}
     for position, shape in enumerate(shapes):
         first_with.setdefault(tuple(shape), position)
-    shown = some([f"{shape} (sample {position} of the batch)" for shape, position in first_with.items()])
+    shown = brief([f"{shape} (sample {position} of the batch)" for shape, position in first_with.items()])
     return BatchifyError(
         f"samples of different shapes cannot be stacked: {shown}{why}",
         advice or "make them equal, pad them with sharded_loader.batchify.Pad, or leave them apart with List",

@@ -30,13 +30,13 @@ from sharded_loader.extend.data import (
     check_dataset,
     checked_index,
     checked_indices,
+    epoch_setter,
     exact,
     fingerprint_of,
     gather_rows,
     generators,
     new_array,
     read_many,
-    set_epoch_of,
 )
 from sharded_loader.extend.order import SampleScope, reading
 from sharded_loader.extend.tools import LOCAL_RANKS, brief
@@ -60,7 +60,7 @@ class StoredDataset(Cache):
         self._dataset = check_dataset(dataset, "StoredDataset")
         if not isinstance(key, (str, type(None))):
             raise TypeError(f"cache(key={key!r}): give a text, such as the version of your decoder")
-        if set_epoch_of(dataset) is not None:
+        if epoch_setter(dataset) is not None:
             raise ValueError(
                 f"cache(...) keeps samples for all epochs, and {brief(dataset)} has set_epoch, so they depend on the "
                 "epoch: cache the datasets inside it"

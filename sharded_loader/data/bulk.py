@@ -20,8 +20,8 @@ it is not loaded, none of its datasets exist.
 
 A wrapper has a bulk method exactly where the dataset inside has one, and ``hasattr`` reflects that (`bulk`). If a class
 overrides ``__getitem__``, inherited bulk methods are ignored, because they would bypass the override (see
-`sharded_loader.batching.protocol.known_to`). So are methods that a wrapper finds through ``__getattr__``, and those of
-a mixin behind the class that defines ``__getitem__``.
+`sharded_loader.batching.protocol.fast_method`). So are methods that a wrapper finds through ``__getattr__``, and those
+of a mixin behind the class that defines ``__getitem__``.
 
 Random numbers of a sample are keyed by the index that the loader's sampler yielded, however the sample is read. So
 wrappers pass on the keys with the translated indices (`KeyedIndices` in seeding). A third-party wrapper other than
@@ -56,7 +56,7 @@ from sharded_loader.base.checks import check_int
 from sharded_loader.base.described import an
 from sharded_loader.base.interrupts import uninterrupted
 from sharded_loader.batching.default import default_batchify_fn
-from sharded_loader.batching.protocol import Empty, call_with_empty, in_fields, known_to
+from sharded_loader.batching.protocol import Empty, call_with_empty, fast_method, in_fields
 from sharded_loader.batching.tree import as_numpy, check_no_grad, empty_tensor, is_column, is_tensor
 from sharded_loader.data.seeding import Keys, attach_keys, copy_indices, keys_of, map_with_keys
 from sharded_loader.randomness.rng import lent, reading
@@ -100,7 +100,7 @@ def bulk_method(dataset: object, name: str) -> Any:
         (False, True)
     """
     plain = READS[: READS.index(name)]
-    if known_to(type(dataset), name, plain) is None and name not in getattr(dataset, "__dict__", ()):
+    if fast_method(type(dataset), name, plain) is None and name not in getattr(dataset, "__dict__", ()):
         return concurrent_reader(dataset) if name == "__getitems__" and is_awaited(dataset) else None
     method = getattr(dataset, name, None)
     if name == "__getitems__":
@@ -170,7 +170,7 @@ class _ConditionalMethod:
             is_available = is_available or (name == "__getitems__" and is_awaited(instance))
         if not is_available:
             raise AttributeError(f"{owner.__name__!r} object has no attribute {name!r} here")
-        if name not in READS or known_to(owner, name, READS[: READS.index(name)]) is not None:
+        if name not in READS or fast_method(owner, name, READS[: READS.index(name)]) is not None:
             return MethodType(self._method, instance)
         if name == "__getitems__":
             return partial(_read_one_by_one, instance)
@@ -262,7 +262,7 @@ def as_bulk(dataset: Any) -> Gather | None:
     """
     if (inside := part_of(dataset)) is not None:
         return _translating_reader(as_bulk(inside[0]), inside[1])
-    if known_to(type(dataset), "_in_columns", READS) is not None:
+    if fast_method(type(dataset), "_in_columns", READS) is not None:
         in_columns: Gather = dataset._in_columns
         return in_columns
     if (read := batch_reader(dataset)) is not None:

@@ -39,7 +39,7 @@ from sharded_loader.base.described import an, brief, briefs
 from sharded_loader.base.imports import provided
 from sharded_loader.base.limits import check_fits
 from sharded_loader.batching.default import default_batchify_fn
-from sharded_loader.batching.protocol import Empty, known_to, new_array
+from sharded_loader.batching.protocol import Empty, fast_method, new_array
 from sharded_loader.data import seeding
 from sharded_loader.data.bulk import (
     Indices,
@@ -161,7 +161,7 @@ class Dataset:
                 "indices use SubsetDataset(dataset, indices)"
             )
         # An __iter__ overridden in a subclass takes precedence over an inherited iter_epoch.
-        is_pure = any(known_to(type(sampler), name, ["__iter__"]) for name in ("iter_epoch", "chunks"))
+        is_pure = any(fast_method(type(sampler), name, ["__iter__"]) for name in ("iter_epoch", "chunks"))
         with contextlib.suppress(TypeError, NotImplementedError):  # the sampler has no length
             what = f"sample() keeps all {len(sampler):,} indices of the {type(sampler).__name__}"
             check_fits(8 * len(sampler), what, "give the sampler to the loader, which asks for a batch at a time")
@@ -296,9 +296,9 @@ def nested(dataset: object) -> Iterator[Any]:
         yield from nested(inner)
 
 
-def tell_epoch(dataset: object, epoch: int) -> None:
+def announce_epoch(dataset: object, epoch: int) -> None:
     """Pass the epoch to a wrapped dataset, if it has ``set_epoch``."""
-    if (tell := seeding.set_epoch_of(dataset)) is not None:
+    if (tell := seeding.epoch_setter(dataset)) is not None:
         tell(epoch)
 
 
@@ -317,7 +317,7 @@ class Wrapper(Dataset):
     @bulk
     def set_epoch(self, epoch: int) -> None:
         for inner in self._inside:
-            tell_epoch(inner, epoch)
+            announce_epoch(inner, epoch)
 
     def _routes(self) -> Iterable[tuple[Any, Translate]]:
         """Return the datasets inside, each with the function that translates indices for it."""

@@ -4,7 +4,7 @@
     exact(sample) -> text              digest of all values, the same in every process
     sampled(sample) -> text            digest of parts of large values: takes less than 1 ms
     fingerprint_of(dataset) -> text    a few bytes that differ for other data of equal length
-    Known(dataset)                     data entries of a loader's states, and their check when a state is loaded
+    DataIdentity(dataset)              data entries of a loader's states, and their check when a state is loaded
 
 Capabilities and open files are found without reading samples, and without calling user code other than methods of file
 classes. Anything that cannot be determined counts as missing.
@@ -13,7 +13,7 @@ classes. Anything that cannot be determined counts as missing.
 `ShardDataset`), some rows of arrays and tensors, some items of lists of plain values. Objects are searched for wrapped
 datasets, the first turns of a mixture, and public attributes as long as the dataset. Of a path only the last component
 counts, because folders move. ``loader.fingerprint()`` reads a few samples, whose digests are then stored in states;
-`Known.check` reads them again with the seed of the state. Samples that are not reproducible are skipped. Another
+`DataIdentity.check` reads them again with the seed of the state. Samples that are not reproducible are skipped. Another
 version of a library may decode differently; ``strict=False`` loads such a state.
 
 *Open files.* A file has one position. If worker A seeks, and worker B seeks before A reads, A gets B's bytes: wrong
@@ -52,7 +52,7 @@ from sharded_loader.base.notices import warn
 from sharded_loader.base.private import blake2b
 from sharded_loader.batching import tree
 from sharded_loader.data.columns import is_dataset
-from sharded_loader.data.seeding import set_epoch_of
+from sharded_loader.data.seeding import epoch_setter
 
 MAX_LEVELS, MAX_ENTRIES, MAX_OBJECTS = 4, 8, 4000
 """Limits of the search for open files: levels, entries of a list or dict, and objects in all."""
@@ -135,7 +135,7 @@ def _top_package(obj: object) -> str:
 
 def keeps_place(dataset: object) -> bool:
     """Return True if a dataset may store its position or epoch in itself, so that only one reader can use it."""
-    return hasattr(dataset, "state_dict") or hasattr(dataset, "__next__") or set_epoch_of(dataset) is not None
+    return hasattr(dataset, "state_dict") or hasattr(dataset, "__next__") or epoch_setter(dataset) is not None
 
 
 def known_parts(dataset: object) -> int | None:
@@ -443,7 +443,7 @@ def _item_bytes(item: object, depth: int) -> bytes:
 # -- data entries of states --------------------------------------------------------------------------------------------
 
 
-class Known:
+class DataIdentity:
     """The data entries of a loader's states.
 
     `data` is the fingerprint of the dataset, "" before it is computed. `digests` are stored if JSON can represent the

@@ -5,7 +5,7 @@
     with transform_seed(fn, level):     everything that ``fn`` draws from is seeded by (seed, epoch, index, level)
         fn(sample)
     owners(fn) -> [Seedable, ...]       the objects inside ``fn`` that can be seeded
-    set_epoch_of(dataset)               sets the epoch of a dataset, and of those inside it
+    epoch_setter(dataset)               sets the epoch of a dataset, and of those inside it
 
 Some libraries give each transform object its own generator (albumentations, MONAI). Every worker process has a copy of
 it, so workers draw the same numbers. Such objects have a method ``set_random_seed(seed)`` or ``set_random_state(seed=,
@@ -263,13 +263,13 @@ def _is_installed(module: object) -> bool:
 # -- the epoch ---------------------------------------------------------------------------------------------------------
 
 
-def set_epoch_of(dataset: object) -> Any:
+def epoch_setter(dataset: object) -> Any:
     """Return a function that sets the epoch of a dataset and those inside, without notifying listeners; or None."""
-    methods = [getattr(one.set_epoch, "unrecorded", one.set_epoch) for one in told_in(dataset, nearest=True)]
+    methods = [getattr(one.set_epoch, "unrecorded", one.set_epoch) for one in epoch_listeners(dataset, nearest=True)]
     return (lambda epoch: [method(epoch) for method in methods]) if methods else None
 
 
-def told_in(dataset: object, nearest: bool = False) -> Iterator[Any]:
+def epoch_listeners(dataset: object, nearest: bool = False) -> Iterator[Any]:
     """Yield the objects with ``set_epoch`` among a dataset and what it holds in attributes, or in lists there.
 
     With ``nearest``, objects inside another one are skipped, because the outer one passes the epoch on.

@@ -100,7 +100,7 @@ class Streams:
             return in_turn(torch.inference_mode(False), module.device(number))
         return NOTHING if module.current_device() == number else module.device(number)
 
-    def used_on(self, tensors: Iterable[torch.Tensor], stream: Any) -> None:
+    def record_use(self, tensors: Iterable[torch.Tensor], stream: Any) -> None:
         """Keep the memory of dropped tensors on this device until ``stream`` has done the work enqueued by then."""
         for tensor in tensors:
             if self.holds(tensor):

@@ -85,7 +85,7 @@ CLOSING_SECONDS = 10.0
 """Limit of `CopyStream.close`. Copies under way belong to a few steps, which take seconds at most, whereas libraries
 abort a hanging collective only after minutes."""
 
-LEFT_ALONE: set[CopyStream] = set()
+STILL_READ: set[CopyStream] = set()
 """Copy streams with copies under way when their loader was closed, held with the memory that the copies use."""
 
 LOST: list[Any] = []
@@ -352,7 +352,7 @@ class CopyStream:
         if pending.event is not None:
             current.wait_event(pending.event)
             if current != pending.home:
-                streams.used_on(pending.targets, current)
+                streams.record_use(pending.targets, current)
             for made in pending.made:
                 record(streams, made, current)
             if self._clock.times is not None:
@@ -363,7 +363,7 @@ class CopyStream:
                 self._move_remaining(pending, current)
 
     def _move_remaining(self, pending: PendingCopy, current: Any) -> None:
-        """Insert the moved objects. The remaining ones move now, on the caller's stream, and need no `used_on`."""
+        """Insert the moved objects. The remaining ones move now, on the caller's stream, and need no `record_use`."""
         remaining = [wrapper for wrapper in pending.staged if not wrapper.has_moved]
         sources = [wrapper.value for wrapper in remaining]
         try:
@@ -436,7 +436,7 @@ class CopyStream:
         if os.getpid() == self._pid and not program_ends():
             with contextlib.suppress(RuntimeError), self.streams.current():
                 if not event.query():
-                    self.streams.used_on(targets, self._stream)
+                    self.streams.record_use(targets, self._stream)
             targets.clear()
 
     def drain(self, seconds: float = CLOSING_SECONDS) -> bool:
@@ -477,15 +477,15 @@ class CopyStream:
         device that has hung before.
         """
         is_ending, has_hung = program_ends(), self._hung_event is not None
-        for other in () if is_ending else tuple(LEFT_ALONE):
+        for other in () if is_ending else tuple(STILL_READ):
             if other is not self and other._drain_with_lock(0.0):
-                LEFT_ALONE.discard(other)
+                STILL_READ.discard(other)
         if not is_ending and self._drain_with_lock(0.0 if has_hung else seconds):
             self._hung_event = None
-            LEFT_ALONE.discard(self)
+            STILL_READ.discard(self)
             return True
         self._hung_event = next((queue[0][0] for queue in (self.kept, self._moved) if queue), None)
-        LEFT_ALONE.add(self)
+        STILL_READ.add(self)
         if not (is_ending or has_hung or should_stop()):
             warnings.warn(
                 f"{self.streams.device} has not done its copies within {CLOSING_SECONDS:g} s: a kernel or a "
@@ -543,11 +543,11 @@ def _can_move_ahead(leaf: Any) -> bool:
 
 
 def record(streams: Streams, made: Any, stream: Any) -> None:
-    """Let a stream use memory of the copy stream; see `Streams.used_on`."""
+    """Let a stream use memory of the copy stream; see `Streams.record_use`."""
     if has_method(made, "record_stream") and not isinstance(made, torch.Tensor):
         made.record_stream(stream)
     else:
-        streams.used_on(filter(_is_recorded, _tensors_in(made)), stream)
+        streams.record_use(filter(_is_recorded, _tensors_in(made)), stream)
 
 
 def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:

@@ -150,7 +150,7 @@ class Placer:
     def _registrar(self) -> Registrar:
         return Registrar(self._first_streams, self.closer())
 
-    def settle(self) -> None:
+    def create_streams(self) -> None:
         """Create the copy streams in this thread, so that ``cuda`` without an index means its current device."""
         for device in self.asynchronous:
             self.copies[device]
@@ -327,7 +327,7 @@ class _CopyStreams(dict[torch.device, "CopyStream | None"]):
         return self[device]
 
 
-def not_placed(task: Task, raised: BaseException, where: str) -> Exception:
+def placement_error(task: Task, raised: BaseException, where: str) -> Exception:
     """Return the error of a batch that could not be placed. Exceptions of a signal handler are raised again.
 
     ``raised`` is an exception caught just now, ``where`` the step that raised it.

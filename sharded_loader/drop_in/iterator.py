@@ -39,9 +39,9 @@ from sharded_loader.drop_in.sampler import Points, SamplerStart, Skips, TorchEpo
 from sharded_loader.drop_in.state import LoaderState, TorchRun, TorchSteps, check_data, job_of, lives_on, stream_epoch
 from sharded_loader.extend import PartPoint, Pipeline, Pool, Task
 from sharded_loader.extend import engine as core
-from sharded_loader.extend.data import TensorBatch, is_stateful, to_torch, told_in
+from sharded_loader.extend.data import TensorBatch, epoch_listeners, is_stateful, to_torch
 from sharded_loader.extend.order import nested
-from sharded_loader.extend.tools import check_int, leave_alone, uninterrupted
+from sharded_loader.extend.tools import check_int, exclude_from_compilation, uninterrupted
 
 if TYPE_CHECKING:
     from sharded_loader.drop_in.state import Loader
@@ -303,8 +303,8 @@ class LoaderIterator(_BaseDataLoaderIter):
             behind = {} if before is None else {part: points[part] for part in before.unread & points.keys()}
             epoch = stream_epoch(loader, job.seed, state, behind)
             unread = {part for part, point in epoch.at_beginning().points.items() if point.ended}
-            job = replace(job, stream=epoch.stream._replace(tells_epoch=False))
-            epochs = (getattr(one, "epoch", None) for one in told_in(loader.dataset, nearest=True))
+            job = replace(job, stream=epoch.stream._replace(sets_epoch=False))
+            epochs = (getattr(one, "epoch", None) for one in epoch_listeners(loader.dataset, nearest=True))
             of_epoch = next((number for number in epochs if isinstance(number, int)), None)
         else:
             # As in torch, a worker has the dataset as it was when the worker started.
@@ -338,7 +338,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             start.begin(items)
         epoch = TorchEpoch(start, lanes, self._auto_collation, points, is_stateful(self._dataset), left_out)
         if self._num_workers > 0 and not start.resumes:  # torch sends its workers the first indices now
-            start.settle()
+            start.draw_seed()
             if not start.has_set_epoch:
                 epoch.begin()
         self._engine.pipeline.scheduler.one_by_one = start.may_draw
@@ -494,4 +494,4 @@ def in_torchs_words(error: WorkerDiedError | WorkerTimeoutError, timeout: float)
     return RuntimeError(f"DataLoader worker (pid(s) {error.pid}) exited unexpectedly. {error}")
 
 
-leave_alone(LoaderIterator.__next__)
+exclude_from_compilation(LoaderIterator.__next__)

@@ -25,7 +25,7 @@ from sharded_loader.extend.tools import uninterrupted
 CLOSING_SECONDS = 10.0
 """Seconds that `Pinner.close` waits for an object whose own ``pin_memory`` does not return."""
 
-LOOKS = 0.1
+POLL_SECONDS = 0.1
 """Poll interval in seconds while waiting for a copy: on Windows a Ctrl-C does not interrupt the wait for a lock."""
 
 
@@ -53,7 +53,7 @@ class PinnedCopy:
 
     def finish(self) -> Any:
         """Return the batch in pinned memory, or raise the error of an object that cannot be pinned."""
-        while not self._done.wait(LOOKS):
+        while not self._done.wait(POLL_SECONDS):
             pass
         if self._error is not None:
             error, self._error = self._error, None

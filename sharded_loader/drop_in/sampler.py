@@ -332,7 +332,7 @@ class SamplerStart:
             self.put_back()
         self._asked = items
 
-    def settle(self) -> None:
+    def draw_seed(self) -> None:
         """Have the `ShuffleSampler` draw its seed now; its ``set_epoch`` may still follow.
 
         After a resume, give the samplers the epoch of the state, because Fabric names epochs from 0 on.
@@ -469,7 +469,7 @@ class DrawnItems:
     def again(self) -> None:
         """Have `begin` restart the sampler at the interruption, because an interrupted generator has ended."""
         self.start = self.start.again(self.number, *self.marks[self.number])
-        self.start.settle()
+        self.start.draw_seed()
         self.is_started = False
 
     def draw(self, items: ThirdPartyItems) -> Any:
@@ -610,7 +610,7 @@ class TorchEpoch(Epoch):
     def begin(self) -> None:
         drawn = self.drawn
         if drawn.number == self.first and not drawn.has_ended:
-            drawn.start.settle()
+            drawn.start.draw_seed()
             self.number = drawn.start.epoch(self.number)
             self._left_out = self._skips(self.number)
         drawn.begin(self.number)
@@ -692,7 +692,7 @@ class TorchEpoch(Epoch):
         return Position(self.number, low, state, {}, points)
 
     def state(self, position: Position) -> dict[str, Any]:
-        return entries.written(position.mark)
+        return entries.to_state(position.mark)
 
 
 def _set_all(generators: Iterable[torch.Generator], states: Iterable[str] | None) -> None:

@@ -33,7 +33,7 @@ from sharded_loader.drop_in.sampler import EpochCount, InOrderSampler, SamplerSt
 from sharded_loader.drop_in.trainers import counted_by_fabric, fetched_by_lightning
 from sharded_loader.extend import Job, PartPoint, Position, Run
 from sharded_loader.extend import engine as core
-from sharded_loader.extend.data import Known, set_epoch_of
+from sharded_loader.extend.data import DataIdentity, epoch_setter
 from sharded_loader.extend.order import (
     LEFT_OUT,
     Signature,
@@ -88,7 +88,7 @@ class LoaderState:
     generator: str | None = entries.entry(entries.anything, name="_generator", default=None)
     next_draws: list[int] | None = entries.entry(entries.anything, name="_next", default=None)
     sampler: SamplerState | None = entries.entry(
-        entries.optional(entries.dict_of(SamplerState)), write=entries.written, name="_sampler", default=None
+        entries.optional(entries.dict_of(SamplerState)), write=entries.to_state, name="_sampler", default=None
     )
     stream: Any = entries.entry(entries.anything, name="_stream", default=None)
     length: int | None = entries.entry(entries.optional(entries.integer(0)), name="_length", default=None)
@@ -155,9 +155,9 @@ class TorchRun(Run):
             yielded, finished, self.base_seed, epoch.number, self.epoch_of_dataset, generator, following, **named
         )
         if loader.num_workers == 0:
-            return {**entries.written(own), **snapshots[0]}
+            return {**entries.to_state(own), **snapshots[0]}
         workers = {f"worker_{i}": {"worker_id": i, **snapshot} for i, snapshot in enumerate(snapshots)}
-        return {**entries.written(own), "_snapshot": {"_worker_snapshots": workers}}
+        return {**entries.to_state(own), "_snapshot": {"_worker_snapshots": workers}}
 
     def _stream_position(self, epoch: core.StreamEpoch, delivered: int, is_over: bool) -> Position:
         position = epoch.position(delivered)
@@ -237,7 +237,7 @@ class TorchProgress(core.Place):
         """Return the loaded state, if no epoch has begun since; see `at_named_epoch`."""
         if self.pending is None:
             return None
-        state = entries.parsed(LoaderState, self.pending, ADVICE)
+        state = entries.from_state(LoaderState, self.pending, ADVICE)
         self.is_of_fabric = counted_by_fabric(state.epoch_to_begin)
         return state if self.is_of_fabric else at_named_epoch(state, sampler, self.count)
 
@@ -351,7 +351,7 @@ def job_of(loader: Loader, collate_fn: object, drawn: int | None = None) -> Job:
     batched, seed = loader._auto_collation, int((drawn or 0) if loader.seed is None else loader.seed)
     base = drawn if loader.seed is None and loader._tuner is None else None  # None: nothing depends on the workers
     batchify, (action, _) = batchify_fn_of(collate_fn, batched=batched), core.action_and_limit(loader.on_error)
-    return Job(loader.dataset, batchify, seed, action, in_bulk=batched, base_seed=base, tells_epoch=False)
+    return Job(loader.dataset, batchify, seed, action, in_bulk=batched, base_seed=base, sets_epoch=False)
 
 
 # -- any step ----------------------------------------------------------------------------------------------------------
@@ -362,7 +362,7 @@ class TorchSteps(core.KnownSteps):
 
     def __init__(self, loader: Loader) -> None:
         self._loader, self._sampler = loader, loader._index_sampler
-        self.dataset, self.known = loader.dataset, Known(loader.dataset)
+        self.dataset, self.known = loader.dataset, DataIdentity(loader.dataset)
 
     @property
     def job(self) -> Job:
@@ -393,12 +393,12 @@ class TorchSteps(core.KnownSteps):
 
     def job_now(self) -> Job:
         is_told, seed = self._loader._progress.count.request is not None, int(self._loader.seed or 0)
-        return replace(self.job, seed=seed, base_seed=None, keeps_state=False, tells_epoch=is_told)
+        return replace(self.job, seed=seed, base_seed=None, keeps_state=False, sets_epoch=is_told)
 
     def in_epoch(self, epoch: int) -> AbstractContextManager[None]:
         progress, count = self._loader._progress, self._loader._progress.count
         live = None if progress.current_run is None else progress.live.get(progress.current_run.number)
-        set_epoch = None if count.request is None else set_epoch_of(self.dataset)
+        set_epoch = None if count.request is None else epoch_setter(self.dataset)
         reads = live is not None and not live._shutdown and live._num_workers and live._engine.pool.shares_dataset
         back = lambda: 0 if count.request is None else count.request[1]  # noqa: E731
         return core.in_epoch(set_epoch, epoch, back, [progress.epoch] if reads else ())
@@ -451,7 +451,7 @@ class TorchSteps(core.KnownSteps):
             raise ValueError(f"epoch {epoch} cannot be looked up: {drawn}")
         run, number, known = progress.current_run, None, None
         if progress.pending is not None:
-            loaded = entries.parsed(LoaderState, progress.pending, ADVICE)
+            loaded = entries.from_state(LoaderState, progress.pending, ADVICE)
             number, known = loaded.epoch, loaded.sampler
         elif run is not None and isinstance(run.epoch, TorchEpoch):
             number, known = run.epoch.number, run.epoch.drawn.start.state

@@ -3,7 +3,7 @@
 Each object stores its last call as ``epoch_request``, so several loaders can listen to one object. This library's
 samplers record each call themselves. For datasets and samplers of other libraries, a `_RecordingSetEpoch` replaces
 ``set_epoch`` of the class, so copies and pickles hold nothing of the original. A loader's own calls are not recorded;
-see `data.seeding.set_epoch_of`. An object with only ``__slots__`` cannot store its last call: a TypeError.
+see `data.seeding.epoch_setter`. An object with only ``__slots__`` cannot store its last call: a TypeError.
 """
 
 from __future__ import annotations

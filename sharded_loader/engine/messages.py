@@ -37,14 +37,14 @@ class Stream(NamedTuple):
     Attributes:
         drops_last: drop the incomplete batch at the end of a part.
         endless: a part that has ended starts over, and no batch is short.
-        tells_epoch: call the dataset's ``set_epoch`` when a part is opened.
+        sets_epoch: call the dataset's ``set_epoch`` when a part is opened.
     """
 
     parts: int
     batch_size: int
     drops_last: bool = False
     endless: bool = False
-    tells_epoch: bool = True
+    sets_epoch: bool = True
 
 
 class PartPoint(NamedTuple):
@@ -327,7 +327,7 @@ class Job:
         base_seed: worker i seeds the global generators once, with ``base_seed + i``, as in torch; None: for each batch.
         in_bulk: read several samples at once where the dataset can.
         keeps_state: the dataset has a state that each worker keeps; results include it.
-        tells_epoch: worker processes call the dataset's ``set_epoch``.
+        sets_epoch: worker processes call the dataset's ``set_epoch``.
         notes_samples: record each sample of every task in the heartbeat before it is read.
         max_memory: private bytes that a worker process may use; None: no limit.
     """
@@ -341,7 +341,7 @@ class Job:
     base_seed: int | None = None
     in_bulk: bool = True
     keeps_state: bool = False
-    tells_epoch: bool = True
+    sets_epoch: bool = True
     worker_init_fn: Callable[[int], Any] | None = None
     notes_samples: bool = False
     max_memory: int | None = None

@@ -305,8 +305,8 @@ class Pipeline:
         self.is_open_step = True
         if self.dropped:
             self._drop_runs()
-        if self.pool.unsettled:
-            self.pool.settle()
+        if self.pool.start_unfinished:
+            self.pool.finish_start()
         return is_inner
 
     def fail(self) -> None:
@@ -415,7 +415,7 @@ class Pipeline:
             LoaderClosedError: the loader was closed in the middle of this step.
         """
         is_inner = False
-        if self.is_open_step or self.dropped or self.pool.unsettled:
+        if self.is_open_step or self.dropped or self.pool.start_unfinished:
             is_inner = self._begin_step(is_nested)
         self.is_open_step, self.pool.waiting = True, False
         if first is not None:
@@ -588,6 +588,6 @@ class Observer:
             why = f"{type(error).__name__}: {text_of(error)}"
             for note in (note for note in notes_of(error) if note.endswith(HAS_ENDED)):
                 self.notices.warn(note, f"{note} (in {where}; {why})")
-            self.notices.happened("skipped_samples", f"on_error skipped or replaced sample {index!r} in {where}: {why}")
+            self.notices.record("skipped_samples", f"on_error skipped or replaced sample {index!r} in {where}: {why}")
         count, limit = before + len(skipped), self.max_skipped
         return None if limit is None or count <= limit else TooManySkippedError(count, limit, where, *skipped[-1])

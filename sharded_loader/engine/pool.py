@@ -56,7 +56,7 @@ class Pool(ABC):
         empty: allocates the memory for batches that are assembled in this process.
         worker_init_fn: called with its number in each worker when it starts.
         timeout: seconds without progress after which a worker is replaced; None: never.
-        unsettled: `settle` must be called in the next step.
+        start_unfinished: `finish_start` must be called in the next step.
         waiting: `wait` is idle, or runs the user's code, and has changed nothing.
     """
 
@@ -67,7 +67,7 @@ class Pool(ABC):
     notices: Notices = Notices()
     shares_dataset: bool = True
     is_here: bool = True
-    unsettled: bool = False
+    start_unfinished: bool = False
     waiting: bool = False
     worker_init_fn: Callable[[int], Any] | None = None
     timeout: float | None = None
@@ -92,9 +92,9 @@ class Pool(ABC):
     def start(self, job: Job) -> None:
         """Start the workers. Running workers are sent the new job before any later task."""
 
-    def settle(self) -> None:
+    def finish_start(self) -> None:
         """Do the work that `start` has deferred because it would delay the first batch."""
-        self.unsettled = False
+        self.start_unfinished = False
 
     @abstractmethod
     def submit(self, tasks: Sequence[Task]) -> None:

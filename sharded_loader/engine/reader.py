@@ -31,7 +31,7 @@ from sharded_loader.base.system import core_seconds
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.batching.protocol import ASYNC, BatchifyError, Empty, assembler, refuse_async
 from sharded_loader.data.bulk import NOT_IN_BULK, Awaited, as_bulk, as_items, is_awaited, listed, takes_arrays
-from sharded_loader.data.seeding import set_epoch_of
+from sharded_loader.data.seeding import epoch_setter
 from sharded_loader.engine.heartbeat import IN_BATCHIFY, IN_BULK, ONE_BY_ONE, SAMPLE, SHARD, UNUSED, Heartbeat
 from sharded_loader.engine.messages import NOTHING, BatchTimes, Job, PartPoint, Result, Task
 from sharded_loader.randomness.rng import NO_SAMPLE, OF_BATCH, OfBatch, SampleScope, philox, reading
@@ -114,15 +114,15 @@ class Reader:
     """Reads the batches of one job.
 
     Args:
-        tells_epoch: call the dataset's ``set_epoch`` when the epoch changes (if the reader owns the dataset).
+        sets_epoch: call the dataset's ``set_epoch`` when the epoch changes (if the reader owns the dataset).
         in_bulk: read several samples at once where the dataset and the job can.
     """
 
-    def __init__(self, job: Job, *, tells_epoch: bool = False, in_bulk: bool = True) -> None:
+    def __init__(self, job: Job, *, sets_epoch: bool = False, in_bulk: bool = True) -> None:
         self._job = job
         self._policy = ErrorPolicy(job)
         self._fetcher = _make_fetcher(job, self._policy, in_bulk and job.in_bulk)
-        self._set_epoch: Any = set_epoch_of(job.dataset) if tells_epoch else None
+        self._set_epoch: Any = epoch_setter(job.dataset) if sets_epoch else None
         self._epoch: int | None = None
         self.timing = Timing()
 

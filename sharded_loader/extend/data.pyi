@@ -13,11 +13,11 @@ from sharded_loader.batching.default import stack_arrays as stack_arrays
 from sharded_loader.batching.default import unlike as unlike
 from sharded_loader.batching.protocol import Assemble as Assemble
 from sharded_loader.batching.protocol import assembler as assembler
+from sharded_loader.batching.protocol import brief as brief
 from sharded_loader.batching.protocol import check_not_empty as check_not_empty
 from sharded_loader.batching.protocol import in_fields as in_fields
 from sharded_loader.batching.protocol import new_array as new_array
 from sharded_loader.batching.protocol import ragged as ragged
-from sharded_loader.batching.protocol import some as some
 from sharded_loader.batching.tree import ATOMS as ATOMS
 from sharded_loader.batching.tree import NUMPY_NAMES as NUMPY_NAMES
 from sharded_loader.batching.tree import TensorBatch as TensorBatch
@@ -58,12 +58,12 @@ from sharded_loader.data.columns import as_dataset as as_dataset
 from sharded_loader.data.columns import check_dataset as check_dataset
 from sharded_loader.data.datasets import Mixture as Mixture
 from sharded_loader.data.datasets import Translate as Translate
+from sharded_loader.data.datasets import announce_epoch as announce_epoch
 from sharded_loader.data.datasets import apportioned as apportioned
 from sharded_loader.data.datasets import follow as follow
 from sharded_loader.data.datasets import mixture_of as mixture_of
 from sharded_loader.data.datasets import nested as nested
-from sharded_loader.data.datasets import tell_epoch as tell_epoch
-from sharded_loader.data.inspection import Known as Known
+from sharded_loader.data.inspection import DataIdentity as DataIdentity
 from sharded_loader.data.inspection import digest_of_read as digest_of_read
 from sharded_loader.data.inspection import exact as exact
 from sharded_loader.data.inspection import fingerprint_of as fingerprint_of
@@ -77,6 +77,6 @@ from sharded_loader.data.inspection import look_in_worker as look_in_worker
 from sharded_loader.data.inspection import takes_two as takes_two
 from sharded_loader.data.inspection import text_with_type as text_with_type
 from sharded_loader.data.inspection import warn_of_other_data as warn_of_other_data
+from sharded_loader.data.seeding import epoch_listeners as epoch_listeners
+from sharded_loader.data.seeding import epoch_setter as epoch_setter
 from sharded_loader.data.seeding import generators as generators
-from sharded_loader.data.seeding import set_epoch_of as set_epoch_of
-from sharded_loader.data.seeding import told_in as told_in

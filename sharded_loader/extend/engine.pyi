@@ -10,7 +10,7 @@ from sharded_loader.devices.names import accelerators as accelerators
 from sharded_loader.devices.names import device_list as device_list
 from sharded_loader.devices.names import find_devices as find_devices
 from sharded_loader.devices.placement import Placer as Placer
-from sharded_loader.devices.placement import not_placed as not_placed
+from sharded_loader.devices.placement import placement_error as placement_error
 from sharded_loader.engine.epoch_requests import EpochRequest as EpochRequest
 from sharded_loader.engine.epoch_requests import EpochRequests as EpochRequests
 from sharded_loader.engine.epoch_requests import new_request as new_request
@@ -57,7 +57,7 @@ from sharded_loader.loader.lookup import in_epoch as in_epoch
 from sharded_loader.loader.lookup import shown_indices as shown_indices
 from sharded_loader.memory.arena import Leases as Leases
 from sharded_loader.memory.arena import RecentSizes as RecentSizes
-from sharded_loader.memory.codec import APART as APART
+from sharded_loader.memory.codec import ON_HOST as ON_HOST
 from sharded_loader.memory.codec import SIZE as SIZE
 from sharded_loader.memory.codec import aligned as aligned
 from sharded_loader.memory.codec import decode as decode

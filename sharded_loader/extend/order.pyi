@@ -16,10 +16,10 @@ from sharded_loader.randomness.shuffle import taken as taken
 from sharded_loader.randomness.shuffle import uniforms as uniforms
 from sharded_loader.randomness.shuffle import uniforms_at as uniforms_at
 from sharded_loader.sampling.base import EVERY as EVERY
+from sharded_loader.sampling.base import announce_epoch as announce_epoch
 from sharded_loader.sampling.base import is_own as is_own
 from sharded_loader.sampling.base import nested as nested
 from sharded_loader.sampling.base import resolve_seed as resolve_seed
-from sharded_loader.sampling.base import tell_epoch as tell_epoch
 from sharded_loader.sampling.order import LEFT_OUT as LEFT_OUT
 from sharded_loader.sampling.order import step_checksum as step_checksum
 from sharded_loader.sampling.order import warn_of_done_steps as warn_of_done_steps

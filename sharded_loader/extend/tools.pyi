@@ -17,7 +17,7 @@ from sharded_loader.base.errors import add_note as add_note
 from sharded_loader.base.errors import as_batch_error as as_batch_error
 from sharded_loader.base.errors import notes_of as notes_of
 from sharded_loader.base.imports import call_after_import as call_after_import
-from sharded_loader.base.imports import leave_alone as leave_alone
+from sharded_loader.base.imports import exclude_from_compilation as exclude_from_compilation
 from sharded_loader.base.interrupts import is_from_outside as is_from_outside
 from sharded_loader.base.interrupts import pass_on as pass_on
 from sharded_loader.base.interrupts import uninterrupted as uninterrupted

@@ -72,15 +72,15 @@ class Observed(NamedTuple):
     """One look: setting, samples per second, and shares of the time inside epochs without worker start-up.
 
     Attributes:
-        waits, hungry: share spent waiting for data; part of it caused by the workers, not by the main process.
-        late: part of ``hungry`` in which finished batches waited for an earlier one, per worker.
+        waits, starved: share spent waiting for data; part of it caused by the workers, not by the main process.
+        late: part of ``starved`` in which finished batches waited for an earlier one, per worker.
         reading, running: mean number of busy workers; of those on a core or waiting for one, not blocked on I/O.
     """
 
     setting: Setting
     rate: float
     waits: float = 0.0
-    hungry: float = 0.0
+    starved: float = 0.0
     late: float = 0.0
     reading: float = 0.0
     running: float = 0.0
@@ -97,10 +97,10 @@ def choose(seen: Sequence[Observed], cores: int, most: int) -> Setting:
     Example:
         The program waits for workers that compute: there is a core for a third one, but none for a fourth.
 
-        >>> two = Observed(Setting(2), rate=100.0, waits=0.9, hungry=0.9, reading=2.0, running=2.0)
+        >>> two = Observed(Setting(2), rate=100.0, waits=0.9, starved=0.9, reading=2.0, running=2.0)
         >>> choose([two], cores=3, most=32).workers
         3
-        >>> three = Observed(Setting(3), rate=150.0, waits=0.9, hungry=0.9, reading=3.0, running=3.0)
+        >>> three = Observed(Setting(3), rate=150.0, waits=0.9, starved=0.9, reading=3.0, running=3.0)
         >>> choose([two, three], cores=3, most=32).workers
         3
     """
@@ -120,13 +120,13 @@ def choose(seen: Sequence[Observed], cores: int, most: int) -> Setting:
     if now.setting != best:
         return best
     need, tries = max(1, math.ceil(SPARE * now.reading)), list[Setting]()
-    if now.hungry >= ENOUGH:
+    if now.starved >= ENOUGH:
         # Processes waiting for a core neither compute nor wait for input.
         ran = min(now.running, cores)
         share = ran / (ran + max(0.0, now.reading - now.running)) if ran else 0.0
         room = math.floor(cores * (2 - share) / share) if share else most  # for those that only compute: the cores
         count = max(1, min(2 * workers, room, most))
-        deep = min(2 * depth, DEEPEST) if 2 * now.late > now.hungry else depth
+        deep = min(2 * depth, DEEPEST) if 2 * now.late > now.starved else depth
         more = Setting(count, min(deep, max(PER_WORKER, AHEAD // count)))
         tries.append(more)
         if more.workers > workers and more in rates and best == min(rates):
@@ -134,7 +134,7 @@ def choose(seen: Sequence[Observed], cores: int, most: int) -> Setting:
     elif 2 * need <= workers + 1 and not any(need <= setting.workers < workers for setting in rates):
         tries.append(Setting(min(need, workers), depth))
     for setting in tries:
-        often = TWICE if now.hungry >= MUCH and setting > best else 1
+        often = TWICE if now.starved >= MUCH and setting > best else 1
         if setting != best and looks[setting] < often:
             return setting
     return best
@@ -146,9 +146,9 @@ def observe(before: LoaderStats, after: LoaderStats, setting: Setting) -> Observ
     seconds = after.seconds - before.seconds - causes["start"]
     if seconds < WINDOW or (after.batches - before.batches < LEAST and seconds < 4 * WINDOW):
         return None
-    hungry, waits = causes["compute"] + causes["input"], sum(causes.values()) - causes["start"]
+    starved, waits = causes["compute"] + causes["input"], sum(causes.values()) - causes["start"]
     reading, running, behind = (now - then for now, then in zip(_at_work(after), _at_work(before), strict=True))
-    amounts = after.samples - before.samples, waits, hungry, min(hungry, behind / setting.workers), reading, running
+    amounts = after.samples - before.samples, waits, starved, min(starved, behind / setting.workers), reading, running
     return Observed(setting, *(amount / seconds for amount in amounts))
 
 

@@ -36,7 +36,7 @@ from sharded_loader.drop_in.sampler import ShuffleSampler
 from sharded_loader.drop_in.trainers import begin_loader, called_by, end_loader, note_prepared
 from sharded_loader.extend.data import is_stream
 from sharded_loader.extend.engine import placement_given
-from sharded_loader.extend.order import len_epoch, nested, tell_epoch
+from sharded_loader.extend.order import announce_epoch, len_epoch, nested
 from sharded_loader.extend.tools import an
 from sharded_loader.torch import DataLoader
 
@@ -135,7 +135,7 @@ class RankBatches(BatchSamplerShard):  # type: ignore[misc]
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the one that the next ``iter()`` begins."""
-        tell_epoch(self.batch_sampler, epoch)
+        announce_epoch(self.batch_sampler, epoch)
 
     def remainder(self, epoch: int, dataset: Any) -> int:
         """How many samples of the last step of an epoch, all ranks together, are no repetitions.

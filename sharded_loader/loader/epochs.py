@@ -33,8 +33,8 @@ from sharded_loader.base.notices import Notices
 from sharded_loader.base.private import is_owned
 from sharded_loader.data.bulk import takes_arrays
 from sharded_loader.data.datasets import can_follow, follow
-from sharded_loader.data.inspection import Known
-from sharded_loader.data.seeding import set_epoch_of
+from sharded_loader.data.inspection import DataIdentity
+from sharded_loader.data.seeding import epoch_setter
 from sharded_loader.devices.placement import Placer
 from sharded_loader.engine.messages import Job
 from sharded_loader.engine.order import Epoch, Position
@@ -274,7 +274,7 @@ class Epochs:
     ) -> None:
         self._job, self.dataset, self.batchify_fn = job, job.dataset, job.batchify_fn
         self.order, self.pipeline, self.placement, self.resident = order, pipeline, placement, resident
-        self.known = Known(job.dataset)
+        self.known = DataIdentity(job.dataset)
         self.progress = Progress(order, self.known.entries)
         self._workers = pipeline.pool
         self.prefetch_epochs = not pipeline.pool.shares_dataset
@@ -310,7 +310,7 @@ class Epochs:
         if resident is not None and resident.load(again=self.stale):
             pool = resident
         if pool.shares_dataset:
-            self.placement.settle()
+            self.placement.create_streams()
             self._tell_epoch(run)
         self.order.begun(run.epoch)
         self.pipeline.open(run, self.job_now(), renew=self.stale, pool=pool)
@@ -372,7 +372,7 @@ class Epochs:
         dataset.
         """
         pool = self.pipeline.pool
-        shares_epoch = pool.shares_dataset and set_epoch_of(self.dataset) is not None
+        shares_epoch = pool.shares_dataset and epoch_setter(self.dataset) is not None
         if not (self.prefetch_epochs and pool.num_workers) or shares_epoch or self.stale or self._kept is not None:
             return
         point = self.progress.rollback_point()
@@ -504,7 +504,7 @@ class Epochs:
 
     def set_epoch_of_data(self) -> Any:
         """Return the dataset's ``set_epoch``, or None. That of iterable data is called when a part is opened."""
-        return None if self.order.stream is not None else set_epoch_of(self.dataset)
+        return None if self.order.stream is not None else epoch_setter(self.dataset)
 
     def reading(self) -> list[Run]:
         """Return the runs in progress; all of one epoch if they share a dataset with ``set_epoch``."""

@@ -23,11 +23,11 @@ import torch
 
 from sharded_loader.base import host_clock
 from sharded_loader.base.errors import LoaderClosedError
-from sharded_loader.base.imports import leave_alone
+from sharded_loader.base.imports import exclude_from_compilation
 from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.base.private import find_profiler_enabled, is_owned
 from sharded_loader.batching.tree import to_torch
-from sharded_loader.devices.placement import not_placed
+from sharded_loader.devices.placement import placement_error
 from sharded_loader.engine.messages import NOTHING, Result
 from sharded_loader.engine.pipeline import Entry, Observer, Run
 from sharded_loader.loader.arguments import Batch
@@ -200,7 +200,7 @@ class EpochIterator(Iterator[Batch]):
                 if run.epoch.evaluates:
                     entry.batch = entry.batch, run.epoch.real(task)
             except Exception as raised:
-                error = not_placed(task, raised, "while the batch was placed")
+                error = placement_error(task, raised, "while the batch was placed")
                 entry.result = result = replace(result, batch=None, error=error)
                 del error
         if self._observer.times:
@@ -225,7 +225,7 @@ class EpochIterator(Iterator[Batch]):
             return
         repeats = epoch.repeats(run.delivered, at_end)
         if repeats is False:
-            notices.settle("parts")
+            notices.suppress("parts")
         elif repeats:
             parts, but = epoch.stream.parts, ", unless its samples are random" if at_end else ""
             notices.warn(
@@ -285,4 +285,4 @@ class EpochIterator(Iterator[Batch]):
         return result if error is None else replace(result, batch=None, error=error)
 
 
-leave_alone(EpochIterator.__next__, EpochIterator.__del__)
+exclude_from_compilation(EpochIterator.__next__, EpochIterator.__del__)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from sharded_loader.data.datasets import mixture_of
-from sharded_loader.data.inspection import Known, digest_of_read
+from sharded_loader.data.inspection import DataIdentity, digest_of_read
 from sharded_loader.engine.messages import NOTHING, Job, Task
 from sharded_loader.engine.order import Epoch, Position
 from sharded_loader.engine.pipeline import Entry
@@ -66,7 +66,7 @@ class KnownSteps(Protocol):
     """
 
     dataset: Any
-    known: Known
+    known: DataIdentity
 
     def job_now(self) -> Job:
         """Return the configuration of the readers."""

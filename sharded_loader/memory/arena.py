@@ -3,7 +3,8 @@
     free -> a worker writes -> borrowed by the user -> free
 
     RecentSizes.wanted -> nbytes            size of the next slot
-    Arena.take(nbytes) -> Slot              when a task is sent
+    Arena.returned -> leases                when a task is sent: of slots that are free again, first in, first out
+    Arena.take(nbytes) -> Slot              when none of these has that size
     Arena.lend(slot, places) -> buffers     when its batch has arrived; the arrays over the buffers hold the lease
     Arena.give(slot)                        when the slot is unreferenced and its writer has exited
 
@@ -11,8 +12,8 @@ A segment is mapped once, so a batch costs no system call and no page fault. Seg
 holds a descriptor in every process. Slots are aligned to 64 bytes.
 
 A lease is a weak reference to the borrowed array, the base of all its views and tensors. When that array dies, in any
-thread or inside the garbage collector, the lease is appended to a deque, and the next `take` reuses the slot. Appending
-needs no lock, so it is safe even in a signal handler.
+thread or inside the garbage collector, the lease is appended to ``returned``, and the slot's next batch takes it from
+there. Appending needs no lock, so it is safe even in a signal handler.
 
 `take` returns None, and the batch goes through the pipe, if all slots are borrowed at the bound. The same happens, with
 a warning and occasional retries, if descriptors or the mount are exhausted. If the machine or a cgroup is out of
@@ -170,7 +171,7 @@ PAUSE = 256
 WINDOW = 64
 """Number of recent sizes: if sizes are random, one batch in 64 exceeds its slot and is copied once more."""
 
-LEFT_ALONE: list[Segment] = []
+STILL_READ: list[Segment] = []
 """Segments of closed arenas that a device may still read; they stay mapped. Arenas check them on close and growth."""
 
 Register = Callable[[mmap.mmap], Callable[[], Any] | None]
@@ -186,9 +187,9 @@ class RecentSizes:
         >>> for nbytes in (1600, 160, 160):
         ...     sizes.note(nbytes)
         ...     print(sizes.wanted)
-        1700
-        1700
-        170
+        1728
+        1728
+        192
     """
 
     def __init__(self, window: int = WINDOW) -> None:
@@ -199,7 +200,7 @@ class RecentSizes:
         """Record the size of a batch that has arrived."""
         self._sizes.append(nbytes)
         largest = max(self._sizes)
-        self.wanted = largest + largest // 16
+        self.wanted = -(-(largest + largest // 16) // ALIGNMENT) * ALIGNMENT  # a call of `aligned` less per batch
 
 
 class Arena:
@@ -223,8 +224,7 @@ class Arena:
         self._free: list[list[tuple[int, int]]] = []
         self._take_count = 0
         self._borrowed: dict[Slot, Lease] = {}
-        self._inherited: set[Slot] = set()  # readable by a process that the user forked
-        self._returned: deque[Lease] = deque()
+        self.returned: deque[Lease] = deque()
         self._warned = False
         self._paused_until = 0
 
@@ -235,25 +235,20 @@ class Arena:
 
     @property
     def lent(self) -> int:
-        """Number of batches that the user holds. Thread-safe."""
-        return len(self._borrowed) - len(self._returned)
+        """Number of batches that the user holds and received after the last `retire_lent`. Thread-safe."""
+        return sum(lease() is not None for lease in list(self._borrowed.values()))
 
     def take(self, nbytes: int) -> Slot | None:
         """Return a free slot of at least ``nbytes``; None at the bound. MemoryError: the system is out of memory."""
         self._take_count += 1
         wanted = max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
-        while self._returned:
-            slot: Slot = self._returned.popleft().resource
-            del self._borrowed[slot]
-            if slot in self._inherited:
-                continue
+        while self.returned:
+            slot: Slot = self.returned.popleft().resource
+            self._borrowed.pop(slot, None)
             if slot.nbytes == wanted:
-                return slot  # unchanged, since most batches are equally large
+                return slot
             self.give(slot)
-        new_slot = self._carve(wanted)
-        if new_slot is None and self._grow(wanted):
-            new_slot = self._carve(wanted)
-        return new_slot
+        return self._carve(wanted) or (self._carve(wanted) if self._grow(wanted) else None)
 
     def give(self, slot: Slot) -> None:
         """Free a slot that is not borrowed, and merge it with free neighbours."""
@@ -277,7 +272,7 @@ class Arena:
         segment = self.segments[slot.segment]
         # A separate array per lease: NumPy makes it the base of all its views.
         memory = np.frombuffer(segment.mapping, np.uint8, slot.nbytes, slot.offset)
-        lease = Lease(memory, self._returned.append)
+        lease = Lease(memory, self.returned.append)
         lease.resource = slot
         self._borrowed[slot] = lease
         buffers = []
@@ -297,7 +292,7 @@ class Arena:
 
     def retire_lent(self) -> None:
         """Exclude the borrowed slots from reuse: a child that the user is about to fork can read them. Thread-safe."""
-        self._inherited.update(slot for slot, lease in list(self._borrowed.items()) if lease() is not None)
+        self._borrowed.clear()  # a lease that is dropped never calls back
 
     def close_descriptors(self) -> None:
         """Close the main process's descriptors in a forked child."""
@@ -309,9 +304,9 @@ class Arena:
         segments = self.segments
         self.segments, self._free = [], []
         # New containers: a lease that ends later must not free a slot of a later segment.
-        self._borrowed, self._returned, self._inherited = {}, deque(), set()
+        self._borrowed, self.returned = {}, deque()
         with contextlib.ExitStack() as steps:  # each step runs, even if another one raises
-            for segment in (*segments, *LEFT_ALONE):
+            for segment in (*segments, *STILL_READ):
                 steps.callback(_close_segment, segment)
 
     def _carve(self, nbytes: int) -> Slot | None:
@@ -344,7 +339,7 @@ class Arena:
                 f"no room for a batch in shared memory: {size:,} bytes wanted, {have:,} in use, and "
                 f"{free.what} leaves {free.nbytes:,}: use smaller batches, fewer workers or a smaller prefetch"
             )
-        for leftover in tuple(LEFT_ALONE):
+        for leftover in tuple(STILL_READ):
             _close_segment(leftover)
         with uninterrupted():  # a segment lost halfway would keep its descriptor and registration
             segment = self._create(size, least, have)
@@ -390,10 +385,10 @@ def _close_segment(segment: Segment) -> None:
         is_read = segment.unregister is not None and segment.unregister() is False
     finally:  # if this raises, the device is broken and reads nothing more
         if is_read:
-            if segment not in LEFT_ALONE:
-                LEFT_ALONE.append(segment)
+            if segment not in STILL_READ:
+                STILL_READ.append(segment)
             segment.close_descriptor()
         else:
             with contextlib.suppress(ValueError):
-                LEFT_ALONE.remove(segment)
+                STILL_READ.remove(segment)
             segment.close()

@@ -64,7 +64,7 @@ class Encoded(NamedTuple):
     Attributes:
         head: the pickle stream.
         places: offset and size in the slot of each out-of-band buffer. Offset -1: the buffer is in ``buffers``. A size
-            is negative, with a mark, if the library does not copy the object to devices (`SetApart`).
+            is negative, with a mark, if the library does not copy the object to devices (`HostParts`).
         buffers: buffers outside the slot.
         modules: modules that unpickling imports (published jobs only).
     """
@@ -192,14 +192,14 @@ def decode(head: bytes | memoryview, buffers: Sequence[object] = ()) -> Any:
 
 
 class ReplyPickler(pickle.Pickler):
-    """Pickler for replies of a worker. ``apart`` is the mark of the `SetApart` objects being pickled, or 0."""
+    """Pickler for replies of a worker. ``apart`` is the mark of the `HostParts` objects being pickled, or 0."""
 
     apart = 0
 
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is SetApart:
-            self.apart = APART
-        elif obj is Moving:
+        if type(obj) is HostParts:
+            self.apart = ON_HOST
+        elif obj is Movers:
             self.apart = MOVES
         elif obj is End:
             self.apart = 0
@@ -302,22 +302,22 @@ def view_mapping(whole: Any, kind: type, writeable: bool, shape: Any, dtype: Any
 # -- objects that the library does not copy to devices ----------------------------------------------------------------
 
 
-APART, MOVES = 1 << 61, 1 << 62
+ON_HOST, MOVES = 1 << 61, 1 << 62
 """Marks on the size of a buffer, which is then negative: not copied by the library, and also moves itself."""
 
-SIZE = APART - 1
+SIZE = ON_HOST - 1
 """Mask for the size in a marked size."""
 
 
-class Moving:
-    """Marker after those objects of a `SetApart` that do not move themselves."""
+class Movers:
+    """Marker after those objects of a `HostParts` that do not move themselves."""
 
 
 class End:
-    """Marker after the objects of a `SetApart`."""
+    """Marker after the objects of a `HostParts`."""
 
 
-class SetApart(NamedTuple):
+class HostParts(NamedTuple):
     """A reply, preceded by the objects in it that the library does not copy to a device tensor by tensor.
 
     They are pickled first, so that an array shared with the rest of the batch counts as theirs. ``moving`` and ``end``
@@ -325,20 +325,20 @@ class SetApart(NamedTuple):
     """
 
     objects: list[Any]
-    moving: type[Moving]
+    moving: type[Movers]
     movers: list[Any]
     end: type[End]
     reply: Any
 
 
-def set_apart(tree: object) -> tuple[list[Any], list[Any]]:
+def host_parts(tree: object) -> tuple[list[Any], list[Any]]:
     """Return the parts of a batch that the library must not copy to a device: first those that do not move themselves.
 
     They are objects of the user's classes, containers that move themselves, special tensors (sparse, subclasses) and
     arrays whose dtype torch lacks. The user may copy from their memory at any time, on any stream.
 
     Example:
-        >>> set_apart({"x": np.zeros(3), "names": ["a"], "when": np.array(["2020"], "M8[Y]")})
+        >>> host_parts({"x": np.zeros(3), "names": ["a"], "when": np.array(["2020"], "M8[Y]")})
         ([array(['2020'], dtype='datetime64[Y]')], [])
     """
     staying: list[Any] = []
@@ -387,8 +387,8 @@ def resolve_class(module: str, qualname: str, tracker: str | None, address: int)
         return tracked
     resolved = _searched_classes.get((module, qualname, address)) or _look_up(sys.modules.get(module), qualname)
     is_class = isinstance(resolved, type)
-    # The class under this name can be of a notebook cell that ran again since the fork; an error, which the user's loop
-    # catches under the name that it has now, stays with that one.
+    # A notebook cell that ran again since the fork gives the name to another class. For errors that one is right: the
+    # user's loop catches them under it.
     if not is_class or (module == "__main__" and id(resolved) != address and not issubclass(resolved, BaseException)):
         named = [cls for cls in _all_classes() if cls.__qualname__ == qualname and cls.__module__ == module]
         resolved = next((cls for cls in named if id(cls) == address), named[0] if len(named) == 1 else resolved)

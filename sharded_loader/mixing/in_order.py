@@ -28,13 +28,13 @@ from itertools import islice
 from typing import Any, Final
 
 from sharded_loader.extend.data import (
+    announce_epoch,
     check_dataset,
     is_indexed,
     is_stateful,
     iterable_of,
     known_parts,
     takes_two,
-    tell_epoch,
 )
 from sharded_loader.extend.engine import this_worker
 from sharded_loader.extend.order import SampleScope, reading, shuffled
@@ -210,7 +210,7 @@ class _MixPosition:
     epoch: object = entries.entry(entries.anything)
     position: int = entries.entry(entries.integer(0))
     sources: tuple[SourcePoint, ...] = entries.entry(
-        entries.list_of(entries.dict_of(SourcePoint)), write=lambda points: list(map(entries.written, points))
+        entries.list_of(entries.dict_of(SourcePoint)), write=lambda points: list(map(entries.to_state, points))
     )
 
 
@@ -256,14 +256,14 @@ class InterleavedIterable(InOrder):
     def set_epoch(self, epoch: Any) -> None:
         """Pass the epoch on to the datasets, and drop a loaded position of another epoch."""
         for dataset in self._inside:
-            tell_epoch(dataset, epoch)
+            announce_epoch(dataset, epoch)
         if epoch != self._epoch:
             self._epoch, self._loaded, self._last = epoch, None, None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the most recently active iterator; see `interleave`."""
         position = self._loaded or self._beginning()
-        return entries.written(position if self._last is None else self._last.state())
+        return entries.to_state(position if self._last is None else self._last.state())
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Let the next iteration continue at a saved position.
@@ -276,8 +276,8 @@ class InterleavedIterable(InOrder):
             raise TypeError(
                 f"interleave: the state is {brief(state)}, {an(type(state))}; it must be a dict: {_MIXTURES}"
             )
-        position = entries.parsed(_MixPosition, state, _MIXTURES, "interleave: the state")
-        differences = list(entries.differing(position, self._beginning()).values())
+        position = entries.from_state(_MixPosition, state, _MIXTURES, "interleave: the state")
+        differences = list(entries.differences(position, self._beginning()).values())
         if not differences and len(position.sources) != len(self._schedule.sources):
             differences.append(f"it was one of {len(position.sources)} datasets")
         if differences:
@@ -378,7 +378,7 @@ class ShuffleBuffer(InOrder):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iterator, also for the dataset if it has ``set_epoch``."""
         self.epoch = epoch
-        tell_epoch(self._dataset, epoch)
+        announce_epoch(self._dataset, epoch)
 
     def __iter__(self) -> ShuffledIterator:
         return ShuffledIterator(self._dataset, _BufferPosition(self.size, self.seed, self.epoch, 0, 0, BEGINNING))
@@ -399,7 +399,7 @@ class _BufferPosition:
     epoch: int = entries.entry(entries.integer(0))
     block: int = entries.entry(entries.integer(0))
     given: int = entries.entry(entries.integer(0))
-    source: SourcePoint = entries.entry(entries.dict_of(SourcePoint), write=entries.written)  # noqa: RUF009 - it makes a field
+    source: SourcePoint = entries.entry(entries.dict_of(SourcePoint), write=entries.to_state)  # noqa: RUF009 - it makes a field
 
 
 class _FailedRead:
@@ -480,14 +480,14 @@ class ShuffledIterator(Iterator[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as a small dict, without samples."""
-        return entries.written(replace(self._position, given=self._given))
+        return entries.to_state(replace(self._position, given=self._given))
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Continue at a saved position, reading its block again; raise TypeError or ValueError for unfit states."""
-        at = entries.parsed(
+        at = entries.from_state(
             _BufferPosition, entries.instance(Mapping, "a dict")("the state", state, _BUFFERS), _BUFFERS
         )
-        if found := entries.differing(at, self._position):
+        if found := entries.differences(at, self._position):
             raise ValueError(f"ShuffleBuffer: the state is that of another one: {', '.join(found.values())}")
         self._begin_at(replace(at, given=0))
         self._source.open()  # raises here, not in place of a sample

@@ -24,7 +24,7 @@ import numpy as np
 
 from sharded_loader import ConcatDataset
 from sharded_loader.extend import Array, Dataset, Indices, Int64s, Table
-from sharded_loader.extend.data import Mixture, checked_index, checked_indices, is_indexed, mixture_of, tell_epoch
+from sharded_loader.extend.data import Mixture, announce_epoch, checked_index, checked_indices, is_indexed, mixture_of
 from sharded_loader.extend.order import BLOCK, WEIGHTS_SET, Bijections, IndexSampler
 from sharded_loader.extend.tools import an, brief, check_int, refuse_arguments
 from sharded_loader.mixing import in_order
@@ -239,7 +239,7 @@ class ShuffledDataset(InterleavedDataset):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch whose order is read, also for the datasets. A `ShardedDataLoader` does not need it."""
         self._epoch = check_int("epoch", epoch, 0, "epochs count from 0", ValueError)
-        tell_epoch(self._dataset, epoch)
+        announce_epoch(self._dataset, epoch)
 
 
 def _is_coded(array: Array) -> bool:

@@ -27,7 +27,7 @@ from numpy.typing import ArrayLike, DTypeLike
 from sharded_loader.extend import Array, Dataset, Empty, Indices, Int64s
 from sharded_loader.extend.data import bulk, checked_index, checked_indices, new_array
 from sharded_loader.extend.tools import an, check_int, refuse_arguments
-from sharded_loader.recordio.positioned import is_rewritten, settled, tag_of
+from sharded_loader.recordio.positioned import is_rewritten, stable_stat, tag_of
 
 OPEN = 64
 """Maximum number of mapped files per process. Each holds a descriptor."""
@@ -282,7 +282,7 @@ def _file(path: str, dtype: DTypeLike | None) -> _TokenFile:
 
 def _described(path: str, dtype: np.dtype[Any], offset: int = 0, length: int | None = None) -> _TokenFile:
     """Describe the tokens from ``offset`` on, by default to the end of the file."""
-    found = settled(path)
+    found = stable_stat(path)
     if not stat.S_ISREG(found.st_mode) or found.st_size <= offset:
         raise ValueError(f"{path} is empty, or no file: give files of token ids")
     if length is None and (found.st_size - offset) % dtype.itemsize:

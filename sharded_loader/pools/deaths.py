@@ -53,7 +53,7 @@ class Deaths:
     Attributes:
         crash_suspects: (run, seq) of tasks that are sent alone, because a worker died with them or others of their
             group.
-        unsettled: a worker has died, and not all batches that may have caused it are done.
+        unresolved: a worker has died, and not all batches that may have caused it are done.
 
     Example:
         >>> deaths = Deaths(2)
@@ -69,32 +69,32 @@ class Deaths:
         self._grown_by_worker: Counter[int] = Counter()
         self._proven = False
         self.crash_suspects: set[tuple[int, int]] = set()
-        self.unsettled = False
+        self.unresolved = False
 
     def record_batch_death(self, task: Task) -> bool:
         """Record a death over a task. Return True if the task has killed too many workers."""
         key = task.run, task.seq
         self._by_batch[key] += 1
         self.crash_suspects.add(key)
-        self.unsettled = True
+        self.unresolved = True
         return self._by_batch[key] >= self._limit
 
     def suspect(self, keys: Iterable[tuple[int, int]]) -> None:
         """Record a death over one of several tasks."""
         self.crash_suspects.update(keys)
-        self.unsettled = True
+        self.unresolved = True
 
-    def settle(self, run: int, seq: int) -> None:
-        """Record that a task is done or abandoned; needed only while deaths are `unsettled`."""
+    def resolve(self, run: int, seq: int) -> None:
+        """Record that a task is done or abandoned; needed only while deaths are `unresolved`."""
         self._idle_by_worker.clear()
         self._by_batch.pop((run, seq), None)
         self.crash_suspects.discard((run, seq))
-        self.unsettled = bool(self.crash_suspects)
+        self.unresolved = bool(self.crash_suspects)
 
     def record_idle_death(self, worker: int) -> bool:
         """Record a death between batches. Return True if workers of this number died there too often."""
         self._idle_by_worker[worker] += 1
-        self.unsettled = True
+        self.unresolved = True
         return self._idle_by_worker[worker] >= IDLE_DEATHS
 
     def record_growth(self, worker: int, batches: int) -> bool:

@@ -310,7 +310,7 @@ class ThreadPool(WorkerPool):
             if not was_abandoned:
                 self._launch(shared, thread.number)
                 text = f"thread {thread.number} made no progress for {timeout:g} s. Another has its place"
-                self.notices.happened("replaced_workers", text)
+                self.notices.record("replaced_workers", text)
 
     def tell_of_wait(self, text: str, task: Task | None) -> None:
         threads = [thread for shared in self._running for thread in shared.threads]

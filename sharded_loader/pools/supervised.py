@@ -45,7 +45,7 @@ from sharded_loader.engine.heartbeat import UNUSED, is_at
 from sharded_loader.engine.messages import NOTHING, BatchTimes, Grouping, Job, Result, Task, unpack_result
 from sharded_loader.engine.pool import PoolBroken, WorkerPool
 from sharded_loader.memory.arena import RecentSizes
-from sharded_loader.memory.codec import SetApart, decode_error
+from sharded_loader.memory.codec import HostParts, decode_error
 from sharded_loader.memory.publish import script_by_value
 from sharded_loader.pools.deaths import Death, Deaths, Watch
 
@@ -287,7 +287,7 @@ class SupervisedPool(WorkerPool, Generic[W]):
                 transport.launch_as(worker.number, self._job)
             self.take_back(worker.tasks.values())
         if not is_draining:
-            self.notices.happened("replaced_workers", f"{death.fate}. Another worker has its place")
+            self.notices.record("replaced_workers", f"{death.fate}. Another worker has its place")
         return results
 
     def give_up_worker(self, worker: W, error: Exception) -> list[Result]:
@@ -315,7 +315,7 @@ class SupervisedPool(WorkerPool, Generic[W]):
         self.requeued = deque(other for other in self.requeued if (other.run, other.seq) not in ended)
         for run, seq in ended:
             worker.tasks.pop((run, seq), None)
-            self.deaths.settle(run, seq)
+            self.deaths.resolve(run, seq)
         return results
 
     def tell_of_wait(self, text: str, task: Task | None) -> None:
@@ -359,8 +359,8 @@ class SupervisedPool(WorkerPool, Generic[W]):
         if result.seconds:  # not dropped
             self._sizes.note(wanted)
             self.group = self._grouping.note(result.seconds, self._sizes.wanted)
-        if self.deaths.unsettled:
-            self.deaths.settle(run, seq)
+        if self.deaths.unresolved:
+            self.deaths.resolve(run, seq)
         return result
 
 
@@ -407,7 +407,7 @@ def decode_result(
         if task is not None:
             Location(task.epoch, seq).note(failure, samples=task.shards[0])
         return Result(run, seq, error=failure)
-    result: Any = reply.reply if type(reply) is SetApart else reply
+    result: Any = reply.reply if type(reply) is HostParts else reply
     failed = None if result.error is None else decode_error(result.error)
     skipped = tuple((index, decode_error(encoded)) for index, encoded in result.skipped)
     return replace(result, error=failed, skipped=skipped, times=times)  # type: ignore[no-any-return]

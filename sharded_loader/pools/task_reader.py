@@ -33,21 +33,21 @@ from sharded_loader.batching.protocol import Array
 from sharded_loader.engine.heartbeat import BEGINNING, RUN, SAMPLE, SENDING, SEQ, SHARD, Heartbeat, new_heartbeat, phase
 from sharded_loader.engine.messages import Job, Result, Task, pack_reply, pack_result, task_of
 from sharded_loader.engine.reader import Reader, plain_indices
-from sharded_loader.memory.codec import Encoded, End, Moving, SetApart, SlotWriter, encode, encode_error, set_apart
+from sharded_loader.memory.codec import Encoded, End, HostParts, Movers, SlotWriter, encode, encode_error, host_parts
 from sharded_loader.randomness.rng import derive_key, seed_as_torch, seed_globals, seeded_globals
 
 
 def reader_for(job: Job, *, readers: int = 1, seed: Callable[[int, int], None] | None = None) -> Reader:
     """Return the reader of a job. ``readers`` and ``seed`` are those of `StreamReader`."""
     if job.stream is None and not job.keeps_state:
-        return Reader(job, tells_epoch=seed is not None and job.tells_epoch)
+        return Reader(job, sets_epoch=seed is not None and job.sets_epoch)
     from sharded_loader.data.inspection import keeps_place
     from sharded_loader.streams.reader import StatefulReader, StreamReader
 
     if job.stream is None:
         return StatefulReader(job)
-    # The drop-in (no tells_epoch) has one iterator at a time, and reads the user's own object, as torch does.
-    several = job.stream.parts > readers or (job.stream.tells_epoch and keeps_place(job.dataset))
+    # The drop-in (no sets_epoch) has one iterator at a time, and reads the user's own object, as torch does.
+    several = job.stream.parts > readers or (job.stream.sets_epoch and keeps_place(job.dataset))
     return StreamReader(job, several=several, alone=seed is not None, seed=seed)
 
 
@@ -207,9 +207,9 @@ def _encode(result: Result, slot: SlotWriter) -> Encoded:
     skipped = tuple((index, encode_error(error)) for index, error in result.skipped)
     error = None if result.error is None else encode_error(result.error)
     reply = replace(result, error=error, skipped=skipped, times=None)  # type: ignore[arg-type]  # these lie beside it
-    objects, movers = set_apart(result.batch)
+    objects, movers = host_parts(result.batch)
     if objects or movers or skipped:
-        return encode(SetApart([*objects, skipped], Moving, movers, End, reply), slot)
+        return encode(HostParts([*objects, skipped], Movers, movers, End, reply), slot)
     return encode(reply, slot)
 
 

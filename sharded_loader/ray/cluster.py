@@ -33,7 +33,7 @@ import numpy as np
 
 from sharded_loader.extend import Array, Empty, Notices
 from sharded_loader.extend.data import new_array
-from sharded_loader.extend.engine import APART, SIZE, Leases, publish
+from sharded_loader.extend.engine import ON_HOST, SIZE, Leases, publish
 from sharded_loader.extend.tools import is_thread_of_others
 
 Wanted = dict[str, Any]
@@ -300,7 +300,7 @@ class Lent:
                     f"{memory.nbytes:,} bytes of batches are copied out of Ray's object store: {self._held:,} of the "
                     f"{self.max_bytes:,} bytes that may be held are in use; see RayPool(max_bytes=)"
                 )
-                self.notices.happened("slow_batches", text)
+                self.notices.record("slow_batches", text)
             copy = self.empty(memory.shape, memory.dtype)
             copy[...] = memory
             return copy
@@ -318,4 +318,4 @@ class Lent:
         mapped, others = self.take(memory) if memory.nbytes else memory, map(self.take, rest)
         for offset, size in places:
             part = next(others) if offset < 0 else mapped[offset : offset + (abs(size) & SIZE)]
-            yield part.copy() if self.copies_all and size < 0 and -size & APART else part
+            yield part.copy() if self.copies_all and size < 0 and -size & ON_HOST else part

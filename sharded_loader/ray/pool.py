@@ -273,7 +273,7 @@ class RayPool(SupervisedPool[ActorWorker]):
         text = f"Ray could not bring this batch. {has}: if it is full, start Ray with a larger object_store_memory"
         add_note(failure, f"sharded_loader: {text}")
         Location(task.epoch, task.seq).note(failure, samples=task.shards[0])
-        self.deaths.settle(task.run, task.seq)
+        self.deaths.resolve(task.run, task.seq)
         return Result(task.run, task.seq, error=failure)
 
     def _count_room(self) -> None:

@@ -36,7 +36,7 @@ from typing import Any, BinaryIO, TypeVar
 import numpy as np
 
 from sharded_loader.extend import Int64s
-from sharded_loader.recordio.positioned import BINARY, PositionedFile, checksums, settled
+from sharded_loader.recordio.positioned import BINARY, PositionedFile, checksums, stable_stat
 
 MAGIC_NUMBER = 0xCED7230A
 _MAGIC = struct.pack("<I", MAGIC_NUMBER)
@@ -237,7 +237,7 @@ class RecordFile:
 
     def watch(self) -> None:
         """Remember this version of the file for `check`."""
-        settled(self.path)
+        stable_stat(self.path)
         file = self._open()
         found = file.stat()
         self._verified = _stat_key(found)

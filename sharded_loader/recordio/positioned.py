@@ -59,7 +59,7 @@ class PositionedFile:
         self.close()
 
 
-def settled(path: str) -> os.stat_result:
+def stable_stat(path: str) -> os.stat_result:
     """Return the stat of a file, after waiting until a further change would get another timestamp."""
     for _ in range(10):  # bounded, because another program may keep writing
         found = os.stat(path)

@@ -48,8 +48,8 @@ from sharded_loader.extend.engine import (
     PendingCopy,
     Placer,
     Streams,
-    not_placed,
     pinned_copy,
+    placement_error,
 )
 from sharded_loader.extend.tools import an, brief, host_clock, pass_on
 
@@ -268,7 +268,7 @@ class ResidentPool(InlinePool):
         try:
             shards = [self._gather(rows, *shard) for shard in zip(self._devices, found, strict=False)]
         except Exception as raised:
-            return (Result(task.run, task.seq, error=not_placed(task, raised, "while the batch was gathered")),)
+            return (Result(task.run, task.seq, error=placement_error(task, raised, "while the batch was gathered")),)
         batch = shards if task.sharded else shards[0]
         samples = sum(map(len, task.shards))
         return (Result(task.run, task.seq, batch, samples, seconds=host_clock.now() - began, began=began),)
@@ -306,7 +306,7 @@ class ResidentPool(InlinePool):
             for field, those in zip(fields, sent, strict=False):
                 put_rows(field, places[len(where) :], those)
             if current != at.home:
-                streams.used_on(at.columns, current)
+                streams.record_use(at.columns, current)
         return fields
 
 

@@ -77,7 +77,7 @@ def nested(sampler: object) -> Iterator[Any]:
         sampler = inner
 
 
-def tell_epoch(sampler: object, epoch: int) -> None:
+def announce_epoch(sampler: object, epoch: int) -> None:
     """Call ``set_epoch`` on a sampler and its inner samplers; torch's BatchSampler does not forward it."""
     for each in nested(sampler):
         if callable(set_epoch := getattr(each, "set_epoch", None)):
@@ -299,7 +299,7 @@ class WrapperSampler(Sampler[Item_co]):
 
     def set_epoch(self, epoch: int) -> None:
         super().set_epoch(epoch)
-        tell_epoch(self.inner, self.epoch)
+        announce_epoch(self.inner, self.epoch)
 
     set_epoch.is_recorded = True  # type: ignore[attr-defined]
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.notices import warn
-from sharded_loader.data.seeding import told_in
+from sharded_loader.data.seeding import epoch_listeners
 from sharded_loader.engine.order import Order, Position, resolve_replicas
 from sharded_loader.sampling import state as states
 from sharded_loader.sampling import third_party
@@ -113,7 +113,7 @@ class MapOrder(Order[Signature]):
         # Padding must stay at the end of a batch, so its samples keep their order.
         self.shard_costs = None if sampling.costs is None or sampling.evaluate else sampling.sampler.costs
         # set_epoch may be called on the user's samplers, and on those that the loader exposes.
-        self._requests.listen([*nested(sampling.given), *nested(self.batch_sampler), *told_in(self._dataset)])
+        self._requests.listen([*nested(sampling.given), *nested(self.batch_sampler), *epoch_listeners(self._dataset)])
 
     def undisturbed(self, but: object) -> AbstractContextManager[None]:
         return third_party.undisturbed([sampler for sampler in nested(self.batch_sampler) if not is_own(sampler)], but)

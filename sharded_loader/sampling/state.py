@@ -131,9 +131,9 @@ def dump(position: Position, signature: Signature) -> dict[str, Any]:
         (3, 40, True)
     """
     state: dict[str, Any] = {"version": entries.VERSION, "epoch": position.epoch, signature.unit: position.done}
-    state |= entries.written(signature)
+    state |= entries.to_state(signature)
     if position.mark is not None:
-        state["passed"] = entries.written(position.mark)
+        state["passed"] = entries.to_state(position.mark)
     if position.row_checkpoint is not None:
         state["landmark"] = list(position.row_checkpoint)
     return state
@@ -149,7 +149,7 @@ def parse(state: Any) -> tuple[Position, Signature]:
         ValueError: the state has no 'seed': give what state_dict() of a ShardedDataLoader returned
     """
     entries.check_version(state, _ADVICE)
-    signature = entries.parsed(Signature, state, _ADVICE)
+    signature = entries.from_state(Signature, state, _ADVICE)
     unit = signature.unit
     if unit not in state:
         raise ValueError(f"the state has no {unit!r}, and its 'batch_size' is {signature.batch_size}: {_ADVICE}")
@@ -181,7 +181,7 @@ def differences(
         the dataset had 100 samples, and has 90
         batch_size was 8, and is 4
     """
-    phrases = entries.differing(saved, own, unit=own.unit)
+    phrases = entries.differences(saved, own, unit=own.unit)
     if phrases.keys() & {"dataset_length", "sampler"}:
         phrases.pop("sampler_length", None)  # a consequence
     stays = own.steps_per_epoch is None or shifted(position, saved, own, endless) is not None

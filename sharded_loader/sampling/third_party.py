@@ -47,7 +47,7 @@ from sharded_loader.engine.epoch_requests import last_requests, restore_requests
 from sharded_loader.engine.order import process_group
 from sharded_loader.randomness.rng import derive_key, seed_torch, seeded_globals
 from sharded_loader.randomness.shuffle import Indices
-from sharded_loader.sampling.base import ONE_SHOT, depth, is_own, is_wrapper, nested, tell_epoch
+from sharded_loader.sampling.base import ONE_SHOT, announce_epoch, depth, is_own, is_wrapper, nested
 from sharded_loader.sampling.state import Checkpoint
 from sharded_loader.sampling.tables import LazyTable, Table, as_numbers, bytes_of
 
@@ -121,7 +121,7 @@ def start_seeded(
     with seeded_globals(derive_key(seed, "foreign sampler", epoch)), _replaced_generators(sampler, epoch, seed):
         before = last_requests(nested(sampler))
         try:
-            tell_epoch(sampler, epoch)
+            announce_epoch(sampler, epoch)
         finally:
             restore_requests(before)
         items, stateful = loaded(sampler, sampler if is_stateful(sampler) else None, state)

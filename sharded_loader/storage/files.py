@@ -19,7 +19,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-from sharded_loader.recordio.positioned import PositionedFile, settled, tag_of
+from sharded_loader.recordio.positioned import PositionedFile, stable_stat, tag_of
 
 
 class Stat(NamedTuple):
@@ -122,7 +122,7 @@ class LocalFile(ShardFile):
 
 def local_stat(path: str) -> Stat:
     """Return the version of a local file; any later change changes the tag. Only regular files are accepted."""
-    found = settled(path)
+    found = stable_stat(path)
     if not stat.S_ISREG(found.st_mode):
         raise ShardError(f"{path} is not a file: give the names of shards, or a pattern such as {path}/*.tar")
     return _stat_of(found)

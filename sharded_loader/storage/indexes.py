@@ -183,11 +183,11 @@ def in_order(order: Int64s, values: Iterable[object]) -> list[Any]:
     return found
 
 
-def packed(texts: list[str]) -> npt.NDArray[np.uint8]:
+def encode_texts(texts: list[str]) -> npt.NDArray[np.uint8]:
     """Encode strings as one array of bytes.
 
     Example:
-        >>> unpacked(packed(["a", "", "bc"])), unpacked(packed(["a", "", "bc"]), [2, 0])
+        >>> decode_texts(encode_texts(["a", "", "bc"])), decode_texts(encode_texts(["a", "", "bc"]), [2, 0])
         (['a', '', 'bc'], ['bc', 'a'])
     """
     encoded = [text.encode("utf-8", "surrogateescape") for text in texts]
@@ -196,8 +196,8 @@ def packed(texts: list[str]) -> npt.NDArray[np.uint8]:
     return np.frombuffer(head + b"".join(encoded), np.uint8)
 
 
-def unpacked(array: npt.NDArray[np.uint8], which: Iterable[int] | None = None) -> list[str]:
-    """Decode all strings of `packed`, or those at ``which``."""
+def decode_texts(array: npt.NDArray[np.uint8], which: Iterable[int] | None = None) -> list[str]:
+    """Decode all strings of `encode_texts`, or those at ``which``."""
     raw = array.view(np.uint8).data if array.dtype.itemsize == 1 else b""  # of no texts: ValueError
     count = int(np.frombuffer(raw[:8], "<i8")[0])
     base = 8 * (count + 2)
@@ -257,7 +257,7 @@ def read_entries(store: ObjectStore, url: str) -> dict[str, ShardEntry]:
         content += store.ranges(url, [len(content)], [begin])[0]
     try:
         table = loaded(content[_HEAD.size : begin]) or {}
-        [format], names, tags = (unpacked(table[name]) for name in ("format", "names", "tags"))
+        [format], names, tags = (decode_texts(table[name]) for name in ("format", "names", "tags"))
         counts = [table[name].astype(np.int64, casting="safe") for name in ("sizes", "lengths", "ends")]
         sizes, lengths, ends = np.stack(counts).reshape(3, len(names))
         begins = np.append(0, ends)  # the index of the last shard ends with the file
@@ -290,9 +290,9 @@ def content(url: str, format: str, urls: Sequence[str], stats: Sequence[Stat], f
     folder, parts = url.rpartition("/")[0] + "/", [part for _, part in found]
     table = dumped(
         {
-            "format": packed([format]),
-            "names": packed([url.removeprefix(folder) for url in urls]),
-            "tags": packed(["" if local_path(url) else stat.tag for url, stat in zip(urls, stats, strict=True)]),
+            "format": encode_texts([format]),
+            "names": encode_texts([url.removeprefix(folder) for url in urls]),
+            "tags": encode_texts(["" if local_path(url) else stat.tag for url, stat in zip(urls, stats, strict=True)]),
             "sizes": np.array([stat.size for stat in stats], np.int64),
             "lengths": np.array([length for length, _ in found], np.int64),
             "ends": np.cumsum(list(map(len, parts)), dtype=np.int64),

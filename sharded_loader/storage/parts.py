@@ -42,7 +42,7 @@ class Changed(Exception):
     """Raised if the file is another version now."""
 
 
-class Unfit(Exception):
+class BadResponse(Exception):
     """Raised for an answer that does not match the request; worth a retry."""
 
 
@@ -84,7 +84,7 @@ def is_same(tag: str, other: str) -> bool | None:
     return None if not tag or not other or kind != other_kind else tag == other
 
 
-def part(system: Any, path: str, begin: int, end: int, stat: Stat | None, seconds: float) -> tuple[bytes, str]:
+def read(system: Any, path: str, begin: int, end: int, stat: Stat | None, seconds: float) -> tuple[bytes, str]:
     """Read a byte range through fsspec; return it with the tag of the answer, which is empty except for HTTP.
 
     Only asynchronous file systems can be interrupted after ``seconds``. Without ``stat``, any version will do.
@@ -105,7 +105,7 @@ def part(system: Any, path: str, begin: int, end: int, stat: Stat | None, second
             check_answer(answer.status, answer.headers, begin, end, stat)
     if seen and seen[0].status == 200:  # servers without range support send the whole file
         if stat is not None and len(found) != stat.size:
-            raise Unfit(f"{len(found):,} bytes came for the whole file, which has {stat.size:,}")
+            raise BadResponse(f"{len(found):,} bytes came for the whole file, which has {stat.size:,}")
         if len(found) > end - begin:
             _note_whole_files(shown(path).rpartition("/")[0])
         found = found[begin:end]
@@ -123,7 +123,7 @@ def _note_whole_files(folder: str) -> None:
     logger.warning(text + "Give the dataset a ShardCache, or let the server answer ranges", folder)
 
 
-def bound(url: str, options: Options) -> Options:
+def bind_credentials(url: str, options: Options) -> Options:
     """Return options for fsspec that keep an HTTP server's credentials from other hosts after a redirect.
 
     By itself, aiohttp drops only some headers, and neither the session's password nor its cookies.
@@ -156,18 +156,18 @@ _PLAIN = ("Accept", "Accept-Encoding", "Range", "User-Agent")
 
 
 def check_answer(status: int, headers: Mapping[str, str], begin: int, end: int, stat: Stat | None) -> None:
-    """Check the byte range of an HTTP answer: raise `Changed` for another file size, `Unfit` for another range."""
+    """Check the byte range of an HTTP answer: `Changed` for another file size, `BadResponse` for another range."""
     if status == 416:
         raise Changed(f"it has no bytes {begin:,} to {end:,} any more (HTTP 416)")
     coding = headers.get("Content-Encoding", "identity")
     if status in (200, 206) and coding not in ("identity", ""):
-        raise Unfit(f"the server sends it compressed (Content-Encoding: {coding}), so no part of it can be read")
+        raise BadResponse(f"the server sends it compressed (Content-Encoding: {coding}), so no part of it can be read")
     if status == 206:
         said = headers.get("Content-Range", "")
         match = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", said)
         if match is None or int(match[1]) != begin or int(match[2]) >= end:
             text = f"bytes {begin}-{end - 1} were asked for, and the server says that it sends {said or 'others'!r}"
-            raise Unfit(text)
+            raise BadResponse(text)
         if stat is not None and match[3] not in ("*", str(stat.size)):
             raise Changed(f"it has {int(match[3]):,} bytes, and had {stat.size:,}")
 

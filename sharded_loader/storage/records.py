@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from sharded_loader.recordio.files import RecordBytes, RecordIOError, is_written, read_record, scan_records
 from sharded_loader.storage.files import ShardError, ShardFile
-from sharded_loader.storage.indexes import Index, packed, unpacked
+from sharded_loader.storage.indexes import Index, decode_texts, encode_texts
 from sharded_loader.storage.tar import COMPRESSED
 
 
@@ -110,21 +110,21 @@ class MDS:
                     raise ValueError(f"its column {name!r} of {encoding} has {size} bytes")
             if len(set(names)) < len(names):
                 raise ValueError("two of its columns have the same name")
-            packed_names = packed(names)
+            packed_names = encode_texts(names)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             advice = "give its format, decompress it, or copy it again"
             raise ShardError(f"{file.name} is not an MDS file ({error}; byte {offset}): {advice}") from None
         return {
             "offsets": offsets,
             "names": packed_names,
-            "encodings": packed(encodings),
+            "encodings": encode_texts(encodings),
             "sizes": np.array([size or -1 for size in sizes], np.int64),
             "length": np.array(count),
         }
 
     def read(self, file: ShardFile, index: Index, rows: list[int]) -> list[dict[str, object]]:
-        names, fixed = unpacked(index["names"]), index["sizes"].tolist()
-        decoders = [decoder(encoding, file.name) for encoding in unpacked(index["encodings"])]
+        names, fixed = decode_texts(index["names"]), index["sizes"].tolist()
+        decoders = [decoder(encoding, file.name) for encoding in decode_texts(index["encodings"])]
         samples = []
         for row, begin, end, data in _samples_at(file, index, rows):
             try:

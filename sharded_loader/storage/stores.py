@@ -31,9 +31,8 @@ from itertools import islice
 from typing import Any, BinaryIO, TypeVar
 
 from sharded_loader.extend.tools import close_session, note_retry, path_of, write_whole
-from sharded_loader.storage import files
+from sharded_loader.storage import files, parts
 from sharded_loader.storage.files import Options, ShardError, ShardFile, Stat, Trust, local_path, shown
-from sharded_loader.storage.parts import UNKNOWN, Changed, FastS3, Unfit, bound, is_same, part, tag_of
 
 TRIES = 6
 PAUSE, LONGEST_PAUSE = 0.2, 10.0
@@ -95,7 +94,7 @@ class ObjectStore:
     def _begin(self) -> None:
         self._pid = os.getpid()
         self._systems: dict[object, Any] = {}
-        self._fast: dict[object, FastS3] = {}
+        self._fast: dict[object, parts.FastS3] = {}
         self._lock = threading.Lock()
         self._slot_count, self._slots = CONNECTIONS, threading.Semaphore(CONNECTIONS)
         self.retries = self.requests = 0
@@ -177,7 +176,7 @@ class ObjectStore:
         if found.size < 0:
             raise ShardError(f"{shown(url)}: the server does not say how large it is, so no part of it can be read")
         if not found.tag and found.size and url.startswith("http"):  # fsspec before 2025.12 leaves out Last-Modified
-            return found._replace(tag=self._with_retries(url, lambda: part(system, path, 0, 1, None, STALL))[1])
+            return found._replace(tag=self._with_retries(url, lambda: parts.read(system, path, 0, 1, None, STALL))[1])
         return found
 
     # -- bytes --------------------------------------------------------------------------------------------------------
@@ -209,8 +208,8 @@ class ObjectStore:
             with ThreadPoolExecutor(min(len(spans), MAX_REQUESTS)) as threads:
                 answers = list(threads.map(lambda span: self._part(url, span[0], span[1], stat), spans))
         self._check_version(url, stat, all(is_sure for _, is_sure in answers))
-        parts = [(answers[number][0], spans[number][0]) for number in where]
-        return [content[begin - at : end - at] for (content, at), begin, end in zip(parts, begins, ends, strict=True)]
+        found = [(answers[number][0], spans[number][0]) for number in where]
+        return [content[begin - at : end - at] for (content, at), begin, end in zip(found, begins, ends, strict=True)]
 
     def fetch(self, url: str, file: BinaryIO, stat: Stat, *, is_waited_for: bool = False) -> None:
         """Download a whole file into ``file``, with `CONNECTIONS` requests in flight.
@@ -241,14 +240,14 @@ class ObjectStore:
 
     def _check_version(self, url: str, stat: Stat | None, are_sure: bool) -> None:
         """If not all answers were tagged, check that the file is still the same version."""
-        if stat is None or are_sure or not stat.tag or stat.tag.startswith(UNKNOWN):
+        if stat is None or are_sure or not stat.tag or stat.tag.startswith(parts.UNKNOWN):
             return
         if re.match(r"hf://[^*?]*@[0-9a-f]{40}/", url):  # Hugging Face commits are immutable
             return
         system, path = self._open(url)
         system.invalidate_cache(path)
         now = self.stat(url)
-        if now.size != stat.size or is_same(stat.tag, now.tag) is False:
+        if now.size != stat.size or parts.is_same(stat.tag, now.tag) is False:
             raise _changed(url, "another version is there now")
 
     def _part(self, url: str, begin: int, end: int, stat: Stat | None, may_end: bool = False) -> tuple[bytes, bool]:
@@ -260,15 +259,15 @@ class ObjectStore:
 
         def read() -> tuple[bytes, bool]:
             fast = fast_s3.read(path, begin, end, STALL) if url.startswith("s3://") else None
-            found, tag = fast or part(system, path, begin, end, stat, STALL)
-            same = None if stat is None else is_same(stat.tag, tag)
+            found, tag = fast or parts.read(system, path, begin, end, stat, STALL)
+            same = None if stat is None else parts.is_same(stat.tag, tag)
             if same is False:
-                raise Changed("another version is there now")
+                raise parts.Changed("another version is there now")
             if len(found) > end - begin:  # the file system ignores ranges
                 found = found[begin:end]
             if len(found) != end - begin and not may_end:
                 said = f"{len(found):,} bytes came where {end - begin:,} were asked for"
-                raise Unfit(f"{said}: the file may have been cut")
+                raise parts.BadResponse(f"{said}: the file may have been cut")
             return found, bool(same)
 
         return self._with_retries(url, read)
@@ -284,12 +283,12 @@ class ObjectStore:
         key, options = self._access(url)
         with self._lock:
             if key not in self._systems:
-                self._fast.setdefault(key, FastS3(options))
+                self._fast.setdefault(key, parts.FastS3(options))
                 if url.startswith("s3://"):
                     config = {"retries": {"total_max_attempts": 1}, **options.get("config_kwargs", {})}
                     options = {**options, "config_kwargs": config}
                 try:
-                    system = url_to_fs(url, skip_instance_cache=True, **bound(url, options))[0]
+                    system = url_to_fs(url, skip_instance_cache=True, **parts.bind_credentials(url, options))[0]
                 except Exception as error:  # no such protocol, its library is missing, no connection
                     said = files.redacted(f"{type(error).__name__}: {error}", options)
                     raise ShardError(f"{shown(url)}: {said}. Check the URL, and storage_options=") from None
@@ -326,11 +325,11 @@ class ObjectStore:
                         self._slot_count += 1
                         self._slots.release()
                 return answer
-            except Changed as changed:
+            except parts.Changed as changed:
                 raise _changed(url, str(changed)) from None
             except Exception as raised:
                 error = _reason(raised)
-                said = str(error) if isinstance(error, Unfit) else f"{type(error).__name__}: {error}"
+                said = str(error) if isinstance(error, parts.BadResponse) else f"{type(error).__name__}: {error}"
                 message, headers = files.redacted(said, [self._options, self.trust]), getattr(error, "headers", None)
                 found = files.missing_or_forbidden(shown(url), error, message)
                 if found is None and isinstance(error, _PERMANENT_ERRORS):
@@ -426,7 +425,7 @@ _PERMANENT_ERRORS = (ImportError, NotImplementedError, TypeError, ValueError, Is
 
 def _stat_of(info: Mapping[str, Any]) -> Stat:
     size = info.get("size")
-    return Stat(-1 if size is None else int(size), tag_of(info))
+    return Stat(-1 if size is None else int(size), parts.tag_of(info))
 
 
 def _url_like(pattern: str, inside: str, system: Any, path: str) -> str:

@@ -26,7 +26,7 @@ from typing import BinaryIO
 import numpy as np
 
 from sharded_loader.storage.files import ShardError, ShardFile
-from sharded_loader.storage.indexes import Index, packed, unpacked
+from sharded_loader.storage.indexes import Index, decode_texts, encode_texts
 
 BLOCK = 512
 
@@ -83,13 +83,13 @@ class Tar:
             "sizes": sizes,
             "headers": headers.astype(np.uint32),
             "kinds": kinds.astype(np.int32),
-            "keys": packed([key for _, key in keys.values()]),
-            "extensions": packed(list(extensions)),
+            "keys": encode_texts([key for _, key in keys.values()]),
+            "extensions": encode_texts(list(extensions)),
             "length": np.array(len(keys)),
         }
 
     def read(self, file: ShardFile, index: Index, rows: list[int]) -> list[dict[str, object]]:
-        extensions = unpacked(index["extensions"])
+        extensions = decode_texts(index["extensions"])
         where = np.array(rows, np.int64)
         firsts = index["firsts"][where]
         counts = index["firsts"][where + 1] - firsts
@@ -103,7 +103,7 @@ class Tar:
                 advice = "If it has an index file, write that again (sharded-loader index). Make the dataset again"
                 raise ShardError(f"{file.name}, offset {head}: not the header that its index names. {advice}")
         kinds = iter(index["kinds"][members].tolist())
-        keys = unpacked(index["keys"], rows)
+        keys = decode_texts(index["keys"], rows)
         samples = []
         for key, count in zip(keys, counts.tolist(), strict=True):
             sample: dict[str, object] = {"__key__": key}

@@ -15,7 +15,7 @@ from sharded_loader.base.described import an
 from sharded_loader.base.imports import provided
 from sharded_loader.base.notices import warn
 from sharded_loader.data.inspection import known_parts
-from sharded_loader.data.seeding import told_in
+from sharded_loader.data.seeding import epoch_listeners
 from sharded_loader.engine.messages import Stream
 from sharded_loader.engine.order import Epoch, Order, Position
 from sharded_loader.streams.epoch import SharedParts, StreamEpoch, length_of_epoch
@@ -62,7 +62,7 @@ class StreamOrder(Order[StreamSignature]):
         super().__init__(last_batch, **given)
         self._given = None if streams is None else check_int("streams", streams, 1, "give the number of parts")
         self.is_bound = streams is not None
-        self._requests.listen(told_in(dataset))
+        self._requests.listen(epoch_listeners(dataset))
         self._dataset, self._workers, self._shared = dataset, num_workers, SharedParts(dataset)
         self._last: StreamEpoch | None = None
         self._warned = False

@@ -35,7 +35,7 @@ from sharded_loader.base.described import an
 from sharded_loader.base.errors import HAS_ENDED, add_note
 from sharded_loader.batching.protocol import refuse_async
 from sharded_loader.data.inspection import is_stateful, iterable_of, sampled
-from sharded_loader.data.seeding import set_epoch_of
+from sharded_loader.data.seeding import epoch_setter
 from sharded_loader.engine.heartbeat import BEGINNING, ONE_BY_ONE, SAMPLE, SHARD, UNUSED
 from sharded_loader.engine.messages import Job, PartBatch, PartIndices, PartPoint, Stream, Task
 from sharded_loader.engine.reader import BadSample, BatchScope, Reader
@@ -100,7 +100,7 @@ class OpenPart(Part):
 
     Args:
         alone: no other thread of this process reads a part.
-        tells_epoch: call the dataset's ``set_epoch``.
+        sets_epoch: call the dataset's ``set_epoch``.
 
     Attributes:
         point: progress, which the reader updates.
@@ -113,10 +113,10 @@ class OpenPart(Part):
     items: Any = None
 
     def __init__(
-        self, dataset: object, number: int, parts: int, seed: int, *, alone: bool = False, tells_epoch: bool = True
+        self, dataset: object, number: int, parts: int, seed: int, *, alone: bool = False, sets_epoch: bool = True
     ) -> None:
         super().__init__(number, parts, seed, dataset)
-        self._alone, self._tells_epoch = alone, tells_epoch
+        self._alone, self._tells_epoch = alone, sets_epoch
         self._last_state: tuple[Any, Any] | None = None
         self.point = PartPoint()
         self.next_sample: Callable[[], Any] = _nothing
@@ -124,7 +124,7 @@ class OpenPart(Part):
     def begin(self, passes: int, state: Any = None) -> None:
         """Begin a pass, or resume from a state that `state` has returned. With a third item: begin after that pass."""
         dataset: Any = self.dataset
-        if self._tells_epoch and (set_epoch := set_epoch_of(dataset)) is not None:
+        if self._tells_epoch and (set_epoch := epoch_setter(dataset)) is not None:
             set_epoch(passes)
         of_dataset, of_items, *begins_anew = state or (None, None)
         if of_dataset is not None:
@@ -348,7 +348,7 @@ class StreamReader(Reader):
         seed = derive_key(job.seed, "part", scope.epoch, part.number) & 0x7FFFFFFFFFFFFFFF
         if job.base_seed is not None:
             seed = job.base_seed + part.number
-        opened = OpenPart(dataset, part.number, stream.parts, seed, alone=self._alone, tells_epoch=stream.tells_epoch)
+        opened = OpenPart(dataset, part.number, stream.parts, seed, alone=self._alone, sets_epoch=stream.sets_epoch)
         point, first = part.point, scope.epoch
         opened.point = PartPoint(passes=first) if point.state is None else point
         self._seed(scope.epoch, opened.point.batches * self._stream.parts + part.number)

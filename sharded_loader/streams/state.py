@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from sharded_loader.base import entries
-from sharded_loader.base.entries import anything, entry, integer, list_of, optional, parsed, read_entry, written
+from sharded_loader.base.entries import anything, entry, from_state, integer, list_of, optional, read_entry, to_state
 from sharded_loader.engine.messages import PartPoint, Stream
 from sharded_loader.engine.order import Position
 
@@ -68,7 +68,7 @@ def differences(saved: StreamSignature, own: StreamSignature, position: Position
     same_step = saved.batch_size * saved.num_replicas == own.batch_size * own.num_replicas
     if saved.streams < own.num_replicas:
         texts.append(f"there were {saved.streams} parts (streams), and are {own.num_replicas} ranks: each needs a part")
-    phrases = entries.differing(saved, own)
+    phrases = entries.differences(saved, own)
     if is_at_start and (same_step or not strict):
         phrases.pop("batch_size", None)
     elif not is_at_start and "batch_size" in phrases:
@@ -100,7 +100,7 @@ def dump(position: Position, signature: StreamSignature) -> dict[str, Any]:
     if any(state is not None for state in states):
         parts["state"] = states
     state = {"version": entries.VERSION, "epoch": position.epoch, "batches": position.done}
-    return {**state, **written(signature), "parts": parts}
+    return {**state, **to_state(signature), "parts": parts}
 
 
 def parse(state: object, replicas: tuple[int, int]) -> tuple[Position, StreamSignature]:
@@ -114,7 +114,7 @@ def parse(state: object, replicas: tuple[int, int]) -> tuple[Position, StreamSig
     if len(states) == 1 and (first.num_replicas, first.rank) == replicas:
         return positions[0], first
     for signature in signatures:
-        if signature.seed != first.seed or entries.differing(signature, first):
+        if signature.seed != first.seed or entries.differences(signature, first):
             raise ValueError(f"the states are those of different runs: {_ADVICE}, one of each rank")
     compared = {"in different epochs": [position.epoch for position in positions]}
     if first.steps_per_epoch is not None:
@@ -133,7 +133,7 @@ def parse(state: object, replicas: tuple[int, int]) -> tuple[Position, StreamSig
 
 def _parse(state: Any) -> tuple[Position, StreamSignature]:
     entries.check_version(state, _ADVICE)
-    signature = parsed(StreamSignature, state, _ADVICE)
+    signature = from_state(StreamSignature, state, _ADVICE)
     epoch, batches = (read_entry(state, name, integer(0), _ADVICE) for name in ("epoch", "batches"))
     parts = {"state": None, **read_entry(state, "parts", entries.instance(Mapping, "a dict"), _ADVICE)}
     where = "the state's 'parts'"

@@ -1,4 +1,4 @@
-"""The entries of a saved position: written, read again, checked and compared, each by what its field says."""
+"""The entries of a saved position: to_state, read again, checked and compared, each by what its field says."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from sharded_loader.base.entries import (
     anything,
     check_version,
     dict_of,
-    differing,
+    differences,
     entry,
+    from_state,
     integer,
     list_of,
     optional,
-    parsed,
     string,
+    to_state,
     true_or_false,
-    written,
 )
 
 ADVICE = "give a state"
@@ -38,7 +38,7 @@ class Outer:
     done: int = entry(integer(0), "{done} was {was}, and is {now}", name="samples")
     kind: str = entry(string)
     seeds: tuple[int | None, ...] = entry(list_of(optional(integer())), write=list, default=())
-    inner: Inner | None = entry(dict_of(Inner), write=written, default=None)  # noqa: RUF009
+    inner: Inner | None = entry(dict_of(Inner), write=to_state, default=None)  # noqa: RUF009
     kept = 3  # not an entry
 
 
@@ -47,17 +47,17 @@ WHOLE = Outer(4, "x", (1, None), Inner(True, {"at": [1]}))
 
 @pytest.mark.parametrize("outer", [WHOLE, Outer(0, "")])
 def test_what_is_written_is_read_again_also_through_json(outer: Outer) -> None:
-    assert parsed(Outer, json.loads(json.dumps(written(outer))), ADVICE) == outer
+    assert from_state(Outer, json.loads(json.dumps(to_state(outer))), ADVICE) == outer
 
 
 def test_an_entry_has_its_name_and_is_left_out_where_it_has_its_default() -> None:
-    assert written(Outer(4, "x")) == {"samples": 4, "kind": "x"}
-    assert written(WHOLE)["inner"] == {"over": True, "own": {"at": [1]}}
-    assert written(Inner(False)) == {"over": False}
+    assert to_state(Outer(4, "x")) == {"samples": 4, "kind": "x"}
+    assert to_state(WHOLE)["inner"] == {"over": True, "own": {"at": [1]}}
+    assert to_state(Inner(False)) == {"over": False}
 
 
 def test_an_array_may_be_an_entry() -> None:
-    assert written(Inner(True, np.arange(3)))["own"].tolist() == [0, 1, 2]
+    assert to_state(Inner(True, np.arange(3)))["own"].tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -77,18 +77,18 @@ def test_an_array_may_be_an_entry() -> None:
 )
 def test_an_error_names_the_entry_and_ends_with_the_advice(change: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError) as raised:
-        parsed(Outer, {**written(WHOLE), **change}, ADVICE)
+        from_state(Outer, {**to_state(WHOLE), **change}, ADVICE)
     assert str(raised.value).startswith(said) and str(raised.value).endswith(": give a state")
 
 
 def test_an_entry_without_a_default_must_be_there() -> None:
     with pytest.raises(ValueError, match="the state has no 'samples': give a state"):
-        parsed(Outer, {"kind": "x"}, ADVICE)
+        from_state(Outer, {"kind": "x"}, ADVICE)
 
 
 def test_entries_with_a_text_are_compared() -> None:
-    assert differing(WHOLE, Outer(5, "y"), done="it") == {"done": "it was 4, and is 5"}
-    assert differing(WHOLE, WHOLE, done="it") == {}
+    assert differences(WHOLE, Outer(5, "y"), done="it") == {"done": "it was 4, and is 5"}
+    assert differences(WHOLE, WHOLE, done="it") == {}
 
 
 @pytest.mark.parametrize(

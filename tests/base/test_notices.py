@@ -53,7 +53,7 @@ def test_the_first_of_a_kind_is_a_warning_of_the_logger_and_the_others_are_infor
     caplog.set_level(logging.INFO, "sharded_loader")
     notices = Notices()
     for kind in ("skipped_samples", "slow_batches", "skipped_samples"):
-        notices.happened(kind, f"about {kind}")
+        notices.record(kind, f"about {kind}")
     assert levels(caplog, "skipped") == [logging.WARNING, logging.INFO] and levels(caplog, "slow") == [logging.WARNING]
     assert notices.counts["skipped_samples"] == 2
 
@@ -71,7 +71,7 @@ def test_a_warning_names_the_line_of_the_users_program() -> None:
 def test_a_line_of_the_logger_is_no_exception_where_warnings_are(caplog: pytest.LogCaptureFixture) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        Notices().happened("slow_batches", "text")
+        Notices().record("slow_batches", "text")
     assert levels(caplog, "text") == [logging.WARNING]
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from sharded_loader import empty
 from sharded_loader.batchify import Stack, default_batchify_fn
-from sharded_loader.batching.protocol import BatchifyError, assembler, in_fields, known_to, ragged
+from sharded_loader.batching.protocol import BatchifyError, assembler, fast_method, in_fields, ragged
 
 
 def test_errors_survive_pickling():
@@ -49,7 +49,7 @@ class MixedInBehind(OverridesOne, Base):
     ],
 )
 def test_a_fast_method_is_used_only_if_it_knows_the_override(kind, found):
-    assert known_to(kind, "many", ["one"]) is found
+    assert fast_method(kind, "many", ["one"]) is found
 
 
 def test_fields_of_fields_are_one_path():

@@ -165,7 +165,7 @@ def hang(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     machine.finish()
     for closed in (copies.CopyStream(SimulatedStreams(machine, machine.devices[0])), Arena()):
         closed.close()  # and looks again at what was left alone
-    assert (copies.LEFT_ALONE, arena.LEFT_ALONE, machine.registered) == (set(), [], {})
+    assert (copies.STILL_READ, arena.STILL_READ, machine.registered) == (set(), [], {})
 
 
 def test_a_device_that_hangs_is_not_waited_for_without_end(
@@ -222,12 +222,12 @@ def test_memory_that_was_left_alone_is_given_back_when_the_device_goes_on(
     hang()
     with pytest.warns(UserWarning, match="has not done its copies within"):
         loader.close()
-    assert machine.registered and arena.LEFT_ALONE and copies.LEFT_ALONE
+    assert machine.registered and arena.STILL_READ and copies.STILL_READ
     machine.hangs = False
     machine.finish()
     with ShardedDataLoader(dataset(), 32, device=device, num_workers=1) as other:
         next(iter(other))
-    assert (machine.registered, machine.faults, arena.LEFT_ALONE, copies.LEFT_ALONE) == ({}, [], [], set())
+    assert (machine.registered, machine.faults, arena.STILL_READ, copies.STILL_READ) == ({}, [], [], set())
     del held, batches
 
 

@@ -227,7 +227,7 @@ def test_a_batch_handed_out_on_another_stream_than_it_was_begun_on_is_recorded_t
     again = copies.begin([torch.zeros(1000, dtype=torch.int64)])
     machine.finish()
     assert found == [499500]
-    assert ("used_on", other.name) in machine.log
+    assert ("record_use", other.name) in machine.log
     again.finish()
 
 

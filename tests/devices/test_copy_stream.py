@@ -19,7 +19,7 @@ from sharded_loader.devices.copies import HOST_AHEAD, CopyStream
 @pytest.fixture
 def copies(machine: Machine) -> Iterator[CopyStream]:
     yield CopyStream(SimulatedStreams(machine, machine.devices[0]))
-    module.LEFT_ALONE.clear()
+    module.STILL_READ.clear()
     gc.collect()
 
 
@@ -230,9 +230,9 @@ def test_what_was_left_alone_is_given_back_when_any_loader_is_closed(
         assert not copies.close(0.01)
     machine.hangs = False
     machine.finish()
-    assert copies in module.LEFT_ALONE
+    assert copies in module.STILL_READ
     assert CopyStream(SimulatedStreams(machine, machine.devices[0])).close()
-    assert (module.LEFT_ALONE, len(copies.kept)) == (set(), 0)
+    assert (module.STILL_READ, len(copies.kept)) == (set(), 0)
 
 
 def test_at_the_programs_end_the_memory_is_left_to_the_driver(
@@ -268,4 +268,4 @@ def test_who_waits_for_copies_waits_for_one_that_another_thread_begins(
     goes_on.set()
     for thread in threads:
         thread.join()
-    assert (len(copies.kept), len(module.LEFT_ALONE), machine.faults) == (int(closes), int(closes), [])
+    assert (len(copies.kept), len(module.STILL_READ), machine.faults) == (int(closes), int(closes), [])

@@ -114,7 +114,7 @@ class Recorded(Graph):
         return Recorded(sent(self.values), self.sizes)
 
     def record_stream(self, stream: Any) -> None:
-        STREAMS["device"].used_on([self.values], stream)
+        STREAMS["device"].record_use([self.values], stream)
 
 
 class Bare:

@@ -17,7 +17,7 @@ from simulated import Machine, SimulatedStreams
 from sharded_loader import ProcessPool, ShardedDataLoader, ThreadPool, empty
 from sharded_loader.devices.placement import Placer
 from sharded_loader.engine.pool import Pool
-from sharded_loader.memory.codec import APART
+from sharded_loader.memory.codec import ON_HOST
 from sharded_loader.ray.cluster import Lent
 
 WIDTH = 4096
@@ -212,7 +212,7 @@ def test_objects_over_the_memory_of_a_group_of_batches_are_copied_out(machine: M
     for step in range(50):
         memory = np.repeat(np.float32([step, step, step + 0.5, step + 0.5]), WIDTH).view(np.uint8)
         size = 4 * WIDTH
-        places = [(number * size, -(size | APART) if number % 2 else size) for number in range(4)]
+        places = [(number * size, -(size | ON_HOST) if number % 2 else size) for number in range(4)]
         group = lent.buffers(places, memory, [])
         for mine, own in zip(group, group, strict=True):
             batch = place_now(place, {"x": mine.view(np.float32), "meta": [Sample(own.view(np.float32))]})

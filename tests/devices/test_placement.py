@@ -15,7 +15,7 @@ from simulated import Machine, SimulatedStreams
 
 from sharded_loader.devices import placement
 from sharded_loader.devices.copies import CLOSING_SECONDS, CopyStream, PendingCopy
-from sharded_loader.devices.placement import AHEAD, PAUSE, Placer, not_placed
+from sharded_loader.devices.placement import AHEAD, PAUSE, Placer, placement_error
 from sharded_loader.engine.messages import NOTHING, Task
 from sharded_loader.memory.arena import LEAST_BYTES, ReusedMemory
 
@@ -196,7 +196,7 @@ def test_the_end_of_an_epoch_waits_for_all_devices(machine: Machine) -> None:
 def test_what_closes_does_not_hold_the_placement(machine: Machine) -> None:
     """It is a finalizer's: what it held would live as long as the loader."""
     placed = Placer([machine.devices[0]], pin_memory=False)
-    placed.settle()
+    placed.create_streams()
     close, gone = placed.closer(), weakref.ref(placed)
     del placed
     assert gone() is None
@@ -237,7 +237,7 @@ def test_another_thread_may_meet_a_device_while_the_loader_is_closed(
     drain = CopyStream.drain
 
     def meanwhile(copies: CopyStream, seconds: float) -> bool:
-        placed.settle()
+        placed.create_streams()
         return drain(copies, seconds)
 
     monkeypatch.setattr(CopyStream, "drain", meanwhile)
@@ -276,7 +276,7 @@ def test_a_device_is_numbered_once(machine: Machine, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(placement, "indexed", indexed)
     placed = Placer([torch.device("privateuseone")], pin_memory=False)
     assert asked == []  # a loader that is only constructed touches no device
-    placed.settle()
+    placed.create_streams()
     first = placed.copies[placed.asynchronous[0]]
     assert first is placed.copies[placed.asynchronous[0]]
     assert first.streams.device == machine.devices[0]
@@ -285,7 +285,7 @@ def test_a_device_is_numbered_once(machine: Machine, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(("error", "samples"), [(ValueError("no"), True), (RuntimeError("CUDA error: assert"), False)])
 def test_the_error_of_a_batch_names_it(error: Exception, samples: bool) -> None:
-    assert not_placed(Task(3, 7, 2, 28, ([4, 5], [6]), True), error, "while it was placed") is error
+    assert placement_error(Task(3, 7, 2, 28, ([4, 5], [6]), True), error, "while it was placed") is error
     notes = "\n".join(error.__notes__)
     assert "epoch 2, batch 7" in notes
     assert ("loader.read(" in notes) is samples
@@ -301,6 +301,6 @@ def test_what_a_signal_handler_has_raised_is_not_the_error_of_a_batch() -> None:
             try:
                 signal.raise_signal(signal.SIGINT)
             except TimeIsUp as raised:
-                not_placed(Task(3, 7, 2, 28, ([4, 5],), False), raised, "while it was placed")
+                placement_error(Task(3, 7, 2, 28, ([4, 5],), False), raised, "while it was placed")
     finally:
         signal.signal(signal.SIGINT, usual)

@@ -32,7 +32,7 @@ ALONE: dict[str, Callable[[SimulatedStreams], object]] = {
     "an event that was never recorded": lambda s: s.timed_event().query(),
     "a new stream": lambda s: s.new_stream(),
     "memory on the device": lambda s: s.empty_like(torch.ones(3)),
-    "record_stream": lambda s: s.used_on([s.empty_like(torch.ones(3))], s.new_stream()),
+    "record_stream": lambda s: s.record_use([s.empty_like(torch.ones(3))], s.new_stream()),
     "the rows of a column": lambda s: s.take(s.empty_like(torch.ones(3)), s.empty_like(torch.ones(2).long())),
     "how much memory there is": lambda s: s.memory(),
 }
@@ -123,7 +123,7 @@ def test_times_are_those_of_events_that_have_them_and_have_passed(machine: Machi
 def test_memory_is_not_kept_for_the_stream_that_it_belongs_to(machine: Machine, streams: SimulatedStreams) -> None:
     home = streams.caller_stream()
     mine = streams.empty_like(torch.ones(3))
-    streams.used_on([mine], home)
+    streams.record_use([mine], home)
     address = mine.data_ptr()
     del mine
     assert streams.empty_like(torch.ones(3)).data_ptr() == address

@@ -62,7 +62,7 @@ def test_tensors_are_recorded_on_the_stream_that_uses_them(cuda: Streams) -> Non
     recorded: list[Any] = []
     devices = [cuda.device, torch.device("cpu"), cuda.device]
     tensors: Any = [SimpleNamespace(record_stream=recorded.append, device=device) for device in devices]
-    cuda.used_on(tensors, "a stream")
+    cuda.record_use(tensors, "a stream")
     assert recorded == ["a stream"] * 2  # a tensor on the host has no stream
 
 

@@ -257,7 +257,7 @@ def test_the_leaves_of_batches_of_one_structure_are_looked_at_once(
             super().__init__(batch)
 
     placement = Placer([machine.devices[0]], pin_memory=False)
-    placement.settle()
+    placement.create_streams()
     monkeypatch.setattr(copies, "PlacementPlan", Counted)
     for rows in (4, 4, 4, 3, 4, 4):
         place_now(placement, flat(rows))

@@ -598,7 +598,7 @@ def test_ready_event_lets_another_stream_use_a_batch(machine: Machine) -> None:
                 other.wait_event(loader.ready_event)
             with machine.on(device, other):
                 machine.kernel(device, batch["x"], lambda values: found.append(int(values[0, 0])))
-            SimulatedStreams(machine, device).used_on([batch["x"]], other)
+            SimulatedStreams(machine, device).record_use([batch["x"]], other)
             del batch
         machine.finish()
     assert found == list(range(0, 48, 8))

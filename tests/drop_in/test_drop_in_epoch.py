@@ -12,7 +12,7 @@ import torch
 from drop_in_samples import Order, Resets, plain
 from injection import HANDLERS, InterruptAt, next_interrupted
 
-from sharded_loader.base.entries import parsed
+from sharded_loader.base.entries import from_state
 from sharded_loader.drop_in.sampler import EpochCount, SamplerStart, SamplerState, TorchEpoch
 from sharded_loader.engine.messages import PartPoint, Result, Task
 from sharded_loader.torch import DataLoader
@@ -21,11 +21,11 @@ from sharded_loader.torch import DataLoader
 def read(
     sampler: Any, lanes: int = 2, keeps_state: bool = False, state: Any = None, batched: bool = True
 ) -> TorchEpoch:
-    saved = None if state is None else parsed(SamplerState, state, "give a state")
+    saved = None if state is None else from_state(SamplerState, state, "give a state")
     start = SamplerStart(sampler, saved, False, EpochCount())
     if state is None:
         start.begin()
-    start.settle()
+    start.draw_seed()
     return TorchEpoch(start, lanes, batched, {}, keeps_state, lambda number: ())
 
 

@@ -16,7 +16,7 @@ from samples import ByEpoch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
 
 from sharded_loader import sample_rng
-from sharded_loader.base.entries import written
+from sharded_loader.base.entries import to_state
 from sharded_loader.drop_in.sampler import EpochCount, SamplerStart, ShuffleSampler
 from sharded_loader.torch import DataLoader
 
@@ -380,7 +380,7 @@ def test_only_samplers_that_may_draw_are_noted() -> None:
     assert SamplerStart(Resets(), None, False, EpochCount()).state.rng is None
     shuffled = SamplerStart(BatchSampler(ShuffleSampler(DATA, seed=4), 2, False), None, False, EpochCount())
     shuffled.settle()
-    assert written(shuffled.state) == {"yielded": 0, "checksum": 0, "shuffle": {"seed": 4, "epoch": 0}}
+    assert to_state(shuffled.state) == {"yielded": 0, "checksum": 0, "shuffle": {"seed": 4, "epoch": 0}}
     drawing = SamplerStart(RandomSampler(DATA, generator=seeded()), None, False, EpochCount())
     assert drawing.state.rng is not None and len(drawing.state.rng[0]) == 2
 

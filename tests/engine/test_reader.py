@@ -454,7 +454,7 @@ def test_a_dataset_is_told_each_epoch_once() -> None:
 
     dataset = Told()
     dataset.told = []
-    reader = Reader(Job(dataset, None, 0), tells_epoch=True)
+    reader = Reader(Job(dataset, None, 0), sets_epoch=True)
     results = [reader.read(task_of([1], epoch=epoch), WORKER) for epoch in (0, 0, 1, 2, 2)]
     assert dataset.told == [0, 1, 2, 2]
     error = results[-1].error

@@ -168,7 +168,7 @@ def test_a_device_that_is_busy_for_long_is_not_waited_for_without_end(
         assert batch[:, 0].tolist() == [float(WIDTH) * (32 * number + i) for i in range(32)]
     del batch, held, batches
     arena.Arena().close()  # looks again at what was left alone
-    assert (runtime.registered, arena.LEFT_ALONE, copies.LEFT_ALONE) == ({}, [], set())
+    assert (runtime.registered, arena.STILL_READ, copies.STILL_READ) == ({}, [], set())
 
 
 def test_an_interruption_after_the_registration_leaves_nothing_registered(

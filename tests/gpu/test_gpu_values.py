@@ -25,7 +25,7 @@ from sharded_loader.engine.messages import Result, Task
 from sharded_loader.engine.pipeline import Entry
 from sharded_loader.engine.pool import Pool
 from sharded_loader.memory.arena import Arena
-from sharded_loader.memory.codec import APART
+from sharded_loader.memory.codec import ON_HOST
 from sharded_loader.ray.cluster import Lent
 
 pytestmark = [pytest.mark.gpu, needs_cuda, pytest.mark.timeout(300)]
@@ -279,7 +279,7 @@ def test_the_objects_of_a_group_of_batches_may_be_copied_too(cuda: torch.device)
     for step in range(20):
         first = np.arange(step * 2, step * 2 + 2)
         group = (first[:, None] * WIDTH + np.arange(WIDTH)).astype(np.int32)
-        places = [(number * 4 * WIDTH, -(4 * WIDTH | APART)) for number in range(2)]
+        places = [(number * 4 * WIDTH, -(4 * WIDTH | ON_HOST)) for number in range(2)]
         for number, taken in enumerate(lent.buffers(places, group.view(np.uint8).reshape(-1), [])):
             values = torch.from_numpy(taken.view(np.int32))
             sample = Result(0, 0, {"meta": Sample(values, torch.tensor(first[number]))})
@@ -315,7 +315,7 @@ def test_a_slot_is_used_again_only_when_its_copy_is_done(cuda: torch.device, mon
 
     monkeypatch.setattr(Arena, "take", watched)
     with loader_of(device=cuda, pool=ProcessPool(2)) as loader:
-        loader._placement.settle()
+        loader._placement.create_streams()
         streams = copy_streams_of(loader)[0].streams
         copy = streams.copy
         monkeypatch.setattr(streams, "copy", noted)

@@ -31,7 +31,7 @@ from tests.conftest import PROCESS_POOLS
 
 def seen(workers: int, rate: float, *, depth: int = PER_WORKER, waits: float = 0.9, **others: float) -> Observed:
     """All workers wait for input, unless the arguments say otherwise."""
-    facts = {"hungry": waits, "reading": float(workers)} | others
+    facts = {"starved": waits, "reading": float(workers)} | others
     return Observed(Setting(workers, depth), rate, waits, **facts)
 
 
@@ -53,7 +53,7 @@ TABLE: dict[str, tuple[list[Observed], Setting]] = {
         Setting(8),
     ),
     "not even that many are tried then": (
-        [seen(6, 90, waits=0.1), seen(12, 100, hungry=0.0, reading=4.0)],
+        [seen(6, 90, waits=0.1), seen(12, 100, starved=0.0, reading=4.0)],
         Setting(12),
     ),
     "fewer were as fast": ([seen(4, 97, waits=0.05), seen(8, 100, waits=0.01, reading=7.5)], Setting(4)),
@@ -61,8 +61,8 @@ TABLE: dict[str, tuple[list[Observed], Setting]] = {
         [seen(2, 100), seen(1, 50, waits=0.01, reading=0.5)],
         Setting(1),
     ),
-    "it waits for the main process alone: no more": ([seen(2, 100, hungry=0.0)], Setting(2)),
-    "and those that are at work are enough": ([seen(8, 100, hungry=0.0, reading=2.0)], Setting(3)),
+    "it waits for the main process alone: no more": ([seen(2, 100, starved=0.0)], Setting(2)),
+    "and those that are at work are enough": ([seen(8, 100, starved=0.0, reading=2.0)], Setting(3)),
     "more gained nothing: back": ([seen(4, 200), seen(8, 205)], Setting(4)),
     "and stay": ([seen(2, 100), seen(4, 200), seen(8, 205), seen(4, 200, waits=0.2)], Setting(4)),
     "it waits much: try them once more": ([seen(2, 100), seen(4, 200), seen(8, 205), seen(4, 200)], Setting(8)),

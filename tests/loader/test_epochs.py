@@ -9,7 +9,7 @@ import pytest
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset
 
 from sharded_loader import ProcessPool, ShardedDataLoader, SimpleDataset, ThreadPool
-from sharded_loader.data.seeding import MAX_SEARCHED, _datasets_in, reachable, set_epoch_of, told_in
+from sharded_loader.data.seeding import MAX_SEARCHED, _datasets_in, epoch_listeners, epoch_setter, reachable
 
 
 class NoLength:
@@ -218,8 +218,8 @@ def test_the_search_for_datasets_with_set_epoch_is_bounded() -> None:
     data, other = Around(Named()), Named()
     data.held.update({"samples": [(str(number), number) for number in range(10**5)], "more": [Around(0)] * 10**4})
     data.held["it"].back = other.back = data  # type: ignore[attr-defined]
-    assert list(told_in(data)) == [data.held["it"]]
+    assert list(epoch_listeners(data)) == [data.held["it"]]
     many = Around(None)
     many.held = [[Around([Around(number)]) for number in range(100)] for _ in range(100)]  # type: ignore[assignment]
     assert sum(1 for _ in reachable(many, _datasets_in, most=MAX_SEARCHED)) <= MAX_SEARCHED
-    assert set_epoch_of(many) is None
+    assert epoch_setter(many) is None

@@ -343,7 +343,7 @@ def test_a_worker_killed_while_it_writes_spoils_no_other_batch(method: str, tmp_
         del batch
         assert arena_of(loader).lent == 0
         free = sum(end - start for parts in owned.arena._free for start, end in parts)
-        free += sum(lease.resource.nbytes for lease in owned.arena._returned)
+        free += sum(lease.resource.nbytes for lease in owned.arena.returned)
         writing = sum(slot.nbytes for worker in owned.workers for slot in worker.slots.values())
         assert free + writing == owned.arena.nbytes
 

@@ -6,7 +6,7 @@ import json
 import pytest
 from conftest import covering
 
-from sharded_loader.base.entries import parsed, written
+from sharded_loader.base.entries import from_state, to_state
 from sharded_loader.mixing.in_order import BEGINNING, END, Source, SourcePoint
 
 
@@ -94,7 +94,7 @@ def rest(source):
 def test_a_dataset_continues_at_any_position(make, taken):
     source = Source("data", make(), BEGINNING)
     assert [source.read() for _ in range(taken)] == list(range(taken))
-    state = parsed(SourcePoint, json.loads(json.dumps(written(source.state()))), "")
+    state = from_state(SourcePoint, json.loads(json.dumps(to_state(source.state()))), "")
     assert rest(Source("data", make(), state)) == rest(source) == list(range(taken, 5))
 
 
@@ -105,7 +105,7 @@ def test_a_pass_after_a_resumed_one_begins_at_the_beginning(make):
     resumed = Source("data", make(), source.state())
     assert rest(resumed) == [2, 3, 4]
     resumed.start_over()
-    assert written(resumed.state()) == {"pass": 1, "taken": 0}
+    assert to_state(resumed.state()) == {"pass": 1, "taken": 0}
     assert rest(resumed) == [0, 1, 2, 3, 4]
     assert (resumed.passes, resumed.taken) == (1, 5)
 

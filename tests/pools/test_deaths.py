@@ -59,7 +59,7 @@ def test_workers_that_die_idle_again_and_again_are_unless_a_batch_comes() -> Non
     deaths = Deaths(3)
     for _ in range(2):
         assert not any(deaths.record_idle_death(0) for _ in range(IDLE_DEATHS - 1))
-        deaths.settle(0, 0)
+        deaths.resolve(0, 0)
     assert [deaths.record_idle_death(0) for _ in range(IDLE_DEATHS)] == [False] * (IDLE_DEATHS - 1) + [True]
 
 

@@ -222,7 +222,7 @@ def test_a_part_of_iterable_data_ends_with_a_batch_that_is_given_up_and_all_its_
         (2, True, True),
     ]
     assert pool.requeued == [1, 3, 7]
-    assert not pool.supervisor.deaths.unsettled
+    assert not pool.supervisor.deaths.unresolved
 
 
 def test_where_nobody_knows_what_a_worker_read_all_its_tasks_are_suspects_and_none_is_blamed() -> None:
@@ -230,7 +230,7 @@ def test_where_nobody_knows_what_a_worker_read_all_its_tasks_are_suspects_and_no
     pool.give(0, task(3), task(4), heartbeat=None)
     assert pool.kill(0) == []
     assert pool.supervisor.deaths.crash_suspects == {(0, 3), (0, 4)}
-    pool.supervisor.deaths.settle(0, 3)
+    pool.supervisor.deaths.resolve(0, 3)
     pool.give(1, task(4), heartbeat=reading(4))
     [given_up] = pool.kill(1)
     assert given_up.seq == 4

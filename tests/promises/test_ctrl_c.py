@@ -139,6 +139,6 @@ def test_interrupt_while_a_slot_changes_hands_loses_no_slot() -> None:
         del batch, got
         assert arena.lent == 0
         free = sum(end - start for parts in arena._free for start, end in parts)
-        free += sum(lease.resource.nbytes for lease in arena._returned)
+        free += sum(lease.resource.nbytes for lease in arena.returned)
         taken = [slot for worker in loader._pipeline.pool._transport.workers for slot in worker.slots.values() if slot]
         assert free + sum(slot.nbytes for slot in taken) == arena.nbytes

@@ -10,16 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sharded_loader.recordio import positioned
-from sharded_loader.recordio.positioned import checksums, settled, tag_of
+from sharded_loader.recordio.positioned import checksums, stable_stat, tag_of
 
 
 def test_a_change_in_the_tick_of_the_clock_is_seen(tmp_path: Path) -> None:
     path = tmp_path / "a.bin"
     for round in range(10):
         path.write_bytes(b"%d" % round)
-        found = tag_of(settled(str(path)))
+        found = tag_of(stable_stat(str(path)))
         path.write_bytes(b"x")
-        assert tag_of(settled(str(path))) != found
+        assert tag_of(stable_stat(str(path))) != found
 
 
 def test_a_clock_of_whole_seconds_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,7 +32,7 @@ def test_a_clock_of_whole_seconds_is_waited_for(monkeypatch: pytest.MonkeyPatch)
     written = SimpleNamespace(st_mtime_ns=1_700_000_000 * 10**9, st_ctime_ns=1_700_000_000 * 10**9)
     monkeypatch.setattr(positioned, "os", SimpleNamespace(stat=lambda path: written))
     monkeypatch.setattr(positioned, "time", SimpleNamespace(time_ns=lambda: now[0], sleep=sleep))
-    positioned.settled("a.tar")
+    positioned.stable_stat("a.tar")
     assert slept == [1.5]
 
 
@@ -41,7 +41,7 @@ def test_a_file_that_is_always_written_is_not_waited_for_for_ever(monkeypatch: p
         positioned, "os", SimpleNamespace(stat=lambda path: SimpleNamespace(st_mtime_ns=7, st_ctime_ns=7))
     )
     monkeypatch.setattr(positioned, "time", SimpleNamespace(time_ns=lambda: 7, sleep=lambda seconds: None))
-    assert positioned.settled("a.tar").st_mtime_ns == 7
+    assert positioned.stable_stat("a.tar").st_mtime_ns == 7
 
 
 @given(content=st.binary(min_size=1, max_size=40_000), data=st.data())

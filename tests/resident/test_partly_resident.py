@@ -255,7 +255,7 @@ def test_batches_come_on_the_stream_of_the_caller(machine: Machine) -> None:
                 machine.kernel(device, next(batches), lambda values: found.append(values.tolist()))
         machine.finish()
     assert sorted(found) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-    assert ("used_on", mine.name) in machine.log
+    assert ("record_use", mine.name) in machine.log
     assert machine.faults == []
 
 

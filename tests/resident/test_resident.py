@@ -307,14 +307,14 @@ def test_rows_are_gathered_on_the_stream_of_the_caller(machine: Machine) -> None
     with ShardedDataLoader(ArrayDataset(np.arange(8)), 4, device=Placement(device, resident=True)) as loader:
         batches = iter(loader)
         next(batches)
-        assert not any(what == "used_on" for what, _ in machine.log)  # the columns are of that stream
+        assert not any(what == "record_use" for what, _ in machine.log)  # the columns are of that stream
         with machine.on(device, mine):
             second = next(batches)
             found: list[Any] = []
             machine.kernel(device, second, lambda values: found.append(values.tolist()))
         machine.finish()
     assert found == [[4, 5, 6, 7]]
-    assert ("used_on", mine.name) in machine.log
+    assert ("record_use", mine.name) in machine.log
 
 
 def test_nothing_is_gathered_ahead_of_its_turn(machine: Machine, worker_pool: Pool) -> None:

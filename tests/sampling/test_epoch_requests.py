@@ -13,7 +13,7 @@ import pytest
 from torch.utils.data import DistributedSampler
 
 from sharded_loader import RandomSampler
-from sharded_loader.data.seeding import set_epoch_of
+from sharded_loader.data.seeding import epoch_setter
 from sharded_loader.engine.epoch_requests import EpochRequests
 
 
@@ -107,7 +107,7 @@ def test_a_call_of_a_loader_is_none_of_the_users_also_above_a_class_that_is_list
     one, requests = Above(), listening(Foreign())
     one.set_epoch = lambda epoch: Above.set_epoch(one, epoch)  # type: ignore[method-assign]
     requests = listening(one)
-    set_epoch_of(one)(3)
+    epoch_setter(one)(3)
     assert (one.epoch, requests.take()) == (3, None)
     one.set_epoch(4)
     assert (one.epoch, requests.take()) == (4, 4)

@@ -23,7 +23,7 @@ from sharded_loader.storage import indexes, stores
 from sharded_loader.storage.files import ShardError, Stat, host_of, joined, shown, trusted
 from sharded_loader.storage.indexes import dumped, loaded
 from sharded_loader.storage.lists import parse_trust
-from sharded_loader.storage.parts import bound
+from sharded_loader.storage.parts import bind_credentials
 from sharded_loader.storage.stores import ObjectStore
 
 SECRETS = ("s3cret-token", "s3cret-key", "s3cret-cookie", "s3cret-basic")
@@ -279,7 +279,7 @@ def test_a_redirect_takes_no_credentials_along(hosts: tuple[Host, Host], tmp_pat
 
 
 def test_a_redirect_from_https_to_http_is_an_error() -> None:
-    chained = bound("simplecache::https://host/a.tar", {"https": {"headers": {}}, "x": 1})
+    chained = bind_credentials("simplecache::https://host/a.tar", {"https": {"headers": {}}, "x": 1})
     assert chained["x"] == 1 and chained["https"]["headers"] == {}
     request = chained["https"]["client_kwargs"]["request_class"]
     with pytest.raises(aiohttp.InvalidURL, match="without encryption"):

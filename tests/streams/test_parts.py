@@ -99,7 +99,7 @@ def test_the_dataset_is_told_the_pass_if_it_wants_to_know() -> None:
     part = OpenPart(dataset, 0, 1, 0)
     part.begin(3)
     assert dataset.epoch == 3 and sorted(rest_of(part)) == [3000, 3001, 3002, 3003]
-    OpenPart(dataset, 0, 1, 0, tells_epoch=False).begin(5)
+    OpenPart(dataset, 0, 1, 0, sets_epoch=False).begin(5)
     assert dataset.epoch == 3
 
 

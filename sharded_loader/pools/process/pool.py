@@ -159,10 +159,10 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
         notes = self.timeout is not None or self.restarts <= 1  # otherwise the task is read again
         init, most = self.worker_init_fn, self.max_worker_memory
         self._start(replace(job, worker_init_fn=init, notes_samples=notes, max_memory=most))
-        self.unsettled = self.start_method == "fork" and self.workers_last
+        self.start_unfinished = self.start_method == "fork" and self.workers_last
 
-    def settle(self) -> None:
-        super().settle()
+    def finish_start(self) -> None:
+        super().finish_start()
         if self._job and self.started:
             self._transport.make_zygote(self._job)
 
@@ -200,8 +200,10 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
                     fields: object = task.run, task.seq, task.epoch, task.position, (indices.tobytes(),), *of_batch
                 else:
                     fields = fields_of(task, forked=self.start_method == "fork")
-                if wanted >= SLOT_BYTES and (slot := arena.take(wanted)) is None:
-                    self.notices.happened(
+                if arena.returned and arena.returned[0].resource.nbytes == wanted:
+                    slot = arena.returned.popleft().resource
+                elif wanted >= SLOT_BYTES and (slot := arena.take(wanted)) is None:
+                    self.notices.record(
                         "slow_batches",
                         f"a batch of {wanted:,} bytes finds no room in shared memory (max_bytes={self.max_bytes}, "
                         f"{arena.nbytes:,} bytes in use, your program holds {arena.lent} batches), and goes through "
