@@ -379,7 +379,7 @@ def test_only_samplers_that_may_draw_are_noted() -> None:
     assert SamplerStart([[1], [2]], None, False, EpochCount()).state.rng is None
     assert SamplerStart(Resets(), None, False, EpochCount()).state.rng is None
     shuffled = SamplerStart(BatchSampler(ShuffleSampler(DATA, seed=4), 2, False), None, False, EpochCount())
-    shuffled.settle()
+    shuffled.draw_seed()
     assert to_state(shuffled.state) == {"yielded": 0, "checksum": 0, "shuffle": {"seed": 4, "epoch": 0}}
     drawing = SamplerStart(RandomSampler(DATA, generator=seeded()), None, False, EpochCount())
     assert drawing.state.rng is not None and len(drawing.state.rng[0]) == 2
