@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -129,19 +128,6 @@ def test_a_state_of_before_in_which_a_drawn_seed_decides_all_epochs_is_loaded() 
     seeded_by_4 = ShuffleSampler(range(30), seed=4)
     seeded_by_4.set_epoch(1)
     assert [list(sampler), list(sampler)] == [list(seeded_by_4), list(seeded_by_4)]
-
-
-@pytest.mark.parametrize("arguments", [{}, {"seed": 4}], ids=["drawn", "seed"])
-def test_no_python_function_runs_for_each_index(arguments: dict[str, Any]) -> None:
-    calls = []
-    batches = iter(BatchSampler(ShuffleSampler(range(1000), **arguments), 100, False))
-    next(batches)
-    sys.setprofile(lambda frame, kind, argument: calls.append(frame.f_code.co_name) if kind == "call" else None)
-    try:
-        rest = list(batches)
-    finally:
-        sys.setprofile(None)
-    assert len(rest) == 9 and len(calls) < 20
 
 
 @pytest.mark.parametrize("make", [DataLoader, torch.utils.data.DataLoader])
