@@ -61,24 +61,17 @@ def test_without_workers_nobody_is_a_worker() -> None:
     assert_same(list(DataLoader(Seeds(), 3)), list(TORCHS(Seeds(), 3)))
 
 
-class Initialised:
-    """Notes in a file which worker was initialised, and what it was told."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __call__(self, number: int) -> None:
-        info = get_worker_info()
-        assert info is not None
-        info.dataset.scale = 10 + number
-        with self.path.open("a") as file:
-            file.write(f"{number} {info.id} {info.num_workers} {torch.initial_seed() == info.seed}\n")
-
-
 @METHODS
 def test_worker_init_fn_runs_once_in_each_worker_and_may_change_its_dataset(method: str, tmp_path: Path) -> None:
     noted = tmp_path / "noted"
-    loader = DataLoader(Changing(), 2, num_workers=2, worker_init_fn=Initialised(noted), start_method=method)
+
+    def init(number: int) -> None:
+        info = get_worker_info()
+        info.dataset.scale = 10 + number
+        with noted.open("a") as file:
+            file.write(f"{number} {info.id} {info.num_workers} {torch.initial_seed() == info.seed}\n")
+
+    loader = DataLoader(Changing(), 2, num_workers=2, worker_init_fn=init, start_method=method)
     assert flat(loader) == [0, 10, 22, 33, 40, 50]
     assert sorted(noted.read_text().split("\n")[:-1]) == ["0 0 2 True", "1 1 2 True"]
 
