@@ -1,13 +1,14 @@
 # One command each on a machine with only Python >= 3.10:
 #   make demo          train the demo network, also while workers are killed, and compare
 #   make test          the tests but the slow ones
+#   make test-changed  the same, of satellites only those that have changed since BASE
 #   make test-all      all tests
 #   make test-pythons  the tests but the slow ones, on each Python of PYTHONS
 #   make test-gpu      the tests that need a GPU, on a machine that has one
 #   make test-frameworks  the tests with other libraries, in an environment of their own
 #   make test-ray      the tests on Ray, in an environment of their own
 #   make test-stores   the tests with S3, Lance and ArrayRecord, in an environment of their own
-#   make lint          ruff and mypy
+#   make lint          ruff, mypy, and the tests that read words, pages and structure
 #   make docs          the documentation, as a site in site/ (begin at site/index.html)
 #   make test-docs     the tests of the documentation, with every page in Chromium if there is one
 #   make test-lowest   the core of the tests, with the lowest versions that setup.cfg allows, in an environment of its own
@@ -29,7 +30,7 @@ PARALLEL = -n logical --maxprocesses 4 --dist worksteal
 export PYTHONDONTWRITEBYTECODE =
 PIP = PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq -c constraints.txt
 
-.PHONY: help demo test test-all test-pythons test-gpu test-frameworks test-ray test-stores lint docs test-docs test-lowest dist clean
+.PHONY: help demo test test-changed test-all test-pythons test-gpu test-frameworks test-ray test-stores lint docs test-docs test-lowest dist clean
 
 help:
 	@sed -n "s/^#   //p" Makefile
@@ -38,7 +39,12 @@ demo: $(VENV)/demo.stamp
 	$(BIN)/sharded-loader demo --kill --stop-resume
 
 test: $(VENV)/test.stamp
-	$(BIN)/python -m pytest -m "not slow" $(PARALLEL)
+	$(BIN)/python -m pytest -m "not slow and not lint" $(PARALLEL)
+
+test-changed: $(VENV)/test.stamp
+	$(BIN)/python -m pytest -m "not slow and not lint" $(PARALLEL) $$($(BIN)/python -m tests.changed $(BASE))
+
+BASE = main
 
 test-all: $(VENV)/test.stamp
 	$(BIN)/python -m pytest $(PARALLEL)
@@ -94,6 +100,9 @@ lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m pytest -m lint $(PARALLEL) $(LINTED)
+
+LINTED = $(addprefix tests/,docs tutorials base/test_private.py test_rules.py test_structure.py)
 
 # A warning is an error (not with --quiet, which hides them from --strict too). The variable silences an advertisement.
 docs: $(VENV)/docs.stamp

@@ -368,12 +368,14 @@ class HostClock:
     def __init__(self) -> None:
         self._now = np.frombuffer(mmap.mmap(-1, 8), np.float64)
         self._now[0] = 1.0
+        self._lock = multiprocessing.get_context("fork" if "fork" in PROCESS_POOLS else None).Lock()
 
     def __call__(self) -> float:
         return float(self._now[0])
 
     def move(self, seconds: float) -> None:
-        self._now[0] += seconds
+        with self._lock:
+            self._now[0] += seconds
 
 
 @pytest.fixture

@@ -1,4 +1,16 @@
-"""Datasets and batches that the tests read in workers. Torch-free, so that a spawned worker starts fast."""
+"""The catalogue of datasets that the tests read in workers. Torch-free, so that a spawned worker starts fast.
+
+    what comes       Filled (large), Documents (of any length), Told (the epoch), Parents (who reads), Noting (a file)
+    random numbers   Drawing, DrawingInItems, DrawingInBatches, Draws, Augmented, Random (slowly)
+    errors           Drawing(bad=...), Bad, Misfits, InBulk, Odd
+    deaths           Bad(kill), DiesInSetState, StartsAndDies; `failures` says how
+    when it comes    Gate (when the test wants), Uneven (early ones late); `pass_time` by the clock of the package
+    orders           ByEpoch
+    batches          Shy, Immovable, OneWay; `halves` and `summed` make them
+
+A dataset that one test alone needs is ``SimpleDataset(range(n)).transform(function)`` there. Before you add one here,
+look whether an argument of these does it.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +28,12 @@ import numpy as np
 from failures import Boom, Fails, boom, odd_errors
 
 from sharded_loader import SimpleDataset, empty, sample_generator, sample_rng, sample_seed
+from sharded_loader.base import host_clock
+
+
+def pass_time(seconds: float) -> None:
+    """Let time pass by the clock of the package: that of the fixture `host_time` is moved, the real one waited for."""
+    getattr(host_clock.now, "move", time.sleep)(seconds)
 
 
 class Uneven:

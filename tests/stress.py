@@ -10,8 +10,7 @@ the host looks at the result once, at the end.
 from __future__ import annotations
 
 import random
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -19,28 +18,6 @@ from sharded_loader import ArrayDataset, ShardedDataLoader
 
 HELD = 4
 """Batches that are held back at most."""
-
-
-class Target(Protocol):
-    """A device and how to give it work. Nothing here may wait for it but `wrong`."""
-
-    def begin_epoch(self, indices: list[int]) -> None:
-        """These samples are going to come, in this order."""
-
-    def compare(self, batch: Any, first: int) -> None:
-        """Let the current stream compare a batch with the samples from ``first`` on."""
-
-    def beside(self, batch: Any) -> AbstractContextManager[Any]:
-        """Make a side stream current, for a batch that came on another one."""
-
-    def delay(self, rng: random.Random, loader: ShardedDataLoader) -> None:
-        """Keep streams busy for a random time, the one of the copies too."""
-
-    def poison(self, shapes: list[tuple[Any, Any]]) -> None:
-        """Write over memory that the current stream may have, for tensors of these shapes and dtypes."""
-
-    def wrong(self) -> tuple[int, int]:
-        """How many batches were compared, and how many values differed, when all is done."""
 
 
 def rows(count: int, width: int) -> ArrayDataset:
@@ -55,8 +32,14 @@ def order_of(loader: ShardedDataLoader, epoch: int) -> list[int]:
     return [index for batch in twin for index in batch.tolist()]
 
 
-def stress(target: Target, loader: ShardedDataLoader, steps: int, seed: int) -> tuple[int, int]:
+def stress(target: Any, loader: ShardedDataLoader, steps: int, seed: int) -> tuple[int, int]:
     """Use ``steps`` batches of a shuffled loader of `rows`.
+
+    Args:
+        target: a device and how to give it work. Only ``wrong`` may wait for it: ``begin_epoch(indices)``,
+            ``compare(batch, first)`` in the current stream, ``beside(batch)`` makes a side stream current,
+            ``delay(rng, loader)`` keeps streams busy, ``poison(shapes)`` writes over what the current one may have.
+        loader, steps, seed: what is read, how many batches of it, and how they are used.
 
     Returns:
         Batches compared, and values that differed.

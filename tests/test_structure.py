@@ -14,6 +14,8 @@ from benchmarks.road import lost, read_targets
 from benchmarks.sizes import FLOORS, OPTIONAL, out_of_core, sizes_of
 from sharded_loader import PROVIDED
 
+pytestmark = pytest.mark.lint
+
 ROOT = Path(__file__).parents[1]
 SOURCES = read_sources(ROOT / "sharded_loader")
 
@@ -97,7 +99,6 @@ def test_what_satellites_give_to_the_core_is_there() -> None:
         assert module in SOURCES and re.search(rf"^(class|def) {name}\b", SOURCES[module], re.MULTILINE)
 
 
-@pytest.mark.slow
 def test_no_target_of_the_sizes_that_was_reached_is_lost() -> None:
     sizes, _ = sizes_of(SOURCES)
     assert lost(sizes) == []

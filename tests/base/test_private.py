@@ -88,7 +88,7 @@ def test_objects_have_the_names_that_their_classes_do_not_show(tmp_path: Path) -
     assert not private.is_being_imported(threading) and hasattr(threading.__spec__, "_initializing")
 
 
-@pytest.mark.slow
+@pytest.mark.lint
 def test_private_names_of_others_stand_in_two_modules() -> None:
     """Attributes that this library sets nowhere. Some are documented; those of torch's loader are its base class's."""
     root = Path(private.__file__).parents[1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,14 +9,7 @@ import pytest
 from benchmarks import __main__ as command
 from benchmarks import loaders, pictures, report
 from benchmarks.measure import Record
-
-
-def records_of(workload: str, **values: list[float]) -> list[Record]:
-    return [
-        Record(number, workload, loader, value, same="a", in_order="b")
-        for loader, rounds in values.items()
-        for number, value in enumerate(rounds)
-    ]
+from tests.benchmarks.test_benchmarks import records_of
 
 
 def test_the_findings_say_what_the_tables_say() -> None:
@@ -32,16 +24,6 @@ def test_the_findings_say_what_the_tables_say() -> None:
         "torch's DataLoader. It is behind seqtools on `images` (0.83), behind grain on `jpeg` (0.50) and "
         "behind torch on `close` (0.50). All loaders delivered the same samples."
     )
-
-
-def test_the_findings_of_little() -> None:
-    assert report.findings(records_of("tiny", ours=[30.0], torch=[10.0]), 1) == (
-        "On this core, sharded_loader reads 3.00 (`tiny`) times as fast as torch's DataLoader. "
-        "It is behind no other loader that was measured. All loaders delivered the same samples."
-    )
-    nothing = report.findings([Record(0, "tiny", "ours", error="no")], 2)
-    assert "was not compared" in nothing
-    assert "No samples were compared." in nothing
 
 
 @pytest.mark.parametrize(
@@ -70,20 +52,6 @@ def test_pictures_fit_on_a_page(tmp_path: Path) -> None:
     assert not pictures.draw_chart(records_of("images", ours=[1.0]), tmp_path / "none.png"), "there is no torch"
     assert not pictures.draw_panels([], tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
-
-
-def test_without_matplotlib_there_are_no_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    records = records_of("images", ours=[2.0], torch=[1.0])
-    assert not pictures.draw_chart(records, tmp_path / "a.png")
-    assert not pictures.draw_panels(records, tmp_path / "b.png")
-
-
-def test_every_loader_has_a_mark_of_its_own() -> None:
-    assert set(pictures.MARKS) == set(loaders.LOADERS) - {"torch"}
-    assert (
-        len(set(pictures.MARKS.values())) == len({mark for mark, _ in pictures.MARKS.values()}) == len(pictures.MARKS)
-    )
 
 
 ABOUT = {"date": "d", "command": "c", "cpu": "p", "cores": 2, "system": "s", "versions": {"torch": "2"}}

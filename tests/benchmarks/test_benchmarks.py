@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import itertools
 import json
 import multiprocessing
@@ -41,18 +40,6 @@ def test_a_ratio_is_taken_within_a_round_and_the_median_over_rounds() -> None:
     assert report.ratio(uneven, "images", "ours", "C") == 0.6
 
 
-def test_a_ratio_uses_only_rounds_that_have_both() -> None:
-    records = [Record(0, "images", "ours", 10.0), Record(1, "images", "ours", 30.0), Record(1, "images", "C", 60.0)]
-    assert report.ratio(records, "images", "ours", "C") == 0.5
-    assert report.ratio(records, "images", "ours", "T") is None
-
-
-def test_above_one_is_better_whatever_is_measured() -> None:
-    assert report.ratio(records_of("images", ours=[200], torch=[100]), "images", "ours", "torch") == 2
-    assert report.ratio(records_of("first-spawn", ours=[1], torch=[4]), "first-spawn", "ours", "torch") == 4
-    assert report.ratio(records_of("memory", ours=[100], torch=[300]), "memory", "ours", "torch") == 3
-
-
 @pytest.mark.parametrize(
     ("bar", "values", "measured", "met"),
     [
@@ -77,19 +64,6 @@ def test_every_bar_is_about_something_that_is_measured() -> None:
         workload = workloads.WORKLOADS[bar.workload]
         assert bar.of in (None, *measure.contestants(workload, list(loaders.LOADERS)))
         assert str(bar)
-
-
-@pytest.mark.parametrize(
-    ("workload", "value", "bar", "measured"),
-    [
-        ("gap", 1.254, "<= 1.3", "1.25"),
-        ("close", 0.0123, "<= 10 ms", "12.3 ms"),
-        ("first-spawn", 0.1, "<= 200 ms", "100 ms"),
-    ],
-)
-def test_bars_without_a_partner_are_shown_with_their_unit(workload: str, value: float, bar: str, measured: str) -> None:
-    cells = [cell.strip() for cell in report.bars_table(records_of(workload, ours=[value])).splitlines()[2].split("|")]
-    assert cells[2:4] == [bar, measured]
 
 
 def test_check_objects_to_missed_bars_other_samples_and_our_own_failures() -> None:
@@ -145,23 +119,6 @@ def test_all_loaders_are_given_the_same_batches() -> None:
     assert len(workloads.RepeatedBatches(order, 25)[3]) == 25
 
 
-def test_the_list_of_indices_has_whole_epochs_and_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    order = workloads.order(10)
-    assert workloads.epochs_of(order, 0) == order.tolist()
-    monkeypatch.setattr(workloads, "MOST_SAMPLES", 35)
-    assert workloads.epochs_of(order, 1000) == order.tolist() * 3
-    monkeypatch.setattr(workloads, "MOST_SAMPLES", 5)
-    assert workloads.epochs_of(order, 1000) == order.tolist()
-
-
-def test_the_order_is_a_list_that_lasts_as_long_as_the_stretch_but_for_memory() -> None:
-    assert type(plan_of("images").sampler) is list
-    checked = 4 * workloads.WORKLOADS["images"].check_batches
-    assert checked + 8 <= len(plan_of("images").sampler) < checked + 8 + 12
-    assert len(plan_of("gap").sampler) == len(plan_of("close").sampler) == 12
-    assert isinstance(plan_of("memory").sampler, workloads.Repeated)
-
-
 def test_a_loader_that_runs_out_of_batches_is_an_error_and_no_hang() -> None:
     work = dataclasses.replace(workloads.WORKLOADS["images"], batch_size=2)
     with pytest.raises(RuntimeError, match="the batches ended after"):
@@ -174,40 +131,7 @@ def test_a_loader_that_runs_out_of_batches_is_an_error_and_no_hang() -> None:
     assert child._spend(itertools.repeat([b"one", b"other"]), records, 0)[0] == 2 * records.cycle
 
 
-def test_padding_reference() -> None:
-    assert workloads.pad([np.array([1, 2, 3]), np.array([4])]).tolist() == [[1, 2, 3], [4, 0, 0]]
-
-
 # -- ceilings and gaps ----------------------------------------------------------------------------------------
-
-
-def test_samples_are_joined_into_new_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = np.arange(24, dtype=np.float32).reshape(6, 2, 2)
-    made: list[Any] = []
-    frombuffer = np.frombuffer
-    monkeypatch.setattr(np, "frombuffer", lambda *args: made.append(frombuffer(*args)) or made[-1])
-    step = ceilings._join(samples.Rows(rows))
-    step([3, 1])
-    step([0])
-    assert made[0].reshape(-1, 2, 2).tolist() == rows[[3, 1]].tolist()
-    assert not np.shares_memory(made[0], made[1])
-
-
-def test_copying_processes_share_the_batches_and_have_two_arrays_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    copied: list[tuple[int, list[int]]] = []
-    numbers = itertools.count()
-
-    def copy(dataset: Any, batch_size: int) -> Any:
-        number = next(numbers)
-        return lambda batch: copied.append((number, batch))
-
-    monkeypatch.setattr(ceilings, "_copy", copy)
-    batches = workloads.RepeatedBatches(np.arange(12), 4)
-    for_process = ceilings._copier(None, batches, 4, workers=2)
-    one, other = for_process(0), for_process(1)
-    assert [one(), one(), one(), other()] == [4] * 4
-    lists = [batches[number].tolist() for number in range(5)]
-    assert copied == [(0, lists[0]), (1, lists[2]), (0, lists[4]), (2, lists[1])]
 
 
 @pytest.mark.parametrize("name", sorted(set(ceilings.CEILINGS) - {"N"}))
@@ -254,19 +178,6 @@ def test_every_round_measures_everything_once_in_another_order() -> None:
         assert [name for name, _ in pairs] == ["images"] * 5 + ["close"] * 3  # what is compared is close in time
 
 
-def test_loaders_that_cannot_do_a_workload_are_left_out() -> None:
-    names = list(loaders.LOADERS)
-    assert "seqtools" not in measure.contestants(workloads.WORKLOADS["images-inline"], names)
-    assert "grain" not in measure.contestants(workloads.WORKLOADS["first-fork"], names)
-    assert "tensorflow" not in measure.contestants(workloads.WORKLOADS["close"], names)
-    assert "ray" not in measure.contestants(workloads.WORKLOADS["latency"], names)
-    assert {"ours", "torch", "spdl"} <= set(measure.contestants(workloads.WORKLOADS["gap"], names))
-    assert not {"seqtools", "grain", "ray"} & set(measure.contestants(workloads.WORKLOADS["gap"], names))
-    assert measure.contestants(workloads.WORKLOADS["large"], ["ours"]) == ["C", "D", "ours"]
-    assert "torch-bulk" in measure.contestants(workloads.WORKLOADS["columns"], names)
-    assert measure.contestants(workloads.WORKLOADS["import"], names) == ["N", "ours", "torch"]
-
-
 def test_what_is_not_installed_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     absent = loaders.Loader("grain", "no-such-package", ("no_such_module",), others.open_grain, lambda _: None)
     monkeypatch.setitem(loaders.LOADERS, "grain", absent)
@@ -307,28 +218,6 @@ def test_an_interrupted_run_reports_what_it_has(
 # -- tables ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kind", "value", "shown"),
-    [
-        ("rate", 1_234_567, "1.23 M"),
-        ("rate", 567_890, "568 k"),
-        ("rate", 56_789, "56.8 k"),
-        ("rate", 3_152, "3152"),
-        ("first", 1.234, "1.23 s"),
-        ("close", 0.0123, "12.3 ms"),
-        ("memory", 755e6, "755 MB"),
-        ("gap", 1.0712, "1.07"),
-    ],
-)
-def test_values_have_units(kind: str, value: float, shown: str) -> None:
-    assert report.format_value(kind, value) == shown
-
-
-def test_tables_are_aligned_markdown() -> None:
-    lines = report.markdown([["a", "long head"], ["longer", "b"]]).splitlines()
-    assert lines == ["| a      | long head |", "|--------|-----------|", "| longer | b         |"]
-
-
 def test_the_report_names_bars_ceilings_and_who_is_ahead() -> None:
     records = records_of(
         "images", ours=[70.0, 80.0], C=[100.0, 100.0], J=[50.0, 50.0], torch=[10.0, 20.0], seqtools=[90.0, 90.0]
@@ -347,14 +236,6 @@ def test_the_report_names_bars_ceilings_and_who_is_ahead() -> None:
     assert rows["ours"] == ["75", "70 .. 80", "0.75", "1.50", "", "ok"]
     assert rows["torch"] == ["15", "10 .. 20", "0.15", "0.30", "5.5", "ok"]
     assert "A note." in text
-
-
-def test_results_go_between_the_marker_lines() -> None:
-    text = f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n"
-    filled = report.fill(text, "new")
-    assert filled == f"before\n{report.BEGIN}\n\nnew\n\n{report.END}\nafter\n"
-    assert report.fill(filled, "new") == filled
-    assert report.fill("no markers", "new") is None
 
 
 def test_the_readme_has_the_marker_lines_and_names_everything() -> None:
@@ -384,11 +265,3 @@ def test_measures_a_workload(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "All loaders delivered the same samples." in shown
     page = (tmp_path / "results.md").read_text()
     assert all(part in page for part in shown.strip().split("\n\n"))
-
-
-@pytest.mark.slow
-def test_the_memory_of_a_process_tree_counts_what_it_holds() -> None:
-    gc.collect()  # what other tests have left would go meanwhile
-    before = child.tree_pss()
-    held = np.ones(100_000_000, np.uint8)
-    assert child.tree_pss() - before > 0.5 * held.nbytes

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import cached
 from benchmarks.cached_jobs import Job, load, make
-from benchmarks.cached_loaders import LIMIT, LOADERS, OURS, PART, TURBO, UNCACHED
+from benchmarks.cached_loaders import LIMIT, OURS, PART, TURBO, UNCACHED
 
 
 @pytest.mark.parametrize("name", [UNCACHED, OURS, "cache, file", PART, LIMIT])
@@ -18,12 +18,6 @@ def test_our_ways_give_the_same_samples(name: str, tmp_path: Path) -> None:
     make("rows", tmp_path, 64)
     found = cached.one(name, tmp_path, 0)
     assert found["same"] == "same" and len(found["rates"]) == 3
-
-
-def test_sounds_are_padded_and_compared_without_the_padding(tmp_path: Path) -> None:
-    job = make("audio", tmp_path, 8)
-    assert job.shape is None and cached.one(OURS, tmp_path, 0)["same"] == "same"
-    assert cached.one(LIMIT, tmp_path, 0) == {"why": "its samples have several shapes"}
 
 
 def test_other_samples_and_missing_ones_are_told(tmp_path: Path) -> None:
@@ -47,7 +41,3 @@ def test_the_table_says_who_is_missing_and_whether_the_bars_are_met(tmp_path: Pa
     assert "| cache, memory | 94 | 6,000 | 5,000 | 1.00 | same |" in text
     assert "| TurboLoader | | | | | not installed: turboloader |" in text
     assert "- epoch 1 with a cache / without: 0.94 (bar 0.97: not met)" in text
-
-
-def test_every_other_library_names_its_package() -> None:
-    assert all(loader.package for loader in LOADERS.values() if loader.modules != ("torch",))

@@ -34,24 +34,16 @@ def test_a_shuffle_buffer_yields_every_sample_once() -> None:
     assert sorted(order.reservoir(20).tolist()) == list(range(256))
 
 
-@pytest.mark.costly(3)
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("kind", order.PLANNED)
-def test_planning_is_timed_on_the_last_of_many_ranks(kind: str) -> None:
-    each, first, most = order.planning(order.PLANNED[kind], 4096)
-    assert each > 0 and first > 0
-    assert most < 20e6  # bytes, for 10**12 samples
-
-
-def test_cpu_time_is_that_of_this_process_without_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "WARM", 0.05)
-    monkeypatch.setattr(cpu, "SPAN", 0.2)
+def test_the_programs_measure_with_few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, warm, span in ((cpu, 0.05, 0.2), (turns, 0.02, 0.05)):
+        monkeypatch.setattr(module, "WARM", warm)
+        monkeypatch.setattr(module, "SPAN", span)
     busy = cpu.measure("tiny-inline")
-    assert busy.workers == 0 and busy.main > 0 and busy.clock > 0
-
-
-def test_two_loaders_are_read_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "WARM", 0.02)
-    monkeypatch.setattr(turns, "SPAN", 0.05)
+    assert busy.main > 0 and busy.clock > 0
     ratios = turns.compare("tiny-inline", "ours", "torch", turns=3)
     assert len(ratios) == 3 and ratios[0] > 0 and ratios == sorted(ratios)
+    for make in order.PLANNED.values():  # on the last of many ranks
+        each, first, most = order.planning(make, 4096)
+        assert each > 0 and first > 0 and most < 20e6  # bytes, for 10**12 samples

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
@@ -15,25 +16,21 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_parts, gpu_report, gpu_run, report
+from benchmarks import gpu, gpu_report, gpu_run, report
 from benchmarks.gpu_device import Device
 from benchmarks.gpu_feeds import (
-    FIELDS,
     Blocks,
     Depth,
     Feed,
-    Fields,
     Images,
-    Objects,
     copied,
     copied_ahead,
-    depth_for,
-    fill,
     ours,
     torch_loader,
 )
 from benchmarks.measure import Record
 from benchmarks.report import Bar
+from tests.benchmarks.test_benchmarks import records_of
 
 ABOUT: dict[str, Any] = {
     "date": "d",
@@ -53,16 +50,10 @@ ABOUT: dict[str, Any] = {
 CPU = torch.device("cpu")
 
 
-def records_of(workload: str, **values: list[float]) -> list[Record]:
-    return [Record(n, workload, loader, value) for loader, each in values.items() for n, value in enumerate(each)]
-
-
 @pytest.mark.parametrize(
     ("bar", "values", "measured", "met"),
     [
         (Bar("bus 16 MB", "limit", 0.95), {"ours": [48e9, 24e9], "limit": [50e9, 25e9]}, 0.96, True),
-        (Bar("bus 16 MB", "limit", 0.95), {"ours": [40e9], "limit": [50e9]}, 0.8, False),
-        (Bar("host 16 MB", None, 150e-6, at_most=True), {"ours": [1e-4, 3e-4, 1.2e-4]}, 1.2e-4, True),
         (Bar("host 16 MB", None, 150e-6, at_most=True), {"ours": [2e-4]}, 2e-4, False),
         (Bar("resident 256", "streamed", 3), {"streamed": [1e6]}, None, None),
         (Bar("pin 4 MB", "torch", 0.98), {"drop-in": [30.0], "ours": [1.0], "torch": [30.0]}, 1.0, True),
@@ -107,10 +98,6 @@ def test_a_table_shows_ratios_and_what_failed() -> None:
     ]
 
 
-def test_a_part_that_was_not_measured_has_no_table() -> None:
-    assert gpu_report.table(gpu_report.TABLES[0], records_of("step", ours=[1.0])) == ""
-
-
 def test_the_report_names_the_device_and_counts_the_bars() -> None:
     records = records_of("step", ours=[99.0], ideal=[100.0]) + records_of("resident 256", ours=[2.0], streamed=[1.0])
     text = gpu_report.whole(records, ABOUT, is_gpu=True)
@@ -120,17 +107,9 @@ def test_the_report_names_the_device_and_counts_the_bars() -> None:
     assert text.count("**") == 2 * 2
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "workers", "depth"),
-    [(1 << 20, 8, Depth(8, 2)), (256 << 20, 8, Depth(8, 1)), (1 << 30, 8, Depth(2, 1)), (1 << 40, 4, Depth(2, 1))],
-)
-def test_batches_in_flight_fit_into_memory(nbytes: int, workers: int, depth: Depth) -> None:
-    assert depth_for(nbytes, workers, 2500 << 20) == depth
-
-
-def run_on_the_cpu(deadline: float = 1e9, rounds: int = 2) -> gpu_run.Run:
+def run_on_the_cpu(rounds: int = 2) -> gpu_run.Run:
     scale = dataclasses.replace(gpu_run.SMOKE, rounds=rounds)
-    return gpu_run.Run(Device("cpu"), scale, 1, time.monotonic() + deadline, lambda line: None)
+    return gpu_run.Run(Device("cpu"), scale, 1, math.inf, lambda line: None)
 
 
 def test_one_that_fails_is_a_record_and_the_others_are_measured() -> None:
@@ -144,15 +123,6 @@ def test_one_that_fails_is_a_record_and_the_others_are_measured() -> None:
         ("ours", None, "RuntimeError: no such loader"),
         ("limit", 2.0, None),
         ("limit", 2.0, None),
-    ]
-
-
-def test_what_does_not_fit_into_the_time_says_so() -> None:
-    run = run_on_the_cpu(deadline=-1)
-    run.in_turn("bus", {"ours": lambda: 1.0, "limit": lambda: 2.0}, lambda one: one)
-    assert [(r.loader, r.error) for r in run.records] == [
-        ("ours", "skipped: no time left"),
-        ("limit", "skipped: no time left"),
     ]
 
 
@@ -175,76 +145,11 @@ def test_contestants_take_turns_and_are_closed() -> None:
     assert closed == ["a", "b", "c"]
 
 
-def test_nobody_elses_workers_are_busy_while_one_is_measured() -> None:
-    run, log = run_on_the_cpu(rounds=1), []
-
-    class Named(Feed):
-        left = 0
-
-        def __next__(self) -> Any:
-            self.left = 3
-            return super().__next__()
-
-        def is_full(self) -> bool:
-            log.append((self.loader[0], self.left))  # type: ignore[index]
-            self.left = max(0, self.left - 1)
-            return self.left == 0
-
-    def take(feed: Feed) -> float:
-        log.append(("take", feed.loader[0]))  # type: ignore[index]
-        next(feed)
-        return 1.0
-
-    run.in_turn("bus", {name: lambda name=name: Named([name]) for name in "ab"}, take)
-    assert log == [
-        *[("a", 3), ("a", 2), ("a", 1), ("take", "a")],
-        *[("a", 3), ("a", 2), ("a", 1), ("b", 3), ("b", 2), ("b", 1), ("take", "b")],
-    ]
-
-
-@pytest.mark.parametrize("kind", ["ours", "drop-in", "torch"])
-@pytest.mark.slow
-def test_a_feed_is_full_when_its_workers_have_finished_what_they_were_asked_for(kind: str) -> None:
-    data, depth = Blocks(1000), Depth(1, 3)
-    feed = ours(data, 2, depth) if kind == "ours" else torch_loader(data, 2, depth, CPU, drop_in=kind == "drop-in")
-    try:
-        next(feed)
-        fill([feed])
-        assert feed.is_full()
-        if kind != "torch":
-            run = getattr(feed._epoch, "_inner", feed._epoch).run
-            assert len(run.window) == 3 and not any(
-                entry.result is None for entry in run.window if entry not in run.waiting
-            )
-        else:
-            assert (feed._epoch._tasks_outstanding, feed._epoch._data_queue.qsize()) == (3, 3)
-    finally:
-        feed.close()
-
-
 @pytest.mark.costly(2)
 @pytest.mark.parametrize("through", [copied, copied_ahead])
 @pytest.mark.parametrize("drop_in", [False, True])
 def test_the_users_copies_are_in_order(through: Any, drop_in: bool) -> None:
     feed = torch_loader(Blocks(1000), 2, Depth(1, 2), CPU, through, drop_in=drop_in)
-    try:
-        assert [next(feed)[0, 0].item() for _ in range(5)] == [0, 2, 4, 6, 8]
-    finally:
-        feed.close()
-
-
-def test_batches_of_many_tensors_and_of_objects_have_the_values_of_blocks() -> None:
-    whole, fields, made = (kind(10).get_batch([3, 5]) for kind in (Blocks, Fields, Objects))
-    assert len(fields) == FIELDS
-    joined = np.concatenate(list(fields.values()), 1)
-    assert (joined[:, 1:] == whole[:, 1:]).all()
-    moved = made.to(CPU, non_blocking=True)
-    assert (moved.values.numpy() == whole).all() and moved.labels.tolist() == [3, 5]
-
-
-@pytest.mark.parametrize("threads", [False, True])
-def test_blocks_arrive_in_order(threads: bool) -> None:
-    feed = ours(Blocks(1000), 2, Depth(2, 2), threads=threads, device=torch.device("cpu"))
     try:
         assert [next(feed)[0, 0].item() for _ in range(5)] == [0, 2, 4, 6, 8]
     finally:
@@ -360,26 +265,6 @@ def test_every_part_runs_to_its_end_on_a_gpu_that_is_pretended(tmp_path: Path) -
     for table in gpu_report.TABLES:
         assert {(table.prefix, loader) for loader in table.columns} <= names
     assert "pretended" in shown
-
-
-@pytest.mark.slow
-def test_what_only_a_gpu_has_is_measured_on_one_that_is_pretended(tmp_path: Path) -> None:
-    _, records = run_pretended(tmp_path, "--only", "pin", "memory", "lock")
-    values = {(record["workload"], record["loader"]): record["value"] for record in records}
-    loaders = {("ours", "pin 250 KB"), ("drop-in", "pinning 250 KB"), ("torch", "pin 250 KB")}
-    assert all(values[workload, loader] > 0 for loader, workload in loaders)
-    # A batch of 1 MB: in the consumer's hands, being handed out, two ahead.
-    size = values["memory batch", "size"]
-    assert 2 * size <= values["memory device", "ours"] <= 4 * size
-    assert values["memory pinned", "ours"] >= size
-
-
-@pytest.mark.slow
-def test_the_network_takes_the_images() -> None:
-    images, labels = Images(16, 8).get_batch(range(4))
-    outputs = gpu_parts.Network()(torch.from_numpy(images).float())
-    assert outputs.shape == (4, 10)
-    assert labels.tolist() == [0, 1, 2, 3]
 
 
 def test_the_readme_has_the_marker_lines_and_names_every_part() -> None:

@@ -77,11 +77,6 @@ def test_relative_imports_begin_at_the_folder_of_the_module() -> None:
     }
 
 
-def test_an_import_that_stands_twice_is_told_once_with_its_first_line() -> None:
-    sources = {"p": "", "p.a": "\nimport p.b\nfrom p.b import x\ndef f():\n    import p.b", "p.b": ""}
-    assert imports.imports_of(sources) == [Import("p.a", "p.b", FUNCTION, 5), Import("p.a", "p.b", TOP, 2)]
-
-
 def chain(*names: str) -> list[Import]:
     return [Import(name, below, TOP, 1) for name, below in itertools.pairwise(names)]
 
@@ -97,15 +92,6 @@ def test_circles_are_found_whole_and_apart() -> None:
     assert imports.circles("abcde", chain(*"abcde")) == []
     assert imports.circles("abcdef", [*chain(*"abca"), *chain(*"cd"), *chain(*"efe")]) == [list("abc"), list("ef")]
     assert imports.circles("ab", chain(*"abca")) == [], "the circle goes through a module that is left out"
-
-
-def test_two_folders_may_be_a_circle_where_no_modules_are() -> None:
-    modules = ["p", "p.f", "p.f.one", "p.f.two", "p.g", "p.g.low.one"]
-    between = [*chain("p.f.one", "p.g.low.one"), *chain("p.g.low.one", "p.f.two"), *chain("p.f.one", "p.f.two")]
-    assert imports.circles(modules, between) == []
-    assert imports.circles(*imports.by_folder(modules, between)) == [["p.f", "p.g.low"]]
-    assert imports.by_folder(modules, between, depth=1)[0] == ["p", "p.f", "p.g"]
-    assert imports.circles(*imports.by_folder(modules, between, depth=1)) == [["p.f", "p.g"]]
 
 
 def test_only_imports_from_a_lower_floor_to_a_higher_one_are_upward() -> None:
@@ -125,8 +111,3 @@ def test_sources_are_read_by_dotted_name(tmp_path: Path) -> None:
     sources = imports.read_sources(package)
     assert list(sources) == ["p", "p.a", "p.f", "p.f.b"]
     assert sources["p.f"].startswith("# f/__init__ \N{GREEK SMALL LETTER PI}")
-
-
-def test_a_folder_that_is_no_package_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"no __init__\.py"):
-        imports.read_sources(tmp_path)

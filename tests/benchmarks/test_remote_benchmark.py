@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from fsspec.asyn import get_loop
 
-from benchmarks import remote_beside
 from benchmarks.range_server import CHANGED, CUT, NO_PARTS, REFUSED, serving
 from benchmarks.remote_beside import Check, one, row
-from benchmarks.remote_loaders import LOADERS, OURS, Noise, write
+from benchmarks.remote_loaders import OURS, Noise, write
 
 get_loop()  # this thread and this memory live as long as the process: no test has left them behind
 multiprocessing.get_context("spawn").Array("q", 2)
@@ -54,12 +53,3 @@ def test_ours_is_right_or_an_error_whatever_the_server_does(fault: str, tmp_path
                 one(OURS, url, tmp_path, 1)
         else:
             assert one(OURS, url, tmp_path, 1)["same"] == "right"
-
-
-def test_every_other_library_names_its_package() -> None:
-    assert {loader.package for name, loader in LOADERS.items() if not name.startswith("ours")} == {
-        "litdata",
-        "mosaicml-streaming",
-        "webdataset",
-    }
-    assert remote_beside.WEBDATASET in LOADERS

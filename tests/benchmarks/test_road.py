@@ -45,18 +45,6 @@ def test_a_walk_holds_the_calls_inside_the_folder_with_their_depth() -> None:
     assert walk.counts_of(steps) == {"calls": 4, "functions": 3, "files": 2, "changes of file": 1}
 
 
-def test_a_return_to_a_file_is_no_change_but_the_next_call_there_is() -> None:
-    there_and_back = [Step("a", "f", 1, 0), Step("b", "g", 1, 1), Step("a", "h", 9, 1)]
-    assert walk.counts_of(there_and_back[:2])["changes of file"] == 1
-    assert walk.counts_of(there_and_back)["changes of file"] == 2
-    assert walk.counts_of([]) == {"calls": 0, "functions": 0, "files": 0, "changes of file": 0}
-
-
-def test_functions_of_one_name_are_two_and_of_one_function_at_two_depths_one() -> None:
-    steps = [Step("a", "<lambda>", 1, 0), Step("a", "<lambda>", 2, 0), Step("a", "<lambda>", 2, 5)]
-    assert walk.counts_of(steps)["functions"] == 2
-
-
 def test_the_summary_is_one_of_the_steady_turns_and_shows_their_most_frequent_median_walk() -> None:
     f, g, seam = (Step(file, name, 1, 0) for file, name in (("a", "f"), ("b", "g"), ("c", "seam")))
     steady = [[f], [f, g], [f, g], [g, f], [f, g, f], [f, f]]
@@ -66,12 +54,6 @@ def test_the_summary_is_one_of_the_steady_turns_and_shows_their_most_frequent_me
     counts = {"calls": 2, "functions": 2, "files": 2, "changes of file": 1}
     assert summary["next()"] == counts | {"mean calls": 2, "mean changes of file": 5 / 6}
     assert summary["walk"] == (f, g)
-
-
-def test_a_function_belongs_to_an_epoch_if_most_epochs_call_it() -> None:
-    f, often, rare = (Step("a", name, 1, 0) for name in ("f", "often", "rare"))
-    summary = walk.summary_of([[[f]], [[f, often]], [[f, often, rare]]])
-    assert summary["epoch"] == {"functions": 2, "files": 1}
 
 
 def make_module(path: Path, source: str) -> ModuleType:
@@ -98,16 +80,6 @@ def test_each_turn_of_a_loop_is_recorded_from_its_next_to_the_drop_of_the_batch_
     walks = walk.record_walks(Loader(), str(tmp_path / "p"), epochs=2, pause=0)
     names = [[[step.function.rpartition(".")[2] for step in turn] for turn in epoch] for epoch in walks]
     assert names == [[["read"], *[["read", "__del__"]] * 3]] * 2, "the turn that ends an epoch is left out"
-    assert sys.getprofile() is None
-
-
-def test_an_error_of_the_loop_ends_the_recording(tmp_path: Path) -> None:
-    def broken() -> Iterator[int]:
-        yield 1
-        raise OSError("the disk is gone")
-
-    with pytest.raises(OSError, match="the disk is gone"):
-        walk.record_walks(broken(), str(tmp_path), epochs=1, pause=0)
     assert sys.getprofile() is None
 
 
@@ -184,13 +156,6 @@ def test_long_functions_are_named_but_neither_constructors_nor_those_of_the_prog
     assert notes[:2] == ["long: p.a.long has 52 code lines", "long: p.a.C.f has 51 code lines"]
 
 
-def test_a_class_name_of_two_modules_has_several_meanings_with_an_underscore_too() -> None:
-    package = {"p": "", "p.a": "class _Box: pass", "p.b": "def f():\n    class Box: pass\nclass Other: pass"}
-    numbers, notes = sizes.sizes_of(package)
-    assert numbers["class names with several meanings"] == 1
-    assert notes == ["several meanings: Box in p.a, p.b"]
-
-
 def test_an_import_out_of_the_core_is_one_of_an_optional_module_by_another_one() -> None:
     package = {"p": "", "p.cli": "import p.storage", "p.loader": "import p.pools\ndef f(): import p.ray"}
     package |= {"p.pools": "", "p.ray": "import p.pools", "p.storage": ""}
@@ -207,17 +172,6 @@ def test_a_table_of_two_has_ratios_where_there_is_something_to_divide_by() -> No
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
     assert cells[0] == ["", "before", "after", "ratio"]
     assert cells[2:] == [["calls", "90", "45", "0.50"], ["circles", "0", "1", ""]]
-
-
-def test_a_table_of_one_has_no_ratios() -> None:
-    last = road.table_of({"now": {"CPU": 81.2345}}).splitlines()[-1]
-    assert last.split() == ["|", "CPU", "|", "81.23", "|"]
-
-
-def test_a_number_that_only_one_column_has_leaves_the_other_empty() -> None:
-    table = road.table_of({"before": {"calls": 90}, "after": {"files": 45}})
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
-    assert cells[2:] == [["calls", "90", "", ""], ["files", "", "45", ""]]
 
 
 def test_a_target_stands_beside_its_number_with_the_distance() -> None:
@@ -263,52 +217,3 @@ def test_a_wrong_command_line_is_refused(arguments: list[str], says: str, capsys
     with pytest.raises(SystemExit):
         road.main(arguments)
     assert says in capsys.readouterr().err
-
-
-def test_a_checkout_without_the_package_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="pass the folder of a package"):
-        road.main(["--package", str(tmp_path)])
-
-
-@pytest.mark.slow
-def test_a_package_that_cannot_be_imported_is_an_error_and_no_hang(tmp_path: Path) -> None:
-    (tmp_path / road.PACKAGE).mkdir()
-    (tmp_path / road.PACKAGE / "__init__.py").write_text("raise ImportError('half a checkout')\n")
-    with pytest.raises(RuntimeError, match="ended"):
-        road.main(["--package", str(tmp_path)])
-
-
-@pytest.mark.slow
-def test_the_package_is_measured_beside_itself() -> None:
-    said: list[str] = []
-    only = ["--only", "process", "inline"]
-    assert road.main(["--against", str(road.ROOT), "--walk", "--rounds", "1", *only], said.append) == 0
-    rows = {line.split("|")[1].strip(): line.split("|")[2:-1] for line in said[0].splitlines()}
-    assert float(rows["next(), inline: calls"][0]) > 10
-    assert float(rows["epoch, process: files"][0]) > 1
-    assert "epoch, threads: files" not in rows
-    assert float(rows["main process: CPU us per batch"][0]) > 0
-    assert any("__next__" in line for line in said)
-
-
-@pytest.mark.slow
-def test_a_checkout_is_measured_from_its_own_folder(tmp_path: Path) -> None:
-    """Not the package that this program imports."""
-    package = tmp_path / road.PACKAGE
-    package.mkdir()
-    (package / "__init__.py").write_text(
-        "class InlinePool: pass\n"
-        "class ProcessPool:\n    def __init__(self, *_, **__): pass\n"
-        "def read(n): return n\n"
-        "class ShardedDataLoader:\n"
-        "    def __init__(self, *_, **__): pass\n"
-        "    def __len__(self): return 2\n"
-        "    def __iter__(self): return map(read, range(2))\n"
-        "    def close(self): pass\n"
-    )
-    said: list[str] = []
-    assert road.main(["--package", str(tmp_path), "--walk", "--rounds", "1"], said.append) == 0
-    assert [line for line in said if line.endswith(" read")] == ["__init__.py:4 read"] * 5
-    assert "| next(), inline: calls" in said[0]
-    assert "| next(), threads" not in said[0]
-    assert any(line.startswith(f"left out in {tmp_path}: threads: cannot import name 'ThreadPool'") for line in said)

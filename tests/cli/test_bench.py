@@ -21,6 +21,7 @@ from sharded_loader.cli import main
 from sharded_loader.cli.bench import ROUNDS, Row, measure, recommend
 from sharded_loader.cli.output import CannotRun
 from sharded_loader.instruments.auto import START, Tuner
+from tests.samples import Drawing
 
 QUICK = ["--seconds", "0.03"]
 
@@ -140,8 +141,8 @@ def test_more_processes_than_cores_are_no_warning_where_auto_finds_them(monkeypa
 
 
 def test_where_auto_finds_no_number_it_is_that_to_begin_with() -> None:
-    found = measure("thread", 9.0, arguments(_Divides()))
-    assert found.workers == START and found.error is not None and found.error.startswith("ZeroDivisionError")
+    found = measure("thread", 9.0, arguments(Drawing(10, [5])))
+    assert found.workers == START and found.error is not None and found.error.startswith("ValueError: bad 5")
 
 
 @pytest.mark.slow
@@ -199,19 +200,6 @@ def nothing() -> list[int]:
     return []
 
 
-class FailsInWorkers:
-    def __init__(self) -> None:
-        self.pid = os.getpid()
-
-    def __len__(self) -> int:
-        return 100
-
-    def __getitem__(self, index: int) -> int:
-        if os.getpid() != self.pid:
-            raise OSError("no files here")
-        return index
-
-
 def test_a_row_is_measured_in_rounds() -> None:
     for pool, workers in ("inline", 0), ("thread", 2):
         turns: list[None] = []
@@ -246,21 +234,15 @@ def test_a_slow_dataset_is_measured_for_a_batch_of_each_worker() -> None:
     assert len(read) >= 1 + 2 * START + ROUNDS * START
 
 
-def test_what_the_dataset_raises_inline_ends_it_with_the_sample() -> None:
-    with pytest.raises(CannotRun, match=r": ZeroDivisionError: division by zero \(in epoch 0, batch 1, sample 5\)$"):
-        measure("inline", SECONDS, arguments(_Divides()))
-
-
-class _Divides:
-    def __len__(self) -> int:
-        return 10
-
-    def __getitem__(self, index: int) -> float:
-        return 1 / (index - 5)
-
-
 def test_what_fails_only_in_workers_ends_only_their_row() -> None:
-    dataset = arguments(FailsInWorkers())
+    here = os.getpid()
+
+    def fails_in_workers(index: int) -> int:
+        if os.getpid() != here:
+            raise OSError("no files here")
+        return index
+
+    dataset = arguments(SimpleDataset(range(100)).transform(fails_in_workers))
     in_main, in_workers = (measure(pool, SECONDS, dataset) for pool in ("inline", "process"))
     assert in_main.error is None
     assert in_workers.error is not None and in_workers.error.startswith("OSError: no files here (in epoch 0, batch ")
@@ -308,29 +290,32 @@ def test_inline_alone_is_compared_with_nothing() -> None:
     )
 
 
-def test_without_inline_the_best_row_is_named() -> None:
-    assert recommend(rows(("thread", 1, 900), ("process", 2, 1800))).startswith("Use num_workers=2: ")
-
-
-def test_rows_that_failed_do_not_count() -> None:
-    failed = Row("thread", 8, error="boom")
-    assert recommend([INLINE_ROW, failed, *rows(("process", 2, 1900))]).startswith("Use num_workers=2: ")
-
-
 def spread(pool: str, workers: int, lowest: float, median: float, highest: float) -> Row:
     return Row(pool, workers, median, 64000 / median, lowest=lowest, highest=highest)
 
 
-def test_rounds_that_overlap_have_no_clear_winner() -> None:
-    inline = spread("inline", 0, 600, 1000, 1500)
-    advice = recommend([inline, spread("process", 2, 1300, 1900, 2000)])
-    assert advice.startswith("No clear winner: the rounds of num_workers=2 and inline overlap.")
-    assert "--seconds" in advice
-    assert recommend([inline, spread("process", 2, 1600, 1900, 2000)]).startswith("Use num_workers=2: ")
+FAILED = Row("thread", 8, error="boom")
+SLOW = spread("inline", 0, 600, 1000, 1500)
 
 
-def test_rows_that_are_alike_need_no_winner() -> None:
-    two, four = spread("process", 2, 1800, 1900, 2000), spread("thread", 4, 1750, 1850, 1950)
-    assert recommend([INLINE_ROW, two, four]).startswith("Use num_workers=2: ")
-    slower = spread("thread", 2, 990, 1010, 1200)
-    assert recommend([INLINE_ROW, slower]).startswith("Inline is enough")
+@pytest.mark.parametrize(
+    ("measured", "said"),
+    [
+        ([*rows(("thread", 1, 900), ("process", 2, 1800))], "Use num_workers=2: "),  # without inline
+        ([INLINE_ROW, FAILED, *rows(("process", 2, 1900))], "Use num_workers=2: "),
+        ([SLOW, spread("process", 2, 1600, 1900, 2000)], "Use num_workers=2: "),
+        (
+            [SLOW, spread("process", 2, 1300, 1900, 2000)],
+            "No clear winner: the rounds of num_workers=2 and inline overlap. ",
+        ),
+        # Rows that are alike need no winner.
+        (
+            [INLINE_ROW, spread("process", 2, 1800, 1900, 2000), spread("thread", 4, 1750, 1850, 1950)],
+            "Use num_workers=2: ",
+        ),
+        ([INLINE_ROW, spread("thread", 2, 990, 1010, 1200)], "Inline is enough"),
+    ],
+)
+def test_the_advice_counts_rows_that_ran_and_rounds_that_overlap(measured: list[Row], said: str) -> None:
+    advice = recommend(measured)
+    assert advice.startswith(said) and ("--seconds" in advice) == ("overlap" in said)

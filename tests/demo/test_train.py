@@ -80,12 +80,12 @@ def test_a_run_that_is_killed_and_resumed_ends_as_one_that_was_left_alone(capsys
 
 
 @pytest.mark.slow
-def test_a_resumed_run_that_differs_is_an_exit_code(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("option", "function"), [("--stop-resume", "stop_and_resume"), ("--kill", "train_and_kill")])
+def test_a_disturbed_run_that_differs_is_an_exit_code(
+    option: str, function: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    other = Report(0.5, [1.0], 1.0, 0.5)
-    monkeypatch.setattr(train, "stop_and_resume", lambda epochs, seed, on_wait: (other, ""))
-    assert main(["demo", "--stop-resume", "--epochs", "1"]) == 1
+    monkeypatch.setattr(train, function, lambda *given: (Report(0.5, [1.0], 1.0, 0.5), ""))
+    assert main(["demo", option, "--epochs", "1"]) == 1
     assert "NOT the same accuracy and losses" in capsys.readouterr().out
 
 
@@ -113,15 +113,3 @@ def test_a_run_whose_workers_are_killed_ends_as_one_that_was_left_alone(capsys: 
     assert found and int(found[2]) >= 1
     assert undisturbed.split()[2] == found[1]
     assert compared.strip() == "the same accuracy and losses as in the first run"
-
-
-@pytest.mark.slow
-def test_a_run_with_killed_workers_that_differs_is_an_exit_code(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(
-        "sharded_loader.demo.train.train_and_kill",
-        lambda epochs, seed, on_batch: (Report(0.5, [1.0], 1.0, 0.5), ""),
-    )
-    assert main(["demo", "--kill", "--epochs", "1"]) == 1
-    assert "NOT the same accuracy and losses" in capsys.readouterr().out

@@ -37,6 +37,7 @@ DOCS = {
 }
 
 
+@pytest.mark.lint
 def test_the_readme_has_scripts_and_loops() -> None:
     assert SCRIPTS
     assert SKETCHES
@@ -98,6 +99,7 @@ def run_blocks(folder: Path) -> dict[str, tuple[str, str]]:
     return {name: (out, err) for name, (out, err) in zip(DOCS, json.loads(done.stdout), strict=True)}
 
 
+@pytest.mark.lint
 def test_nothing_is_left_out_in_blocks_of_the_documentation() -> None:
     assert DOCS
     assert [name for name, block in DOCS.items() if not is_script(block)] == []

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
+pytestmark = pytest.mark.lint
+
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "tutorials").glob("*.ipynb"))
 
@@ -53,7 +55,3 @@ def test_a_notebook_without_a_picture_is_an_error(cards: Any, tmp_path: Path) ->
     path.write_text(json.dumps({"cells": [{"source": [opening]}]}), encoding="utf-8")
     with pytest.raises(ValueError, match=r"01_plain\.ipynb.*picture"):
         cards.card(path)
-
-
-def test_other_pages_stay_as_they_are(cards: Any) -> None:
-    assert cards.on_page_markdown(f"text {cards.MARK}", page("index.md")) == f"text {cards.MARK}"

@@ -57,6 +57,7 @@ def rows(page: str) -> list[str]:
 SYMPTOMS = rows("guides/troubleshooting.md")
 
 
+@pytest.mark.lint
 def test_there_are_symptoms_and_each_is_a_message() -> None:
     assert len(SYMPTOMS) > 30
     assert [cell for cell in SYMPTOMS if not re.fullmatch("`[^`]+`", cell)] == []
@@ -135,6 +136,7 @@ def test_every_public_name_has_an_example() -> None:
     assert [name for name in documented() if ">>>" not in (find(name).__doc__ or "")] == []
 
 
+@pytest.mark.lint
 def test_the_list_of_names_is_that_of_the_pages_and_every_link_to_a_name_leads_there() -> None:
     links = {page: set(re.findall(r"\]\[(sharded_loader[\w.]*)\]", text)) for page, text in PAGES.items()}
     assert links["reference/index.md"] == {*documented(), *types()}
@@ -144,11 +146,13 @@ def test_the_list_of_names_is_that_of_the_pages_and_every_link_to_a_name_leads_t
 # -- pages --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.lint
 def test_every_page_is_in_the_navigation() -> None:
     navigation = re.findall(r"^ .*?([\w/-]+\.md)$", CONFIG.partition("\nnav:")[2], re.MULTILINE)
     assert sorted(navigation) == sorted([*PAGES, "benchmarks/README.md", "CHANGELOG.md"])
 
 
+@pytest.mark.lint
 def test_links_between_pages_lead_somewhere() -> None:
     for page, text in PAGES.items():
         for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
@@ -158,12 +162,14 @@ def test_links_between_pages_lead_somewhere() -> None:
             assert ((ROOT if outside else DOCS) / place).is_file(), f"{page}: {target}"
 
 
+@pytest.mark.lint
 def test_files_that_are_spoken_of_are_there() -> None:
     paths = re.findall(r"`((?:sharded_loader|tests)/[\w/]+\.py)`", PAGES["how-it-works.md"])
     assert len(paths) > 15
     assert [path for path in paths if not (ROOT / path).is_file()] == []
 
 
+@pytest.mark.lint
 def test_every_module_begins_with_a_sentence_for_the_list_of_modules() -> None:
     assert "<!-- modules -->" in PAGES["how-it-works.md"]
     wrong = []
@@ -174,12 +180,13 @@ def test_every_module_begins_with_a_sentence_for_the_list_of_modules() -> None:
     assert wrong == []
 
 
-@pytest.mark.slow
+@pytest.mark.lint
 def test_the_drawing_of_the_folders_shows_what_they_import() -> None:
     """``python -m benchmarks.drawing`` makes it anew."""
     assert (DOCS / "assets/folders.svg").read_text(encoding="utf-8") == drawing()
 
 
+@pytest.mark.lint
 def test_all_ten_promises_are_told() -> None:
     assert re.findall(r"^\| (P\d+) ", PAGES["how-it-works.md"], re.MULTILINE) == [f"P{n}" for n in range(1, 11)]
 
@@ -190,6 +197,7 @@ def test_all_ten_promises_are_told() -> None:
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.lint
 def test_files_and_folders_that_contributors_are_sent_to_are_there() -> None:
     paths = re.findall(r"`((?:sharded_loader|tests|docs|benchmarks|\.ci)/[\w/.-]*|constraints\.txt)`", CONTRIBUTING)
     paths += [link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", CONTRIBUTING)]
@@ -197,6 +205,7 @@ def test_files_and_folders_that_contributors_are_sent_to_are_there() -> None:
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
+@pytest.mark.lint
 def test_commands_that_contributors_are_given_exist() -> None:
     targets = set(re.findall(r"make ([a-z-]+)", CONTRIBUTING))
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -210,6 +219,7 @@ def test_commands_that_contributors_are_given_exist() -> None:
         assert [option for option in re.findall(r"--\w+", options) if f'"{option}"' not in source] == [], module
 
 
+@pytest.mark.lint
 def test_names_that_contributors_have_to_implement_exist() -> None:
     from sharded_loader.batching.default import Batchify
     from sharded_loader.engine.pool import Pool

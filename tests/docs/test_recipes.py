@@ -87,6 +87,7 @@ def test_machines_that_start_again_read_what_is_left_also_if_there_are_fewer(tmp
     assert run_together([one_machine], tmp_path, **variables(tmp_path)) == ["epoch 1: 40 samples"]
 
 
+@pytest.mark.lint
 @pytest.mark.parametrize("name", PAGES)
 def test_a_recipe_is_short_and_its_page_complete(name: str) -> None:
     recipe, _ = recipe_and_data(name)
@@ -99,10 +100,12 @@ def test_a_recipe_is_short_and_its_page_complete(name: str) -> None:
     assert '??? example "Make some data to try it with"' in PAGES[name]
 
 
+@pytest.mark.lint
 def test_the_index_leads_to_every_recipe() -> None:
     assert sorted(re.findall(r"\(([\w-]+)\.md\)", INDEX)) == sorted(PAGES)
 
 
+@pytest.mark.lint
 @pytest.mark.parametrize(
     ("word", "page"),
     [

@@ -11,32 +11,14 @@ from typing import Any
 
 import torch
 
-from sharded_loader import ShardedDataLoader
+from sharded_loader import ShardedDataLoader, SimpleDataset
 from sharded_loader.torch import DataLoader
-
-
-class SlowOnOne:
-    """A dataset whose samples take long in one rank.
-
-    Args:
-        seconds: of a sample.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-
-    def __len__(self) -> int:
-        return 80
-
-    def __getitem__(self, index: int) -> int:
-        time.sleep(self.seconds)
-        return index
 
 
 def main(folder: str, ranks: int, rank: int) -> None:
     distributed = torch.distributed
     distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
-    slow = SlowOnOne(0.01 if rank == 1 else 0.0)
+    slow = SimpleDataset(range(80)).transform(lambda index: time.sleep(0.01 * (rank == 1)) or index)
     loaders: list[Any] = [ShardedDataLoader(slow, 2, num_replicas="auto"), DataLoader(slow, 2)]
     for loader in loaders:
         try:

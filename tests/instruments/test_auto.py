@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from sharded_loader import InlinePool, ProcessPool, ShardedDataLoader, ThreadPool, sample_rng
+from sharded_loader import InlinePool, ProcessPool, ShardedDataLoader, SimpleDataset, ThreadPool, sample_rng
 from sharded_loader.base.limits import Limit
 from sharded_loader.engine.pipeline import PER_WORKER
 from sharded_loader.engine.pool import Pool
@@ -299,13 +299,18 @@ class Lines(torch.utils.data.IterableDataset[Any]):
             yield np.array([info.id, info.num_workers, at, sample_rng().random()])
 
 
-def outcomes(loader: Any, before: Callable[[], Any] = lambda: None, epochs: int = 2) -> list[Any]:
+def pool_of(loader: Any, batches: Any) -> Any:
+    """The pool that reads for an iterator."""
+    return loader.pool if isinstance(loader, ShardedDataLoader) else batches._engine.pool
+
+
+def outcomes(loader: Any, before: Callable[[Any], Any] = lambda batches: None, epochs: int = 2) -> list[Any]:
     """The batches, errors and states of some epochs."""
     found: list[Any] = []
     for _ in range(epochs):
         batches = iter(loader)
         while True:
-            before()
+            before(batches)
             try:
                 found.append(next(batches).tolist())
             except StopIteration:
@@ -393,49 +398,55 @@ def test_so_they_are_while_workers_are_killed(method: Any, kind: str, restless: 
     torch.manual_seed(7)
     loader = DataLoader(DROP_IN[kind](), 4, num_workers="auto", restarts=1000, **options)
 
-    def kill() -> None:
-        iterator: Any = loader._iterator
-        pool = None if iterator is None else iterator._engine.pool
-        if pool is not None and pool.started and rng.random() < (0.4 if method == "fork" else 0.05):
+    def kill(batches: Any) -> None:
+        pool = pool_of(loader, batches)
+        if pool.started and rng.random() < (0.4 if method == "fork" else 0.05):
             rng.choice(pool.workers).kill()
 
     assert outcomes(loader, kill, epochs=epochs) == expected
 
 
+@pytest.fixture
+def tuners(monkeypatch: pytest.MonkeyPatch) -> list[Tuner]:
+    """Those that are asked. Each finds that three workers are best."""
+    asked: list[Tuner] = []
+
+    def look(self: Tuner, meter: Meter, pipeline: Any, now: float) -> None:
+        asked.append(self)
+        self.workers = 3
+
+    monkeypatch.setattr(Tuner, "look", look)
+    return asked
+
+
 @pytest.mark.parametrize("thread_pool", [True, False])
-def test_the_next_epoch_of_the_drop_in_begins_with_the_number_that_was_found(thread_pool: bool) -> None:
+def test_the_next_epoch_of_the_drop_in_begins_with_the_number_that_was_found(
+    thread_pool: bool, tuners: list[Tuner]
+) -> None:
     loader = DataLoader(range(8), 2, num_workers="auto", thread_pool=thread_pool)
-    assert loader.num_workers == START and loader._tuner is not None
-    loader._tuner.workers = 3
-    iterator: Any = iter(loader)
+    assert loader.num_workers == START
+    list(loader)
+    iterator = iter(loader)
     next(iterator)
-    assert iterator._engine.pool.num_workers == 3 and iterator._engine.pipeline.scheduler.prefetch == 6
+    assert tuners and pool_of(loader, iterator).num_workers == 3
+    assert iterator._engine.pipeline.scheduler.prefetch == 6  # type: ignore[attr-defined]
 
 
-def test_a_copy_of_the_drop_in_finds_a_number_of_its_own() -> None:
-    loader = DataLoader(range(8), 2, num_workers="auto")
-    for other in (copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
-        assert other._tuner is not loader._tuner and other._meter.tune.__self__ is other._tuner
+def test_a_copy_of_the_drop_in_finds_a_number_of_its_own(tuners: list[Tuner]) -> None:
+    loader = DataLoader(range(8), 2, num_workers="auto", thread_pool=True)
+    for other in (loader, copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
         assert [batch.tolist() for batch in other] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-
-
-class Waiting:
-    def __len__(self) -> int:
-        return 100_000
-
-    def __getitem__(self, index: int) -> int:
-        time.sleep(0.002)
-        return index
+    assert len(set(map(id, tuners))) == 3
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pool", ["thread", "process"])
 @pytest.mark.parametrize("kind", [ShardedDataLoader, DataLoader])
 def test_a_loader_whose_workers_wait_finds_more(kind: Any, pool: str) -> None:
-    loader = kind(Waiting(), 4, num_workers="auto", thread_pool=pool == "thread")
+    waiting = SimpleDataset(range(100_000)).transform(lambda index: time.sleep(0.002) or index)
+    loader = kind(waiting, 4, num_workers="auto", thread_pool=pool == "thread")
     batches = iter(loader)
-    now = loader.pool if kind is ShardedDataLoader else batches._engine.pool
-    assert any(now.num_workers >= 4 for _ in batches)
+    assert any(pool_of(loader, batches).num_workers >= 4 for _ in batches)
 
 
 def test_prefetch_factor_is_for_each_worker_and_prefetch_for_all() -> None:
@@ -486,10 +497,10 @@ def test_a_pool_has_a_number(make: Callable[[Any], Pool]) -> None:
         make("auto")
 
 
-def test_the_workers_of_a_given_pool_are_as_many_as_training_needs() -> None:
+def test_the_workers_of_a_given_pool_are_as_many_as_training_needs(tuners: list[Tuner]) -> None:
     with ShardedDataLoader(range(8), 2, num_workers="auto", pool=ThreadPool(3)) as loader:
         assert loader.num_workers == 3 and list(map(len, loader)) == [2, 2, 2, 2]
-        assert loader._meter.tune is not None
+        assert tuners
 
 
 def test_without_workers_there_is_nothing_to_find() -> None:

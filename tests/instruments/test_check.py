@@ -33,12 +33,6 @@ class Reads(Dataset):
         return self.read(index, **self.held)
 
 
-class Locked(Reads):
-    def __init__(self) -> None:
-        super().__init__(lambda index: index)
-        self.lock = threading.Lock()
-
-
 SHARED = np.random.default_rng(3)
 
 SOURCES: dict[str, tuple[Any, str]] = {
@@ -105,22 +99,15 @@ def test_what_cannot_be_pickled_and_what_cannot_be_read_is_told() -> None:
     def fails(index: int) -> int:
         raise KeyError(index)
 
-    found = ShardedDataLoader(Locked(), 4).check()
-    assert "dataset.lock (lock) cannot be pickled" in str(found.pickled)
+    found = ShardedDataLoader(Reads(lambda index, lock: index, lock=threading.Lock()), 4).check()
+    assert "dataset.held['lock'] (lock) cannot be pickled" in str(found.pickled)
     found = ShardedDataLoader(Reads(fails), 4).check()
     assert "The worker could not read: KeyError" in str(found)
 
 
-class Deadly(Dataset):
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> int:
-        os._exit(3)
-
-
 def test_a_sample_that_kills_its_worker_is_not_read_here() -> None:
-    found = ShardedDataLoader(Deadly(), 2, pool=make_pool("fork" if "fork" in POOLS else "spawn", 1)).check()
+    pool = make_pool("fork" if "fork" in POOLS else "spawn", 1)
+    found = ShardedDataLoader(Reads(lambda index: os._exit(3)), 2, pool=pool).check()
     assert str(found.failed).startswith("WorkerDiedError: ") and found.differing == ()
 
 

@@ -203,14 +203,13 @@ def test_damaged_digests_are_an_error(digests: Any) -> None:
 
 
 def test_a_sample_that_cannot_be_read_any_more_is_other_data() -> None:
-    class Gone(Hidden):
-        def __getitem__(self, index: int) -> Any:
-            raise OSError("no such file")
+    def gone(index: int) -> Any:
+        raise OSError("no such file")
 
     loader = ShardedDataLoader(Hidden(), 4, seed=1)
     loader.fingerprint(0)
     with pytest.raises(ValueError, match="and is OSError: no such file"):
-        ShardedDataLoader(Gone(), 4).load_state_dict(loader.state_dict())
+        ShardedDataLoader(SimpleDataset(range(40)).transform(gone), 4).load_state_dict(loader.state_dict())
 
 
 # -- two runs ----------------------------------------------------------------------------------------------------------

@@ -8,14 +8,13 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import POOLS, make_pool
+from conftest import POOLS, HostClock, make_pool
 from torch.utils.data import DistributedSampler
 
 from sharded_loader import ShardedDataLoader
@@ -23,7 +22,7 @@ from sharded_loader.instruments.page import compared
 from sharded_loader.instruments.stats import LoaderStats
 from sharded_loader.instruments.times import CAUSES
 from sharded_loader.torch import DataLoader
-from tests.samples import Drawing
+from tests.samples import Drawing, pass_time
 
 
 class Slow:
@@ -41,7 +40,7 @@ class Slow:
         return self.length
 
     def __getitem__(self, index: int) -> Any:
-        time.sleep(self.seconds * (1 if index else 20))
+        pass_time(self.seconds * (1 if index else 20))
         return index
 
 
@@ -60,7 +59,7 @@ def read(pool: str, kind: type = ShardedDataLoader, **given: Any) -> Any:
 
 
 @pytest.fixture
-def loader() -> Iterator[ShardedDataLoader[Any]]:
+def loader(host_time: HostClock) -> Iterator[ShardedDataLoader[Any]]:
     with read("inline") as made:
         yield made
 
@@ -72,8 +71,10 @@ def loader() -> Iterator[ShardedDataLoader[Any]]:
 @pytest.mark.parametrize("kind", [ShardedDataLoader, DataLoader])
 @pytest.mark.parametrize("pool", POOLS)
 def test_a_report_tells_what_the_numbers_tell(
-    pool: str, kind: type, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    pool: str, kind: type, tmp_path: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
+    if pool in ("inline", "thread", "fork"):  # the others have a clock of their own
+        request.getfixturevalue("host_time")
     loader = read(pool, kind, dataset=Slow(length=18))  # the slowest 20 are told
     capsys.readouterr()
     assert loader.report() is None
@@ -93,7 +94,7 @@ def test_a_report_tells_what_the_numbers_tell(
     assert re.search(r"^  0 +.*  0 +(main process|[01])$", told, re.MULTILINE)  # the slowest sample
 
 
-def test_the_plot_shows_the_waits(tmp_path: Path) -> None:
+def test_the_plot_shows_the_waits(host_time: HostClock, tmp_path: Path) -> None:
     with read("thread") as loader:
         loader.report(tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
@@ -107,10 +108,10 @@ def test_a_page_leaves_its_file_for_nothing(loader: Any, tmp_path: Path) -> None
     assert re.findall(r"(?:src|href|url|@import|http)[^>]{0,20}", page) == ['href="data:,"']
 
 
-def test_markup_in_arguments_and_indices_is_text(tmp_path: Path) -> None:
+def test_markup_in_arguments_and_indices_is_text(host_time: HostClock, tmp_path: Path) -> None:
     class Words:
         def __getitem__(self, index: str) -> int:
-            time.sleep(0.001)
+            host_time.move(0.001)
             return len(index)
 
         def __len__(self) -> int:

@@ -13,7 +13,7 @@ import torch
 from conftest import ahead
 from torch.utils.data import BatchSampler
 
-from sharded_loader import InlinePool, ProcessPool, ShardedDataLoader, ThreadPool, WorkerTimeoutError
+from sharded_loader import InlinePool, ProcessPool, ShardedDataLoader, SimpleDataset, ThreadPool, WorkerTimeoutError
 from sharded_loader.engine.messages import Result
 from sharded_loader.engine.pipeline import Entry, Pipeline
 from sharded_loader.engine.pool import Pool
@@ -176,19 +176,14 @@ def test_after_a_resume_an_epoch_counts_from_there(pool: Pool) -> None:
 
 
 def test_an_epoch_whose_first_batch_was_interrupted_has_not_begun() -> None:
-    class Interrupted:
-        struck = False
+    struck = iter([KeyboardInterrupt])
 
-        def __len__(self) -> int:
-            return 4
+    def interrupted_once(index: int) -> int:
+        for error in struck:
+            raise error
+        return index
 
-        def __getitem__(self, index: int) -> int:
-            if not self.struck:
-                self.struck = True
-                raise KeyboardInterrupt
-            return index
-
-    loader = ShardedDataLoader(Interrupted(), 2)
+    loader = ShardedDataLoader(SimpleDataset(range(4)).transform(interrupted_once), 2)
     iterator = iter(loader)
     with pytest.raises(KeyboardInterrupt):
         next(iterator)
@@ -293,27 +288,15 @@ def test_workers_that_were_replaced_are_counted(start_method: str, tmp_path: Pat
         assert loader.stats().replaced_workers == 0, "those of another loader do not count"
 
 
-class Slow:
-    def __init__(self) -> None:
-        self.go_on = threading.Event()
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> int:
-        if index == 3:
-            self.go_on.wait(300)
-        return index
-
-
 @pytest.mark.slow
 def test_a_thread_that_stands_still_and_is_replaced_is_counted() -> None:
-    dataset = Slow()
+    go_on = threading.Event()
+    dataset = SimpleDataset(range(4)).transform(lambda index: go_on.wait(300) if index == 3 else index)
     with ShardedDataLoader(dataset, 2, pool=ThreadPool(2, timeout=1.0)) as loader:
         with pytest.raises(WorkerTimeoutError):
             list(loader)
         assert loader.stats().replaced_workers == 1
-        dataset.go_on.set()
+        go_on.set()
 
 
 def test_a_batch_that_the_main_process_reads_has_not_waited_for_a_worker() -> None:
@@ -354,17 +337,10 @@ def test_the_sum_has_what_iterators_of_old_and_of_repeated_epochs_add() -> None:
 
 @pytest.mark.parametrize("pool", [None, ThreadPool(1)], ids=["inline", "thread"])
 def test_samples_that_all_fail_have_stats_too(pool: Pool | None) -> None:
-    class Bad:
-        def __len__(self) -> int:
-            return 8
-
-        def __getitem__(self, index: int) -> int:
-            raise ValueError("bad file")
-
-    with ShardedDataLoader(Bad(), 2, pool=pool) as loader:
+    with ShardedDataLoader(Drawing(8, range(8)), 2, pool=pool) as loader:
         iterator = iter(loader)
         for _ in range(4):
-            with pytest.raises(ValueError, match="bad file"):
+            with pytest.raises(ValueError, match="bad"):
                 next(iterator)
         for stats in (loader.stats(), loader.stats(0), loader.stats(1)):
             assert "0 samples in 0 batches" in str(stats)

@@ -22,6 +22,12 @@ from tests.instruments.test_report import Slow, read
 Event = dict[str, Any]
 
 
+def rows_of(loader: Any) -> list[Any]:
+    """The times of the last batches."""
+    found: list[Any] = loader._meter.rows()
+    return found
+
+
 def ns(microseconds: float) -> int:
     """As Perfetto reads a stamp; it must be a whole number of nanoseconds."""
     whole = round(1000 * microseconds)
@@ -64,7 +70,7 @@ def test_a_trace_has_each_batch_and_each_worker(pool: str, kind: type, tmp_path:
     for _ in loader:
         pass
     loader.trace(tmp_path / "trace.json")
-    rows = loader._meter.rows()
+    rows = rows_of(loader)
     if hasattr(loader, "close"):
         loader.close()
     lanes = check_format(json.loads((tmp_path / "trace.json").read_text(encoding="utf-8")))
@@ -84,7 +90,7 @@ def test_a_batch_shows_its_stages() -> None:
         return samples
 
     with read("inline", collate_fn=collate) as loader:
-        rows = loader._meter.rows()
+        rows = rows_of(loader)
     lanes = check_format(trace_of(rows, "rank 0"))
     measured = [row for row in rows if row.collate]
     assert measured
@@ -98,7 +104,7 @@ def test_a_batch_shows_its_stages() -> None:
 
 def test_slices_of_clocks_that_differ_do_not_overlap() -> None:
     with read("thread", dataset=Slow(0.0)) as loader:
-        rows = loader._meter.rows()
+        rows = rows_of(loader)
     for row in rows:
         row.began, row.seconds = row.began - 0.5 * (row.step % 2), row.seconds + 0.1
     check_format(trace_of(rows, "rank 0"))
@@ -109,7 +115,7 @@ def test_batches_of_iterators_that_take_turns_stay_where_they_were_read() -> Non
         first, second = iter(loader), iter(loader)
         next(first), next(second)
         list(first), list(second)
-        rows = loader._meter.rows()
+        rows = rows_of(loader)
     lanes = check_format(trace_of(rows, "rank 0"))
     start = min(stamp for row in rows for stamp in (row.asked, row.began) if stamp)
     found = sorted(ns(one["ts"]) for one in lanes["worker 0"] if one["name"] == "read")

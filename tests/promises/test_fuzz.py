@@ -16,7 +16,8 @@ from sharded_loader import BatchSampler, ShardedDataLoader, ThreadPool
 from sharded_loader.engine.pool import Pool
 from sharded_loader.sampling import epoch as epochs
 from sharded_loader.sampling.third_party import table_of
-from tests import fuzz, fuzz_cases, naive
+from tests import naive
+from tests.fuzz import cases, run
 
 BLOCK = 100
 
@@ -25,7 +26,7 @@ BLOCK = 100
 @pytest.mark.parametrize("part", range(2))
 def test_random_loaders_do_what_a_naive_one_does(part: int) -> None:
     for case in range(12):
-        fuzz.run_case(1000 * (1 + part) + case, processes=False)
+        run.run_case(1000 * (1 + part) + case, processes=False)
 
 
 @pytest.mark.slow
@@ -33,13 +34,13 @@ def test_random_loaders_do_what_a_naive_one_does(part: int) -> None:
 @pytest.mark.parametrize("part", range(20))
 def test_two_thousand_random_loaders_do_what_a_naive_one_does(part: int) -> None:
     for case in range(BLOCK):
-        fuzz.run_case(1_000_000 + BLOCK * part + case)
+        run.run_case(1_000_000 + BLOCK * part + case)
 
 
 @pytest.mark.costly
 def test_random_loaders_that_are_disturbed_do_what_a_naive_one_does() -> None:
     for case in range(4):
-        fuzz.run_case(case, faults=True, processes=False)
+        run.run_case(case, "faults", processes=False)
 
 
 @pytest.mark.slow
@@ -47,11 +48,11 @@ def test_random_loaders_that_are_disturbed_do_what_a_naive_one_does() -> None:
 @pytest.mark.parametrize("part", range(5))
 def test_a_hundred_random_loaders_of_all_pools_that_are_disturbed_do_what_a_naive_one_does(part: int) -> None:
     for case in range(20):
-        fuzz.run_case(1_000_000 + 20 * part + case, faults=True)
+        run.run_case(1_000_000 + 20 * part + case, "faults")
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("faults", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "faults"])
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [
@@ -60,13 +61,15 @@ def test_a_hundred_random_loaders_of_all_pools_that_are_disturbed_do_what_a_naiv
     ],
 )
 def test_the_comparison_notices_other_batches(
-    monkeypatch: pytest.MonkeyPatch, name: str, wrong: Any, faults: bool
+    monkeypatch: pytest.MonkeyPatch, name: str, wrong: Any, kind: str
 ) -> None:
     monkeypatch.setattr(naive, name, wrong)
-    monkeypatch.setattr(fuzz_cases, name, wrong)
-    with pytest.raises(fuzz.Difference, match=rf"again: python -m tests.fuzz --case \d+{' --faults' * faults}"):
+    monkeypatch.setattr(cases, name, wrong)
+    with pytest.raises(
+        run.Difference, match=rf"again: python -m tests.fuzz --case \d+{' --faults' * (kind != 'plain')}"
+    ):
         for case in range(100):
-            fuzz.run_case(case, faults, processes=False)
+            run.run_case(case, kind, processes=False)
 
 
 @pytest.mark.costly
@@ -77,16 +80,16 @@ def test_twins_notice_workers_that_read_something_else(monkeypatch: pytest.Monke
         submit(self, [replace(task, epoch=task.epoch + 1) for task in tasks])
 
     monkeypatch.setattr(ThreadPool, "submit", submit_others)
-    with pytest.raises(fuzz.Difference, match="twin: "):
+    with pytest.raises(run.Difference, match="twin: "):
         for case in range(1, 100, 2):
-            fuzz.run_case(case, faults=True, processes=False)
+            run.run_case(case, "faults", processes=False)
 
 
 def test_the_comparison_notices_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(epochs, "table_of", lambda items, epoch, seed: table_of(items, epoch + 1, seed))
-    with pytest.raises(fuzz.Difference):
+    with pytest.raises(run.Difference):
         for case in range(100):
-            fuzz.run_case(case, processes=False)
+            run.run_case(case, processes=False)
 
 
 # -- found by such cases ---------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """What the tutorials show is what happens.
 
-``python tests/tutorials/test_tutorials.py`` executes the notebooks, writes their outputs into them, and prints the
-seconds that each takes. With ``02 05`` behind it, it executes only these two. Run it on a machine that does nothing
+``python tests/tutorials/test_tutorials.py`` executes the notebooks, writes their outputs into them. With
+``02 05`` behind it, it executes only these two. Run it on a machine that does nothing
 else, because some outputs are measurements.
 """
 
@@ -114,6 +114,7 @@ def test_the_notebook_runs_from_a_clean_kernel(path: Path, tmp_path: Path) -> No
         assert output.get("name") != "stderr" or not without_notices(output.text), output.text
 
 
+@pytest.mark.lint
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_the_committed_outputs_are_whole_and_of_no_machine(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
@@ -128,6 +129,7 @@ def test_the_committed_outputs_are_whole_and_of_no_machine(path: Path) -> None:
     assert not re.search(r"/home/|/Users/|/work/|/tmp/|/root/|[A-Z]:\\\\|\bpid \d", text)
 
 
+@pytest.mark.lint
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_the_notebook_opens_with_what_and_how_long(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
@@ -143,6 +145,7 @@ def test_the_notebook_opens_with_what_and_how_long(path: Path) -> None:
     assert not any(re.match(r"# \S", cell.source) for cell in others if cell.cell_type == "markdown")
 
 
+@pytest.mark.lint
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_the_code_is_as_wide_as_the_page(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
@@ -151,6 +154,7 @@ def test_the_code_is_as_wide_as_the_page(path: Path) -> None:
     assert [line for block in blocks for line in block.splitlines() if len(line) > COLUMNS] == []
 
 
+@pytest.mark.lint
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_every_cell_shows_something_or_defines_what_the_next_one_uses(path: Path) -> None:
     code = code_of(nbformat.read(path, as_version=4))
@@ -160,6 +164,7 @@ def test_every_cell_shows_something_or_defines_what_the_next_one_uses(path: Path
             assert any(re.search(rf"\b{name}\b", following.source) for name in defined_by(cell.source)), cell.source
 
 
+@pytest.mark.lint
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_pictures_are_white_behind_on_light_and_on_dark_pages(path: Path) -> None:
     coded = [output.data.get("image/png") for output in outputs(nbformat.read(path, as_version=4)) if "data" in output]
@@ -170,6 +175,7 @@ def test_pictures_are_white_behind_on_light_and_on_dark_pages(path: Path) -> Non
         assert min(picture.convert("RGB").getpixel((0, 0))) > 250
 
 
+@pytest.mark.lint
 def test_links_between_notebooks_lead_somewhere() -> None:
     for path in NOTEBOOKS:
         targets = re.findall(
@@ -178,6 +184,7 @@ def test_links_between_notebooks_lead_somewhere() -> None:
         assert [target for target in targets if not (path.parent / target).is_file()] == [], path.name
 
 
+@pytest.mark.lint
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_the_notebook_is_light_to_download(path: Path) -> None:
     assert path.stat().st_size < 180_000
@@ -185,11 +192,9 @@ def test_the_notebook_is_light_to_download(path: Path) -> None:
 
 if __name__ == "__main__":
     import tempfile
-    import time
 
     for notebook in [path for path in NOTEBOOKS if not sys.argv[1:] or path.name[:2] in sys.argv[1:]]:
-        began = time.perf_counter()
         with tempfile.TemporaryDirectory() as scratch:
             execute(notebook, notebook, Path(scratch))
             lighten(notebook)
-        print(f"{notebook.name}: {time.perf_counter() - began:.0f} s", flush=True)
+        print(notebook.name, flush=True)

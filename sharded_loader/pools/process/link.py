@@ -34,6 +34,7 @@ Ownership: messages in `inbox` belong to the code that decodes them; data in `ou
 from __future__ import annotations
 
 import array
+import contextlib
 import errno
 import os
 import select
@@ -208,15 +209,16 @@ class Link:
 
     def _read(self, target: memoryview) -> int:
         count: int
-        if PORTABLE or not self._blocks:
-            count = self._socket.recv_into(target)
-            return count
-        # On Linux data behind a descriptor takes another read.
-        count, ancillary, flags, _ = self._socket.recvmsg_into([target], socket.CMSG_SPACE(4))
-        for _, _, data in ancillary:
-            self._descriptors.extend(array.array("i", data))
-        if flags & socket.MSG_CTRUNC:
-            self._descriptors.append(-1)  # descriptor limit of this process
+        if self._blocks and not PORTABLE:
+            with contextlib.suppress(OSError):  # a sandbox may refuse recvmsg; a broken socket is noticed below
+                # On Linux data behind a descriptor takes another read.
+                count, ancillary, flags, _ = self._socket.recvmsg_into([target], socket.CMSG_SPACE(4))
+                for _, _, data in ancillary:
+                    self._descriptors.extend(array.array("i", data))
+                if flags & socket.MSG_CTRUNC:
+                    self._descriptors.append(-1)  # descriptor limit of this process
+                return count
+        count = self._socket.recv_into(target)
         return count
 
     def take_descriptor(self) -> int:

@@ -1,9 +1,6 @@
 """Ranks that leave, join and resume while they read, against the order that they share.
 
-    python -m tests.fuzz_ranks --cases 5000 [--seed N]
-    python -m tests.fuzz_ranks --case SEED              one case alone, as a difference names it
-
-    seed -> a `Job` (`tests.fuzz_orders`): an order, and what its global sequence must be
+    seed -> a `Job` (`orders`): an order, and what its global sequence must be
          -> events: steps of all ranks; a state that goes through JSON to other ranks; rescale; weights that are set;
             the next epoch
          -> after each step: each rank has exactly what stands at its places of the sequence; some steps are looked up
@@ -12,25 +9,23 @@
 The expected sequence of an epoch is a list, made by one sampler without ranks. A place counts items: samples, or
 batches of a batch sampler. With ``evaluate`` only real samples count. With ``costs`` a step has the samples of its
 place, in any order. With ``steps_per_epoch`` all epochs are one endless sequence. Some cases read with threads or
-processes. Prints a line with counts at the end. Exit status 1: there was a difference.
+processes.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import multiprocessing
 import random
-import sys
 import time
-import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from sharded_loader import LoaderWarning, ProcessPool, ShardedDataLoader
-from tests.fuzz_orders import SEED, Difference, Job, draw_job
+from sharded_loader import LoaderWarning, ShardedDataLoader
+from tests import conftest
+from tests.fuzz.orders import SEED, Job, draw_job
+from tests.fuzz.steps import Difference
 
 
 class Track:
@@ -180,11 +175,13 @@ class Track:
         return weights
 
 
-class Run:
+class Ranks:
     """One case: the ranks that there are, and where they must be."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, processes: bool = True) -> None:
         self.counts: Counter[str] = Counter()
+        self.processes, self.last_sign = processes, time.monotonic()
+        self.workers: dict[int, Any] = {}
         self.rng, self.look_rng = random.Random(seed), random.Random(seed)  # looking up changes no case
         self.track = Track(draw_job(self.rng))
         self.replicas, self.pool = 0, self.draw_pool()
@@ -192,19 +189,18 @@ class Run:
         self.ranks = [self.joined(rank, None) for rank in range(self.replicas)]
         self.track.begin()
 
-    @property
-    def name(self) -> str:
+    def __str__(self) -> str:
         job = self.track.job
         more = {"evaluate": job.evaluate, "steps": job.steps, "discard": job.discards, "shards": job.shards}
-        return ", ".join([job.name, *(name for name, is_so in more.items() if is_so)])
+        return ", ".join([job.name, *(name for name, is_so in {**more, f"{self.pool}": self.pool}.items() if is_so)])
 
     def draw_pool(self) -> str | None:
-        chance, methods = self.rng.random(), multiprocessing.get_all_start_methods()
+        chance = self.rng.random()
         if chance < 0.08:
             return "thread"
-        if chance < 0.12 and "fork" in methods:
-            return "fork"
-        return "spawn" if 0.5 < chance < 0.501 else None
+        if chance < 0.12 and "fork" in conftest.PROCESS_POOLS:
+            return "fork" if self.processes else None
+        return "spawn" if self.processes and 0.5 < chance < 0.501 else None
 
     def draw_ranks(self) -> None:
         """Other ranks, as far as the orders allow it."""
@@ -226,9 +222,7 @@ class Run:
         job = self.track.job
         given = {"seed": SEED, "evaluate": job.evaluate, **job.arguments(self.track.size)}
         if self.pool is not None and self.rng.random() < 0.6:
-            is_thread = self.pool == "thread"
-            pool = "thread" if is_thread else ProcessPool(1, start_method=self.pool)  # type: ignore[arg-type]
-            given |= {"pool": pool, **({"num_workers": 1} if is_thread else {})}
+            given["pool"] = conftest.make_pool(self.pool, 1)
         loader = ShardedDataLoader(job.dataset(), num_replicas=self.replicas, rank=rank, **given)
         if state is not None:
             loader.load_state_dict(state, strict=False)
@@ -238,11 +232,12 @@ class Run:
 
     def run(self) -> None:
         """Some events, then the rest of the epoch."""
+        self.counts[f"order: {self}"] += 1
         try:
             for _ in range(self.rng.randint(1, 12)):
                 event = self.rng.choice(["step", "step", "step", "resume", "rescale", "rest", "set_weights"])
                 getattr(self, event)()
-                self.counts[event] += 1
+                self.counts[f"event: {event}"] += 1
             self.rest()
         finally:
             self.close()
@@ -274,13 +269,14 @@ class Run:
             self.ranks = [(owner, iter(owner)) for owner, _ in self.ranks]
             self.follow()
             return
+        self.last_sign = time.monotonic()
         found, track = [next(iterator, None) for _, iterator in self.ranks], self.track
         if any(one is None for one in found):
             raise Difference(f"epoch {track.epoch} ended at {track.done} of {track.end}: {found}")
         track.read(found)
         if self.look_rng.random() < 0.3:
             self.look_up(found)
-        self.counts["batches"] += len(found)
+        self.counts["batches compared"] += len(found)
 
     def look_up(self, found: list[Any]) -> None:
         """The step that was read, once more: each rank's batch, and its indices as another rank knows them."""
@@ -351,54 +347,3 @@ class Run:
             for owner, _ in self.ranks:
                 owner.set_weights(weights)
             self.counts["weights set"] += 1
-
-
-def run_cases(seeds: Any) -> tuple[Counter[str], int]:
-    """What was done in all cases, and how many differences there were."""
-    counts: Counter[str] = Counter()
-    wrong = 0
-    for seed in seeds:
-        case = None
-        try:
-            case = Run(seed)
-            case.run()
-        except KeyboardInterrupt:  # a time limit: `timeout --signal INT`
-            break
-        except Exception:
-            wrong += 1
-            print(f"--case {seed}: {case and case.name}\n{traceback.format_exc()}", flush=True)
-        counts["cases"] += 1
-        if case is not None:
-            counts += case.counts
-            counts += kinds_of(case)
-    return counts, wrong
-
-
-def kinds_of(case: Run) -> Counter[str]:
-    """What a case was, for the line of counts."""
-    found: Counter[str] = Counter()
-    job = case.track.job
-    more = {"evaluate": job.evaluate, "steps_per_epoch": job.steps, "discard": job.discards, "shards": job.shards}
-    found.update(["order: " + job.name, *(f"with: {name}" for name, is_so in more.items() if is_so)])
-    found.update([f"workers: {case.pool}"] if case.pool else [])
-    return found
-
-
-def main() -> int:
-    """Run the cases that the command line asks for."""
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz_ranks", description=__doc__)
-    parser.add_argument("--cases", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0, help="of the first case")
-    parser.add_argument("--case", type=int)
-    given = parser.parse_args()
-    began = time.monotonic()
-    seeds = range(given.seed, given.seed + given.cases) if given.case is None else [given.case]
-    counts, wrong = run_cases(seeds)
-    for name, count in sorted(counts.items()):
-        print(f"{name:40}{count:>10,}")
-    print(f"{wrong} differences in {time.monotonic() - began:.0f} s")
-    return int(wrong > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""The orders of `tests.fuzz_ranks`: a loader's arguments, and what all ranks together must read.
+"""The orders of `tests.fuzz.ranks`: a loader's arguments, and what all ranks together must read.
 
     draw_job(rng) -> Job: an order, drawn at random -> varied: discard, steps_per_epoch, shards
 
@@ -39,13 +39,10 @@ from sharded_loader import (
 from sharded_loader.batchify import Pack
 from sharded_loader.samplers.index_samplers import CostSampler
 from sharded_loader.sampling.third_party import table_of
+from tests.fuzz.steps import Difference
 
 SEED = 7
 """The loaders' own."""
-
-
-class Difference(AssertionError):
-    """A rank has read something else."""
 
 
 def plain(batch: Any) -> list[Any]:

@@ -3,7 +3,7 @@
     seed -> Twins: `ShardedDataLoader`, or torch's ``DataLoader`` of this library; also over mixtures and iterable data
     steps        -> those of `Disturbed`, and look_up, rescale, weigh, report, `resume` with ``skip``
 
-The naive loader of `fuzz_steps` says what must come. Here the steps are more, and in any order: what the loader without
+The naive loader of `steps` says what must come. Here the steps are more, and in any order: what the loader without
 workers does with them is what must come from workers, too. After each step both are at the same place.
 """
 
@@ -23,12 +23,16 @@ from typing import Any
 
 from sharded_loader import InlinePool, interleave
 from sharded_loader.torch import DataLoader
-from tests import conftest, fuzz_cases, stream_samples
-from tests.fuzz_faults import Disturbed, allowed_bytes
-from tests.fuzz_steps import DONE, Case, Difference, Pair, frozen
+from tests import conftest, failures, stream_samples
+from tests.fuzz import cases
+from tests.fuzz.faults import Disturbed, allowed_bytes
+from tests.fuzz.steps import DONE, Case, Difference, Pair, frozen
 
 DROP_IN_ORDERS = ("in order", "shuffle", "a list", "an array", "a list of batches", "a list of keys")
 """Others draw from the global generators, or count their epochs themselves."""
+
+STREAM_FUNCTIONS = ("Parts", "GoOn", "WithStatefulRows", "DrawsOwn")
+STREAM_OBJECTS = ("Own", "Stateful", "Told", "ItsOwnIterator", "Late")
 
 BY_WORKERS = "_base_seed", "_snapshot", "dataset_state", "fetcher_state", "_next", "_generator"
 
@@ -65,7 +69,7 @@ class Twins(Disturbed):
     def __init__(self, seed: int, processes: bool = True) -> None:
         self.drop_in = random.Random(f"drop-in {seed}").random() < 0.4
         self.mixture: tuple[int, list[int]] | None = None
-        self.streams, self.persistent = 0, False
+        self.streams, self.persistent, self.endless = 0, False, dict[str, Any]()
         super().__init__(seed, processes)
 
     def __str__(self) -> str:
@@ -74,32 +78,40 @@ class Twins(Disturbed):
 
     # -- what there is to drive -----------------------------------------------------------------------------
 
-    def draw_kind(self) -> fuzz_cases.Kind:
+    def draw_kind(self) -> cases.Kind:
         kind = super().draw_kind()
         while kind.takes_epoch:  # threads, and a loader without workers, have one dataset, which is in one epoch
             kind = super().draw_kind()
         if not self.drop_in and self.length and self.rng.random() < 0.3:
             bad = frozenset(self.rng.sample(range(self.length), min(2, self.length - 1)))
             self.mixture = self.rng.randrange(9), [self.rng.randint(1, 5) for _ in range(2)]
-            kind = fuzz_cases.Kind("mixture", self.mix, bad=bad)
+            kind = cases.Kind("mixture", self.mix, bad=bad)
         elif not self.drop_in and self.rng.random() < 0.25:
             lengths = [self.rng.choice([0, 1, 7, 40]) for _ in range(self.rng.randint(1, 5))]
-            self.streams, seconds = len(lengths), [self.rng.choice([0.0, 0.004])] * len(lengths)
-            make = self.rng.choice([stream_samples.Parts, stream_samples.GoOn, stream_samples.WithStatefulRows])
-            kind = fuzz_cases.Kind(make.__name__, functools.partial(make, lengths, seconds))
+            self.endless = (
+                {"steps_per_epoch": self.rng.choice([3, 7])} if self.rng.random() < 0.3 and all(lengths) else {}
+            )
+            self.streams, name = len(lengths), self.rng.choice([*STREAM_FUNCTIONS, *STREAM_OBJECTS])
+            more: dict[str, Any] = {}
+            if name in STREAM_FUNCTIONS:
+                more["seconds"] = [self.rng.choice([0.0, 0.004])] * len(lengths)
+                if self.rng.random() < 0.2:
+                    at = self.rng.randrange(len(lengths)), self.rng.randrange(5)
+                    more["before"] = stream_samples.At(failures.raise_lookup, *at)
+            kind = cases.Kind(name, functools.partial(getattr(stream_samples, name), lengths, **more))
         return kind
 
     def mix(self) -> Any:
         assert self.mixture is not None
         seed, weights = self.mixture
-        sources = [self.disturbed(fuzz_cases.Plain(length, self.kind.bad)) for length in (self.length, 2 * self.length)]
+        sources = [self.disturbed(cases.Plain(length, self.kind.bad)) for length in (self.length, 2 * self.length)]
         return interleave(sources, weights, seed=seed, shuffle=True, stop=2 * self.length + 5)
 
-    def draw_order(self) -> fuzz_cases.Order:
+    def draw_order(self) -> cases.Order:
         if self.mixture or self.streams:
-            return fuzz_cases.Order("in order")
+            return cases.Order("in order")
         while True:
-            order = fuzz_cases.draw_order(self.rng, self.kind, self.length)
+            order = cases.draw_order(self.rng, self.kind, self.length)
             of_torch = order.name in DROP_IN_ORDERS and (self.length or not order.shuffle)
             if order.sized and (of_torch or not self.drop_in):
                 return order
@@ -126,9 +138,10 @@ class Twins(Disturbed):
             kind: Any = DataLoader
         else:
             options |= {"batchify_fn": self.kind.batchify[0]}
-            options |= {"streams": self.streams} if self.streams else self.draw_ranks()[0]
-            rolls_over = self.streams and self.last_batch == "rollover"  # iterable data has only the others
-            options |= {} if order.batches or rolls_over else {"last_batch": self.last_batch}
+            options |= {"streams": self.streams, **self.endless} if self.streams else self.draw_ranks()[0]
+            # Iterable data does not roll over, and has no last batch if it is endless.
+            has_none = self.streams and (self.last_batch == "rollover" or self.endless)
+            options |= {} if order.batches or has_none else {"last_batch": self.last_batch}
             given = self.give_workers(method, workers) | self.draw_prefetch()
             kind, without = conftest.made, {"pool": InlinePool()}
         self.counts[f"loaders, {method}, {kind.__name__}"] += 1
@@ -221,11 +234,14 @@ class Twins(Disturbed):
         steps = [(8, self.begin), (14, self.take), (5, self.take_all), (3, self.drop), (4, self.resume)]
         steps += [(2, self.load_here), (3, self.set_epoch), (2, self.read), (3, self.look_up)]
         steps += [(2, self.report), (1, self.refresh)]
-        steps += [(2, self.kill), (1, self.stop), (2, self.kill_zygote)]
         if not self.drop_in:
             steps += [(2, self.peek), (3, self.rescale), (5 if self.mixture else 1, self.weigh)]
-            steps += [(1, self.change_prefetch), (3, self.resize), (2, self.close_beside)]
-        return steps
+            steps += [(1, self.change_prefetch)]
+        return steps + self.faults()
+
+    def faults(self) -> list[tuple[int, Callable[[Pair], None]]]:
+        faults = [(2, self.kill), (1, self.stop), (2, self.kill_zygote)]
+        return faults if self.drop_in else faults + [(3, self.resize), (2, self.close_beside)]
 
     def begin(self, pair: Pair) -> None:
         if self.mixture or self.persistent:  # its epoch is that of all who share it; its workers have one iterator
@@ -311,3 +327,21 @@ class Twins(Disturbed):
 
     def datasets(self, pair: Pair) -> list[Any]:
         return [pair.loader.dataset, pair.naive.dataset]
+
+
+class Calm(Twins):
+    """Twins that nothing disturbs: they do the same each time."""
+
+    def draw_kind(self) -> cases.Kind:
+        kind = super().draw_kind()
+        self.leaks, self.slow, self.late = False, 0.0, 0.0
+        return kind
+
+    def faults(self) -> list[tuple[int, Callable[[Pair], None]]]:
+        return []
+
+    def later(self) -> None:
+        pass
+
+    def tune(self, meter: Any, pipeline: Any, now: float) -> None:
+        pass

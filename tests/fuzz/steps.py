@@ -1,11 +1,11 @@
 """A loader and a naive one, driven by the same random steps and compared after each.
 
-    seed -> Case: dataset, order, errors (fuzz_cases) -> NaiveLoader (naive)      what must come
+    seed -> Case: dataset, order, errors (cases) -> NaiveLoader (naive)      what must come
                   pool, workers, ranks, devices       -> ShardedDataLoader        what comes
                   steps: take, drop, look, resume ... -> both
 
 Values, dtypes, shapes, nesting, errors, epoch, position and length are compared after every step; batches that are
-held are compared again at the end. A case is decided by its seed alone. `fuzz` runs many, `fuzz_faults` disturbs them.
+held are compared again at the end. A case is decided by its seed alone. `run` runs many, `faults` disturbs them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ import torch
 
 from sharded_loader import SampleError, ShardedDataLoader
 from sharded_loader.sampling.base import for_ranks, ranks_of
-from tests import conftest, fuzz_cases
+from tests import conftest
+from tests.fuzz import cases
 from tests.naive import Failure, NaiveIterator, NaiveLoader
 
 METHODS = ["inline"] * 50 + ["thread"] * 35 + [name for name in ("fork",) if name in conftest.PROCESS_POOLS] * 9
@@ -51,7 +52,7 @@ def frozen(value: Any) -> Any:
         return type(value).__name__, [(key, frozen(part)) for key, part in value.items()]
     if isinstance(value, list | tuple):
         return type(value).__name__, [frozen(part) for part in value]
-    if isinstance(value, fuzz_cases.Item):
+    if isinstance(value, cases.Item):
         return type(value).__name__, frozen([value.name, value.value])
     return type(value).__name__, value
 
@@ -138,11 +139,11 @@ class Case:
 
     # -- what there is to drive -----------------------------------------------------------------------------
 
-    def draw_kind(self) -> fuzz_cases.Kind:
-        return fuzz_cases.draw_kind(self.rng, self.length)
+    def draw_kind(self) -> cases.Kind:
+        return cases.draw_kind(self.rng, self.length)
 
-    def draw_order(self) -> fuzz_cases.Order:
-        return fuzz_cases.draw_order(self.rng, self.kind, self.length)
+    def draw_order(self) -> cases.Order:
+        return cases.draw_order(self.rng, self.kind, self.length)
 
     def make_dataset(self) -> Any:
         return self.kind.make()
@@ -196,7 +197,7 @@ class Case:
         replicas = 1 if self.order.distributed else self.rng.choice([1, 1, 1, 2, 3, 5])
         with torch.random.fork_rng(devices=[]):  # a sampler may draw its seed
             made = self.order.make() if self.order.batches and self.order.make is not None else None
-        if ranks_of(made) is not None:  # `fuzz_ranks` has cases where the number of ranks changes
+        if ranks_of(made) is not None:  # `ranks` has cases where the number of ranks changes
             replicas = self.step_ranks = self.step_ranks or replicas
         rank = self.rng.randrange(replicas)
         replicated = not self.order.distributed and (replicas > 1 or self.rng.random() < 0.1)
@@ -244,11 +245,11 @@ class Case:
         """Another sampler of the order that the loader reads: made again, with the seeds that were drawn."""
         if self.order.make is None:
             if self.order.shuffle:
-                return fuzz_cases.RandomSampler(self.length, seed=loader.seed)
-            return fuzz_cases.SequentialSampler(self.length)
+                return cases.RandomSampler(self.length, seed=loader.seed)
+            return cases.SequentialSampler(self.length)
         made = again = self.order.make()
         sampler = loader.batch_sampler if self.order.batches else loader.sampler
-        while isinstance(sampler, fuzz_cases.Sampler):
+        while isinstance(sampler, cases.Sampler):
             if isinstance(sampler.seed, int):
                 again.seed = int(sampler.seed)
             sampler = getattr(sampler, "sampler", getattr(sampler, "batch_sampler", None))
@@ -483,7 +484,7 @@ class Case:
         if self.length and not (pair.one_dataset and pair.iterators):
             index: Any = self.rng.randrange(self.length) if self.kind.keys is None else self.rng.choice(self.kind.keys)
             got, epoch = self.outcome(lambda: pair.loader.read(index)), pair.loader.epoch
-            expected = Failure(fuzz_cases.BadSample, [index]) if index in self.kind.bad else self.sample(index, epoch)
+            expected = Failure(cases.BadSample, [index]) if index in self.kind.bad else self.sample(index, epoch)
             self.compare(got, expected, f"sample {index} of epoch {epoch}")
 
     def look(self, pair: Pair) -> None:

@@ -1,23 +1,13 @@
-"""Loaders with random arguments, driven at random, against one that is too simple to be wrong.
+"""Random cases, one after the other: what they are, what is said of them, what they have left behind.
 
-    python -m tests.fuzz --cases 2000 [--faults] [--seed N]
-    python -m tests.fuzz --minutes 60 [--faults] [--seed N]
-    python -m tests.fuzz --case SEED [--faults]              one case alone, as a difference names it
-
-    seed -> `fuzz_steps.Case` -> run -> nothing, or a `Difference`
-            with ``--faults`` `fuzz_faults.Disturbed` or `fuzz_twins.Twins`
-
-Prints a line every 10 s and a table at the end. Exit status 1: there was a difference, something was left behind, or
-a step took `HANG` seconds; then every thread's stack is printed. A case is decided by its seed, but not the timing of
-faults: ``--case SEED --faults --minutes 5`` runs one again and again.
+seed -> `steps.Case` -> run -> nothing, or a `Difference`
+        "faults": `faults.Disturbed` or `twins.Twins`, "twins": `twins.Calm`, "ranks": `ranks.Ranks`
 """
 
 from __future__ import annotations
 
-import argparse
 import faulthandler
 import gc
-import itertools
 import logging
 import os
 import random
@@ -36,9 +26,17 @@ import psutil
 
 from sharded_loader import ShardedDataLoader, interleave
 from tests import conftest
-from tests.fuzz_faults import Disturbed
-from tests.fuzz_steps import Case, Difference
-from tests.fuzz_twins import Twins
+from tests.fuzz.faults import Disturbed
+from tests.fuzz.ranks import Ranks
+from tests.fuzz.steps import Case, Difference
+from tests.fuzz.twins import Calm, Twins
+
+KINDS: dict[str, tuple[Any, ...]] = {
+    "plain": (Case,),
+    "faults": (Disturbed, Twins),
+    "twins": (Calm,),
+    "ranks": (Ranks,),
+}
 
 HANG = 150.0
 """Seconds for one step. The slowest in order, a first batch from spawned workers, takes 5 on a busy machine, and 40
@@ -59,7 +57,7 @@ class Report:
 
     counts: Counter[str] = field(default_factory=Counter)
     workers: dict[int, psutil.Process] = field(default_factory=dict)
-    case: Case | None = None
+    case: Any = None
     began: float = field(default_factory=time.monotonic)
 
     def say(self) -> None:
@@ -98,16 +96,18 @@ class Report:
 
     def left(self, before: Any) -> dict[str, Any]:
         """What is still there although every loader is closed or garbage, after a grace for what is ending."""
-        deadline = time.monotonic() + conftest.PATIENCE
-        while True:
+        found: dict[str, Any] = {}
+
+        def is_empty() -> bool:
+            nonlocal found
             gc.collect()
-            left = conftest.remains(*before)
-            alive = {pid for pid, worker in self.workers.items() if _lives(worker)}
-            if alive:
-                left["processes"] = left.get("processes", set()) | alive
-            if not left or time.monotonic() > deadline:
-                return left
-            time.sleep(0.05)
+            found = conftest.remains(*before)
+            if alive := {pid for pid, worker in self.workers.items() if _lives(worker)}:
+                found["processes"] = found.get("processes", set()) | alive
+            return not found
+
+        conftest.until(is_empty, conftest.PATIENCE)
+        return found
 
 
 def _lives(process: psutil.Process) -> bool:
@@ -124,40 +124,41 @@ def check_shares(seed: int) -> None:
     ranks, size = rng.choice([1, 2, 3, 4, 5, 6, 7, 8, 16]), rng.randint(1, 16)
     sources = [np.full(400 * ranks * weight, number) for number, weight in enumerate(weights)]
     mixed = interleave(sources, weights, seed=rng.randint(0, 99))
-    positions = np.arange(rng.randrange(ranks), len(mixed), ranks)[:600]
-    loader = ShardedDataLoader(mixed, size, num_replicas=ranks, rank=int(positions[0]))
+    rank = rng.randrange(ranks)
+    loader = ShardedDataLoader(mixed, size, num_replicas=ranks, rank=rank)
     found = np.concatenate([np.asarray(batch) for batch, _ in zip(loader, range(-(-600 // size)), strict=False)])
     counts = np.cumsum(found[:, None] == np.arange(len(weights)), axis=0)
     off = np.abs(counts - np.arange(1, len(found) + 1)[:, None] * np.array(weights) / sum(weights)).max()
     if off > 15:
-        raise Difference(f"rank {positions[0]} of {ranks} is {off:.1f} samples away from its shares {weights}")
+        raise Difference(f"rank {rank} of {ranks} is {off:.1f} samples away from its shares {weights}")
 
 
-def run_case(seed: int, faults: bool = False, processes: bool = True, report: Report | None = None) -> None:
-    """Run one case; if wanted, with threads in the place of processes.
+def run_case(seed: int, kind: str = "plain", processes: bool = True, report: Report | None = None) -> Counter[str]:
+    """Run one case; if wanted, with threads in the place of processes. What was done, and how often.
 
     Raises:
         Difference: the loader did something else; says what, and what was done to it.
     """
-    case, report, kind = None, report or Report(), (Disturbed, Twins)[seed % 2] if faults else Case
+    case, report, kinds = None, report or Report(), KINDS[kind]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # batches that are left out
         try:
-            if seed % 10 == 0 and not faults:
+            if seed % 10 == 0 and kind == "plain":
                 check_shares(seed)
-            report.case = case = kind(seed, processes)
+            report.case = case = kinds[seed % len(kinds)](seed, processes)
             case.run()
         except Exception as error:
-            again = f"python -m tests.fuzz --case {seed}{' --faults' * faults}"
+            again = f"python -m tests.fuzz --case {seed}{f' --{kind}' * (kind != 'plain')}"
             raise Difference(f"case {seed}: {error}\n    {case}\nagain: {again}") from error
         finally:
             if case is not None:
                 report.counts.update(case.counts)
                 report.workers |= case.workers
             report.case = None
+    return report.counts
 
 
-def run(seeds: Iterable[int], faults: bool, until: float) -> int:
+def run(seeds: Iterable[int], kind: str, until: float) -> int:
     """Run cases up to a time, print what has happened; the exit status."""
     logging.getLogger("sharded_loader").addHandler(logging.NullHandler())  # of samples that are skipped, and deaths
     conftest.start_helpers()
@@ -172,7 +173,7 @@ def run(seeds: Iterable[int], faults: bool, until: float) -> int:
             if time.monotonic() > until:
                 break
             try:
-                run_case(seed, faults, report=report)
+                run_case(seed, kind, report=report)
             except Difference as difference:
                 report.counts["differences"] += 1
                 traceback.print_exception(difference)
@@ -187,30 +188,3 @@ def run(seeds: Iterable[int], faults: bool, until: float) -> int:
     left = report.left(before)
     report.show(left)
     return 1 if left or report.counts["differences"] else 0
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--cases", type=int)
-    parser.add_argument("--minutes", type=float)
-    parser.add_argument(
-        "--seed", type=int, default=random.randrange(1 << 20), help="the cases begin at a million x this"
-    )
-    parser.add_argument("--case", type=int, metavar="SEED", help="this one alone")
-    parser.add_argument("--faults", action="store_true", help="disturb the loaders")
-    arguments = parser.parse_args()
-    cases, minutes, alone = arguments.cases, arguments.minutes, arguments.case
-    if cases is None and minutes is None:
-        cases = 2000 if alone is None else 1
-    limit = " ".join(
-        f"--{name} {value:g}" for name, value in (("cases", cases), ("minutes", minutes)) if value is not None
-    )
-    which = f"--seed {arguments.seed}" if alone is None else f"--case {alone}"
-    print(f"python -m tests.fuzz {limit} {which}{' --faults' * arguments.faults}", flush=True)
-    seeds = itertools.count(1_000_000 * arguments.seed) if alone is None else itertools.repeat(alone)
-    until = time.monotonic() + 60 * (1e9 if minutes is None else minutes)
-    return run(itertools.islice(seeds, cases), arguments.faults, until)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,13 +1,11 @@
-"""A storm on a simulated cluster: ``python -m tests.soak_ray --minutes 10``, in the environment of ``make test-ray``.
+"""A storm on a simulated cluster: ``python -m tests.fuzz --nodes --minutes 10`` where `make test-ray` runs.
 
 Three nodes, five actors. Every few seconds an actor is killed, and twice a minute a node, which another one replaces.
-Every epoch is compared with the one that this process reads alone. Prints what happened; exit status 1 if a batch
-differs.
+Every epoch is compared with the one that this process reads alone.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import random
@@ -20,6 +18,7 @@ import numpy as np
 
 from benchmarks.on_ray import QUICK
 from sharded_loader import RayPool, ShardedDataLoader, sample_rng
+from tests.samples import ByEpoch
 
 
 class Rows:
@@ -34,45 +33,27 @@ class Rows:
         return np.full(100 if index < 1500 else 9000, index) + sample_rng().integers(1000)
 
 
-def batches_of(index: int) -> list[list[int]]:
-    """Small samples with small ones, large ones with large ones, in the order of the epoch."""
-    order = np.random.default_rng(index)
-    halves = [order.permutation(1500), 1500 + order.permutation(1500)]
-    found = [half[at : at + 10].tolist() for half in halves for at in range(0, 1500, 10)]
-    order.shuffle(found)
-    return found
-
-
-class Batches:
-    """A sampler of batches that knows its epochs."""
-
-    def __init__(self) -> None:
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return 300
+class Batches(ByEpoch):
+    """Small samples with small ones, large ones with large ones, in an order of the epoch."""
 
     def __iter__(self) -> Any:
-        return iter(batches_of(self.epoch))
+        order = np.random.default_rng(self.epoch)
+        halves = [order.permutation(1500), 1500 + order.permutation(1500)]
+        found = [half[at : at + 10].tolist() for half in halves for at in range(0, 1500, 10)]
+        order.shuffle(found)
+        return iter(found)
 
 
 def loader_of(pool: Any) -> ShardedDataLoader[Any]:
-    return ShardedDataLoader(Rows(), batch_sampler=Batches(), seed=9, pool=pool)
+    return ShardedDataLoader(Rows(), batch_sampler=Batches(300), seed=9, pool=pool)
 
 
-def main() -> int:
-    """Run the storm; the exit status."""
+def run(seed: int, minutes: float) -> int:
+    """Run the storm, and print what happened; the exit status is 1 if a batch differs."""
     import ray
     from ray.cluster_utils import Cluster
 
-    parser = argparse.ArgumentParser(prog="python -m tests.soak_ray", description="A storm on a simulated cluster.")
-    parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--seed", type=int, default=0)
-    chosen = parser.parse_args()
-    dice = random.Random(chosen.seed)
+    dice = random.Random(seed)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), *sys.path]))
     memory = 200 << 20
     cluster = Cluster(
@@ -81,7 +62,7 @@ def main() -> int:
     nodes = [cluster.add_node(num_cpus=2, object_store_memory=memory) for _ in range(3)]
     ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
     actors = killed_nodes = batches = epochs = different = 0
-    longest, end = 0.0, time.monotonic() + 60 * chosen.minutes
+    longest, end = 0.0, time.monotonic() + 60 * minutes
     next_actor, next_node = time.monotonic() + 2, time.monotonic() + 20
     pool = RayPool(5, restarts=1000)
     with loader_of(pool) as loader, loader_of("inline") as alone:
@@ -110,7 +91,3 @@ def main() -> int:
     print(f"{epochs} epochs, {batches} batches, {actors} actors and {killed_nodes} nodes killed")
     print(f"{different} batches differ; longest wait {longest:.1f} s")
     return 1 if different else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

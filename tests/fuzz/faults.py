@@ -32,8 +32,9 @@ from sharded_loader.drop_in.iterator import LoaderIterator
 from sharded_loader.instruments.auto import Tuner
 from sharded_loader.loader.iterator import EpochIterator
 from sharded_loader.pools.deaths import Deaths
-from tests import conftest, fuzz_cases
-from tests.fuzz_steps import Case, Pair
+from tests import conftest
+from tests.fuzz import cases
+from tests.fuzz.steps import Case, Pair
 from tests.injection import HANDLERS, TimeIsUp
 
 IN_NEXT = EpochIterator.__next__.__code__, LoaderIterator.__next__.__code__
@@ -83,16 +84,16 @@ class Disturbed(Case):
         self.victims = random.Random()  # timers draw; the global generator belongs to datasets and samplers
         super().__init__(seed, processes)
 
-    def draw_kind(self) -> fuzz_cases.Kind:
+    def draw_kind(self) -> cases.Kind:
         self.leaks = self.rng.random() < 0.3
         self.slow, self.late = self.rng.choice([0.0, 0.0, 0.004]), self.rng.choice([0.0, 0.0, 0.02])
-        return fuzz_cases.draw_kind(self.rng, self.length, wide=True)
+        return cases.draw_kind(self.rng, self.length, wide=True)
 
     def make_dataset(self) -> Any:
         return self.disturbed(super().make_dataset())
 
     def disturbed(self, dataset: Any) -> Any:
-        if isinstance(dataset, fuzz_cases.Plain):
+        if isinstance(dataset, cases.Plain):
             dataset.version, dataset.pause = self.version, 0.002
             dataset.slow, dataset.late = self.slow, self.late
             dataset.leak = LEAK // (self.batch_size or 300) if self.leaks else 0
@@ -302,7 +303,7 @@ class Disturbed(Case):
     def refresh(self, pair: Pair) -> None:
         """The dataset changes; epochs under way would see some of it, so they are left."""
         pair.drop_all()
-        if isinstance(pair.loader.dataset, fuzz_cases.Plain) and self.rng.random() < 0.7:
+        if isinstance(pair.loader.dataset, cases.Plain) and self.rng.random() < 0.7:
             self.version += 1
             for dataset in self.datasets(pair):
                 dataset.version = self.version

@@ -1,0 +1,1 @@
+"""Random programs with faults and resume: `python -m tests.fuzz`."""

@@ -1,0 +1,166 @@
+"""Recordings of random cases: what they do at one commit, compared with what they do at another one.
+
+    (kind, seed) -> line -> {"arguments", "events": [[step, batch | error | state], ...], "warnings"}   one JSON line
+
+Two recordings of one commit are equal. An event holds nothing that depends on time, on addresses, or on the module
+that a class lies in.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import hashlib
+import itertools
+import json
+import logging
+import random
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.fuzz import run
+from tests.fuzz.steps import DONE, Pair, frozen
+
+PASSING = [
+    (re.compile(r"Traceback \(most recent call last\):\n(?:[ \t].*(?:\n|$))*"), "Traceback\n"),
+    (re.compile(r"0x[0-9a-f]{6,}"), "0x"),
+    (re.compile(r"sharded_loader(\.\w+)*\.(?=[A-Z])"), ""),
+    (re.compile(r"\b(pid|worker|thread) \d+"), r"\1 N"),
+]
+"""What a text has of one run, or of one version of the source."""
+
+# -- values as texts ---------------------------------------------------------------------------------------------------
+
+
+def clean(text: str) -> str:
+    for pattern, replacement in PASSING:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def digest(value: Any) -> str:
+    return hashlib.blake2b(clean(repr(value)).encode(), digest_size=6).hexdigest()
+
+
+def shown(value: Any) -> str:
+    """A batch, an error, or whatever a call returns."""
+    if value is DONE:
+        return "end"
+    if isinstance(value, BaseException):
+        texts = [f"{type(value).__name__}: {value}", *getattr(value, "__notes__", [])]
+        return clean("\n".join(texts)) + ("" if value.__cause__ is None else f"\nfrom {shown(value.__cause__)}")
+    if isinstance(value, int | str | None):
+        return clean(repr(value))
+    return f"{digest(frozen(value))} {clean(' '.join(str(value).split()))[:60]}"
+
+
+def plain(value: Any) -> Any:
+    """A state as JSON. Long texts, long lists and arrays are shortened to a checksum."""
+    if isinstance(value, dict):
+        return {f"{key}": plain(value[key]) for key in sorted(value, key=str)}
+    if isinstance(value, list | tuple):
+        long = len(value) > 12 and not any(isinstance(part, dict) for part in value)
+        return f"{len(value)} items {digest(value)}" if long else [type(value).__name__, *map(plain, value)]
+    if value is None or type(value) in (bool, int, float):
+        return value
+    return value if isinstance(value, str) and len(value) < 80 else f"{type(value).__name__} {digest(value)}"
+
+
+# -- cases -------------------------------------------------------------------------------------------------------------
+
+
+class Written:
+    """Mixed into a case: writes down what the loader says."""
+
+    events: list[Any]
+
+    def outcome(self: Any, ask: Callable[[], Any]) -> Any:
+        returned = super().outcome(ask)  # type: ignore[misc]
+        self.events.append([self.steps[-1].partition(" ")[0], shown(returned)])
+        return returned
+
+    def next_of(self: Any, pair: Pair, at: int) -> bool:
+        more: bool = super().next_of(pair, at)  # type: ignore[misc]
+        self.events.append(["state", plain(pair.loader.state_dict())])
+        return more
+
+
+def line(kind: str, seed: int, processes: bool = True) -> dict[str, Any]:
+    """What one case does."""
+    for start in (random.seed, np.random.seed, torch.manual_seed):
+        start(seed)
+    lines: set[str] = set()
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.add(clean(record.getMessage()))  # type: ignore[method-assign]
+    logger = logging.getLogger("sharded_loader")
+    logger.addHandler(handler)
+    made, events = type("Recorded", (Written, run.KINDS[kind][0]), {"events": []}), []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made.events, arguments = events, ""
+        try:
+            case = made(seed, processes)
+            case.run()
+            arguments = str(case)
+        except Exception as error:
+            events.append(["run", shown(error)])
+    logger.removeHandler(handler)
+    gc.collect()
+    lines |= {clean(f"{warning.category.__name__}: {warning.message}") for warning in caught}
+    arguments = [clean(part) for part in arguments.split("\n    ")]
+    return {"kind": kind, "seed": seed, "arguments": arguments, "events": events, "warnings": sorted(lines)}
+
+
+def differences(was: Any, now: Any, where: str = "") -> Iterator[str]:
+    """Each difference of two lines, or parts of lines, as text."""
+    if isinstance(was, dict) and isinstance(now, dict):
+        for key in {**was, **now}:
+            yield from differences(was.get(key, "missing"), now.get(key, "missing"), f"{where}/{key}")
+    elif isinstance(was, list) and isinstance(now, list):
+        for number, (one, other) in enumerate(itertools.zip_longest(was, now, fillvalue="missing")):
+            name = f"{number}" if not isinstance(one, list) or len(one) != 2 else f"{number} {one[0]}"
+            yield from differences(one, other, f"{where}/{name}")
+    elif was != now:
+        yield f"    {where}\n        was {was}\n        now {now}"
+
+
+def compare(before: Iterable[Any], after: Iterable[Any]) -> int:
+    """Print how two recordings of the same cases differ; how many of them do."""
+    seeds = differing = 0
+    for was, now in zip(before, after, strict=True):
+        seeds += 1
+        found = list(itertools.islice(differences(was, now), 4))
+        if found:
+            differing += 1
+            print(f"{now['kind']} {now['seed']}: {now['arguments'][:2]}", *found, sep="\n", flush=True)
+    print(f"{seeds} seeds compared, {differing} differ")
+    return differing
+
+
+def watched_line(kind: str, seed: int) -> dict[str, Any]:
+    """As it comes back from a file. A case that hangs ends the program, with the stack of each thread."""
+    faulthandler.dump_traceback_later(2 * run.HANG, exit=True)
+    try:
+        return json.loads(json.dumps(line(kind, seed)))  # type: ignore[no-any-return]
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def record(path: Path, seeds: Iterable[int], kind: str) -> int:
+    with path.open("w") as file:
+        for seed in seeds:
+            file.write(json.dumps(watched_line(kind, seed)) + "\n")
+    return 0
+
+
+def check(path: Path) -> int:
+    """Do what a file has once more, and compare; the exit status."""
+    with path.open() as file:
+        known = [json.loads(text) for text in file]
+    return min(1, compare(known, (watched_line(one["kind"], one["seed"]) for one in known)))
