@@ -5,7 +5,7 @@
     serve()                     the same for the process that asks: `benchmarks.road.Checkout`
 
 Samples take so long that each batch travels in a message by itself. So every `next()` of a steady epoch does the same,
-on a machine of any speed. Devices are pretended: see ``tests/pretend_cuda.py``. They change torch in this process, so
+on a machine of any speed. Devices are pretended: see ``tests/simulated_cuda.py``. They change torch in this process, so
 their roads are the last ones.
 """
 
@@ -165,9 +165,9 @@ def _ray(pairs: Pairs) -> Any:
 
 def _pretend_devices() -> None:
     sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
-    import pretend_cuda
+    import simulated_cuda
 
-    pretend_cuda.install()
+    simulated_cuda.install()
     sys.path.pop()
 
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 import random
 import struct
 
+from tests.storage.mutations import damaged
+
 MAGIC = b"\x0a\x23\xd7\xce"
 
 
@@ -78,41 +80,20 @@ def random_record(rng: random.Random) -> bytes:
 
 
 def damage(data: bytes, rng: random.Random) -> tuple[bytes, int]:
-    """The file with one to four changes, and the first offset at which it may differ from the whole one."""
-    content, first = bytearray(data), len(data)
+    """The file with one to four changes, and the first offset at which it differs from the whole one."""
+    content = data
     for _ in range(rng.choice([1, 1, 2, 4])):
         if not content:
             break
-        at = rng.randrange(len(content))
-        word = at - at % 4
-        kind = rng.choice(["bit", "byte", "cut", "delete", "insert", "swap", "header", "copy"])
-        if kind == "bit":
-            content[at] ^= 1 << rng.randrange(8)
-        elif kind == "byte":
-            content[at] = rng.randrange(256)
-        elif kind == "cut":
-            del content[at:]
-        elif kind == "delete":
-            del content[at : at + rng.randrange(1, 20)]
-        elif kind == "insert":
-            content[at:at] = rng.choice([MAGIC, bytes(4), rng.randbytes(rng.randrange(1, 9))])
-        elif kind == "swap":
-            other = rng.randrange(len(content)) // 4 * 4
-            at = min(word, other)
-            if word != other and max(word, other) + 4 <= len(content):
-                content[word : word + 4], content[other : other + 4] = (
-                    content[other : other + 4],
-                    content[word : word + 4],
-                )
-        elif kind == "header":  # a part that says anything of itself
-            at = word
+        if rng.random() < 0.3:  # a part that says anything of itself, or a magic
+            at = rng.randrange(len(content)) // 4 * 4
             length = rng.choice([0, 1, 4, len(content), 2**29 - 1, rng.randrange(64)])
-            content[at : at + 8] = MAGIC + struct.pack("<I", rng.randrange(8) << 29 | length)
+            inserted = MAGIC + rng.choice([b"", struct.pack("<I", rng.randrange(8) << 29 | length)])
+            content = content[:at] + inserted + content[at + len(inserted) // 8 * 8 :]
         else:
-            begin = rng.randrange(len(content))
-            content[at:at] = content[begin : begin + rng.randrange(1, 40)]
-        first = min(first, at)
-    return bytes(content), first
+            content = damaged(content, rng.randrange(1 << 30))[1]
+    differ = (at for at, (one, other) in enumerate(zip(data, content, strict=False)) if one != other)
+    return content, next(differ, min(len(data), len(content)))
 
 
 def damage_index(text: bytes, rng: random.Random) -> bytes:

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from failures import Boom, Fails, boom, odd_errors
 
-from sharded_loader import SimpleDataset, empty, sample_generator, sample_rng, sample_seed
+from sharded_loader import Sampler, SimpleDataset, empty, sample_generator, sample_rng, sample_seed
 from sharded_loader.base import host_clock
 
 
@@ -381,3 +381,48 @@ class Noting:
         with self.path.open("a") as file:
             file.write(f"{index} ")
         return index
+
+
+class NoLength:
+    """A sampler of another library that does not say how much it yields.
+
+    Args:
+        items: what it yields, or a function that is called for what it yields in each iteration.
+    """
+
+    def __init__(self, items: Any) -> None:
+        self.items = items
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.items() if callable(self.items) else self.items)
+
+
+class Foreign(NoLength):
+    """A sampler of another library.
+
+    Args:
+        items: as of `NoLength`.
+        length: what it says; None: that of the items; an error: what it raises.
+    """
+
+    def __init__(self, items: Any, length: int | Exception | None = None) -> None:
+        super().__init__(items)
+        self.length = len(items) if length is None else length
+
+    def __len__(self) -> int:
+        if isinstance(self.length, Exception):
+            raise self.length
+        return self.length
+
+
+class GluonStyle(Sampler[Any]):
+    """A sampler as Gluon's users write it: no constructor call, and a function that draws from global generators."""
+
+    def __init__(self, draw: Callable[[], Any], length: int) -> None:
+        self.draw, self.length = draw, length
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.draw())
+
+    def __len__(self) -> int:
+        return self.length

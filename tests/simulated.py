@@ -1,45 +1,39 @@
-"""An accelerator that does its work late: streams, events, device memory and page-locked memory, without any hardware.
+"""An accelerator without hardware: its streams, events, device memory and page-locked memory.
 
-Work given to a stream waits in a queue and reads and writes memory only when `Machine.run` gets to it, in an order that
-a seed chooses among those that streams and events allow. Copies and kernels know addresses and hold nothing, like those
-of a real device, so memory that is used again too early shows as wrong values. Device memory is handed out as torch's
-allocator does it: a block that is dropped may be used again at once by work on the stream that it was allocated on, and
-after the ends of the streams that it was recorded on.
+    Machine()              devices that work late; the fixture `machine` gives them to the library
+    Machine(kind="cuda")   the same with values that are there at once; `simulated_cuda` makes it torch's
 
-`Machine.faults` lists what would have been wrong or slow on a device: a copy from memory that is not pinned, memory
-unmapped under a copy, and a call that makes a context on a device that nobody has named. CUDA does so for the device
-that is current in the thread, in a new thread the first one. What torch 2.13 makes current by itself:
+**Late work.** What a stream is given waits in a queue and reads and writes memory when `Machine.run` gets to it, in an
+order that a seed chooses among those that streams and events allow. Copies and kernels know addresses and hold
+nothing, so memory that is used again too early shows as wrong values. A block of device memory that is dropped may be
+used again at once by work on the stream that it was allocated on, and after the ends of the streams that it was
+recorded on. A dropped block of pinned memory is used again at once, unless a copy reads it that torch knows of: its
+source has the storage that torch has pinned, or begins where the block begins.
 
-| call | torch makes the device current |
-|---|---|
-| `Event.query`, `Event.synchronize` | no. An event that was never recorded has passed, and no device is asked |
-| `Event.elapsed_time` | too late: it queries both events before |
-| `Event.record`, `Stream.record_event` | yes, that of the stream. An event stays with the device of its first stream |
-| `Stream.wait_event` | yes. It waits for what was recorded by then |
-| `Stream(device)`, `empty_like`, `copy_`, `index_select`, `mem_get_info` | yes |
-| `torch.cuda.set_stream(stream)` | yes |
-| `current_stream`, `record_stream` | they ask no device. A stream whose memory it is anyway is not recorded |
-| `is_pinned` | one that has a context; if none has, no |
-| pinned memory of torch's | no: it queries events of blocks that were dropped |
-| `cudaHostRegister`, `cudaHostUnregister`, `cudaGetLastError` | no |
-| `empty_cache` | no: it waits for events, and frees memory |
+**Work at once.** A stream is busy as long as it was told to sleep and to copy, so events pass late. The error of a
+refused call comes up in the next kernel, that of a failed kernel in each call. Races are not seen.
 
-Pinned memory is torch's: a block that is dropped is used again at once, unless a copy reads it that torch knows of.
-Torch knows of a copy if its source has the storage that torch has pinned, or begins where the block begins. (Torch
-then waits for all that the stream of the copy had to do when the block was dropped; here, for the copy alone.)
+`Machine.faults` lists what would be wrong or slow: a copy from memory that is not pinned, memory unmapped under a copy,
+memory freed by a destructor after a kernel has failed, and a call that makes a context on a device that nobody has
+named. CUDA does so for the device that is current in the thread. Torch 2.13 makes one current by itself in
 
-After a kernel has failed (`Machine.has_failed`), calls about events raise. Torch makes such a call when it frees memory
-that a second stream has used, in a destructor, and so the process ends. That is a fault too.
+- `Event.record`, `Stream.record_event`, `Stream.wait_event`, `Stream(device)`, `set_stream`, `empty_like`, `copy_`,
+  `index_select`, `mem_get_info`; `is_pinned` asks a device that has a context. An event that was never recorded,
+  `current_stream` and `record_stream` ask none;
+- but not in `Event.query`, `Event.elapsed_time`, ``cudaHostRegister``, ``cudaHostUnregister``; nor where memory is
+  pinned or the cache emptied, which queries events of blocks that were dropped.
 
-Sources: c10/cuda/CUDAEvent.h, c10/cuda/impl/CUDAGuardImpl.h and ATen/core/CachingHostAllocator.h of torch 2.13, torch's
-torch/cuda/streams.py and torch/cuda/__init__.py, and for what these call (``setCurrentStream``, ``isPinnedPtr``,
-``emptyCache``) PyTorch's repository.
+**Not simulated:** how fast anything is, what a driver does when a program ends, whether CUDA can pin shared memory,
+sparse tensors on a device, what a graph replays.
+
+Sources: of torch 2.13 c10/cuda/CUDAEvent.h, c10/cuda/impl/CUDAGuardImpl.h, ATen/core/CachingHostAllocator.h,
+torch/cuda/streams.py and torch/cuda/__init__.py; for what these call (``emptyCache``) PyTorch's repository.
 """
 
 from __future__ import annotations
 
 import ctypes
-import math
+import functools
 import random
 import threading
 import time
@@ -47,19 +41,23 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
-from sharded_loader.devices.accelerator import Streams, in_turn
-
 KIND = "privateuseone"
 """The kind of device that torch leaves to others."""
 
+CYCLES, BANDWIDTH, TOTAL = 1.5e9, 20e9, 16 << 30
+"""Of a device: cycles per second, bytes per second of a copy to it, bytes of memory."""
+
+ERRORS = {0: "no error", 1: "invalid argument", 712: "already registered", 713: "not registered"}
+
 
 class Record:
-    """What an event has recorded: it passes when its stream gets there."""
+    """What an event has recorded: it passes when its stream gets there, and not before its time."""
 
     passed, time = False, 0.0
 
@@ -72,29 +70,34 @@ class Event:
     """
 
     def __init__(self, machine: Machine, timed: bool = False) -> None:
-        self.machine = machine
-        self.timed = timed
+        self.machine, self.timed = machine, timed
         self.device: torch.device | None = None
         self.last: Record | None = None
 
     @property
     def passed(self) -> bool:
-        return self.last is None or self.last.passed
+        return self.last is None or (self.last.passed and self.machine.clock() >= self.last.time)
 
     def query(self) -> bool:
+        self.machine.not_in_capture()
         if self.device is not None:
             self.machine.asks(self.device)
             self.machine.check()
         return self.passed
 
-    def record(self, stream: Stream) -> None:
+    def synchronize(self) -> None:
+        if not self.query():
+            self.machine.pass_time(max(0.0, self.last.time - self.machine.clock()))  # type: ignore[union-attr]
+
+    def record(self, stream: Stream | None = None) -> None:
+        stream = stream or self.machine.stream()
         self.device = self.device or stream.device
         if self.device != stream.device:
             raise RuntimeError(f"Event device {self.device} does not match recording stream's device {stream.device}.")
         self.last = made = Record()
 
         def happen() -> None:
-            made.passed, made.time = True, self.machine.clock()
+            made.passed, made.time = True, max(self.machine.clock(), stream.busy_until)
 
         stream.give(happen)
 
@@ -104,41 +107,47 @@ class Event:
             raise ValueError("Both events must be created with argument 'enable_timing=True', and be recorded.")
         if not (self.query() and later.query()):
             raise RuntimeError("Both events must be completed before calculating elapsed time.")
-        return (later.last.time - self.last.time) * 1000
-
-
-class PinnedBlock:
-    """Host memory that torch has pinned, as long as somebody holds it."""
-
-    def __init__(self, memory: bytearray) -> None:
-        self.memory = memory
-        self.storage = 0
-        self.guards: list[Record] = []
+        return max(0.0 if self.machine.is_late else 1e-3, (later.last.time - self.last.time) * 1000)
 
 
 class Stream:
-    """A queue of work: (what, whether it can be done now, what it reads)."""
+    """A queue of work: (what, whether it can be done now, what it reads). Its time is over at ``busy_until``."""
 
     def __init__(self, machine: Machine, device: torch.device, name: str) -> None:
-        self.machine = machine
-        self.device = device
-        self.name = f"{device} {name}"
-        self.queue: deque[tuple[Callable[[], None], Callable[[], bool], range | None]] = deque()
+        self.machine, self.device, self.name = machine, device, f"{device} {name}"
+        self.queue: deque[tuple[Callable[[], object], Callable[[], bool], range | None]] = deque()
+        self.busy_until, self.cuda_stream = 0.0, id(self)
 
     def give(
-        self, work: Callable[[], None], ready: Callable[[], bool] = lambda: True, reads: range | None = None
+        self, work: Callable[[], object], ready: Callable[[], bool] = lambda: True, reads: range | None = None
     ) -> None:
-        self.queue.append((work, ready, reads))
+        if self.machine.is_late:
+            self.queue.append((work, ready, reads))
+        else:
+            work()
 
-    def record_event(self) -> Event:
+    def sleep(self, seconds: float) -> None:
+        self.busy_until = max(self.busy_until, self.machine.clock()) + seconds
+
+    def record_event(self, event: Event | None = None) -> Event:
         self.machine.check()
         self.machine.log.append(("record", self.name))
-        return self.machine.record(self)
+        event = event or Event(self.machine)
+        event.record(self)
+        return event
 
     def wait_event(self, event: Event) -> None:
         self.machine.log.append(("wait", self.name))
         last = event.last
         self.give(lambda: None, lambda: last is None or last.passed)
+        self.busy_until = max(self.busy_until, last.time if last else 0.0)
+
+    def wait_stream(self, stream: Stream) -> None:
+        self.wait_event(stream.record_event())
+
+    def synchronize(self) -> None:
+        self.machine.reach(self.device)
+        self.machine.pass_time(max(0.0, self.busy_until - self.machine.clock()))
 
 
 class Machine:
@@ -146,30 +155,37 @@ class Machine:
 
     Args:
         seed: of the order in which work is done.
+        count: devices.
         blocks: device memory, in allocations; None: without end.
+        kind: of the devices. With `KIND` work is late, with "cuda" it is done at once.
     """
 
-    def __init__(self, seed: int = 0, count: int = 2, blocks: int | None = None) -> None:
-        self.devices = [torch.device(KIND, number) for number in range(count)]
+    def __init__(self, seed: int = 0, count: int = 2, blocks: int | None = None, kind: str = KIND) -> None:
+        self.is_late = kind == KIND
+        self.devices = [torch.device(kind, number) for number in range(count)]
         self.streams: dict[torch.device, list[Stream]] = {one: [Stream(self, one, "default")] for one in self.devices}
+        self.usage = {one: SimpleNamespace(allocated=0, peak=0, reserved=0, limit=TOTAL) for one in self.devices}
         self.registered: dict[int, int] = {}
         self.pinned: dict[int, int] = {}
         self.blocks = blocks
         self.faults: list[str] = []
         self.log: list[tuple[Any, ...]] = []
-        self.allocated = self.peak = self.blocked = self.cleared = self.caches_emptied = 0
-        self.refuse: int = 0
+        self.allocated = self.peak = self.blocked = self.cleared = self.caches_emptied = self.refuse = 0
         self.hangs = self.has_failed = False
         self.clock: Callable[[], float] = time.perf_counter
+        self.pass_time: Callable[[float], object] = time.sleep  # of the host, while it waits
         self.memory_bytes: tuple[int, int] | None = (1 << 30, 1 << 30)
-        self._random = random.Random(seed)
+        self.random = random.Random(seed)
         self.contexts: set[torch.device] = set()
+        self.pinned_blocks: dict[int, SimpleNamespace] = {}
+        # As torch.cuda: a pending error of the runtime, the thread that captures and its mode.
+        self.pending, self.sync_debug_mode, self.capture_failed = 0, "default", False
+        self.capturing: tuple[int, str] = (0, "")
         self._recorded: dict[int, tuple[Stream, list[Stream]]] = {}
         self._current = threading.local()
-        self.pinned_blocks: dict[int, PinnedBlock] = {}
-        self._unpinned: list[PinnedBlock] = []
+        self._unpinned: list[SimpleNamespace] = []
         self._free: dict[tuple[Stream, int], list[np.ndarray]] = {}
-        self._pending: list[tuple[list[Event], Stream, np.ndarray]] = []
+        self._pending: list[tuple[list[Event], Stream, int, np.ndarray]] = []
         self._lock = threading.RLock()
 
     def streams_of(self, device: torch.device) -> SimulatedStreams | None:
@@ -178,49 +194,80 @@ class Machine:
 
     def of_rows(self) -> dict[str, Callable[..., Any]]:
         """In the place of functions of `resident`."""
-
-        def beside(tensor: torch.Tensor) -> SimulatedStreams:
-            return SimulatedStreams(self, self._recorded[tensor.untyped_storage().data_ptr()][0].device)
-
         return {
-            "load_rows": lambda streams, target, host: streams.load(target, host),
-            "take_rows": lambda column, rows: beside(column).take(column, rows),
-            "put_rows": lambda column, places, rows: beside(column).put(column, places, rows),
-            "memory_of": lambda streams: streams.memory(),
+            "load_rows": lambda streams, *tensors: self.load(streams.device, *tensors),
+            "take_rows": lambda *tensors: self.take(*tensors),
+            "put_rows": lambda *tensors: self.put(*tensors),
+            "memory_of": lambda streams: self.memory_of(streams.device),
         }
 
-    # -- streams --------------------------------------------------------------------------------------------
+    # -- devices and streams --------------------------------------------------------------------------------
 
-    def stream(self, device: torch.device) -> Stream:
-        """The calling thread's current stream."""
-        return getattr(self._current, str(device), self.streams[device][0])
+    def current_device(self) -> torch.device | None:
+        """That of the calling thread. Without one CUDA takes the first, and late work takes it for a fault."""
+        found: torch.device | None = getattr(self._current, "device", None)
+        return found or (None if self.is_late else self.devices[0])
+
+    def numbered(self, device: Any = None) -> torch.device:
+        """The device with its number, by default the current one."""
+        if isinstance(device, int):
+            return self.devices[device]
+        device = None if device is None else torch.device(device)
+        return device if device is not None and device.index is not None else self.current_device() or self.devices[0]
+
+    def set_device(self, device: Any) -> None:
+        self._current.device = self.numbered(device)
+        self.contexts.add(self._current.device)
 
     @contextmanager
-    def on(self, device: torch.device, stream: Stream) -> Iterator[None]:
-        before = self.stream(device)
-        self.set_stream(device, stream)
-        try:
-            with self.current(device):
-                yield
-        finally:
-            self.set_stream(device, before)
-
-    def set_stream(self, device: torch.device, stream: Stream) -> None:
-        setattr(self._current, str(device), stream)
-
-    @contextmanager
-    def current(self, device: torch.device) -> Iterator[None]:
+    def current(self, device: Any) -> Iterator[None]:
         """Make a device current in this thread."""
         before = getattr(self._current, "device", None)
-        self._current.device = device
+        self.set_device(device)
         try:
             yield
         finally:
             self._current.device = before
 
-    def new_stream(self, device: torch.device) -> Stream:
-        self.streams[device].append(Stream(self, device, str(len(self.streams[device]))))
-        return self.streams[device][-1]
+    def stream(self, device: Any = None) -> Stream:
+        """The calling thread's current stream."""
+        device = self.numbered(device)
+        return getattr(self._current, str(device), self.streams[device][0])
+
+    def set_stream(self, stream: Stream) -> None:
+        setattr(self._current, str(stream.device), stream)
+
+    @contextmanager
+    def on(self, device: torch.device, stream: Stream) -> Iterator[None]:
+        before = self.stream(device)
+        self.set_stream(stream)
+        try:
+            with self.current(device):
+                yield
+        finally:
+            self.set_stream(before)
+
+    def new_stream(self, device: Any = None, priority: int = 0) -> Stream:
+        streams = self.streams[self.reach(device)]
+        streams.append(Stream(self, streams[0].device, str(len(streams))))
+        return streams[-1]
+
+    def reach(self, device: Any = None) -> torch.device:
+        """A call that is about a device: it has a context from now on."""
+        self.check()
+        self.contexts.add(self.numbered(device))
+        return self.numbered(device)
+
+    def check(self) -> None:
+        """After a kernel has failed, each call about an event raises."""
+        if self.has_failed:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+    def not_in_capture(self) -> None:
+        """Called by what a capture forbids in its own thread, and in the mode "global" in every thread."""
+        if self.capturing[1] == "global" or self.capturing[0] == threading.get_ident():
+            self.capture_failed = True
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
     def run(self, steps: int) -> int:
         """Do up to so many pieces of work; how many there were."""
@@ -228,7 +275,7 @@ class Machine:
             able = [s for streams in self.streams.values() for s in streams if s.queue and s.queue[0][1]()]
             if not able:
                 return done
-            stream = self._random.choice(able)
+            stream = self.random.choice(able)
             stream.queue[0][0]()
             stream.queue.popleft()
         return steps
@@ -240,60 +287,74 @@ class Machine:
         stuck = [s.name for streams in self.streams.values() for s in streams if s.queue]
         assert not stuck, f"streams that wait for ever: {stuck}"
 
-    def check(self) -> None:
-        """After a kernel has failed, each call about an event raises."""
-        if self.has_failed:
-            raise RuntimeError("CUDA error: device-side assert triggered")
+    def kernel(self, device: torch.device, tensor: torch.Tensor, use: Callable[[np.ndarray], object]) -> None:
+        """Give the current stream something that reads a tensor: ``use`` gets its values at that time."""
+        address, nbytes, dtype, shape = tensor.data_ptr(), tensor.nbytes, tensor.numpy().dtype, tuple(tensor.shape)
+        self.stream(device).give(lambda: use(np.frombuffer(ctypes.string_at(address, nbytes), dtype).reshape(shape)))
+
+    def fill(self, device: torch.device, tensor: torch.Tensor, byte: int = 0) -> None:
+        """Give the current stream something that writes over a tensor, which may be dropped at once."""
+        address, nbytes = tensor.data_ptr(), tensor.nbytes
+        self.stream(device).give(lambda: ctypes.memset(address, byte, nbytes))
+
+    # -- device memory --------------------------------------------------------------------------------------
+
+    @property
+    def in_use(self) -> int:
+        """Blocks that are not free. Those that a stream may still use are counted."""
+        return self.allocated - sum(map(len, self._free.values()))
+
+    def claim(self, stream: Stream, size: int) -> np.ndarray:
+        """A block that was dropped, or a new one."""
+        usage = self.usage[stream.device]
+        with self._lock:
+            self._settle()
+            free = self._free.setdefault((stream, size), [])
+            if not free:
+                if self.blocks is not None and self.allocated >= self.blocks:
+                    raise torch.OutOfMemoryError(f"simulated: {self.allocated} blocks are all there are")
+                if usage.reserved + size > usage.limit:
+                    raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size} bytes (simulated)")
+                free.append(np.full(size if self.is_late else 0, 0xAB, np.uint8))
+                self.allocated, usage.reserved = self.allocated + 1, usage.reserved + size
+                self.peak = max(self.peak, self.allocated)
+            usage.allocated += size
+            usage.peak = max(usage.peak, usage.allocated)
+            return free.pop()
+
+    def give_back(self, stream: Stream, size: int, block: np.ndarray, recorded: list[Stream]) -> None:
+        """A tensor over a block was dropped: others may have it after what these streams have to do."""
+        with self._lock:
+            self._frees(bool(recorded))
+            self.usage[stream.device].allocated -= size
+            events = [Event(self) for _ in recorded]
+            for event, one in zip(events, recorded, strict=True):
+                event.record(one)
+            self._pending.append((events, stream, size, block))
+            if not events:
+                self._settle()
+
+    def _settle(self) -> None:
+        for item in [item for item in self._pending if all(event.passed for event in item[0])]:
+            self._pending.remove(item)
+            self._free.setdefault(item[1:3], []).append(item[3])
 
     def _frees(self, used: bool) -> None:
         if used and self.has_failed:
             self.faults.append("memory that a second stream has used was freed after a kernel had failed: torch aborts")
 
-    def record(self, stream: Stream) -> Event:
-        event = Event(self)
-        event.record(stream)
-        return event
-
-    def kernel(self, device: torch.device, tensor: torch.Tensor, use: Callable[[np.ndarray], None]) -> None:
-        """Give the current stream something that reads a tensor: ``use`` gets its values at that time."""
-        address, nbytes, dtype, shape = tensor.data_ptr(), tensor.nbytes, tensor.numpy().dtype, tuple(tensor.shape)
-        self.stream(device).give(lambda: use(np.frombuffer(ctypes.string_at(address, nbytes), dtype).reshape(shape)))
-
-    # -- device memory --------------------------------------------------------------------------------------
-
     def allocate(self, device: torch.device, host: torch.Tensor) -> torch.Tensor:
+        """Memory on the device like that of a host tensor, on the current stream."""
         self.contexts.add(device)
-        with self._lock:
-            layout = torch.empty_like(host)
-            stream, size = self.stream(device), max(8, layout.nbytes)
-            for item in list(self._pending):
-                events, home, block = item
-                if all(event.passed for event in events):
-                    self._pending.remove(item)
-                    self._free.setdefault((home, block.nbytes), []).append(block)
-            free = self._free.setdefault((stream, size), [])
-            if free:
-                block = free.pop()
-            else:
-                if self.blocks is not None and self.allocated >= self.blocks:
-                    raise torch.OutOfMemoryError(f"simulated: {self.allocated} blocks on {device} are all there are")
-                block = np.full(size, 0xAB, np.uint8)
-                self.allocated += 1
-                self.peak = max(self.peak, self.allocated)
-            exporter = np.frombuffer((ctypes.c_uint8 * size).from_buffer(block), np.uint8)
-            recorded: list[Stream] = []
-            weakref.finalize(exporter, self._freed, stream, block, recorded).atexit = False
-            self.log.append(("allocate", stream.name))
-            self._recorded[block.ctypes.data] = stream, recorded
-            raw = torch.from_numpy(exporter)[: layout.nbytes]
-            return raw.view(host.dtype).as_strided(host.shape, layout.stride())
-
-    def _freed(self, stream: Stream, block: np.ndarray, recorded: list[Stream]) -> None:
-        self._frees(bool(recorded))
-        if recorded:
-            self._pending.append(([self.record(one) for one in recorded], stream, block))
-        else:
-            self._free.setdefault((stream, block.nbytes), []).append(block)
+        layout, stream, recorded = torch.empty_like(host), self.stream(device), list[Stream]()
+        size = max(8, layout.nbytes)
+        block = self.claim(stream, size)
+        exporter = np.frombuffer((ctypes.c_uint8 * size).from_buffer(block), np.uint8)
+        weakref.finalize(exporter, self.give_back, stream, size, block, recorded).atexit = False
+        self.log.append(("allocate", stream.name))
+        self._recorded[block.ctypes.data] = stream, recorded
+        raw = torch.from_numpy(exporter)[: layout.nbytes]
+        return raw.view(host.dtype).as_strided(host.shape, layout.stride())
 
     def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
         found = self._recorded.get(tensor.untyped_storage().data_ptr())
@@ -303,9 +364,46 @@ class Machine:
     def empty_cache(self) -> None:
         self.caches_emptied += 1
         self.finish()
-        self.allocated -= sum(map(len, self._free.values())) + len(self._pending)
-        self._free.clear()
-        self._pending.clear()
+        with self._lock:
+            self._settle()
+            for (stream, size), blocks in self._free.items():
+                self.allocated -= len(blocks)
+                self.usage[stream.device].reserved -= size * len(blocks)
+            self._free.clear()
+
+    def load(self, device: torch.device, target: torch.Tensor, host: torch.Tensor) -> None:
+        """After what the stream has to do; the host waits for an event."""
+        self.asks(device)
+        stream, done = self.stream(device), Event(self)
+        stream.give(lambda: target.copy_(host))
+        done.record(stream)
+        while not done.passed:
+            assert self.run(1), "the host waits for a copy that is never done"
+
+    def take(self, column: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """The rows whose numbers lie on the device when it gets there."""
+        taken = self.allocate(self.device_of(column), column.new_empty((len(rows), *column.shape[1:])))
+        self._later(column, lambda to, source, numbers: np.copyto(to, source[numbers]), taken, column, rows)
+        return taken
+
+    def put(self, column: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> None:
+        self._later(column, lambda to, source, numbers: to.__setitem__(numbers, source), column, rows, places)
+
+    def _later(self, column: torch.Tensor, move: Callable[..., None], *tensors: torch.Tensor) -> None:
+        to, source, numbers = map(rows_of, tensors)
+
+        def check() -> None:
+            found = numbers.view(np.int64).ravel()
+            assert (found >= 0).all(), "rows that a tensor does not have"
+            move(to, source, found)
+
+        self.stream(self.device_of(column)).give(check)
+
+    def device_of(self, tensor: torch.Tensor) -> torch.device:
+        return self._recorded[tensor.untyped_storage().data_ptr()][0].device
+
+    def memory_of(self, device: torch.device) -> tuple[int, int] | None:
+        return self.memory_bytes
 
     # -- host memory ----------------------------------------------------------------------------------------
 
@@ -313,9 +411,14 @@ class Machine:
         """Whether host memory is page-locked in place."""
         return any(start <= address and address + nbytes <= start + size for start, size in self.registered.items())
 
+    def is_pinned(self, host: torch.Tensor) -> bool:  # finalizers take entries out of `pinned`
+        address = host.data_ptr()
+        own = any(start <= address < start + size for start, size in self.pinned.copy().items())
+        return own or self.holds(address, host.nbytes)
+
     def pins(self) -> None:
         """A call that makes a context on whatever device is current in the thread."""
-        current = getattr(self._current, "device", None)
+        current = self.current_device()
         if current is None:
             self.faults.append("a call that makes a context, such as pinning, with no device made current")
         else:
@@ -323,9 +426,10 @@ class Machine:
 
     def asks(self, device: torch.device) -> None:
         """The same, and it is about this device."""
-        if getattr(self._current, "device", None) != device:
+        current = self.current_device()
+        if current != device:
             self.faults.append(f"{device} was asked with no device made current, or another one")
-        self.contexts.add(device)
+        self.contexts.add(current or device)
 
     def pin(self, nbytes: int) -> torch.Tensor:
         """Pinned memory: of a block that was dropped, if no copy reads it that is known of, or new."""
@@ -334,7 +438,7 @@ class Machine:
             fits = (one for one in list(self._unpinned) if len(one.memory) == size)
             block = next((one for one in fits if all(event.passed for event in one.guards)), None)
             if block is None:
-                block = PinnedBlock(bytearray(size))
+                block = SimpleNamespace(memory=bytearray(size), storage=0, guards=[])
             else:
                 self._unpinned.remove(block)
                 block.guards.clear()
@@ -345,6 +449,12 @@ class Machine:
         self.pinned[address], self.pinned_blocks[address] = size, block
         weakref.finalize(array, self._unpin, address).atexit = False
         return whole[:nbytes]
+
+    def pinned_copy(self, host: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+        """A host tensor in pinned memory, with these strides."""
+        nbytes = torch.empty_strided(host.shape, stride, dtype=host.dtype, device="cpu").untyped_storage().nbytes()
+        raw = self.pin(max(1, nbytes))[:nbytes]
+        return raw.view(host.dtype).as_strided(host.shape, stride).copy_(host)
 
     def _unpin(self, address: int) -> None:
         del self.pinned[address]
@@ -361,56 +471,63 @@ class Machine:
         return []
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        assert all(type(value) is int for value in (address, nbytes, flags))
         self.pins()
-        if self.refuse:
-            return self.refuse
-        if address in self.registered:
+        code, end = self.refuse or int(nbytes == 0), address + nbytes
+        if not code and any(address < start + size and start < end for start, size in self.registered.items()):
             self.faults.append("registered twice")
-        self.registered[address] = nbytes
-        return 0
+            code = 712
+        if not code:
+            self.registered[address] = nbytes
+        return self._end(code)
 
     def cudaHostUnregister(self, address: int) -> int:
+        assert type(address) is int
         self.pins()
-        nbytes = self.registered.pop(address)
-        for streams in self.streams.values():
-            for stream in streams:
-                if any(r is not None and address <= r.start < address + nbytes for _, _, r in stream.queue):
-                    self.faults.append("memory was unregistered under a copy")
-        return 0
+        nbytes = self.registered.pop(address, 0)
+        queued = [reads for streams in self.streams.values() for stream in streams for _, _, reads in stream.queue]
+        if any(reads is not None and address <= reads.start < address + nbytes for reads in queued):
+            self.faults.append("memory was unregistered under a copy")
+        return self._end(0 if nbytes else 713)
+
+    def _end(self, code: int) -> int:
+        self.pending = code or self.pending
+        return code
 
     def cudaGetLastError(self) -> int:
         self.cleared += 1
         return 0
 
 
-class SimulatedStreams(Streams):
-    """The machine, as the library sees it."""
+def rows_of(tensor: torch.Tensor) -> np.ndarray:
+    """The memory of a tensor in rows of bytes, as a device knows it: it is not held."""
+    memory = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
+    return np.ndarray((len(tensor), tensor.nbytes // max(1, len(tensor))), np.uint8, memory)
+
+
+class SimulatedStreams:
+    """A device of late work, as the library sees it: in the place of its `Streams`."""
+
+    has_warned = False
 
     def __init__(self, machine: Machine, device: torch.device) -> None:
-        self.device = device
-        self.machine = machine
+        self.device, self.machine = device, machine
+        self.current_device = lambda: -1  # so each call makes it current
+        self.new_stream = functools.partial(machine.new_stream, device)
+        self.caller_stream = functools.partial(machine.stream, device)
+        self.hollow = functools.partial(torch.empty, 0)
 
-    def current(self) -> Any:
-        return in_turn(torch.inference_mode(False), self.machine.current(self.device))
-
-    def current_device(self) -> int:
-        return -1  # so each call makes it current
-
-    def new_stream(self) -> Stream:
-        return self.machine.new_stream(self.device)
-
-    def caller_stream(self) -> Stream:
-        return self.machine.stream(self.device)
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        with torch.inference_mode(False), self.machine.current(self.device):
+            yield
 
     def set_stream(self, stream: Stream) -> None:
         self.machine.asks(stream.device)
-        self.machine.set_stream(self.device, stream)
+        self.machine.set_stream(stream)
 
     def empty_like(self, host: torch.Tensor) -> torch.Tensor:
         return self.machine.allocate(self.device, host)
-
-    def hollow(self, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(0, dtype=dtype)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         machine, stream = self.machine, self.caller_stream()
@@ -438,17 +555,14 @@ class SimulatedStreams(Streams):
     def holds(self, tensor: torch.Tensor) -> bool:
         return True  # all are on the host, where nobody can tell them apart
 
-    def is_pinned(self, host: torch.Tensor) -> bool:  # finalizers take entries out of `pinned`
-        machine, address = self.machine, host.data_ptr()
-        if not machine.contexts:
-            machine.pins()
-        own = any(start <= address < start + size for start, size in machine.pinned.copy().items())
-        return own or machine.holds(address, host.nbytes)
+    def is_pinned(self, host: torch.Tensor) -> bool:
+        if not self.machine.contexts:
+            self.machine.pins()
+        return self.machine.is_pinned(host)
 
     def pin(self, host: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-        layout = torch.empty_strided(host.shape, stride, dtype=host.dtype)
-        raw = self.pinned_bytes(layout.untyped_storage().nbytes())
-        return raw.view(host.dtype).as_strided(host.shape, stride).copy_(host)
+        self.pinned_bytes(0)  # which has the same causes to fail
+        return self.machine.pinned_copy(host, stride)
 
     def pinned_bytes(self, nbytes: int) -> torch.Tensor:
         self.machine.pins()
@@ -464,49 +578,10 @@ class SimulatedStreams(Streams):
         """The host sleeps, and the device works."""
         self.machine.blocked += 1
         if self.machine.hangs:
-            time.sleep(seconds)
+            self.machine.pass_time(seconds)
         else:
             assert self.machine.run(1), "the host waits for an event that never passes"
-
-    def load(self, target: torch.Tensor, host: torch.Tensor) -> None:
-        """After what the stream has to do; the host waits."""
-        self.machine.asks(self.device)  # the host waits for an event
-        stream, done = self.caller_stream(), Event(self.machine)
-        stream.give(lambda: target.copy_(host))
-        done.record(stream)
-        while not done.passed:
-            assert self.machine.run(1), "the host waits for a copy that is never done"
-
-    def take(self, column: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        taken = self.empty_like(torch.empty((len(rows), *column.shape[1:]), dtype=column.dtype))
-        self._move_rows(taken, range(len(rows)), column, rows)
-        return taken
-
-    def put(self, column: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> None:
-        self._move_rows(column, places, rows, range(len(places)))
-
-    def _move_rows(self, to: torch.Tensor, places: Any, source: torch.Tensor, rows: Any) -> None:
-        """Rows of ``source`` go to places in ``to``. Each of the two is a range, or numbers on the device."""
-        size = math.prod(to.shape[1:]) * to.itemsize
-        begins, lengths = (to.data_ptr(), source.data_ptr()), (len(to), len(source))
-        addresses = [one if isinstance(one, range) else (one.data_ptr(), 8 * len(one)) for one in (places, rows)]
-
-        def move() -> None:
-            numbers = [
-                one if isinstance(one, range) else np.frombuffer(ctypes.string_at(*one), np.int64).tolist()
-                for one in addresses
-            ]
-            if any(not 0 <= n < count for some, count in zip(numbers, lengths, strict=True) for n in some):
-                self.machine.faults.append("rows were gathered or put that a tensor does not have")
-                return
-            for place, row in zip(*numbers, strict=True):
-                ctypes.memmove(begins[0] + place * size, begins[1] + row * size, size)
-
-        self.caller_stream().give(move)
 
     def empty_cache(self) -> None:
         self.machine.asks(self.device)
         self.machine.empty_cache()
-
-    def memory(self) -> tuple[int, int] | None:
-        return self.machine.memory_bytes

@@ -29,22 +29,10 @@ MAY_WAIT = (
 SLOW = {"slow", "gpu", "frameworks", "ray", "stores"}
 
 CLOCKS_LEFT: dict[str, int] = {
-    "caching/test_store.py": 1,
     "damaged_records.py": 4,
     "data/test_inspection.py": 2,
     "drop_in/test_drop_in_iterator.py": 5,
     "drop_in/test_drop_in_workers.py": 1,
-    "engine/test_grouping.py": 1,
-    "memory/memory_samples.py": 2,
-    "memory/test_arena.py": 1,
-    "pools/process/test_lifeline.py": 1,
-    "pools/process/test_processes.py": 5,
-    "pools/process/test_transport.py": 1,
-    "pools/process/test_worker.py": 2,
-    "pools/process/test_zygote.py": 1,
-    "pools/ray/test_on_ray.py": 4,
-    "pools/test_threads.py": 2,
-    "pretend_cuda.py": 10,
     "promises/test_iterable.py": 1,
     "promises/test_iterable_surroundings.py": 1,
     "promises/test_iteration.py": 3,
@@ -56,13 +44,10 @@ CLOCKS_LEFT: dict[str, int] = {
     "promises/waiting_samples.py": 1,
     "samplers/test_bucket_samplers.py": 2,
     "simulated.py": 2,
-    "storage/served.py": 1,
-    "storage/test_parts_of_files.py": 1,
-    "storage/test_read_ahead.py": 3,
 }
 """Quick tests that ask a clock, or sleep, by file."""
 
-PRIVATE_LEFT = 391
+PRIVATE_LEFT = 213
 """Uses of private attributes of the package."""
 
 

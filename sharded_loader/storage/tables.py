@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import operator
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -125,8 +126,8 @@ class TableFormat:
 
     def _decoded(self, file: ShardFile, index: Index, number: int) -> tuple[Columns, int]:
         """Decode a group. Return it with its approximate size in bytes."""
-        end = int(index["ends"][number])
-        begin = int(index["ends"][number - 1]) if number else 0
+        end = operator.index(index["ends"][number])
+        begin = operator.index(index["ends"][number - 1]) if number else 0
         with _damage_named(file, f"{file.name} is damaged, or was cut: rows {begin} to {end} cannot be read (", ")"):
             table = self._read_group(file, index, number)
             table.validate(full=True)  # 70 us for 1,000 rows of 0.7 MB, which take 20 ms to read, decode and stack

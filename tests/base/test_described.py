@@ -44,13 +44,11 @@ def test_a_call_shows_the_options_that_are_not_the_usual_ones() -> None:
     ("pool", "text"),
     [
         (InlinePool(), "InlinePool()"),
-        (ThreadPool(2), "ThreadPool(2)"),
         (ThreadPool(2, timeout=5), "ThreadPool(2, timeout=5.0)"),
-        (ProcessPool(2, start_method="spawn"), "ProcessPool(2, start_method='spawn')"),
         (ProcessPool(2, start_method="spawn", restarts=0), "ProcessPool(2, start_method='spawn', restarts=0)"),
         (
-            ProcessPool(3, start_method="spawn", timeout=5, restarts=0, max_bytes=1 << 20, worker_init_fn=print),
-            "ProcessPool(3, start_method='spawn', worker_init_fn=<print>, timeout=5.0, restarts=0, max_bytes=1048576)",
+            ProcessPool(3, start_method="spawn", timeout=5, max_bytes=1 << 20, worker_init_fn=print),
+            "ProcessPool(3, start_method='spawn', worker_init_fn=<print>, timeout=5.0, max_bytes=1048576)",
         ),
     ],
     ids=str,

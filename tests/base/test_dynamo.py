@@ -9,25 +9,23 @@ import pytest
 import torch
 from conftest import METHODS
 
-from sharded_loader import ProcessPool, ShardedDataLoader
+from sharded_loader import ProcessPool, ShardedDataLoader, SimpleDataset
 from sharded_loader.torch import DataLoader
 
 pytestmark = pytest.mark.last
 
 
-class Hooks(torch.utils.data.Dataset[Any]):
-    """Of each sample its number, and whether Dynamo's hook is set in the thread that reads it."""
+def hooks(index: int) -> Any:
+    """The number of a sample, and whether Dynamo's hook is set in the thread that reads it."""
+    hook: Any = sys.modules.get("torch._C._dynamo.eval_frame")
+    if hook is None:
+        return index, 0
+    found = hook.set_eval_frame(None)
+    hook.set_eval_frame(found)
+    return index, int(found is not None)
 
-    def __len__(self) -> int:
-        return 12
 
-    def __getitem__(self, index: int) -> Any:
-        hook: Any = sys.modules.get("torch._C._dynamo.eval_frame")
-        if hook is None:
-            return index, 0
-        found = hook.set_eval_frame(None)
-        hook.set_eval_frame(found)
-        return index, int(found is not None)
+HOOKS = SimpleDataset(range(12)).transform(hooks)
 
 
 def total(loader: Any) -> Any:
@@ -50,13 +48,13 @@ def compiled() -> Any:
 def test_workers_have_no_hook(compiled: Any, kind: Any, method: str) -> None:
     by_method = {"num_workers": 1, "start_method": method}
     given = by_method if kind is DataLoader else {"pool": ProcessPool(1, start_method=method)}
-    assert compiled(kind(Hooks(), 4, **given)).tolist() == [66, 0]
+    assert compiled(kind(HOOKS, 4, **given)).tolist() == [66, 0]
 
 
 @pytest.mark.parametrize("kind", [DataLoader, ShardedDataLoader])
 @pytest.mark.parametrize("given", [{}, {"num_workers": 2, "thread_pool": True}], ids=["inline", "threads"])
 def test_what_the_loader_calls_is_not_compiled(compiled: Any, kind: Any, given: dict[str, Any]) -> None:
-    loader = kind(Hooks(), 4, **given)
+    loader = kind(HOOKS, 4, **given)
     for _ in range(2):
         assert compiled(loader).tolist() == [66, 0]
 
@@ -71,9 +69,6 @@ def test_a_dataset_may_call_what_it_has_compiled(compiled: Any, kind: Any) -> No
 
     doubled = torch.compile(lambda x: 2 * x, backend=backend)
 
-    class Doubled(Hooks):
-        def __getitem__(self, index: int) -> Any:
-            return doubled(torch.tensor(index)), 0
-
-    assert compiled(kind(Doubled(), 4)).tolist() == [132, 0]
+    data = SimpleDataset(range(12)).transform(lambda index: (doubled(torch.tensor(index)), 0))
+    assert compiled(kind(data, 4)).tolist() == [132, 0]
     assert graphs

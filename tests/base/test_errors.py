@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import signal
 import sys
-from dataclasses import dataclass
+import traceback
 from typing import Any
 
 import numpy as np
 import pytest
+from failures import Frozen
+from samples import Drawing, DrawingInItems
 
+import sharded_loader.torch
+from sharded_loader import ShardedDataLoader
 from sharded_loader.base.errors import (
     Location,
     SampleReadError,
@@ -22,19 +26,12 @@ from sharded_loader.base.errors import (
     notes_of,
     read_again,
     set_notes,
+    shorten,
     text_of,
     without_frames,
 )
 
 HERE = Location(epoch=1, batch=2, shard=3, worker="worker 4 (pid 5)")
-WHERE = "sharded_loader: in epoch 1, batch 2, shard 3"
-
-
-@dataclass(frozen=True)
-class Frozen(Exception):
-    """Refuses attributes."""
-
-    code: int
 
 
 class Exits(Exception):
@@ -44,46 +41,42 @@ class Exits(Exception):
         sys.exit(3)
 
 
+AGAIN = "see it again, in this process"
+
+
 @pytest.mark.parametrize(
-    ("arguments", "notes"),
+    ("arguments", "place", "again"),
     [
-        (
-            {"sample": [7]},
-            [f"{WHERE}, sample 7, worker 4 (pid 5)", "see it again, in this process: loader.read(7, epoch=1)"],
-        ),
+        ({"sample": [7]}, ", sample 7", [f"{AGAIN}: loader.read(7, epoch=1)"]),
         (
             {"uncollatable": (7, 9)},
-            [
-                f"{WHERE}, sample 9 (it does not fit sample 7), worker 4 (pid 5)",
-                "see it again, in this process: [loader.read(i, epoch=1) for i in (7, 9)]",
-            ],
+            ", sample 9 (it does not fit sample 7)",
+            [f"{AGAIN}: [loader.read(i, epoch=1) for i in (7, 9)]"],
         ),
         (
             {"samples": np.array([7, 9]), "but": ", which may hang too"},
+            "",
             [
-                f"{WHERE}, worker 4 (pid 5)",
-                "see it again, in this process, which may hang too (it was no single sample that failed): "
-                "[loader.read(i, epoch=1) for i in (7, 9)]",
+                f"{AGAIN}, which may hang too (it was no single sample that failed): "
+                "[loader.read(i, epoch=1) for i in (7, 9)]"
             ],
         ),
-        ({}, [f"{WHERE}, worker 4 (pid 5)"]),
+        ({}, "", []),
     ],
 )
-def test_an_error_says_where_it_was_and_how_to_see_it_again(arguments: dict[str, Any], notes: list[str]) -> None:
+def test_an_error_says_where_it_was_and_how_to_see_it_again(arguments: dict[str, Any], place: str, again: Any) -> None:
     for error in (ValueError("bad"), Frozen(3)):
         add_note(error, "the user's own")
         Location(0, 0).note(error, [1])  # where the same object was raised before
         HERE.note(error, **arguments)
-        assert notes_of(error) == ["the user's own", *notes]
+        where = f"sharded_loader: in epoch 1, batch 2, shard 3{place}, worker 4 (pid 5)"
+        assert notes_of(error) == ["the user's own", where, *again]
 
 
-def test_places_without_shards_or_workers_name_none() -> None:
+def test_places_without_shards_or_workers_name_none_and_many_samples_are_shown_in_part() -> None:
     error = ValueError()
     Location(0, 5).note(error, ["a"])
     assert notes_of(error)[0] == "sharded_loader: in epoch 0, batch 5, sample 'a'"
-
-
-def test_many_samples_are_shown_in_part() -> None:
     assert read_again(range(9), 0) == (
         "[loader.read(i, epoch=0) for i in (0, 1, 2, 3, 4, 5, 6, 7)]  # the first 8, 9 in all"
     )
@@ -143,3 +136,67 @@ def test_notes_that_are_none_are_left_alone() -> None:
 )
 def test_an_exit_code_in_words(exitcode: int | None, says: str) -> None:
     assert describe_exit(exitcode, 0) == says
+
+
+# -- tracebacks show the user's frames, once --------------------------------------------------------------------------
+
+
+class OneByOne(Drawing):
+    def read(self, index: int, rng: Any) -> Any:
+        return self.parse(index)
+
+    def parse(self, index: int) -> int:
+        if index == 3:
+            raise ValueError(f"sample {index} is bad")
+        return index
+
+
+class InBulk(OneByOne, DrawingInItems):
+    pass
+
+
+def told(made: Any, dataset: Any, **how: Any) -> str:
+    loader = made(dataset, 4, **how)
+    with pytest.raises(ValueError, match="sample 3 is bad") as caught:
+        list(loader)
+    return "".join(traceback.format_exception(caught.value))
+
+
+LOADERS = [ShardedDataLoader, sharded_loader.torch.DataLoader]
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("dataset", [OneByOne(), InBulk()], ids=["one by one", "in bulk"])
+@pytest.mark.parametrize("how", [{}, {"thread_pool": True}, {"num_workers": 1}], ids=["inline", "threads", "processes"])
+@pytest.mark.parametrize("made", LOADERS, ids=["ours", "torch's"])
+def test_a_traceback_leads_from_the_loop_to_the_line_of_the_user(made: Any, how: Any, dataset: Any) -> None:
+    if how:
+        how = {"num_workers": 1, **how}
+    text = told(made, dataset, **how)
+    assert text.count("in parse") == 1 and "During handling" not in text
+    assert "reader.py" not in text and "arrays.py" not in text
+
+
+def test_with_the_environment_variable_all_frames_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDED_LOADER_FULL_TRACEBACKS", "1")
+    for how in ({}, {"num_workers": 1}):
+        assert "reader.py" in told(ShardedDataLoader, OneByOne(), **how)
+
+
+def test_causes_are_shortened_and_an_error_of_the_library_keeps_its_last_frame() -> None:
+    with pytest.raises(ValueError, match="could not parse") as caught:
+        try:
+            ShardedDataLoader(3, 2)
+        except TypeError as error:
+            raise ValueError("could not parse") from error
+    cause = caught.value.__cause__
+    assert cause is not None and len(traceback.extract_tb(cause.__traceback__)) > 1
+    shorten(caught.value)
+    assert [one.filename for one in traceback.extract_tb(cause.__traceback__)] == [__file__]
+    with pytest.raises(RuntimeError, match="closed") as of_library:
+        loader = ShardedDataLoader(range(4), 2)
+        loader.close()
+        iter(loader)
+    of_library.value.__traceback__ = of_library.value.__traceback__.tb_next  # type: ignore[union-attr]
+    shorten(of_library.value)
+    assert len(traceback.extract_tb(of_library.value.__traceback__)) == 1

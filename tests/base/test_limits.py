@@ -9,11 +9,7 @@ import pytest
 
 from sharded_loader import LoaderWarning, ShardedDataLoader
 from sharded_loader.base import limits
-from sharded_loader.base.limits import (
-    core_limit,
-    cores_for_workers,
-    warn_of_workers,
-)
+from sharded_loader.base.limits import core_limit, cores_for_workers, warn_of_workers
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -21,16 +17,6 @@ def write(root: Path, files: dict[str, str]) -> Path:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
     return root
-
-
-# -- memory -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_cgroup_whose_name_is_no_text_sets_no_limit(tmp_path: Path) -> None:
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/self/cgroup").write_bytes(b"0::/\xff\xfe\n")
-    assert limits.free_bytes(tmp_path).nbytes > 0
-    assert limits.oom_kills(tmp_path) is None
 
 
 # -- what is free, read from files like those of real machines ---------------------------------------------------------
@@ -65,19 +51,16 @@ def v1(folder: str, limit: int, usage: int, **stat: int) -> dict[str, str]:
 UNLIMITED_V1 = 9223372036854771712
 
 
-def test_without_cgroups_the_machine_is_the_limit(tmp_path: Path) -> None:
+def test_without_cgroups_or_proc_there_is_still_an_answer(tmp_path: Path) -> None:
+    assert limits.free_bytes(tmp_path).nbytes > 0 and limits.free_bytes(tmp_path).what
+    assert limits.oom_kills(tmp_path) is None
     limit = limits.free_bytes(write(tmp_path, machine()))
     assert limit.nbytes == 100 * GIB and "machine" in limit.what
-
-
-def test_a_system_without_proc_still_has_an_answer(tmp_path: Path) -> None:
-    limit = limits.free_bytes(tmp_path)
-    assert limit.nbytes > 0 and limit.what
-
-
-def test_this_machine_has_an_answer() -> None:
-    limit = limits.free_bytes()
-    assert 0 < limit.nbytes < 1 << 60 and limit.what
+    assert 0 < limits.free_bytes().nbytes < 1 << 60  # of this machine
+    for content in (b"nonsense\n", b"0::/\xff\xfe\n"):  # a name that is no text
+        (tmp_path / "proc/self").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "proc/self/cgroup").write_bytes(content)
+        assert limits.oom_kills(tmp_path) is None and limits.free_bytes(tmp_path).nbytes == 100 * GIB
 
 
 @pytest.mark.parametrize("tight", ["", "user.slice", "user.slice/job", "user.slice/job/step"])
@@ -91,19 +74,6 @@ def test_the_tightest_of_all_enclosing_groups_of_v2_counts(tmp_path: Path, tight
     assert limit.what.endswith(f"cgroup {tmp_path}/sys/fs/cgroup/{tight}".rstrip("/"))
 
 
-def test_groups_of_others_do_not_count(tmp_path: Path) -> None:
-    files = machine() | {"proc/self/cgroup": "0::/mine\n"} | v2("mine", 8 * GIB, 0) | v2("other", GIB, 0)
-    assert limits.free_bytes(write(tmp_path, files)).nbytes == 8 * GIB
-
-
-def test_in_a_container_the_root_of_the_mount_counts(tmp_path: Path) -> None:
-    # The path is the host's; the container sees its own group as the root.
-    files = machine() | {"proc/self/cgroup": "0::/kubepods/pod1/container2\n"} | v2("", 4 * GIB, GIB)
-    assert limits.free_bytes(write(tmp_path, files)).nbytes == 3 * GIB
-    files["proc/self/cgroup"] = "0::/../../elsewhere\n"
-    assert limits.free_bytes(write(tmp_path, files)).nbytes == 3 * GIB
-
-
 @pytest.mark.parametrize("tight", ["", "slurm", "slurm/job"])
 def test_v1_beside_other_controllers(tmp_path: Path, tight: str) -> None:
     files = machine() | {"proc/self/cgroup": "9:name=systemd:/x\n4:memory:/slurm/job\n3:cpu,cpuacct:/\n0::/\n"}
@@ -114,33 +84,33 @@ def test_v1_beside_other_controllers(tmp_path: Path, tight: str) -> None:
     assert limit.nbytes == GIB and "sys/fs/cgroup/memory" in limit.what
 
 
-def test_v1_without_a_limit(tmp_path: Path) -> None:
-    files = machine() | {"proc/self/cgroup": "4:memory:/job\n"} | v1("job", UNLIMITED_V1, GIB)
-    assert limits.free_bytes(write(tmp_path, files)).nbytes == 100 * GIB
-
-
-def test_the_page_cache_is_free(tmp_path: Path) -> None:
-    files = machine() | {"proc/self/cgroup": "0::/job\n"}
-    files |= v2("job", 10 * GIB, 9 * GIB, inactive_file=2 * GIB, active_file=5 * GIB)
-    assert limits.free_bytes(write(tmp_path, files)).nbytes == 8 * GIB
-
-
-def test_in_v1_the_page_cache_of_the_groups_below_is_free_too(tmp_path: Path) -> None:
-    # A job with its limit, and a step below it that has read the dataset's files.
-    files = machine() | {"proc/self/cgroup": "4:memory:/job/step\n"}
-    files |= v1("job", 10 * GIB, 9 * GIB, total_inactive_file=7 * GIB, total_active_file=GIB)
-    files |= v1("job/step", UNLIMITED_V1, 9 * GIB, inactive_file=7 * GIB, total_inactive_file=7 * GIB)
-    assert limits.free_bytes(write(tmp_path, files)).nbytes == 9 * GIB
-
-
-def test_a_group_over_its_limit_leaves_nothing(tmp_path: Path) -> None:
-    files = machine() | {"proc/self/cgroup": "0::/job\n"} | v2("job", GIB, 2 * GIB)
-    assert limits.free_bytes(write(tmp_path, files)).nbytes == 0
-
-
-def test_cache_that_was_counted_later_than_the_usage_frees_no_more_than_the_limit(tmp_path: Path) -> None:
-    files = machine() | {"proc/self/cgroup": "0::/job\n"} | v2("job", GIB, 1000, inactive_file=5000)
-    assert limits.free_bytes(write(tmp_path, files)).nbytes == GIB
+@pytest.mark.parametrize(
+    ("cgroup", "files", "free"),
+    [
+        # Groups of others do not count.
+        ("0::/mine\n", v2("mine", 8 * GIB, 0) | v2("other", GIB, 0), 8 * GIB),
+        # The path is the host's; the container sees its own group as the root.
+        ("0::/kubepods/pod1/container2\n", v2("", 4 * GIB, GIB), 3 * GIB),
+        ("0::/../../elsewhere\n", v2("", 4 * GIB, GIB), 3 * GIB),
+        # The first kind of cgroups, without a limit.
+        ("4:memory:/job\n", v1("job", UNLIMITED_V1, GIB), 100 * GIB),
+        # The page cache is free.
+        ("0::/job\n", v2("job", 10 * GIB, 9 * GIB, inactive_file=2 * GIB, active_file=5 * GIB), 8 * GIB),
+        # A job with its limit, and a step below it that has read the dataset's files.
+        (
+            "4:memory:/job/step\n",
+            v1("job", 10 * GIB, 9 * GIB, total_inactive_file=7 * GIB, total_active_file=GIB)
+            | v1("job/step", UNLIMITED_V1, 9 * GIB, inactive_file=7 * GIB, total_inactive_file=7 * GIB),
+            9 * GIB,
+        ),
+        # A group over its limit leaves nothing.
+        ("0::/job\n", v2("job", GIB, 2 * GIB), 0),
+        # Cache that was counted later than the usage frees no more than the limit.
+        ("0::/job\n", v2("job", GIB, 1000, inactive_file=5000), GIB),
+    ],
+)
+def test_what_is_free_in_a_group(tmp_path: Path, cgroup: str, files: dict[str, str], free: int) -> None:
+    assert limits.free_bytes(write(tmp_path, machine() | {"proc/self/cgroup": cgroup} | files)).nbytes == free
 
 
 @pytest.mark.parametrize("broken", ["", "nonsense\n", "12 34 56\n"])
@@ -175,25 +145,16 @@ def test_what_the_kernel_has_killed_is_read_from_the_own_group(
     assert limits.oom_kills(tmp_path) == count
 
 
-def test_without_cgroups_nobody_knows_what_the_kernel_has_killed(tmp_path: Path) -> None:
-    assert limits.oom_kills(tmp_path) is None
-    write(tmp_path, {"proc/self/cgroup": "nonsense\n"})
-    assert limits.oom_kills(tmp_path) is None
-    assert limits.free_bytes(tmp_path).nbytes > 0
-
-
 # -- what would not fit -----------------------------------------------------------------------------------------------
 
 
 def test_what_does_not_fit_is_refused_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "free_bytes", lambda: limits.Limit(GIB, "the machine's memory"))
+    free = [GIB]
+    monkeypatch.setattr(limits, "free_bytes", lambda: limits.Limit(free[0], "the machine's memory"))
     with pytest.raises(MemoryError, match="it is a list. That takes 2,147,483,648 bytes.*1,073,741,824: take less"):
         limits.check_fits(2 * GIB, "it is a list", "take less")
     limits.check_fits(GIB, "it fits", "take less")
-
-
-def test_small_things_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "free_bytes", lambda: limits.Limit(0, "the machine's memory"))
+    free[0] = 0
     limits.check_fits(1000, "it is small", "take less")
 
 

@@ -81,9 +81,7 @@ def test_a_name_of_others_is_still_there(module: str, name: str) -> None:
 
 
 def test_objects_have_the_names_that_their_classes_do_not_show(tmp_path: Path) -> None:
-    import numpy as np
-
-    assert np.memmap(tmp_path / "file", np.uint8, "w+", shape=3)._mmap is not None
+    assert numpy.memmap(tmp_path / "file", numpy.uint8, "w+", shape=3)._mmap is not None
     assert private.is_being_imported(types.SimpleNamespace(__spec__=types.SimpleNamespace(_initializing=True)))
     assert not private.is_being_imported(threading) and hasattr(threading.__spec__, "_initializing")
 
@@ -92,21 +90,16 @@ def test_objects_have_the_names_that_their_classes_do_not_show(tmp_path: Path) -
 def test_private_names_of_others_stand_in_two_modules() -> None:
     """Attributes that this library sets nowhere. Some are documented; those of torch's loader are its base class's."""
     root = Path(private.__file__).parents[1]
-    nodes = {path: list(ast.walk(ast.parse(path.read_text()))) for path in root.rglob("*.py")}
+    nodes = {path.relative_to(root).as_posix(): [*ast.walk(ast.parse(path.read_text()))] for path in root.rglob("*.py")}
     ours = {"_replace", "_asdict", "_make", "_fields", "_getframe", "_current_frames", "_exit"}
-    for node in itertools.chain(*nodes.values()):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            ours.add(node.name)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            ours.add(node.attr)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            ours.add(node.id)
     ours |= {"_auto_collation", "_index_sampler", "_persistent_workers", "_pin_memory_device"}
     ours |= {"_sampler_iter", "_timeout", "_collate_fn"}
+    for node in itertools.chain(*nodes.values()):
+        if isinstance(getattr(node, "ctx", None), ast.Store) or hasattr(node, "body"):
+            ours |= {str(getattr(node, name)) for name in ("name", "attr", "id") if hasattr(node, name)}
     uses = {
-        f"{path.relative_to(root)}: {node.attr}"
-        for path in nodes
-        if path.relative_to(root).as_posix() not in ("base/private.py", "drop_in/trainers.py")
+        f"{path}: {node.attr}"
+        for path in nodes.keys() - {"base/private.py", "drop_in/trainers.py"}
         for node in nodes[path]
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__")
         if node.attr not in ours
@@ -140,10 +133,6 @@ def test_without_the_faster_functions_the_public_ones_serve(monkeypatch: pytest.
     assert again.blake2b(b"x").digest() == private.blake2b(b"x").digest()
 
 
-def test_threads_of_others_are_known() -> None:
-    assert not private.is_thread_of_others(threading.current_thread())
-
-
 def test_multiprocess_without_the_names_has_its_own_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[int] = []
     monkeypatch.setattr(multiprocess.popen_fork.Popen, "_launch", list.append)
@@ -158,17 +147,13 @@ def test_multiprocess_without_the_names_has_its_own_ways(monkeypatch: pytest.Mon
     assert private.has_forkserver_preload() and private.forget_forkserver() is None
 
 
-def test_torch_without_the_names_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_and_cloudpickle_without_the_names_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.autograd, "_profiler_enabled")
-    monkeypatch.setitem(sys.modules, "torch._dynamo", types.ModuleType("torch._dynamo"))
-    monkeypatch.setitem(sys.modules, "torch._C._dynamo.eval_frame", types.ModuleType("eval_frame"))
+    for name in ("torch._dynamo", "torch._C._dynamo.eval_frame", "cloudpickle.cloudpickle"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     assert private.find_profiler_enabled()() is False
     private.skip_compiling([])
     private.end_compiling()
-
-
-def test_a_class_without_a_tracker_is_named_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cloudpickle.cloudpickle", types.ModuleType("cloudpickle"))
     assert private.tracker_of(int) is None and private.tracked_class("mark") is None
 
 
@@ -199,19 +184,15 @@ def test_openblas_takes_a_limit_without_being_called() -> None:
         library.set_num_threads(before)
 
 
-@pytest.mark.parametrize("others", [{}, {"threading_layer": "openmp"}, {"internal_api": "mkl"}], ids=str)
-def test_a_library_without_the_name_is_called(others: dict[str, str]) -> None:
-    library = Library(**others)
+@pytest.mark.parametrize("others", [{}, {"threading_layer": "openmp"}, {"internal_api": "mkl"}, None], ids=str)
+def test_a_library_without_the_name_is_called(others: dict[str, str] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if others is None:  # of an old threadpoolctl
+        monkeypatch.delattr(Library, "dynlib")
+    library = Library(**(others or {}))
     private.limit_to_one_thread(library)
     assert library.threads == 1
 
 
-def test_a_library_of_an_old_threadpoolctl_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(Library, "dynlib")
-    library = Library()
-    private.limit_to_one_thread(library)
-    assert library.threads == 1
-
-
-def test_a_file_system_without_the_names_stays_open() -> None:
+def test_what_lacks_the_names_is_left_alone() -> None:
     private.close_session(object())
+    assert not private.is_thread_of_others(threading.current_thread())

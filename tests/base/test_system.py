@@ -69,25 +69,22 @@ def test_a_platform_without_memfd_or_shm_has_files(monkeypatch: pytest.MonkeyPat
 
 
 @linux
-@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EPERM, errno.EOPNOTSUPP, errno.EINVAL])
-def test_memory_is_set_aside_without_posix_fallocate_too(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+@pytest.mark.parametrize("name", ["ENOSYS", "EPERM", "EOPNOTSUPP", "EINVAL", "ENOSPC", "ENOMEM"])
+def test_memory_is_set_aside_without_posix_fallocate_too_unless_there_is_none(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    number = getattr(errno, name)
     monkeypatch.setattr(os, "posix_fallocate", refused(number))
     fd, _ = system.open_memory("sharded_loader-0")
     nbytes = system.ALLOCATED_AT_ONCE + 3 * mmap.PAGESIZE
     os.ftruncate(fd, nbytes)
-    system.allocate(fd, nbytes)
-    assert os.fstat(fd).st_blocks * 512 >= nbytes and os.fstat(fd).st_size == nbytes
-    os.close(fd)
-
-
-@linux
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.ENOMEM])
-def test_memory_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    monkeypatch.setattr(os, "posix_fallocate", refused(number))
-    fd, _ = system.open_memory("sharded_loader-0")
     try:
-        with pytest.raises(OSError, match=os.strerror(number)):
-            system.allocate(fd, mmap.PAGESIZE)
+        if number in (errno.ENOSPC, errno.ENOMEM):
+            with pytest.raises(OSError, match=os.strerror(number)):
+                system.allocate(fd, nbytes)
+        else:
+            system.allocate(fd, nbytes)
+            assert os.fstat(fd).st_blocks * 512 >= nbytes and os.fstat(fd).st_size == nbytes
     finally:
         os.close(fd)
 
@@ -100,32 +97,24 @@ def test_whether_descriptors_can_be_passed_is_found_out_by_passing_one(monkeypat
             assert not system.can_pass_descriptors()
     monkeypatch.setattr(socket, "send_fds", lambda end, data, fds: end.send(data[0]))  # a security module takes it out
     assert not system.can_pass_descriptors()
-
-
-def test_no_descriptors_in_this_moment_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
     monkeypatch.setattr(socket, "socketpair", refused(errno.EMFILE))
-    assert system.can_pass_descriptors()
+    assert system.can_pass_descriptors(), "no descriptors in this moment is no refusal"
 
 
-def test_a_descriptor_is_readable_when_a_read_returns_at_once() -> None:
-    reader, writer = os.pipe()
-    assert not system.is_readable(reader)
-    os.close(writer)
-    assert system.is_readable(reader)
-    os.close(reader)
-
-
-def test_descriptors_above_what_select_takes_can_be_asked_too() -> None:
+@pytest.mark.parametrize("number", [0, 2500])
+def test_a_descriptor_is_readable_when_a_read_returns_at_once(number: int) -> None:
+    """Also one above those that select takes."""
     import resource
 
     def work() -> object:
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (3000, hard))
         reader, writer = os.pipe()
-        os.dup2(reader, 2500)
-        before = system.is_readable(2500)
+        asked = os.dup2(reader, number) if number else reader
+        before = system.is_readable(asked)
         os.close(writer)
-        return before, system.is_readable(2500)
+        return before, system.is_readable(asked)
 
     assert in_child(work) == "(False, True)"
 
@@ -134,20 +123,16 @@ def test_descriptors_above_what_select_takes_can_be_asked_too() -> None:
 
 
 @pytest.mark.parametrize(("value", "number"), [(None, 7), ("", 7), (" ", 7), ("3", 3), (" 12 ", 12), ("0", 0)])
-def test_an_environment_variable_holds_a_number(value: str | None, number: int) -> None:
+def test_an_environment_variable_holds_a_number_and_a_switch_is_off_where_it_is_0(value: Any, number: int) -> None:
     environ = {} if value is None else {"X": value}
     assert system.integer("X", 7, least=0, advice="unset it", environ=environ) == number
+    assert system.is_on("X", environ) == (number not in (7, 0))
 
 
 @pytest.mark.parametrize("value", ["x", "1.5", "-1", "1e3"])
 def test_an_environment_variable_that_holds_no_such_number_is_named(value: str) -> None:
     with pytest.raises(ValueError, match=f"variable X is '{value}'; it must be an integer of at least 0: unset it"):
         system.integer("X", 7, least=0, advice="unset it", environ={"X": value})
-
-
-@pytest.mark.parametrize(("value", "on"), [(None, False), ("", False), ("0", False), (" 0 ", False), ("1", True)])
-def test_a_switch_is_off_where_it_is_0_or_empty(value: str | None, on: bool) -> None:
-    assert system.is_on("X", {} if value is None else {"X": value}) == on
 
 
 @pytest.mark.parametrize("content", [b"", b"1\n", b"no numbers\n", None])

@@ -1,18 +1,24 @@
-"""The functions to compose batches from: Gluon's answers, fields, and clear refusals."""
+"""The functions to compose batches from: Gluon's answers, fields, padding, and clear refusals."""
 
 import json
 import pickle
 import subprocess
 import sys
 from collections import namedtuple
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from calls import calls_of
+from conftest import covering
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sharded_loader import ShardedDataLoader
 from sharded_loader.batchify import Dict, List, NamedTuple, Pad, Stack, Tuple, default_batchify_fn
+from sharded_loader.batching.default import COPIED_AT_ONCE, JOINED_BYTES
 from sharded_loader.batching.protocol import assembler
 from sharded_loader.batching.tree import map_leaves
 
@@ -23,6 +29,10 @@ MyNT = namedtuple("MyNT", "data label")
 
 
 ROWS = [(np.array([1.0, 2.0]), 0), (np.array([3.0, 4.0]), 1)]
+
+
+NAMED = [{"tokens": [1, 2], "id": "a", "w": 0.5}, {"tokens": [3], "w": 1.5, "id": "b"}]
+DIFFERENT = r"different keys: \{'x', 'y'\} in sample 0 of the batch, .* in sample 1.*rest='drop'"
 
 
 CALLS = {
@@ -109,6 +119,16 @@ def test_answers_are_gluons(case):
         (lambda: NamedTuple(MyNT, [Stack()]), "2 fields, 1 functions"),
         (lambda: NamedTuple(tuple, [Stack()]), "namedtuple class"),
         (lambda: Tuple(Stack(), Dict({"k": Stack()}))([(0, {"k": [1]}), (0, {"k": [1, 2]})]), r"\[1\]\['k'\]"),
+        (lambda: Stack()([(np.zeros(3), 1), (np.ones(3), 2)]), r"tuples of 2 fields, .*Tuple\(Stack\(\), Stack\(\)\)"),
+        (lambda: Dict({"tokens": Pad()})(NAMED), r"sample 0 .* has keys.*: 'id', 'w': .*rest='keep'.*rest='drop'"),
+        (lambda: Dict({"x": Stack()})([{"x": 1}, {"x": 2, "extra": 3}]), r"sample 1 .*: 'extra'"),
+        (lambda: Tuple(Stack(), Dict({"tokens": Pad()}))([(0, one) for one in NAMED]), r"'id', 'w', in field \[1\]"),
+        (lambda: Dict({}, rest=Stack("int8"))([{"id": object()}]), r"cannot become an array.*in field \['id'\]"),
+        *(
+            (partial(Dict({"x": Stack()}, rest=rest), [{"x": 1, "y": 1}, {"x": 2, **other}]), DIFFERENT)
+            for rest in ("keep", List())
+            for other in ({}, {"z": 3}, {"y": 3, "z": 4})
+        ),
     ],
 )
 def test_bad_input_to_the_functions_is_refused(call, message):
@@ -116,74 +136,22 @@ def test_bad_input_to_the_functions_is_refused(call, message):
         call()
 
 
-def test_stack_also_takes_strings_and_mappings():
-    assert Stack()(["a", "b"]) == ["a", "b"]
-    assert Stack()([{"x": 1}, {"x": 2}])["x"].tolist() == [1, 2]
-    assert Stack()([(1, 2), (3, 4)]).tolist() == [[1, 2], [3, 4]]
-    assert Stack("int32")([np.array([1.7]), np.array([2.2])]).tolist() == [[1], [2]]
-
-
-# -- keys without a function -------------------------------------------------------------------------------------------
-
-NAMED = [{"tokens": [1, 2], "id": "a", "w": 0.5}, {"tokens": [3], "w": 1.5, "id": "b"}]
-
-
-def test_keys_without_a_function_are_refused_by_name_with_what_to_write():
-    with pytest.raises(ValueError, match=r"sample 0 of the batch has keys.*: 'id', 'w': .*rest='keep'.*rest='drop'"):
-        Dict({"tokens": Pad()})(NAMED)
-    with pytest.raises(ValueError, match=r"sample 1 .*: 'extra'"):
-        Dict({"x": Stack()})([{"x": 1}, {"x": 2, "extra": 3}])
-    with pytest.raises(ValueError, match=r"has no function: 'id', 'w', in field \[1\]"):
-        Tuple(Stack(), Dict({"tokens": Pad()}))([(0, one) for one in NAMED])
-
-
-def test_keys_without_a_function_are_dropped_if_asked():
+def test_keys_without_a_function_are_dropped_kept_behind_the_others_or_go_through_a_function():
     batch = Dict({"tokens": Pad()}, rest="drop")([*NAMED, {"tokens": []}])
     assert list(batch) == ["tokens"] and batch["tokens"].tolist() == [[1, 2], [3, 0], [0, 0]]
-
-
-def test_keys_without_a_function_are_kept_in_order_behind_the_others():
     batch = Dict({"tokens": Pad()}, rest="keep")(NAMED)
     assert list(batch) == ["tokens", "id", "w"]
     assert batch["id"] == ["a", "b"] and torch.equal(batch["w"], torch.tensor([0.5, 1.5], dtype=torch.float64))
-
-
-def test_keys_without_a_function_go_through_the_function_for_the_rest():
     assert Dict({"tokens": Pad()}, rest=List())(NAMED)["w"] == [0.5, 1.5]
     assert Dict({"tokens": Pad()}, rest=len)(NAMED)["id"] == 2
-    with pytest.raises(ValueError, match=r"cannot become an array.*in field \['id'\]"):
-        Dict({"tokens": Pad()}, rest=Stack("int8"))([{"tokens": [1], "id": object()}])
 
 
-def test_samples_that_differ_in_their_other_keys_are_refused_where_the_keys_are_kept():
-    for rest in ("keep", List()):
-        for other in ({"x": 2}, {"x": 2, "z": 3}, {"x": 2, "y": 3, "z": 4}):
-            with pytest.raises(
-                ValueError, match=r"different keys: \{'x', 'y'\} in sample 0 of the batch, .* in sample 1.*rest='drop'"
-            ):
-                Dict({"x": Stack()}, rest=rest)([{"x": 1, "y": 1}, other])
-
-
-def test_the_function_for_the_rest_writes_into_the_memory_that_the_caller_gives():
-    given = []
-
-    def empty(shape, dtype):
-        given.append(np.empty(shape, dtype))
-        return given[-1]
-
-    batch = Dict({"tokens": Pad()}, rest="keep").assemble(NAMED, empty)
-    assert batch["w"] is given[1] and len(given) == 2
-
-
-def test_other_keys_are_treated_alike_in_every_pool(pool):
+def test_other_keys_are_treated_alike_in_every_pool(new_pool):
     fn = Dict({"tokens": Pad(pad_val=-1)}, rest="keep")
-    with ShardedDataLoader(NAMED, 2, batchify_fn=fn, pool=pool) as loader:
+    with ShardedDataLoader(NAMED, 2, batchify_fn=fn, pool=new_pool()) as loader:
         (batch,) = loader
     assert batch["tokens"].tolist() == [[1, 2], [3, -1]] and batch["id"] == ["a", "b"]
-
-
-def test_a_key_without_a_function_is_the_error_of_the_batch_in_every_pool(pool):
-    with ShardedDataLoader(NAMED, 2, batchify_fn=Dict({"tokens": Pad()}), pool=pool) as loader:
+    with ShardedDataLoader(NAMED, 2, batchify_fn=Dict({"tokens": Pad()}), pool=new_pool()) as loader:
         with pytest.raises(ValueError, match=r"has no function: 'id', 'w'.*rest='drop'"):
             next(iter(loader))
 
@@ -219,6 +187,11 @@ def test_every_array_comes_from_the_allocator_once():
     check_given(default_batchify_fn.assemble(samples, empty), [[[0.0] * 3] * 2, [0, 1], [[0, 0], [1, 1]], [0.0, 1.0]])
     check_given(Pad(ret_length=True).assemble([[1], [2, 3]], empty), [[[1, 0], [2, 3]], [1, 2]])
     check_given([Stack("float16").assemble([1, 2], empty)], [[1.0, 2.0]])
+    kept = Dict({"tokens": Pad()}, rest="keep").assemble(NAMED, empty)
+    check_given([kept["tokens"], kept["w"]], [[[1, 2], [3, 0]], [0.5, 1.5]])
+    assert Stack()(["a", "b"]) == ["a", "b"] and Stack()([{"x": 1}, {"x": 2}])["x"].tolist() == [1, 2]
+    assert Stack()([(1, 2), (3, 4)]).tolist() == [[1, 2], [3, 4]]
+    assert Stack("int32")([np.array([1.7]), np.array([2.2])]).tolist() == [[1], [2]]
 
 
 def test_functions_pickle_and_say_what_they_are():
@@ -247,6 +220,184 @@ assert "torch" not in sys.modules, "torch was imported"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
-def test_stack_of_tuples_says_that_fields_need_a_function_each():
-    with pytest.raises(ValueError, match=r"tuples of 2 fields, .*Tuple\(Stack\(\), Stack\(\)\)"):
-        Stack()([(np.zeros(3), 1), (np.ones(3), 2)])
+# -- `Pad` -------------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.lists(st.integers(-(2**31), 2**31), max_size=9), min_size=1, max_size=6), st.integers(1, 8))
+def test_pad_keeps_every_value_and_fills_the_rest(lists, round_to):
+    padded, lengths = Pad(pad_val=-1, ret_length=True, dtype="int64", round_to=round_to)(lists)
+    assert padded.shape[1] % round_to == 0 and padded.shape[1] - max(map(len, lists)) < round_to
+    assert lengths.dtype == torch.int32 and lengths.tolist() == [len(x) for x in lists]
+    for row, original in zip(padded.tolist(), lists, strict=True):
+        assert row == original + [-1] * (len(row) - len(original))
+
+
+def test_pad_takes_tensors_of_every_dtype_and_lists_without_a_warning(recwarn):
+    rows = [torch.ones(2, 3, dtype=torch.bfloat16), torch.ones(2, 1, dtype=torch.bfloat16)]
+    padded, lengths = Pad(axis=-1, ret_length=True)(rows)
+    assert padded.dtype == torch.bfloat16 and padded[1].tolist() == [[1, 0, 0]] * 2 and lengths.tolist() == [3, 1]
+    assert Pad(axis=1, dtype="float32")(rows).dtype == torch.float32
+    assert Pad()([torch.ones(2), torch.ones(1)]).tolist() == [[1, 1], [1, 0]]
+    assert Pad()([[1, 2], [3], []]).dtype == torch.int64 and not recwarn.list
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(1, 3)), min_size=1, max_size=5),
+    st.sampled_from([None, 4]),
+)
+def test_pad_of_every_axis_keeps_every_value_and_fills_the_rest(shapes, round_to):
+    arrays = [np.arange(1, 1 + np.prod(shape), dtype=np.float32).reshape(shape) for shape in shapes]
+    longest = [max(lengths) for lengths in zip(*shapes, strict=True)]
+    wanted = [length if round_to is None else -(-length // round_to) * round_to for length in longest]
+    fn = Pad(axis=None, pad_val=-1, ret_length=True, round_to=round_to)
+    for samples in (arrays, [torch.from_numpy(a).bfloat16() for a in arrays]):
+        batch, lengths = fn(samples)
+        assert list(batch.shape) == [len(shapes), *wanted]
+        assert lengths.dtype == torch.int32 and lengths.tolist() == [list(shape) for shape in shapes]
+        for row, array in zip(batch.float().numpy(), arrays, strict=True):
+            corner = tuple(map(slice, array.shape))
+            assert (row[corner] == array).all()
+            assert (row == -1).sum() == row.size - array.size
+
+
+# -- cut to a greatest length, and with a mask -------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.lists(st.integers(-9, 9), max_size=9), min_size=1, max_size=6),
+    st.integers(1, 6),
+    st.sampled_from(["end", "start"]),
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from(["list", "numpy", "torch", "bfloat16"]),
+)
+def test_no_sample_is_longer_than_the_limit_and_the_mask_marks_its_values(lists, limit, truncate, round_to, kind):
+    make = {
+        "list": list,
+        "numpy": lambda x: np.array(x, np.int64),
+        "torch": lambda x: torch.tensor(x, dtype=torch.int64),
+        "bfloat16": lambda x: torch.tensor(x, dtype=torch.bfloat16),
+    }[kind]
+    fn = Pad(pad_val=99, ret_length=True, round_to=round_to, max_length=limit * round_to, truncate=truncate, mask=True)
+    padded, lengths, mask = fn(list(map(make, lists)))
+    kept = [x[: limit * round_to] if truncate == "end" else x[-limit * round_to :] for x in lists]
+    assert padded.shape == mask.shape and padded.shape[1] <= limit * round_to and padded.shape[1] % round_to == 0
+    assert mask.dtype == torch.bool and lengths.tolist() == [len(x) for x in kept] == mask.sum(1).tolist()
+    for row, marked, original in zip(padded, mask, kept, strict=True):
+        assert row[marked].tolist() == original
+        assert set(row[~marked].tolist()) <= {99}
+        assert marked.tolist() == sorted(marked.tolist(), reverse=True), "values come first"
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2, -1, -2, -3])
+@pytest.mark.parametrize("truncate", ["end", "start"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_only_the_axis_that_is_padded_is_cut(axis, truncate, dtype):
+    shape = [3, 3, 3]
+    samples = []
+    for length in (2, 5):
+        shape[axis] = length
+        samples.append(torch.arange(1, 1 + np.prod(shape)).reshape(shape).to(dtype))
+    padded, mask = Pad(axis, max_length=4, truncate=truncate, mask=True)(samples)
+    shape[axis] = 4
+    assert list(padded.shape) == [2, *shape] and mask.tolist() == [[True, True, False, False], [True] * 4]
+    begin = 0 if truncate == "end" else 1
+    assert torch.equal(padded[1], samples[1].narrow(axis, begin, 4))
+    assert torch.equal(padded[0].narrow(axis, 0, 2), samples[0]) and not padded[0].narrow(axis, 2, 2).any()
+
+
+@pytest.mark.parametrize("truncate", ["end", "start"])
+def test_every_axis_is_cut_and_masked_where_every_axis_is_padded(truncate):
+    samples = [np.arange(1, 13).reshape(2, 6), np.arange(1, 13).reshape(4, 3)]
+    padded, shapes, mask = Pad(None, ret_length=True, max_length=3, truncate=truncate, mask=True)(samples)
+    assert padded.shape == mask.shape == (2, 3, 3) and shapes.tolist() == [[2, 3], [3, 3]]
+    first, second = (samples[0][:, :3], samples[1][:3]) if truncate == "end" else (samples[0][:, 3:], samples[1][1:])
+    assert padded[0][mask[0]].tolist() == first.ravel().tolist() and padded[1].tolist() == second.tolist()
+    assert mask[0].tolist() == [[True] * 3, [True] * 3, [False] * 3] and mask[1].all()
+
+
+def test_the_mask_alone_comes_second_and_all_lie_in_the_memory_that_the_caller_gives():
+    padded, mask = Pad(mask=True)([[], [1]])
+    assert padded.tolist() == [[0], [1]] and mask.tolist() == [[False], [True]]
+    padded, mask = Pad(mask=True)([[], []])
+    assert padded.shape == mask.shape == (2, 0)
+    assert Pad(max_length=9)([[1], [2, 3]]).tolist() == [[1, 0], [2, 3]]
+    given = []
+    made = Pad(ret_length=True, max_length=2, mask=True).assemble(
+        [[1, 2, 3], [4]], lambda shape, dtype: given.append(np.empty(shape, dtype)) or given[-1]
+    )
+    assert type(made) is tuple and len(made) == len(given) == 3
+    assert all(one is array for one, array in zip(made, given, strict=True))
+    fn = Pad(max_length=8, truncate="start", mask=True)
+    assert repr(pickle.loads(pickle.dumps(fn))) == repr(fn) == "Pad(max_length=8, truncate='start', mask=True)"
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: Pad(max_length=0), ValueError, r"max_length=0\) must be at least 1.*give a positive int"),
+        (lambda: Pad(max_length=2.5), TypeError, "max_length=2.5.*give a positive int"),
+        (lambda: Pad(max_length=10, round_to=8), ValueError, "max_length=10, round_to=8.*multiple of round_to"),
+        (lambda: Pad(max_length=4, truncate="left"), ValueError, "truncate='left'.*'end' or 'start'"),
+        (lambda: Pad(mask=1), TypeError, "mask=1.*True"),
+        (lambda: Pad(max_length=4)([1, 2]), ValueError, "no axis 0.*Stack"),
+        (lambda: Pad(2, max_length=4)([np.zeros((1, 2))]), ValueError, "no axis 2"),
+        (lambda: Pad(-3, max_length=4)([np.zeros((1, 2))]), ValueError, "no axis -3"),
+        (lambda: Pad(None, max_length=4)([1, 2]), ValueError, "no axis to pad: use Stack"),
+        (lambda: Pad(axis=None)([[1], [[1]]]), ValueError, r"Pad\(axis=None\) pads samples of the same number of axes"),
+        (lambda: Pad()([np.zeros((2, 3)), np.zeros((3, 2))]), ValueError, r"along every axis with Pad\(axis=None\)"),
+        (lambda: Pad(max_length=1)([np.zeros((2, 2)), np.zeros((2, 3))]), ValueError, "different shapes"),
+    ],
+)
+def test_bad_limits_are_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_limit_and_mask_are_alike_in_every_pool(pool):
+    samples = [list(range(1, length + 1)) for length in (1, 5, 3, 9)]
+    fn = Pad(pad_val=-1, ret_length=True, max_length=4, mask=True)
+    expected = [fn(samples[:2]), fn(samples[2:])]
+    with ShardedDataLoader(samples, 2, batchify_fn=fn, pool=pool) as loader:
+        for batch, wanted in zip(loader, expected, strict=True):
+            assert type(batch) is tuple and all(map(torch.equal, batch, wanted))
+
+
+# -- rows joined as bytes, and rows written one by one -------------------------------------------------------------
+
+KINDS = {
+    "int64": lambda n: np.arange(n),
+    "float16": lambda n: np.arange(n, dtype=np.float16),
+    "bool": lambda n: np.arange(n) % 2 == 0,
+    "complex64": lambda n: np.arange(n, dtype=np.complex64),
+    "long double": lambda n: np.arange(n, dtype="g"),
+    "big-endian": lambda n: np.arange(n, dtype=">i4"),
+    "with gaps": lambda n: np.arange(2 * n)[::2],
+    "backwards": lambda n: np.arange(n)[::-1],
+    "read-only": lambda n: np.frombuffer(np.arange(n).tobytes(), np.int64) if n else np.zeros(0, np.int64),
+    "mixed": lambda n: np.arange(n, dtype=(np.int32, np.int64)[n % 2]),
+}
+
+
+@covering(kind=KINDS, lengths=[[3, 1, 0, 5], [4, 4], [0, 0], [0], [700, 5, 2999]], round_to=[None, 8])
+def test_rows_of_any_kind_are_padded_alike_in_new_and_in_given_memory(kind, lengths, round_to):
+    rows = [KINDS[kind](length) for length in lengths]
+    fn = Pad(pad_val=1, round_to=round_to)
+    wanted = np.ones((len(rows), -(-max(lengths) // (round_to or 1)) * (round_to or 1)), np.result_type(*rows))
+    for row, values in zip(wanted, rows, strict=True):
+        row[: len(values)] = values
+    for empty in (np.empty, lambda shape, dtype: np.empty(shape, dtype)):
+        found = fn.assemble(rows, empty)
+        assert found.dtype == wanted.dtype.newbyteorder("=") and found.flags.writeable and found.flags.c_contiguous
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_short_rows_of_one_dtype_are_joined_but_large_batches_are_not_copied_a_second_time():
+    def written_one_by_one(rows, empty=np.empty, dtype=None):
+        return "_write" in calls_of(lambda: Pad(dtype=dtype).assemble(rows, empty))
+
+    assert not written_one_by_one([np.arange(100), np.arange(3)])
+    assert written_one_by_one([np.arange(100), np.arange(3)], dtype="int32")
+    assert written_one_by_one([np.arange(JOINED_BYTES), np.arange(3)])
+    for more in (0, 1):
+        rows = [np.zeros(1024, np.uint8)] * (COPIED_AT_ONCE // 1024 + more)
+        assert written_one_by_one(rows, lambda shape, dtype: np.empty(shape, dtype)) == bool(more)

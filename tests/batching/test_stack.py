@@ -1,4 +1,4 @@
-"""Many values become one array: dtypes, memory that was given, and shapes that do not fit."""
+"""Many values become one array or tensor: dtypes, memory that was given, and shapes that do not fit."""
 
 from unittest import mock
 
@@ -13,6 +13,7 @@ from hypothesis.extra import numpy as npst
 from sharded_loader.batchify import default_batchify_fn
 from sharded_loader.batching import default
 from sharded_loader.batching.default import COPIED_AT_ONCE, COPIED_BYTES, JOINED_BYTES
+from sharded_loader.batching.tree import as_numpy, empty_tensor, is_plain
 
 
 @pytest.mark.parametrize(
@@ -55,15 +56,6 @@ def test_stacking_rows_gives_the_array_back(array):
     assert stacked.dtype == array.dtype.newbyteorder("=")
 
 
-def test_rows_whose_sizes_add_up_by_chance_are_still_ragged():
-    with pytest.raises(ValueError, match=r"\(2,\).*\(1,\).*\(3,\)"):
-        default_batchify_fn([np.zeros(2), np.zeros(1), np.zeros(3)])
-    with pytest.raises(ValueError, match="different shapes"):
-        default_batchify_fn([np.zeros((2, 3)), np.zeros((2, 4))])
-    with pytest.raises(ValueError, match="different shapes"):
-        default_batchify_fn([np.zeros((2,)), np.zeros(())])
-
-
 # -- memory that is new, and memory that was given: the same batch, and the same errors -------------------------------
 
 
@@ -84,18 +76,13 @@ def check_alike(samples):
     with mock.patch.object(default, "JOINED_BYTES", 0):
         given = outcome(samples, given_memory)
     for new in outcome(samples, np.empty), outcome(samples, given_memory):
-        check_one(samples, new, given)
-
-
-def check_one(samples, new, given):
-    assert type(new) is type(given)
-    if isinstance(new, str):
-        assert new == given
-        return
-    assert (new.dtype, new.shape, type(new)) == (given.dtype, given.shape, np.ndarray)
-    np.testing.assert_array_equal(new, given)
-    assert new.flags.writeable and new.flags.c_contiguous
-    assert not any(np.shares_memory(new, sample) for sample in samples if isinstance(sample, np.ndarray))
+        if isinstance(given, str):
+            assert new == given
+            continue
+        assert (new.dtype, new.shape, type(new)) == (given.dtype, given.shape, np.ndarray) and type(given) is np.ndarray
+        np.testing.assert_array_equal(new, given)
+        assert new.flags.writeable and new.flags.c_contiguous
+        assert not any(np.shares_memory(new, sample) for sample in samples if isinstance(sample, np.ndarray))
 
 
 ROW = np.arange(12, dtype=np.int16).reshape(3, 4)
@@ -162,7 +149,84 @@ def test_samples_of_any_size_are_stacked_alike(nbytes):
     assert ("join" in names) == (nbytes <= COPIED_BYTES)
 
 
-@pytest.mark.parametrize(("more", "joins"), [(0, True), (1, False)])
-def test_large_batches_are_not_copied_a_second_time(more, joins):
-    samples = [np.zeros(COPIED_BYTES, np.uint8)] * (COPIED_AT_ONCE // COPIED_BYTES + more)
-    assert ("join" in calls_of(lambda: default_batchify_fn.assemble(samples, given_memory))) == joins
+def test_large_batches_are_not_copied_a_second_time_and_rows_whose_sizes_add_up_by_chance_are_ragged():
+    for more, joins in ((0, True), (1, False)):
+        samples = [np.zeros(COPIED_BYTES, np.uint8)] * (COPIED_AT_ONCE // COPIED_BYTES + more)
+        assert ("join" in calls_of(lambda: default_batchify_fn.assemble(samples, given_memory))) == joins  # noqa: B023
+    for shapes in ([2, 1, 3], [(2, 3), (2, 4)], [(2,), ()]):
+        with pytest.raises(ValueError, match="different shapes"):
+            default_batchify_fn([np.zeros(shape) for shape in shapes])
+
+
+# -- tensors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float16, torch.int32, torch.bool])
+@pytest.mark.parametrize("shape", [(), (3,), (0, 2)])
+def test_tensors_keep_their_dtype_in_memory_that_was_given(dtype, shape):
+    given = []
+
+    def empty(shape, dtype):
+        given.append(np.empty(shape, dtype))
+        return given[-1]
+
+    tensors = [torch.ones(shape).to(dtype), torch.zeros(shape).to(dtype)]
+    batch = default_batchify_fn(tensors)
+    assert batch.dtype == dtype and batch.float().tolist() == torch.stack([t.float() for t in tensors]).tolist()
+    result = default_batchify_fn.assemble(tensors, empty)
+    pointer = result.data_ptr() if isinstance(result, torch.Tensor) else result.ctypes.data
+    assert len(given) == 1 and (pointer == given[0].ctypes.data or not given[0].size)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR")
+def test_tensors_of_odd_kinds_stack_or_are_refused_with_advice():
+    sparse, labelled = torch.eye(2).to_sparse(), torch.ones(2).as_subclass(type("Labelled", (torch.Tensor,), {}))
+    assert default_batchify_fn([sparse, sparse]).is_sparse
+    assert type(default_batchify_fn([labelled, labelled])) is type(labelled)
+    meta = torch.zeros(2, device="meta")
+    assert default_batchify_fn([meta, meta]).shape == (2, 2)
+    for sample in (torch.nested.nested_tensor([torch.ones(2)]), torch.eye(3).to_sparse_csr()):
+        with pytest.raises(ValueError, match="List"):
+            default_batchify_fn([sample, sample])
+    with pytest.raises(ValueError, match=r"\(2,\) \(sample 0 of the batch\), \(3,\) \(sample 1 of the batch\)"):
+        default_batchify_fn([torch.ones(2), torch.ones(3)])
+
+
+@pytest.mark.parametrize("switch", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_tensor_that_requires_grad_is_an_error_whatever_autograd_does(switch, place):
+    tensors = [torch.ones(2), torch.ones(2)]
+    tensors[place] = torch.ones(2, requires_grad=True)
+    with switch(), pytest.raises(ValueError, match=rf"requires grad \(sample {place} of the batch\).*detach"):
+        default_batchify_fn.assemble(tensors, np.empty)
+    with switch():
+        assert default_batchify_fn.assemble([one.detach() for one in tensors], np.empty).tolist() == [[1, 1], [1, 1]]
+
+
+MIXED = {
+    "dtypes": [torch.ones(2, dtype=torch.int32), torch.ones(2, dtype=torch.float64)],
+    "conjugates": [torch.tensor([1 + 2j]).conj(), torch.tensor([1 + 2j])],
+    "negatives": [torch.tensor([1 + 2j]).conj().imag, torch.tensor([3.0])],
+    "transposed": [torch.arange(6).reshape(2, 3).t(), torch.arange(6).reshape(3, 2)],
+    "repeated": [torch.ones(1).expand(4), torch.zeros(4)],
+    "numbers": [torch.tensor(1.5), torch.tensor(2.5)],
+}
+
+
+@pytest.mark.parametrize("what", MIXED)
+def test_tensors_of_any_kind_stack_as_torch_stacks_them(what):
+    tensors = MIXED[what]
+    joint = torch.promote_types(tensors[0].dtype, tensors[1].dtype)
+    wanted = torch.stack([one.to(joint) for one in tensors])
+    found = default_batchify_fn(tensors)
+    assert found.dtype == wanted.dtype and torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
+def test_a_tensor_and_an_array_over_the_same_memory(dtype):
+    array, tensor = empty_tensor((3, 2), dtype, np.empty)
+    tensor.fill_(1)
+    assert is_plain([tensor]) and tensor.shape == (3, 2) and tensor.dtype == dtype
+    assert (array is None) == (dtype is torch.bfloat16)
+    if array is not None:
+        assert (array == 1).all() and np.shares_memory(array, as_numpy(tensor))

@@ -25,6 +25,19 @@ class Frozen:
     y: int = dataclasses.field(init=False)
 
 
+class Lazy(Mapping):
+    """Makes its values on access."""
+
+    def __len__(self):
+        return 2
+
+    def __iter__(self):
+        return iter("ab")
+
+    def __getitem__(self, key):
+        return [key]
+
+
 def plus_one(leaf):
     return leaf + 1
 
@@ -48,7 +61,7 @@ def test_mapping_back_and_forth_changes_nothing(tree):
     assert type(there) is (type(tree) if not isinstance(tree, int) else str)
 
 
-def test_container_types_are_kept():
+def test_containers_keep_their_types_and_attributes():
     assert type(map_leaves(plus_one, OrderedDict(a=1))) is OrderedDict
     mapped = map_leaves(plus_one, defaultdict(list, a=1))
     assert mapped["a"] == 2 and mapped["missing"] == []
@@ -56,34 +69,33 @@ def test_container_types_are_kept():
     assert map_leaves(plus_one, Pair(1, [2])) == Pair(2, [3])
     size = torch.Size([1, 2])
     assert map_leaves(lambda leaf: leaf, size) is size
-
-
-def test_dataclass_with_a_field_outside_init_is_rebuilt():
-    value = Frozen(1)
+    value = Frozen(1)  # with a field that is not in __init__, and is not set
+    assert not hasattr(map_leaves(plus_one, value), "y")
     object.__setattr__(value, "y", 5)
     mapped = map_leaves(plus_one, value)
-    assert (mapped.x, mapped.y) == (2, 6)
-    assert (value.x, value.y) == (1, 5)
+    assert (mapped.x, mapped.y) == (2, 6) and (value.x, value.y) == (1, 5)
+    tagged = type("Tagged", (list,), {})([1, 2])
+    tagged.tag = "x"
+    again = map_leaves(plus_one, tagged)
+    assert type(again) is type(tagged) and again == [2, 3] and again.tag == "x" and tagged == [1, 2]
+    assert map_leaves(str.upper, Lazy()) == {"a": ["A"], "b": ["B"]}  # it is read once
 
 
-def test_dataclass_with_an_unset_field_is_rebuilt_without_it():
-    assert not hasattr(map_leaves(plus_one, Frozen(1)), "y")
-
-
-def test_one_object_in_two_places_stays_one_object():
-    array = np.zeros(3)
+def test_arrays_share_their_memory_and_their_place_and_what_torch_lacks_stays():
+    array = np.zeros(3, np.float32)
     first, second = to_torch([array, {"again": array}])
     assert second["again"] is first
+    first[0] = 7
+    assert array[0] == 7
     inner = [np.zeros(1)]
     a, b = to_torch([inner, inner])
     assert a is b
-
-
-def test_writable_arrays_share_their_memory_with_the_tensor():
-    array = np.zeros(3, np.float32)
-    tensor = to_torch(array)
-    tensor[0] = 7
-    assert array[0] == 7
+    for array in (np.array(["a"]), np.array([None]), np.array(["2020-01-01"], "M8[D]")):
+        assert to_torch(array) is array
+    tree = {"name": "x", "t": torch.ones(1), "o": object()}
+    assert to_torch(tree) is tree and to_torch(np.float32(2)).dtype == torch.float32
+    for dtype in "?bhiqBHIQefdFD":
+        assert str(to_torch(np.zeros(2, dtype)).dtype) == f"torch.{np.dtype(dtype).name}"
 
 
 @pytest.mark.parametrize(
@@ -108,11 +120,6 @@ def test_awkward_arrays_become_tensors_without_a_warning(array):
     tensor.add_(1)  # writable
 
 
-@pytest.mark.parametrize("dtype", [*"?bhiqBHIQefdFD"])
-def test_dtypes_are_kept(dtype):
-    assert str(to_torch(np.zeros(2, dtype)).dtype) == f"torch.{np.dtype(dtype).name}"
-
-
 def test_empty_arrays_lie_in_host_memory_whatever_the_default_device_is():
     torch.set_default_device("meta")
     try:
@@ -120,31 +127,6 @@ def test_empty_arrays_lie_in_host_memory_whatever_the_default_device_is():
     finally:
         torch.set_default_device(None)
     assert [(one.device.type, tuple(one.shape)) for one in tensors] == [("cpu", (0, 3)), ("cpu", (2, 0))]
-
-
-def test_what_torch_lacks_stays_as_it_is():
-    for array in (np.array(["a"]), np.array([None]), np.array(["2020-01-01"], "M8[D]")):
-        assert to_torch(array) is array
-    tree = {"name": "x", "t": torch.ones(1), "o": object()}
-    assert to_torch(tree) is tree
-    assert to_torch(np.float32(2)).dtype == torch.float32
-
-
-class Tagged(list):
-    tag = None
-
-
-class Lazy(Mapping):
-    """Makes its values on access."""
-
-    def __len__(self):
-        return 2
-
-    def __iter__(self):
-        return iter("ab")
-
-    def __getitem__(self, key):
-        return [key]
 
 
 @pytest.mark.parametrize("tree", [[1, 2], (1, 2), Pair(1, 2), OrderedDict(b=1, a=2), UserDict(b=1, a=2)], ids=repr)
@@ -158,17 +140,6 @@ def test_what_has_no_parts_is_a_leaf():
     for leaf in ("ab", b"ab", 3, None, np.zeros(2), {1, 2}, Frozen):
         assert children(leaf) is None
     assert children(Frozen(1)) == [1] and children([]) == []
-
-
-def test_attributes_of_a_list_of_the_users_are_kept():
-    tagged = Tagged([1, 2])
-    tagged.tag = "x"
-    again = map_leaves(plus_one, tagged)
-    assert type(again) is Tagged and again == [2, 3] and again.tag == "x" and tagged == [1, 2]
-
-
-def test_a_mapping_that_makes_its_values_is_read_once():
-    assert map_leaves(str.upper, Lazy()) == {"a": ["A"], "b": ["B"]}
 
 
 def test_a_walk_leaves_nothing_for_the_collector():

@@ -234,8 +234,8 @@ def test_one_that_is_cut_off_shows_what_there_is(tmp_path: Path, end: str) -> No
 
 PRETENDED = """
 import dataclasses, sys
-import pretend_cuda
-pretend_cuda.install()
+import simulated_cuda
+simulated_cuda.install()
 from benchmarks import gpu, gpu_run
 gpu.QUICK = dataclasses.replace(gpu_run.SMOKE, rounds=2)
 sys.exit(gpu.main(["--quick", "--workers", "1", "--out", *sys.argv[1:]]))

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ from sharded_loader.caching import store as stores
 from sharded_loader.caching.shared import locked
 from sharded_loader.caching.store import MAGIC, MISSING, UNFINISHED, Store, open_store
 
-POSIX = pytest.mark.skipif(sys.platform == "win32", reason="forks")
 COUNT = 20
+HERE = Path(__file__).parent
 
 
 def sample(index: int) -> Any:
@@ -44,6 +45,23 @@ def is_right(found: Any, index: int) -> bool:
     return bool((found["x"] == wanted["x"]).all()) and found["name"] == wanted["name"] and found["label"] == index
 
 
+def fill(store: Store, indices: Iterable[int] = range(COUNT)) -> None:
+    for index in indices:
+        store.write(index, sample(index))
+
+
+def has(store: Store, indices: Iterable[int] = range(COUNT)) -> bool:
+    """Whether each of these samples is there, and right."""
+    return all(is_right(store.read(index), index) for index in indices)
+
+
+def size_of(*indices: int) -> int:
+    """How many bytes these samples take."""
+    store = make()
+    fill(store, indices)
+    return store.used_bytes
+
+
 @pytest.fixture(params=["memory", "file"])
 def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path | None:
     return None if request.param == "memory" else tmp_path / "samples.cache"
@@ -52,9 +70,8 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path | None:
 def test_what_was_written_is_read(path: Path | None) -> None:
     store = make(path)
     assert [store.read(index) for index in range(COUNT)] == [MISSING] * COUNT
-    for index in range(COUNT):
-        store.write(index, sample(index))
-    assert all(is_right(store.read(index), index) for index in range(COUNT))
+    fill(store)
+    assert has(store)
     assert store.rows(np.array([0, 1])) is None  # 1 is no row
     rows = store.rows(np.array([4, 2]))
     assert rows is not None and [int(store.columns[0][row][0]) for row in rows] == [4, 2]
@@ -62,43 +79,27 @@ def test_what_was_written_is_read(path: Path | None) -> None:
 
 def test_a_sample_that_was_read_is_ones_own() -> None:
     store = make()
+    fill(store, [0, 1])
     for index in (0, 1):
-        store.write(index, sample(index))
         store.read(index)["x"][:] = -1
-        assert is_right(store.read(index), index)
+    assert has(store, [0, 1])
 
 
-def test_a_sample_is_written_once() -> None:
-    store = make()
-    for _ in range(3):
-        store.write(3, sample(3))
-        store.write(4, sample(4))
-    assert store.used_bytes == make_used(3) + make_used(4)
-
-
-def make_used(index: int) -> int:
-    store = make()
-    store.write(index, sample(index))
-    return store.used_bytes
+def test_a_sample_is_written_once(path: Path | None) -> None:
+    """Two workers may read the same sample, and the second one finds that there is no room for it any more."""
+    store = make(path, size_of(*range(COUNT)))
+    for index in range(COUNT):
+        fill(store, (index, 0, index))
+    assert has(store) and store.used_bytes == size_of(*range(COUNT)) == sum(map(size_of, range(COUNT)))
 
 
 def test_nothing_is_evicted_at_the_bound(path: Path | None) -> None:
     store = make(path, max_bytes=5 * 16008)
     for _ in range(2):
-        for index in range(COUNT):
-            store.write(index, sample(index))
+        fill(store)
     kept = [index for index in range(COUNT) if store.read(index) is not MISSING]
-    assert kept[:4] == [0, 1, 2, 3] and all(is_right(store.read(index), index) for index in kept)
+    assert kept[:4] == [0, 1, 2, 3] and has(store, kept)
     assert 4 * 16008 < store.used_bytes <= 5 * 16008
-
-
-def test_a_sample_that_is_there_does_not_make_the_cache_full(path: Path | None) -> None:
-    """Two workers may read the same sample, and the second one finds that there is no room for it any more."""
-    store = make(path, sum(map(make_used, range(COUNT))))
-    for index in range(COUNT):
-        store.write(index, sample(index))
-        store.write(0, sample(0))
-    assert all(is_right(store.read(index), index) for index in range(COUNT))
 
 
 # -- who dies ----------------------------------------------------------------------------------------------------------
@@ -147,87 +148,78 @@ def before_the_place(store: Store) -> None:
     store.places = Deadly(store.places)  # type: ignore[assignment]
 
 
-MOMENTS = (before_the_bytes, in_the_middle, before_the_checksum, before_it_is_the_last_one, before_the_place)
+MOMENTS = pytest.mark.parametrize(
+    "moment",
+    [before_the_bytes, in_the_middle, before_the_checksum, before_it_is_the_last_one, before_the_place],
+)
+INDICES = pytest.mark.parametrize("index", [4, 5], ids=["row", "record"])
 
 
-def in_child(work: Callable[[], Any]) -> int:
-    """The status of a forked child that does this."""
+def killed(work: Callable[[], Any]) -> bool:
+    """Do this in a forked child: whether it was killed."""
+    if not hasattr(os, "fork"):
+        pytest.skip("forks")
     pid = os.fork()
     if pid == 0:
         try:
             work()
         finally:
             os._exit(3)
-    return os.waitpid(pid, 0)[1]
+    return os.waitpid(pid, 0)[1] == signal.SIGKILL
 
 
-@POSIX
-@pytest.mark.parametrize("index", [4, 5], ids=["row", "record"])
-@pytest.mark.parametrize("moment", MOMENTS)
+def dies_writing(store: Store, index: int, moment: Callable[[Store], None]) -> bool:
+    return killed(lambda: (moment(store), store.write(index, sample(index))))
+
+
+@INDICES
+@MOMENTS
 def test_a_writer_killed_at_any_moment_leaves_no_torn_sample(path: Path | None, moment: Any, index: int) -> None:
     store = make(path)
-    store.write(2, sample(2))
-
-    def work() -> None:
-        moment(store)
-        store.write(index, sample(index))
-
-    assert in_child(work) == signal.SIGKILL
-    assert store.read(index) is MISSING
-    for one in range(COUNT):  # the lock is free, and nobody writes over anything
-        store.write(one, sample(one))
-    assert all(is_right(store.read(one), one) for one in range(COUNT))
+    fill(store, [2])
+    assert dies_writing(store, index, moment) and store.read(index) is MISSING
+    fill(store)  # the lock is free, and nobody writes over anything
+    assert has(store)
 
 
-@POSIX
-@pytest.mark.parametrize("index", [4, 5], ids=["row", "record"])
-@pytest.mark.parametrize("moment", MOMENTS)
+@INDICES
+@MOMENTS
 @pytest.mark.parametrize("programs", [1, 2])
 def test_what_a_killed_writer_had_taken_is_given_back(tmp_path: Path, moment: Any, index: int, programs: int) -> None:
     """There is room for each sample once. So each is stored, however often a writer dies."""
-    total = sum(map(make_used, range(COUNT)))
+    total = size_of(*range(COUNT))
     path = None if programs == 1 else tmp_path / "samples.cache"
     store = make(path, total)
     others = [store if path is None else make(path, total) for _ in range(programs)]
-
-    def work() -> None:
-        moment(store)
-        store.write(index, sample(index))
-
     for one in range(0, COUNT, 3):
-        store.write(one, sample(one))
-        assert in_child(work) == signal.SIGKILL
+        fill(store, [one])
+        assert dies_writing(store, index, moment)
     for one in range(COUNT):
-        others[one % programs].write(one, sample(one))
+        fill(others[one % programs], [one])
     for other in [*others, store if path is None else make(path, total)]:
-        assert all(is_right(other.read(one), one) for one in range(COUNT)) and other.used_bytes == total
+        assert has(other) and other.used_bytes == total
 
 
-@POSIX
-@pytest.mark.parametrize("index", [4, 5], ids=["row", "record"])
+@INDICES
 def test_a_sample_that_its_writer_could_not_count_is_counted_by_the_next_one(path: Path | None, index: int) -> None:
     store = make(path)
     taken = store._taken
 
-    def work() -> None:
-        def look() -> tuple[int, int]:
-            return die() if store.places[index] else taken()  # type: ignore[func-returns-value]
+    def before_it_counts(store: Store) -> None:
+        store._taken = lambda: die() if store.places[index] else taken()  # type: ignore[assignment,func-returns-value,method-assign]
 
-        store._taken = look  # type: ignore[method-assign]
-        store.write(index, sample(index))
-
-    assert in_child(work) == signal.SIGKILL
-    assert is_right(store.read(index), index) and store.used_bytes == make_used(index)
-    for one in range(COUNT):
-        store.write(one, sample(one))
-    assert all(is_right(store.read(one), one) for one in range(COUNT))
+    assert dies_writing(store, index, before_it_counts)
+    assert has(store, [index]) and store.used_bytes == size_of(index)
+    fill(store)
+    assert has(store)
 
 
-@POSIX
+@pytest.mark.skipif(sys.platform == "win32", reason="forks")
 @pytest.mark.costly(2)
 @pytest.mark.parametrize("seed", range(6))
 def test_processes_killed_at_random_leave_only_whole_samples(path: Path | None, seed: int) -> None:
     store, rng = make(path, length=3000, max_bytes="60 MB"), random.Random(seed)
+    told, tell = os.pipe()
 
     def work() -> None:
         own = np.random.default_rng(os.getpid())
@@ -237,6 +229,7 @@ def test_processes_killed_at_random_leave_only_whole_samples(path: Path | None, 
                 store.write(index, sample(index))
             elif not is_right(found, index):
                 os._exit(7)
+            os.write(tell, b".")
         os._exit(0)
 
     running: list[int] = []
@@ -246,36 +239,35 @@ def test_processes_killed_at_random_leave_only_whole_samples(path: Path | None, 
             if pid == 0:
                 work()
             running.append(pid)
-        time.sleep(rng.random() / 100)  # anywhere in the work
+        os.read(told, rng.randrange(1, 60))  # anywhere in the work
         victim = running.pop(rng.randrange(3))
         os.kill(victim, signal.SIGKILL)
         assert os.waitpid(victim, 0)[1] in (signal.SIGKILL, 0)
     assert [os.waitpid(pid, 0)[1] for pid in running] == [0] * len(running)
+    for fd in (told, tell):
+        os.close(fd)
     found = [store.read(index) for index in range(3000)]
     assert all(one is MISSING or is_right(one, index) for index, one in enumerate(found))
     assert sum(one is MISSING for one in found) == 0 or store.used_bytes > 59e6
 
 
-@POSIX
 @pytest.mark.parametrize("done", range(7))
 def test_the_next_one_makes_the_file_of_a_process_that_died_making_it(tmp_path: Path, done: int) -> None:
     path, calls = tmp_path / "samples.cache", []
 
-    def work() -> None:
-        def write(fd: int, data: Any, offset: int) -> None:
-            if len(calls) == done:
-                die()
-            calls.append(offset)
-            write_at(fd, data, offset)
+    def write(fd: int, data: Any, offset: int) -> None:
+        if len(calls) == done:
+            die()
+        calls.append(offset)
+        write_at(fd, data, offset)
 
+    def work() -> None:
         stores.write_at = write
         make(path)
 
-    status = in_child(work)
-    assert status == (signal.SIGKILL if done < 6 else 3 << 8)
-    store = make(path)
-    store.write(1, sample(1))
-    assert is_right(make(path).read(1), 1)
+    assert killed(work) == (done < 6)
+    fill(make(path), [1])
+    assert has(make(path), [1])
     assert os.listdir(tmp_path) == ["samples.cache"]
 
 
@@ -284,23 +276,13 @@ def test_the_next_one_makes_the_file_of_a_process_that_died_making_it(tmp_path: 
 
 def filled(path: Path) -> int:
     """A file with all samples; how many bytes it has."""
-    store = make(path)
-    for index in range(COUNT):
-        store.write(index, sample(index))
+    fill(make(path))
     return path.stat().st_size
-
-
-def test_a_later_run_finds_the_samples(tmp_path: Path) -> None:
-    path = tmp_path / "samples.cache"
-    filled(path)
-    store = make(path)
-    assert all(is_right(store.read(index), index) for index in range(COUNT))
-    assert path.stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.costly
-def test_damaged_bytes_are_never_samples(tmp_path: Path, seed: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_bytes_are_never_samples(tmp_path: Path, seed: int) -> None:
     path, rng = tmp_path / "samples.cache", random.Random(seed)
     size = filled(path)
     whole = path.read_bytes()
@@ -309,15 +291,11 @@ def test_damaged_bytes_are_never_samples(tmp_path: Path, seed: int, caplog: pyte
         for _ in range(rng.choice([1, 1, 50])):
             damaged[rng.randrange(32, size)] ^= 1 << rng.randrange(8)
         path.write_bytes(damaged)
-        try:
+        with contextlib.suppress(CacheMismatchError):
             store = make(path)
-        except CacheMismatchError:
-            continue
-        found = [store.read(index) for index in range(COUNT)]
-        assert all(one is MISSING or is_right(one, index) for index, one in enumerate(found))
-        for index in range(COUNT):
-            store.write(index, sample(index))
-        assert all(is_right(store.read(index), index) for index in range(COUNT))
+            assert has(store, [index for index in range(COUNT) if store.read(index) is not MISSING])
+            fill(store)
+            assert has(store)
 
 
 def test_a_damaged_sample_is_said_and_stored_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -336,14 +314,12 @@ def test_a_damaged_sample_is_said_and_stored_again(tmp_path: Path, caplog: pytes
 def test_counters_that_were_lost_with_the_power_overwrite_nothing(tmp_path: Path) -> None:
     path = tmp_path / "samples.cache"
     store = make(path)
-    for index in range(COUNT // 2):
-        store.write(index, sample(index))
+    fill(store, range(COUNT // 2))
     store._counters[:] = 0
     store = make(path)
-    assert all(is_right(store.read(index), index) for index in range(COUNT // 2))
-    for index in range(COUNT):
-        store.write(index, sample(index))
-    assert all(is_right(store.read(index), index) for index in range(COUNT))
+    assert has(store, range(COUNT // 2))
+    fill(store)
+    assert has(store)
 
 
 def with_header(path: Path, **changed: Any) -> None:
@@ -356,42 +332,27 @@ def with_header(path: Path, **changed: Any) -> None:
     os.close(fd)
 
 
+def cut(size: int) -> Callable[[Path], Any]:
+    return lambda path: (filled(path), os.truncate(path, size))
+
+
+OTHER_VERSION = "in version 2 of the layout, and this library writes version 1: delete it"
+OTHERS_WRITE = "other users may write to it: give a path in a folder of your own"
 FOREIGN: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "text": (lambda path: path.write_text("precious"), CacheMismatchError, "is no cache of samples: give another"),
     "zeros": (lambda path: path.write_bytes(bytes(100)), CacheMismatchError, "is no cache of samples"),
-    "folder": (lambda path: path.mkdir(), OSError, "cannot be opened.*give a path that you can write to"),
+    "folder": (Path.mkdir, OSError, "cannot be opened.*give a path that you can write to"),
     "link": (lambda path: path.symlink_to("other"), OSError, "cannot be opened"),
-    "header cut off": (
-        lambda path: (filled(path), os.truncate(path, 100)),
-        CacheMismatchError,
-        "is damaged: delete it, or give another path",
-    ),
-    "cut off": (lambda path: (filled(path), os.truncate(path, 2000)), CacheMismatchError, "was cut off: delete it"),
-    "version": (
-        lambda path: with_header(path, version=2),
-        CacheMismatchError,
-        "in version 2 of the layout, and this library writes version 1: delete it",
-    ),
-    "length": (
-        lambda path: make(path, length=7),
-        CacheMismatchError,
-        "for a dataset of 7 samples, and this one has 20",
-    ),
+    "header cut off": (cut(100), CacheMismatchError, "is damaged: delete it, or give another path"),
+    "cut off": (cut(2000), CacheMismatchError, "was cut off: delete it"),
+    "version": (lambda path: with_header(path, version=2), CacheMismatchError, OTHER_VERSION),
+    "length": (lambda path: make(path, length=7), CacheMismatchError, "a dataset of 7 samples, and this one has 20"),
     "key": (lambda path: make(path, key="a"), CacheMismatchError, "with key='a', and now key=None is given"),
-    "first sample": (
-        lambda path: make(path, first=sample(1)),
-        CacheMismatchError,
-        "for another dataset: the digest of its first sample",
-    ),
-    "writable by others": (
-        lambda path: (make(path), path.chmod(0o666)),
-        PermissionError,
-        "other users may write to it: give a path in a folder of your own",
-    ),
+    "first sample": (lambda path: make(path, first=sample(1)), CacheMismatchError, "the digest of its first sample"),
+    "writable by others": (lambda path: (make(path), path.chmod(0o666)), PermissionError, OTHERS_WRITE),
 }
 
 
-@POSIX
 @pytest.mark.parametrize(("damage", "kind", "text"), FOREIGN.values(), ids=FOREIGN)
 def test_another_file_is_rejected_and_stays(
     tmp_path: Path, damage: Callable[[Path], Any], kind: type[Exception], text: str
@@ -416,15 +377,16 @@ def test_a_file_of_another_user_is_rejected(tmp_path: Path) -> None:
 def test_an_empty_file_becomes_the_cache(tmp_path: Path) -> None:
     path = tmp_path / "samples.cache"
     path.touch(0o600)
-    make(path).write(1, sample(1))
-    assert path.read_bytes().startswith(MAGIC) and is_right(make(path).read(1), 1)
+    fill(make(path), [1])
+    assert path.read_bytes().startswith(MAGIC) and has(make(path), [1])
     path.write_bytes(UNFINISHED)
     assert make(path).read(1) is MISSING
 
 
-def test_no_file_holds_a_pickle(tmp_path: Path) -> None:
+def test_a_later_run_finds_the_samples_in_a_file_that_holds_no_pickle(tmp_path: Path) -> None:
     path = tmp_path / "samples.cache"
     filled(path)
+    assert has(make(path)) and path.stat().st_mode & 0o777 == 0o600
     text = path.read_bytes()
     assert json.JSONDecoder().raw_decode(text[64:].decode("latin-1"))[0][1] == COUNT
     assert b"numpy" not in text and b"torch" not in text
@@ -441,11 +403,10 @@ def test_a_full_disk_is_said_once_and_what_is_there_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = make(tmp_path / "samples.cache")
-    store.write(1, sample(1))
+    fill(store, [1])
     monkeypatch.setattr(stores, "write_at", no_room)
-    for index in range(2, COUNT):
-        store.write(index, sample(index))
-    assert is_right(store.read(1), 1) and store.read(2) is MISSING
+    fill(store)
+    assert has(store, [1]) and store.read(2) is MISSING
     [record] = caplog.records
     assert record.levelno == logging.WARNING and "No space left" in record.getMessage()
     assert "it takes no more samples" in record.getMessage()
@@ -459,47 +420,36 @@ def test_what_is_written_through_the_mapping_is_no_hole(path: Path | None) -> No
             assert os.lseek(one.fd, 0, os.SEEK_HOLE) > begin
 
 
-def test_a_path_on_a_full_disk_is_an_error_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "write_at", no_room)
-    with pytest.raises(OSError, match="the cache has no room.*No space left"):
-        make(tmp_path / "samples.cache")
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_path_on_a_read_only_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_on_a_full_or_read_only_disk_is_an_error_and_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: Any) -> int:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
+    monkeypatch.setattr(stores, "write_at", no_room)
+    with pytest.raises(OSError, match="the cache has no room.*No space left"):
+        make(tmp_path / "samples.cache")
+    with pytest.raises(OSError, match="No space left"):
+        make()
+    assert os.listdir(tmp_path) == []
     monkeypatch.setattr(stores.os, "open", refuse)
     with pytest.raises(OSError, match=r"cannot be opened \(Read-only file system\): give a path that you can write to"):
         make(tmp_path / "samples.cache")
 
 
-def test_memory_that_the_system_refuses_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "write_at", no_room)
-    with pytest.raises(OSError, match="No space left"):
-        make()
-
-
-@POSIX
 @pytest.mark.slow
 def test_a_limit_of_the_file_size_is_no_error(tmp_path: Path) -> None:
-    path = tmp_path / "samples.cache"
     program = (
         "import resource, sys; sys.path[:0] = sys.argv[2:]\n"
         "import test_store as t\n"
         "store = t.make(sys.argv[1], first=t.sample(1))\n"  # so that even ones are records, at the end of the file
         "size = store._layout.log + 50_000\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))\n"
-        "for index in range(20): store.write(index, t.sample(index))\n"
+        "t.fill(store)\n"
         "print([index for index in range(20) if store.read(index) is not t.MISSING])\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(path), str(Path(__file__).parent)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    command = [sys.executable, "-c", program, str(tmp_path / "samples.cache"), *map(str, (HERE, HERE.parent))]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == "[0, 1, 2, 3]\n"
     assert done.stderr.count("it takes no more samples") == 1
 
@@ -508,8 +458,7 @@ def test_full_memory_is_no_error(monkeypatch: pytest.MonkeyPatch, caplog: pytest
     store = make()
     monkeypatch.setattr(stores, "LOOK", 1 << 16)
     monkeypatch.setattr(stores, "free_bytes", lambda: Limit(1000, "the cgroup"))
-    for index in range(COUNT):
-        store.write(index, sample(index))
+    fill(store)
     assert 0 < np.count_nonzero(store.places) < COUNT
     [record] = caplog.records
     assert "the cache in memory is full (the cgroup leaves 1,000 bytes)" in record.getMessage()
@@ -533,8 +482,11 @@ def test_a_bound_that_means_nothing_gets_advice(path: Path | None, bound: Any, t
 
 def test_a_share_is_that_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "free_bytes", lambda: Limit(4_000_000, "the machine"))
-    assert make(max_bytes="50%").max_bytes == 2_000_000
-    assert make(max_bytes="0.5%").max_bytes == 20_000
+    bounds = {"50%": 2_000_000, "0.5%": 20_000, None: 3_000_000}
+    assert {bound: make(max_bytes=bound).max_bytes for bound in bounds} == bounds
+    room = shutil.disk_usage("/")._replace(total=900_000, free=400_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: room)  # as of /dev/shm
+    assert make(max_bytes=None).max_bytes == 300_000
 
 
 # -- locks -------------------------------------------------------------------------------------------------------------
@@ -545,10 +497,10 @@ def test_what_runs_in_the_middle_of_a_write_stores_nothing() -> None:
     store = make()
     with locked(store.fd) as alone:
         assert alone
-        store.write(1, sample(1))
+        fill(store, [1])
     assert store.read(1) is MISSING and store.used_bytes == 0
-    store.write(1, sample(1))
-    assert is_right(store.read(1), 1)
+    fill(store, [1])
+    assert has(store, [1])
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import PROCESS_POOLS, covering, make_pool
+from samples import Told
 from torch.utils.data import Subset
 
 from sharded_loader import (
@@ -65,6 +65,10 @@ class Files:
 class InBulk(Files):
     def __getitems__(self, indices: list[int]) -> list[Any]:
         return [self[index] for index in indices]
+
+
+def of(fn: Callable[[int], Any]) -> SimpleDataset:
+    return SimpleDataset(range(COUNT)).transform(fn)
 
 
 KINDS: dict[str, Callable[[int], Any]] = {
@@ -175,10 +179,6 @@ class Own:
         return self.rng.random()
 
 
-class WithEpoch(Files):
-    def set_epoch(self, epoch: int) -> None: ...
-
-
 def seeded(x: Any) -> Any:
     with sample_seed():
         return random.random()
@@ -203,7 +203,7 @@ DRAWS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "its own generator": (lambda d: d.transform(Own()), r"draws from the generator of dataset\._fn\.rng"),
     "nothing known": (lambda d: d.transform(lambda x: os.urandom(8)), "two reads give two samples"),
     "inside others": (lambda d: d.transform(lambda x: sample_rng().random()).take(3) + [1.0], r"sample_rng\(\)"),
-    "epoch": (lambda d: SimpleDataset(WithEpoch("image")), "has set_epoch, so they depend on the epoch: cache the"),
+    "epoch": (lambda d: SimpleDataset(Told()), "has set_epoch, so they depend on the epoch: cache the"),
     "mixture": (lambda d: SimpleDataset(interleave([[1, 2], [3]], [1, 1], shuffle=True)), "has set_epoch"),
 }
 
@@ -215,33 +215,25 @@ def test_what_is_random_below_the_cache_is_named(wrap: Callable[[Any], Any], tex
         wrap(SimpleDataset(Files("image"))).cache(*bounds)
 
 
-class LateDraw(Files):
-    def __getitem__(self, index: int) -> Any:
-        return sample_rng().random() if index == 7 else float(index)
+LATE: dict[str, tuple[Callable[[int], Any], type[Exception], str]] = {
+    "draws": (lambda i: sample_rng().random() if i == 7 else i, ValueError, r"sample_rng\(\) is called below cache"),
+    "cannot be stored": (
+        lambda i: {"when": np.array([None]) if i == 7 else i},
+        TypeError,
+        r"sample 7 cannot be cached: field \['when'\] of the sample is an? ndarray",
+    ),
+}
 
 
 @pytest.mark.costly
-def test_a_later_sample_that_draws_is_named(pool: Any) -> None:
-    cached = SimpleDataset(LateDraw("image")).cache("1 MB")
-    with ShardedDataLoader(cached, 4, pool=pool) as loader:
-        with pytest.raises(ValueError, match=r"sample_rng\(\) is called below cache") as error:
-            list(loader)
-        assert any("sample 7" in note for note in error.value.__notes__)  # type: ignore[attr-defined]
-
-
-class Late(Files):
-    def __getitem__(self, index: int) -> Any:
-        return {"when": np.array([None])} if index == 7 else {"when": index}
-
-
+@pytest.mark.parametrize("late", LATE)
 @pytest.mark.parametrize("bounds", [[], ["1 MB"]], ids=["free", "1 MB"])
-def test_a_sample_that_cannot_be_stored_names_its_field(pool: Any, bounds: list[str]) -> None:
-    cached = SimpleDataset(Late("image")).cache(*bounds)
-    with ShardedDataLoader(cached, 4, pool=pool) as loader:
-        with pytest.raises(
-            TypeError, match=r"sample 7 cannot be cached: field \['when'\] of the sample is an? ndarray"
-        ):
+def test_a_later_sample_that_may_not_be_cached_is_named(pool: Any, bounds: list[str], late: str) -> None:
+    fn, error, said = LATE[late]
+    with ShardedDataLoader(of(fn).cache(*bounds), 4, pool=pool) as loader:
+        with pytest.raises(error, match=said) as caught:
             list(loader)
+        assert "sample 7" in f"{caught.value} {caught.value.__notes__}"  # type: ignore[attr-defined]
 
 
 def test_a_dataset_that_changes_is_an_error() -> None:
@@ -255,8 +247,6 @@ def test_a_dataset_that_changes_is_an_error() -> None:
 
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "share with a space": ({"max_bytes": "50 %"}, ValueError, "such as '50%'"),
-    "too much": ({"max_bytes": "900000 TB"}, ValueError, "leaves .* bytes"),
     "key": ({"max_bytes": 9, "key": 3}, TypeError, r"cache\(key=3\): give a text"),
     "no folder": ({"path": "/nowhere/at/all/it"}, OSError, "there is no folder /nowhere/at/all: create it first"),
     "a folder": ({"path": "/"}, OSError, "cannot be opened|is no file"),
@@ -307,26 +297,17 @@ def test_a_cache_without_a_bound_leaves_some_memory(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(store, "LOOK", 1)
     monkeypatch.setattr(store, "free_bytes", lambda: Limit(4000, "the cgroup"))
     cached = SimpleDataset(Files("image")).cache()
-    assert cached._store is not None and cached._store.max_bytes == 3000
     cached[0]
     monkeypatch.setattr(store, "free_bytes", lambda: Limit(499, "the cgroup"))  # other caches have taken it
     assert [int(sample[0, 0, 0]) for sample in cached] == list(range(COUNT)) and cached.cached == 1
     room = shutil.disk_usage("/")._replace(total=900, free=400)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: room)  # as of /dev/shm
-    assert SimpleDataset([1]).cache()._store.max_bytes == 300  # type: ignore[union-attr]
     with pytest.raises(ValueError, match="the file system of shared memory leaves 400 bytes: give less"):
         SimpleDataset([1]).cache("1 kB")
 
 
-class Sizes(Files):
-    """Sample 0 is large."""
-
-    def __getitem__(self, index: int) -> Any:
-        return np.zeros(4000) if index == 0 else np.full(10, index)
-
-
 def test_one_sample_that_is_too_large_does_not_keep_the_others_out() -> None:
-    cached = SimpleDataset(Sizes("image")).cache(10_000)
+    cached = of(lambda i: np.zeros(4000) if i == 0 else np.full(10, i)).cache(10_000)
     for _ in range(2):
         assert [len(sample) for sample in cached] == [4000] + [10] * (COUNT - 1)
     assert cached.cached == COUNT - 1 and cached.counts[:2] == (COUNT - 1, COUNT + 1)
@@ -350,45 +331,6 @@ def test_the_dtype_of_a_single_text_is_that_of_its_array(tmp_path: Path) -> None
 
 # -- who shares it -----------------------------------------------------------------------------------------------------
 
-RANK = """
-import sys
-sys.path[:0] = sys.argv[2:4]
-from test_stored import *
-def main():
-    files = Files("texts", Path(sys.argv[1] + ".notes"))
-    cached = SimpleDataset(files).cache("1 MB", sys.argv[1], key="v1")
-    which = {"num_replicas": 2, "rank": int(sys.argv[4])}
-    with ShardedDataLoader(cached, 4, shuffle=True, seed=1, pool=ProcessPool(2), **which) as loader:
-        for epoch in range(2):
-            for batch in loader:
-                assert all(name == f"é{i}" * i for i, name in zip(batch["x"][:, 0].tolist(), batch["name"])), batch
-if __name__ == "__main__":
-    main()
-"""
-
-
-def run_rank(path: Path, rank: int) -> subprocess.Popen[str]:
-    script = path.with_suffix(".py")
-    script.write_text(RANK)
-    here = Path(__file__).parent
-    arguments = [sys.executable, str(script), str(path), str(here), str(here.parent), str(rank)]
-    return subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
-
-
-@pytest.mark.slow
-def test_ranks_and_later_runs_share_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "it.cache"
-    ranks = [run_rank(path, rank) for rank in range(2)]
-    assert [(rank.communicate()[1], rank.returncode) for rank in ranks] == [("", 0)] * 2
-    notes = Files("", Path(f"{path}.notes"))
-    first = notes.reads()
-    assert set(first) == set(range(COUNT))
-    assert len(first) <= 4 + 2 * COUNT  # sample 0 twice by each; none later than in the epochs that were prefetched
-    ranks = [run_rank(path, rank) for rank in range(2)]
-    assert [(rank.communicate()[1], rank.returncode) for rank in ranks] == [("", 0)] * 2
-    assert notes.reads()[len(first) :] == [0] * 4
-    assert sorted(os.listdir(tmp_path)) == ["it.cache", "it.cache.notes", "it.py"]
-
 
 @pytest.mark.parametrize("method", PROCESS_POOLS)
 def test_a_worker_that_is_killed_changes_nothing(method: str) -> None:
@@ -404,20 +346,26 @@ def test_a_worker_that_is_killed_changes_nothing(method: str) -> None:
     assert found == expected and cached.cached == COUNT
 
 
-def test_two_loaders_share_the_samples_of_one_dataset() -> None:
-    cached = SimpleDataset(Files("image")).cache("1 MB")
-    batches_of(cached, make_pool("thread"), epochs=1)
-    before = cached.counts
-    batches_of(cached.take(10), make_pool("inline"), epochs=1)
-    assert held_by_caches(cached) == (before[0] + 10, *before[1:])
-
-
-def test_a_copy_of_the_dataset_shares_the_samples(tmp_path: Path) -> None:
-    for path in (None, tmp_path / "it"):
+def test_a_copy_and_other_loaders_share_the_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(path: Path | None) -> None:
         cached = SimpleDataset(Files("ragged")).cache("1 MB", path)
         again = pickle.loads(pickle.dumps(cached))
         assert again[3] == cached[3] and again.counts == (1, 1, cached.counts[2])
         assert again.cached == 1
+        before = cached.counts
+        batches_of(cached, make_pool("thread"), epochs=1)
+        batches_of(cached.take(10), make_pool("inline"), epochs=1)
+        assert held_by_caches(cached)[:2] == (before[0] + 11, before[1] + COUNT - 1)
+
+    check(None)
+    check(tmp_path / "it")
+    with pytest.raises(CacheMismatchError, match="was made with key=None, and now key='b' is given: delete it"):
+        SimpleDataset(Files("ragged")).cache(path=tmp_path / "it", key="b")
+    (tmp_path / "more").mkdir()
+    monkeypatch.setattr(shared, "HAS_LINKS", False)  # without /proc, the memory is a file that goes
+    monkeypatch.setattr(shared.tempfile, "tempdir", str(tmp_path / "more"))
+    check(None)
+    assert os.listdir(tmp_path / "more") == []
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="the memory of a process has a name")
@@ -439,43 +387,6 @@ def test_a_program_may_end_with_a_cache(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("2\n", "")
-
-
-def test_without_proc_the_memory_is_a_file_that_goes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(shared, "HAS_LINKS", False)
-    monkeypatch.setattr(shared.tempfile, "tempdir", str(tmp_path))
-    cached = SimpleDataset(Files("tuple")).cache("1 MB")
-    assert len(os.listdir(tmp_path)) == 2
-    again = pickle.loads(pickle.dumps(cached))
-    assert repr(again[3]) == repr(cached[3]) and again.cached == 1
-    del again
-    assert len(os.listdir(tmp_path)) == 2
-    del cached
-    assert os.listdir(tmp_path) == []
-
-
-def test_another_key_is_another_cache(tmp_path: Path) -> None:
-    SimpleDataset([1, 2]).cache(path=tmp_path / "it", key="a")
-    with pytest.raises(CacheMismatchError, match="was made with key='a', and now key='b' is given: delete it"):
-        SimpleDataset([1, 2]).cache(path=tmp_path / "it", key="b")
-
-
-def test_threads_count_every_sample() -> None:
-    cached = SimpleDataset(range(100)).cache("1 MB")
-    start = threading.Barrier(8)
-
-    def work() -> None:
-        start.wait()
-        for _ in range(20):
-            assert [cached[i] for i in range(100)] == list(range(100))
-
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    hits, misses, nbytes = held_by_caches(cached)
-    assert hits + misses == 8 * 20 * 100 and nbytes == 800
 
 
 def test_shards_are_not_fetched_for_samples_that_are_there() -> None:
@@ -502,13 +413,12 @@ def test_it_is_shown_as_it_was_made(tmp_path: Path) -> None:
     assert ArrayDataset([1, 2]).cache(9).get_batch([1]).tolist() == [2]
 
 
-class Answers(Files):
-    async def __getitem__(self, index: int) -> Any:  # type: ignore[override]
-        return np.full(3, index)
-
-
 @pytest.mark.parametrize("bounds", [[], ["1 MB"]], ids=["free", "1 MB"])
 def test_a_sample_that_is_stored_is_awaited_too(bounds: list[Any]) -> None:
+    class Answers(Files):
+        async def __getitem__(self, index: int) -> Any:  # type: ignore[override]
+            return np.full(3, index)
+
     cached = SimpleDataset(Answers("")).cache(*bounds)
 
     async def read() -> Any:

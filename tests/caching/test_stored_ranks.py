@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import uuid
@@ -102,13 +101,6 @@ def go_on(rank: subprocess.Popen[str]) -> None:
     rank.stdin.write("\n")
 
 
-def read_an_epoch(rank: subprocess.Popen[str]) -> None:
-    """It has made the cache: let it read the first epoch."""
-    hear(rank, "made")
-    go_on(rank)
-    hear(rank, "epoch 0")
-
-
 def finish(rank: subprocess.Popen[str]) -> list[int]:
     """Let it run to its end: how many samples are stored, and how many it has found, and not found."""
     with contextlib.suppress(BrokenPipeError):
@@ -152,17 +144,6 @@ def test_ranks_decode_each_sample_once(job: Job, method: str, ragged: bool) -> N
 
 
 @pytest.mark.slow
-def test_a_rank_that_comes_later_finds_what_is_there(job: Job) -> None:
-    first = job.start(0, waits=True)
-    read_an_epoch(first)
-    assert job.reads().total() == MADE + PART
-    stored, hits, misses = finish(job.start(1))
-    assert stored == PART + misses and hits + misses == EPOCHS * PART and hits > 0
-    assert job.reads().total() == 2 * MADE + PART + misses
-    finish(first)
-
-
-@pytest.mark.slow
 def test_the_others_go_on_when_the_first_rank_is_killed(job: Job) -> None:
     """Also a rank that is started in its place finds what is there."""
     first = job.start(0, "fork", waits=True)
@@ -182,110 +163,79 @@ def test_the_others_go_on_when_the_first_rank_is_killed(job: Job) -> None:
     assert hits > 0 and job.reads().total() == reads + misses
 
 
-@pytest.mark.slow
-def test_ranks_that_are_killed_leave_nothing(job: Job) -> None:
-    ranks = [job.start(number, "fork", waits=True) for number in range(RANKS)]
-    for rank in ranks:
-        hear(rank, "made")
-        go_on(rank)
-    for rank in ranks:
-        hear(rank, "epoch 0")
-    for rank in ranks:
-        os.kill(rank.pid, signal.SIGKILL)
-
-
-@pytest.mark.slow
-def test_ranks_of_another_job_have_their_own(job: Job) -> None:
-    first = job.start(0, waits=True)
-    read_an_epoch(first)
-    job.port = "1"
-    stored, _, misses = finish(job.start(0))
-    assert stored == misses < COUNT
-    finish(first)
-
-
-# -- in one process, which plays several ranks -------------------------------------------------------------------------
-
-
 @pytest.fixture
-def as_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """This process becomes another rank of one job."""
+def as_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """This process becomes another rank, of the same job or of one at another port."""
     from sharded_loader.caching import store
 
+    def become(port: str = uuid.uuid4().hex) -> None:
+        monkeypatch.setenv("MASTER_PORT", port)
+        store._calls.clear()
+
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("MASTER_PORT", uuid.uuid4().hex)
-    return store._calls.clear
+    become()
+    return become
+
+
+def is_one_memory(one: Any, other: Any) -> bool:
+    return os.path.sameopenfile(one._store.fd, other._store.fd)
+
+
+def decoding(max_bytes: Any = "1 MB", count: int = 9, fn: Any = None, **options: Any) -> Any:
+    return SimpleDataset(range(count)).transform(fn or decoded).cache(max_bytes, **options)
 
 
 def decoded(index: int) -> Any:
     return np.zeros(3) if index == 0 else np.full(3, float(index))
 
 
-def several(index: int) -> Any:
-    return decoded(index), str(index)
-
-
 DIFFERENT: dict[str, tuple[Any, Any]] = {
     "shards whose first samples are equal": (
-        lambda: SimpleDataset([0.0] * 4 + [1.0] * 4).shard(2, 0),
-        lambda: SimpleDataset([0.0] * 4 + [1.0] * 4).take(8)[4:],
+        lambda: SimpleDataset([0.0] * 4 + [1.0] * 4).shard(2, 0).cache("1 MB"),
+        lambda: SimpleDataset([0.0] * 4 + [1.0] * 4).take(8)[4:].cache("1 MB"),
     ),
     "files": (
-        lambda: SimpleDataset(["a.jpg", "b.jpg"]).transform(lambda name: 1),
-        lambda: SimpleDataset(["a.jpg", "c.jpg"]).transform(lambda name: 1),
+        lambda: SimpleDataset(["a.jpg", "b.jpg"]).transform(lambda name: 1).cache("1 MB"),
+        lambda: SimpleDataset(["a.jpg", "c.jpg"]).transform(lambda name: 1).cache("1 MB"),
     ),
-    "functions": (
-        lambda: SimpleDataset(range(3)).transform(decoded),
-        lambda: SimpleDataset(range(3)).transform(np.zeros),
-    ),
+    "functions": (decoding, lambda: decoding(fn=np.zeros)),
+    "keys": (decoding, lambda: decoding(key="b")),
+    "bounds": (decoding, lambda: decoding("2 MB")),
+    "samples": (decoding, lambda: decoding(fn=lambda index: (decoded(index), str(index)))),
 }
-
-
-ARGUMENTS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "key": (decoded, {"max_bytes": "1 MB", "key": "b"}),
-    "bound": (decoded, {"max_bytes": "2 MB"}),
-    "sample": (several, {"max_bytes": "1 MB"}),
-}
-
-
-@pytest.mark.parametrize(("fn", "arguments"), ARGUMENTS.values(), ids=ARGUMENTS)
-def test_ranks_that_ask_for_something_else_have_their_own(
-    as_rank: Callable[[], None], fn: Any, arguments: dict[str, Any]
-) -> None:
-    first = SimpleDataset(range(9)).transform(decoded).cache("1 MB")
-    list(first)
-    as_rank()
-    other = SimpleDataset(range(9)).transform(fn).cache(**arguments)
-    assert other.cached == 0 and len(list(other)) == 9 and other.counts[:2] == (0, 9)
 
 
 @pytest.mark.parametrize(("one", "other"), DIFFERENT.values(), ids=DIFFERENT)
-def test_other_datasets_are_not_taken_for_the_same(
-    as_rank: Callable[[], None], one: Callable[[], Any], other: Callable[[], Any]
+def test_ranks_that_ask_for_something_else_have_their_own(
+    as_rank: Callable[..., None], one: Callable[[], Any], other: Callable[[], Any]
 ) -> None:
-    first = one().cache("1 MB")
+    first = one()
+    list(first)
     as_rank()
-    second = other().cache("1 MB")
-    assert not os.path.sameopenfile(first._store.fd, second._store.fd)
+    second = other()
+    assert not is_one_memory(first, second) and second.cached == 0
+    assert len(list(second)) == len(second) == second.counts[1] and second.counts[0] == 0
     as_rank()
-    third = one().cache("1 MB")
-    assert os.path.sameopenfile(first._store.fd, third._store.fd)
+    assert is_one_memory(first, one())
 
 
-def test_the_second_cache_of_each_rank_is_another_one(as_rank: Callable[[], None]) -> None:
-    found = []
-    for _ in range(2):
-        found.append([SimpleDataset(range(3)).transform(decoded).cache("1 MB") for _ in range(2)])
-        as_rank()
-    (one, two), (three, four) = [[cached._store.fd for cached in row] for row in found]
-    assert os.path.sameopenfile(one, three) and os.path.sameopenfile(two, four)
-    assert not os.path.sameopenfile(one, two)
+def test_the_second_cache_of_a_rank_and_those_of_another_job_are_others(
+    as_rank: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = decoding(), decoding()
+    as_rank()
+    assert is_one_memory(one, decoding()) and is_one_memory(two, decoding()) and not is_one_memory(one, two)
+    as_rank("another job")
+    assert not is_one_memory(one, decoding())
+    for name in ("RANK", "LOCAL_RANK", *JOB):
+        monkeypatch.delenv(name, raising=False)
+    assert not is_one_memory(decoding(), decoding())  # no ranks
 
 
-def test_all_ranks_together_keep_within_the_bound(as_rank: Callable[[], None]) -> None:
+def test_all_ranks_together_keep_within_the_bound(as_rank: Callable[..., None]) -> None:
     ranks = []
     for number in range(4):
-        ranks.append(SimpleDataset(range(100)).transform(decoded).cache(50 * 24))
+        ranks.append(decoding(50 * 24, 100))
         for index in range(number, 100, 4):
             ranks[-1][index]
         as_rank()
@@ -293,25 +243,19 @@ def test_all_ranks_together_keep_within_the_bound(as_rank: Callable[[], None]) -
     assert all((rank[index] == decoded(index)).all() for rank in ranks for index in range(100))
 
 
-@pytest.mark.parametrize("bounds", [[], ["1 MB"]], ids=["free", "1 MB"])
-def test_each_rank_counts_its_own(as_rank: Callable[[], None], bounds: list[str]) -> None:
-    one = SimpleDataset(range(10)).transform(decoded).cache(*bounds)
+@pytest.mark.parametrize("bound", [None, "1 MB"])
+def test_each_rank_counts_its_own(as_rank: Callable[..., None], bound: str | None) -> None:
+    one = decoding(bound, 10)
     list(one)
     as_rank()
-    other = SimpleDataset(range(10)).transform(decoded).cache(*bounds)
+    other = decoding(bound, 10)
     assert other[3][0] == 3
     assert one.counts == (0, 10, 240) and other.counts == (1, 0, 240)
-
-
-def test_a_bound_that_is_no_number_is_an_error_on_each_rank(as_rank: Callable[[], None]) -> None:
-    first = SimpleDataset(range(3)).cache("1 MB")
-    as_rank()
     with pytest.raises(ValueError, match="such as '50%'"):
-        SimpleDataset(range(3)).cache("1 NB")
-    assert len(first) == 3
+        decoding("1 NB")
 
 
-def test_ranks_with_different_keys_of_one_file_are_an_error(as_rank: Callable[[], None], tmp_path: Path) -> None:
+def test_ranks_with_different_keys_of_one_file_are_an_error(as_rank: Callable[..., None], tmp_path: Path) -> None:
     first = SimpleDataset(range(3)).cache(path=tmp_path / "it", key="a")
     as_rank()
     with pytest.raises(CacheMismatchError, match="with key='a', and now key='b' is given"):
@@ -331,10 +275,3 @@ RANK_OF: dict[str, tuple[dict[str, str], bool]] = {
 @pytest.mark.parametrize(("environ", "is_rank"), RANK_OF.values(), ids=RANK_OF)
 def test_ranks_are_known_by_what_started_them(environ: dict[str, str], is_rank: bool) -> None:
     assert (job_of_ranks(environ) is not None) == is_rank
-
-
-def test_what_is_no_rank_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "LOCAL_RANK", *JOB):
-        monkeypatch.delenv(name, raising=False)
-    one, other = (SimpleDataset(range(3)).cache("1 MB") for _ in range(2))
-    assert not os.path.sameopenfile(one._store.fd, other._store.fd)

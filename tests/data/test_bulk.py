@@ -17,10 +17,7 @@ class UsesUp:
 
     def __init__(self, name: str, bad: int | None = None) -> None:
         self.bad = bad
-        if name == "get_batch":
-            self.get_batch = lambda indices: np.array(self.read(indices))
-        else:
-            self.__dict__["__getitems__"] = self.read
+        self.__dict__[name] = self.read if name == "__getitems__" else lambda indices: np.array(self.read(indices))
 
     def __len__(self) -> int:
         return 20
@@ -31,11 +28,8 @@ class UsesUp:
         return index
 
     def read(self, indices: list[int]) -> list[int]:
-        indices.sort()
-        found = []
-        while indices:
-            found.append(self[indices.pop(0)])
-        return found
+        indices.sort(reverse=True)
+        return [self[indices.pop()] for _ in range(len(indices))]
 
 
 WRAPPERS = {
@@ -63,15 +57,10 @@ def test_a_reader_that_uses_its_indices_up_and_fails_loses_no_sample(name: str, 
 
 @pytest.mark.parametrize("name", ["get_batch", "__getitems__"])
 @pytest.mark.parametrize("new", [InlinePool, lambda: ThreadPool(2), lambda: ProcessPool(2)])
-def test_a_reader_that_uses_its_indices_up_reads_all_in_every_pool(name: str, new: Any) -> None:
+def test_a_reader_that_uses_its_indices_up_reads_all_and_its_errors_name_the_sample(name: str, new: Any) -> None:
     with ShardedDataLoader(UsesUp(name), 5, sampler=EVENS_FIRST, pool=new()) as loader:
         assert [batch.tolist() for batch in loader][:2] == [[0, 2, 4, 6, 8], [10, 12, 14, 16, 18]]
         assert loader.stats().samples == 20
-
-
-@pytest.mark.parametrize("name", ["get_batch", "__getitems__"])
-@pytest.mark.parametrize("new", [InlinePool, lambda: ThreadPool(2), lambda: ProcessPool(2)])
-def test_the_error_names_the_sample_although_its_index_is_gone(name: str, new: Any) -> None:
     with ShardedDataLoader(UsesUp(name, bad=7), 20, pool=new()) as loader:
         with pytest.raises(OSError, match="disk") as caught:
             next(iter(loader))
@@ -80,15 +69,15 @@ def test_the_error_names_the_sample_although_its_index_is_gone(name: str, new: A
 
 @pytest.mark.parametrize("name", ["get_batch", "__getitems__"])
 def test_the_users_batch_sampler_keeps_its_lists(name: str) -> None:
-    flat = [[3, 1, 2], [6, 5, 4]]
-    loader = ShardedDataLoader(UsesUp(name), batch_sampler=flat)
-    assert [sorted(batch.tolist()) for batch in loader] == [[1, 2, 3], [4, 5, 6]]
-    assert flat == [[3, 1, 2], [6, 5, 4]]
-    shards = [[[3, 1], [2]], [[6], [5, 4]]]
+    flat, shards = [[3, 1, 2], [6, 5, 4]], [[[3, 1], [2]], [[6], [5, 4]]]
+    assert [sorted(batch.tolist()) for batch in ShardedDataLoader(UsesUp(name), batch_sampler=flat)] == [
+        [1, 2, 3],
+        [4, 5, 6],
+    ]
     loader = ShardedDataLoader(UsesUp(name), batch_sampler=shards)
     assert [[sorted(shard.tolist()) for shard in batch] for batch in loader] == [[[1, 3], [2]], [[6], [4, 5]]]
     loader.peek()
-    assert shards == [[[3, 1], [2]], [[6], [5, 4]]]
+    assert flat == [[3, 1, 2], [6, 5, 4]] and shards == [[[3, 1], [2]], [[6], [5, 4]]]
 
 
 class OneList(Sampler):  # type: ignore[type-arg]

@@ -72,33 +72,35 @@ def test_answers_are_gluons(case):
         assert encoded(CALLS[case["id"]]()) == decoded(case["expected"])
 
 
-def test_bad_arguments_are_refused():
-    with pytest.raises(ValueError, match="the count is negative"):
-        ten().take(-2)
-    with pytest.raises(TypeError, match="needs an object with __getitem__ and __len__"):
-        SimpleDataset(iter([1]))
-    with pytest.raises(TypeError, match="name all columns or none"):
-        ArrayDataset([1], label=[2])
-    with pytest.raises(TypeError, match="no columns: give at least one"):
-        ArrayDataset()
-    with pytest.raises(TypeError, match="without a length"):
-        ArrayDataset(np.array(3))
-    with pytest.raises(ValueError, match="image has length 1 while label has 2"):
-        ArrayDataset(image=[1], label=[1, 2])
-    with pytest.raises(ValueError, match="no datasets: give at least one"):
-        ConcatDataset([])
-    with pytest.raises(TypeError, match="unsupported operand"):
-        ten() + 3
-    with pytest.raises(ValueError, match="give 0 or more, a share of what is free"):
-        ten().cache(-1)
-    with pytest.raises(TypeError, match="not callable"):
-        ten().transform(3)
-    with pytest.raises(ValueError, match="has no epoch to be seeded by"):
-        ten().transform(add_one, lazy=False, seeded=True)
-    with pytest.raises(TypeError, match="single indices"):
-        ten().sample(torch.utils.data.BatchSampler(range(4), 2, False))
-    with pytest.raises(IndexError, match="3 samples"):
-        SubsetDataset("abc", [3])
+BAD = [
+    (lambda: ten().take(-2), ValueError, "the count is negative"),
+    (lambda: ten().take(2.5), TypeError, "give an int"),
+    (lambda: SimpleDataset(iter([1])), TypeError, "needs an object with __getitem__ and __len__"),
+    (lambda: ArrayDataset([1], label=[2]), TypeError, "name all columns or none"),
+    (lambda: ArrayDataset(), TypeError, "no columns: give at least one"),
+    (lambda: ArrayDataset(np.array(3)), TypeError, "without a length"),
+    (lambda: ArrayDataset(image=[1], label=[1, 2]), ValueError, "image has length 1 while label has 2"),
+    (lambda: ConcatDataset([]), ValueError, "no datasets: give at least one"),
+    (lambda: ten() + 3, TypeError, "unsupported operand"),
+    (lambda: ten().cache(-1), ValueError, "give 0 or more, a share of what is free"),
+    (lambda: ten().transform(3), TypeError, "not callable"),
+    (lambda: ten().transform(add_one, lazy=False, seeded=True), ValueError, "has no epoch to be seeded by"),
+    (lambda: ten().sample(torch.utils.data.BatchSampler(range(4), 2, False)), TypeError, "single indices"),
+    (lambda: SubsetDataset("abc", [3]), IndexError, "3 samples"),
+    (lambda: ten().split([7, 2], seed=0), ValueError, "the sizes sum to 9, the dataset has 10 samples"),
+    (lambda: ten().split([0.5, 0.4], seed=0), ValueError, r"the ratios sum to 0\.9"),
+    (lambda: ten().split([1.2, -0.2], seed=0), ValueError, "numbers of 0 or more"),
+    (lambda: ten().split([float("nan"), 1.0], seed=0), ValueError, "numbers of 0 or more"),
+    (lambda: ten().split([True, 9], seed=0), ValueError, "numbers of 0 or more"),
+    (lambda: ten().split([], seed=0), ValueError, r"split\(\[\]\): give at least one"),
+    (lambda: ArrayDataset(torch.ones(3, requires_grad=True)).get_batch([0]), ValueError, "detach"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "said"), BAD)
+def test_bad_arguments_are_refused(call, error, said):
+    with pytest.raises(error, match=said):
+        call()
 
 
 @pytest.mark.parametrize(

@@ -97,35 +97,11 @@ def test_the_digests_are_the_same_in_every_process() -> None:
         assert done.stdout.split() == ["864762ac51cff9f1"]
 
 
-# -- of parts of large values ------------------------------------------------------------------------------------------
-
 SAMPLES: list[Any] = [
-    1,
-    2,
-    True,
-    1.5,
-    None,
-    "a",
-    b"a",
-    1j,
-    [1],
-    [],
-    {"a": 1},
-    {"b": 1},
-    np.arange(3),
-    np.arange(3, dtype=np.int32),
-    np.arange(4),
-    np.zeros((2, 0)),
-    np.float32(1),
-    torch.arange(4, dtype=torch.int32),
-    torch.arange(5.0),
-    io.StringIO(),
-    ValueError(),
-    {"a": "b"},
-    [*range(40)],
-    [*range(41)],
-    [np.arange(2), {"x": torch.zeros(2)}],
-    [np.arange(2), {"x": torch.ones(2)}],
+    *(1, 2, True, 1.5, None, "a", b"a", 1j, [1], [], {"a": 1}, {"b": 1}, {"a": "b"}, [*range(40)], [*range(41)]),
+    *(np.arange(3), np.arange(3, dtype=np.int32), np.arange(4), np.zeros((2, 0)), np.float32(1)),
+    *(torch.arange(4, dtype=torch.int32), torch.arange(5.0), io.StringIO(), ValueError()),
+    *([np.arange(2), {"x": torch.zeros(2)}], [np.arange(2), {"x": torch.ones(2)}]),
 ]
 
 

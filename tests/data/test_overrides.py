@@ -35,36 +35,16 @@ class Negative:
         return -1 - super().__getitem__(index)  # type: ignore[misc]
 
 
-class NegativeArray(Negative, ArrayDataset):
-    pass
-
-
 class NegativeSimple(Negative, SimpleDataset):
-    pass
+    """Of a name, so that it can be pickled."""
 
 
-class NegativeConcat(Negative, ConcatDataset):
-    pass
+def negative(base: type) -> Any:
+    """A subclass that overrides the samples."""
+    return type(f"Negative{base.__name__}", (Negative, base), {})
 
 
-class NegativeSubset(Negative, SubsetDataset):
-    pass
-
-
-class NegativeStored(Negative, StoredDataset):
-    pass
-
-
-class NegativeTransform(Negative, TransformDataset):
-    pass
-
-
-class NegativeTorchConcat(Negative, TorchConcat):
-    pass
-
-
-class NegativeNdarray(Negative, np.ndarray):
-    pass
+NegativeArray = negative(ArrayDataset)
 
 
 class NegativeTensors(TensorDataset):
@@ -93,10 +73,6 @@ class BulkBase(Dataset):
         return np.array(indices)
 
 
-class NegativeOthers(Negative, BulkBase):
-    pass
-
-
 class NegativeItems(BulkBase):
     """Overrides what torch's DataLoader reads."""
 
@@ -107,17 +83,11 @@ class NegativeItems(BulkBase):
         return [-1 - index for index in indices]
 
 
-class Delegating:
+class Delegates:
     """The usual wrapper."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
-
-    def __len__(self) -> int:
-        return len(self.inner)
-
-    def __getitem__(self, index: int) -> Any:
-        return -1 - self.inner[index]
 
     def __getattr__(self, name: str) -> Any:
         if name == "inner":
@@ -125,22 +95,38 @@ class Delegating:
         return getattr(self.inner, name)
 
 
+class Delegating(Delegates):
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, index: int) -> Any:
+        return -1 - self.inner[index]
+
+
 def column() -> Any:
     return np.arange(N)
 
 
+def first(dataset: Any, batch_size: int = N, **options: Any) -> Any:
+    """The first batch, as lists."""
+    return next(iter(ShardedDataLoader(dataset, batch_size, **options))).tolist()
+
+
+NEGATIVE = list(range(-1, -1 - N, -1))
+
+
 OVERRIDING: dict[str, Callable[[], Any]] = {
     "ArrayDataset": lambda: NegativeArray(column()),
-    "ArrayDataset of a subclass of ndarray": lambda: ArrayDataset(column().view(NegativeNdarray)),
-    "ndarray": lambda: column().view(NegativeNdarray),
+    "ArrayDataset of a subclass of ndarray": lambda: ArrayDataset(column().view(negative(np.ndarray))),
+    "ndarray": lambda: column().view(negative(np.ndarray)),
     "SimpleDataset of an array": lambda: NegativeSimple(column()),
     "SimpleDataset of an ArrayDataset": lambda: NegativeSimple(ArrayDataset(column())),
-    "ConcatDataset": lambda: NegativeConcat([ArrayDataset(column()[:3]), ArrayDataset(column()[3:])]),
-    "SubsetDataset": lambda: NegativeSubset(ArrayDataset(column()), range(N)),
-    "StoredDataset": lambda: NegativeStored(ArrayDataset(column()), "1 MB"),
-    "TransformDataset": lambda: NegativeTransform(ArrayDataset(column()), int),
-    "torch's ConcatDataset": lambda: NegativeTorchConcat([ArrayDataset(column())]),
-    "of others": NegativeOthers,
+    "ConcatDataset": lambda: negative(ConcatDataset)([ArrayDataset(column()[:3]), ArrayDataset(column()[3:])]),
+    "SubsetDataset": lambda: negative(SubsetDataset)(ArrayDataset(column()), range(N)),
+    "StoredDataset": lambda: negative(StoredDataset)(ArrayDataset(column()), "1 MB"),
+    "TransformDataset": lambda: negative(TransformDataset)(ArrayDataset(column()), int),
+    "torch's ConcatDataset": lambda: negative(TorchConcat)([ArrayDataset(column())]),
+    "of others": lambda: negative(BulkBase)(),
     "of others, __getitems__": NegativeItems,
     "a delegating wrapper": lambda: Delegating(ArrayDataset(column())),
     "a delegating wrapper of others": lambda: Delegating(BulkBase()),
@@ -181,36 +167,25 @@ def test_an_overridden_getitem_is_what_every_path_reads(name: str, path: str, on
 def test_torchs_own_loader_reads_the_override_of_our_classes_too(name: str) -> None:
     dataset = OVERRIDING[name]()
     for wrapped in (dataset, Subset(dataset, range(N))):
-        assert next(iter(DataLoader(wrapped, N))).tolist() == list(range(-1, -1 - N, -1))
+        assert next(iter(DataLoader(wrapped, N))).tolist() == NEGATIVE
 
 
 def test_every_pool_reads_the_override(pool: Any) -> None:
-    dataset = OVERRIDING["SimpleDataset of an ArrayDataset"]()
-    with ShardedDataLoader(dataset, N, pool=pool) as loader:
-        assert next(iter(loader)).tolist() == list(range(-1, -1 - N, -1))
+    with ShardedDataLoader(NegativeSimple(ArrayDataset(column())), N, pool=pool) as loader:
+        assert next(iter(loader)).tolist() == NEGATIVE
 
 
 def test_an_override_is_not_kept_on_the_device() -> None:
-    dataset = NegativeArray(column())
-    assert next(iter(ShardedDataLoader(dataset, N, device=Placement("cpu", resident="auto")))).tolist() == list(
-        range(-1, -N - 1, -1)
-    )
+    dataset, columns = NegativeArray(column()), ArrayDataset(column().view(negative(np.ndarray)))
+    for one in (dataset, columns):
+        assert first(one, device=Placement("cpu", resident="auto")) == NEGATIVE
     own = ArrayDataset(column())
     own.get_batch = lambda indices: -1 - np.asarray(indices)  # type: ignore[method-assign]
-    for whole in (
-        own,
-        dataset,
-        SubsetWithBatches(ArrayDataset(column()), range(2)),
-        dataset.take(2),
-        Subset(dataset, [0]),
-        NegativeTensors(torch.arange(N)),
-    ):
+    subset, tensors = SubsetWithBatches(ArrayDataset(column()), range(2)), NegativeTensors(torch.arange(N))
+    for whole in (own, dataset, subset, dataset.take(2), Subset(dataset, [0]), tensors):
         with pytest.raises(TypeError, match="this dataset reads something else"):
             ShardedDataLoader(whole, 1, device=Placement("cpu", resident=True))
-    columns = ArrayDataset(column().view(NegativeNdarray))
-    loader = ShardedDataLoader(columns, N, device=Placement("cpu", resident="auto"))
-    assert next(iter(loader)).tolist() == list(range(-1, -N - 1, -1))
-    with pytest.raises(TypeError, match="column 0 is a NegativeNdarray"):
+    with pytest.raises(TypeError, match="column 0 is a Negativendarray"):
         ShardedDataLoader(columns, N, device=Placement("cpu", resident=True))
 
 
@@ -221,7 +196,7 @@ def test_a_tensor_subclass_reads_its_own_rows() -> None:
 
     rows = torch.arange(4.0).as_subclass(Halved)
     for dataset in (ArrayDataset(rows), SimpleDataset(rows), rows):
-        assert next(iter(ShardedDataLoader(dataset, 4))).tolist() == [0.0, 0.5, 1.0, 1.5]
+        assert first(dataset, 4) == [0.0, 0.5, 1.0, 1.5]
 
 
 def test_a_bulk_method_that_knows_the_override_is_used() -> None:
@@ -240,32 +215,28 @@ def test_a_bulk_method_that_knows_the_override_is_used() -> None:
 
     for kind in (Both, Further):
         Both.calls = 0
-        assert next(iter(ShardedDataLoader(kind(column()), 3))).tolist() == [0, 10, 20]
-        assert next(iter(ShardedDataLoader(kind(column()).take(3), 3))).tolist() == [0, 10, 20]
+        assert first(kind(column()), 3) == first(kind(column()).take(3), 3) == [0, 10, 20]
         assert Both.calls == 2
 
 
-def test_get_batch_alone_may_be_overridden() -> None:
-    class Only(ArrayDataset):
-        def get_batch(self, indices: Any) -> Any:
-            return super().get_batch(indices) + 100
-
-    for dataset in (
-        Only(column()),
-        Only(column()).take(N),
-        SimpleDataset(Only(column())),
-        ArrayDataset(Only(column())),
-    ):
-        assert next(iter(ShardedDataLoader(dataset, 3))).tolist() == [100, 101, 102]
+class OnlyBatches(ArrayDataset):
+    def get_batch(self, indices: Any) -> Any:
+        return super().get_batch(indices) + 100
 
 
-def test_items_that_are_overridden_come_before_an_inherited_get_batch() -> None:
-    class Items(ArrayDataset):
-        def __getitems__(self, indices: Any) -> list[Any]:
-            return [item + 100 for item in super().__getitems__(indices)]
+class OnlyItems(ArrayDataset):
+    def __getitems__(self, indices: Any) -> list[Any]:
+        return [item + 100 for item in super().__getitems__(indices)]
 
-    for dataset in (Items(column()), Items(column()).take(N), Subset(Items(column()), range(N))):
-        assert next(iter(ShardedDataLoader(dataset, 3))).tolist() == [100, 101, 102]
+
+@pytest.mark.parametrize("kind", [OnlyBatches, OnlyItems])
+@pytest.mark.parametrize("wrap", ["bare", "take", "torch's Subset", "a column"])
+def test_a_bulk_method_alone_may_be_overridden(kind: Any, wrap: str) -> None:
+    """Items that are overridden come before an inherited get_batch."""
+    dataset = PATHS[wrap](kind(column()))
+    if (kind, wrap) != (OnlyItems, "a column"):
+        assert first(dataset, 3) == [100, 101, 102]
+    if kind is OnlyItems and wrap != "a column":
         assert next(iter(DataLoader(dataset, 3))).tolist() == [100, 101, 102]
 
 
@@ -273,7 +244,7 @@ def test_an_inherited_bulk_method_says_why_it_is_absent() -> None:
     dataset = NegativeArray(column())
     assert not hasattr(dataset, "get_batch")
     with pytest.raises(
-        AttributeError, match=r"write get_batch in NegativeArray too, or call ArrayDataset\.get_batch\("
+        AttributeError, match=r"write get_batch in NegativeArrayDataset too, or call ArrayDataset\.get_batch\("
     ):
         dataset.get_batch([1])
     assert ArrayDataset.get_batch(dataset, [1, 2]).tolist() == [1, 2]
@@ -283,49 +254,42 @@ def test_an_inherited_bulk_method_says_why_it_is_absent() -> None:
 def test_a_method_of_the_object_itself_is_used() -> None:
     dataset = SimpleDataset([1, 2, 3])
     dataset.get_batch = lambda indices: np.array(indices) + 50  # type: ignore[method-assign]
-    assert next(iter(ShardedDataLoader(dataset, 3))).tolist() == [50, 51, 52]
+    assert first(dataset, 3) == [50, 51, 52]
 
 
 def test_torchs_stack_dataset_does_not_bring_an_ignored_override_back() -> None:
-    stacked = StackDataset(NegativeArray(column()), TensorDataset(torch.arange(N)))
-    assert [int(x) for x in next(iter(ShardedDataLoader(stacked, 3)))[0]] == [-1, -2, -3]
-    others = StackDataset(x=NegativeOthers(), y=TensorDataset(torch.arange(N)))
-    assert next(iter(ShardedDataLoader(others, 3)))["x"].tolist() == [-1, -2, -3]
+    for inner in (NegativeArray(column()), OVERRIDING["of others"]()):
+        stacked = StackDataset(x=inner, y=TensorDataset(torch.arange(N)))
+        assert next(iter(ShardedDataLoader(stacked, 3)))["x"].tolist() == [-1, -2, -3]
 
 
-class DoubledStack(Stack):
+class Doubled:
+    """Overrides what a batchify function makes, as a mixin."""
+
     def __call__(self, samples: Any) -> Any:
-        return 2 * super().__call__(samples)
+        return 2 * super().__call__(samples)  # type: ignore[misc]
 
 
-class DoubledDefault(DefaultBatchify):
-    def __call__(self, samples: Any) -> Any:
-        return 2 * super().__call__(samples)
-
-
-class DoubledPad(Pad):
-    def __call__(self, samples: Any) -> Any:
-        return 2 * super().__call__(samples)
-
-
-class DelegatingBatchify:
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-
+class DelegatingBatchify(Delegates):
     def __call__(self, samples: Any) -> Any:
         return 2 * self.inner(samples)
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "inner":
-            raise AttributeError(name)
-        return getattr(self.inner, name)
+
+class DoubledStack(Doubled, Stack):
+    """Of a name, so that it can be pickled."""
+
+
+class DoubledDefault(Doubled, DefaultBatchify): ...
+
+
+class DoubledPad(Doubled, Pad): ...
 
 
 @pytest.mark.parametrize(
     "fn", [DoubledStack(), DoubledDefault(), DelegatingBatchify(Stack())], ids=["Stack", "default", "wrapper"]
 )
 def test_an_overridden_call_of_a_batchify_function_makes_the_batch(fn: Any) -> None:
-    assert next(iter(ShardedDataLoader(range(3), 3, batchify_fn=fn))).tolist() == [0, 2, 4]
+    assert first(range(3), 3, batchify_fn=fn) == [0, 2, 4]
 
 
 @METHODS
@@ -335,10 +299,6 @@ def test_an_overridden_call_makes_the_batch_in_a_worker(method: str) -> None:
 
 
 def test_an_overridden_call_counts_inside_others_too() -> None:
-    samples = [(1, [1]), (2, [2, 2])]
-    one, two = Tuple(DoubledStack(), DoubledPad())(samples)
-    assert one.tolist() == [2, 4]
-    assert two.tolist() == [[2, 0], [4, 4]]
-    with ShardedDataLoader(samples, 2, batchify_fn=Tuple(DoubledStack(), DoubledPad())) as loader:
-        batch = next(iter(loader))
-    assert batch[0].tolist() == [2, 4] and batch[1].tolist() == [[2, 0], [4, 4]]
+    samples, fn = [(1, [1]), (2, [2, 2])], Tuple(DoubledStack(), DoubledPad())
+    for one, two in (fn(samples), next(iter(ShardedDataLoader(samples, 2, batchify_fn=fn)))):
+        assert one.tolist() == [2, 4] and two.tolist() == [[2, 0], [4, 4]]

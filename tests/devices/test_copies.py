@@ -13,74 +13,55 @@ import numpy as np
 import pytest
 import torch
 from conftest import ahead
-from devices_samples import place_now
+from devices_samples import GOOD, Checks, copied, copies_on, let_workers_finish, place_now, placer_on
 from injection import InterruptAt, next_interrupted
 from simulated import Machine, SimulatedStreams
+from stress import order_of
 
 from sharded_loader import ArrayDataset, ShardedDataLoader
 from sharded_loader.devices import placement
-from sharded_loader.devices.copies import HOST_AHEAD, SMALL, CopyStream
+from sharded_loader.devices.copies import HOST_AHEAD, SMALL
 from sharded_loader.engine.pool import Pool
 
 ROWS, WIDTH = 256, 1024
+VALUES = np.arange(ROWS * WIDTH, dtype=np.float32).reshape(ROWS, WIDTH)
 
 
 def dataset(rows: int = ROWS) -> ArrayDataset:
-    return ArrayDataset(np.arange(rows * WIDTH, dtype=np.float32).reshape(rows, WIDTH), np.arange(rows))
+    return ArrayDataset(VALUES[:rows], np.arange(rows))
 
 
-class Consumer:
-    """Gives a device's streams work that reads batches, and compares what it finds when it is done."""
+class Consumer(Checks):
+    """Gives a device's streams work that reads batches of the dataset, and compares what it finds."""
 
-    def __init__(self, machine: Machine) -> None:
-        self.machine = machine
-        self.seen = 0
-        self.wrong = 0
-
-    def use(self, device: torch.device, shard: list[torch.Tensor], indices: list[int]) -> None:
-        expected = np.arange(ROWS * WIDTH, dtype=np.float32).reshape(ROWS, WIDTH)[indices]
-        self.machine.kernel(device, shard[0], self._compare(expected))
-        self.machine.kernel(device, shard[1], self._compare(np.array(indices)))
-
-    def _compare(self, expected: np.ndarray) -> Callable[[np.ndarray], None]:
-        def compare(found: np.ndarray) -> None:
-            self.seen += 1
-            self.wrong += not np.array_equal(found, expected)
-
-        return compare
-
-
-def order_of(loader: ShardedDataLoader, epoch: int) -> list[list[int]]:
-    """The indices of the batches of an epoch, by a loader of the row numbers."""
-    twin = ShardedDataLoader(range(ROWS), loader.batch_size, shuffle=True, seed=loader.seed)
-    twin.set_epoch(epoch)
-    return [batch.tolist() for batch in twin]
+    def use(self, shard: list[torch.Tensor], indices: Any, device: torch.device | None = None) -> None:
+        self.compare(shard[0], VALUES[indices], device=device)
+        self.compare(shard[1], np.array(indices), device=device)
 
 
 @pytest.mark.costly(2)
 @pytest.mark.parametrize("seed", range(3))
 def test_values_are_intact_whatever_the_device_does_when(machine: Machine, pool: Pool, seed: int) -> None:
     rng, consumer, held = random.Random(seed), Consumer(machine), []
-    machine._random.seed(seed)
-    devices = machine.devices
-    with ShardedDataLoader(dataset(), 32, shuffle=True, seed=seed, devices=devices, pool=pool) as loader:
+    machine.random.seed(seed)
+    with ShardedDataLoader(dataset(), 32, shuffle=True, seed=seed, devices=machine.devices, pool=pool) as loader:
         for epoch in range(6):
             order, leave = order_of(loader, epoch), rng.choice([None, None, 3, 5])
             for number, shards in enumerate(loader):
                 if number == leave:
                     break
-                for device, shard, begin in zip(devices, shards, (0, 16), strict=True):
+                for device, shard, begin in zip(machine.devices, shards, (0, 16), strict=True):
+                    indices = order[32 * number + begin : 32 * number + begin + 16]
                     if rng.random() < 0.9:  # else dropped at once
-                        consumer.use(device, shard, order[number][begin : begin + 16])
+                        consumer.use(shard, indices, device)
                     if rng.random() < 0.2:
-                        held.append((device, shard, order[number][begin : begin + 16]))
+                        held.append((shard, indices, device))
                 del shard, shards
                 while len(held) > 4:
                     consumer.use(*held.pop(rng.randrange(len(held))))
                 machine.run(rng.choice([0, 0, 1, 5, 40]))
-        machine.finish()
+        assert consumer.done() == GOOD
     assert consumer.seen > 100
-    assert (consumer.wrong, machine.faults) == (0, [])
     assert machine.registered == {}
 
 
@@ -89,18 +70,23 @@ def test_the_host_never_waits_for_a_device_that_keeps_step(machine: Machine, poo
     with ShardedDataLoader(dataset(), 8, devices=machine.devices, pool=pool) as loader:
         for _ in loader:
             machine.finish()
-    assert (machine.blocked, machine.faults) == (0, [])
+    assert machine.blocked == 0
 
 
-def test_two_batches_are_copied_ahead(machine: Machine, worker_pool: Pool) -> None:
-    with ShardedDataLoader(dataset(64), 8, device=machine.devices[0], pool=worker_pool, prefetch=4) as loader:
+def test_two_batches_are_copied_ahead_and_none_after_a_break(machine: Machine, worker_pool: Pool) -> None:
+    device = machine.devices[0]
+    with ShardedDataLoader(dataset(64), 8, device=device, pool=worker_pool, prefetch=4) as loader:
         batches = iter(loader)
         next(batches)
-        while any(entry.result is None for entry in batches.run.window):
-            loader._pipeline.runs.store(loader._pipeline.pool.wait(True))
+        let_workers_finish(loader, batches)
         next(batches)
         assert [entry.begun is not None for entry in batches.run.window][:3] == [True, True, False]
+        machine.finish()
+        assert machine.in_use > 0
         del batches
+        machine.finish()
+        machine.allocate(device, torch.empty(1))  # torch looks then which memory has come back
+        assert machine.in_use <= 1
 
 
 def test_the_first_batches_of_the_next_epoch_are_copied_ahead(machine: Machine, worker_pool: Pool) -> None:
@@ -108,7 +94,7 @@ def test_the_first_batches_of_the_next_epoch_are_copied_ahead(machine: Machine, 
     with ahead(ShardedDataLoader(dataset(64), 8, device=device, pool=worker_pool, prefetch=16), True) as loader:
         for epoch in range(2):
             for number, batch in enumerate(loader):
-                consumer.use(device, batch, list(range(8 * number, 8 * number + 8)))
+                consumer.use(batch, range(8 * number, 8 * number + 8))
                 if number == 6:  # the last batch is copied, and then
                     (coming,) = [run for run in loader._pipeline.runs.values() if run.is_ahead]
                     while not coming.window or coming.window[0].result is None:
@@ -116,30 +102,13 @@ def test_the_first_batches_of_the_next_epoch_are_copied_ahead(machine: Machine, 
             assert coming.epoch.number == epoch + 1
             assert coming.window[0].begun is not None
         del batch, coming
-        machine.finish()
-    assert (consumer.seen, consumer.wrong, machine.faults) == (2 * 2 * 8, 0, [])
-
-
-def test_after_a_break_nothing_stays_copied_ahead(machine: Machine, worker_pool: Pool) -> None:
-    device = machine.devices[0]
-    with ShardedDataLoader(dataset(64), 8, device=device, pool=worker_pool, prefetch=4) as loader:
-        batches = iter(loader)
-        next(batches)
-        while any(entry.result is None for entry in batches.run.window):
-            loader._pipeline.runs.store(loader._pipeline.pool.wait(True))
-        next(batches)
-        machine.finish()
-        assert machine.allocated - sum(map(len, machine._free.values())) > 0
-        del batches
-        machine.finish()
-        machine.allocate(device, torch.empty(1))  # torch looks then which memory has come back
-        assert machine.allocated - sum(map(len, machine._free.values())) <= 1
+        assert consumer.done() == GOOD
+    assert consumer.seen == 2 * 2 * 8
 
 
 def test_shards_of_one_batch_on_one_device_count_as_one_batch(machine: Machine) -> None:
     """Otherwise two shards on a device would leave it half the steps to do while the host waits."""
-    device = machine.devices[0]
-    with ShardedDataLoader(dataset(), 8, devices=[device, device]) as loader:
+    with ShardedDataLoader(dataset(), 8, devices=[machine.devices[0]] * 2) as loader:
         batches = iter(loader)
         for _ in range(HOST_AHEAD):
             next(batches)
@@ -147,23 +116,6 @@ def test_shards_of_one_batch_on_one_device_count_as_one_batch(machine: Machine) 
         next(batches)
         assert machine.blocked > 0
         del batches
-
-
-@pytest.mark.slow
-def test_device_memory_stays_flat_under_a_host_that_runs_ahead(machine: Machine) -> None:
-    steps, device = 2000, machine.devices[0]
-    consumer = Consumer(machine)
-    with ShardedDataLoader(dataset(), 8, device=device, seed=0) as loader:
-        done = 0
-        while done < steps:
-            for batch in loader:
-                consumer.use(device, batch, list(range(done % 32 * 8, done % 32 * 8 + 8)))
-                done += 1  # and the device is left to itself until the host has to wait for it
-        machine.finish()
-    assert (consumer.seen, consumer.wrong) == (2 * done, 0)
-    # In the consumer's hands, and on its way; two tensors each.
-    assert machine.peak <= 2 * 2
-    assert machine.faults == []
 
 
 @pytest.mark.slow
@@ -181,8 +133,7 @@ def test_device_memory_stays_flat_with_workers_that_are_ahead_too(machine: Machi
 def test_a_host_far_ahead_waits_before_sources_pile_up(machine: Machine) -> None:
     with ShardedDataLoader(dataset(), 4, device=machine.devices[0]) as loader:
         for _ in loader:
-            copies = next(iter(loader._placement.copies.values()))
-            assert len(copies.kept) <= HOST_AHEAD + 1
+            assert len(machine.pinned) <= HOST_AHEAD + 2
     assert machine.blocked > 0
 
 
@@ -213,43 +164,40 @@ def test_the_user_s_choice_of_stream_is_respected(machine: Machine) -> None:
 
 
 def test_a_batch_handed_out_on_another_stream_than_it_was_begun_on_is_recorded_there(machine: Machine) -> None:
-    device = machine.devices[0]
+    device, copies, checks = machine.devices[0], copies_on(machine), Checks(machine)
     other = machine.new_stream(device)
-    copies = CopyStream(SimulatedStreams(machine, device))
     pending = copies.begin([torch.arange(1000)])
     with machine.on(device, other):
         (batch,) = pending.finish()
         del pending
-        found = []
-        machine.kernel(device, batch, lambda values: found.append(values.sum()))
+        checks.compare(batch, np.arange(1000))
         del batch
-    # Its memory must not be had by anybody yet.
-    again = copies.begin([torch.zeros(1000, dtype=torch.int64)])
-    machine.finish()
-    assert found == [499500]
+    again = copies.begin([torch.zeros(1000, dtype=torch.int64)])  # its memory must not be had by anybody yet
+    assert checks.done() == GOOD
     assert ("record_use", other.name) in machine.log
     again.finish()
 
 
-def test_a_batch_that_is_never_handed_out_keeps_its_memory_until_its_copy_is_done(machine: Machine) -> None:
-    device = machine.devices[0]
-    copies = CopyStream(SimulatedStreams(machine, device))
-    source = torch.arange(1000)
-    abandoned = copies.begin([source])
+@pytest.mark.parametrize("dropped", [False, True])
+def test_a_batch_that_is_never_handed_out_keeps_its_memory_until_its_copy_is_done(
+    machine: Machine, dropped: bool
+) -> None:
+    copies = copies_on(machine)
+    abandoned = copies.begin([torch.arange(1000)])
+    if dropped:  # as after a break
+        abandoned.drop()
     del abandoned
     gc.collect()
-    mine = machine.allocate(device, torch.empty(1000, dtype=torch.int64))
-    mine.zero_()
+    mine = machine.allocate(machine.devices[0], torch.empty(1000, dtype=torch.int64)).zero_()
     machine.finish()
     assert mine.sum() == 0
-    copies.drain()
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("cannot copy")])
 def test_what_an_interrupted_begin_has_given_to_the_device_is_kept(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    copies, copy = CopyStream(SimulatedStreams(machine, machine.devices[0])), SimulatedStreams.copy
+    copies, copy = copies_on(machine), SimulatedStreams.copy
 
     def interrupted(streams: SimulatedStreams, *tensors: list[torch.Tensor]) -> None:
         copy(streams, *tensors)
@@ -269,7 +217,7 @@ def test_one_thread_may_wait_for_the_copies_while_another_begins_one(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in a `close` from elsewhere: a copy that nobody has waited for must not be forgotten."""
-    copies = CopyStream(SimulatedStreams(machine, machine.devices[0]))
+    copies = copies_on(machine)
     copies.begin([torch.arange(1000)]).finish()
     other = threading.Thread(target=lambda: copies.begin([torch.arange(1000)]).finish())
     rest = SimulatedStreams.rest
@@ -291,7 +239,7 @@ def test_one_thread_may_wait_for_the_copies_while_another_begins_one(
 def test_a_forked_child_does_not_wait_for_the_copies_of_its_parent(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    placed = placement.Placer([machine.devices[0]], pin_memory=False)
+    placed = placer_on(machine)
     place_now(placed, [np.arange(1000)])
     close, pid = placed.closer(), os.getpid()
     with monkeypatch.context() as forked:
@@ -320,45 +268,28 @@ def test_the_device_is_asked_for_by_the_consumer_s_thread_alone(
     assert set(asked) == {threading.current_thread()}
 
 
-def test_nothing_is_shared_between_the_streams_of_two_devices(machine: Machine) -> None:
-    with ShardedDataLoader(dataset(), 8, devices=machine.devices) as loader:
-        for _ in loader:
-            machine.run(3)
-    names = {name for kind, name in machine.log if kind == "copy"}
-    assert len(names) == 2
-    assert all(len(streams) == 2 for streams in machine.streams.values())  # the default one, and one for copies
-
-
-def test_epochs_share_one_stream(machine: Machine, pool: Pool) -> None:
-    with ShardedDataLoader(dataset(), 64, device=machine.devices[1], pool=pool) as loader:
+def test_each_device_has_one_copy_stream_in_all_epochs(machine: Machine, pool: Pool) -> None:
+    with ShardedDataLoader(dataset(), 64, devices=machine.devices, pool=pool) as loader:
         for _ in range(5):
-            list(loader)
-    assert [len(streams) for streams in machine.streams.values()] == [1, 2]
+            for _ in loader:
+                machine.run(3)
+    assert len({name for kind, name in machine.log if kind == "copy"}) == 2
+    assert [len(streams) for streams in machine.streams.values()] == [2, 2]  # the default one, and one for copies
 
 
-def test_two_shards_may_go_to_one_device(machine: Machine, pool: Pool) -> None:
-    device = machine.devices[0]
-    with ShardedDataLoader(dataset(), 8, devices=[device, device], pool=pool) as loader:
-        first, second = next(iter(loader))
-        machine.finish()
-        assert (first[1].tolist(), second[1].tolist()) == ([0, 1, 2, 3], [4, 5, 6, 7])
-
-
-def test_an_array_that_stands_in_several_places_is_copied_once(machine: Machine) -> None:
+def test_an_array_that_stands_in_several_places_is_copied_once_to_each_shard_of_a_device(machine: Machine) -> None:
     shared = np.arange(10)
 
     def batchify(samples: list[Any]) -> Any:
-        return {"a": shared, "b": [shared, "text"], "n": None}
+        return {"a": shared, "b": [shared, "text"], "n": None, "own": np.array(samples)}
 
-    device = machine.devices[0]
-    with ShardedDataLoader(range(4), 4, batchify_fn=batchify, devices=[device, device]) as loader:
-        first, second = next(iter(loader))
+    with ShardedDataLoader(range(4), 4, batchify_fn=batchify, devices=[machine.devices[0]] * 2) as loader:
+        shards = next(iter(loader))
         machine.finish()
-    assert sum(kind == "copy" for kind, _ in machine.log) == 2  # once for each shard
-    assert first["a"] is first["b"][0]
-    assert second["a"] is second["b"][0]
-    assert (first["b"][1], first["n"]) == ("text", None)
-    assert first["a"].tolist() == list(range(10))
+    assert copied(machine) == 2  # once for each shard
+    for shard, own in zip(shards, ([0, 1], [2, 3]), strict=True):
+        assert shard["a"] is shard["b"][0] and shard["a"].tolist() == list(range(10))
+        assert (shard["b"][1], shard["n"], shard["own"].tolist()) == ("text", None, own)
 
 
 MODULES = ("iterator.py", "pipeline.py", "placement.py", "copies.py")
@@ -376,14 +307,13 @@ def test_an_interrupt_at_every_line_leaves_values_and_order_intact(
             line += step
             got, fired = next_interrupted(batches, line, lambda at: InterruptAt(at, MODULES))
             for batch in (*got, next(batches)):
-                consumer.use(device, batch, [number])
+                consumer.use(batch, [number])
                 number += 1
                 machine.run(2)
             del batch, got
             if number > ROWS - 4:
                 batches, number = iter(loader), 0
-        machine.finish()
-    assert (consumer.wrong, machine.faults) == (0, [])
+        assert consumer.done() == GOOD
     assert line > 100
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import HostClock, until
+from devices_samples import copies_on
 from simulated import Event, Machine, SimulatedStreams, Stream
 
 from sharded_loader.devices import copies as module
@@ -18,9 +20,19 @@ from sharded_loader.devices.copies import HOST_AHEAD, CopyStream
 
 @pytest.fixture
 def copies(machine: Machine) -> Iterator[CopyStream]:
-    yield CopyStream(SimulatedStreams(machine, machine.devices[0]))
+    yield copies_on(machine)
     module.STILL_READ.clear()
     gc.collect()
+
+
+def begin_one(copies: CopyStream) -> Any:
+    return copies.begin([torch.arange(9)])
+
+
+def give_up(copies: CopyStream) -> None:
+    """Close it while the device hangs."""
+    with pytest.warns(UserWarning, match="has not done its copies"):
+        assert not copies.close(0.01)
 
 
 class Moving:
@@ -74,53 +86,37 @@ def test_a_batch_whose_handing_out_is_interrupted_keeps_its_memory(
         pending.finish()
     del pending
     gc.collect()
-    mine = machine.allocate(machine.devices[0], torch.empty(1000, dtype=torch.int64))
-    mine.zero_()
+    mine = machine.allocate(machine.devices[0], torch.empty(1000, dtype=torch.int64)).zero_()
     machine.finish()
     assert mine.sum() == 0
-    copies.drain()
 
 
 def test_some_copies_are_begun_before_the_host_waits_for_the_first(machine: Machine, copies: CopyStream) -> None:
     for _ in range(HOST_AHEAD):
-        copies.begin([torch.arange(9)])
+        begin_one(copies)
     assert machine.blocked == 0
-    copies.begin([torch.arange(9)])
+    begin_one(copies)
     assert machine.blocked > 0
 
 
-def test_an_interrupted_begin_is_forgotten_if_the_context_breaks(
-    machine: Machine, copies: CopyStream, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    def broken(stream: Stream) -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(SimulatedStreams, "copy", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            copies.begin([torch.arange(9)])
-        patch.setattr(Stream, "record_event", broken)
-        assert copies.close()
-    assert len(copies.kept) == 0
-
-
-def test_what_an_interrupted_begin_has_given_to_the_device_goes_when_it_was_read(
-    machine: Machine, copies: CopyStream, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("broken", [False, True])
+def test_what_an_interrupted_begin_has_given_to_the_device_goes_when_it_was_read_or_the_context_breaks(
+    machine: Machine, copies: CopyStream, monkeypatch: pytest.MonkeyPatch, broken: bool
 ) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(SimulatedStreams, "copy", interrupted)
-        copies.begin([torch.arange(9)])
+        begin_one(copies)
     gc.collect()
     assert len(machine.pinned) == 1
-    assert copies.drain()
+    machine.has_failed = broken
+    assert copies.close()
     gc.collect()
-    assert len(machine.pinned) == 0
+    assert len(copies.kept) == 0 and (broken or len(machine.pinned) == 0)
+    machine.has_failed = False
+    module.LOST.clear()
 
 
 # -- the end --------------------------------------------------------------------------------------------------
@@ -129,7 +125,7 @@ def test_what_an_interrupted_begin_has_given_to_the_device_goes_when_it_was_read
 def test_a_signal_handler_may_close_the_loader_while_the_host_waits(
     machine: Machine, copies: CopyStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copies.begin([torch.arange(9)])
+    begin_one(copies)
     rest, signals = SimulatedStreams.rest, [signal.SIGINT]
 
     def interrupting(streams: SimulatedStreams, seconds: float) -> None:
@@ -151,30 +147,22 @@ def test_a_signal_handler_may_close_the_loader_while_the_host_waits(
 
 
 @pytest.fixture
-def hanging(machine: Machine) -> Iterator[None]:
-    """The device does nothing until the test ends."""
-    machine.hangs = True
+def hanging(machine: Machine, host_time: HostClock) -> Iterator[None]:
+    """The device does nothing until the test ends. Time passes while the host waits for it."""
+    machine.hangs, machine.pass_time = True, host_time.move
     yield
     machine.hangs = False
-
-
-def test_copies_that_are_not_done_stay_whoever_gives_up_waiting(copies: CopyStream, hanging: None) -> None:
-    copies.begin([torch.arange(9)]).finish()
-    assert not copies.drain(0.01)
-    assert len(copies.kept) == 1
 
 
 def test_a_thread_that_waits_for_a_hanging_device_does_not_keep_another_from_closing(
     machine: Machine, copies: CopyStream, hanging: None
 ) -> None:
     for _ in range(HOST_AHEAD):
-        copies.begin([torch.arange(9)]).finish()
-    inside = threading.Thread(target=lambda: copies.begin([torch.arange(9)]))
+        begin_one(copies).finish()
+    inside = threading.Thread(target=lambda: begin_one(copies))
     inside.start()
-    while not machine.blocked:
-        threading.Event().wait(0.001)
-    with pytest.warns(UserWarning, match="has not done its copies"):
-        assert not copies.close(0.01)
+    assert until(lambda: machine.blocked)
+    give_up(copies)
     machine.hangs = False
     inside.join()
 
@@ -185,23 +173,21 @@ def test_what_a_hanging_device_reads_stays_and_nobody_waits_for_it_any_more(
     for _ in range(HOST_AHEAD):
         copies.begin([torch.arange(9), Moving(copies.streams, torch.arange(9))]).finish()  # type: ignore[arg-type]
     count = len(machine.pinned)
-    with pytest.warns(UserWarning, match="has not done its copies"):
-        assert not copies.close(0.01)
+    give_up(copies)
     gc.collect()
     assert len(machine.pinned) == count == 2 * HOST_AHEAD
     # A thread that is in `next` at this moment.
-    late = threading.Thread(target=lambda: copies.begin([torch.arange(9)]).finish(), daemon=True)
+    late = threading.Thread(target=lambda: begin_one(copies).finish(), daemon=True)
     late.start()
-    late.join(5.0)
+    late.join(60.0)
     assert not late.is_alive()
 
 
 def test_who_gave_up_waiting_only_looks_again(
     copies: CopyStream, hanging: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copies.begin([torch.arange(9)]).finish()
-    with pytest.warns(UserWarning, match="has not done its copies"):
-        assert not copies.close(0.01)
+    begin_one(copies).finish()
+    give_up(copies)
 
     def rest(streams: SimulatedStreams, seconds: float) -> None:
         raise AssertionError("waited again")
@@ -210,35 +196,26 @@ def test_who_gave_up_waiting_only_looks_again(
     assert not copies.close(60.0)
 
 
-def test_a_device_that_goes_on_is_waited_for_again(machine: Machine, copies: CopyStream, hanging: None) -> None:
-    copies.begin([torch.arange(9)]).finish()
-    with pytest.warns(UserWarning, match="has not done its copies"):
-        assert not copies.close(0.01)
-    machine.hangs = False
-    machine.finish()
-    for _ in range(3 * HOST_AHEAD):
-        copies.begin([torch.arange(9)]).finish()
-        assert len(copies.kept) <= HOST_AHEAD
-    copies.drain()
-
-
-def test_what_was_left_alone_is_given_back_when_any_loader_is_closed(
+def test_what_was_left_alone_is_given_back_when_any_loader_is_closed_and_waited_for_again(
     machine: Machine, copies: CopyStream, hanging: None
 ) -> None:
-    copies.begin([torch.arange(9)]).finish()
-    with pytest.warns(UserWarning, match="has not done its copies"):
-        assert not copies.close(0.01)
+    begin_one(copies).finish()
+    assert not copies.drain(0.01)
+    give_up(copies)
+    assert copies in module.STILL_READ and len(copies.kept) == 1
     machine.hangs = False
     machine.finish()
-    assert copies in module.STILL_READ
-    assert CopyStream(SimulatedStreams(machine, machine.devices[0])).close()
+    assert copies_on(machine).close()
     assert (module.STILL_READ, len(copies.kept)) == (set(), 0)
+    for _ in range(3 * HOST_AHEAD):
+        begin_one(copies).finish()
+        assert len(copies.kept) <= HOST_AHEAD
 
 
 def test_at_the_programs_end_the_memory_is_left_to_the_driver(
     machine: Machine, copies: CopyStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copies.begin([torch.arange(9)]).finish()
+    begin_one(copies).finish()
     monkeypatch.setattr(module, "program_ends", lambda: True)
     assert not copies.close()  # without a warning
     gc.collect()

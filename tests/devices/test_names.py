@@ -75,12 +75,7 @@ def test_device_means_plain_batches_and_devices_shards(two_gpus: Any, device: An
     ("device", "devices", "error", "message"),
     [
         ("cpu", ["cpu"], ValueError, "not both"),
-        (
-            0,
-            None,
-            ValueError,
-            'device=0: an int alone could be an index or a count; say device="cuda:0" for one device',
-        ),
+        (0, None, ValueError, 'device=0: an int alone could be an index or a count; say device="cuda:0"'),
         (None, 2, ValueError, r"devices=2: an int alone .* give a list such as \[0, 1\], or .*; device= takes one"),
         (None, "cpu", TypeError, "devices is 'cpu', and must be a list: .*; device= takes one"),
         (None, CPU, TypeError, "devices is 'cpu', and must be a list"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import signal
 import threading
 import weakref
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import until
+from devices_samples import let_workers_finish
 
 from sharded_loader import ShardedDataLoader
 from sharded_loader.base.errors import notes_of
@@ -120,12 +122,15 @@ def test_the_drop_in_pins_in_a_thread(pins: Pins, in_order: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ours", "drop-in"])
-def test_the_copy_takes_one_of_torchs_threads_and_no_other_thread_loses_any(pins: Pins, kind: str) -> None:
+def test_the_device_of_the_main_thread_pins_with_one_of_torchs_threads_and_no_other_thread_loses_any(
+    pins: Pins, kind: str
+) -> None:
+    """In a new thread it would be the first device, which would get a context."""
     before = torch.get_num_threads()
     assert before > 1, "this test needs two cores"
-    loader = made(kind)
-    assert firsts(loader) == IN_ORDER
-    assert {one.torch_threads for one in pins} == {1}
+    pins.accelerator.set_device(1)
+    assert firsts(made(kind)) == IN_ORDER
+    assert {(one.device, one.torch_threads) for one in pins} == {(1, 1)}
     found = [torch.get_num_threads()]
     later = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
     later.start()
@@ -133,20 +138,11 @@ def test_the_copy_takes_one_of_torchs_threads_and_no_other_thread_loses_any(pins
     assert found == [before, before]
 
 
-@pytest.mark.parametrize("kind", ["ours", "drop-in"])
-def test_the_device_of_the_main_thread_pins(pins: Pins, kind: str) -> None:
-    """In a new thread it would be the first one, which would get a context."""
-    pins.accelerator.set_device(1)
-    assert firsts(made(kind)) == IN_ORDER
-    assert {one.device for one in pins} == {1}
-
-
 def test_batches_are_pinned_while_the_loop_works(pins: Pins, worker_pool: Pool) -> None:
     with made("ours", worker_pool) as loader:
         batches = iter(loader)
         next(batches)
-        while any(entry.result is None for entry in list(batches.run.window)[:3]):
-            loader._pipeline.runs.store(loader._pipeline.pool.wait(True))
+        let_workers_finish(loader, batches)
         next(batches)
         pinned = threading.Event()
         pins.before = lambda value: pinned.set() if value == 12.0 else None  # type: ignore[method-assign]
@@ -241,14 +237,20 @@ def test_an_object_that_runs_out_of_memory_is_pinned_or_an_error(pins: Pins) -> 
 def test_ctrl_c_while_a_batch_is_pinned_loses_nothing(
     pins: Pins, monkeypatch: pytest.MonkeyPatch, worker_pool: Pool
 ) -> None:
-    go_on, signals, finish = threading.Event(), [signal.SIGINT], PinnedCopy.finish
+    begun, go_on, asked, finish = threading.Event(), threading.Event(), itertools.count(), PinnedCopy.finish
 
     def interrupted(pending: PinnedCopy) -> Any:
-        if signals and not pending._done.wait(1e-3):  # the main thread waits
-            signal.raise_signal(signals.pop())
+        if next(asked) == 2:
+            assert begun.wait(300)
+            signal.raise_signal(signal.SIGINT)
         return finish(pending)
 
-    pins.before = lambda value: go_on.wait(300) if value == 8.0 else None  # type: ignore[method-assign]
+    def before(value: float) -> None:
+        if value == 8.0:
+            begun.set()
+            go_on.wait(300)
+
+    pins.before = before  # type: ignore[method-assign]
     monkeypatch.setattr(PinnedCopy, "finish", interrupted)
     with made("ours", worker_pool) as loader:
         batches, got = iter(loader), []
@@ -257,7 +259,7 @@ def test_ctrl_c_while_a_batch_is_pinned_loses_nothing(
                 got.append(next(batches)[0, 0].item())
         go_on.set()
         got += firsts(batches)
-    assert (got, signals) == (IN_ORDER, [])
+    assert got == IN_ORDER
 
 
 @pytest.mark.costly(2)

@@ -5,24 +5,30 @@ from __future__ import annotations
 import gc
 import mmap
 import sys
-import warnings
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from devices_samples import copies_on, streams_on
 from injection import InterruptAt
 from simulated import Machine, SimulatedStreams
 
 from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
 from sharded_loader.devices import accelerator as pinning
 from sharded_loader.devices.accelerator import Registrar, address_of, clear_error, pinned_empty
-from sharded_loader.devices.copies import CopyStream
 from sharded_loader.engine.pool import Pool
 
+DATA = ArrayDataset(np.arange(256 * 1024, dtype=np.float32).reshape(256, 1024))
 
-def dataset() -> ArrayDataset:
-    return ArrayDataset(np.arange(256 * 1024, dtype=np.float32).reshape(256, 1024))
+
+def on(machine: Machine, pool: Pool | None = None, **options: Any) -> ShardedDataLoader:
+    """A loader of the first device."""
+    return ShardedDataLoader(DATA, 32, device=machine.devices[0], **({"pool": pool} if pool else options))
+
+
+def registered(machine: Machine, drain: Any = lambda: True) -> tuple[Registrar, mmap.mmap]:
+    return Registrar(streams_on(machine), drain), mmap.mmap(-1, 4096)  # type: ignore[arg-type]
 
 
 def read_all(machine: Machine, loader: ShardedDataLoader) -> None:
@@ -34,37 +40,27 @@ def read_all(machine: Machine, loader: ShardedDataLoader) -> None:
 def test_a_segment_is_locked_once_and_unlocked_when_the_loader_is_closed(
     machine: Machine, process_pool: ProcessPool
 ) -> None:
-    with ShardedDataLoader(dataset(), 32, device=machine.devices[0], pool=process_pool) as loader:
+    with on(machine, process_pool) as loader:
         for _ in range(3):
             read_all(machine, loader)
-        assert len(machine.registered) == len(process_pool._transport.arena.segments) > 0
-    assert (machine.registered, machine.faults) == ({}, [])
+        assert machine.registered
+    assert machine.registered == {}
 
 
-def test_a_loader_that_is_forgotten_unlocks_too(machine: Machine, process_pool: ProcessPool) -> None:
-    batches = iter(ShardedDataLoader(dataset(), 32, device=machine.devices[0], pool=process_pool))
+@pytest.mark.parametrize("how", ["forgotten", "closed"])
+def test_memory_is_unlocked_only_when_no_copy_reads_it(machine: Machine, process_pool: ProcessPool, how: str) -> None:
+    loader = on(machine, process_pool)
+    batches = iter(loader)
     held = [next(batches) for _ in range(5)]
     assert machine.registered
-    del batches
-    gc.collect()
+    if how == "closed":  # in the middle of copies
+        loader.close()
+    else:
+        del batches, loader
+        gc.collect()
     assert (machine.registered, machine.faults) == ({}, [])
     machine.finish()
     assert [batch[0, 0].item() for batch in held] == [1024.0 * 32 * number for number in range(5)]
-
-
-def test_memory_is_unlocked_only_when_no_copy_reads_it(machine: Machine, process_pool: ProcessPool) -> None:
-    loader = ShardedDataLoader(dataset(), 32, device=machine.devices[0], pool=process_pool)
-    batches = iter(loader)
-    held = [next(batches) for _ in range(5)]
-    loader.close()  # in the middle of copies
-    assert machine.faults == []
-    assert [batch[0, 0].item() for batch in held] == [1024.0 * 32 * number for number in range(5)]
-
-
-def test_without_devices_nothing_is_locked(machine: Machine, process_pool: ProcessPool) -> None:
-    with ShardedDataLoader(dataset(), 32, pool=process_pool) as loader:
-        list(loader)
-        assert machine.registered == {}
 
 
 @pytest.mark.parametrize("code", [1, 2, 712, 801])
@@ -74,14 +70,13 @@ def test_a_refusal_is_one_warning_and_batches_go_through_pinned_memory(machine: 
     pool = ProcessPool(2)
     with (
         pytest.warns(UserWarning, match=rf"could not be pinned .*error {code}.*ProcessPool") as caught,
-        ShardedDataLoader(dataset(), 32, device=machine.devices[0], pool=pool) as loader,
+        on(machine, pool) as loader,
     ):
         for _ in range(3):
             read_all(machine, loader)
     assert len(caught) == 1
     assert "ulimit" not in str(caught[0].message)  # NVIDIA's driver does not count pinned memory against it
     assert machine.cleared == 1  # else it would come up in the next call of somebody else
-    assert machine.faults == []
 
 
 @pytest.mark.costly(2)
@@ -89,7 +84,7 @@ def test_a_refusal_is_one_warning_and_batches_go_through_pinned_memory(machine: 
 def test_after_a_failed_kernel_no_limit_is_blamed(machine: Machine, code: int) -> None:
     """The copy of the batch says what has happened. Warnings are errors here."""
     machine.refuse = code
-    with ShardedDataLoader(dataset(), 32, device=machine.devices[0], pool=ProcessPool(1)) as loader:
+    with on(machine, ProcessPool(1)) as loader:
         read_all(machine, loader)
         assert machine.registered == {}
 
@@ -101,23 +96,17 @@ def test_a_runtime_that_cannot_be_had_is_the_same(machine: Machine, monkeypatch:
     monkeypatch.setattr(SimulatedStreams, "runtime", runtime)
     with (
         pytest.warns(UserWarning, match=r"could not be pinned \(no driver\)"),
-        ShardedDataLoader(dataset(), 32, device=machine.devices[0], pool=ProcessPool(2)) as loader,
+        on(machine, ProcessPool(2)) as loader,
     ):
         read_all(machine, loader)
-    assert machine.faults == []
 
 
 def test_devices_that_lock_nothing_in_place_are_no_reason_to_warn(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SimulatedStreams, "runtime", lambda self: None)
-    with (
-        warnings.catch_warnings(),
-        ShardedDataLoader(dataset(), 32, device=machine.devices[0], pool=ProcessPool(2)) as loader,
-    ):
-        warnings.simplefilter("error")
+    with on(machine, ProcessPool(2)) as loader:  # warnings are errors
         read_all(machine, loader)
-    assert machine.faults == []
 
 
 def test_threads_and_the_loop_write_into_pinned_memory(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,32 +116,28 @@ def test_threads_and_the_loop_write_into_pinned_memory(machine: Machine, monkeyp
     monkeypatch.setattr(SimulatedStreams, "pin", pin)
     for workers in (0, 2):
         options: dict[str, Any] = {"num_workers": workers, "thread_pool": workers > 0}
-        with ShardedDataLoader(dataset(), 32, device=machine.devices[0], **options) as loader:
+        with on(machine, **options) as loader:
             read_all(machine, loader)
-    assert machine.faults == []
 
 
 def test_a_host_shard_beside_a_device_s_does_not_lie_in_locked_memory(
     machine: Machine, process_pool: ProcessPool
 ) -> None:
     devices = [machine.devices[0], torch.device("cpu")]
-    with ShardedDataLoader(dataset(), 32, devices=devices, pool=process_pool) as loader:
+    with ShardedDataLoader(DATA, 32, devices=devices, pool=process_pool) as loader:
         for number, (_, shard) in enumerate(loader):
             assert not machine.holds(shard.data_ptr(), shard.nbytes)
             assert shard[0, 0].item() == 1024.0 * (32 * number + 16)
 
 
 @pytest.mark.parametrize("dtype", ["f4", "u1", "M8[ns]", "U5", "?"])
-def test_pinned_memory_takes_every_dtype(machine: Machine, dtype: str) -> None:
-    array = pinned_empty(SimulatedStreams(machine, machine.devices[0]), (3, 2), np.dtype(dtype))
+def test_pinned_memory_takes_every_dtype_and_leaves_objects_to_numpy(machine: Machine, dtype: str) -> None:
+    streams: Any = streams_on(machine)
+    array = pinned_empty(streams, (3, 2), np.dtype(dtype))
     assert (array.shape, array.dtype) == ((3, 2), np.dtype(dtype))
-    assert any(start == array.__array_interface__["data"][0] for start in machine.pinned)
-
-
-def test_pinned_memory_leaves_objects_to_numpy(machine: Machine) -> None:
-    streams = SimulatedStreams(machine, machine.devices[0])
+    assert array.__array_interface__["data"][0] in machine.pinned
     assert pinned_empty(streams, (2,), np.dtype(object)).tolist() == [None, None]
-    assert pinned_empty(streams, (0, 4), np.dtype("f4")).shape == (0, 4)
+    assert pinned_empty(streams, (0, 4), np.dtype(dtype)).shape == (0, 4)
 
 
 @pytest.mark.filterwarnings("default")
@@ -185,9 +170,8 @@ def test_an_error_of_another_cause_is_not_taken_for_a_lack_of_memory(
         raise RuntimeError("CUDA error: device-side assert triggered")
 
     monkeypatch.setattr(SimulatedStreams, "pinned_bytes", broken)
-    copies = CopyStream(SimulatedStreams(machine, machine.devices[0]))
     with pytest.raises(RuntimeError, match="device-side assert"):
-        copies.begin([torch.ones(3), torch.ones(3)] if small else torch.ones(3))
+        copies_on(machine).begin([torch.ones(3), torch.ones(3)] if small else torch.ones(3))
 
 
 def test_a_mapping_can_be_closed_after_its_address_was_taken() -> None:
@@ -208,60 +192,47 @@ def test_where_the_runtime_cannot_be_asked_a_kernel_takes_the_error(monkeypatch:
     assert launched == ["cuda"]
 
 
-def test_unlocking_that_fails_is_cleared_too(machine: Machine) -> None:
-    class Runtime:
-        def __init__(self) -> None:
-            self.calls: list[str] = []
-
-        def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-            self.calls.append(f"register {nbytes} {flags}")
-            return 0
-
-        def cudaHostUnregister(self, address: int) -> int:
-            self.calls.append("unregister")
-            return 4
-
-        def cudaGetLastError(self) -> int:
-            self.calls.append("clear")
-            return 4
-
-    runtime = Runtime()
-    streams = SimulatedStreams(machine, machine.devices[0])
-    streams.runtime = lambda: runtime  # type: ignore[method-assign]
-    undo = Registrar(streams, lambda: runtime.calls.append("drain")).register(mmap.mmap(-1, 4096))
+def test_unlocking_that_fails_is_cleared_too_and_comes_after_the_wait(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(machine, "cudaHostRegister", lambda *arguments: calls.append(arguments[1:]) or 0)
+    monkeypatch.setattr(machine, "cudaHostUnregister", lambda address: calls.append("unregister") or 4)
+    registrar, mapping = registered(machine, lambda: calls.append("drain"))
+    undo = registrar.register(mapping)
     assert undo is not None
     undo()
-    assert runtime.calls == ["register 4096 1", "drain", "unregister", "clear"]
+    assert (calls, machine.cleared) == ([(4096, 1), "drain", "unregister"], 1)
 
 
 def test_unlocking_in_a_broken_context_is_no_error(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(machine: Machine, address: int) -> int:
         raise RuntimeError("CUDA error: device-side assert triggered")
 
-    undo = Registrar(SimulatedStreams(machine, machine.devices[0]), lambda: True).register(mmap.mmap(-1, 4096))
+    registrar, mapping = registered(machine)
+    undo = registrar.register(mapping)
     monkeypatch.setattr(Machine, "cudaHostUnregister", broken)
     assert undo is not None and undo()
 
 
 def test_closing_from_a_pool_that_never_started_is_fine(machine: Machine, pool: Pool) -> None:
-    ShardedDataLoader(dataset(), 32, device=machine.devices[0], pool=pool).close()
+    on(machine, pool).close()
 
 
 def test_a_segment_that_was_unlocked_can_be_locked_again(machine: Machine) -> None:
     """A later mapping may lie at the same address."""
-    registrar, mapping = Registrar(SimulatedStreams(machine, machine.devices[0]), lambda: True), mmap.mmap(-1, 4096)
+    registrar, mapping = registered(machine)
     for _ in range(2):
         undo = registrar.register(mapping)
         assert undo is not None and len(machine.registered) == 1
         assert undo()
-    assert machine.faults == []
 
 
 def test_who_is_interrupted_while_a_segment_is_locked_gets_the_same_undo(machine: Machine) -> None:
     line, fired, before = 0, True, sys.gettrace()
     while fired:
         line += 1
-        registrar, mapping = Registrar(SimulatedStreams(machine, machine.devices[0]), lambda: True), mmap.mmap(-1, 4096)
+        registrar, mapping = registered(machine)
         tracer = InterruptAt(line, ("accelerator.py",))
         try:
             sys.settrace(tracer)
@@ -281,7 +252,8 @@ def test_at_the_programs_end_segments_are_left_to_the_driver(machine: Machine, m
     def drain() -> bool:
         raise AssertionError("the device is waited for")
 
-    undo = Registrar(SimulatedStreams(machine, machine.devices[0]), drain).register(mmap.mmap(-1, 4096))
+    registrar, mapping = registered(machine, drain)
+    undo = registrar.register(mapping)
     monkeypatch.setattr(pinning, "program_ends", lambda: True)
     assert undo is not None and undo() is False
     assert len(machine.registered) == 1

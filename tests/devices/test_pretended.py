@@ -19,7 +19,7 @@ PARTS = sorted(path.stem.removeprefix("test_gpu_") for path in (HERE / "gpu").gl
 @pytest.mark.parametrize("part", PARTS)
 def test_the_tests_for_a_gpu_pass_on_a_pretended_one(part: str) -> None:
     path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "pretend_cuda", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "simulated_cuda", "-p", "no:cacheprovider"]
     command += [str(HERE / "gpu" / f"test_gpu_{part}.py"), "-k", CHOSEN]
     gpus = "2" if part == "processes" else "1"
     env = {**os.environ, "PYTHONPATH": path, "GPU_TESTS_PART": "100", "PRETENDED_GPUS": gpus}

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 from simulated import Event, Machine, SimulatedStreams
-
-from sharded_loader.devices.copies import CopyStream
 
 
 @pytest.fixture
@@ -33,8 +30,8 @@ ALONE: dict[str, Callable[[SimulatedStreams], object]] = {
     "a new stream": lambda s: s.new_stream(),
     "memory on the device": lambda s: s.empty_like(torch.ones(3)),
     "record_stream": lambda s: s.record_use([s.empty_like(torch.ones(3))], s.new_stream()),
-    "the rows of a column": lambda s: s.take(s.empty_like(torch.ones(3)), s.empty_like(torch.ones(2).long())),
-    "how much memory there is": lambda s: s.memory(),
+    "the rows of a column": lambda s: s.machine.take(s.empty_like(torch.ones(3)), s.empty_like(torch.ones(2).long())),
+    "how much memory there is": lambda s: s.machine.memory_of(s.device),
 }
 """What torch makes the device current for."""
 
@@ -45,7 +42,7 @@ ASKING: dict[str, Callable[[SimulatedStreams], object]] = {
     "is_pinned, and no device has a context": lambda s: s.is_pinned(torch.ones(3)),
     "register, unregister": lambda s: (s.machine.cudaHostRegister(4096, 64, 1), s.machine.cudaHostUnregister(4096)),
     "another stream made current, and the one before again": lambda s: s.set_stream(s.new_stream()),
-    "a copy that the host waits for": lambda s: s.load(torch.empty(3), torch.ones(3)),
+    "a copy that the host waits for": lambda s: s.machine.load(s.device, torch.empty(3), torch.ones(3)),
 }
 """Where CUDA makes a context on the device that is current."""
 
@@ -66,11 +63,6 @@ def test_a_call_that_torch_does_not_guard_is_a_fault_with_no_device_or_another_o
             calls[call](streams)
         assert machine.faults
         machine.faults.clear()
-
-
-def test_where_a_device_has_a_context_is_pinned_asks_that_one(machine: Machine, streams: SimulatedStreams) -> None:
-    streams.empty_like(torch.ones(3))
-    assert not streams.is_pinned(torch.ones(3))
 
 
 def test_an_event_is_what_was_recorded_last(machine: Machine, streams: SimulatedStreams) -> None:
@@ -99,7 +91,7 @@ def test_to_wait_for_an_event_is_to_wait_for_what_was_recorded_by_then(machine: 
 
 
 def test_an_event_belongs_to_the_device_of_its_first_stream(machine: Machine) -> None:
-    event = machine.record(machine.streams[machine.devices[0]][0])
+    event = machine.streams[machine.devices[0]][0].record_event()
     with pytest.raises(RuntimeError, match="does not match recording stream's device"):
         event.record(machine.streams[machine.devices[1]][0])
 
@@ -120,15 +112,6 @@ def test_times_are_those_of_events_that_have_them_and_have_passed(machine: Machi
         assert early.elapsed_time(late) >= 0
 
 
-def test_memory_is_not_kept_for_the_stream_that_it_belongs_to(machine: Machine, streams: SimulatedStreams) -> None:
-    home = streams.caller_stream()
-    mine = streams.empty_like(torch.ones(3))
-    streams.record_use([mine], home)
-    address = mine.data_ptr()
-    del mine
-    assert streams.empty_like(torch.ones(3)).data_ptr() == address
-
-
 @pytest.mark.parametrize(
     ("part", "guarded"), [("whole", True), ("begin", True), ("behind", False), ("behind, of the storage", True)]
 )
@@ -145,12 +128,3 @@ def test_torch_knows_of_a_copy_by_the_storage_or_by_where_the_block_begins(
         del pinned, array, sources, source
         assert (streams.pinned_bytes(64).data_ptr() != address) is guarded
         machine.finish()
-
-
-def test_a_full_device_gives_memory_back_with_that_device_made_current(
-    machine: Machine, streams: SimulatedStreams
-) -> None:
-    copies = CopyStream(streams)
-    copies.begin([np.arange(3)])
-    copies.make_room()
-    assert (machine.caches_emptied, machine.faults) == (1, [])

@@ -1,7 +1,9 @@
-"""What a batch is made of arrives in its structure; each part is copied by the way that suits it."""
+"""What a batch is made of arrives in its structure; small tensors travel together, and are tensors like any other."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,14 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from devices_samples import PLAIN, place_now
+from conftest import ahead
+from devices_samples import GOOD, Checks, copied, copies_on, place_now, placer_on, streams_on
 from simulated import Machine
 
-from sharded_loader import InlinePool, ShardedDataLoader
+from sharded_loader import ShardedDataLoader, SimpleDataset
 from sharded_loader.batching.tree import children, to_torch
 from sharded_loader.devices import copies
-from sharded_loader.devices.copies import PlacementPlan
-from sharded_loader.devices.placement import Placer
+from sharded_loader.devices.copies import SMALL, CopyStream, PlacementPlan
+from sharded_loader.engine.pool import Pool
 
 Pair = namedtuple("Pair", "x y")
 
@@ -28,37 +31,8 @@ class Batch:
     names: list[str]
 
 
-class Encoding:
-    """An object that moves itself, like a tokenizer's."""
-
-    def __init__(self, ids: torch.Tensor, log: list[Any]) -> None:
-        self.ids = ids
-        self.log = log
-
-    def pin_memory(self) -> Encoding:
-        self.log.append("pin")
-        return Encoding(self.ids.clone(), self.log)
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> Encoding:
-        self.log.append(("to", str(device), non_blocking))
-        return Encoding(self.ids, self.log)
-
-
-class Plain:
-    """An object that moves itself, and knows of nothing else."""
-
-    def __init__(self) -> None:
-        self.where = "host"
-
-    def to(self, device: torch.device) -> Plain:
-        moved = Plain()
-        moved.where = str(device)
-        return moved
-
-
 def put(machine: Machine, batch: Any) -> Any:
-    placement = Placer([machine.devices[0]], pin_memory=False)
-    placed = place_now(placement, batch)
+    placed = place_now(placer_on(machine), batch)
     machine.finish()
     assert machine.faults == []
     return placed
@@ -75,26 +49,13 @@ def test_structures_keep_their_types(machine: Machine) -> None:
     assert placed["c"]["d"][0] is placed["a"].x
 
 
-@pytest.mark.parametrize("leaf", ["text", b"bytes", 3, 2.5, None, np.array(["a", "b"]), np.array(["2020"], "M8[Y]")])
+@pytest.mark.parametrize(
+    "leaf", ["text", b"by", 3, 2.5, None, Batch, torch.int8, np.array(["a"]), np.array(["2020"], "M8[Y]")]
+)
 def test_what_is_no_tensor_stays_on_the_host(machine: Machine, leaf: Any) -> None:
     placed = put(machine, [leaf, np.zeros(2)])
     assert placed[0] is leaf
-    assert sum(kind == "copy" for kind, _ in machine.log) == 1
-
-
-def test_objects_that_can_pin_and_move_do_so(machine: Machine) -> None:
-    log: list[Any] = []
-    placed = put(machine, {"ids": Encoding(torch.arange(3), log)})
-    assert log == ["pin", ("to", "privateuseone:0", True)]
-    assert placed["ids"].ids.tolist() == [0, 1, 2]
-
-
-def test_objects_that_only_move_do_so(machine: Machine) -> None:
-    assert put(machine, Plain()).where == "privateuseone:0"
-
-
-def test_classes_are_no_objects_to_move(machine: Machine) -> None:
-    assert put(machine, [Plain, torch.float32])[0] is Plain
+    assert copied(machine) == 1
 
 
 LAYOUTS: dict[str, torch.Tensor] = {
@@ -142,43 +103,14 @@ def test_every_view_of_pinned_memory_arrives_with_its_values(machine: Machine, n
 
 
 def test_a_batch_begun_in_inference_mode_can_be_trained_on_after_it(machine: Machine) -> None:
-    placement = Placer([machine.devices[0]], pin_memory=False)
+    copies = copies_on(machine)
     with torch.inference_mode():
-        begun = placement._begin([np.ones(3, np.float32)], PLAIN)
-    (batch,) = begun[0].finish()
+        pending = copies.begin([np.ones(3, np.float32)])
+    (batch,) = pending.finish()
     machine.finish()
     weight = torch.ones(3, requires_grad=True)
     (weight * batch).sum().backward()
     assert weight.grad is not None
-
-
-def test_fewer_shards_than_devices(machine: Machine) -> None:
-    with ShardedDataLoader(range(3), 2, devices=machine.devices, pool=InlinePool()) as loader:
-        assert [len(shards) for shards in loader] == [2, 1]
-
-
-def test_strings_beside_numbers_through_a_loader(machine: Machine) -> None:
-    data = [(np.float32(i), f"name {i}") for i in range(4)]
-    with ShardedDataLoader(data, 2, device=machine.devices[0]) as loader:
-        numbers, names = next(iter(loader))
-        machine.finish()
-    assert (numbers.tolist(), names) == ([0.0, 1.0], ["name 0", "name 1"])
-
-
-def test_pin_memory_gives_memory_that_torch_owns_also_to_objects(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sharded_loader.devices import placement
-
-    monkeypatch.setattr(placement, "accelerators", lambda: [torch.device("cuda", 0)])
-    pinned = []
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self) or self.clone())
-    log: list[Any] = []
-
-    def batchify(samples: list[int]) -> Any:
-        return {"x": torch.tensor(samples), "e": Encoding(torch.arange(2), log), "s": "text"}
-
-    with ShardedDataLoader(range(2), 2, batchify_fn=batchify, pin_memory=True) as loader:
-        batch = next(iter(loader))
-    assert (len(pinned), log, batch["s"]) == (1, ["pin"], "text")
 
 
 # -- a plan for batches of one structure ----------------------------------------------------------------------
@@ -216,7 +148,7 @@ CHANGED: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("change", CHANGED)
 def test_a_batch_of_another_structure_goes_its_own_way(machine: Machine, change: str) -> None:
-    placement = Placer([machine.devices[0]], pin_memory=False)
+    placement = placer_on(machine)
     for batch in (flat(), CHANGED[change](), CHANGED[change](), flat()):
         placed, expected = place_now(placement, batch), to_torch(batch)
         machine.finish()
@@ -229,7 +161,6 @@ def test_a_batch_of_another_structure_goes_its_own_way(machine: Machine, change:
                 assert (found.dtype, found.tolist()) == (host.dtype, host.tolist())
             else:
                 assert found is host
-    assert machine.faults == []
 
 
 def leaves_of(tree: Any) -> list[Any]:
@@ -238,7 +169,7 @@ def leaves_of(tree: Any) -> list[Any]:
 
 
 def test_an_array_in_two_places_is_one_tensor_though_the_batch_before_had_two(machine: Machine) -> None:
-    placement, array = Placer([machine.devices[0]], pin_memory=False), np.arange(9)
+    placement, array = placer_on(machine), np.arange(9)
     first, second = place_now(placement, [array, array.copy()])
     assert first is not second
     first, second = place_now(placement, [array, array])
@@ -256,9 +187,108 @@ def test_the_leaves_of_batches_of_one_structure_are_looked_at_once(
             made.append(type(batch))
             super().__init__(batch)
 
-    placement = Placer([machine.devices[0]], pin_memory=False)
+    placement = placer_on(machine)
     placement.create_streams()
     monkeypatch.setattr(copies, "PlacementPlan", Counted)
     for rows in (4, 4, 4, 3, 4, 4):
         place_now(placement, flat(rows))
     assert made == [dict] * 3  # and again for the incomplete batch, and after it
+
+
+# -- small tensors together ------------------------------------------------------------------------------------
+
+
+COLUMNS = 256
+DTYPES = [np.float32, np.int64, np.uint8, np.float16, np.bool_, np.complex128]
+
+
+def columns(index: int) -> Any:
+    """Row i has 256 fields of different types and sizes."""
+    return {f"field {k}": np.full(k % 7, (index + k) % 2, DTYPES[k % 6]) for k in range(COLUMNS)}
+
+
+def nested(index: int) -> Any:
+    fields = list(columns(index).values())
+    return {"first": fields[:100], "rest": {"a": tuple(fields[100:]), "name": "text"}}
+
+
+def leaves(tree: Any) -> list[Any]:
+    if isinstance(tree, dict):
+        return leaves(list(tree.values()))
+    return [leaf for part in tree for leaf in leaves(part)] if isinstance(tree, (list, tuple)) else [tree]
+
+
+@pytest.mark.costly(2)
+@pytest.mark.parametrize("make", [columns, nested])
+def test_many_columns_cost_one_copy(machine: Machine, pool: Pool, make: Any) -> None:
+    data, checks = SimpleDataset(range(16)).transform(make), Checks(machine)
+    expected = [leaves(batch) for batch in ShardedDataLoader(data, 8)]
+    with ahead(ShardedDataLoader(data, 8, pool=pool, device=machine.devices[0]), False) as loader:
+        for number, batch in enumerate(loader):
+            for place, (leaf, host) in enumerate(zip(leaves(batch), expected[number], strict=True)):
+                if not isinstance(host, torch.Tensor):
+                    assert leaf == host
+                    continue
+                assert (leaf.dtype, leaf.shape, leaf.stride()) == (host.dtype, host.shape, host.stride())
+                if leaf.numel():
+                    checks.compare(leaf, host.numpy(), (number, place))
+                del leaf
+            del batch
+            machine.run(40)
+        empty = sum(not leaf.numel() for leaf in expected[0] if isinstance(leaf, torch.Tensor))
+        assert checks.done() == GOOD
+    assert copied(machine) == 2 * (1 + empty)  # a tensor without values has a copy of its own
+
+
+def test_a_large_tensor_keeps_memory_of_its_own(machine: Machine) -> None:
+    """So a label that the program keeps does not keep the images."""
+    copies = copies_on(machine)
+    batch = [np.zeros(SMALL + 1, np.uint8), np.ones(SMALL, np.uint8), np.ones(3)]
+    image, label, weight = copies.begin(batch).finish()
+    machine.finish()
+    copies.drain()
+    assert copied(machine) == 2
+    assert label.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
+    held, in_use = weakref.ref(image), machine.in_use
+    del image
+    gc.collect()
+    assert held() is None and label.sum() == SMALL and machine.in_use == in_use - 1
+
+
+def test_one_small_tensor_goes_from_where_it_lies(machine: Machine) -> None:
+    streams = streams_on(machine)
+    with streams.current():
+        copies, leaf = CopyStream(streams), streams.pin(torch.arange(9), (1,))
+    pending = copies.begin({"only": [leaf]})
+    assert pending.sources[0] is leaf
+    machine.finish()
+    assert pending.finish()["only"][0].tolist() == list(range(9))
+
+
+def test_tensors_that_lie_together_are_strangers_to_autograd(machine: Machine) -> None:
+    """If they were views, to change one would spoil what another is needed for."""
+    copies = copies_on(machine)
+    x, y = copies.begin([torch.ones(3), torch.ones(3)]).finish()
+    machine.finish()
+    weight = torch.ones(3, requires_grad=True)
+    loss = (weight * x).sum()
+    y.add_(1)
+    loss.backward()
+    assert weight.grad is not None and y._base is None
+
+
+def test_lazy_signs_and_conjugates_are_carried_out(machine: Machine) -> None:
+    copies, number = copies_on(machine), torch.tensor([1 + 2j, 3 - 4j])
+    lazy = [number.conj(), number.conj().imag.clone().neg(), torch._neg_view(torch.ones(3)), torch.ones(3)]
+    batch = copies.begin(lazy).finish()
+    machine.finish()
+    assert [found.tolist() for found in batch] == [one.tolist() for one in lazy]
+
+
+def test_each_begins_where_any_type_may_begin(machine: Machine) -> None:
+    copies = copies_on(machine)
+    batch = copies.begin([torch.ones(size, dtype=torch.uint8) for size in range(1, 30)]).finish()
+    machine.finish()
+    first = min(tensor.data_ptr() for tensor in batch)
+    assert all((tensor.data_ptr() - first) % 64 == 0 for tensor in batch)
+    copies.drain()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import pickle
-import time
 from typing import Any
 
-import numpy as np
 import pytest
 from conftest import ahead
 
@@ -18,7 +16,7 @@ from sharded_loader.pools.process.link import TASKS
 def sizes_sent(pool: ProcessPool, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tasks each message to a worker holds, from here on."""
     sizes = []
-    for worker in pool._transport.workers:
+    for worker in pool.workers:
         send = worker.link.send
 
         def spy(kind: bytes, *args: Any, send: Any = send, **options: Any) -> None:
@@ -30,74 +28,15 @@ def sizes_sent(pool: ProcessPool, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-class Rows:
-    """Rows that take ``seconds`` to read."""
-
-    def __init__(self, seconds: float = 0.0) -> None:
-        self.seconds = seconds
-
-    def __len__(self) -> int:
-        return 4000
-
-    def __getitem__(self, index: int) -> np.ndarray[Any, Any]:
-        if self.seconds:
-            time.sleep(self.seconds)
-        return np.full(4, index)
-
-
-def is_in_order(loader: Any, count: int) -> bool:
-    return all(batch[0, 0] == loader.batch_size * n for n, batch in zip(range(count), loader, strict=False))
-
-
 @pytest.mark.slow
 def test_cheap_batches_travel_several_to_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = ProcessPool(2, start_method="fork")
-    with ahead(ShardedDataLoader(Rows(), 4, pool=pool), False) as loader:
-        assert is_in_order(loader, 1000)
+    with ahead(ShardedDataLoader(range(4000), 4, pool=pool), False) as loader:
+        assert len(list(loader)) == 1000
         sizes = sizes_sent(pool, monkeypatch)
-        assert is_in_order(loader, 1000)
+        assert [batch[0] for batch in loader] == [*range(0, 4000, 4)]
     assert sum(sizes) == 1000
     assert sum(sizes) / len(sizes) > 2
-
-
-def test_batches_that_take_a_millisecond_travel_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = ProcessPool(2, start_method="fork")
-    with ahead(ShardedDataLoader(Rows(0.001), 4, pool=pool), False) as loader:
-        assert is_in_order(loader, 10)
-        sizes = sizes_sent(pool, monkeypatch)
-        assert is_in_order(loader, 60)
-        # And each worker holds one beyond the one that it does: uneven batches leave nobody idle.
-        assert all(len(worker.tasks) <= 2 for worker in pool._transport.workers)
-    assert set(sizes) <= {1, 2}  # two at the beginning of the epoch, when workers have none
-    assert sum(sizes) / len(sizes) < 1.2
-
-
-@pytest.mark.slow
-def test_a_prefetch_that_the_user_gives_is_kept_to() -> None:
-    pool = ProcessPool(2, start_method="fork")
-    with ahead(ShardedDataLoader(Rows(), 4, pool=pool, prefetch=3), False) as loader:
-        iterator = iter(loader)
-        for number, batch in zip(range(800), iterator, strict=False):
-            assert batch[0, 0] == 4 * number
-            assert len(iterator.run.window) <= 3
-
-
-def test_an_error_in_a_group_is_its_own_batchs_error() -> None:
-    class Bad(Rows):
-        def __getitem__(self, index: int) -> np.ndarray[Any, Any]:
-            if index % 40 == 3:
-                raise ValueError(f"sample {index} is bad")
-            return super().__getitem__(index)
-
-    with ShardedDataLoader(Bad(), 4, pool=ProcessPool(2, start_method="fork")) as loader:
-        iterator = iter(loader)
-        for number in range(1000):
-            if number % 10 == 0:
-                with pytest.raises(ValueError, match=f"sample {4 * number + 3} is bad"):
-                    next(iterator)
-            else:
-                assert next(iterator)[0, 0] == 4 * number
-        assert next(iterator, None) is None
 
 
 def test_one_slow_batch_ends_the_grouping() -> None:
@@ -107,8 +46,9 @@ def test_one_slow_batch_ends_the_grouping() -> None:
     assert grouping.size == MAX_GROUP
     grouping.note(0.05)
     assert grouping.size == 1
-    grouping.note(GROUP_SECONDS)
-    assert grouping.size == 1
+    for _ in range(100):  # which are not cheap
+        grouping.note(GROUP_SECONDS)
+        assert grouping.size == 1
 
 
 def test_the_bytes_of_a_message_are_bounded_too() -> None:

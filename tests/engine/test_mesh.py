@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.multiprocessing
+from torch.distributed.device_mesh import init_device_mesh
 
 from sharded_loader import ShardedDataLoader
 from sharded_loader.engine.order import MODEL_DIMS, ranks_of_mesh
@@ -72,8 +73,30 @@ def test_the_loader_reads_as_the_rank_of_its_mesh() -> None:
     assert "mesh" not in by_mesh.arguments
 
 
+def read(rank: int, folder: str) -> None:
+    """What one process reads, by the mesh and by one dimension of it."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=8)
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
+    found = [
+        [batch.tolist() for batch in ShardedDataLoader(range(64), 4, shuffle=True, seed=3, mesh=given)]
+        for given in (mesh, mesh["dp_shard"])
+    ]
+    with pytest.raises(ValueError, match="'tp'"):
+        ShardedDataLoader(range(64), 4, mesh=mesh["tp"])
+    torch.save((mesh.get_coordinate(), found), f"{folder}/{rank}.pt")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
 @pytest.mark.slow
-def test_eight_processes_on_gloo(tmp_path: Path) -> None:
-    program = Path(__file__).with_name("mesh_ranks.py")
-    done = subprocess.run([sys.executable, str(program), str(tmp_path)], capture_output=True, text=True, timeout=500)
-    assert (done.returncode, done.stdout) == (0, "each replica its part\n"), done.stderr
+def test_eight_processes_on_gloo_read_two_replicas_of_two_shards(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(read, (str(tmp_path),), nprocs=8)
+    whole: dict[Any, Any] = {}
+    dimension: dict[Any, Any] = {}
+    for rank in range(8):
+        (replicate, shard, _), found = torch.load(tmp_path / f"{rank}.pt")
+        # The two ranks of a tensor-parallel group have equal batches.
+        assert whole.setdefault((replicate, shard), found[0]) == found[0]
+        assert dimension.setdefault(shard, found[1]) == found[1]
+    for ranks in (whole, dimension):
+        assert sorted(index for batches in ranks.values() for batch in batches for index in batch) == list(range(64))

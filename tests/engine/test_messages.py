@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Any
+import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from sharded_loader.engine.heartbeat import (
+    BEGINNING,
+    IDLE,
+    IN_BATCHIFY,
+    IN_BULK,
+    SENDING,
+    WORDS,
+    heartbeat_in,
+    is_at,
+    new_heartbeat,
+    phase,
+    sample_in,
+)
 from sharded_loader.engine.messages import (
     NOTHING,
+    PartBatch,
+    PartIndices,
+    PartPoint,
     Result,
+    Stream,
+    Task,
     pack_reply,
     pack_result,
     unpack_reply,
 )
 from sharded_loader.memory.codec import SlotWriter, decode, encode
-from sharded_loader.pools.supervised import decode_result
-
-
-@pytest.mark.parametrize("batch", [np.arange(6).reshape(2, 3), [np.arange(2), np.ones(2, "f4")]], ids=["one", "two"])
-def test_results_of_plain_arrays_travel_without_their_classes(batch: Any) -> None:
-    encoded = pack_result(Result(1, 2, batch, 2, seconds=0.5), SlotWriter(None))
-    assert encoded is not None
-    got = decode_result(1, 2, memoryview(encoded.head), list(encoded.buffers), None)
-    assert (got.run, got.seq, got.samples, got.seconds, got.error) == (1, 2, 2, 0.5, None)
-    np.testing.assert_equal(got.batch, batch)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +48,7 @@ def test_results_of_plain_arrays_travel_without_their_classes(batch: Any) -> Non
     ],
     ids=["error", "skipped", "lost", "dict", "number", "one array twice"],
 )
-def test_other_results_do_not(result: Result) -> None:
+def test_only_results_of_plain_arrays_alone_travel_without_their_classes(result: Result) -> None:
     assert pack_result(result, SlotWriter(None)) is None
 
 
@@ -54,3 +63,68 @@ def test_several_replies_lie_one_behind_the_other() -> None:
 
 def test_nothing_is_itself_in_every_process() -> None:
     assert decode(encode(NOTHING).head, []) is NOTHING
+
+
+def test_indices_of_a_part_are_a_sequence_and_slices_are_again() -> None:
+    indices = PartIndices(2, range(8, 12))
+    assert list(indices) == [(2, 8), (2, 9), (2, 10), (2, 11)] and len(indices) == 4
+    assert indices[-1] == (2, 11) and (2, 9) in indices and indices.index((2, 10)) == 2
+    part = indices[1:3]
+    assert type(part) is PartIndices and list(part) == [(2, 9), (2, 10)]
+    assert list(indices[4:]) == [] and not indices[4:]
+
+
+def test_they_travel_in_few_bytes_however_many_they_are() -> None:
+    indices = PartIndices(3, range(1 << 20))
+    pickled = pickle.dumps(indices, protocol=5)
+    assert len(pickled) < 120
+    found = pickle.loads(pickled)
+    assert (found.part, found.places) == (3, range(1 << 20))
+
+
+def test_batches_of_one_part_in_one_reading_are_of_the_same_part() -> None:
+    batch = PartBatch(stream=4, oldest=2, number=1, batch=7, point=PartPoint())
+    assert batch.is_same(batch._replace(batch=9, oldest=3, point=PartPoint(3)))
+    assert not batch.is_same(batch._replace(stream=5)) and not batch.is_same(batch._replace(number=0))
+    assert not batch.is_same(None)
+
+
+def test_a_part_begins_before_its_first_sample() -> None:
+    assert PartPoint() == PartPoint(batches=0, passes=0, samples=0, checksum=0, ended=False, state=None)
+    assert Stream(3, 8)[:4] == (3, 8, False, False)
+
+
+# -- a heartbeat tells where a worker was when it died ----------------------------------------------------------------
+
+
+TASK = Task(4, 5, 0, 0, ([70, 80], [90]), True)
+
+
+def test_a_heartbeat_is_at_the_task_of_its_run_and_number_until_it_is_idle() -> None:
+    assert not is_at(new_heartbeat(), Task(0, 0, 0, 0, ([1],), False))
+    assert is_at([4, 5, 0, BEGINNING], TASK)
+    assert not any(is_at(at, TASK) for at in ([4, 6, 0, 0], [3, 5, 0, 0], [4, 5, 0, IDLE]))
+
+
+def test_the_sample_is_told_by_its_place_in_its_shard_where_a_single_one_is_read() -> None:
+    assert [sample_in(TASK, [4, 5, *at]) for at in [(0, 0), (0, 1), (1, 0)]] == [[70], [80], [90]]
+    assert [sample_in(TASK, [4, 5, 0, at]) for at in (IN_BULK, IN_BATCHIFY, SENDING, IDLE, BEGINNING)] == [[]] * 5
+    assert sample_in(TASK, [4, 5, 2, 0]) == sample_in(TASK, [4, 5, 1, 1]) == []  # places that do not exist
+
+
+def test_the_sample_of_an_array_is_a_plain_int() -> None:
+    (index,) = sample_in(replace(TASK, shards=(np.array([3, 4]),)), [4, 5, 0, 1])
+    assert type(index) is int
+
+
+def test_every_phase_has_words() -> None:
+    words = {phase([0, 0, 0, at]) for at in (IN_BULK, IN_BATCHIFY, SENDING, IDLE, BEGINNING, 7)}
+    assert len(words) == 6
+    assert phase([0, 0, 0, 7]) == "reading a sample"
+
+
+def test_heartbeats_in_shared_memory_do_not_touch_each_other() -> None:
+    memory = bytearray(8 * WORDS * 2)
+    first, second = heartbeat_in(memory, 0), heartbeat_in(memory, 1)
+    first[:4] = memoryview(np.array([1, 2, 3, 4])).cast("B").cast("q")
+    assert (list(first[:4]), list(second[:4])) == ([1, 2, 3, 4], [0, 0, 0, 0])

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from sharded_loader.base.errors import LoaderClosedError
-from sharded_loader.engine.messages import Job, Result, Task
+from sharded_loader.engine.messages import NOTHING, Job, Result, Task
 from sharded_loader.engine.order import Epoch, Position, sampler_error
 from sharded_loader.engine.pipeline import Entry, Pipeline, Run
 from sharded_loader.engine.pool import Pool, PoolBroken
@@ -23,20 +22,16 @@ class PoolOfNumbers(Pool):
 
     num_workers = 1
     room = 100
+    started = False  # type: ignore[assignment]
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
         self.tasks: list[Task] = []
         self.broken: Exception | None = None
-        self._started = False
-
-    @property
-    def started(self) -> bool:
-        return self._started
 
     def start(self, job: Job) -> None:
         self.calls.append("start")
-        self._started = True
+        self.started = True
 
     def submit(self, tasks: Sequence[Task]) -> None:
         self.calls.append([(task.run, task.seq) for task in tasks])
@@ -56,7 +51,7 @@ class PoolOfNumbers(Pool):
     def close(self) -> None:
         self.calls.append("close")
         self.tasks.clear()
-        self._started = False
+        self.started = False
 
     def submitted(self) -> list[tuple[int, int]]:
         """Run and number of each task, in the order in which they were submitted; forgets them."""
@@ -76,12 +71,9 @@ class Numbers(Epoch):
             return sampler_error(KeyError(seq), "")
         return Task(self.run, seq, 0, seq, ([seq],), False) if seq < self._length else None
 
-    @property
-    def tables(self) -> tuple[dict[int, Any], ...]:
-        return ()
+    tables = ()  # type: ignore[assignment]
 
-    def forget(self, delivered: int) -> None:
-        pass
+    def forget(self, delivered: int) -> None: ...
 
     def length(self) -> int:
         return self._length
@@ -107,6 +99,12 @@ def pipeline_of(*runs: Run, prefetch: int = 4) -> tuple[Pipeline, PoolOfNumbers]
     return pipeline, pool
 
 
+def started(prefetch: int = 4, **of_run: Any) -> tuple[Run, Pipeline, PoolOfNumbers]:
+    """One run."""
+    run = run_of(0, **of_run)
+    return run, *pipeline_of(run, prefetch=prefetch)
+
+
 def deliver(run: Run, entry: Entry) -> bool:
     run.delivered = entry.seq + 1
     return True
@@ -125,70 +123,39 @@ def strike(*given: Any) -> Any:
     raise KeyboardInterrupt
 
 
-def test_batches_come_in_order_whatever_finishes_first() -> None:
-    run = run_of(0)
-    pipeline, _ = pipeline_of(run)
-    assert [step(pipeline, run) for _ in range(11)] == [*range(10), None]
-
-
-def test_of_two_results_of_a_batch_the_first_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of a thread that was written off, and has read its sample after all."""
-    run = run_of(0, length=2)
-    pipeline, pool = pipeline_of(run)
-    late, wait = TimeoutError("it stands still"), pool.wait
-
-    def twice(block: bool = True) -> Sequence[Result]:
-        return [found for one in wait(block) for found in (replace(one, error=late) if one.seq else one, one)]
-
-    monkeypatch.setattr(pool, "wait", twice)
-    assert [step(pipeline, run) for _ in range(3)] == [0, late, None]
+@pytest.mark.parametrize("first", [0, 6])
+def test_batches_come_in_order_whatever_finishes_first_and_from_where_it_resumes(first: int) -> None:
+    run, pipeline, _ = started(first=first)
+    assert [step(pipeline, run) for _ in range(11 - first)] == [*range(first, 10), None]
 
 
 def test_prefetch_batches_are_in_flight_and_one_more_for_each_that_is_handed_out() -> None:
-    run = run_of(0)
-    pipeline, pool = pipeline_of(run, prefetch=3)
-    step(pipeline, run)
-    assert pool.submitted() == [(0, 0), (0, 1), (0, 2), (0, 3)]
-    step(pipeline, run)
-    assert pool.submitted() == [(0, 4)]
+    for prefetch, first, then in ((3, [0, 1, 2, 3], [4]), (0, [0], [1])):  # 0: one is read when it is asked for
+        run, pipeline, pool = started(prefetch=prefetch)
+        for expected in (first, then):
+            step(pipeline, run)
+            assert pool.submitted() == [(0, seq) for seq in expected]
 
 
-def test_without_prefetch_one_batch_is_read_when_it_is_asked_for() -> None:
-    run = run_of(0)
-    pipeline, pool = pipeline_of(run, prefetch=0)
-    step(pipeline, run)
-    assert pool.submitted() == [(0, 0)]
-
-
-def test_a_group_of_batches_is_submitted_at_once() -> None:
+@pytest.mark.parametrize(
+    ("takes_turns", "one_by_one", "sent"),
+    [
+        (False, False, [32, 0, 0, 4, 0, 0, 0, 4, 0]),  # twice four groups: nobody waits while one goes through a group
+        (True, False, [32, 0, 0, 0, 0, 0, 0, 8, 0]),  # where workers take turns, each gets its group at once
+        (False, True, [5, 1, 1, 1, 1, 1, 1, 1, 1]),
+    ],
+)
+def test_a_group_of_batches_is_submitted_at_once(takes_turns: bool, one_by_one: bool, sent: list[int]) -> None:
     run = run_of(0, length=100)
+    run.epoch.takes_turns = takes_turns
     pipeline, pool = pipeline_of(run, prefetch=4)
-    pipeline.scheduler.scale_by_group, pool.group = True, 4
-    step(pipeline, run)
-    assert len(pool.submitted()) == 32  # twice four groups: nobody waits while the consumer goes through a group
-    assert [len(pool.submitted()) for _ in range(8) if step(pipeline, run) is not None] == [0, 0, 4, 0, 0, 0, 4, 0]
-
-
-def test_where_workers_take_turns_each_gets_its_group_at_once() -> None:
-    run = run_of(0, length=100)
-    run.epoch.takes_turns = True
-    pipeline, pool = pipeline_of(run, prefetch=4)
-    pipeline.scheduler.scale_by_group, pool.group, pool.num_workers = True, 4, 2
-    step(pipeline, run)
-    assert len(pool.submitted()) == 32
-    assert [len(pool.submitted()) for _ in range(8) if step(pipeline, run) is not None] == [0] * 6 + [8, 0]
-
-
-def test_one_by_one_a_task_is_submitted_for_each_batch_that_is_taken() -> None:
-    run = run_of(0, length=100)
-    pipeline, pool = pipeline_of(run, prefetch=4)
-    pipeline.scheduler.scale_by_group, pipeline.scheduler.one_by_one, pool.group = True, True, 4
-    assert [len(pool.submitted()) for _ in range(4) if step(pipeline, run) is not None] == [5, 1, 1, 1]
+    pipeline.scheduler.scale_by_group, pipeline.scheduler.one_by_one, pool.group = True, one_by_one, 4
+    pool.num_workers = 2 if takes_turns else 1
+    assert [len(pool.submitted()) for _ in range(9) if step(pipeline, run) is not None] == sent
 
 
 def test_no_more_tasks_are_submitted_than_the_pool_has_room_for() -> None:
-    run = run_of(0)
-    pipeline, pool = pipeline_of(run)
+    run, pipeline, pool = started()
     pool.room = 2
     step(pipeline, run)
     calls = [call for call in pool.calls if isinstance(call, list)]
@@ -208,26 +175,25 @@ def test_of_several_runs_the_tasks_that_are_needed_soonest_go_first() -> None:
 
 
 def test_an_error_of_the_sampler_comes_in_its_place() -> None:
-    run = run_of(0, length=4, errors=[2])
-    pipeline, _ = pipeline_of(run)
+    run, pipeline, _ = started(length=4, errors=[2])
     found = [step(pipeline, run) for _ in range(5)]
     assert isinstance(found.pop(2), KeyError)
     assert found == [0, 1, 3, None]
 
 
 def test_a_result_that_comes_twice_or_of_no_run_counts_once() -> None:
-    run = run_of(0, length=4)
-    pipeline, pool = pipeline_of(run)
-    answer = pool.wait
+    """As of a thread that was written off, and has read its sample after all."""
+    run, pipeline, pool = started(length=4)
+    answer, late = pool.wait, TimeoutError("it stands still")
     stray = [Result(9, 0, "stray"), Result(0, 77, "stray"), Result(0, 0, 0), Result(0, 0, "again")]
+    stray.append(Result(0, 1, NOTHING, error=late))
     pool.wait = lambda block=True: [stray.pop(0)] if stray else answer(block)  # type: ignore[method-assign]
-    assert [step(pipeline, run) for _ in range(5)] == [0, 1, 2, 3, None]
+    assert [step(pipeline, run) for _ in range(5)] == [0, late, 2, 3, None]
 
 
 @pytest.mark.parametrize("strikes", ["deliver", "first", "ahead"])
 def test_after_an_interrupted_step_everything_is_planned_again_from_the_delivered_count(strikes: str) -> None:
-    run = run_of(0, length=7)
-    pipeline, pool = pipeline_of(run)
+    run, pipeline, pool = started(length=7)
     assert [step(pipeline, run) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(KeyboardInterrupt):
         pipeline.next(run, **{"deliver": deliver, strikes: strike})
@@ -241,8 +207,7 @@ def test_after_an_interrupted_step_everything_is_planned_again_from_the_delivere
 
 
 def test_what_strikes_while_the_pool_only_waits_costs_nothing() -> None:
-    run = run_of(0)
-    pipeline, pool = pipeline_of(run)
+    run, pipeline, pool = started()
     pipeline.is_open_step = pool.waiting = True
     pipeline.fail()
     pool.calls.clear()
@@ -251,8 +216,7 @@ def test_what_strikes_while_the_pool_only_waits_costs_nothing() -> None:
 
 
 def test_a_step_inside_a_waiting_one_is_told_apart_and_wakes_it() -> None:
-    run = run_of(0)
-    pipeline, pool = pipeline_of(run)
+    run, pipeline, pool = started()
     woken = []
     pool.wake = lambda: woken.append(True)  # type: ignore[method-assign]
     pipeline.is_open_step = pool.waiting = True
@@ -286,41 +250,27 @@ def test_a_run_that_is_dropped_inside_a_step_goes_with_the_next_one() -> None:
 
 
 def test_a_broken_pool_ends_every_run_with_its_error_once() -> None:
-    run = run_of(0)
-    pipeline, pool = pipeline_of(run)
+    run, pipeline, pool = started()
     pool.broken = OSError("no memory")
     assert step(pipeline, run) is pool.broken
     assert "this iterator has failed (OSError: no memory)" in str(step(pipeline, run))
 
 
 def test_a_pool_that_somebody_has_closed_is_started_again() -> None:
-    run = run_of(0)
-    pipeline, pool = pipeline_of(run)
+    run, pipeline, pool = started()
     step(pipeline, run)
     pool.close()
     assert [step(pipeline, run) for _ in range(9)] == list(range(1, 10))
 
 
-def test_a_closed_pipeline_says_so_and_closes_the_pool() -> None:
-    run = run_of(0)
-    pipeline, pool = pipeline_of(run)
+def test_a_closed_pipeline_says_so_also_to_the_step_that_it_is_closed_in() -> None:
+    run, pipeline, pool = started()
     step(pipeline, run)
     pipeline.close()
     pipeline.close()
     assert pool.calls.count("close") == 1
     with pytest.raises(LoaderClosedError):
         pipeline.check_open()
-
-
-def test_a_pipeline_that_is_closed_inside_a_step_ends_that_step_with_an_error() -> None:
-    run = run_of(0)
-    pipeline, _ = pipeline_of(run)
-
+    pipeline, _ = pipeline_of(run := run_of(0))
     with pytest.raises(LoaderClosedError):
         pipeline.next(run, lambda run, entry: bool(pipeline.close()) or deliver(run, entry))  # type: ignore[func-returns-value]
-
-
-def test_a_run_begins_at_the_batch_that_it_resumes_at() -> None:
-    run = run_of(0, first=6)
-    pipeline, _ = pipeline_of(run)
-    assert [step(pipeline, run) for _ in range(5)] == [6, 7, 8, 9, None]

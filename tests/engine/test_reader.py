@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import signal
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,10 +17,10 @@ from calls import calls_of
 from sharded_loader import ArrayDataset, SampleReadError, empty, sample_rng
 from sharded_loader.base.errors import notes_of
 from sharded_loader.batching.protocol import BatchifyError
-from sharded_loader.engine.heartbeat import IN_BATCHIFY, IN_BULK, ONE_BY_ONE, SAMPLE, SHARD, new_heartbeat
-from sharded_loader.engine.messages import NOTHING, Job, Result, Task
-from sharded_loader.engine.reader import Reader
-from sharded_loader.randomness.rng import reading
+from sharded_loader.engine.heartbeat import IN_BATCHIFY, IN_BULK, ONE_BY_ONE, SAMPLE, SHARD, UNUSED, new_heartbeat
+from sharded_loader.engine.messages import NOTHING, Job, PartIndices, Result, Task
+from sharded_loader.engine.reader import BatchScope, Reader
+from sharded_loader.randomness.rng import OF_BATCH, reading
 
 WORKER = "worker 0 (pid 1)"
 
@@ -83,19 +84,8 @@ def test_a_batch_has_the_samples_in_their_order(kind: Callable[..., Any]) -> Non
     assert result.batch[0].dtype == np.int16
     assert (result.run, result.seq, result.samples, result.error) == (0, 4, 2, None)
     assert result.skipped == () and result.lost_shards == () and result.seconds > 0
-
-
-@KINDS
-def test_each_shard_is_a_batch_of_its_own(kind: Callable[..., Any]) -> None:
-    result = read(kind(), [3, 1], [2])
+    result = read(kind(), [3, 1], [2])  # each shard is a batch of its own
     assert [fields[1].tolist() for fields in result.batch] == [[9, 1], [4]] and result.samples == 3
-
-
-def test_the_samples_are_asked_for_in_the_fastest_way_and_once() -> None:
-    for kind, asked in ((Squares, [3, 1]), (InItems, [[3, 1]]), (InBatches, [[3, 1]])):
-        dataset = kind()
-        read(dataset, [3, 1])
-        assert dataset.asked == asked
 
 
 def test_a_batchify_fn_of_the_users_gets_the_samples_in_a_list_of_its_own() -> None:
@@ -108,11 +98,12 @@ def test_a_batchify_fn_of_the_users_gets_the_samples_in_a_list_of_its_own() -> N
         assert read(kind(), [3, 1], batchify_fn=batchify).batch == [9, 1]
 
 
-def test_arrays_of_indices_are_plain_ints_to_a_dataset() -> None:
+def test_the_samples_are_asked_for_in_the_fastest_way_once_and_by_plain_ints() -> None:
     for kind, asked in ((Squares, [3, 1]), (InItems, [[3, 1]]), (InBatches, [[3, 1]])):
-        dataset = kind()
-        assert read(dataset, np.array([3, 1])).batch[1].tolist() == [9, 1]
-        assert repr(dataset.asked) == repr(asked)  # not np.int64(3)
+        for given in ([3, 1], np.array([3, 1])):
+            dataset = kind()
+            assert read(dataset, given).batch[1].tolist() == [9, 1]
+            assert repr(dataset.asked) == repr(asked)  # not np.int64(3)
     error = read(Squares([1]), np.array([3, 1])).error
     assert error is not None and "sample 1," in notes_of(error)[0]
 
@@ -133,25 +124,17 @@ def test_columns_are_gathered_in_the_memory_that_is_given() -> None:
 def test_random_numbers_belong_to_the_sample_and_to_the_batch() -> None:
     class Draws(Squares):
         def sample(self, index: int) -> Any:
-            return sample_rng().integers(1 << 40)
+            return int(sample_rng().integers(1 << 40))
 
     def batchify(samples: list[Any]) -> Any:
-        return [int(sample) for sample in samples], int(sample_rng().integers(1 << 40))
+        return samples, int(sample_rng().integers(1 << 40))
 
     samples, own = read(Draws(), [3, 1], batchify_fn=batchify).batch
     again = read(Draws(), [1], [3], batchify_fn=batchify).batch
     assert [again[1][0], again[0][0]] == [samples[:1], samples[1:]]
     assert again[0][1] == own != again[1][1]  # shard 0 of this batch, shard 1
-    assert reading.get() is None
-
-
-def test_one_sample_has_the_numbers_that_it_has_in_a_batch() -> None:
-    class Draws(Squares):
-        def sample(self, index: int) -> Any:
-            return int(sample_rng().integers(1 << 40))
-
     reader = Reader(Job(Draws(), None, 7))
-    assert reader.read_sample(3, 2) == reader.read(task_of([5, 3], epoch=2)).batch[1]
+    assert reader.read_sample(3, 2) == reader.read(task_of([5, 3], epoch=2)).batch[1]  # alone as in a batch
     assert reading.get() is None
 
 
@@ -214,30 +197,16 @@ def test_an_error_names_its_sample_however_it_was_read(kind: Callable[..., Any])
 
 
 def test_a_bulk_read_that_fails_alone_names_all_samples() -> None:
-    class Fails(InItems):
-        def __getitems__(self, indices: list[int]) -> list[Any]:
-            raise RuntimeError("no items")
+    def fails(dataset: Any, indices: list[int]) -> Any:
+        raise RuntimeError("no items")
 
-    class TooFew(InItems):
-        def __getitems__(self, indices: list[int]) -> list[Any]:
-            return super().__getitems__(indices)[1:]
-
-    class Columns(InItems):
-        def __getitems__(self, indices: list[int]) -> Any:
-            return {"x": [1, 2], "y": [3, 4]}  # as many as there are indices
-
-    class Nothing(InItems):
-        def __getitems__(self, indices: list[int]) -> Any:
-            return None
-
-    messages = {
-        Fails: "no items",
-        Nothing: "__getitems__ returned a NoneType: return a list of samples",
-        TooFew: "asked for 2 samples and returned 1: return one sample per",
-        Columns: "__getitems__ returned a dict: return a list of samples",
-    }
-    for kind, message in messages.items():
-        error = read(kind(), [3, 1]).error
+    for reads, message in (
+        (fails, "no items"),
+        (lambda *_: None, "__getitems__ returned a NoneType: return a list of samples"),
+        (lambda *_: [1], "asked for 2 samples and returned 1: return one sample per"),
+        (lambda *_: {"x": [1, 2], "y": [3, 4]}, "__getitems__ returned a dict: return a list of samples"),
+    ):
+        error = read(type("Items", (Squares,), {"__getitems__": reads})(), [3, 1]).error
         assert error is not None and message in str(error)
         assert "it was no single sample" in notes_of(error)[1] and "for i in (3, 1)" in notes_of(error)[1]
 
@@ -246,47 +215,42 @@ def test_a_bulk_read_that_fails_alone_names_all_samples() -> None:
 def test_samples_that_do_not_fit_are_named(kind: type[Squares]) -> None:
     class Ragged(kind):  # type: ignore[valid-type, misc]
         def sample(self, index: int) -> Any:
+            super().sample(index)
             return np.zeros(2 if index == 5 else 3)
 
     error = read(Ragged(), [3, 4, 5]).error
     assert isinstance(error, BatchifyError)
     assert "sample 5 (it does not fit sample 3)" in notes_of(error)[0] and "(3, 5)" in notes_of(error)[1]
+    error = read(Ragged([3]), [3, 4, 5], on_error="skip").error
+    assert error is not None and "sample 5 (it does not fit sample 4)" in notes_of(error)[0]  # of those that are left
 
 
-def test_a_sample_that_is_in_no_batch_is_named_alone() -> None:
+def test_a_sample_that_is_in_no_batch_is_named_alone_and_batchify_fn_s_error_names_all_of_the_shard() -> None:
     error = read([1, 2**70], [0, 1]).error
     assert isinstance(error, BatchifyError) and "batch 4, sample 1, worker 0" in notes_of(error)[0]
-
-
-def test_what_batchify_fn_raises_names_all_samples_of_the_shard() -> None:
-    def fails(samples: list[Any]) -> Any:
-        raise KeyError("x")
-
-    error = read(Squares(), [3], [1, 2], batchify_fn=fails).error
+    error = read(Squares(), [3], [1, 2], batchify_fn=lambda samples: {}["x"]).error
     assert isinstance(error, KeyError)
     assert "shard 0" in notes_of(error)[0] and "(it was no single sample that failed)" in notes_of(error)[1]
 
 
-@pytest.mark.parametrize("kind", [Squares, InItems])
-def test_what_would_end_the_program_is_an_error_that_names_its_sample(kind: type[Squares]) -> None:
-    class Leaves(kind):  # type: ignore[valid-type, misc]
-        def sample(self, index: int) -> Any:
-            raise SystemExit(3)
+class Raises(Squares):
+    """Sample i raises, as ``bad`` says."""
 
-    error = read(Leaves(), [3, 1]).error
+    def sample(self, index: int) -> Any:
+        raise self.bad  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("kind", [Raises, type("RaisesInItems", (Raises, InItems), {})])
+@pytest.mark.parametrize("ends", [SystemExit(3), KeyboardInterrupt(), StopIteration("x")])
+def test_what_would_end_the_loop_or_the_program_is_an_error_that_names_its_sample(kind: Any, ends: Any) -> None:
+    error = read(kind(ends), [3, 1]).error
     assert isinstance(error, SampleReadError) and "sample 3" in notes_of(error)[0]
 
 
 def test_a_ctrl_c_passes_in_the_callers_own_thread_only() -> None:
-    class Interrupted(Squares):
-        def sample(self, index: int) -> Any:
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        read(Interrupted(), [3, 1], worker=None)
+        read(Raises(KeyboardInterrupt()), [3, 1], worker=None)  # type: ignore[arg-type]
     assert reading.get() is None
-    error = read(Interrupted(), [3, 1]).error
-    assert isinstance(error, SampleReadError) and "sample 3" in notes_of(error)[0]
 
 
 def test_an_error_that_is_dropped_leaves_nothing_for_the_collector() -> None:
@@ -330,22 +294,9 @@ def test_bad_samples_without_a_good_one_leave_nothing_or_an_error() -> None:
 
 
 def test_an_error_of_on_error_itself_names_the_sample() -> None:
-    def fails(failed: Any) -> Any:
-        raise LookupError("no other")
-
-    result = read(Squares([1]), [3, 1], on_error=fails)
-    assert isinstance(result.error, LookupError) and "sample 1" in notes_of(result.error)[0]
+    result = read(Squares([1]), [3, 1], on_error=lambda failed: {}["no other"])
+    assert isinstance(result.error, KeyError) and "sample 1" in notes_of(result.error)[0]
     assert str(result.error.__context__) == "bad 1"
-
-
-def test_samples_that_do_not_fit_are_named_among_those_that_are_left() -> None:
-    class Ragged(Squares):
-        def sample(self, index: int) -> Any:
-            super().sample(index)
-            return np.zeros(2 if index == 5 else 3)
-
-    error = read(Ragged([3]), [3, 4, 5], on_error="skip").error
-    assert error is not None and "sample 5 (it does not fit sample 4)" in notes_of(error)[0]
 
 
 # -- where it is -----------------------------------------------------------------------------------------------------
@@ -476,3 +427,46 @@ def test_a_sample_that_cannot_be_read_takes_its_own_time(monkeypatch: pytest.Mon
 
     times = read(Waits([bad]), [1, 2, 4], on_error="skip").times
     assert times is not None and times.slow == ((2, 4.0), (1, 2.0), (0, 1.0))
+
+
+# -- where it is, for errors and for the loop around it ---------------------------------------------------------------
+
+
+def scope_of(*shards: Any) -> BatchScope:
+    at = BatchScope(7, 2)
+    at.task = Task(0, 4, 2, 0, shards, len(shards) > 1)
+    at.worker, at.empty, at.heartbeat = None, np.empty, list(UNUSED)
+    at.indices = shards[0]
+    return at
+
+
+def stand_at(at: BatchScope, position: int) -> None:
+    at.items = iter(range(len(at.indices)))
+    for _ in range(position + 1):
+        next(at.items)
+
+
+def test_samples_of_a_part_are_named_by_part_and_place() -> None:
+    at = scope_of(PartIndices(3, range(8, 12)))
+    stand_at(at, 2)
+    assert "sample (3, 10)" in notes_of(at.locate_error(KeyError("x")))[0]
+    at.set_index(OF_BATCH)
+    where, again = notes_of(at.locate_error(KeyError("x")))
+    assert "sample" not in where.partition("batch 4")[2]
+    assert again.endswith("[loader.read(i, epoch=2) for i in ((3, 8), (3, 9), (3, 10), (3, 11))]")
+
+
+def test_a_handler_that_raises_inside_the_dataset_is_the_dataset_s() -> None:
+    class TimeIsUp(Exception):
+        pass
+
+    def handler(number: int, frame: Any) -> None:
+        raise TimeIsUp
+
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        signal.raise_signal(signal.SIGTERM)
+    except TimeIsUp as error:
+        assert not scope_of([1]).is_for_caller(error)
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -14,7 +14,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import simulated_cuda
 import torch
+from stress import order_of
 
 from sharded_loader import ShardedDataLoader
 from sharded_loader.devices.copies import CopyStream
@@ -33,7 +35,7 @@ needs_cuda = pytest.mark.skipif("not torch.cuda.is_available()", reason="needs a
 needs_two = pytest.mark.skipif("torch.cuda.device_count() < 2", reason="needs two GPUs")
 
 
-PRETENDED = "pretend_cuda" in sys.modules
+PRETENDED = simulated_cuda.cuda is not None
 """The GPU is only pretended."""
 
 
@@ -42,9 +44,10 @@ def sleep(cycles: int) -> None:
     torch.cuda._sleep(cycles)
 
 
-def copy_streams_of(loader: ShardedDataLoader) -> list[CopyStream]:
-    """The copy streams of a loader that has delivered something."""
-    return list(loader._placement.copies.values())
+def copies_of(loader: ShardedDataLoader) -> tuple[CopyStream, torch.cuda.Stream]:
+    """The copies of a loader of one device that has delivered something, and their stream."""
+    (copies,) = loader._placement.copies.values()
+    return copies, copies._stream
 
 
 def let_workers_finish(loader: ShardedDataLoader, batches: Any) -> None:
@@ -80,45 +83,87 @@ def memory_limit(device: torch.device, nbytes: int) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
-class OnCuda:
+class Late:
+    """Compares on the current stream, and counts what differs. The host looks at the end."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        # One counter for each stream: two streams must not add to one.
+        self.counters: dict[int, torch.Tensor] = {}
+
+    def expect(self, found: torch.Tensor, expected: torch.Tensor) -> None:
+        assert found.device == self.device
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        if stream not in self.counters:
+            self.counters[stream] = torch.zeros((), dtype=torch.int64, device=self.device)
+        self.counters[stream].add_((found != expected).sum())
+
+    def poison(self, shapes: Any) -> None:
+        """Write over memory that the current stream may have, for tensors of these shapes and dtypes."""
+        for shape, dtype in shapes:
+            torch.empty(shape, dtype=dtype, device=self.device).fill_(POISON)
+
+    def differing(self) -> int:
+        torch.cuda.synchronize(self.device)
+        return sum(int(counter) for counter in self.counters.values())
+
+
+class Rows(Late):
+    """Compares batches of `stress.rows` with their labels.
+
+    Args:
+        width: of the rows.
+    """
+
+    def __init__(self, device: torch.device, width: int) -> None:
+        super().__init__(device)
+        self.width, self.labels = width, list[torch.Tensor]()
+        self.columns = torch.arange(width, dtype=torch.int64, device=device)
+
+    def compare(self, values: torch.Tensor, labels: torch.Tensor) -> None:
+        self.expect(values, labels[:, None] * self.width + self.columns)
+        self.labels.append(labels.clone())
+
+    def result(self) -> tuple[list[int], int]:
+        """The labels that were seen since the last result, and how many values differed."""
+        seen = [label for labels in self.labels for label in labels.tolist()]
+        self.labels.clear()
+        return seen, self.differing()
+
+
+class OnCuda(Late):
     """A GPU as the target of `stress.stress`.
 
     Args:
         device: with its number.
-        count, width: of the `stress.rows`.
+        width: of the `stress.rows`.
     """
 
-    def __init__(self, device: torch.device, count: int, width: int) -> None:
-        self.device = device
-        self.side = torch.cuda.Stream(device)
-        self._width = width
-        self._columns = torch.arange(width, dtype=torch.int64, device=device)
+    def __init__(self, device: torch.device, width: int) -> None:
+        super().__init__(device)
+        self.side, self.width, self.seen = torch.cuda.Stream(device), width, 0
+        self.columns = torch.arange(width, dtype=torch.int64, device=device)
         # The upload of an epoch's order is to be over before any stream reads it: a new tensor each, kept to the end.
-        self._orders: list[torch.Tensor] = []
-        self._count = count
-        # One counter for each stream: two streams must not add to one.
-        self._differing: dict[int, torch.Tensor] = {}
-        self._seen = 0
+        self.orders: list[torch.Tensor] = []
         torch.cuda.synchronize(device)
 
     def begin_epoch(self, indices: list[int]) -> None:
-        assert max(indices) < self._count
-        self._orders.append(torch.tensor(indices, dtype=torch.int64, device=self.device))
+        self.orders.append(torch.tensor(indices, dtype=torch.int64, device=self.device))
         torch.cuda.synchronize(self.device)
+
+    def epochs(self, loader: ShardedDataLoader, count: int) -> Iterator[Any]:
+        """The iterators of so many epochs, each of which has begun here too."""
+        for epoch in range(count):
+            loader.set_epoch(epoch)
+            self.begin_epoch(order_of(loader, epoch))
+            yield iter(loader)
 
     def compare(self, batch: Any, first: int) -> None:
         values, labels = batch
-        assert (values.device, labels.device) == (self.device, self.device)
-        expected = self._orders[-1][first : first + len(labels)]
-        differing = (values != expected[:, None] * self._width + self._columns).sum() + (labels != expected).sum()
-        self._counter().add_(differing)
-        self._seen += 1
-
-    def _counter(self) -> torch.Tensor:
-        stream = torch.cuda.current_stream(self.device).cuda_stream
-        if stream not in self._differing:
-            self._differing[stream] = torch.zeros((), dtype=torch.int64, device=self.device)
-        return self._differing[stream]
+        expected = self.orders[-1][first : first + len(labels)]
+        self.expect(values, expected[:, None] * self.width + self.columns)
+        self.expect(labels, expected)
+        self.seen += 1
 
     @contextmanager
     def beside(self, batch: Any) -> Iterator[None]:
@@ -129,43 +174,12 @@ class OnCuda:
             field.record_stream(self.side)
 
     def delay(self, rng: random.Random, loader: ShardedDataLoader) -> None:
-        streams = [torch.cuda.current_stream(self.device), self.side]
-        streams += [copies._stream for copies in copy_streams_of(loader)]
+        streams = [torch.cuda.current_stream(self.device), self.side, copies_of(loader)[1]]
         with torch.cuda.stream(rng.choice(streams)):
             sleep(rng.randrange(SHORT, LONG))
 
-    def poison(self, shapes: Any) -> None:
-        for shape, dtype in shapes:
-            torch.empty(shape, dtype=dtype, device=self.device).fill_(POISON)
-
     def wrong(self) -> tuple[int, int]:
-        torch.cuda.synchronize(self.device)
-        return self._seen, sum(int(counter) for counter in self._differing.values())
-
-
-class Rows:
-    """Compares batches of `stress.rows` with their labels, on the current stream. The host looks at the end.
-
-    Args:
-        width: of the rows.
-    """
-
-    def __init__(self, device: torch.device, width: int) -> None:
-        self._device, self._width = device, width
-        self._columns = torch.arange(width, dtype=torch.int64, device=device)
-        self._differing = torch.zeros((), dtype=torch.int64, device=device)
-        self._labels: list[torch.Tensor] = []
-
-    def compare(self, values: torch.Tensor, labels: torch.Tensor) -> None:
-        assert (values.device, labels.device) == (self._device, self._device)
-        self._differing.add_((values != labels[:, None] * self._width + self._columns).sum())
-        self._labels.append(labels.clone())
-
-    def result(self) -> tuple[list[int], int]:
-        """The labels that were seen since the last result, and how many values differed."""
-        seen = [label for labels in self._labels for label in labels.tolist()]
-        self._labels.clear()
-        return seen, int(self._differing)
+        return self.seen, self.differing()
 
 
 class Cudart:
@@ -211,5 +225,6 @@ def run_program(code: str, seconds: float) -> subprocess.CompletedProcess[str]:
         subprocess.TimeoutExpired: it has not ended after so many seconds.
     """
     if PRETENDED:
-        code = f"import pretend_cuda; pretend_cuda.install({torch.cuda.device_count()})\n{code}"
+        code = f"import simulated_cuda; simulated_cuda.install({torch.cuda.device_count()})\n{code}"
+    code = f"import sys; sys.path[:0] = {sys.path!r}\n{code}"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=seconds)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,15 +18,16 @@ from on_cuda import (
     PRETENDED,
     SECONDS,
     Cudart,
-    copy_streams_of,
+    copies_of,
     let_workers_finish,
     memory_limit,
     needs_cuda,
     no_synchronisation,
+    run_program,
     sleep,
 )
 
-from sharded_loader import ArrayDataset, Placement, ProcessPool, ShardedDataLoader, resident
+from sharded_loader import ArrayDataset, Placement, ProcessPool, ShardedDataLoader, SimpleDataset
 from sharded_loader.devices import accelerator
 from sharded_loader.engine.pool import Pool
 from sharded_loader.torch import DataLoader
@@ -59,7 +58,7 @@ def test_no_call_that_makes_the_host_wait(cuda: torch.device, pool: Pool, monkey
         for values, _ in loader:  # segments are registered, and memory is allocated
             total += values.mean()
         torch.cuda.synchronize(cuda)
-        streams = copy_streams_of(loader)[0].streams
+        streams = copies_of(loader)[0].streams
         monkeypatch.setattr(streams, "rest", blocked.append)
         copy = streams.copy
         monkeypatch.setattr(streams, "copy", watched)
@@ -105,18 +104,9 @@ def test_next_returns_while_the_device_is_busy(cuda: torch.device, pool: Pool) -
         assert [values[0, 0].item() for values, _ in (*first, *later)] == [0, 8, 16, 24, 32]
 
 
-class Slow:
+def late_rows(seconds: float) -> SimpleDataset:
     """Rows of 16 KB that take their time."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-
-    def __len__(self) -> int:
-        return 400
-
-    def __getitem__(self, index: int) -> Any:
-        time.sleep(self.seconds)
-        return np.full(4096, index, np.float32)
+    return SimpleDataset(range(400)).transform(lambda index: (time.sleep(seconds), np.full(4096, index, np.float32))[1])
 
 
 @dataclass
@@ -160,7 +150,7 @@ def test_a_host_that_waits_for_the_device_sleeps_and_does_not_call_it_waiting_fo
 ) -> None:
     """Steps of 15 to 20 ms, batches that are there."""
     options = {"persistent_workers": True} if kind is DataLoader else {}
-    shares = train(kind(Slow(0), 8, num_workers=2, device=cuda, **options), SECONDS // 50, cuda)
+    shares = train(kind(late_rows(0), 8, num_workers=2, device=cuda, **options), SECONDS // 50, cuda)
     assert shares.processor <= 0.2 * SLACK
     assert shares.waiting <= 0.05 * SLACK
     assert shares.device_waiting <= 0.05 * SLACK
@@ -170,7 +160,7 @@ def test_a_host_that_waits_for_the_device_sleeps_and_does_not_call_it_waiting_fo
 @KINDS
 def test_a_device_that_has_nothing_to_do_says_so(cuda: torch.device, kind: Any) -> None:
     """8 samples of 5 ms in each batch, two workers: 20 ms for a batch, and a step of 1 ms."""
-    shares = train(kind(Slow(0.005), 8, num_workers=2, device=cuda), SECONDS // 1000, cuda)
+    shares = train(kind(late_rows(0.005), 8, num_workers=2, device=cuda), SECONDS // 1000, cuda)
     assert shares.device_waiting >= 0.8 / SLACK
     assert shares.host_behind <= 0.1 * SLACK
 
@@ -206,9 +196,9 @@ def test_a_host_far_ahead_holds_a_bounded_number_of_batches(cuda: torch.device) 
     with ShardedDataLoader(images(256, 1 / 32), 2, device=cuda, num_workers=2) as loader:
         for _ in loader:
             sleep(1_000_000)
-            assert all(len(copies.kept) <= HOST_AHEAD for copies in copy_streams_of(loader))
+            assert len(copies_of(loader)[0].kept) <= HOST_AHEAD
         # The epoch has ended: no host memory is held for copies.
-        assert [len(copies.kept) for copies in copy_streams_of(loader)] == [0]
+        assert len(copies_of(loader)[0].kept) == 0
         torch.cuda.synchronize(cuda)
 
 
@@ -232,32 +222,29 @@ def test_next_inside_a_graph_capture_is_rejected_and_loses_nothing(cuda: torch.d
         assert doubled.shape == values.shape
 
 
-class Gated:
-    """Samples that hold their number. From the ninth on they wait for the gate."""
-
-    def __init__(self) -> None:
-        self.gate = threading.Event()
-
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        assert index < 8 or self.gate.wait(60)
-        return np.full(5000, index, np.float32)
-
-
 def capture_beside_threads(mode: str) -> None:
     """Capture a graph in this thread while threads of a loader pin memory, which the mode allows or not."""
-    cuda, data, pins, pinned_empty = torch.device("cuda", 0), Gated(), threading.Semaphore(0), accelerator.pinned_empty
+    cuda, gate, pins, pinned_empty = (
+        torch.device("cuda", 0),
+        threading.Event(),
+        threading.Semaphore(0),
+        accelerator.pinned_empty,
+    )
+
+    def gated(index: int) -> np.ndarray:
+        assert index < 8 or gate.wait(60)
+        return np.full(5000, index, np.float32)
 
     def watched(*arguments: Any) -> Any:
         try:
             return pinned_empty(*arguments)
         finally:
-            if data.gate.is_set():
+            if gate.is_set():
                 pins.release()
 
-    loader = ShardedDataLoader(data, 4, device=cuda, num_workers=2, thread_pool=True)
+    loader = ShardedDataLoader(
+        SimpleDataset(range(64)).transform(gated), 4, device=cuda, num_workers=2, thread_pool=True
+    )
     with mock.patch.object(accelerator, "pinned_empty", watched), loader:
         batches, failed = iter(loader), []
         first = [next(batches)]
@@ -267,7 +254,7 @@ def capture_beside_threads(mode: str) -> None:
             # The end of a broken capture leaves its stream current: the outer block takes that back.
             with torch.cuda.stream(torch.cuda.default_stream(cuda)), torch.cuda.graph(graph, capture_error_mode=mode):
                 doubled = static * 2
-                data.gate.set()
+                gate.set()
                 assert pins.acquire(timeout=60) and pins.acquire(timeout=60)  # two batches meanwhile
             graph.replay()
             assert doubled.tolist() == [6.0] * 8
@@ -293,22 +280,18 @@ def test_a_thread_local_capture_works_beside_threads_that_read(cuda: torch.devic
 
 def test_after_a_capture_in_the_default_mode_beside_threads_the_loader_goes_on() -> None:
     """The capture may break, and with it batches: torch's own loader has the same limit. In a process of its own."""
-    pretended = "import pretend_cuda; pretend_cuda.install(); " * ("pretend_cuda" in sys.modules)
-    program = f"import sys; sys.path[:0] = {sys.path!r}; {pretended}import test_gpu_host as tests; "
-    program += "tests.capture_beside_threads('global')"
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=200)
+    run_program("import test_gpu_host as tests; tests.capture_beside_threads('global')", 200).check_returncode()
 
 
 def test_50_epochs_with_new_loaders_leave_nothing(
-    cuda: torch.device, pool: Pool, monkeypatch: pytest.MonkeyPatch
+    cuda: torch.device, new_pool: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runtime = Cudart(torch.cuda.cudart())
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     data, memory, epochs = images(32), [], max(12, 50 // PART)
     whole = 0
     for epoch in range(epochs):
-        # They are made from one pool object, which is closed with its loader and starts again.
-        loader = ShardedDataLoader(data, 4, shuffle=True, device=cuda, pool=_another(pool))
+        loader = ShardedDataLoader(data, 4, shuffle=True, device=cuda, pool=new_pool())
         for number, _ in enumerate(loader):
             if epoch % 3 == 2 and number == 1:
                 break
@@ -323,17 +306,9 @@ def test_50_epochs_with_new_loaders_leave_nothing(
         memory.append((torch.cuda.memory_allocated(cuda), torch.cuda.memory_reserved(cuda)))
     assert len({allocated for allocated, _ in memory}) == 1
     assert memory[-1][1] == memory[9][1]
-    if isinstance(pool, ProcessPool):
+    if isinstance(new_pool(), ProcessPool):
         # A few batches into an epoch the pool knows how large they are, and makes a segment.
         assert runtime.calls >= whole > 0
-
-
-def _another(pool: Pool) -> Any:
-    from sharded_loader import InlinePool, ThreadPool
-
-    if isinstance(pool, ProcessPool):
-        return ProcessPool(2, start_method=pool.start_method)
-    return InlinePool() if isinstance(pool, InlinePool) else ThreadPool(2)
 
 
 def test_epochs_share_one_copy_stream(cuda: torch.device) -> None:
@@ -341,7 +316,7 @@ def test_epochs_share_one_copy_stream(cuda: torch.device) -> None:
         streams = set()
         for _ in range(5):
             list(loader)
-            streams |= {copies._stream.cuda_stream for copies in copy_streams_of(loader)}
+            streams.add(copies_of(loader)[1].cuda_stream)
     assert len(streams) == 1
     assert torch.cuda.default_stream(cuda).cuda_stream not in streams
 
@@ -361,7 +336,7 @@ def test_what_is_copied_ahead_gives_way_to_memory(cuda: torch.device, worker_poo
             assert [values[0, 0].item(), values[1, -1].item()] == labels.tolist()
             let_workers_finish(loader, batches)
         assert seen == list(range(24))
-        assert loader._placement.ahead == 0
+        assert loader.device_prefetch == 0
         del values, labels
 
 
@@ -396,7 +371,7 @@ def test_two_shards_on_a_full_device_give_way_too(cuda: torch.device, worker_poo
                 assert [values[0, 0].item(), values[0, -1].item()] == labels.tolist() * 2
             let_workers_finish(loader, batches)
         assert seen == list(range(24))
-        assert loader._placement.ahead < 2
+        assert loader.device_prefetch < 2
         kept = [shards]
         del shards, values, labels
         with pytest.raises(torch.OutOfMemoryError) as caught:
@@ -411,29 +386,6 @@ def test_columns_that_do_not_fit_are_streamed(cuda: torch.device) -> None:
         ShardedDataLoader(images(16, 32), 1, device=Placement(cuda, resident=True)) as loader,  # 512 MB
     ):
         assert [labels.item() for _, labels in loader] == list(range(16))
-
-
-def test_rows_are_given_back_after_the_first_step_if_the_model_needs_them(
-    cuda: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data, memory = images(256), added_memory(cuda)
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(cuda)
-    free, total = torch.cuda.mem_get_info(cuda)
-    monkeypatch.setattr(resident, "RESERVE", (free - 100 * MB) / total)  # room for 100 MB: the data is 64 MB
-    with ShardedDataLoader(data, 16, device=Placement(cuda, resident="auto")) as loader:
-        batches, seen = iter(loader), list[int]()
-        seen += next(batches)[1].tolist()
-        assert memory() > 64 * MB
-        assert f"resident on {cuda}, " in repr(loader)
-        model = torch.empty(70 * MB, dtype=torch.uint8, device=cuda)
-        seen += next(batches)[1].tolist()
-        assert model.nbytes + 16 * MB < memory() < model.nbytes + 48 * MB
-        assert f"resident on {cuda} (" in repr(loader)
-        for values, labels in batches:
-            assert torch.equal(values[:, 0].long(), labels)
-            seen += labels.tolist()
-    assert seen == list(range(256))
 
 
 def test_a_device_without_memory_for_a_batch_gives_its_rows_back(cuda: torch.device) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import signal
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -58,17 +56,9 @@ def test_registered_memory_is_pinned_for_torch(cuda: torch.device, segment: Segm
 def test_batches_of_workers_are_copied_out_of_the_segments(cuda: torch.device, process_pool: ProcessPool) -> None:
     with ShardedDataLoader(dataset(), 32, device=cuda, pool=process_pool) as loader:
         read_all(loader)  # from here on the pool knows how large a batch is
-        pinned = []
-        original = Streams.pin
-
-        def pin(self: Streams, host: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-            pinned.append(host.shape)
-            return original(self, host, stride)
-
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Streams, "pin", pin)
+            patch.delattr(Streams, "pin")
             read_all(loader)
-        assert pinned == []
         assert process_pool._transport.arena.segments
         for made in process_pool._transport.arena.segments:
             assert torch.from_numpy(np.frombuffer(made.mapping, np.uint8)).is_pinned()
@@ -138,12 +128,6 @@ def test_unlocking_what_is_not_locked_harms_nobody(cuda: torch.device) -> None:
     mapping.close()
 
 
-def test_no_warning_where_nothing_is_refused(cuda: torch.device) -> None:
-    with warnings.catch_warnings(), ShardedDataLoader(dataset(), 32, device=cuda, pool=ProcessPool(2)) as loader:
-        warnings.simplefilter("error")
-        read_all(loader)
-
-
 def test_a_device_that_is_busy_for_long_is_not_waited_for_without_end(
     cuda: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,26 +153,3 @@ def test_a_device_that_is_busy_for_long_is_not_waited_for_without_end(
     del batch, held, batches
     arena.Arena().close()  # looks again at what was left alone
     assert (runtime.registered, arena.STILL_READ, copies.STILL_READ) == ({}, [], set())
-
-
-def test_an_interruption_after_the_registration_leaves_nothing_registered(
-    cuda: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runtime = Cudart(torch.cuda.cudart())
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    register = Registrar(Streams(cuda), lambda: None).register
-    interrupts = [signal.SIGINT]
-
-    def interrupted(mapping: mmap.mmap) -> Any:
-        undo = register(mapping)
-        if interrupts:
-            signal.raise_signal(interrupts.pop())
-        return undo
-
-    made = arena.Arena(None, interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        made.take(1 << 20)
-    slot = made.take(1 << 20)
-    assert slot is not None and made.segments[slot.segment].unregister is not None
-    made.close()
-    assert (runtime.registered, runtime.calls) == ({}, 1)

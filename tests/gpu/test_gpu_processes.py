@@ -46,17 +46,6 @@ def test_workers_beside_a_cuda_context(cuda: torch.device, start_method: str) ->
     assert busy.sum().item() == 1_000_000
 
 
-@pytest.mark.parametrize("start_method", PROCESS_POOLS)
-def test_a_worker_killed_while_its_segments_are_locked_is_replaced(cuda: torch.device, start_method: str) -> None:
-    pool = ProcessPool(2, start_method=start_method)
-    with ShardedDataLoader(dataset(), 8, device=cuda, pool=pool) as loader:
-        for epoch in range(3):
-            for number, batch in enumerate(loader):
-                if epoch and number == 3:
-                    os.kill(pool.pids[0], signal.SIGKILL)
-                check(batch, number)
-
-
 class Part:
     """Iterable data: every row of a part. While ``kills`` has a file, the worker that reads row 20 of part 1 is killed.
 
@@ -100,12 +89,15 @@ def test_iterable_data_and_the_next_epoch_arrive(cuda: torch.device, tmp_path: P
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["this epoch", "the next epoch too"])
-def test_a_worker_killed_beside_the_end_of_an_epoch_is_replaced(cuda: torch.device, ahead: bool) -> None:
-    pool = ProcessPool(2)
+@pytest.mark.parametrize("start_method", PROCESS_POOLS)
+def test_a_worker_killed_in_an_epoch_or_beside_its_end_while_segments_are_locked_is_replaced(
+    cuda: torch.device, ahead: bool, start_method: str
+) -> None:
+    pool = ProcessPool(2, start_method=start_method)
     with made(dataset(), 8, device=cuda, pool=pool, prefetch_epochs=ahead) as loader:
-        for _ in range(4):
+        for epoch in range(4):
             for number, batch in enumerate(loader):
-                if number == COUNT // 8 - 2:
+                if number == (3 if epoch % 2 else COUNT // 8 - 2):
                     os.kill(pool.pids[0], signal.SIGKILL)
                 sleep(400_000)
                 check(batch, number)
@@ -155,7 +147,7 @@ def test_results_of_rows_that_each_device_keeps_are_gathered_on_the_first(cuda: 
 
 NO_OTHER_CONTEXT = """
 import numpy, torch
-from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
+from sharded_loader import ArrayDataset, Placement, ProcessPool, ShardedDataLoader
 from sharded_loader.torch import DataLoader
 data = ArrayDataset(numpy.zeros((64, 8192), numpy.float32))
 def read(device, **options):
@@ -171,7 +163,7 @@ def read_all(device):
     read(device, pool=ProcessPool(2))
     read(device, thread_pool=True, num_workers=2)
     read(device)
-    read(device, resident=True)
+    read(Placement(device, resident=True))
     read(device, kind=DataLoader, num_workers=2)
 EACH
 torch.cuda.synchronize(1)
@@ -214,15 +206,9 @@ with ShardedDataLoader(data, 8, device="cuda:1", num_workers=2) as loader:
 
 
 @needs_two
-@pytest.mark.parametrize("each", [WITHOUT_SET_DEVICE, WITH_SET_DEVICE], ids=["named", "set_device"])
+@pytest.mark.parametrize("each", [WITHOUT_SET_DEVICE, WITH_SET_DEVICE, FULL], ids=["named", "set_device", "full"])
 def test_no_context_appears_on_a_device_that_nobody_named(each: str) -> None:
     done = run_program(NO_OTHER_CONTEXT.replace("EACH", each), 100)
-    assert (done.stdout.split("\n"), done.returncode) == (["[False, True]", ""], 0), done.stderr
-
-
-@needs_two
-def test_no_context_appears_when_a_device_is_full() -> None:
-    done = run_program(NO_OTHER_CONTEXT.replace("EACH", FULL), 100)
     assert (done.stdout.split("\n"), done.returncode) == (["[False, True]", ""], 0), done.stderr
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import made
-from on_cuda import PART, PRETENDED, OnCuda, Rows, copy_streams_of, host_values, needs_cuda, sleep
+from on_cuda import PART, PRETENDED, OnCuda, Rows, copies_of, host_values, needs_cuda, sleep
 from stress import order_of, rows, stress
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import Subset, TensorDataset
@@ -24,7 +24,6 @@ from sharded_loader.devices.placement import Placer
 from sharded_loader.engine.messages import Result, Task
 from sharded_loader.engine.pipeline import Entry
 from sharded_loader.engine.pool import Pool
-from sharded_loader.memory.arena import Arena
 from sharded_loader.memory.codec import ON_HOST
 from sharded_loader.ray.cluster import Lent
 
@@ -40,30 +39,35 @@ def loader_of(**options: Any) -> ShardedDataLoader:
 
 def test_2000_batches_are_intact_under_stress(cuda: torch.device, pool: Pool) -> None:
     with loader_of(device=cuda, pool=pool) as loader:
-        seen, differing = stress(OnCuda(cuda, COUNT, WIDTH), loader, STEPS, seed=4)
+        seen, differing = stress(OnCuda(cuda, WIDTH), loader, STEPS, seed=4)
     assert seen > 0.7 * STEPS
     assert differing == 0
 
 
 def test_they_are_on_a_stream_that_the_user_has_chosen(cuda: torch.device, worker_pool: Pool) -> None:
-    target = OnCuda(cuda, COUNT, WIDTH)
+    target = OnCuda(cuda, WIDTH)
     with loader_of(device=cuda, pool=worker_pool) as loader, torch.cuda.stream(torch.cuda.Stream(cuda)):
         _, differing = stress(target, loader, STEPS // 4, seed=5)
     assert differing == 0
 
 
-def test_they_are_while_the_stream_changes_from_batch_to_batch(cuda: torch.device, worker_pool: Pool) -> None:
+@pytest.mark.parametrize("moving", [False, True], ids=["tensors", "objects that move themselves"])
+def test_they_are_while_the_stream_changes_from_batch_to_batch(
+    cuda: torch.device, worker_pool: Pool, moving: bool
+) -> None:
     """Begun on one stream and handed out on another: the memory belongs to the first."""
-    target, rng = OnCuda(cuda, COUNT, WIDTH), random.Random(6)
+    target, rng = OnCuda(cuda, WIDTH), random.Random(6)
     streams = [torch.cuda.current_stream(cuda), torch.cuda.Stream(cuda), torch.cuda.Stream(cuda)]
-    with loader_of(device=cuda, pool=worker_pool) as loader:
-        for epoch in range(EPOCHS):
-            loader.set_epoch(epoch)
-            target.begin_epoch(order_of(loader, epoch))
-            batches = iter(loader)
+    with loader_of(device=cuda, pool=worker_pool, batchify_fn=_as_moving if moving else None) as loader:
+        for batches in target.epochs(loader, EPOCHS):
             for number in range(len(loader)):
                 with torch.cuda.stream(rng.choice(streams)):
                     batch = next(batches)
+                    if moving:
+                        (own,) = batch
+                        assert (own.values.device, own.labels.device.type) == (cuda, "cpu")
+                        batch = [own.values, own.labels.to(cuda)]
+                        del own
                     shapes = [(field.shape, field.dtype) for field in batch]
                     target.compare(batch, number * BATCH)
                     del batch
@@ -75,13 +79,11 @@ def test_they_are_while_the_stream_changes_from_batch_to_batch(cuda: torch.devic
 @pytest.mark.parametrize("where", ["the current stream", "a side stream"])
 def test_the_users_own_copies_of_pinned_batches_are_intact(cuda: torch.device, pool: Pool, where: str) -> None:
     """The host batch is dropped as soon as its copy has been asked for."""
-    target, rng, done = OnCuda(cuda, COUNT, WIDTH), random.Random(7), 0
+    target, rng, done = OnCuda(cuda, WIDTH), random.Random(7), 0
     stream = target.side if where == "a side stream" else torch.cuda.current_stream(cuda)
     with loader_of(pin_memory=True, pool=pool) as loader:
-        for epoch in range(-(-STEPS * BATCH // COUNT)):
-            loader.set_epoch(epoch)
-            target.begin_epoch(order_of(loader, epoch))
-            for number, batch in enumerate(loader):
+        for batches in target.epochs(loader, -(-STEPS * BATCH // COUNT)):
+            for number, batch in enumerate(batches):
                 assert all(field.is_pinned() for field in batch)
                 with torch.cuda.stream(stream):
                     if rng.random() < 0.5:
@@ -112,14 +114,10 @@ class Moving(Sample):
 
 def test_the_users_own_copies_from_objects_are_intact(cuda: torch.device, process_pool: ProcessPool) -> None:
     """The object is dropped as soon as its copy has been asked for; the copy comes late."""
-    target = OnCuda(cuda, COUNT, WIDTH)
-    with ShardedDataLoader(
-        rows(COUNT, WIDTH), BATCH, shuffle=True, seed=3, device=cuda, pool=process_pool, batchify_fn=_as_sample
-    ) as loader:
-        for epoch in range(EPOCHS):
-            loader.set_epoch(epoch)
-            target.begin_epoch(order_of(loader, epoch))
-            for number, batch in enumerate(loader):
+    target = OnCuda(cuda, WIDTH)
+    with loader_of(device=cuda, pool=process_pool, batchify_fn=_as_sample) as loader:
+        for batches in target.epochs(loader, EPOCHS):
+            for number, batch in enumerate(batches):
                 sleep(800_000)
                 moved = [batch.values.to(cuda, non_blocking=True), batch.labels.to(cuda, non_blocking=True)]
                 del batch
@@ -135,28 +133,6 @@ def _as_sample(samples: list[Any]) -> Sample:
 def _as_moving(samples: list[Any]) -> list[Moving]:
     values, labels = default_batchify_fn(samples)
     return [Moving(values, labels)]
-
-
-def test_objects_that_move_themselves_are_intact_on_changing_streams(cuda: torch.device, worker_pool: Pool) -> None:
-    target, rng = OnCuda(cuda, COUNT, WIDTH), random.Random(9)
-    streams = [torch.cuda.current_stream(cuda), torch.cuda.Stream(cuda), torch.cuda.Stream(cuda)]
-    with ShardedDataLoader(
-        rows(COUNT, WIDTH), BATCH, shuffle=True, seed=3, device=cuda, pool=worker_pool, batchify_fn=_as_moving
-    ) as loader:
-        for epoch in range(EPOCHS):
-            loader.set_epoch(epoch)
-            target.begin_epoch(order_of(loader, epoch))
-            batches = iter(loader)
-            for number in range(len(loader)):
-                with torch.cuda.stream(rng.choice(streams)):
-                    (batch,) = next(batches)
-                    assert (batch.values.device, batch.labels.device.type) == (cuda, "cpu")
-                    target.compare([batch.values, batch.labels.to(cuda)], number * BATCH)
-                    shapes = [(batch.values.shape, batch.values.dtype)]
-                    del batch
-                    target.delay(rng, loader)
-                    target.poison(shapes)
-    assert target.wrong() == (EPOCHS * COUNT // BATCH, 0)
 
 
 def _packed(samples: list[Any]) -> Any:
@@ -294,37 +270,36 @@ def test_the_objects_of_a_group_of_batches_may_be_copied_too(cuda: torch.device)
 
 
 def test_a_slot_is_used_again_only_when_its_copy_is_done(cuda: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    early, again, copies = [], 0, []
-    take = Arena.take
+    early, again, copied, pool = [], [], list[tuple[int, Any]](), ProcessPool(2)
+
+    class Returned(collections.deque):  # type: ignore[type-arg]
+        """The slots that may be used again."""
+
+        def append(self, lease: Any) -> None:
+            slot = lease.resource
+            start = address_of(arena.segments[slot.segment].mapping)[0] + slot.offset
+            mine = [item for item in copied if start <= item[0] < start + slot.nbytes]
+            again.extend(mine)
+            early.extend(slot for _, event in mine if not event.query())
+            copied[:] = [item for item in copied if item not in mine]
+            super().append(lease)
 
     def noted(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        copied = copy(target, source)
-        copies.append((source.data_ptr(), torch.cuda.current_stream(cuda).record_event()))
-        return copied
+        done = copy(target, source)
+        copied.append((source.data_ptr(), torch.cuda.current_stream(cuda).record_event()))
+        return done
 
-    def watched(arena: Arena, nbytes: int) -> Any:
-        nonlocal again
-        slot = take(arena, nbytes)
-        if slot is not None:
-            start = address_of(arena.segments[slot.segment].mapping)[0] + slot.offset
-            mine = [item for item in copies if start <= item[0] < start + slot.nbytes]
-            again += bool(mine)
-            early.extend(slot for _, event in mine if not event.query())
-            copies[:] = [item for item in copies if item not in mine]
-        return slot
-
-    monkeypatch.setattr(Arena, "take", watched)
-    with loader_of(device=cuda, pool=ProcessPool(2)) as loader:
-        loader._placement.create_streams()
-        streams = copy_streams_of(loader)[0].streams
-        copy = streams.copy
-        monkeypatch.setattr(streams, "copy", noted)
+    with loader_of(device=cuda, pool=pool) as loader:
+        list(loader)
+        (copies, stream), arena = copies_of(loader), pool._transport.arena
+        arena.returned, copy = Returned(arena.returned), copies.streams.copy
+        monkeypatch.setattr(copies.streams, "copy", noted)
         for _ in range(5):
             for _ in loader:
-                with torch.cuda.stream(copy_streams_of(loader)[0]._stream):
+                with torch.cuda.stream(stream):
                     sleep(4_000_000)  # the host is two milliseconds ahead
         torch.cuda.synchronize(cuda)
-    assert again > 20
+    assert len(again) > 20
     assert early == []
 
 
@@ -338,19 +313,6 @@ def test_two_shards_on_one_device_are_the_batch(cuda: torch.device, pool: Pool) 
                 values, labels = host_values(found)
                 assert labels.tolist() == wanted.tolist()
                 assert (values == wanted[:, None] * WIDTH + np.arange(WIDTH)).all()
-
-
-def test_a_batch_with_an_array_in_two_places_is_copied_once(cuda: torch.device) -> None:
-    shared = np.arange(1000)
-
-    def batchify(samples: list[Any]) -> Any:
-        return {"a": shared, "b": [shared, "text"]}
-
-    with ShardedDataLoader(range(4), 4, batchify_fn=batchify, devices=[cuda, cuda]) as loader:
-        first, second = next(iter(loader))
-    assert first["a"] is first["b"][0]
-    assert second["a"] is second["b"][0]
-    assert first["a"].tolist() == shared.tolist()
 
 
 def test_a_tensor_that_is_on_its_device_stays_what_it_is(cuda: torch.device) -> None:
@@ -443,6 +405,6 @@ def test_resident_columns_that_were_loaded_in_inference_mode_can_be_used_after_i
 @pytest.mark.parametrize("share", [True, 0.5])
 def test_resident_batches_are_intact_under_stress(cuda: torch.device, share: Any) -> None:
     with loader_of(device=cuda, resident=share) as loader:
-        seen, differing = stress(OnCuda(cuda, COUNT, WIDTH), loader, STEPS, seed=8)
+        seen, differing = stress(OnCuda(cuda, WIDTH), loader, STEPS, seed=8)
     assert seen > 0.7 * STEPS
     assert differing == 0

@@ -1,14 +1,13 @@
 """What a loader tells about itself, and what can be set."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 
-from sharded_loader import InlinePool, ProcessPool, ShardedDataLoader, ThreadPool
+from sharded_loader import InlinePool, ProcessPool, ShardedDataLoader, SimpleDataset, ThreadPool
 from sharded_loader import torch as torchs
+from sharded_loader.base import imports
 
 
 def nothing(number: int) -> None:
@@ -44,50 +43,26 @@ def test_prefetch_is_twice_the_workers_unless_it_is_given(workers: int, given: A
         assert loader.prefetch == found
         loader.prefetch = 7
         assert loader.prefetch == 7
+        for no_number in ("2", True, 2.5, None):
+            with pytest.raises(TypeError, match="device_prefetch must be an integer"):
+                loader.device_prefetch = no_number
+        loader.device_prefetch = 4
+        assert loader.device_prefetch == 0  # without devices nothing is copied ahead
 
 
-def test_only_a_prefetch_of_its_own_choice_grows_with_the_groups() -> None:
-    loader = ShardedDataLoader(range(10), 4)
-    assert loader._pipeline.scheduler.scale_by_group
-    loader.prefetch = 3
-    assert not loader._pipeline.scheduler.scale_by_group
-
-
-@pytest.mark.parametrize("given", ["2", True, 2.5, None])
-def test_a_prefetch_to_devices_is_a_number_of_batches(given: Any) -> None:
-    loader = ShardedDataLoader(range(10), 4)
-    with pytest.raises(TypeError, match="device_prefetch must be an integer"):
-        loader.device_prefetch = given
-
-
-def test_without_devices_nothing_is_copied_ahead() -> None:
-    loader = ShardedDataLoader(range(10), 4)
-    loader.device_prefetch = 4
-    assert loader.device_prefetch == 0
-
-
-def test_weights_are_copied_and_checked() -> None:
+def test_shard_weights_are_copied_and_need_shards() -> None:
     loader = ShardedDataLoader(range(10), 4, num_shards=2)
     weights = [3.0, 1.0]
     loader.shard_weights = weights
     weights[0] = 9.0
     assert loader.shard_weights == [3.0, 1.0]
-    with pytest.raises(ValueError, match="shard_weights need shards"):
-        ShardedDataLoader(range(10), 4).shard_weights = [1.0]
     loader.shard_weights = None
     assert loader.shard_weights is None
+    with pytest.raises(ValueError, match="shard_weights need shards"):
+        ShardedDataLoader(range(10), 4).shard_weights = [1.0]
 
 
-def test_a_repr_never_raises() -> None:
-    class Odd:
-        def __len__(self) -> int:
-            raise OSError("gone")
-
-        def __getitem__(self, index: int) -> int:
-            return index
-
-    with pytest.raises(OSError, match="gone"):
-        ShardedDataLoader(Odd(), sampler=[1, 2], batch_size=1)
+def test_a_repr_tells_of_a_dataset_that_is_empty_by_now_and_of_the_end() -> None:
     loader = ShardedDataLoader([1, 2, 3], 2)
     loader.dataset.clear()
     loader.refresh()
@@ -103,11 +78,11 @@ READ_ONLY = sorted(
 )
 
 
-@pytest.mark.parametrize("name", READ_ONLY)
-def test_an_attribute_that_is_not_for_setting_cannot_be_set(name: str) -> None:
+def test_an_attribute_that_is_not_for_setting_cannot_be_set() -> None:
     loader = ShardedDataLoader(range(4), 2)
-    with pytest.raises(AttributeError):
-        setattr(loader, name, None)
+    for name in READ_ONLY:
+        with pytest.raises(AttributeError):
+            setattr(loader, name, None)
     loader.mine = 3  # type: ignore[attr-defined]
     assert loader.mine == 3 and len(list(loader)) == 2  # type: ignore[attr-defined]
 
@@ -120,32 +95,18 @@ def test_iterators_have_the_method_next_of_old_scripts(kind: Any) -> None:
         batches.next()
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"shm_size": 1}, "'shm_size': leave it out"),
-        ({"num_threads": 4}, "write num_workers= and thread_pool=True"),
-        ({"ctx_list": []}, "write devices= instead"),
-        ({"batchsize": 2}, "did you mean 'batch_size'"),
-        ({"image_size": 2}, r"'image_size'; see help\(ShardedDataLoader\)"),
-    ],
-)
-def test_arguments_of_other_loaders_get_advice(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(TypeError, match=said):
-        ShardedDataLoader(range(4), 2, **given)
+def test_arguments_of_other_loaders_get_advice() -> None:
+    advice = {"shm_size": "leave it out", "num_threads": "write num_workers= and", "ctx_list": "write devices= instead"}
+    for name, said in (advice | {"batchsize": "did you mean 'batch_size'", "image_size": r"see help\(Sharded"}).items():
+        with pytest.raises(TypeError, match=f"'{name}'.*{said}"):
+            ShardedDataLoader(range(4), 2, **{name: 1})
 
 
 def test_what_a_loader_was_given_makes_another_one_like_it() -> None:
+    given: dict[str, Any] = {"shuffle": True, "seed": 3, "num_workers": 1, "thread_pool": True}
     data = list(range(10))
-    with ShardedDataLoader(data, 4, shuffle=True, seed=3, num_workers=1, thread_pool=True) as loader:
-        assert dict(loader.arguments) == {
-            "dataset": data,
-            "batch_size": 4,
-            "shuffle": True,
-            "seed": 3,
-            "num_workers": 1,
-            "thread_pool": True,
-        }
+    with ShardedDataLoader(data, 4, **given) as loader:
+        assert dict(loader.arguments) == {"dataset": data, "batch_size": 4, **given}
         assert loader.arguments["dataset"] is data
         with ShardedDataLoader(**loader.arguments) as other:
             assert [batch.tolist() for batch in other] == [batch.tolist() for batch in loader]
@@ -164,11 +125,34 @@ def test_a_loader_of_a_users_class_knows_what_its_base_was_given() -> None:
 
 
 def test_results_are_gathered_on_the_first_device() -> None:
-    for options in ({"devices": ["meta", "cpu"]}, {"device": "meta"}):
-        devices = {
-            name: [torch.device("meta"), "cpu"] if name == "devices" else torch.device("meta") for name in options
-        }
+    meta = torch.device("meta")
+    for devices in ({"devices": [meta, "cpu"]}, {"device": meta}):
         loader: ShardedDataLoader[Any] = ShardedDataLoader(range(4), 4, **devices)
         assert loader.gather([torch.ones(2), torch.ones(1)]).device.type == "meta"
         assert loader.gather([torch.ones(2), torch.ones(1)], "cpu").tolist() == [1, 1, 1]
     assert ShardedDataLoader(range(4), 4, num_shards=2).gather([{"x": torch.ones(1)}] * 2)["x"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("given", "kind"),
+    [
+        ({}, InlinePool),
+        ({"num_workers": 2}, ProcessPool),
+        ({"num_workers": 2, "thread_pool": True}, ThreadPool),
+        ({"num_workers": 2, "pool": "thread"}, ThreadPool),
+        ({"num_workers": 2, "pool": "inline"}, InlinePool),
+        ({"num_workers": -1}, InlinePool),
+        ({"pool": ThreadPool(3)}, ThreadPool),
+    ],
+    ids=str,
+)
+def test_the_arguments_choose_the_pool_and_start_nothing(given: dict[str, Any], kind: type) -> None:
+    loader = ShardedDataLoader(range(10), 4, **given)
+    assert type(loader.pool) is kind and not loader.pool.started
+
+
+def test_a_loader_over_plain_data_asks_for_no_satellite_but_its_instruments(monkeypatch: pytest.MonkeyPatch) -> None:
+    instruments = {key: place for key, place in imports.PROVIDED.items() if ".instruments." in place}
+    monkeypatch.setattr(imports, "_providers", instruments)
+    dataset = SimpleDataset(range(10)).transform(str)
+    assert len(list(ShardedDataLoader(dataset, 4, shuffle=True, steps_per_epoch=3))) == 3

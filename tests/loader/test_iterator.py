@@ -1,107 +1,92 @@
 """One way through an epoch: what it gives, what it raises, and what it counts."""
 
-from __future__ import annotations
-
+import contextlib
 import gc
 import os
 import signal
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import made, make_pool
+from conftest import covering, made, make_pool
+from samples import Drawing
 
-from sharded_loader import LoaderClosedError, Placement, ShardedDataLoader, SubsetRandomSampler
+from sharded_loader import (
+    LoaderClosedError,
+    Placement,
+    ShardedDataLoader,
+    SimpleDataset,
+    SubsetRandomSampler,
+    TooManySkippedError,
+)
+from sharded_loader.base import imports
 from sharded_loader.torch import DataLoader
 
 
-class Bad:
-    """Sample 5 cannot be read."""
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> int:
-        if index == 5:
-            raise KeyError(index)
-        return index
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Inside, only the last reference frees an object."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
-def test_an_iterator_knows_its_length_and_is_true() -> None:
-    iterator: Any = iter(ShardedDataLoader(range(10), 4))
+def test_an_iterator_is_true_has_a_length_and_counts_batches_and_samples_but_no_errors() -> None:
+    loader = ShardedDataLoader(Drawing(12, bad=[5]), 4)
+    iterator: Any = iter(loader)
     assert (len(iterator), bool(iterator), iter(iterator) is iterator) == (3, True, True)
-    list(iterator)
-    assert (len(iterator), bool(iterator)) == (3, True)
-
-
-def test_an_error_is_raised_once_in_its_place_and_the_epoch_goes_on() -> None:
-    iterator = iter(ShardedDataLoader(Bad(), 4))
-    assert next(iterator).tolist() == [0, 1, 2, 3]
-    with pytest.raises(KeyError) as caught:
+    assert next(iterator)[:, 0].tolist() == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="bad 5") as caught:
         next(iterator)
     assert caught.traceback, "its traceback leads to the sample"
-    assert next(iterator).tolist() == [8, 9, 10, 11]
-    with pytest.raises(StopIteration):
-        next(iterator)
-
-
-def test_a_batch_that_loses_all_its_samples_is_left_out_with_a_warning() -> None:
-    loader = ShardedDataLoader(Bad(), batch_sampler=[[0], [5], [6]], on_error="skip")
-    with pytest.warns(UserWarning, match="epoch 0, batch 1 was left out"):
-        assert [batch.tolist() for batch in loader] == [[0], [6]]
-    assert [index for index, _ in loader.skipped] == [5]
-
-
-def test_batches_and_samples_are_counted_errors_are_not() -> None:
-    loader = ShardedDataLoader(Bad(), 4)
-    iterator = iter(loader)
-    for _ in range(3):
-        try:
-            next(iterator)
-        except KeyError:
-            continue
+    assert next(iterator)[:, 0].tolist() == [8, 9, 10, 11] and list(iterator) == []
+    assert (len(iterator), bool(iterator)) == (3, True)
     stats = loader.stats()
     assert (stats.batches, stats.samples) == (2, 8)
     assert stats.seconds >= stats.waiting_seconds >= stats.placing_seconds >= 0
 
 
-def test_what_goes_wrong_where_a_batch_is_made_a_tensor_is_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sharded_loader.loader import iterator as module
-
-    real = module.to_torch
-
+def test_an_error_of_placing_is_the_batchs_and_does_not_keep_the_loader(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails_once(batch: Any) -> Any:
-        monkeypatch.setattr(module, "to_torch", real)
+        monkeypatch.undo()
         raise RuntimeError("no room")
 
-    monkeypatch.setattr(module, "to_torch", fails_once)
-    iterator = iter(ShardedDataLoader(np.arange(8), 4))
-    with pytest.raises(RuntimeError, match="no room") as caught:
-        next(iterator)
-    assert any("epoch 0, batch 0" in note for note in caught.value.__notes__)
-    assert torch.equal(next(iterator), torch.arange(4, 8))
-
-
-def test_an_error_of_placing_does_not_keep_the_loader(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sharded_loader.loader import iterator as module
-
-    def fails(batch: Any) -> Any:
-        raise RuntimeError("no room")
-
-    monkeypatch.setattr(module, "to_torch", fails)
-    gc.disable()
-    try:
+    monkeypatch.setattr("sharded_loader.loader.iterator.to_torch", fails_once)
+    with uncollected():
         loader = ShardedDataLoader(np.arange(8), 4)
-        freed = weakref.ref(loader)
-        with pytest.raises(RuntimeError, match="no room"):
-            next(iter(loader))
-        del loader
+        freed, iterator = weakref.ref(loader), iter(loader)
+        with pytest.raises(RuntimeError, match="no room") as caught:
+            next(iterator)
+        assert any("epoch 0, batch 0" in note for note in caught.value.__notes__)
+        assert torch.equal(next(iterator), torch.arange(4, 8))
+        del loader, iterator, caught
         assert freed() is None
-    finally:
-        gc.enable()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"batch_size": 2}, {"batch_sampler": [[0], [], [9], [2]]}, {"batch_sampler": [[0], 7]}],
+    ids=["sample", "batches", "no batch"],
+)
+def test_an_error_does_not_keep_the_loader(given: dict[str, Any]) -> None:
+    with uncollected():
+        loader = ShardedDataLoader(Drawing(4, bad=[1]), **given)
+        freed, iterator = weakref.ref(loader), iter(loader)
+        while True:
+            try:
+                next(iterator)
+            except StopIteration:
+                break
+            except Exception:
+                continue
+        del loader, iterator
+        assert freed() is None
 
 
 def test_a_next_that_has_handed_out_nothing_leaves_the_position_with_another_iterator() -> None:
@@ -123,48 +108,6 @@ def test_a_next_that_has_handed_out_nothing_leaves_the_position_with_another_ite
     assert (loader.epoch, loader.position, loader.state_dict()) == (1, 2, before)
 
 
-def test_an_iterator_that_is_dropped_before_its_first_batch_has_changed_nothing() -> None:
-    loader = ShardedDataLoader(range(10), 4)
-    iter(loader)
-    assert (loader.epoch, loader.position, loader.pool.started) == (0, 0, False)
-
-
-class Once:
-    """Sample 1 cannot be read."""
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> int:
-        if index == 1:
-            raise KeyError(index)
-        return index
-
-
-@pytest.mark.parametrize(
-    "given",
-    [{"batch_size": 2}, {"batch_sampler": [[0], [], [9], [2]]}, {"batch_sampler": [[0], 7]}],
-    ids=["sample", "batches", "no batch"],
-)
-def test_an_error_does_not_keep_the_loader(given: dict[str, Any]) -> None:
-    gc.disable()
-    try:
-        loader = ShardedDataLoader(Once(), **given)
-        freed, iterator = weakref.ref(loader), iter(loader)
-        ended = False
-        while not ended:
-            try:
-                next(iterator)
-            except StopIteration:
-                ended = True
-            except Exception:
-                continue
-        del loader, iterator
-        assert freed() is None
-    finally:
-        gc.enable()
-
-
 class Unsent:
     """An index that no worker process can be sent."""
 
@@ -183,18 +126,15 @@ class Unsent:
 )
 def test_an_error_that_waits_for_its_turn_does_not_keep_the_iterator(given: dict[str, Any]) -> None:
     """The position is that of the iterator as long as it lives. A state that is saved later must not have it."""
-    with ShardedDataLoader(range(4), **{"pool": "thread", "prefetch": 4, **given}, num_workers=1) as loader:
+    with made(range(4), **{"pool": "thread", "prefetch": 4, **given}, num_workers=1) as loader:
         iterator = iter(loader)
         next(iterator)
         loader.set_epoch(0)
         next(iterator)
         assert loader.position == 2
-        gc.disable()
-        try:
+        with uncollected():
             del iterator
             assert loader.position == 0
-        finally:
-            gc.enable()
 
 
 def test_an_error_of_the_epoch_that_is_prefetched_does_not_keep_the_iterator_before_it() -> None:
@@ -203,14 +143,10 @@ def test_an_error_of_the_epoch_that_is_prefetched_does_not_keep_the_iterator_bef
         iterator = iter(loader)
         with pytest.raises(IndexError, match="the sampler yielded index 9"):
             next(iterator)
-        assert any(run.is_ahead and run.window for run in loader._pipeline.runs.values())
         loader.set_epoch(0)
-        gc.disable()
-        try:
+        with uncollected():
             del iterator
             assert loader.position == 0
-        finally:
-            gc.enable()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the gate is a pipe that workers inherit")
@@ -218,16 +154,10 @@ def test_an_error_of_the_epoch_that_is_prefetched_does_not_keep_the_iterator_bef
 def test_a_signal_handler_may_call_next_while_the_pool_waits(method: str) -> None:
     gate, opener = os.pipe()
 
-    class Gated:
-        """Sample 2 waits at the gate."""
-
-        def __len__(self) -> int:
-            return 8
-
-        def __getitem__(self, index: int) -> int:
-            if index == 2:
-                os.read(gate, 1)
-            return index
+    def gated(index: int) -> int:
+        if index == 2:
+            os.read(gate, 1)
+        return index
 
     inner: list[int] = []
 
@@ -236,7 +166,7 @@ def test_a_signal_handler_may_call_next_while_the_pool_waits(method: str) -> Non
         inner.extend(next(iter(loader)).tolist())
 
     pool = make_pool(method, 1)
-    with ShardedDataLoader(Gated(), 2, pool=pool, prefetch=1) as loader:
+    with ShardedDataLoader(SimpleDataset(range(8)).transform(gated), 2, pool=pool, prefetch=1) as loader:
         before = signal.signal(signal.SIGUSR1, handler)
         try:
             outer: Any = iter(loader)
@@ -292,3 +222,36 @@ def test_a_profiler_sees_each_wait_for_a_batch(kind: Any, given: dict[str, Any])
     ranges = [one.name for one in profile.events() if one.name.startswith("enumerate(")]
     assert len(ranges) == 3  # two batches, and the end of the epoch
     assert all(name.startswith(f"enumerate({kind.__name__})#") and name.endswith(".__next__") for name in ranges)
+
+
+# -- with the observer of the core alone, it reads as it always does ---------------------------------------------------
+
+
+def outcomes(**options: Any) -> list[Any]:
+    """Batches, errors and states of two epochs, and what is told of skipped samples."""
+    seen: list[Any] = []
+    with made(Drawing(12, bad=[5]), 4, shuffle=True, seed=1, **options) as loader:
+        for _ in range(2):
+            batches = iter(loader)
+            while True:
+                try:
+                    seen.append(next(batches).tolist())
+                except StopIteration:
+                    break
+                except (ValueError, TooManySkippedError) as error:
+                    seen.append(str(error))
+                seen.append(loader.state_dict())
+        seen += loader.num_skipped, [index for index, _ in loader.skipped]
+        assert repr(loader).startswith("ShardedDataLoader(12 samples, 3 batches of 4")
+    return seen
+
+
+@covering(pool=[None, "thread", "process"], on_error=["raise", "skip"], max_skipped=[None, 0])
+def test_batches_errors_and_states_are_the_same_without_measuring(
+    monkeypatch: pytest.MonkeyPatch, pool: str | None, on_error: str, max_skipped: int | None
+) -> None:
+    options = {"pool": pool, "num_workers": 2 if pool else 0, "on_error": on_error}
+    options["max_skipped"] = max_skipped if on_error == "skip" else None
+    expected = outcomes(**options)
+    monkeypatch.setitem(imports._providers, ("observer", "instruments"), "sharded_loader.engine.pipeline:Observer")
+    assert outcomes(**options) == expected

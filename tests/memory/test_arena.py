@@ -5,39 +5,63 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
+import itertools
 import os
+import random
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PROCESS_POOLS
+import torch
+from calls import calls_of
+from conftest import PROCESS_POOLS, make_pool
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
-from memory_samples import SHAPE
+from memory_samples import SHAPE, arena_of
+from refusing import in_child
 from samples import Filled
 
-from sharded_loader import ProcessPool, ShardedDataLoader
+from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
 from sharded_loader.base.limits import Limit
 from sharded_loader.engine.messages import Result, pack_result, unpack_result
 from sharded_loader.memory import arena as arena_module
-from sharded_loader.memory.arena import FIRST_SEGMENT, PAGE, PAUSE, WINDOW, Arena, RecentSizes
+from sharded_loader.memory.arena import (
+    FIRST_SEGMENT,
+    KEPT,
+    LEAST_BYTES,
+    PAGE,
+    PAUSE,
+    WINDOW,
+    Arena,
+    RecentSizes,
+    ReusedMemory,
+)
 from sharded_loader.memory.codec import SlotWriter, aligned, decode
 from sharded_loader.memory.segments import Slot
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="POSIX only")
 
 
+New = Callable[..., Arena]
+
+
 @pytest.fixture
-def arena() -> Iterator[Arena]:
-    made = Arena()
-    yield made
-    made.close()
+def new() -> Iterator[New]:
+    """Makes arenas. They are closed after the test."""
+    made: list[Arena] = []
+    yield lambda *given: made.append(Arena(*given)) or made[-1]  # type: ignore[func-returns-value]
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def arena(new: New) -> Arena:
+    return new()
 
 
 def take(arena: Arena, nbytes: int) -> Slot:
@@ -80,17 +104,16 @@ def test_slots_of_one_size_after_another_leave_no_gaps(arena: Arena) -> None:
     assert arena.nbytes == FIRST_SEGMENT
 
 
-def test_any_number_of_batches_takes_a_few_descriptors() -> None:
-    arena = Arena(1 << 30)
+def test_any_number_of_batches_takes_a_few_descriptors(new: New) -> None:
+    arena = new(1 << 30)
     slots = [take(arena, 256 << 10) for _ in range(1000)]
     assert len(set(slots)) == 1000
     assert len(arena.segments) <= 10
-    arena.close()
 
 
-def test_near_a_limit_the_segments_are_few_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_near_a_limit_the_segments_are_few_too(monkeypatch: pytest.MonkeyPatch, new: New) -> None:
     left = 100 << 20
-    arena = Arena()
+    arena = new()
     monkeypatch.setattr(
         arena_module.limits, "free_bytes", lambda: Limit(max(0, left - arena.nbytes), "the machine's memory")
     )
@@ -102,12 +125,11 @@ def test_near_a_limit_the_segments_are_few_too(monkeypatch: pytest.MonkeyPatch) 
             count += 1
     assert count > 300
     assert len(arena.segments) < 30
-    arena.close()
 
 
 @pytest.mark.parametrize("max_bytes", [0, 1, 64, 4095, 4096, 10_000, 1_000_000, 5_000_000])
-def test_the_bound_is_kept(max_bytes: int) -> None:
-    arena = Arena(max_bytes)
+def test_the_bound_is_kept(max_bytes: int, new: New) -> None:
+    arena = new(max_bytes)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         while arena.take(3000) is not None:
@@ -117,66 +139,49 @@ def test_the_bound_is_kept(max_bytes: int) -> None:
     assert arena.nbytes <= max_bytes
     assert arena.nbytes > max_bytes - PAGE  # and used up
     assert arena.take(max_bytes + 1) is None
-    arena.close()
 
 
-def test_the_default_bound_is_a_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_bound_is_a_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch, new: New) -> None:
     monkeypatch.setattr(arena_module.limits, "free_bytes", lambda: Limit(64 << 20, "the machine's memory"))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    arena = Arena()
+    arena = new()
     while arena.take(1 << 20) is not None:
         pass
     assert arena.nbytes == 8 << 20
-    arena.close()
-
-
-KEPT_BY_PROFILER = int(sys.version_info < (3, 11))
-"""Before Python 3.11 the last frame that a profiler saw keeps its batch until the next one."""
 
 
 @pytest.mark.parametrize("held", [0, 3])
 def test_a_batch_as_large_as_the_last_one_takes_four_calls(arena: Arena, held: int) -> None:
-    """The road of a batch: `note`, `take`, `lend` and `decode`, once each."""
-    calls: list[str] = []
-
-    def profile(frame: Any, event: str, arg: Any) -> None:
-        if event == "call" and "sharded_loader/memory" in frame.f_code.co_filename.replace(os.sep, "/"):
-            calls.append(frame.f_code.co_name)
-
+    """The road of a batch: `note`, `take`, `lend` and `decode`, once each. And what makes the result."""
     sizes, kept = RecentSizes(), []
     for number in range(10):
-        writer = SlotWriter(np.empty(1 << 20, np.uint8))
-        encoded = pack_result(Result(0, number, [np.full((100, 100), number), np.arange(100)]), writer)
+        encoded = pack_result(Result(0, number, [np.full((100, 100), number)]), SlotWriter(np.empty(1 << 20, np.uint8)))
         assert encoded is not None
-        sys.setprofile(profile)
-        sizes.note(100_000)
-        slot = arena.take(sizes.wanted)
-        assert slot is not None
-        buffers = arena.lend(slot, encoded.places)
-        batch = unpack_result(0, 0, decode(encoded.head), buffers)
-        sys.setprofile(None)
-        del buffers
-        if number > held + KEPT_BY_PROFILER:
-            assert calls == ["note", "take", "lend", "decode"]
-        calls.clear()
+        batches: list[Any] = []
+
+        def road(encoded: Any = encoded, batches: list[Any] = batches) -> None:
+            sizes.note(100_000)
+            buffers = arena.lend(take(arena, sizes.wanted), encoded.places)
+            batches.append(unpack_result(0, 0, decode(encoded.head), buffers))
+
+        calls = calls_of(road)
+        if number > held + 1:
+            assert calls == ["note", "take", "lend", "decode", "unpack_result"]
         if number < held:
-            kept.append(batch)
-        del batch
-    assert arena.lent == held + KEPT_BY_PROFILER
+            kept.append(batches)
 
 
 # -- exhaustion -----------------------------------------------------------------------------------------------
 
 
-def test_a_limit_of_the_system_is_named_with_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_of_the_system_is_named_with_the_bytes(monkeypatch: pytest.MonkeyPatch, new: New) -> None:
     limit = Limit(1_000_000, "the memory limit of cgroup /sys/fs/cgroup/job")
     monkeypatch.setattr(arena_module.limits, "free_bytes", lambda: limit)
-    arena = Arena(1 << 30)
+    arena = new(1 << 30)
     with pytest.raises(MemoryError, match=r"2,002,944 bytes wanted, 0 in use.* cgroup /sys/fs/cgroup/job .*1,000,000"):
         arena.take(2_000_000)
     assert arena.nbytes == 0
     assert take(arena, 300_000).nbytes >= 300_000  # what there is can be had
-    arena.close()
 
 
 @pytest.fixture
@@ -194,8 +199,10 @@ def no_descriptors() -> Iterator[Callable[[], None]]:
 
 @posix
 @pytest.mark.parametrize("have", [False, True])
-def test_without_descriptors_batches_go_through_the_pipe_until_there_are_some(have: bool, request: Any) -> None:
-    arena = Arena(1 << 30)
+def test_without_descriptors_batches_go_through_the_pipe_until_there_are_some(
+    have: bool, request: Any, new: New
+) -> None:
+    arena = new(1 << 30)
     if have:
         take(arena, 1000)
     raised = request.getfixturevalue("no_descriptors")
@@ -207,7 +214,6 @@ def test_without_descriptors_batches_go_through_the_pipe_until_there_are_some(ha
     raised()
     while arena.take(16 << 20) is None:
         assert arena._take_count < 5 * PAUSE
-    arena.close()
 
 
 @pytest.fixture
@@ -227,35 +233,32 @@ def small_mount(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return used
 
 
-def test_memory_that_the_machine_has_not_got_is_an_error(small_mount: list[int]) -> None:
-    arena = Arena(1 << 30)
+def test_memory_that_the_machine_has_not_got_is_an_error(small_mount: list[int], new: New) -> None:
+    arena = new(1 << 30)
     with pytest.raises(MemoryError, match=r"bytes .*No space left"):
         arena.take(70 << 20)
-    arena.close()
 
 
 @posix
 def test_a_batch_larger_than_the_mount_goes_through_the_pipe(
-    small_mount: list[int], monkeypatch: pytest.MonkeyPatch
+    small_mount: list[int], monkeypatch: pytest.MonkeyPatch, new: New
 ) -> None:
     monkeypatch.setenv("SHARDED_LOADER_MEMORY", "shm")
-    arena = Arena(1 << 30)
+    arena = new(1 << 30)
     with pytest.warns(UserWarning, match=r"bytes .*No space left.* /dev/shm mount .*--shm-size") as seen:
         for _ in range(3 * PAUSE):
             assert arena.take(70 << 20) is None
     assert len(seen) == 1
     assert take(arena, 1 << 20)  # what there is can be had
-    arena.close()
 
 
-def test_a_full_mount_is_a_bound(small_mount: list[int]) -> None:
-    arena = Arena(1 << 30)
+def test_a_full_mount_is_a_bound(small_mount: list[int], new: New) -> None:
+    arena = new(1 << 30)
     first = take(arena, 38 << 20)
     with pytest.warns(UserWarning, match="No space left"):
         assert arena.take(38 << 20) is None
     arena.give(first)
     assert take(arena, 38 << 20) == first
-    arena.close()
 
 
 def test_a_small_mount_is_used_up_with_few_descriptors(small_mount: list[int]) -> None:
@@ -269,23 +272,6 @@ def test_a_small_mount_is_used_up_with_few_descriptors(small_mount: list[int]) -
 
 
 # -- leases ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_slot_comes_back_when_the_last_array_over_it_dies(arena: Arena) -> None:
-    slot = take(arena, 100_000)
-    whole = lend(arena, slot)
-    part = whole[1000:2000].view(np.int32).reshape(10, 25)[::2, 3]
-    wide = np.lib.stride_tricks.as_strided(part, (2, 2), (0, 0))
-    raw = memoryview(wide)
-    del whole
-    gc.collect()
-    assert take(arena, 100_000) != slot and arena.lent == 1
-    del part, wide
-    assert arena.lent == 1
-    raw.release()
-    assert arena.lent == 0
-    assert take(arena, 100_000) == slot
 
 
 def test_leases_end_in_any_thread_and_inside_the_collector(arena: Arena) -> None:
@@ -303,17 +289,6 @@ def test_leases_end_in_any_thread_and_inside_the_collector(arena: Arena) -> None
         gc.collect()
         assert arena.lent == 0
     assert arena.nbytes == FIRST_SEGMENT
-
-
-@pytest.mark.slow
-def test_what_is_lent_outlives_the_arena() -> None:
-    arena = Arena()
-    whole = lend(arena, take(arena, 100_000))
-    whole[:] = 7
-    arena.close()
-    del arena
-    gc.collect()
-    assert (whole == 7).all()
 
 
 def test_what_a_device_may_still_read_is_looked_at_again_when_an_arena_grows(arena: Arena) -> None:
@@ -380,9 +355,8 @@ def test_a_fork_in_one_thread_does_not_disturb_another_at_work(arena: Arena) -> 
     stop = threading.Event()
 
     def fork() -> None:
-        while not stop.is_set():
+        while not stop.wait(1e-5):
             arena.retire_lent()
-            time.sleep(1e-5)
 
     thread = threading.Thread(target=fork)
     before = sys.getswitchinterval()
@@ -405,14 +379,9 @@ def test_a_fork_in_one_thread_does_not_disturb_another_at_work(arena: Arena) -> 
 
 @posix
 def test_what_a_forked_child_drops_stays_lent_here(arena: Arena) -> None:
-    whole = lend(arena, take(arena, 1000))
-    pid = os.fork()
-    if pid == 0:
-        del whole
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert arena.lent == 1
-    del whole
+    whole = [lend(arena, take(arena, 1000))]
+    assert in_child(lambda: (whole.clear(), gc.collect())[0]) == "None"
+    assert arena.lent == 1 and whole.pop() is not None
 
 
 def _overlap(a: Slot, b: Slot) -> bool:
@@ -510,10 +479,165 @@ def test_one_large_batch_does_not_make_all_later_slots_large() -> None:
         held = []
         for number, batch in enumerate(loader):
             assert batch[:, 0].tolist() == order[number]
-            if number == 10:
-                assert loader._pipeline.pool._sizes.wanted >= 64 * SHAPE
             if number > WINDOW + 15:
                 held.append(batch)
-        arena = loader._pipeline.pool._transport.arena
-        assert arena.lent == len(held) > 5
-        assert all(slot.nbytes < 8 * SHAPE for slot in list(arena._borrowed)[-5:])
+        assert arena_of(loader).lent == len(held) > 5
+        addresses = sorted(batch.data_ptr() for batch in held)
+        assert min(after - before for before, after in itertools.pairwise(addresses)) < 8 * SHAPE
+
+
+# -- large batches that are made in this process lie in memory that is used again -------------------------------------
+
+
+LARGE = LEAST_BYTES
+U8 = np.dtype(np.uint8)
+
+
+def address(array: Any) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def test_memory_that_has_come_back_is_handed_out_again() -> None:
+    empty = ReusedMemory()
+    first = empty((2, LARGE), U8)
+    where = address(first)
+    assert first.shape == (2, LARGE) and first.flags.writeable and first.flags.c_contiguous and where % 64 == 0
+    second = empty((2, LARGE), U8)
+    assert not np.shares_memory(first, second)
+    del first
+    assert address(empty((LARGE // 2, 4), np.dtype("f4"))) != where  # another size
+    assert address(empty((LARGE // 4, 2), np.dtype("f4"))) == where
+
+
+HOLDS = {
+    "a view": lambda array: array[5:7],
+    "a view of another dtype": lambda array: array.view(np.int16)[1:][::2],
+    "strides": lambda array: np.lib.stride_tricks.as_strided(array[8:].view(np.int32)[::2], (2, 2), (0, 0)),
+    "a tensor": torch.from_numpy,
+    "a slice of a tensor": lambda array: torch.from_numpy(array)[3:5],
+    "a storage": lambda array: torch.from_numpy(array).untyped_storage(),
+    "dlpack": lambda array: torch.from_dlpack(array),
+    "a memoryview": lambda array: memoryview(array)[4:],
+    "autograd": lambda array: torch.from_numpy(array.view(np.float32)) * torch.ones(1, requires_grad=True),
+}
+
+
+@pytest.mark.parametrize("how", HOLDS)
+def test_what_is_held_in_any_way_is_not_used_again(how: str, arena: Arena) -> None:
+    empty = ReusedMemory()
+    array = empty((LARGE,), U8)
+    where = address(array)
+    held = HOLDS[how](array)
+    del array
+    assert all(address(empty((LARGE,), U8)) != where for _ in range(5))
+    del held
+    gc.collect()
+    assert where in {address(one) for one in [empty((LARGE,), U8) for _ in range(5)]}
+    slot = take(arena, LARGE)  # and so it is with memory of workers
+    held = HOLDS[how](lend(arena, slot))
+    gc.collect()
+    assert arena.lent == 1 and take(arena, LARGE) != slot
+    del held
+    gc.collect()
+    assert arena.lent == 0 and take(arena, LARGE) == slot
+
+
+def test_small_arrays_and_objects_are_new() -> None:
+    empty = ReusedMemory()
+    for array in (empty((LARGE - 1,), U8), empty((LARGE,), np.dtype(object)), empty((0, 5), U8)):
+        assert array.base is None
+    assert empty((LARGE,), np.dtype(object))[0] is None
+
+
+def test_what_is_not_wanted_any_more_goes() -> None:
+    empty = ReusedMemory()
+
+    def kept() -> int:
+        return sum(len(block) for blocks in empty._free.values() for _, block in blocks)
+
+    for _ in range(2):
+        held = [empty((2 * LARGE,), U8) for _ in range(10)]
+        del held
+    empty((LARGE,), U8)
+    assert kept() >= 20 * LARGE
+    for _ in range(KEPT + 1):
+        empty((LARGE,), U8)
+    assert kept() <= 2 * LARGE
+    empty.clear()
+    assert kept() == 0
+
+
+def test_what_is_held_when_it_is_cleared_stays() -> None:
+    empty = ReusedMemory()
+    held = empty((LARGE,), U8)
+    held[...] = 7
+    empty.clear()
+    others = [empty((LARGE,), U8) for _ in range(3)]
+    for other in others:
+        other[...] = 1
+    assert (held == 7).all()
+
+
+def test_threads_never_get_the_same_memory() -> None:
+    empty = ReusedMemory()
+    failures: list[int] = []
+
+    def work(mark: int) -> None:
+        draw = random.Random(mark)
+        held: list[tuple[np.ndarray[Any, Any], int]] = []
+        for number in range(400):
+            array = empty((LARGE + draw.randrange(3) * 4096,), U8)
+            array[:64] = array[-64:] = value = (mark * 50 + number) % 251
+            held.append((array, value))
+            for one, wanted in held:
+                if not ((one[:64] == wanted).all() and (one[-64:] == wanted).all()):
+                    failures.append(number)
+            while len(held) > draw.randrange(1, 5):
+                held.pop(draw.randrange(len(held)))
+
+    threads = [threading.Thread(target=work, args=(mark,)) for mark in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
+def test_a_forked_child_keeps_what_it_holds() -> None:
+    empty = ReusedMemory()
+    held = empty((LARGE,), U8)
+    held[...] = 7
+    go, done = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.read(go[0], 1)
+        os.write(done[1], b"+" if (held == 7).all() else b"-")
+        os._exit(0)
+    del held
+    empty((LARGE,), U8)[...] = 1
+    os.write(go[1], b"x")
+    assert os.read(done[0], 1) == b"+" and os.waitpid(pid, 0)
+    for end in (*go, *done):
+        os.close(end)
+
+
+ROWS = Filled(40, LARGE // 8)
+
+
+@pytest.mark.costly(2)
+@pytest.mark.parametrize("source", [ROWS, ArrayDataset(np.stack([ROWS[i] for i in range(40)]))], ids=type)
+@pytest.mark.parametrize("pool", ["inline", "thread"])
+def test_a_loader_uses_memory_again_and_what_the_user_holds_stays(pool: str, source: Any) -> None:
+    with ShardedDataLoader(source, 4, pool=make_pool(pool)) as loader:
+        seen: dict[int, int] = {}
+        held = []
+        for epoch in range(3):
+            for number, batch in enumerate(loader):
+                seen[batch.data_ptr()] = seen.get(batch.data_ptr(), 0) + 1
+                if epoch == 1 and number % 3 == 0:
+                    held.append((number, batch[1:3]))
+                del batch
+        assert max(seen.values()) > 2 and sum(seen.values()) == 30
+        for number, rows in held:
+            assert [row.unique().tolist() for row in rows] == [[4 * number + 1], [4 * number + 2]]

@@ -13,21 +13,31 @@ import weakref
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
+from failures import TwoArguments
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sharded_loader.base.errors import SampleReadError, WorkerTraceback, add_note, notes_of
 from sharded_loader.engine.messages import Result, pack_result, unpack_result
+from sharded_loader.memory import codec as classes
 from sharded_loader.memory.codec import (
     IN_BAND_BYTES,
     IN_SLOT_BYTES,
     Encoded,
+    EncodedError,
     SlotWriter,
+    class_reference,
     decode,
+    decode_error,
     encode,
+    encode_error,
+    is_findable,
     is_plain,
+    resolve_class,
 )
 from sharded_loader.memory.publish import publish
 
@@ -126,19 +136,8 @@ def _values(array: np.ndarray[Any, Any]) -> bytes:
 
 
 STRUCTURE = np.dtype([("id", "<i8"), ("at", "M8[ns]"), ("name", "U7"), ("xy", ">f4", (2, 3))])
-DTYPES = [
-    *"?bBhHiIqQefdgFDG",
-    ">f4",
-    ">i8",
-    "M8[s]",
-    "m8[ns]",
-    "M8[D]",
-    "S5",
-    "U7",
-    "V3",
-    STRUCTURE,
-    np.dtype([("a", "i1"), ("b", "f8")], align=True),
-]
+DTYPES: list[Any] = [*"?bBhHiIqQefdgFDG", ">f4", ">i8", "M8[s]", "m8[ns]", "M8[D]", "S5", "U7", "V3", STRUCTURE]
+DTYPES.append(np.dtype([("a", "i1"), ("b", "f8")], align=True))
 SHAPES = [(), (0,), (1,), (3, 0, 2), (7,), (40, 3), (33, 17, 5)]
 
 
@@ -230,22 +229,16 @@ def test_tensors_of_every_layout(nbytes: int | None) -> None:
         torch.quantize_per_tensor(base, 0.5, 3, torch.qint8),
     ]
     assert_same(tensors, through(tensors, nbytes))
-
-
-@pytest.mark.parametrize("nbytes", SLOTS)
-def test_a_column_of_one_row_is_a_tensor_like_any_other(nbytes: int | None) -> None:
-    """One element is contiguous whatever its stride: the last batch of a batchify function that takes a column."""
+    images = torch.arange(120.0).view(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    assert through(images, nbytes).is_contiguous(memory_format=torch.channels_last)
+    # One element is contiguous whatever its stride: the last batch of a batchify function that takes a column.
     columns = [torch.arange(2.0)[1:].as_strided((1,), (2,), 1), torch.ones(1, 4, 6)[:, 0, 0], torch.zeros(0, 4)[:, 0]]
     columns += [torch.ones(1, dtype=torch.bfloat16).as_strided((1, 1), (7, 5)), torch.ones(1, 3)[:, :1]]
     assert_same(columns, through(columns, nbytes))
-
-
-def test_nested_tensors() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         ragged = torch.nested.nested_tensor([torch.zeros(3000), torch.ones(4000)])
-        got = through(ragged, 1 << 20)
-        assert [part.tolist() for part in got.unbind()] == [part.tolist() for part in ragged.unbind()]
+        assert_same(list(ragged.unbind()), list(through(ragged, nbytes).unbind()))
 
 
 # -- structures -----------------------------------------------------------------------------------------------
@@ -256,22 +249,11 @@ arrays = st.builds(
 )
 tensors = st.builds(lambda dtype, n: torch.zeros(n).to(dtype) + 1, st.sampled_from(TORCH_DTYPES[:13]), sizes)
 objects = st.builds(lambda values: np.array(values, dtype=object), st.lists(st.text(max_size=3), max_size=5))
-leaves = st.one_of(
-    arrays,
-    arrays.map(lambda a: a[::2]),
-    arrays.map(lambda a: np.stack([a, a]).T),
-    tensors,
-    objects,
-    st.none(),
-    st.booleans(),
-    st.integers(-(2**200), 2**200),
-    st.floats(),
-    st.complex_numbers(),
-    st.text(max_size=20),
-    st.binary(max_size=20),
-    st.sampled_from([b"x" * 20_000, "y" * 20_000, bytearray(9000), np.float32(2), np.datetime64("2020"), Ellipsis]),
-    st.sets(st.integers(), max_size=4),
-)
+others = st.sampled_from([b"x" * 20_000, "y" * 20_000, bytearray(9000), np.float32(2), np.datetime64("2020"), Ellipsis])
+scalars = [st.none(), st.booleans(), st.integers(-(2**200), 2**200), st.floats(), st.complex_numbers()]
+texts = [st.text(max_size=20), st.binary(max_size=20), st.sets(st.integers(), max_size=4)]
+changed = [arrays.map(lambda a: a[::2]), arrays.map(lambda a: np.stack([a, a]).T)]
+leaves = st.one_of(arrays, tensors, objects, others, *changed, *scalars, *texts)
 
 
 def nest(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
@@ -304,21 +286,16 @@ def test_random_datasets_are_published_as_they_are(obj: Any) -> None:
 
 @pytest.mark.parametrize("nbytes", SLOTS)
 @pytest.mark.parametrize("count", [10, 50, 5000])
-def test_the_same_array_twice_stays_one(count: int, nbytes: int | None) -> None:
+def test_the_same_array_twice_stays_one_and_views_keep_their_values(count: int, nbytes: int | None) -> None:
     array, tensor = np.zeros(count), torch.zeros(count)
     gaps = np.zeros((count, 2))[:, 0]
     a, b, t, u, g, h = through([array, array, tensor, tensor, gaps, gaps], nbytes)
     assert a is b and t is u and g is h
     a[0] = t[0] = 5
     assert (b[0], u[0]) == (5, 5)
-
-
-@pytest.mark.parametrize("nbytes", SLOTS)
-def test_overlapping_views_keep_their_values(nbytes: int | None) -> None:
-    base = np.arange(4000)
-    tensor = torch.arange(4000)
-    views = [base[:3000], base[1000:], base[::2], tensor[:3000], tensor[1000:]]
-    assert_same(views, through(views, nbytes))
+    base, like = np.arange(4000), torch.arange(4000)
+    views = [base[:3000], base[1000:], base[::2], like[:3000], like[1000:]]
+    assert_same(views, through(views, nbytes))  # which overlap
 
 
 # -- plain arrays ---------------------------------------------------------------------------------------------
@@ -340,24 +317,11 @@ def test_plain_arrays_travel_without_the_user_s_reductions(dtype: str, nbytes: i
     assert (samples, seconds) == (3, 0.5) and all(array.flags.writeable for array in got)
 
 
-@pytest.mark.parametrize(
-    "batch",
-    [
-        {"x": np.zeros(3)},
-        [np.zeros(3)],
-        1,
-        np.zeros((4, 4)).T,
-        np.zeros(8)[::2],
-        np.zeros(3, "g"),
-        np.zeros(3, "M8[s]"),
-        np.zeros(3, object),
-        np.zeros(3, STRUCTURE),
-        np.ma.array([1, 2]),
-        np.float32(3),
-        torch.zeros(3),
-    ],
-    ids=lambda batch: type(batch).__name__,
-)
+OTHERS = [{"x": np.zeros(3)}, [np.zeros(3)], 1, np.zeros((4, 4)).T, np.zeros(8)[::2], np.ma.array([1, 2])]
+OTHERS += [*(np.zeros(3, dtype) for dtype in ("g", "M8[s]", object, STRUCTURE)), np.float32(3), torch.zeros(3)]
+
+
+@pytest.mark.parametrize("batch", OTHERS, ids=lambda batch: type(batch).__name__)
 def test_everything_else_is_not_plain(batch: Any) -> None:
     assert not is_plain(batch)
 
@@ -450,18 +414,12 @@ def test_read_only_memory_is_not_handed_out_as_a_tensor() -> None:
 
 
 @pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.ones(3, requires_grad=True),
-        torch.ones(3, requires_grad=True) * 2,
-        torch.nn.Parameter(torch.ones(3)),
-        torch.ones(3).to_sparse().requires_grad_(),
-    ],
-    ids=["leaf", "result", "parameter", "sparse"],
+    "change",
+    [torch.Tensor.requires_grad_, torch.nn.Parameter, lambda t: t.requires_grad_() * 2, torch.Tensor.to_sparse],
 )
-def test_a_tensor_that_requires_grad_is_refused_with_advice(tensor: Any) -> None:
+def test_a_tensor_that_requires_grad_is_refused_with_advice(change: Any) -> None:
     with pytest.raises(ValueError, match=r"requires grad.*\.detach\(\)"):
-        encode({"x": [tensor]})
+        encode({"x": [change(torch.ones(3).requires_grad_())]})
 
 
 def test_functions_travel_by_name() -> None:
@@ -478,19 +436,12 @@ def test_what_was_pickled_does_not_wait_for_the_collector(fails: bool) -> None:
     gone = weakref.ref(array)
     gc.disable()
     try:
-        with contextlib.suppress(TypeError):
-            encode([array, np.zeros(100_000)])
+        with pytest.raises(TypeError, match="cannot pickle") if fails else contextlib.nullcontext():
+            encode([array, np.zeros(100_000)], SlotWriter(slot_of(100_000)))
         del array
         assert gone() is None
     finally:
         gc.enable()
-
-
-def test_what_does_not_pickle_raises_what_pickle_raises() -> None:
-    import threading
-
-    with pytest.raises(TypeError, match="cannot pickle"):
-        encode([np.zeros(5000), threading.Lock()], SlotWriter(slot_of(100_000)))
 
 
 def test_objects_with_buffers_of_their_own_go_out_of_band() -> None:
@@ -499,3 +450,201 @@ def test_objects_with_buffers_of_their_own_go_out_of_band() -> None:
     encoded = encode([payload], SlotWriter(memory))
     assert [n for _, n in encoded.places] == [20_000]
     assert bytes(receive(encoded, memory)[0]) == b"z" * 20_000
+
+
+# -- a class that a worker names is the very class of this process ----------------------------------------------------
+
+
+class Outer:
+    class Inner:
+        pass
+
+
+def make_class(name: str = "Local") -> type:
+    class Local:
+        pass
+
+    Local.__name__ = name
+    return Local
+
+
+def resolved(cls: type) -> type:
+    function, arguments = class_reference(cls)
+    assert function is resolve_class
+    return resolve_class(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("obj", "findable"),
+    [(Outer, True), (Outer.Inner, True), (make_class, True), (make_class(), False), (lambda: None, False), (len, True)],
+)
+def test_what_is_found_under_its_name(obj: object, findable: bool) -> None:
+    assert is_findable(obj) == findable
+
+
+def test_a_class_whose_name_was_given_to_another_is_not_findable(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = Outer
+    monkeypatch.setattr(sys.modules[__name__], "Outer", make_class())
+    assert not is_findable(before)
+
+
+def test_classes_arrive_by_name_or_if_they_were_sent_by_value_by_their_tracker() -> None:
+    assert resolved(Outer) is Outer and resolved(Outer.Inner) is Outer.Inner
+    cls = make_class()
+    assert resolved(cloudpickle.loads(cloudpickle.dumps(cls))) is cls
+
+
+def test_among_classes_of_one_name_the_address_tells() -> None:
+    one, other = make_class(), make_class()
+    assert resolved(one) is one and resolved(other) is other
+    module, qualname = one.__module__, one.__qualname__
+    with pytest.raises(AttributeError, match=r"Local, used by a worker .* top level of a module"):
+        resolve_class(module, qualname, None, 1)
+
+
+def test_the_only_class_of_its_name_is_found_whatever_its_address() -> None:
+    def make_only() -> type:
+        class Only:
+            pass
+
+        return Only
+
+    cls = make_only()
+    assert resolve_class(cls.__module__, cls.__qualname__, None, 1) is cls
+
+
+@pytest.mark.parametrize(("base", "expected"), [(object, "first"), (ValueError, "second")])
+def test_a_cell_that_runs_again_takes_the_name_of_an_error_only(
+    monkeypatch: pytest.MonkeyPatch, base: type, expected: str
+) -> None:
+    """The loop catches errors under their new name; batches that are on their way keep their class."""
+    made = {
+        name: type("Cell", (base,), {"__module__": "__main__", "__qualname__": "Cell"}) for name in ("first", "second")
+    }
+    monkeypatch.setattr(sys.modules["__main__"], "Cell", made["second"], raising=False)
+    assert resolved(made["first"]) is made[expected] and resolved(made["second"]) is made["second"]
+
+
+@pytest.mark.slow
+def test_a_class_that_was_looked_for_is_remembered_as_long_as_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    cls = make_class()
+    assert resolved(cls) is cls
+    with monkeypatch.context() as patched:
+        patched.setattr(classes, "_all_classes", lambda: pytest.fail("walked again"))
+        assert resolved(cls) is cls
+    key = cls.__module__, cls.__qualname__, id(cls)
+    assert key in classes._searched_classes
+    del cls
+    gc.collect()
+    assert key not in classes._searched_classes
+
+
+# -- an exception arrives as itself, or as its text; nothing here raises ----------------------------------------------
+
+
+class OwnNew(Exception):
+    def __new__(cls, *, code: int) -> OwnNew:
+        error = super().__new__(cls)
+        error.code = code  # type: ignore[attr-defined]
+        return error
+
+    def __init__(self, *, code: int) -> None:
+        super().__init__(f"code {code}")
+
+
+class Nasty(Exception):
+    """Every method of it raises."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+    def __reduce__(self) -> Any:
+        sys.exit(1)
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+class HoldsLock(Exception):
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.lock = threading.Lock()
+        self.kept = "kept"
+
+
+def raised(error: BaseException) -> BaseException:
+    try:
+        raise error
+    except BaseException as caught:
+        return caught
+
+
+def sent(error: BaseException) -> BaseException:
+    encoded = encode_error(raised(error))
+    return decode_error(pickle.loads(pickle.dumps(encoded)))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("x", 3),
+        KeyError("k"),
+        FileNotFoundError(2, "No such file", "name.txt"),
+        UnicodeDecodeError("utf-8", b"abc\xff", 3, 4, "invalid"),
+        TwoArguments(1, 2),
+        StopIteration(5),
+        SystemExit(3),
+        OwnNew(code=7),
+        ValueError(np.arange(100_000)),
+        ExceptionGroup("several", [ValueError(1)]) if sys.version_info >= (3, 11) else ValueError(1),  # noqa: F821
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_exception_arrives_as_itself(error: BaseException) -> None:
+    got = sent(error)
+    assert type(got) is type(error)
+    assert (str(got), [repr(arg) for arg in got.args]) == (str(error), [repr(arg) for arg in error.args])
+    assert vars(got) == vars(error)
+
+
+def test_what_cannot_be_pickled_stays_behind_alone() -> None:
+    got = sent(HoldsLock("text"))
+    assert type(got) is HoldsLock
+    assert (str(got), got.kept, hasattr(got, "lock")) == ("text", "kept", False)
+
+
+def test_where_it_cannot_arrive_its_text_does() -> None:
+    error = type("Local", (Exception,), {"__module__": "nowhere"})("text")
+    encoded = encode_error(raised(error))
+    del error
+    gc.collect()
+    got = decode_error(encoded)
+    assert isinstance(got, SampleReadError) and str(got) == "Local: text"
+
+
+def test_one_whose_methods_all_raise_does_no_harm() -> None:
+    got = sent(Nasty("x"))
+    assert type(got) is Nasty or isinstance(got, SampleReadError)
+
+
+def test_the_worker_s_traceback_and_the_notes_travel() -> None:
+    error = raised(ValueError("x"))
+    add_note(error, "a note")  # type: ignore[arg-type]
+    got = sent(error)
+    assert isinstance(got.__cause__, WorkerTraceback) and "in raised" in str(got.__cause__)
+    assert notes_of(got) == ["a note"]
+
+
+def test_cuda_in_a_forked_worker_comes_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    with pytest.raises(RuntimeError, match="re-initialize CUDA") as caught:
+        torch.cuda._lazy_init()  # torch's own words, without a GPU
+    arrived = decode_error(encode_error(caught.value))
+    assert type(arrived) is RuntimeError and str(arrived) == str(caught.value)
+    (note,) = arrived.__notes__
+    assert "give the loader device=" in note and 'start_method="spawn"' in note
+
+
+def test_a_payload_that_cannot_be_read_here_is_the_text() -> None:
+    got = decode_error(EncodedError(b"no pickle", "KeyError: 'k'", "Traceback: there", ("note",)))
+    assert isinstance(got, SampleReadError) and str(got) == "KeyError: 'k'" and notes_of(got) == ["note"]

@@ -16,8 +16,8 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from conftest import METHODS, SPAWNED
-from memory_samples import Diary, Large, Slow
+from conftest import METHODS, SPAWNED, covering
+from memory_samples import Diary
 
 from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader, SimpleDataset
 from sharded_loader.base.limits import Limit
@@ -120,16 +120,12 @@ def test_many_windows_over_one_tensor_are_sent_once() -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, windows, strict=True))
 
 
-def test_tensors_without_elements_and_tensors_over_arrays() -> None:
-    array = np.arange(50_000)
-    parts = [
-        torch.zeros(0),
-        torch.zeros(0, 3, dtype=torch.int8),
-        torch.from_numpy(array),
-        torch.from_numpy(array[:9000]),
-    ]
+def test_tensors_without_elements_tensors_over_arrays_and_parameters() -> None:
+    array, layer = np.arange(50_000), torch.nn.Linear(100, 200)
+    parts: list[Any] = [torch.zeros(0), torch.zeros(0, 3, dtype=torch.int8), torch.from_numpy(array)]
+    parts += [torch.from_numpy(array[:9000]), layer.weight, (layer.weight * 2).detach().requires_grad_()]
     for a, b in zip(parts, reopened(parts), strict=True):
-        assert a.dtype == b.dtype and torch.equal(a, b)
+        assert type(a) is type(b) and a.dtype == b.dtype and torch.equal(a, b) and a.requires_grad == b.requires_grad
 
 
 def test_the_default_device_does_not_matter_to_tensors_in_host_memory() -> None:
@@ -140,12 +136,6 @@ def test_the_default_device_does_not_matter_to_tensors_in_host_memory() -> None:
     finally:
         torch.set_default_device(None)
     assert torch.equal(part, data[:10]) and torch.equal(whole, data)
-
-
-def test_parameters_and_tensors_with_grad_may_be_in_a_dataset() -> None:
-    layer = torch.nn.Linear(100, 200)
-    parameter, result = reopened([layer, (layer.weight * 2).detach().requires_grad_()])
-    assert torch.equal(parameter.weight, layer.weight) and result.requires_grad
 
 
 def test_the_same_array_stays_one() -> None:
@@ -198,15 +188,13 @@ def test_without_room_the_dataset_goes_through_the_pipe(monkeypatch: pytest.Monk
 @SPAWNED
 def test_all_workers_share_one_copy(method: str) -> None:
     nbytes = 96 << 20
-    data = Large(nbytes)
-    with ShardedDataLoader(data, 1, pool=ProcessPool(4, start_method=method)) as loader:
-        private: dict[int, int] = {}
-        for pid, own, _ in loader:
-            private[int(pid)] = max(int(own), private.get(int(pid), 0))
-        assert len(private) >= 2
-        assert max(private.values()) * 1024 < nbytes  # none has a copy of its own
-        pss = sum(psutil.Process(pid).memory_full_info().pss for pid in loader._pipeline.pool.pids)
-        assert pss < nbytes + 4 * (60 << 20)  # of them together: one copy and their interpreters
+    data = ArrayDataset(np.ones((8, nbytes // 64)))
+    pool = ProcessPool(4, start_method=method)
+    with ShardedDataLoader(data, 1, pool=pool, batchify_fn=lambda rows: int(rows[0].sum())) as loader:
+        assert list(loader) == [nbytes // 64] * 8
+        memory = [psutil.Process(pid).memory_full_info() for pid in loader.pool.pids]
+    assert max(one.uss for one in memory) < nbytes  # none has a copy of its own
+    assert sum(one.pss for one in memory) < nbytes + 4 * (60 << 20)  # together: one copy and their interpreters
 
 
 @METHODS
@@ -226,19 +214,6 @@ def test_a_dataset_that_writes_to_itself_keeps_it_to_itself(
                     seen[key] = seen.get(key, 0) + 1
                     assert count == seen[key]  # what this worker wrote, and no other
         assert not data.rows.any()  # nor the trainer
-
-
-@METHODS
-def test_refresh_sends_the_new_dataset(method: str) -> None:
-    data = ArrayDataset(np.zeros(50_000), np.arange(50_000))
-    with ShardedDataLoader(data, 10_000, pool=ProcessPool(2, start_method=method)) as loader:
-        for number in range(3):
-            data._columns[0][:] = number
-            loader.refresh()
-            assert all((x == number).all() for x, _ in loader)
-        data._columns[0][:] = 99
-        if method != "fork":  # and only when it is told to
-            assert all((x == 2).all() for x, _ in loader)
 
 
 @pytest.mark.slow
@@ -269,24 +244,8 @@ def _own_descriptors() -> int:
 
 def _datasets(loader: Any) -> list[int]:
     """How many published datasets each worker has mapped: their segments have negative numbers."""
-    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in loader._pipeline.pool.pids]
+    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in loader.pool.pids]
     return [text.count("memfd:sharded_loader--") for text in maps]
-
-
-@pytest.mark.slow
-@SPAWNED
-def test_refreshing_twice_while_workers_are_busy(method: str) -> None:
-    data = Slow(0)
-    with ShardedDataLoader(data, 1, pool=ProcessPool(1, start_method=method)) as loader:
-        iterators = [iter(loader)]
-        assert next(iterators[0]) == 0
-        for number in (1, 2):
-            data.data[:] = number
-            loader.refresh()
-            iterators.append(iter(loader))
-        assert [int(batch) for batch in iterators[-1]] == [2] * 8
-        between = [int(batch) for batch in iterators[1]]
-        assert len(between) == 8 and set(between) <= {1, 2}
 
 
 @pytest.mark.slow
@@ -296,7 +255,148 @@ def test_a_worker_that_takes_another_s_place_gets_the_dataset_too(method: str) -
     with ShardedDataLoader(data, 1000, pool=ProcessPool(2, start_method=method)) as loader:
         iterator = iter(loader)
         values = next(iterator).tolist()
-        psutil.Process(loader._pipeline.pool.pids[0]).kill()
+        psutil.Process(loader.pool.pids[0]).kill()
         for batch in iterator:
             values += batch.tolist()
         assert values == list(range(100_000))
+
+
+# -- memory-mapped files go by name where the worker finds the same file, else by value -------------------------------
+
+
+OFFSET = 5000
+"""No multiple of the page size."""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "data.bin"
+    path.write_bytes(bytes(OFFSET) + np.arange(300_000, dtype=np.int32).tobytes())
+    return path
+
+
+def mapped(file: Path, mode: Any = "r") -> np.memmap[Any, Any]:
+    return np.memmap(file, np.int32, mode, OFFSET, (3000, 100))
+
+
+def bytes_of(obj: Any) -> int:
+    encoded = publish(obj)
+    return len(encoded.head) + sum(buffer.nbytes for buffer in encoded.buffers)
+
+
+VIEWS: dict[str, Any] = {
+    "whole": lambda m: m,
+    "slice": lambda m: m[100:200],
+    "row": lambda m: m[17],
+    "backwards": lambda m: m[::-2, 50:3:-1],
+    "transposed": lambda m: m.T,
+    "array": lambda m: np.asarray(m),
+    "slice of an array": lambda m: np.asarray(m)[5:, ::3],
+    "other dtype": lambda m: m.view(np.uint8)[:, 1::4],
+    "repeated": lambda m: np.broadcast_to(m[3], (7, 100)),
+    "element": lambda m: m[2999:, 99:],
+    "windows": lambda m: np.lib.stride_tricks.sliding_window_view(m, 20, axis=0),
+    "part of windows": lambda m: np.lib.stride_tricks.sliding_window_view(m.reshape(-1), 50)[1000::7],
+    "strided": lambda m: np.lib.stride_tricks.as_strided(m, (20, 20), (800, 4)),
+    "strided memmap": lambda m: np.lib.stride_tricks.as_strided(m, (20, 20), (800, 4), subok=True),
+    "memoryview": lambda m: np.asarray(memoryview(m)),
+    "buffer": lambda m: np.frombuffer(m, np.uint16),
+}
+
+
+@covering(mode=["r", "r+", "c"], view=VIEWS)
+def test_views_arrive_the_same_and_go_by_name(file: Path, mode: str, view: str) -> None:
+    array = VIEWS[view](mapped(file, mode))
+    got = reopened(array)
+    assert (type(got), got.dtype, got.shape) == (type(array), array.dtype, array.shape)
+    assert (got == array).all()
+    assert bytes_of(array) < 2000
+    assert (got.strides, got.flags.writeable) == (array.strides, array.flags.writeable)
+
+
+def test_what_only_comes_from_a_memmap_goes_by_value(file: Path) -> None:
+    whole = mapped(file)
+    for array in (whole + 1, whole.copy(), np.sort(whole), whole[[1, 2, 3]], whole.sum(), whole[:0]):
+        got = reopened(array)
+        assert type(got) is type(array) and np.array_equal(got, array) and got.dtype == array.dtype
+
+
+def test_views_of_one_mapping_stay_views_of_one_mapping(file: Path) -> None:
+    whole = mapped(file, "r+")
+    one, other, third = reopened([whole[:10], np.asarray(whole)[5:], mapped(file, "r+")])
+    one[7, 0] = -1
+    assert other[2, 0] == -1 and third[7, 0] == -1  # the last one through the file
+    assert np.shares_memory(one, other) and not np.shares_memory(one, third)
+
+
+def test_many_slices_are_described_once(file: Path) -> None:
+    rows = list(mapped(file))
+    assert bytes_of(rows) < 200 * len(rows)
+
+
+@pytest.mark.parametrize("mode", ["r+", "w+"])
+def test_what_is_written_to_a_writable_file_is_written_to_that_file(file: Path, mode: str) -> None:
+    whole = mapped(file, mode)
+    whole[5] = 3
+    got = reopened(whole)
+    assert (got[5] == 3).all()
+    got[7] = 4
+    got.flush()
+    assert (whole[7] == 4).all()
+    assert (np.fromfile(file, np.int32, offset=OFFSET).reshape(3000, 100)[7] == 4).all()
+
+
+def test_copy_on_write_keeps_what_the_trainer_has_written(file: Path) -> None:
+    whole = mapped(file, "c")
+    whole[5] = 3
+    got = reopened(whole)
+    assert (got == whole).all() and (got[5] == 3).all()
+    assert bytes_of(whole) > whole.nbytes and bytes_of(whole[6:]) < 2000  # what it has not written goes by name
+    got[7] = 4
+    assert (whole[7] != 4).all()
+
+
+@linux
+@pytest.mark.parametrize("what", ["deleted", "replaced", "shortened"])
+def test_a_file_that_is_no_longer_there_goes_by_value(file: Path, what: str) -> None:
+    whole = mapped(file)[:500]
+    expected = np.array(whole)
+    if what == "deleted":
+        file.unlink()
+    elif what == "replaced":
+        other = file.with_name("other")
+        other.write_bytes(bytes(file.stat().st_size))
+        other.rename(file)
+    else:
+        os.truncate(file, OFFSET + expected.nbytes)
+    got = reopened(whole)
+    assert type(got) is np.memmap and (got == expected).all()
+    # Out of band, so that workers share it.
+    assert sum(buffer.nbytes for buffer in publish(whole).buffers) == expected.nbytes
+
+
+def test_a_file_without_a_name_goes_by_value(tmp_path: Path) -> None:
+    import tempfile
+
+    with tempfile.TemporaryFile(dir=tmp_path) as file:
+        whole = np.memmap(file, np.int32, "w+", shape=(3000,))
+        whole[:] = range(3000)
+        assert (reopened(whole) == whole).all()
+
+
+@pytest.mark.slow
+@linux
+@SPAWNED
+def test_a_large_memmap_costs_workers_nothing(tmp_path: Path, method: str) -> None:
+    nbytes = 100 << 20
+    whole: Any = np.memmap(tmp_path / "large.bin", np.int64, "w+", shape=(nbytes // 8192, 1024))
+    whole[:, 0] = np.arange(len(whole))
+    data = SimpleDataset(whole[100:])
+    assert bytes_of(data) < 2000
+    pool = ProcessPool(2, start_method=method)
+    with ShardedDataLoader(data, 1000, pool=pool) as loader:
+        for number, rows in enumerate(loader):
+            assert rows[:, 0].tolist() == [*range(100 + 1000 * number, 100 + 1000 * number + len(rows))]
+            assert not rows[:, 1:].any()
+        for pid in pool.pids:
+            assert psutil.Process(pid).memory_full_info().uss < nbytes // 2  # none has a copy of its own

@@ -5,19 +5,24 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
-import textwrap
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import multiprocess
 import numpy as np
 import pytest
-from conftest import shared_memory_names
+from conftest import PROCESS_POOLS, SPAWNED, covering, shared_memory_names
+from memory_samples import SHAPE, allow_no_more, arena_of
+from refusing import in_child
+from samples import Filled
 
+from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
 from sharded_loader.base import system
 from sharded_loader.memory.segments import Segment, attach, create
+from sharded_loader.pools.process import link, worker
+from sharded_loader.pools.process.link import CANCEL, DEATH, Link
 
 BACKENDS = ["memfd", "shm", "file", "named"]
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="all back ends: Linux only")
@@ -35,17 +40,6 @@ def attach_again(segment: Segment, **options: Any) -> Segment:
     return attach(segment.number, segment.nbytes, fd, segment.name, **options)
 
 
-def in_child(work: Callable[[], bool]) -> bool:
-    pid = os.fork()
-    if pid == 0:
-        ok = False
-        try:
-            ok = work()
-        finally:
-            os._exit(not ok)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-
-
 def test_what_a_worker_writes_the_trainer_sees(backend: str) -> None:
     segment = create(3, 3 * 4096)
     segment.mapping[:4] = b"abcd"
@@ -56,7 +50,7 @@ def test_what_a_worker_writes_the_trainer_sees(backend: str) -> None:
         twin.mapping[4096:4100] = b"wxyz"
         return seen and twin.nbytes == 3 * 4096 and twin.number == 3
 
-    assert in_child(work)
+    assert in_child(work) == "True"
     assert segment.mapping[4096:4100] == b"wxyz"
     segment.close()
 
@@ -72,16 +66,18 @@ def test_what_is_written_to_a_private_mapping_stays_private(backend: str) -> Non
         array[1] = 7
         return array.flags.writeable and other.mapping[:4] == b"abcd" and twin.mapping[:2] == b"w\x07"
 
-    assert in_child(work)
+    assert in_child(work) == "True"
     assert segment.mapping[:4] == b"abcd"
     segment.close()
 
 
-def test_a_segment_is_allocated_in_full(backend: str) -> None:
-    nbytes = 2 * system.ALLOCATED_AT_ONCE + 4096
+def test_a_segment_is_allocated_in_full_and_has_no_name_and_no_program_inherits_it(backend: str) -> None:
+    before, nbytes = shared_memory_names(), 2 * system.ALLOCATED_AT_ONCE + 4096
     segment = create(0, nbytes)
-    assert segment.fd is not None
+    assert segment.fd is not None and not os.get_inheritable(segment.fd)
     assert os.fstat(segment.fd).st_blocks * 512 >= nbytes
+    assert shared_memory_names() == before
+    assert (segment.name is not None) == (backend == "named")
     segment.close()
 
 
@@ -93,20 +89,6 @@ def test_the_mapping_outlives_the_descriptor_and_goes_with_the_last_array(backen
     array[:] = 5
     assert int(array.sum()) == 5 * 4096
     del array  # the fixture of all tests looks for what is left
-
-
-def test_descriptors_are_not_inherited_by_programs(backend: str) -> None:
-    segment = create(0, 4096)
-    assert segment.fd is not None and not os.get_inheritable(segment.fd)
-    segment.close()
-
-
-def test_a_segment_has_no_name(backend: str) -> None:
-    before = shared_memory_names()
-    segment = create(0, 4096)
-    assert shared_memory_names() == before
-    assert (segment.name is not None) == (backend == "named")
-    segment.close()
 
 
 def test_a_name_does_not_survive_a_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,25 +108,23 @@ def test_a_name_does_not_survive_a_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> No
     assert shared_memory_names() == before
 
 
-def test_a_refusal_leaves_no_descriptor(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_and_a_worker_that_cannot_map_leave_no_descriptor(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*args: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     before = len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OSError, match="No space"):
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space"):
+        patched.setattr(os, "posix_fallocate", full)
         create(0, 4096)
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_a_worker_that_cannot_map_closes_its_descriptor(backend: str) -> None:
     segment = create(0, 4096)
-    before = len(os.listdir("/proc/self/fd"))
     with pytest.raises((OSError, ValueError)):
         fd = None if segment.name else os.dup(segment.fd)  # type: ignore[arg-type]
         attach(0, 1 << 20, fd, segment.name)  # longer than it is
-    assert len(os.listdir("/proc/self/fd")) == before
     segment.close()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_an_unknown_back_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,20 +134,10 @@ def test_an_unknown_back_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.costly(2)
-def test_no_name_is_left_when_the_trainer_is_killed(backend: str, tmp_path: Path) -> None:
+def test_no_name_is_left_when_the_trainer_is_killed(backend: str) -> None:
     before = shared_memory_names()
-    script = tmp_path / "script.py"
-    script.write_text(
-        textwrap.dedent(
-            """
-            import os, signal, sys
-            from sharded_loader.memory.segments import create
-            segment = create(0, 4096)
-            os.kill(os.getpid(), signal.SIGKILL)
-            """
-        )
-    )
-    done = subprocess.run([sys.executable, str(script)], check=False, timeout=300)
+    kills = "import os; from sharded_loader.memory.segments import create; a = create(0, 9); os.kill(os.getpid(), 9)"
+    done = subprocess.run([sys.executable, "-c", kills], check=False, timeout=300)
     assert done.returncode == -signal.SIGKILL
     assert shared_memory_names() == before
 
@@ -200,3 +170,95 @@ def test_a_segment_that_nobody_has_noted_closes_its_descriptor() -> None:
     assert fd is not None
     with pytest.raises(OSError):
         os.fstat(fd)
+
+
+# -- a worker that may have no more descriptors is slower, or a clear error, and never a hang -------------------------
+
+
+@covering(1, method=PROCESS_POOLS, memory=["memfd", "named"])
+@pytest.mark.costly
+def test_a_worker_that_can_map_no_segment_sends_batches_through_the_pipe(
+    method: str, memory: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SHARDED_LOADER_MEMORY", memory)
+    pool = ProcessPool(2, start_method=method, worker_init_fn=allow_no_more)
+    with ShardedDataLoader(Filled(160), 4, pool=pool) as loader:
+        for number, batch in enumerate(loader):
+            assert batch[:, 0].tolist() == [4 * number + i for i in range(4)] and batch.shape == (4, SHAPE // 4)
+            assert arena_of(loader).lent == 0
+        assert number == 39 and len(arena_of(loader).segments) == 1  # the trainer had one
+    told = [line for line in capfd.readouterr().err.splitlines() if line]
+    assert method == "forkserver" or 1 <= len(told) <= 2  # once by each worker (a forkserver's output is elsewhere)
+    assert all("through the pipe" in line and "of open files is reached" in line for line in told)
+
+
+take = Link.take_descriptor
+
+
+def refuse(end: Link) -> int:
+    os.close(take(end))
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+def test_a_worker_that_gets_no_descriptor_at_all_reads_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Link, "take_descriptor", refuse)
+    with ShardedDataLoader(Filled(160), 4, pool=ProcessPool(2, start_method="fork")) as loader:
+        assert [int(batch[0, 0]) for batch in loader] == list(range(0, 160, 4))
+
+
+@pytest.mark.slow
+@SPAWNED
+def test_a_worker_that_cannot_map_its_dataset_says_why(method: str) -> None:
+    data = ArrayDataset(np.zeros(100_000))
+    pool = ProcessPool(2, start_method=method, worker_init_fn=allow_no_more)
+    with ShardedDataLoader(data, 1000, pool=pool) as loader:
+        assert next(iter(loader)).shape == (1000,)
+        loader.refresh()
+        with pytest.raises(OSError, match=r"dataset cannot be mapped: the limit of \d+ of open files .*ulimit -n"):
+            list(loader)
+
+
+def test_a_default_timeout_of_sockets_is_the_user_s_own_affair() -> None:
+    def init(number: int) -> None:
+        socket.setdefaulttimeout(0.01)
+
+    with ShardedDataLoader(Filled(160), 4, pool=ProcessPool(1, start_method="fork", worker_init_fn=init)) as loader:
+        assert [int(batch[0, 0]) for batch in loader] == list(range(0, 160, 4))
+
+
+def test_too_many_descriptors_on_their_way_are_sent_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = []
+    real = link.send_descriptors
+
+    def send_descriptors(*arguments: Any) -> int:
+        if len(refused) < 3:
+            refused.append(arguments)
+            raise OSError(errno.ETOOMANYREFS, "Too many references: cannot splice")
+        return real(*arguments)
+
+    monkeypatch.setattr(link, "send_descriptors", send_descriptors)
+    with ShardedDataLoader(Filled(160), 4, pool=ProcessPool(1, start_method="fork")) as loader:
+        assert [int(batch[0, 0]) for batch in loader] == list(range(0, 160, 4))
+    assert len(refused) == 3
+
+
+def test_a_worker_that_may_open_nothing_from_the_start_lives_and_reads() -> None:
+    """The pipe that ends it with the trainer cannot be taken either: that is no reason to end."""
+    ours, theirs = multiprocess.Pipe(duplex=True)
+    trainer = Link(ours)
+    end = Link(theirs, blocks=True)
+    reader = worker.WorkerThreads(end, 0, 1)
+    read, write = os.pipe()
+    try:
+        trainer.send(DEATH, descriptor=read)
+        trainer.send(CANCEL, 7)
+        trainer.close()  # end-of-file after that
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(Link, "take_descriptor", refuse)
+            reader._finished.set()
+            reader.receive()
+        assert reader._reader.cancelled == {7}
+    finally:
+        end.close()
+        os.close(read)
+        os.close(write)

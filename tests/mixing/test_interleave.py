@@ -6,6 +6,7 @@ import operator
 import pickle
 import subprocess
 import sys
+from collections import Counter
 from multiprocessing import resource_tracker
 
 import numpy as np
@@ -14,7 +15,9 @@ import torch
 from conftest import covering
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from samples import Foreign, NoLength
+from stream_samples import Parts, StatefulRows
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import sharded_loader
 from sharded_loader import (
@@ -27,6 +30,8 @@ from sharded_loader import (
     interleave,
     sample_rng,
 )
+from sharded_loader.base.entries import from_state, to_state
+from sharded_loader.mixing.in_order import BEGINNING, END, Source, SourcePoint
 
 MIXTURES = st.lists(st.tuples(st.integers(1, 30), st.integers(0, 9)), min_size=1, max_size=5).filter(
     lambda pairs: any(weight for _, weight in pairs)
@@ -36,6 +41,12 @@ STOPS = pytest.mark.parametrize("stop", ["first_exhausted", "all_exhausted"])
 
 def column(number, size):
     return [f"{number}.{index}" for index in range(size)]
+
+
+def turns(weights, seed):
+    """The source at each position, for ever."""
+    sources = [NoLength(lambda source=source: itertools.repeat(source)) for source in range(len(weights))]
+    return iter(interleave(sources, weights, seed))
 
 
 def naive(sizes, mixed, stop):
@@ -49,12 +60,6 @@ def naive(sizes, mixed, stop):
         if stop == "all_exhausted" and all(taken[one] >= size for one, size in sizes.items()):
             break
     return samples
-
-
-def order_of(mixture):
-    """The source at each position, for ever."""
-    schedule = mixture._schedule
-    return (schedule.sources[schedule.at(position)[0]] for position in itertools.count())
 
 
 class Stream(IterableDataset):
@@ -93,16 +98,6 @@ class Resumable(Stream):
         self.begin = self.at = state["at"]
 
 
-class Begins:
-    """Only ``__iter__``."""
-
-    def __init__(self, *samples):
-        self.samples = samples
-
-    def __iter__(self):
-        return iter(self.samples)
-
-
 # -- by index -----------------------------------------------------------------------------------------------
 
 
@@ -114,29 +109,8 @@ def test_samples_come_by_the_schedule_each_dataset_in_its_order(stop, pairs, see
     datasets = [column(number, size) for number, size in enumerate(sizes)]
     mixed = interleave(datasets, weights, seed, stop)
     read = {number: size for number, size in enumerate(sizes) if weights[number]}
-    assert list(mixed) == naive(read, order_of(mixed), stop)
+    assert list(mixed) == naive(read, turns(weights, seed), stop)
     assert [mixed[-1 - n] for n in range(len(mixed))] == list(mixed)[::-1]
-
-
-@pytest.mark.costly
-@STOPS
-@given(MIXTURES, st.integers(), st.data())
-def test_bulk_reads_give_what_single_ones_give(stop, pairs, seed, data):
-    sizes, weights = zip(*pairs, strict=True)
-    datasets = [ArrayDataset(100 * number + np.arange(size)) for number, size in enumerate(sizes)]
-    mixed = interleave(datasets, weights, seed, stop)
-    indices = data.draw(st.lists(st.integers(-len(mixed), len(mixed) - 1), min_size=1, max_size=40))
-    assert mixed.__getitems__(indices) == [mixed[index] for index in indices]
-    assert np.asarray(mixed.get_batch(indices)).tolist() == [mixed[index] for index in indices]
-
-
-def test_the_docstrings_words_on_the_two_ends():
-    long, short = column("long", 10), column("short", 2)
-    ends = list(interleave([long, short]))
-    assert ends.count("short.1") == 1 and len(ends) in (4, 5, 6)  # the third of the short one is asked for
-    everything = list(interleave([long, short], stop="all_exhausted"))
-    assert {*long, *short} == set(everything) and everything.count("short.0") in (4, 5)
-    assert everything[-1] == "long.9"
 
 
 def test_a_mixture_is_a_dataset_with_all_its_methods():
@@ -174,15 +148,12 @@ def test_bulk_methods_are_there_where_all_datasets_that_are_read_have_them():
 
 
 def test_a_dataset_of_weight_0_is_never_read():
-    class Untouched:
-        def __len__(self):
-            raise AssertionError
-
+    class Untouched(Foreign):
         def __getitem__(self, index):
             raise AssertionError
 
-    assert list(interleave([Untouched(), [1, 2]], [0, 5])) == [1, 2]
-    assert list(interleave([Begins(), Begins(1, 2)], [0, 5])) == [1, 2]
+    assert list(interleave([Untouched([], AssertionError()), [1, 2]], [0, 5])) == [1, 2]
+    assert list(interleave([NoLength([]), NoLength([1, 2])], [0, 5])) == [1, 2]
 
 
 class Epochal(list):
@@ -195,14 +166,12 @@ class Epochal(list):
         self.epoch = epoch
 
 
-def test_the_loader_reads_a_mixture_in_every_epoch_and_resumes_in_it():
+def test_the_loader_reads_a_mixture_in_every_epoch():
     mixed = interleave([Epochal([1, 2, 3, 4]), Epochal([10, 20, 30, 40])], seed=1)
-    loader = ShardedDataLoader(mixed, 4, shuffle=True, seed=0, num_workers=2, thread_pool=True)
-    with loader:
+    with ShardedDataLoader(mixed, 4, shuffle=True, seed=0, num_workers=2, thread_pool=True) as loader:
         for epoch in range(2):
-            batches = [(x.tolist(), y.tolist()) for x, y in loader]
-            assert sorted(sum((x for x, _ in batches), [])) == [1, 2, 3, 4, 10, 20, 30, 40]
-            assert {y for _, ys in batches for y in ys} == {epoch}
+            samples = [(x, y) for xs, ys in loader for x, y in zip(xs.tolist(), ys.tolist(), strict=True)]
+            assert sorted(samples) == [(x, epoch) for x in (1, 2, 3, 4, 10, 20, 30, 40)]
 
 
 def noise(sample):
@@ -210,57 +179,46 @@ def noise(sample):
 
 
 def test_a_sample_that_comes_again_draws_other_numbers_and_the_same_in_bulk():
-    datasets = [ArrayDataset(np.arange(8)).transform(noise), ArrayDataset(np.arange(2)).transform(noise)]
+    datasets = [ArrayDataset(np.arange(8)).transform(noise), ArrayDataset(np.arange(100, 102)).transform(noise)]
     mixed = interleave(datasets, stop="all_exhausted")
-    [batch] = ShardedDataLoader(mixed, len(mixed), seed=4)
-    again = [batch[1][n].item() for n in range(len(mixed)) if mixed._schedule.at(n)[0] == 1]
+    [(samples, drawn)] = ShardedDataLoader(mixed, len(mixed), seed=4)
+    again = drawn[samples >= 100].tolist()
     assert len(set(again)) == len(again) > 6
 
-    class Singly:
-        def __len__(self):
-            return len(mixed)
-
+    class Singly(Foreign):
         def __getitem__(self, index):
             return mixed[index]
 
-    [singly] = ShardedDataLoader(Singly(), len(mixed), seed=4)
-    assert singly[1].tolist() == batch[1].tolist()
+    [singly] = ShardedDataLoader(Singly([], len(mixed)), len(mixed), seed=4)
+    assert singly[1].tolist() == drawn.tolist()
 
 
 # -- in order -----------------------------------------------------------------------------------------------
 
 
+@STOPS
 @given(MIXTURES, st.integers())
-def test_a_mixture_in_order_gives_what_the_one_by_index_gives(pairs, seed):
+def test_a_mixture_in_order_gives_what_the_one_by_index_gives(stop, pairs, seed):
     sizes, weights = zip(*pairs, strict=True)
     datasets = [column(number, size) for number, size in enumerate(sizes)]
-    by_index = interleave(datasets, weights, seed)
-    in_order = interleave([Begins(*one) for one in datasets], weights, seed)
-    assert list(in_order) == list(by_index) == list(in_order)
-
-
-@given(MIXTURES, st.integers())
-def test_until_all_are_exhausted_shorter_ones_start_over(pairs, seed):
-    sizes, weights = zip(*pairs, strict=True)
-    datasets = [column(number, size) for number, size in enumerate(sizes)]
-    by_index = list(interleave(datasets, weights, seed, "all_exhausted"))
-    mixture = interleave([Begins(*one) for one in datasets], weights, seed, "all_exhausted")
+    by_index = list(interleave(datasets, weights, seed, stop))
+    mixture = interleave([NoLength(one) for one in datasets], weights, seed, stop)
     in_order = list(mixture)
-    assert in_order[: len(by_index)] == by_index
+    assert in_order == list(mixture) and in_order[: len(by_index)] == by_index
+    if stop == "first_exhausted":
+        assert in_order == by_index
+        return
     # It goes on until the last dataset is asked once more.
     read = {number: size for number, size in enumerate(sizes) if weights[number]}
-    assert in_order == naive(read, itertools.islice(order_of(mixture), len(in_order)), "for ever")
-    asked = order_of(mixture)
-    counts = dict.fromkeys(read, 0)
-    for position, source in enumerate(asked):
-        if all(counts[one] + (one == source) > size for one, size in read.items()):
-            assert len(in_order) == position
-            break
-        counts[source] += 1
+    assert in_order == naive(read, itertools.islice(turns(weights, seed), len(in_order)), "for ever")
+    counts = Counter(itertools.islice(turns(weights, seed), len(in_order) + 1))
+    assert all(counts[source] > size for source, size in read.items())
+    counts = Counter(itertools.islice(turns(weights, seed), len(in_order)))
+    assert not all(counts[source] > size for source, size in read.items())
 
 
 def kinds():
-    return [Stream("a", 5), Resumable("b", 3), lambda: iter(column("c", 4)), column("d", 6), Begins(1, 2, 3)]
+    return [Stream("a", 5), Resumable("b", 3), lambda: iter(column("c", 4)), column("d", 6), NoLength([1, 2, 3])]
 
 
 @STOPS
@@ -301,29 +259,28 @@ def assert_goes_on(make, position, whole):
     assert list(other) == whole
 
 
-def test_a_mixture_of_mixtures_is_resumed():
-    def make():
-        return interleave([interleave(kinds(), seed=1), Stream("x", 9)], [5, 2], stop="all_exhausted")
+def of_one_object():
+    one = Resumable("a", 5)
+    return interleave([one, one], [2, 1])
 
+
+NESTED = {
+    "a mixture of mixtures": lambda: interleave(
+        [interleave(kinds(), seed=1), Stream("x", 9)], [5, 2], stop="all_exhausted"
+    ),
+    "one object mixed with itself": of_one_object,
+}
+
+
+@pytest.mark.parametrize("make", NESTED.values(), ids=NESTED)
+def test_a_mixture_is_resumed_whatever_it_mixes(make):
     whole = list(make())
-    for position in (1, 7, len(whole) - 2):
-        assert_goes_on(make, position, whole)
-
-
-def test_one_object_that_is_mixed_with_itself_is_resumed():
-    def make():
-        one = Resumable("a", 5)
-        return interleave([one, one], [2, 1])
-
-    mixture, other, whole = make(), make(), list(make())
-    samples = iter(mixture)
-    next(samples), next(samples), next(samples)
-    other.load_state_dict(mixture.state_dict())
-    assert list(other) == whole[3:]
+    for position in (1, 3, 7, len(whole) - 2):
+        assert_goes_on(make, min(position, len(whole)), whole)
 
 
 def test_the_state_is_that_of_the_iterator_that_began_or_yielded_last():
-    mixture = interleave([Begins(*"abcd")])
+    mixture = interleave([NoLength("abcd")])
     one, two = iter(mixture), iter(mixture)
     assert mixture.state_dict()["position"] == 0
     next(one), next(one), next(two)
@@ -332,6 +289,10 @@ def test_the_state_is_that_of_the_iterator_that_began_or_yielded_last():
     assert mixture.state_dict()["position"] == 3
     assert [*one, *two] == ["d", "b", "c", "d"]
     assert mixture.state_dict()["position"] == 0  # the iteration has ended
+    next(iter(mixture))
+    assert list(pickle.loads(pickle.dumps(mixture))) == list("abcd")  # a pickle begins where the mixture will begin
+    mixture.load_state_dict(mixture.state_dict())
+    assert list(pickle.loads(pickle.dumps(mixture))) == list("bcd")
 
 
 def test_the_epoch_is_passed_on_and_decides_whether_a_position_stays():
@@ -361,30 +322,28 @@ def test_the_epoch_is_passed_on_and_decides_whether_a_position_stays():
 
 
 def test_an_error_of_a_dataset_loses_no_position():
-    class Sick(Begins):
-        def __iter__(self):
-            yield 1
-            yield 2
-            raise OSError("disk")
+    def sick():
+        yield 1
+        yield 2
+        raise OSError("disk")
 
-    mixture = interleave([Sick(), Begins(*"abc")], seed=0)
+    mixture = interleave([NoLength(sick), NoLength("abc")], seed=0)
     found = []
     with pytest.raises(OSError, match="disk"):
         for sample in mixture:
             found.append(sample)
     assert mixture.state_dict()["position"] == len(found) in (4, 5)
-    healthy = interleave([Begins(1, 2, 3), Begins(*"abc")], seed=0)
+    healthy = interleave([NoLength([1, 2, 3]), NoLength("abc")], seed=0)
     healthy.load_state_dict(mixture.state_dict())
     assert 3 in list(healthy)
 
 
 def test_the_number_of_shards_is_that_of_the_dataset_with_the_fewest():
-    class Old(Begins):
-        n_shards = 3
-
-    assert interleave([Stream("a", 9, 8), Old(1), Begins(1), [1]]).num_shards == 3
-    assert interleave([Stream("a", 9, 8), Old(1)], [1, 0]).num_shards == 8
-    assert not hasattr(interleave([Begins(1), [1]]), "num_shards")
+    old = NoLength([1])
+    old.n_shards = 3  # its name before
+    assert interleave([Stream("a", 9, 8), old, NoLength([1]), [1]]).num_shards == 3
+    assert interleave([Stream("a", 9, 8), old], [1, 0]).num_shards == 8
+    assert not hasattr(interleave([NoLength([1]), [1]]), "num_shards")
 
 
 def part_of_c(number, parts):
@@ -395,7 +354,7 @@ def part_of_c(number, parts):
 
 
 def test_torchs_loader_takes_a_mixture_in_order_for_an_iterable_dataset():
-    mixture = interleave([Begins(1, 2, 3), range(10, 13)], seed=1)
+    mixture = interleave([NoLength([1, 2, 3]), range(10, 13)], seed=1)
     assert isinstance(mixture, IterableDataset)
     assert not isinstance(interleave([range(3)]), IterableDataset)
     assert torch.cat(list(DataLoader(mixture, batch_size=2))).tolist() == list(mixture)
@@ -433,31 +392,6 @@ def test_a_stateful_loader_of_torchdata_continues_exactly():
     assert list(other) == whole  # the next epoch
 
 
-@STOPS
-def test_hugging_faces_iterable_datasets_are_resumed_by_their_own_state(stop, monkeypatch):
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(pytest.importorskip("tqdm").tqdm, "monitor_interval", 0)  # a thread of its progress bars
-    a, b, c = [datasets.Dataset.from_dict({"x": column(number, 6)}) for number in range(3)]
-
-    def make():
-        streams = [a.to_iterable_dataset(num_shards=2), b.to_iterable_dataset(), c]
-        return interleave(streams, [2, 1, 1], stop=stop)
-
-    whole = list(make())
-    assert make().num_shards == 1
-    for position in range(len(whole) + 1):
-        assert_goes_on(make, position, whole)
-
-
-def test_a_mixture_goes_through_pickle_where_it_will_begin():
-    mixture = interleave([Begins(*"abcd")])
-    samples = iter(mixture)
-    next(samples), next(samples)
-    assert list(pickle.loads(pickle.dumps(mixture))) == list("abcd")
-    mixture.load_state_dict(mixture.state_dict())
-    assert list(pickle.loads(pickle.dumps(mixture))) == list("cd")
-
-
 PROGRAM = """
 import pickle, sys
 from functools import partial
@@ -477,116 +411,6 @@ def test_torch_is_not_imported_and_knows_mixtures_that_were_made_before_it():
     assert done.returncode == 0, done.stderr
 
 
-# -- what is rejected ---------------------------------------------------------------------------------------
-
-
-class Nothing:
-    pass
-
-
-class NoLength:
-    def __getitem__(self, index):
-        return index
-
-
-def generate():
-    yield 1
-
-
-@pytest.mark.parametrize(
-    ("datasets", "error", "said"),
-    [
-        ([], ValueError, "was given no datasets: give at least one"),
-        (5, TypeError, r"needs a list of datasets, not an int: interleave\(\[first, second\]\)"),
-        ("ab", TypeError, "needs a list of datasets, not a str"),
-        ({"a": [1]}, TypeError, "needs a list of datasets, not a dict"),
-        (np.zeros((2, 2)), TypeError, "needs a list of datasets, not a ndarray"),
-        (torch.zeros(2, 2), TypeError, "needs a list of datasets, not a Tensor"),
-        (ArrayDataset([1]), TypeError, "needs a list of datasets, not an ArrayDataset"),
-        (Stream("a", 2), TypeError, "needs a list of datasets, not a Stream"),
-        (interleave([Begins()]), TypeError, "needs a list of datasets, not an InterleavedIterable"),
-        ([[1], Nothing], TypeError, r"datasets\[1\] is the class Nothing itself: give an object of it, Nothing\(...\)"),
-        ([[1], "name"], TypeError, r"datasets\[1\] is a str, not a dataset: give what it names"),
-        ([[1], iter([1])], TypeError, r"datasets\[1\] is a list_iterator.*once: give a function that makes a new one"),
-        (
-            [generate()],
-            TypeError,
-            r"a generator, which can be read only once.*or an object that begins again",
-        ),
-        ([{1}], TypeError, r"datasets\[0\] is a set, whose order is not defined: give sorted\(dataset\)"),
-        ([Nothing()], TypeError, r"a Nothing, which cannot be read: give one with __getitem__ and __len__, or"),
-        ([NoLength()], TypeError, "a NoLength, which cannot be read"),
-        ([[1], []], ValueError, r"datasets\[1\], a list, has no samples: leave it out, or give it weight 0"),
-    ],
-)
-def test_what_is_no_list_of_datasets_is_rejected(datasets, error, said):
-    with pytest.raises(error, match=said):
-        interleave(datasets)
-
-
-def test_an_attribute_of_the_users_means_nothing():
-    class Users(list):
-        _inside = 5
-
-    assert len(interleave([Users([1, 2]), [3, 4]])) == 4
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "said"),
-    [
-        ({"stop": "never"}, ValueError, 'stop=\'never\'.: give "first_exhausted", "all_exhausted" or "each_once"'),
-        ({"seed": 1.5}, TypeError, "seed must be an integer, got 1.5"),
-        ({"seed": None}, TypeError, "seed must be an integer, got None"),
-        ({"weights": [1]}, ValueError, "1 weights for 2 datasets"),
-        ({"weigths": [1, 1]}, TypeError, r"interleave has no argument 'weigths'; did you mean 'weights'\?"),
-    ],
-)
-def test_other_arguments_are_checked(arguments, error, said):
-    with pytest.raises(error, match=said):
-        interleave([[1], [2]], **arguments)
-
-
-def test_numpys_numbers_are_seeds():
-    assert interleave([Begins(1)], seed=np.int64(3)).state_dict()["seed"] == 3
-
-
-@STOPS
-def test_a_stream_without_samples_is_an_error_that_names_it(stop):
-    with pytest.raises(ValueError, match=r"datasets\[1\], a Begins, has no samples: leave it out"):
-        list(interleave([Begins(1), Begins()], stop=stop))
-    once = iter([1, 2])
-    with pytest.raises(ValueError, match=r"datasets\[1\], a function, gave no samples when it was read again"):
-        list(interleave([range(9), lambda: once], stop="all_exhausted"))
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "said"),
-    [
-        ({"seed": 8}, ValueError, "of another mixture: seed was 8, and is 7. Make the mixture with the same"),
-        ({"weights": [1, 2]}, ValueError, r"weights was \(1, 2\), and is \(1, 1\)"),
-        ({"stop": "all_exhausted"}, ValueError, "stop was 'all_exhausted', and is 'first_exhausted'"),
-        ({"schedule": 3}, ValueError, "took turns by another schedule"),
-        ({"position": -1}, ValueError, "its 'position' must be at least 0, got -1: give what state_dict"),
-        ({"position": "1"}, ValueError, "its 'position' must be an integer"),
-        ({"sources": []}, ValueError, "it was one of 0 datasets"),
-        ({"sources": None}, ValueError, "its 'sources' is None; it must be a list"),
-        ({"sources": [{}, {}]}, ValueError, "its 'sources' has no 'pass'"),
-        (None, TypeError, "the state is None, a NoneType; it must be a dict"),
-    ],
-)
-def test_a_state_that_does_not_fit_is_rejected_and_changes_nothing(change, error, said):
-    mixture = interleave([Stream("a", 5), range(5)], seed=7)
-    samples = iter(mixture)
-    next(samples), next(samples)
-    before = mixture.state_dict()
-    with pytest.raises(error, match=said):
-        mixture.load_state_dict(None if change is None else before | {"epoch": 9} | change)
-    assert mixture.state_dict() == before
-    assert mixture._inside[0].epoch == 0
-    with pytest.raises(ValueError, match="interleave: the state has no 'schedule'"):
-        mixture.load_state_dict({})
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("tracker")
 @pytest.mark.parametrize("method", ["spawn"] if sys.platform == "win32" else ["spawn", "forkserver", "fork"])
@@ -602,22 +426,6 @@ def test_each_part_reads_its_own_samples_in_every_pool(method):
     assert found == batches(ThreadPool(2)) and len(read) == len(set(read)) > 4
 
 
-@pytest.mark.costly
-@pytest.mark.parametrize("ranks", [2, 3, 8])
-@pytest.mark.parametrize("weights", [[1, 1], [1, 1, 1], [5, 3, 2]])
-def test_each_rank_has_the_promised_shares(weights, ranks):
-    shares = np.array(weights) / sum(weights)
-    mixed = interleave([ArrayDataset(np.full(500, k)) for k in range(len(weights))], weights)
-    for rank in (0, ranks - 1):
-        ours = ShardedDataLoader(mixed, 10, num_replicas=ranks, rank=rank)
-        theirs = DataLoader(mixed, 10, sampler=DistributedSampler(mixed, ranks, rank, shuffle=False))
-        for loader in (ours, theirs):
-            samples = np.concatenate([np.asarray(batch) for batch in loader])
-            counts = np.cumsum(samples[:, None] == np.arange(len(weights)), axis=0)
-            furthest = np.abs(counts - shares * np.arange(1, 1 + len(samples))[:, None]).max()
-            assert furthest < 9
-
-
 @pytest.mark.costly(3)
 @covering(inner=[[1, 1, 1], [5, 3, 2]], outer=[[1, 1], [3, 1]], ranks=[1, 2, 3, 4, 8, 16])
 def test_each_rank_has_the_shares_of_a_mixture_within_a_mixture(inner, outer, ranks):
@@ -629,3 +437,131 @@ def test_each_rank_has_the_shares_of_a_mixture_within_a_mixture(inner, outer, ra
     counts = np.cumsum(found[:, None] == np.arange(len(inner)), axis=0)
     shares = np.array(inner) / sum(inner)
     assert np.abs(counts - shares * np.arange(1, 1 + len(found))[:, None]).max() < 31
+
+
+# -- one dataset of a mixture continues from any position, by its own state where it has one ---------------------------
+
+
+class OwnState:
+    """Its state stays loaded, as with Hugging Face's: each later iteration would begin there too."""
+
+    begin = at = 0
+
+    def __init__(self):
+        self.made = []
+
+    def __iter__(self):
+        for number in range(self.begin, 5):
+            self.made.append(number)
+            self.at = number + 1
+            yield number
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.begin = self.at = state["at"]
+
+
+class SharesAttributes(OwnState):
+    """As Hugging Face's: what ``copy.copy`` makes has the attributes of the original."""
+
+    def __getstate__(self):
+        return self.__dict__
+
+    def __setstate__(self, state):
+        self.__dict__ = state
+
+
+def stateful_rows():
+    return StatefulRows(Parts((5,)), 0)
+
+
+KINDS = [
+    lambda: NoLength(range(5)),
+    OwnState,
+    SharesAttributes,
+    lambda: NoLength(stateful_rows),
+    lambda: stateful_rows,
+    lambda: lambda: iter(range(5)),
+    lambda: range(5),
+]
+
+
+def rest(source):
+    return list(iter(source.read, END))
+
+
+@covering(make=KINDS, taken=range(6))
+def test_a_dataset_continues_at_any_position(make, taken):
+    source = Source("data", make(), BEGINNING)
+    assert [source.read() for _ in range(taken)] == list(range(taken))
+    state = from_state(SourcePoint, json.loads(json.dumps(to_state(source.state()))), "")
+    assert rest(Source("data", make(), state)) == rest(source) == list(range(taken, 5))
+
+
+@pytest.mark.parametrize("make", KINDS)
+def test_a_pass_after_a_resumed_one_begins_at_the_beginning(make):
+    source = Source("data", make(), BEGINNING)
+    source.read(), source.read()
+    resumed = Source("data", make(), source.state())
+    assert rest(resumed) == [2, 3, 4]
+    resumed.start_over()
+    assert to_state(resumed.state()) == {"pass": 1, "taken": 0}
+    assert rest(resumed) == [0, 1, 2, 3, 4]
+    assert (resumed.passes, resumed.taken) == (1, 5)
+
+
+@pytest.mark.parametrize(("entry", "made"), [({"dataset": {"at": 3}}, [3]), ({}, [0, 1, 2, 3])])
+def test_only_without_a_state_are_the_samples_before_made_again(entry, made):
+    dataset = OwnState()
+    assert Source("data", dataset, SourcePoint(0, 3, **entry)).read() == 3
+    assert dataset.made == made
+    assert dataset.begin == 0  # the state went into a copy
+
+
+def test_a_dataset_that_is_read_by_index_continues_without_reading_again():
+    class Counted(list):
+        asked = ()
+
+        def __getitem__(self, index):
+            self.asked = (*self.asked, index)
+            return super().__getitem__(index)
+
+    dataset = Counted("abcde")
+    assert rest(Source("data", dataset, SourcePoint(0, 3))) == ["d", "e"]
+    assert dataset.asked == (3, 4)
+
+
+def test_a_state_is_kept_until_the_dataset_is_opened_and_is_not_changed():
+    state = SourcePoint(2, 3, {"at": 3})
+    source = Source("data", OwnState(), state)
+    assert source.state() == state
+    assert rest(source) == [3, 4]
+    source.start_over()
+    assert state == SourcePoint(2, 3, {"at": 3})
+    source = Source("data", OwnState(), BEGINNING, is_alone=False)  # a mixture has it twice: it is resumed by counting
+    source.read()
+    assert source.state() == SourcePoint(0, 1)
+    with pytest.raises(ValueError, match="number 3, a NoLength, has 5 samples, and the state was saved after 6"):
+        Source("number 3", NoLength(range(5)), SourcePoint(0, 6)).read()
+
+
+# -- in workers ---------------------------------------------------------------------------------------------
+
+
+def part(number, parts):
+    return range(number, 10, parts)
+
+
+@pytest.mark.parametrize("dataset", [range(10), part])
+@pytest.mark.parametrize("parts", [1, 3, 20])
+def test_workers_divide_what_is_read_by_index_and_what_a_function_returns(dataset, parts):
+    found = []
+    for number in range(parts):
+        source = Source("data", dataset, BEGINNING, (number, parts))
+        source.read()
+        found += [*([number] if source.taken else []), *rest(Source("data", dataset, source.state(), (number, parts)))]
+        source.start_over()
+        assert rest(source) == list(range(number, 10, parts))
+    assert sorted(found) == list(range(10))

@@ -1,20 +1,23 @@
-"""Mixtures whose weights change, whose datasets drop out, or are shuffled: what comes, by index and in order."""
+"""Mixtures by plan: shares of every n-th sample, weights that change, datasets that drop out, or are shuffled."""
 
 import itertools
 import json
 import math
 import pickle
 from collections import Counter
+from decimal import Decimal
+from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from samples import NoLength
 from torch.utils.data import DataLoader, Subset
 
 from sharded_loader import ArrayDataset, RandomSampler, ShardedDataLoader, interleave
-from sharded_loader.mixing.schedule import Plan, changes_of
+from sharded_loader.mixing.schedule import CIRCLE, MOST, Plan, Schedule, changes_of, whole_numbers
 
 SEEDS = st.integers(-(2**70), 2**70)
 SIZES = st.lists(st.integers(1, 60), min_size=1, max_size=5)
@@ -31,16 +34,6 @@ def plans(draw):
 
 def column(number, size):
     return [(number, index) for index in range(size)]
-
-
-class Begins:
-    """Only ``__iter__``."""
-
-    def __init__(self, samples):
-        self.samples = samples
-
-    def __iter__(self):
-        return iter(self.samples)
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------
@@ -92,10 +85,12 @@ def test_the_shares_of_each_piece_are_those_of_its_weights():
     sources, _ = plan.at_many(np.arange(2000))
     counts = [np.bincount(sources[begin:end], minlength=3) for begin, end in ((0, 400), (400, 1000), (1000, 2000))]
     assert np.abs(np.array(counts) - [[100, 0, 300], [300, 300, 0], [0, 100, 900]]).max() <= 4
-
-
-def test_a_source_that_never_gets_so_far_stands_nowhere():
+    # A source that never gets so far stands nowhere.
     assert Plan(changes_of([(0, [1, 1]), (10, [1, 0])], 2), 0).positions([9, 9])[1] == math.inf
+    # Those that are left when one has dropped out go on in the ratio of their weights.
+    late = interleave([column(0, 100), column(1, 3000), column(2, 1000)], [2, 3, 1], stop="each_once")[300:2300]
+    counts = Counter(source for source, _ in late)
+    assert counts[0] <= 4 and abs(counts[1] - 1500) <= 4
 
 
 @pytest.mark.slow
@@ -110,46 +105,29 @@ def test_hundreds_of_datasets_may_drop_out_and_more_are_rejected():
 # -- each_once ---------------------------------------------------------------------------------------------------------
 
 
-@given(plans())
-def test_each_once_gives_every_sample_exactly_once_by_index_and_in_order(case):
+@given(plans(), st.data())
+def test_each_once_gives_every_sample_exactly_once_by_index_and_in_order_resumed_anywhere(case, data):
     sizes, changes, seed = case
     datasets = [column(number, size) for number, size in enumerate(sizes)]
     everything = sorted(sum(datasets, []))
     mixed = interleave(datasets, changes, seed, "each_once")
     assert sorted(mixed) == everything and len(mixed) == len(everything)
-    streams = interleave([Begins(one) for one in datasets], changes[0][1], seed, "each_once")
-    assert sorted(streams) == everything
-
-
-def test_those_that_are_left_go_on_in_the_ratio_of_their_weights():
-    datasets = [column(0, 100), column(1, 3000), column(2, 1000)]
-    for mixed in (interleave(datasets, [2, 3, 1], stop="each_once"),):
-        late = Counter(source for source, _ in mixed[300:2300])
-        assert late[0] <= 4 and abs(late[1] - 1500) <= 4
-
-
-def test_a_mixture_in_order_that_drops_sources_is_resumed_from_every_position():
-    def make():
-        return interleave([Begins("ab"), "cdefghij".__iter__, column(0, 4)], [3, 2, 1], 4, "each_once")
-
-    whole = list(make())
-    assert len(whole) == 14
-    for position in range(15):
-        mixture, other = make(), make()
-        list(itertools.islice(iter(mixture), position))
-        other.load_state_dict(json.loads(json.dumps(mixture.state_dict())))
-        assert list(other) == whole[position:] or position == 14
-
-
-def test_a_part_without_samples_drops_out_at_once():
-    assert list(interleave([Begins([]), Begins("ab"), Begins([])], stop="each_once")) == ["a", "b"]
+    # A part without samples drops out at once.
+    kinds = [NoLength([]), *(one.__iter__ if number % 2 else NoLength(one) for number, one in enumerate(datasets))]
+    streams, other = (interleave(kinds, [1, *changes[0][1]], seed, "each_once") for _ in range(2))
+    whole = list(streams)
+    assert sorted(whole) == everything
+    position = data.draw(st.integers(0, len(whole) - 1))
+    list(itertools.islice(iter(streams), position))
+    other.load_state_dict(json.loads(json.dumps(streams.state_dict())))
+    assert list(other) == whole[position:]
 
 
 # -- a number of samples -----------------------------------------------------------------------------------------------
 
 
 def test_a_mixture_of_a_given_length_starts_datasets_over():
-    for datasets in ([column(0, 5), column(1, 2)], [Begins(column(0, 5)), Begins(column(1, 2))]):
+    for datasets in ([column(0, 5), column(1, 2)], [NoLength(column(0, 5)), NoLength(column(1, 2))]):
         samples = list(interleave(datasets, stop=40))
         assert len(samples) == 40
         assert abs(sum(source for source, _ in samples) - 20) <= 3
@@ -195,24 +173,15 @@ def test_all_orders_of_a_small_dataset_are_equally_likely():
     assert sum((count - expected) ** 2 / expected for count in found.values()) < 25  # 5 degrees of freedom: p < 0.0002
 
 
-def test_two_datasets_of_one_length_are_shuffled_differently():
-    mixed = interleave(arrays(30, 30), shuffle=True, stop="all_exhausted")
-    assert passes_of(mixed, 0, 30)[0] != passes_of(mixed, 1, 30)[0]
-
-
-def test_a_shuffle_changes_no_turn():
+def test_a_shuffle_changes_no_turn_and_is_another_one_for_each_dataset_but_the_same_in_every_release():
     datasets = [column(0, 30), column(1, 20)]
     turns = [source for source, _ in interleave(datasets, [2, 1], 5)]
     assert [source for source, _ in interleave(datasets, [2, 1], 5, shuffle=True)] == turns
-
-
-def test_the_order_stays_the_same_in_every_release():
+    mixed = interleave(arrays(30, 30), shuffle=True, stop="all_exhausted")
+    assert passes_of(mixed, 0, 30)[0] != passes_of(mixed, 1, 30)[0]
     mixed = interleave([column(0, 5), column(1, 3)], [2, 1], 7, "all_exhausted", True)
     mixed.set_epoch(1)
-    assert [10 * source + index for source, index in mixed] == ALWAYS
-
-
-ALWAYS = [12, 0, 3, 11, 4, 1, 10, 2]  # runs are resumed
+    assert [10 * source + index for source, index in mixed] == [12, 0, 3, 11, 4, 1, 10, 2]  # runs are resumed
 
 
 @settings(max_examples=20)
@@ -220,11 +189,13 @@ ALWAYS = [12, 0, 3, 11, 4, 1, 10, 2]  # runs are resumed
 def test_bulk_reads_give_what_single_ones_give(case, data):
     sizes, changes, seed = case
     datasets = [ArrayDataset(100 * number + np.arange(size)) for number, size in enumerate(sizes)]
-    mixed = interleave(datasets, changes, seed, data.draw(st.sampled_from(["each_once", 70])), True)
-    mixed.set_epoch(data.draw(st.integers(0, 10**6)))
+    stop = data.draw(st.sampled_from(["each_once", 70, "first_exhausted", "all_exhausted"]))
+    mixed = interleave(datasets, changes, seed, stop, data.draw(st.booleans()))
+    mixed.set_epoch(data.draw(st.integers(0, 10**6))) if hasattr(mixed, "set_epoch") else None
     indices = data.draw(st.lists(st.integers(-len(mixed), len(mixed) - 1), min_size=1, max_size=40))
     assert mixed.__getitems__(indices) == [mixed[index] for index in indices]
     assert np.asarray(mixed.get_batch(indices)).tolist() == [mixed[index] for index in indices]
+    assert list(pickle.loads(pickle.dumps(mixed))) == list(mixed)
 
 
 def test_ten_to_the_twelve_samples_are_shuffled_at_constant_memory():
@@ -253,18 +224,15 @@ def test_a_part_of_a_shuffled_mixture_is_told_the_epoch(wrap):
     assert first != second
 
 
-def test_a_split_of_a_mixture_has_all_samples():
-    train, test = mixture(shuffle=True).split([80, 20], seed=1)
-    assert Counter([*train, *test]) == Counter(mixture(shuffle=True))
-
-
-def test_a_random_sampler_over_a_mixture_gives_its_samples_of_the_epoch():
+def test_a_random_sampler_over_a_mixture_and_a_split_give_its_samples_of_the_epoch():
     loader = ShardedDataLoader(mixture(shuffle=True), 10, sampler=RandomSampler(100, seed=1), batchify_fn=plain)
     mixed = mixture(shuffle=True)  # another one: the loader would hear what its own is told
     for epoch in range(2):
         found = sum(loader, [])
         mixed.set_epoch(epoch)
         assert Counter(found) == Counter(mixed)
+    train, test = mixture(shuffle=True).split([80, 20], seed=1)
+    assert Counter([*train, *test]) == Counter(mixture(shuffle=True))
 
 
 def test_a_mixture_of_shuffled_mixtures_gives_each_sample_once():
@@ -285,11 +253,6 @@ def test_torchs_loader_reads_the_epoch_that_it_was_told():
         found.append(sum(loader, []))
         assert found[-1] == list(mixed)
     assert found[0] != found[1]
-
-
-def test_a_planned_mixture_goes_through_pickle():
-    for mixed in (mixture(shuffle=True), interleave([column(0, 9), column(1, 3)], stop="each_once")):
-        assert list(pickle.loads(pickle.dumps(mixed))) == list(mixed)
 
 
 def test_parts_of_iterable_data_change_their_weights_at_the_same_sample_of_all():
@@ -334,69 +297,126 @@ def part_of_numbers(part, parts):
     return iter(range(part, 60, parts))
 
 
-# -- what is rejected --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "said"),
-    [
-        ({"weights": [(5, [1, 1])]}, ValueError, r"weights\[0\] begins at sample 5, and is the first one: a schedule"),
-        (
-            {"weights": [(0, [1, 1]), (9, [1, 0]), (3, [1, 1])]},
-            ValueError,
-            r"\[2\] begins at sample 3, after 9: .*back",
-        ),
-        ({"weights": [(0, [1, 1]), (0, [1, 0])]}, ValueError, r"weights\[1\] begins at sample 0, after 0"),
-        ({"weights": [(0, [1, 1]), (9, [0, 0])]}, ValueError, "all weights are 0 from sample 9 on: give"),
-        ({"weights": [(0, [1, 1]), (9, [1])]}, ValueError, "1 weights for 2 datasets"),
-        (
-            {"weights": [(0, [1, 1]), 5]},
-            ValueError,
-            r"weights\[1\] is 5: in a schedule, give pairs \(sample, weights\)",
-        ),
-        ({"weights": [(0, [1, 1]), (1.5, [1, 1])]}, ValueError, r"weights\[1\] is \(1.5, \[1, 1\]\): in a schedule"),
-        ({"weights": [(0, [1, 1]), (2**62, [1, 1])]}, ValueError, r"weights\[1\] begins at sample 4611686018427387904"),
-        ({"stop": 0}, ValueError, r"stop=0\): give .* or the number of samples of the mixture"),
-        ({"stop": True}, ValueError, r"stop=True\): give"),
-        ({"stop": "once"}, ValueError, "first_exhausted.*all_exhausted.*each_once"),
-        ({"shuffle": "yes"}, TypeError, r"shuffle='yes'\): give True or False"),
-        (
-            {"weights": [(0, [1, 1]), (2, [1, 0])], "stop": "all_exhausted"},
-            ValueError,
-            r"datasets\[1\] has the weight 0 at the end of the schedule, before its last sample was read",
-        ),
-        (
-            {"weights": [(0, [1, 0]), (50, [0, 1])], "stop": "each_once"},
-            ValueError,
-            r"at sample 10, only datasets with the weight 0 have samples left, such as datasets\[1\]: give it a weight",
-        ),
-    ],
-)
-def test_bad_input_is_an_error_when_the_mixture_is_made(arguments, error, said):
-    with pytest.raises(error, match=said):
-        interleave([column(0, 10), column(1, 10)], **arguments)
-
-
-@pytest.mark.parametrize(
-    "arguments", [{"shuffle": True}, {"weights": [(0, [1, 1]), (5, [2, 1])], "stop": "each_once"}], ids=str
-)
-def test_what_needs_data_by_index_is_rejected_for_iterable_data(arguments):
-    with pytest.raises(TypeError, match=r"datasets\[1\], a Begins, is read in its own order only. shuffle=True, and"):
-        interleave([[1], Begins([2])], **arguments)
-
-
-@pytest.mark.parametrize("options", [{"steps_per_epoch": 3}, {"last_batch": "rollover"}], ids=str)
-def test_a_shuffled_mixture_that_cannot_know_its_epoch_is_rejected(options):
-    within = interleave([mixture(shuffle=True), [(2, 0)]], shuffle=True, stop=20)
-    rows = [(mixture(shuffle=True).take(9), {}), (mixture(shuffle=True), {"shuffle": True}), (within, {})]
-    for dataset, more in rows:
-        with pytest.raises(ValueError, match="would begin another order before all of its samples were read"):
-            ShardedDataLoader(dataset, 3, **options, **more)
-
-
 def test_a_schedule_may_be_a_dict():
     datasets = [range(100), range(100, 200)]
     pairs = interleave(datasets, weights=[(0, [1, 1]), (20, [9, 1])], seed=3)
     assert list(interleave(datasets, weights={0: [1, 1], 20: [9, 1]}, seed=3)) == list(pairs)
-    with pytest.raises(ValueError, match="must not go back"):
-        interleave(datasets, weights={0: [1, 1], 20: [9, 1], 5: [1, 1]})
+
+
+# -- the schedule: shares hold for every n-th sample and every seed, samples are found without a walk ------------------
+
+
+WEIGHTS = st.lists(st.integers(0, 40), min_size=1, max_size=7).filter(any)
+
+
+def furthest(schedule, positions):
+    """How many samples a source is away from its share, at most, after any number of these positions."""
+    weights = np.array(schedule.weights)
+    sources, _ = schedule.at_many(positions)
+    given = np.cumsum(sources[:, None] == np.arange(len(weights)), axis=0)
+    shares = np.arange(1, len(positions) + 1)[:, None] * (weights / weights.sum())
+    return np.abs(given - shares).max()
+
+
+@pytest.mark.costly(4)
+@pytest.mark.parametrize("weights", [[1, 1], [1, 1, 1], [5, 3, 2], [7, 2, 1], [1000, 1], [13, 8, 5, 3, 2], [1] * 16])
+def test_every_nth_sample_has_the_shares_of_the_whole_for_any_n(weights):
+    schedule = Schedule(weights, 0)
+    for limit, strides in (
+        (5, [1]),
+        (12, range(2, 17)),
+        (10, [32, 64, 128]),
+        (45, [17, 24, 41, 48, 56, 59, 60]),
+        (80, [72, 99, 112]),
+    ):
+        for stride in strides:
+            assert furthest(schedule, stride // 3 + stride * np.arange(5000)) < limit, stride
+
+
+@given(WEIGHTS, SEEDS, st.integers(1, 64), st.integers(0, 10**15))
+def test_a_rank_has_its_shares_from_any_position_on(weights, seed, stride, position):
+    schedule = Schedule(whole_numbers(weights, len(weights)), seed)
+    assert furthest(schedule, position + stride * np.arange(1000)) < 60
+
+
+@settings(max_examples=settings.default.max_examples // 2)
+@given(st.lists(st.floats(0, 1e308), min_size=1, max_size=5).filter(any), SEEDS)
+def test_any_weights_give_the_shares_of_whole_numbers_that_are_near_to_them(weights, seed):
+    counts = whole_numbers(weights, len(weights))
+    assert sum(counts) <= MOST and math.gcd(*counts) == 1
+    total = sum(map(Fraction, weights))
+    for weight, count in zip(weights, counts, strict=True):
+        assert (count > 0) == (weight > 0)
+        assert abs(Fraction(count, sum(counts)) - Fraction(weight) / total) <= Fraction(len(weights), MOST)
+    assert furthest(Schedule(counts, seed), np.arange(MOST)) < 9
+
+
+@pytest.mark.parametrize(
+    ("weights", "counts"),
+    [
+        (None, [1, 1, 1]),
+        ([0.7, 0.2, 0.1], [7, 2, 1]),
+        ([1 / 3, 1 / 3, 1 / 3], [1, 1, 1]),
+        ([0.1 + 0.2, 0.3, 0.4], [3, 3, 4]),  # 0.1 + 0.2 is not 0.3 to the last bit
+        ([10, 20, 0], [1, 2, 0]),
+        ([5e-324, 5e-324, 0], [1, 1, 0]),
+        ([1.7e308, 1.7e308, 1.7e308], [1, 1, 1]),
+        ([Fraction(1, 7), Fraction(2, 7), 1], [1, 2, 7]),
+        ([Decimal("0.1"), 0.2, 1], [1, 2, 10]),
+        (np.array([3, 2, 1]), [3, 2, 1]),
+        (np.array([0.5, 0.25, 0.25], np.float32), [2, 1, 1]),
+        (torch.tensor([0.5, 0.25, 0.25]), [2, 1, 1]),
+        ([65_533, 2, 1], [65_533, 2, 1]),
+        ([10**9, 1, 1e-300], [65_534, 1, 1]),  # each is read, however rarely
+    ],
+)
+def test_weights_become_the_smallest_whole_numbers_of_their_ratio(weights, counts):
+    assert whole_numbers(weights, 3) == counts
+
+
+def test_other_weights_are_rounded_to_65536ths_by_largest_remainder():
+    assert whole_numbers([2**0.5, 1], 2) == [19_195, 13_573]  # half of 38,390.0 and 27,146.0
+    assert whole_numbers([math.pi, math.e, 1], 3) == [30_013, 25_969, 9_554]  # 30,013.29, 25,969.18 and 9,553.53
+
+
+@pytest.mark.slow
+@given(WEIGHTS, SEEDS, st.lists(st.integers(0, 2**62), min_size=1, max_size=5))
+def test_a_sample_at_a_far_position_is_found_in_both_directions(weights, seed, positions):
+    schedule = Schedule(whole_numbers(weights, len(weights)), seed)
+    sources, numbers = schedule.at_many(np.array(positions))
+    for position, source, number in zip(positions, sources.tolist(), numbers.tolist(), strict=True):
+        assert schedule.at(position) == (source, number)
+        assert schedule.owner(position) == source
+        assert schedule.position(number, source) == position
+
+
+@given(WEIGHTS, SEEDS, st.integers(0, 2**61))
+def test_the_samples_of_each_source_come_in_order_without_a_gap(weights, seed, begin):
+    schedule = Schedule(whole_numbers(weights, len(weights)), seed)
+    for start in (0, begin, CIRCLE - 100):
+        sources, numbers = schedule.at_many(start + np.arange(500))
+        for source in set(sources.tolist()):
+            own = numbers[sources == source]
+            assert (own - own[0]).tolist() == list(range(len(own)))
+            assert start or own[0] == 0
+        few = list(zip(sources[::7].tolist(), numbers[::7].tolist(), strict=True))
+        assert few == [schedule.at(start + n) for n in range(0, 500, 7)]
+
+
+def test_2_to_the_32_samples_have_exactly_the_shares():
+    schedule = Schedule([3, 0, 1], 5)
+    assert [schedule.at(CIRCLE + n)[1] - schedule.at(n)[1] for n in range(4)] == [
+        [CIRCLE * 3 // 4, 0, CIRCLE // 4][schedule.owner(n)] for n in range(4)
+    ]
+
+
+def test_the_seed_decides_who_comes_first_and_nothing_else_does():
+    assert {Schedule([1, 1], seed).owner(0) for seed in range(20)} == {0, 1}
+    always = [1, 0, 0, 1, 2, 0, 1, 2, 0, 0, 1, 0]  # the same in every release: runs are resumed
+    assert [Schedule([3, 2, 1], 5).owner(position) for position in range(12)] == always
+
+
+@pytest.mark.parametrize("count", [1, 2, pytest.param(MOST, marks=pytest.mark.slow)])
+def test_up_to_65536_sources_fit(count):
+    schedule = Schedule(whole_numbers(None, count), 0)
+    assert set(schedule.at_many(np.arange(5 * count))[0].tolist()) == set(range(count))

@@ -1,7 +1,5 @@
 """A shuffle buffer over iterable data: every sample once, in an order that resumes anywhere, with a small state."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import signal
@@ -55,9 +53,7 @@ def flat(batches: list[Any]) -> list[Any]:
 
 
 @given(length=st.integers(0, 40), size=st.integers(1, 12), seed=st.integers(0, 5))
-def test_every_sample_comes_once_and_moves_by_less_than_the_size_of_the_buffer(
-    length: int, size: int, seed: int
-) -> None:
+def test_every_sample_comes_once_and_moves_by_less_than_the_buffer(length: int, size: int, seed: int) -> None:
     found = list(ShuffleBuffer(lambda: iter(range(length)), size, seed))
     assert sorted(found) == list(range(length))
     assert all(abs(place - sample) < size for place, sample in enumerate(found))
@@ -98,25 +94,22 @@ def test_no_pool_and_no_number_of_workers_changes_what_comes(pool: str, kind: Ca
         assert sorted(flat(expected[: len(expected) // 2])) == EVERY
 
 
-def test_data_that_is_read_by_index_and_mixtures_are_buffered_too() -> None:
+def test_data_that_is_read_by_index_and_mixtures_are_buffered_too_and_torchs_loader_takes_them() -> None:
     loader = ShardedDataLoader(ShuffleBuffer(range(10), 4), 2, streams=2, seed=0)
     assert sorted(flat(batches_of(loader))) == list(range(10))
     mixed = interleave([lambda: iter(range(8)), ShuffleBuffer(lambda: iter(range(100, 108)), 4)], seed=1)
-    found = list(ShuffleBuffer(mixed, 4))
-    assert sorted(found) == sorted(mixed)
+    buffer = ShuffleBuffer(mixed, 4)
+    assert sorted(buffer) == sorted(mixed)
+    assert isinstance(pickle.loads(pickle.dumps(ShuffleBuffer(Parts(), 4))), torch_data.IterableDataset)
+    assert list(torch_data.DataLoader(buffer, batch_size=None)) == list(buffer)
+    rows = flat(batches_of(loader_of(DrawsOwn())))  # random numbers of a sample are its own
+    assert len({number for _, number in rows}) == len(EVERY) and sorted(value for value, _ in rows) == EVERY
 
 
 def test_a_dataset_that_never_asks_for_its_part_is_warned_of_as_without_the_buffer() -> None:
     loader = ShardedDataLoader(ShuffleBuffer(lambda: iter(range(8)), 4), 2, streams=2)
     with pytest.warns(LoaderWarning, match="has not asked which part"):
         list(loader)
-
-
-def test_torchs_loader_takes_it_as_iterable_data() -> None:
-    buffer = ShuffleBuffer(lambda: iter(range(8)), 4)
-    assert isinstance(pickle.loads(pickle.dumps(ShuffleBuffer(Parts(), 4))), torch_data.IterableDataset)
-    assert list(torch_data.DataLoader(buffer, batch_size=None)) == list(buffer)
-    assert isinstance(interleave([lambda: iter("ab")]), torch_data.IterableDataset)
 
 
 # -- resume ------------------------------------------------------------------------------------------------------------
@@ -183,12 +176,6 @@ def test_a_killed_worker_changes_nothing(method: str, tmp_path: Path) -> None:
     assert batches_of(loader_of(dataset, method)) == expected
 
 
-def test_random_numbers_of_a_sample_are_its_own_after_a_resume() -> None:
-    rows = flat(batches_of(loader_of(DrawsOwn())))
-    assert len({number for _, number in rows}) == len(EVERY)
-    assert sorted(value for value, _ in rows) == EVERY
-
-
 @pytest.mark.parametrize("at", [0, 4, 7])
 def test_an_error_of_the_dataset_comes_in_its_place_and_costs_no_other_sample(at: int) -> None:
     def fail() -> None:
@@ -232,42 +219,3 @@ def test_what_a_signal_handler_raises_is_raised_at_once_and_is_no_error_of_a_sam
     finally:
         signal.signal(signal.SIGINT, before)
     assert sorted([*found, *samples]) == [place for place in range(12) if place != 6]
-
-
-# -- what is refused ---------------------------------------------------------------------------------------------------
-
-
-def loads(change: dict[str, Any], length: int = 20) -> Any:
-    samples = iter(ShuffleBuffer(lambda: iter(range(20)), 4))
-    next(samples)
-    other = iter(ShuffleBuffer(lambda: iter(range(length)), 4))
-    return other.load_state_dict({**samples.state_dict(), **change})
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: ShuffleBuffer(iter("abc"), 2), TypeError, "can be read only once"),
-        (lambda: ShuffleBuffer(5, 2), TypeError, "cannot be read"),
-        (lambda: ShuffleBuffer("abc", 2), TypeError, "ShuffleBuffer: the dataset is a str, not a dataset"),
-        (lambda: ShuffleBuffer(Parts, 2), TypeError, "is the class Parts itself"),
-        (lambda: ShuffleBuffer(Parts(), 0), ValueError, "size must be at least 1"),
-        (lambda: ShuffleBuffer(Parts(), 2.5), TypeError, "size must be an integer"),  # type: ignore[arg-type]
-        (lambda: loads({"size": 5}), ValueError, "size was 5, and is 4"),
-        (lambda: loads({"seed": 5}), ValueError, "seed was 5, and is 0"),
-        (lambda: loads({"given": -1}), ValueError, "'given' must be at least 0"),
-        (lambda: loads({"given": 3, "block": 2, "source": {"pass": 0, "taken": 8}}, 9), ValueError, "fewer samples"),
-        (lambda: loads({"given": 13}, 12), ValueError, "fewer samples"),
-        (lambda: loads({"block": 2, "source": {"pass": 0, "taken": 8}}, 7), ValueError, "ShuffleBuffer: the dataset"),
-        (lambda: iter(ShuffleBuffer(Parts(), 2)).load_state_dict(None), ValueError, "must be a dict"),  # type: ignore
-        (lambda: len(ShuffleBuffer(Parts(), 2)), TypeError, "has no len"),
-    ],
-)
-def test_bad_arguments_and_states_are_refused(make: Callable[[], Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        make()
-
-
-def test_the_error_of_shuffle_names_the_buffer() -> None:
-    with pytest.raises(ValueError, match="ShuffleBuffer"):
-        ShardedDataLoader(Parts(), 2, shuffle=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from sharded_loader.base.errors import describe_exit
@@ -50,12 +52,9 @@ def test_a_worker_that_is_ready_begins_the_count_anew_and_another_dataset_is_not
     assert deaths.record_start_death(Death(0, 71, KILLED))
 
 
-def test_idle_workers_that_are_killed_all_at_once_are_no_reason_to_stop() -> None:
+def test_workers_that_die_idle_again_and_again_are_a_reason_to_stop_unless_a_batch_comes() -> None:
     deaths = Deaths(1)
-    assert not any(deaths.record_idle_death(worker) for worker in range(64))
-
-
-def test_workers_that_die_idle_again_and_again_are_unless_a_batch_comes() -> None:
+    assert not any(deaths.record_idle_death(worker) for worker in range(64))  # all at once
     deaths = Deaths(3)
     for _ in range(2):
         assert not any(deaths.record_idle_death(0) for _ in range(IDLE_DEATHS - 1))
@@ -74,29 +73,23 @@ def test_a_kill_is_told_as_what_is_known_of_it() -> None:
 
 @pytest.mark.parametrize(("timeout", "to_start"), [(8.0, 600), (700.0, 700)])
 def test_a_worker_that_starts_is_given_ten_minutes_or_the_timeout(
-    timeout: float, to_start: int, monkeypatch: pytest.MonkeyPatch
+    timeout: float, to_start: int, host_time: Any
 ) -> None:
-    seconds = 0.0
-    monkeypatch.setattr("sharded_loader.base.host_clock.now", lambda: seconds)
-    watch = Watch(timeout)
-    late: dict[str, float] = {}
+    watch, late = Watch(timeout), dict[str, float]()
     for look in range(1000):
-        seconds = float(look)
         for who in watch.stalled([("reading", [0, 1, 0, 2]), ("starting", ())]):
-            late.setdefault(who, seconds)
+            late.setdefault(who, look)
+        host_time.move(1.0)
     assert late == {"reading": timeout, "starting": to_start}
 
 
-def test_only_a_worker_that_stands_still_while_somebody_looks_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-    monkeypatch.setattr("sharded_loader.base.host_clock.now", lambda: now)
+def test_only_a_worker_that_stands_still_while_somebody_looks_is_late(host_time: Any) -> None:
     watch = Watch(4.0)
     assert watch.step == 0.5
     still, moves = [0, 1, 0, 2], [0, 1, 0, 0]
 
     def look(seconds: float, *others: tuple[str, list[int]]) -> list[str]:
-        nonlocal now
-        now += seconds
+        host_time.move(seconds)
         moves[3] += 1
         return watch.stalled([("moves", moves), *others])
 

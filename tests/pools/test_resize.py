@@ -17,6 +17,8 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from refusing import in_child
+from samples import Gate
 
 from sharded_loader import InlinePool, LoaderClosedError, ProcessPool, ShardedDataLoader, ThreadPool, sample_rng
 from sharded_loader.base.notices import LoaderWarning
@@ -25,6 +27,11 @@ from sharded_loader.engine.pool import Pool
 from tests.conftest import POOLS, PROCESS_POOLS, covering, make_pool, until
 
 SAMPLES = 120
+
+
+def transport_of(pool: Any) -> Any:
+    return pool._transport
+
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*worker processes:sharded_loader.LoaderWarning")
 
@@ -47,11 +54,7 @@ class Noisy:
 class Lines(torch.utils.data.IterableDataset[Any]):
     """Iterable data in parts, which keeps its place in itself: two parts of one object would mix."""
 
-    def __init__(self, stateful: bool = False) -> None:
-        self.at, self.last = 0, 0
-        if stateful:
-            self.state_dict = lambda: {"at": self.at}
-            self.load_state_dict = lambda state: setattr(self, "at", state["at"])
+    at = 0
 
     def __iter__(self) -> Iterator[Any]:
         info = torch.utils.data.get_worker_info()
@@ -112,14 +115,6 @@ def test_one_worker_is_enough_while_slow_batches_are_in_flight(method: str, monk
         for step, batch in enumerate(loader):
             assert batch.tolist() == [*range(8 * step, 8 * step + 8)]
             loader.pool.resize(1 if step % 2 == 0 else 4)
-
-
-@pytest.mark.parametrize("method", POOLS[1:])
-def test_the_number_of_parts_stays_what_it_was(method: str) -> None:
-    with loader_over(Lines(), make_pool(method, 3)) as loader:
-        first = outcomes(loader)
-        loader.pool.resize(1)
-        assert outcomes(loader)[0][0][:2] == first[0][0][:2] == [0, 3]
 
 
 def alive(pids: list[int]) -> set[int]:
@@ -195,23 +190,6 @@ def test_only_a_step_starts_workers_so_that_close_has_none_to_wait_for() -> None
     assert loader.num_workers == 3 and not loader.pool.started
 
 
-class Waits:
-    """The first sample waits until the number of workers is another one: then a second thread reads the next one."""
-
-    def __init__(self) -> None:
-        self.second = threading.Event()
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> int:
-        if index:
-            self.second.set()
-        else:
-            assert self.second.wait(60)
-        return index
-
-
 @pytest.mark.parametrize("method", PROCESS_POOLS)
 def test_numbers_that_change_faster_than_workers_start_leave_few_of_them(method: str) -> None:
     with loader_over(range(SAMPLES), make_pool(method, 1)) as loader:
@@ -226,21 +204,22 @@ def test_numbers_that_change_faster_than_workers_start_leave_few_of_them(method:
                 worker.ready = False
             pool.resize(number)
             pool.adopt()
-        assert (pool.num_workers, pool.wanted, pool._transport.draining) == (1, 3, started[::-1])
+        assert (pool.num_workers, pool.wanted, transport_of(pool).draining) == (1, 3, started[::-1])
         for worker in started:
             worker.ready = True
         assert len(list(batches)) == SAMPLES // 4 - 1 and pool.num_workers == 3
 
 
 def test_while_next_waits_another_thread_may_change_the_number() -> None:
-    data = Waits()
-    with ShardedDataLoader(data, 1, pool=ThreadPool(1)) as loader:
-        batches = iter(loader)
+    gate = Gate()
+    with ShardedDataLoader(gate, 1, sampler=range(4), pool=ThreadPool(1)) as loader:
         found: list[Any] = []
-        asks = threading.Thread(target=lambda: found.extend(batches))
+        asks = threading.Thread(target=lambda: found.extend(loader))
         asks.start()
-        assert until(lambda: loader.pool.started)
+        assert gate.begun.acquire(timeout=60)
         loader.pool.resize(2)
+        assert gate.begun.acquire(timeout=60)  # a second thread reads the next sample
+        gate.open_for_all()
         asks.join(60)
         assert [int(batch) for batch in found] == [0, 1, 2, 3] and loader.num_workers == 2
 
@@ -271,29 +250,19 @@ def test_a_signal_handler_may_change_the_number_while_next_waits(method: str) ->
 
 
 @pytest.mark.parametrize(
-    ("count", "error", "text"),
-    [
-        (0, ValueError, "num_workers must be at least 1, got 0: InlinePool"),
-        (-1, ValueError, "num_workers must be at least 1, got -1"),
-        (True, TypeError, "num_workers must be an integer, got True"),
-        (2.0, TypeError, "num_workers must be an integer, got 2.0"),
-        ("2", TypeError, "num_workers must be an integer, got '2'"),
-        (None, TypeError, "num_workers must be an integer, got None"),
-    ],
+    ("count", "text"),
+    [(0, "must be at least 1, got 0: InlinePool"), (True, "must be an integer, got True"), (2.0, "must be an integer")],
 )
-def test_wrong_numbers_change_nothing(count: Any, error: Any, text: str) -> None:
+def test_wrong_numbers_change_nothing(count: Any, text: str) -> None:
     with loader_over(Noisy(), ThreadPool(2)) as loader:
-        with pytest.raises(error, match=text):
+        with pytest.raises((ValueError, TypeError), match=f"num_workers {text}"):
             loader.pool.resize(count)
         assert loader.num_workers == 2
 
 
-def test_a_pool_without_workers_says_so() -> None:
+def test_a_pool_without_workers_or_that_was_closed_says_so_until_another_loader_has_it() -> None:
     with pytest.raises(TypeError, match="InlinePool cannot change its number of workers: give the loader a ThreadPool"):
         InlinePool().resize(2)
-
-
-def test_after_close_it_is_an_error_until_another_loader_has_the_pool() -> None:
     pool = ThreadPool(2)
     with loader_over(Noisy(), pool) as loader:
         next(iter(loader))
@@ -307,34 +276,20 @@ def test_after_close_it_is_an_error_until_another_loader_has_the_pool() -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 def test_a_forked_child_has_no_workers_to_change() -> None:
     with loader_over(Noisy(), ThreadPool(2)) as loader:
-        ours, theirs = os.pipe()
-        pid = os.fork()
-        if not pid:
-            try:
-                loader.pool.resize(3)
-            except BaseException as error:
-                os.write(theirs, f"{type(error).__name__}: {error}".encode())
-            os._exit(0)
-        os.waitpid(pid, 0)
-        said = os.read(ours, 1000).decode()
-        os.close(ours)
-        os.close(theirs)
-    assert said.startswith("RuntimeError: this loader was made in process")
+        assert "RuntimeError: this loader was made in process" in in_child(lambda: loader.pool.resize(3))
 
 
 def test_if_the_system_cannot_start_another_one_the_pool_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    for method in ("thread", PROCESS_POOLS[0]):
+    process = "pools.process.transport.ProcessTransport.launch"
+    for method, starts in (("thread", "pools.local._Thread.start"), (PROCESS_POOLS[0], process)):
         pool: Any = make_pool(method, 2)
         with loader_over(Noisy(), pool) as loader:
             expected = outcomes(loader)
             loader.set_epoch(0)
-            batches, found = iter(loader), []
-            found.append(next(batches).tolist())
+            batches = iter(loader)
+            found = [next(batches).tolist()]
             with monkeypatch.context() as patch:
-                if method == "thread":
-                    patch.setattr("sharded_loader.pools.local._Thread.start", refuse)
-                else:
-                    patch.setattr(pool._transport, "launch", refuse)
+                patch.setattr(f"sharded_loader.{starts}", refuse)
                 pool.resize(4)
                 with pytest.warns(LoaderWarning, match=r"cannot have more workers: .*no room.* It goes on with those"):
                     found.append(next(batches).tolist())
@@ -383,7 +338,7 @@ def test_workers_are_killed_while_their_number_changes(method: str, kind: str) -
             often = 1.0 if method == "fork" else 0.1  # others start slowly
             if rng.random() < 0.5 * often:
                 pool.resize(rng.choice([1, 2, 3, 5]))
-            workers = [*pool.workers, *pool._transport.draining]
+            workers = [*pool.workers, *transport_of(pool).draining]
             if workers and rng.random() < 0.3 * often:
                 rng.choice(workers).kill()
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+from injection import HANDLERS
 
 from sharded_loader import WorkerDiedError, WorkerTimeoutError
 from sharded_loader.base.interrupts import note_handlers
@@ -14,8 +17,9 @@ from sharded_loader.base.notices import Notices
 from sharded_loader.engine.heartbeat import BEGINNING, IDLE, IN_BULK, ONE_BY_ONE, UNUSED
 from sharded_loader.engine.messages import NOTHING, Grouping, Job, PartBatch, PartPoint, Result, Stream, Task
 from sharded_loader.engine.pool import PoolBroken
+from sharded_loader.memory.codec import encode, encode_error
 from sharded_loader.pools.deaths import IDLE_DEATHS, Death
-from sharded_loader.pools.supervised import SupervisedPool, Transport, Worker, fields_of
+from sharded_loader.pools.supervised import SupervisedPool, Transport, Worker, decode_result, fields_of
 
 JOB = Job([1, 2, 3], None, 0)
 
@@ -89,18 +93,8 @@ class Supervisor(SupervisedPool[Pretended]):
         self.notices = Notices()
 
     started = True
-
-    def start(self, job: Job) -> None:
-        self._start(job)
-
-    def submit(self, tasks: Sequence[Task]) -> None:
-        raise NotImplementedError
-
-    def wait(self, block: bool = True) -> Sequence[Result]:
-        raise NotImplementedError
-
-    def _count_room(self) -> None:
-        pass
+    start = SupervisedPool._start
+    submit = wait = _count_room = lambda *_: None  # type: ignore[assignment]
 
 
 class Pool:
@@ -109,7 +103,9 @@ class Pool:
     def __init__(self, restarts: int = 2, timeout: float | None = None, job: Job = JOB) -> None:
         self.transport = PretendedTransport(2)
         self.supervisor = Supervisor(self.transport, restarts, timeout)
-        self.supervisor._start(job)
+        self.start = lambda: self.supervisor.start(job)
+        self.have = self.supervisor._have
+        self.start()
 
     def give(self, number: int, *tasks: Task, heartbeat: Sequence[int] | None = UNUSED) -> None:
         worker = self.transport.workers[number]
@@ -126,6 +122,11 @@ class Pool:
         return [task.seq for task in self.supervisor.requeued]
 
 
+@pytest.fixture
+def pool() -> Pool:
+    return Pool()
+
+
 def task(seq: int, run: int = 0, part: PartBatch | None = None) -> Task:
     return Task(run, seq, 0, 0, ([10, 11, 12],), False, part=part)
 
@@ -134,24 +135,15 @@ def reading(seq: int, sample: int = 1) -> list[int]:
     return [0, seq, 0, sample]
 
 
-def test_a_dead_worker_is_replaced_by_one_of_its_number_and_counted() -> None:
-    pool = Pool()
-    assert pool.kill(1) == []
-    assert [(worker.number, worker.pid) for worker in pool.transport.workers] == [(0, 101), (1, 103)]
+def test_a_dead_worker_is_replaced_by_one_of_its_number_and_counted_once_however_often_it_is_told(pool: Pool) -> None:
+    dead = pool.transport.workers[1]
+    assert pool.kill(1) == pool.supervisor.replace(dead) == []
+    assert numbers_and_pids(pool.transport.workers) == [(0, 101), (1, 103)]
     assert pool.transport.said == [("released", 102)]
     assert pool.supervisor.notices.counts["replaced_workers"] == 1
 
 
-def test_a_death_that_is_told_twice_counts_once() -> None:
-    pool = Pool()
-    worker = pool.transport.workers[0]
-    pool.kill(0)
-    assert pool.supervisor.replace(worker) == []
-    assert pool.transport.launched == 3
-
-
-def test_the_tasks_of_a_dead_worker_wait_in_front_of_newer_ones_and_not_if_they_are_cancelled() -> None:
-    pool = Pool()
+def test_the_tasks_of_a_dead_worker_wait_in_front_of_newer_ones_and_not_if_they_are_cancelled(pool: Pool) -> None:
     pool.give(0, task(3), task(4), task(9, run=1))
     pool.supervisor.requeued.extend([task(8), task(7, run=1)])
     pool.supervisor.cancel(1)
@@ -160,8 +152,7 @@ def test_the_tasks_of_a_dead_worker_wait_in_front_of_newer_ones_and_not_if_they_
     assert ("cancel", 0, 1) in pool.transport.said and ("cancel", 1, 1) not in pool.transport.said
 
 
-def test_a_cancelled_run_is_forgotten_when_no_worker_has_its_tasks() -> None:
-    pool = Pool()
+def test_a_cancelled_run_is_forgotten_when_no_worker_has_its_tasks(pool: Pool) -> None:
     for run in range(5):
         pool.give(0, task(0, run))
         pool.supervisor.cancel(run)
@@ -173,8 +164,7 @@ def test_a_cancelled_run_is_forgotten_when_no_worker_has_its_tasks() -> None:
     assert pool.requeued == []
 
 
-def test_a_worker_that_is_launched_while_the_pool_is_closed_is_in_the_list_that_is_closed_next() -> None:
-    pool = Pool()
+def test_a_worker_that_is_launched_while_the_pool_is_closed_is_in_the_list_that_is_closed_next(pool: Pool) -> None:
     launch = pool.transport.launch
 
     def launch_while_another_thread_closes(number: int, job: Job) -> Pretended:
@@ -199,8 +189,7 @@ def test_a_batch_that_kills_too_many_workers_is_given_up_and_its_sample_named() 
 
 
 @pytest.mark.parametrize("at", [IN_BULK, ONE_BY_ONE, 1], ids=["in bulk", "one by one", "a sample"])
-def test_after_a_death_each_sample_is_noted(at: int) -> None:
-    pool = Pool()
+def test_after_a_death_each_sample_is_noted(at: int, pool: Pool) -> None:
     pool.give(0, task(3), task(4), heartbeat=reading(3, at))
     pool.kill(0)
     assert [one.isolated for one in pool.supervisor.requeued] == [True, False]
@@ -245,8 +234,7 @@ def test_nobody_is_to_blame_where_a_machine_has_gone() -> None:
     assert pool.requeued == [3]
 
 
-def test_a_worker_that_dies_between_batches_again_and_again_breaks_the_pool() -> None:
-    pool = Pool()
+def test_a_worker_that_dies_between_batches_again_and_again_breaks_the_pool(pool: Pool) -> None:
     pool.give(0, task(3), heartbeat=[0, 3, 0, IDLE])  # it was sent, and had not begun
     with pytest.raises(PoolBroken, match="between batches") as caught:
         for _ in range(IDLE_DEATHS):
@@ -266,20 +254,17 @@ def test_workers_that_cannot_start_break_the_pool(said: dict[str, Any]) -> None:
         pool.kill(0, **said)
 
 
-def test_a_pool_may_go_on_without_a_worker_that_cannot_start() -> None:
-    pool = Pool()
+def test_a_pool_may_go_on_without_a_worker_that_cannot_start(pool: Pool) -> None:
     pool.transport.needs_all, pool.transport.workers[0].ready = False, False
     assert pool.kill(0, is_final=True) == []
     assert pool.transport.launched == 2
 
 
-def test_a_worker_that_is_late_is_killed_once_and_its_batch_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-    monkeypatch.setattr("sharded_loader.base.host_clock.now", lambda: now)
+def test_a_worker_that_is_late_is_killed_once_and_its_batch_is_an_error(host_time: Any) -> None:
     pool = Pool(restarts=1, timeout=2.0)
     pool.give(0, task(3), heartbeat=reading(3))
     for _ in range(20):
-        now += 0.25
+        host_time.move(0.25)
         pool.supervisor.kill_stalled_workers()
     assert pool.transport.said == [("late", 0, 2.0)]
     [given_up] = pool.kill(0)
@@ -293,8 +278,10 @@ def test_closed_it_has_neither_workers_nor_tasks_and_may_be_started_again() -> N
     pool.kill(0)
     pool.supervisor.close()
     assert (pool.transport.workers, pool.requeued, pool.supervisor.deaths.crash_suspects) == ([], [], set())
-    pool.supervisor._start(JOB)
-    assert len(pool.transport.workers) == 2
+    pool.have(5)  # only the number changes
+    assert (pool.supervisor.num_workers, pool.transport.workers) == (5, [])
+    pool.start()
+    assert len(pool.transport.workers) == 5
 
 
 # -- another number of workers -------------------------------------------------------------------------------------
@@ -304,12 +291,11 @@ def numbers_and_pids(workers: Sequence[Pretended]) -> list[tuple[int, int]]:
     return [(worker.number, worker.pid) for worker in workers]
 
 
-def test_more_workers_are_launched_and_those_that_are_too_many_leave_with_their_tasks() -> None:
-    pool = Pool()
-    pool.supervisor._have(4)
+def test_more_workers_are_launched_and_those_that_are_too_many_leave_with_their_tasks(pool: Pool) -> None:
+    pool.have(4)
     assert numbers_and_pids(pool.transport.workers) == [(0, 101), (1, 102), (2, 103), (3, 104)]
     pool.give(3, task(7))
-    pool.supervisor._have(1)
+    pool.have(1)
     assert numbers_and_pids(pool.transport.workers) == [(0, 101)] and pool.requeued == []
     assert pool.transport.said == [("retired", 104), ("retired", 103), ("retired", 102)]
     (draining, *_) = pool.transport.draining
@@ -319,29 +305,27 @@ def test_more_workers_are_launched_and_those_that_are_too_many_leave_with_their_
 def test_a_worker_that_has_left_is_no_death_and_one_that_dies_over_a_batch_is_to_blame() -> None:
     pool = Pool(restarts=1)
     pool.give(1, task(7), task(8), heartbeat=reading(7))
-    pool.supervisor._have(1)
-    pool.supervisor._have(2)
+    pool.have(1)
+    pool.have(2)
     (draining,) = pool.transport.draining
     (result,) = pool.supervisor.replace(draining)
     assert isinstance(result.error, WorkerDiedError) and result.seq == 7 and pool.requeued == [8]
     assert numbers_and_pids(pool.transport.workers) == [(0, 101), (1, 103)] and pool.transport.draining == []
-    pool.supervisor._have(1)
+    pool.have(1)
     (draining,) = pool.transport.draining
     for _ in range(2):  # told twice
         assert pool.supervisor.replace(draining) == []
     assert pool.transport.draining == [] and not pool.supervisor.notices.counts
 
 
-def test_where_workers_cannot_end_by_themselves_others_get_their_tasks_at_once() -> None:
-    pool = Pool()
+def test_where_workers_cannot_end_by_themselves_others_get_their_tasks_at_once(pool: Pool) -> None:
     pool.transport.drains = False
     pool.give(1, task(7), task(8))
-    pool.supervisor._have(1)
+    pool.have(1)
     assert pool.requeued == [7, 8] and pool.transport.draining == []
 
 
-def test_another_worker_gets_the_number_of_one_that_lives() -> None:
-    pool = Pool()
+def test_another_worker_gets_the_number_of_one_that_lives(pool: Pool) -> None:
     pool.give(0, task(7))
     pool.supervisor.renew(pool.transport.workers[0])
     assert numbers_and_pids(pool.transport.workers) == [(0, 103), (1, 102)]
@@ -351,22 +335,22 @@ def test_another_worker_gets_the_number_of_one_that_lives() -> None:
 @pytest.mark.parametrize(("parts", "renewed"), [(2, True), (1, False), (3, False)])
 def test_workers_that_read_one_part_each_are_replaced_before_they_read_several(parts: int, renewed: bool) -> None:
     pool = Pool(job=Job([1], None, 0, stream=Stream(parts, 1)))
-    pool.supervisor._have(1)
+    pool.have(1)
     assert (pool.transport.workers[0].pid != 101) == renewed
 
 
-def test_a_worker_that_leaves_is_watched_and_told_what_is_cancelled() -> None:
-    pool = Pool(timeout=0.001)
+def test_a_worker_that_leaves_is_watched_and_told_what_is_cancelled(host_time: Any) -> None:
+    pool = Pool(timeout=8.0)
     pool.give(1, task(7), heartbeat=reading(7))
-    pool.supervisor._have(1)
+    pool.have(1)
     pool.supervisor.cancel(0)
-    while not any(said[0] == "late" for said in pool.transport.said):
+    for _ in range(20):
+        host_time.move(1.0)
         pool.supervisor.kill_stalled_workers()
     assert [said[:2] for said in pool.transport.said] == [("retired", 102), ("cancel", 1), ("late", 1)]
 
 
-def test_if_another_one_cannot_be_launched_there_are_those_that_could_be() -> None:
-    pool = Pool()
+def test_if_another_one_cannot_be_launched_there_are_those_that_could_be(pool: Pool) -> None:
     launch = pool.transport.launch
 
     def one_more(number: int, job: Job) -> Pretended:
@@ -376,59 +360,46 @@ def test_if_another_one_cannot_be_launched_there_are_those_that_could_be() -> No
 
     pool.transport.launch = one_more  # type: ignore[method-assign]
     with pytest.raises(OSError, match="no processes"):
-        pool.supervisor._have(9)
+        pool.have(9)
     assert pool.supervisor.num_workers == len(pool.transport.workers) == 3
 
 
-def test_before_it_is_started_and_after_close_only_the_number_changes() -> None:
-    pool = Pool()
-    pool.supervisor.close()
-    pool.supervisor._have(5)
-    assert (pool.supervisor.num_workers, pool.transport.workers) == (5, [])
-
-
-def test_who_has_a_batch_that_is_waited_for_is_told_and_asked_for_its_stack(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    pool = Pool()
-    pool.give(1, task(3), task(4), heartbeat=reading(4))
-    assert pool.supervisor.tell_of_wait("waits", task(3)) is None
-    text = "waits, which worker 1 has. Its stack:\n"
-    assert (capfd.readouterr().err, pool.transport.said) == (text, [("tell", 1)])
-
-
-def test_a_worker_that_is_busy_is_told_where_none_has_the_batch_and_one_that_starts(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    pool = Pool()
-    pool.give(1, task(4), heartbeat=reading(4))
-    pool.supervisor.tell_of_wait("waits", task(9))
-    busy = "waits. No worker has it yet: all are busy, such as worker 1. Its stack:\n"
-    assert capfd.readouterr().err == busy
-    pool.give(0, task(9), heartbeat=())
-    pool.transport.workers[0].ready = False
-    pool.supervisor.tell_of_wait("waits", task(9))
-    assert "which worker 0 has. It is not ready: it imports modules" in capfd.readouterr().err
-
-
 @pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="no such signal")
-def test_the_error_of_a_signal_handler_passes_while_a_key_is_pickled() -> None:
-    class Interrupted(Exception):
-        pass
-
+def test_the_error_of_a_signal_handler_passes_while_a_key_is_pickled(signal_name: str) -> None:
     class Key:
         def __reduce__(self) -> Any:
-            signal.raise_signal(signal.SIGUSR1)
+            signal.raise_signal(getattr(signal, signal_name))
             return Key, ()
 
-    def handler(number: int, frame: object) -> None:
-        raise Interrupted
+    note_handlers()
+    with pytest.raises(HANDLERS[signal_name][0]):
+        fields_of(Task(0, 0, 0, 0, ([Key()],), False), forked=True)
+    note_handlers()
 
-    before = signal.signal(signal.SIGUSR1, handler)
-    try:
-        note_handlers()
-        with pytest.raises(Interrupted):
-            fields_of(Task(0, 0, 0, 0, ([Key()],), False), forked=True)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-        note_handlers()
+
+# -- what cannot be sent or read is one batch's error -----------------------------------------------------------------
+
+
+def task_of(*indices: Any) -> Task:
+    return Task(1, 2, 3, 4, (list(indices),), False)
+
+
+def test_ints_strings_and_arrays_need_no_pickle_of_their_own() -> None:
+    for plain in (task_of(1, "a"), replace(task_of(), shards=(np.arange(3),))):
+        assert fields_of(plain, forked=True) == fields_of(plain, forked=False) == plain.fields
+
+
+def read(reply: Any, sent: Task | None = None) -> Result:
+    return decode_result(1, 2, memoryview(encode(reply).head), [], sent)
+
+
+def test_exceptions_of_a_reply_are_exceptions_again() -> None:
+    result = read(Result(1, 2, error=encode_error(KeyError("k")), skipped=((7, encode_error(ValueError("v"))),)))  # type: ignore[arg-type]
+    assert isinstance(result.error, KeyError)
+    ((index, skipped),) = result.skipped
+    assert (index, type(skipped)) == (7, ValueError)
+
+
+def test_a_reply_without_exceptions_is_the_result() -> None:
+    result = read(Result(1, 2, {"x": 3}, 1, lost_shards=(1,)))
+    assert (result.batch, result.samples, result.error, result.lost_shards) == ({"x": 3}, 1, None, (1,))

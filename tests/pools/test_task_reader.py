@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
-from sharded_loader import sample_rng
 from sharded_loader.engine.heartbeat import SAMPLE, SENDING
 from sharded_loader.engine.messages import Job, Stream, Task
 from sharded_loader.engine.reader import Reader
@@ -25,16 +22,6 @@ def this_is_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task_reader, "_tell_torch", lambda *_: None)
 
 
-class Drawn:
-    """Samples that are random, by the sample and by NumPy's global generator."""
-
-    def __len__(self) -> int:
-        return 20
-
-    def __getitem__(self, index: int) -> np.ndarray[Any, Any]:
-        return np.array([sample_rng().integers(1 << 30), np.random.randint(1 << 30)])
-
-
 def reader(dataset: Any, **options: Any) -> TaskReader:
     made = TaskReader(0, 2, "worker 0")
     made.take(Job(dataset, None, 7, **options))
@@ -43,14 +30,6 @@ def reader(dataset: Any, **options: Any) -> TaskReader:
 
 def fields(*indices: Any, seq: int = 0) -> tuple[Any, ...]:
     return Task(0, seq, 1, 10 * seq, (list(indices),), False).fields
-
-
-def test_a_batch_that_is_read_again_by_another_worker_is_the_same() -> None:
-    first, _, _ = reader(Drawn()).read(0, 3, fields(4, 5, seq=3), None)
-    other = reader(Drawn())
-    other.read(0, 0, fields(1), None)
-    again, _, _ = other.read(0, 3, fields(4, 5, seq=3), None)
-    assert first.batch.tolist() == again.batch.tolist()
 
 
 def test_the_batch_lies_in_the_memory_that_is_given() -> None:
@@ -69,13 +48,6 @@ def test_worker_init_fn_is_called_with_the_first_job_only() -> None:
     made.take(Job(range(4), None, 7, worker_init_fn=called.append))
     assert called == [0]
     assert made.read(0, 0, fields(3), None)[0].batch.tolist() == [3]
-
-
-def test_indices_that_cannot_be_unpickled_are_the_error_of_the_batch() -> None:
-    result, _, task = reader(range(3)).read(0, 5, b"no pickle", None)
-    assert task is None
-    assert result.error is not None
-    assert "batch 5: its indices could not be unpickled in worker 0" in "\n".join(result.error.__notes__)
 
 
 def test_a_batch_that_cannot_be_pickled_is_an_error_that_says_so() -> None:
@@ -99,14 +71,3 @@ def test_a_start_that_fails_says_where() -> None:
 )
 def test_a_job_gets_the_reader_that_it_needs(given: dict[str, Any], kind: type) -> None:
     assert type(reader_for(Job([1, 2, 3], None, 0, **given))) is kind
-
-
-@pytest.mark.slow
-def test_the_readers_of_iterable_data_are_imported_only_where_there_is_such_data() -> None:
-    script = (
-        "import sys; from sharded_loader.engine.messages import Job; "
-        "from sharded_loader.pools.task_reader import reader_for; "
-        "reader_for(Job([1], None, 0)); print('sharded_loader.streams.reader' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"

@@ -1,7 +1,5 @@
 """Random numbers come from keys: of their own for each use, the same in every process, and used with all their bits."""
 
-from __future__ import annotations
-
 import ast
 import enum
 import os
@@ -33,6 +31,9 @@ from sharded_loader.randomness.rng import (
     key_parts,
     philox,
     reading,
+    seed_globals,
+    seed_torch,
+    seeded_globals,
 )
 
 MAKERS = ("derive_key", "philox", "key_parts", "shuffle", "shuffled", "Bijections", "_order")
@@ -95,54 +96,38 @@ def scope() -> Iterator[SampleScope]:
     reading.set(None)
 
 
-def test_a_sample_has_one_generator_until_the_next_one_is_read(scope: SampleScope) -> None:
-    first = sample_rng()
+def test_a_sample_has_one_generator_whose_numbers_are_those_of_its_key(scope: SampleScope) -> None:
+    first, expected = sample_rng(), philox(5, "sample", 2, 3).random()
     assert sample_rng() is first
-    drawn = first.random()
-    scope.index, scope.drawn = 4, None
-    assert sample_rng().random() != drawn
-    scope.index, scope.drawn = 3, None
-    assert sample_rng().random() == drawn
-
-
-def test_numbers_of_a_sample_are_those_of_its_key(scope: SampleScope) -> None:
-    expected = philox(5, "sample", 2, 3).random()
-    assert sample_rng(3).random() == sample_rng().random() == expected
+    assert sample_rng(3).random() == first.random() == expected
     assert sample_generator().initial_seed() == derive_key(5, "torch", 2, 3) & 0x7FFFFFFFFFFFFFFF
+    scope.index, scope.drawn = 4, None  # the next one is read
+    assert sample_rng().random() == philox(5, "sample", 2, 4).random()
     assert len({philox(5, "sample", 2, 4).random(), philox(5, "sample", 1, 3).random(), expected}) == 3
-
-
-def test_several_samples_at_once_need_an_index(scope: SampleScope) -> None:
-    scope.index = NO_SAMPLE
+    scope.index, scope.drawn = NO_SAMPLE, None  # several at once need an index
     for draw_one in (sample_rng, sample_generator, lambda: sample_seed().__enter__()):
         with pytest.raises(ValueError, match=r"call sample_rng\(index\) with the index"):
             draw_one()
-    assert sample_rng(3).random() == philox(5, "sample", 2, 3).random()
+    assert sample_rng(3).random() == expected
 
 
-def test_each_thread_has_a_scope_of_its_own(scope: SampleScope) -> None:
+def test_outside_of_a_loader_in_other_threads_and_in_forked_children_numbers_are_fresh(scope: SampleScope) -> None:
     seen: list[Any] = []
     thread = threading.Thread(target=lambda: seen.append(reading.get()))
     thread.start()
     thread.join()
     assert seen == [None] and reading.get() is scope
-
-
-def test_outside_a_loader_numbers_are_fresh() -> None:
+    if hasattr(os, "fork"):
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0 if reading.get() is None else 1)
+        assert os.waitpid(pid, 0)[1] == 0 and reading.get() is scope
+    reading.set(None)
     assert sample_rng().random() != sample_rng().random()
     random.seed(1)
     state = random.getstate()
     with sample_seed():
         assert random.getstate() == state
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
-def test_a_forked_child_reads_nothing(scope: SampleScope) -> None:
-    pid = os.fork()
-    if pid == 0:
-        os._exit(0 if reading.get() is None else 1)
-    assert os.waitpid(pid, 0)[1] == 0
-    assert reading.get() is scope
 
 
 @pytest.mark.usefixtures("scope")
@@ -190,22 +175,12 @@ INDICES = """[
 def test_an_index_is_one_key_in_every_process() -> None:
     here = [derive_key(7, "sample", 0, index) for index in eval(INDICES)]
     assert len(set(here)) == len(here)
-    program = f"import test_rng; from test_rng import *; print([derive_key(7, 'sample', 0, i) for i in {INDICES}])"
+    program = f"from test_rng import *; print([derive_key(7, 'sample', 0, i) for i in {INDICES}])"
+    path = os.pathsep.join(map(str, (Path(__file__).parent, *sys.path)))
     for hash_seed in "12":
-        found = subprocess.run(
-            [sys.executable, "-c", program],
-            env=dict(os_environ(), PYTHONHASHSEED=hash_seed),
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert ast.literal_eval(found.stdout) == here
-
-
-def os_environ() -> dict[str, str]:
-    root = str(Path(sharded_loader.__file__).parents[1])
-    return dict(os.environ, PYTHONPATH=os.pathsep.join((root, os.environ.get("PYTHONPATH", ""))))
+        environment = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": hash_seed}
+        found = subprocess.run([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, check=True)
+        assert ast.literal_eval(found.stdout.decode()) == here
 
 
 def test_equal_indices_of_different_types_are_one_key() -> None:
@@ -220,7 +195,14 @@ def test_an_index_without_a_value_of_its_own_is_rejected(index: Any) -> None:
         derive_key(7, "sample", 0, index)
 
 
-class Keyed:
+def by_seed() -> float:
+    with sample_seed():
+        return random.random()
+
+
+class AnyKey:
+    """A sample of any key is what is drawn for it."""
+
     def __init__(self, draw: Any) -> None:
         self.draw = draw
 
@@ -231,17 +213,133 @@ class Keyed:
         return self.draw()
 
 
-def by_seed() -> float:
-    with sample_seed():
-        return random.random()
-
-
 @pytest.mark.parametrize(
     "draw_one", [lambda: sample_rng().random(), lambda: sample_generator().initial_seed(), by_seed]
 )
 def test_the_loader_says_which_index_cannot_be_a_key(pool: Pool, draw_one: Any) -> None:
-    with ShardedDataLoader(Keyed(draw_one), 1, sampler=["a", Address(1)], seed=1, pool=pool) as loader:
+    with ShardedDataLoader(AnyKey(draw_one), 1, sampler=["a", Address(1)], seed=1, pool=pool) as loader:
         iterator = iter(loader)
         next(iterator)
         with pytest.raises(TypeError, match="give Address a __repr__ that shows its value"):
             next(iterator)
+
+
+# -- the generators that all threads share: seeded with every bit of a key, by one thread at a time, and put back ------
+
+
+def draw() -> list[float]:
+    return [random.random(), float(np.random.random()), torch.rand((), dtype=torch.float64).item()]
+
+
+@pytest.mark.parametrize("bit", [0, 31, 32, 62, 63, 64, 100, 127])
+def test_every_bit_of_a_key_counts_in_every_generator(bit: int) -> None:
+    with seeded_globals(5):
+        before = draw()
+        seed_globals(5)
+        assert draw() == before
+        seed_globals(5 ^ 1 << bit)
+        after = draw()
+    assert len({*before, *after}) == 6
+    generators = torch.Generator(), torch.Generator()
+    for generator, key in zip(generators, (5, 5 ^ 1 << bit), strict=True):
+        seed_torch(generator, key)
+    assert torch.rand((), generator=generators[0]) != torch.rand((), generator=generators[1])
+
+
+def test_generators_seeded_by_one_key_draw_different_numbers_also_for_each_batch_of_a_worker() -> None:
+    # All are Mersenne Twisters: from the same words they would draw the same.
+    with seeded_globals(2**128 - 1):
+        drawn = [draw() for _ in range(1000)]
+    assert len({number for three in drawn for number in three}) == 3000
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        assert abs(np.corrcoef([three[one] for three in drawn], [three[other] for three in drawn])[0, 1]) < 0.15
+    keys = [derive_key(1, "batch globals", 0, position) for position in range(300)]
+    drawn = []
+    with seeded_globals(0):
+        for key in [*keys, *keys]:
+            seed_globals(key, whole=False)
+            drawn.append(draw())
+    assert drawn[:300] == drawn[300:]  # whoever builds the batch
+    assert len({number for three in drawn for number in three}) == 900
+
+
+def test_torch_numbers_are_uniform_and_its_seed_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator()
+    seed_torch(generator, 9 + (3 << 63))
+    assert generator.initial_seed() == 9
+    drawn = torch.rand(100_000, generator=generator)
+    assert abs(drawn.mean() - 0.5) < 0.005 and abs(drawn.std() - 12**-0.5) < 0.005
+    first = []
+    for _ in range(2):
+        # Nothing is left of what was drawn before: a kept half of a pair of normal numbers, say.
+        seed_torch(generator, 4)
+        first.append(torch.randn(1001, generator=generator))
+    assert torch.equal(*first)
+    # Where torch keeps its words elsewhere, its own seed is used.
+    monkeypatch.setattr(rng, "_torch_state", lambda: None)
+    seed_torch(generator, 77 + (1 << 63))
+    own = torch.Generator().manual_seed(77)
+    assert torch.equal(torch.rand(3, generator=generator), torch.rand(3, generator=own))
+
+
+# -- turns ----------------------------------------------------------------------------------------------------
+
+
+def states() -> list[object]:
+    """The states of the three generators, to be compared."""
+    return [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
+
+
+def test_the_states_come_back_also_after_an_error_and_turns_nest() -> None:
+    before = states()
+    with pytest.raises(KeyError), seeded_globals(1):
+        first = draw()
+        inside = states()
+        with seeded_globals(1):
+            assert draw() == first
+        assert states() == inside
+        raise KeyError
+    assert states() == before
+
+
+class Holder(threading.Thread):
+    """A thread that has the generators until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__(name="holder")
+        self.has_them, self.go_on = threading.Event(), threading.Event()
+
+    def run(self) -> None:
+        with seeded_globals(3):
+            self.has_them.set()
+            self.go_on.wait()
+
+
+def test_the_generators_are_seeded_for_one_thread_at_a_time() -> None:
+    before, first, second = states(), Holder(), Holder()
+    first.start()
+    assert first.has_them.wait(300)
+    inside = states()
+    second.start()
+    assert not second.has_them.wait(0.01)
+    assert states() == inside != before
+    first.go_on.set()
+    assert second.has_them.wait(300)
+    second.go_on.set()
+    first.join()
+    second.join()
+    assert states() == before
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
+def test_a_forked_child_does_not_wait_for_a_thread_that_is_gone() -> None:
+    holder = Holder()
+    holder.start()
+    assert holder.has_them.wait(300)
+    pid = os.fork()
+    if pid == 0:
+        with seeded_globals(1):
+            os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    holder.go_on.set()
+    holder.join()

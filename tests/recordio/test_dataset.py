@@ -6,14 +6,12 @@ import os
 import random
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import multiprocess
 import numpy as np
 import pytest
-from conftest import METHODS, covering
+from conftest import covering
 
 from sharded_loader import RecordFileDataset, ShardedDataLoader
 from sharded_loader.engine.pool import Pool
@@ -24,7 +22,6 @@ from tests import reference_recordio as reference
 from tests.damaged_records import reads_within
 
 rng = random.Random(3)
-MAGIC_INSIDE = b"abcd" + reference.MAGIC + b"efgh"
 KINDS = {
     "small": [rng.randbytes(rng.randrange(40)) for _ in range(50)],
     "cut at magics": [reference.random_record(rng) for _ in range(50)],
@@ -59,24 +56,13 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-WAYS = ("pread", "lock and seek")
-
-
-def read_by(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With positioned reads, and as on Windows, which has none."""
-    if way == "lock and seek":
-        monkeypatch.delattr(os, "pread", raising=False)
-
-
-# -- the same records --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.costly(2)
-@covering(2, kind=KINDS, index=[True, False], way=WAYS)
+@covering(2, kind=KINDS, index=[True, False], way=["pread", "lock and seek"])
 def test_a_batch_is_what_one_by_one_gives(
     tmp_path: Path, kind: str, index: bool, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read_by(way, monkeypatch)
+    if way == "lock and seek":  # as on Windows, which has no positioned reads
+        monkeypatch.delattr(os, "pread", raising=False)
     records = KINDS[kind]
     write(tmp_path / "a.rec", records, index)
     everything = range(len(records))
@@ -90,18 +76,6 @@ def test_a_batch_is_what_one_by_one_gives(
                 assert dataset.get_batch(order) == wanted
                 assert dataset.__getitems__(order) == wanted
                 assert list(map(dataset.__getitem__, order)) == wanted
-
-
-def test_indices_out_of_range_are_refused(tmp_path: Path) -> None:
-    write(tmp_path / "a.rec", [b"a", b"b"])
-    with RecordFileDataset(tmp_path / "a.rec") as dataset:
-        for wrong in ([0, 2], [-3]):
-            with pytest.raises(IndexError, match="out of range for a dataset of 2"):
-                dataset.get_batch(wrong)
-            with pytest.raises(IndexError, match="out of range"):
-                dataset.__getitems__(wrong)
-        with pytest.raises(TypeError, match="integers"):
-            dataset.get_batch([0.5])
 
 
 def test_an_index_that_lists_a_few_records_costs_no_more_once_they_were_read(tmp_path: Path, reads: list[int]) -> None:
@@ -130,9 +104,6 @@ def test_offsets_that_are_no_multiples_of_4_are_read_where_a_record_begins_there
             dataset.get_batch([0, 1])
 
 
-# -- in few reads ------------------------------------------------------------------------------------------------------
-
-
 def test_records_in_a_row_are_one_read(tmp_path: Path, reads: list[int]) -> None:
     records = [b"%d" % number * 9 for number in range(500)]
     offsets = write(tmp_path / "a.rec", records)
@@ -158,9 +129,6 @@ def test_a_loader_reads_a_batch_of_neighbours_at_once(tmp_path: Path, reads: lis
             with ShardedDataLoader(wrapped, 50) as loader:
                 assert next(iter(loader)) == records[:50]
             assert reads == [offsets[50]]
-
-
-# -- damage ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_first_damaged_record_of_a_batch_is_named_and_the_others_are_readable(tmp_path: Path) -> None:
@@ -211,9 +179,6 @@ def test_offsets_near_the_largest_number_are_an_error_like_any_other(tmp_path: P
                     read()
 
 
-# -- in a loader -------------------------------------------------------------------------------------------------------
-
-
 class Lengths(RecordFileDataset):
     """What Gluon's ImageRecordDataset is: a subclass that makes something of a record."""
 
@@ -258,16 +223,6 @@ def test_arrays_that_cannot_be_written_to_are_read(tmp_path: Path) -> None:
         assert dataset.get_batch([1, 0]) == [b"b", b"a"]
 
 
-def test_parts_and_transforms_of_the_dataset_read_the_same(tmp_path: Path) -> None:
-    records = [b"%d" % number for number in range(30)]
-    write(tmp_path / "a.rec", records)
-    with RecordFileDataset(tmp_path / "a.rec") as dataset:
-        assert dataset.shard(3, 1).get_batch([0, -1]) == [b"10", b"19"]
-        assert dataset.transform(int).__getitems__([4, 2]) == [4, 2]
-        with ShardedDataLoader(dataset + dataset.take(2), 16) as loader:
-            assert list(loader) == [records[:16], records[16:] + records[:2]]
-
-
 @pytest.mark.costly(2)
 def test_a_damaged_record_is_named_by_a_loader_or_left_out(tmp_path: Path, new_pool: Callable[..., Pool]) -> None:
     records = [b"%d" % number * 20 for number in range(20)]
@@ -287,56 +242,3 @@ def test_a_damaged_record_is_named_by_a_loader_or_left_out(tmp_path: Path, new_p
             warnings.simplefilter("ignore")
             with ShardedDataLoader(dataset, 5, pool=new_pool(), on_error="skip") as loader:
                 assert list(loader) == [records[:5], records[5:7] + records[8:10], records[10:15], records[15:]]
-
-
-# -- threads and processes ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.costly(2)
-@pytest.mark.parametrize("way", WAYS)
-def test_threads_read_batches_through_one_open_file(tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    read_by(way, monkeypatch)
-    records = [bytes([number % 251]) * (number * 7 % 500) for number in range(300)]
-    write(tmp_path / "a.rec", records)
-    with RecordFileDataset(tmp_path / "a.rec") as dataset, ThreadPoolExecutor(8) as pool:
-
-        def check(seed: int) -> None:
-            draw = random.Random(seed)
-            for _ in range(30):
-                order = draw.choices(range(300), k=40)
-                assert dataset.get_batch(order) == [records[number] for number in order]
-
-        list(pool.map(check, range(8)))
-
-
-def read_in_child(dataset: RecordFileDataset, result: Any) -> None:
-    result.send([dataset.get_batch(range(3)), dataset.get_batch([2, 0])])
-    result.close()
-
-
-@METHODS
-def test_each_process_reads_batches_for_itself(tmp_path: Path, method: str) -> None:
-    write(tmp_path / "a.rec", [b"a", b"bb", b"ccc"])
-    context = multiprocess.get_context(method)
-    receiver, sender = context.Pipe(duplex=False)
-    with RecordFileDataset(tmp_path / "a.rec") as dataset:
-        assert dataset.get_batch([0]) == [b"a"]
-        process = context.Process(target=read_in_child, args=(dataset, sender))
-        process.start()
-        assert receiver.poll(60)
-        assert receiver.recv() == [[b"a", b"bb", b"ccc"], [b"ccc", b"a"]]
-        process.join()
-        process.close()
-        receiver.close()
-        sender.close()
-
-
-def test_a_closed_dataset_refuses_batches(tmp_path: Path) -> None:
-    write(tmp_path / "a.rec", [b"a"])
-    dataset = RecordFileDataset(tmp_path / "a.rec")
-    dataset.close()
-    with pytest.raises(ValueError, match=r"a\.rec is closed"):
-        dataset.get_batch([0])
-
-
-# -- what it gives -----------------------------------------------------------------------------------------------------

@@ -101,9 +101,6 @@ def test_colors_of_a_palette_keep_their_alpha() -> None:
     assert unpacked(png(indices, PALETTE, palette, alpha)).tolist() == [[[10, 20, 30, 255], [40, 50, 60, 9]]]
 
 
-# -- EXIF --------------------------------------------------------------------------------------------------------------
-
-
 def with_exif(pixels: np.ndarray[Any, Any], form: str, exif: bytes) -> bytes:
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, form, exif=exif, **({"lossless": True} if form == "WEBP" else {}))

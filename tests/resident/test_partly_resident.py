@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -14,15 +15,14 @@ import pytest
 import torch
 from conftest import made
 from injection import InterruptAt, TimeIsUp, next_interrupted
-from simulated import Machine, SimulatedStreams
+from simulated import Machine
 from torch.utils.data import Subset, TensorDataset
 
-from sharded_loader import ArrayDataset, Placement, ShardedDataLoader, SimpleDataset, SubsetDataset
+from sharded_loader import ArrayDataset, ShardedDataLoader, SimpleDataset, SubsetDataset
 from sharded_loader import resident as module
 from sharded_loader.base.errors import LoaderClosedError
 from sharded_loader.devices.copies import HOST_AHEAD
 from sharded_loader.engine.pool import Pool
-from sharded_loader.resident import ResidentPool
 
 N = 60
 
@@ -120,6 +120,11 @@ def both(machine: Machine, dataset: Any, resident: Any, **options: Any) -> tuple
     )
 
 
+def kept(machine: Machine, data: Any, size: int, share: Any = 0.5, **options: Any) -> ShardedDataLoader:
+    """A loader that keeps rows on the first device."""
+    return made(data, size, device=machine.devices[0], resident=share, **options)
+
+
 # -- what is kept ---------------------------------------------------------------------------------------------
 
 
@@ -143,7 +148,6 @@ def test_batches_are_those_that_are_sent_to_the_last_bit(
                 assert list(seen(machine, loader)) == list(seen(None, sent))
             partly = f" ({kept} of {len(dataset)} samples)" if kept < len(dataset) else ""
             assert f"resident on privateuseone:0{partly}, " in repr(loader)
-    assert machine.faults == []
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -164,7 +168,6 @@ def test_order_and_shards_do_not_depend_on_what_is_kept(machine: Machine, option
     with loader, sent:
         for _ in range(2):
             assert list(seen(machine, loader)) == list(seen(None, sent))
-    assert machine.faults == []
 
 
 def test_keys_that_are_no_row_numbers_are_read_as_always(machine: Machine) -> None:
@@ -177,7 +180,7 @@ def test_keys_that_are_no_row_numbers_are_read_as_always(machine: Machine) -> No
 def test_a_part_keeps_its_own_rows_only(machine: Machine) -> None:
     whole = ArrayDataset(np.arange(10_000))
     machine.memory_bytes = 4000, 4000  # 3,000 bytes beside the reserve
-    with ShardedDataLoader(whole.shard(100, 99), 50, device=Placement(machine.devices[0], resident=True)) as loader:
+    with kept(machine, whole.shard(100, 99), 50, True) as loader:
         first = next(iter(loader))
         machine.finish()
         assert first.tolist() == list(range(9900, 9950))
@@ -185,16 +188,10 @@ def test_a_part_keeps_its_own_rows_only(machine: Machine) -> None:
 
 
 def test_rows_are_copied_in_stretches(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    copied = []
-    load = SimulatedStreams.load
-
-    def watched(streams: SimulatedStreams, target: torch.Tensor, host: torch.Tensor) -> None:
-        copied.append(len(host))
-        load(streams, target, host)
-
-    monkeypatch.setattr(SimulatedStreams, "load", watched)
+    copied, load = [], machine.load
+    monkeypatch.setattr(machine, "load", lambda device, to, host: copied.append(len(host)) or load(device, to, host))
     monkeypatch.setattr(module, "LOADED_AT_ONCE", 100)
-    with ShardedDataLoader(np.arange(N), N, device=Placement(machine.devices[0], resident=0.5)) as loader:
+    with kept(machine, np.arange(N), N) as loader:
         (batch,) = seen(machine, loader)
     assert copied == [12, 12, 6]
     assert batch == described(torch.arange(N))
@@ -216,9 +213,7 @@ def test_it_resumes_in_mid_epoch_with_another_share(machine: Machine) -> None:
 
 
 def test_rows_are_sent_from_pinned_memory_and_the_rest_is_not(machine: Machine) -> None:
-    with ShardedDataLoader(
-        np.arange(N * 100).reshape(N, 100), 10, device=Placement(machine.devices[0], resident=0.5)
-    ) as loader:
+    with kept(machine, np.arange(N * 100).reshape(N, 100), 10) as loader:
         batches = iter(loader)
         moved = []
         for _ in range(6):
@@ -227,14 +222,14 @@ def test_rows_are_sent_from_pinned_memory_and_the_rest_is_not(machine: Machine) 
             moved.append(sum(what == "copy" for what, _ in machine.log))
         machine.finish()
     assert moved == [1, 1, 1, 1, 1, 1]  # the row numbers, or the rows: no batch is mixed
-    with ShardedDataLoader(np.arange(N), 20, device=Placement(machine.devices[0], resident=0.5)) as loader:
+    with kept(machine, np.arange(N), 20) as loader:
         list(loader)
     assert machine.faults == []  # a copy from other memory is one
 
 
 def test_a_host_that_runs_ahead_holds_pinned_memory_of_few_batches(machine: Machine) -> None:
     """The device does nothing until the host waits for it."""
-    with ShardedDataLoader(np.arange(N), 2, device=Placement(machine.devices[0], resident=0.01)) as loader:
+    with kept(machine, np.arange(N), 2, 0.01) as loader:
         batches = iter(loader)
         for _ in range(HOST_AHEAD):
             next(batches)
@@ -245,22 +240,29 @@ def test_a_host_that_runs_ahead_holds_pinned_memory_of_few_batches(machine: Mach
         machine.finish()
 
 
-def test_batches_come_on_the_stream_of_the_caller(machine: Machine) -> None:
+def test_batches_come_on_the_stream_of_the_caller_and_none_is_gathered_ahead(machine: Machine) -> None:
+    """Iterators take turns on two streams: each batch belongs to the stream that asks for it."""
     device = machine.devices[0]
-    mine, found = machine.new_stream(device), list[Any]()
-    with ShardedDataLoader(np.arange(12), 4, device=Placement(device, resident=0.5)) as loader:
-        batches = iter(loader)
-        for stream in (machine.stream(device), mine, machine.stream(device)):
-            with machine.on(device, stream):
-                machine.kernel(device, next(batches), lambda values: found.append(values.tolist()))
-        machine.finish()
-    assert sorted(found) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-    assert ("record_use", mine.name) in machine.log
-    assert machine.faults == []
+    home, mine = machine.stream(device), machine.new_stream(device)
+    for share in (True, 0.5):
+        found: list[Any] = []
+        with kept(machine, np.arange(12), 4, share) as loader:
+            iterators = [iter(loader), iter(loader)]
+            for number in range(3):
+                for batches, stream in zip(iterators, (home, mine), strict=True):
+                    machine.log.clear()
+                    with machine.on(device, stream):
+                        machine.kernel(device, next(batches), lambda values, found=found: found.append(values.tolist()))
+                    if share is True:
+                        assert {name for what, name in machine.log if what in ("allocate", "copy")} == {stream.name}
+                    if not number:  # the columns are of the first stream
+                        assert (("record_use", mine.name) in machine.log) is (stream is mine)
+            machine.finish()
+        assert sorted(found) == sorted(2 * [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]])
 
 
 def test_batches_that_are_begun_in_inference_mode_can_be_trained_with(machine: Machine) -> None:
-    with ShardedDataLoader(np.arange(12.0), 4, device=Placement(machine.devices[0], resident=0.5)) as loader:
+    with kept(machine, np.arange(12.0), 4) as loader:
         with torch.inference_mode():
             batches = list(loader)
         machine.finish()
@@ -283,11 +285,10 @@ def test_iterators_that_are_dropped_and_mixed_lose_nothing(machine: Machine) -> 
             break
         loader.set_epoch(0)
         assert list(seen(machine, loader)) == whole
-    assert machine.faults == []
 
 
 def test_threads_take_turns(machine: Machine) -> None:
-    with ShardedDataLoader(np.arange(N), 1, device=Placement(machine.devices[0], resident=0.5)) as loader:
+    with kept(machine, np.arange(N), 1) as loader:
         batches, found = iter(loader), list[torch.Tensor]()
 
         def take() -> None:
@@ -305,7 +306,7 @@ def test_threads_take_turns(machine: Machine) -> None:
 
 def test_a_refreshed_dataset_is_copied_again(machine: Machine) -> None:
     data = TensorDataset(torch.arange(8), torch.arange(8))
-    with ShardedDataLoader(data, 8, device=Placement(machine.devices[0], resident=0.5)) as loader:
+    with kept(machine, data, 8) as loader:
         list(loader)
         data.tensors = (torch.arange(8) * 10, torch.arange(8).to(torch.uint8))
         loader.refresh()
@@ -319,37 +320,39 @@ def test_a_refreshed_dataset_is_copied_again(machine: Machine) -> None:
 
 
 def test_close_gives_the_memory_back(machine: Machine) -> None:
-    loader = ShardedDataLoader(np.arange(N), 7, device=Placement(machine.devices[0], resident=0.5))
+    loader = kept(machine, np.arange(N), 7)
     batches = iter(loader)
     next(batches)
     loader.close()
     with pytest.raises(LoaderClosedError):
         next(batches)
-    assert loader._epochs.resident is not None
-    assert loader._epochs.resident.counts == {}
     del batches
     machine.empty_cache()
     assert machine.allocated <= 1  # the batch, until the collector comes
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("step", [11, pytest.param(1, marks=pytest.mark.slow)])
-def test_an_interrupt_at_every_line_loses_no_batch(machine: Machine, step: int) -> None:
-    modules = ("iterator.py", "pipeline.py", "placement.py", "copies.py", "local.py", "pool.py")
-    data = np.arange(6000).reshape(3000, 2)
+MODULES = ("iterator.py", "loader.py", "pipeline.py", "placement.py", "copies.py", "local.py", "pool.py")
+
+
+@pytest.mark.parametrize(
+    ("share", "step"), [(True, 11), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((True, 1), (0.5, 1)))]
+)
+def test_an_interrupt_at_every_line_loses_no_batch(machine: Machine, share: Any, step: int) -> None:
     shuffled = {"shuffle": True, "seed": 1}
     wanted = [index for (index,) in made(range(3000), 1, **shuffled).__iter__()]
-    with made(data, 1, device=machine.devices[0], resident=0.5, **shuffled) as loader:
+    with kept(machine, np.arange(6000).reshape(3000, 2), 1, share, **shuffled) as loader:
         line, fired, batches, number = 0, 2, iter(loader), 0
         while fired:
             line += step
-            got, has_fired = next_interrupted(batches, line, lambda at: InterruptAt(at, modules))
+            got, has_fired = next_interrupted(batches, line, lambda at: InterruptAt(at, MODULES))
             fired = 2 if has_fired else fired - 1  # of a batch that is kept, and of one that is sent
             got.append(next(batches))
             machine.finish()
             for batch in got:
                 assert batch.tolist() == [[2 * int(wanted[number]), 2 * int(wanted[number]) + 1]]
                 number += 1
+        if share is True:
+            assert sum(what == "allocate" for what, _ in machine.log) <= 1 + 4 * number  # the column came once
     assert machine.faults == []
     assert line > 50
 
@@ -369,7 +372,7 @@ def test_what_a_signal_handler_raises_is_no_error_of_a_batch(machine: Machine, m
     monkeypatch.setattr(module.core, "checked_indices", struck)
     before = signal.signal(signal.SIGTERM, late)
     try:
-        with ShardedDataLoader(np.arange(12), 4, device=Placement(machine.devices[0], resident=0.5)) as loader:
+        with kept(machine, np.arange(12), 4) as loader:
             batches = iter(loader)
             found = [next(batches)]
             with pytest.raises(TimeIsUp):
@@ -384,19 +387,12 @@ def test_what_a_signal_handler_raises_is_no_error_of_a_batch(machine: Machine, m
 def test_a_loader_that_is_closed_while_rows_are_copied_keeps_none(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load = SimulatedStreams.load
-    loader = ShardedDataLoader(np.arange(12), 4, device=Placement(machine.devices[0], resident=True))
-    pool = loader._epochs.resident
-    assert pool is not None
-
-    def closed(streams: SimulatedStreams, *arguments: Any) -> None:
-        load(streams, *arguments)
-        loader.close()
-
-    monkeypatch.setattr(SimulatedStreams, "load", closed)
+    load, loader = machine.load, kept(machine, np.arange(12), 4, True)
+    monkeypatch.setattr(machine, "load", lambda *arguments: (load(*arguments), loader.close()))
     with pytest.raises(LoaderClosedError):
         next(iter(loader))
-    assert pool.counts == {}
+    machine.empty_cache()
+    assert machine.allocated == 0
 
 
 # -- how much fits --------------------------------------------------------------------------------------------
@@ -406,7 +402,7 @@ def test_a_loader_that_is_closed_while_rows_are_copied_keeps_none(
 def test_rows_that_do_not_fit_are_sent_with_a_warning(machine: Machine, share: Any, asked: int) -> None:
     machine.memory_bytes = 1080, 4000
     message = rf"privateuseone:0 keeps 10 rows only \({asked} bytes of columns, room for 80\): it is sent the others"
-    with ShardedDataLoader(np.arange(N), N, device=Placement(machine.devices[0], resident=share)) as loader:
+    with kept(machine, np.arange(N), N, share) as loader:
         with pytest.warns(UserWarning, match=message) as caught:
             batches = list(seen(machine, loader))
         assert len(caught) == 1
@@ -416,7 +412,7 @@ def test_rows_that_do_not_fit_are_sent_with_a_warning(machine: Machine, share: A
 
 def test_each_device_keeps_what_it_has_room_for(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     rooms = dict(zip(machine.devices, (1240, 900), strict=True))
-    monkeypatch.setattr(SimulatedStreams, "memory", lambda self: (rooms[self.device], 4000))
+    monkeypatch.setattr(machine, "memory_of", lambda device: (rooms[device], 4000))
     loader, sent = both(machine, SubsetDataset(np.arange(N), range(N)[::-1]), "auto", batch_size=7, shuffle=True)
     with loader, sent:
         assert list(seen(machine, loader)) == list(seen(None, sent))
@@ -428,9 +424,7 @@ def test_auto_leaves_the_reading_to_workers_if_less_than_half_fits(
     machine: Machine, worker_pool: Pool, rows: int, is_kept: bool
 ) -> None:
     machine.memory_bytes = 1000 + 8 * rows, 4000
-    with ShardedDataLoader(
-        np.arange(N), N, device=Placement(machine.devices[0], resident="auto"), pool=worker_pool
-    ) as loader:
+    with kept(machine, np.arange(N), N, "auto", pool=worker_pool) as loader:
         (batch,) = seen(machine, loader)
         assert batch == described(torch.arange(N))
         assert loader.pool.started is not is_kept
@@ -439,86 +433,70 @@ def test_auto_leaves_the_reading_to_workers_if_less_than_half_fits(
 
 def test_an_empty_dataset_and_empty_rows_need_no_room(machine: Machine) -> None:
     machine.memory_bytes = 0, 4000
-    with ShardedDataLoader(np.zeros((0, 3)), 4, device=Placement(machine.devices[0], resident=True)) as loader:
+    with kept(machine, np.zeros((0, 3)), 4, True) as loader:
         assert list(loader) == []
-    with ShardedDataLoader(np.zeros((5, 0)), 5, device=Placement(machine.devices[0], resident=True)) as loader:
+    with kept(machine, np.zeros((5, 0)), 5, True) as loader:
         assert [tuple(batch.shape) for batch in loader] == [(5, 0)]
         assert "resident" in repr(loader)
-
-
-def free_blocks(machine: Machine) -> list[int]:
-    """The addresses of device memory that nothing holds."""
-    return [block.ctypes.data for blocks in machine._free.values() for block in blocks]
 
 
 # -- no memory ------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def no_memory_in(monkeypatch: pytest.MonkeyPatch, name: str, device: torch.device) -> Iterator[None]:
+def no_memory_in(machine: Machine, name: str, device: torch.device) -> Iterator[None]:
     """Inside, what a device is asked to do needs more memory than it has."""
-    real: Any = getattr(SimulatedStreams, name)
+    real: Any = getattr(machine, name)
 
-    def full(streams: SimulatedStreams, *arguments: Any) -> Any:
-        if streams.device == device:
+    def full(where: Any, *arguments: Any) -> Any:
+        if (machine.device_of(where) if isinstance(where, torch.Tensor) else where) == device:
             raise torch.OutOfMemoryError("simulated: full\nand more")
-        return real(streams, *arguments)
+        return real(where, *arguments)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(SimulatedStreams, name, full)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine, name, full)
         yield
 
 
 @pytest.mark.costly(9)
 @pytest.mark.parametrize("share", [True, 0.5, "auto"])
-@pytest.mark.parametrize("name", ["take", "put", "empty_like", "load"])
-def test_a_device_without_memory_is_sent_batches_from_then_on(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, name: str, share: Any
-) -> None:
-    machine.memory_bytes = 1000 + 8 * 50, 4000
-    if share is True:
-        machine.memory_bytes = 5000, 4000
+@pytest.mark.parametrize("name", ["take", "put", "allocate", "load"])
+def test_a_device_without_memory_is_sent_batches_from_then_on(machine: Machine, name: str, share: Any) -> None:
+    machine.memory_bytes = 5000 if share is True else 1000 + 8 * 50, 4000
     loader, sent = both(machine, np.arange(N), share, batch_size=12, shuffle=True)
     with loader, sent:
         wanted, found = list(seen(None, sent)), list[Any]()
-        batches = iter(loader)
-        if name not in ("load", "empty_like"):
+        batches, pool = iter(loader), loader._epochs.resident
+        if name in ("take", "put"):
             found += seen(machine, [next(batches)])
-        first = machine.devices[0]
         needed = name != "put" or share is not True  # nothing is put where all rows are kept
-        with no_memory_in(monkeypatch, name, first):
-            expected = (
-                pytest.warns(UserWarning, match=r"0 does not keep the data \(simulated: full\): it is sent batches$")
-                if needed
-                else contextlib.nullcontext()
-            )
-            with expected as caught:
-                if name == "empty_like":
-                    loader._epochs.resident.load(again=False)  # type: ignore[union-attr]
-                else:
-                    found += seen(machine, [next(batches)])
+        expected = pytest.warns(UserWarning, match=r"0 does not keep the data \(simulated: full\): it is sent batches$")
+        with (
+            no_memory_in(machine, name, machine.devices[0]),
+            expected if needed else contextlib.nullcontext() as caught,
+        ):
+            if name == "allocate":
+                pool.load(again=False)  # type: ignore[union-attr]
+            else:
+                found += seen(machine, [next(batches)])
         found += seen(machine, batches)
         assert found == wanted
         if needed:
-            assert len(caught) == 1  # type: ignore[arg-type]
-            assert list(loader._epochs.resident.counts) == machine.devices[1:]  # type: ignore[union-attr]
-            assert machine.caches_emptied == 1
+            assert (len(caught), machine.caches_emptied) == (1, 1)  # type: ignore[arg-type]
+            assert list(pool.counts) == machine.devices[1:]  # type: ignore[union-attr]
         assert list(seen(machine, loader)) == list(seen(None, sent))
-    assert machine.faults == []
 
 
-def test_a_device_that_has_lost_its_rows_holds_no_memory_of_them(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pool: Any = None
-    with ShardedDataLoader(np.arange(N), 10, device=Placement(machine.devices[0], resident=True)) as loader:
+def test_a_device_that_has_lost_its_rows_holds_no_memory_of_them(machine: Machine) -> None:
+    with kept(machine, np.arange(N), 10, True) as loader:
         batches = iter(loader)
         next(batches)
         machine.finish()
-        pool = loader._epochs.resident
-        address = pool._on[machine.devices[0]].columns[0].data_ptr()
-        with no_memory_in(monkeypatch, "take", machine.devices[0]), pytest.warns(UserWarning, match="does not keep"):
+        gc.collect()
+        before = machine.allocated
+        with no_memory_in(machine, "take", machine.devices[0]), pytest.warns(UserWarning, match="does not keep"):
             next(batches)
-        assert isinstance(pool, ResidentPool)
-        assert address not in free_blocks(machine)  # the cache was emptied, when nothing held the rows any more
+        gc.collect()
+        machine.empty_cache()
+        assert machine.allocated < before  # the rows, when nothing held them any more
         machine.finish()

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from conftest import made
-from injection import InterruptAt, next_interrupted
-from simulated import Machine, SimulatedStreams
+from simulated import Machine
 from torch.utils.data import TensorDataset
 
 from sharded_loader import ArrayDataset, Placement, ShardedDataLoader, SimpleDataset
+from sharded_loader.devices.accelerator import Streams
 from sharded_loader.devices.copies import PendingCopy
 from sharded_loader.devices.placement import Placer
 from sharded_loader.engine.messages import Job, Task
 from sharded_loader.engine.pool import Pool
-from sharded_loader.resident import ResidentPool
+from sharded_loader.resident import ResidentPool, load_rows, memory_of, put_rows, take_rows
 
 
 def dataset(rows: int = 100) -> ArrayDataset:
@@ -27,6 +29,11 @@ def dataset(rows: int = 100) -> ArrayDataset:
         label=torch.arange(rows, dtype=torch.int16),
         small=np.arange(rows, dtype=np.uint8)[:, None],
     )
+
+
+def resident(machine: Machine, *args: Any, **options: Any) -> ShardedDataLoader:
+    """A loader of the first device, which keeps the rows."""
+    return made(*args, device=machine.devices[0], **({"resident": True} | options))
 
 
 def stream(loader: ShardedDataLoader, machine: Machine | None = None, epochs: int = 2) -> list[Any]:
@@ -40,114 +47,43 @@ def stream(loader: ShardedDataLoader, machine: Machine | None = None, epochs: in
     return seen
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "in order": {"batch_size": 16},
-    "shuffled": {"batch_size": 16, "shuffle": True},
-    "rolled over": {"batch_size": 16, "shuffle": True, "last_batch": "rollover"},
-    "weighted": {"batch_size": 15, "shard_weights": [2, 1]},
-    "a rank": {"batch_size": 8, "shuffle": True, "num_replicas": 3, "rank": 1},
-    "given batches": {"batch_sampler": [[0, 5, -1], [7], [2, 2, 3, 99]]},
-    "given shards": {"batch_sampler": [[[0, 5], [-1]], [[7]]]},
-}
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_the_stream_is_that_of_batches_that_are_sent(machine: Machine, options: dict[str, Any]) -> None:
-    options = {"seed": 5} | options
-    with (
-        made(dataset(), devices=machine.devices, resident=True, **options) as resident,
-        made(dataset(), devices=["cpu", "cpu"], **options) as sent,
-    ):
-        assert stream(resident, machine) == stream(sent)
-        assert "resident on privateuseone:0, privateuseone:1" in repr(resident)
-    assert machine.faults == []
-
-
-def test_it_resumes_like_any_other_loader(machine: Machine) -> None:
-    def new(**options: Any) -> ShardedDataLoader:
-        return made(dataset(), 16, shuffle=True, seed=1, **options)
-
-    with new(devices=machine.devices, resident=True) as loader:
-        batches = iter(loader)
-        next(batches), next(batches)
-        state = loader.state_dict()
-    with new(devices=["cpu", "cpu"]) as sent, new(devices=machine.devices, resident=True) as resident:
-        sent.load_state_dict(state)
-        resident.load_state_dict(state)
-        assert stream(resident, machine) == stream(sent)
-
-
-def test_no_worker_is_started(machine: Machine, worker_pool: Pool) -> None:
-    with ShardedDataLoader(
-        dataset(), 16, device=Placement(machine.devices[0], resident="auto"), pool=worker_pool
-    ) as loader:
-        for _ in loader:
-            machine.finish()
-        assert not loader.pool.started
-
-
 def test_each_device_decides_for_itself(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     first = machine.devices[0]
-    monkeypatch.setattr(SimulatedStreams, "memory", lambda self: (1 << 20 if self.device == first else 1000, 1 << 20))
+    monkeypatch.setattr(machine, "memory_of", lambda device: (1 << 20 if device == first else 1000, 1 << 20))
     options: dict[str, Any] = {"batch_size": 16, "shuffle": True, "seed": 3}
     with (
         pytest.warns(UserWarning, match=r"privateuseone:1 does not keep the data \(.* bytes of columns, room for 0\)"),
-        made(dataset(), devices=machine.devices, resident=True, **options) as resident,
+        made(dataset(), devices=machine.devices, resident=True, **options) as loader,
         made(dataset(), devices=["cpu", "cpu"], **options) as sent,
     ):
-        assert stream(resident, machine) == stream(sent)
-        assert "resident on privateuseone:0;" in repr(resident).replace(",", ";")
-    assert machine.faults == []
+        assert stream(loader, machine) == stream(sent)
+        assert "resident on privateuseone:0;" in repr(loader).replace(",", ";")
 
 
 def test_a_reserve_is_left_for_the_model(machine: Machine) -> None:
     needed = sum(column.nbytes for column in dataset().columns.values())
     for total, kept in ((needed * 4 // 3 + 10, ""), (needed * 4 // 3 - 10, " (99 of 100 samples)")):
         machine.memory_bytes = (total, total)
-        with ShardedDataLoader(dataset(), 16, device=Placement(machine.devices[0], resident="auto")) as loader:
+        with resident(machine, dataset(), 16, resident="auto") as loader:
             next(iter(loader))
             assert f"resident on privateuseone:0{kept}, " in repr(loader)
 
 
-@pytest.mark.parametrize(("resident", "kept"), [(True, True), ("auto", False)])
+@pytest.mark.parametrize(("share", "kept"), [(True, True), ("auto", False)])
 def test_where_a_device_does_not_tell_its_memory_it_is_tried_if_the_user_insists(
-    machine: Machine, resident: Any, kept: bool
+    machine: Machine, share: Any, kept: bool
 ) -> None:
     machine.memory_bytes = None
-    with ShardedDataLoader(dataset(), 16, device=Placement(machine.devices[0], resident=resident)) as loader:
+    with resident(machine, dataset(), 16, resident=share) as loader:
         batch = next(iter(loader))
         machine.finish()
         assert batch["label"].tolist() == list(range(16))
         assert ("resident on" in repr(loader)) is kept
 
 
-def test_auto_says_nothing_where_there_is_no_room_and_reads_with_its_workers(
-    machine: Machine, new_pool: Callable[..., Pool]
-) -> None:
-    machine.memory_bytes = (10, 10)
-    with ShardedDataLoader(
-        dataset(), 16, device=Placement(machine.devices[0], resident="auto"), pool=new_pool()
-    ) as loader:
-        batch = next(iter(loader))
-        machine.finish()
-        assert batch["label"].tolist() == list(range(16))
-        assert loader.pool.started
-
-
-def test_out_of_memory_while_the_columns_are_copied_falls_back_with_a_message(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    load = ResidentPool.load
-
-    def load_without_room(pool: ResidentPool, *, again: bool) -> bool:
-        machine.blocks = 2  # the third column finds none
-        try:
-            return load(pool, again=again)
-        finally:
-            machine.blocks = None
-
-    monkeypatch.setattr(ResidentPool, "load", load_without_room)
-    with ShardedDataLoader(dataset(), 16, device=Placement(machine.devices[0], resident="auto")) as loader:
+def test_out_of_memory_while_the_columns_are_copied_falls_back_with_a_message(machine: Machine) -> None:
+    machine.blocks = 2  # the third column finds none
+    with resident(machine, dataset(), 16, resident="auto") as loader:
         with pytest.warns(UserWarning, match=r"does not keep the data \(simulated: 2 blocks.*: it is sent batches"):
             batch = next(iter(loader))
         machine.finish()
@@ -157,7 +93,7 @@ def test_out_of_memory_while_the_columns_are_copied_falls_back_with_a_message(
 
 def test_a_refreshed_dataset_is_copied_again_before_the_next_epoch(machine: Machine) -> None:
     values = np.arange(8)
-    with ShardedDataLoader(ArrayDataset(values), 4, device=Placement(machine.devices[0], resident=True)) as loader:
+    with resident(machine, ArrayDataset(values), 4) as loader:
         under_way = iter(loader)
         next(under_way)
         values += 100
@@ -171,9 +107,7 @@ def test_a_refreshed_dataset_is_copied_again_before_the_next_epoch(machine: Mach
 
 
 def test_a_bad_index_is_its_batch_s_error(machine: Machine) -> None:
-    with ShardedDataLoader(
-        dataset(), batch_sampler=[[1], [2, 500], [3]], device=Placement(machine.devices[0], resident=True)
-    ) as loader:
+    with resident(machine, dataset(), batch_sampler=[[1], [2, 500], [3]]) as loader:
         batches = iter(loader)
         next(batches)
         with pytest.raises(IndexError, match="epoch 0, batch 1: the sampler yielded index 500"):
@@ -186,29 +120,18 @@ def test_a_bad_index_is_its_batch_s_error(machine: Machine) -> None:
 def test_on_the_cpu_batches_are_gathered_in_the_loop(worker_pool: Pool) -> None:
     options: dict[str, Any] = {"batch_size": 16, "shuffle": True, "seed": 3, "devices": ["cpu", "cpu"]}
     with (
-        made(dataset(), pool=worker_pool, resident=True, **options) as resident,
+        made(dataset(), pool=worker_pool, resident=True, **options) as loader,
         made(dataset(), **options) as plain,
     ):
-        assert stream(resident) == stream(plain)
-        assert not resident.pool.started
+        assert stream(loader) == stream(plain)
+        assert not loader.pool.started
 
 
 def test_peek_is_the_first_batch(machine: Machine) -> None:
-    with ShardedDataLoader(dataset(), 16, shuffle=True, device=Placement(machine.devices[0], resident=True)) as loader:
+    with resident(machine, dataset(), 16, shuffle=True) as loader:
         peeked, first = loader.peek(), next(iter(loader))
         machine.finish()
         assert peeked["label"].tolist() == first["label"].tolist()
-
-
-def test_a_closed_loader_has_no_more_batches(machine: Machine) -> None:
-    from sharded_loader import LoaderClosedError
-
-    loader = ShardedDataLoader(dataset(), 16, device=Placement(machine.devices[0], resident=True))
-    batches = iter(loader)
-    next(batches)
-    loader.close()
-    with pytest.raises(LoaderClosedError):
-        next(batches)
 
 
 @pytest.mark.parametrize(
@@ -270,7 +193,6 @@ def test_one_task_is_gathered_in_each_wait(machine: Machine) -> None:
     assert (type(first), type(second)) == (PendingCopy, PendingCopy)
     assert (first.batch["label"].tolist(), second.batch["label"].tolist()) == ([3, 99], [7])
     assert pool.wait() == ()
-    assert machine.faults == []
 
 
 def test_tasks_that_are_cancelled_are_not_gathered(machine: Machine) -> None:
@@ -294,44 +216,11 @@ def test_what_goes_wrong_in_a_gather_is_the_batchs_error(machine: Machine, monke
         raise RuntimeError("simulated: broken")
 
     pool = new_resident(machine)
-    monkeypatch.setattr(SimulatedStreams, "take", take)
+    monkeypatch.setattr(machine, "take", take)
     pool.submit([task(5, [1], [2])])
     (result,) = pool.wait()
     assert isinstance(result.error, RuntimeError)
     assert "epoch 0, batch 5" in "\n".join(result.error.__notes__)
-
-
-def test_rows_are_gathered_on_the_stream_of_the_caller(machine: Machine) -> None:
-    device = machine.devices[0]
-    mine = machine.new_stream(device)
-    with ShardedDataLoader(ArrayDataset(np.arange(8)), 4, device=Placement(device, resident=True)) as loader:
-        batches = iter(loader)
-        next(batches)
-        assert not any(what == "record_use" for what, _ in machine.log)  # the columns are of that stream
-        with machine.on(device, mine):
-            second = next(batches)
-            found: list[Any] = []
-            machine.kernel(device, second, lambda values: found.append(values.tolist()))
-        machine.finish()
-    assert found == [[4, 5, 6, 7]]
-    assert ("record_use", mine.name) in machine.log
-
-
-def test_nothing_is_gathered_ahead_of_its_turn(machine: Machine, worker_pool: Pool) -> None:
-    """Two iterators take turns on two streams: each batch belongs to the stream that asks for it."""
-    device = machine.devices[0]
-    streams = [machine.new_stream(device), machine.new_stream(device)]
-    with ShardedDataLoader(
-        ArrayDataset(np.arange(12)), 4, device=Placement(device, resident=True), pool=worker_pool, prefetch=4
-    ) as loader:
-        iterators = [iter(loader), iter(loader)]
-        for _ in range(3):
-            for batches, stream in zip(iterators, streams, strict=True):
-                machine.log.clear()
-                with machine.on(device, stream):
-                    next(batches)
-                assert {name for what, name in machine.log if what in ("allocate", "copy")} == {stream.name}
-        machine.finish()
 
 
 # -- pools change ---------------------------------------------------------------------------------------------
@@ -339,8 +228,7 @@ def test_nothing_is_gathered_ahead_of_its_turn(machine: Machine, worker_pool: Po
 
 def test_an_epoch_under_way_goes_on_in_the_pool_of_the_next(machine: Machine, new_pool: Callable[..., Pool]) -> None:
     """The devices have lost their room, and later find it again."""
-    data, device = ArrayDataset(np.arange(40)), machine.devices[0]
-    with ShardedDataLoader(data, 4, device=Placement(device, resident="auto"), pool=new_pool()) as loader:
+    with resident(machine, ArrayDataset(np.arange(40)), 4, resident="auto", pool=new_pool()) as loader:
         first = iter(loader)
         seen = [next(first)]
         assert "resident on" in repr(loader)
@@ -356,7 +244,6 @@ def test_an_epoch_under_way_goes_on_in_the_pool_of_the_next(machine: Machine, ne
         seen += first
         machine.finish()
     assert [batch.tolist() for batch in seen] == np.arange(40).reshape(10, 4).tolist()
-    assert machine.faults == []
 
 
 def test_an_epoch_under_way_survives_an_interrupted_copy_of_the_columns(
@@ -372,7 +259,7 @@ def test_an_epoch_under_way_survives_an_interrupted_copy_of_the_columns(
         seen = [next(first)]
         loader.refresh()
         with monkeypatch.context() as patch:
-            patch.setattr(SimulatedStreams, "load", interrupted)
+            patch.setattr(machine, "load", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 next(iter(loader))
         seen += first
@@ -380,22 +267,50 @@ def test_an_epoch_under_way_survives_an_interrupted_copy_of_the_columns(
         assert [batch.tolist() for batch in seen] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
 
 
-MODULES = ("iterator.py", "loader.py", "pipeline.py", "placement.py", "pool.py")
+# -- what is asked of a device ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.slow)])
-def test_an_interrupt_at_every_line_loses_no_batch(machine: Machine, step: int) -> None:
-    data = ArrayDataset(np.arange(2000))
-    with ShardedDataLoader(data, 1, device=Placement(machine.devices[0], resident=True)) as loader:
-        line, fired, batches, number = 0, True, iter(loader), 0
-        while fired:
-            line += step
-            got, fired = next_interrupted(batches, line, lambda at: InterruptAt(at, MODULES))
-            got.append(next(batches))
-            machine.finish()
-            for batch in got:
-                assert batch.tolist() == [number]
-                number += 1
-        assert sum(what == "allocate" for what, _ in machine.log) <= 1 + 4 * number  # the column came once
-    assert machine.faults == []
-    assert line > 50
+def test_rows_of_columns_in_another_layout_are_gathered() -> None:
+    column = torch.arange(12.0).reshape(3, 4).T
+    taken = take_rows(column, torch.tensor([3, 1]))
+    assert taken.tolist() == [[3.0, 7.0, 11.0], [1.0, 5.0, 9.0]]
+
+
+@pytest.fixture
+def cuda() -> Streams:
+    return Streams(torch.device("cuda", 1))  # this asks nothing of a device
+
+
+def test_what_is_loaded_is_there_before_anybody_uses_it(cuda: Streams) -> None:
+    log: list[Any] = []
+    event = SimpleNamespace(synchronize=lambda: log.append("waited"))
+    cuda.caller_stream = lambda: SimpleNamespace(record_event=lambda: log.append("recorded") or event)
+    target: Any = SimpleNamespace(copy_=lambda host: log.append(("copied", host)))
+    host: Any = "rows"
+    load_rows(cuda, target, host)
+    assert log == [("copied", "rows"), "recorded", "waited"]
+
+
+WORDS = ["bool", "uint8", "uint16", "uint32", "uint64", "bfloat16", "float8_e5m2", "float64", "complex64", "complex128"]
+
+
+@pytest.mark.parametrize("shape", [(6,), (6, 3), (6, 0), (6, 2, 2)], ids=str)
+@pytest.mark.parametrize("name", WORDS)
+def test_rows_of_every_dtype_are_taken_and_put(name: str, shape: tuple[int, ...]) -> None:
+    column = torch.arange(1, math.prod(shape) + 1).reshape(shape).to(getattr(torch, name))
+    taken = take_rows(column, torch.tensor([5, 0, 0]))
+    assert (taken.dtype, taken.tolist()) == (column.dtype, [column.tolist()[row] for row in (5, 0, 0)])
+    put_rows(column, torch.tensor([1, 4, 3]), taken)
+    assert [column.tolist()[row] for row in (1, 4, 3)] == taken.tolist()
+    assert column.tolist()[2] == torch.arange(1, math.prod(shape) + 1).reshape(shape).to(column.dtype).tolist()[2]
+
+
+def test_the_memory_that_torch_has_cached_can_be_used(cuda: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(**functions: Any) -> None:
+        monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(**functions))
+
+    asked: dict[str, Any] = {"memory_reserved": lambda device: 30, "memory_allocated": lambda device: 20}
+    answer(mem_get_info=lambda device: (100, 200), **asked)
+    assert memory_of(cuda) == (110, 200)
+    answer(**asked)
+    assert memory_of(cuda) is None

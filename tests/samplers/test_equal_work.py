@@ -1,16 +1,16 @@
 """Every rank the same work: bucket samplers and ``costs=`` over ranks."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from samplers_samples import after_steps, ranks_of, steps_of
 
 from sharded_loader import (
     BoundedBudgetSampler,
@@ -31,14 +31,8 @@ BUCKETS: dict[str, Callable[..., Sampler[Any]]] = {
 }
 
 
-def ranks_of(replicas: int, **given: Any) -> list[ShardedDataLoader[Any]]:
-    numbers = range(len(LENGTHS))
-    return [ShardedDataLoader(numbers, num_replicas=replicas, rank=rank, **given) for rank in range(replicas)]
-
-
-def epoch_of(loaders: list[ShardedDataLoader[Any]]) -> list[list[list[int]]]:
-    """The batches of each rank, by steps. All ranks have as many."""
-    return [[batch.tolist() for batch in step] for step in zip(*loaders, strict=True)]
+def loaders_of(replicas: int, state: Any = None, **given: Any) -> list[Any]:
+    return ranks_of(replicas, partial(ShardedDataLoader, range(len(LENGTHS)), **given), state)
 
 
 def slowest(steps: list[list[list[int]]]) -> float:
@@ -54,74 +48,74 @@ def slowest(steps: list[list[list[int]]]) -> float:
 @pytest.mark.parametrize("replicas", [2, 8])
 def test_in_each_step_all_ranks_have_batches_of_one_bucket(kind: str, replicas: int) -> None:
     sampler = BUCKETS[kind]()
-    loaders = ranks_of(replicas, batch_sampler=sampler)
+    loaders = loaders_of(replicas, batch_sampler=sampler)
     for _ in range(2):
-        steps = epoch_of(loaders)
+        steps = steps_of(loaders)
         assert {index for step in steps for batch in step for index in batch} == set(range(len(LENGTHS)))
         assert len(steps) == len(loaders[0])
         for step in steps:
             if isinstance(sampler, FixedBucketSampler):
                 assert len({np.searchsorted(sampler.bucket_keys, LENGTHS[index]) for b in step for index in b}) == 1
-            else:  # neighbours of one sorted bucket: no batch of a rank lies between two others of a step
+            elif len({tuple(batch) for batch in step}) == len(step):
+                # Neighbours of one sorted bucket: no batch of a rank lies between two others of a step.
                 spans = sorted((LENGTHS[batch].min(), LENGTHS[batch].max()) for batch in step)
-                assert all(one[1] <= other[0] for one, other in itertools.pairwise(spans)) or len(
-                    {tuple(batch) for batch in step}
-                ) < len(step)
+                assert all(one[1] <= other[0] for one, other in itertools.pairwise(spans))
     alone = list(sampler.iter_epoch(0))
     at_random = [alone[first : first + replicas] for first in range(0, len(alone) - replicas + 1, replicas)]
     assert slowest(steps) - 1 < (slowest(at_random) - 1) * 0.7
 
 
+@pytest.mark.parametrize(
+    "make", [lambda: BUCKETS["fixed"](num_shards=2), lambda: ShardedBatchSampler(BUCKETS["fixed"](), 2)]
+)
+def test_shards_of_one_step_are_of_one_bucket_too(make: Callable[[], Any]) -> None:
+    keys, read = BUCKETS["fixed"]().bucket_keys, set()  # type: ignore[attr-defined]
+    for step in zip(*loaders_of(2, batch_sampler=make()), strict=True):
+        indices = [index for shards in step for shard in shards for index in shard.tolist()]
+        assert len({np.searchsorted(keys, LENGTHS[index]) for index in indices}) == 1
+        read.update(indices)
+    assert read == set(range(len(LENGTHS)))
+
+
 @pytest.mark.parametrize("kind", BUCKETS)
 def test_one_rank_has_the_order_that_it_always_had(kind: str) -> None:
     sampler = BUCKETS[kind]()
-    alone = [batch.tolist() for batch in ShardedDataLoader(range(len(LENGTHS)), batch_sampler=sampler)]
-    assert (
-        alone
-        == list(sampler.iter_epoch(0))
-        == [batch for step in epoch_of(ranks_of(1, batch_sampler=sampler)) for batch in step]
-    )
+    for options in ({}, {"num_replicas": 1, "rank": 0}):
+        loader = ShardedDataLoader(range(len(LENGTHS)), batch_sampler=sampler, **options)
+        loader.set_epoch(0)
+        assert [batch.tolist() for batch in loader] == list(sampler.iter_epoch(0))
 
 
 @pytest.mark.costly(3)
 @pytest.mark.parametrize("kind", BUCKETS)
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_a_state_of_four_ranks_goes_on_with_others_and_loses_no_sample(kind: str, replicas: int) -> None:
-    before = ranks_of(4, batch_sampler=BUCKETS[kind]())
-    for loader in before:
-        for _ in loader:  # an epoch that is over: beyond epoch 0 is where ranks differ
-            pass
-    iterators = [iter(loader) for loader in before]
-    done = [next(one).tolist() for _ in range(3) for one in iterators]
-    state = before[1].state_dict()
-    after = ranks_of(replicas, batch_sampler=BUCKETS[kind]())
-    for loader in after:
-        loader.load_state_dict(state)
-    more = [batch for step in epoch_of(after) for batch in step]
-    assert {index for batch in done + more for index in batch} == set(range(len(LENGTHS)))
-    # What one loader of four ranks has left is what the others read, but for fillers at the end.
-    left = [batch.tolist() for one in zip(*iterators, strict=True) for batch in one]
-    assert more[: len(left)] == left
+    before = loaders_of(4, batch_sampler=BUCKETS[kind]())
+    steps_of(before)  # an epoch that is over: beyond epoch 0 is where ranks differ
+    done, state, left = after_steps(before, 3)
+    after = loaders_of(replicas, state, batch_sampler=BUCKETS[kind]())
+    more = sum(steps_of(after), [])
+    assert {index for batch in sum(done, []) + more for index in batch} == set(range(len(LENGTHS)))
+    # What four ranks have left is what the others read, but for fillers at the end.
+    assert more[: 4 * len(left)] == sum(left, [])
     assert {loader.epoch for loader in after} == {2}
-    again = ranks_of(replicas, batch_sampler=BUCKETS[kind]())
+    again = loaders_of(replicas, batch_sampler=BUCKETS[kind]())
     for loader in again:
         loader.set_epoch(2)
-    assert epoch_of(after) == epoch_of(again)  # the next epoch is made for the ranks that there are
+    assert steps_of(after) == steps_of(again)  # the next epoch is made for the ranks that there are
 
 
 @pytest.mark.costly(2)
 @pytest.mark.parametrize("last_batch", ["discard", "rollover"])
 @pytest.mark.parametrize("replicas", [1, 3])
-def test_the_last_samples_of_each_bucket_are_left_out_or_come_first_in_its_next_epoch(
-    last_batch: str, replicas: int
-) -> None:
+def test_the_rest_of_each_bucket_is_left_out_or_comes_first_in_its_next_epoch(last_batch: str, replicas: int) -> None:
     sampler = BUCKETS["fixed"](last_batch=last_batch)
-    loaders = ranks_of(replicas, batch_sampler=sampler)
+    loaders = loaders_of(replicas, batch_sampler=sampler)
     counts: Counter[int] = Counter()
     # Those of buckets that are as large as a step.
     large = np.flatnonzero(sampler.bucket_keys[1] >= LENGTHS)  # type: ignore[attr-defined]
     for epoch in range(6):
-        steps = epoch_of(loaders)
+        steps = steps_of(loaders)
         assert len(steps) * replicas == sampler.for_ranks(replicas).len_epoch(epoch)
         assert {len(batch) for step in steps for batch in step} == {8}
         read = Counter(index for step in steps for batch in step for index in batch)
@@ -131,37 +125,6 @@ def test_the_last_samples_of_each_bucket_are_left_out_or_come_first_in_its_next_
     assert spread <= (6 if last_batch == "discard" else 1)
     if last_batch == "discard":
         assert sum(counts.values()) < 6 * len(LENGTHS)
-
-
-def test_each_bucket_may_have_a_batch_size_of_its_own() -> None:
-    sampler = FixedBucketSampler([1, 2, 9, 8, 1, 7, 2], [1, 3], bucket_keys=[9, 2], last_batch="keep")
-    assert sampler.bucket_keys == [2, 9]
-    assert sampler.bucket_batch_sizes == [3, 1]
-    assert list(sampler) == [[2], [3], [5], [0, 1, 4], [6]]
-    with pytest.raises(ValueError, match=r"batch_size has 3 numbers for 2 bucket keys"):
-        FixedBucketSampler([1, 2], [1, 2, 3], bucket_keys=[1, 2])
-    with pytest.raises(ValueError, match="one number for each bucket: give bucket_keys"):
-        FixedBucketSampler([1, 2], [1, 2])
-    with pytest.raises(ValueError, match="equal"):
-        FixedBucketSampler([1, 2], [1, 2], bucket_keys=[2, 2])
-    with pytest.raises(ValueError, match=r"batch_size\[1\]"):
-        FixedBucketSampler([1, 2], [1, 0], bucket_keys=[1, 2])
-    with pytest.raises(ValueError, match="last_batch is 'no'"):
-        FixedBucketSampler([1, 2], 1, last_batch="no")
-
-
-def test_shards_of_one_step_are_of_one_bucket_too() -> None:
-    grouped = BUCKETS["fixed"](num_shards=2)
-    wrapped = ShardedBatchSampler(BUCKETS["fixed"](), 2)
-    for sampler in (grouped, wrapped):
-        loaders = ranks_of(2, batch_sampler=sampler)
-        keys = BUCKETS["fixed"]().bucket_keys  # type: ignore[attr-defined]
-        read = set()
-        for step in zip(*loaders, strict=True):
-            indices = [index for shards in step for shard in shards for index in shard.tolist()]
-            assert len({np.searchsorted(keys, LENGTHS[index]) for index in indices}) == 1
-            read.update(indices)
-        assert read == set(range(len(LENGTHS)))
 
 
 @given(
@@ -183,21 +146,6 @@ def test_any_lengths_on_any_number_of_ranks_are_all_read(length: int, replicas: 
     assert len(items) % replicas == 0
     assert {index for batch in items for index in batch} == set(range(length))
     assert items[3:] == list(sampler.iter_epoch(epoch, 3))
-
-
-def test_a_sampler_of_another_library_may_have_ranks_of_its_own() -> None:
-    class Ranked:
-        ranks = 4
-
-        def __iter__(self) -> Iterator[list[int]]:
-            return iter([[0, 1], [2, 3]])
-
-        def __len__(self) -> int:
-            return 2
-
-    loader = ShardedDataLoader(range(4), batch_sampler=Ranked(), num_replicas=2, rank=1)
-    assert [batch.tolist() for batch in loader] == [[2, 3]]
-    assert "step_ranks" not in loader.state_dict()
 
 
 # -- costs -------------------------------------------------------------------------------------------------------------
@@ -233,26 +181,13 @@ def test_with_costs_each_sample_comes_once(length: int, size: int, replicas: int
     assert list(whole.iter_epoch(epoch)) == order[:steps]
 
 
-@pytest.mark.slow
-def test_the_samples_of_a_step_are_the_same_for_any_number_of_ranks() -> None:
-    orders = {
-        replicas: [
-            sorted(index for batch in step for index in batch)
-            for step in epoch_of(ranks_of(replicas, batch_size=48 // replicas, costs=LENGTHS, seed=3))
-        ]
-        for replicas in (1, 2, 4, 6, 16, 48)
-    }
-    assert len({str(steps[:-1]) for steps in orders.values()}) == 1
-    assert {index for step in orders[1] for index in step} == set(range(len(LENGTHS)))
-
-
 def test_the_order_is_another_one_in_each_epoch_and_with_each_seed() -> None:
     one, other = CostSampler(LENGTHS, 8, 2000, seed=1), CostSampler(LENGTHS, 8, 2000, seed=2)
     orders = [list(one.iter_epoch(0)), list(one.iter_epoch(1)), list(other.iter_epoch(0))]
-    assert all(orders[a] != orders[b] for a, b in ((0, 1), (0, 2), (1, 2)))
+    assert all(a != b for a, b in itertools.combinations(orders, 2))
     # Who is together in a step: in another epoch hardly more of them than by chance are together again.
     together = [
-        {frozenset(pair) for step in range(250) for pair in _pairs(order[step * 8 : step * 8 + 8])}
+        {frozenset(pair) for at in range(0, 2000, 8) for pair in itertools.combinations(order[at : at + 8], 2)}
         for order in orders[:2]
     ]
     assert len(together[0] & together[1]) < 0.2 * len(together[0])
@@ -261,45 +196,22 @@ def test_the_order_is_another_one_in_each_epoch_and_with_each_seed() -> None:
     assert (steps.max(axis=1) > 2 * steps.min(axis=1)).mean() > 0.8
 
 
-def _pairs(indices: list[int]) -> list[tuple[int, int]]:
-    return [(one, other) for place, one in enumerate(indices) for other in indices[place + 1 :]]
-
-
 @pytest.mark.costly(2)
 @pytest.mark.parametrize(("replicas", "size"), [(2, 16), (8, 4), (1, 32)])
 def test_a_state_goes_on_with_other_ranks_that_read_as_much(replicas: int, size: int) -> None:
-    before = ranks_of(4, batch_size=8, costs=LENGTHS, seed=3)
-    steps = epoch_of(before) + epoch_of(before)
-    iterators = [iter(loader) for loader in before]
-    for _ in range(5):
-        done = [next(one) for one in iterators]
-    assert len(done) == 4
-    state = before[2].state_dict()
-    after = ranks_of(replicas, batch_size=size, costs=LENGTHS, seed=3)
-    for loader in after:
-        loader.load_state_dict(state)
-    here, there = epoch_of(after)[:-1], [list(step) for step in zip(*iterators, strict=True)][:-1]
-    assert [sorted(sum(step, [])) for step in here] == [sorted(sum((b.tolist() for b in step), [])) for step in there]
-    assert len(steps) == 2 * 63
-
-
-def test_a_state_of_other_costs_or_of_another_step_is_refused() -> None:
-    loader = ShardedDataLoader(range(100), 4, costs=LENGTHS[:100], seed=1)
-    next(iter(loader))
-    state = loader.state_dict()
-    with pytest.raises(ValueError, match="costs of the CostSampler changed"):
-        ShardedDataLoader(range(100), 4, costs=LENGTHS[1:101], seed=1).load_state_dict(state)
-    for strict in (True, False):
-        with pytest.raises(ValueError, match="a step of all ranks had 4 samples, and has 5"):
-            ShardedDataLoader(range(100), 5, costs=LENGTHS[:100], seed=1).load_state_dict(state, strict=strict)
+    before = loaders_of(4, batch_size=8, costs=LENGTHS, seed=3)
+    assert len(steps_of(before) + steps_of(before)) == 2 * 63
+    _, state, there = after_steps(before, 5)
+    here = steps_of(loaders_of(replicas, state, batch_size=size, costs=LENGTHS, seed=3))
+    assert [sorted(sum(step, [])) for step in here[:-1]] == [sorted(sum(step, [])) for step in there[:-1]]
 
 
 def test_costs_go_with_steps_per_epoch_and_discard() -> None:
-    loaders = ranks_of(2, batch_size=8, costs=LENGTHS, seed=3, steps_per_epoch=50)
-    read = Counter(index for _ in range(5) for step in epoch_of(loaders) for batch in step for index in batch)
+    loaders = loaders_of(2, batch_size=8, costs=LENGTHS, seed=3, steps_per_epoch=50)
+    read = Counter(index for _ in range(5) for step in steps_of(loaders) for batch in step for index in batch)
     assert sum(read.values()) == 5 * 50 * 16
     assert max(read.values()) <= 3
-    discarded = epoch_of(ranks_of(3, batch_size=8, costs=LENGTHS, seed=3, last_batch="discard"))
+    discarded = steps_of(loaders_of(3, batch_size=8, costs=LENGTHS, seed=3, last_batch="discard"))
     assert {len(batch) for step in discarded for batch in step} == {8}
     assert len(discarded) == 2000 // 24
 
@@ -308,58 +220,15 @@ def test_the_shards_of_a_batch_cost_the_same_too() -> None:
     loader = ShardedDataLoader(range(2000), 32, costs=LENGTHS, seed=1, num_shards=4)
     work = np.array([[LENGTHS[shard].sum() for shard in shards] for shards in loader][:-1], float)
     assert (work.max(axis=1) / work.mean(axis=1)).mean() < 1.05
-    data = list(range(100))
-    loader = ShardedDataLoader(data, 10, costs=lambda index: index % 7 + 1, seed=1, num_shards=2)
-    data += range(100, 150)
-    loader.refresh()
-    assert sorted(index for shards in loader for shard in shards for index in shard.tolist()) == list(range(150))
 
 
 def test_costs_may_be_a_function_and_the_sampler_is_shown() -> None:
-    by_function = ShardedDataLoader(range(50), 5, costs=lambda index: int(LENGTHS[index]), seed=1, shuffle=True)
+    data = list(range(50))
+    by_function = ShardedDataLoader(data, 5, costs=lambda index: int(LENGTHS[index]), seed=1, shuffle=True)
     by_array = ShardedDataLoader(range(50), 5, costs=LENGTHS[:50].tolist(), seed=1)
     assert [batch.tolist() for batch in by_function] == [batch.tolist() for batch in by_array]
     assert sorted(by_array.sampler.iter_epoch(0)) == list(range(50))
     assert sum(by_array.batch_sampler, []) == list(by_array.sampler.iter_epoch(1))
-
-
-@pytest.mark.parametrize(
-    ("given", "error", "words"),
-    [
-        ({"costs": [1, 2]}, ValueError, "the dataset has 4 samples: give one number for each"),
-        ({"costs": [1, 2, 3, 4, 5]}, ValueError, "shape"),
-        ({"costs": np.ones((4, 1))}, ValueError, "shape"),
-        ({"costs": [1, 0, 2, 3]}, ValueError, "cost of sample 1 is 0.0"),
-        ({"costs": [1, 2, -3, 3]}, ValueError, "cost of sample 2 is -3"),
-        ({"costs": [1, 2, 3, float("nan")]}, ValueError, "cost of sample 3 is nan"),
-        ({"costs": [float("inf"), 2, 3, 4]}, ValueError, "cost of sample 0 is inf"),
-        ({"costs": "abcd"}, TypeError, "costs must be numbers"),
-        ({"costs": ["a"] * 4}, TypeError, "costs must be numbers"),
-        ({"costs": lambda index: "long"}, TypeError, "costs must be numbers"),
-        ({"costs": [1] * 4, "sampler": [0, 1]}, ValueError, "costs= and sampler= both decide the order"),
-        ({"costs": [1] * 4, "last_batch": "rollover"}, ValueError, "rollover"),
-    ],
-)
-def test_bad_costs_are_refused_at_once(given: dict[str, Any], error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        ShardedDataLoader(range(4), 2, **given)
-    with pytest.raises(ValueError, match="costs= and batch_sampler= both decide the order"):
-        ShardedDataLoader(range(4), batch_sampler=[[0]], costs=[1] * 4)
-    with pytest.raises(ValueError, match="iterable data, which comes in its own order: leave out costs"):
-        ShardedDataLoader(lambda: iter(range(4)), 2, costs=[1] * 4)
-
-
-@pytest.mark.parametrize("samples", [3, 5])
-@pytest.mark.parametrize(
-    "sampler",
-    [
-        FixedBucketSampler([3, 5, 4, 6], 2, num_buckets=1),
-        SortedBucketSampler([3, 5, 4, 6], 2),
-        BoundedBudgetSampler([3, 5, 4, 6], 20),
-    ],
-    ids=["fixed", "sorted", "budget"],
-)
-def test_lengths_of_another_dataset_are_refused_at_once(sampler: Any, samples: int) -> None:
-    with pytest.raises(ValueError, match=f"has 4 lengths, but the dataset has {samples} samples: give one length"):
-        ShardedDataLoader(range(samples), batch_sampler=sampler)
-    assert len(ShardedDataLoader(range(4), batch_sampler=sampler)) > 0
+    data += range(50, 70)
+    by_function.refresh()
+    assert sorted(index for batch in by_function for index in batch.tolist()) == data

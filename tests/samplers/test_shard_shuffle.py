@@ -1,7 +1,5 @@
 """Shards in shuffled order, samples in a window of shards: complete, pure, the same for any number of ranks."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -10,13 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from samplers_samples import after_steps, ranks_of, steps_of
 
 from sharded_loader import Sampler, ShardedDataLoader, ShardShuffleSampler
 from sharded_loader.sampling.own import ReplicaSampler
 
 LENGTHS = st.one_of(
-    st.lists(st.integers(0, 40), max_size=12),
-    st.builds(np.broadcast_to, st.integers(0, 50), st.integers(0, 12)),
+    st.lists(st.integers(0, 40), max_size=12), st.builds(np.broadcast_to, st.integers(0, 50), st.integers(0, 12))
 )
 
 
@@ -30,23 +28,25 @@ def shards_of(indices: Sequence[int], lengths: Sequence[int]) -> np.ndarray[Any,
     return np.searchsorted(np.cumsum(lengths), indices, side="right")
 
 
-@given(lengths=LENGTHS, window=st.integers(1, 6), lanes=st.integers(1, 9), seed=st.integers(), epoch=st.integers(0, 9))
-def test_every_index_comes_once(lengths: Any, window: int, lanes: int, seed: int, epoch: int) -> None:
+@given(
+    lengths=LENGTHS,
+    window=st.integers(1, 6),
+    lanes=st.integers(1, 9),
+    seed=st.integers(),
+    epoch=st.integers(0, 9),
+    step=st.integers(1, 50),
+)
+def test_every_index_comes_once_from_any_place(
+    lengths: Any, window: int, lanes: int, seed: int, epoch: int, step: int
+) -> None:
     sampler = ShardShuffleSampler(lengths, window, lanes, seed=seed)
     whole = list(sampler.iter_epoch(epoch))
-    assert len(sampler) == len(whole) == sum(lengths)
-    assert sorted(whole) == list(range(len(whole)))
+    assert len(sampler) == len(whole) == sum(lengths) and sorted(whole) == list(range(len(whole)))
     assert all(type(index) is int for index in whole)
-
-
-@given(lengths=LENGTHS, window=st.integers(1, 6), lanes=st.integers(1, 9), step=st.integers(1, 50))
-def test_any_place_of_an_epoch_can_be_reached(lengths: Any, window: int, lanes: int, step: int) -> None:
-    sampler = ShardShuffleSampler(lengths, window, lanes, seed=3)
-    whole = list(sampler.iter_epoch(1))
     for start in range(0, len(whole) + 2, step):
-        assert list(sampler.iter_epoch(1, start)) == whole[start:]
+        assert list(sampler.iter_epoch(epoch, start)) == whole[start:]
     if whole:
-        assert sampler.epoch_table(1).at(np.arange(0, len(whole), step)).tolist() == whole[::step]
+        assert sampler.epoch_table(epoch).at(np.arange(0, len(whole), step)).tolist() == whole[::step]
 
 
 @pytest.mark.parametrize("lengths", [[30] * 40, [30] * 39 + [7], list(range(10, 50)), [0, 30, 0, 0, 55, 1] * 7])
@@ -180,60 +180,12 @@ PINNED_EQUAL = [9, 8, 10, 11, 1, 5, 6, 7, 0, 3, 4, 2]
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_run_goes_on_with_another_number_of_ranks(ranks: int) -> None:
-    lengths = [11, 7, 20, 1, 13, 8]
+    def make(num_replicas: int = 1, rank: int = 0) -> ShardedDataLoader[Any]:
+        order = ShardShuffleSampler([11, 7, 20, 1, 13, 8], window=2, lanes=4, seed=5)
+        return ShardedDataLoader(range(60), 24 // num_replicas, sampler=order, num_replicas=num_replicas, rank=rank)
 
-    def make(count: int, rank: int) -> ShardedDataLoader[Any]:
-        order = ShardShuffleSampler(lengths, window=2, lanes=4, seed=5)
-        return ShardedDataLoader(range(60), 24 // count, sampler=order, num_replicas=count, rank=rank)
-
-    whole = [index for batch in make(1, 0) for index in batch.tolist()]
-    first = make(1, 0)
-    next(iter(first))
-    state = first.state_dict()
-    found = []
-    for rank in range(ranks):
-        loader = make(ranks, rank)
-        loader.load_state_dict(state, strict=False)  # another batch size
-        found.append([batch.tolist() for batch in loader])
-    steps = [[index for group in zip(*step, strict=True) for index in group] for step in zip(*found, strict=True)]
-    assert [index for step in steps for index in step][: 60 - 24] == whole[24:]
-
-
-def test_a_state_of_other_shards_is_rejected() -> None:
-    def make(**changed: Any) -> ShardedDataLoader[Any]:
-        arguments: dict[str, Any] = {"lengths": [10, 20, 30], "window": 2, "lanes": 2, **changed}
-        return ShardedDataLoader(range(60), 4, sampler=ShardShuffleSampler(**arguments, seed=1))
-
-    loader = make()
-    next(iter(loader))
-    state = loader.state_dict()
-    make().load_state_dict(state)
-    for changed, said in (
-        ({"window": 3}, "window of the ShardShuffleSampler was 2, and is 3"),
-        ({"lanes": 1}, "lanes of the ShardShuffleSampler was 2, and is 1"),
-        ({"lengths": [30, 20, 10]}, "lengths of the ShardShuffleSampler changed after the state was saved"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            make(**changed).load_state_dict(state)
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: ShardShuffleSampler([1.5]), TypeError, "flat sequence of integers"),
-        (lambda: ShardShuffleSampler([[1]]), TypeError, "flat sequence of integers"),  # type: ignore[list-item]
-        (lambda: ShardShuffleSampler([1, -1]), ValueError, r"lengths\[1\] is -1"),
-        (lambda: ShardShuffleSampler([2**62, 2**62]), ValueError, "2\\*\\*62"),
-        (lambda: ShardShuffleSampler([1], window=0), ValueError, "window must be at least 1"),
-        (lambda: ShardShuffleSampler([1], lanes=0.5), TypeError, "lanes must be an integer"),  # type: ignore[arg-type]
-        (lambda: ShardShuffleSampler(np.broadcast_to(2**40, 2**30)), ValueError, "2\\*\\*62"),
-    ],
-)
-def test_bad_arguments_are_refused(make: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        make()
-
-
-def test_the_repr_is_short() -> None:
-    sampler: Sampler[int] = ShardShuffleSampler(np.broadcast_to(10**4, 10**8), lanes=64, seed=1)
-    assert repr(sampler) == "ShardShuffleSampler(length=1000000000000, shards=100000000, window=16, lanes=64, seed=1)"
+    _, state, rest = after_steps([make()], 1)
+    dealt = [
+        [batch[n] for n in range(len(step[0])) for batch in step] for step in steps_of(ranks_of(ranks, make, state))
+    ]
+    assert sum(dealt, [])[: 60 - 24] == [index for [batch] in rest for index in batch]

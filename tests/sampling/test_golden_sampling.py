@@ -1,7 +1,5 @@
 """The answers of mxnet 1.9.1 and gluonnlp 0.10.0 on small deterministic cases are ours too."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from pathlib import Path

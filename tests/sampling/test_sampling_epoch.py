@@ -1,7 +1,5 @@
 """One epoch's batches by their numbers: in any order, again, after an interruption, from any position on."""
 
-from __future__ import annotations
-
 import random
 from collections import UserList
 from collections.abc import Iterator
@@ -10,12 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch.utils.data as torch_data
+from samples import Foreign, NoLength
 from test_order import listed, order, rest
 
 from sharded_loader import BatchSampler, RandomSampler, Sampler, ShardedBatchSampler
+from sharded_loader.engine.messages import Task
 from sharded_loader.engine.order import Position
-from sharded_loader.sampling.epoch import MapEpoch
-from sharded_loader.sampling.state import dump, parse
+from sharded_loader.sampling.epoch import MapEpoch, SamplerSource
+from sharded_loader.sampling.state import Signature, dump, parse
 
 
 class Pure(Sampler[int]):
@@ -28,22 +28,15 @@ class Pure(Sampler[int]):
         return 23
 
 
-class Gluon:
-    def __iter__(self) -> Iterator[int]:
-        return iter(random.sample(range(23), 23))
-
-    def __len__(self) -> int:
-        return 23
+def gluon() -> Foreign:
+    return Foreign(lambda: random.sample(range(23), 23), 23)
 
 
-class Reused:
-    """Fills one list again and again."""
-
-    def __iter__(self) -> Iterator[list[int]]:
-        batch = [0, 0]
-        for number in range(7):
-            batch[:] = [2 * number, 2 * number + 1]
-            yield batch
+def one_list_again_and_again() -> Iterator[list[int]]:
+    batch = [0, 0]
+    for number in range(7):
+        batch[:] = [2 * number, 2 * number + 1]
+        yield batch
 
 
 ORDERS: dict[str, dict[str, Any]] = {
@@ -53,13 +46,13 @@ ORDERS: dict[str, dict[str, Any]] = {
     "rank, rollover": {"shuffle": True, "num_replicas": 2, "rank": 1, "last_batch": "rollover"},
     "pure": {"sampler": Pure()},
     "own batches": {"batch_sampler": ShardedBatchSampler(BatchSampler(RandomSampler(23, seed=2), 4), 2)},
-    "gluon": {"sampler": Gluon()},
-    "gluon, rollover": {"sampler": Gluon(), "last_batch": "rollover"},
-    "gluon, rank": {"sampler": Gluon(), "num_replicas": 3, "rank": 2},
+    "gluon": {"sampler": gluon()},
+    "gluon, rollover": {"sampler": gluon(), "last_batch": "rollover"},
+    "gluon, rank": {"sampler": gluon(), "num_replicas": 3, "rank": 2},
     "torch batches": {"batch_sampler": torch_data.BatchSampler(torch_data.RandomSampler(range(23)), 4, False)},
     "batches of torch's": {"batch_sampler": BatchSampler(torch_data.RandomSampler(range(23)), 4, "rollover", seed=2)},
-    "reused list": {"batch_sampler": Reused()},
-    "reused list, rank": {"batch_sampler": Reused(), "num_replicas": 2, "rank": 0},
+    "reused list": {"batch_sampler": NoLength(one_list_again_and_again)},
+    "reused list, rank": {"batch_sampler": NoLength(one_list_again_and_again), "num_replicas": 2, "rank": 0},
 }
 FOREIGN = [kind for kind in ORDERS if any(word in kind for word in ("gluon", "torch", "reused"))]
 
@@ -82,6 +75,7 @@ def at(one: MapEpoch, number: int) -> Any:
 def test_any_batch_that_is_not_forgotten_can_be_asked_again(kind: str) -> None:
     expected = whole(reading(kind))
     one = reading(kind)
+    assert one.keeps == (kind in FOREIGN)
     assert [at(one, number) for number in range(3)] == expected[:3]
     assert [at(one, number) for number in (2, 0, 1)] == [expected[number] for number in (2, 0, 1)]
     one.forget(2)
@@ -89,12 +83,7 @@ def test_any_batch_that_is_not_forgotten_can_be_asked_again(kind: str) -> None:
     assert rest(one, 2) == expected[2:]
     assert one.batch(len(expected)) is None and one.batch(len(expected) + 5) is None
     assert at(one, len(expected) - 1) == expected[-1]
-
-
-@pytest.mark.parametrize("kind", [kind for kind in ORDERS if kind not in FOREIGN])
-def test_batches_of_our_samplers_may_be_asked_in_any_order(kind: str) -> None:
-    expected = whole(reading(kind))
-    for number in (3, 0, 2, 1):
+    for number in (3, 0, 2, 1) if kind not in FOREIGN else ():
         assert at(reading(kind), number) == expected[number]
 
 
@@ -134,23 +123,13 @@ def test_an_interrupted_batch_comes_at_the_next_call(
         assert one.batch(2) is None
 
 
-class Fails:
-    def __init__(self, at: int) -> None:
-        self.at = at
-
-    def __iter__(self) -> Iterator[int]:
-        for number in range(12):
-            if number == self.at:
-                raise KeyError(number)
-            yield number
-
-    def __len__(self) -> int:
-        return 12
-
-
 @pytest.mark.parametrize("fails_at", [4, 5, 8])
 def test_an_error_of_the_sampler_comes_at_its_batch_and_ends_the_epoch(fails_at: int) -> None:
-    one = order(12, sampler=Fails(fails_at), batch_size=4).epoch(0)
+    def until_it_fails() -> Iterator[int]:
+        yield from range(fails_at)
+        raise KeyError(fails_at)
+
+    one = order(12, sampler=Foreign(until_it_fails, 12), batch_size=4).epoch(0)
     failing = fails_at // 4
     assert [at(one, number) for number in range(failing)] == [[0, 1, 2, 3], [4, 5, 6, 7]][:failing]
     for _ in range(2):
@@ -161,27 +140,18 @@ def test_an_error_of_the_sampler_comes_at_its_batch_and_ends_the_epoch(fails_at:
 
 def test_a_sampler_is_read_no_further_than_the_batch_that_is_asked_for() -> None:
     read: list[int] = []
-
-    class Watched:
-        def __iter__(self) -> Iterator[int]:
-            for number in range(12):
-                read.append(number)
-                yield number
-
-    one = order(12, sampler=Watched(), batch_size=4).epoch(0)
+    watched = NoLength(lambda: (read.append(number) or number for number in range(12)))
+    one = order(12, sampler=watched, batch_size=4).epoch(0)
     assert read == []
     one.batch(0)
     assert read == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("kind", ["shuffle", "rollover", "rank", "rank, rollover"])
-def test_batches_of_our_samplers_are_arrays(kind: str) -> None:
-    one = reading(kind)
-    found = one.batch(one.first)
-    assert found is not None and isinstance(found[0], np.ndarray) and found[0].dtype == np.int64
-
-
-def test_batches_of_other_samplers_are_arrays_if_the_dataset_gathers_by_them() -> None:
+def test_batches_are_arrays_if_the_sampler_is_ours_or_the_dataset_gathers_by_them() -> None:
+    for kind in ("shuffle", "rollover", "rank", "rank, rollover"):
+        one = reading(kind)
+        found = one.batch(one.first)
+        assert found is not None and isinstance(found[0], np.ndarray) and found[0].dtype == np.int64
     for arrays in (False, True):
         one = order(5, sampler=UserList([3, 1, 4, 0, 2]))
         one.arrays = arrays
@@ -210,10 +180,6 @@ def test_a_checkpoint_behind_the_position_is_not_used() -> None:
     assert mark is not None and mark.items == 9
     again = reading("gluon", 1, Position(1, 6, mark))
     assert whole(again) == whole(reading("gluon"))[2:]
-
-
-def test_only_batches_of_other_libraries_samplers_are_kept() -> None:
-    assert {kind for kind in ORDERS if reading(kind).keeps} == set(FOREIGN)
 
 
 def test_a_batch_says_where_its_first_sample_lies() -> None:
@@ -250,25 +216,121 @@ def test_a_list_is_read_as_any_sampler_of_another_library_and_has_its_checkpoint
         assert whole(again) == whole(foreign)[number + 1 :] if not again.is_over() else True
 
 
-def test_a_list_is_read_in_blocks() -> None:
-    class Counted(list[int]):
-        pass
-
-    one = order(5000, sampler=list(range(5000)))
-    reading = one.epoch(0)
-    assert reading.batch(0) is not None
-    assert len(reading._batches.ready) > 1000
-    slow = order(5000, sampler=Counted(range(5000))).epoch(0)  # a subclass may do as it likes
-    assert slow.batch(0) is not None
-    assert len(slow._batches.ready) == 1
+def test_a_list_is_read_in_blocks_but_a_subclass_may_do_as_it_likes() -> None:
+    items = list(range(5000))
+    one = order(5000, sampler=items).epoch(0)
+    other = order(5000, sampler=type("Own", (list,), {})(items)).epoch(0)
+    assert [listed(reading.batch(0)[0]) for reading in (one, other)] == [[0, 1, 2]] * 2
+    assert not one.keeps and other.keeps
 
 
-@pytest.mark.parametrize("changed", [[3, 1, 4, 1, 5, 0, 2, 6], [3, 1]])
-def test_a_list_that_is_another_than_when_the_state_was_saved_is_rejected(changed: list[int]) -> None:
-    saved = order(10, sampler=[3, 1, 4, 1, 5, 9, 2, 6]).epoch(0)
-    position = saved.position(2) if saved.batch(1) else None
-    again = order(10, sampler=[3, 1, 4, 1, 5, 9, 7, 7, 7]).epoch(0, position)  # what lies behind is another matter
-    assert again.batch(again.first) is not None
-    other = order(10, sampler=changed).epoch(0, position)
-    with pytest.raises(ValueError, match="the sampler, a list, yields (other indices|only 2 items)"):
-        other.batch(other.first)
+# -- from batches to numbered tasks: what is wrong becomes the error in its place --------------------------------------
+
+
+class Given(MapEpoch):
+    """Epoch 3 of run 7, of these batches. They have two samples each, as far as positions go."""
+
+    def __init__(self, batches: tuple[Any, ...], max_shards: int | None, given_batches: bool) -> None:
+        signature = Signature(1, None, "", None, (), None if given_batches else 2, "keep")
+        super().__init__(SamplerSource([], signature, 1, 0, False, max_shards=max_shards), 3, None)
+        self.run, self._own = 7, batches
+
+    def batch(self, number: int) -> Any:
+        if number >= len(self._own):
+            return None
+        if isinstance(self._own[number], Exception):
+            raise self._own[number]
+        return self._own[number], 2 * number
+
+
+def epoch_of(
+    *batches: Any, length: int | None = 10, max_shards: int | None = None, given_batches: bool = False
+) -> MapEpoch:
+    epoch = Given(batches, max_shards, given_batches)
+    epoch.limit = length
+    return epoch
+
+
+def task_of(epoch: MapEpoch, seq: int) -> Task:
+    found = epoch.task(seq)
+    assert isinstance(found, Task)
+    return found
+
+
+def test_a_batch_is_a_task_that_knows_its_run_number_epoch_and_first_position() -> None:
+    epoch = epoch_of([5, 6], [7, 8])
+    for seq in (1, 0, 1):  # again, in any order
+        task = task_of(epoch, seq)
+        assert (task.run, task.seq, task.epoch, task.position) == (7, seq, 3, 2 * seq)
+        assert task.shards == ([5 + 2 * seq, 6 + 2 * seq],) and not task.sharded
+    assert epoch.task(2) is None
+
+
+def test_an_array_of_indices_stays_the_same_array_and_a_list_is_copied() -> None:
+    array, batch = np.array([3, 9]), [1, 2]
+    assert task_of(epoch_of(array), 0).shards[0] is array
+    task = task_of(epoch_of(batch), 0)
+    batch[:] = [8, 9]  # a sampler may fill it again
+    assert task.shards == ([1, 2],)
+    assert task_of(epoch_of(["a", ("b", 1)]), 0).shards == (["a", ("b", 1)],)  # keys are left to the dataset
+
+
+@pytest.mark.parametrize(
+    "batch", [[np.int64(3), np.int32(9)], np.array([3, 9], np.int32), (3, 9)], ids=["scalars", "int32", "tuple"]
+)
+def test_other_kinds_of_indices_become_plain_ints(batch: Any) -> None:
+    indices = task_of(epoch_of(batch), 0).shards[0]
+    assert indices == [3, 9]
+    assert {type(index) for index in indices} == {int}
+
+
+def test_batches_of_one_block_are_checked_together_and_a_bad_one_alone_is_an_error() -> None:
+    good, bad = np.arange(8), np.array([1, 2, 3, 10, 4, 5, -11, 6])
+    epoch = epoch_of(*good.reshape(4, 2), *bad.reshape(4, 2))
+    for seq in range(4):
+        assert task_of(epoch, seq).shards[0].tolist() == [2 * seq, 2 * seq + 1]
+    for seq in (5, 7):
+        assert "the sampler yielded index" in str(epoch.task(seq))
+    for seq in (4, 6):
+        assert task_of(epoch, seq).shards[0].base is bad
+
+
+@pytest.mark.parametrize(
+    ("batch", "error", "text"),
+    [
+        ([], ValueError, "is empty"),
+        (np.array([], np.int64), ValueError, "is empty"),
+        (7, TypeError, "the batch sampler yielded 7"),
+        ("ab", TypeError, "the batch sampler yielded 'ab'"),
+        ([10], IndexError, "the sampler yielded index"),
+        ([-11], IndexError, "the sampler yielded index"),
+        (np.array([10]), IndexError, "the sampler yielded index"),
+        (np.array([3, -11]), IndexError, "the sampler yielded index"),
+        ([[1], []], ValueError, "shard 1 is empty"),
+        ([[1], [2], [3]], ValueError, "has 3 shards, but there are only 2 devices"),
+    ],
+    ids=str,
+)
+def test_what_is_no_batch_is_an_error_in_its_place(batch: Any, error: type[Exception], text: str) -> None:
+    epoch = epoch_of([0], batch, [9, -10], max_shards=2, given_batches=True)
+    found = epoch.task(1)
+    assert type(found) is error and "epoch 3, batch 1" in str(found) and text in str(found)
+    assert task_of(epoch, 2).shards == ([9, -10],)
+
+
+def test_indices_count_from_either_end_of_a_dataset_that_has_a_length() -> None:
+    assert list(task_of(epoch_of(np.array([9, -10])), 0).shards[0]) == [9, -10]
+    assert list(task_of(epoch_of(np.array([10**12]), length=None), 0).shards[0]) == [10**12]
+
+
+def test_a_given_batch_may_be_a_list_of_shards_and_indices_of_a_sampler_may_be_lists() -> None:
+    task = task_of(epoch_of([[1, 2], [3]], given_batches=True), 0)
+    assert task.shards == ([1, 2], [3]) and task.sharded
+    assert not task_of(epoch_of([(1, 2), (3,)]), 0).sharded
+
+
+def test_what_a_sampler_raises_is_the_error_in_its_place_with_a_note() -> None:
+    raised = KeyError("no file")
+    found = epoch_of(raised).task(0)
+    assert found is raised
+    assert "raised by the sampler, in epoch 3 at batch 0" in "\n".join(raised.__notes__)  # type: ignore[attr-defined]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import copyreg
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import cloudpickle
 import pytest
 import torch
 import torch.utils.data as torch_data
+from samples import GluonStyle
+from torch.utils.data import DistributedSampler
 
 from sharded_loader import (
     BatchSampler,
@@ -23,7 +26,6 @@ from sharded_loader import (
     PackSampler,
     RandomSampler,
     RepeatedSampler,
-    Sampler,
     SequentialSampler,
     ShardedBatchSampler,
     ShardedDataLoader,
@@ -33,20 +35,16 @@ from sharded_loader import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
+from sharded_loader.data.seeding import epoch_setter
+from sharded_loader.engine.epoch_requests import EpochRequests
 from sharded_loader.torch import DataLoader
 
 LENGTH = 12
 LENGTHS = [3, 9, 4, 1, 7, 2, 8, 8, 1, 5, 6, 2]
 
 
-class GluonStyle(Sampler[int]):
-    """Overrides ``__iter__`` alone, as Gluon's users do."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(torch.randperm(LENGTH).tolist())
-
-    def __len__(self) -> int:
-        return LENGTH
+def shuffled() -> list[int]:
+    return torch.randperm(LENGTH).tolist()
 
 
 class CountsItself(torch_data.RandomSampler):
@@ -82,7 +80,7 @@ SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
     "sorted buckets": lambda: {"batch_sampler": SortedBucketSampler(LENGTHS, 3, 2, shuffle=True, seed=1)},
     "fixed buckets": lambda: {"batch_sampler": FixedBucketSampler(LENGTHS, 3, 2, shuffle=True, seed=1)},
     "budget": lambda: {"batch_sampler": BoundedBudgetSampler(LENGTHS, 16, seed=1)},
-    "gluon style": lambda: {"batch_size": 3, "sampler": GluonStyle()},
+    "gluon style": lambda: {"batch_size": 3, "sampler": GluonStyle(shuffled, LENGTH)},
     "torch": lambda: {"batch_size": 3, "sampler": torch_data.RandomSampler(range(LENGTH))},
     "torch batches of ours": lambda: {"batch_sampler": torch_data.BatchSampler(RandomSampler(LENGTH, seed=1), 5, True)},
     "our batches of torch's": lambda: {"batch_sampler": BatchSampler(torch_data.RandomSampler(range(LENGTH)), 5)},
@@ -105,22 +103,9 @@ def epochs(loader: Any, count: int) -> list[Any]:
     return [[plain(batch) for batch in loader] for _ in range(count)]
 
 
-def samplers(loader: ShardedDataLoader) -> list[Any]:
-    return [one for one in (loader.sampler, loader.batch_sampler) if one is not None]
-
-
-def iterates(sampler: Any) -> None:
-    for _ in range(3):
-        list(sampler)
-
-
-def iterates_in_part(sampler: Any) -> None:
-    next(iter(sampler))
-
-
 LOOKS: dict[str, Callable[[Any], Any]] = {
-    "iterates": iterates,
-    "iterates in part": iterates_in_part,
+    "iterates": lambda sampler: [list(sampler) for _ in range(3)],
+    "iterates in part": lambda sampler: next(iter(sampler)),
     "prints": lambda sampler: (repr(sampler), str(sampler)),
     "measures": lambda sampler: len(sampler),
     "copies": lambda sampler: (copy.copy(sampler), copy.deepcopy(sampler)),
@@ -141,8 +126,9 @@ def test_looking_at_a_sampler_changes_nothing_in_its_loader(kind: str, look: str
 
     def look_at_all() -> None:
         before = loader.epoch, loader.position, loader.state_dict()
-        for sampler in samplers(loader):
-            LOOKS[look](sampler)
+        for sampler in (loader.sampler, loader.batch_sampler):
+            if sampler is not None:
+                LOOKS[look](sampler)
         assert (loader.epoch, loader.position, loader.state_dict()) == before
 
     look_at_all()
@@ -167,19 +153,13 @@ def test_two_loaders_share_a_sampler_as_if_each_had_its_own(kind: str) -> None:
     expected = epochs(make(kind), 5)
     given = SAMPLERS[kind]()
     one, other = make(kind, given), make(kind, given)
-    got: dict[str, list[Any]] = {"one": [], "other": []}
-    got["one"] += epochs(one, 2)
-    got["other"] += epochs(other, 1)
+    assert epochs(one, 2) == expected[:2] and epochs(other, 1) == expected[:1]
     state = one.state_dict()
-    got["one"] += epochs(one, 1)
-    got["other"] += epochs(other, 3)
+    assert epochs(one, 1) == expected[2:3] and epochs(other, 3) == expected[1:4]
     assert (one.epoch, other.epoch) == (3, 4)
     one.load_state_dict(state)
     assert (one.epoch, other.epoch) == (2, 4)
-    del got["one"][2:]
-    got["one"] += epochs(one, 3)
-    got["other"] += epochs(other, 1)
-    assert got == {"one": expected, "other": expected}
+    assert epochs(one, 3) == expected[2:] and epochs(other, 1) == expected[4:]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in SAMPLERS if "torch" not in kind and "gluon" not in kind])
@@ -192,20 +172,6 @@ def test_a_loader_may_read_while_another_over_the_same_sampler_is_in_mid_epoch(k
     assert epochs(other, 3) == expected
     got += [plain(batch) for batch in iterator]
     assert [got, *epochs(one, 2)] == expected
-
-
-@pytest.mark.parametrize("make_sampler", [lambda: RandomSampler(LENGTH), lambda: RandomSampler(LENGTH, seed=1)])
-def test_the_ranks_of_one_process_may_share_a_batch_sampler(make_sampler: Callable[[], Any]) -> None:
-    shared = BatchSampler(make_sampler(), 2)
-    loaders = [
-        ShardedDataLoader(range(LENGTH), batch_sampler=shared, num_replicas=2, rank=rank, seed=3) for rank in (0, 1)
-    ]
-    seen = []
-    for _ in range(3):
-        got = [sum(epochs(loader, 1)[0], []) for loader in loaders]
-        assert sorted(sum(got, [])) == list(range(LENGTH))
-        seen.append(got)
-    assert seen[0] != seen[1] != seen[2]
 
 
 @pytest.mark.parametrize(
@@ -243,7 +209,9 @@ def test_a_state_gives_its_seed_to_one_loader_alone() -> None:
     assert epochs(loader, 1) == expected[1:]
 
 
-@pytest.mark.parametrize("kind", [kind for kind in SAMPLERS if hasattr(samplers(make(kind))[0], "set_epoch")])
+@pytest.mark.parametrize(
+    "kind", [kind for kind in SAMPLERS if hasattr(make(kind).sampler or make(kind).batch_sampler, "set_epoch")]
+)
 def test_an_explicit_set_epoch_on_a_sampler_moves_its_loaders(kind: str) -> None:
     expected = epochs(make(kind), 6)
     given = SAMPLERS[kind]()
@@ -261,29 +229,16 @@ def test_an_explicit_set_epoch_on_a_sampler_moves_its_loaders(kind: str) -> None
     assert epochs(loaders[0], 1) == expected[1:2]
 
 
-def test_a_loader_made_after_set_epoch_begins_there() -> None:
-    for given in (RandomSampler(LENGTH, seed=1), torch_data.DistributedSampler(range(LENGTH), 1, 0)):  # type: ignore
-        given.set_epoch(3)
-        assert ShardedDataLoader(range(LENGTH), 3, sampler=given, seed=1).epoch == 3
-
-
-def test_of_several_calls_the_latest_counts() -> None:
-    loader = make("shuffle")
+def test_of_several_calls_the_latest_counts_also_after_the_dataset_has_grown() -> None:
+    data = list(range(5))
+    loader = ShardedDataLoader(data, 2, True, seed=1)
     loader.sampler.set_epoch(5)
     loader.batch_sampler.set_epoch(2)
     assert loader.epoch == 2
     loader.set_epoch(3)
     assert loader.epoch == 3
     loader.batch_sampler.set_epoch(2)
-    loader.sampler.set_epoch(5)
-    assert loader.epoch == 5
-
-
-def test_set_epoch_is_still_heard_after_the_dataset_has_grown() -> None:
-    data = list(range(5))
-    loader = ShardedDataLoader(data, 2, True, seed=1)
-    old = loader.sampler
-    old.set_epoch(3)
+    loader.sampler.set_epoch(3)
     data.append(5)
     loader.refresh()
     assert loader.epoch == 3
@@ -291,87 +246,32 @@ def test_set_epoch_is_still_heard_after_the_dataset_has_grown() -> None:
     assert loader.epoch == 4
 
 
-def test_used_alone_each_iter_is_a_new_epoch() -> None:
-    """Gluon's habit."""
-    for one, reference in (
-        (RandomSampler(LENGTH, seed=1), RandomSampler(LENGTH, seed=1)),
-        (
-            BatchSampler(RandomSampler(LENGTH, seed=1), 5, "rollover"),
-            BatchSampler(RandomSampler(LENGTH, seed=1), 5, "rollover"),
-        ),
-    ):
-        assert [list(one) for _ in range(3)] == [list(reference.iter_epoch(epoch)) for epoch in range(3)]
-        assert one.epoch == 3 and reference.epoch == 0
-
-
-def test_a_sampler_that_nobody_can_listen_to_is_an_error_that_names_the_way_out() -> None:
-    class Slots:
-        __slots__ = ("epoch",)
-
-        def __init__(self) -> None:
-            self.epoch = 0
-
-        def set_epoch(self, epoch: int) -> None:
-            self.epoch = epoch
-
-        def __len__(self) -> int:
-            return 4
-
-        def __iter__(self) -> Iterator[int]:
-            return iter([self.epoch + index for index in range(4)])
-
-    class Heard(Slots):
-        pass
-
-    with pytest.raises(TypeError, match=r"set_epoch of a Slots cannot be heard.*class Heard\(Slots\): pass"):
-        ShardedDataLoader(range(40), 4, sampler=Slots())
-    sampler = Heard()
-    loader = ShardedDataLoader(range(40), 4, sampler=sampler)
-    sampler.set_epoch(2)
-    assert epochs(loader, 2) == [[[2, 3, 4, 5]], [[3, 4, 5, 6]]]
-
-
-def test_a_sampler_from_another_process_is_heard_as_well() -> None:
-    """Its calls were counted there."""
-    code = (
-        "import pickle, sys; from sharded_loader import RandomSampler; s = RandomSampler(12, seed=1);"
-        "[s.set_epoch(3) for _ in range(50000)]; sys.stdout.buffer.write(pickle.dumps(s))"
-    )
-    sampler = pickle.loads(subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True).stdout)
-    loader = ShardedDataLoader(range(LENGTH), 3, sampler=sampler)
-    assert loader.epoch == 3
-    sampler.set_epoch(1)
-    assert loader.epoch == 1
-
-
 @pytest.mark.parametrize(
-    ("sampler", "name", "value"),
+    ("sampler", "changes"),
     [
-        (WeightedRandomSampler([1, 2, 3], 3), "weights", [3, 2, 1]),
-        (WeightedRandomSampler([1, 2, 3], 3), "num_samples", 2),
-        (RandomSampler(3), "length", 2),
-        (SequentialSampler(3), "start", 1),
-        (SubsetRandomSampler([0, 2]), "indices", [1]),
-        (IntervalSampler(4, 2), "interval", 1),
-        (SplitSampler(4, 2), "part_index", 1),
-        (ShardShuffleSampler([2, 2]), "lengths", [1, 3]),
-        (RepeatedSampler(2, RandomSampler(3)), "copies", 3),
-        (SortedBucketSampler([1, 2, 3], 1), "sort_keys", [3, 2, 1]),
-        (SortedBucketSampler([1, 2, 3], 1), "mult", 1),
-        (BoundedBudgetSampler([1, 2, 3], 6), "max_num_tokens", 3),
-        (FixedBucketSampler([1, 2, 3], 1, 2), "batch_size", 2),
-        (FixedBucketSampler([1, 2, 3], 1, 2), "bucket_keys", [3]),
-        (GroupedBatchSampler([1, 2, 3], 1), "by", [1, 1, 1]),
-        (ClassBalancedBatchSampler([0, 1, 0, 1], 2, 1), "labels", [0, 0, 1, 1]),
-        (PackSampler([1, 2, 3], 4), "tokens", 5),
-        (PackSampler([1, 2, 3], 4), "lengths", [3, 2, 1]),
+        (WeightedRandomSampler([1, 2, 3], 3), {"weights": [3, 2, 1], "num_samples": 2}),
+        (RandomSampler(3), {"length": 2}),
+        (SequentialSampler(3), {"start": 1}),
+        (SubsetRandomSampler([0, 2]), {"indices": [1]}),
+        (IntervalSampler(4, 2), {"interval": 1}),
+        (SplitSampler(4, 2), {"part_index": 1}),
+        (ShardShuffleSampler([2, 2]), {"lengths": [1, 3]}),
+        (RepeatedSampler(2, RandomSampler(3)), {"copies": 3}),
+        (SortedBucketSampler([1, 2, 3], 1), {"sort_keys": [3, 2, 1], "mult": 1}),
+        (BoundedBudgetSampler([1, 2, 3], 6), {"max_num_tokens": 3}),
+        (FixedBucketSampler([1, 2, 3], 1, 2), {"batch_size": 2, "bucket_keys": [3]}),
+        (GroupedBatchSampler([1, 2, 3], 1), {"by": [1, 1, 1]}),
+        (ClassBalancedBatchSampler([0, 1, 0, 1], 2, 1), {"labels": [0, 0, 1, 1]}),
+        (PackSampler([1, 2, 3], 4), {"tokens": 5, "lengths": [3, 2, 1]}),
     ],
+    ids=lambda value: type(value).__name__,
 )
-def test_an_argument_that_would_change_nothing_is_an_error(sampler: Any, name: str, value: Any) -> None:
-    before = list(sampler.iter_epoch(0))
-    kind = type(sampler).__name__
-    with pytest.raises(AttributeError, match=f"{name} of a {kind} was read when it was made, .*: make another {kind}"):
-        setattr(sampler, name, value)
+def test_an_argument_that_would_change_nothing_is_an_error(sampler: Any, changes: dict[str, Any]) -> None:
+    before, kind = list(sampler.iter_epoch(0)), type(sampler).__name__
+    for name, value in changes.items():
+        said = f"{name} of a {kind} was read when it was made, .*: make another {kind}"
+        with pytest.raises(AttributeError, match=said):
+            setattr(sampler, name, value)
     assert list(sampler.iter_epoch(0)) == before
 
     class Own(type(sampler)):  # type: ignore[misc]
@@ -444,3 +344,151 @@ def test_a_batch_size_that_is_set_counts_from_the_next_epoch_on_and_is_in_states
     sampler.sampler.seed = 5  # type: ignore[attr-defined]
     wanted = BatchSampler(RandomSampler(12, seed=5), 3)
     assert list(loader) == list(wanted.iter_epoch(2))
+
+
+# -- calls of set_epoch are noticed, once, whoever makes them ----------------------------------------------------------
+
+
+class WithEpoch:
+    """A sampler of another library."""
+
+    def __init__(self, epoch: Any = 0) -> None:
+        self.epoch = epoch
+
+    def set_epoch(self, epoch: int) -> str:
+        self.epoch = epoch
+        return f"now {epoch}"
+
+
+class Slotted:
+    __slots__ = ("epoch",)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+class Stateful(WithEpoch):
+    def __getstate__(self) -> tuple[int, dict[str, Any]]:
+        return 1, dict(vars(self))
+
+    def __setstate__(self, state: tuple[int, dict[str, Any]]) -> None:
+        vars(self).update(state[1])
+
+
+class Copying(WithEpoch):
+    def __copy__(self) -> Copying:
+        other = Copying.__new__(Copying)
+        vars(other).update(vars(self))
+        return other
+
+    def __deepcopy__(self, memo: Any) -> Copying:
+        return self.__copy__()
+
+    def __reduce__(self) -> Any:
+        return copyreg.__newobj__, (Copying,), vars(self)  # type: ignore[attr-defined]
+
+
+class Above(WithEpoch):
+    def set_epoch(self, epoch: int) -> str:
+        return super().set_epoch(epoch)
+
+
+@dataclass(frozen=True)
+class Frozen:
+    epoch: int
+
+    def set_epoch(self, epoch: int) -> None:
+        pass
+
+
+def listening(*samplers: Any) -> EpochRequests:
+    requests = EpochRequests()
+    requests.listen(samplers)
+    return requests
+
+
+def test_requests_are_taken_once_and_may_be_dropped_and_the_latest_counts() -> None:
+    one, other, third = WithEpoch(), RandomSampler(4, seed=1), WithEpoch(3)
+    requests, others = listening(one, other), listening(other)
+    assert requests.take() is None
+    one.set_epoch(7)
+    other.set_epoch(2)
+    assert (requests.take(), requests.take(), others.take()) == (2, None, 2)
+    other.set_epoch(4)
+    requests.drop()
+    assert (requests.take(), others.take()) == (None, 4)
+    # A call that came before counts if it can be seen.
+    assert listening(third).take() == 3 and listening(WithEpoch(0)).take() is None
+    assert listening(WithEpoch("odd")).take() is None
+    other.epoch_request = 10**9, 4  # as in a pickle from another process, where more calls were counted
+    stranger = pickle.loads(pickle.dumps(other))
+    strangers = listening(stranger)
+    assert strangers.take() == 4
+    stranger.set_epoch(1)
+    assert strangers.take() == 1
+    # To listen again keeps what was seen, and forgets the others.
+    requests.listen([one])
+    other.set_epoch(2)
+    assert requests.take() is None
+    one.set_epoch(3)
+    assert requests.take() == 3
+
+
+def test_a_sampler_of_another_library_is_heard_and_does_what_it_did() -> None:
+    sampler = WithEpoch()
+    requests, others = listening(sampler), listening(sampler)
+    assert sampler.set_epoch(5) == "now 5" and sampler.epoch == 5
+    assert (requests.take(), others.take(), requests.take()) == (5, 5, None)
+    assert "set_epoch" not in vars(WithEpoch()) and WithEpoch().set_epoch(1) == "now 1"
+    torch_sampler = DistributedSampler(range(4), num_replicas=1, rank=0)  # type: ignore[arg-type]
+    requests = listening(torch_sampler)
+    torch_sampler.set_epoch(2)
+    assert requests.take() == 2 and torch_sampler.epoch == 2
+
+
+def test_a_call_of_a_loader_is_none_of_the_users_also_above_a_class_that_is_listened_to() -> None:
+    one, requests = Above(), listening(WithEpoch())
+    one.set_epoch = lambda epoch: Above.set_epoch(one, epoch)  # type: ignore[method-assign]
+    requests = listening(one)
+    epoch_setter(one)(3)
+    assert (one.epoch, requests.take()) == (3, None)
+    one.set_epoch(4)
+    assert (one.epoch, requests.take()) == (4, 4)
+    del one.set_epoch
+    assert one.set_epoch(5) == "now 5" and requests.take() == 5
+
+
+def test_what_has_no_set_epoch_is_left_alone_and_what_cannot_be_heard_is_an_error() -> None:
+    assert listening([1, 2], range(3), object()).take() is None
+    with pytest.raises(TypeError, match=r"set_epoch of a Slotted cannot be heard.*class Heard\(Slotted\): pass"):
+        listening(Slotted())
+    for one in (Frozen(0), type("Heard", (Slotted,), {})()):
+        requests = listening(one)
+        one.set_epoch(4)
+        assert requests.take() == 4
+
+
+COPIES = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda one: pickle.loads(pickle.dumps(one)),
+    "cloudpickle": lambda one: cloudpickle.loads(cloudpickle.dumps(one)),
+}
+
+
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("kind", ["plain", "own state", "own copy", "own method"])
+def test_a_copy_is_told_by_itself(kind: str, way: str) -> None:
+    one = {"own state": Stateful, "own copy": Copying}.get(kind, WithEpoch)()
+    if kind == "own method":
+        one.set_epoch = print  # type: ignore[method-assign]
+    requests = listening(one)
+    one.epoch = 2  # a loader has told it
+    other = COPIES[way](one)
+    assert listening(COPIES[way](one)).take() is None
+    other.set_epoch(5)
+    assert (one.epoch, requests.take()) == (2, None)
+    if kind != "own method":
+        assert other.epoch == 5 and listening(other).take() == 5
+    one.set_epoch(7)
+    assert requests.take() == 7 and other.epoch != 7

@@ -1,7 +1,5 @@
 """A state is small, plain and cheap; one that does not fit is refused in words."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools
@@ -19,6 +17,7 @@ import pytest
 import torch.utils.data as torch_data
 from hypothesis import given
 from hypothesis import strategies as st
+from test_order import KeepingEpochs
 
 from sharded_loader import (
     BatchSampler,
@@ -30,7 +29,6 @@ from sharded_loader import (
     LoaderClosedError,
     PackSampler,
     RandomSampler,
-    SequentialSampler,
     ShardedDataLoader,
     ShardShuffleSampler,
     SortedBucketSampler,
@@ -47,27 +45,36 @@ def state_of(loader: ShardedDataLoader, count: int = 2) -> dict[str, Any]:
     return loader.state_dict()
 
 
-def test_a_state_says_what_it_is() -> None:
-    assert state_of(ShardedDataLoader(range(20), 4, shuffle=True, seed=9)) == {
-        "version": 1,
-        "epoch": 0,
-        "samples": 8,
-        "seed": 9,
-        "dataset_length": 20,
-        "sampler": "RandomSampler",
-        "sampler_length": 20,
-        "sampler_seeds": [],
-        "batch_size": 4,
-        "last_batch": "keep",
-    }
+STATE: dict[str, Any] = {
+    "version": 1,
+    "epoch": 0,
+    "samples": 8,
+    "seed": 9,
+    "dataset_length": 20,
+    "sampler": "RandomSampler",
+    "sampler_length": 20,
+    "sampler_seeds": [],
+    "batch_size": 4,
+    "last_batch": "keep",
+}
 
 
-def test_a_foreign_samplers_state_has_a_checksum_and_a_given_batch_sampler_counts_batches() -> None:
+def test_a_state_says_what_it_is_and_is_a_copy() -> None:
+    loader = ShardedDataLoader(range(20), 4, shuffle=True, seed=9)
+    state = state_of(loader)
+    assert state == STATE
+    state["sampler_seeds"].append(1)
+    state["epoch"] = 99
+    assert loader.state_dict() == STATE
+    # Of a sampler of another library it has a checksum, and with a given batch sampler it counts batches.
     sampler = torch_data.BatchSampler(torch_data.RandomSampler(range(20)), 4, False)
     state = state_of(ShardedDataLoader(range(20), batch_sampler=sampler, seed=9))
     assert state["batches"] == 2 and "samples" not in state
     assert state["sampler"] == "torch.BatchSampler(torch.RandomSampler)"
     assert state["passed"]["items"] == 2 and state["passed"]["checksum"] > 0 and state["passed"]["state"] is None
+    # Draws without replacement come in the order that they always had.
+    loader = ShardedDataLoader(range(24), 4, sampler=WeightedRandomSampler([1] * 24, 24, False, seed=1), seed=1)
+    assert "WeightedRandomSampler.order_version" not in state_of(loader)["sampler_arguments"]
 
 
 @pytest.mark.parametrize("own_state", [None, {"at": [1, 2]}])
@@ -82,16 +89,19 @@ def test_dump_and_parse_are_inverse_also_through_json(own_state: Any) -> None:
             assert parse(json.loads(json.dumps(dump(place, signature)))) == (place, signature)
 
 
-def test_a_state_is_a_copy() -> None:
-    loader = ShardedDataLoader(range(20), 4, sampler=SequentialSampler(20))
-    state = state_of(loader)
-    state["sampler_seeds"].append(1)
-    state["epoch"] = 99
-    assert loader.state_dict()["sampler_seeds"] == [None] and loader.state_dict()["epoch"] == 0
-
-
 def shuffled(length: int = 20, batch_size: int = 4, **other: Any) -> ShardedDataLoader:
     return ShardedDataLoader(range(length), batch_size, True, **other)
+
+
+def over(sampler: Any, length: int = 20, **other: Any) -> ShardedDataLoader:
+    """A loader over a sampler of indices or of batches."""
+    of_batches = isinstance(sampler, OF_BATCHES)
+    order = {"batch_sampler": sampler} if of_batches else {"sampler": sampler, "batch_size": 4}
+    return ShardedDataLoader(range(length), **{**order, **other})
+
+
+OF_BATCHES = BatchSampler, BoundedBudgetSampler, ClassBalancedBatchSampler, FixedBucketSampler, GroupedBatchSampler
+LENGTHS, RANDOM = [5, 3, 9, 4, 7, 2, 8, 6] * 3, RandomSampler(9, seed=1)
 
 
 @pytest.mark.parametrize(
@@ -101,24 +111,14 @@ def shuffled(length: int = 20, batch_size: int = 4, **other: Any) -> ShardedData
         (lambda: ShardedDataLoader(range(20), 4), "the sampler was RandomSampler, and is SequentialSampler"),
         (lambda: shuffled(batch_size=5), "batch_size was 4, and is 5.*strict=False allows another batch size"),
         (lambda: shuffled(last_batch="rollover"), "last_batch was 'keep', and is 'rollover'"),
-        (
-            lambda: ShardedDataLoader(range(20), 4, sampler=torch_data.RandomSampler(range(20))),
-            "the sampler was RandomSampler, and is torch.RandomSampler",
-        ),
-        (
-            lambda: ShardedDataLoader(range(20), batch_sampler=BatchSampler(RandomSampler(20, seed=1), 4)),
-            "the sampler was RandomSampler, and is BatchSampler.*batch_size was 4, and is None",
-        ),
-        (
-            lambda: ShardedDataLoader(range(20), 4, sampler=RandomSampler(17, seed=1)),
-            "the sampler had 20 samples in the epoch, and has 17",
-        ),
+        (lambda: over(torch_data.RandomSampler(range(20))), "sampler was RandomSampler, and is torch.RandomSampler"),
+        (lambda: over(BatchSampler(RandomSampler(20), 4)), "RandomSampler, and is BatchSampler.*was 4, and is None"),
+        (lambda: over(RandomSampler(17, seed=1)), "the sampler had 20 samples in the epoch, and has 17"),
+        (lambda: over(RandomSampler(20, seed=1)), "was made by the loader, and is now passed by the user, or vice"),
         (lambda: shuffled(30, 6, last_batch="discard"), "20 samples, and has 30, batch_size was 4.*last_batch was"),
     ],
 )
-def test_a_state_of_another_loader_is_refused_saying_what_differs_and_changes_nothing(
-    make: Callable[[], ShardedDataLoader], said: str
-) -> None:
+def test_a_state_of_another_loader_is_refused_saying_what_differs_and_changes_nothing(make: Any, said: str) -> None:
     loader = make()
     before = loader.state_dict(), loader.seed, loader.epoch
     with pytest.raises(ValueError, match=said):
@@ -126,56 +126,30 @@ def test_a_state_of_another_loader_is_refused_saying_what_differs_and_changes_no
     assert (loader.state_dict(), loader.seed, loader.epoch) == before
 
 
-def test_another_seed_of_a_given_sampler_is_refused() -> None:
-    state = state_of(ShardedDataLoader(range(20), 4, sampler=RandomSampler(20, seed=1)))
+def test_another_seed_of_a_given_sampler_is_refused_and_batches_are_not_taken_for_samples() -> None:
     with pytest.raises(ValueError, match="the seed of the RandomSampler was 1, and is 2"):
-        ShardedDataLoader(range(20), 4, sampler=RandomSampler(20, seed=2)).load_state_dict(state)
-
-
-LENGTHS = [5, 3, 9, 4, 7, 2, 8, 6] * 3
+        over(RandomSampler(20, seed=2)).load_state_dict(state_of(over(RandomSampler(20, seed=1))))
+    sampler = BatchSampler(RandomSampler(20, seed=1), 4)
+    with pytest.raises(ValueError, match="batch_size was None, and is 4"):
+        ShardedDataLoader(range(20), 4, sampler=sampler).load_state_dict(state_of(over(sampler)), strict=False)
 
 
 @pytest.mark.parametrize(
-    ("was", "now", "said"),
+    ("make", "was", "now", "said"),
     [
-        (IntervalSampler(24, 3), IntervalSampler(24, 2), "interval of the IntervalSampler was 3, and is 2"),
-        (
-            WeightedRandomSampler(LENGTHS, 24, seed=1),
-            WeightedRandomSampler([*LENGTHS[:-1], 1], 24, seed=1),
-            "weights of the WeightedRandomSampler changed after the state was saved",
-        ),
-        (
-            BoundedBudgetSampler(LENGTHS, 20, seed=1),
-            BoundedBudgetSampler(LENGTHS, 19, seed=1),
-            "budget of the BoundedBudgetSampler changed after the state was saved",
-        ),
-        (
-            FixedBucketSampler(LENGTHS, 3, num_buckets=2, shuffle=True, seed=1),
-            FixedBucketSampler(LENGTHS[::-1], 3, num_buckets=2, shuffle=True, seed=1),
-            "lengths of the FixedBucketSampler changed after the state was saved",
-        ),
-        (
-            BatchSampler(RandomSampler(9, seed=1), 4),
-            BatchSampler(RandomSampler(9, seed=1), 3),
-            "batch_size of the BatchSampler was 4, and is 3",
-        ),
-        (
-            SortedSampler(LENGTHS),
-            SortedSampler(LENGTHS, reverse=False),
-            "order of the keys of the SortedSampler changed after the state was saved",
-        ),
+        (IntervalSampler, (24, 3), (24, 2), "interval of the IntervalSampler was 3, and is 2"),
+        (WeightedRandomSampler, (LENGTHS, 24), (LENGTHS[::-1], 24), "weights of the WeightedRandomSampler changed"),
+        (BoundedBudgetSampler, (LENGTHS, 20), (LENGTHS, 19), "budget of the BoundedBudgetSampler changed after the"),
+        (FixedBucketSampler, (LENGTHS, 3, 2), (LENGTHS[::-1], 3, 2), "lengths of the FixedBucketSampler changed after"),
+        (BatchSampler, (RANDOM, 4), (RANDOM, 3), "batch_size of the BatchSampler was 4, a"),
+        (SortedSampler, (LENGTHS,), (LENGTHS, False), "order of the keys of the SortedSampler changed after the state"),
     ],
+    ids=lambda value: getattr(value, "__name__", None),
 )
-def test_a_sampler_with_other_arguments_is_refused_in_mid_epoch_by_name(was: Any, now: Any, said: str) -> None:
-    def make(sampler: Any) -> ShardedDataLoader:
-        if type(sampler).__name__ in ("BoundedBudgetSampler", "FixedBucketSampler", "BatchSampler"):
-            return ShardedDataLoader(range(24), batch_sampler=sampler, seed=1)
-        return ShardedDataLoader(range(24), 4, sampler=sampler, seed=1)
-
-    loader = make(was)
+def test_a_sampler_with_other_arguments_is_refused_by_name(make: Any, was: Any, now: Any, said: str) -> None:
+    loader, other = (over(make(*arguments), 24, seed=1) for arguments in (was, now))
     begin, state = loader.state_dict(), state_of(loader)
-    make(was).load_state_dict(json.loads(json.dumps(state)))
-    other = make(now)
+    over(make(*was), 24, seed=1).load_state_dict(json.loads(json.dumps(state)))
     with pytest.raises(ValueError, match=said):
         other.load_state_dict(state)
     assert other.position == 0
@@ -185,8 +159,7 @@ def test_a_sampler_with_other_arguments_is_refused_in_mid_epoch_by_name(was: Any
     else:
         other.load_state_dict(state, strict=False)
     other.load_state_dict(begin)
-    older = {key: value for key, value in state.items() if key != "sampler_arguments"}
-    other.load_state_dict(older)
+    other.load_state_dict({key: value for key, value in state.items() if key != "sampler_arguments"})
 
 
 @pytest.mark.parametrize(
@@ -199,8 +172,7 @@ def test_a_sampler_with_other_arguments_is_refused_in_mid_epoch_by_name(was: Any
     ],
 )
 def test_a_state_of_an_older_order_is_refused_in_mid_epoch_by_name(sampler: Any) -> None:
-    batches = {"batch_sampler": sampler} if "Batch" in type(sampler).__name__ else {"sampler": sampler, "batch_size": 4}
-    loader = ShardedDataLoader(range(24), **batches, seed=1)
+    loader = over(sampler, 24, seed=1)
     begin, state = loader.state_dict(), state_of(loader)
     name = type(sampler).__name__
     assert state["sampler_arguments"].pop(f"{name}.order_version") == 2
@@ -211,83 +183,56 @@ def test_a_state_of_an_older_order_is_refused_in_mid_epoch_by_name(sampler: Any)
     loader.load_state_dict(begin)
 
 
-def test_the_order_of_draws_without_replacement_has_not_changed() -> None:
-    loader = ShardedDataLoader(range(24), 4, sampler=WeightedRandomSampler([1] * 24, 24, False, seed=1), seed=1)
-    assert "WeightedRandomSampler.order_version" not in state_of(loader)["sampler_arguments"]
-
-
-def test_strict_false_does_not_take_batches_for_samples() -> None:
-    sampler = BatchSampler(RandomSampler(20, seed=1), 4)
-    state = state_of(ShardedDataLoader(range(20), batch_sampler=sampler))
-    with pytest.raises(ValueError, match="batch_size was None, and is 4"):
-        ShardedDataLoader(range(20), 4, sampler=sampler).load_state_dict(state, strict=False)
-
-
-def without(name: str) -> Callable[[dict[str, Any]], Any]:
-    return lambda state: {key: value for key, value in state.items() if key != name}
-
-
-def changed(**entries: Any) -> Callable[[dict[str, Any]], Any]:
-    return lambda state: {**state, **entries}
-
-
-def passed(**entries: Any) -> dict[str, Any]:
-    return {"epoch": 0, "items": 8, "checksum": 1, "rank": None, "finished": False, "state": None} | entries
+PASSED = {"epoch": 0, "items": 8, "checksum": 1, "rank": None, "finished": False, "state": None}
 
 
 @pytest.mark.parametrize(
-    ("spoil", "kind", "said"),
+    ("spoilt", "kind", "said"),
     [
-        (lambda state: None, TypeError, "None, a NoneType; it must be a dict"),
-        (lambda state: list(state), TypeError, "a list; it must be a dict: give what state_dict"),
-        (lambda state: {}, ValueError, "no 'version', its keys are []"),
-        (lambda state: {"model": 1}, ValueError, "no 'version', its keys are ['model']"),
-        (changed(version=2), ValueError, "version 2, this sharded_loader reads up to version 1: update"),
-        (changed(version=0), ValueError, "'version' must be at least 1, got 0"),
-        (changed(version="1"), ValueError, "'version' must be an integer, got '1' of type str"),
-        (changed(epoch=-1), ValueError, "'epoch' must be at least 0, got -1"),
-        (changed(epoch=1.0), ValueError, "'epoch' must be an integer, got 1.0 of type float"),
-        (changed(samples=-1), ValueError, "'samples' must be at least 0, got -1"),
-        (changed(samples=True), ValueError, "'samples' must be an integer, got True"),
-        (changed(samples=21), ValueError, "samples 21, but the epoch has only 20"),
-        (changed(sampler=3), ValueError, "'sampler' is 3; it must be a string"),
-        (changed(sampler_seeds=3), ValueError, "'sampler_seeds' is 3; it must be a list"),
-        (changed(sampler_seeds=["a"]), ValueError, "'sampler_seeds' must be an integer, got 'a'"),
-        (changed(sampler_arguments=3), ValueError, "'sampler_arguments' is 3; it must be a dict"),
-        (changed(passed=[1]), ValueError, "'passed' is [1]; it must be a dict"),
-        (changed(passed={"epoch": 0}), ValueError, "no 'items'"),
-        (changed(passed=passed(items=-1)), ValueError, "its 'items' must be at least 0, got -1"),
-        (changed(passed=passed(epoch=-1)), ValueError, "its 'epoch' must be at least 0, got -1"),
-        (changed(passed=passed(finished="no")), ValueError, "its 'finished' is 'no'; it must be true or false"),
+        (None, TypeError, "None, a NoneType; it must be a dict"),
+        (["version"], TypeError, "a list; it must be a dict: give what state_dict"),
+        ({}, ValueError, "no 'version', its keys are []"),
+        ({"model": 1}, ValueError, "no 'version', its keys are ['model']"),
+        (STATE | {"version": 2}, ValueError, "version 2, this sharded_loader reads up to version 1: update"),
+        (STATE | {"version": 0}, ValueError, "'version' must be at least 1, got 0"),
+        (STATE | {"version": "1"}, ValueError, "'version' must be an integer, got '1' of type str"),
+        (STATE | {"epoch": -1}, ValueError, "'epoch' must be at least 0, got -1"),
+        (STATE | {"samples": -1}, ValueError, "'samples' must be at least 0, got -1"),
+        (STATE | {"samples": True}, ValueError, "'samples' must be an integer, got True"),
+        (STATE | {"samples": 21}, ValueError, "samples 21, but the epoch has only 20"),
+        (STATE | {"sampler": 3}, ValueError, "'sampler' is 3; it must be a string"),
+        (STATE | {"sampler_seeds": 3}, ValueError, "'sampler_seeds' is 3; it must be a list"),
+        (STATE | {"sampler_seeds": ["a"]}, ValueError, "'sampler_seeds' must be an integer, got 'a'"),
+        (STATE | {"sampler_arguments": 3}, ValueError, "'sampler_arguments' is 3; it must be a dict"),
+        (STATE | {"passed": [1]}, ValueError, "'passed' is [1]; it must be a dict"),
+        (STATE | {"passed": {"epoch": 0}}, ValueError, "no 'items'"),
+        (STATE | {"passed": PASSED | {"items": -1}}, ValueError, "its 'items' must be at least 0, got -1"),
+        (STATE | {"passed": PASSED | {"epoch": -1}}, ValueError, "its 'epoch' must be at least 0, got -1"),
+        (STATE | {"passed": PASSED | {"finished": "no"}}, ValueError, "its 'finished' is 'no'; it must be true or"),
         *(
-            (without(name), ValueError, f"no {name!r}")
+            ({key: value for key, value in STATE.items() if key != name}, ValueError, f"no {name!r}")
             for name in ("epoch", "samples", "seed", "sampler", "last_batch")
         ),
     ],
+    ids=str,
 )
-def test_what_is_no_state_is_refused_in_words(spoil: Callable[[Any], Any], kind: type[Exception], said: str) -> None:
+def test_what_is_no_state_is_refused_in_words(spoilt: Any, kind: type[Exception], said: str) -> None:
     loader = shuffled(seed=1)
     with pytest.raises(kind, match=re.escape(said)):
-        loader.load_state_dict(spoil(state_of(shuffled(seed=2))))
+        loader.load_state_dict(spoilt)
     assert loader.seed == 1 and loader.position == 0
 
 
-def test_numbers_of_numpys_are_numbers() -> None:
-    state = state_of(shuffled(seed=2))
+def test_numbers_of_numpys_are_numbers_and_a_closed_loader_tells_its_state_and_takes_none() -> None:
     loader = shuffled()
-    loader.load_state_dict({**state, "epoch": np.int64(0), "samples": np.int32(8)})
-    assert loader.state_dict() == state
-
-
-def test_a_closed_loader_still_tells_its_state_and_takes_none() -> None:
-    loader = shuffled(seed=2)
-    state = state_of(loader)
+    loader.load_state_dict({**STATE, "epoch": np.int64(0), "samples": np.int32(8)})
     loader.close()
-    assert loader.state_dict() == state
+    assert loader.state_dict() == STATE
     with pytest.raises(LoaderClosedError):
-        loader.load_state_dict(state)
+        loader.load_state_dict(STATE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("foreign", [False, True])
 def test_a_state_costs_microseconds_and_less_than_a_kilobyte(foreign: bool) -> None:
     order: dict[str, Any] = {"sampler": torch_data.RandomSampler(range(100_000))} if foreign else {"shuffle": True}
@@ -298,29 +243,6 @@ def test_a_state_costs_microseconds_and_less_than_a_kilobyte(foreign: bool) -> N
     assert len(json.dumps(loader.state_dict())) < 500
     # A few microseconds on a free machine; ten times that is still no reason to save less often.
     assert min(timeit.repeat(loader.state_dict, number=100, repeat=5)) / 100 < 100e-6
-
-
-class StatefulSampler:
-    """A sampler of another library that goes by a state of its own."""
-
-    def __init__(self) -> None:
-        self.begun = 0
-
-    def __len__(self) -> int:
-        return 20
-
-    def __iter__(self) -> Any:
-        first, self.begun = self.begun, 0
-        for number in range(first, 20):
-            self.begun = number + 1
-            yield number
-        self.begun = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"begun": self.begun}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.begun = state["begun"]
 
 
 ALL_KINDS: dict[str, Callable[[], ShardedDataLoader]] = {
@@ -356,7 +278,7 @@ ALL_KINDS: dict[str, Callable[[], ShardedDataLoader]] = {
     "foreign rollover": lambda: ShardedDataLoader(
         range(20), 3, sampler=torch_data.RandomSampler(range(20)), seed=2, last_batch="rollover"
     ),
-    "stateful": lambda: ShardedDataLoader(range(20), 3, sampler=StatefulSampler(), seed=2),
+    "stateful": lambda: ShardedDataLoader(range(20), 3, sampler=KeepingEpochs(20), seed=2),
 }
 NUMBERS = (0, -1, 1, 7, -1000, 1000, 2**31, 2**53, -(2**53))
 NO_NUMBERS = (None, True, math.nan, math.inf, -math.inf, 1.0, "", "3", "rollover", b"1", [], [1], [None, 2**53], {})
@@ -488,20 +410,15 @@ def test_each_field_of_a_signature_is_saved_read_and_compared() -> None:
 
 def test_a_state_fits_where_all_ranks_together_read_as_many_samples_in_a_step():
     def loader(ranks, size, rank=0):
-        return ShardedDataLoader(range(96), size, shuffle=True, seed=3, num_replicas=ranks, rank=rank)
+        return shuffled(96, size, seed=3, num_replicas=ranks, rank=rank)
 
     def rest(state, ranks, size):
-        found = []
-        for rank in range(ranks):
-            one = loader(ranks, size, rank)
+        loaders = [loader(ranks, size, rank) for rank in range(ranks)]
+        for one in loaders:
             one.load_state_dict(state)
-            found.append([batch.tolist() for batch in one])
-        return [sorted(sum(step, [])) for step in zip(*found, strict=True)]
+        return [sorted(sum((batch.tolist() for batch in step), [])) for step in zip(*loaders, strict=True)]
 
-    first = loader(4, 4)
-    batches = iter(first)
-    next(batches), next(batches)
-    state = first.state_dict()
+    state = state_of(loader(4, 4))
     expected = rest(state, 4, 4)
     assert len(expected) == 4
     for ranks, size in ((2, 8), (1, 16), (16, 1)):
@@ -510,7 +427,6 @@ def test_a_state_fits_where_all_ranks_together_read_as_many_samples_in_a_step():
         one.load_state_dict(state)
         next(iter(one))
         assert rest(one.state_dict(), 4, 4) == expected[1:]
-    other = loader(2, 4)
-    other.load_state_dict(state)  # the same batch size on fewer ranks
+    loader(2, 4).load_state_dict(state)  # the same batch size on fewer ranks
     with pytest.raises(ValueError, match="batch_size was 4, and is 16"):
         loader(4, 16).load_state_dict(state)

@@ -1,17 +1,23 @@
-"""The arithmetic of positions, on numbers."""
-
-from __future__ import annotations
+"""The arithmetic of positions, on numbers; ranks share one global order, and each reads as much as the others."""
 
 import itertools
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch.utils.data as torch_data
 from hypothesis import given
 from hypothesis import strategies as st
+from samples import Foreign
 
+from sharded_loader import BatchSampler, RandomSampler, SequentialSampler
+from sharded_loader.engine.order import resolve_replicas
 from sharded_loader.engine.split import plain_index
+from sharded_loader.sampling.own import ReplicaSampler
 from sharded_loader.sampling.tables import (
     BLOCK,
     BatchedTable,
@@ -40,16 +46,13 @@ def asked(*positions: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     return np.array(positions, np.int64)
 
 
-@pytest.mark.parametrize(("count", "whole", "cut"), [(0, 0, 0), (1, 1, 0), (3, 1, 1), (7, 3, 2), (9, 3, 3)])
-def test_parts_of_three(count: int, whole: int, cut: int) -> None:
-    assert (parts(count, 3, False), parts(count, 3, True)) == (whole, cut)
-
-
-def test_a_table_has_any_item_and_ends_where_it_ends() -> None:
+def test_a_table_has_any_item_and_parts_are_whole_or_cut() -> None:
     table = numbers(10, 5)
     assert table.at(asked(9, 0, 3)).tolist() == [14, 5, 8]
     assert (table.upto(0, 4), table.upto(8, 12), table.upto(20, 24)) == (4, 10, 10)
     assert list(table.items(7)) == [12, 13, 14] and list(table.items(10)) == []
+    assert [parts(count, 3, False) for count in (0, 1, 3, 7, 9)] == [0, 1, 1, 3, 3]
+    assert [parts(count, 3, True) for count in (0, 1, 3, 7, 9)] == [0, 0, 1, 2, 3]
 
 
 def test_a_stream_is_read_no_further_than_asked_and_again_from_anywhere() -> None:
@@ -83,6 +86,7 @@ def test_ranks_share_the_rest_of_an_epoch(kind: str, length: int, replicas: int,
     rest = max(length - offset, 0)
     padded = parts(rest, replicas, truncate) * replicas
     assert dealt == [(offset + place) % length for place in range(padded)]
+    assert list(StridedTable(KINDS[kind](length), replicas, 0, offset, truncate).items(2)) == shares[0][2:]
 
 
 def test_a_rank_asks_for_its_own_positions_only() -> None:
@@ -116,6 +120,9 @@ def test_batches_are_made_a_block_at_a_time_where_indices_cost_nothing() -> None
     assert BatchedTable(numbers(10**6, block=BLOCK), 64).block == 512
     assert BatchedTable(StridedTable(numbers(10**6, block=BLOCK), 3, 1), 64).block == 512
     assert BatchedTable(streamed(10**6), 64).block == 1
+    endless = BatchedTable(EndlessTable(lambda epoch: numbers(10, block=BLOCK), EpochSegment(10, 1, 0, 0), 0, 100), 4)
+    endless.at(asked(0))
+    assert endless.block == BLOCK // 4
 
 
 def test_numbers_of_any_kind_become_ints_and_keys_stay() -> None:
@@ -157,16 +164,7 @@ def test_rollover_goes_on_from_any_item() -> None:
     assert (odd.first, odd.length(), [odd.total(batches) for batches in range(3)]) == (1, 2, [7, 9, 10])
     behind = Rollover(5, 3, epoch=0, done=4)
     assert (behind.length(), behind.is_behind, behind.total(0)) == (0, True, 4)
-
-
-def test_an_empty_sampler_rolls_over_to_nothing() -> None:
-    assert (Rollover(0, 4, epoch=3).length(), Rollover(0, 4, epoch=3).total(0)) == (0, 0)
-
-
-def test_the_endless_sequence_too_is_read_in_blocks() -> None:
-    endless = BatchedTable(EndlessTable(lambda epoch: numbers(10, block=BLOCK), EpochSegment(10, 1, 0, 0), 0, 100), 4)
-    endless.at(asked(0))
-    assert endless.block == BLOCK // 4
+    assert (Rollover(0, 4, epoch=3).length(), Rollover(0, 4, epoch=3).total(0)) == (0, 0)  # an empty sampler
 
 
 def dealt_endlessly(length: int, replicas: int, epochs: int) -> list[list[int]]:
@@ -179,12 +177,7 @@ def dealt_endlessly(length: int, replicas: int, epochs: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@given(
-    length=st.integers(1, 13),
-    replicas=st.integers(1, 5),
-    size=st.integers(1, 30),
-    skip=st.integers(0, 40),
-)
+@given(length=st.integers(1, 13), replicas=st.integers(1, 5), size=st.integers(1, 30), skip=st.integers(0, 40))
 def test_the_endless_sequence_is_cut_anywhere(kind: str, length: int, replicas: int, size: int, skip: int) -> None:
     for rank, share in enumerate(dealt_endlessly(length, replicas, 90 // parts(length, replicas, False) + 2)):
         segment = EpochSegment(length, replicas, 0, 0)
@@ -210,3 +203,101 @@ def test_an_epoch_of_another_length_is_an_error_with_rollover(yields: int, found
     endless = BatchedTable(EndlessTable(lambda epoch: streamed(yields), EpochSegment(5, 1, 0, 0), 0, 20, "Short"), 2)
     with pytest.raises(ValueError, match=f"a Short, .*{found}.*its length is 5.*__len__"):
         list(endless.items())
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+
+
+INNER: dict[str, Callable[[int], Any]] = {
+    "in constant time": SequentialSampler,
+    "own": lambda length: BatchSampler(SequentialSampler(length), 1),
+    "foreign": lambda length: Foreign(range(length)),
+    "batches": lambda length: BatchSampler(SequentialSampler(3 * length), 3),
+    "foreign batches": lambda length: [[3 * place, 3 * place + 1, 3 * place + 2] for place in range(length)],
+}
+
+
+def items_of(sampler: Any) -> list[int]:
+    """The numbers of items or batches."""
+    return [item[0] // len(item) if isinstance(item, list) else item for item in sampler]
+
+
+@given(
+    length=st.integers(0, 40),
+    replicas=st.integers(1, 9),
+    truncate=st.booleans(),
+    kind=st.sampled_from(sorted(INNER)),
+    start=st.integers(0, 5),
+)
+def test_ranks_get_what_torch_distributed_sampler_gives(
+    length: int, replicas: int, truncate: bool, kind: str, start: int
+) -> None:
+    for rank in range(replicas):
+        if length == 0:
+            expected: list[int] = []
+        else:
+            reference = torch_data.DistributedSampler(range(length), replicas, rank, shuffle=False, drop_last=truncate)
+            # torch refuses or overcounts nothing here except fewer samples than ranks with drop_last.
+            expected = [] if truncate and length < replicas else list(reference)
+        sampler = ReplicaSampler(INNER[kind](length), partial(resolve_replicas, replicas, rank), truncate=truncate)
+        if "batches" not in kind:
+            assert (sampler.epoch_table(0).block == BLOCK) is (kind != "foreign")
+        assert items_of(sampler.iter_epoch(0)) == expected
+        assert items_of(sampler.iter_epoch(0, start)) == expected[start:]
+        assert len(sampler) == len(expected)
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 1000])
+def test_ranks_stride_over_the_boundaries_of_blocks(replicas: int) -> None:
+    length = 2 * BLOCK + 100
+    order = RandomSampler(length, seed=3)
+    whole = list(order.iter_epoch(1))
+    for rank in {0, 1, replicas - 1}:
+        expected = whole[rank::replicas]
+        if len(expected) < -(-length // replicas):
+            expected.append(whole[(rank + len(expected) * replicas) % length])
+        sampler = ReplicaSampler(order, partial(resolve_replicas, replicas, rank))
+        assert list(sampler.iter_epoch(1)) == expected
+        assert list(sampler.iter_epoch(1, len(expected) - 3)) == expected[-3:]
+        assert list(itertools.chain.from_iterable(BatchSampler(sampler, 7).iter_epoch(1))) == expected
+
+
+def test_epoch_and_order_are_those_of_the_sampler_inside() -> None:
+    inner = RandomSampler(10, seed=1)
+    sampler = ReplicaSampler(inner, partial(resolve_replicas, 2, 1))
+    first = list(sampler)
+    assert (sampler.epoch, inner.epoch) == (1, 1)
+    sampler.set_epoch(0)
+    assert list(sampler) == first
+    theirs: Any = torch_data.RandomSampler(range(12))
+    shares = [list(ReplicaSampler(theirs, partial(resolve_replicas, 3, rank)).iter_epoch(2)) for rank in range(3)]
+    assert sorted(sum(shares, [])) == list(range(12))
+
+
+def test_replicas_may_be_asked_for_when_they_are_needed() -> None:
+    asked: list[str] = []
+
+    def replicas() -> tuple[int, int]:
+        asked.append("replicas")
+        return 2, 1
+
+    sampler = ReplicaSampler(SequentialSampler(4), replicas)
+    assert asked == []
+    assert list(sampler) == [1, 3]
+    assert (sampler.num_replicas, sampler.rank) == (2, 1)
+    assert set(asked) == {"replicas"}
+
+
+def test_resolve_replicas_reads_the_surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve_replicas(None) == (1, 0)
+    assert resolve_replicas(1) == (1, 0)
+    assert resolve_replicas(4, 3) == (4, 3)
+    assert resolve_replicas("auto", environ={}) == (1, 0)
+    assert resolve_replicas("auto", environ={"WORLD_SIZE": "4", "RANK": "2"}) == (4, 2)
+    group = SimpleNamespace(
+        is_available=lambda: True, is_initialized=lambda: True, get_world_size=lambda: 8, get_rank=lambda: 5
+    )
+    monkeypatch.setitem(sys.modules, "torch.distributed", group)  # type: ignore[arg-type]
+    assert resolve_replicas("auto", environ={"WORLD_SIZE": "4", "RANK": "2"}) == (8, 5)
+    group.is_initialized = lambda: False
+    assert resolve_replicas("auto", environ={"WORLD_SIZE": "4", "RANK": "2"}) == (4, 2)

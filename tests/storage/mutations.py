@@ -79,9 +79,6 @@ class Subject:
     needs_place: bool = True
 
 
-# -- mutants ----------------------------------------------------------------------------------------------------------
-
-
 def damaged(content: bytes, seed: int) -> tuple[str, bytes]:
     """A mutant, and what was done to it. The seed alone decides."""
     chance = random.Random(seed)
@@ -118,9 +115,6 @@ KINDS = (
     *("flip a bit of", "flip a bit of", "flip", "zero", "overwrite", "cut", "zero from there on", "take out"),
     *("insert", "duplicate", "swap", "extend"),
 )
-
-
-# -- verdicts ---------------------------------------------------------------------------------------------------------
 
 
 def verdicts(subject: Subject, seeds: Iterable[int], folder: Path) -> tuple[Counter[str], list[str]]:

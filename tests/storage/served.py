@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import ThreadingHTTPServer
+from typing import Any
 
 from fsspec.asyn import get_loop
 
@@ -56,11 +58,30 @@ class Served:
             return bool(left)
 
 
+class Server(ThreadingHTTPServer):
+    """Ends its connections too when it is closed: clients would keep theirs for 15 seconds."""
+
+    daemon_threads = True
+
+    def __init__(self, handler: type[RangeHandler]) -> None:
+        super().__init__(("127.0.0.1", 0), handler)
+        self.connections: list[socket.socket] = []
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self.connections.append(request)
+        super().process_request(request, client_address)
+
+    def server_close(self) -> None:
+        super().server_close()
+        for connection in self.connections:
+            with contextlib.suppress(OSError):  # it has ended
+                connection.shutdown(socket.SHUT_RDWR)
+
+
 @contextmanager
 def listening(handler: type[RangeHandler]) -> Iterator[str]:
     """The URL of a server of these answers, while the block runs."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.daemon_threads = True
+    server = Server(handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
@@ -96,7 +117,7 @@ def serving() -> Iterator[Served]:
                 with served.lock:
                     served.asked.append((path, self.headers.get("Range")))
                 if served.takes("stalls"):
-                    time.sleep(served.stall)  # what a stall is
+                    threading.Event().wait(served.stall)
                 if served.takes("fail"):
                     return self.head(served.status, 0, **served.headers)
             if content is None:

@@ -2,22 +2,66 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+
+from sharded_loader import ShardCache, ShardDataset
+from sharded_loader.storage.files import Stat
+from sharded_loader.storage.stores import ObjectStore
 
 
-def write_tar(path: Path, members: dict[str, bytes]) -> None:
+@pytest.fixture(autouse=True)
+def closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For modules that import it: the datasets and stores that a test has made are closed at its end."""
+    made: list[Any] = []
+    for kind in (ShardDataset, ObjectStore):
+
+        def noting(self: Any, *args: Any, init: Any = kind.__init__, **options: Any) -> None:
+            init(self, *args, **options)
+            made.append(self)
+
+        monkeypatch.setattr(kind, "__init__", functools.wraps(kind.__init__)(noting))
+    yield
+    for one in made:
+        one.close()
+
+
+def tar(members: dict[str, bytes]) -> bytes:
     """A tar file of these members, in this order."""
-    with tarfile.open(path, "w") as tar:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as out:
         for name, content in members.items():
             member = tarfile.TarInfo(name)
             member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
+            out.addfile(member, io.BytesIO(content))
+    return file.getvalue()
+
+
+def write_tar(path: Path, members: dict[str, bytes]) -> None:
+    path.write_bytes(tar(members))
+
+
+def tar_of_numbers(numbers: range) -> bytes:
+    """A tar file whose samples are these numbers as texts."""
+    return tar({f"{number:03}.txt": b"%d" % number for number in numbers})
+
+
+def number(sample: dict[str, Any]) -> int:
+    """The number that a sample is."""
+    return int(sample["txt"])
+
+
+def place_of(cache: ShardCache, url: str, stat: Stat) -> Path:
+    """The file that a shard is, or will be, in a cache."""
+    return cache._path(url, stat)
 
 
 def write_mds(path: Path, columns: dict[str, tuple[str, int | None]], rows: list[list[bytes]]) -> None:

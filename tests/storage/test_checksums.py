@@ -7,15 +7,14 @@ import random
 import shutil
 import sys
 import threading
-import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import fsspec
 import pytest
 from mutations import damaged
-from shards import write_tar
+from shards import place_of, tar
 
 from sharded_loader import ShardDataset
 from sharded_loader.storage import cache as cache_module
@@ -61,33 +60,66 @@ def shard_in(folder: Path) -> Path:
     return path
 
 
-# -- damage ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [b"", CONTENT[:-1], CONTENT + b"x", bytes(len(CONTENT)), CONTENT[:-1] + bytes([CONTENT[-1] ^ 1])],
-    ids=["empty", "short", "long", "zeros", "one bit"],
-)
-def test_a_damaged_shard_is_fetched_again(tmp_path: Path, damage: bytes) -> None:
-    source = Source()
-    read(tmp_path, source)
-    shard_in(tmp_path).write_bytes(damage)
-    assert [read(tmp_path, source) for _ in range(2)] == [CONTENT, CONTENT]
-    assert source.fetches == 2
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="the time of the last change is not kept there")
-def test_a_damaged_shard_whose_time_was_set_back_is_fetched_again(tmp_path: Path) -> None:
-    source = Source()
-    read(tmp_path, source)
-    path = shard_in(tmp_path)
+def set_back(path: Path) -> None:
+    """Zeros, and the time of the last change is as before."""
     path.write_bytes(bytes(len(CONTENT)))
     changed = path.stat().st_ctime_ns
     while path.stat().st_ctime_ns == changed:  # until the file system's clock ticks
         os.utime(path, (cache_module.SEALED_MTIME, cache_module.SEALED_MTIME))
+
+
+def holding(content: bytes | str) -> Callable[[Path], Any]:
+    return lambda path: path.write_bytes(content) if isinstance(content, bytes) else path.write_text(content)
+
+
+DAMAGE: dict[str, tuple[str, Callable[[Path], Any]]] = {
+    "empty": (".shard", holding(b"")),
+    "short": (".shard", holding(CONTENT[:-1])),
+    "long": (".shard", holding(CONTENT + b"x")),
+    "zeros": (".shard", holding(bytes(len(CONTENT)))),
+    "one bit": (".shard", holding(CONTENT[:-1] + bytes([CONTENT[-1] ^ 1]))),
+    "the time set back": (".shard", set_back),
+    "no checksum": (".sum", Path.unlink),
+    **{f"checksum {text!r}": (".sum", holding(text)) for text in ("", "nonsense", "00000000 1", "00000000 1 2 3")},
+    **{f"checksum {text!r}": (".sum", holding(text)) for text in ("zz 1 2", "\0" * 13)},
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_shard_is_fetched_again(tmp_path: Path, damage: str) -> None:
+    if sys.platform == "win32" and damage == "the time set back":
+        pytest.skip("the time of the last change is not kept there")
+    source, (suffix, change) = Source(), DAMAGE[damage]
+    read(tmp_path, source)
+    [path] = tmp_path.glob(f"*{suffix}")
+    change(path)
     assert [read(tmp_path, source) for _ in range(2)] == [CONTENT, CONTENT]
     assert source.fetches == 2
+
+
+@pytest.mark.slow
+def test_mutants_of_a_shard_are_never_read(tmp_path: Path) -> None:
+    source = Source()
+    read(tmp_path, source)
+    for seed in range(2100):
+        told, mutant = damaged(CONTENT, seed)
+        fetches = source.fetches
+        shard_in(tmp_path).write_bytes(mutant)
+        assert read(tmp_path, source) == CONTENT, (seed, told)
+        assert source.fetches - fetches == (mutant != CONTENT), (seed, told)
+
+
+@pytest.fixture
+def in_memory(tmp_path: Path) -> Iterator[tuple[ShardDataset, ShardCache]]:
+    """A shard of twenty samples in fsspec's memory, with a cache; sample 0 was read."""
+    store = fsspec.filesystem("memory")
+    store.pipe_file("/damaged/a.tar", tar({f"{i}.txt": str(i).encode() * 100 for i in range(20)}))
+    cache = ShardCache(tmp_path / "cache", "1 MB")
+    dataset = ShardDataset("memory://damaged/a.tar", cache=cache)
+    assert dataset[0]["txt"] == b"0" * 100
+    yield dataset, cache
+    dataset.close()
+    store.rm("/damaged", recursive=True)
 
 
 def zeros(path: Path) -> None:
@@ -102,66 +134,20 @@ def half(path: Path) -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="what is open cannot be deleted there")
 @pytest.mark.parametrize("damage", [zeros, half, os.unlink])
 def test_a_shard_that_is_damaged_while_it_is_open_is_fetched_again(
-    tmp_path: Path, damage: Callable[[Path], None]
+    in_memory: tuple[ShardDataset, ShardCache], damage: Callable[[Path], None]
 ) -> None:
-    values = {f"{i:04}.txt": str(i).encode() * 100 for i in range(20)}
-    write_tar(tmp_path / "a.tar", values)
-    store = fsspec.filesystem("memory")
-    store.pipe_file("/damaged/a.tar", (tmp_path / "a.tar").read_bytes())
-    cache = ShardCache(tmp_path / "cache", "1 MB")
-    dataset = ShardDataset("memory://damaged/a.tar", cache=cache)
-    assert dataset[0]["txt"] == values["0000.txt"]
-    damage(shard_in(tmp_path / "cache"))
-    assert [sample["txt"] for sample in dataset] == [*values.values()]
+    dataset, cache = in_memory
+    damage(shard_in(cache.folder))
+    assert [sample["txt"] for sample in dataset] == [str(i).encode() * 100 for i in range(20)]
     assert cache.fetched == 1 + (damage is not os.unlink)  # what was deleted can be read while it is open
-    store.rm("/damaged", recursive=True)
 
 
 def test_a_shard_that_is_written_to_again_and_again_is_an_error_that_names_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    in_memory: tuple[ShardDataset, ShardCache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_tar(tmp_path / "a.tar", {"0.txt": b"0"})
-    store = fsspec.filesystem("memory")
-    store.pipe_file("/damaged/a.tar", (tmp_path / "a.tar").read_bytes())
-    dataset = ShardDataset("memory://damaged/a.tar", cache=ShardCache(tmp_path / "cache", "1 MB"))
     monkeypatch.setattr(LocalFile, "is_touched", lambda file: True)
     with pytest.raises(ShardError, match=r"a\.tar .*is written to again and again"):
-        dataset[0]
-    store.rm("/damaged", recursive=True)
-
-
-@pytest.mark.parametrize("text", [None, "", "nonsense", "00000000 1", "00000000 1 2 3", "zz 1 2", "\0" * 13])
-def test_a_shard_without_its_checksum_is_fetched_again(tmp_path: Path, text: str | None) -> None:
-    source = Source()
-    read(tmp_path, source)
-    beside = cache_module.checksum_path(shard_in(tmp_path))
-    if text is None:
-        beside.unlink()
-    else:
-        beside.write_text(text)
-    assert [read(tmp_path, source) for _ in range(2)] == [CONTENT, CONTENT]
-    assert source.fetches == 2
-
-
-def assert_healed(folder: Path, seeds: Iterable[int]) -> None:
-    source = Source()
-    read(folder, source)
-    for seed in seeds:
-        told, mutant = damaged(CONTENT, seed)
-        fetches = source.fetches
-        shard_in(folder).write_bytes(mutant)
-        assert read(folder, source) == CONTENT, (seed, told)
-        assert source.fetches - fetches == (mutant != CONTENT), (seed, told)
-
-
-@pytest.mark.slow
-def test_mutants_of_a_shard_are_never_read(tmp_path: Path) -> None:
-    assert_healed(tmp_path, range(100))
-
-
-@pytest.mark.slow
-def test_many_mutants_of_a_shard_are_never_read(tmp_path: Path) -> None:
-    assert_healed(tmp_path, range(100, 2100))
+        in_memory[0][0]
 
 
 def test_a_file_system_that_keeps_no_times_compares_the_checksum_each_time(
@@ -186,40 +172,35 @@ def test_the_disk_has_a_shard_before_it_gets_its_name(tmp_path: Path, monkeypatc
     assert calls == ["sync", "rename"]
 
 
-# -- what may not be deleted -------------------------------------------------------------------------------------------
-
-
-def test_a_file_that_may_not_be_deleted_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    foreign = tmp_path / f"{'0' * 40}-9000.shard"
-    foreign.write_bytes(bytes(9000))
+@pytest.fixture
+def undeletable(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Files that may not be deleted."""
+    found: list[Path] = []
     unlink = Path.unlink
 
     def refused(self: Path, missing_ok: bool = False) -> None:
-        if self == foreign:
+        if self in found:
             raise PermissionError(1, "Operation not permitted", str(self))
         unlink(self, missing_ok)
 
     monkeypatch.setattr(Path, "unlink", refused)
     monkeypatch.setattr(cache_module, "DELETE_SECONDS", 0.0)
+    return found
+
+
+def test_a_file_that_may_not_be_deleted_is_named(tmp_path: Path, undeletable: list[Path]) -> None:
+    foreign = tmp_path / f"{'0' * 40}-9000.shard"
+    foreign.write_bytes(bytes(9000))
+    undeletable.append(foreign)
     with pytest.raises(ShardError, match=rf"1\.tar has no room .*{foreign.name} cannot be deleted.*not p"):
         read(tmp_path, Source(), 11_000)
     assert read(tmp_path, Source(), 15_000) == CONTENT  # there is room beside it
 
 
-def test_another_shard_goes_in_place_of_one_that_may_not_be_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_shard_goes_in_place_of_one_that_may_not_be_deleted(tmp_path: Path, undeletable: list[Path]) -> None:
     read(tmp_path, Source())
-    first = shard_in(tmp_path)
+    undeletable.append(shard_in(tmp_path))
     read(tmp_path, Source(), url="s3://b/2.tar")
-    unlink = Path.unlink
-
-    def refused(self: Path, missing_ok: bool = False) -> None:
-        if self == first:
-            raise PermissionError(1, "Operation not permitted", str(self))
-        unlink(self, missing_ok)
-
-    monkeypatch.setattr(Path, "unlink", refused)
     assert read(tmp_path, Source(), 11_000, "s3://b/3.tar") == CONTENT
     source = Source()
     assert read(tmp_path, source, 11_000) == CONTENT and source.fetches == 0  # it is still there, and sound
@@ -228,14 +209,11 @@ def test_another_shard_goes_in_place_of_one_that_may_not_be_deleted(
 @pytest.mark.parametrize("suffix", [".shard", ".part", ".sum"])
 def test_a_folder_in_a_place_of_the_cache_is_named(tmp_path: Path, suffix: str) -> None:
     cache = ShardCache(tmp_path, "20 kB")
-    path = cache._path(URL, STAT).with_suffix(suffix)
+    path = place_of(cache, URL, STAT).with_suffix(suffix)
     path.mkdir()
     with pytest.raises(ShardError, match=rf"1\.tar: .*{path.name}"):
         read(tmp_path, Source())
     assert path.is_dir()
-
-
-# -- what others delete ------------------------------------------------------------------------------------------------
 
 
 def test_a_folder_that_was_deleted_is_made_again(tmp_path: Path) -> None:
@@ -251,23 +229,20 @@ def test_a_folder_that_was_deleted_is_made_again(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="what is open cannot be deleted there")
 @pytest.mark.parametrize("what", ["", "locks"], ids=["all", "locks"])
 def test_a_folder_that_is_deleted_while_a_shard_is_fetched(tmp_path: Path, what: str) -> None:
-    folder = tmp_path / "cache"
-    assert read(folder, Source(lambda: shutil.rmtree(folder / what))) == CONTENT
+    """Without locks two may fetch it: it is whole all the same."""
+    folder, other = tmp_path / "cache", Source()
+
+    def delete() -> None:
+        shutil.rmtree(folder / what)
+        if what:
+            thread = threading.Thread(target=read, args=(folder, other))
+            thread.start()
+            thread.join()
+
+    source = Source(delete)
+    assert read(folder, source) == CONTENT
+    assert (source.fetches, other.fetches) == ((1, 1) if what else (2, 0))
     assert [path.suffix for path in sorted(folder.glob("*-*"))] == [".shard", ".sum"]
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="what is open cannot be deleted there")
-def test_a_shard_that_two_fetch_for_want_of_locks_is_whole(tmp_path: Path) -> None:
-    other = Source()
-
-    def without_locks() -> None:
-        shutil.rmtree(tmp_path / "locks")
-        thread = threading.Thread(target=read, args=(tmp_path, other))
-        thread.start()
-        thread.join()
-
-    source = Source(without_locks)
-    assert read(tmp_path, source) == CONTENT and (source.fetches, other.fetches) == (1, 1)
 
 
 def test_a_folder_that_cannot_be_made_again_is_named(tmp_path: Path) -> None:
@@ -289,14 +264,3 @@ def test_a_folder_that_is_deleted_again_and_again_is_named(tmp_path: Path) -> No
 
     with pytest.raises(ShardError, match=r"1\.tar was deleted from .*cache at once.*no other program cleans"):
         ShardCache(folder, "20 kB").open(URL, STAT, fetch)
-
-
-def test_shards_go_when_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read(tmp_path, Source())
-    full = types.SimpleNamespace(total=9000, free=4000)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
-    assert read(tmp_path, Source(), url="s3://b/2.tar") == CONTENT
-    assert ShardCache(tmp_path, "20 kB").used_bytes == len(CONTENT)
-    full.total = 0  # the system does not know
-    assert read(tmp_path, Source()) == CONTENT
-    assert ShardCache(tmp_path, "20 kB").used_bytes == 2 * len(CONTENT)

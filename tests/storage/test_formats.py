@@ -29,9 +29,6 @@ def test_the_format_is_that_of_the_names_or_the_one_that_was_given() -> None:
         format_of("zip", ["a.zip"])
 
 
-# -- Files that list shards --------------------------------------------------------------------------------------------
-
-
 def test_names_lie_beside_the_list_and_urls_where_they_say() -> None:
     listed = json.dumps(["a.tar", "more/b.tar", "gs://other/c.tar"]).encode()
     trust = {"gs://other": dict[str, Any]()}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import io
 import random
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 from served import Served, serving
-from shards import write_tar
+from shards import closed, tar  # noqa: F401
 
 from sharded_loader import ShardCache, ShardDataset
 from sharded_loader.storage import stores
@@ -46,13 +45,17 @@ def replace(served: Served) -> None:
         served.modified = SECOND
 
 
+def known(served: Served) -> tuple[ObjectStore, str, Stat]:
+    """A store, and the file and its version as it has seen it."""
+    store, url = ObjectStore(), f"{served.url}/a.bin"
+    return store, url, store.stat(url)
+
+
 def fetched(store: ObjectStore, url: str, stat: Stat) -> bytes:
     file = io.BytesIO()
     store.fetch(url, file, stat)
     return file.getvalue()
 
-
-# -- versions ----------------------------------------------------------------------------------------------------------
 
 TAGS = [("first", None), (None, FIRST), ("first", FIRST)]
 
@@ -60,8 +63,7 @@ TAGS = [("first", None), (None, FIRST), ("first", FIRST)]
 @pytest.mark.parametrize(("tag", "modified"), TAGS, ids=["ETag", "Last-Modified", "both"])
 def test_no_part_of_another_version_is_read(served: Served, tag: str | None, modified: str | None) -> None:
     served.tag, served.modified = tag, modified
-    store, url = ObjectStore(), f"{served.url}/a.bin"
-    stat = store.stat(url)
+    store, url, stat = known(served)
     assert store.ranges(url, [10], [20], stat) == [OLD[10:20]]
     replace(served)
     asked = len(served.asked)
@@ -80,8 +82,7 @@ def test_a_file_that_is_replaced_while_it_is_fetched(
     served: Served, tag: str | None, modified: str | None, number: int
 ) -> None:
     served.tag, served.modified = tag, modified
-    store, url = ObjectStore(), f"{served.url}/a.bin"
-    stat = store.stat(url)
+    store, url, stat = known(served)
     assert fetched(store, url, stat) == OLD
     done = len(served.asked) + number
     served.after = lambda: replace(served) if len(served.asked) >= done and served.files["/a.bin"] == OLD else None
@@ -90,8 +91,7 @@ def test_a_file_that_is_replaced_while_it_is_fetched(
 
 
 def test_a_server_whose_answers_have_no_tag_is_asked_once_more_at_the_end(served: Served) -> None:
-    store, url = ObjectStore(), f"{served.url}/a.bin"
-    stat = store.stat(url)
+    store, url, stat = known(served)
 
     def silent(status: int, content: bytes, part: str | None) -> tuple[int, bytes, str | None]:
         served.tag = None  # for this answer
@@ -138,8 +138,7 @@ def test_a_file_system_that_leaves_out_the_time_is_asked_again(served: Served, m
 
     monkeypatch.setattr(HTTPFileSystem, "_info", older)
     served.tag, served.modified = None, FIRST
-    store, url = ObjectStore(), f"{served.url}/a.bin"
-    stat = store.stat(url)
+    store, url, stat = known(served)
     assert stat == Stat(len(OLD), f"lastmodified {FIRST}") and store.ranges(url, [10], [20], stat) == [OLD[10:20]]
 
 
@@ -154,9 +153,8 @@ def test_a_commit_of_hugging_face_is_not_asked_again(monkeypatch: pytest.MonkeyP
     assert len(asked) == 1
 
 
-def tar_of(folder: Path, texts: list[bytes]) -> bytes:
-    write_tar(folder / "x.tar", {f"{number}.txt": text for number, text in enumerate(texts)})
-    return (folder / "x.tar").read_bytes()
+def tar_of(texts: list[bytes]) -> bytes:
+    return tar({f"{number}.txt": text for number, text in enumerate(texts)})
 
 
 @pytest.mark.parametrize(("tag", "modified"), [*TAGS, (None, None)], ids=["ETag", "Last-Modified", "both", "neither"])
@@ -167,7 +165,7 @@ def test_a_later_dataset_reads_the_later_version(
     served.tag, served.modified = tag, modified
     cache = ShardCache(tmp_path / "cache", "1 MB") if is_cached else None
     for texts in ([b"a" * 700, b"b" * 10], [b"x" * 10, b"y" * 700]):
-        served.files = {"/a.tar": tar_of(tmp_path, texts)}
+        served.files = {"/a.tar": tar_of(texts)}
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             dataset = ShardDataset(f"{served.url}/a.tar", cache=cache, index_folder=tmp_path / "indexes")
@@ -184,95 +182,76 @@ def test_a_later_dataset_reads_the_later_version(
 def test_a_dataset_does_not_read_the_later_version_by_the_earlier_index(
     served: Served, tmp_path: Path, is_cached: bool
 ) -> None:
-    served.files = {"/a.tar": tar_of(tmp_path, [b"a" * 700, b"b" * 10])}
+    served.files = {"/a.tar": tar_of([b"a" * 700, b"b" * 10])}
     cache = ShardCache(tmp_path / "cache", "1 MB") if is_cached else None
     dataset = ShardDataset(f"{served.url}/a.tar", cache=cache, index_folder=tmp_path / "indexes")
     assert len(dataset) == 2
     if cache is not None:
         for path in cache.folder.glob("*.shard"):
             path.unlink()
-    served.files, served.tag = {"/a.tar": tar_of(tmp_path, [b"x" * 10, b"y" * 700])}, "second"
+    served.files, served.tag = {"/a.tar": tar_of([b"x" * 10, b"y" * 700])}, "second"
     with pytest.raises(ShardError, match=r"a\.tar has changed since the dataset was made"):
         dataset[0]
-    dataset.close()
 
 
-@pytest.mark.parametrize(
-    ("info", "tag"),
-    [
-        ({"ETag": '"abc"', "LastModified": "x"}, "abc"),  # s3fs
-        ({"ETag": "", "LastModified": datetime.fromtimestamp(5, timezone.utc)}, "lastmodified 5.0"),
-        ({"etag": 'W/"abc"', "last_modified": "x"}, "abc"),  # adlfs
-        ({"generation": "17", "updated": "x"}, "generation 17"),  # gcsfs
-        ({"blob_id": "f00", "lfs": None, "xet_hash": None, "last_commit": None}, "blobid f00"),  # Hugging Face
-        ({"xet_hash": "f00", "blob_id": None}, "xethash f00"),
-        ({"mtime": 0}, "mtime 0"),
-        ({"modify": "2015"}, "modify 2015"),  # ftp
-        ({"size": 5, "type": "file"}, ""),
-    ],
-)
-def test_file_systems_have_their_own_names_for_tags(info: dict[str, Any], tag: str) -> None:
-    assert tag_of(info) == tag
+TAGGED: list[tuple[dict[str, Any], str]] = [
+    ({"ETag": '"abc"', "LastModified": "x"}, "abc"),  # s3fs
+    ({"ETag": "", "LastModified": datetime.fromtimestamp(5, timezone.utc)}, "lastmodified 5.0"),
+    ({"etag": 'W/"abc"', "last_modified": "x"}, "abc"),  # adlfs
+    ({"generation": "17", "updated": "x"}, "generation 17"),  # gcsfs
+    ({"blob_id": "f00", "lfs": None, "xet_hash": None, "last_commit": None}, "blobid f00"),  # Hugging Face
+    ({"xet_hash": "f00", "blob_id": None}, "xethash f00"),
+    ({"mtime": 0}, "mtime 0"),
+    ({"modify": "2015"}, "modify 2015"),  # ftp
+    ({"size": 5, "type": "file"}, ""),
+]
 
 
-def test_a_time_is_not_compared_with_an_etag() -> None:
+def test_file_systems_have_their_own_names_for_tags() -> None:
+    assert [tag_of(info) for info, _ in TAGGED] == [tag for _, tag in TAGGED]
     assert is_same("lastmodified 1", "lastmodified 2") is False and is_same("abc", "lastmodified 2") is None
-
-
-def test_a_warning_names_the_first_shard_without_a_tag() -> None:
     found = {"http://h/a.tar": Stat(1, ""), "http://h/b.tar": Stat(1, "x"), "http://h/c.tar?key=s": Stat(1, "")}
     with pytest.warns(UserWarning, match=r"http://h/a\.tar \(and of 1 more shards\)"):
         first, second, third = with_tags(found)
     assert second == Stat(1, "x") and first.tag != third.tag != ""
 
 
-# -- servers that lie --------------------------------------------------------------------------------------------------
-
-Answer = tuple[int, bytes, "str | None"]
-
-
-LIES: dict[str, tuple[Callable[[int, bytes, str | None], Answer], str]] = {
-    "other bytes": (lambda status, content, part: (206, content, "0-9/500000"), "asked for.*says that it sends"),
-    "no Content-Range": (lambda status, content, part: (206, content, None), "asked for.*says that it sends"),
-    "nonsense in Content-Range": (lambda status, content, part: (206, content, "x"), "asked for.*says that it sends"),
-    "more in Content-Range": (
-        lambda status, content, part: (206, OLD[100:], "100-499999/500000"),
-        "says that it sends",
-    ),
-    "another size": (lambda status, content, part: (206, content, "100-109/9"), "has changed.*had 500,000"),
-    "a page of an error": (lambda status, content, part: (200, b"<html>" * 90, None), "540 bytes came for the whole"),
-    "a short body": (lambda status, content, part: (206, content[:5], part), "5 bytes came where 10 were asked for"),
-    "no body": (lambda status, content, part: (206, b"", part), "0 bytes came where 10 were asked for"),
-    "nothing to send": (lambda status, content, part: (204, b"", None), "0 bytes came where 10 were asked for"),
-    "no such range": (lambda status, content, part: (416, b"", None), "has changed.*HTTP 416"),
-    "bad request": (lambda status, content, part: (400, b"", None), "400"),
+LIES: dict[str, tuple[Callable[[int, bytes, str | None], tuple[int, bytes, str | None]], str]] = {
+    "other bytes": (lambda _, content, part: (206, content, "0-9/500000"), "asked for.*says that it sends"),
+    "no Content-Range": (lambda _, content, part: (206, content, None), "asked for.*says that it sends"),
+    "nonsense in Content-Range": (lambda _, content, part: (206, content, "x"), "asked for.*says that it sends"),
+    "more in Content-Range": (lambda _, content, part: (206, OLD[100:], "100-499999/500000"), "says that it sends"),
+    "another size": (lambda _, content, part: (206, content, "100-109/9"), "has changed.*had 500,000"),
+    "a page of an error": (lambda _, content, part: (200, b"<html>" * 90, None), "540 bytes came for the whole"),
+    "a short body": (lambda _, content, part: (206, content[:5], part), "5 bytes came where 10 were asked for"),
+    "no body": (lambda _, content, part: (206, b"", part), "0 bytes came where 10 were asked for"),
+    "nothing to send": (lambda _, content, part: (204, b"", None), "0 bytes came where 10 were asked for"),
+    "no such range": (lambda _, content, part: (416, b"", None), "has changed.*HTTP 416"),
+    "bad request": (lambda _, content, part: (400, b"", None), "400"),
 }
+ONCE = ("other bytes", "no Content-Range", "a page of an error", "a short body", "no body")
+"""Those after which the server is asked again."""
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_server_that_lies_is_named(served: Served, monkeypatch: pytest.MonkeyPatch, lie: str) -> None:
+def test_a_server_that_lies_is_asked_again_and_named(served: Served, monkeypatch: pytest.MonkeyPatch, lie: str) -> None:
+    store, url, stat = known(served)
+    lying, message = LIES[lie]
+    if lie in ONCE:
+        left = [1]
+        served.lie = lambda *answer: lying(*answer) if left and left.pop() else answer
+        assert store.ranges(url, [100], [110], stat) == [OLD[100:110]] and store.retries == 1
     monkeypatch.setattr(stores, "TRIES", 2)
-    store, url = ObjectStore(), f"{served.url}/a.bin"
-    stat = store.stat(url)
-    served.lie, message = LIES[lie]
+    served.lie = lying
     with pytest.raises(ShardError, match=rf"a\.bin.*{message}"):
         store.ranges(url, [100], [110], stat)
     served.lie = None
     assert store.ranges(url, [100], [110], stat) == [OLD[100:110]]
 
 
-@pytest.mark.parametrize("lie", ["other bytes", "no Content-Range", "a page of an error", "a short body", "no body"])
-def test_a_server_that_lies_once_is_asked_again(served: Served, lie: str) -> None:
-    store, url, left = ObjectStore(), f"{served.url}/a.bin", [1]
-    stat = store.stat(url)
-    served.lie = lambda *answer: LIES[lie][0](*answer) if left and left.pop() else answer
-    assert store.ranges(url, [100], [110], stat) == [OLD[100:110]] and store.retries == 1
-
-
 def test_a_server_that_ignores_ranges_sends_the_right_bytes(served: Served) -> None:
     served.knows_parts = False
-    store, url = ObjectStore(), f"{served.url}/a.bin"
-    stat = store.stat(url)
+    store, url, stat = known(served)
     assert fetched(store, url, stat) == OLD
     assert store.ranges(url, [100], [110], stat) == [OLD[100:110]]
     served.files["/a.bin"] += b"longer"
@@ -283,8 +262,7 @@ def test_a_server_that_ignores_ranges_sends_the_right_bytes(served: Served) -> N
 @pytest.mark.parametrize("status", [200, 206])
 def test_compressed_answers_are_refused(served: Served, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
     monkeypatch.setattr(stores, "TRIES", 2)
-    store, url = ObjectStore(), f"{served.url}/a.bin"
-    stat = store.stat(url)
+    store, url, stat = known(served)
     served.lie = lambda _, content, part: (status, gzip.compress(content), part if status == 206 else None)
     served.headers = {"Content_Encoding": "gzip"}
     with pytest.raises(ShardError, match=r"a\.bin: the server sends it compressed \(Content-Encoding: gzip\)"):
@@ -313,7 +291,7 @@ def test_a_server_that_trickles_is_given_up(served: Served, monkeypatch: pytest.
 def test_a_server_that_asks_for_a_pause_gets_it(served: Served, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
     pauses: list[float] = []
     # Not of the module itself: threads of other tests may sleep too.
-    monkeypatch.setattr(stores, "time", SimpleNamespace(sleep=pauses.append, time=time.time))
+    monkeypatch.setattr(stores, "time", SimpleNamespace(sleep=pauses.append))
     store, url = ObjectStore(), f"{served.url}/a.bin"
     for said, least, most in (("7", 7, 7), ("9999", 60, 60), ("soon", 0, 0.2), ("-5", 0, 0.2)):
         served.fail, served.status, served.headers = 1, status, {"Retry_After": said}
@@ -338,43 +316,3 @@ def test_a_list_of_a_web_server_says_no_sizes(served: Served) -> None:
     served.headers = {"Content_Type": "text/html"}
     found = ObjectStore().find(f"{served.url}/*.bin")
     assert list(found.values()) == [Stat(len(OLD), "first"), Stat(3, "first")]
-
-
-def read_among_lies(served: Served, seed: int) -> str:
-    """Read while the server lies and replaces the file, by chance: what came of it."""
-    chance = random.Random(seed)
-    served.files, served.tag, served.modified, served.lie = {"/a.bin": OLD}, "first", FIRST, None
-    store, url = ObjectStore(), f"{served.url}/a.bin"
-    stat, often, swaps = store.stat(url), chance.choice([0.1, 0.5, 0.9]), chance.choice([0, 0.1])
-
-    def lie(status: int, content: bytes, part: str | None) -> tuple[int, bytes, str | None]:
-        with served.lock:
-            if chance.random() < swaps:
-                replace(served)
-            return (
-                LIES[chance.choice(list(LIES))][0](status, content, part)
-                if chance.random() < often
-                else (status, content, part)
-            )
-
-    served.lie = lie
-    try:
-        if seed % 2:
-            assert fetched(store, url, stat) == OLD
-        else:
-            begins = sorted(chance.sample(range(400_000), 4))
-            ends = [begin + chance.randrange(1, 1000) for begin in begins]
-            assert store.ranges(url, begins, ends, stat) == [OLD[a:b] for a, b in zip(begins, ends, strict=True)]
-    except ShardError as error:
-        assert "a.bin" in str(error)
-        return "refused"
-    finally:
-        store.close()
-    return "right"
-
-
-@pytest.mark.slow
-def test_among_lies_bytes_are_right_or_the_file_is_named(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "PAUSE", 0.001)
-    found = {read_among_lies(served, seed) for seed in range(200)}
-    assert found == {"right", "refused"}

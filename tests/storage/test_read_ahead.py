@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import random
-import shutil
-import sys
 import threading
-import time
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from served import Served, serving
-from shards import write_tar
+from shards import closed, number, place_of, tar_of_numbers  # noqa: F401
 
 from sharded_loader import (
     ProcessPool,
@@ -33,12 +30,10 @@ from sharded_loader.storage.read_ahead import ReadAhead
 from sharded_loader.storage.stores import ObjectStore
 
 
-def until(true: Callable[[], bool], seconds: float = 120.0) -> None:
+def until(true: Callable[[], bool]) -> None:
     """Wait for something that other threads do."""
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.005)
+    pause = threading.Event()
+    assert any(true() or pause.wait(0.005) for _ in range(20_000))
 
 
 class Walk:
@@ -80,6 +75,10 @@ class Walk:
         self.said.append((int(url), again))
 
 
+def plan(ahead: ReadAhead) -> Any:
+    return ahead._plan
+
+
 def pretended(cache: Any, count: int) -> Any:
     """Shards of one byte each. The URL of a shard is its number."""
     urls, stats = list(map(str, range(count))), [Stat(1, str(shard)) for shard in range(count)]
@@ -99,45 +98,42 @@ def test_it_goes_as_far_as_there_is_room() -> None:
     walk.ahead.stop()
 
 
+class Slow(Walk):
+    """Shards come when they are let; which of them were asked for."""
+
+    def __init__(self, batches: list[list[int]], at_once: Sequence[str] = ()) -> None:
+        self.asked, self.come, self.at_once = list[int](), threading.Event(), at_once
+        super().__init__(batches, room=9)
+
+    def prepare(self, url: str, stat: Stat, fetch: object, is_needed: Callable[[], bool]) -> None:
+        self.asked.append(int(url))
+        assert url in self.at_once or self.come.wait(60)
+        super().prepare(url, stat, fetch, is_needed)
+
+
 @pytest.mark.parametrize("by", ["read ahead", "a worker"])
 def test_no_other_shard_is_asked_for_until_the_first_batch_has_its_shards(by: str) -> None:
-    asked, come = [], threading.Event()
-
-    class Slow(Walk):
-        def prepare(self, url: str, stat: Stat, fetch: object, is_needed: Callable[[], bool]) -> None:
-            asked.append(int(url))
-            assert come.wait(60)
-            super().prepare(url, stat, fetch, is_needed)
-
-    walk = Slow([[0, 1], [2], [3]], room=9)
-    until(lambda: len(walk.ahead._plan.looked) == 2 and len(asked) == 2)
-    assert sorted(asked) == [0, 1]
+    walk = Slow([[0, 1], [2], [3]])
+    until(lambda: len(walk.asked) == 2 and walk.looks > 2)
+    assert sorted(walk.asked) == [0, 1]
     if by == "a worker":
         walk.position = 1
     else:
-        come.set()
-    until(lambda: sorted(asked) == [0, 1, 2, 3])
-    come.set()
+        walk.come.set()
+    until(lambda: sorted(walk.asked) == [0, 1, 2, 3])
+    walk.come.set()
     walk.ahead.stop()
 
 
 def test_few_shards_are_asked_for_until_the_user_has_the_first_batch() -> None:
-    asked, come = [], threading.Event()
-
-    class Slow(Walk):
-        def prepare(self, url: str, stat: Stat, fetch: object, is_needed: Callable[[], bool]) -> None:
-            asked.append(int(url))
-            assert url == "0" or come.wait(60)
-            super().prepare(url, stat, fetch, is_needed)
-
-    walk = Slow([[number] for number in range(6)], room=9)
-    until(lambda: len(asked) == 1 + read_ahead.EARLY_DOWNLOADS)
+    walk = Slow([[number] for number in range(6)], at_once="0")
+    until(lambda: len(walk.asked) == 1 + read_ahead.EARLY_DOWNLOADS)
     looks = walk.looks
     until(lambda: walk.looks > looks + 2)
-    assert sorted(asked) == [0, 1, 2]
+    assert sorted(walk.asked) == [0, 1, 2]
     walk.position = 1
-    until(lambda: sorted(asked) == [0, 1, 2, 3, 4, 5])
-    come.set()
+    until(lambda: sorted(walk.asked) == [0, 1, 2, 3, 4, 5])
+    walk.come.set()
     walk.ahead.stop()
 
 
@@ -186,7 +182,7 @@ def test_the_next_epoch_is_not_looked_at_if_the_cache_has_room_for_all_shards() 
     needs = lambda number: [number] if number < 3 else None  # noqa: E731
     ahead = ReadAhead(pretended(cache, 3), needs, lambda: 0, asked.append)
     ahead.start()
-    until(lambda: ahead._plan.end == 3 and len(ahead._plan.window) == 3)
+    until(lambda: plan(ahead).end == 3 and len(plan(ahead).window) == 3)
     ahead.stop()
     assert asked == [] and ahead.error is None
 
@@ -197,12 +193,12 @@ def test_an_order_that_returns_to_shards_that_had_to_go_is_told_once() -> None:
     with pytest.warns(UserWarning, match="it needs 5 bytes of shards at once, and the cache has no more") as told:
         walk = Walk(batches, room=3)
         for walk.position in range(290):
-            until(lambda: batches[walk.position or 0][0] in walk.ahead._plan.needed)
+            until(lambda: batches[walk.position or 0][0] in plan(walk.ahead).needed)
         walk.ahead.stop()
     assert len(told) == 1
     walk = Walk([[number // 50] for number in range(300)], room=3)
     for walk.position in range(290):
-        until(lambda: (walk.position or 0) // 50 in walk.ahead._plan.needed)
+        until(lambda: (walk.position or 0) // 50 in plan(walk.ahead).needed)
     walk.ahead.stop()
     assert walk.ahead.error is None
 
@@ -210,17 +206,17 @@ def test_an_order_that_returns_to_shards_that_had_to_go_is_told_once() -> None:
 def optimum(batches: list[list[int]], room: int) -> int:
     """How many shards the best rule fetches: the shard goes that is needed last."""
     uses: dict[int, list[int]] = {}
-    for number, shards in enumerate(batches):
+    for place, shards in enumerate(batches):
         for shard in shards:
-            uses.setdefault(shard, []).append(number)
+            uses.setdefault(shard, []).append(place)
     there: set[int] = set()
     fetched = 0
-    for number, shards in enumerate(batches):
+    for place, shards in enumerate(batches):
         for shard in shards:
             if shard not in there:
                 fetched += 1
                 if len(there) == room:
-                    after = {one: next((use for use in uses[one] if use >= number), 10**9) for one in there}
+                    after = {one: next((use for use in uses[one] if use >= place), 10**9) for one in there}
                     there.remove(max(after, key=after.__getitem__))
                 there.add(shard)
     return fetched
@@ -253,7 +249,7 @@ def test_a_cache_fetches_about_as_little_as_the_best_rule(
         )
         ahead.start()
         for position, needed in enumerate(epochs[epoch]):  # noqa: B007
-            until(lambda needed=needed: all(cache._path(str(one), Stat(1, str(one))).exists() for one in needed))  # type: ignore[misc]
+            until(lambda needed=needed: all(place_of(cache, str(one), Stat(1, str(one))).exists() for one in needed))  # type: ignore[misc]
         ahead.stop()
         assert ahead.error is None
     best = optimum([batch for epoch in epochs[:4] for batch in epoch], room)
@@ -284,12 +280,10 @@ SHARDS, LENGTH = 12, 20
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[Served]:
+def served() -> Iterator[Served]:
     with serving() as found:
         for shard in range(SHARDS):
-            numbers = range(shard * LENGTH, (shard + 1) * LENGTH)
-            write_tar(tmp_path / "x.tar", {f"{i}.txt": str(i).encode() for i in numbers})
-            found.files[f"/{shard:02}.tar"] = (tmp_path / "x.tar").read_bytes()
+            found.files[f"/{shard:02}.tar"] = tar_of_numbers(range(shard * LENGTH, (shard + 1) * LENGTH))
         yield found
 
 
@@ -304,65 +298,44 @@ def make(served: Served, folder: Path, shards: float) -> ShardDataset:
     return ShardDataset(urls, cache=ShardCache(folder / "cache", int(shards * size)), index_folder=folder / "indexes")
 
 
-def number(sample: dict[str, Any]) -> int:
-    return int(sample["txt"])
+def asked(served: Served) -> list[str]:
+    """The shards whose bytes were asked for."""
+    return [path for path, wanted in served.asked if wanted and path.endswith(".tar")]
 
 
-def downloads(served: Served) -> int:
-    return len([path for path, wanted in served.asked if wanted and path.endswith(".tar")])
+def paths(shards: Iterable[int]) -> set[str]:
+    return {f"/{shard:02}.tar" for shard in shards}
 
 
 @pytest.mark.costly
 @pytest.mark.parametrize("method", ["inline", "fork", "spawn"])
 def test_each_shard_is_fetched_once_in_an_epoch(tmp_path: Path, served: Served, method: str) -> None:
-    dataset = make(served, tmp_path, shards=6)
+    dataset = make(served, tmp_path, shards=6.5)  # two windows
     order = ShardShuffleSampler(dataset.lengths, window=3, seed=5)
+    expected = batches_of(order, 0)
+    needed = list(dict.fromkeys(index // LENGTH for batch in expected for index in batch))
     how: dict[str, Any] = {} if method == "inline" else {"pool": ProcessPool(2, start_method=method)}
-
-    def is_there(shard: int) -> bool:
-        return (
-            dataset._shards.cache is not None
-            and dataset._shards.cache._path(dataset._shards.urls[shard], dataset._shards.stats[shard]).exists()
-        )
-
-    def is_up_to_date(batch: int) -> bool:
-        """Steps of training take longer than the thread's pause. Here it may be behind: then a shard may go that a
-        batch needs which nobody has looked at, instead of one that was passed."""
-        ahead = dataset._ahead
-        return (
-            ahead is not None
-            and ahead._plan.end is not None
-            and all(one.number >= batch for one in tuple(ahead._plan.window))
-        )
-
     with ShardedDataLoader(dataset.transform(number), 10, sampler=order, prefetch=2, **how) as loader:
         batches = iter(loader)
-        for number_of_it, expected in enumerate(np.array(list(order.iter_epoch(0))).reshape(-1, 10)):
-            shards = set((expected // LENGTH).tolist())
-            if number_of_it:
-                until(lambda at=number_of_it: is_up_to_date(at))  # type: ignore[misc]
-                until(lambda shards=shards: all(map(is_there, shards)))  # type: ignore[misc]
-            assert next(batches).tolist() == expected.tolist()
+        for place, batch in enumerate(expected):
+            if place:  # steps of training take longer than to look at the next window
+                ahead = paths(needed[: 6 + (place - 1) // 6 * 3])
+                until(lambda ahead=ahead: ahead <= {*asked(served)})  # type: ignore[misc]
+            assert next(batches).tolist() == batch
         del batches
-        assert downloads(served) == SHARDS
-    dataset.close()
+        assert len(asked(served)) == SHARDS
 
 
 def test_shards_are_there_before_they_are_needed(tmp_path: Path, served: Served) -> None:
     dataset = make(served, tmp_path, shards=6.5)
     order = ShardShuffleSampler(dataset.lengths, window=3, seed=5)
-    loader = ShardedDataLoader(dataset.transform(number), 10, sampler=order)
-    batches = iter(loader)
-    next(batches)
-    until(lambda: downloads(served) == 6)  # two windows
-    needed = [index // LENGTH for index in order.iter_epoch(0)]
-    assert {path for path, _ in served.asked if path.endswith(".tar")} == {
-        f"/{shard:02}.tar" for shard in set(needed[: 6 * LENGTH])
-    }
-    del batches
-    until(lambda: dataset._ahead is None or not any(thread.is_alive() for thread in dataset._ahead._threads))
-    loader.close()
-    dataset.close()
+    with ShardedDataLoader(dataset.transform(number), 10, sampler=order) as loader:
+        batches = iter(loader)
+        next(batches)
+        until(lambda: len(asked(served)) == 6)  # two windows
+        needed = [index // LENGTH for index in order.iter_epoch(0)]
+        assert {*asked(served)} == paths(needed[: 6 * LENGTH])
+        del batches
 
 
 def test_a_run_that_goes_on_in_mid_epoch_fetches_what_is_left(tmp_path: Path, served: Served) -> None:
@@ -372,61 +345,21 @@ def test_a_run_that_goes_on_in_mid_epoch_fetches_what_is_left(tmp_path: Path, se
     batches = iter(before)
     for _ in range(18):  # three of four windows
         next(batches)
-    loader = ShardedDataLoader(dataset.transform(number), 10, sampler=order)
-    loader.load_state_dict(before.state_dict())
-    assert len(list(loader)) == 6
-    assert downloads(served) == 3
-    loader.close()
-    dataset.close()
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="an open file cannot be deleted there")
-def test_a_cache_folder_that_vanishes_in_mid_epoch_is_made_again(tmp_path: Path, served: Served) -> None:
-    dataset = make(served, tmp_path, shards=6.5)
-    order = ShardShuffleSampler(dataset.lengths, window=3, seed=5)
     with ShardedDataLoader(dataset.transform(number), 10, sampler=order) as loader:
-        found = []
-        for count, batch in enumerate(loader):
-            found += batch.tolist()
-            if count == 5:
-                shutil.rmtree(tmp_path / "cache", ignore_errors=True)  # a shard may come meanwhile
-        assert found == list(order.iter_epoch(0))
-    assert downloads(served) <= 2 * SHARDS
-    dataset.close()
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="its locks are others")
-def test_two_machines_on_a_folder_whose_locks_each_sees_alone_read_all_samples(
-    tmp_path: Path, served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on some network file systems: a lock keeps nobody else out."""
-    monkeypatch.setattr("fcntl.flock", lambda fd, how: None)
-    datasets = [make(served, tmp_path, shards=6.5) for _ in range(2)]
-    orders = [ShardShuffleSampler(dataset.lengths, window=3, seed=seed) for seed, dataset in enumerate(datasets)]
-    loaders = [
-        ShardedDataLoader(dataset.transform(number), 10, sampler=order)
-        for dataset, order in zip(datasets, orders, strict=True)
-    ]
-    found = np.concatenate([np.stack(batches) for batches in zip(*loaders, strict=True)], axis=1)
-    assert found.tolist() == [list(order.iter_epoch(0)) for order in orders]
-    for loader, dataset in zip(loaders, datasets, strict=True):
-        loader.close()
-        dataset.close()
+        loader.load_state_dict(before.state_dict())
+        assert len(list(loader)) == 6 and len(asked(served)) == 3
 
 
 @pytest.mark.slow
 def test_a_full_shuffle_over_a_small_cache_reads_samples_and_says_so_once(tmp_path: Path, served: Served) -> None:
     dataset = make(served, tmp_path, shards=2)
     order = RandomSampler(SHARDS * LENGTH, seed=1)
-    loader = ShardedDataLoader(dataset.transform(number), 40, sampler=order)
-    with pytest.warns(
-        UserWarning, match=r"a batch needs 1[0-2] shards of .* and the cache .* ShardShuffleSampler"
-    ) as told:
-        assert [i for batch in loader for i in batch.tolist()] == list(order.iter_epoch(0))
+    said = r"a batch needs 1[0-2] shards of .* and the cache .* ShardShuffleSampler"
+    with ShardedDataLoader(dataset.transform(number), 40, sampler=order) as loader:
+        with pytest.warns(UserWarning, match=said) as told:
+            assert [i for batch in loader for i in batch.tolist()] == list(order.iter_epoch(0))
     assert len(told) == 1
-    assert dataset._shards.cache is not None and dataset._shards.cache.fetched == 0
-    loader.close()
-    dataset.close()
+    assert not list((tmp_path / "cache").glob("*.shard"))
 
 
 @pytest.mark.slow
@@ -441,27 +374,23 @@ def test_a_store_that_refuses_a_third_of_all_requests_gives_all_samples(
     with ShardedDataLoader(dataset.transform(number), 10, sampler=order) as loader:
         assert [i for batch in loader for i in batch.tolist()] == list(order.iter_epoch(0))
         assert loader.stats().retries > 0
-    assert downloads(served) == SHARDS + dataset.retries  # a refused request is asked for once more, and no other
-    dataset.close()
+    assert len(asked(served)) == SHARDS + dataset.retries  # a refused request is asked for once more, and no other
 
 
 def test_an_index_that_is_no_sample_is_the_error_of_its_batch(tmp_path: Path, served: Served) -> None:
     dataset = make(served, tmp_path, shards=20)
     order = SequentialSampler(6, start=SHARDS * LENGTH - 3)  # three samples, and three that are none
-    loader = ShardedDataLoader(dataset.transform(number), 3, sampler=order)
-    batches = iter(loader)
-    assert len(next(batches)) == 3
-    with pytest.raises(IndexError, match="240") as error:
-        next(batches)
-    assert "batch 1" in f"{error.value} {getattr(error.value, '__notes__', '')}"
-    backwards = ShardedDataLoader(dataset, 3, sampler=SequentialSampler(6, start=SHARDS * LENGTH))
-    with pytest.raises(IndexError, match="240"):
-        next(iter(backwards))
-    assert list(batches) == []
-    del batches
-    backwards.close()
-    loader.close()
-    dataset.close()
+    with ShardedDataLoader(dataset.transform(number), 3, sampler=order) as loader:
+        batches = iter(loader)
+        assert len(next(batches)) == 3
+        with pytest.raises(IndexError, match="240") as error:
+            next(batches)
+        assert "batch 1" in f"{error.value} {getattr(error.value, '__notes__', '')}"
+        assert list(batches) == []
+        del batches
+    with ShardedDataLoader(dataset, 3, sampler=SequentialSampler(6, start=SHARDS * LENGTH)) as loader:
+        with pytest.raises(IndexError, match="240"):
+            next(iter(loader))
 
 
 @pytest.mark.parametrize(("shards", "kept"), [(20, SHARDS), (5, 0)])
@@ -473,7 +402,6 @@ def test_what_is_fetched_for_the_indexes_is_kept_if_there_is_room(
     cache = ShardCache(tmp_path / "cache", shards * size)
     dataset = ShardDataset(urls, cache=cache)
     assert len(dataset) == SHARDS * LENGTH and cache.fetched == kept
-    dataset.close()
 
 
 # -- with actors of Ray: `make test-ray` -------------------------------------------------------------------------------
@@ -502,7 +430,7 @@ def test_an_actor_fetches_what_others_need_later_and_each_epoch_gets_its_batches
     dataset = make(served, tmp_path, shards=6.5)
     order = ShardShuffleSampler(dataset.lengths, window=3, seed=5)
     first, second, third = (batches_of(order, epoch) for epoch in range(3))
-    two_windows = {f"/{index // LENGTH:02}.tar" for batch in first[:12] for index in batch}
+    two_windows = paths(index // LENGTH for batch in first[:12] for index in batch)
     served.after = lambda: two_windows <= {path for path, _ in served.asked} and (tmp_path / "all").touch()
     pool = RayPool(2, num_cpus=0)
     with ShardedDataLoader(dataset.transform(Waits(tmp_path / "all")), 10, sampler=order, prefetch=2, pool=pool) as one:
@@ -516,4 +444,3 @@ def test_an_actor_fetches_what_others_need_later_and_each_epoch_gets_its_batches
     with ShardedDataLoader(dataset.transform(number), 10, sampler=order, pool=RayPool(2, num_cpus=0)) as other:
         other.load_state_dict(state)
         assert [batch.tolist() for batch in other] == first[6:]
-    dataset.close()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from mutations import Subject, assert_noticed
 from served import serving
-from shards import assert_same_samples, write_mds
+from shards import assert_same_samples, closed, write_mds  # noqa: F401
 
 from sharded_loader import RecordFileDataset
 from sharded_loader.recordio import MXRecordIO
@@ -47,7 +47,6 @@ def test_records_are_those_of_the_file_local_or_remote(tmp_path: Path) -> None:
         served.files["/a.rec"] = path.read_bytes()
         store, url = ObjectStore(), f"{served.url}/a.rec"
         assert read(RemoteFile(store, url, store.stat(url)), rows) == [RECORDS[row] for row in rows]
-        store.close()
 
 
 def test_a_damaged_file_is_named_with_the_offset(tmp_path: Path) -> None:
@@ -69,9 +68,6 @@ def test_a_damaged_file_is_named_with_the_offset(tmp_path: Path) -> None:
     path.write_bytes(b"nonsense" * 9)
     with pytest.raises(ShardError, match=r"a\.rec, offset 0: .*Is it a RecordIO file"):
         read(LocalFile(str(path)), [0])
-
-
-# -- MDS ---------------------------------------------------------------------------------------------------------------
 
 
 def read_mds(path: Path, rows: list[int]) -> list[Any]:
@@ -191,7 +187,6 @@ def mds_subject(folder: Path) -> Subject:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seeds", [range(150), pytest.param(range(1000, 4000), marks=pytest.mark.slow)])
-def test_damage_is_noticed(tmp_path: Path, seeds: range) -> None:
+def test_damage_is_noticed(tmp_path: Path) -> None:
     """Names of columns and bytes inside samples have no checksum."""
-    assert_noticed(mds_subject(tmp_path), seeds, tmp_path)
+    assert_noticed(mds_subject(tmp_path), range(1000, 4000), tmp_path)

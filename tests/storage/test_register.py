@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from served import Served, serving
-from shards import write_tar
+from shards import tar_of_numbers
 from test_read_ahead import Walk, until
 
 from sharded_loader import ShardCache, ShardDataset
@@ -87,9 +87,6 @@ def test_a_folder_that_cannot_be_used_is_no_error(tmp_path: Path) -> None:
         assert count() == 1
 
 
-# -- the room ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_reader_gives_back_what_it_needs_last_when_another_one_comes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,12 +135,10 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[Served]:
+def served() -> Iterator[Served]:
     with serving() as found:
         for shard in range(32):
-            numbers = range(20 * shard, 20 * shard + 20)
-            write_tar(tmp_path / "x.tar", {f"{i:03}.txt": str(i).encode() for i in numbers})
-            found.files[f"/{shard:02}.tar"] = (tmp_path / "x.tar").read_bytes()
+            found.files[f"/{shard:02}.tar"] = tar_of_numbers(range(20 * shard, 20 * shard + 20))
         yield found
 
 

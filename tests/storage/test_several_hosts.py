@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from served import serving
-from shards import write_tar
+from shards import tar_of_numbers
 
 RANK = """
 import json, os, sys
@@ -35,13 +35,11 @@ dist.destroy_process_group()
 
 
 @pytest.fixture
-def urls(tmp_path: Path) -> Iterator[str]:
+def urls() -> Iterator[str]:
     """Eight shards of 20 numbers, behind a server."""
     with serving() as served:
         for shard in range(8):
-            numbers = range(20 * shard, 20 * shard + 20)
-            write_tar(tmp_path / "one.tar", {f"{number:03}.txt": str(number).encode() for number in numbers})
-            served.files[f"/{shard}.tar"] = (tmp_path / "one.tar").read_bytes()
+            served.files[f"/{shard}.tar"] = tar_of_numbers(range(20 * shard, 20 * shard + 20))
         yield " ".join(f"{served.url}{name}" for name in sorted(served.files))
 
 

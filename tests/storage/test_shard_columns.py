@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from conftest import POOLS, make_pool
 from served import serving
+from shards import closed  # noqa: F401
 from test_shard_tables import KINDS, write_table
 
 from sharded_loader import ShardDataset, ShardedDataLoader, ShardShuffleSampler
@@ -21,36 +22,35 @@ from sharded_loader.storage import tables
 from sharded_loader.storage.files import ShardError
 from sharded_loader.torch import DataLoader
 
+pyarrow = pytest.importorskip("pyarrow")
+
 ROWS, GROUP = 10, 4
 
 
-def columns_of(kind: str) -> Any:
-    """A column of ten rows, as pyarrow takes it."""
-    pyarrow = pytest.importorskip("pyarrow")
-    numbers = list(range(ROWS))
-    day = datetime.datetime(2024, 1, 1)
-    return {
-        "int8": pyarrow.array(numbers, "int8"),
-        "uint64": pyarrow.array(numbers, "uint64"),
-        "float16": pyarrow.array(np.arange(ROWS, dtype=np.float16)),
-        "float32": pyarrow.array(numbers, "float32"),
-        "bool": pyarrow.array([i % 2 == 0 for i in numbers]),
-        "some nulls": pyarrow.array([None if i % 3 else i for i in numbers]),
-        "nulls in one group": pyarrow.array([None if i == 9 else i for i in numbers]),
-        "all null": pyarrow.nulls(ROWS),
-        "strings": [f"row {i}" for i in numbers],
-        "strings and nulls": [None if i % 3 else str(i) for i in numbers],
-        "bytes": [bytes([i]) * i for i in numbers],
-        "lists of one length": [[i, i + 1] for i in numbers],
-        "lists of lengths": [list(range(i)) for i in numbers],
-        "lists of strings": [["a", str(i)] for i in numbers],
-        "fixed lists": pyarrow.array([[i, i + 1] for i in numbers], pyarrow.list_(pyarrow.float32(), 2)),
-        "structs": [{"a": i, "b": {"c": [str(i)]}} for i in numbers],
-        "dictionary": pyarrow.array([f"kind {i % 2}" for i in numbers]).dictionary_encode(),
-        "dictionary of numbers": pyarrow.array([i % 2 for i in numbers]).dictionary_encode(),
-        "timestamps": [day + datetime.timedelta(days=i) for i in numbers],
-        "decimals": [decimal.Decimal(i) / 4 for i in numbers],
-    }[kind]
+DAY = datetime.datetime(2024, 1, 1)
+NUMBERS = list(range(ROWS))
+COLUMNS = {
+    "int8": pyarrow.array(NUMBERS, "int8"),
+    "uint64": pyarrow.array(NUMBERS, "uint64"),
+    "float16": pyarrow.array(np.arange(ROWS, dtype=np.float16)),
+    "float32": pyarrow.array(NUMBERS, "float32"),
+    "bool": pyarrow.array([i % 2 == 0 for i in NUMBERS]),
+    "some nulls": pyarrow.array([None if i % 3 else i for i in NUMBERS]),
+    "nulls in one group": pyarrow.array([None if i == 9 else i for i in NUMBERS]),
+    "all null": pyarrow.nulls(ROWS),
+    "strings": [f"row {i}" for i in NUMBERS],
+    "strings and nulls": [None if i % 3 else str(i) for i in NUMBERS],
+    "bytes": [bytes([i]) * i for i in NUMBERS],
+    "lists of one length": [[i, i + 1] for i in NUMBERS],
+    "lists of lengths": [list(range(i)) for i in NUMBERS],
+    "lists of strings": [["a", str(i)] for i in NUMBERS],
+    "fixed lists": pyarrow.array([[i, i + 1] for i in NUMBERS], pyarrow.list_(pyarrow.float32(), 2)),
+    "structs": [{"a": i, "b": {"c": [str(i)]}} for i in NUMBERS],
+    "dictionary": pyarrow.array([f"kind {i % 2}" for i in NUMBERS]).dictionary_encode(),
+    "dictionary of numbers": pyarrow.array([i % 2 for i in NUMBERS]).dictionary_encode(),
+    "timestamps": [DAY + datetime.timedelta(days=i) for i in NUMBERS],
+    "decimals": [decimal.Decimal(i) / 4 for i in NUMBERS],
+}
 
 
 def made_of(batch: Any) -> Any:
@@ -70,20 +70,12 @@ def outcome(make: Any) -> Any:
         return type(error), str(error)
 
 
-COLUMNS = [
-    *("int8", "uint64", "float16", "float32", "bool", "some nulls", "nulls in one group", "all null", "strings"),
-    *("strings and nulls", "bytes", "lists of one length", "lists of lengths", "lists of strings", "fixed lists"),
-    *("structs", "dictionary", "dictionary of numbers", "timestamps", "decimals"),
-]
-
-
 @pytest.mark.parametrize("format", KINDS)
 @pytest.mark.parametrize("kind", COLUMNS)
 def test_a_batch_of_columns_is_the_default_batch_of_its_samples(tmp_path: Path, format: str, kind: str) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
     if format == "parquet" and kind == "float16" and int(pyarrow.__version__.split(".")[0]) < 15:
         pytest.skip("this pyarrow writes no float16")
-    table = pyarrow.table({"x": columns_of(kind), "y": np.arange(ROWS)})
+    table = pyarrow.table({"x": COLUMNS[kind], "y": np.arange(ROWS)})
     for shard in range(2):
         write_table(table, tmp_path / f"{shard}.{KINDS[format].name}", format, GROUP)
     dataset = ShardDataset(str(tmp_path / f"*.{KINDS[format].name}"), index_folder=tmp_path)
@@ -100,7 +92,6 @@ def test_a_batch_of_columns_is_the_default_batch_of_its_samples(tmp_path: Path, 
         batches = outcome(lambda: list(loader))
     expected = outcome(lambda: [default_batchify_fn([dataset[i] for i in order[j : j + 4]]) for j in range(0, 20, 4)])
     assert batches[0] == expected[0] and (batches == expected or issubclass(batches[0], Exception))
-    dataset.close()
 
 
 LISTS: list[list[int]] = [[], *([i, i] for i in range(1, 8))]
@@ -126,7 +117,6 @@ TYPED: dict[str, tuple[str, list[Any]]] = {
 
 def written(path: Path, format: str, null: Any = None, columns: Any = None) -> ShardDataset:
     """A shard of these columns in two groups. In the row 5 stands ``null(name of the column)``, if it is given."""
-    pyarrow = pytest.importorskip("pyarrow")
     names, table = {**vars(pyarrow)}, {}
     for name, (kind, values) in TYPED.items():
         rows = [null(name) if null and i == 5 else value for i, value in enumerate(values)]
@@ -155,8 +145,6 @@ def test_a_null_changes_no_other_row(tmp_path: Path, format: str, null: str) -> 
     for order in ([6, 7, 4], [3, 7, 1], [4, 1], [1, 2, 3], [0]):
         batches = [made_of(next(iter(ShardedDataLoader(one, 4, sampler=order)))) for one in (whole, holed)]
         assert batches[0] == batches[1]
-    whole.close()
-    holed.close()
 
 
 @pytest.mark.parametrize("pool", POOLS)
@@ -179,7 +167,6 @@ def test_a_null_changes_no_other_batch_in_any_pool(tmp_path: Path, null: str, po
 
 @pytest.mark.parametrize("pool", POOLS)
 def test_windows_of_groups_are_read_whole_in_every_pool(tmp_path: Path, pool: str) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
     for shard in range(3):
         rows = np.arange(shard * 100, shard * 100 + 100)
         write_table(
@@ -191,56 +178,50 @@ def test_windows_of_groups_are_read_whole_in_every_pool(tmp_path: Path, pool: st
     with ShardedDataLoader(dataset, 16, sampler=order, pool=make_pool(pool, 2)) as loader:
         found = [(int(i), s) for batch in loader for i, s in zip(batch["id"], batch["s"], strict=True)]
     assert [i for i, _ in found] == list(order.iter_epoch(0)) and all(s == str(i) for i, s in found)
-    dataset.close()
+
+
+def table_of(path: Path, columns: Any, /, group: int = 4, format: str = "parquet", **options: Any) -> ShardDataset:
+    """A shard with these columns."""
+    write_table(pyarrow.table(columns), path, format, group)
+    return ShardDataset(path, index_folder=path.parent, **options)
 
 
 def test_no_samples_are_made_for_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    write_table(pyarrow.table({"x": np.arange(10)}), tmp_path / "a.parquet", "parquet", 4)
-    dataset = ShardDataset(tmp_path / "a.parquet", index_folder=tmp_path)
+    dataset = table_of(tmp_path / "a.parquet", {"x": np.arange(10)})
     doubled = dataset.transform(lambda sample: sample["x"] * 2)
     with ShardedDataLoader(doubled, 5) as loader:
         assert [batch.tolist() for batch in loader] == [[0, 2, 4, 6, 8], [10, 12, 14, 16, 18]]
-    with monkeypatch.context() as patched:
-        patched.setattr(tables.TableFormat, "read", None)
-        with ShardedDataLoader(dataset.take(8), 5) as loader:
-            assert [batch["x"].tolist() for batch in loader] == [[0, 1, 2, 3, 4], [5, 6, 7]]
-    dataset.close()
+    monkeypatch.setattr(tables.TableFormat, "read", None)
+    with ShardedDataLoader(dataset.take(8), 5) as loader:
+        assert [batch["x"].tolist() for batch in loader] == [[0, 1, 2, 3, 4], [5, 6, 7]]
 
 
 def test_a_subclass_that_reads_in_its_own_way_is_read_by_it(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    write_table(pyarrow.table({"x": np.arange(10)}), tmp_path / "a.parquet", "parquet", 4)
-
     class Negative(ShardDataset):
         def __getitem__(self, index: Any) -> Any:
             return -super().__getitem__(index)["x"]
 
+    table_of(tmp_path / "a.parquet", {"x": np.arange(10)})
     dataset = Negative(tmp_path / "a.parquet", index_folder=tmp_path)
-    with ShardedDataLoader(dataset, 5) as loader:
-        assert next(iter(loader)).tolist() == [0, -1, -2, -3, -4]
-    dataset.close()
+    assert next(iter(ShardedDataLoader(dataset, 5))).tolist() == [0, -1, -2, -3, -4]
 
 
 def test_shards_with_other_columns_are_told_as_before(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    write_table(pyarrow.table({"x": [1, 2], "y": [3, 4]}), tmp_path / "a.parquet", "parquet", 4)
-    write_table(pyarrow.table({"y": [5.0, 6.0], "x": [7, 8]}), tmp_path / "b.parquet", "parquet", 4)
-    write_table(pyarrow.table({"x": [9, 9]}), tmp_path / "c.parquet", "parquet", 4)
+    for name, columns in {
+        "a": {"x": [1, 2], "y": [3, 4]},
+        "b": {"y": [5.0, 6.0], "x": [7, 8]},
+        "c": {"x": [9]},
+    }.items():
+        table_of(tmp_path / f"{name}.parquet", columns)
     dataset = ShardDataset(str(tmp_path / "*.parquet"), index_folder=tmp_path)
-    with ShardedDataLoader(dataset, 2, sampler=[0, 3, 1, 4]) as loader:
-        batches = iter(loader)
-        first = next(batches)
-        assert {name: field.tolist() for name, field in first.items()} == {"x": [1, 8], "y": [3.0, 6.0]}
-        with pytest.raises(ValueError, match="samples of different keys"):
-            next(batches)
-    dataset.close()
+    batches = iter(ShardedDataLoader(dataset, 2, sampler=[0, 3, 1, 4]))
+    assert {name: field.tolist() for name, field in next(batches).items()} == {"x": [1, 8], "y": [3.0, 6.0]}
+    with pytest.raises(ValueError, match="samples of different keys"):
+        next(batches)
 
 
 def test_groups_are_kept_up_to_a_number_of_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    write_table(pyarrow.table({"x": np.arange(1000)}), tmp_path / "a.parquet", "parquet", 100)
-    dataset = ShardDataset(tmp_path / "a.parquet", index_folder=tmp_path)
+    dataset = table_of(tmp_path / "a.parquet", {"x": np.arange(1000)}, group=100)
     read = as_bulk(dataset)
     assert read is not None
     for limit, kept in ((1 << 20, 10), (4 * 800, 4), (1, tables.KEPT)):
@@ -250,12 +231,8 @@ def test_groups_are_kept_up_to_a_number_of_bytes(tmp_path: Path, monkeypatch: py
         dataset.close()
 
 
-# -- columns= ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("format", KINDS)
 def test_only_chosen_columns_are_read(tmp_path: Path, format: str) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
     path = tmp_path / f"a.{KINDS[format].name}"
     rng = np.random.default_rng(1)
     table = pyarrow.table({"x": np.arange(2000), "big": [rng.bytes(500) for _ in range(2000)], "y": rng.random(2000)})
@@ -272,67 +249,37 @@ def test_only_chosen_columns_are_read(tmp_path: Path, format: str) -> None:
         spans = [part.removeprefix("bytes=").split("-") for _, part in served.asked if part]
         read = sum(int(end) - int(begin) + 1 for begin, end in spans)
         assert read < 50_000 or format != "parquet"  # of 1 MB; the record batches of Arrow files are read whole
-        dataset.close()
 
 
 @pytest.mark.parametrize("format", KINDS)
-def test_an_unknown_column_is_named(tmp_path: Path, format: str) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
+def test_a_column_that_is_unknown_or_there_twice_is_named(tmp_path: Path, format: str) -> None:
     path = tmp_path / f"a.{KINDS[format].name}"
-    write_table(pyarrow.table({"x": [1, 2], "s": [{"a": 1}, {"a": 2}]}), path, format, 4)
+    table_of(path, {"x": [1, 2], "s": [{"a": 1}, {"a": 2}]}, format=format)
     for name in ("z", "s.a", ""):
         dataset = ShardDataset(path, index_folder=tmp_path, columns=["x", name])
         for _ in range(2):
             with pytest.raises(ShardError, match=rf"has no column '{name}': give columns= names of its columns, s, x"):
                 dataset[0]
-        dataset.close()
+    write_table(pyarrow.table([[1], [2], [3]], names=["x", "x", "y"]), path, format, 4)
+    for columns in (None, ["x"]):
+        with pytest.raises(ShardError, match="has several columns 'x': give columns= names of its columns, y"):
+            ShardDataset(path, index_folder=tmp_path, columns=columns)[0]
+    assert ShardDataset(path, index_folder=tmp_path, columns=["y", "y"])[0] == {"y": 3}
 
 
 @pytest.mark.parametrize("pool", POOLS)
-@pytest.mark.parametrize("format", KINDS)
-def test_an_unknown_column_is_the_same_error_in_every_pool(tmp_path: Path, format: str, pool: str) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    for shard, names in enumerate([["x", "label"], ["x", "lable"]]):
-        file = tmp_path / f"{shard}.{KINDS[format].name}"
-        write_table(pyarrow.table([[1, 2], [3, 4]], names=names), file, format, 4)
-    dataset = ShardDataset(str(tmp_path / f"*.{KINDS[format].name}"), index_folder=tmp_path, columns=["x", "label"])
+def test_a_column_that_one_shard_lacks_is_the_same_error_in_every_pool(tmp_path: Path, pool: str) -> None:
+    for shard, name in enumerate(["label", "lable"]):
+        table_of(tmp_path / f"{shard}.parquet", {"x": [1, 2], name: [3, 4]})
+    dataset = ShardDataset(str(tmp_path / "*.parquet"), index_folder=tmp_path, columns=["x", "label"])
     with ShardedDataLoader(dataset, 2, pool=make_pool(pool, 1)) as loader:
         batches = iter(loader)
         assert next(batches)["label"].tolist() == [3, 4]
-        with pytest.raises(
-            Exception, match=r"1\.\w+ has no column 'label': give columns= names of its columns, lable, x"
-        ):
+        with pytest.raises(Exception, match=r"1\.\w+ has no column 'label': .* names of its columns, lable, x"):
             next(batches)
-    dataset.close()
-
-
-@pytest.mark.parametrize("format", KINDS)
-def test_a_column_that_is_there_twice_is_named(tmp_path: Path, format: str) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    path = tmp_path / f"a.{KINDS[format].name}"
-    write_table(pyarrow.table([[1], [2], [3]], names=["x", "x", "y"]), path, format, 4)
-    for columns in (None, ["x"]):
-        dataset = ShardDataset(path, index_folder=tmp_path, columns=columns)
-        with pytest.raises(ShardError, match="has several columns 'x': give columns= names of its columns, y"):
-            dataset[0]
-        dataset.close()
-    dataset = ShardDataset(path, index_folder=tmp_path, columns=["y", "y"])
-    assert dataset[0] == {"y": 3}
-    dataset.close()
 
 
 @pytest.mark.parametrize("columns", ["x", [], [1], 3])
 def test_columns_that_are_no_names_are_rejected(tmp_path: Path, columns: Any) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    write_table(pyarrow.table({"x": [1, 2]}), tmp_path / "a.parquet", "parquet", 4)
     with pytest.raises(TypeError, match="give a list of the names of columns"):
-        ShardDataset(tmp_path / "a.parquet", index_folder=tmp_path, columns=columns)
-
-
-def test_shards_that_are_no_tables_have_no_columns_and_one_group_each(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("one\ntwo\n")
-    with pytest.raises(ValueError, match=r"columns=\['x'\]: shards of the format lines have no columns"):
-        ShardDataset(tmp_path / "a.txt", index_folder=tmp_path, columns=["x"])
-    dataset = ShardDataset(tmp_path / "a.txt", index_folder=tmp_path)
-    assert dataset.group_lengths.tolist() == dataset.lengths.tolist() == [2]
-    dataset.close()
+        table_of(tmp_path / "a.parquet", {"x": [1, 2]}, columns=columns)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from conftest import METHODS, POOLS, PROCESS_POOLS, make_pool
 from served import Served, serving
-from shards import write_tar
+from shards import tar_of_numbers
 
 from sharded_loader import ProcessPool, ShardCache, ShardDataset, ShardedDataLoader, ShardShuffleSampler, sample_rng
 from sharded_loader.storage import stores
@@ -27,8 +27,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Eight shards of 24 samples; sample i is the number i."""
     paths = [tmp_path_factory.mktemp("shards") / f"{shard}.tar" for shard in range(SHARDS)]
     for shard, path in enumerate(paths):
-        numbers = range(LENGTH * shard, LENGTH * (shard + 1))
-        write_tar(path, {f"{number:03}.txt": str(number).encode() for number in numbers})
+        path.write_bytes(tar_of_numbers(range(LENGTH * shard, LENGTH * (shard + 1))))
     return paths
 
 

@@ -11,17 +11,19 @@ import numpy as np
 import pytest
 from mutations import Subject, assert_noticed
 from served import serving
+from shards import closed  # noqa: F401
 
 from sharded_loader import ShardDataset, ShardedDataLoader
 from sharded_loader.storage.files import LocalFile, ShardError
 from sharded_loader.storage.stores import ObjectStore, RemoteFile
 from sharded_loader.storage.tables import Arrow, Parquet, _column
 
+pyarrow, _ = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+
 KINDS = {"parquet": Parquet, "arrow": Arrow, "stream": Arrow}
 
 
 def write(path: Path, kind: str, rows: int = 10, group: int = 4, has_checksums: bool = False) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
     table = pyarrow.table(
         {
             "x": pyarrow.array(np.arange(rows, dtype=np.float32)),
@@ -36,9 +38,6 @@ def write(path: Path, kind: str, rows: int = 10, group: int = 4, has_checksums: 
 
 
 def write_table(table: Any, path: Path, kind: str, group: int, has_checksums: bool = False) -> None:
-    import pyarrow
-    import pyarrow.parquet
-
     if kind == "parquet":
         pyarrow.parquet.write_table(table, path, row_group_size=group, write_page_checksum=has_checksums)
     else:
@@ -70,13 +69,10 @@ def test_any_row_is_read_local_or_remote(tmp_path: Path, kind: str) -> None:
         store, url = ObjectStore(), f"{served.url}/a"
         remote = RemoteFile(store, url, store.stat(url))
         check(KINDS[kind]().read(remote, KINDS[kind]().index(remote), rows), rows)
-        remote.close()
-        store.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_no_table_is_named(tmp_path: Path, kind: str) -> None:
-    pytest.importorskip("pyarrow")
     (tmp_path / "a.bin").write_bytes(b"nonsense" * 100)
     file = LocalFile(str(tmp_path / "a.bin"))
     with pytest.raises(ShardError, match=rf"a\.bin is not a valid {KINDS[kind].name} file, or damaged"):
@@ -84,22 +80,9 @@ def test_what_is_no_table_is_named(tmp_path: Path, kind: str) -> None:
     file.close()
 
 
-def test_without_pyarrow_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
-    for name in ("pyarrow", "pyarrow.parquet"):
-        monkeypatch.setitem(sys.modules, name, None)
-    (tmp_path / "a.parquet").write_bytes(b"x")
-    file = LocalFile(str(tmp_path / "a.parquet"))
-    with pytest.raises(ShardError, match="pip install pyarrow"):
-        Parquet().index(file)
-    file.close()
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_threads_share_a_shard(tmp_path: Path, kind: str) -> None:
     path, count = tmp_path / f"a.{KINDS[kind].name}", 2000
-    pyarrow = pytest.importorskip("pyarrow")
     table = pyarrow.table({"x": np.arange(count), "s": [str(i) for i in range(count)]})
     write_table(table, path, kind, 20)
     dataset = ShardDataset(path, index_folder=tmp_path)
@@ -107,14 +90,12 @@ def test_threads_share_a_shard(tmp_path: Path, kind: str) -> None:
     with ShardedDataLoader(dataset, 8, sampler=order, num_workers=8, thread_pool=True) as loader:
         found = [(int(x), int(s)) for batch in loader for x, s in zip(batch["x"], batch["s"], strict=True)]
     assert found == [(index, index) for index in order]
-    dataset.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_file_that_is_cut_while_it_is_open_is_an_error(tmp_path: Path, kind: str) -> None:
     """A mapped file would end the process with SIGBUS."""
     path = tmp_path / f"a.{kind}"
-    pyarrow = pytest.importorskip("pyarrow")
     write_table(pyarrow.table({"x": np.random.default_rng(1).random(100_000)}), path, kind, 50_000)
     file, shards = LocalFile(str(path)), KINDS[kind]()
     index = shards.index(file)
@@ -149,7 +130,6 @@ def test_a_shard_of_a_server_that_goes_or_changes_is_no_damage(tmp_path: Path, k
 
 @pytest.mark.parametrize("grows", [True, False])
 def test_a_dictionary_that_grows_or_is_replaced_on_the_way(tmp_path: Path, grows: bool) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
     path = tmp_path / "a.arrow"
     words = [["a", "b"], ["a", "b", "c"] if grows else ["x", "y"], ["a", "b", "c"] if grows else ["a"]]
     batches = [
@@ -161,12 +141,10 @@ def test_a_dictionary_that_grows_or_is_replaced_on_the_way(tmp_path: Path, grows
             writer.write_batch(batch)
     dataset = ShardDataset(path, index_folder=tmp_path)
     assert [dataset[i]["w"] for i in (5, 4, 3, 2, 1, 0)] == [w for one in words[::-1] for w in (one[0], one[-1])]
-    dataset.close()
 
 
 @pytest.mark.parametrize("writes_all", [True, False])
 def test_batches_without_rows_and_compressed_ones_are_read(tmp_path: Path, writes_all: bool) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
     path = tmp_path / "a.feather"
     batch = pyarrow.record_batch({"x": [1, 2], "s": ["a", "b"]})
     options = None if writes_all else pyarrow.ipc.IpcWriteOptions(compression="zstd")
@@ -175,17 +153,10 @@ def test_batches_without_rows_and_compressed_ones_are_read(tmp_path: Path, write
             writer.write_batch(one)
     dataset = ShardDataset(path, index_folder=tmp_path)
     assert [dataset[i]["s"] for i in range(len(dataset))] == ["a", "b", "b"]
-    dataset.close()
-
-
-# -- damage ------------------------------------------------------------------------------------------------------------
 
 
 def other_reader(content: bytes) -> list[Any] | None:
     """What pyarrow makes of a table: None if it is damaged."""
-    import pyarrow
-    import pyarrow.parquet
-
     try:
         if content[:4] == b"PAR1":
             source = pyarrow.parquet.ParquetFile(io.BytesIO(content))
@@ -219,8 +190,6 @@ def subject(folder: Path, kind: str, has_checksums: bool) -> Subject:
 
 def bodies_of(content: bytes) -> list[tuple[int, int]]:
     """Where the values of the messages of an Arrow file lie."""
-    import pyarrow
-
     source, found = io.BytesIO(content), []
     begin = source.seek(8 if content.startswith(b"ARROW1") else 0)
     for _ in pyarrow.ipc.MessageReader.open_stream(source):
@@ -235,13 +204,11 @@ def bodies_of(content: bytes) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("seeds", [range(150), pytest.param(range(1000, 2500), marks=pytest.mark.slow)])
 def test_damage_is_noticed(tmp_path: Path, kind: str, has_checksums: bool, seeds: range) -> None:
     """Values have no checksum, except in Parquet files written so. What pyarrow does not notice passes too."""
-    pytest.importorskip("pyarrow")
     assert_noticed(subject(tmp_path, kind, has_checksums), seeds, tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"ARROW1\0\0", b"nonsense" * 20, b"\xff" * 4 + b"\0" * 4, b"ARROW1" * 20])
 def test_what_is_no_arrow_file_is_an_error(tmp_path: Path, content: bytes) -> None:
-    pytest.importorskip("pyarrow")
     (tmp_path / "a.arrow").write_bytes(content)
     with pytest.raises(ShardError, match=r"a\.arrow is not a valid arrow file, or damaged within bytes 0 to \d+"):
         ShardDataset(tmp_path / "a.arrow", index_folder=tmp_path)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from served import serving
 
+from sharded_loader import ShardDataset
 from sharded_loader.storage.files import LocalFile, ShardError, ShardFile, redacted, shown
 from sharded_loader.storage.stores import ObjectStore, RemoteFile
 
@@ -44,6 +46,9 @@ def test_a_library_may_read_it_as_a_stream(file: ShardFile) -> None:
     stream.seek(100)
     assert stream.read(10) == CONTENT[100:110] and stream.tell() == 110
     assert stream.seek(20_000) and stream.read(1) == b""
+    file.kept["table"] = object()  # what a format keeps goes with the file
+    file.close()
+    assert not file.kept
 
 
 def test_a_file_that_was_cut_is_an_error_that_names_it(tmp_path: Path) -> None:
@@ -60,15 +65,12 @@ def test_a_file_that_was_cut_is_an_error_that_names_it(tmp_path: Path) -> None:
     assert isinstance(caught.value, FileNotFoundError) and isinstance(caught.value.__cause__, FileNotFoundError)
 
 
-def test_what_a_format_keeps_goes_with_the_file(tmp_path: Path) -> None:
-    (tmp_path / "a.bin").write_bytes(b"")
-    file = LocalFile(str(tmp_path / "a.bin"))
-    file.kept["table"] = object()
-    file.close()
-    assert not file.kept
-
-
-# -- what messages show ------------------------------------------------------------------------------------------------
+def test_without_pyarrow_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("pyarrow", "pyarrow.parquet"):
+        monkeypatch.setitem(sys.modules, name, None)
+    (tmp_path / "a.parquet").write_bytes(b"x")
+    with pytest.raises(ShardError, match="pip install pyarrow"):
+        ShardDataset(tmp_path / "a.parquet", index_folder=tmp_path)
 
 
 @pytest.mark.parametrize(

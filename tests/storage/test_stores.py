@@ -6,7 +6,6 @@ import gc
 import io
 import itertools
 import json
-import multiprocessing
 import os
 import pickle
 import threading
@@ -22,10 +21,11 @@ from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 from served import Served, serving
+from shards import closed  # noqa: F401
 
 from sharded_loader import ShardDataset
 from sharded_loader.storage import stores
-from sharded_loader.storage.files import ShardError, Stat, redacted, shown
+from sharded_loader.storage.files import ShardError, Stat, redacted
 from sharded_loader.storage.lists import expanded
 from sharded_loader.storage.stores import ObjectStore, merge_ranges
 
@@ -98,14 +98,6 @@ def test_numbers_in_braces_are_expanded_as_webdataset_does(tmp_path: Path, brace
     fsspec.filesystem("memory").rm("/braces", recursive=True)
 
 
-def test_of_braces_the_name_that_is_missing_is_named(tmp_path: Path) -> None:
-    (tmp_path / "0-a.txt").write_text("0\n")
-    with pytest.raises(FileNotFoundError, match=r"1-a\.txt: the shard is missing"):
-        ShardDataset(tmp_path / "{0..1}-a.txt")
-    with pytest.raises(FileNotFoundError, match=r"no files match .*1-\*\.txt"):
-        ShardDataset(tmp_path / "{0..1}-*.txt")
-
-
 class Hosted(MemoryFileSystem):  # type: ignore[misc]
     """Its paths leave out the host of the URL, or a part of the bucket, as those of sftp, ftp, hdfs and abfs do."""
 
@@ -149,41 +141,15 @@ def test_a_url_that_no_file_system_can_be_made_for_is_named(url: str) -> None:
         ShardDataset(url, storage_options={"secret": "Error"}).close()
 
 
-def test_braces_with_too_many_names_are_an_error_and_no_hang() -> None:
+def test_braces_of_what_is_missing_or_with_too_many_names_are_an_error(tmp_path: Path) -> None:
+    (tmp_path / "0-a.txt").write_text("0\n")
+    with pytest.raises(FileNotFoundError, match=r"1-a\.txt: the shard is missing"):
+        ShardDataset(tmp_path / "{0..1}-a.txt")
+    with pytest.raises(FileNotFoundError, match=r"no files match .*1-\*\.txt"):
+        ShardDataset(os.fsencode(tmp_path / "{0..1}-*.txt"))  # type: ignore[arg-type]
     for braces in ("{000..99999999999}", "{0..1000000}", "{0..999}x{0..1000}", "{0..9}" * 30):
         with pytest.raises(ValueError, match=r"braces of a-{.*}-{0\.\.0}\.tar mean more than 1,000,000 names"):
             expanded(f"a-{braces}-{{0..0}}.tar")
-
-
-def test_a_path_of_bytes_is_a_path(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("0\n")
-    for urls in (os.fsencode(tmp_path / "a.txt"), [os.fsencode(tmp_path / "a.txt")]):
-        assert list(ShardDataset(urls, index_folder=tmp_path / "indexes")) == ["0"]  # type: ignore[arg-type]
-
-
-def test_a_file_in_memory_is_found_and_read() -> None:
-    import fsspec
-
-    system = fsspec.filesystem("memory")
-    system.pipe({"/shards/one.tar": b"0123456789", "/shards/two.tar": b"ab"})
-    try:
-        store = ObjectStore()
-        found = store.find("memory://shards/*.tar")
-        assert [shown(url).rpartition("/")[2] for url in found] == ["one.tar", "two.tar"]
-        assert store.ranges(next(iter(found)), [3, 0], [5, 1]) == [b"34", b"0"]
-    finally:
-        system.rm("/shards", recursive=True)
-
-
-def test_another_file_at_the_same_place_has_another_tag(tmp_path: Path, served: Served) -> None:
-    path = tmp_path / "a.bin"
-    path.write_bytes(b"abc")
-    first = ObjectStore().stat(str(path))
-    os.utime(path, (1, 1))
-    assert first.size == 3 and ObjectStore().stat(str(path)).tag != first.tag
-    before = ObjectStore().stat(f"{served.url}/a.bin")
-    served.tag = "second"
-    assert before == Stat(len(CONTENT), "first") and ObjectStore().stat(f"{served.url}/a.bin").tag == "second"
 
 
 def test_parts_come_in_the_order_in_which_they_are_asked_for(served: Served) -> None:
@@ -194,76 +160,6 @@ def test_parts_come_in_the_order_in_which_they_are_asked_for(served: Served) -> 
     assert len(served.asked) == 4  # neighbours are one request
     assert store.ranges(url, [], []) == []
     assert store.ranges(url, [5], [5]) == [b""] and len(served.asked) == 4  # an empty sample costs no request
-
-
-@pytest.mark.slow
-def test_a_server_that_does_not_know_parts_is_read_all_the_same(served: Served) -> None:
-    served.knows_parts = False
-    store, url = ObjectStore(), f"{served.url}/a.bin"
-    assert store.ranges(url, [400_000, 10], [400_010, 20]) == [CONTENT[400_000:400_010], CONTENT[10:20]]
-
-
-@pytest.mark.slow
-def test_a_url_with_a_query_is_no_pattern(served: Served) -> None:
-    url = f"{served.url}/a.bin?X-Amz-Signature=abc"
-    assert ObjectStore().find(url) == {url: Stat(len(CONTENT), "first")}
-
-
-@pytest.mark.slow
-def test_a_whole_file_is_fetched_in_pieces(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "PIECE", 100_000)
-    store, file = ObjectStore(), io.BytesIO()
-    store.fetch(f"{served.url}/a.bin", file, store.stat(f"{served.url}/a.bin"))
-    assert file.getvalue() == CONTENT
-    assert len(served.asked) == 6
-
-
-@pytest.mark.parametrize(
-    ("size", "is_waited_for", "pieces"), [(8 << 20, True, 4), (8 << 20, False, 1), (2 << 20, True, 2), (1000, True, 1)]
-)
-def test_a_file_that_is_waited_for_uses_all_connections(
-    monkeypatch: pytest.MonkeyPatch, size: int, is_waited_for: bool, pieces: int
-) -> None:
-    store, file, asked = ObjectStore(), io.BytesIO(), list[int]()
-
-    def part(url: str, begin: int, end: int, stat: Stat) -> tuple[bytes, bool]:
-        asked.append(begin)
-        return bytes(end - begin), True
-
-    monkeypatch.setattr(store, "_part", part)
-    store.fetch("s3://b/a.bin", file, Stat(size, "tag"), is_waited_for=is_waited_for)
-    assert len(file.getvalue()) == size and len(asked) == pieces
-
-
-def test_a_slow_piece_does_not_hold_up_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "PIECE", 100)
-    store, file, asked, last = ObjectStore(), io.BytesIO(), [], threading.Event()
-
-    def part(url: str, begin: int, end: int, stat: Stat) -> tuple[bytes, bool]:
-        asked.append(begin)
-        if begin == 1900:
-            last.set()
-        assert begin or last.wait(60)  # the first piece comes after all others were asked for
-        return CONTENT[begin:end], True
-
-    monkeypatch.setattr(store, "_part", part)
-    store.fetch("s3://b/a.bin", file, Stat(1950, "tag"))
-    assert file.getvalue() == CONTENT[:1950] and file.tell() == 1950
-    assert sorted(asked) == list(range(0, 2000, 100))
-
-
-def test_a_piece_that_fails_ends_the_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "PIECE", 10)
-    store, asked = ObjectStore(), []
-
-    def part(url: str, begin: int, end: int, stat: Stat) -> tuple[bytes, bool]:
-        asked.append(begin)
-        raise ShardError("it has changed")
-
-    monkeypatch.setattr(store, "_part", part)
-    with pytest.raises(ShardError, match="it has changed"):
-        store.fetch("s3://b/a.bin", io.BytesIO(), Stat(1000, "tag"))
-    assert len(asked) <= 2 * stores.CONNECTIONS
 
 
 @pytest.mark.parametrize(
@@ -295,36 +191,25 @@ def test_a_request_that_fails_is_tried_again(served: Served, trouble: str) -> No
     assert store.retries == 2
 
 
-@pytest.mark.slow
-def test_a_server_that_stalls_is_asked_again(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "STALL", 0.3)
-    served.stalls, served.stall = 1, 2.0
-    store = ObjectStore()
-    assert store.ranges(f"{served.url}/a.bin", [10], [20]) == [CONTENT[10:20]]
-    assert store.retries == 1
+HOPELESS: dict[str, tuple[dict[str, Any], type[OSError], str, int]] = {
+    "refused": ({"fail": 1000}, ShardError, r".*503.*tried 6 times\)\. Check the server", 6),
+    "cut": ({"truncate": 1000}, ShardError, "5 bytes came where 10 were asked for.*cut.*tried 6 times", 6),
+    "401": ({"fail": 1000, "status": 401}, PermissionError, "", 1),
+    "403": ({"fail": 1000, "status": 403}, PermissionError, "", 1),
+    "404": ({"fail": 1000, "status": 404}, FileNotFoundError, "", 1),
+}
 
 
-@pytest.mark.slow
-def test_trouble_without_end_is_an_error_that_names_the_file(served: Served) -> None:
-    served.fail = 1000
-    with pytest.raises(ShardError, match=r"a\.bin: .*503.*tried 6 times\)\. Check the server"):
+@pytest.mark.parametrize(("trouble", "error", "said", "asked"), HOPELESS.values(), ids=HOPELESS)
+def test_trouble_without_end_is_an_error_that_names_the_file(
+    served: Served, monkeypatch: pytest.MonkeyPatch, trouble: Any, error: type[OSError], said: str, asked: int
+) -> None:
+    """What cannot be helped is not tried again."""
+    monkeypatch.setattr(stores, "PAUSE", 0.0001)
+    vars(served).update(trouble)
+    with pytest.raises(error, match=rf"a\.bin.*{said}"):
         ObjectStore().ranges(f"{served.url}/a.bin", [10], [20])
-    served.fail = 0
-    served.truncate = 1000
-    with pytest.raises(ShardError, match=r"a\.bin: 5 bytes came where 10 were asked for.*cut.*tried 6 times"):
-        ObjectStore().ranges(f"{served.url}/a.bin", [10], [20])
-
-
-@pytest.mark.parametrize(
-    ("status", "error"), [(403, PermissionError), (401, PermissionError), (404, FileNotFoundError)]
-)
-@pytest.mark.slow
-def test_what_cannot_be_helped_is_not_tried_again(served: Served, status: int, error: type[OSError]) -> None:
-    served.fail, served.status = 1000, status
-    store = ObjectStore()
-    with pytest.raises(error, match=r"a\.bin"):
-        store.ranges(f"{served.url}/a.bin", [10], [20])
-    assert store.retries == 0 and len(served.asked) == 1
+    assert len(served.asked) == asked
 
 
 @pytest.mark.slow
@@ -343,43 +228,72 @@ def test_no_message_tells_a_secret(served: Served) -> None:
     assert redacted("key t0ken-of-mine", {"a": {"b": ["t0ken-of-mine"]}}) == "key ***"
 
 
-def _read(store: ObjectStore, url: str, queue: Any) -> None:
-    found = store.ranges(url, [10], [20])
-    gc.collect()
-    queue.put(found)
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_store_works_in_a_forked_child(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "STALL", 2.0)
     store, url = ObjectStore(), f"{served.url}/a.bin"
     store.ranges(url, [0], [10])  # its file system is open here, and its connection
-    context = multiprocessing.get_context("fork")
-    queue = context.SimpleQueue()
-    child = context.Process(target=_read, args=(store, url, queue))
-    child.start()
-    assert queue.get() == [CONTENT[10:20]]
-    child.join()
-    child.close()
-    queue.close()
-    assert store.ranges(url, [10], [20]) == [CONTENT[10:20]]
-    assert store.retries == 0
+
+    def read_twice() -> bool:
+        found = store.ranges(url, [10], [20])
+        gc.collect()
+        return found == store.ranges(url, [10], [20]) == [CONTENT[10:20]]
+
+    if (pid := os.fork()) == 0:
+        os._exit(not read_twice())
+    assert os.waitpid(pid, 0)[1] == 0 and read_twice() and store.retries == 0
 
 
 @pytest.mark.parametrize("chain", ["", "simplecache::", "filecache::"])
 def test_a_store_that_is_closed_leaves_the_others_open(served: Served, chain: str) -> None:
     """fsspec shares the file system inside a chain."""
-    url = f"{chain}{served.url}/a.bin"
-    first, second = ObjectStore(), ObjectStore()
-    for store in (first, second, first, second):
-        assert store.ranges(url, [1], [3]) == [CONTENT[1:3]]
+    first = ObjectStore({})
+    for store in (first, second := pickle.loads(pickle.dumps(first)), first, second):
+        assert store.ranges(f"{chain}{served.url}/a.bin", [1], [3]) == [CONTENT[1:3]]
         store.close()
 
 
-def test_a_store_is_pickled_as_its_options() -> None:
-    store = pickle.loads(pickle.dumps(ObjectStore({"anon": True})))
-    assert store._options == {"anon": True} and store.requests == 0
+@pytest.fixture
+def pieces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Where the pieces begin that stores ask for; what comes is `CONTENT`, the first piece after all others."""
+    asked, last = list[int](), threading.Event()
+
+    def part(store: ObjectStore, url: str, begin: int, end: int, stat: Stat) -> tuple[bytes, bool]:
+        asked.append(begin)
+        if stat.tag == "changed":
+            raise ShardError("it has changed")
+        if end == stat.size:
+            last.set()
+        assert begin or end == stat.size or last.wait(60)
+        return CONTENT[begin:end], True
+
+    monkeypatch.setattr(ObjectStore, "_part", part)
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("piece", "size", "is_waited_for", "count"),
+    [(100, 1950, False, 20), (None, 300_000, False, 1), (None, 300_000, True, 4), (None, 100_000, True, 2)]
+    + [(None, 1000, True, 1)],
+)
+def test_a_file_is_fetched_in_pieces_and_no_slow_one_holds_up_the_others(
+    monkeypatch: pytest.MonkeyPatch, pieces: list[int], piece: int | None, size: int, is_waited_for: bool, count: int
+) -> None:
+    """A file that is waited for uses all connections."""
+    monkeypatch.setattr(stores, "LEAST_PIECE", 50_000)
+    monkeypatch.setattr(stores, "PIECE", piece or stores.PIECE)
+    file = io.BytesIO()
+    ObjectStore().fetch("s3://b/a.bin", file, Stat(size, "tag"), is_waited_for=is_waited_for)
+    assert file.getvalue() == CONTENT[:size] and file.tell() == size
+    assert len(pieces) == count and len({*pieces}) == count
+
+
+def test_a_piece_that_fails_ends_the_fetch(monkeypatch: pytest.MonkeyPatch, pieces: list[int]) -> None:
+    monkeypatch.setattr(stores, "PIECE", 10)
+    with pytest.raises(ShardError, match="it has changed"):
+        ObjectStore().fetch("s3://b/a.bin", io.BytesIO(), Stat(1000, "changed"))
+    assert len(pieces) <= 2 * stores.CONNECTIONS
 
 
 @given(st.lists(st.tuples(st.integers(0, 500), st.integers(0, 60)), min_size=1), st.integers(0, 50))

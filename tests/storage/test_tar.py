@@ -14,7 +14,7 @@ import pytest
 from conftest import POOLS, make_pool
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shards import write_tar
+from shards import closed, write_tar  # noqa: F401
 
 from sharded_loader import ShardDataset, ShardedDataLoader
 from sharded_loader.storage.files import LocalFile, ShardError
@@ -111,7 +111,6 @@ def test_a_plain_tar_of_two_patterns_has_whole_samples_in_every_pool(tmp_path: P
         samples = [sample for batch in loader for sample in zip(*batch.values(), strict=True)]
     keys = [f"{shard}{i}" for shard in range(2) for i in range(4)]
     assert samples == [(key, f"{key}.jpg".encode(), f"{key}.txt".encode()) for key in keys]
-    dataset.close()
 
 
 @pytest.mark.parametrize("between", [{}, {"2.jpg": b"c"}, {"2.jpg": b"c", "1.cls": b"d"}])
@@ -122,9 +121,6 @@ def test_an_extension_that_comes_twice_is_named(tmp_path: Path, between: dict[st
             tar.addfile(tarfile.TarInfo(name))
     with pytest.raises(ShardError, match=r"a\.tar: the sample '(\./)?1' has two members \.jpg, one at offset \d+"):
         read(tmp_path / "a.tar", [0])
-
-
-# -- damaged files, links, sparse members ------------------------------------------------------------------------------
 
 
 def ten() -> bytearray:

@@ -1,13 +1,17 @@
-"""One batch of iterable data: read on, read again from any point, and errors that name part and place."""
+"""Iterable data as a reader has it: batches from any point, errors that name part and place, copies, one part."""
 
 from __future__ import annotations
 
+import functools
 import itertools
+import threading
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from failures import raise_lookup
-from stream_samples import At, Draws, DrawsOwn, GoOn, Own, Parts, Stateful, WithStatefulRows
+from stream_samples import At, Draws, DrawsOwn, GoOn, Own, Parts, Stateful, Told, WithStatefulRows
 
 from sharded_loader.base.errors import notes_of
 from sharded_loader.engine.heartbeat import IN_BATCHIFY, SAMPLE, SHARD, new_heartbeat
@@ -15,7 +19,7 @@ from sharded_loader.engine.messages import NOTHING, Job, PartBatch, PartIndices,
 from sharded_loader.engine.reader import Reader
 from sharded_loader.pools.task_reader import reader_for
 from sharded_loader.randomness.rng import reading
-from sharded_loader.streams.reader import StreamReader
+from sharded_loader.streams.reader import SHARED_BYTES, Copies, OpenPart, StreamReader
 from sharded_loader.streams.worker_info import here
 
 SIZE = 4
@@ -82,13 +86,23 @@ def test_any_batch_can_be_read_at_any_time_from_any_point_before_it(kind: Any) -
     assert [read(backwards, 1, batch).batch for batch in (3, 1, 4, 0)] == [whole[i].batch for i in (3, 1, 4, 0)]
 
 
-def test_parts_and_readings_are_open_side_by_side() -> None:
-    reader = reader_of(Own((8, 8)))
-    found = []
+def test_parts_and_readings_are_open_side_by_side_and_closed_when_they_are_over() -> None:
+    opened, closed = [], []
+
+    def noted(part: int, parts: int) -> Any:
+        opened.append(part)
+        try:
+            yield from range(100 * part, 100 * part + 12)
+        finally:
+            closed.append(part)
+
+    reader, found = reader_of(noted), []
     for batch, part, stream in itertools.product(range(2), range(2), (5, 6)):
         found.append(read(reader, part, batch, stream=stream, oldest=5).batch[0])
     assert found == [0, 0, 100, 100, 4, 4, 104, 104]
-    assert set(reader._opened) == {(5, 0), (5, 1), (6, 0), (6, 1)}
+    assert (opened, closed) == ([0, 0, 1, 1], [])
+    read(reader, 0, 2, stream=6, oldest=6)
+    assert (opened, closed) == ([0, 0, 1, 1], [0, 1])
 
 
 def test_a_part_in_which_an_interruption_has_struck_is_opened_again() -> None:
@@ -117,14 +131,6 @@ def test_a_part_in_which_an_interruption_has_struck_is_opened_again() -> None:
     with pytest.raises(KeyboardInterrupt):
         read(reader, 0, 1, worker=None, parts=1)
     assert read(reader, 0, 1, worker=None, parts=1).batch == [4, 5, 6, 7]
-
-
-def test_parts_of_readings_that_are_over_are_closed() -> None:
-    reader = reader_of(Parts((8, 8)))
-    read(reader, 0, 0, stream=1), read(reader, 1, 0, stream=1)
-    assert set(reader._opened) == {(1, 0), (1, 1)}
-    read(reader, 0, 0, stream=2)
-    assert set(reader._opened) == {(2, 0)}
 
 
 def test_short_batches_are_left_out_and_not_counted_if_so_asked() -> None:
@@ -272,12 +278,126 @@ def test_an_open_part_says_where_it_is() -> None:
     reader = reader_of(WithStatefulRows((2, 9)))
     point = reader.prime(task_of(1, 0))
     assert point.batches == 0 and point.state == (None, {"place": 0})
-    assert read(reader, 1, 0).batch == [100, 101, 102, 103] and len(reader._opened) == 1
+    assert read(reader, 1, 0).batch == [100, 101, 102, 103]
 
 
 def test_what_keeps_its_place_is_copied_and_what_does_not_is_read_itself() -> None:
-    for dataset, itself in ((Parts((9,)), True), (Stateful((9,)), False)):
+    class Plain(Own):
+        def __iter__(self) -> Any:
+            self.place = 4
+            return super().__iter__()
+
+    for dataset, place in ((Plain((9,)), 4), (Stateful((9,)), 0)):
         reader = reader_for(Job(dataset, list, 7, stream=Stream(1, SIZE)), readers=1)
-        read(reader, 0, 0, parts=1)
-        (opened,) = reader._opened.values()  # type: ignore[attr-defined]
-        assert (opened.dataset is dataset) == itself
+        assert read(reader, 0, 0, parts=1).batch == [0, 1, 2, 3]
+        assert dataset.place == place
+
+
+# -- copies, and one part while it is read ---------------------------------------------------------------------
+
+
+def advance(part: OpenPart) -> Any:
+    """The next sample, read as a reader does."""
+    before = part.set_current()
+    try:
+        return part.next_sample()
+    finally:
+        here.part = before
+
+
+def rest_of(part: OpenPart) -> list[Any]:
+    found = []
+    while True:
+        try:
+            found.append(advance(part))
+        except StopIteration:
+            return found
+
+
+# -- copies -------------------------------------------------------------------------------------------------------
+
+
+def test_a_copy_is_the_dataset_as_it_was_and_shares_what_is_large() -> None:
+    class Holder:
+        def __init__(self) -> None:
+            self.small, self.large = np.arange(3), np.zeros(SHARED_BYTES, np.uint8)
+            self.kind, self.function, self.module, self.items = Own, len, np, [1]
+
+    holder = Holder()
+    copies = Copies(holder)
+    holder.items.append(2)
+    holder.small[0] = 9
+    one, other = copies.make(), copies.make()
+    assert one is not other and one.items == [1] and one.small.tolist() == [0, 1, 2] and one.small is not other.small
+    assert one.large is other.large is holder.large
+    assert (one.kind, one.function, one.module) == (Own, len, np)
+
+
+def test_functions_and_what_cannot_be_copied_are_shared() -> None:
+    def function() -> Iterator[int]:
+        return iter(())
+
+    class Locked:
+        def __init__(self) -> None:
+            self.lock = threading.Lock()
+
+    locked = Locked()
+    assert Copies(function).make() is function and Copies(locked).make() is locked
+
+
+# -- one part -----------------------------------------------------------------------------------------------------
+
+
+def test_a_part_is_begun_and_read_to_its_end() -> None:
+    part = OpenPart(Parts((2, 3)), 1, 2, seed=5)
+    assert rest_of(part) == []
+    part.begin(0)
+    assert rest_of(part) == [100, 101, 102] and rest_of(part) == []
+    part.begin(1)
+    assert advance(part) == 100
+    part.end()
+    assert rest_of(part) == []
+
+
+def test_functions_take_the_numbers_or_nothing() -> None:
+    def both(part: int, parts: int, *, other: int = 0) -> list[Any]:
+        return [part, parts]
+
+    def bound(extra: int, part: int, parts: int) -> list[Any]:
+        return [extra, part, parts]
+
+    def one(optional: int = 3, another: int = 4) -> list[Any]:
+        return [optional]
+
+    for function, expected in ((both, [1, 4]), (functools.partial(bound, 7), [7, 1, 4]), (one, [3]), (list, [])):
+        part = OpenPart(function, 1, 4, seed=0)
+        part.begin(0)
+        assert rest_of(part) == expected
+
+
+def test_the_dataset_is_told_the_pass_if_it_wants_to_know() -> None:
+    dataset = Told((4,))
+    part = OpenPart(dataset, 0, 1, 0)
+    part.begin(3)
+    assert dataset.epoch == 3 and sorted(rest_of(part)) == [3000, 3001, 3002, 3003]
+    OpenPart(dataset, 0, 1, 0, sets_epoch=False).begin(5)
+    assert dataset.epoch == 3
+
+
+@pytest.mark.parametrize("kind", [Stateful, WithStatefulRows])
+def test_a_part_goes_on_from_its_state_and_the_state_is_a_copy(kind: Any) -> None:
+    part = OpenPart(kind((5, 6)), 1, 2, 0)
+    part.begin(0)
+    assert [advance(part), advance(part)] == [100, 101] and part.is_stateful
+    state = part.state()
+    assert advance(part) == 102
+    other = OpenPart(kind((5, 6)), 1, 2, 0)
+    for _ in range(2):
+        other.begin(0, state)
+        assert rest_of(other) == [102, 103, 104, 105]
+
+
+def test_without_a_state_there_is_none() -> None:
+    part = OpenPart(Parts((5,)), 0, 1, 0)
+    part.begin(0)
+    assert not part.is_stateful and part.state() is None

@@ -13,6 +13,8 @@ from torch.utils.data import get_worker_info
 
 from sharded_loader.streams.worker_info import Part, here, patch_torch, set_current_part
 
+OF_TORCH = torch_data._utils.worker
+
 
 def told() -> tuple[int, int] | None:
     info = get_worker_info()
@@ -25,7 +27,7 @@ def test_this_thread_is_told_and_others_are_not() -> None:
     try:
         assert told() == (2, 5)
         info = torch_data.get_worker_info()
-        assert type(info) is torch_data._utils.worker.WorkerInfo
+        assert type(info) is OF_TORCH.WorkerInfo
         assert info is not None and (info.seed, info.dataset) == (77, "the dataset")
         assert in_a_thread(told) is None
     finally:
@@ -62,9 +64,9 @@ def test_a_worker_alone_in_its_process_tells_the_threads_of_the_dataset_too() ->
 
 
 def test_the_answer_of_torch_s_own_workers_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = torch_data._utils.worker.WorkerInfo(id=6, num_workers=7, seed=0, dataset=None)
+    own = OF_TORCH.WorkerInfo(id=6, num_workers=7, seed=0, dataset=None)
     patch_torch()
-    monkeypatch.setattr(torch_data._utils.worker, "_worker_info", own)
+    monkeypatch.setattr(OF_TORCH, "_worker_info", own)
     assert get_worker_info() is own
     before = set_current_part(Part(0, 2, 0, None))
     assert told() == (0, 2)
@@ -83,10 +85,10 @@ def test_a_forked_child_reads_no_part() -> None:
 
 
 def test_a_torch_without_that_function_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_data._utils.worker, "get_worker_info", len)
+    monkeypatch.setattr(OF_TORCH, "get_worker_info", len)
     here.part, before = None, set_current_part(Part(0, 2, 0, None))
     here.part = before
-    monkeypatch.delattr(torch_data._utils.worker, "get_worker_info")
+    monkeypatch.delattr(OF_TORCH, "get_worker_info")
     patch_torch()
 
 

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 import threading
 import warnings
+from pathlib import Path
 from typing import Any
 
 import multiprocess
 import pytest
-from conftest import METHODS
 from multiprocess import spawn
 
+from sharded_loader.base.system import ONE_THREAD
 from sharded_loader.engine.messages import Job
-from sharded_loader.pools.process import start, transport
-from sharded_loader.pools.process.link import DEATH, HEARTBEAT, JOB
+from sharded_loader.pools.process import spawned, start
+from sharded_loader.pools.process.spawned import PRELOAD
 from sharded_loader.pools.process.start import ZygoteGone, is_starting_worker, starting_worker
 from sharded_loader.pools.process.transport import ProcessTransport
 
@@ -33,16 +35,15 @@ def test_only_our_own_workers_do_not_run_the_user_s_script(monkeypatch: pytest.M
 
 def test_a_start_is_known_in_its_own_thread_alone() -> None:
     seen: list[bool] = []
+    can_wait = hasattr(signal, "pthread_sigmask")
     with starting_worker():
         thread = threading.Thread(target=lambda: seen.append(is_starting_worker()))
         thread.start()
         thread.join()
         assert is_starting_worker() and seen == [False]
-        if hasattr(signal, "pthread_sigmask"):
-            assert signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        assert not can_wait or signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
     assert not is_starting_worker()
-    if hasattr(signal, "pthread_sigmask"):
-        assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    assert not can_wait or signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_a_worker_process_may_have_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,24 +79,22 @@ def test_if_the_zygote_is_gone_the_worker_is_forked_directly(monkeypatch: pytest
     owner.close()
 
 
-@METHODS
-def test_what_a_worker_is_sent_first(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The heartbeat, then the parent guard, then the word that a forked worker waits for."""
-    sent: list[bytes] = []
-    make = transport.Link
+# -- what a forkserver imports ----------------------------------------------------------------------------------------
 
-    def watched(conn: Any) -> Any:
-        link = make(conn)
-        send = link.send
-        monkeypatch.setattr(
-            link, "send", lambda head, *args, **more: (sent.append(head[:1]), send(head, *args, **more)), raising=False
-        )
-        return link
 
-    monkeypatch.setattr(transport, "Link", watched)
-    owner = ProcessTransport(1, method, None)
-    owner.open()
-    owner.workers.append(owner.launch(0, Job(range(3), None, 0)))
-    parent_guard = [DEATH] if sys.platform == "linux" else []
-    assert sent == [HEARTBEAT, *parent_guard, *([JOB] if method == "fork" else [])]
-    owner.close()
+@unix
+def test_a_forkserver_imports_what_it_is_told_with_one_thread_and_forgets_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wanted_module.py").write_text("import os\nthreads = os.environ['OMP_NUM_THREADS']\n")
+    (tmp_path / "broken_module.py").write_text("raise SystemExit(3)\n")
+    for name in ONE_THREAD:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    request = {"modules": ["broken_module", "no_such_module", "wanted_module"], "path": [str(tmp_path), *sys.path]}
+    monkeypatch.setenv(PRELOAD, json.dumps(request))
+    before = list(sys.path)
+    spawned._preload()
+    assert sys.modules.pop("wanted_module").threads == "1"
+    assert sys.path == before and PRELOAD not in os.environ
+    assert {name: os.environ[name] for name in ONE_THREAD if name in os.environ} == {"OMP_NUM_THREADS": "7"}

@@ -10,7 +10,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +17,10 @@ from typing import Any
 import multiprocess
 import psutil
 import pytest
+from process_samples import open_descriptors, transport_of, zygote_process
 
 from sharded_loader import WorkerDiedError
-from sharded_loader.engine.heartbeat import IDLE, RUN, SAMPLE, SEQ, SHARD
+from sharded_loader.engine.heartbeat import RUN, SAMPLE, SEQ, SHARD
 from sharded_loader.engine.messages import Job, Task
 from sharded_loader.pools.process import start
 from sharded_loader.pools.process import transport as transport_module
@@ -44,7 +44,7 @@ def supervisor() -> Iterator[ProcessPool]:
 
 @pytest.fixture
 def transport(supervisor: ProcessPool) -> ProcessTransport:
-    return supervisor._transport
+    return transport_of(supervisor)
 
 
 def kill(worker: Any) -> None:
@@ -62,16 +62,6 @@ def give(worker: Any, seq: int) -> None:
     worker.heartbeat[RUN], worker.heartbeat[SEQ], worker.heartbeat[SHARD], worker.heartbeat[SAMPLE] = 0, seq, 0, 1
 
 
-def test_a_dead_worker_is_reaped_and_replaced(transport: ProcessTransport, supervisor: ProcessPool) -> None:
-    before = list(transport.workers)
-    kill(before[1])
-    before[1].has_ended = True
-    assert supervisor.replace(before[1]) == []
-    assert [worker.number for worker in transport.workers] == [0, 1]
-    assert (transport.workers[0], transport.workers[1].pid != before[1].pid) == (before[0], True)
-    assert before[1].exitcode == -signal.SIGKILL
-
-
 def test_the_heartbeat_of_a_dead_worker_says_what_it_read(transport: ProcessTransport, supervisor: ProcessPool) -> None:
     for number in (0, 1):
         worker = transport.workers[number]
@@ -84,21 +74,7 @@ def test_the_heartbeat_of_a_dead_worker_says_what_it_read(transport: ProcessTran
     assert (results[0].seq, results[0].error.index, results[0].error.exitcode) == (3, 11, -signal.SIGKILL)
 
 
-def test_a_new_job_finds_new_forked_workers_which_do_what_was_begun(
-    transport: ProcessTransport, supervisor: ProcessPool
-) -> None:
-    transport.workers[0].tasks[0, 5] = Task(0, 5, 0, 0, ([10],), False)
-    before = {worker.pid for worker in transport.workers}
-    supervisor._start(JOB)
-    assert before.isdisjoint(worker.pid for worker in transport.workers)
-    assert [task.seq for task in supervisor.requeued] == [5]
-
-
 # -- what a process pool owns: made once, given back once, and never while a process may still write to it ------------
-
-
-def open_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
 
 
 def test_what_is_opened_is_opened_once_and_closed_once() -> None:
@@ -148,14 +124,13 @@ def fail() -> None:
 def test_whatever_happens_in_a_launch_it_leaves_nothing(step: str, event: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before, children = open_descriptors(), set(psutil.Process().children())
     supervisor = ProcessPool(2, start_method="fork", restarts=2)
-    owner = supervisor._transport
+    owner = transport_of(supervisor)
     supervisor._start(JOB)
     owner.make_zygote(JOB)
-    made = owner.zygote
-    assert made is not None
+    zygote = zygote_process(supervisor)
     kill(owner.workers[1])
     where, name, is_before = STEPS[step]
-    happen = {"closed": supervisor.close, "zygote killed": made._process.kill, "no memory": fail}[event]
+    happen = {"closed": supervisor.close, "zygote killed": zygote.kill, "no memory": fail}[event]
     known, happened = getattr(where, name), list[str]()
 
     def strike(*args: Any) -> Any:
@@ -203,7 +178,7 @@ def test_a_process_that_cannot_be_forked_leaves_no_descriptors(monkeypatch: pyte
     before, pool = open_descriptors(), ProcessPool(2, start_method="fork")
     monkeypatch.setattr(os, "fork", fork)
     with pytest.warns(RuntimeWarning, match="too many processes"):
-        pool._transport.make_zygote(JOB)
+        transport_of(pool).make_zygote(JOB)
     with pytest.raises(BlockingIOError):
         pool._start(JOB)
     assert open_descriptors() == before
@@ -257,7 +232,7 @@ class Link:
 
 @pytest.fixture
 def sleeper() -> Any:
-    process = multiprocess.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
+    process = multiprocess.get_context("fork").Process(target=signal.pause, daemon=True)
     process.start()
     return process
 
@@ -280,47 +255,6 @@ def test_a_worker_that_is_released_has_ended_and_says_how(
         assert not worker.is_alive() and worker.exitcode == -signal.SIGKILL
     with pytest.raises(OSError):
         os.fstat(sentinel)
-
-
-def test_workers_get_time_to_end_by_themselves_and_busy_ones_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    owner = ProcessTransport(1, "fork", None)
-    waited: list[float] = []
-
-    class Handle(SimpleNamespace):
-        def wait(self, timeout: float) -> None:
-            waited.append(timeout)
-
-        def is_busy(self) -> bool:
-            return bool(self.heartbeat[SAMPLE] != IDLE) and self.is_alive()
-
-        def is_alive(self) -> bool:
-            return not self.killed
-
-        def kill(self) -> None:
-            self.killed = True
-            order.append(self.name)
-
-        def release(self) -> None:
-            order.append(f"{self.name} released")
-
-    monkeypatch.setattr(transport_module, "ProcessWorker", Handle)
-    order: list[str] = []
-    for name, at in (("idle", IDLE), ("busy", 0)):
-        heartbeat = [0, 0, 0, at]
-        owner.workers.append(
-            Handle(  # type: ignore[arg-type]
-                name=name,
-                heartbeat=heartbeat,
-                killed=False,
-                slots={},
-                link=Link(),
-            )
-        )
-    owner.stop_workers()
-    assert order == ["busy", "idle", "idle released", "busy released"]
-    assert len(waited) == 4 and max(waited[:2]) <= transport_module.BUSY_GRACE < transport_module.CLOSING_GRACE
-    assert owner.workers == []
-    owner.close()
 
 
 def test_a_worker_that_was_killed_for_its_silence_is_given_up_after_a_while(

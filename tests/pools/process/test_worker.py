@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import multiprocess
 import numpy as np
 import pytest
+from conftest import until
+from failures import Boom, boom
+from samples import Bad, Gate
 
 from sharded_loader.engine.heartbeat import IDLE, SAMPLE
 from sharded_loader.engine.messages import Job, Result, Task, unpack_reply
@@ -20,7 +24,7 @@ from sharded_loader.memory.segments import Slot
 from sharded_loader.pools import task_reader
 from sharded_loader.pools.process import link
 from sharded_loader.pools.process.link import Link
-from sharded_loader.pools.process.worker import WorkerThreads
+from sharded_loader.pools.process.worker import WorkerThreads, close_in_children, die_with
 from sharded_loader.pools.supervised import decode_result
 
 
@@ -29,28 +33,25 @@ def this_is_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task_reader, "_tell_torch", lambda *_: None)
 
 
-class Bad:
-    """Sample 3 raises."""
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> int:
-        if index == 3:
-            raise LookupError("three")
-        return index
-
-
 class Trainer:
     """The other end of the pipe of a worker whose main thread is a thread here."""
 
-    def __init__(self, job: Job | None = None) -> None:
+    def __init__(self, dataset: Any = None) -> None:
         ours, theirs = multiprocess.Pipe()
         self.link, self._theirs = Link(ours, blocks=True), Link(theirs, blocks=True)
         self.worker = WorkerThreads(self._theirs, 4, 5)
         self.worker._finished.set()  # otherwise the end of the pipe may end this process
-        self._thread = threading.Thread(target=self.worker.run, args=(job,))
+        self._thread = threading.Thread(
+            target=self.worker.run, args=(None if dataset is None else Job(dataset, None, 0),)
+        )
         self._thread.start()
+        if dataset is not None:
+            self.send(link.JOB)
+            assert self.answer()[0] == link.READY
+
+    @property
+    def cancelled(self) -> Any:
+        return self.worker._reader.cancelled
 
     def send(self, kind: bytes, run: int = 0, seq: int = 0, content: bytes = b"") -> None:
         self.link.send(kind, run, seq, content)
@@ -82,9 +83,7 @@ class Trainer:
 
 @pytest.fixture
 def trainer() -> Iterator[Trainer]:
-    found = Trainer(Job(Bad(), None, 0))
-    found.send(link.JOB)
-    assert found.answer()[0] == link.READY
+    found = Trainer(Bad(boom))
     yield found
     found.close()
 
@@ -94,48 +93,24 @@ def task(seq: int, *indices: Any, run: int = 0) -> tuple[int, int, Slot | None, 
 
 
 def test_tasks_of_one_message_are_answered_in_order_with_the_error_of_one(trainer: Trainer) -> None:
-    trainer.send_tasks(task(0, 0, 1), task(1, 2, 3), task(2, 4, 5))
+    trainer.send_tasks(task(0, 0, 1), task(1, 6, 7), task(2, 4, 5))
     first, second, third = trainer.results(3)
     assert [(one.run, one.seq, one.samples) for one in (first, third)] == [(0, 0, 2), (0, 2, 2)]
     assert [np.asarray(one.batch).tolist() for one in (first, third)] == [[0, 1], [4, 5]]
-    assert type(second.error) is LookupError and second.error.args == ("three",)
+    assert type(second.error) is Boom
     assert "batch 1" in second.error.__notes__[0] and "worker 4 (pid " in second.error.__notes__[0]
 
 
-def test_a_large_batch_without_a_slot_comes_through_the_pipe() -> None:
-    rows = np.arange(4 * 5000.0).reshape(4, 5000)
-    trainer = Trainer(Job(rows, None, 0))
-    trainer.send(link.JOB)
-    assert trainer.answer()[0] == link.READY
-    trainer.send_tasks(task(0, 3, 1))
-    (result,) = trainer.results(1)
-    assert np.array_equal(result.batch, rows[[3, 1]])
-    trainer.close()
-
-
 def test_the_tasks_of_a_cancelled_run_are_answered_and_not_read() -> None:
-    go_on, read = threading.Event(), []
-
-    class Waits:
-        def __len__(self) -> int:
-            return 8
-
-        def __getitem__(self, index: int) -> int:
-            go_on.wait()
-            read.append(index)
-            return index
-
-    trainer = Trainer(Job(Waits(), None, 0))
-    trainer.send(link.JOB)
-    assert trainer.answer()[0] == link.READY
+    gate = Gate()
+    trainer = Trainer(gate)
     trainer.send_tasks(task(0, 1, run=8))
     trainer.send_tasks(task(0, 2, run=7))
     trainer.send(link.CANCEL, 7)
-    while 7 not in trainer.worker._reader.cancelled:  # it is taken while the first task is under way
-        time.sleep(0.001)
-    go_on.set()
+    assert until(lambda: 7 in trainer.cancelled)  # it is taken while the first task is under way
+    gate.open_for_all()
     assert [(result.run, result.samples) for result in trainer.results(2)] == [(8, 1), (7, 0)]
-    assert read == [1]
+    assert gate.reads == 1
     trainer.close()
 
 
@@ -181,5 +156,54 @@ def test_a_job_that_comes_in_a_message_is_read() -> None:
 def test_a_worker_between_batches_is_idle_on_its_heartbeat(trainer: Trainer) -> None:
     trainer.send_tasks(task(0, 1))
     trainer.results(1)
-    while trainer.worker._reader.heartbeat[SAMPLE] != IDLE:  # it is told after the answer
-        time.sleep(0.001)
+    assert until(lambda: trainer.worker._reader.heartbeat[SAMPLE] == IDLE)  # it is told after the answer
+
+
+# -- workers end with their trainer -----------------------------------------------------------------------------------
+
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal for a pipe: Linux")
+
+
+@linux
+@pytest.mark.parametrize("before", [False, True])
+def test_a_process_dies_with_the_other_end_of_its_pipe_also_if_that_is_closed_already(before: bool) -> None:
+    reader, writer = os.pipe()
+    ready, tell = os.pipe()
+    if before:
+        os.close(writer)
+    pid = os.fork()
+    if pid == 0:
+        if not before:
+            os.close(writer)
+        die_with(f"/proc/self/fd/{reader}")
+        os.write(tell, b"x")
+        os._exit(7) if before else signal.pause()
+    if not before:
+        os.read(ready, 1)
+        os.close(writer)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) in ((1, -signal.SIGKILL) if before else (-signal.SIGKILL,))
+    for end in (reader, ready, tell):
+        os.close(end)
+
+
+@linux
+def test_what_the_trainer_watches_is_closed_in_the_children_of_a_worker() -> None:
+    ours, theirs = multiprocess.Pipe()
+    sentinel, held = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        link = Link(theirs, blocks=True)
+        end = link.waitable
+        close_in_children(held)
+        child = os.fork()
+        if child == 0:
+            os._exit(os.path.exists(f"/proc/self/fd/{held}") or os.path.exists(f"/proc/self/fd/{end}"))
+        assert os.get_inheritable(held) is False
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    for end in (sentinel, held):
+        os.close(end)
+    ours.close()
+    theirs.close()

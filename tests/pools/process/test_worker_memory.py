@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import psutil
 import pytest
 from conftest import ahead
 
-from sharded_loader import ProcessPool, RayPool, ShardedDataLoader, ThreadPool, sample_rng
+from sharded_loader import ProcessPool, RayPool, ShardedDataLoader, SimpleDataset, ThreadPool, sample_rng
 from sharded_loader.base import limits
 from sharded_loader.base.limits import own_bytes, private_bytes
 from sharded_loader.pools.deaths import GROWN, Deaths
@@ -39,48 +40,29 @@ class Leaks:
 
 def fresh(method: str) -> int:
     """What a worker takes that has read a batch."""
-    with ShardedDataLoader(Own(), 1, pool=ProcessPool(1, start_method=method)) as loader:
+    data = SimpleDataset([0]).transform(lambda _: private_bytes())
+    with ShardedDataLoader(data, 1, pool=ProcessPool(1, start_method=method)) as loader:
         return int(next(iter(loader)))
-
-
-class Own:
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, index: int) -> int:
-        return private_bytes()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", PROCESS_POOLS)
-def test_a_dataset_that_leaks_reads_on_in_bounded_memory(method: str) -> None:
+def test_a_dataset_that_leaks_reads_on_in_bounded_memory(method: str, caplog: Any) -> None:
     data, limit = Leaks(2 * MB), fresh(method) + 40 * MB
     with ShardedDataLoader(data, 4, shuffle=True, seed=1, num_workers=1, thread_pool=True) as loader:
         expected = [batch[:, :2].tolist() for batch in loader]
     data.kept.clear()
-    pool = ProcessPool(2, start_method=method, max_worker_memory=limit)
-    with ShardedDataLoader(data, 4, shuffle=True, seed=1, pool=pool) as loader:
+    pool = ProcessPool(2, start_method=method, max_worker_memory=limit, restarts=0)
+    with ahead(ShardedDataLoader(data, 4, shuffle=True, seed=1, pool=pool), False) as loader:
         for _ in range(2):
             batches = [batch.numpy() for batch in loader]
+            assert loader.stats(0).recycled_workers > 0
             loader.set_epoch(0)
             assert [batch[:, :2].tolist() for batch in batches] == expected
         stats = loader.stats()
         growth = np.concatenate(batches)[:, 2].max() - np.concatenate(batches)[:, 2].min()
-    assert stats.recycled_workers >= 2 and stats.replaced_workers == 0
+    assert stats.recycled_workers >= 2 and stats.replaced_workers == 0 and "replaced" not in str(stats)
     assert growth < 200 * MB, "without the limit it is 800 MB"
-
-
-@pytest.mark.slow
-def test_those_that_are_replaced_are_counted_for_their_epoch_and_are_no_deaths(caplog: Any) -> None:
-    pool = ProcessPool(
-        1, max_worker_memory=fresh(PROCESS_POOLS[0]) + 60 * MB, start_method=PROCESS_POOLS[0], restarts=0
-    )
-    with ahead(ShardedDataLoader(Leaks(10 * MB, 40), 2, pool=pool), False) as loader:
-        for epoch in range(2):
-            assert [int(index) for batch in loader for index in batch[:, 0]] == list(range(40))
-            assert loader.stats(epoch).recycled_workers > 0
-        assert loader.stats().recycled_workers == sum(loader.stats(epoch).recycled_workers for epoch in range(2))
-        assert loader.stats().replaced_workers == 0 and "replaced" not in str(loader.stats())
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
@@ -102,18 +84,18 @@ def test_one_large_first_batch_is_no_reason_to_give_up() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "error", "text"),
+    ("limit", "text"),
     [
-        (0, ValueError, "max_worker_memory is 0"),
-        (-5, ValueError, "max_worker_memory is -5"),
-        (True, ValueError, "max_worker_memory is True"),
-        ("much", ValueError, "max_worker_memory is 'much': give a number of bytes above 0, or a text such as"),
-        ([], ValueError, r"max_worker_memory is \[\]"),
+        (0, "0"),
+        (-5, "-5"),
+        (True, "True"),
+        ("much", "'much': give a number of bytes above 0, or a text such as"),
+        ([], "[]"),
     ],
 )
-def test_wrong_limits(limit: Any, error: Any, text: str) -> None:
+def test_wrong_limits(limit: Any, text: str) -> None:
     for make in (ProcessPool, lambda _, **options: DataLoader([1], 1, num_workers=2, **options)):
-        with pytest.raises(error, match=text):
+        with pytest.raises(ValueError, match=re.escape(f"max_worker_memory is {text}")):
             make(2, max_worker_memory=limit)
 
 

@@ -46,7 +46,8 @@ def begun(dataset: Any = None) -> LoaderActor:
     made = LoaderActor(1, 2, 1)
     encoded = encode(Job(dataset or Images(), None, 0))
     buffers = [np.frombuffer(bytes(buffer), np.uint8) for buffer in encoded.buffers]  # read-only, as Ray's
-    assert made.begin((encoded.head, buffers)).failure is None
+    said = made.begin((encoded.head, buffers))
+    assert (said.failure, said.node, said.host) == (None, "node", "10.0.0.1")
     return made
 
 
@@ -65,15 +66,10 @@ def read(made: LoaderActor, *tasks: tuple[int, int, tuple[Any, ...]]) -> tuple[l
     return results, memory
 
 
-def test_it_says_where_it_is() -> None:
-    encoded = encode(Job(range(3), None, 0))
-    said = LoaderActor(1, 2, 1).begin((encoded.head, []))
-    assert (said.node, said.host) == ("node", "10.0.0.1")
-
-
 def test_the_batches_of_a_group_lie_in_one_memory_that_is_used_again() -> None:
     made = begun()
     read(made, task(0, 1, 2))  # what a batch needs is learned
+    assert made.where() == [0, 0, 0, IDLE]
     results, memory = read(made, task(1, 3, 4), task(2, 5, 6))
     assert [result.batch[:, 0].tolist() for result in results] == [[3, 4], [5, 6]]
     assert memory.nbytes == 4 * 4096
@@ -130,12 +126,6 @@ def test_a_dataset_that_fetches_ahead_is_told_the_order_and_how_far_the_user_is(
     assert Shards.told[1]() is None
     made.follow(8, 0, order)  # it came behind its end
     assert Shards.told[1]() is None
-
-
-def test_who_watches_it_sees_where_it_is() -> None:
-    made = begun()
-    read(made, task(0, 1, 2))
-    assert made.where() == [0, 0, 0, IDLE]
 
 
 def test_a_module_that_the_node_lacks_is_told_with_the_remedy() -> None:

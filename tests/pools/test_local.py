@@ -6,7 +6,6 @@ import gc
 import random
 import signal
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -14,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from samples import Gate
 
-from sharded_loader import ShardedDataLoader, ThreadPool, WorkerTimeoutError, sample_seed
+from sharded_loader import InlinePool, ShardedDataLoader, SimpleDataset, ThreadPool, WorkerTimeoutError, sample_seed
 from sharded_loader.engine.messages import Job, Result, Task
 from sharded_loader.engine.pool import PoolBroken
 from sharded_loader.pools import local as thread_pool
@@ -25,6 +25,17 @@ TIMEOUT = 0.5
 
 def task(seq: int, *indices: int, run: int = 0) -> Task:
     return Task(run, seq, 0, 0, (list(indices),), False)
+
+
+def job(dataset: Any) -> Job:
+    return Job(dataset, None, 0)
+
+
+def read_one(pool: ThreadPool, value: int) -> Any:
+    """A batch of a dataset of one sample."""
+    pool.start(job([value]))
+    pool.submit([task(0, 0)])
+    return results_of(pool, 1)[0].batch.tolist()
 
 
 def results_of(pool: ThreadPool, count: int) -> list[Result]:
@@ -60,55 +71,31 @@ def pool() -> Iterator[ThreadPool]:
 # -- the verbs --------------------------------------------------------------------------------------------------
 
 
-def test_tasks_become_batches(pool: ThreadPool) -> None:
-    pool.start(Job([5, 6, 7], None, 0, "raise"))
-    assert pool.started and pool.room > 10**6
-    pool.submit([task(0, 0, 2), task(1, 1), task(2, 9)])
-    first, second, third = results_of(pool, 3)
-    assert (first.batch.tolist(), second.batch.tolist()) == ([5, 7], [6])
-    assert isinstance(third.error, IndexError)
-    assert pool.wait(block=False) == []
-
-
 def test_another_job_is_read_by_the_threads_that_run(pool: ThreadPool) -> None:
     def names() -> set[str]:
         return {thread.name for thread in threading.enumerate() if thread.name.startswith("sharded_loader-")}
 
-    pool.start(Job([1], None, 0, "raise"))
+    assert read_one(pool, 1) == [1]
     before = names()
-    pool.submit([task(0, 0)])
-    assert results_of(pool, 1)[0].batch.tolist() == [1]
-    pool.start(Job([2], None, 0, "raise"))
-    pool.submit([task(0, 0)])
-    assert results_of(pool, 1)[0].batch.tolist() == [2]
+    assert read_one(pool, 2) == [2]
     assert names() == before and len(before) == 2
 
 
 def test_a_cancelled_run_is_not_read() -> None:
-    go_on, read = threading.Event(), []
-
-    class Waits:
-        def __getitem__(self, index: int) -> int:
-            read.append(index)
-            go_on.wait()
-            return index
-
-    pool = ThreadPool(1)
-    pool.start(Job(Waits(), None, 0, "raise"))
+    gate, pool = Gate(), ThreadPool(1)
+    pool.start(job(gate))
     pool.submit([task(0, 10), task(1, 11), task(0, 20, run=1)])
     pool.cancel(0)
-    go_on.set()
+    gate.open_for_all()
     while not any(result.run == 1 for result in pool.wait()):
         pass
-    assert read in ([20], [10, 20])
+    assert gate.reads in (1, 2)
     pool.close()
 
 
 def test_a_pool_that_is_closed_twice_starts_again(pool: ThreadPool) -> None:
     for value in (1, 2):
-        pool.start(Job([value], None, 0, "raise"))
-        pool.submit([task(0, 0)])
-        assert results_of(pool, 1)[0].batch.tolist() == [value]
+        assert read_one(pool, value) == [value]
         pool.close()
         pool.close()
         assert not pool.started and pool.wait() == ()
@@ -116,13 +103,13 @@ def test_a_pool_that_is_closed_twice_starts_again(pool: ThreadPool) -> None:
 
 def test_the_closer_ends_what_was_started_after_it_was_made(pool: ThreadPool) -> None:
     closer = pool.closer()
-    pool.start(Job([1], None, 0, "raise"))
+    pool.start(job([1]))
     closer()
     assert not pool.started
 
 
 def test_wake_ends_a_wait(pool: ThreadPool) -> None:
-    pool.start(Job([1], None, 0, "raise"))
+    pool.start(job([1]))
     pool.wake()
     assert pool.wait() == []
 
@@ -138,7 +125,7 @@ def test_a_thread_that_a_defect_of_the_loader_ends_breaks_the_pool(monkeypatch: 
 
 def test_a_worker_init_fn_that_fails_breaks_the_pool() -> None:
     pool = ThreadPool(2, worker_init_fn=lambda number: 1 // number)
-    pool.start(Job([1], None, 0, "raise"))
+    pool.start(job([1]))
     with pytest.raises(PoolBroken) as caught:
         results_of(pool, 1)
     assert isinstance(caught.value.error, ZeroDivisionError)
@@ -154,7 +141,7 @@ def test_threads_that_wait_hold_neither_dataset_nor_init_fn() -> None:
     dataset, init = Held([1]), Held()
     refs = [weakref.ref(dataset), weakref.ref(init)]
     pool = ThreadPool(1, worker_init_fn=init)
-    pool.start(Job(dataset, None, 0, "raise"))
+    pool.start(job(dataset))
     pool.submit([task(0, 0)])
     results_of(pool, 1)
     (thread,) = [one for one in threading.enumerate() if one.name.startswith("sharded_loader-")]
@@ -168,7 +155,7 @@ def test_threads_that_wait_hold_neither_dataset_nor_init_fn() -> None:
 
 def test_a_close_that_a_ctrl_c_interrupts_can_be_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = ThreadPool(2)
-    pool.start(Job([1], None, 0, "raise"))
+    pool.start(job([1]))
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(threading.Thread, "join", lambda *_: signal.raise_signal(signal.SIGINT))
         pool.close()
@@ -185,13 +172,11 @@ class Stuck:
     def __init__(self) -> None:
         self.go_on = threading.Event()
         self.begun: list[threading.Thread] = []
-        self.readers: dict[int, str] = {}
 
     def __len__(self) -> int:
         return 10
 
     def __getitem__(self, index: int) -> Any:
-        self.readers[index] = threading.current_thread().name
         if index == 3 and not self.go_on.is_set():
             self.begun.append(threading.current_thread())
             self.go_on.wait()
@@ -221,38 +206,19 @@ def test_a_thread_that_hangs_is_an_error_and_another_has_its_place(num_workers: 
 
 
 def test_a_thread_that_goes_on_just_when_it_is_abandoned_loses_no_batch() -> None:
-    at_next, go_on = threading.Event(), threading.Event()
-    data = Stuck()
-
-    class Then(Stuck):
-        """After sample 3 has been let go, sample 4 waits too."""
-
-        def __getitem__(self, index: int) -> Any:
-            if index == 3:
-                data.go_on.wait()
-            if index == 4:
-                at_next.set()
-                go_on.wait()
-            return index
-
-    pool = ThreadPool(1, timeout=0.5)
-    pool.start(Job(Then(), None, 0, "raise"))
-    pool.submit([Task(0, seq, 0, 0, ([3 + seq],), False) for seq in range(2)])
-    try:
-        found = []
-        while not found:
-            for result in pool.wait():
-                found.append((result.seq, type(result.error)))
-                data.go_on.set()
-                assert at_next.wait(300)
-        go_on.set()
-        deadline = time.monotonic() + 300
-        while (1, type(None)) not in found and time.monotonic() < deadline:
-            found += [(result.seq, type(result.error)) for result in pool.wait()]
-        assert found[0] == (0, WorkerTimeoutError) and (1, type(None)) in found
-    finally:
-        go_on.set()
-        pool.close()
+    gate, pool = Gate(), ThreadPool(1, timeout=TIMEOUT)
+    pool.start(job(gate))
+    pool.submit([task(seq, 3 + seq) for seq in range(2)])
+    found: list[Any] = []
+    while not found:
+        found += pool.wait()
+    gate.opened.release()  # the first sample is let go, and the next one waits too
+    while 1 not in [result.seq for result in found if result.error is None]:
+        found += pool.wait()
+        gate.opened.release()
+    assert (found[0].seq, type(found[0].error)) == (0, WorkerTimeoutError)
+    gate.open_for_all()
+    pool.close()
 
 
 def test_a_thread_that_hangs_in_batchify_is_an_error() -> None:
@@ -274,34 +240,24 @@ def test_a_thread_that_hangs_in_batchify_is_an_error() -> None:
 
 
 def test_all_threads_may_hang() -> None:
-    data = Stuck()
-
-    class All(Stuck):
-        def __getitem__(self, index: int) -> Any:
-            data.go_on.wait()
-            return index
-
-    with ShardedDataLoader(All(), 5, pool=ThreadPool(2, timeout=TIMEOUT)) as loader:
+    gate = Gate()
+    with ShardedDataLoader(gate, 5, sampler=range(10), pool=ThreadPool(2, timeout=TIMEOUT)) as loader:
         batches, errors = until_the_end(iter(loader))
         assert (batches, [type(error) for error in errors]) == ([], [WorkerTimeoutError] * 2)
-        data.go_on.set()
+        gate.open_for_all()
         assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
 
 
 def test_a_sample_that_comes_while_its_error_is_made_costs_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     late, next_begun, go_on = threading.Event(), threading.Event(), threading.Event()
 
-    class Late:
-        def __len__(self) -> int:
-            return 3
-
-        def __getitem__(self, index: int) -> int:
-            if index == 0:
-                late.wait()
-            if index == 1:
-                next_begun.set()
-                go_on.wait()
-            return index
+    def read(index: int) -> int:
+        if index == 0:
+            late.wait()
+        if index == 1:
+            next_begun.set()
+            go_on.wait()
+        return index
 
     make_error = thread_pool.timed_out
 
@@ -311,7 +267,7 @@ def test_a_sample_that_comes_while_its_error_is_made_costs_no_batch(monkeypatch:
         return make_error(*arguments, **options)
 
     monkeypatch.setattr(thread_pool, "timed_out", finish_meanwhile)
-    with ShardedDataLoader(Late(), 1, pool=ThreadPool(1, timeout=0.5)) as loader:
+    with ShardedDataLoader(SimpleDataset(range(3)).transform(read), 1, pool=ThreadPool(1, timeout=TIMEOUT)) as loader:
         iterator = iter(loader)
         assert next(iterator).tolist() == [0]
         go_on.set()
@@ -343,3 +299,49 @@ def test_a_thread_that_hangs_in_sample_seed_delays_the_others_and_is_an_error() 
     sampler = torch.utils.data.RandomSampler(range(10))  # started with the generators seeded
     with ShardedDataLoader(range(10), 5, sampler=sampler, seed=1) as other:
         assert sorted(int(value) for batch in other for value in batch) == list(range(10))
+
+
+# -- without workers a task is read when somebody waits for it --------------------------------------------------------
+
+
+def started(*errors: BaseException) -> tuple[InlinePool, list[int]]:
+    """A pool over indices times ten, and what it reads. The first reads raise these errors."""
+    read: list[int] = []
+    left = list(errors)
+
+    def times_ten(index: int) -> int:
+        read.append(index)
+        if left:
+            raise left.pop()
+        return index * 10
+
+    pool = InlinePool()
+    pool.start(job(SimpleDataset(range(10)).transform(times_ten)))
+    return pool, read
+
+
+def test_nothing_is_read_before_somebody_waits_and_then_one_task() -> None:
+    pool, read = started()
+    pool.submit([task(1, 1), task(2, 2)])
+    assert list(pool.wait(block=False)) == read == []
+    (result,) = pool.wait()
+    assert (result.seq, result.batch.tolist(), read) == (1, [10], [1])
+
+
+def test_a_task_that_was_interrupted_is_read_again() -> None:
+    pool, _ = started(KeyboardInterrupt())
+    pool.submit([task(1, 1)])
+    with pytest.raises(KeyboardInterrupt):
+        pool.wait()
+    assert pool.waiting, "the user's code was interrupted, not the pool"
+    assert [result.batch.tolist() for result in pool.wait()] == [[10]]
+
+
+def test_cancelled_and_closed_tasks_are_not_read() -> None:
+    pool, read = started()
+    pool.submit([task(1, 1, run=0), task(2, 2, run=1)])
+    pool.cancel(0)
+    assert [result.seq for result in pool.wait()] == [2]
+    pool.submit([task(3, 3)])
+    pool.close()
+    assert not pool.started and list(pool.wait()) == [] and read == [2]

@@ -1,0 +1,245 @@
+"""What does not fit a sampler is refused in words: arguments, datasets of another length, states of another order."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from samples import Documents
+
+from sharded_loader import (
+    BoundedBudgetSampler,
+    BucketScheme,
+    ClassBalancedBatchSampler,
+    ConstWidthBucket,
+    ExpWidthBucket,
+    FixedBucketSampler,
+    GroupedBatchSampler,
+    LinearWidthBucket,
+    PackSampler,
+    RandomSampler,
+    RepeatedSampler,
+    SequentialSampler,
+    ShardedDataLoader,
+    ShardShuffleSampler,
+    SortedBucketSampler,
+)
+from sharded_loader.batchify import Pack
+
+LABELS = [0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 3, 3, 3, 0, 1]
+LENGTHS = [3, 5, 4, 6, 2, 7, 1, 8, 3, 5, 4, 6]
+DOCUMENTS = [[11, 12, 13], [21, 22], [31, 32, 33, 34]]
+
+fixed = partial(FixedBucketSampler, batch_size=8)
+classes = partial(ClassBalancedBatchSampler, LABELS)
+pack = partial(PackSampler, LENGTHS)
+
+
+def loaded(batch_sampler: Any, samples: int = 4, **given: Any) -> ShardedDataLoader[Any]:
+    return ShardedDataLoader(range(samples), batch_sampler=batch_sampler, **given)
+
+
+def costly(costs: Any, **given: Any) -> ShardedDataLoader[Any]:
+    return ShardedDataLoader(range(4), **({"batch_size": 2} | given), costs=costs)
+
+
+def read_packed(documents: list[Any], lengths: list[int], rows_of: int, **given: Any) -> list[Any]:
+    batches = PackSampler(lengths, shuffle=False, **given)
+    return list(ShardedDataLoader(documents, batch_sampler=batches, batchify_fn=Pack(rows_of)))
+
+
+class TooShort(BucketScheme):
+    def keys(self, longest: int, shortest: int, num_buckets: int) -> list[int]:
+        return [longest - 1]
+
+
+BAD = (TypeError, ValueError)
+NO_KEYS = "makes no buckets: override keys"
+OF_DOCUMENT = "sample 0 of the batch "
+
+REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    # buckets
+    (lambda: fixed([3, 0]), ValueError, r"lengths\[1\] is 0"),
+    (lambda: fixed([[1, 2], [3]]), ValueError, "rows of different sizes"),
+    (lambda: fixed([1], last_group="x"), ValueError, "'keep', 'discard' or 'overlap'"),
+    (lambda: fixed([1], num_shards=-1), ValueError, "num_shards must be at least 0"),
+    (lambda: fixed([1], num_buckets=None), ValueError, "neither num_buckets nor bucket_keys"),
+    (lambda: fixed([1], bucket_keys=5), TypeError, "bucket_keys is 5: give a list"),
+    (lambda: fixed([1], bucket_keys=np.array(5)), TypeError, "give a list"),
+    (lambda: fixed([1], bucket_keys=np.array([])), ValueError, "give a bucket key"),
+    (lambda: fixed([1], bucket_keys=np.array([1.5])), TypeError, "give integers"),
+    (lambda: fixed([1, 7], bucket_keys=[5]), ValueError, "sample 1 has length"),
+    (lambda: fixed([[1, 7]], bucket_keys=[5]), ValueError, "1 numbers, but a length has 2"),
+    (lambda: FixedBucketSampler([1, 2], [1, 2, 3], bucket_keys=[1, 2]), ValueError, "3 numbers for 2 bucket keys"),
+    (lambda: FixedBucketSampler([1, 2], [1, 2]), ValueError, "one number for each bucket: give bucket_keys"),
+    (lambda: FixedBucketSampler([1, 2], [1, 2], bucket_keys=[2, 2]), ValueError, "equal"),
+    (lambda: FixedBucketSampler([1, 2], [1, 0], bucket_keys=[1, 2]), ValueError, r"batch_size\[1\]"),
+    (lambda: fixed([1, 2], last_batch="no"), ValueError, "last_batch is 'no'"),
+    (lambda: fixed(LENGTHS, bucket_scheme=TooShort()), ValueError, "1 samples fit no bucket: sample 7 has length"),
+    (lambda: type("Nothing", (BucketScheme,), {})()(10, 1, 2), NotImplementedError, NO_KEYS),
+    (lambda: BucketScheme().keys(10, 1, 2), NotImplementedError, NO_KEYS),
+    *(
+        (partial(scheme, 10, 1, number), BAD, "num_buckets")
+        for scheme in (ConstWidthBucket(), LinearWidthBucket(), ExpWidthBucket(), TooShort())
+        for number in (0, 2.5, "many", True)
+    ),
+    # costs
+    (lambda: costly([1, 2]), ValueError, "the dataset has 4 samples: give one number for each"),
+    (lambda: costly(np.ones((4, 1))), ValueError, "shape"),
+    (lambda: costly([1, 0, 2, 3]), ValueError, "cost of sample 1 is 0.0"),
+    (lambda: costly([1, 2, -3, 3]), ValueError, "cost of sample 2 is -3"),
+    (lambda: costly([1, 2, 3, float("nan")]), ValueError, "cost of sample 3 is nan"),
+    (lambda: costly([float("inf"), 2, 3, 4]), ValueError, "cost of sample 0 is inf"),
+    (lambda: costly("abcd"), TypeError, "costs must be numbers"),
+    (lambda: costly(["a"] * 4), TypeError, "costs must be numbers"),
+    (lambda: costly(lambda index: "long"), TypeError, "costs must be numbers"),
+    (lambda: costly([1] * 4, sampler=[0, 1]), ValueError, "costs= and sampler= both decide the order"),
+    (lambda: costly([1] * 4, last_batch="rollover"), ValueError, "rollover"),
+    (lambda: loaded([[0]], costs=[1] * 4), ValueError, "costs= and batch_sampler= both decide the order"),
+    (
+        lambda: ShardedDataLoader(lambda: iter(range(4)), 2, costs=[1] * 4),
+        ValueError,
+        "iterable data, which comes in its own order: leave out costs",
+    ),
+    # labels
+    (lambda: GroupedBatchSampler(LABELS, {0: 1, 1: 1, 2: 1}), ValueError, "no number for the kind 3"),
+    (lambda: GroupedBatchSampler(5, 2), TypeError, "by must be a sequence of hashable"),  # type: ignore[arg-type]
+    (lambda: classes(5, 1), ValueError, "classes is 5, but the labels have 4 classes"),
+    (lambda: classes(2, 4), ValueError, "samples is 4, but class 2 has 3, and 2 classes"),
+    (lambda: classes(0, 1), ValueError, "classes must be at least 1"),
+    (lambda: ClassBalancedBatchSampler([], 1, 1), ValueError, "the labels have 0 classes"),
+    (lambda: ClassBalancedBatchSampler([[1], [2]], 1, 1), TypeError, "labels must be a sequence of hashable"),
+    (lambda: ClassBalancedBatchSampler(None, 1, 1), TypeError, "labels must be a sequence"),  # type: ignore[arg-type]
+    (lambda: ClassBalancedBatchSampler(np.eye(3), 1, 1), ValueError, r"labels has shape \(3, 3\)"),
+    # copies
+    (lambda: RepeatedSampler(0), ValueError, "copies must be at least 1"),
+    (lambda: RepeatedSampler(RandomSampler(4)), TypeError, "copies must be an integer"),  # type: ignore[arg-type]
+    (lambda: RepeatedSampler(2, 5), TypeError, "sampler must be a sampler"),  # type: ignore[arg-type]
+    (lambda: len(RepeatedSampler(2)), ValueError, r"give it to a loader as sampler=, or give it a sampler"),
+    (lambda: iter(RepeatedSampler(2)), ValueError, "has no order to repeat"),
+    (lambda: list(RepeatedSampler(2, [[1, 2], [3]])), TypeError, "repeats single integer indices"),
+    (
+        lambda: ShardedDataLoader([1], 1, shuffle=True, sampler=RepeatedSampler(2, SequentialSampler(1))),
+        ValueError,
+        "shuffle must not be specified",
+    ),
+    # shards
+    (lambda: ShardShuffleSampler([1.5]), TypeError, "flat sequence of integers"),
+    (lambda: ShardShuffleSampler([[1]]), TypeError, "flat sequence of integers"),  # type: ignore[list-item]
+    (lambda: ShardShuffleSampler([1, -1]), ValueError, r"lengths\[1\] is -1"),
+    (lambda: ShardShuffleSampler([2**62, 2**62]), ValueError, "2\\*\\*62"),
+    (lambda: ShardShuffleSampler(np.broadcast_to(2**40, 2**30)), ValueError, "2\\*\\*62"),
+    (lambda: ShardShuffleSampler([1], lanes=0.5), TypeError, "lanes must be an integer"),  # type: ignore[arg-type]
+    # packed rows
+    (lambda: PackSampler([3, 0, 2], 9), ValueError, r"lengths\[1\] is 0: leave that document out"),
+    (lambda: PackSampler([3, 4, -2], 9), ValueError, r"lengths\[2\] is -2"),
+    (lambda: PackSampler([3, 33], 32), ValueError, r'document 1 has 33 tokens, and a row has 32: .*long="cut".*"drop"'),
+    (lambda: PackSampler([3.5], 9), BAD, "lengths must be integers of shape"),
+    (lambda: PackSampler([[3, 4]], 9), BAD, r"got shape \(1, 2\)"),
+    (lambda: PackSampler(iter([3]), 9), BAD, "lengths must be integers"),
+    (lambda: pack(2**31), ValueError, r"below 2\*\*31"),
+    (lambda: pack(9, 2.5), TypeError, "rows must be an integer"),
+    (lambda: pack(9, window=0), ValueError, "window must be at least 1"),
+    (lambda: pack(9, long="split"), ValueError, "long is 'split', which PackSampler does not know: choose 'error', "),
+    (lambda: pack(9, last_batch="rollover"), ValueError, "choose 'keep' or 'discard'"),
+    (lambda: Pack(2.5), TypeError, "tokens must be an integer"),  # type: ignore[arg-type]
+    (lambda: Pack(8, pad_id=None), TypeError, "pad_id must be an integer"),  # type: ignore[arg-type]
+    (lambda: Pack(3)(DOCUMENTS), ValueError, 'sample 2 of the batch has 4 tokens, and a row has 3: .*long="cut"'),
+    (lambda: Pack(8)([]), ValueError, "a batch of no samples"),
+    (lambda: Pack(8)([[1], []]), BAD, r"sample 1 .* list of shape \(0,\) .* at least one integer"),
+    (lambda: Pack(8)([[1], [2.5]]), BAD, "sample 1 of the batch is a list of shape .* float64"),
+    (lambda: Pack(8)([np.ones((2, 2), int)]), BAD, rf"{OF_DOCUMENT}is a ndarray of shape \(2, 2\)"),
+    (lambda: Pack(8)([5]), BAD, f"{OF_DOCUMENT}is"),
+    (lambda: Pack(8)(["text"]), BAD, f"{OF_DOCUMENT}is a str: .* Tokenise texts first"),
+    (lambda: Pack(8)([{"text": "a"}]), BAD, rf"{OF_DOCUMENT}has no 'input_ids' .*\['text'\]"),
+    (lambda: Pack(8)([{"input_ids": [1], "labels": [1]}, [2]]), BAD, "sample 1 .* has no labels, and sample 0 has"),
+    (lambda: Pack(8)([{"input_ids": [1, 2], "labels": [1]}]), BAD, r"documents of \[2\] input_ids have \[1\] labels"),
+    (
+        lambda: read_packed([[*range(9)], [1, 2], [1, 2]], [9, 2, 3], 4, tokens=4, long="cut", rows=9),
+        ValueError,
+        "document 2 has 2 tokens, and PackSampler has the length 3 for it.*\n.*sample 2",
+    ),
+    (
+        lambda: read_packed([[1] * 6, [2] * 2], [6, 2], 4, tokens=8),
+        ValueError,
+        "has planned a row of 8 tokens, and Pack makes rows of 4",
+    ),
+    # datasets of another length
+    *(
+        (partial(loaded, sampler, samples), ValueError, f"has 4 lengths, but the dataset has {samples} samples: give")
+        for samples in (3, 5)
+        for sampler in (
+            FixedBucketSampler([3, 5, 4, 6], 2, num_buckets=1),
+            SortedBucketSampler([3, 5, 4, 6], 2),
+            BoundedBudgetSampler([3, 5, 4, 6], 20),
+            PackSampler([3, 5, 4, 6], 9),
+        )
+    ),
+    (lambda: loaded(GroupedBatchSampler(LABELS, 2), 16), ValueError, "15 labels, but the dataset has 16 samples"),
+    (lambda: loaded(classes(1, 1), 9), ValueError, "15 labels, but the dataset has 9 samples"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "message"), REFUSED)
+def test_what_does_not_fit_a_sampler_is_refused_in_words(call: Any, error: Any, message: str) -> None:
+    with pytest.raises(error) as caught:
+        call()
+    assert caught.match(message)
+
+
+def test_samplers_of_the_right_length_are_taken_and_a_refresh_with_another_one_is_refused() -> None:
+    for sampler in (FixedBucketSampler([3, 5, 4, 6], 2, num_buckets=1), BoundedBudgetSampler([3, 5, 4, 6], 20)):
+        assert len(loaded(sampler)) > 0
+    documents = [[1, 2], [3]]
+    loader = ShardedDataLoader(documents, batch_sampler=PackSampler([2, 1], 9), batchify_fn=Pack(9))
+    documents.append([4])
+    with pytest.raises(ValueError, match="has 2 lengths, but the dataset has 3"):
+        loader.refresh()
+
+
+def of_shards(**changed: Any) -> ShardedDataLoader[Any]:
+    given: dict[str, Any] = {"lengths": [10, 20, 30], "window": 2, "lanes": 2, **changed}
+    return ShardedDataLoader(range(60), 4, sampler=ShardShuffleSampler(**given, seed=1))
+
+
+def of_rows(lengths: Any = LENGTHS, **changed: Any) -> ShardedDataLoader[Any]:
+    given: dict[str, Any] = {"tokens": 8, "rows": 3, "window": 4, "seed": 5, **changed}
+    return ShardedDataLoader(Documents(LENGTHS), batch_sampler=PackSampler(lengths, **given), batchify_fn=list)
+
+
+def of_classes(labels: list[int] = LABELS) -> ShardedDataLoader[Any]:
+    return loaded(ClassBalancedBatchSampler(labels, 2, 3, 4, seed=0), len(LABELS))
+
+
+def by_cost(costs: Any = LENGTHS, batch_size: int = 4) -> ShardedDataLoader[Any]:
+    return ShardedDataLoader(range(12), batch_size, costs=costs, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("make", "changed", "said"),
+    [
+        (of_shards, {"window": 3}, "window of the ShardShuffleSampler was 2, and is 3"),
+        (of_shards, {"lanes": 1}, "lanes of the ShardShuffleSampler was 2, and is 1"),
+        (of_shards, {"lengths": [30, 20, 10]}, "lengths of the ShardShuffleSampler changed after the state was saved"),
+        (of_rows, {"tokens": 10}, "tokens of the PackSampler"),
+        (of_rows, {"window": 5}, "window of the PackSampler"),
+        (of_rows, {"rows": 2}, "rows of the PackSampler"),
+        (of_rows, {"lengths": LENGTHS[::-1]}, "lengths of the PackSampler"),
+        (of_classes, {"labels": [0, 0, *LABELS[2:-2], 1, 2]}, "labels of the ClassBalancedBatchSampler changed"),
+        (by_cost, {"costs": LENGTHS[::-1]}, "costs of the CostSampler changed"),
+        (by_cost, {"batch_size": 5}, "a step of all ranks had 4 samples, and has 5"),
+    ],
+)
+def test_a_state_of_another_order_is_refused(make: Any, changed: dict[str, Any], said: str) -> None:
+    loader = make()
+    next(iter(loader))
+    state = loader.state_dict()
+    make().load_state_dict(state)
+    for strict in (True, False) if "batch_size" in changed else (True,):
+        with pytest.raises(ValueError, match=said):
+            make(**changed).load_state_dict(state, strict=strict)
+    if make is of_rows:
+        for wrong in ([1], [1, -2], "none"):
+            with pytest.raises(ValueError, match="'landmark'"):
+                make().load_state_dict(state | {"landmark": wrong})
