@@ -383,6 +383,12 @@ class Noting:
         return index
 
 
+def wait_for(file: Path) -> None:
+    """Wait until somebody has made the file."""
+    while not file.exists():
+        time.sleep(0.005)
+
+
 class NoLength:
     """A sampler of another library that does not say how much it yields.
 

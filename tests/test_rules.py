@@ -31,22 +31,11 @@ SLOW = {"slow", "gpu", "frameworks", "ray", "stores"}
 CLOCKS_LEFT: dict[str, int] = {
     "damaged_records.py": 4,
     "data/test_inspection.py": 2,
-    "drop_in/test_drop_in_iterator.py": 5,
-    "drop_in/test_drop_in_workers.py": 1,
-    "promises/test_iterable.py": 1,
-    "promises/test_iterable_surroundings.py": 1,
-    "promises/test_iteration.py": 3,
-    "promises/test_orphans.py": 12,
-    "promises/test_promises.py": 1,
-    "promises/test_recovery.py": 4,
-    "promises/test_refused_calls.py": 1,
-    "promises/test_timeouts.py": 5,
-    "promises/waiting_samples.py": 1,
     "simulated.py": 2,
 }
 """Quick tests that ask a clock, or sleep, by file."""
 
-PRIVATE_LEFT = 183
+PRIVATE_LEFT = 133
 """Uses of private attributes of the package."""
 
 

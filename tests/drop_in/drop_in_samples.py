@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import random
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -22,8 +21,6 @@ from torch.utils.data import (
     WeightedRandomSampler,
     get_worker_info,
 )
-
-from sharded_loader.torch import DataLoader
 
 TORCHS = torch.utils.data.DataLoader
 
@@ -71,27 +68,6 @@ def outcome(make: Callable[[], Any]) -> tuple[Any, Exception | None]:
         return None, error.with_traceback(None)  # it leads to the iterator, whose workers are to end
 
 
-def first_epochs(dataset: Any, make: Callable[[], dict[str, Any]] = dict, **arguments: Any) -> tuple[Any, Any]:
-    """The batches of an epoch of this loader, and of torch's own.
-
-    Args:
-        dataset, arguments: of both.
-        make: makes those arguments that each must have for itself.
-    """
-    epochs = []
-    for kind in (DataLoader, TORCHS):
-        torch.manual_seed(3)
-        loader: Any = kind(dataset, **arguments, **make())
-        epochs.append(list(loader))
-    return epochs[0], epochs[1]
-
-
-def assert_as_torchs(dataset: Any, make: Callable[[], dict[str, Any]] = dict, **arguments: Any) -> None:
-    """The batches of the first epoch are those of torch's own loader."""
-    found, expected = first_epochs(dataset, make, **arguments)
-    assert_same(found, expected)
-
-
 def plain(batches: Iterable[Any]) -> list[Any]:
     """Batches as lists of numbers."""
     return [batch.tolist() if hasattr(batch, "tolist") else batch for batch in batches]
@@ -113,9 +89,7 @@ def assert_resumes(
     loaded: int,
     before: int,
     count: int | None,
-    as_json: bool = True,
     epochs: int = 3,
-    unordered: bool = False,
 ) -> None:
     """A state goes on exactly: the rest of the epoch, and the epochs after it.
 
@@ -124,9 +98,7 @@ def assert_resumes(
         saved, loaded: how many workers the loader has that the state is taken from, and the one that loads it.
         before: how many epochs there are before the state's.
         count: how many batches of its epoch there are before the state. None: all of them, and the end is seen.
-        as_json: the state becomes JSON on its way.
         epochs: how many epochs are compared behind it.
-        unordered: batches come in any order.
     """
     torch.manual_seed(1)
     loader = make(saved)
@@ -139,9 +111,7 @@ def assert_resumes(
         begun = iter(loader)
         if len(some(begun, count)) < count:
             begun = None  # the end was seen
-    state = loader.state_dict()
-    if as_json:
-        state = json.loads(json.dumps(state))
+    state = json.loads(json.dumps(loader.state_dict()))
     generator = torch.get_rng_state()
     expected = [] if begun is None else [plain(begun)]
     expected += [plain(loader) for _ in range(epochs)]
@@ -150,75 +120,47 @@ def assert_resumes(
     other.load_state_dict(copy.deepcopy(state))
     torch.set_rng_state(generator)  # a trainer puts the global generator back
     found = [plain(other) for _ in expected]
-    if unordered:
-        found, expected = [sorted(epoch) for epoch in found], [sorted(epoch) for epoch in expected]
     assert found == expected, f"{found} instead of {expected}"
 
 
 # -- map-style datasets -------------------------------------------------------------------------------------------
 
 
-class Squares(Dataset[Any]):
-    """Tuples of an array, a tensor and a number."""
+class Reads(Dataset[Any]):
+    """Sample i is what a function gives for i."""
 
-    def __init__(self, length: int = 17) -> None:
-        self.length = length
+    def __init__(self, read: Callable[[int], Any], length: int) -> None:
+        self.read, self.length = read, length
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: int) -> Any:
-        return np.full(3, index, np.float32), torch.tensor([index, index**2]), index
+        return self.read(index)
 
 
-class Listed(Dataset[Any]):
-    """Samples from a list."""
-
-    def __init__(self, samples: list[Any]) -> None:
-        self.samples = samples
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.samples[index]
+def told_and_drawn(_: int = 0) -> list[Any]:
+    """What a worker is told, and what the generators of Python, NumPy and torch give it; -1 in the main process."""
+    info = get_worker_info()
+    if info is None:
+        return [-1.0] * 4
+    assert isinstance(info.dataset, Seeds | Parts)
+    told = [info.id, info.num_workers, info.seed % 2**32, torch.initial_seed() % 2**32]
+    return [*told, random.random(), float(np.random.random()), torch.rand((), dtype=torch.float64).item()]
 
 
-def told_and_drawn(info: Any) -> list[Any]:
-    """What a worker is told, and what the generators of Python and NumPy give it."""
-    return [
-        info.id,
-        info.num_workers,
-        info.seed % 2**32,
-        torch.initial_seed() % 2**32,
-        random.random(),
-        float(np.random.random()),
-    ]
+class Seeds(Reads):
+    """What a worker is told, and what its generators give."""
+
+    def __init__(self) -> None:
+        super().__init__(told_and_drawn, 12)
 
 
-class Seeds(Dataset[Any]):
-    """What a worker is told, and what its generators give; -1 in the main process."""
+class Squares(Reads):
+    """Tuples of an array, a tensor and a number."""
 
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> Any:
-        info = get_worker_info()
-        if info is None:
-            return [-1.0] * 4
-        assert info.dataset is not None and type(info.dataset) is Seeds
-        return [*told_and_drawn(info), torch.rand((), dtype=torch.float64).item()]
-
-
-class WhichWorker(Dataset[Any]):
-    """Of each sample the number of its worker, and the worker's process."""
-
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, index: int) -> Any:
-        info = get_worker_info()
-        return -1 if info is None else info.id, os.getpid()
+    def __init__(self, length: int = 17) -> None:
+        super().__init__(lambda i: (np.full(3, i, np.float32), torch.tensor([i, i**2]), i), length)
 
 
 class Changing(Dataset[Any]):
@@ -256,40 +198,43 @@ class Counting(Dataset[Any]):
 # -- iterable datasets --------------------------------------------------------------------------------------------
 
 
-class Uneven(IterableDataset[Any]):
+class Parts(IterableDataset[Any]):
+    """Part i of n has what a function gives for (i, n). Without workers it is part 0 of 1."""
+
+    def __init__(self, read: Callable[[int, int], Iterable[Any]]) -> None:
+        self.read = read
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        return iter(self.read(*((0, 1) if info is None else (info.id, info.num_workers))))
+
+
+class Uneven(Parts):
     """Parts of different lengths: worker i of any number yields 100 i, 100 i + 1, ..."""
 
-    lengths = (11, 4, 7, 0, 5)
-
-    def __iter__(self) -> Iterator[int]:
-        info = get_worker_info()
-        number = 0 if info is None else info.id
-        return (100 * number + place for place in range(self.lengths[number]))
+    def __init__(self) -> None:
+        super().__init__(lambda number, count: range(100 * number, 100 * number + (11, 4, 7, 0, 5)[number]))
 
 
-class Shared(IterableDataset[Any]):
+class Shared(Parts):
     """Sample i comes from worker i % num_workers."""
 
     def __init__(self, length: int = 17) -> None:
+        super().__init__(lambda number, count: range(number, length, count))
         self.length = length
-
-    def __iter__(self) -> Iterator[int]:
-        info = get_worker_info()
-        return iter(range(self.length)) if info is None else iter(range(info.id, self.length, info.num_workers))
 
     def __len__(self) -> int:
         return self.length
 
 
-class StatefulStream(IterableDataset[Any]):
+class StatefulStream(Parts):
     """A stream that says where it is, and counts the samples of all its epochs."""
 
     def __init__(self, length: int = 11) -> None:
+        super().__init__(self.samples)
         self.length, self.place, self.total = length, 0, 0
 
-    def __iter__(self) -> Iterator[int]:
-        info = get_worker_info()
-        number = 0 if info is None else info.id
+    def samples(self, number: int, count: int) -> Iterator[int]:
         while self.place < self.length - number:
             self.place += 1
             self.total += 1
@@ -303,63 +248,60 @@ class StatefulStream(IterableDataset[Any]):
         self.place, self.total = state["place"], state["total"]
 
 
-class StatefulItems(IterableDataset[Any]):
-    """A stream whose iterators have a state."""
+class Stateful:
+    """An iterator with a state."""
 
-    def __iter__(self) -> Any:
-        info = get_worker_info()
-        return Items(0 if info is None else 100 * info.id)
+    def __init__(self, items: Iterable[int]) -> None:
+        self.items, self.place = list(items), 0
 
-
-class Items:
-    def __init__(self, base: int) -> None:
-        self.base, self.place = base, 0
-
-    def __iter__(self) -> Items:
+    def __iter__(self) -> Stateful:
         return self
 
     def __next__(self) -> int:
-        if self.place == 9:
+        if self.place == len(self.items):
             raise StopIteration
         self.place += 1
-        return self.base + self.place
+        return self.items[self.place - 1]
 
-    def state_dict(self) -> dict[str, int]:
-        return {"place": self.place}
+    def state_dict(self) -> dict[str, Any]:
+        return vars(self).copy()
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.place = state["place"]
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+class StatefulItems(Parts):
+    """A stream whose iterators have a state."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda number, count: Stateful(range(100 * number + 1, 100 * number + 10)))
 
 
 # -- samplers -----------------------------------------------------------------------------------------------------
 
 
-class Backwards(Sampler[int]):
-    """From the last to the first."""
+class Order(Sampler[Any]):
+    """Yields what a function gives, which is called when the sampler is asked for its iterator."""
 
-    def __init__(self, length: int) -> None:
-        self.length = length
+    def __init__(self, items: Callable[[], Iterable[Any]], length: int = 13) -> None:
+        self.items, self.length = items, length
 
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.length - 1, -1, -1))
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.items())
 
     def __len__(self) -> int:
         return self.length
 
 
-class Eager(Sampler[Any]):
-    """Draws its order when it is asked for its iterator, not with the first index."""
-
-    def __init__(self, length: int, size: int | None = None) -> None:
-        self.length, self.size = length, size
+class ItsOwnIterator(Order):
+    """A batch sampler that is its own iterator, and begins again each time that it is asked for one: as Lightning's."""
 
     def __iter__(self) -> Iterator[Any]:
-        order = torch.randperm(self.length).tolist()
-        size = self.size
-        return iter(order if size is None else [order[i : i + size] for i in range(0, self.length, size)])
+        self.begun = super().__iter__()
+        return self
 
-    def __len__(self) -> int:
-        return self.length if self.size is None else -(-self.length // self.size)
+    def __next__(self) -> Any:
+        return next(self.begun)
 
 
 class Resets(Sampler[int]):
@@ -404,47 +346,6 @@ class StartsOver(Resets):
         self.loaded = True
 
 
-class ItsOwnIterator(Sampler[list[int]]):
-    """A batch sampler that is its own iterator, and begins again each time that it is asked for one: as Lightning's."""
-
-    def __iter__(self) -> Iterator[list[int]]:
-        self.items = iter(BatchSampler(RandomSampler(range(13)), 3, False))
-        return self
-
-    def __next__(self) -> list[int]:
-        return next(self.items)
-
-
-class StatefulIterators(Sampler[int]):
-    """The iterators have the state; their order comes from one draw."""
-
-    def __iter__(self) -> Any:
-        return Permuted(torch.randperm(13).tolist())
-
-    def __len__(self) -> int:
-        return 13
-
-
-class Permuted:
-    def __init__(self, order: list[int]) -> None:
-        self.order, self.place = order, 0
-
-    def __iter__(self) -> Permuted:
-        return self
-
-    def __next__(self) -> int:
-        if self.place == len(self.order):
-            raise StopIteration
-        self.place += 1
-        return self.order[self.place - 1]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"order": self.order, "place": self.place}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.order, self.place = state["order"], state["place"]
-
-
 class Pair(NamedTuple):
     first: Any
     second: Any
@@ -459,6 +360,10 @@ def seeded() -> torch.Generator:
     return torch.Generator().manual_seed(5)
 
 
+def permuted() -> list[int]:
+    return torch.randperm(13).tolist()
+
+
 def of_one_generator() -> dict[str, Any]:
     generator = seeded()
     return {"generator": generator, "sampler": RandomSampler(DATA, generator=generator), "batch_size": 3}
@@ -471,7 +376,7 @@ SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
     "shuffle, seed": lambda: {"shuffle": True, "batch_size": 3, "seed": 4},
     "shuffle, drop_last": lambda: {"shuffle": True, "batch_size": 3, "drop_last": True},
     "shuffle, one by one": lambda: {"shuffle": True, "batch_size": None},
-    "backwards": lambda: {"sampler": Backwards(13), "batch_size": 3},
+    "backwards": lambda: {"sampler": Order(lambda: range(12, -1, -1)), "batch_size": 3},
     "random": lambda: {"sampler": RandomSampler(DATA), "batch_size": 3},
     "random, own generator": lambda: {"sampler": RandomSampler(DATA, generator=seeded()), "batch_size": 3},
     "random, one generator": of_one_generator,
@@ -481,12 +386,14 @@ SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
     "weighted": lambda: {"sampler": WeightedRandomSampler([1.0] * 13, 13), "batch_size": 3},
     "batches": lambda: {"batch_sampler": BatchSampler(RandomSampler(DATA), 4, False)},
     "listed batches": lambda: {"batch_sampler": [[1, 2], [3], [7, 5, 2], [4]]},
-    "its own iterator": lambda: {"batch_sampler": ItsOwnIterator()},
-    "eager": lambda: {"sampler": Eager(13), "batch_size": 3},
-    "eager batches": lambda: {"batch_sampler": Eager(13, 3)},
-    "eager, one by one": lambda: {"batch_size": None, "sampler": Eager(13)},
+    "its own iterator": lambda: {
+        "batch_sampler": ItsOwnIterator(lambda: BatchSampler(RandomSampler(DATA), 3, False), 5)
+    },
+    "eager": lambda: {"sampler": Order(permuted), "batch_size": 3},
+    "eager batches": lambda: {"batch_sampler": Order(lambda: list(BatchSampler(permuted(), 3, False)), 5)},
+    "eager, one by one": lambda: {"batch_size": None, "sampler": Order(permuted)},
     "stateful": lambda: {"sampler": Resets(), "batch_size": 3},
     "stateful, over at its beginning": lambda: {"sampler": StartsOver(), "batch_size": 3},
     "stateful batches": lambda: {"batch_sampler": BatchSampler(Resets(), 3, False)},
-    "stateful iterators": lambda: {"sampler": StatefulIterators(), "batch_size": None},
+    "stateful iterators": lambda: {"sampler": Order(lambda: Stateful(permuted())), "batch_size": None},
 }

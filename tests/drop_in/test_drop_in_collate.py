@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import hypothesis.strategies as st
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import covering
-from drop_in_samples import TORCHS, Listed, Pair, assert_same, outcome
+from drop_in_samples import TORCHS, Pair, assert_same, outcome
 from hypothesis import example, given
 from torch.utils.data import Subset, TensorDataset, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
@@ -46,22 +47,9 @@ class Marked(torch.Tensor):
 
 
 DTYPES = [
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.uint8,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-    torch.float8_e4m3fn,
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn),
+    *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.bool, torch.complex64, torch.complex128),
 ]
 ARRAYS = ["f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "?", "c8", "c16", "g", ">f4", ">i8"]
 ODD_ARRAYS = ["U3", "S3", "O", "M8[s]", "m8[s]", "V4", "i4,f4"]
@@ -197,19 +185,13 @@ def alike(sample: Any) -> st.SearchStrategy[Any]:
     return st.lists(st.sampled_from([sample, sample, sample]) | st.just(sample), min_size=1, max_size=4)
 
 
-@given(st.lists(trees, min_size=1, max_size=4))
+def several(kind: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.lists(kind, min_size=1, max_size=4)
+
+
+@given(several(trees) | trees.flatmap(alike) | st.sampled_from([arrays, tensors, numbers]).flatmap(several))
 @example([np.float32(1), 2.0])
 def test_any_batch_is_torchs(samples: list[Any]) -> None:
-    assert_as_torchs_function(samples)
-
-
-@given(trees.flatmap(alike))
-def test_any_batch_of_one_kind_is_torchs(samples: list[Any]) -> None:
-    assert_as_torchs_function(samples)
-
-
-@given(st.sampled_from([arrays, tensors, numbers]).flatmap(lambda kind: st.lists(kind, min_size=1, max_size=4)))
-def test_any_column_is_torchs(samples: list[Any]) -> None:
     assert_as_torchs_function(samples)
     assert_as_torchs_function([(sample, 1) for sample in samples])
 
@@ -235,8 +217,8 @@ def test_a_batch_is_torchs_also_behind_the_pipe_of_a_worker(kind: str, in_tuples
     if in_tuples:
         samples = [(1, sample) for sample in samples]
     # In a worker torch stacks into shared memory of the first sample's dtype, and without gradients.
-    expected, error = outcome(lambda: list(TORCHS(Listed(samples), len(samples), num_workers=1)))
-    found, ours = outcome(lambda: list(DataLoader(Listed(samples), len(samples), num_workers=1)))
+    expected, error = outcome(lambda: list(TORCHS(samples, len(samples), num_workers=1)))
+    found, ours = outcome(lambda: list(DataLoader(samples, len(samples), num_workers=1)))
     assert type(ours) is type(error), (ours, error)
     if error is None:
         assert_same(found, expected)
@@ -245,33 +227,19 @@ def test_a_batch_is_torchs_also_behind_the_pipe_of_a_worker(kind: str, in_tuples
 # -- functions of the user's --------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def added_type() -> Iterator[None]:
-    default_collate_fn_map[Marked] = lambda batch, *, collate_fn_map=None: "marked"
-    yield
-    del default_collate_fn_map[Marked]
+IN_TORCHS_TABLE = [np.ones(2), 1, 2.5, torch.ones(2), "a", True, torch.ones(2).as_subclass(Marked)]
 
 
-@pytest.mark.usefixtures("added_type")
-def test_a_type_that_was_added_to_torchs_table_is_collated_by_it() -> None:
-    samples = [torch.ones(2).as_subclass(Marked)] * 2
-    assert collated(samples) == "marked"
-    assert_as_torchs_function([(1, torch.ones(2))] * 2)
-
-
-@pytest.mark.parametrize("kind", [np.ndarray, int, float, torch.Tensor, str])
-def test_a_type_that_was_changed_in_torchs_table_is_collated_by_it(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(default_collate_fn_map, kind, lambda batch, *, collate_fn_map=None: ["own", *batch])
-    sample = {np.ndarray: np.ones(2), int: 1, float: 2.5, torch.Tensor: torch.ones(2), str: "a"}[kind]
-    for samples in ([sample, sample], [(sample, 0.5), (sample, 0.5)]):
+@pytest.mark.parametrize("sample", IN_TORCHS_TABLE, ids=lambda sample: type(sample).__name__)
+def test_a_type_that_was_changed_or_added_in_torchs_table_is_collated_by_it(
+    sample: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(default_collate_fn_map, type(sample), lambda batch, *, collate_fn_map=None: ["own", *batch])
+    for samples in ([sample, sample], [(sample, 0.5), (sample, 0.5)], [(1, torch.ones(2))] * 2):
         assert_same(collated(samples), default_collate(samples))
-    loader = DataLoader(Listed([sample, sample]), 2)
-    assert_same(next(iter(loader)), default_collate([sample, sample]))
-
-
-def test_bool_that_was_added_to_torchs_table_is_collated_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(default_collate_fn_map, bool, lambda batch, *, collate_fn_map=None: "bools")
-    assert collated([True, False]) == "bools"
+    assert_same(next(iter(DataLoader([sample, sample], 2))), default_collate([sample, sample]))
+    if type(sample) is torch.Tensor:
+        assert_same(list(DataLoader(torch.arange(3), 2)), [["own", *torch.arange(2)], ["own", torch.tensor(2)]])
 
 
 def test_the_memory_comes_from_who_asks() -> None:
@@ -290,7 +258,7 @@ def test_a_batchify_function_of_this_library_gives_tensors() -> None:
     samples = [np.ones(2), np.ones(3)]
     found = Assembled(Pad(-1)).assemble(samples, np.empty)
     assert type(found) is TensorBatch
-    assert_same(list(DataLoader(Listed(samples), 2, collate_fn=Pad(-1))), [found.to_torch()])
+    assert_same(list(DataLoader(samples, 2, collate_fn=Pad(-1))), [found.to_torch()])
     assert_same(Assembled(Stack())(samples[:1]), torch.ones(1, 2, dtype=torch.float64))
 
 
@@ -336,15 +304,6 @@ def test_rows_of_tensors_are_torchs_batches(kind: str, num_workers: int) -> None
     assert_same(found, expected)
 
 
-def test_rows_of_tensors_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: Any, index: int) -> Any:
-        raise AssertionError("sample by sample")
-
-    monkeypatch.setattr(TensorDataset, "__getitem__", fail)
-    [batch] = DataLoader(Subset(TensorDataset(torch.arange(10)), [3, 1]), 4)
-    assert batch[0].tolist() == [3, 1]
-
-
 CACHED: dict[str, tuple[Callable[[int], Any], bool]] = {
     "array": (lambda i: np.full((3, 2), i, np.float32), True),
     "image and label": (lambda i: (np.full((2, 2, 3), i, np.uint8), i), True),
@@ -384,28 +343,31 @@ def test_what_is_cached_is_torchs_batches(kind: str, num_workers: int) -> None:
                 assert_same(found, expected)
 
 
-def test_what_is_cached_is_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def cached_rows() -> Any:
     cached = SimpleDataset(range(8)).transform(CACHED["image and label"][0]).cache("1 MB")
-    loader = DataLoader(Subset(cached, [3, 1]), 4)
-    list(loader)
-    monkeypatch.setattr(type(cached), "_samples", None)
-    [batch] = loader
-    assert batch[1].tolist() == [3, 1] and cached.counts[:2] == (2, 2)  # type: ignore[union-attr]
-    with pytest.raises(TypeError):
-        list(DataLoader(cached, 4))
+    list(DataLoader(cached, 4))
+    return cached
 
 
-def test_a_dataset_that_changes_the_rows_is_read_sample_by_sample() -> None:
-    class Twice(TensorDataset):
+@pytest.mark.parametrize("make", [cached_rows, lambda: TensorDataset(torch.arange(8), torch.arange(8))])
+def test_rows_are_read_at_once_unless_the_dataset_changes_them(
+    make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = make()
+
+    class Twice(type(dataset)):  # type: ignore[misc]
         def __getitem__(self, index: int) -> Any:
             return tuple(2 * column for column in super().__getitem__(index))
 
-    assert next(iter(DataLoader(Twice(torch.arange(10)), 4)))[0].tolist() == [0, 2, 4, 6]
+        __getitems__ = None
 
-
-def test_rows_of_tensors_are_collated_by_a_changed_table_of_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(default_collate_fn_map, torch.Tensor, lambda batch, *, collate_fn_map=None: len(batch))
-    assert list(DataLoader(torch.arange(10), 4)) == [4, 4, 2]
+    twice = copy.copy(dataset)
+    twice.__class__ = Twice
+    assert next(iter(DataLoader(twice, 4)))[1].tolist() == [0, 2, 4, 6]
+    for name in ("__getitem__", "__getitems__"):
+        monkeypatch.setattr(type(dataset), name, None, raising=False)
+    [batch] = DataLoader(Subset(dataset, [3, 1]), 4)
+    assert batch[1].tolist() == [3, 1]
 
 
 @pytest.mark.slow

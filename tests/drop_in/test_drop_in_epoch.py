@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from drop_in_samples import Resets
+from drop_in_samples import Order, Resets, plain
 from injection import HANDLERS, InterruptAt, next_interrupted
 
 from sharded_loader.base.entries import from_state
@@ -39,15 +39,8 @@ def state_after(epoch: TorchEpoch, delivered: int) -> dict[str, Any]:
 
 
 def test_an_item_is_read_once_and_kept_until_it_is_forgotten() -> None:
-    drawn = []
-
-    class Sampler:
-        def __iter__(self) -> Iterator[list[int]]:
-            for index in range(4):
-                drawn.append(index)
-                yield [index]
-
-    reading = read(Sampler())
+    drawn = list[int]()
+    reading = read(Order(lambda: ([drawn.append(index) or index] for index in range(4))))  # type: ignore[func-returns-value]
     assert item_of(reading, 1) == [1]
     assert item_of(reading, 0) == [0] and drawn == [0, 1]
     assert reading.batch(4) is None and drawn == [0, 1, 2, 3]
@@ -56,59 +49,27 @@ def test_an_item_is_read_once_and_kept_until_it_is_forgotten() -> None:
     assert item_of(reading, 2) == [2]  # the last one delivered may be taken back
 
 
-def test_batch_i_is_of_lane_i_modulo_their_number() -> None:
-    tasks = read([[1, 2], [3], [4], [5], [6]])
-    found = [tasks.task(seq) for seq in range(5)]
-    assert all(isinstance(task, Task) for task in found)
-    assert [(task.seq, task.lane, task.shards) for task in found] == [
-        (0, 0, ([1, 2],)),
-        (1, 1, ([3],)),
-        (2, 0, ([4],)),
-        (3, 1, ([5],)),
-        (4, 0, ([6],)),
-    ]
-    assert tasks.task(5) is None
+def refilled() -> Iterator[list[int]]:
+    """One list for all batches."""
+    batch = [0]
+    for index in range(4):
+        batch[0] = index
+        yield batch
 
 
-def test_single_indices_are_batches_of_one() -> None:
-    assert read(range(3), batched=False).task(2).shards == ((2,),)
-
-
-def test_indices_of_any_sequence_are_listed() -> None:
-    assert read([range(3), {4: 1}]).task(0).shards == ([0, 1, 2],)
-    assert read([(1, 2)]).task(0).shards == ((1, 2),)
-
-
-def test_a_sampler_may_fill_its_own_list_again() -> None:
-    class Refills:
-        def __iter__(self) -> Iterator[list[int]]:
-            batch = [0]
-            for index in range(4):
-                batch[0] = index
-                yield batch
-
-    tasks = read(Refills())
-    found = [tasks.task(seq) for seq in range(4)]
-    assert [task.shards for task in found if isinstance(task, Task)] == [([0],), ([1],), ([2],), ([3],)]
-
-
-def test_forgetting_that_was_interrupted_is_done_again() -> None:
-    class Slow(dict[int, Any]):
-        def pop(self, *args: Any) -> Any:
-            raise KeyboardInterrupt
-
-    reading = read([[index] for index in range(8)])
-    for seq in range(6):
-        reading.batch(seq)
-    whole = reading._planned
-    reading._planned = Slow(whole)
-    with pytest.raises(KeyboardInterrupt):
-        reading.forget(4)
-    state = state_after(reading, 4)
-    reading._planned = whole
-    reading.forget(4)
-    assert state_after(reading, 4) == state and state["yielded"] == 4 and "ahead" not in state
-    assert sorted(whole) == [3, 4, 5] and sorted(reading.drawn.marks) == [3, 4, 5, 6]
+@pytest.mark.parametrize(
+    ("sampler", "batched", "shards"),
+    [
+        (range(3), False, [(0,), (1,), (2,)]),
+        ([range(3), {4: 1}, (1, 2)], True, [[0, 1, 2], [4], (1, 2)]),
+        (Order(refilled), True, [[0], [1], [2], [3]]),
+    ],
+    ids=["single indices", "indices of any sequence", "a list that is filled again"],
+)
+def test_what_a_sampler_yields_is_a_batch_of_indices(sampler: Any, batched: bool, shards: list[Any]) -> None:
+    epoch = read(sampler, batched=batched)
+    tasks = [epoch.task(seq) for seq in range(len(shards) + 1)]
+    assert [task if task is None else task.shards for task in tasks] == [*((one,) for one in shards), None]
 
 
 def test_an_error_of_the_sampler_comes_in_its_place_and_ends_the_epoch() -> None:
@@ -116,11 +77,7 @@ def test_an_error_of_the_sampler_comes_in_its_place_and_ends_the_epoch() -> None
         yield [0]
         raise OSError("no more")
 
-    class Sampler:
-        def __iter__(self) -> Iterator[list[int]]:
-            return items()
-
-    tasks = read(Sampler())
+    tasks = read(Order(items))
     assert isinstance(tasks.task(0), Task)
     error = tasks.task(1)
     assert isinstance(error, OSError) and "raised by the sampler at batch 1" in error.__notes__[-1]
@@ -165,57 +122,48 @@ def test_the_states_of_datasets_move_with_their_batches() -> None:
     assert state_after(reading, 3)["datasets"] == ["of worker 0", "of worker 1"]
 
 
-def test_a_state_is_that_of_the_delivered_batches_not_of_those_read_ahead() -> None:
+@pytest.mark.parametrize(("count", "ahead"), [(0, 5), (2, 3), (1, 0), (8, 0), (9, 0)])
+def test_a_state_is_that_of_the_delivered_batches_and_says_whether_the_epoch_is_over(count: int, ahead: int) -> None:
     reading = read(Resets(9), lanes=1)
-    for seq in range(5):
+    for seq in range(count + ahead):
         reading.batch(seq)
-    assert state_after(reading, 2)["state"] == {"place": 2, "epoch": 0}
-    assert state_after(reading, 0)["state"] == {"place": 0, "epoch": 0}
+    state = state_after(reading, count)
+    assert state["state"] == {"place": count, "epoch": 0}
+    assert ahead or state["over"] is (count == 9)
 
 
-@pytest.mark.parametrize("count", [1, 8, 9])
-def test_a_state_says_whether_the_epoch_is_over(count: int) -> None:
-    reading = read(Resets(9), lanes=1)
-    for seq in range(count):
-        reading.batch(seq)
-    assert state_after(reading, count)["over"] is (count == 9)
+def drawn(at: int | None = None, name: str = "SIGINT") -> Order:
+    """Batches of two in random order, from a generator that interrupts itself before a batch, once; None: never."""
+    left = [at]
+
+    def items() -> Iterator[list[int]]:
+        for number, batch in enumerate(torch.randperm(12).reshape(6, 2).tolist()):
+            if left == [number]:
+                left.clear()
+                signal.raise_signal(getattr(signal, name))
+            yield batch
+
+    return Order(items, 6)
 
 
-class Draws:
-    """Batches of two in random order, written as a generator. It interrupts itself before a batch, once.
-
-    Attributes:
-        at: which batch; None: none.
-    """
-
-    def __init__(self, at: int | None = None, name: str = "SIGINT") -> None:
-        self.at, self.signal = at, getattr(signal, name)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        order = torch.randperm(12).tolist()
-        for first in range(0, 12, 2):
-            if self.at == first // 2:
-                self.at = None
-                signal.raise_signal(self.signal)
-            yield order[first : first + 2]
+def seeded(sampler: Order, **given: Any) -> DataLoader[Any]:
+    torch.manual_seed(5)
+    return DataLoader(range(12), batch_sampler=sampler, **given)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("at", range(6))
 def test_a_sampler_that_a_signal_ended_is_started_again_where_it_was(at: int, workers: int, signal_name: str) -> None:
     given: dict[str, Any] = {"num_workers": workers, "thread_pool": True} if workers else {}
-    torch.manual_seed(5)
-    expected = [batch.tolist() for batch in DataLoader(range(12), batch_sampler=Draws(), **given)]
-    torch.manual_seed(5)
-    loader = DataLoader(range(12), batch_sampler=Draws(at, signal_name), **given)
-    iterator, found, interrupts = iter(loader), list[Any](), 0
+    expected = plain(seeded(drawn(), **given))
+    iterator, found, interrupts = iter(seeded(drawn(at, signal_name), **given)), list[Any](), 0
     while len(found) < 7:
         try:
             found.append(next(iterator, None))
         except HANDLERS[signal_name][0]:
             interrupts += 1
     assert interrupts == 1 and found.pop() is None
-    assert [batch.tolist() for batch in found] == expected
+    assert plain(found) == expected
 
 
 @pytest.mark.parametrize("step", [9, pytest.param(1, marks=pytest.mark.slow)])
@@ -223,11 +171,8 @@ def test_an_interruption_at_any_line_that_reads_the_sampler_loses_no_batch(step:
     interrupt = functools.partial(InterruptAt, modules=("sampler.py", "third_party.py"), name=signal_name)
     line, fired = 1, True
     while fired:
-        torch.manual_seed(5)
-        whole = [batch.tolist() for batch in DataLoader(range(12), batch_sampler=Draws())]
-        torch.manual_seed(5)
-        iterator = iter(DataLoader(range(12), batch_sampler=Draws()))
+        whole, iterator = plain(seeded(drawn())), iter(seeded(drawn()))
         found, fired = next_interrupted(iterator, line, interrupt)
-        assert [batch.tolist() for batch in [*found, *iterator]] == whole
+        assert plain([*found, *iterator]) == whole
         line += step
     assert line > 40

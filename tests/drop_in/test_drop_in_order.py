@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
 import pytest
 import torch
+from drop_in_samples import Parts
 from samples import Augmented
-from torch.utils.data import DistributedSampler, IterableDataset, get_worker_info
+from torch.utils.data import DistributedSampler
 
 from sharded_loader import BatchSampler, SequentialSampler, ShardedDataLoader, interleave
 from sharded_loader.torch import DataLoader
@@ -32,22 +32,18 @@ GIVEN: dict[str, dict[str, Any]] = {
 }
 
 
-class Parts(IterableDataset[int]):
-    def __iter__(self) -> Any:
-        info = get_worker_info()
-        assert info is not None
-        return iter(range(info.id, LENGTH, info.num_workers))
-
-
-def other(given: dict[str, Any]) -> dict[str, Any]:
-    """The same arguments for a `ShardedDataLoader`."""
-    return {"shuffle": False, **given}
-
-
 def listed(batch: Any) -> Any:
     if isinstance(batch, tuple | list):
         return [listed(one) for one in batch]
     return batch.tolist() if isinstance(batch, torch.Tensor) else batch
+
+
+def epoch(batches: Any) -> list[Any]:
+    """What is left of an epoch."""
+    return [listed(batch) for batch in batches]
+
+
+PARTS = Parts(lambda number, count: range(number, LENGTH, count))
 
 
 @pytest.mark.parametrize("seed", [5, None])
@@ -58,10 +54,10 @@ def test_batches_and_states_are_those_of_the_other_loader(kind: str, workers: in
     torch.manual_seed(1)
     loader = DataLoader(data, SIZE, seed=seed, num_workers=workers, **given)
     torch.manual_seed(1)
-    with ShardedDataLoader(data, SIZE, seed=seed, **other(given)) as sharded:
+    with ShardedDataLoader(data, SIZE, seed=seed, **given) as sharded:
         for _ in range(2):
             assert len(loader) == len(sharded)
-            assert list(map(listed, loader)) == list(map(listed, sharded))
+            assert epoch(loader) == epoch(sharded)
         list(islice(loader, 1)), list(islice(sharded, 1))
         state = json.loads(json.dumps(loader.state_dict()))
         assert state == json.loads(json.dumps(sharded.state_dict()))
@@ -70,42 +66,38 @@ def test_batches_and_states_are_those_of_the_other_loader(kind: str, workers: in
         assert str(loader.fingerprint(1)) == str(sharded.fingerprint(1))
         assert loader.read(3, 1)[0] == sharded.read(3, 1)[0]
     resumed = DataLoader(data, SIZE, seed=None if seed is None else 6, num_workers=2 - workers, **given)
-    sharded = ShardedDataLoader(data, SIZE, seed=6, **other(given))
-    if seed is None and "num_replicas" in given:
-        sharded = ShardedDataLoader(data, SIZE, **other(given))
-    for one in (resumed, sharded):
+    has_no_seed = seed is None and "num_replicas" in given
+    again = ShardedDataLoader(data, SIZE, seed=None if has_no_seed else 6, **given)
+    for one in (resumed, again):
         one.load_state_dict(state)
     for _ in range(2):
-        assert list(map(listed, resumed)) == list(map(listed, sharded))
+        assert epoch(resumed) == epoch(again)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_state_goes_on_with_other_ranks_in_either_loader(workers: int) -> None:
-    def epoch(make: Callable[..., Any], ranks: int, size: int, state: Any, **given: Any) -> list[Any]:
-        rows = []
-        for rank in range(ranks):
-            loader = make(range(LENGTH), size, shuffle=True, seed=2, num_replicas=ranks, rank=rank, **given)
-            if state is not None:
-                loader.load_state_dict(state)
-            rows.append(list(map(listed, loader)))
-        return rows
+    def loaders(make: Any, ranks: int, size: int, **given: Any) -> list[Any]:
+        given |= {"shuffle": True, "seed": 2, "num_replicas": ranks}
+        return [make(range(LENGTH), size, rank=rank, **given) for rank in range(ranks)]
 
-    loader = DataLoader(range(LENGTH), 4, shuffle=True, seed=2, num_replicas=2, rank=0, num_workers=workers)
+    loader = loaders(DataLoader, 2, 4, num_workers=workers)[0]
     next(iter(loader))
-    state = loader.state_dict()
-    assert epoch(DataLoader, 4, 2, state, num_workers=workers) == epoch(ShardedDataLoader, 4, 2, state)
+    found = [loaders(DataLoader, 4, 2, num_workers=workers), loaders(ShardedDataLoader, 4, 2)]
+    for one in sum(found, []):
+        one.load_state_dict(loader.state_dict())
+    assert [epoch(one) for one in found[0]] == [epoch(one) for one in found[1]]
 
 
 def test_iterable_data_has_parts_of_all_ranks() -> None:
     given: dict[str, Any] = {"num_replicas": 2, "rank": 1, "steps_per_epoch": 3, "streams": 4, "seed": 1}
-    ours, theirs = DataLoader(Parts(), SIZE, num_workers=2, **given), ShardedDataLoader(Parts(), SIZE, **given)
+    ours, theirs = DataLoader(PARTS, SIZE, num_workers=2, **given), ShardedDataLoader(PARTS, SIZE, **given)
     assert len(ours) == len(theirs) == 3
     for _ in range(2):
-        assert list(map(listed, ours)) == list(map(listed, theirs))
+        assert epoch(ours) == epoch(theirs)
     state = ours.state_dict()
     for one in (ours, theirs):
         one.load_state_dict(state)
-    assert list(map(listed, ours)) == list(map(listed, theirs))
+    assert epoch(ours) == epoch(theirs)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -116,12 +108,22 @@ def test_it_goes_on_with_other_ranks_and_its_copies_too(workers: int) -> None:
     assert listed(next(one)) == listed(next(other))
     for loader in (ours, theirs):
         loader.rescale(1, 0, batch_size=4)
-    assert list(map(listed, one)) == list(map(listed, other))
+    assert epoch(one) == epoch(other)
     assert (ours.batch_size, ours.num_replicas, ours.rank) == (4, 1, 0)
     assert list(ours.batch_sampler) == list(theirs.batch_sampler)
-    expected = list(map(listed, theirs))
+    expected = epoch(theirs)
     for twin in (copy.copy(ours), pickle.loads(pickle.dumps(ours)), ours):
-        assert list(map(listed, twin)) == expected
+        assert epoch(twin) == expected
+
+
+@pytest.mark.parametrize(
+    "given", [{"num_workers": "auto", "thread_pool": True}, {"shuffle": True, "steps_per_epoch": 3}]
+)
+def test_a_copy_has_the_workers_that_are_found_and_the_seed_that_was_drawn(given: dict[str, Any]) -> None:
+    loader = DataLoader(range(LENGTH), SIZE, num_replicas=2, rank=1, **given)
+    expected = epoch(pickle.loads(pickle.dumps(loader)))
+    assert epoch(loader) == expected
+    assert "shuffle" in given or expected == epoch(ShardedDataLoader(range(LENGTH), SIZE, num_replicas=2, rank=1))
 
 
 def test_a_copy_of_given_batches_has_those_of_the_ranks_that_are_there_now() -> None:
@@ -129,19 +131,7 @@ def test_a_copy_of_given_batches_has_those_of_the_ranks_that_are_there_now() -> 
     loader = DataLoader(range(24), batch_sampler=batches, num_replicas=2, rank=0)
     loader.rescale(1, 0, batch_size=4)
     expected = [[*range(i, i + 4)] for i in range(0, 24, 4)]
-    assert list(map(listed, copy.copy(loader))) == list(map(listed, loader)) == expected
-
-
-def test_the_number_of_workers_may_be_found() -> None:
-    loader = DataLoader(range(LENGTH), SIZE, num_replicas=2, rank=1, num_workers="auto", thread_pool=True)
-    expected = ShardedDataLoader(range(LENGTH), SIZE, num_replicas=2, rank=1)
-    assert list(map(listed, loader)) == list(map(listed, expected))
-
-
-def test_a_copy_has_the_seed_that_was_drawn() -> None:
-    loader = DataLoader(range(LENGTH), SIZE, shuffle=True, steps_per_epoch=3)
-    twin = pickle.loads(pickle.dumps(loader))
-    assert list(map(listed, loader)) == list(map(listed, twin))
+    assert list(map(listed, copy.copy(loader))) == epoch(loader) == expected
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -158,7 +148,7 @@ def test_weights_change_while_it_is_read_and_a_state_has_them(workers: int) -> N
     assert listed(next(one)) == listed(next(other)) == [1] * SIZE
     resumed = DataLoader(mixed(), SIZE, num_replicas=1)
     resumed.load_state_dict(ours.state_dict())
-    assert list(map(listed, resumed)) == list(map(listed, one)) == list(map(listed, other))
+    assert epoch(resumed) == epoch(one) == epoch(other)
 
 
 def test_set_epoch_of_the_loader_and_of_its_sampler_count() -> None:
@@ -167,7 +157,7 @@ def test_set_epoch_of_the_loader_and_of_its_sampler_count() -> None:
     for call in (loader.set_epoch, loader.sampler.set_epoch):  # type: ignore[attr-defined]
         call(4)
         expected.set_epoch(4)
-        assert list(map(listed, loader)) == list(map(listed, expected))
+        assert epoch(loader) == epoch(expected)
 
 
 def test_batches_are_collated_and_placed_as_before() -> None:
@@ -211,7 +201,7 @@ def test_what_only_torchs_order_has_is_an_error() -> None:
     with pytest.raises(ValueError, match="batch_size=None gives single samples"):
         DataLoader(range(4), None, num_replicas=1)
     with pytest.raises(ValueError, match="leave out costs"):
-        DataLoader(Parts(), SIZE, costs=[1])
+        DataLoader(PARTS, SIZE, costs=[1])
     loader = DataLoader(range(4), 2)
     for call in (lambda: loader.rescale(1, 0), lambda: loader.set_weights([1])):
         with pytest.raises(TypeError, match="give num_replicas=1$"):
@@ -229,4 +219,4 @@ def test_a_mesh_says_the_ranks() -> None:
             return [1]
 
     ours = DataLoader(range(LENGTH), SIZE, mesh=Mesh())  # type: ignore[arg-type]
-    assert list(map(listed, ours)) == list(map(listed, ShardedDataLoader(range(LENGTH), SIZE, num_replicas=2, rank=1)))
+    assert epoch(ours) == list(map(listed, ShardedDataLoader(range(LENGTH), SIZE, num_replicas=2, rank=1)))

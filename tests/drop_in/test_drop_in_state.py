@@ -6,17 +6,21 @@ import copy
 import gc
 import itertools
 import json
+import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from conftest import METHODS, covering
+from conftest import covering
 from drop_in_samples import (
+    DATA,
+    SAMPLERS,
+    TORCHS,
     Changing,
     Counting,
-    Resets,
+    Order,
+    Parts,
     Seeds,
     Shared,
     StatefulItems,
@@ -25,34 +29,21 @@ from drop_in_samples import (
     assert_resumes,
     flat,
     plain,
+    seeded,
     some,
 )
-from torch.utils.data import (
-    BatchSampler,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-)
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler, Subset
 
+from sharded_loader import FixedBucketSampler, GroupedBatchSampler, PackSampler, interleave, sample_rng
 from sharded_loader import RandomSampler as RandomSamplerOfEpochs
-from sharded_loader import interleave, sample_rng
-from sharded_loader.base.entries import from_state
-from sharded_loader.drop_in.sampler import SamplerState
-from sharded_loader.drop_in.state import LoaderState, at_named_epoch, next_epoch
+from sharded_loader.drop_in.state import next_epoch
 from sharded_loader.engine.messages import PartPoint
 from sharded_loader.engine.order import Position
 from sharded_loader.torch import DataLoader
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
-MADE: dict[str, Callable[[], dict[str, Any]]] = {
-    "in turn": lambda: {"dataset": range(17)},
-    "shuffle": lambda: {"dataset": range(17), "shuffle": True},
-    "generator": lambda: {"dataset": range(17), "shuffle": True, "generator": torch.Generator().manual_seed(4)},
-    "random": lambda: {"dataset": range(17), "sampler": RandomSampler(range(17))},
-    "stateful sampler": lambda: {"dataset": range(17), "sampler": Resets()},
+DATASETS: dict[str, Callable[[], dict[str, Any]]] = {
     "stateful dataset": lambda: {"dataset": Counting(), "shuffle": True},
     "stream": lambda: {"dataset": Shared()},
     "uneven stream": lambda: {"dataset": Uneven()},
@@ -61,81 +52,49 @@ MADE: dict[str, Callable[[], dict[str, Any]]] = {
     "mixture": lambda: {"dataset": interleave([range(12), interleave([range(90, 99)] * 2)], [2, 1]), "shuffle": True},
     "mixed streams": lambda: {"dataset": interleave([Shared(), range(90, 99)])},
 }
+LENGTHS = [3, 9, 4, 1, 7, 2, 8, 5, 6, 3]
+COUNTED: dict[str, Callable[[], dict[str, Any]]] = {
+    "buckets": lambda: {"batch_sampler": FixedBucketSampler(LENGTHS, 2, num_buckets=2, shuffle=True, seed=0)},
+    "one kind": lambda: {"batch_sampler": GroupedBatchSampler(by=[n % 2 for n in LENGTHS], batch_size=2, seed=0)},
+    "packed": lambda: {"batch_sampler": PackSampler(LENGTHS, tokens=12, rows=1, window=4, seed=0)},
+    "batches of torch": lambda: {"batch_sampler": BatchSampler(RandomSamplerOfEpochs(10, seed=0), 3, False)},
+}
+"""Samplers that count their epochs."""
+
+MADE = {"random": SAMPLERS["random"], **SAMPLERS, **COUNTED, **DATASETS}
 STREAMS = [kind for kind in MADE if "stream" in kind or "items" in kind]
+TWICE = ("eager batches", "eager, one by one", "stateful iterators")
+"""They draw each time that they are asked for an iterator, and with workers torch asks twice."""
 
 
-@covering(kind=MADE, count=[0, 1, 2, 4, None], before=[0, 1, 2])
+def made(kind: str, **options: Any) -> DataLoader[Any]:
+    usual = {"batch_size": 3} if kind in DATASETS else {"dataset": range(10) if kind in COUNTED else DATA}
+    return DataLoader(**{**usual, **MADE[kind](), **options})
+
+
+@covering(kind=MADE, count=[0, 1, 2, 3, 5, None], before=[0, 1, 2])
 def test_a_state_goes_on_without_workers(kind: str, count: int | None, before: int) -> None:
-    def make(workers: int) -> Any:
-        return DataLoader(batch_size=3, num_workers=workers, **MADE[kind]())
-
-    assert_resumes(make, saved=0, loaded=0, before=before, count=count)
+    assert_resumes(lambda workers: made(kind), saved=0, loaded=0, before=before, count=count)
 
 
+@covering(0, kind=MADE, count=[3, 0, 1, None], persistent=[True, False])
+def test_a_state_goes_on_with_workers_that_had_an_epoch_before(kind: str, count: int | None, persistent: bool) -> None:
+    given = {"num_workers": 2, "persistent_workers": persistent}
+    assert_resumes(lambda workers: made(kind, **given), saved=2, loaded=2, before=1, count=count)
+
+
+@pytest.mark.parametrize("count", [0, 3, None])
+@pytest.mark.parametrize(("saved", "loaded"), [(0, 2), (2, 0), (2, 1), (3, 4), (4, 3)])
+@pytest.mark.parametrize("kind", [*SAMPLERS, *COUNTED, "uneven stream", "stateful stream"])
 @pytest.mark.slow
-@covering(0, kind=MADE, count=[0, 1, 3, None], persistent=[False, True])
-def test_a_state_goes_on_with_workers(kind: str, count: int | None, persistent: bool) -> None:
-    def make(workers: int) -> Any:
-        return DataLoader(batch_size=3, num_workers=workers, persistent_workers=persistent, **MADE[kind]())
-
-    assert_resumes(make, saved=2, loaded=2, before=1, count=count)
-
-
-@pytest.mark.parametrize(
-    "kind, count", [("stateful dataset", 1), ("generator", None), ("random", 3), ("stateful items", 0)]
-)
-@pytest.mark.costly
-def test_a_state_goes_on_with_workers_that_had_an_epoch_before(kind: str, count: int | None) -> None:
-    def make(workers: int) -> Any:
-        return DataLoader(batch_size=3, num_workers=workers, persistent_workers=True, **MADE[kind]())
-
-    assert_resumes(make, saved=2, loaded=2, before=1, count=count)
-
-
-@pytest.mark.slow
-def test_parts_that_have_given_nothing_yet_go_on_where_the_epoch_before_has_left_them() -> None:
-    def make(workers: int) -> Any:
-        return DataLoader(StatefulStream(), batch_size=3, num_workers=workers, persistent_workers=True)
-
-    assert_resumes(make, saved=2, loaded=2, before=1, count=1)
-
-
-@pytest.mark.slow
-def test_the_seeds_of_later_epochs_come_from_the_generator_of_the_state() -> None:
-    class Drawn(Dataset[float]):
-        def __len__(self) -> int:
-            return 9
-
-        def __getitem__(self, index: int) -> float:
-            return torch.rand(()).item()
-
-    def make(workers: int) -> Any:
-        return DataLoader(Drawn(), batch_size=3, num_workers=workers, generator=torch.Generator().manual_seed(4))
-
-    assert_resumes(make, saved=1, loaded=1, before=1, count=None)
-
-
-@covering(kind=["shuffle", "random", "uneven stream", "stateful stream"], saved=range(5), loaded=range(5))
-@pytest.mark.slow
-def test_a_state_goes_on_with_any_number_of_workers(kind: str, saved: int, loaded: int) -> None:
-    def make(workers: int) -> Any:
-        return DataLoader(batch_size=3, num_workers=workers, **MADE[kind]())
-
+def test_a_state_goes_on_with_another_number_of_workers(kind: str, saved: int, loaded: int, count: int | None) -> None:
     # A later epoch of iterable data has a part for each worker again, as in torch. A worker begins with the dataset of
-    # the main process, which nobody else has read.
-    epochs = 0 if kind in STREAMS and saved != loaded else 2
-    count = (0, 3, None if epochs else 4)[(saved + loaded) % 3]
-    assert_resumes(make, saved=saved, loaded=loaded, before=0, count=count, epochs=epochs)
-
-
-@METHODS
-@pytest.mark.parametrize("kind", ["random", "stateful dataset", "stateful stream"])
-@pytest.mark.slow
-def test_a_state_goes_on_under_every_start_method(kind: str, method: str) -> None:
-    def make(workers: int) -> Any:
-        return DataLoader(batch_size=3, num_workers=workers, start_method=method, **MADE[kind]())
-
-    assert_resumes(make, saved=2, loaded=2, before=1, count=2, epochs=1)
+    # the main process, which nobody else has read. What is asked for twice draws twice.
+    is_of_workers = kind in STREAMS or (kind in TWICE and not (saved and loaded))
+    count = 4 if is_of_workers and count is None else count
+    epochs, before = (0, 0) if is_of_workers else (2, kind not in DATASETS)
+    given: dict[str, Any] = {"saved": saved, "loaded": loaded, "before": before, "count": count, "epochs": epochs}
+    assert_resumes(lambda workers: made(kind, num_workers=workers), **given)
 
 
 @pytest.mark.costly(2)
@@ -143,7 +102,7 @@ def test_a_state_goes_on_under_every_start_method(kind: str, method: str) -> Non
 @pytest.mark.parametrize("kind", MADE)
 def test_a_job_that_is_stopped_after_every_batch_reads_the_same_epochs(kind: str, workers: int) -> None:
     def make() -> Any:
-        return DataLoader(batch_size=3, num_workers=workers, persistent_workers=workers > 0, **MADE[kind]())
+        return made(kind, num_workers=workers, persistent_workers=workers > 0)
 
     torch.manual_seed(1)
     loader = make()
@@ -156,48 +115,12 @@ def test_a_job_that_is_stopped_after_every_batch_reads_the_same_epochs(kind: str
             found.append(epoch)
             epoch = []
         else:
-            epoch.append(batch.tolist())
+            epoch += plain([batch])
         state, generator = json.loads(json.dumps(loader.state_dict())), torch.get_rng_state()
         loader = make()
         loader.load_state_dict(state)
         torch.set_rng_state(generator)
     assert found == expected
-
-
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_with_the_generator_put_back_before_a_state_of_the_end_is_loaded_all_epochs_follow(workers: int) -> None:
-    def make() -> Any:
-        return DataLoader(range(20), 3, shuffle=True, num_workers=workers)
-
-    torch.manual_seed(1)
-    loader = make()
-    plain(loader)
-    state, generator = loader.state_dict(), torch.get_rng_state()
-    expected = [plain(loader) for _ in range(3)]
-    other = make()
-    torch.set_rng_state(generator)
-    other.load_state_dict(state)
-    assert [plain(other) for _ in range(3)] == expected
-
-
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.slow
-def test_a_place_outlives_its_iterator(workers: int, persistent: bool) -> None:
-    if persistent and not workers:
-        return
-    loader = DataLoader(range(20), 2, shuffle=True, num_workers=workers, persistent_workers=persistent, seed=3)
-    expected = plain(loader)
-    loader.sampler.set_epoch(0)
-    for number, _ in enumerate(loader):
-        if number == 3:
-            break
-    gc.collect()
-    state = loader.state_dict()
-    assert state["_num_yielded"] == 4 and not state["_iterator_finished"]
-    other = DataLoader(range(20), 2, shuffle=True, seed=3)
-    other.load_state_dict(state)
-    assert plain(other) == expected[4:]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -228,55 +151,32 @@ def test_workers_go_on_with_the_seeds_that_they_had(workers: int) -> None:
     assert repr([batch[told] for batch in other]) == repr([batch[told] for batch in batches])
 
 
-@pytest.mark.slow
-@covering(
-    said=["seed", "generator", "nothing"],
-    options=[{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}],
-)
-def test_a_state_from_the_end_of_an_epoch_decides_the_next_one(said: str, options: dict[str, Any]) -> None:
-    def make() -> Any:
-        more: dict[str, Any] = {"seed": {"seed": 3}, "generator": {"generator": torch.Generator()}, "nothing": {}}[said]
-        # Workers that live on go on with generators that no state has.
-        return DataLoader(range(50) if "persistent_workers" in options else Seeds(), 2, shuffle=True, **options, **more)
-
-    loader, other = make(), make()
-    list(loader)
-    state = json.loads(json.dumps(loader.state_dict()))
-    order = repr(list(loader))
-    other.load_state_dict(state)
-    assert repr(list(other)) == order
-
-
-def indices_of(loader: Any) -> list[int]:
-    return [index for batch in loader for index in batch.tolist()]
-
-
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_global_generator_decides_after_the_end_of_an_epoch_if_the_program_sets_it(workers: int) -> None:
-    loader = DataLoader(range(20), 4, shuffle=True, num_workers=workers)
+    given: dict[str, Any] = {"dataset": range(20), "batch_size": 4, "shuffle": True, "num_workers": workers}
+    loader, other = DataLoader(**given), DataLoader(**given)
     list(loader)
     state, rng = loader.state_dict(), torch.get_rng_state()
+    expected = [plain(loader) for _ in range(3)]
     torch.rand(3)  # as an evaluation may do
-    other = DataLoader(range(20), 4, shuffle=True, num_workers=workers)
     other.load_state_dict(state)
     torch.manual_seed(5)
-    seeded = indices_of(other)
+    seeded = plain(other)
     torch.manual_seed(5)
-    assert seeded == indices_of(torch.utils.data.DataLoader(range(20), 4, shuffle=True, num_workers=workers))
-    other.load_state_dict(state)
-    torch.set_rng_state(rng)
-    restored = indices_of(other)
-    torch.set_rng_state(rng)
-    assert restored == indices_of(loader)
+    assert seeded == plain(TORCHS(**given))
+    for is_first in (True, False):  # it is put back before the state is loaded, or after
+        torch.set_rng_state(rng)
+        other.load_state_dict(state)
+        if not is_first:
+            torch.rand(3)
+            torch.set_rng_state(rng)
+        assert [plain(other) for _ in range(3)] == expected
 
 
-class RandomItems(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[float]:
-        for _ in range(4):
-            yield float(sample_rng().random())
+RANDOM_ITEMS = Parts(lambda number, count: (float(sample_rng().random()) for _ in range(4)))
 
 
-@covering(options=[{"dataset": RandomItems()}, {"dataset": range(20), "shuffle": True}], seed=[None, 3], workers=[0, 1])
+@covering(options=[{"dataset": RANDOM_ITEMS}, {"dataset": range(20), "shuffle": True}], seed=[None, 3], workers=[0, 1])
 def test_set_epoch_after_a_state_from_the_end_of_an_epoch_decides(
     options: dict[str, Any], seed: int | None, workers: int
 ) -> None:
@@ -297,21 +197,16 @@ def test_a_state_shows_what_torchdatas_shows() -> None:
     assert (state["_num_yielded"], state["_iterator_finished"]) == (2, False)
     assert state["dataset_state"] == {"reads": 6}
     loader = DataLoader(StatefulStream(), 3, num_workers=2)
-    list(loader)
+    batches = iter(loader)
+    not_begun = loader.state_dict()["_snapshot"]["_worker_snapshots"]
+    assert [one["dataset_state"] for one in not_begun.values()] == [None, None]
+    list(batches)
     state = loader.state_dict()
     assert state["_iterator_finished"]
     workers = state["_snapshot"]["_worker_snapshots"]
     assert [(name, one["worker_id"]) for name, one in workers.items()] == [("worker_0", 0), ("worker_1", 1)]
     assert workers["worker_0"]["dataset_state"] == {"place": 0, "total": 11}
     assert workers["worker_0"]["fetcher_state"]["fetcher_ended"]
-
-
-def test_a_state_after_iter_has_no_states_of_workers_yet() -> None:
-    loader = DataLoader(StatefulStream(), 3, num_workers=2)
-    batches = iter(loader)
-    workers = loader.state_dict()["_snapshot"]["_worker_snapshots"]
-    assert [one["dataset_state"] for one in workers.values()] == [None, None]
-    next(batches)
 
 
 def test_a_state_is_a_copy() -> None:
@@ -329,17 +224,6 @@ def test_a_state_is_a_copy() -> None:
     assert other.state_dict() == kept
     next(iter(other))
     assert kept["_num_yielded"] == 1
-
-
-def test_the_state_that_was_loaded_last_counts() -> None:
-    loader = DataLoader(range(12), 2)
-    states = []
-    for _ in loader:
-        states.append(loader.state_dict())
-    loader.load_state_dict(states[4])
-    loader.load_state_dict(states[1])
-    assert plain(loader) == [[4, 5], [6, 7], [8, 9], [10, 11]]
-    assert flat(loader) == list(range(12))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -362,11 +246,17 @@ def test_a_state_is_that_of_the_iterator_that_has_begun_whichever_was_made_last(
     assert (flat(loader), loader.state_dict()["_epoch"]) == (list(range(8)), 1)
 
 
-def test_of_persistent_workers_only_the_newest_epoch_is_kept() -> None:
-    loader = DataLoader(range(4), 2, num_workers=1, persistent_workers=True, thread_pool=True)
+@pytest.mark.parametrize("persistent", [False, True])
+def test_only_the_newest_epoch_is_kept(persistent: bool) -> None:
+    given: Any = {"num_workers": 1, "thread_pool": True, "persistent_workers": persistent}
+    loader, begun = DataLoader(range(4), 2, **given), list[Any]()
     for _ in range(3):
-        assert flat(loader) == [0, 1, 2, 3]
-    assert list(loader._progress.live.values()) == [loader._iterator]
+        batches = iter(loader)
+        assert flat(batches) == [0, 1, 2, 3]
+        begun.append(weakref.ref(batches))
+    del batches
+    gc.collect()
+    assert not {one() for one in begun} - {loader._iterator, None}
 
 
 def test_persistent_workers_of_before_end_when_a_state_is_loaded() -> None:
@@ -378,76 +268,90 @@ def test_persistent_workers_of_before_end_when_a_state_is_loaded() -> None:
     assert flat(loader) == [2, 3, 4, 5, 6, 7]
 
 
-def test_a_longer_dataset_goes_on() -> None:
-    loader = DataLoader(range(6), 2)
-    next(iter(loader))
-    other = DataLoader(range(9), 2)
-    other.load_state_dict(loader.state_dict())
-    assert flat(other) == [2, 3, 4, 5, 6, 7, 8]
+# -- states that are none, or of other data ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_stream_of_other_samples_than_before_is_an_error_that_names_it(workers: int) -> None:
-    class Fresh(IterableDataset[int]):
-        count = itertools.count()
-
-        def __init__(self) -> None:
-            self.number = next(self.count)
-
-        def __iter__(self) -> Iterator[int]:
-            return iter(range(100 * self.number, 100 * self.number + 9))
-
-    loader = DataLoader(Fresh(), 2, num_workers=workers)
-    some(iter(loader), 2)
-    other = DataLoader(Fresh(), 2, num_workers=workers)
-    other.load_state_dict(loader.state_dict())
-    with pytest.raises(ValueError, match=r"part 0 of the dataset, a Fresh, yields other samples"):
-        list(other)
+def without(name: str) -> Callable[[], Any]:
+    return lambda: {key: value for key, value in DataLoader(range(3)).state_dict().items() if key != name}
 
 
-# -- states that are none -----------------------------------------------------------------------------------
+NO_STATE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    **{
+        str(bad): (lambda bad=bad: bad, TypeError, r"the state is an? \w+; give what state_dict\(\) has returned")  # type: ignore[misc]
+        for bad in (None, 3, [], "state")
+    },
+    **{
+        name: (without(name), ValueError, f"the state has no '{name}'")
+        for name in ("_num_yielded", "_iterator_finished", "_base_seed", "_sampler")
+    },
+    "of iterable data": (lambda: DataLoader(Shared()).state_dict(), ValueError, "the state has no '_sampler'"),
+}
 
 
-@pytest.mark.parametrize("bad", [None, 3, [], "state"])
-def test_what_is_no_state_is_a_type_error(bad: Any) -> None:
-    with pytest.raises(TypeError, match=r"the state is an? \w+; give what state_dict\(\) has returned"):
-        DataLoader(range(3)).load_state_dict(bad)
-
-
-@pytest.mark.parametrize("name", ["_num_yielded", "_iterator_finished", "_base_seed", "_sampler"])
-def test_a_state_without_something_is_a_value_error(name: str) -> None:
+@pytest.mark.parametrize("kind", NO_STATE)
+def test_what_is_no_state_is_an_error_and_changes_nothing(kind: str) -> None:
+    make, error, said = NO_STATE[kind]
     loader = DataLoader(range(3))
-    state = {key: value for key, value in loader.state_dict().items() if key != name}
-    with pytest.raises(ValueError, match=f"the state has no '{name}'"):
-        loader.load_state_dict(state)
+    with pytest.raises(error, match=said):
+        loader.load_state_dict(make())
     assert flat(loader) == [0, 1, 2]
 
 
-def test_a_state_of_the_other_kind_of_dataset_is_a_value_error() -> None:
-    map_style, iterable = DataLoader(range(3)), DataLoader(Shared())
+def test_a_state_of_data_with_indices_is_none_of_iterable_data() -> None:
     with pytest.raises(ValueError, match="the state has no '_stream'"):
-        iterable.load_state_dict(map_style.state_dict())
-    with pytest.raises(ValueError, match="the state has no '_sampler'"):
-        map_style.load_state_dict(iterable.state_dict())
+        DataLoader(Shared()).load_state_dict(DataLoader(range(3)).state_dict())
 
 
-def test_a_state_of_another_batch_size_is_an_error() -> None:
-    for dataset in (Shared(), range(17)):
-        loader = DataLoader(dataset, 3)
-        some(iter(loader), 2)
-        other = DataLoader(dataset, 4)
-        other.load_state_dict(loader.state_dict())
-        with pytest.raises(ValueError, match="batch_size was 3, and is 4|yields other indices"):
-            list(other)
+def fresh() -> Parts:
+    """A stream that begins with another number each time."""
+    begin = next(BEGINNINGS)
+    return Parts(lambda number, count: range(begin, begin + 9))
 
 
-def test_a_state_of_another_dataset_is_an_error() -> None:
-    loader = DataLoader(Shared(), 3)
+BEGINNINGS = itertools.count(0, 100)
+OTHER_DATA: dict[str, tuple[Callable[[], Any], Callable[[], Any], int, str]] = {
+    "another batch size, iterable": (Shared, Shared, 4, "batch_size was 3, and is 4"),
+    "another batch size": (lambda: range(17), lambda: range(17), 4, "yields other indices"),
+    "another class": (Shared, Uneven, 3, "the dataset was a Shared, and is a Uneven"),
+    "other samples": (fresh, fresh, 3, "part 0 of the dataset, a Parts, yields other samples"),
+}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", OTHER_DATA)
+def test_a_state_of_other_data_is_an_error_that_names_it(kind: str, workers: int) -> None:
+    first, second, size, said = OTHER_DATA[kind]
+    loader = DataLoader(first(), 3, num_workers=workers)
     some(iter(loader), 2)
-    other = DataLoader(Uneven(), 3)
+    other = DataLoader(second(), size, num_workers=workers)
     other.load_state_dict(loader.state_dict())
-    with pytest.raises(ValueError, match="the dataset was a Shared, and is a Uneven"):
+    with pytest.raises(ValueError, match=said):
         list(other)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_state_over_data_of_another_length_is_an_error_with_a_way_on(shuffle: bool, workers: int) -> None:
+    def over(dataset: Any) -> DataLoader[Any]:
+        return DataLoader(dataset, batch_size=2, shuffle=shuffle, seed=1, num_workers=workers)
+
+    loader = over(range(12))
+    iterator = iter(loader)
+    next(iterator)
+    state, rest = json.loads(json.dumps(loader.state_dict())), plain(iterator)
+    with pytest.raises(ValueError, match=r"had 12 samples, and has 10: samples 10 to 11 are missing.*set_epoch\(1\)"):
+        over(range(10)).load_state_dict(state)
+    longer = over(range(14))
+    if shuffle:
+        with pytest.raises(ValueError, match=r"had 12 samples, and has 14: .*Subset\(dataset, range\(12\)\)"):
+            longer.load_state_dict(state)
+    else:  # the new samples come behind the others
+        longer.load_state_dict(state)
+        assert plain(longer) == [*rest, [12, 13]]
+    part = over(Subset(range(14), range(12)))  # type: ignore[arg-type]
+    part.load_state_dict(state)
+    assert plain(part) == rest
+    over(range(14)).load_state_dict(loader.state_dict())  # at the end of an epoch they may have grown
 
 
 def test_the_next_epoch_begins_behind_the_datasets_states() -> None:
@@ -504,26 +408,22 @@ def test_behind_the_last_batch_of_an_epoch_set_epoch_begins_another_one(kind: st
         assert shown(begun + plain(other)) == shown(epochs[3])
 
 
-def at(loader: Any, state: LoaderState) -> LoaderState:
-    return at_named_epoch(state, loader.batch_sampler, loader._progress.count)
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", COUNTED)
+def test_a_sampler_that_counts_is_heard_until_the_first_batch(kind: str, workers: int) -> None:
+    epochs = [list(map(list, sampler)) for sampler in [made(kind).batch_sampler] for _ in range(5)]
+    loader = made(kind, num_workers=workers)
+    assert plain(loader) == epochs[0]
+    batches = iter(loader)
+    named: Any = loader.batch_sampler.sampler if kind == "batches of torch" else loader.batch_sampler
+    named.set_epoch(3)
+    assert [plain(batches), plain(loader)] == epochs[3:]
 
 
-def test_only_another_epoch_than_that_of_the_state_begins() -> None:
-    loader = DataLoader(range(20), 2, sampler=DistributedSampler(range(20), 2, 0))  # type: ignore[arg-type]
-    state = LoaderState(5, False, 0, 0, sampler=SamplerState(5, 0, epochs=[0]))
-    assert at(loader, state) is state
-    loader.sampler.set_epoch(3)  # type: ignore[attr-defined]
-    within = replace(state, sampler=SamplerState(4, 0, epochs=[0]))
-    assert at(loader, within) is within
-    assert at(loader, state).finished
-    drawn = DataLoader(range(20), 2, shuffle=True, generator=torch.Generator())
-    some(iter(drawn), 10)
-    saved = drawn.state_dict()
-    drawn.load_state_dict(saved)
-    state = from_state(LoaderState, saved, "give a state")
-    assert at(drawn, state) is state
-    drawn.sampler.set_epoch(3)  # type: ignore[attr-defined]
-    assert at(drawn, state).finished
+@pytest.mark.parametrize("kind", ["one kind", "packed"])
+def test_a_sampler_with_the_lengths_of_another_dataset_is_refused_at_once(kind: str) -> None:
+    with pytest.raises(ValueError, match="the dataset has 9"):
+        made(kind, dataset=range(9))
 
 
 # -- iter() without next ------------------------------------------------------------------------------------
@@ -533,7 +433,7 @@ _QUIET: dict[str, Callable[[], dict[str, Any]]] = {
     "in order": dict,
     "seed": lambda: {"shuffle": True, "seed": 2},
     "counts": lambda: {"sampler": RandomSamplerOfEpochs(20, seed=1)},
-    "drawn": lambda: {"shuffle": True, "generator": torch.Generator().manual_seed(1)},
+    "drawn": lambda: {"shuffle": True, "generator": seeded()},
 }
 _WORKERS: dict[str, dict[str, Any]] = {
     "inline": {},
@@ -585,17 +485,13 @@ def test_an_iterator_that_reads_nothing_counts_no_epoch(kind: str, given: str) -
 # -- after the last batch -----------------------------------------------------------------------------------
 
 
-def drawing() -> torch.Generator:
-    return torch.Generator().manual_seed(3)
-
-
 _ENDS: dict[str, Callable[[], dict[str, Any]]] = {
     "shuffle": lambda: {"shuffle": True},
-    "generator": lambda: {"shuffle": True, "generator": drawing()},
-    "sampler": lambda: {"sampler": RandomSampler(range(18), generator=drawing())},
-    "drop_last": lambda: {"sampler": RandomSampler(range(18), generator=drawing()), "drop_last": True},
+    "generator": lambda: {"shuffle": True, "generator": seeded()},
+    "sampler": lambda: {"sampler": RandomSampler(range(18), generator=seeded())},
+    "drop_last": lambda: {"sampler": RandomSampler(range(18), generator=seeded()), "drop_last": True},
     "batches": lambda: {
-        "batch_sampler": BatchSampler(RandomSampler(range(18), generator=drawing()), 4, False),
+        "batch_sampler": BatchSampler(RandomSampler(range(18), generator=seeded()), 4, False),
         "batch_size": 1,
     },
 }
@@ -605,11 +501,9 @@ _ENDS: dict[str, Callable[[], dict[str, Any]]] = {
 @pytest.mark.parametrize("given", _WORKERS)
 @pytest.mark.parametrize("kind", _ENDS)
 def test_a_loop_that_stops_at_the_last_batch_goes_on_alike_after_a_resume(kind: str, given: str, asks: bool) -> None:
-    def made() -> DataLoader[Any]:
-        return DataLoader(range(18), **{"batch_size": 4, **_ENDS[kind](), **_WORKERS[given]})
-
+    usual: dict[str, Any] = {"batch_size": 4, **_WORKERS[given]}
+    loader, resumed = (DataLoader(range(18), **{**usual, **_ENDS[kind]()}) for _ in range(2))
     torch.manual_seed(5)
-    loader, resumed = made(), made()
     batches = iter(loader)
     some(batches, len(loader))
     state = json.loads(json.dumps(loader.state_dict()))
@@ -644,34 +538,11 @@ def test_a_sampler_with_set_epoch_counts_when_its_end_is_asked_for() -> None:
 
 
 def test_an_error_at_the_end_of_a_sampler_comes_after_the_last_batch() -> None:
-    class Fails(list[int]):
-        def __iter__(self) -> Iterator[int]:
-            yield from range(4)
-            raise RuntimeError("at its end")
+    def items() -> Iterator[int]:
+        yield from range(4)
+        raise RuntimeError("at its end")
 
-    batches = iter(DataLoader(range(4), None, sampler=Fails(range(4))))
+    batches = iter(DataLoader(range(4), None, sampler=Order(items, 4)))
     assert [int(next(batches)) for _ in range(4)] == [0, 1, 2, 3]
     with pytest.raises(RuntimeError, match="at its end"):
         next(batches)
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_a_state_over_data_of_another_length_is_an_error_with_a_way_on(shuffle: bool, workers: int) -> None:
-    def made(dataset: Any) -> DataLoader[Any]:
-        return DataLoader(dataset, batch_size=2, shuffle=shuffle, seed=1, num_workers=workers)
-
-    loader = made(range(12))
-    iterator = iter(loader)
-    next(iterator)
-    state = json.loads(json.dumps(loader.state_dict()))
-    with pytest.raises(ValueError, match=r"had 12 samples, and has 10: samples 10 to 11 are missing.*set_epoch\(1\)"):
-        made(range(10)).load_state_dict(state)
-    if shuffle:  # in order, the new samples come behind the others
-        with pytest.raises(ValueError, match=r"had 12 samples, and has 14: .*Subset\(dataset, range\(12\)\)"):
-            made(range(14)).load_state_dict(state)
-    rest = made(torch.utils.data.Subset(range(14), range(12)))  # type: ignore[arg-type]
-    rest.load_state_dict(state)
-    wanted = [batch.tolist() for batch in iterator]
-    assert [batch.tolist() for batch in rest] == wanted
-    made(range(14)).load_state_dict(loader.state_dict())  # at the end of an epoch they may have grown

@@ -1,51 +1,34 @@
-"""``indices``, ``batch`` and ``skip`` of the drop-in: any step, and steps that are left out."""
+"""``indices``, ``batch``, ``skip``, ``fingerprint`` and ``check`` of the drop-in: those of `ShardedDataLoader`.
+
+They tell of any step as far as the sampler tells the order.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from conftest import POOLS, covering
-from drop_in_samples import Counting, Shared
-from samples import Augmented, ByEpoch, summed
-from torch.utils.data import (
-    BatchSampler,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-    WeightedRandomSampler,
-)
+from conftest import POOLS, PROCESS_POOLS, covering
+from drop_in_samples import Counting, Order, Parts, Reads, Shared
+from samples import Augmented, ByEpoch, Told, summed
+from torch.utils.data import BatchSampler, DistributedSampler, MapDataPipe, RandomSampler, WeightedRandomSampler
 
 import sharded_loader
-from sharded_loader import FixedBucketSampler, LoaderWarning
+from sharded_loader import FixedBucketSampler, LoaderWarning, ShardedDataLoader, interleave, sample_rng
+from sharded_loader.sampling.order import step_checksum
 from sharded_loader.torch import DataLoader
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 LENGTH, SIZE = 22, 3  # 8 steps
 DATA = range(LENGTH)
-
-
-class EachFromGlobals(Sampler[int]):
-    """Draws from the global generator for each item, as some programs' samplers do."""
-
-    def __iter__(self) -> Iterator[int]:
-        return (int(torch.randint(LENGTH, ())) for _ in DATA)
-
-    def __len__(self) -> int:
-        return LENGTH
-
-
-class FromPython(EachFromGlobals):
-    """Draws from a generator that is not torch's."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(random.sample(DATA, LENGTH))
 
 
 BY_NUMBER: dict[str, Callable[[], dict[str, Any]]] = {
@@ -65,14 +48,18 @@ NAMED: dict[str, Callable[[], dict[str, Any]]] = {
     "by epoch": lambda: {"sampler": ByEpoch(LENGTH)},
     "batches by epoch": lambda: {"batch_size": 1, "batch_sampler": BatchSampler(ByEpoch(LENGTH), SIZE, False)},
 }
+EACH_DRAWN = Order(lambda: (int(torch.randint(LENGTH, ())) for _ in DATA), LENGTH)
 DRAWN: dict[str, Callable[[], dict[str, Any]]] = {
     "shuffle": lambda: {"shuffle": True},
     "generator": lambda: {"shuffle": True, "generator": torch.Generator().manual_seed(4)},
     "random": lambda: {"sampler": RandomSampler(DATA)},  # type: ignore[arg-type]
     "weighted": lambda: {"sampler": WeightedRandomSampler([1.0] * LENGTH, LENGTH)},
-    "each drawn": lambda: {"sampler": EachFromGlobals()},
-    "from python": lambda: {"sampler": FromPython()},
+    "each drawn": lambda: {"sampler": EACH_DRAWN},
+    "from python": lambda: {"sampler": Order(lambda: random.sample(DATA, LENGTH), LENGTH)},
 }
+
+
+ORDERS = {**BY_NUMBER, **NAMED}
 
 
 def loader_of(made: Callable[[], dict[str, Any]], dataset: Any = DATA, **given: Any) -> DataLoader[Any]:
@@ -80,7 +67,7 @@ def loader_of(made: Callable[[], dict[str, Any]], dataset: Any = DATA, **given: 
 
 
 def plain(batch: Any) -> list[int]:
-    return [int(one) for one in batch] if isinstance(batch, list) else [int(batch)]
+    return np.ravel(batch).tolist()
 
 
 def seeded(**given: Any) -> DataLoader[Any]:
@@ -101,14 +88,12 @@ def epochs_of(loader: DataLoader[Any], count: int = 3) -> list[list[Any]]:
 # -- indices and batch ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("order", [*BY_NUMBER, *(f"named: {name}" for name in NAMED)])
+@pytest.mark.parametrize("order", ORDERS)
 def test_any_step_of_any_epoch_is_known_where_its_number_decides(order: str) -> None:
-    named = order.startswith("named: ")
-    made = NAMED[order.removeprefix("named: ")] if named else BY_NUMBER[order]
     torch.manual_seed(9)
-    loader, read = loader_of(made), []
+    loader, read = loader_of(ORDERS[order]), []
     for epoch in range(3):
-        if named:
+        if order in NAMED:
             loader.set_epoch(epoch)
         read.append([plain(batch) for batch in loader])
     generator, state = torch.get_rng_state(), loader.state_dict()
@@ -120,18 +105,11 @@ def test_any_step_of_any_epoch_is_known_where_its_number_decides(order: str) -> 
             loader.indices(epoch, len(read[0]) + 9)
     assert plain(loader.batch(1, 2)) == read[1][2]
     assert loader.state_dict() == state and torch.equal(torch.get_rng_state(), generator)
-    if named:
+    for epoch, steps in enumerate(known):
+        assert loader.fingerprint(epoch).steps == "".join(step_checksum([indices]) for indices in steps)
+    if order in NAMED:
         loader.set_epoch(3)
     assert plain([*loader][1]) == coming
-
-
-@pytest.mark.parametrize("order", DRAWN)
-def test_an_order_that_is_drawn_is_not_known_and_the_error_says_why(order: str) -> None:
-    loader, why = loader_of(DRAWN[order]), "Give the loader a seed=|yields other indices"
-    for step in range(2):
-        with pytest.raises(ValueError, match=f"epoch 0 cannot be looked up.*({why})"):
-            loader.indices(0, step)
-        next(iter(loader))
 
 
 def test_epochs_that_nobody_has_named_are_not_known() -> None:
@@ -163,34 +141,16 @@ def test_a_batch_of_any_step_has_its_random_numbers(pool: str) -> None:
     assert again == third[4]
 
 
-class Told(Augmented):
-    """Its samples depend on the epoch that it was told."""
-
-    epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __getitem__(self, index: int) -> Any:
-        return super().__getitem__(index) + 100 * self.epoch
-
-
 @covering(pool=POOLS)
-def test_a_dataset_is_told_the_epoch_of_the_batch_and_then_its_own(pool: str) -> None:
-    loader, read = DataLoader(Told(LENGTH), SIZE, shuffle=True, seed=5, collate_fn=summed, **workers(pool)), []
+def test_a_dataset_is_told_the_epoch_that_is_looked_at_and_then_its_own(pool: str) -> None:
+    loader, read = DataLoader(Told(), SIZE, shuffle=True, seed=5, **workers(pool)), []
     for epoch in range(3):
         loader.set_epoch(epoch)
-        read.append([batch.tolist() for batch in loader])
-    assert [loader.batch(epoch, 1).tolist() for epoch in (0, 2, 1)] == [read[0][1], read[2][1], read[1][1]]
+        read.append([plain(batch) for batch in loader])
+    assert [plain(loader.batch(epoch, 1)) for epoch in (0, 2, 1)] == [read[0][1], read[2][1], read[1][1]]
+    of_epochs = [loader.fingerprint(epoch).state["digests"] for epoch in (0, 1)]
+    assert of_epochs[0] != of_epochs[1]
     assert loader.dataset.epoch == 2
-
-
-def test_iterable_data_is_refused_with_the_part_of_the_step() -> None:
-    with pytest.raises(TypeError, match="step 5 of epoch 0 is batch 2 of part 1 of 2"):
-        DataLoader(Shared(), num_workers=2).indices(0, 5)
-    for wrong in ((-1, 0), (0, -1), ("a", 0), (0, 1.5)):
-        with pytest.raises((TypeError, ValueError)):
-            loader_of(dict).indices(*wrong)  # type: ignore[arg-type]
 
 
 def test_it_comes_in_shards() -> None:
@@ -278,15 +238,15 @@ def test_steps_can_be_left_out_when_a_state_is_loaded_and_the_next_state_has_the
         seeded().load_state_dict(done.state_dict(), skip=[(2, 4)])
 
 
-BAD: dict[str, tuple[Any, type[Exception], str]] = {
+WRONG_STEPS: dict[str, tuple[Any, type[Exception], str]] = {
     "reversed": ([(3, 1)], ValueError, "last step comes before its first"),
     "no pairs": ([1, 2], TypeError, "pairs of steps"),
 }
 
 
-@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("name", WRONG_STEPS)
 def test_what_is_no_range_of_steps_is_rejected(name: str) -> None:
-    skip, error, match = BAD[name]
+    skip, error, match = WRONG_STEPS[name]
     with pytest.raises(error, match=match):
         seeded(skip=skip)
     loader = seeded()
@@ -299,26 +259,153 @@ def test_what_is_no_range_of_steps_is_rejected(name: str) -> None:
 
 
 def test_the_steps_must_be_countable() -> None:
-    class NoLength(IterableDataset[int]):
-        def __iter__(self) -> Iterator[int]:
-            return iter(DATA)
-
+    without_length: Any = Parts(lambda number, count: DATA)
     with pytest.raises(ValueError, match="skip counts the steps of all epochs.*no length"):
-        DataLoader(DATA, batch_sampler=NoLength(), skip=[(1, 1)])  # type: ignore[arg-type]
+        DataLoader(DATA, batch_sampler=without_length, skip=[(1, 1)])
     with pytest.raises(TypeError, match="Iterable data must be read"):
-        DataLoader(NoLength(), skip=[(1, 1)])
+        DataLoader(without_length, skip=[(1, 1)])
 
 
-# -- stats ----------------------------------------------------------------------------------------------------
+# -- fingerprint --------------------------------------------------------------------------------------------------
+
+
+def random_states() -> Any:
+    return random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
 
 
 @covering(pool=POOLS)
-def test_its_statistics_are_those_of_the_other_loader(pool: str) -> None:
-    loader = seeded(**workers(pool))
-    epochs_of(loader, 1)
-    other = sharded_loader.ShardedDataLoader(Augmented(LENGTH), SIZE, shuffle=True, seed=5, collate_fn=summed)
-    [*other]
-    found = loader.stats()
-    assert vars(found).keys() == vars(other.stats()).keys() and found.verdict
-    assert set(found.causes) == set(other.stats().causes) and found.stages.keys() == other.stats().stages.keys()
-    assert sum(one.batches for one in found.workers.values()) > 0
+def test_it_is_the_same_in_every_pool_before_in_and_after_an_epoch(pool: str) -> None:
+    loader, before = seeded(**workers(pool)), random_states()
+    found = loader.fingerprint(0)
+    assert random_states() == before
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    assert str(loader.fingerprint()) == str(found) == "1112145858cc6203"
+    assert loader.state_dict() == state
+    assert len([*iterator]) == 7
+    assert str(loader.fingerprint(0)) == str(found) != str(loader.fingerprint()) == str(loader.fingerprint(1))
+
+
+@pytest.mark.parametrize("given", [{}, {"drop_last": True}, {"skip": [(1, 2)]}, {"seed": 5}], ids=str)
+def test_it_is_that_of_the_other_loader_with_the_same_order(given: dict[str, Any]) -> None:
+    loader = DataLoader(Augmented(LENGTH), 3, **given)
+    last_batch = {"last_batch": "discard"} if given.pop("drop_last", False) else {}
+    other = ShardedDataLoader(Augmented(LENGTH), 3, **{"seed": 0, **given, **last_batch})
+    assert str(loader.fingerprint(2)) == str(other.fingerprint(2))
+
+
+def test_steps_that_are_left_out_are_marked_and_samples_without_a_seed_count_too() -> None:
+    steps = seeded(skip=SKIP).fingerprint(1).steps
+    wanted = seeded().fingerprint(1).steps
+    assert steps == "-" * 8 + wanted[8:40] + "-" * 24 + wanted[64:]
+    one, other = (DataLoader([*DATA[:-1], last], 3).fingerprint(0) for last in (0, 1))
+    assert one.steps == other.steps and str(one) != str(other)
+    mixed = [str(DataLoader(interleave([["a"] * 9, ["b"] * 9]), 4).fingerprint(0)) for _ in range(2)]
+    assert mixed[0] == mixed[1]
+
+
+# -- check --------------------------------------------------------------------------------------------------------
+
+
+OWN = Reads(lambda index: (index, sample_rng().random()), LENGTH)
+"""Samples that depend on their index alone."""
+
+
+@covering(pool=POOLS)
+def test_samples_that_depend_on_their_index_alone_are_the_same_everywhere(pool: str) -> None:
+    loader = DataLoader(OWN, 3, shuffle=True, seed=5, **workers(pool))
+    iterator, before = iter(loader), random_states()
+    read = [next(iterator)]
+    state = loader.state_dict()
+    found = loader.check()
+    assert random_states() == before and loader.state_dict() == state
+    assert (found.samples, found.differing, found.failed) == (7, (), None)  # the last step has one
+    assert (found.worker_bytes or 0) > 1e6 or pool == "thread"
+    assert ("ThreadPool" in found.worker) == (pool == "thread")
+    read += iterator
+    assert str(read) == str([*DataLoader(OWN, 3, shuffle=True, seed=5)])
+
+
+def test_a_check_needs_no_order_that_is_not_drawn_yet() -> None:
+    loader = DataLoader(OWN, 3, shuffle=True)
+    for _ in range(2):
+        found, state = loader.check(), loader.state_dict()
+        assert (found.samples, found.differing, loader.state_dict()) == (11, (), state)
+        list(loader)
+
+
+@covering(method=PROCESS_POOLS)
+def test_what_differs_is_named_with_its_source(method: str) -> None:
+    given: Any = workers(method)
+    assert "draws from Python's random" in str(
+        DataLoader(Reads(lambda index: random.random(), LENGTH), 3, **given).check(2)
+    )
+    assert "The worker reads others." in str(DataLoader(Reads(lambda index: os.getpid(), LENGTH), 3, **given).check(2))
+
+
+def test_a_dataset_with_a_state_keeps_the_one_of_its_workers() -> None:
+    read = []
+    for checks in (False, True):
+        loader = DataLoader(Counting(), 2, num_workers=2)
+        iterator = iter(loader)
+        read.append([next(iterator)])
+        if checks:
+            loader.fingerprint(), loader.check(2)
+        read[-1] += iterator
+    assert str(read[0]) == str(read[1])
+
+
+# -- what is not known --------------------------------------------------------------------------------------------
+
+
+class Pipe(MapDataPipe[int]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+DRAWS = (ValueError, "epoch 0 cannot be looked up.*(Give the loader a seed=|yields other indices)")
+UNKNOWN: dict[str, tuple[Callable[[], DataLoader[Any]], type[Exception], str]] = {
+    "iterable": (lambda: DataLoader(Shared(), num_workers=2), TypeError, "is iterable data.*part 0 of 2"),
+    "datapipe": (lambda: DataLoader(Pipe()), TypeError, "datapipes are read by torch's own workers"),
+    **{order: (lambda made=made: loader_of(made), *DRAWS) for order, made in DRAWN.items()},  # type: ignore[misc]
+}
+
+
+@pytest.mark.parametrize("row", UNKNOWN)
+def test_where_the_order_is_not_known_the_error_says_why(row: str) -> None:
+    make, error, match = UNKNOWN[row]
+    loader = make()
+    # For a check any sample of a known number will do.
+    checks = () if row in ("shuffle", "generator", "random", "weighted") else (loader.check,)
+    for call in (lambda: loader.indices(0, 0), loader.fingerprint, *checks):
+        with pytest.raises(error, match=match):
+            call()
+    if row in DRAWN:
+        next(iter(loader))
+        for call in (lambda: loader.indices(0, 1), loader.fingerprint):
+            with pytest.raises(error, match="epoch 0 cannot be looked up"):
+                call()
+
+
+def test_no_such_step_no_such_number_and_an_order_without_end_are_errors() -> None:
+    with pytest.raises(TypeError, match="step 5 of epoch 0 is batch 2 of part 1 of 2"):
+        DataLoader(Shared(), num_workers=2).indices(0, 5)
+    for wrong in ((-1, 0), (0, -1), ("a", 0), (0, 1.5)):
+        with pytest.raises((TypeError, ValueError)):
+            loader_of(dict).indices(*wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="count from 0"):
+        seeded().fingerprint(-1)
+    for number in (0, "3"):
+        with pytest.raises((ValueError, TypeError), match="samples"):
+            seeded().check(number)  # type: ignore[arg-type]
+    endless = loader_of(lambda: {"sampler": Parts(lambda number, count: itertools.repeat(1))})
+    with pytest.raises(TypeError, match="has no length"):
+        endless.fingerprint()
+    assert endless.check(2).differing == ()
+    empty = DataLoader([], 2)
+    assert empty.fingerprint().steps == ""
+    assert empty.check().differing == ()

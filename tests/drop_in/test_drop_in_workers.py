@@ -6,8 +6,7 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.context import BaseContext, SpawnContext
 from pathlib import Path
 from typing import Any
@@ -15,38 +14,34 @@ from typing import Any
 import pytest
 import torch
 from conftest import METHODS
-from drop_in_samples import TORCHS, Changing, Seeds, Uneven, WhichWorker, assert_same, flat, plain, told_and_drawn
-from failures import Boom, Fails, boom, exit_, kill, leave, raise_os_error, stop
+from drop_in_samples import TORCHS, Changing, Parts, Reads, Seeds, assert_same, flat, plain, told_and_drawn
+from failures import Boom, boom, kill, leave
 from samples import Bad
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import get_worker_info
 
 from sharded_loader import WorkerDiedError, WorkerTimeoutError
 from sharded_loader.drop_in.iterator import WorkerView, in_torchs_words, make_pool
 from sharded_loader.pools.process import transport
 from sharded_loader.torch import DataLoader
 
-
-def seeded() -> torch.Generator:
-    return torch.Generator().manual_seed(5)
-
-
-class SeedsOfParts(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        info = get_worker_info()
-        assert info is not None and type(info.dataset) is SeedsOfParts
-        for _ in range(4):
-            yield told_and_drawn(info)
-
-
 # -- what a worker sees -------------------------------------------------------------------------------------
 
 
+def which_worker(_: int) -> tuple[int, int]:
+    """The number of a sample's worker, and the worker's process."""
+    return get_worker_info().id, os.getpid()
+
+
+WHICH_WORKER = Reads(which_worker, 24)
+PARTS = Parts(lambda number, count: (told_and_drawn() for _ in range(4)))
+
+
 @METHODS
-@pytest.mark.parametrize("dataset", [Seeds(), SeedsOfParts()], ids=["map-style", "iterable"])
+@pytest.mark.parametrize("dataset", [Seeds(), PARTS], ids=["map-style", "iterable"])
 @pytest.mark.slow
 def test_ids_seeds_and_random_numbers_are_those_of_torchs_workers(method: str, dataset: Any) -> None:
     def epochs(kind: Any, **given: Any) -> list[Any]:
-        loader = kind(dataset, 2, num_workers=2, generator=seeded(), **given)
+        loader = kind(dataset, 2, num_workers=2, generator=torch.Generator().manual_seed(5), **given)
         return [list(loader) for _ in range(2)]
 
     assert_same(epochs(DataLoader, multiprocessing_context=method), epochs(TORCHS))
@@ -66,31 +61,24 @@ def test_without_workers_nobody_is_a_worker() -> None:
     assert_same(list(DataLoader(Seeds(), 3)), list(TORCHS(Seeds(), 3)))
 
 
-class Initialised:
-    """Notes in a file which worker was initialised, and what it was told."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __call__(self, number: int) -> None:
-        info = get_worker_info()
-        assert info is not None
-        info.dataset.scale = 10 + number
-        with self.path.open("a") as file:
-            file.write(f"{number} {info.id} {info.num_workers} {torch.initial_seed() == info.seed}\n")
-
-
 @METHODS
 def test_worker_init_fn_runs_once_in_each_worker_and_may_change_its_dataset(method: str, tmp_path: Path) -> None:
     noted = tmp_path / "noted"
-    loader = DataLoader(Changing(), 2, num_workers=2, worker_init_fn=Initialised(noted), start_method=method)
+
+    def init(number: int) -> None:
+        info = get_worker_info()
+        info.dataset.scale = 10 + number
+        with noted.open("a") as file:
+            file.write(f"{number} {info.id} {info.num_workers} {torch.initial_seed() == info.seed}\n")
+
+    loader = DataLoader(Changing(), 2, num_workers=2, worker_init_fn=init, start_method=method)
     assert flat(loader) == [0, 10, 22, 33, 40, 50]
     assert sorted(noted.read_text().split("\n")[:-1]) == ["0 0 2 True", "1 1 2 True"]
 
 
 @METHODS
 def test_batch_i_is_read_by_worker_i_modulo_their_number(method: str) -> None:
-    loader = DataLoader(WhichWorker(), 2, num_workers=2, start_method=method)
+    loader = DataLoader(WHICH_WORKER, 2, num_workers=2, start_method=method)
     batches = list(loader)
     assert [set(numbers.tolist()) for numbers, _ in batches] == [{i % 2} for i in range(12)]
     assert len({pid for _, pids in batches for pid in pids.tolist()}) == 2
@@ -110,9 +98,9 @@ def test_persistent_workers_are_the_same_processes_in_every_epoch() -> None:
     def pids(loader: Any) -> set[int]:
         return {pid for _, pids in loader for pid in pids.tolist()}
 
-    loader = DataLoader(WhichWorker(), 2, num_workers=2, persistent_workers=True)
+    loader = DataLoader(WHICH_WORKER, 2, num_workers=2, persistent_workers=True)
     assert pids(loader) == pids(loader) == {worker.pid for worker in loader._iterator._workers}
-    loader = DataLoader(WhichWorker(), 2, num_workers=2)
+    loader = DataLoader(WHICH_WORKER, 2, num_workers=2)
     assert not pids(loader) & pids(loader)
 
 
@@ -151,29 +139,6 @@ def test_workers_that_the_loader_ends_have_the_exit_code_0(
 # -- death --------------------------------------------------------------------------------------------------
 
 
-@METHODS
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.costly
-def test_a_killed_worker_loses_nothing(method: str, persistent: bool) -> None:
-    given: dict[str, Any] = {"num_workers": 2, "persistent_workers": persistent, "start_method": method}
-    for dataset in (range(40), Uneven()):
-        loader = DataLoader(dataset, 2, **given)
-        expected = plain(loader)
-        batches = iter(loader)
-        found = [next(batches).tolist() for _ in range(2)]
-        for worker in batches._workers:
-            os.kill(worker.pid, signal.SIGKILL)
-        assert found + plain(batches) == expected
-        assert plain(loader) == expected
-        loader = batches = None
-
-
-@METHODS
-def test_a_sample_that_kills_its_worker_once_is_read_again(method: str, tmp_path: Path) -> None:
-    loader = DataLoader(Bad(Fails(kill, tmp_path / "died", times=1)), 4, num_workers=2, start_method=method)
-    assert flat(loader) == list(range(20))
-
-
 @pytest.mark.parametrize(
     ("fail", "said"),
     [
@@ -195,51 +160,41 @@ def test_a_batch_that_kills_its_workers_is_torchs_error_and_the_others_come(
     assert flat(batches) == list(range(8, 20))
 
 
-@pytest.mark.parametrize("restarts", [1, 2])
+@pytest.mark.parametrize("restarts", [0, 1, 2])
 def test_restarts_says_how_many_workers_a_batch_may_kill(restarts: int, tmp_path: Path) -> None:
-    class Counts:
-        def __len__(self) -> int:
-            return 1
-
-        def __getitem__(self, index: int) -> int:
-            with (tmp_path / "deaths").open("a") as file:
-                file.write("x")
-            return kill()  # type: ignore[func-returns-value]
+    def die(index: int) -> None:
+        with (tmp_path / "deaths").open("a") as file:
+            file.write("x")
+        kill()
 
     with pytest.raises(RuntimeError, match="is killed by signal"):
-        list(DataLoader(Counts(), 1, num_workers=1, restarts=restarts))
-    assert len((tmp_path / "deaths").read_text()) == restarts
+        list(DataLoader(Reads(die, 1), num_workers=1, restarts=restarts))
+    assert len((tmp_path / "deaths").read_text()) == max(restarts, 1)
 
 
 def test_a_timeout_turns_off_no_restarts_that_were_asked_for() -> None:
-    restarts = []
+    found = []
     for given in ({}, {"timeout": 5}, {"timeout": 5, "restarts": 3}, {"restarts": 1}):
         pool: Any = make_pool(DataLoader(range(3), num_workers=1, **given))  # type: ignore[arg-type]
-        restarts.append(pool.restarts)
+        found.append((pool.restarts, pool.timeout))
         pool.close()
-    assert restarts == [3, 0, 3, 1]
-
-
-def test_no_restarts_make_a_death_an_error_at_once() -> None:
-    with pytest.raises(RuntimeError, match="is killed by signal"):
-        list(DataLoader(Bad(kill), 4, num_workers=1, restarts=0))
+    assert found == [(3, None), (0, 5), (3, 5), (1, None)]
 
 
 # -- silence ------------------------------------------------------------------------------------------------
 
 
-def sleep() -> None:
-    time.sleep(600)
+def hang() -> None:
+    raise WorkerTimeoutError("it hangs", batch=1, epoch=0)
 
 
-@METHODS
-def test_a_batch_that_hangs_is_torchs_error(method: str) -> None:
-    batches = iter(DataLoader(Bad(sleep), 4, num_workers=2, timeout=1, start_method=method))
-    assert next(batches).tolist() == [0, 1, 2, 3]
-    with pytest.raises(RuntimeError, match=r"^DataLoader timed out after 1 seconds") as caught:
+def test_what_says_that_a_worker_hangs_is_torchs_error() -> None:
+    batches = iter(DataLoader(Bad(hang), 4, num_workers=1, thread_pool=True, timeout=5))
+    next(batches)
+    with pytest.raises(RuntimeError, match=r"^DataLoader timed out after 5 seconds\. it hangs") as caught:
         next(batches)
     assert isinstance(caught.value.__cause__, WorkerTimeoutError)
-    assert next(batches).tolist() == [8, 9, 10, 11]  # the loop may go on
+    assert flat(batches) == list(range(8, 20))
 
 
 def test_words_of_a_signal_and_of_a_code() -> None:
@@ -253,30 +208,6 @@ def test_words_of_a_signal_and_of_a_code() -> None:
 # -- errors of the dataset ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize(
-    ("fail", "kind", "said"), [(boom, Boom, "sample went wrong"), (raise_os_error, OSError, "image.png")]
-)
-def test_an_error_keeps_its_type_and_its_text_and_the_epoch_goes_on(
-    workers: int, fail: Callable[[], Any], kind: type[Exception], said: str
-) -> None:
-    batches = iter(DataLoader(Bad(fail), 4, num_workers=workers))
-    next(batches)
-    with pytest.raises(kind, match=said):
-        next(batches)
-    assert flat(batches) == list(range(8, 20))
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("fail", [stop, exit_])
-def test_what_would_end_the_loop_in_silence_is_an_error(workers: int, fail: Callable[[], Any]) -> None:
-    batches = iter(DataLoader(Bad(fail), 4, num_workers=workers))
-    next(batches)
-    with pytest.raises(RuntimeError):
-        next(batches)
-    assert flat(batches) == list(range(8, 20))
-
-
 @METHODS
 def test_an_error_of_worker_init_fn_is_raised(method: str) -> None:
     def fail(number: int) -> None:
@@ -286,73 +217,47 @@ def test_an_error_of_worker_init_fn_is_raised(method: str) -> None:
         next(iter(DataLoader(range(4), num_workers=2, worker_init_fn=fail, start_method=method)))
 
 
-def test_an_error_of_iterable_data_comes_in_its_place() -> None:
-    class Fails(IterableDataset[int]):
-        def __iter__(self) -> Iterator[int]:
-            yield from range(4)
-            raise Boom("stream", 1)
+@METHODS
+def test_a_part_that_was_empty_in_one_epoch_is_read_in_the_next(method: str) -> None:
+    epochs = list[int]()  # of a worker
 
-    for workers in (0, 1):
-        batches = iter(DataLoader(Fails(), 2, num_workers=workers))
-        assert [next(batches).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
-        with pytest.raises(Boom, match="stream went wrong"):
-            next(batches)
-        assert list(batches) == []
+    def read(number: int, count: int) -> Any:
+        epochs.append(number)
+        return [] if epochs == [0] else range(10 * number, 10 * number + 4)
 
-
-def test_which_pool_reads() -> None:
-    names = []
-    for given in ({}, {"num_workers": 1}, {"num_workers": 1, "thread_pool": True}):
-        pool = make_pool(DataLoader(range(3), **given))
-        names.append(type(pool).__name__)
-        pool.close()
-    assert names == ["InlinePool", "ProcessPool", "ThreadPool"]
+    loader = DataLoader(Parts(read), 2, num_workers=2, persistent_workers=True, multiprocessing_context=method)
+    assert sorted(flat(loader)) == [10, 11, 12, 13]
+    assert sorted(flat(loader)) == [0, 1, 2, 3, 10, 11, 12, 13]
 
 
-class ThreadContext(SpawnContext):
-    """As MONAI's ThreadDataLoader has it."""
-
-    _name = "threads of another library"  # type: ignore[assignment]
-    Process = threading.Thread  # type: ignore[assignment]
+# -- which pool reads ---------------------------------------------------------------------------------------
 
 
-class OtherSpawns(SpawnContext):
-    _name = "spawns of another library"  # type: ignore[assignment]
+def context(name: str, **attributes: Any) -> Any:
+    """A context of another library, such as MONAI's for threads."""
+    return type("Context", (SpawnContext,), {"_name": name, **attributes})()
 
 
 @pytest.mark.parametrize(
-    ("context", "kind", "method"),
+    ("given", "kind", "method"),
     [
-        (ThreadContext(), "ThreadPool", None),
-        (OtherSpawns(), "ProcessPool", "spawn"),
-        (type("Loky", (BaseContext,), {"_name": "loky"})(), "ProcessPool", "spawn"),
-        (multiprocessing.get_context("spawn"), "ProcessPool", "spawn"),
+        ({"num_workers": 0}, "InlinePool", None),
+        ({"start_method": "forkserver"}, "ProcessPool", "forkserver"),
+        ({"thread_pool": True}, "ThreadPool", None),
+        ({"multiprocessing_context": context("threads", Process=threading.Thread)}, "ThreadPool", None),
+        ({"multiprocessing_context": context("spawns")}, "ProcessPool", "spawn"),
+        ({"multiprocessing_context": type("Loky", (BaseContext,), {"_name": "loky"})()}, "ProcessPool", "spawn"),
+        ({"multiprocessing_context": multiprocessing.get_context("spawn")}, "ProcessPool", "spawn"),
     ],
+    ids=["inline", "forkserver", "threads", "context of threads", "other spawns", "loky", "spawn"],
 )
-def test_contexts_of_other_libraries_name_the_pool(context: Any, kind: str, method: str | None) -> None:
-    loader = DataLoader(range(4), 2, num_workers=1, multiprocessing_context=context)
-    assert loader.multiprocessing_context is context
+def test_arguments_and_contexts_of_other_libraries_name_the_pool(
+    given: dict[str, Any], kind: str, method: str | None
+) -> None:
+    loader = DataLoader(range(4), 2, **{"num_workers": 1, **given})
+    assert loader.multiprocessing_context is given.get("multiprocessing_context")
     pool = make_pool(loader)
     assert (type(pool).__name__, getattr(pool, "start_method", None)) == (kind, method)
     pool.close()
     if kind == "ThreadPool":
         assert plain(loader) == [[0, 1], [2, 3]]
-
-
-class EmptyAtFirst(IterableDataset[Any]):
-    """Worker 0 has no samples in the first epoch."""
-
-    epochs = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        self.epochs += 1
-        info = get_worker_info()
-        assert info is not None
-        return iter([] if info.id == 0 and self.epochs == 1 else [info.id * 10 + i for i in range(4)])
-
-
-@METHODS
-def test_a_part_that_was_empty_in_one_epoch_is_read_in_the_next(method: str) -> None:
-    loader = DataLoader(EmptyAtFirst(), 2, num_workers=2, persistent_workers=True, multiprocessing_context=method)
-    assert sorted(flat(loader)) == [10, 11, 12, 13]
-    assert sorted(flat(loader)) == [0, 1, 2, 3, 10, 11, 12, 13]

@@ -60,7 +60,7 @@ class Run:
         self.step += 1
         return self.saves
 
-    def checkpoint(self, step: int) -> str:
+    def checkpoint(self, step: int | str) -> str:
         """Where the checkpoint after a step lies."""
         return str(self.folder / f"{self.loader}-{step}")
 
@@ -138,6 +138,42 @@ def with_fabric(run: Run) -> None:
             fabric.save(run.checkpoint(run.step), state)
 
 
+WITH_LIGHTNING: dict[str, Callable[[], Any]] = {
+    "drop-in": WITH_FABRIC["drop-in"],
+    "drop-in, a seed": WITH_FABRIC["drop-in, a seed"],
+    "sharded": WITH_TORCH["sharded"],
+}
+
+
+def with_lightning(run: Run) -> None:
+    """Lightning deals the samples of a loader of torch's class to the ranks itself."""
+    import lightning
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from recorder import Recorder
+
+    class Model(Recorder):
+        def training_step(self, batch: Any, batch_index: int) -> Any:
+            run.note(batch)
+            return self.layer(batch[0]).mean()
+
+        def train_dataloader(self) -> Any:
+            return WITH_LIGHTNING[run.loader]()
+
+    saving = ModelCheckpoint(run.folder, f"{run.loader}-{{step}}", every_n_train_steps=1, save_top_k=-1)
+    trainer = lightning.Trainer(
+        max_epochs=EPOCHS,
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=not run.start,
+        callbacks=[] if run.start else [saving],
+    )
+    trainer.fit(Model(), ckpt_path=run.checkpoint(f"step={run.start}.ckpt") if run.start else None)
+
+
 WITH_BOTH: dict[str, Callable[[], Any]] = {
     "drop-in": lambda: DataLoader(Numbered(LENGTH), num_workers=2, **SHUFFLED),
     "drop-in, a seed": lambda: DataLoader(Numbered(LENGTH), seed=3, num_workers=1, **SHUFFLED),
@@ -162,23 +198,6 @@ def with_accelerate(run: Run) -> None:
             accelerator.backward(model(batch[0]).mean())
             if run.note(batch):
                 accelerator.save_state(run.checkpoint(run.step))
-    accelerator.free_memory()
-
-
-def with_accelerate_skipping(run: Run) -> None:
-    """The other way that Accelerate knows: leave out the first batches of the epoch."""
-    from accelerate import Accelerator
-
-    from sharded_loader.integrations.accelerate import prepare, skip_first_batches
-
-    accelerator = Accelerator(cpu=True)
-    loader = prepare(WITH_BOTH[run.loader](), accelerator)
-    for epoch in range(run.epoch, EPOCHS):
-        loader.set_epoch(epoch)
-        left = run.start % STEPS if epoch == run.start // STEPS else 0
-        for batch in skip_first_batches(loader, left) if left else loader:
-            accelerator.gather(batch[0])
-            run.note(batch)
     accelerator.free_memory()
 
 
@@ -266,8 +285,8 @@ DROP_INS = [name for name in WITH_TORCH if name.startswith("drop-in")]
 LIBRARIES: dict[str, tuple[Callable[[Run], None], list[str]]] = {
     "torch": (with_torch, list(WITH_TORCH)),
     "fabric": (with_fabric, list(WITH_FABRIC)),
+    "lightning": (with_lightning, list(WITH_LIGHTNING)),
     "accelerate": (with_accelerate, list(WITH_BOTH)),
-    "accelerate, skipping": (with_accelerate_skipping, ["drop-in, a seed", "sharded"]),
     "transformers": (with_trainer, list(WITH_BOTH)),
     "ignite": (with_ignite, list(WITH_TORCH)),
     "ignite, deterministic": (with_deterministic, ["torch", *DROP_INS]),
@@ -278,7 +297,7 @@ LIBRARIES: dict[str, tuple[Callable[[Run], None], list[str]]] = {
 def main(library: str, folder: str, *resume: str) -> None:
     """Train with every loader, and write what each training has read."""
     warnings.simplefilter("ignore")
-    if library != "fabric":
+    if library not in ("fabric", "lightning"):
         dist.init_process_group("gloo")
     how, loaders = LIBRARIES[library]
     starts = STOPS if resume else (0,)

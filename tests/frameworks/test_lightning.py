@@ -1,158 +1,328 @@
-"""Real Lightning trains on a loader as a plain loop does: epochs 0, 1, 2, and every step once, resumes included.
+"""Lightning trains on both loaders as a plain loop does, and goes on from each of its checkpoints without a difference.
 
-The expected order is that of a plain loop, not of our code: for every epoch, `set_epoch`, and all its batches.
+Every epoch, wherever a checkpoint may fall: after a step, after the last step of an epoch,
+where ``limit_train_batches`` ends it, at its end, after a validation in its middle. And Fabric.
 """
 
 from __future__ import annotations
 
 import logging
-import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import PROCESS_POOLS, covering, make_pool
+from indices import BOTH, IN_FRAMEWORKS, seen
+from torch.utils.data import BatchSampler, IterableDataset
+from torch.utils.data import RandomSampler as TorchsSampler
 
-from sharded_loader import RandomSampler, ShardedDataLoader
+from sharded_loader import RandomSampler, ShardedDataLoader, SimpleDataset, sample_rng
+from sharded_loader.torch import DataLoader
 
-LENGTH, BATCH, EPOCHS = 24, 4, 3
-STEPS = LENGTH // BATCH
+pytestmark = IN_FRAMEWORKS
 
-pytestmark = pytest.mark.filterwarnings("ignore::Warning:lightning", "ignore::Warning:torch", "ignore:.*num_workers.*")
+LENGTH, SIZE, EPOCHS, STEPS = 24, 4, 3, 6
+SHUFFLED: dict[str, Any] = {"batch_size": SIZE, "shuffle": True, "seed": 3}
 
 
-class Ordered:
-    """A dataset whose samples are their own indices."""
-
-    def __len__(self) -> int:
-        return LENGTH
-
-    def __getitem__(self, index: int) -> float:
-        return float(index)
+@pytest.fixture(scope="module", autouse=True)
+def lightning() -> Any:
+    found = pytest.importorskip("lightning")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    return found
 
 
 @pytest.fixture
-def recorder() -> Any:
-    """The module with the model."""
-    pytest.importorskip("lightning")
+def model() -> Any:
+    """Makes models that note their batches."""
     import recorder
 
-    return recorder
+    return recorder.Recorder
 
 
-def make_loader(pool: str = "inline", **options: Any) -> ShardedDataLoader:
-    options = {"shuffle": True, "seed": 3} | options
-    return ShardedDataLoader(Ordered(), BATCH, pool=make_pool(pool, 1), **options)
-
-
-def plain_loop(steps: int = STEPS, **options: Any) -> list[tuple[int, int, list[int]]]:
-    """What a model sees in a loop over the epochs, of whose batches ``steps`` are used."""
-    seen: list[tuple[int, int, list[int]]] = []
-    for epoch in range(EPOCHS):
-        loader = make_loader(**options)
-        loader.set_epoch(epoch)
-        for number, batch in enumerate(loader):
-            if number < steps:
-                seen.append((epoch, len(seen), [int(index) for index in batch]))
-    return seen
-
-
-def fit(model: Any, loader: Any, root: Path, *, validation: Any = None, resume: Any = None, **options: Any) -> None:
+def trainer(root: Path, **options: Any) -> Any:
     import lightning
 
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    trainer = lightning.Trainer(
-        max_epochs=EPOCHS,
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=root,
-        **({"enable_checkpointing": False} | options),
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer.fit(model, loader, validation, ckpt_path=resume)
+    usual = {"max_epochs": EPOCHS, "enable_checkpointing": False, "num_sanity_val_steps": 0, "default_root_dir": root}
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return lightning.Trainer(accelerator="cpu", **{**usual, **quiet, **options})
 
 
-@covering(1, pool=["inline", "thread", *PROCESS_POOLS[:1]], sampler=["shuffle", "given"])
-@pytest.mark.slow
-def test_the_model_sees_the_epochs_of_a_plain_loop(recorder: Any, pool: str, sampler: str, tmp_path: Path) -> None:
-    options: dict[str, Any] = {}
-    if sampler == "given":
-        options = {"shuffle": False, "sampler": RandomSampler(LENGTH, seed=5)}
-    model = recorder.Recorder()
-    with make_loader(pool, **options) as loader:
-        fit(model, loader, tmp_path)
-    assert model.seen == plain_loop(**options)
+def plain_loop(make: Any, steps: int = STEPS, **options: Any) -> list[tuple[int, int, list[int]]]:
+    """What a model sees in a loop over the epochs, of whose batches ``steps`` are used."""
+    loader, found = make(range(LENGTH), **options), list[Any]()
+    for epoch in range(EPOCHS):
+        found += [(epoch, len(found) + step, batch) for step, batch in enumerate(seen(loader)[:steps])]
+    return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sanity", [0, 2])
-def test_validation_in_between_changes_nothing(recorder: Any, sanity: int, tmp_path: Path) -> None:
-    model = recorder.Recorder()
-    fit(
-        model,
-        make_loader(),
-        tmp_path,
-        validation=make_loader(shuffle=False),
-        num_sanity_val_steps=sanity,
-        val_check_interval=2,
-    )
-    assert model.seen == plain_loop()
-    in_order = [list(range(begin, begin + BATCH)) for begin in range(0, LENGTH, BATCH)]
-    assert model.validated == in_order[:sanity] + in_order * (EPOCHS * STEPS // 2)
+IN_ORDER = [list(range(begin, begin + SIZE)) for begin in range(0, LENGTH, SIZE)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("limit", [1, STEPS - 1, 0.5])
-def test_a_limit_of_batches_begins_every_epoch_at_its_own_beginning(
-    recorder: Any, limit: float, tmp_path: Path
+# -- one run -----------------------------------------------------------------------------------------------------------
+
+
+RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
+    "workers": ({"num_workers": 2}, {}, STEPS),
+    "a sampler": ({"shuffle": False, "sampler": RandomSampler, "num_workers": 2}, {}, STEPS),
+    "validation in between": ({}, {"val_check_interval": 2}, STEPS),
+    "validation before": ({}, {"val_check_interval": 2, "num_sanity_val_steps": 2}, STEPS),
+    "one batch": ({}, {"limit_train_batches": 1}, 1),
+    "all but one": ({}, {"limit_train_batches": STEPS - 1}, STEPS - 1),
+    "half": ({}, {"limit_train_batches": 0.5}, STEPS // 2),
+}
+"""Options of the loader and of the trainer, and how many batches of each epoch are used."""
+
+
+@BOTH
+@pytest.mark.parametrize("kind", RUNS)
+def test_every_epoch_has_the_order_of_a_plain_loop_from_its_beginning(
+    model: Any, make: Any, kind: str, tmp_path: Path
 ) -> None:
-    model = recorder.Recorder()
-    fit(model, make_loader(), tmp_path, limit_train_batches=limit)
-    assert model.seen == plain_loop(int(limit * STEPS) if isinstance(limit, float) else limit)
+    options, how, steps = RUNS[kind]
+
+    def given() -> dict[str, Any]:
+        order = {"sampler": RandomSampler(LENGTH, seed=5), "seed": None} if "sampler" in options else {}
+        return SHUFFLED | options | order
+
+    trained, validation = model(), [make(range(LENGTH), SIZE)] if "validation" in kind else []
+    trainer(tmp_path, **how).fit(trained, make(range(LENGTH), **given()), *validation)
+    assert trained.seen == plain_loop(make, steps, **{**given(), "num_workers": 0})
+    epochs = [[batch for at, _, batch in trained.seen if at == epoch] for epoch in range(EPOCHS)]
+    assert epochs[0] != epochs[1] != epochs[2]
+    times = EPOCHS * STEPS // 2 if validation else 0
+    assert trained.validated == IN_ORDER[: how.get("num_sanity_val_steps", 0)] + IN_ORDER * times
 
 
-PLACES = {
-    "at an epoch's end": {"every_n_epochs": 1, "save_on_train_epoch_end": True},
-    "after every step": {"every_n_train_steps": 1},
-    "after every second step": {"every_n_train_steps": 2},
-    "on the last batch": {"every_n_train_steps": STEPS},
-    "in mid-epoch": {"every_n_train_steps": 4},
+def test_overfit_batches_repeats_the_same_batches(model: Any, tmp_path: Path) -> None:
+    trained = model()
+    trainer(tmp_path, overfit_batches=2).fit(trained, DataLoader(range(LENGTH), **SHUFFLED))
+    assert [batch for _, _, batch in trained.seen] == IN_ORDER[:2] * EPOCHS
+
+
+@BOTH
+def test_predictions_are_in_the_order_of_the_dataset(model: Any, make: Any, tmp_path: Path) -> None:
+    """And a writer of predictions is given the indices of the drop-in."""
+    from lightning.pytorch.callbacks import BasePredictionWriter
+
+    written: list[list[int]] = []
+
+    class Model(model):  # type: ignore[misc]
+        def predict_step(self, batch: Any, batch_index: int) -> list[int]:
+            return batch.tolist()
+
+    class Writer(BasePredictionWriter):  # type: ignore[misc]
+        def write_on_batch_end(self, *args: Any) -> None:
+            written.append(list(args[3]))
+
+    expected = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert trainer(tmp_path).predict(Model(), make(range(10), SIZE)) == expected
+    if make is DataLoader:
+        loader = make(range(10), SIZE, num_workers=2)
+        trainer(tmp_path, callbacks=[Writer("batch")]).predict(Model(), loader, return_predictions=False)
+        assert written == expected
+
+
+# -- Fabric ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fabric(lightning: Any) -> Any:
+    return lightning.Fabric(accelerator="cpu", devices=1)
+
+
+def test_fabric_leaves_the_order_alone_and_loads_a_saved_state(fabric: Any, tmp_path: Path) -> None:
+    loader, other = DataLoader(range(LENGTH), **SHUFFLED), DataLoader(range(LENGTH), **SHUFFLED)
+    made = fabric.setup_dataloaders(loader)
+    assert [batch for _ in range(2) for batch in seen(made)] == [at[2] for at in plain_loop(DataLoader, **SHUFFLED)][
+        :12
+    ]
+    batches = iter(made)
+    next(batches)
+    fabric.save(tmp_path / "state.ckpt", {"loader": loader.state_dict()})
+    other.load_state_dict(fabric.load(tmp_path / "state.ckpt")["loader"])
+    assert seen(fabric.setup_dataloaders(other)) == seen(batches)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("seed", [3, None])
+def test_fabric_goes_on_in_a_later_epoch(fabric: Any, seed: int | None, ends: bool, tmp_path: Path) -> None:
+    """It saves no count of epochs, and begins with epoch 0 again. Without a seed, later epochs are drawn anew."""
+    given: dict[str, Any] = {**SHUFFLED, "seed": seed, "num_workers": 1}
+    loader, other = (fabric.setup_dataloaders(DataLoader(range(LENGTH), **given)) for _ in range(2))
+    seen(loader)
+    batches = iter(loader)
+    for _ in range(STEPS if ends else 2):
+        next(batches)
+    if ends:
+        assert not seen(batches)
+    fabric.save(tmp_path / "state.ckpt", {"loader": loader})
+    rest = [seen(loader) if ends else seen(batches), seen(loader), seen(loader)]
+    torch.manual_seed(7)
+    fabric.load(tmp_path / "state.ckpt", {"loader": other})
+    again = [seen(other) for _ in rest]
+    assert again == rest if seed is not None else again[0] == rest[0]
+
+
+def test_loaders_that_are_not_of_torch_are_refused_by_fabric_and_overfit_batches(
+    fabric: Any, model: Any, tmp_path: Path
+) -> None:
+    """Both build another loader from the one they get."""
+    loader = ShardedDataLoader(range(LENGTH), **SHUFFLED)
+    with pytest.raises(TypeError, match="Only PyTorch DataLoader"):
+        fabric.setup_dataloaders(loader)
+    with pytest.raises(ValueError, match="needs to subclass"):
+        trainer(tmp_path, overfit_batches=2).fit(model(), loader)
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+class Stream(IterableDataset[int]):
+    """Iterable data without a length, in another order in each epoch that it is told of."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([(index * 5 + self.epoch) % LENGTH for index in range(LENGTH)])
+
+
+class LongStream(Stream):
+    def __len__(self) -> int:
+        return LENGTH
+
+
+class Counted(Stream):
+    """It knows how far it was read."""
+
+    done = start = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.done, self.start = self.start, 0
+        while self.done < LENGTH:
+            self.done += 1
+            yield self.done - 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.start = state["done"]
+
+
+class RandomStream(LongStream):
+    def __iter__(self) -> Iterator[int]:
+        return map(with_a_random_number, super().__iter__())
+
+
+def with_a_random_number(index: int) -> int:
+    """It depends on the seed, the epoch and the sample."""
+    return index * 1000 + int(sample_rng().integers(1000))
+
+
+RANDOM = SimpleDataset(range(LENGTH)).transform(with_a_random_number)
+
+
+def drawn() -> torch.Generator:
+    return torch.Generator().manual_seed(3)
+
+
+LOADERS: dict[str, Any] = {
+    "drop-in": lambda: DataLoader(range(LENGTH), SIZE, shuffle=True, seed=3),
+    "drop-in, workers": lambda: DataLoader(range(LENGTH), SIZE, shuffle=True, seed=3, num_workers=2),
+    "drop-in, in order": lambda: DataLoader(range(LENGTH), SIZE),
+    "drop-in, in order, random": lambda: DataLoader(RANDOM, SIZE, seed=3),
+    "drop-in, shuffled, random": lambda: DataLoader(RANDOM, SIZE, shuffle=True, seed=3, num_workers=2),
+    "drop-in, a generator": lambda: DataLoader(range(LENGTH), SIZE, shuffle=True, generator=drawn()),
+    "drop-in, batches of a sampler": lambda: DataLoader(
+        range(LENGTH), batch_sampler=BatchSampler(TorchsSampler(range(LENGTH), generator=drawn()), SIZE, False)
+    ),
+    "drop-in, iterable": lambda: DataLoader(Stream(), SIZE),
+    "drop-in, iterable, workers": lambda: DataLoader(Stream(), SIZE, num_workers=2, streams=1),
+    "drop-in, iterable with a length": lambda: DataLoader(LongStream(), SIZE),
+    "drop-in, iterable with a state": lambda: DataLoader(Counted(), SIZE),
+    "sharded": lambda: ShardedDataLoader(range(LENGTH), SIZE, shuffle=True, seed=3),
+    "sharded, in order": lambda: ShardedDataLoader(range(LENGTH), SIZE),
+    "sharded, in order, random": lambda: ShardedDataLoader(RANDOM, SIZE, seed=3),
+    "sharded, iterable, random": lambda: ShardedDataLoader(RandomStream(), SIZE, seed=3),
+    "sharded, iterable": lambda: ShardedDataLoader(Stream(), SIZE),
+    "sharded, iterable, workers": lambda: ShardedDataLoader(Stream(), SIZE, num_workers=1),
+    "sharded, iterable with a length": lambda: ShardedDataLoader(LongStream(), SIZE),
+    "sharded, iterable with a state": lambda: ShardedDataLoader(Counted(), SIZE),
+    "sharded, iterable, in steps": lambda: ShardedDataLoader(Stream(), SIZE, steps_per_epoch=5),
 }
 
+PLACES: dict[str, dict[str, Any]] = {
+    "after each step": {"every_n_train_steps": 1},
+    "at the end of an epoch": {"every_n_epochs": 1, "save_on_train_epoch_end": True},
+    "after validation": {"every_n_epochs": 1, "save_on_train_epoch_end": False},
+    "the last": {"every_n_train_steps": 5, "save_last": True},
+}
+
+NOT_TOLD = {
+    "drop-in, a generator",
+    "drop-in, batches of a sampler",
+    "sharded, iterable",
+    "sharded, iterable, workers",
+}
+"""At the end of an epoch Lightning loads no position of a loader, and says the epoch: too late, or to nobody."""
+
+
+def saving(root: Path, **options: Any) -> dict[str, Any]:
+    """Options of a trainer that saves checkpoints below a folder."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    callback = ModelCheckpoint(root / "saved", "{step}-{epoch}", save_top_k=-1, **options)
+    return {"enable_checkpointing": True, "callbacks": [callback]}
+
+
+def steps_of(path: Path) -> int:
+    return int(torch.load(path, weights_only=False)["global_step"])
+
 
 @pytest.mark.slow
-@covering(1, place=PLACES, stop_at=[4, STEPS - 1, STEPS, STEPS + 1, STEPS + 4, 2 * STEPS])
-def test_a_run_that_was_killed_trains_every_step_once(recorder: Any, place: str, stop_at: int, tmp_path: Path) -> None:
-    """From the last checkpoint on, the steps are those of a run that was never interrupted."""
-    check_resume(recorder, place, stop_at, tmp_path, make_loader)
-
-
-def check_resume(recorder: Any, place: str, stop_at: int, root: Path, make: Any, **options: Any) -> None:
-    steps = options.get("limit_train_batches", STEPS)
-    from lightning.pytorch import callbacks
-
-    model = recorder.Recorder(stop_at)
-    saving = callbacks.ModelCheckpoint(root / "saved", save_top_k=-1, filename="{step}", **PLACES[place])
-    with pytest.raises(recorder.KilledError):
-        fit(model, make(), root, enable_checkpointing=True, callbacks=[saving], **options)
-    saved = sorted((root / "saved").glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
-    last = saved[-1] if saved else None
-    done = torch.load(last, weights_only=False)["global_step"] if last else 0
-    assert done or stop_at < max(PLACES[place].get("every_n_train_steps", 0), STEPS)
-    resumed = recorder.Recorder()
-    fit(resumed, make(), root, resume=last, **options)
-    assert model.seen[:done] + resumed.seen == plain_loop(steps), (done, resumed.seen[:2])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("place", ["after every step", "after every second step", "in mid-epoch"])
-@pytest.mark.parametrize("stop_at", range(1, 3 * 4))
-def test_a_killed_run_with_a_limit_of_batches_trains_every_step_once(
-    recorder: Any, place: str, stop_at: int, tmp_path: Path
+@pytest.mark.parametrize("limit", [None, 4])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", LOADERS)
+def test_every_checkpoint_is_resumed_exactly(
+    model: Any, name: str, place: str, limit: int | None, tmp_path: Path
 ) -> None:
-    """Four of six batches per epoch: a checkpoint after the fourth is at an epoch's end for Lightning alone."""
-    check_resume(recorder, place, stop_at, tmp_path, make_loader, limit_train_batches=4)
+    if name in NOT_TOLD and place in ("at the end of an epoch", "after validation"):
+        pytest.skip("the page says so")
+    options: dict[str, Any] = {} if limit is None else {"limit_train_batches": limit}
+    options |= {"val_check_interval": 2} if place == "after validation" else {}
+    validation = [DataLoader(range(8), SIZE)] if place == "after validation" else []
+    whole = model()
+    trainer(tmp_path, **saving(tmp_path, **PLACES[place]), **options).fit(whole, LOADERS[name](), *validation)
+    saved = sorted((tmp_path / "saved").glob("*.ckpt"), key=steps_of)
+    per_epoch = len(whole.seen) // EPOCHS
+    if place == "after each step":  # those in the middle of the first epoch, and around its end and the next one's
+        near = {2, per_epoch - 1, per_epoch, per_epoch + 1, 2 * per_epoch}
+        saved = [one for one in saved if steps_of(one) in near]
+    assert len(saved) >= 2
+    for one in saved:
+        resumed = model()
+        trainer(tmp_path, **options).fit(resumed, LOADERS[name](), *validation, ckpt_path=one)
+        assert resumed.seen == whole.seen[steps_of(one) :], one.name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["drop-in", "drop-in, iterable", "sharded", "sharded, iterable with a length"])
+def test_a_finished_run_is_made_longer(model: Any, name: str, tmp_path: Path) -> None:
+    whole, first, second = model(), model(), model()
+    trainer(tmp_path).fit(whole, LOADERS[name]())
+    trainer(tmp_path, max_epochs=2, **saving(tmp_path, save_last=True)).fit(first, LOADERS[name]())
+    trainer(tmp_path).fit(second, LOADERS[name](), ckpt_path=tmp_path / "saved/last.ckpt")
+    assert first.seen + second.seen == whole.seen
+
+
+def test_an_epoch_that_lightning_says_too_late_is_a_warning(model: Any, tmp_path: Path) -> None:
+    make = LOADERS["sharded, iterable"]
+    trainer(tmp_path, max_epochs=1, **saving(tmp_path, save_last=True)).fit(model(), make())
+    with pytest.warns(UserWarning, match="loads no position at the end of an epoch"):
+        trainer(tmp_path, max_epochs=2).fit(model(), make(), ckpt_path=tmp_path / "saved/last.ckpt")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.utils.data
 
-from sharded_loader import ShardedDataLoader, SimpleDataset, sample_rng
+from sharded_loader import ShardedDataLoader
 from sharded_loader.torch import DataLoader
 
 
@@ -42,36 +42,6 @@ class ToldHowFar(torch.utils.data.IterableDataset[int]):
 def test_iterable_data_with_other_methods_too(make: Any, dataset: Any, num_workers: int) -> None:
     loader = make(dataset, batch_size=4, num_workers=num_workers)
     assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5]]
-
-
-def drawn(_: int) -> float:
-    return float(sample_rng().random())
-
-
-@pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.slow
-def test_with_a_seed_every_epoch_draws_its_own_numbers(shuffle: bool, num_workers: int) -> None:
-    """As MONAI's and albumentations' users expect it."""
-
-    def make() -> Any:
-        return DataLoader(
-            SimpleDataset(range(8)).transform(drawn), batch_size=4, shuffle=shuffle, seed=1, num_workers=num_workers
-        )
-
-    loader = make()
-    epochs = [[batch.tolist() for batch in loader] for _ in range(3)]
-    assert len({number for epoch in epochs for batch in epoch for number in batch}) == 24
-    loader.set_epoch(1)
-    batches = iter(loader)
-    assert next(batches).tolist() == epochs[1][0]
-    again = make()
-    again.load_state_dict(loader.state_dict())
-    assert [[batch.tolist() for batch in again] for _ in range(2)] == [epochs[1][1:], epochs[2]]
-    list(batches)
-    again = make()
-    again.load_state_dict(loader.state_dict())
-    assert [batch.tolist() for batch in again] == epochs[2]
 
 
 @pytest.mark.parametrize("copied", [False, True])

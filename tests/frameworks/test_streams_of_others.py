@@ -1,9 +1,15 @@
-"""Streams of other libraries: every sample comes once, in one order whoever reads, and reading is resumed exactly."""
+"""Streams of other libraries: every sample comes once, in one order whoever reads, and reading is resumed exactly.
+
+webdataset, litdata, MosaicML streaming and Hugging Face datasets, whose shuffle buffers and epochs are resumed too.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import io
+import json
+import subprocess
+import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +19,7 @@ import pytest
 import torch
 from indices import BOTH, IN_FRAMEWORKS
 
+import sharded_loader
 from sharded_loader import ShardedDataLoader
 from sharded_loader.torch import DataLoader
 
@@ -59,17 +66,25 @@ def of_litdata(folder: Path) -> Callable[[], Any]:
     return lambda: litdata.StreamingDataset(str(folder))
 
 
-def of_hugging_face(folder: Path) -> Callable[[], Any]:
-    """Four shards of a table."""
+def table(length: int = LENGTH) -> Any:
     datasets = pytest.importorskip("datasets")
-    table = datasets.Dataset.from_dict({"x": list(range(LENGTH))})
-    return lambda: table.to_iterable_dataset(num_shards=4).with_format("torch")
+    return datasets.Dataset.from_dict({"x": list(range(length)), "y": [[i, -i] for i in range(length)]})
+
+
+def sharded(length: int = LENGTH, shards: int = 4) -> Any:
+    return table(length).to_iterable_dataset(num_shards=shards)
+
+
+def shuffled(shards: int = 4, size: int = 10) -> Any:
+    return sharded(64, shards).shuffle(seed=1, buffer_size=size)
+
+
+def of_hugging_face(folder: Path) -> Callable[[], Any]:
+    return lambda: sharded().with_format("torch")
 
 
 def of_a_shuffled_stream(folder: Path) -> Callable[[], Any]:
-    datasets = pytest.importorskip("datasets")
-    table = datasets.Dataset.from_dict({"x": list(range(LENGTH))})
-    return lambda: table.to_iterable_dataset(num_shards=4).shuffle(seed=1, buffer_size=6).with_format("torch")
+    return lambda: shuffled().with_format("torch")
 
 
 IN_THIS_PROCESS = (of_webdataset, of_hugging_face)
@@ -78,6 +93,9 @@ KINDS = (*IN_THIS_PROCESS, of_litdata)
 
 def found(loader: Any) -> list[list[int]]:
     return [(batch["x"] if isinstance(batch, dict) else batch[0]).tolist() for batch in loader]
+
+
+# -- in what order -----------------------------------------------------------------------------------------------------
 
 
 @BOTH
@@ -104,19 +122,27 @@ def test_the_order_depends_on_the_streams_and_not_on_the_workers(kind: Any, tmp_
 
 
 @BOTH
-@pytest.mark.parametrize("kind", IN_THIS_PROCESS)
 @pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("done", [1, 3])
-def test_reading_is_resumed_exactly(make: Any, kind: Any, num_workers: int, done: int, tmp_path: Path) -> None:
-    stream = kind(tmp_path)
-    loaders = [make(stream(), batch_size=4, num_workers=num_workers) for _ in range(2)]
-    batches = iter(loaders[0])
-    for _ in range(done):
-        next(batches)
-    state, rest = loaders[0].state_dict(), found(batches)
-    loaders[1].load_state_dict(state)
-    assert rest
-    assert found(loaders[1]) == rest
+def test_a_table_of_hugging_face_makes_the_batches_of_torchs_loader(make: Any, num_workers: int) -> None:
+    data = table().with_format("torch")
+    expected = list(torch.utils.data.DataLoader(data, batch_size=5))
+    batches = list(make(data, batch_size=5, num_workers=num_workers))
+    assert len(batches) == len(expected) == 5
+    for ours, theirs in zip(batches, expected, strict=True):
+        assert set(ours) == {"x", "y"}
+        assert all(torch.equal(ours[name], theirs[name]) and ours[name].dtype == theirs[name].dtype for name in ours)
+
+
+@BOTH
+def test_each_epoch_of_a_shuffled_stream_is_another_and_can_be_set_on_the_loader(make: Any) -> None:
+    loader = make(shuffled().with_format("torch"), batch_size=4, num_workers=2)
+    orders = [found(loader) for _ in range(3)] if make is ShardedDataLoader else []
+    for epoch in (0, 1, 2):
+        loader.set_epoch(epoch)
+        orders.append(found(loader))
+    loader.set_epoch(0)
+    assert orders[:3] == orders[-3:] and found(loader) == orders[0]
+    assert orders[0] != orders[1] != orders[2]
 
 
 def test_a_pipeline_of_webdataset_goes_on_behind_the_drop_in(tmp_path: Path) -> None:
@@ -126,3 +152,104 @@ def test_a_pipeline_of_webdataset_goes_on_behind_the_drop_in(tmp_path: Path) -> 
     loader = DataLoader(batched, batch_size=None, num_workers=2)
     pipeline = webdataset.DataPipeline(loader, webdataset.unbatched(), webdataset.batched(8))
     assert sorted(int(number) for batch in pipeline for number in batch[0]) == list(range(LENGTH))
+
+
+# MosaicML's datasets keep shared memory until their process ends.
+OF_MOSAICML = """
+import json, sys, warnings
+warnings.simplefilter("ignore")
+sys.path.insert(0, sys.argv[1])
+from indices import LOADERS
+import streaming
+
+if __name__ == "__main__":
+    folder, name, num_workers = sys.argv[2], sys.argv[3], int(sys.argv[4])
+    with streaming.MDSWriter(out=folder, columns={"x": "int"}, size_limit=128) as writer:
+        for index in range(24):
+            writer.write({"x": index})
+    data = streaming.StreamingDataset(local=folder, batch_size=4)
+    loader = LOADERS[name](data, batch_size=4, num_workers=num_workers)
+    print(json.dumps([[batch["x"].tolist() for batch in loader] for _ in range(2)]))
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("streaming") is None, reason="needs mosaicml-streaming")
+@pytest.mark.parametrize("name", ["drop-in", "sharded"])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_every_sample_of_mosaicml_comes_once(name: str, num_workers: int, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(OF_MOSAICML, encoding="utf-8")
+    command = [sys.executable, "program.py", str(Path(__file__).parent), str(tmp_path / "mds"), name, str(num_workers)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, encoding="utf-8", timeout=100)
+    assert done.returncode == 0, done.stderr
+    for batches in json.loads(done.stdout.splitlines()[-1]):
+        assert sorted(sum(batches, [])) == list(range(LENGTH))
+        assert name == "drop-in" or sum(batches, []) == list(range(LENGTH))  # by index
+
+
+# -- from a state ------------------------------------------------------------------------------------------------------
+
+
+class Holds(torch.utils.data.IterableDataset[Any]):
+    """A dataset of the user's around a stream, which passes its state on."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+        self.state_dict, self.load_state_dict = stream.state_dict, stream.load_state_dict
+
+    def __iter__(self) -> Any:
+        return iter(self.stream)
+
+
+def of_one_node(stream: Any) -> Any:
+    from datasets.distributed import split_dataset_by_node
+
+    return split_dataset_by_node(stream, rank=1, world_size=2)
+
+
+def joined(how: str, streams: list[Any], **options: Any) -> Any:
+    return getattr(pytest.importorskip("datasets"), f"{how}_datasets")(streams, **options)
+
+
+STREAMS: dict[str, Callable[[Path], Callable[[], Any]]] = {
+    "webdataset": of_webdataset,
+    "without a buffer": of_hugging_face,
+    "shuffled": lambda _: shuffled,
+    "one shard": lambda _: lambda: shuffled(shards=1),
+    "a buffer of one": lambda _: lambda: shuffled(size=1),
+    "mapped after that": lambda _: lambda: shuffled().map(lambda row: {"x": row["x"] + 1}),
+    "interleaved": lambda _: lambda: joined("interleave", [shuffled(), shuffled()], probabilities=[0.4, 0.6], seed=2),
+    "concatenated": lambda _: lambda: joined("concatenate", [shuffled(), sharded(shards=1)]),
+    "concatenated, without a buffer": lambda _: lambda: joined("concatenate", [sharded(32), sharded(32)]),
+    "of one node": lambda _: lambda: of_one_node(shuffled()),
+    "held by another dataset": lambda _: lambda: Holds(shuffled()),
+    "in a mixture of ours": lambda _: lambda: sharded_loader.interleave([shuffled(), shuffled()], weights=[1, 2]),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("epoch", [0, 1])
+@pytest.mark.parametrize("stream", STREAMS)
+def test_reading_is_resumed_exactly(make: Any, num_workers: int, epoch: int, stream: str, tmp_path: Path) -> None:
+    """The state that a dataset with a shuffle buffer gives leaves out its samples, or cannot be loaded."""
+    data = STREAMS[stream](tmp_path)
+    first, resumed = (make(data(), batch_size=3, num_workers=num_workers) for _ in range(2))
+    first.set_epoch(epoch)
+    batches = iter(first)
+    for done in range(1, 6):
+        next(batches)
+        if done in (1, 3, 5):
+            resumed.load_state_dict(first.state_dict())
+            rest = found(resumed)
+    assert rest == found(batches)
+    assert len(rest) > 2
+
+
+@BOTH
+def test_a_stream_that_draws_its_own_seed_cannot_be_resumed_elsewhere(make: Any) -> None:
+    first, resumed = (make(sharded(shards=1).shuffle(buffer_size=24), batch_size=4) for _ in range(2))
+    batches = iter(first)
+    next(batches)
+    resumed.load_state_dict(first.state_dict())
+    with pytest.raises(ValueError, match="other samples"):
+        found(resumed)

@@ -1,10 +1,9 @@
-"""timm: its samplers, its transforms, its mixup and the loader that normalises, with the loaders of this library."""
+"""timm: its samplers, its mixup and the loader that normalises, with the loaders of this library."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import augmented
 import numpy as np
 import pytest
 import torch
@@ -48,18 +47,6 @@ def test_the_epoch_of_a_sampler_of_timm_is_set_through_the_loader(data: Any, mak
         assert sum(seen(loader), []) == list(alone)
 
 
-@BOTH
-def test_transforms_of_timm_are_the_same_with_any_number_of_workers(data: Any, make: Any) -> None:
-    from PIL import Image
-
-    transform = data.create_transform(8, is_training=True, auto_augment="rand-m9-mstd0.5", re_prob=1.0, re_mode="pixel")
-    noise = np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8)
-    images = SimpleDataset([Image.fromarray(noise)] * augmented.LENGTH).transform(transform, seeded=True)
-    found = [augmented.epoch(make(images, batch_size=4, seed=1, num_workers=count)) for count in (0, 1, 3)]
-    assert len(set(found[0])) == augmented.LENGTH
-    assert found[0] == found[1] == found[2]
-
-
 def test_create_loader_makes_a_loader_of_torchs_class(data: Any) -> None:
     samples = torch.utils.data.TensorDataset(torch.zeros(4, 3, 8, 8), torch.zeros(4))
     loader = data.create_loader(samples, (3, 8, 8), 2, use_prefetcher=False, num_workers=1, persistent_workers=False)
@@ -84,16 +71,6 @@ def test_mixup_as_a_collate_function(data: Any, make: Any) -> None:
     for images, targets in make(samples, batch_size=4, num_workers=2, collate_fn=mixup):
         assert images.shape == (4, 3, 4, 4)
         assert torch.allclose(targets.sum(1), torch.ones(4))
-
-
-@BOTH
-def test_torchvisions_transforms_are_the_same_with_any_number_of_workers(make: Any) -> None:
-    from torchvision.transforms import v2
-
-    images = augmented.images(v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32), v2.GaussianNoise(0, 0.1, False)]))
-    found = [augmented.epoch(make(images, batch_size=4, seed=1, num_workers=count)) for count in (0, 1, 3)]
-    assert len(set(found[0])) == augmented.LENGTH
-    assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.parametrize("replicas", [2, 3, 4])

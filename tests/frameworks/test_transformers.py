@@ -9,7 +9,7 @@ import pytest
 import torch
 from indices import BOTH, IN_FRAMEWORKS
 
-from sharded_loader import sample_rng
+from sharded_loader import SimpleDataset, sample_rng
 
 pytestmark = IN_FRAMEWORKS
 
@@ -29,15 +29,15 @@ def transformers() -> Any:
     return found
 
 
-class Sentences:
-    """Sample i is a sentence of four tokens, the first of which is i."""
+def sentence(index: int, third: int = 2) -> dict[str, Any]:
+    """A sentence of four tokens, the first of which is the sample's index."""
+    tokens = torch.tensor([index, 1, third, 3])
+    return {"input_ids": tokens, "labels": tokens}
 
-    def __len__(self) -> int:
-        return LENGTH
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        tokens = torch.tensor([index, 1, 2, 3])
-        return {"input_ids": tokens, "labels": tokens}
+SENTENCES = SimpleDataset(range(LENGTH)).transform(sentence)
+DRAWN = SimpleDataset(range(LENGTH)).transform(lambda index: sentence(index, int(sample_rng().integers(32))))
+"""The third token of a sample is drawn anew in each epoch."""
 
 
 class KilledError(Exception):
@@ -79,7 +79,7 @@ def run(
         logging_strategy="no",
         **({"save_strategy": "no", "num_train_epochs": EPOCHS} | how),
     )
-    trainer = Trainer(model=transformers.GPT2LMHeadModel(config), args=arguments, train_dataset=Sentences())
+    trainer = Trainer(model=transformers.GPT2LMHeadModel(config), args=arguments, train_dataset=SENTENCES)
     try:
         trainer.train(resume_from_checkpoint=resume)
     except KilledError:
@@ -88,7 +88,7 @@ def run(
 
 
 def plain(make: Any) -> list[list[int]]:
-    loader = make(Sentences(), **OPTIONS)
+    loader = make(SENTENCES, **OPTIONS)
     return [batch["input_ids"][:, 0].tolist() for _ in range(EPOCHS) for batch in loader]
 
 
@@ -97,7 +97,7 @@ def plain(make: Any) -> list[list[int]]:
 def test_the_trainer_sees_the_epochs_of_a_plain_loop(
     transformers: Any, make: Any, num_workers: int, tmp_path: Path
 ) -> None:
-    seen = run(transformers, tmp_path, make(Sentences(), num_workers=num_workers, **OPTIONS))
+    seen = run(transformers, tmp_path, make(SENTENCES, num_workers=num_workers, **OPTIONS))
     assert seen == plain(make)
     assert seen[:STEPS] != seen[STEPS : 2 * STEPS]
 
@@ -111,19 +111,11 @@ SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
 def test_a_resumed_run_trains_on_the_batches_of_one_that_was_not_interrupted(
     transformers: Any, make: Any, prepared: bool, stop_at: int, tmp_path: Path
 ) -> None:
-    load = lambda: make(Sentences(), **OPTIONS)  # noqa: E731
+    load = lambda: make(SENTENCES, **OPTIONS)  # noqa: E731
     killed = run(transformers, tmp_path, load(), stop_at=stop_at, prepared=prepared, **SAVING)
     saved = str(tmp_path / f"checkpoint-{stop_at}")
     resumed = run(transformers, tmp_path, load(), resume=saved, prepared=prepared)
     assert killed + resumed == plain(make)
-
-
-class Drawn(Sentences):
-    """The third token of a sample is drawn anew in each epoch."""
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        tokens = torch.tensor([index, 1, int(sample_rng().integers(32)), 3])
-        return {"input_ids": tokens, "labels": tokens}
 
 
 @BOTH
@@ -131,7 +123,7 @@ def test_random_numbers_go_on_too(transformers: Any, make: Any, tmp_path: Path) 
     """They would not if torch's loader read the rest of the epoch."""
 
     def train(**how: Any) -> Any:
-        loader = make(Drawn(), num_workers=1, **OPTIONS)
+        loader = make(DRAWN, num_workers=1, **OPTIONS)
         return run(transformers, tmp_path, loader, prepared=True, tokens=slice(0, 3, 2), **how)
 
     whole, killed = train(), train(stop_at=STEPS + 3, **SAVING)
@@ -149,7 +141,7 @@ class Stream(torch.utils.data.IterableDataset[Any]):
     def __iter__(self) -> Any:
         part = torch.utils.data.get_worker_info()
         first, step = (0, 1) if part is None else (part.id, part.num_workers)
-        return (Sentences()[(index * 5 + self.epoch) % LENGTH] for index in range(first, LENGTH, step))
+        return (sentence((index * 5 + self.epoch) % LENGTH) for index in range(first, LENGTH, step))
 
 
 class LongStream(Stream):

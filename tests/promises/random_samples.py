@@ -81,24 +81,6 @@ class OwnsGenerator:
         return np.append(image, [self.generator.random(), self.python.random()])
 
 
-class Pipeline(OwnsGenerator):
-    """As a pipeline of albumentations, which gives one seed to all its members."""
-
-    def __init__(self, transforms: list[Any]) -> None:
-        self.transforms = transforms
-        super().__init__()
-
-    def set_random_seed(self, seed: int | None) -> None:
-        super().set_random_seed(seed)
-        for transform in self.transforms:
-            transform.set_random_seed(seed)
-
-    def __call__(self, *, image: Any) -> Any:
-        for transform in self.transforms:
-            image = transform(image=image)
-        return super().__call__(image=image)
-
-
 class OwnsState:
     """As a transform of MONAI."""
 
@@ -127,12 +109,12 @@ class Several:
         return image
 
 
-PIPELINE = Pipeline([OwnsGenerator(), Pipeline([OwnsGenerator()])])
+OWNS = OwnsGenerator()
 
 
 def augment(image: Any) -> Any:
-    """As a function that calls a global pipeline with its keywords."""
-    return PIPELINE(image=image)
+    """As a function that calls a global transform with its keywords."""
+    return OWNS(image=image)
 
 
 def all_kinds() -> Several:

@@ -24,7 +24,7 @@ def loader_of(dataset: Any, pool: Any = "inline", workers: int = 2, **options: A
     return made(dataset, options.pop("batch_size", SIZE), pool=pool, **options)
 
 
-def epochs_of(dataset: Any, epochs: int = 1, **options: Any) -> list[list[Any]]:
+def epochs_of(dataset: Any, *given: Any, epochs: int = 1, **options: Any) -> list[list[Any]]:
     """The batches of the first epochs, as lists."""
-    with loader_of(dataset, **options) as loader:
+    with loader_of(dataset, *given, **options) as loader:
         return [[values(batch) for batch in loader] for _ in range(epochs)]

@@ -54,11 +54,11 @@ class Direct(Store):
 
 class Many(Store):
     async def __getitems__(self, indices: list[int]) -> list[Any]:
-        await asyncio.sleep(0.001)
+        await asyncio.sleep(0)
         return [(int(index), sample_rng(index).random()) for index in indices]
 
 
-class ManyDirect(Many):
+class ManyDirect(Direct):
     def __getitem__(self, index: int) -> Any:
         return int(index), sample_rng().random()
 
@@ -98,16 +98,10 @@ STACKS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@covering(name=[*STACKS], pool=POOLS)
-def test_all_is_what_an_ordinary_method_reads_in_the_same_order(name: str, pool: str) -> None:
-    stack = STACKS[name]
-    assert epochs(stack(Store()), make_pool(pool)) == epochs(stack(Direct()), InlinePool())
-
-
-@covering(name=["bare", "transform", "seeded", "async transform", "part", "subset"], pool=POOLS)
-def test_many_at_once_are_awaited_too(name: str, pool: str) -> None:
-    stack = STACKS[name]
-    assert epochs(stack(Many()), make_pool(pool)) == epochs(stack(ManyDirect()), InlinePool())
+@covering(name=[*STACKS], pool=POOLS, kinds=[(Store, Direct), (Many, ManyDirect)])
+def test_all_is_what_ordinary_methods_read_in_the_same_order(name: str, pool: str, kinds: Any) -> None:
+    later, direct = (STACKS[name](kind()) for kind in kinds)
+    assert epochs(later, make_pool(pool)) == epochs(direct, InlinePool())
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -125,9 +119,6 @@ def test_parts_of_batches_and_evaluation_are_awaited(pool: str, shards: int | No
         found = list(loader)
     flat = [index for batch in found for part in (batch if shards else [batch]) for index in part[0].tolist()]
     assert flat == list(range(40))
-
-
-# -- how many at a time ------------------------------------------------------------------------------------------------
 
 
 class Together:
@@ -153,11 +144,10 @@ class Together:
 
 
 BESIDE: dict[str, Callable[[Any], Any]] = {
-    **STACKS,
+    **{name: STACKS[name] for name in ("bare", "subset", "part")},
     "mixed": lambda d: SimpleDataset(d) + [*range(128)],
     "mixed, transformed": lambda d: (SimpleDataset(d) + [*range(128)]).transform(int).take(200),
 }
-BESIDE = {name: BESIDE[name] for name in ("bare", "subset", "part", "mixed", "mixed, transformed")}
 
 
 @pytest.mark.parametrize("name", [*BESIDE])
@@ -205,9 +195,6 @@ def test_a_number_that_is_none_is_an_error(number: Any, kind: type[Exception], t
     dataset.concurrency = number
     with closing(ShardedDataLoader(dataset, 4, pool=make_pool(pool))) as loader, pytest.raises(kind, match=text):
         next(iter(loader))
-
-
-# -- errors ------------------------------------------------------------------------------------------------------------
 
 
 class Fails(Store):
@@ -398,9 +385,6 @@ def test_nobody_is_told_that_samples_were_never_awaited(pool: str, capfd: pytest
     assert "never awaited" not in capfd.readouterr().err
 
 
-# -- without workers, and beside the epoch -----------------------------------------------------------------------------
-
-
 def test_a_loop_that_runs_already_is_left_alone() -> None:
     async def in_a_notebook() -> list[Any]:
         return epochs(SimpleDataset(Store()).transform(noisy)) + [list(SimpleDataset(Store()).take(2))]
@@ -410,10 +394,8 @@ def test_a_loop_that_runs_already_is_left_alone() -> None:
 
 
 def test_wrappers_can_be_awaited_by_the_user_too() -> None:
-    dataset = SimpleDataset(Store()).transform(doubled).transform(doubled)
-
     async def read() -> Any:
-        return await dataset[3]
+        return await SimpleDataset(Store()).transform(doubled).transform(doubled)[3]
 
     assert asyncio.run(read()) == (3, 2.0)
 
@@ -479,9 +461,6 @@ def test_below_a_cache_nothing_is_drawn() -> None:
         SimpleDataset(Store()).cache("1 MB")
 
 
-# -- what is not awaited -----------------------------------------------------------------------------------------------
-
-
 class Stream(torch.utils.data.IterableDataset[int]):
     async def __iter__(self) -> AsyncIterator[int]:  # type: ignore[override, misc]
         for i in range(8):
@@ -526,15 +505,10 @@ def test_other_async_methods_are_an_error_at_the_first_batch(case: str, kind: st
     assert f"{where} is async" in str(caught.value) and "def instead of async def" in str(caught.value)
 
 
-class AsyncIterable:
-    async def __aiter__(self) -> AsyncIterator[int]:
-        yield 1
-
-
 @pytest.mark.parametrize("make", [ShardedDataLoader, DataLoader])
 def test_an_async_iterable_is_an_error_that_says_what_to_write(make: Any) -> None:
     with pytest.raises(TypeError, match=r"__aiter__.*async def __getitem__"):
-        next(iter(make(AsyncIterable(), 2)))
+        next(iter(make(type("AsyncIterable", (), {"__aiter__": iter})(), 2)))
 
 
 def test_an_async_transform_cannot_be_seeded() -> None:

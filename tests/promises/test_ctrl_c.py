@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import functools
-import signal
 from collections.abc import Callable
-from types import FrameType
-from typing import Any
 
-import numpy as np
 import pytest
-from conftest import ahead
 from injection import InterruptAt, next_interrupted
 from programs import run_forked
 
-from sharded_loader import ProcessPool, ShardedDataLoader
+from sharded_loader import ShardedDataLoader
 from sharded_loader.engine.pool import Pool
 
 
@@ -76,69 +71,3 @@ def test_one_ctrl_c_in_the_loop_is_one_keyboard_interrupt_and_no_other_output(me
     assert done.stdout.split("\n")[:2] == ["interrupted", "went on"], done
     assert done.stderr == ""
     assert done.returncode == 0
-
-
-def test_interrupt_inside_the_dataset_reads_the_batch_again() -> None:
-    class Interrupted:
-        armed = True
-
-        def __len__(self) -> int:
-            return 6
-
-        def __getitem__(self, index: int) -> int:
-            if index == 3 and self.armed:
-                type(self).armed = False
-                signal.raise_signal(signal.SIGINT)
-            return index
-
-    iterator = iter(ShardedDataLoader(Interrupted(), 2))
-    assert next(iterator).tolist() == [0, 1]
-    with pytest.raises(KeyboardInterrupt):
-        next(iterator)
-    assert [batch.tolist() for batch in iterator] == [[2, 3], [4, 5]]
-
-
-class InterruptAtSlot(InterruptAt):
-    """Raises before the n-th line of what hands a slot from its worker to the user."""
-
-    HANDS = ("_take", "_decode", "lend", "submit")
-
-    def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
-        # The files of these functions, whether or not the pump has them: `lend` is the arena's.
-        if frame.f_code.co_name not in self.HANDS or "sharded_loader" not in frame.f_code.co_filename:
-            return None
-        return super().__call__(frame, event, arg)
-
-
-@pytest.mark.slow
-def test_interrupt_while_a_slot_changes_hands_loses_no_slot() -> None:
-    data = np.broadcast_to(np.arange(2000)[:, None], (2000, 4096))
-    pool = ProcessPool(2, start_method="fork")
-    with ahead(ShardedDataLoader(data, 4, pool=pool, prefetch=4), False) as loader:
-        arena = loader._pipeline.pool._transport.arena
-        iterator = iter(loader)
-        expected = iter(range(0, 2000, 4))
-        for _ in range(10):  # the first ones are in no slot
-            assert int(next(iterator)[0, 0]) == next(expected)
-        interrupted = set()
-        at_slot = functools.partial(InterruptAtSlot, modules=("pool.py", "arena.py"))
-        for line in range(1, 50):
-            for _ in range(3):  # how many lines one call runs depends on what has come
-                got, fired = next_interrupted(iterator, line, at_slot)
-                for batch in got:
-                    assert int(batch[0, 0]) == next(expected)
-                if fired:
-                    interrupted.add(line)
-                    break
-            for _ in range(2):
-                batch = next(iterator)
-                assert int(batch[0, 0]) == int(batch[-1, -1]) - 3 == next(expected)
-        assert len(interrupted) > 25
-        for batch in iterator:
-            assert int(batch[0, 0]) == next(expected)
-        del batch, got
-        assert arena.lent == 0
-        free = sum(end - start for parts in arena._free for start, end in parts)
-        free += sum(lease.resource.nbytes for lease in arena.returned)
-        taken = [slot for worker in loader._pipeline.pool._transport.workers for slot in worker.slots.values() if slot]
-        assert free + sum(slot.nbytes for slot in taken) == arena.nbytes

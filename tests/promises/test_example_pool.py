@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import queue
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from samples import Drawing
 
+from sharded_loader import ShardedDataLoader
 from sharded_loader.engine.messages import Job, Result, Task
 from sharded_loader.engine.pool import Pool
 from sharded_loader.engine.reader import Reader
-
-__all__ = [name for name in globals() if name.startswith("test_")]
 
 
 class ExecutorPool(Pool):
@@ -64,16 +64,19 @@ class ExecutorPool(Pool):
             executor.shutdown(wait=False, cancel_futures=True)
 
 
-@pytest.fixture
-def pool() -> Pool:
-    return ExecutorPool()
-
-
-@pytest.fixture
-def new_pool() -> Callable[..., Pool]:
-    return lambda *_, **__: ExecutorPool()
-
-
-@pytest.fixture
-def worker_pool() -> Pool:
-    return ExecutorPool()
+def test_it_keeps_the_promises_of_every_pool() -> None:
+    expected = [batch.tolist() for batch in ShardedDataLoader(Drawing(40), 4, shuffle=True, seed=3)]
+    with ShardedDataLoader(Drawing(40), 4, shuffle=True, seed=3, pool=ExecutorPool()) as loader:
+        iterator = iter(loader)
+        assert [next(iterator).tolist() for _ in range(3)] == expected[:3]
+        state = loader.state_dict()
+        assert [batch.tolist() for batch in iterator] == expected[3:]
+        loader.load_state_dict(state)
+        assert [batch.tolist() for batch in loader] == expected[3:]
+    assert not loader.pool.started
+    with ShardedDataLoader(Drawing(12, [6]), 4, pool=ExecutorPool()) as loader:
+        iterator = iter(loader)
+        assert len(next(iterator)) == 4
+        with pytest.raises(ValueError, match="bad 6"):
+            next(iterator)
+        assert len(next(iterator)) == 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -48,20 +47,6 @@ def test_whatever_a_sample_raises_it_is_skipped_if_it_is_an_exception(pool: Pool
         assert all(error.__traceback__ is None for _, error in loader.skipped)
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.11 has groups")
-def test_a_group_whose_members_pickle_keeps_them(pool: Pool) -> None:
-    class Grouped(Drawing):
-        def __getitem__(self, index: int) -> Any:
-            raise ExceptionGroup("several", [ValueError(1), TypeError(2)])  # noqa: F821 - Python 3.11
-
-    with ShardedDataLoader(Grouped(), 4, pool=pool) as loader, pytest.raises(Exception) as caught:
-        next(iter(loader))
-    assert [(type(one), one.args) for one in caught.value.exceptions] == [(ValueError, (1,)), (TypeError, (2,))]  # type: ignore[attr-defined]
-
-
-# -- what would end the loop in silence ---------------------------------------------------------------------------
-
-
 class StopsAtOnce:
     def __iter__(self) -> Iterator[int]:
         raise StopIteration
@@ -96,9 +81,6 @@ def test_a_batch_that_would_end_the_loop_when_it_is_moved_is_an_error_in_its_pla
             next(batches)
         assert any("epoch 0, batch 0" in note for note in caught.value.__notes__)  # type: ignore[attr-defined]
         assert next(batches) == [2, 3]
-
-
-# -- on_error -----------------------------------------------------------------------------------------------------
 
 
 def tolerated(dataset: Any, pool: Pool, on_error: Any, **options: Any) -> Any:
@@ -145,28 +127,3 @@ def test_bad_samples_are_dealt_with_alike_one_by_one_and_in_bulk(
             assert not warned
         elif bad == list(range(12)):
             assert seen == (["bad 6", "bad 10"] if "num_replicas" in options else []) and bool(warned) != bool(seen)
-
-
-@pytest.mark.costly(3)
-@pytest.mark.parametrize("on_error", ["skip", "replace", negative])
-def test_what_was_skipped_does_not_disturb_resume(pool: Pool, on_error: Any) -> None:
-    def make(pool: Any = None) -> ShardedDataLoader:
-        return ShardedDataLoader(Drawing(12, [1, 2, 3, 5, 8, 9]), 2, True, seed=1, on_error=on_error, pool=pool)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of batches that are left out
-        loader = make()
-        whole, second = ([batch.tolist() for batch in loader] for _ in range(2))
-        with make(pool) as loader:
-            batches, delivered = iter(loader), 0
-            while True:
-                state = loader.state_dict()
-                again = make()
-                again.load_state_dict(state)
-                got = [batch.tolist() for batch in again]
-                # After the last batch: the next epoch, or the rest of this one, of which nothing could be read.
-                assert got == whole[delivered:] or (delivered == len(whole) and got == second)
-                if next(batches, None) is None:
-                    break
-                delivered += 1
-    assert delivered == len(whole)

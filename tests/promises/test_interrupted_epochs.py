@@ -13,19 +13,13 @@ import numpy as np
 import pytest
 from conftest import covering, make_pool
 from injection import PUMP, InterruptAt
+from inside import pipeline_of
 from test_resume import SAMPLERS, batches, through_json
 
 from sharded_loader import ShardedDataLoader, ThreadPool
 from sharded_loader.randomness import rng
 
-SAMPLING = (
-    "epoch.py",
-    "tables.py",
-    "third_party.py",
-    "rng.py",
-    "base.py",
-    "test_resume.py",
-)
+SAMPLING = ("epoch.py", "tables.py", "third_party.py", "rng.py", "base.py", "test_resume.py")
 KINDS = ("random", "rollover", "gluon style", "stateful by epoch", "stateful iterator", "torch distributed")
 
 
@@ -82,7 +76,7 @@ def test_interrupted_anywhere_in_the_first_next_no_epoch_has_begun(
             one = iter(loader)
             got, fired = interrupted(line, lambda: next(one))  # noqa: B023 - called at once
             if not got:
-                assert len(loader._pipeline.runs) <= 1, line
+                assert len(pipeline_of(loader).runs) <= 1, line
                 assert (loader.epoch, loader.position) == (1, 0)
                 assert through_json(loader.state_dict()) == state
             rest = batches(one if got or iterator == "the same" else loader)
@@ -90,7 +84,7 @@ def test_interrupted_anywhere_in_the_first_next_no_epoch_has_begun(
             assert batches(loader) == expected[2]
             loader.batch_sampler.set_epoch(1)
             assert loader.epoch == 1, line  # the call is heard
-        assert not loader._pipeline.runs, line
+        assert not pipeline_of(loader).runs, line
         if not fired:
             break
         line += 13 if pool == "thread" else step
@@ -179,9 +173,9 @@ def test_an_epoch_that_was_interrupted_gives_way_to_another() -> None:
         loader.set_epoch(3)
         iterator = iter(loader)
         next(iterator)
-        assert len(loader._pipeline.runs) == 1
+        assert len(pipeline_of(loader).runs) == 1
         del iterator
-        assert not loader._pipeline.runs
+        assert not pipeline_of(loader).runs
 
 
 def test_a_ctrl_c_while_threads_start_leaves_a_pool_that_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,40 +3,33 @@
 from __future__ import annotations
 
 import itertools
-import os
-import signal
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import kinds
 import pytest
-from conftest import POOLS, PROCESS_POOLS, SPAWN_FIRST, SPAWNED, covering, make_pool
-from failures import Fails, hang, hang_for_a_while, kill, raise_lookup
-from stream_loaders import ASK_TORCH, SIZE, loader_of
+from conftest import POOLS, PROCESS_POOLS, covering, make_pool
+from failures import Fails, hang_for_a_while, kill, raise_lookup
+from stream_loaders import ASK_TORCH, SIZE, epochs_of, loader_of
 from stream_samples import (
     LENGTHS,
     At,
-    Draws,
     GoOn,
     Late,
     NoIterator,
     Own,
     Parts,
-    Stateful,
     Told,
     WithoutState,
     WithStatefulRows,
     batches_of,
     exits,
-    gives_what_cannot_travel,
     stops_early,
     values,
 )
 
-from sharded_loader import ProcessPool, ShardedDataLoader, WorkerDiedError, interleave
+from sharded_loader import interleave
 from sharded_loader.base.errors import WorkerTimeoutError, notes_of
 from sharded_loader.engine.messages import Job, Result, Task
 from sharded_loader.engine.pool import Pool
@@ -47,26 +40,10 @@ ASKING = (*ASK_TORCH, Late)
 """A spawned worker takes seconds to import torch."""
 
 
-def epochs_of(loader: ShardedDataLoader, epochs: int = 1) -> list[list[Any]]:
-    with loader:
-        return [[values(batch) for batch in loader] for _ in range(epochs)]
-
-
 def until_the_end(iterator: Iterator[Any]) -> tuple[list[Any], list[Exception], list[Any]]:
     """An epoch's batches, its errors, and both in their order, an error as None."""
-    batches: list[Any] = []
-    errors: list[Exception] = []
-    places: list[Any] = []
-    while len(errors) < 20:
-        try:
-            batches.append(values(next(iterator)))
-            places.append(batches[-1])
-        except StopIteration:
-            return batches, errors, places
-        except Exception as error:
-            errors.append(error)
-            places.append(None)
-    raise AssertionError(f"the epoch does not end: {errors[-1]!r}")
+    places, errors = kinds.until_the_end(iterator)
+    return [batch for batch in places if batch is not None], errors, places
 
 
 # -- parts in turn, every sample once -----------------------------------------------------------------------------
@@ -77,7 +54,7 @@ def until_the_end(iterator: Iterator[Any]) -> tuple[list[Any], list[Exception], 
 def test_batches_come_from_the_part_that_has_given_the_fewest_whoever_reads(
     pool: str, kind: Callable[..., Any], workers: int
 ) -> None:
-    assert epochs_of(loader_of(kind(), pool, workers), 2) == [batches_of(LENGTHS, SIZE)] * 2
+    assert epochs_of(kind(), pool, workers, epochs=2) == [batches_of(LENGTHS, SIZE)] * 2
 
 
 @pytest.mark.costly(3)
@@ -97,9 +74,9 @@ def test_a_dataset_that_imports_torch_only_when_it_asks_is_told(pool: str, kind:
 
 def _as_promised(pool: str, kind: Callable[..., Any], workers: int) -> None:
     expected = batches_of(LENGTHS, SIZE)
-    first, second = epochs_of(loader_of(kind(), pool, workers), 2)
+    first, second = epochs_of(kind(), pool, workers, epochs=2)
     if kind is Told:
-        assert [first, second] == epochs_of(loader_of(kind()), 2)
+        assert [first, second] == epochs_of(kind(), epochs=2)
         for epoch, found in enumerate((first, second)):
             assert [len(batch) for batch in found] == [len(batch) for batch in expected]
             ordered = sorted(sum(found, []))
@@ -111,8 +88,8 @@ def _as_promised(pool: str, kind: Callable[..., Any], workers: int) -> None:
 @covering(1, pool=POOLS[:3], stop=["first_exhausted", "all_exhausted"], workers=[1, 2, 4])
 def test_a_mixture_of_iterable_data_is_cut_into_parts_whoever_reads(pool: str, stop: str, workers: int) -> None:
     mixed = interleave([Own((3, 9)), lambda: range(1000, 1004)], [2, 1], stop=stop)
-    expected = epochs_of(loader_of(mixed, "inline", streams=2), 2)
-    assert epochs_of(loader_of(mixed, pool, workers, streams=2), 2) == expected
+    expected = epochs_of(mixed, "inline", streams=2, epochs=2)
+    assert epochs_of(mixed, pool, workers, streams=2, epochs=2) == expected
     of_the_first = {value for batch in sum(expected, []) for value in batch if value < 1000}
     if stop == "all_exhausted":
         assert of_the_first == {0, 1, 2, *range(100, 109)}
@@ -121,15 +98,8 @@ def test_a_mixture_of_iterable_data_is_cut_into_parts_whoever_reads(pool: str, s
 @covering(1, pool=POOLS, lengths=[(1,), (0,), (5, 5), (0, 0, 9), (40, 1, 1, 8, 0, 3), (4, 4), (1,) * 9])
 def test_parts_of_any_length_in_any_pool(pool: str, lengths: tuple[int, ...]) -> None:
     expected = batches_of(lengths, SIZE)
-    assert epochs_of(loader_of(Parts(lengths), pool, streams=len(lengths)), 2) == [expected] * 2
+    assert epochs_of(Parts(lengths), pool, streams=len(lengths), epochs=2) == [expected] * 2
     assert sorted(sum(expected, [])) == [100 * part + i for part, n in enumerate(lengths) for i in range(n)]
-
-
-@covering(1, pool=POOLS, slow=range(4), prefetch=[1, 20])
-def test_a_slow_part_changes_nothing(pool: str, slow: int, prefetch: int) -> None:
-    seconds = [0.004 * (part == slow) for part in range(4)]
-    loader = loader_of(Parts(seconds=seconds), pool, workers=3, prefetch=prefetch)
-    assert epochs_of(loader) == [batches_of(LENGTHS, SIZE)]
 
 
 @pytest.mark.filterwarnings("ignore:epoch .. last_batch=.discard.")
@@ -144,34 +114,6 @@ def test_short_batches_end_their_parts_and_may_be_left_out(pool: str, last_batch
             found.append(values(batch))
             assert loader.position == number
         assert found == expected and loader.drop_last == (last_batch == "discard")
-
-
-@covering(1, pool=POOLS, weights=[None, [2, 1], [1, 3]], batch_size=[2, 4, 5])
-def test_batches_are_split_and_a_short_one_has_fewer_shards_but_no_empty_one(
-    pool: str, weights: list[float] | None, batch_size: int
-) -> None:
-    lengths = (6, 1, 11)
-    options: dict[str, Any] = {"streams": 3, "batch_size": batch_size}
-    with loader_of(Parts(lengths), pool, num_shards=2, shard_weights=weights, **options) as loader:
-        found = [values(batch) for batch in loader]
-    assert [sum(shards, []) for shards in found] == batches_of(lengths, batch_size)
-    assert all(len(shard) for shards in found for shard in shards)
-    assert [len(shards) for shards in found] == [min(2, len(sum(shards, []))) for shards in found]
-    inline = loader_of(Parts(lengths), num_shards=2, shard_weights=weights, **options)
-    assert found == epochs_of(inline)[0]
-
-
-def test_the_number_of_parts_is_what_the_dataset_says_or_one_for_each_worker() -> None:
-    class Shards(Parts):
-        num_shards = 3
-
-    class Many(Parts):
-        n_shards = 1000
-
-    for dataset, workers, parts in ((Shards((5, 5, 5)), 2, 3), (Parts((9, 9)), 2, 2), (Many((2,) * 32), 1, 32)):
-        with ShardedDataLoader(dataset, SIZE, num_workers=workers, thread_pool=True) as loader:
-            assert [values(batch) for batch in loader] == batches_of(dataset.lengths, SIZE)
-            assert loader.state_dict()["streams"] == parts
 
 
 def test_a_function_without_arguments_and_a_torch_dataset_know_their_part_from_torch() -> None:
@@ -190,7 +132,7 @@ def test_a_function_without_arguments_and_a_torch_dataset_know_their_part_from_t
 
     expected = [[*range(part, 20, 2)][at : at + SIZE] for at in range(0, 10, SIZE) for part in range(2)]
     for dataset, pool in itertools.product((Lines(), lines), ("inline", "thread", "fork")):
-        assert epochs_of(loader_of(dataset, pool, streams=2)) == [expected]
+        assert epochs_of(dataset, pool, streams=2) == [expected]
         assert torch_data.get_worker_info() is None
 
 
@@ -201,86 +143,13 @@ def test_parts_have_seeds_of_their_own_that_follow_from_the_loader_s() -> None:
         info = torch_data.get_worker_info()
         yield info.seed
 
-    found = [epochs_of(loader_of(seeds, pool, batch_size=1), 2) for pool in ("inline", "thread", "fork")]
+    found = [epochs_of(seeds, pool, batch_size=1, epochs=2) for pool in ("inline", "thread", "fork")]
     assert found[0] == found[1] == found[2]
     assert len({batch[0] for epoch in found[0] for batch in epoch}) == 8
-    assert epochs_of(loader_of(seeds, seed=6, batch_size=1), 2) != found[0]
+    assert epochs_of(seeds, seed=6, batch_size=1, epochs=2) != found[0]
 
 
 # -- workers that die or stand still ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", [Parts, GoOn, WithStatefulRows, *ASKING])
-@pytest.mark.costly
-def test_whoever_is_killed_under_fork_the_batches_are_the_same(kind: Callable[..., Any]) -> None:
-    _survives_kills("fork", kind)
-
-
-@SPAWNED
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [WithStatefulRows, Stateful])
-def test_whoever_is_killed_the_batches_are_the_same(method: str, kind: Callable[..., Any]) -> None:
-    _survives_kills(method, kind)
-
-
-def _survives_kills(method: str, kind: Callable[..., Any]) -> None:
-    lengths = (60, 0, 33, 90)
-    expected = epochs_of(loader_of(kind(lengths)), 2)
-    pool = make_pool(method, 2, restarts=100)
-    assert isinstance(pool, ProcessPool)
-    found, count = [], 0
-    with loader_of(kind(lengths), pool, prefetch=6) as loader:
-        for _ in range(2):
-            found.append([])
-            for batch in loader:
-                found[-1].append(values(batch))
-                count += 1
-                if count % 20 == 7:
-                    os.kill(pool.pids[count % 2], signal.SIGKILL)
-                if count % 20 == 15:
-                    for pid in pool.pids:
-                        os.kill(pid, signal.SIGKILL)
-    assert found == expected
-
-
-@pytest.mark.slow
-@SPAWN_FIRST
-@pytest.mark.parametrize("kind", [Draws, GoOn, Stateful, Told, WithStatefulRows])
-@pytest.mark.parametrize("workers", [1, 3])
-def test_workers_that_are_killed_at_any_moment_change_nothing(
-    method: str, kind: Callable[..., Any], workers: int
-) -> None:
-    lengths = (80, 0, 43, 150)
-    slow = {"seconds": (0.002,) * 4} if kind in (Draws, GoOn, WithStatefulRows) else {}
-    expected = epochs_of(loader_of(kind(lengths), "fork"), 2)
-    pool = make_pool(method, workers, restarts=1000)
-    assert isinstance(pool, ProcessPool)
-    over, turns, deaths = threading.Event(), itertools.count(), itertools.count()
-
-    def kill_often() -> None:
-        # Not for ever: a worker that takes longer to import torch than it is left to live would get nowhere.
-        while not over.wait(0.15) and next(turns) < 15:
-            ready = [one for one in list(pool._transport.workers) if one.ready and one.is_alive()]
-            if ready:
-                os.kill(ready[next(deaths) % len(ready)].pid, signal.SIGKILL)
-
-    killer = threading.Thread(target=kill_often)
-    with loader_of(kind(lengths, **slow), pool) as loader:
-        killer.start()
-        try:
-            assert [[values(batch) for batch in loader] for _ in range(2)] == expected
-        finally:
-            over.set()
-            killer.join()
-
-
-@SPAWN_FIRST
-@pytest.mark.parametrize(("part", "place"), [(0, 0), (3, 6), (3, 11)])
-@pytest.mark.slow
-def test_a_sample_that_kills_once_is_not_seen(method: str, part: int, place: int, tmp_path: Path) -> None:
-    dataset = Parts(before=At(Fails(kill, tmp_path / "once", times=1), part, place))
-    assert epochs_of(loader_of(dataset, method), 2) == [batches_of(LENGTHS, SIZE)] * 2
-    assert (tmp_path / "once").exists()
 
 
 def without_the_rest(part: int, batch: int, lengths: tuple[int, ...] = LENGTHS) -> list[Any]:
@@ -295,65 +164,15 @@ def without_the_rest(part: int, batch: int, lengths: tuple[int, ...] = LENGTHS) 
     return found
 
 
-@pytest.mark.also_spawned
-@covering(1, method=PROCESS_POOLS, at=[(0, 0), (3, 6), (0, 6)], prefetch=[1, 20], workers=[1, 2])
-@pytest.mark.costly
-def test_a_sample_that_kills_every_worker_is_one_error_and_its_part_ends(
-    method: str, at: tuple[int, int], prefetch: int, workers: int
-) -> None:
-    dataset = Parts(before=At(kill, *at))
-    with loader_of(dataset, method, workers, prefetch=prefetch) as loader:
-        _, errors, places = until_the_end(iter(loader))
-        assert places == without_the_rest(at[0], at[1] // SIZE)
-        (error,) = errors
-        assert isinstance(error, WorkerDiedError) and error.exitcode == -9
-        assert (error.epoch, error.index) == (0, at)
-        assert f"sample {at}" in str(error) and f"loader.read({at}, epoch=0)" in notes_of(error)[-1]
-        if at == (0, 0) and method == "fork":
-            assert until_the_end(iter(loader))[2] == places  # another epoch
-
-
-@covering(1, spawned=True, pool=POOLS[1:], at=[(0, 0), (0, 5), (3, 11)], prefetch=[1, 9])
-@pytest.mark.slow
-def test_a_sample_that_hangs_is_one_error_and_its_part_ends(pool: str, at: tuple[int, int], prefetch: int) -> None:
-    dataset = Parts(before=At(hang_for_a_while if pool == "thread" else hang, *at))
-    options: dict[str, Any] = {} if pool == "thread" else {"restarts": 1}
-    with loader_of(dataset, make_pool(pool, timeout=1.0, **options), prefetch=prefetch) as loader:
-        _, errors, places = until_the_end(iter(loader))
-    assert places == without_the_rest(at[0], at[1] // SIZE)
-    (error,) = errors
-    assert isinstance(error, WorkerTimeoutError)
-    assert (error.epoch, error.index) == (0, at)
-
-
 @pytest.mark.slow
 def test_parts_that_are_slow_to_get_back_to_are_not_taken_for_hung(tmp_path: Path) -> None:
     """A worker that takes over reads all of the part again, which takes longer than one sample may."""
     dataset = Parts((40,), seconds=(0.03,), before=At(Fails(kill, tmp_path / "once", times=1), 0, 38))
     pool = make_pool("fork", 1, timeout=0.8)
-    assert epochs_of(loader_of(dataset, pool, streams=1)) == [batches_of((40,), SIZE)]
+    assert epochs_of(dataset, pool, streams=1) == [batches_of((40,), SIZE)]
 
 
 # -- errors of the dataset ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.also_spawned
-@covering(1, pool=POOLS, at=[(0, 0), (3, 5), (0, 6)], prefetch=[1, 20])
-def test_an_error_of_a_generator_is_in_its_place_and_its_part_has_ended(
-    pool: str, at: tuple[int, int], prefetch: int
-) -> None:
-    with loader_of(Parts(before=At(raise_lookup, *at)), pool, prefetch=prefetch) as loader:
-        for _ in range(2):
-            epoch = loader.epoch
-            _, errors, places = until_the_end(iter(loader))
-            assert places == without_the_rest(at[0], at[1] // SIZE)
-            (error,) = errors
-            assert type(error) is LookupError
-            where, again = notes_of(error)[-2:]
-            assert f"in epoch {epoch}" in where and f"sample {at}" in where
-            assert again.endswith(f"loader.read({at}, epoch={epoch})")
-        with pytest.raises(LookupError):
-            loader.read(at)
 
 
 @pytest.mark.also_spawned
@@ -370,39 +189,16 @@ def test_an_iterator_object_goes_on_with_the_sample_after_the_bad_one(
     assert sorted(sum(batches, [])) == sorted(everything - lost)
 
 
-@pytest.mark.filterwarnings("ignore:epoch 0, batch 0 was left out", "ignore:part . of 4 has ended too early")
-@covering(1, pool=POOLS, at=[(0, 0), (3, 5)], on_error=["skip", "replace", "call"], kind=[Parts, GoOn])
-def test_bad_samples_are_left_out_or_replaced(
-    pool: str, at: tuple[int, int], on_error: str, kind: Callable[..., Any]
-) -> None:
-    dataset = kind(before=At(raise_lookup, *at))
-    handler: Any = stand_in if on_error == "call" else on_error
-    bad = 100 * at[0] + at[1]
-    with loader_of(dataset, pool, on_error=handler) as loader:
-        batches, errors, _ = until_the_end(iter(loader))
-        (skipped,) = loader.skipped
-        assert skipped[0] == at and type(skipped[1]) is LookupError
-    with loader_of(dataset, on_error=handler) as inline:
-        assert errors == [] and batches == until_the_end(iter(inline))[0]
-    found = sum(batches, [])
-    whole = batches_of(LENGTHS if kind is GoOn else [at[1] + 1 if p == at[0] else n for p, n in enumerate(LENGTHS)], 4)
-    expected = [value for value in sum(whole, []) if value != bad]
-    if on_error == "skip":
-        assert sorted(found) == sorted(expected)
-    elif on_error == "call":
-        assert sorted(found) == sorted([*expected, -1])
-    elif at != (0, 0) or kind is GoOn:  # otherwise no sample of its batch is left
-        assert [len(batch) for batch in batches] == [len(batch) for batch in whole]
-
-
-def stand_in(error: Any) -> int:
-    return -1
-
-
 class FailsToBegin(Parts):
+    """Part 2 fails when it is begun."""
+
+    def __init__(self, lengths: Sequence[int], fail: Callable[[], Any] = raise_lookup) -> None:
+        super().__init__(lengths)
+        self.fail = fail
+
     def __call__(self, part: int, parts: int) -> Iterator[Any]:
         if part == 2:
-            raise FileNotFoundError("part 2")
+            self.fail()
         return super().__call__(part, parts)
 
 
@@ -414,7 +210,7 @@ def test_a_part_that_cannot_be_opened_is_one_error(pool: str, prefetch: int) -> 
         for _ in range(2):
             _, errors, places = until_the_end(iter(loader))
             assert places == without_the_rest(2, 0, (9, 9, 9, 9))
-            assert [type(error) for error in errors] == [FileNotFoundError]
+            assert [type(error) for error in errors] == [LookupError]
             assert "sample (2, 0)" in "".join(notes_of(errors[0]))
 
 
@@ -495,42 +291,12 @@ def test_an_error_that_ends_a_part_is_told_once_whichever_worker_meets_it_first(
         assert until_the_end(iter(other))[2] == ODD[dataset]  # the next epoch
 
 
-@pytest.mark.parametrize("method", PROCESS_POOLS)
-def test_a_batch_that_cannot_leave_its_worker_costs_that_batch_only(method: str) -> None:
-    with loader_of(gives_what_cannot_travel, method, batchify_fn=list) as loader:
-        _, errors, places = until_the_end(iter(loader))
-    assert places == [None] * 4 + [[4, 5, 6, 7]] * 4 + [[8, 9]] * 4
-    assert all("the batch cannot leave its worker process" in str(error) for error in errors)
-
-
 @pytest.mark.parametrize("pool", POOLS[1:])
 @pytest.mark.slow
 def test_a_part_that_hangs_when_it_is_opened_is_one_error(pool: str) -> None:
     options: dict[str, Any] = {} if pool == "thread" else {"restarts": 1}
-    with loader_of(HangsToBegin((9, 9, 9, 9)), make_pool(pool, timeout=1.0, **options), prefetch=9) as loader:
+    dataset = FailsToBegin((9, 9, 9, 9), fail=hang_for_a_while)
+    with loader_of(dataset, make_pool(pool, timeout=1.0, **options), prefetch=9) as loader:
         _, errors, places = until_the_end(iter(loader))
     assert places == without_the_rest(2, 0, (9, 9, 9, 9))
     assert [type(error) for error in errors] == [WorkerTimeoutError]
-
-
-class HangsToBegin(Parts):
-    def __call__(self, part: int, parts: int) -> Iterator[Any]:
-        time.sleep(3 * (part == 2))
-        return super().__call__(part, parts)
-
-
-class CannotSum:
-    """A batchify function that fails for one batch."""
-
-    def __call__(self, samples: list[Any]) -> Any:
-        if 305 in samples:
-            raise OverflowError("of the test")
-        return np.array(samples)
-
-
-@pytest.mark.parametrize("pool", POOLS)
-def test_a_batch_that_cannot_be_made_costs_that_batch_only(pool: str) -> None:
-    with loader_of(Parts(), pool, batchify_fn=CannotSum()) as loader:
-        batches, errors, _ = until_the_end(iter(loader))
-    assert [type(error) for error in errors] == [OverflowError]
-    assert batches == [batch for batch in batches_of(LENGTHS, SIZE) if 305 not in batch]

@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import linecache
-import os
-import signal
-import sys
-import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch.utils.data
-from conftest import POOLS, PROCESS_POOLS, begin, covering
-from failures import Fails, kill, raise_lookup
+from conftest import POOLS, PROCESS_POOLS, covering
+from failures import raise_lookup
 from injection import PUMP, InterruptAt, next_interrupted
 from stream_loaders import KINDS, SIZE, epochs_of, loader_of
 from stream_samples import (
     LENGTHS,
     At,
-    Draws,
     DrawsOwn,
-    GoOn,
     ItsOwnIterator,
     Own,
     Parts,
@@ -35,12 +28,10 @@ from stream_samples import (
     Told,
     WithStatefulRows,
     batches_of,
-    endless_of,
     values,
 )
 
 from sharded_loader import ShardedDataLoader, sample_rng
-from sharded_loader.base.errors import LoaderClosedError
 from sharded_loader.randomness.rng import reading
 
 ROAD = ("epoch.py", "order.py", "reader.py", "parts.py")
@@ -60,9 +51,6 @@ class InterruptInParts(InterruptAt):
             if text.startswith(("here.part = ", "reading.set(", "_, here.part = "))
             else super().__call__(frame, event, arg)
         )
-
-
-# -- Ctrl-C -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.costly(2)
@@ -103,7 +91,7 @@ def worker_info() -> Any:
 def test_a_ctrl_c_in_the_first_next_begins_no_epoch(pool: str, step: int, steps: int | None) -> None:
     options: dict[str, Any] = {"streams": 2, "steps_per_epoch": steps}
     lengths, line = (9, 6), 1
-    whole = epochs_of(Parts(lengths), 3, **options)
+    whole = epochs_of(Parts(lengths), epochs=3, **options)
     while True:
         with loader_of(Parts(lengths), pool, **options) as loader:
             assert [values(batch) for batch in loader] == whole[0]
@@ -121,32 +109,11 @@ def test_a_ctrl_c_in_the_first_next_begins_no_epoch(pool: str, step: int, steps:
     assert line > 100
 
 
-@pytest.mark.parametrize("kind", [Parts, GoOn, WithStatefulRows])
-@pytest.mark.parametrize("at", [(0, 0), (3, 6)])
-def test_a_ctrl_c_inside_the_dataset_reads_the_batch_again(kind: Callable[..., Any], at: Any, tmp_path: Path) -> None:
-    ctrl_c = Fails(lambda: signal.raise_signal(signal.SIGINT), tmp_path / "once", times=1)
-    dataset = kind(before=At(ctrl_c, *at))
-    found, times = [], 0
-    with loader_of(dataset) as loader:
-        iterator = iter(loader)
-        while True:
-            try:
-                found.append(values(next(iterator)))
-            except KeyboardInterrupt:
-                times += 1
-            except StopIteration:
-                break
-    assert (found, times) == (batches_of(LENGTHS, SIZE), 1)
-
-
-# -- several loops, and loops that are left -----------------------------------------------------------------------
-
-
 @covering(1, pool=POOLS[:3], kind=KINDS, workers=[1, 4])
 def test_several_loops_over_one_loader_do_not_disturb_each_other(
     pool: str, kind: Callable[..., Any], workers: int
 ) -> None:
-    whole = epochs_of(kind(), 3)
+    whole = epochs_of(kind(), epochs=3)
     with loader_of(kind(), pool, workers) as loader:
         iterators = [iter(loader) for _ in range(3)]
         found: list[list[Any]] = [[], [], []]
@@ -160,60 +127,16 @@ def test_several_loops_over_one_loader_do_not_disturb_each_other(
     assert found == whole
 
 
-@covering(1, pool=POOLS, kind=[Parts, WithStatefulRows], count=[1, 4], streams=[1, 4])
-def test_a_loop_that_is_left_leaves_nothing_to_the_next_one(
-    pool: str, kind: Callable[..., Any], count: int, streams: int
-) -> None:
-    lengths = LENGTHS if streams == 4 else (20,)
-    whole = epochs_of(kind(lengths), streams=streams)[0]
-    with loader_of(kind(lengths), pool, streams=streams) as loader:
-        for _ in range(3):
-            assert [values(batch) for batch in itertools.islice(loader, count)] == whole[:count]
-        assert [values(batch) for batch in loader] == whole
-        assert loader.epoch == 4
-
-
 @covering(1, pool=POOLS[:3], kind=[Stateful, Told, ItsOwnIterator], workers=[1, 4], streams=[1, 4])
 def test_also_where_the_dataset_keeps_its_place_in_itself(
     pool: str, kind: Callable[..., Any], workers: int, streams: int
 ) -> None:
     lengths = LENGTHS if streams == 4 else (20,)
-    whole = epochs_of(kind(lengths), 3, streams=streams)
+    whole = epochs_of(kind(lengths), epochs=3, streams=streams)
     with loader_of(kind(lengths), pool, workers, streams=streams) as loader:
         for epoch in range(2):
             assert [values(batch) for batch in itertools.islice(loader, 2)] == whole[epoch][:2]
         assert [values(batch) for batch in loader] == whole[2]
-
-
-def test_several_loops_over_an_endless_order() -> None:
-    expected = endless_of((9, 5), SIZE, 12)
-    for pool in ("inline", "thread", "fork"):
-        with loader_of(Parts((9, 5)), pool, streams=2, steps_per_epoch=6) as loader:
-            first, second = iter(loader), iter(loader)
-            found = [values(batch) for pair in zip(first, second, strict=True) for batch in pair]
-            assert found == [one for pair in zip(expected[:6], expected[6:], strict=True) for one in pair]
-
-
-@pytest.mark.parametrize("pool", POOLS)
-def test_closing_in_the_middle_leaves_nothing_behind(pool: str) -> None:
-    with loader_of(Parts((500,) * 4, seconds=(0.001,) * 4), pool, prefetch=8) as loader:
-        iterator = iter(loader)
-        next(iterator)
-        loader.close()
-        with pytest.raises(LoaderClosedError):
-            next(iterator)
-    loader = loader_of(Parts((500,) * 4), pool)
-    next(iter(loader))
-    del loader  # its iterator is gone too
-
-
-@pytest.mark.parametrize("pool", POOLS[1:])
-def test_closing_while_another_thread_waits(pool: str) -> None:
-    loader = loader_of(Parts((500,) * 4, seconds=(0.05,) * 4), pool)
-    thread = begin(loader)
-    time.sleep(0.05)
-    loader.close()
-    thread.join()
 
 
 @pytest.mark.parametrize("pool", ["inline", "thread", "fork"])
@@ -230,23 +153,14 @@ def test_files_that_a_part_holds_open_are_closed_with_it(pool: str, tmp_path: Pa
         for _ in range(3):
             assert values(next(iter(loader))) == [0, 1, 2, 3]
         if pool == "inline":
-            names = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_there(fd)]
-            assert sum(name.startswith(str(tmp_path)) for name in names) <= 4
+            opened = [file.path for file in psutil.Process().open_files()]
+            assert sum(name.startswith(str(tmp_path)) for name in opened) <= 4
         assert [values(batch) for batch in loader] == batches_of((500, 500), SIZE)
-
-
-def _is_there(fd: str) -> bool:
-    with contextlib.suppress(OSError):
-        return bool(os.readlink(f"/proc/self/fd/{fd}"))
-    return False
-
-
-# -- a look at samples and batches --------------------------------------------------------------------------------
 
 
 @covering(1, pool=POOLS[:3], kind=KINDS)
 def test_peek_and_read_disturb_nothing(pool: str, kind: Callable[..., Any]) -> None:
-    whole = epochs_of(kind(), 3)
+    whole = epochs_of(kind(), epochs=3)
     with loader_of(kind(), pool) as loader:
         assert values(loader.peek()) == values(loader.peek()) == whole[0][0]
         assert loader.read((0, 0)) == whole[0][0][0] and loader.read((3, 1), epoch=2) == whole[2][2][1]
@@ -308,19 +222,6 @@ def test_refresh_sends_the_dataset_as_it_is_now(pool: str) -> None:
         assert [values(batch) for batch in loader] == batches_of((2, 9), SIZE)
 
 
-# -- everything random --------------------------------------------------------------------------------------------
-
-
-@covering(1, pool=POOLS, workers=[1, 3])
-def test_sample_rng_depends_on_the_seed_the_epoch_and_the_sample(pool: str, workers: int) -> None:
-    first, second = epochs_of(DrawsOwn(), 2, pool=pool, workers=workers)
-    assert [first, second] == epochs_of(DrawsOwn(), 2, batch_size=SIZE)
-    assert sorted(sum(first, [])) == sorted(sum(epochs_of(DrawsOwn(), batch_size=1)[0], []))
-    assert first != second and first != epochs_of(DrawsOwn(), seed=6)[0]
-    numbers = [number for epoch in (first, second) for batch in epoch for _, number in batch]
-    assert len(set(numbers)) == len(numbers)
-
-
 @pytest.mark.costly
 @pytest.mark.parametrize("pool", ["inline", "thread", "fork"])
 def test_what_a_dataset_draws_when_it_is_begun_is_the_same_everywhere(pool: str) -> None:
@@ -332,10 +233,10 @@ def test_what_a_dataset_draws_when_it_is_begun_is_the_same_everywhere(pool: str)
         def __call__(self, part: int, parts: int) -> Iterator[Any]:
             yield from super().__call__(part, parts)
 
-    whole = epochs_of(Shuffled(), 2)
+    whole = epochs_of(Shuffled(), epochs=2)
     assert whole[0] != whole[1] and sorted(sum(whole[0], [])) == sorted(sum(batches_of(LENGTHS, SIZE), []))
     for kind in (Shuffled, InAGenerator):
-        assert epochs_of(kind(), 2, pool=pool) == whole
+        assert epochs_of(kind(), epochs=2, pool=pool) == whole
         with loader_of(kind(), pool) as loader:
             iterator = iter(loader)
             for _ in range(3):
@@ -347,28 +248,14 @@ def test_what_a_dataset_draws_when_it_is_begun_is_the_same_everywhere(pool: str)
             assert loader.read((3, 7), epoch=0) in whole[0][-2]
 
 
-@pytest.mark.slow
-@pytest.mark.also_spawned
-@covering(1, spawned=True, method=PROCESS_POOLS, workers=[1, 3])
-def test_global_generators_are_the_same_after_a_kill(method: str, workers: int, tmp_path: Path) -> None:
-    lengths = (20, 3)
-    (whole,) = epochs_of(Draws(lengths), pool="fork", workers=2, streams=2)
-    dying = Draws(lengths, before=At(Fails(kill, tmp_path / "once", times=1), 0, 17))
-    assert epochs_of(dying, pool=method, workers=workers, streams=2) == [whole]
-    assert (tmp_path / "once").exists()
-
-
 def test_batchify_draws_by_its_batch() -> None:
     def noisy(samples: list[int]) -> Any:
         return np.array([*samples, sample_rng().integers(1 << 40)])
 
-    whole = epochs_of(Parts(), 1, batchify_fn=noisy)[0]
+    whole = epochs_of(Parts(), batchify_fn=noisy)[0]
     assert len({batch[-1] for batch in whole}) == len(whole)
     for pool in ("thread", "fork"):
-        assert epochs_of(Parts(), 1, batchify_fn=noisy, pool=pool, prefetch=9)[0] == whole
-
-
-# -- what comes before the first epoch ----------------------------------------------------------------------------
+        assert epochs_of(Parts(), batchify_fn=noisy, pool=pool, prefetch=9)[0] == whole
 
 
 def test_what_is_no_iterable_data_is_rejected_with_advice() -> None:
@@ -472,7 +359,7 @@ def test_what_discard_leaves_out_is_counted_and_whole_parts_are_warned_of(pool: 
 
 @pytest.mark.parametrize("pool", POOLS)
 def test_set_epoch_of_the_dataset_is_heard_as_that_of_the_loader(pool: str) -> None:
-    whole, dataset = epochs_of(Told(), 10), Told()
+    whole, dataset = epochs_of(Told(), epochs=10), Told()
 
     def read() -> int:
         return whole.index([values(batch) for batch in loader])
@@ -508,7 +395,7 @@ def test_an_epoch_that_a_dataset_has_is_the_first_and_bad_ones_are_errors() -> N
 
 
 def test_loaders_that_share_a_dataset_do_not_hear_each_other() -> None:
-    dataset, whole = Told((5,)), epochs_of(Told((5,)), 4, streams=1)
+    dataset, whole = Told((5,)), epochs_of(Told((5,)), epochs=4, streams=1)
     with loader_of(dataset, streams=1) as one, loader_of(dataset, streams=1) as other:
         for epoch in range(3):
             assert [values(batch) for batch in one] == whole[epoch]
@@ -516,81 +403,3 @@ def test_loaders_that_share_a_dataset_do_not_hear_each_other() -> None:
         dataset.set_epoch(3)
         for loader in (one, other):
             assert [values(batch) for batch in loader] == whole[3]
-
-
-def test_loops_in_several_threads_share_a_loader() -> None:
-    whole = sorted(map(tuple, batches_of((200, 100, 3), SIZE)))
-    for pool in ("inline", "thread", "fork"):
-        found: list[Any] = []
-        with loader_of(Parts((200, 100, 3)), pool, streams=3) as loader:
-            iterator = iter(loader)
-
-            def take(found: list[Any] = found, iterator: Any = iterator) -> None:
-                found += [tuple(values(batch)) for batch in iterator]
-
-            threads = [threading.Thread(target=take) for _ in range(3)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        assert sorted(found) == whole
-
-
-@pytest.mark.slow
-def test_a_state_may_be_taken_in_another_thread() -> None:
-    lengths, states, over = (1200, 900, 300), list[Any](), threading.Event()
-    whole = batches_of(lengths, SIZE)
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        with loader_of(Parts(lengths), streams=3) as loader:
-
-            def look() -> None:
-                while not over.is_set():
-                    states.append(loader.state_dict())
-                    assert loader.position >= 0 and repr(loader)
-
-            thread = threading.Thread(target=look)
-            thread.start()
-            assert [values(batch) for batch in loader] == whole
-            over.set()
-            thread.join()
-    finally:
-        sys.setswitchinterval(before)
-    assert [state["batches"] for state in states] == sorted(state["batches"] for state in states) or states[-1]["epoch"]
-    for state in states[:: max(1, len(states) // 20)]:
-        with loader_of(Parts(lengths), streams=3) as loader:
-            loader.load_state_dict(state)
-            # A state from behind the last batch goes on with the next epoch.
-            assert [values(batch) for batch in loader] == (whole[state["batches"] :] or whole)
-
-
-def test_two_loaders_in_two_threads_tell_torch_of_their_own_parts() -> None:
-    found: dict[int, Any] = {}
-
-    def read(number: int) -> None:
-        found[number] = epochs_of(Late(tuple(range(number, number + 40))), streams=40)
-
-    from stream_samples import Late
-
-    threads = [threading.Thread(target=read, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == {n: [batches_of(tuple(range(n, n + 40)), SIZE)] for n in range(3)}
-    assert worker_info() is None
-
-
-def test_a_loader_inside_a_part_of_another_one() -> None:
-    def outer(part: int, parts: int) -> Iterator[int]:
-        with loader_of(Late((2, 3)), streams=2, batch_size=2) as inner:
-            for batch in inner:
-                assert worker_info().id == part or parts == 1
-                yield 1000 * part + int(batch[0])
-
-    from stream_samples import Late
-
-    for pool in ("inline", "thread"):
-        assert epochs_of(outer, pool=pool, streams=2)[0] == [[0, 100, 102], [1000, 1100, 1102]]
-    assert worker_info() is None

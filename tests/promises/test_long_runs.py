@@ -11,6 +11,7 @@ from typing import Any
 import multiprocess
 import pytest
 from conftest import make_pool
+from inside import pipeline_of
 
 from sharded_loader import ShardedDataLoader, ThreadPool
 from sharded_loader.engine.messages import _REPLY, pack_reply
@@ -48,15 +49,15 @@ def test_an_iterator_may_be_collected_while_another_one_is_dropped(new_pool: Cal
     with ShardedDataLoader(range(40), 2, prefetch=2, pool=pool) as loader:
         first, second = iter(loader), iter(loader)
         next(first), next(second)
-        loader._pipeline.runs[first.run.number].window.append(Collects())  # type: ignore[arg-type]
+        pipeline_of(loader).runs[first.run.number].window.append(Collects())  # type: ignore[arg-type]
         second.itself = second  # type: ignore[attr-defined]
         gc.disable()
         try:
             del second
-            loader._pipeline.drop(first.run.number)
+            pipeline_of(loader).drop(first.run.number)
         finally:
             gc.enable()
-        assert not loader._pipeline.dropped
+        assert not pipeline_of(loader).dropped
         assert len(list(loader)) == 20
 
 

@@ -94,14 +94,6 @@ def test_threads_that_break_off_and_threads_that_go_on_do_not_disturb_each_other
         assert in_threads(work) == [count] * THREADS
 
 
-def test_threads_that_take_turns_with_one_iterator_get_each_batch_once(pool: Pool) -> None:
-    with ShardedDataLoader(range(120), 2, pool=pool) as loader:
-        iterator = iter(loader)
-        found = in_threads(lambda number: [batch.tolist() for batch in iterator])
-    assert [one for one in found if isinstance(one, BaseException)] == []
-    assert sorted(first for batches in found for first, _ in batches) == list(range(0, 120, 2))
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
 def test_a_fork_while_other_threads_make_pools_keeps_what_is_lent() -> None:

@@ -69,9 +69,6 @@ def test_children_of_the_user_are_followed_with_many_files_open(method: str) -> 
     assert with_many_files_open(work) == "8"
 
 
-# -- workers that cannot start --------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def stderr_of_all() -> Iterator[Callable[[], str]]:
     """What this process and its workers write to descriptor 2."""

@@ -8,22 +8,18 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
-from conftest import METHODS, PROCESS_POOLS, make_pool, shared_memory_names
+from conftest import METHODS, PROCESS_POOLS, begin, make_pool, shared_memory_names, until
 from failures import hangs_with_the_gil
+from inside import zygote_pids
 
 from sharded_loader import ProcessPool, ShardedDataLoader
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel's part of it: Linux")
-
-PATIENCE = 60.0
-"""Seconds in which orphans are gone. On an idle machine it is a few hundredths."""
 
 TRAINER = """
 import ctypes, os, pathlib, sys, time
@@ -53,16 +49,9 @@ while not all((folder / str(pid)).exists() for pid in pool.pids):
     time.sleep(0.01)
 zygote = pool._transport.zygote
 print(child, zygote._process.pid if zygote else 0, *pool.pids, flush=True)
-time.sleep(0.1)  # they are in the call
-if ending == "close":
-    began = time.monotonic()
-    loader.close()
-    print(time.monotonic() - began)
-elif ending == "return":
-    pass
-elif ending == "_exit":
+if ending == "_exit":
     os._exit(0)
-else:
+elif ending != "return":
     time.sleep(60)
 """
 
@@ -75,16 +64,14 @@ def lives(pid: int) -> bool:
         return False
 
 
-def seconds_until_gone(pids: Iterable[int]) -> float:
-    began = time.monotonic()
-    left = list(pids)
-    while left := [pid for pid in left if lives(pid)]:
-        if time.monotonic() - began > PATIENCE:
-            for pid in left:
-                os.kill(pid, signal.SIGKILL)
-            raise AssertionError(f"still there after {PATIENCE} s: {left}")
-        time.sleep(0.002)
-    return time.monotonic() - began
+def assert_gone(pids: Iterable[int]) -> None:
+    """All of them end. On an idle machine it takes a few hundredths of a second."""
+    left = [*pids]
+    try:
+        assert until(lambda: not any(map(lives, left)), 60.0), left
+    finally:
+        for pid in filter(lives, left):
+            os.kill(pid, signal.SIGKILL)
 
 
 # Programs of their own take seconds each: most are left to `make test-all`.
@@ -97,9 +84,7 @@ def seconds_until_gone(pids: Iterable[int]) -> float:
         for method in PROCESS_POOLS
     ],
 )
-def test_workers_that_hold_the_gil_go_with_their_trainer(
-    method: str, ending: str, tmp_path: Path, record_property: Callable[[str, Any], None]
-) -> None:
+def test_workers_that_hold_the_gil_go_with_their_trainer(method: str, ending: str, tmp_path: Path) -> None:
     """Killed; killed while a child that the user forked lives on; left by ``os._exit``; at its end."""
     script, folder = tmp_path / "script.py", tmp_path / "begun"
     folder.mkdir()
@@ -111,17 +96,14 @@ def test_workers_that_hold_the_gil_go_with_their_trainer(
         assert trainer.stdout is not None
         child, *pids = map(int, trainer.stdout.readline().split())
         if ending in ("alone", "child"):
-            time.sleep(0.1)
             trainer.kill()
         trainer.wait(300)
         try:
-            seconds = seconds_until_gone(pid for pid in pids if pid)
+            assert_gone(pid for pid in pids if pid)
             assert (child == 0) or lives(child)
         finally:
             if child:
                 os.kill(child, signal.SIGKILL)
-    record_property("from the trainer's end to the last worker's, s", seconds)
-    print(f"{method}, {ending}: the workers were gone after {1000 * seconds:.0f} ms")
     assert shared_memory_names() <= names
 
 
@@ -141,13 +123,10 @@ def test_workers_that_hold_the_gil_from_their_first_line_go_with_their_trainer(m
             next(iter(ShardedDataLoader(range(8), 1, pool=pool)))
         finally:
             os._exit(1)
-    while len(pids := os.listdir(tmp_path)) < 2:
-        assert os.waitpid(trainer, os.WNOHANG) == (0, 0)
-        time.sleep(0.01)
-    time.sleep(0.1)  # they are in the call
+    assert until(lambda: len(os.listdir(tmp_path)) == 2)
     os.kill(trainer, signal.SIGKILL)
     os.waitpid(trainer, 0)
-    seconds_until_gone(map(int, pids))
+    assert_gone(map(int, os.listdir(tmp_path)))
 
 
 class Holds:
@@ -164,40 +143,18 @@ class Holds:
 
 
 @METHODS
-def test_close_does_not_wait_for_workers_that_hold_the_gil(
-    method: str, tmp_path: Path, record_property: Callable[[str, Any], None]
-) -> None:
+def test_close_does_not_wait_for_workers_that_hold_the_gil(method: str, tmp_path: Path) -> None:
     pool = make_pool(method)
     assert isinstance(pool, ProcessPool)
     loader = ShardedDataLoader(Holds(tmp_path), 1, pool=pool, prefetch=2)
-    iterator = iter(loader)
-    pids = pool.pids
-    while not all((tmp_path / str(pid)).exists() for pid in pids):
-        time.sleep(0.01)
-    time.sleep(0.05)  # they are in the call
-    zygote = pool._transport.zygote
-    everybody = [*pids, *([zygote._process.pid] if zygote is not None else [])]
-    began = time.monotonic()
+    waits = begin(loader)
+    assert until(lambda: len(os.listdir(tmp_path)) == 2)
+    everybody = [*pool.pids, *zygote_pids(pool)]
     loader.close()
-    seconds = time.monotonic() - began
-    record_property("close, ms", 1000 * seconds)
-    print(f"{method}: closed in {1000 * seconds:.0f} ms")
+    waits.join()
     # Reaped, too: not even a zombie.
     assert [pid for pid in everybody if psutil.pid_exists(pid) and method != "forkserver"] == []
-    seconds_until_gone(everybody)
-    del iterator
-
-
-@METHODS
-def test_idle_workers_end_by_themselves(method: str, record_property: Callable[[str, Any], None]) -> None:
-    pool = make_pool(method)
-    assert isinstance(pool, ProcessPool)
-    with ShardedDataLoader(range(8), 1, pool=pool) as loader:
-        assert len(list(loader)) == 8
-        began = time.monotonic()
-    seconds = time.monotonic() - began
-    record_property("close, ms", 1000 * seconds)
-    print(f"{method}: closed in {1000 * seconds:.0f} ms")
+    assert_gone(everybody)
 
 
 @pytest.mark.slow
@@ -226,4 +183,4 @@ def test_workers_of_a_killed_zygote_end_with_the_trainer(tmp_path: Path) -> None
         pids = list(map(int, trainer.stdout.readline().split()))
         trainer.kill()
     assert len(pids) == 3
-    seconds_until_gone(pids)
+    assert_gone(pids)

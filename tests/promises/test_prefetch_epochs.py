@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import PROCESS_POOLS, ahead, begin, covering, make_pool
+from inside import pipeline_of
 from samples import Gate, Told
 
 from sharded_loader import (
@@ -60,7 +61,7 @@ def lists(batches: Any) -> list[Any]:
 
 def run_ahead(loader: ShardedDataLoader) -> Run | None:
     """The run that is read ahead."""
-    return next((run for run in loader._pipeline.runs.values() if run.is_ahead), None)
+    return next((run for run in pipeline_of(loader).runs.values() if run.is_ahead), None)
 
 
 ORDERS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -77,6 +78,7 @@ ORDERS: dict[str, Callable[[], dict[str, Any]]] = {
     "shards": lambda: {"batch_sampler": ShardedBatchSampler(BatchSampler(RandomSampler(LENGTH, seed=2), 4), 2)},
     "split": lambda: {"batch_size": 4, "shuffle": True, "num_shards": 2},
     "a list": lambda: {"batch_size": 4, "sampler": list(range(LENGTH))[::-1]},
+    "steps": lambda: {"batch_size": 4, "shuffle": True, "steps_per_epoch": 3},
     "one batch": lambda: {"batch_size": 40, "shuffle": True},
 }  # fmt: skip
 
@@ -120,7 +122,7 @@ def test_no_more_is_in_flight_than_prefetch_says(prefetch: int) -> None:
         for _ in range(10):
             gate.opened.release()
         next(iterator)
-        in_flight = sum(len(run.window) for run in loader._pipeline.runs.values())
+        in_flight = sum(len(run.window) for run in pipeline_of(loader).runs.values())
         assert in_flight <= prefetch, number
     found = run_ahead(loader)
     assert found is not None and len(found.window) == prefetch
@@ -148,9 +150,6 @@ def test_by_default_processes_read_ahead_and_threads_do_not() -> None:
             assert (run_ahead(loader) is not None) == (not expected and pool != "inline")
 
 
-# -- what was read ahead is dropped ---------------------------------------------------------------------------------
-
-
 def shuffled(epoch: int, seed: int = 5, **options: Any) -> list[Any]:
     loader = ShardedDataLoader(range(LENGTH), 4, True, seed=seed, **options)
     loader.set_epoch(epoch)
@@ -169,7 +168,7 @@ def test_another_epoch_is_another_epoch(pool: str) -> None:
         loader.sampler.set_epoch(3)
         assert lists(loader) == shuffled(3)
         assert lists(loader) == shuffled(4)
-        assert len(loader._pipeline.runs) <= 1
+        assert len(pipeline_of(loader).runs) <= 1
 
 
 @pytest.mark.parametrize("pool", ["thread", PROCESS_POOLS[0]])
@@ -222,9 +221,6 @@ def test_what_decides_the_batches_may_change_until_the_epoch_begins() -> None:
         )
         fresh.set_epoch(3)
         assert lists(loader) == lists(fresh)
-
-
-# -- whom it is kept from -------------------------------------------------------------------------------------------
 
 
 class Counted:
@@ -284,48 +280,14 @@ def test_a_dataset_that_is_told_the_epoch_is_in_one_at_a_time(pool: str) -> None
         assert (run_ahead(loader) is None) == (pool == "thread")
 
 
-# -- what goes wrong ------------------------------------------------------------------------------------------------
-
-
-class Fails(Noted):
-    def __getitem__(self, index: int) -> int:
-        if index == 0:
-            raise ValueError(f"bad {index}")
-        return super().__getitem__(index)
-
-
-@pytest.mark.parametrize("pool", ["thread", PROCESS_POOLS[0]])
-def test_an_error_comes_at_its_batch_once_in_each_epoch(pool: str) -> None:
-    with ahead(ShardedDataLoader(Fails(), 4, pool=make_pool(pool)), True) as loader:
-        for epoch in range(3):
-            iterator = iter(loader)
-            with pytest.raises(ValueError, match="bad 0") as caught:
-                next(iterator)
-            assert any(f"epoch {epoch}, batch 0" in note for note in caught.value.__notes__)
-            assert sum(map(len, lists(iterator))) == LENGTH - 4
-
-
 @pytest.mark.parametrize("method", PROCESS_POOLS)
 def test_workers_that_are_killed_between_two_epochs_lose_no_batch(method: str) -> None:
     with ShardedDataLoader(range(LENGTH), 4, True, seed=5, pool=make_pool(method)) as loader:
         for epoch in range(3):
             assert lists(loader) == shuffled(epoch)
-            for pid in loader._pipeline.pool.pids:  # type: ignore[attr-defined]
+            for pid in loader.pool.pids:  # type: ignore[attr-defined]
                 with contextlib.suppress(ProcessLookupError):  # killed before, and not missed since: all was read ahead
                     os.kill(pid, signal.SIGKILL)
-
-
-def test_two_iterators_do_not_disturb_each_other() -> None:
-    with ahead(ShardedDataLoader(range(LENGTH), 4, True, seed=5, pool=ThreadPool(2)), True) as loader:
-        one, other = iter(loader), iter(loader)
-        found: dict[Any, list[Any]] = {one: [], other: []}
-        for _ in range(6):
-            for iterator in (one, other):
-                found[iterator] += lists([next(iterator)])
-        assert list(found.values()) == [shuffled(0), shuffled(1)]
-        assert lists(loader) == shuffled(2)
-        assert loader.peek().tolist() == shuffled(3)[0]
-        assert lists(loader) == shuffled(3)
 
 
 def test_what_was_dropped_is_not_read_on_by_the_epoch_before_it() -> None:
@@ -340,7 +302,7 @@ def test_what_was_dropped_is_not_read_on_by_the_epoch_before_it() -> None:
         second = lists([next(other)])
         assert not dropped.window and not dropped.is_ahead
         first += lists(one)
-        assert not dropped.window and dropped.number not in loader._pipeline.runs
+        assert not dropped.window and dropped.number not in pipeline_of(loader).runs
         assert first == second + lists(other)
 
 

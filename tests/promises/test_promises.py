@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,22 +16,16 @@ import pytest
 import torch
 from failures import (
     Boom,
-    Local,
-    TwoArguments,
     boom,
     exit_,
     kill,
-    leave,
-    raise_local,
-    raise_os_error,
-    raise_two,
-    raise_unicode,
+    raise_unpicklable,
     same_again,
-    stop,
 )
-from samples import Bad, Draws, Immovable, InBulk, Misfits, OneWay, Shy, Uneven
+from samples import Bad, Draws, Immovable, Misfits, Noting, OneWay, Shy, Uneven, wait_for
 
-from sharded_loader import Placement, ProcessPool, SampleReadError, ShardedDataLoader, SimpleDataset, WorkerDiedError
+from sharded_loader import Placement, ProcessPool, SampleReadError, ShardedDataLoader, SimpleDataset
+from sharded_loader.base.errors import notes_of
 from sharded_loader.batching.protocol import BatchifyError
 from sharded_loader.devices import names
 from sharded_loader.engine.pool import Pool
@@ -66,13 +59,6 @@ def test_every_index_comes_once(pool: Pool, last_batch: str) -> None:
     assert epochs[0] != epochs[1]
 
 
-def test_an_empty_dataset_is_an_empty_epoch(pool: Pool) -> None:
-    with ShardedDataLoader([], 4, shuffle=True, pool=pool) as loader:
-        assert len(loader) == 0
-        assert list(loader) == []
-        assert list(loader) == []
-
-
 # -- P5 -----------------------------------------------------------------------------------------------------
 
 
@@ -104,38 +90,17 @@ def test_shards_hold_the_same_samples_as_the_whole_batch(new_pool: Callable[...,
 
 
 def test_global_generators_are_reproducible_in_process_workers(process_pool: ProcessPool) -> None:
-    class Global:
-        def __len__(self) -> int:
-            return 24
-
-        def __getitem__(self, index: int) -> Any:
-            return np.array([random.random(), np.random.random(), torch.rand(()).item()])
+    def drawn(index: int) -> Any:
+        return np.array([random.random(), np.random.random(), torch.rand(()).item()])
 
     def draw(workers: int) -> list[Any]:
         pool = ProcessPool(workers, start_method=process_pool.start_method)
-        with ShardedDataLoader(Global(), 4, seed=1, pool=pool) as loader:
+        with ShardedDataLoader(SimpleDataset(range(24)).transform(drawn), 4, seed=1, pool=pool) as loader:
             return [[batch.tolist() for batch in loader] for _ in range(2)]
 
     first = draw(2)
     assert draw(1) == first
     assert len({str(batch) for epoch in first for batch in epoch}) == 12
-
-
-def test_the_trainers_generators_are_left_alone(pool: Pool) -> None:
-    random.seed(0), np.random.seed(0), torch.manual_seed(0)
-    expected = random.random(), np.random.random(), torch.rand(()).item()
-    random.seed(0), np.random.seed(0), torch.manual_seed(0)
-    with ShardedDataLoader(Draws(), 4, shuffle=True, seed=1, pool=pool) as loader:
-        list(loader)
-    assert (random.random(), np.random.random(), torch.rand(()).item()) == expected
-
-
-def test_torch_manual_seed_governs_the_default_seed() -> None:
-    def order() -> list[int]:
-        torch.manual_seed(4)
-        return flat(ShardedDataLoader(range(30), 5, shuffle=True))
-
-    assert order() == order()
 
 
 def test_the_default_device_of_torch_changes_no_seed(pool: Pool) -> None:
@@ -154,45 +119,24 @@ def test_the_default_device_of_torch_changes_no_seed(pool: Pool) -> None:
 # -- P8 -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.also_spawned
-@pytest.mark.parametrize(("fail", "how"), [(kill, "SIGKILL"), (leave, "exit code 3")])
-@pytest.mark.costly
-def test_a_sample_that_kills_its_workers_is_an_error_and_the_others_go_on(
-    process_pool: ProcessPool, fail: Callable[[], Any], how: str
-) -> None:
-    with ShardedDataLoader(Bad(fail), 4, pool=process_pool) as loader:
-        iterator = iter(loader)
-        got = []
-        with pytest.raises(WorkerDiedError, match=how) as caught:
-            for batch in iterator:
-                got.append(batch.tolist())
-        got += [batch.tolist() for batch in iterator]
-        assert got == [[0, 1, 2, 3], [8, 9, 10, 11], [12, 13, 14, 15], [16, 17, 18, 19]]
-        error = caught.value
-        assert (error.epoch, error.batch, error.index) == (0, 1, 7)
-        assert "reading sample 7, in epoch 0, batch 1, which has now stopped 3 workers" in str(error)
-        assert notes(error)[-1].endswith("loader.read(7, epoch=0)")
+class DiesWhileAnotherWaits(Noting):
+    """Sample 1 kills its worker once. Sample 0 waits until it is there."""
+
+    def __getitem__(self, index: int) -> int:
+        died, mended = self.path.with_name("died"), self.path.with_name("mended")
+        if index == 0:
+            wait_for(mended)
+        if index == 1:
+            if not died.exists():
+                died.touch()
+                kill()
+            mended.touch()
+        return index
 
 
 def test_a_death_is_mended_while_another_worker_is_busy(process_pool: ProcessPool, tmp_path: Path) -> None:
-    died, mended = tmp_path / "died", tmp_path / "mended"
-
-    class Waits:
-        def __len__(self) -> int:
-            return 4
-
-        def __getitem__(self, index: int) -> int:
-            while index == 0 and not mended.exists():
-                time.sleep(0.001)
-            if index == 1:
-                if not died.exists():
-                    died.touch()
-                    kill()
-                mended.touch()
-            return index
-
-    with ShardedDataLoader(Waits(), 1, pool=process_pool, prefetch=2) as loader:
-        assert flat(loader) == [0, 1, 2, 3]
+    with ShardedDataLoader(DiesWhileAnotherWaits(tmp_path / "read"), 1, pool=process_pool, prefetch=2) as loader:
+        assert flat(loader) == list(range(12))
 
 
 def test_an_idle_worker_that_is_killed_is_replaced_and_nothing_is_seen(process_pool: ProcessPool) -> None:
@@ -205,33 +149,7 @@ def test_an_idle_worker_that_is_killed_is_replaced_and_nothing_is_seen(process_p
         assert flat(loader) == list(range(6))
 
 
-@pytest.mark.parametrize("fail", [boom, leave])
-@pytest.mark.costly
-def test_a_worker_that_cannot_start_is_one_clear_error(process_pool: ProcessPool, fail: Callable[[], Any]) -> None:
-    pool = ProcessPool(2, start_method=process_pool.start_method, worker_init_fn=lambda number: fail())
-    with ShardedDataLoader(range(6), 2, pool=pool) as loader:
-        for _ in range(2):
-            with pytest.raises((Boom, WorkerDiedError)) as caught:
-                next(iter(loader))
-            assert "start" in str(caught.value) + str(getattr(caught.value, "__notes__", ""))
-
-
-def test_init_fn_error_in_a_thread_is_raised() -> None:
-    with ShardedDataLoader(range(6), 2, pool=new_thread_pool(boom)) as loader, pytest.raises(Boom):
-        next(iter(loader))
-
-
-def new_thread_pool(fail: Callable[[], Any]) -> Pool:
-    from sharded_loader import ThreadPool
-
-    return ThreadPool(2, worker_init_fn=lambda number: fail())
-
-
 # -- P9 -----------------------------------------------------------------------------------------------------
-
-
-def notes(error: BaseException) -> list[str]:
-    return list(getattr(error, "__notes__", []))
 
 
 def test_an_error_is_the_original_and_names_its_place_and_iteration_goes_on(pool: Pool) -> None:
@@ -241,7 +159,7 @@ def test_an_error_is_the_original_and_names_its_place_and_iteration_goes_on(pool
         with pytest.raises(Boom) as caught:
             next(list_of)
         assert (str(caught.value), caught.value.code) == ("sample went wrong", 42)
-        where, again = notes(caught.value)
+        where, again = notes_of(caught.value)
         assert "epoch 0, batch 1, shard 1, sample 7" in where
         assert ("worker" in where or "thread" in where) == (pool.num_workers > 0)
         assert again.endswith("loader.read(7, epoch=0)")
@@ -252,94 +170,18 @@ def test_an_error_is_the_original_and_names_its_place_and_iteration_goes_on(pool
             loader.read(7, epoch=0)
 
 
-@pytest.mark.also_spawned
-@pytest.mark.parametrize(
-    ("fail", "kind", "attributes"),
-    [
-        (raise_two, TwoArguments, {"both": (1, 2), "args": (1, 2)}),
-        (raise_local, Local, {"keyword": 3, "args": ("odd",), "marker": "of the class"}),
-        (raise_os_error, FileNotFoundError, {"errno": 2, "filename": "image.png"}),
-        (raise_unicode, UnicodeDecodeError, {"encoding": "utf-8", "start": 0}),
-    ],
-)
-@pytest.mark.costly
-def test_exceptions_keep_class_and_attributes(
-    pool: Pool, fail: Callable[[], Any], kind: type[Exception], attributes: dict[str, Any]
-) -> None:
-    with ShardedDataLoader(Bad(fail), 20, pool=pool) as loader:
-        with pytest.raises(kind) as caught:
-            next(iter(loader))
-        assert type(caught.value) is kind
-        assert {name: getattr(caught.value, name) for name in attributes} == attributes
-
-
 def test_an_exception_that_cannot_travel_has_a_stand_in(process_pool: ProcessPool) -> None:
-    class Holder(Exception):
-        def __init__(self) -> None:
-            self.lock = threading.Lock()
-
-        def __str__(self) -> str:
-            return f"again {self.lock.locked()}"  # its twin has no lock
-
-    def fail() -> None:
-        raise Holder
-
-    with ShardedDataLoader(Bad(fail), 20, pool=process_pool) as loader:
-        with pytest.raises(SampleReadError, match="Holder: again") as caught:
+    with ShardedDataLoader(Bad(raise_unpicklable), 20, pool=process_pool) as loader:
+        with pytest.raises(SampleReadError, match="Unpicklable: cannot travel") as caught:
             next(iter(loader))
-        assert "sample 7" in notes(caught.value)[0]
-
-
-@pytest.mark.parametrize(("fail", "name"), [(stop, "StopIteration"), (exit_, "SystemExit")])
-def test_what_would_end_the_loop_in_silence_is_an_error(pool: Pool, fail: Callable[[], Any], name: str) -> None:
-    with ShardedDataLoader(Bad(fail), 4, pool=pool) as loader:
-        iterator = iter(loader)
-        next(iterator)
-        with pytest.raises(SampleReadError, match=name):
-            next(iterator)
-        assert len(list(iterator)) == 3
-
-
-def test_an_error_in_batchify_names_the_shard(pool: Pool) -> None:
-    def batchify(samples: list[int]) -> list[int]:
-        if 7 in samples:
-            raise Boom("batchify", 1)
-        return samples
-
-    with ShardedDataLoader(range(20), 4, pool=pool, num_shards=2, batchify_fn=batchify) as loader:
-        with pytest.raises(Boom) as caught:
-            list(loader)
-        assert "epoch 0, batch 1, shard 1" in notes(caught.value)[0]
-        assert notes(caught.value)[1].endswith("[loader.read(i, epoch=0) for i in (6, 7)]")
-
-
-@pytest.mark.parametrize("on_error", ["skip", "replace"])
-def test_an_error_in_stacking_names_the_first_sample_that_does_not_fit(on_error: Any) -> None:
-    with ShardedDataLoader(Misfits(), 4, on_error=on_error) as loader:
-        iterator = iter(loader)
-        next(iterator)
-        with pytest.raises(ValueError, match="different shapes") as caught:
-            next(iterator)
-        assert "epoch 0, batch 1, sample 6 (it does not fit sample 4)" in notes(caught.value)[0]
-        assert notes(caught.value)[1].endswith("in this process: [loader.read(i, epoch=0) for i in (4, 6)]")
-        with pytest.raises(ValueError, match="neither int64 nor uint64") as caught:
-            next(iterator)
-        assert "batch 2, sample 9" in notes(caught.value)[0] and "fit" not in notes(caught.value)[0]
-        assert notes(caught.value)[1].endswith("loader.read(9, epoch=0)")
+        assert "sample 7" in notes_of(caught.value)[0]
 
 
 def test_an_error_in_stacking_keeps_its_sample_on_the_way(pool: Pool) -> None:
     with ShardedDataLoader(Misfits(), 2, pool=pool, num_shards=1, on_error="skip") as loader:
         with pytest.raises(BatchifyError) as caught:
             list(loader)
-        assert "batch 3, shard 0, sample 7 (it does not fit sample 6)" in notes(caught.value)[0]
-
-
-def test_a_bulk_read_that_fails_names_the_sample(pool: Pool) -> None:
-    with ShardedDataLoader(InBulk(range(20)), 4, pool=pool) as loader:
-        with pytest.raises(Boom) as caught:
-            list(loader)
-        assert "batch 1, sample 7" in notes(caught.value)[0]
+        assert "batch 3, shard 0, sample 7 (it does not fit sample 6)" in notes_of(caught.value)[0]
 
 
 def test_the_sampler_s_own_error_comes_at_its_place(pool: Pool) -> None:
@@ -356,36 +198,11 @@ def test_the_sampler_s_own_error_comes_at_its_place(pool: Pool) -> None:
         assert next(iterator).tolist() == [0, 1]
         with pytest.raises(Boom) as caught:
             next(iterator)
-        assert "sampler, in epoch 0 at batch 1" in notes(caught.value)[0]
+        assert "sampler, in epoch 0 at batch 1" in notes_of(caught.value)[0]
         assert list(iterator) == []
 
 
 # -- on_error -----------------------------------------------------------------------------------------------
-
-
-def test_skip_leaves_the_sample_out(pool: Pool) -> None:
-    with ShardedDataLoader(Bad(boom), 4, pool=pool, on_error="skip") as loader:
-        assert flat(loader) == [i for i in range(20) if i != 7]
-        assert loader.num_skipped == 1
-        ((index, error),) = loader.skipped
-        assert index == 7
-        assert isinstance(error, Boom)
-
-
-def test_replace_keeps_the_size_and_is_reproducible(new_pool: Callable[..., Pool]) -> None:
-    def batch_1(pool: Pool) -> list[int]:
-        with ShardedDataLoader(Bad(boom), 4, pool=pool, on_error="replace", seed=2) as loader:
-            return [batch.tolist() for batch in loader][1]
-
-    found = batch_1(new_pool())
-    assert found[:3] == [4, 5, 6]
-    assert found[3] in (4, 5, 6)
-    assert batch_1(new_pool(1)) == found
-
-
-def test_a_callable_mends_the_sample_where_it_is_read(pool: Pool) -> None:
-    with ShardedDataLoader(Bad(boom), 4, pool=pool, on_error=lambda failed: -failed.index) as loader:
-        assert flat(loader) == [-7 if i == 7 else i for i in range(20)]
 
 
 def test_a_batch_without_a_good_sample_is_left_out_with_a_warning(pool: Pool) -> None:
@@ -394,27 +211,21 @@ def test_a_batch_without_a_good_sample_is_left_out_with_a_warning(pool: Pool) ->
             assert flat(loader) == [i for i in range(20) if i != 7]
 
 
-def test_with_replicas_a_batch_without_a_good_sample_raises(pool: Pool) -> None:
-    with ShardedDataLoader(Bad(boom), 1, pool=pool, on_error="skip", num_replicas=2, rank=1) as loader:
-        with pytest.raises(Boom):
-            list(loader)
-
-
 def test_with_replicas_a_shard_without_a_good_sample_raises_or_is_filled(pool: Pool) -> None:
     ranks: dict[str, Any] = {"num_replicas": 1, "rank": 0, "num_shards": 2}
     with ShardedDataLoader(Bad(boom), 2, pool=pool, on_error="skip", **ranks) as loader:
         with pytest.raises(Boom) as caught:
             list(loader)
-        where, again = notes(caught.value)[-2:]
+        where, again = notes_of(caught.value)[-2:]
         assert "epoch 0, batch 3, shard 1, sample 7" in where and again.endswith("loader.read(7, epoch=0)")
-        assert any('on_error="replace"' in note for note in notes(caught.value))
+        assert any('on_error="replace"' in note for note in notes_of(caught.value))
     with ShardedDataLoader(Bad(boom), 2, on_error="replace", **ranks) as loader:
         assert [shard.tolist() for shard in list(loader)[3]] == [[6], [6]]
 
 
 def test_shards_move_up_when_one_loses_all_its_samples(pool: Pool) -> None:
     with ShardedDataLoader(Bad(boom), 2, pool=pool, on_error="skip", devices=["cpu", "cpu"]) as loader:
-        with pytest.warns(UserWarning, match="shard 1 was left out"):
+        with pytest.warns(UserWarning, match="epoch 0, batch 3: shard 1 was left out"):
             assert [shard.tolist() for shard in list(loader)[3]] == [[6]]
 
 
@@ -433,34 +244,13 @@ def test_after_a_lost_shard_the_others_are_on_the_devices_of_their_new_positions
     assert found == [[(cpu, 1), (meta, 4), (cpu, 2)], [(cpu, 4), (meta, 2)], [(cpu, 1), (meta, 3), (cpu, 2)]]
 
 
-def test_a_shard_without_a_good_sample_is_left_out_with_a_warning(pool: Pool) -> None:
-    with ShardedDataLoader(Bad(boom), 2, pool=pool, on_error="skip", num_shards=2) as loader:
-        with pytest.warns(UserWarning, match="epoch 0, batch 3: shard 1 was left out"):
-            list(loader)
-
-
-def test_a_sample_that_exits_is_no_bad_sample(pool: Pool) -> None:
-    with ShardedDataLoader(Bad(exit_), 4, pool=pool, on_error="skip") as loader:
-        with pytest.raises(SampleReadError, match="SystemExit") as caught:
-            list(loader)
-        assert "sample 7" in notes(caught.value)[0]
-
-
-def test_skipped_errors_do_not_keep_their_batches_alive(pool: Pool) -> None:
-    with ShardedDataLoader(Bad(boom), 4, pool=pool, on_error="skip") as loader:
-        list(loader)
-        ((_, error),) = loader.skipped
-        assert error.__traceback__ is None
-        assert "in boom" in str(error.__cause__)
-
-
 def test_an_error_that_is_raised_again_and_again_tells_its_last_place(pool: Pool) -> None:
     with ShardedDataLoader(Bad(same_again), 4, pool=pool) as loader:
         for _ in range(2):
             with pytest.raises(Boom) as caught:
                 list(loader)
-        assert len(notes(caught.value)) == 2
-        assert "epoch 1" in notes(caught.value)[0]
+        assert len(notes_of(caught.value)) == 2
+        assert "epoch 1" in notes_of(caught.value)[0]
 
 
 # -- what a worker or the trainer cannot unpickle, place, or be told ------------------------------------------
@@ -471,14 +261,9 @@ def test_keys_of_any_kind_reach_the_workers(process_pool: ProcessPool) -> None:
         A = 1
         B = 2
 
-    class Data:
-        def __len__(self) -> int:
-            return 2
+    data = type("Data", (), {"__len__": lambda self: 2, "__getitem__": lambda self, key: key.value})
 
-        def __getitem__(self, key: Any) -> Any:
-            return key.value
-
-    with ShardedDataLoader(Data(), 2, sampler=list(Key), pool=process_pool) as loader:
+    with ShardedDataLoader(data(), 2, sampler=list(Key), pool=process_pool) as loader:
         assert flat(loader) == [1, 2]
 
 
@@ -489,7 +274,7 @@ def test_a_key_that_cannot_be_sent_is_an_error_at_its_place(process_pool: Proces
         assert [next(iterator).tolist(), next(iterator).tolist()] == [[0], [1]]
         with pytest.raises(TypeError, match="indices of a batch cannot be sent") as caught:
             next(iterator)
-        assert "batch 2" in notes(caught.value)[0]
+        assert "batch 2" in notes_of(caught.value)[0]
         assert next(iterator).tolist() == [2]
 
 
@@ -502,7 +287,7 @@ def test_a_batch_that_the_trainer_cannot_unpickle_is_one_batch_s_error(process_p
             iterator = iter(loader)
             with pytest.raises(TypeError, match="cannot be unpickled in this process") as caught:
                 next(iterator)
-            assert f"epoch {epoch}, batch 0" in notes(caught.value)[0]
+            assert f"epoch {epoch}, batch 0" in notes_of(caught.value)[0]
             assert list(iterator) == [[2, 3], [4, 5]]
 
 
@@ -514,8 +299,8 @@ def test_a_batch_that_cannot_be_moved_is_one_batch_s_error(pool: Pool) -> None:
         iterator = iter(loader)
         with pytest.raises(Boom) as caught:
             next(iterator)
-        assert "copied to meta" in notes(caught.value)[0]
-        assert "epoch 0, batch 0" in notes(caught.value)[1]
+        assert "copied to meta" in notes_of(caught.value)[0]
+        assert "epoch 0, batch 0" in notes_of(caught.value)[1]
         assert next(iterator) == [2, 3]
 
 
@@ -545,7 +330,7 @@ def test_a_dataset_whose_set_epoch_fails_is_an_error_with_its_place(process_pool
         assert flat(loader) == [0, 1, 2, 3]
         with pytest.raises(Boom) as caught:
             next(iter(loader))
-        assert any("set_epoch(1)" in note for note in notes(caught.value))
+        assert any("set_epoch(1)" in note for note in notes_of(caught.value))
         loader.set_epoch(0)
         assert flat(loader) == [0, 1, 2, 3]
 

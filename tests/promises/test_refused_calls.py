@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import METHODS, PROCESS_POOLS, covering
+from inside import transport_of
 from refusing import CALLS, ERRORS, FCNTL, can_refuse, in_child, refuse
 from samples import Filled, StartsAndDies
-from test_orphans import seconds_until_gone
+from test_orphans import assert_gone
 
 from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
 from sharded_loader.base import system
@@ -81,7 +81,7 @@ def test_batches_lie_in_shared_memory_also_where_memfd_create_is_refused() -> No
         pool = ProcessPool(1, start_method="fork")
         with ShardedDataLoader(Filled(40), 4, pool=pool) as loader:
             list(loader)
-            return len(pool._transport.arena.segments) > 0
+            return len(transport_of(pool).arena.segments) > 0
 
     assert in_child(work) == "True"
 
@@ -99,7 +99,7 @@ def test_workers_go_with_a_killed_trainer_where_the_kernel_sends_no_signal(metho
             iterator = iter(ShardedDataLoader(range(8), 1, pool=pool))
             next(iterator)
             os.write(writer, " ".join(map(str, pool.pids)).encode())
-            time.sleep(60)
+            signal.pause()
         finally:
             os._exit(1)
     os.close(writer)
@@ -108,10 +108,7 @@ def test_workers_go_with_a_killed_trainer_where_the_kernel_sends_no_signal(metho
     os.kill(trainer, signal.SIGKILL)
     os.waitpid(trainer, 0)
     assert len(pids) == 2
-    seconds_until_gone(pids)
-
-
-# -- a worker's death without pidfd ---------------------------------------------------------------------------
+    assert_gone(pids)
 
 
 @pytest.fixture

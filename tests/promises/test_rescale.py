@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.utils.data as torch_data
 from conftest import POOLS, make_pool
-from hypothesis import given
-from hypothesis import strategies as st
 
 from sharded_loader import (
     BatchSampler,
@@ -96,32 +91,6 @@ def test_ranks_leave_and_join_in_the_middle_of_a_loop(pool: str) -> None:
             loader.close()
         for worker in workers:
             worker.close()
-
-
-@given(
-    changes=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5), st.integers(1, 4)), max_size=4),
-    torchs=st.booleans(),
-)
-def test_any_changes_leave_each_sample_once(changes: list[tuple[int, int, int]], torchs: bool) -> None:
-    def arguments() -> dict[str, Any]:
-        return {"shuffle": False, "sampler": torch_data.RandomSampler(range(60))} if torchs else {}
-
-    given = {"dataset": range(60), "evaluate": True}
-    ranks, found = [joined(1, 0, **given, **arguments())], Counter[int]()
-
-    def count(batches: list[Any]) -> None:
-        for batch, real in batches:
-            found.update(batch[:real].tolist())
-
-    for steps, replicas, size in changes:
-        for _ in range(steps):
-            count([batch for _, iterator in ranks if (batch := next(iterator, None)) is not None])
-        if sum(found.values()) == 60:
-            break
-        ranks = rescaled(ranks, replicas, size, **given, **arguments())
-    for batches in zip(*(iterator for _, iterator in ranks), strict=True):
-        count(list(batches))
-    assert found == Counter(range(60))
 
 
 def test_the_end_of_an_epoch_is_its_end_for_those_that_stay_and_for_those_that_join() -> None:
@@ -507,11 +476,3 @@ def test_wrong_calls_change_nothing() -> None:
     loader.close()
     with pytest.raises(LoaderClosedError):
         loader.rescale(1, 0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_processes_leave_and_join(method: str) -> None:
-    program = Path(__file__).with_name("rescaled_ranks.py")
-    done = subprocess.run([sys.executable, str(program), method], capture_output=True, text=True, timeout=500)
-    assert (done.returncode, done.stdout) == (0, "each sample once\n"), done.stderr

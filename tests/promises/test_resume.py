@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import itertools
 import json
-import pickle
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,9 +14,8 @@ import numpy as np
 import pytest
 import torch
 import torch.utils.data as torch_data
-from conftest import POOLS, covering, made, make_pool
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from conftest import covering, made
+from samples import ByEpoch as OthersByEpoch
 from samples import Drawing
 
 from sharded_loader import (
@@ -25,7 +23,6 @@ from sharded_loader import (
     BoundedBudgetSampler,
     FilterSampler,
     FixedBucketSampler,
-    InlinePool,
     IntervalSampler,
     RandomSampler,
     RepeatedSampler,
@@ -39,7 +36,6 @@ from sharded_loader import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
-from sharded_loader.engine.pool import Pool
 
 Loader = Callable[..., ShardedDataLoader]
 
@@ -81,9 +77,6 @@ def test_a_state_after_the_last_batch_is_loaded_as_the_beginning_of_the_next_epo
     other.load_state_dict(state)
     other.set_epoch(0)
     assert stream(other, 3) == expected
-
-
-# -- samplers -----------------------------------------------------------------------------------------------
 
 
 class GluonStyle:
@@ -167,17 +160,15 @@ class ByEpoch(torch_data.DistributedSampler):  # type: ignore[type-arg]
         super().__init__(range(length), replicas, rank)  # type: ignore[arg-type]
 
 
-class StatefulByEpoch(ByEpoch):
-    """As torchdata's StatefulDistributedSampler."""
+class HasPlace:
+    """Has the place in itself, as the samplers of torchdata; ``order`` is the order of an epoch."""
 
-    def __init__(self, length: int, replicas: int = 1, rank: int = 0) -> None:
-        super().__init__(length, replicas, rank)
-        self.yielded = 0
-        self.next_yielded: int | None = None
+    yielded = loaded = 0
+    order: Callable[[], Iterator[int]]
 
     def __iter__(self) -> Iterator[int]:
-        self.yielded, self.next_yielded = self.next_yielded or 0, None
-        for index in itertools.islice(super().__iter__(), self.yielded, None):
+        self.yielded, self.loaded = self.loaded, 0
+        for index in itertools.islice(self.order(), self.yielded, None):
             self.yielded += 1
             yield index
 
@@ -185,60 +176,32 @@ class StatefulByEpoch(ByEpoch):
         return {"yielded": self.yielded}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.next_yielded = state["yielded"]
+        self.loaded = state["yielded"]
 
 
-class StatefulShuffle:
-    """The same, with a ``set_epoch`` of its own and nothing of torch's."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-        self.epoch = 0
-        self.yielded = 0
-        self.next_yielded = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __iter__(self) -> Iterator[int]:
-        order = np.random.default_rng(self.epoch).permutation(self.length).tolist()
-        self.yielded, self.next_yielded = self.next_yielded, 0
-        for index in order[self.yielded :]:
-            self.yielded += 1
-            yield index
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"yielded": self.yielded}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.next_yielded = state["yielded"]
+class StatefulByEpoch(HasPlace, ByEpoch):
+    def order(self) -> Iterator[int]:
+        return ByEpoch.__iter__(self)
 
 
-class BeginsAnew:
+class StatefulShuffle(HasPlace, OthersByEpoch):
+    """With a ``set_epoch`` of its own and nothing of torch's."""
+
+    def order(self) -> Iterator[int]:
+        return OthersByEpoch.__iter__(self)
+
+
+class BeginsAnew(StatefulIterator):
     """Its own iterator, which each ``iter()`` begins anew, or at the place that was loaded."""
 
-    def __init__(self, length: int) -> None:
-        self.length = length
-        self.at = self.loaded = 0
+    loaded = 0
 
     def __iter__(self) -> BeginsAnew:
         self.at, self.loaded = self.loaded, 0
         return self
 
-    def __next__(self) -> int:
-        if self.at == self.length:
-            raise StopIteration
-        self.at += 1
-        return self.at - 1
-
     def __len__(self) -> int:
-        return self.length
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at}
+        return len(self.items)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.loaded = state["at"]
@@ -254,11 +217,6 @@ class TooShort(GluonStyle):
 class StatefulTooShort(StatefulShuffle):
     def __len__(self) -> int:
         return 8
-
-
-class Unsized:
-    def __iter__(self) -> Iterator[int]:
-        yield from range(23)
 
 
 class Wrapped(Sampler[int]):
@@ -285,19 +243,32 @@ class Nested(GluonStyle):
     """Reads another loader to find its order."""
 
     def __iter__(self) -> Iterator[int]:
-        for batch in ShardedDataLoader(range(self.length), 5, sampler=list(range(self.length)), seed=2):
-            yield from batch.tolist()
+        return iter([index for batch in ShardedDataLoader(range(self.length), 5, seed=2) for index in batch.tolist()])
+
+
+def configuration(**options: Any) -> Loader:
+    return lambda: ShardedDataLoader(
+        Drawing(23), **{"batch_size": 4, "seed": 5, **{k: v() if callable(v) else v for k, v in options.items()}}
+    )
 
 
 CONFIGURATIONS: dict[str, Loader] = {
-    "sequential": lambda **other: ShardedDataLoader(Drawing(23), 4, seed=5, **other),
-    "shuffled": lambda **other: ShardedDataLoader(Drawing(23), 4, True, seed=5, **other),
-    "rollover": lambda **other: ShardedDataLoader(Drawing(23), 4, True, last_batch="rollover", seed=5, **other),
-    "foreign": lambda **other: ShardedDataLoader(Drawing(23), 4, sampler=GluonStyle(23), seed=5, **other),
-    "sharded batches": lambda **other: ShardedDataLoader(
-        Drawing(23), batch_sampler=ShardedBatchSampler(BatchSampler(RandomSampler(23, seed=3), 5), 2), seed=5, **other
-    ),
+    "shuffled": configuration(shuffle=True),
+    "rollover": configuration(shuffle=True, last_batch="rollover"),
+    "foreign": configuration(sampler=lambda: GluonStyle(23)),
+    "by epoch": configuration(sampler=lambda: OthersByEpoch(23)),
 }
+
+
+def resumed(make: Loader, count: int, before: int = 0, **options: Any) -> ShardedDataLoader:
+    """A loader that has the state of another one: after so many batches, behind whole epochs."""
+    loader, again = make(), make()
+    for _ in range(before):
+        batches(loader)
+    batches(iter(loader), count)
+    again.load_state_dict(through_json(loader.state_dict()), **options)
+    return again
+
 
 LENGTHS = [3 + 7 * i % 11 for i in range(23)]
 
@@ -323,7 +294,7 @@ SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
     "subclass of ours": lambda: {"sampler": Wrapped(), "batch_size": 4, "last_batch": "discard"},
     "unequal epochs": lambda: {"sampler": Growing(), "batch_size": 4},
     "reads another loader": lambda: {"sampler": Nested(23), "batch_size": 4},
-    "unsized": lambda: {"sampler": Unsized(), "batch_size": 4},
+    "unsized": lambda: {"sampler": type("Unsized", (), {"__iter__": lambda self: iter(range(23))})(), "batch_size": 4},
     "torch random": lambda: {"sampler": torch_data.RandomSampler(range(23)), "batch_size": 4},
     "torch distributed": lambda: {"sampler": ByEpoch(23), "batch_size": 4},
     "torch batches": lambda: {"batch_sampler": torch_data.BatchSampler(torch_data.RandomSampler(range(23)), 4, False)},
@@ -343,63 +314,6 @@ SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
 
 def stream(loader: ShardedDataLoader, epochs: int = 3) -> list[list[Any]]:
     return [batches(loader) for _ in range(epochs)]
-
-
-# -- the matrix ---------------------------------------------------------------------------------------------
-
-PLACES = ("before the first batch", "in mid-epoch", "after the last batch", "after the loop")
-
-
-def run_to(loader: ShardedDataLoader, place: str) -> tuple[list[Any], dict[str, Any]]:
-    """Deliver one epoch and a part of the next; what came, and the state."""
-    got = batches(loader)
-    iterator = iter(loader)
-    if place == "in mid-epoch":
-        got += batches(iterator, 2)
-    elif place == "after the last batch":
-        got += batches(iterator, len(loader))
-    elif place == "after the loop":
-        got += batches(iterator)
-    return got, through_json(loader.state_dict())
-
-
-def check_resume(make: Loader, saved_in: Pool, loaded_in: Pool, place: str) -> None:
-    with make(pool=InlinePool()) as loader:
-        whole = [batch for epoch in stream(loader, 4) for batch in epoch]
-    with make(pool=saved_in, prefetch=3) as loader:
-        got, state = run_to(loader, place)
-    with make(pool=loaded_in) as loader:
-        loader.load_state_dict(state)
-        if place == "after the last batch":
-            assert (loader.epoch, loader.position) == (state["epoch"] + 1, 0)
-        else:
-            assert loader.state_dict() == state
-        while len(got) < len(whole):
-            got += batches(loader)
-    assert got == whole
-
-
-QUICK = ("inline", "thread", "fork" if "fork" in POOLS else "spawn")
-
-
-@covering(kind=CONFIGURATIONS, saved_in=QUICK, loaded_in=QUICK, place=PLACES)
-def test_a_state_resumes_exactly_in_any_pool(kind: str, saved_in: str, loaded_in: str, place: str) -> None:
-    check_resume(CONFIGURATIONS[kind], make_pool(saved_in, 2), make_pool(loaded_in, 1), place)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("place", ["in mid-epoch", "after the last batch"])
-@pytest.mark.parametrize(
-    ("saved_in", "loaded_in"),
-    [
-        pair
-        for pair in (("spawn", "forkserver"), ("forkserver", "spawn"), ("thread", "spawn"), ("forkserver", "inline"))
-        if set(pair) <= set(POOLS)
-    ],
-)
-@pytest.mark.parametrize("kind", CONFIGURATIONS)
-def test_a_state_resumes_exactly_under_every_start_method(kind: str, saved_in: str, loaded_in: str, place: str) -> None:
-    check_resume(CONFIGURATIONS[kind], make_pool(saved_in, 2), make_pool(loaded_in, 3), place)
 
 
 @pytest.mark.costly(5)
@@ -435,60 +349,6 @@ def test_every_sampler_resumes_after_every_batch(kind: str, every: int) -> None:
             for _ in range(3):
                 rest += batches(again)
         assert rest[: len(whole) - delivered] == whole[delivered:], number
-
-
-# -- any place, three times over, in batches of any size ----------------------------------------------------
-
-
-@pytest.mark.slow
-@settings(max_examples=3 * settings.default.max_examples // 2)
-@given(data=st.data())
-def test_three_resumes_in_a_row_give_the_stream_of_none(data: st.DataObject) -> None:
-    kind = data.draw(st.sampled_from(["shuffle", "foreign", "stateful", "rank's part", "batches"]))
-    length, batch_size = data.draw(st.integers(0, 40)), data.draw(st.integers(1, 9))
-    last_batch = data.draw(st.sampled_from(["keep", "discard", "rollover"]))
-    ranks = data.draw(st.integers(1, 3))
-    rank = data.draw(st.integers(0, ranks - 1))
-
-    def make() -> ShardedDataLoader:
-        options: dict[str, Any] = {"batch_size": batch_size, "last_batch": last_batch, "seed": 3}
-        if kind == "shuffle":
-            options["shuffle"] = True
-        elif kind == "batches":
-            options = {"seed": 3, "batch_sampler": BatchSampler(GluonStyle(length), batch_size, last_batch, seed=4)}
-        else:
-            options["sampler"] = {"foreign": GluonStyle, "stateful": StatefulShuffle, "rank's part": RandomSampler}[
-                kind
-            ](length, *([5] if kind == "rank's part" else []))
-        if ranks > 1:
-            options |= {"num_replicas": ranks, "rank": rank}
-        return ShardedDataLoader(range(length), pool="thread", num_workers=1, prefetch=2, **options)
-
-    with make() as loader:
-        expected = [batch for epoch in stream(loader, 6) for batch in epoch]
-    got: list[Any] = []
-    state = None
-    for _ in range(3):
-        with make() as loader:
-            if state is not None:
-                loader.load_state_dict(state)
-            for _ in range(data.draw(st.integers(0, 1))):
-                got += batches(loader)
-            if data.draw(st.booleans()):
-                got += batches(iter(loader), data.draw(st.integers(0, 12)))
-            state = through_json(loader.state_dict())
-            assert loader.state_dict() == state
-    with make() as loader:
-        loader.load_state_dict(state)
-        while len(got) < len(expected):
-            before = len(got)
-            got += batches(loader)
-            if len(got) == before and loader.epoch > 12:
-                break
-    assert got[: len(expected)] == expected
-
-
-# -- elastic ------------------------------------------------------------------------------------------------
 
 
 def deliver(
@@ -595,17 +455,6 @@ def test_with_rollover_other_numbers_of_ranks_see_the_endless_stream_once(ranks:
     assert len(seen) == state["epoch"] * 132 + state["samples"] > 3 * 132
 
 
-@covering(length=[60, 61, 67], ranks=SEQUENCES, order=ORDERS)
-def test_with_rollover_and_padding_every_sample_is_seen_once_in_every_epoch(
-    length: int, ranks: tuple[int, ...], order: str
-) -> None:
-    seen, state = roll(elastic(length, 3, order, "rollover"), ranks)
-    counts = Counter(seen)
-    assert min(counts[index] for index in range(length)) >= state["epoch"] + state["samples"] // length
-    padding = len(seen) - (state["epoch"] * length + state["samples"])
-    assert 0 <= padding <= (state["epoch"] + 2 * len(ranks)) * (max(ranks) - 1)
-
-
 @pytest.mark.parametrize("ranks", SEQUENCES)
 def test_other_numbers_of_ranks_see_the_batches_not_yet_seen_once_each(ranks: tuple[int, ...]) -> None:
     def make(replicas: int, rank: int) -> ShardedDataLoader:
@@ -643,11 +492,7 @@ def test_with_another_batch_size_the_samples_not_yet_seen_come_once_each(order: 
 
 
 def test_a_batch_keeps_its_number_and_the_length_stays() -> None:
-    loader = CONFIGURATIONS["shuffled"]()
-    batches(iter(loader), 3)
-    again = CONFIGURATIONS["shuffled"]()
-    again.load_state_dict(loader.state_dict())
-    assert (again.epoch, again.position, len(again)) == (0, 3, 6)
+    again = resumed(CONFIGURATIONS["shuffled"], 3)
     assert "epoch 0, resumes at batch 3" in repr(again)
     iterator = iter(again)
     assert len(iterator) == 6
@@ -657,17 +502,13 @@ def test_a_batch_keeps_its_number_and_the_length_stays() -> None:
 
 
 def test_a_batch_size_that_divides_differently_tells_a_length_that_fits() -> None:
-    loader = ShardedDataLoader(range(100), 5, seed=0)
+    loader, again = (ShardedDataLoader(range(100), size, seed=0) for size in (5, 10))
     batches(iter(loader), 3)
-    again = ShardedDataLoader(range(100), 10, seed=0)
     again.load_state_dict(loader.state_dict(), strict=False)
     assert again.position == 1
     rest = batches(again)
-    assert [len(batch) for batch in rest] == [10] * 8 + [5]
-    assert rest[0][0] == 15
+    assert [len(batch) for batch in rest] == [10] * 8 + [5] and rest[0][0] == 15
 
-
-# -- other shards and devices -------------------------------------------------------------------------------
 
 SPLITS: dict[str, dict[str, Any]] = {
     "host": {},
@@ -688,26 +529,8 @@ def split(name: str, **other: Any) -> ShardedDataLoader:
 @covering(saved=SPLITS, loaded=SPLITS)
 def test_a_state_resumes_on_other_devices_as_if_it_had_been_read_there(saved: str, loaded: str) -> None:
     expected = stream(split(loaded), 2)
-    loader = split(saved)
-    batches(iter(loader), 2)
-    again = split(loaded)
-    again.load_state_dict(through_json(loader.state_dict()))
+    again = resumed(iter([split(saved), split(loaded)]).__next__, 2)
     assert stream(again, 2) == [expected[0][2:], expected[1]]
-
-
-def test_devices_workers_and_prefetch_may_change_with_every_resume() -> None:
-    whole = [row for epoch in stream(split("host"), 2) for batch in epoch for row in batch]
-    got: list[Any] = []
-    state = None
-    for name, pool in (("list of one", "inline"), ("list of two", "thread"), ("uneven", "fork"), ("host", "thread")):
-        pool = pool if pool in POOLS else "spawn"
-        with split(name, pool=make_pool(pool, 1 + len(got) % 3), prefetch=1 + len(got)) as loader:
-            if state is not None:
-                loader.load_state_dict(state)
-            found = batches(iter(loader), 1) if name != "host" else batches(loader)
-            got += [row for batch in found for row in (batch if name == "host" else sum(batch, []))]
-            state = through_json(loader.state_dict())
-    assert got == whole
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [(1, 2), (2, 1), (2, 3)])
@@ -716,92 +539,19 @@ def test_a_sharded_batch_sampler_may_split_into_other_shards(saved: int, loaded:
         sampler = ShardedBatchSampler(BatchSampler(RandomSampler(23, seed=3), 5), shards)
         return ShardedDataLoader(Drawing(23), batch_sampler=sampler, seed=5)
 
-    loader = make(saved)
-    batches(iter(loader), 2)
-    again = make(loaded)
-    again.load_state_dict(loader.state_dict())
-    assert batches(again) == stream(make(loaded), 1)[0][2:]
+    assert batches(resumed(iter([make(saved), make(loaded)]).__next__, 2)) == batches(make(loaded))[2:]
 
 
-# -- whose place it is --------------------------------------------------------------------------------------
-
-
-def test_what_is_told_was_delivered_not_read_ahead() -> None:
-    with ShardedDataLoader(range(100), 4, pool="thread", num_workers=2, prefetch=10) as loader:
-        iterator = iter(loader)
-        for step in range(5):
-            assert loader.state_dict()["samples"] == 4 * step
-            next(iterator)
-
-
-def test_telling_the_state_changes_nothing() -> None:
-    for kind in ("shuffled", "foreign", "rollover"):
-        expected = stream(CONFIGURATIONS[kind]())
-        loader = CONFIGURATIONS[kind]()
-        got = []
-        for _ in range(3):
-            epoch = []
-            loader.state_dict()
-            for batch in loader:
-                assert loader.state_dict() == loader.state_dict()
-                epoch.append(plain(batch))
-            got.append(epoch)
-        assert got == expected
-
-
+@pytest.mark.parametrize("kind", ["shuffled", "by epoch"])
 @pytest.mark.parametrize("where", ["loader", "sampler", "batch_sampler"])
-def test_set_epoch_with_the_loaded_epoch_keeps_the_place(where: str) -> None:
-    loader = CONFIGURATIONS["shuffled"]()
-    expected = stream(CONFIGURATIONS["shuffled"](), 2)
-    batches(loader)
-    batches(iter(loader), 2)
-    again = CONFIGURATIONS["shuffled"]()
-    again.load_state_dict(loader.state_dict())
-    for epoch in range(1, 3):
+def test_set_epoch_keeps_a_loaded_place_in_that_epoch_and_drops_any_other(where: str, kind: str) -> None:
+    expected = stream(CONFIGURATIONS[kind]())
+    for epoch, rest in ((1, expected[1][2:]), (0, expected[0]), (2, expected[2])):
+        again = resumed(CONFIGURATIONS[kind], 2, before=1)
         (again if where == "loader" else getattr(again, where)).set_epoch(epoch)
-        got = batches(again)
-        if epoch == 1:
-            assert got == expected[1][2:]
-    assert again.epoch == 3
-
-
-@pytest.mark.parametrize("where", ["loader", "sampler"])
-def test_set_epoch_with_another_epoch_drops_the_place(where: str) -> None:
-    loader = CONFIGURATIONS["shuffled"]()
-    batches(iter(loader), 2)
-    again = CONFIGURATIONS["shuffled"]()
-    again.load_state_dict(loader.state_dict())
-    (again if where == "loader" else again.sampler).set_epoch(1)
-    assert (again.epoch, again.position) == (1, 0)
-    again.set_epoch(0)
-    assert batches(again) == stream(CONFIGURATIONS["shuffled"](), 1)[0]
-
-
-def test_set_epoch_on_a_foreign_sampler_keeps_the_place() -> None:
-    def make() -> ShardedDataLoader:
-        return ShardedDataLoader(range(23), 4, sampler=ByEpoch(23), seed=1)
-
-    loader = make()
-    expected = stream(make(), 2)[1]
-    batches(loader)
-    batches(iter(loader), 2)
-    again = make()
-    again.load_state_dict(loader.state_dict())
-    again.sampler.set_epoch(1)
-    assert batches(again) == expected[2:]
-
-
-def test_after_a_break_the_place_is_in_mid_epoch_while_a_plain_loop_begins_the_next() -> None:
-    loader = CONFIGURATIONS["shuffled"]()
-    expected = stream(CONFIGURATIONS["shuffled"](), 2)
-    for _ in loader:
-        break
-    state = loader.state_dict()
-    assert (state["epoch"], state["samples"]) == (0, 4)
-    assert batches(loader) == expected[1]
-    loader.load_state_dict(state)
-    assert batches(loader) == expected[0][1:]
-    assert batches(loader) == expected[1]
+        assert (again.epoch, again.position) == (epoch, 2 if epoch == 1 else 0)
+        assert batches(again) == rest
+        assert again.epoch == epoch + 1
 
 
 def test_of_several_iterators_the_one_that_delivered_last_is_told() -> None:
@@ -838,13 +588,10 @@ def test_loading_leaves_a_live_iterator_alone() -> None:
 
 
 def test_peek_shows_the_batch_that_comes_and_keeps_the_place() -> None:
-    for kind in ("shuffled", "foreign", "rollover"):
-        loader = CONFIGURATIONS[kind]()
-        expected = stream(CONFIGURATIONS[kind](), 1)[0]
-        batches(iter(loader), 2)
-        loader.load_state_dict(loader.state_dict())
-        assert plain(loader.peek()) == expected[2]
-        assert batches(loader) == expected[2:]
+    for make in CONFIGURATIONS.values():
+        again, expected = resumed(make, 2), batches(make())
+        assert plain(again.peek()) == expected[2]
+        assert batches(again) == expected[2:]
 
 
 def test_a_batch_that_was_left_out_is_done() -> None:
@@ -867,8 +614,6 @@ def test_a_dataset_that_has_grown_since_loading_is_refused() -> None:
     assert len(batches(loader)) == 6
 
 
-# -- seeds --------------------------------------------------------------------------------------------------
-
 UNSEEDED: dict[str, Callable[[], dict[str, Any]]] = {
     "shuffle": lambda: {"batch_size": 4, "shuffle": True},
     "own sampler": lambda: {"batch_size": 4, "sampler": RandomSampler(23)},
@@ -887,7 +632,8 @@ def test_a_seed_that_was_drawn_or_given_comes_with_the_state(kind: str, seeds: A
     loader = make(seeds[0])
     batches(iter(loader), 2)
     state = through_json(loader.state_dict())
-    expected = batches(iter_resumed(loader)) + batches(loader)
+    loader.load_state_dict(state)
+    expected = batches(loader) + batches(loader)
     with make(seeds[1], pool=pool, num_workers=1) as again:
         batches(iter(again), 1)  # the workers have started, with another seed
         again.load_state_dict(state)
@@ -895,27 +641,12 @@ def test_a_seed_that_was_drawn_or_given_comes_with_the_state(kind: str, seeds: A
         assert batches(again) + batches(again) == expected
 
 
-def iter_resumed(loader: ShardedDataLoader) -> Any:
-    loader.load_state_dict(loader.state_dict())
-    return iter(loader)
-
-
-@pytest.mark.parametrize("save", ["pickle", "torch"])
-def test_a_state_survives_pickle_and_torch_save(save: str) -> None:
-    loader = CONFIGURATIONS["foreign"]()
+def test_a_state_survives_torch_save() -> None:
+    loader, file = CONFIGURATIONS["foreign"](), io.BytesIO()
     batches(iter(loader), 2)
-    state = loader.state_dict()
-    if save == "pickle":
-        again = pickle.loads(pickle.dumps(state))
-    else:
-        file = io.BytesIO()
-        torch.save({"loader": state}, file)
-        file.seek(0)
-        again = torch.load(file)["loader"]
-    assert again == state
-
-
-# -- samplers that are not ours -----------------------------------------------------------------------------
+    torch.save({"loader": loader.state_dict()}, file)
+    file.seek(0)
+    assert torch.load(file)["loader"] == loader.state_dict()
 
 
 class Changing(GluonStyle):
@@ -931,63 +662,40 @@ class Changing(GluonStyle):
 @pytest.mark.parametrize("batch", [False, True])
 def test_a_sampler_that_yields_others_is_refused_by_name(batch: bool) -> None:
     def make() -> ShardedDataLoader:
-        if batch:
-            return ShardedDataLoader(range(23), batch_sampler=torch_data.BatchSampler(Changing(23), 4, False), seed=1)
-        return ShardedDataLoader(range(23), 4, sampler=Changing(23), seed=1)
+        given = (
+            {"batch_sampler": torch_data.BatchSampler(Changing(23), 4, False)} if batch else {"sampler": Changing(23)}
+        )
+        return ShardedDataLoader(range(23), None if batch else 4, seed=1, **given)
 
-    loader = make()
-    batches(iter(loader), 2)
-    again = make()
-    again.load_state_dict(loader.state_dict())
     with pytest.raises(ValueError, match="the sampler, a .*(Changing|BatchSampler), yields other indices in epoch 0"):
-        next(iter(again))
+        next(iter(resumed(make, 2)))
 
 
 def test_a_sampler_that_has_become_shorter_is_refused_by_name() -> None:
-    loader = ShardedDataLoader(range(23), 4, sampler=list(range(23)), seed=1)
-    batches(iter(loader), 5)
-    again = ShardedDataLoader(range(23), 4, sampler=list(range(10)), seed=1)
-    again.load_state_dict(loader.state_dict())
+    loaders = (ShardedDataLoader(range(23), 4, sampler=list(range(length)), seed=1) for length in (23, 10))
     with pytest.raises(ValueError, match="a list, yields only 10 items in epoch 0, where it had yielded 20"):
-        next(iter(again))
+        next(iter(resumed(loaders.__next__, 5)))
 
 
-def test_a_fast_forward_reads_no_data() -> None:
+def test_a_fast_forward_reads_no_data_and_a_sampler_with_a_state_not_even_its_indices() -> None:
+    counts: Counter[str] = Counter()
+
     class Counting(Drawing):
-        reads = 0
-
         def __getitem__(self, index: int) -> Any:
-            Counting.reads += 1
+            counts["reads"] += 1
             return super().__getitem__(index)
 
-    def make() -> ShardedDataLoader:
-        return ShardedDataLoader(Counting(100), 4, sampler=GluonStyle(100), seed=1)
-
-    loader = make()
-    batches(iter(loader), 20)
-    again = make()
-    again.load_state_dict(loader.state_dict())
-    Counting.reads = 0
-    batches(iter(again), 1)
-    assert Counting.reads == 4
-
-
-def test_a_sampler_with_a_state_is_not_fast_forwarded() -> None:
     class Counted(StatefulShuffle):
-        yields = 0
-
         def __iter__(self) -> Iterator[int]:
             for index in super().__iter__():
-                Counted.yields += 1
+                counts["yields"] += 1
                 yield index
 
-    loader = ShardedDataLoader(range(1000), 4, sampler=Counted(1000), seed=1)
-    batches(iter(loader), 200)
-    again = ShardedDataLoader(range(1000), 4, sampler=Counted(1000), seed=1)
-    again.load_state_dict(loader.state_dict())
-    Counted.yields = 0
-    batches(iter(again), 1)
-    assert Counted.yields == 4
+    for kind in (GluonStyle, Counted):
+        again = resumed(lambda: ShardedDataLoader(Counting(100), 4, sampler=kind(100), seed=1), 20)  # noqa: B023
+        counts.clear()
+        batches(iter(again), 1)
+        assert counts == {"reads": 4, **({"yields": 4} if kind is Counted else {})}
 
 
 @pytest.mark.parametrize("kind", [ByEpoch, StatefulByEpoch])
@@ -995,36 +703,21 @@ def test_with_a_distributed_sampler_of_torchs_one_rank_saves_and_all_load(kind: 
     def make(rank: int) -> ShardedDataLoader:
         return ShardedDataLoader(range(40), 4, sampler=kind(40, 2, rank), seed=1)
 
-    expected = [stream(make(rank), 1)[0] for rank in range(2)]
-    loader = make(0)
-    batches(iter(loader), 2)
     for rank in range(2):
-        again = make(rank)
-        again.load_state_dict(loader.state_dict())
-        assert batches(again) == expected[rank][2:]
+        assert batches(resumed(iter([make(0), make(rank)]).__next__, 2)) == batches(make(rank))[2:]
 
 
 def test_our_samplers_jump_to_any_place_of_a_trillion() -> None:
-    class Numbers:
-        def __len__(self) -> int:
-            return 10**12
-
-        def __getitem__(self, index: int) -> int:
-            return index
-
-    loader = ShardedDataLoader(Numbers(), 4, True, seed=1)
-    state = loader.state_dict()
-    state["samples"] = 4 * 10**11
+    loader = ShardedDataLoader(range(10**12), 4, True, seed=1)
+    state = {**loader.state_dict(), "samples": 4 * 10**11}
     loader.load_state_dict(state)
     assert loader.position == 10**11
     first = next(iter(loader)).tolist()
     assert first == list(itertools.islice(RandomSampler(10**12, seed=1).iter_epoch(0, 4 * 10**11), 4))
-    other = ShardedDataLoader(Numbers(), 4, True, num_replicas=3, rank=1)
+    other = ShardedDataLoader(range(10**12), 4, True, num_replicas=3, rank=1)
     other.load_state_dict(state)
     assert len(batches(iter(other), 2)) == 2
 
-
-# -- data that have grown, or shrunk ------------------------------------------------------------------------
 
 COSTS = [1 + index * 7 % 50 for index in range(120)]
 

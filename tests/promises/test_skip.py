@@ -14,13 +14,7 @@ from conftest import POOLS, covering, make_pool
 from injection import InterruptAt, next_interrupted
 from samples import Augmented, ByEpoch, summed
 
-from sharded_loader import (
-    FixedBucketSampler,
-    LoaderWarning,
-    RandomSampler,
-    ShardedDataLoader,
-    interleave,
-)
+from sharded_loader import FixedBucketSampler, LoaderWarning, RandomSampler, ShardedDataLoader, interleave
 from sharded_loader.torch import DataLoader
 
 LENGTH, SIZE = 22, 3  # 8 steps

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,6 @@ from programs import run_script
 from samples import Uneven
 
 from sharded_loader import ProcessPool, ShardedDataLoader, SimpleDataset
-from sharded_loader.base.imports import call_after_import, forget_import
 from sharded_loader.memory.publish import publish
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="POSIX only")
@@ -37,83 +37,61 @@ def test_what_a_job_needs_is_known_by_name() -> None:
     modules = publish(dataset).modules
     assert {"samples", os.path.__name__} <= modules and "torch" not in modules
     assert "torch" in publish([torch.zeros(3)]).modules
+    assert {"numpy", "torch"} <= publish(lambda: (np.linalg, torch)).modules  # sent by value
+    assert __name__ in publish(start_and_read).modules
 
 
-def user_module() -> object:
-    return np.linalg.norm
-
-
-def test_modules_that_functions_by_value_use_are_known_too() -> None:
-    def local() -> object:
-        return np.linalg, torch
-
-    modules = publish(local).modules
-    assert {"numpy", "torch"} <= modules
-    assert __name__ in publish(user_module).modules
+def start_and_read(tmp_path: Path, check: str, data: str = DATA, before: str = "", **more: Any) -> Any:
+    """Run a program that reads with a fork server, and checks something for each sample."""
+    (tmp_path / "data.py").write_text(data)
+    script = f"""
+import data, multiprocess, os
+from sharded_loader import ProcessPool, ShardedDataLoader, SimpleDataset
+{before}
+pool = ProcessPool(2, start_method="forkserver")
+with ShardedDataLoader({more.pop("read", "data.Data(), 1")}, pool=pool) as loader:
+    for batch in loader:
+        {check}
+"""
+    return run_script(tmp_path / "script.py", script, **more)
 
 
 @pytest.mark.slow
 @posix
 def test_the_forkserver_has_imported_what_dataset_batchify_and_transform_need(tmp_path: Path) -> None:
-    (tmp_path / "data.py").write_text(DATA)
     for name in ("collating", "changing"):
         (tmp_path / f"{name}.py").write_text(
             f"import os\nIMPORTED_BY = os.getpid()\ndef {name}(*x): return (x, IMPORTED_BY)\n"
         )
-    done = run_script(
-        tmp_path / "script.py",
-        """
-        import data, collating, changing
-        from sharded_loader import ProcessPool, ShardedDataLoader, SimpleDataset
-        print("script runs")
-        class Wrapped(SimpleDataset):
-            pass
-        dataset = Wrapped(data.Data()).transform(changing.changing)
-        pool = ProcessPool(2, start_method="forkserver")
-        with ShardedDataLoader(dataset, 2, pool=pool, batchify_fn=collating.collating) as loader:
-            for (samples,), by_batchify in loader:
-                for (_, by_data, worker, server), by_transform in samples:
-                    assert worker in pool.pids
-                    assert by_data == by_transform == by_batchify == server, (by_data, by_transform, by_batchify)
-        """,
-    )
+    check = """(samples,), by_batchify = batch
+        for (_, by_data, worker, server), by_transform in samples:
+            assert worker in pool.pids
+            assert by_data == by_transform == by_batchify == server, (by_data, by_transform, by_batchify)"""
+    before = """import collating, changing
+print("script runs")
+class Wrapped(SimpleDataset):
+    pass
+dataset = Wrapped(data.Data()).transform(changing.changing)"""
+    done = start_and_read(tmp_path, check, before=before, read="dataset, 2, batchify_fn=collating.collating")
     assert done.stdout == "script runs\n"
 
 
 @pytest.mark.slow
 @linux
 def test_the_forkserver_has_one_thread_and_its_children_the_user_s_environment(tmp_path: Path) -> None:
-    (tmp_path / "data.py").write_text(
-        DATA.replace("IMPORTED_BY =", "import torch\na = np.ones((300, 300)); a @ a\nIMPORTED_BY =").replace(
-            "i, IMPORTED_BY", "len(os.listdir(f'/proc/{os.getppid()}/task')), torch.get_num_threads(), IMPORTED_BY"
-        )
+    data = DATA.replace("IMPORTED_BY =", "import torch\na = np.ones((300, 300)); a @ a\nIMPORTED_BY =").replace(
+        "i, IMPORTED_BY", "len(os.listdir(f'/proc/{os.getppid()}/task')), torch.get_num_threads(), IMPORTED_BY"
     )
     environment = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
-    run_script(
-        tmp_path / "script.py",
-        """
-        import os
-        import data
-        import multiprocess
-        from sharded_loader import ProcessPool, ShardedDataLoader
-
-        def child(queue):
-            queue.put([name for name in os.environ if name.endswith("_NUM_THREADS") or name.startswith("SHARDED")])
-
-        if __name__ == "__main__":
-            pool = ProcessPool(2, start_method="forkserver")
-            with ShardedDataLoader(data.Data(), 1, pool=pool) as loader:
-                for tasks, threads, by, worker, server in loader:
-                    assert int(tasks) == 1 and int(threads) == 1 and by == server, (tasks, threads, by, server)
-            context = multiprocess.get_context("forkserver")
-            queue = context.SimpleQueue()
-            process = context.Process(target=child, args=(queue,))
-            process.start()
-            assert queue.get() == []
-            process.join()
-            assert not [name for name in os.environ if name.startswith("SHARDED")]
-        """,
-        env=environment,
+    check = """tasks, threads, by, worker, server = map(int, batch)
+        assert (tasks, threads) == (1, 1) and by == server, (tasks, threads, by, server)
+        process = multiprocess.get_context("forkserver").Process(target=data.child)
+        process.start()
+        process.join()
+        assert process.exitcode == 0 and not [name for name in os.environ if name.startswith("SHARDED")]"""
+    child = "def child():\n    assert not [name for name in os.environ if 'NUM_THREADS' in name or 'SHARDED' in name]\n"
+    start_and_read(
+        tmp_path, check, data + child, "del __file__  # a child does not run the program again", env=environment
     )
 
 
@@ -121,41 +99,19 @@ def test_the_forkserver_has_one_thread_and_its_children_the_user_s_environment(t
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["raise SystemExit(3)", "raise RuntimeError('twice')", "import nothing_of_this_name"])
 def test_a_module_that_the_forkserver_cannot_import_is_left_to_the_workers(tmp_path: Path, how: str) -> None:
-    fails_second_time = f"""
-        import pathlib
-        count = pathlib.Path(__file__).with_suffix(".count")
-        count.open("a").write("x")  # two workers may write at once
-        if count.read_text() == "xx": {how}
-    """
-    (tmp_path / "data.py").write_text("\n".join(map(str.strip, fails_second_time.splitlines())) + DATA)
-    run_script(
-        tmp_path / "script.py",
-        """
-        import data
-        from sharded_loader import ProcessPool, ShardedDataLoader
-        with ShardedDataLoader(data.Data(), 1, pool=ProcessPool(2, start_method="forkserver")) as loader:
-            for _, by, worker, server in loader:
-                assert by == worker
-        """,
-    )
+    fails_second_time = f"""import pathlib
+count = pathlib.Path(__file__).with_suffix(".count")
+count.open("a").write("x")  # two workers may write at once
+if count.read_text() == "xx": {how}
+"""
+    start_and_read(tmp_path, "assert batch[1] == batch[2]", fails_second_time + DATA)
     assert len((tmp_path / "data.count").read_text()) >= 3  # trainer, forkserver, one worker or both
 
 
 @posix
 @pytest.mark.slow
 def test_the_user_s_own_choice_of_preloads_is_respected(tmp_path: Path) -> None:
-    (tmp_path / "data.py").write_text(DATA)
-    run_script(
-        tmp_path / "script.py",
-        """
-        import data, multiprocess
-        from sharded_loader import ProcessPool, ShardedDataLoader
-        multiprocess.set_forkserver_preload(["json"])
-        with ShardedDataLoader(data.Data(), 1, pool=ProcessPool(2, start_method="forkserver")) as loader:
-            for _, by, worker, server in loader:
-                assert by == worker
-        """,
-    )
+    start_and_read(tmp_path, "assert batch[1] == batch[2]", before='multiprocess.set_forkserver_preload(["json"])')
 
 
 @pytest.mark.slow
@@ -228,21 +184,16 @@ def test_a_spawned_worker_imports_little(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", PROCESS_POOLS)
 def test_numpy_random_is_seeded_by_the_batch_whenever_it_is_imported(method: str) -> None:
-    class Draws:
-        def __len__(self) -> int:
-            return 12
-
-        def __getitem__(self, index: int) -> float:
-            # A spawned worker meets it in its first sample here.
-            return float(np.random.random())
+    def drawn(index: int) -> float:
+        return float(np.random.random())  # a spawned worker meets it in its first sample here
 
     def draw(pool: ProcessPool) -> list[float]:
-        with ShardedDataLoader(Draws(), 3, pool=pool, seed=5) as loader:
+        with ShardedDataLoader(SimpleDataset(range(12)).transform(drawn), 3, pool=pool, seed=5) as loader:
             return torch.cat(list(loader)).tolist()
 
-    drawn = draw(ProcessPool(2, start_method=method))
-    assert len(set(drawn)) == 12
-    assert drawn == draw(ProcessPool(1, start_method=PROCESS_POOLS[0]))
+    found = draw(ProcessPool(2, start_method=method))
+    assert len(set(found)) == 12
+    assert found == draw(ProcessPool(1, start_method=PROCESS_POOLS[0]))
 
 
 @posix
@@ -250,41 +201,17 @@ def test_numpy_random_is_seeded_by_the_batch_whenever_it_is_imported(method: str
 def test_multiprocess_in_a_worker_finds_itself_in_a_child_process(method: str) -> None:
     import multiprocess
 
-    class Asks:
-        def __len__(self) -> int:
-            return 1
+    def asks(index: int) -> object:
+        from multiprocess import current_process
 
-        def __getitem__(self, index: int) -> object:
-            from multiprocess import current_process
+        current = current_process()
+        return {"name": current.name, "daemon": current.daemon, "key": bytes(current.authkey).hex()}
 
-            current = current_process()
-            return {"name": current.name, "daemon": current.daemon, "key": bytes(current.authkey).hex()}
-
-    with ShardedDataLoader(Asks(), 1, pool=ProcessPool(1, start_method=method), batchify_fn=max) as loader:
+    dataset, pool = SimpleDataset([0]).transform(asks), ProcessPool(1, start_method=method)
+    with ShardedDataLoader(dataset, 1, pool=pool, batchify_fn=max) as loader:
         found = next(iter(loader))
     key = bytes(multiprocess.current_process().authkey).hex()
     assert found == {"name": "sharded_loader-worker-0", "daemon": True, "key": key}
-
-
-def test_call_after_import_calls_once_and_at_once_where_the_module_is_there(tmp_path: Path) -> None:
-    calls: list[int] = []
-    before = list(sys.meta_path)
-    call_after_import("json", lambda: calls.append(1))
-    assert calls == [1]
-    (tmp_path / "comes_later.py").write_text("value = 3\n")
-    sys.path.insert(0, str(tmp_path))
-    try:
-        call_after_import("comes_later", lambda: calls.append(2))
-        call_after_import("comes_later", lambda: calls.append(sys.modules["comes_later"].value))
-        for _ in range(2):
-            __import__("comes_later")
-        assert calls == [1, 3]
-        call_after_import("never_comes", lambda: calls.append(4))
-        forget_import("never_comes")
-    finally:
-        sys.path.remove(str(tmp_path))
-        sys.modules.pop("comes_later", None)
-    assert sys.meta_path == before
 
 
 @pytest.mark.slow

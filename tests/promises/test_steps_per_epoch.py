@@ -98,11 +98,6 @@ def test_epochs_are_stretches_of_an_endless_order(kind: str, steps: int) -> None
     assert epochs_of(loader, 4) == [whole[at : at + steps] for at in range(0, 4 * steps, steps)]
 
 
-@covering(1, pool=POOLS[1:], kind=SAMPLERS)
-def test_in_any_pool(pool: str, kind: str) -> None:
-    assert epochs_of(loader_of(kind, 4, pool), 3) == epochs_of(loader_of(kind, 4), 3)
-
-
 @covering(kind=SAMPLERS, steps=[1, 4])
 def test_set_epoch_jumps_to_what_reading_up_to_there_gives(kind: str, steps: int) -> None:
     whole = epochs_of(loader_of(kind, steps), 5)
@@ -110,17 +105,6 @@ def test_set_epoch_jumps_to_what_reading_up_to_there_gives(kind: str, steps: int
         for epoch in (3, 0, 4, 1, 2):
             loader.set_epoch(epoch)
             assert [batch.tolist() for batch in loader] == whole[epoch], epoch
-
-
-@pytest.mark.parametrize("kind", SAMPLERS)
-def test_a_loop_that_was_left_changes_nothing_in_the_next_epoch(kind: str) -> None:
-    whole = epochs_of(loader_of(kind, 5), 3)
-    with loader_of(kind, 5) as loader:
-        for epoch in range(2):
-            iterator = iter(loader)
-            assert [next(iterator).tolist(), next(iterator).tolist()] == whole[epoch][:2]
-            del iterator
-        assert [batch.tolist() for batch in loader] == whole[2]
 
 
 @covering(1, kind=SAMPLERS, pool=["inline", "thread", "fork"], count=range(6), epoch=range(3))
@@ -193,20 +177,6 @@ def test_a_sampler_whose_length_is_wrong_is_an_error_with_advice() -> None:
     loader = ShardedDataLoader(range(LENGTH), 3, sampler=Wrong(), steps_per_epoch=4)
     with pytest.raises(ValueError, match="yielded 7 items.*its length is 9.*steps_per_epoch="):
         list(loader)
-
-
-def test_batches_are_split_and_skipped_as_ever() -> None:
-    loader = ShardedDataLoader(range(LENGTH), 4, steps_per_epoch=5, num_shards=2)
-    assert [[shard.tolist() for shard in shards] for shards in loader][2] == [[8, 9], [10, 0]]
-
-
-def test_prefetched_epochs_go_on_too() -> None:
-    for pool in ("thread", "fork"):
-        with loader_of("shuffled", 3, pool, prefetch_epochs=True, prefetch=9) as loader:
-            assert [[batch.tolist() for batch in loader] for _ in range(5)] == epochs_of(loader_of("shuffled", 3), 5)
-
-
-# -- samplers that have no end -----------------------------------------------------------------------------------------
 
 
 class WithoutEnd:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from conftest import METHODS, SPAWN_FIRST, make_pool
 from failures import Fails, crashes, kill, leave
+from inside import transport_of
 from programs import without_notices
 from recovery_samples import BadStart, DiesWhileSending, ReadyToDie, loader_arguments, until_the_end, values_of
 from samples import Random
@@ -38,7 +39,7 @@ class StartKiller:
     def _run(self) -> None:
         seen: set[int] = set()
         while self.left and not self._stop.wait(0.002):
-            for worker in list(self.pool._transport.workers):
+            for worker in list(transport_of(self.pool).workers):
                 if self.left and not worker.ready and worker.pid not in seen:
                     seen.add(worker.pid)
                     try:
@@ -181,7 +182,7 @@ found, victims = [], random.Random(0)
 for number, batch in enumerate(stream(pool, 0.004, length)):
     found.append(batch)
     if number % 4 == 1:
-        victim = victims.choice(pool._transport.workers)
+        victim = victims.choice(transport_of(pool).workers)
         os.kill(victim.pid, signal.SIGKILL)
         if "sigpipe" in sys.argv:
             victim.wait(300)  # so that something is sent to it before anybody looks

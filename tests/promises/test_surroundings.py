@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import METHODS, make_pool, until
-from failures import boom, odd_errors
+from failures import odd_errors
+from inside import transport_of, zygote_pids
+from programs import run_script
 from refusing import in_child
-from samples import Bad, Odd
+from samples import Odd
 
 from sharded_loader import ProcessPool, ShardedDataLoader
 from sharded_loader.engine.pool import Pool
@@ -28,23 +25,12 @@ from sharded_loader.engine.pool import Pool
 unix = pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
 
 
-def run_script(tmp_path: Path, text: str, *arguments: str) -> str:
-    """Run a program of the user's; it must end well, in time, and print nothing to stderr."""
-    path = tmp_path / "script.py"
-    path.write_text(textwrap.dedent(text))
-    done = subprocess.run(
-        [sys.executable, str(path), *arguments], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, ""), done
-    return done.stdout
-
-
 @pytest.mark.slow
 @unix
 @METHODS
 def test_a_handler_for_sigterm_does_not_keep_the_program_from_ending(tmp_path: Path, method: str) -> None:
     run_script(
-        tmp_path,
+        tmp_path / "script.py",
         """
         import signal, sys, tempfile
         folder = tempfile.TemporaryDirectory()  # a weakref.finalize before multiprocess comes
@@ -55,91 +41,6 @@ def test_a_handler_for_sigterm_does_not_keep_the_program_from_ending(tmp_path: P
         next(iterator)
         """,
         method,
-    )
-
-
-@pytest.mark.slow
-@unix
-@METHODS
-def test_children_that_the_user_forks_leave_the_workers_alone(tmp_path: Path, method: str) -> None:
-    out = run_script(
-        tmp_path,
-        """
-        import os, sys
-        from sharded_loader import ProcessPool, ShardedDataLoader
-        loader = ShardedDataLoader(range(100), 4, pool=ProcessPool(2, start_method=sys.argv[1]))
-        iterator = iter(loader)
-        next(iterator)
-        if os.fork() == 0:
-            sys.exit(0)
-        os.wait()
-        print(len(list(iterator)))
-        """,
-        method,
-    )
-    assert out == "24\n"
-
-
-@pytest.mark.slow
-@unix
-@METHODS
-def test_workers_go_with_a_killed_trainer_even_if_a_child_of_the_user_lives(tmp_path: Path, method: str) -> None:
-    out = run_script(
-        tmp_path,
-        """
-        import os, signal, subprocess, sys, time
-        import psutil
-        if len(sys.argv) == 3:
-            from sharded_loader import ProcessPool, ShardedDataLoader
-            pool = ProcessPool(2, start_method=sys.argv[1])
-            iterator = iter(ShardedDataLoader(range(100), 4, pool=pool))
-            next(iterator)
-            child = os.fork()
-            if child == 0:
-                time.sleep(30)
-                os._exit(0)
-            print(child, *pool.pids, flush=True)
-            time.sleep(30)
-        trainer = subprocess.Popen([sys.executable, *sys.argv, "trainer"], stdout=subprocess.PIPE, text=True)
-        child, *workers = [psutil.Process(int(pid)) for pid in trainer.stdout.readline().split()]
-        trainer.kill()
-        trainer.wait()
-        gone, alive = psutil.wait_procs(workers, timeout=300)
-        child.kill()
-        trainer.stdout.close()
-        print(len(gone), len(alive))
-        """,
-        method,
-    )
-    assert out == "2 0\n"
-
-
-@pytest.mark.slow
-@unix
-@METHODS
-@pytest.mark.parametrize("reaper", ["ignore", pytest.param("waitpid", marks=pytest.mark.slow)])
-def test_a_program_that_reaps_all_children_is_no_problem(tmp_path: Path, method: str, reaper: str) -> None:
-    run_script(
-        tmp_path,
-        """
-        import os, signal, sys, threading
-        if sys.argv[2] == "ignore":
-            signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-        from sharded_loader import ProcessPool, ShardedDataLoader
-        def reap():
-            while True:
-                try: os.waitpid(-1, 0)
-                except ChildProcessError: threading.Event().wait(0.01)
-        if sys.argv[2] == "waitpid":
-            threading.Thread(target=reap, daemon=True).start()
-        for _ in range(3):
-            with ShardedDataLoader(range(20), 4, pool=ProcessPool(2, start_method=sys.argv[1])) as loader:
-                assert len(list(loader)) == 5
-            fds = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
-        assert fds < 30, fds
-        """,
-        method,
-        reaper,
     )
 
 
@@ -173,16 +74,16 @@ def test_a_worker_is_replaced_in_a_program_that_reaps_all_children(method: str, 
             iterator = iter(loader)
             # The zygote is made behind the first batch.
             got = [*next(iterator).tolist(), *next(iterator).tolist()]
-            zygote = pool._transport.zygote
+            zygote = zygote_pids(pool)
             if when == "after":
                 reap_all(reaper)
             for batch in iterator:
                 got += batch.tolist()
                 if len(got) in (40, 120, 200):
-                    worker = pool._transport.workers[0]
+                    worker = transport_of(pool).workers[0]
                     worker.kill()
                     worker.wait(300)
-            assert pool._transport.zygote is zygote
+            assert zygote_pids(pool) == zygote
             list(loader)
         assert got == list(range(400))
         return "as ever"
@@ -246,17 +147,16 @@ def test_the_trainer_s_signal_handlers_run_in_the_trainer_alone(tmp_path: Path) 
             iterator = iter(loader)
             # The zygote is made behind the first batch.
             got = [*next(iterator).tolist(), *next(iterator).tolist()]
-            zygote = pool._transport.zygote
-            assert zygote is not None
+            (zygote,) = zygote_pids(pool)
             for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-                for pid in (zygote._process.pid, os.getpid()):
+                for pid in (zygote, os.getpid()):
                     os.kill(pid, number)
-            for worker in list(pool._transport.workers):  # here a signal ends a worker, which is replaced
+            for worker in list(transport_of(pool).workers):  # here a signal ends a worker, which is replaced
                 while worker.is_alive():  # before its first line it ignores signals, as the zygote does
                     os.kill(worker.pid, signal.SIGTERM)
                     worker.wait(0.1)
             got += [index for batch in iterator for index in batch.tolist()]
-            assert pool._transport.zygote is zygote and got == list(range(40))
+            assert zygote_pids(pool) == [zygote] and got == list(range(40))
         assert [path.name for path in tmp_path.iterdir()] == [str(os.getpid())]
         return "the trainer's"
 
@@ -266,7 +166,7 @@ def test_the_trainer_s_signal_handlers_run_in_the_trainer_alone(tmp_path: Path) 
 @pytest.mark.slow
 def test_a_worker_forked_while_a_thread_samples_can_sample_too(tmp_path: Path) -> None:
     run_script(
-        tmp_path,
+        tmp_path / "script.py",
         """
         import random, threading
         from sharded_loader import ProcessPool, ShardedDataLoader, ThreadPool, sample_seed
@@ -294,9 +194,6 @@ def test_a_worker_forked_while_a_thread_samples_can_sample_too(tmp_path: Path) -
     )
 
 
-# -- garbage --------------------------------------------------------------------------------------------------
-
-
 class Trainer:
     """Holds the loader, whose batchify function is a method of it, and an iterator: a cycle, as people write it."""
 
@@ -319,26 +216,6 @@ def test_a_loader_in_a_cycle_with_its_own_job_is_collected(name: str) -> None:
     alive = weakref.ref(trainer)
     del trainer
     assert until(lambda: gc.collect() >= 0 and alive() is None)  # a thread may be reading the next batch yet
-
-
-def test_an_error_does_not_keep_its_loader(new_pool: Callable[..., Pool]) -> None:
-    gc.collect()
-    gc.disable()
-    try:
-        pool = new_pool()
-        with contextlib.suppress(Exception):
-            for _ in ShardedDataLoader(Bad(boom), 4, pool=pool):
-                pass
-        assert not (pool.num_workers and _runs(pool))
-    finally:
-        gc.enable()
-
-
-def _runs(pool: Any) -> bool:
-    return bool(pool.pids) if isinstance(pool, ProcessPool) else bool(pool.started)
-
-
-# -- exceptions of odd classes --------------------------------------------------------------------------------
 
 
 def test_exceptions_of_odd_classes_arrive_as_they_are(pool: Pool) -> None:

@@ -16,9 +16,11 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import METHODS, PROCESS_POOLS, ahead, make_pool
+from conftest import METHODS, PROCESS_POOLS, ahead, make_pool, until
 from failures import Fails, hang, hangs_with_the_gil, nothing, stops_itself
+from inside import transport_of
 from recovery_samples import BadStart, loader_arguments, until_the_end, values_of
+from samples import Random
 
 from sharded_loader import ProcessPool, ShardedDataLoader, WorkerDiedError
 from sharded_loader.base.errors import WorkerTimeoutError
@@ -36,9 +38,6 @@ BAD = 3  # the batch of sample 17
 def expected(where: str) -> list[Any]:
     with ShardedDataLoader(**loader_arguments(where, nothing), batch_size=BATCH_SIZE, seed=2) as loader:
         return [values_of(batch) for batch in loader]
-
-
-# -- processes ------------------------------------------------------------------------------------------------
 
 
 @METHODS
@@ -168,25 +167,16 @@ def test_a_hang_that_does_not_come_again_is_not_seen(
     assert fail.count >= 2
 
 
+@pytest.mark.slow
 def test_a_worker_that_somebody_has_stopped_is_replaced() -> None:
-    class Numbers:
-        def __len__(self) -> int:
-            return 200
-
-        def __getitem__(self, index: int) -> int:
-            time.sleep(0.001)
-            return index
-
     pool = make_pool("fork", timeout=TIMEOUT)
     assert isinstance(pool, ProcessPool)
-    with ShardedDataLoader(Numbers(), 2, pool=pool) as loader:
+    with ShardedDataLoader(Random(200, 0.001), 2, pool=pool) as loader:
         iterator = iter(loader)
-        found = next(iterator).tolist()
-        victim = pool.pids[0]
-        os.kill(victim, signal.SIGSTOP)
-        for batch in iterator:
-            found += batch.tolist()
-        assert found == list(range(200))
+        found = [next(iterator)]
+        os.kill(pool.pids[0], signal.SIGSTOP)
+        found += iterator
+        assert [index for batch in found for index in batch[:, 0].tolist()] == list(range(200))
 
 
 @pytest.mark.slow
@@ -196,7 +186,7 @@ def test_a_worker_that_was_stopped_between_batches_is_replaced_too(method: str) 
     assert isinstance(pool, ProcessPool)
     with ShardedDataLoader(range(20), 2, pool=pool) as loader:
         whole = [batch.tolist() for batch in loader]
-        until(lambda: pool._transport.workers[0].heartbeat[SAMPLE] == IDLE)
+        until(lambda: transport_of(pool).workers[0].heartbeat[SAMPLE] == IDLE)
         os.kill(pool.pids[0], signal.SIGSTOP)
         assert [batch.tolist() for batch in loader] == whole
 
@@ -204,16 +194,8 @@ def test_a_worker_that_was_stopped_between_batches_is_replaced_too(method: str) 
 @pytest.mark.parametrize("name", ["thread", *PROCESS_POOLS])
 @pytest.mark.slow
 def test_a_slow_batch_of_quick_samples_is_no_error(name: str) -> None:
-    class Slow:
-        def __len__(self) -> int:
-            return 12
-
-        def __getitem__(self, index: int) -> int:
-            time.sleep(0.25)
-            return index
-
-    with ShardedDataLoader(Slow(), 6, pool=make_pool(name, timeout=1.0)) as loader:
-        assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]
+    with ShardedDataLoader(Random(12, 0.25), 6, pool=make_pool(name, timeout=1.0)) as loader:
+        assert [batch[:, 0].tolist() for batch in loader] == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]
 
 
 @pytest.mark.slow
@@ -237,8 +219,7 @@ def test_a_trainer_that_is_away_makes_nobody_late(name: str, tmp_path: Path) -> 
         for _ in range(2):
             iterator = iter(loader)
             first = next(iterator).tolist()
-            while not done.exists():
-                time.sleep(0.01)
+            until(done.exists)
             time.sleep(TIMEOUT * 1.2)  # that is what a long step is; workers are idle
             assert [first, *(batch.tolist() for batch in iterator)] == [[0], [1], [2], [3]]
             time.sleep(TIMEOUT * 1.2)
@@ -288,14 +269,6 @@ def test_a_program_that_is_stopped_makes_nobody_late_or_dead(method: str, tmp_pa
     assert (trainer.returncode, out, err) == (0, "True True\n", "")
 
 
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for something that is about to happen."""
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 @pytest.mark.slow
 @METHODS
 def test_workers_that_hang_while_they_start_are_one_error(
@@ -312,15 +285,7 @@ def test_workers_that_hang_while_they_start_are_one_error(
 
 @pytest.mark.slow
 def test_without_a_timeout_nobody_is_late() -> None:
-    class Slow:
-        def __len__(self) -> int:
-            return 2
-
-        def __getitem__(self, index: int) -> int:
-            time.sleep(0.7)
-            return index
-
-    with ShardedDataLoader(Slow(), 1, pool=make_pool("fork")) as loader:
+    with ShardedDataLoader(Random(2, 0.7), 1, pool=make_pool("fork")) as loader:
         assert len(list(loader)) == 2
 
 
@@ -346,7 +311,6 @@ def test_a_worker_that_not_even_a_kill_ends_is_left_behind(
         else:
             for _ in range(BAD):
                 next(iterator)
-            while not fail.count:
-                time.sleep(0.001)  # the next one would not come
+            assert until(lambda: fail.count)  # the next one would not come
         loader.close()
     assert "was killed and does not end" in capfd.readouterr().err

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
+
+from samples import wait_for
 
 
 class Waits:
@@ -36,11 +37,6 @@ class Collates:
         if 5 in samples:
             wait_for(self.file)
         return samples
-
-
-def wait_for(file: Path) -> None:
-    while not file.exists():
-        time.sleep(0.005)
 
 
 class Starts:
