@@ -121,8 +121,7 @@ class ReusedMemory:
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes < LEAST_BYTES or dtype.hasobject:
             return np.empty(shape, dtype)
-        memory = self._lend(_rounded(nbytes))
-        return np.ndarray(shape, dtype, memory)
+        return np.ndarray(shape, dtype, self._lend(_rounded(nbytes)))
 
     def clear(self) -> None:
         """Release the free blocks; borrowed ones are released with their last holder."""
@@ -301,8 +300,7 @@ class Arena:
 
     def close(self) -> None:
         """Close all segments. Memory under borrowed batches stays mapped until they die."""
-        segments = self.segments
-        self.segments, self._free = [], []
+        segments, self.segments, self._free = self.segments, [], []
         # New containers: a lease that ends later must not free a slot of a later segment.
         self._borrowed, self.returned = {}, deque()
         with contextlib.ExitStack() as steps:  # each step runs, even if another one raises

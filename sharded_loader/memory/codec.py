@@ -382,8 +382,7 @@ def resolve_class(module: str, qualname: str, tracker: str | None, address: int)
     One sent to the worker by value has a tracker. One defined in a function body cannot be looked up. Among all classes
     of its name it is the one at the same address (forked workers), or the only one (spawned workers).
     """
-    tracked = tracked_class(tracker)
-    if tracked is not None:
+    if (tracked := tracked_class(tracker)) is not None:
         return tracked
     resolved = _searched_classes.get((module, qualname, address)) or _look_up(sys.modules.get(module), qualname)
     is_class = isinstance(resolved, type)

@@ -230,7 +230,12 @@ class StreamReader(Reader):
     def prime(self, task: Task) -> PartPoint:
         """Open the part of a task before its first batch, as torch does in the main process. Return its progress."""
         assert task.part is not None  # a task of iterable data has one
-        opened = self._open_at(task.part, self._scope(task))
+        scope, previous_scope = self._scope(task), reading.get()
+        try:
+            reading.set(scope)  # the samples that are passed over may draw random numbers
+            opened = self._open_at(task.part, scope)
+        finally:
+            reading.set(previous_scope)
         opened.busy = False
         return opened.point._replace(state=opened.state())
 

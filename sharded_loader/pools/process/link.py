@@ -208,7 +208,6 @@ class Link:
         return count == target.nbytes
 
     def _read(self, target: memoryview) -> int:
-        count: int
         if self._blocks and not PORTABLE:
             with contextlib.suppress(OSError):  # a sandbox may refuse recvmsg; a broken socket is noticed below
                 # On Linux data behind a descriptor takes another read.
@@ -217,9 +216,8 @@ class Link:
                     self._descriptors.extend(array.array("i", data))
                 if flags & socket.MSG_CTRUNC:
                     self._descriptors.append(-1)  # descriptor limit of this process
-                return count
-        count = self._socket.recv_into(target)
-        return count
+                return int(count)
+        return int(self._socket.recv_into(target))
 
     def take_descriptor(self) -> int:
         """Return the descriptor that came with the message. OSError if this process may have no more of them."""
