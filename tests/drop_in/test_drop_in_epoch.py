@@ -151,8 +151,8 @@ def seeded(sampler: Order, **given: Any) -> DataLoader[Any]:
     return DataLoader(range(12), batch_sampler=sampler, **given)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("at", range(6))
+# With workers, iter() draws the first batch, as torch's does: a signal in there leaves no iterator.
+@pytest.mark.parametrize(("at", "workers"), [(at, workers) for workers in (0, 2) for at in range(workers > 0, 6)])
 def test_a_sampler_that_a_signal_ended_is_started_again_where_it_was(at: int, workers: int, signal_name: str) -> None:
     given: dict[str, Any] = {"num_workers": workers, "thread_pool": True} if workers else {}
     expected = plain(seeded(drawn(), **given))

@@ -83,7 +83,7 @@ def test_the_other_batches_stay_and_a_state_between_any_two_goes_on_exactly(orde
         found: list[Any] = []
         while len(found) < len(rest):
             one = [plain(batch) for batch in resumed]
-            assert one
+            assert one or [] in wanted[epoch:], "an epoch may be skipped whole"
             found += one
         assert found == rest
         assert resumed.skip == SKIP
