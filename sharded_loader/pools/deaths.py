@@ -28,7 +28,7 @@ E = TypeVar("E", bound=BaseException)
 K = TypeVar("K")
 
 IDLE_DEATHS = 10
-"""Deaths between batches, per worker number and without a result from any worker, after which the pool gives up."""
+"""Deaths of workers of one number between batches after which the pool gives up. A result of any worker resets it."""
 
 LOOK_SECONDS = 1.0
 """Maximum seconds between two checks for stalled workers during `next`."""
@@ -46,14 +46,14 @@ START_SECONDS = 600.0
 class Deaths:
     """Counts worker deaths caused by batches, and during start.
 
-    A worker that ends by itself during start (exit code, segmentation fault) would do so again: ``restarts`` such
-    deaths, of any numbers, are too many. Workers killed there (out of memory, another program) may be unlucky:
-    ``restarts`` of the same number are too many, or `PROVEN` times as many once any worker was ready. 0 counts as 1.
+    A worker that ends by itself during start (exit code, segmentation fault) would do so again: the pool gives up after
+    ``restarts`` such deaths, whichever workers they hit. A worker killed during start (out of memory, another program)
+    may be unlucky: ``restarts`` deaths have to hit the same worker number, or `PROVEN` times as many once any worker has
+    been ready. ``restarts=0`` is treated as 1.
 
     Attributes:
-        crash_suspects: (run, seq) of tasks that are sent alone, because a worker died with them or others of their
-            group.
-        unresolved: a worker has died, and not all batches that may have caused it are done.
+        crash_suspects: (run, seq) of tasks that may have ended a worker, until they are done. `RayPool` sends them alone.
+        unresolved: True after any death, until a result arrives and no crash suspects are left.
 
     Example:
         >>> deaths = Deaths(2)

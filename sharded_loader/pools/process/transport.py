@@ -9,7 +9,8 @@ A `ProcessTransport` owns the workers, the heartbeats (`engine.heartbeat`), the 
 the published job, the arena, and the waker pipe. It keeps no job, so that a finalizer may hold it: a job leads to the
 user's dataset, and often to the loader. In a process that the user forks `close` does nothing.
 
-A slot is free only when its writer has ended: never, if that had to be abandoned (`KILLED_GRACE`).
+A dead worker's slots are freed once its process has been reaped. A process that does not end within `KILLED_GRACE` of
+being killed could still write: its slots are never used again.
 
 The parent guard is a pipe whose end in the main process is closed by the kernel when that ends, also by SIGKILL. The
 kernel then kills the workers (`worker.die_with`), even ones that hold the GIL. The user's own child processes of a
