@@ -33,7 +33,7 @@ IDLE_DEATHS = 10
 LOOK_SECONDS = 1.0
 """Maximum seconds between two checks for stalled workers during `next`."""
 
-GROWN = 3
+GROWN_LIMIT = 3
 """Workers of one number that exceed their memory limit with the first batch, after which it is not a leak."""
 
 PROVEN = 10
@@ -48,11 +48,11 @@ class Deaths:
 
     A worker that ends by itself during start (exit code, segmentation fault) would do so again: the pool gives up after
     ``restarts`` such deaths, whichever workers they hit. A worker killed during start (out of memory, another program)
-    may be unlucky: ``restarts`` deaths have to hit the same worker number, or `PROVEN` times as many once any worker has
-    been ready. ``restarts=0`` is treated as 1.
+    may be unlucky: ``restarts`` deaths have to hit the same worker number, or `PROVEN` times as many once a worker was
+    ready. ``restarts=0`` is treated as 1.
 
     Attributes:
-        crash_suspects: (run, seq) of tasks that may have ended a worker, until they are done. `RayPool` sends them alone.
+        crash_suspects: (run, seq) of tasks that may have ended a worker, until done. `RayPool` sends them alone.
         unresolved: True after any death, until a result arrives and no crash suspects are left.
 
     Example:
@@ -100,7 +100,7 @@ class Deaths:
     def record_growth(self, worker: int, batches: int) -> bool:
         """Record a worker above its memory limit. Return True if first batches keep causing it."""
         self._grown_by_worker[worker] = 0 if batches > 1 else self._grown_by_worker[worker] + 1
-        return self._grown_by_worker[worker] >= GROWN
+        return self._grown_by_worker[worker] >= GROWN_LIMIT
 
     def record_start_death(self, death: Death) -> bool:
         """Record a death during start. Return True if no other worker is to be tried."""
@@ -223,7 +223,7 @@ class Death(NamedTuple):
 def too_large(worker: int, nbytes: int, limit: int) -> MemoryError:
     return MemoryError(
         f"worker {worker} takes {nbytes:,} bytes with its first batch, and max_worker_memory allows {limit:,}. So did "
-        f"the {GROWN - 1} workers before it, and another one would not help: give a larger max_worker_memory"
+        f"the {GROWN_LIMIT - 1} workers before it, and another one would not help: give a larger max_worker_memory"
     )
 
 

@@ -130,7 +130,7 @@ class Transport(ABC, Generic[W]):
         """Drain a worker whose number is taken, or stop it at once if workers cannot drain."""
 
     @abstractmethod
-    def last_words(self, worker: W, error: BaseException | None) -> Death:
+    def explain_death(self, worker: W, error: BaseException | None) -> Death:
         """Return what is known of a worker that has ended, and reap it. ``error`` reported its end."""
 
     @abstractmethod
@@ -264,7 +264,7 @@ class SupervisedPool(WorkerPool, Generic[W]):
         if not is_draining and worker not in transport.workers:
             return []
         with uninterrupted():
-            death = transport.last_words(worker, error)
+            death = transport.explain_death(worker, error)
         if self._job is None:
             return []  # a signal handler, or another thread, has closed the pool
         results: list[Result] = []
@@ -302,7 +302,7 @@ class SupervisedPool(WorkerPool, Generic[W]):
         """Handle a death over a task. Return the results of abandoned batches."""
         if not self.deaths.record_batch_death(task):
             # Also if the sample is known: another worker, whose heartbeat the error will quote, may die elsewhere.
-            worker.tasks[task.run, task.seq] = replace(task, isolated=True)
+            worker.tasks[task.run, task.seq] = replace(task, is_suspect=True)
             return []
         lost = []
         # Later batches of the same part can only be reached by reading this one again. Lanes of a map-style dataset

@@ -197,7 +197,7 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
             try:
                 if type(indices := task.shards[0]) is np.ndarray:
                     # Bytes pickle ten times as fast as an array.
-                    of_batch = task.sharded, task.isolated, task.lane, task.part
+                    of_batch = task.sharded, task.is_suspect, task.lane, task.part
                     fields: object = task.run, task.seq, task.epoch, task.position, (indices.tobytes(),), *of_batch
                 else:
                     fields = fields_of(task, forked=self.start_method == "fork")
