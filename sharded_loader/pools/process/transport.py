@@ -1,9 +1,9 @@
 """Transport of process pools: worker processes, and all system resources of a pool.
 
-    start(job)         fork: launches workers with the job. spawn, forkserver: publishes it once, and sends it
-    drain(worker)      tells a worker to end when it has answered its tasks
-    explain_death(worker)    reaps a worker: exit code, heartbeat
-    close()            ends workers (end-of-file, then SIGKILL), and frees links, slots and memory
+    start(job)             fork: launches workers with the job. spawn, forkserver: publishes it once, and sends it
+    drain(worker)          tells a worker to end when it has answered its tasks
+    explain_death(worker)  reaps a worker: exit code, heartbeat
+    close()                ends workers (end-of-file, then SIGKILL), and frees links, slots and memory
 
 A `ProcessTransport` owns the workers, the heartbeats (`engine.heartbeat`), the parent guard, the zygote, the memory of
 the published job, the arena, and the waker pipe. It keeps no job, so that a finalizer may hold it: a job leads to the
