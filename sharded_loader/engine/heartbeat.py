@@ -4,9 +4,9 @@
     main process, for a dead worker:      sample_in(task, words) -> [index], or phase(words)
 
 A heartbeat is a few integers, in shared memory for a process and in a list for a thread: the task (run, seq), the
-shard, and the sample's position in it. Single samples are recorded under ``timeout=``, where one death fails the batch,
-and in isolated tasks, which a worker has died over. Other tasks record `ONE_BY_ONE`. Writes take no lock, so the
-position may be one sample old.
+shard, and the sample's position in it. Positions of single samples are recorded if there may be no second look: under
+``timeout=``, with ``restarts`` of at most 1, and in suspect tasks, which a worker has died over already. Other tasks
+record `ONE_BY_ONE`. Writes take no lock, so the position may be one sample old.
 """
 
 from __future__ import annotations

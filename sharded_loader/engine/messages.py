@@ -9,7 +9,7 @@ task names a part's batch (`PartBatch`, `PartIndices`), and its result reports t
 
 Between processes a message is a header and out-of-band buffers (`memory.codec`, `pools.process.link`). Run and seq are
 packed outside the user's objects, so a batch that cannot be unpickled is an error of that batch alone. When a worker
-dies, the pool sends its tasks to another one, perhaps marked as isolated.
+dies, the pool sends its tasks to another one, perhaps marked as a suspect.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ class Task:
         shards: the indices of each shard (lists, or int64 arrays where the dataset gathers by them). A batch without
             shards is a tuple of one.
         sharded: the batch is a list of shards.
-        isolated: a worker has died over the task. Each sample is recorded, and before a bulk read each is read alone.
+        is_suspect: a worker has died over the task. Each sample is recorded, and before a bulk read each is read alone.
         lane: worker ``lane % num_workers`` reads all tasks of a lane, in order. None: any worker.
         part: of iterable data, whose ``shards`` are `PartIndices`.
     """
@@ -245,7 +245,7 @@ class Task:
     position: int
     shards: tuple[Any, ...]
     sharded: bool
-    isolated: bool = False
+    is_suspect: bool = False
     lane: int | None = None
     part: PartBatch | None = None
 

@@ -8,8 +8,8 @@
     close()                          stop the workers and release everything; `start` may follow
 
 A result carries the run and seq of its task. A pool whose worker dies submits the task to another worker, and may
-return two results for one task: the pipeline ignores the second. A task's failure is its result; `PoolBroken` means
-that no worker can run at all.
+return two results for one task (a thread that was thought to hang): the pipeline ignores the second. A task's failure
+is its result; `PoolBroken` means that no worker can run at all.
 
 One thread at a time calls a pool, under the pipeline's lock; only `wake` and `resize` may come from other threads.
 After an exception inside a verb, such as Ctrl-C, the pipeline calls `close` and `start`, and submits again what was in

@@ -146,7 +146,7 @@ class Reader:
         scope, timing, previous_scope = BatchScope(self._job.seed, task.epoch), self.timing, reading.get()
         scope.task, scope.worker, scope.empty, retries_before = task, worker, empty, len(RETRIES)
         scope.heartbeat = list(UNUSED) if heartbeat is None else heartbeat
-        scope.records_samples, scope.indices = self._job.notes_samples or task.isolated, task.shards[0]
+        scope.records_samples, scope.indices = self._job.notes_samples or task.is_suspect, task.shards[0]
         timing.batches += 1
         scope.is_timed, scope.cpu_before = timing.spare <= 0, core_seconds() if timing.batches > timing.next else None
         batch: Any = NOTHING

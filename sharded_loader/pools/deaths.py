@@ -28,12 +28,12 @@ E = TypeVar("E", bound=BaseException)
 K = TypeVar("K")
 
 IDLE_DEATHS = 10
-"""Deaths between batches, per worker number and without a result from any worker, after which the pool gives up."""
+"""Deaths of workers of one number between batches after which the pool gives up. A result of any worker resets it."""
 
 LOOK_SECONDS = 1.0
 """Maximum seconds between two checks for stalled workers during `next`."""
 
-GROWN = 3
+GROWN_LIMIT = 3
 """Workers of one number that exceed their memory limit with the first batch, after which it is not a leak."""
 
 PROVEN = 10
@@ -46,14 +46,14 @@ START_SECONDS = 600.0
 class Deaths:
     """Counts worker deaths caused by batches, and during start.
 
-    A worker that ends by itself during start (exit code, segmentation fault) would do so again: ``restarts`` such
-    deaths, of any numbers, are too many. Workers killed there (out of memory, another program) may be unlucky:
-    ``restarts`` of the same number are too many, or `PROVEN` times as many once any worker was ready. 0 counts as 1.
+    A worker that ends by itself during start (exit code, segmentation fault) would do so again: the pool gives up after
+    ``restarts`` such deaths, whichever workers they hit. A worker killed during start (out of memory, another program)
+    may be unlucky: ``restarts`` deaths have to hit the same worker number, or `PROVEN` times as many once a worker was
+    ready. ``restarts=0`` is treated as 1.
 
     Attributes:
-        crash_suspects: (run, seq) of tasks that are sent alone, because a worker died with them or others of their
-            group.
-        unresolved: a worker has died, and not all batches that may have caused it are done.
+        crash_suspects: (run, seq) of tasks that may have ended a worker, until done. `RayPool` sends them alone.
+        unresolved: True after any death, until a result arrives and no crash suspects are left.
 
     Example:
         >>> deaths = Deaths(2)
@@ -100,7 +100,7 @@ class Deaths:
     def record_growth(self, worker: int, batches: int) -> bool:
         """Record a worker above its memory limit. Return True if first batches keep causing it."""
         self._grown_by_worker[worker] = 0 if batches > 1 else self._grown_by_worker[worker] + 1
-        return self._grown_by_worker[worker] >= GROWN
+        return self._grown_by_worker[worker] >= GROWN_LIMIT
 
     def record_start_death(self, death: Death) -> bool:
         """Record a death during start. Return True if no other worker is to be tried."""
@@ -223,7 +223,7 @@ class Death(NamedTuple):
 def too_large(worker: int, nbytes: int, limit: int) -> MemoryError:
     return MemoryError(
         f"worker {worker} takes {nbytes:,} bytes with its first batch, and max_worker_memory allows {limit:,}. So did "
-        f"the {GROWN - 1} workers before it, and another one would not help: give a larger max_worker_memory"
+        f"the {GROWN_LIMIT - 1} workers before it, and another one would not help: give a larger max_worker_memory"
     )
 
 

@@ -1,7 +1,7 @@
 """Base class of pools with out-of-process workers: the only place that starts, replaces and gives up workers.
 
     _start(job)               send the job to all workers, and launch missing ones
-    replace(worker)           bury a dead worker, assign blame, and give its number and tasks to another
+    replace(worker)           find the task that a worker died over, launch a worker of its number, requeue its tasks
     renew(worker)             launch another worker for a live worker's number; the old one drains
     resize(num_workers)       launch more workers, or drain surplus ones
     tell_of_wait(text, task)  report on stderr who has a task, its progress, and its stack
@@ -13,7 +13,8 @@ and query a worker, and its last words (`deaths.Death`). Decisions are made here
 
     death during start           too many: workers cannot start (`PoolBroken`)
     death in a batch             the batch is retried, and given up after ``restarts`` deaths
-    death in an unknown task     all its tasks become crash suspects, and are sent alone
+    death in an unknown task     (an actor of Ray, which leaves no heartbeat) all its tasks become crash suspects, which
+                                 `RayPool` sends alone
     death between batches        too many without a result: something else ends workers (`PoolBroken`)
     death of the machine         no blame
 
@@ -129,7 +130,7 @@ class Transport(ABC, Generic[W]):
         """Drain a worker whose number is taken, or stop it at once if workers cannot drain."""
 
     @abstractmethod
-    def last_words(self, worker: W, error: BaseException | None) -> Death:
+    def explain_death(self, worker: W, error: BaseException | None) -> Death:
         """Return what is known of a worker that has ended, and reap it. ``error`` reported its end."""
 
     @abstractmethod
@@ -149,8 +150,8 @@ class SupervisedPool(WorkerPool, Generic[W]):
     """A pool of supervised out-of-process workers.
 
     Attributes:
-        requeued: tasks that wait for a worker, oldest first.
-        rebuilt: (run, seq) of tasks that a worker had when it ended, until they are done.
+        requeued: tasks that wait for a worker; those of the last worker that ended come first.
+        rebuilt: (run, seq) of tasks whose worker ended, until another has done them; counted by the statistics.
     """
 
     shares_dataset = False
@@ -244,7 +245,7 @@ class SupervisedPool(WorkerPool, Generic[W]):
                 worker.cancel(run)
 
     def take_back(self, tasks: Iterable[Task]) -> None:
-        """Requeue tasks that were sent. They are older than all that wait."""
+        """Requeue tasks that were sent, before those that were never sent."""
         self.requeued.extendleft(reversed([task for task in tasks if task.run not in self._cancelled]))
 
     # -- workers that end, or stand still -------------------------------------------------------------------
@@ -256,14 +257,14 @@ class SupervisedPool(WorkerPool, Generic[W]):
             The error of a batch that has killed too many workers, and empty results for batches lost with it.
 
         Raises:
-            PoolBroken: workers die without having done anything. The pool is closed.
+            PoolBroken: workers die during start or between batches, without a result in between. The pool is closed.
         """
         transport = self._transport
         is_draining = worker in transport.draining
         if not is_draining and worker not in transport.workers:
             return []
         with uninterrupted():
-            death = transport.last_words(worker, error)
+            death = transport.explain_death(worker, error)
         if self._job is None:
             return []  # a signal handler, or another thread, has closed the pool
         results: list[Result] = []
@@ -300,8 +301,8 @@ class SupervisedPool(WorkerPool, Generic[W]):
     def _retry_or_give_up(self, worker: W, task: Task, death: Death) -> list[Result]:
         """Handle a death over a task. Return the results of abandoned batches."""
         if not self.deaths.record_batch_death(task):
-            # Also if the sample is known: the error quotes the last worker's heartbeat, which may lack cheap samples.
-            worker.tasks[task.run, task.seq] = replace(task, isolated=True)
+            # Also if the sample is known: another worker, whose heartbeat the error will quote, may die elsewhere.
+            worker.tasks[task.run, task.seq] = replace(task, is_suspect=True)
             return []
         lost = []
         # Later batches of the same part can only be reached by reading this one again. Lanes of a map-style dataset

@@ -172,7 +172,7 @@ class TaskReader:
         except Exception as error:
             add_note(error, f"sharded_loader: batch {seq}: its indices could not be unpickled in {self.name}")
             return Result(run, seq, error=error), slot, None
-        if task.isolated:
+        if task.is_suspect:
             self._reader.probe(task, heartbeat)
         empty = np.empty if memory is None else slot.empty
         self._seed_globals(task.epoch, task.position)

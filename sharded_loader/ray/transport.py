@@ -3,7 +3,7 @@
     start(job)                put the dataset into the object store once; request actors, or send them the new job
     choose(task), send(...)   a group of tasks is one call; its end, in any way, is an event
     follow(order)             one actor per node prefetches shards in this order; its groups carry the position
-    last_words(worker, error) Ray's explanation of a death, and the tasks of the actor
+    explain_death(...)        Ray's explanation of a death, and the tasks of the actor
     look()                    detect a cluster without room for any actor, and a Ray that was shut down
 
 A requested actor may come in a second, in an hour (the cluster grows), or never, so only ready actors get tasks. The
@@ -332,7 +332,7 @@ class RayTransport(Transport[ActorWorker]):
 
     # -- actors that end, or stand still --------------------------------------------------------------------
 
-    def last_words(self, worker: ActorWorker, error: BaseException | None) -> Death:
+    def explain_death(self, worker: ActorWorker, error: BaseException | None) -> Death:
         said = worker.begun or Begun(0, "", "")
         first = next(iter(worker.calls), None)
         heartbeat: Sequence[int] | None = None

@@ -170,6 +170,15 @@ def test_files_that_are_spoken_of_are_there() -> None:
 
 
 @pytest.mark.lint
+def test_classes_and_functions_that_are_spoken_of_are_there() -> None:
+    source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "sharded_loader").rglob("*.py"))
+    defined = {*re.findall(r"\b(?:def|class) (\w+)", source), *re.findall(r"\b(\w+)(?:: [^=\n]+)? = ", source)}
+    names = re.findall(r"`([A-Z]\w+(?:\.\w+)*)(?:\(\))?`", PAGES["how-it-works.md"])
+    assert len(names) > 15
+    assert [name for name in names if not {*name.split(".")} <= defined] == []
+
+
+@pytest.mark.lint
 def test_every_module_begins_with_a_sentence_for_the_list_of_modules() -> None:
     assert "<!-- modules -->" in PAGES["how-it-works.md"]
     wrong = []

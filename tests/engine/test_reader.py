@@ -369,8 +369,8 @@ def test_the_heartbeat_says_where_the_reader_is() -> None:
         reader.read(task_of([3, 1], [2]), WORKER, heartbeat=heartbeat)
         assert seen == expected  # later ones are cheap, and are not timed
     seen.clear()
-    isolated = replace(task_of([3, 1], [2]), isolated=True)
-    Reader(Job(Looks(), batchify, 7)).read(isolated, WORKER, heartbeat=heartbeat)
+    is_suspect = replace(task_of([3, 1], [2]), is_suspect=True)
+    Reader(Job(Looks(), batchify, 7)).read(is_suspect, WORKER, heartbeat=heartbeat)
     assert seen == noted
     seen.clear()
     read(LooksInItems(), [3, 1], [2], heartbeat=heartbeat, batchify_fn=batchify)

@@ -22,7 +22,7 @@ from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
 from sharded_loader.base import system
 from sharded_loader.memory.segments import Segment, attach, create
 from sharded_loader.pools.process import link, worker
-from sharded_loader.pools.process.link import CANCEL, DEATH, Link
+from sharded_loader.pools.process.link import CANCEL, GUARD, Link
 
 BACKENDS = ["memfd", "shm", "file", "named"]
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="all back ends: Linux only")
@@ -250,7 +250,7 @@ def test_a_worker_that_may_open_nothing_from_the_start_lives_and_reads() -> None
     reader = worker.WorkerThreads(end, 0, 1)
     read, write = os.pipe()
     try:
-        trainer.send(DEATH, descriptor=read)
+        trainer.send(GUARD, descriptor=read)
         trainer.send(CANCEL, 7)
         trainer.close()  # end-of-file after that
         with pytest.MonkeyPatch.context() as patched:

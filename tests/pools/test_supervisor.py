@@ -73,7 +73,7 @@ class PretendedTransport(Transport[Pretended]):
         if self.drains:
             self.draining.append(worker)
 
-    def last_words(self, worker: Pretended, error: BaseException | None) -> Death:
+    def explain_death(self, worker: Pretended, error: BaseException | None) -> Death:
         return Death(worker.number, worker.pid, -9, hung=worker.hung, heartbeat=worker.heartbeat, **worker.more)
 
     def release(self, worker: Pretended) -> None:
@@ -192,7 +192,7 @@ def test_a_batch_that_kills_too_many_workers_is_given_up_and_its_sample_named() 
 def test_after_a_death_each_sample_is_noted(at: int, pool: Pool) -> None:
     pool.give(0, task(3), task(4), heartbeat=reading(3, at))
     pool.kill(0)
-    assert [one.isolated for one in pool.supervisor.requeued] == [True, False]
+    assert [one.is_suspect for one in pool.supervisor.requeued] == [True, False]
     pool.give(1, task(3), heartbeat=reading(3, BEGINNING))
     assert len(pool.kill(1)) == 1
 

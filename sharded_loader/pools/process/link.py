@@ -5,7 +5,7 @@
     TASKS            pickled list of tasks, each with its slot             main process -> worker
     CANCEL  run                             do not begin the tasks of this run
     HEARTBEAT        row, size, name        memory of its heartbeat (`engine.heartbeat`); or a descriptor, no name
-    DEATH            name: parent guard, a pipe whose closing kills the worker; likewise
+    GUARD            name: parent guard, a pipe whose closing kills the worker; likewise
     STACKS  run         write what is read, and the user's stacks, to stderr; 1: and end
     FLUSH            send finished results now: the consumer waits for them while the worker still reads
     LEAVE            end after the tasks that came before
@@ -55,7 +55,7 @@ CHUNK = 65536
 """Bytes per read: two batches that go through the pipe, or hundreds of small ones."""
 
 TASKS, CANCEL, SEGMENT, JOB, READY, FAILED, RESULTS = b"T", b"C", b"S", b"J", b"Y", b"F", b"R"
-HEARTBEAT, DEATH, STACKS, LEAVE, GROWN, FLUSH = b"B", b"D", b"P", b"L", b"G", b"U"
+HEARTBEAT, GUARD, STACKS, LEAVE, GROWN, FLUSH = b"B", b"D", b"P", b"L", b"G", b"U"
 
 NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
 """Send flag that makes a dead worker an error, even if SIGPIPE would end the program."""

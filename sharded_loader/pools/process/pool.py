@@ -7,7 +7,8 @@
          <- arrays over the slot, borrowed
 
 The size of slots follows recent batches (`memory.arena`); the first batches, and larger ones, go through the pipe. A
-slot belongs to its worker until that has answered or ended, then to the user while anything refers to it.
+slot belongs to its worker until the batch arrives, then to the user while anything refers to it, then to the arena. If
+the worker dies before that, the slot returns to the arena, unless the process could not be reaped.
 
 A ``Pool`` of ``multiprocess`` replaces a dead worker but forgets its task, so the caller hangs. Here processes share no
 lock or queue, so a worker may die anywhere without blocking others. A worker holds at most one task, or one group of
@@ -18,7 +19,7 @@ What can go wrong, and what happens:
     is a `WorkerDiedError`. `wait` returns 3 ms (spawn) or 9 ms (fork) after the kill, mostly the kernel's time;
   * a worker exceeds ``max_worker_memory``: it is replaced and drains. If this happens with first batches, the pool is
     closed with an error;
-  * a worker stalls for ``timeout`` seconds: it is killed, then as above, even if it does not end;
+  * a worker stalls for ``timeout`` seconds: it is killed and replaced, even if it survives the signal (in the kernel);
   * a worker cannot start (unpicklable dataset, ``worker_init_fn`` raises): the pool is closed with that error;
   * an exception strikes inside a verb (a Ctrl-C): the pipeline restarts the pool;
   * a reply cannot be unpickled here: an error of its batch.
@@ -196,7 +197,7 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
             try:
                 if type(indices := task.shards[0]) is np.ndarray:
                     # Bytes pickle ten times as fast as an array.
-                    of_batch = task.sharded, task.isolated, task.lane, task.part
+                    of_batch = task.sharded, task.is_suspect, task.lane, task.part
                     fields: object = task.run, task.seq, task.epoch, task.position, (indices.tobytes(),), *of_batch
                 else:
                     fields = fields_of(task, forked=self.start_method == "fork")
@@ -289,7 +290,7 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
                 buffers = list(itertools.islice(following, count))
                 task, slot = worker.tasks.pop((run, seq), None), worker.slots.pop((run, seq), None)
                 if slot is not None:
-                    # An empty slot returns immediately.
+                    # Without buffers in it, the slot is free again at once.
                     buffers = self._transport.arena.lend(slot, buffers)
                 if task is not None:  # otherwise cancelled
                     results.append(self._result(reply, buffers, task))

@@ -1,15 +1,16 @@
 """Transport of process pools: worker processes, and all system resources of a pool.
 
-    start(job)         fork: launches workers with the job. spawn, forkserver: publishes it once, and sends it
-    drain(worker)      tells a worker to end when it has answered its tasks
-    last_words(worker) reaps a worker: exit code, heartbeat
-    close()            ends workers (end-of-file, then SIGKILL), and frees links, slots and memory
+    start(job)             fork: launches workers with the job. spawn, forkserver: publishes it once, and sends it
+    drain(worker)          tells a worker to end when it has answered its tasks
+    explain_death(worker)  reaps a worker: exit code, heartbeat
+    close()                ends workers (end-of-file, then SIGKILL), and frees links, slots and memory
 
 A `ProcessTransport` owns the workers, the heartbeats (`engine.heartbeat`), the parent guard, the zygote, the memory of
 the published job, the arena, and the waker pipe. It keeps no job, so that a finalizer may hold it: a job leads to the
 user's dataset, and often to the loader. In a process that the user forks `close` does nothing.
 
-A slot is free only when its writer has ended: never, if that had to be abandoned (`KILLED_GRACE`).
+A dead worker's slots are freed once its process has been reaped. A process that does not end within `KILLED_GRACE` of
+being killed could still write: its slots are never used again.
 
 The parent guard is a pipe whose end in the main process is closed by the kernel when that ends, also by SIGKILL. The
 kernel then kills the workers (`worker.die_with`), even ones that hold the GIL. The user's own child processes of a
@@ -47,7 +48,7 @@ from sharded_loader.memory.codec import Encoded
 from sharded_loader.memory.segments import Segment, Slot, create
 from sharded_loader.pools.deaths import Death
 from sharded_loader.pools.process import start
-from sharded_loader.pools.process.link import CANCEL, DEATH, HEARTBEAT, JOB, LEAVE, STACKS, Link
+from sharded_loader.pools.process.link import CANCEL, GUARD, HEARTBEAT, JOB, LEAVE, STACKS, Link
 from sharded_loader.pools.process.worker import STACKS_SIGNAL, find_libraries
 from sharded_loader.pools.process.worker import main as work
 from sharded_loader.pools.supervised import Transport, Worker
@@ -304,9 +305,9 @@ class ProcessTransport(Transport[ProcessWorker]):
                 link.send_segment(self.heartbeat, HEARTBEAT, worker.row)
             if (parent_guard := self.parent_guard) is not None and not PORTABLE:
                 if can_pass_descriptors():
-                    link.send(DEATH, descriptor=parent_guard[0])
+                    link.send(GUARD, descriptor=parent_guard[0])
                 else:
-                    link.send(DEATH, content=f"/proc/{os.getpid()}/fd/{parent_guard[0]}".encode())
+                    link.send(GUARD, content=f"/proc/{os.getpid()}/fd/{parent_guard[0]}".encode())
             # A forked worker has its job, but waits for a message. By then it has received the parent guard, so it ends
             # with the main process even if user code holds the GIL from its first line on.
             if self.start_method == "fork":
@@ -349,7 +350,7 @@ class ProcessTransport(Transport[ProcessWorker]):
 
     # -- workers that end, or stand still -------------------------------------------------------------------
 
-    def last_words(self, worker: ProcessWorker, error: BaseException | None) -> Death:
+    def explain_death(self, worker: ProcessWorker, error: BaseException | None) -> Death:
         worker.wait(0.0 if worker.hung else 1.0)
         worker.release()
         death = Death(worker.number, worker.pid, worker.exitcode, self.oom_kills())

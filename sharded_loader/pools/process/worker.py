@@ -124,7 +124,7 @@ class WorkerThreads:
 
     def _handle(self, message: Message) -> None:
         kind, run = message.kind, message.run
-        if kind in (wire.HEARTBEAT, wire.DEATH, wire.SEGMENT):
+        if kind in (wire.HEARTBEAT, wire.GUARD, wire.SEGMENT):
             self._open_shared(message)
         elif kind == wire.FLUSH:
             if self._sending.acquire(blocking=False):  # otherwise the main thread sends; this one must keep reading
@@ -146,7 +146,7 @@ class WorkerThreads:
         kind, number, nbytes, name = message.kind, message.run, message.seq, bytes(message.content).decode()
         try:
             fd = None if name else self._link.take_descriptor()
-            if kind == wire.DEATH:
+            if kind == wire.GUARD:
                 try:
                     die_with(name or f"/proc/self/fd/{fd}")
                 finally:

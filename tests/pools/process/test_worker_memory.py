@@ -16,7 +16,7 @@ from conftest import ahead
 from sharded_loader import ProcessPool, RayPool, ShardedDataLoader, SimpleDataset, ThreadPool, sample_rng
 from sharded_loader.base import limits
 from sharded_loader.base.limits import own_bytes, private_bytes
-from sharded_loader.pools.deaths import GROWN, Deaths
+from sharded_loader.pools.deaths import GROWN_LIMIT, Deaths
 from sharded_loader.torch import DataLoader
 from tests.conftest import PROCESS_POOLS, WITH_RAY
 
@@ -78,9 +78,9 @@ def test_a_limit_below_what_a_new_worker_takes_is_an_error_with_both_numbers(met
 
 def test_one_large_first_batch_is_no_reason_to_give_up() -> None:
     deaths = Deaths(3)
-    assert [deaths.record_growth(0, 1) for _ in range(GROWN - 1)] == [False] * (GROWN - 1)
+    assert [deaths.record_growth(0, 1) for _ in range(GROWN_LIMIT - 1)] == [False] * (GROWN_LIMIT - 1)
     assert not deaths.record_growth(0, 50) and not deaths.record_growth(1, 0)
-    assert [deaths.record_growth(0, 1) for _ in range(GROWN)] == [*[False] * (GROWN - 1), True]
+    assert [deaths.record_growth(0, 1) for _ in range(GROWN_LIMIT)] == [*[False] * (GROWN_LIMIT - 1), True]
 
 
 @pytest.mark.parametrize(

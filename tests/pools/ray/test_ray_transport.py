@@ -177,23 +177,23 @@ def test_an_order_that_cannot_be_sent_is_told_once_and_the_batches_come(
 def test_what_a_dead_actor_read_is_known_if_it_read_one_task_alone(transport: Transport) -> None:
     supervised(transport, 3)
     worker = transport.workers[0]
-    assert transport.last_words(worker, KILLED).heartbeat == UNUSED
+    assert transport.explain_death(worker, KILLED).heartbeat == UNUSED
     give(worker, 4, 5)
-    death = transport.last_words(worker, KILLED)
+    death = transport.explain_death(worker, KILLED)
     assert (death.heartbeat, death.is_of_machine, death.is_final) == (None, False, False)
     assert str(death) == "worker 0 (pid 70 on 10.0.0.1) died: SYSTEM_ERROR: It exited."
     worker.end_call(worker.calls[0])
     give(worker, 4, alone=True)
-    assert transport.last_words(worker, KILLED).heartbeat == (0, 4, 0, IN_BATCH)
+    assert transport.explain_death(worker, KILLED).heartbeat == (0, 4, 0, IN_BATCH)
 
 
 def test_a_death_with_the_node_is_known_as_such(transport: Transport, monkeypatch: pytest.MonkeyPatch) -> None:
     supervised(transport, 3)
     worker = transport.workers[0]
-    assert transport.last_words(worker, Exception("its node has died")).is_of_machine
-    assert transport.last_words(worker, ConnectionError()).is_of_machine
+    assert transport.explain_death(worker, Exception("its node has died")).is_of_machine
+    assert transport.explain_death(worker, ConnectionError()).is_of_machine
     monkeypatch.setattr(cluster, "alive", set)
-    assert transport.last_words(worker, KILLED).is_of_machine
+    assert transport.explain_death(worker, KILLED).is_of_machine
 
 
 def test_a_batch_that_kills_is_found_among_its_group_and_named(transport: Transport) -> None:
@@ -209,7 +209,7 @@ def test_a_batch_that_kills_is_found_among_its_group_and_named(transport: Transp
     assert isinstance(error, WorkerDiedError)
     assert (error.batch, error.index, error.exitcode) == (4, None, None)
     assert "died: SYSTEM_ERROR: It exited.. It was reading the batch, in epoch 0, batch 4" in str(error)
-    assert not any(one.isolated for one in supervisor.requeued)
+    assert not any(one.is_suspect for one in supervisor.requeued)
 
 
 def test_an_actor_that_hung_was_in_the_task_that_it_has_said(transport: Transport) -> None:
