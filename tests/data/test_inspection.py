@@ -259,12 +259,13 @@ def test_what_nothing_is_known_of_has_none(data: Any) -> None:
 
 
 def test_much_data_are_not_read(tmp_path: Path) -> None:
-    large = np.lib.format.open_memmap(str(tmp_path / "a.npy"), mode="w+", dtype=np.float32, shape=(200_000, 1000))
+    large = np.lib.format.open_memmap(str(tmp_path / "a.npy"), mode="w+", dtype=np.float32, shape=(25_000, 1000))
     resource = pytest.importorskip("resource")  # POSIX
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     assert fingerprint_of(large) is not None
-    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-    assert faults < 5_000, "read whole, 800 MB have 200,000 pages, mapped by at least 12,000 faults"
+    read = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    large.sum()
+    assert 10 * read < resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before, "page faults, of a few and of all"
 
 
 def write_shards(folder: Path, content: bytes) -> None:
