@@ -515,7 +515,7 @@ class SimulatedStreams:
         self.current_device = lambda: -1  # so each call makes it current
         self.new_stream = functools.partial(machine.new_stream, device)
         self.caller_stream = functools.partial(machine.stream, device)
-        self.hollow = functools.partial(torch.empty, 0)
+        self.unallocated = functools.partial(torch.empty, 0)
 
     @contextmanager
     def current(self) -> Iterator[None]:

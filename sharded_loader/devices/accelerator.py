@@ -62,7 +62,7 @@ class Streams:
         set_stream: makes a stream current for this thread. (Torch's context manager takes 12 us on an H200's host, two
             calls of this 3 us.)
         empty_like: allocates memory on the device in the layout of a host tensor, on the caller's stream.
-        hollow: makes a tensor on the device without memory.
+        unallocated: makes a tensor on the device without memory.
         copy: ``copy(target, source)`` copies from pinned host memory, on the current stream.
         timed_event: makes an event that measures the time since another one.
         has_warned: a warning has said that torch cannot pin host memory.
@@ -81,7 +81,7 @@ class Streams:
         self.caller_stream: Callable[[], Any] = functools.partial(module.current_stream, device.index)
         self.set_stream: Callable[[Any], None] = module.set_stream
         self.empty_like: Callable[[torch.Tensor], torch.Tensor] = functools.partial(torch.empty_like, device=device)
-        self.hollow: Callable[..., torch.Tensor] = functools.partial(torch.empty, 0, device=device)
+        self.unallocated: Callable[..., torch.Tensor] = functools.partial(torch.empty, 0, device=device)
         self.copy: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
         self.copy = functools.partial(torch.Tensor.copy_, non_blocking=True)
         self.is_pinned: Callable[[torch.Tensor], bool] = torch.Tensor.is_pinned

@@ -123,9 +123,9 @@ class PendingCopy:
     Attributes:
         batch: of tensors on the device. Only `finish` may hand it out.
         copies: the copy stream; None: the batch is already there.
-        home: the stream that the targets belong to.
+        owner_stream: the stream that the targets belong to.
         sources: host tensors, and the objects that have moved themselves.
-        targets: device memory, until `finish`. `CopyStream.kept` holds this list.
+        targets: device memory, until `finish`. `CopyStream.in_use` holds this list.
         event: passes when the copies are done. None: nothing is copied.
         staged: wrappers of objects that move themselves. Their memory lies outside pinned slots.
         made: results in memory of the copy stream, which `finish` records on the caller's stream.
@@ -134,7 +134,7 @@ class PendingCopy:
 
     batch: Any = None
     copies: CopyStream | None = None
-    home: Any = None
+    owner_stream: Any = None
     sources: list[Any] = field(default_factory=list)
     targets: list[torch.Tensor] = field(default_factory=list)
     event: Any = None
@@ -224,7 +224,7 @@ class CopyStream:
         self._plan = PlacementPlan([])  # of the last batch
         self._stream: Any = None
         self._lock = threading.RLock()
-        self.kept: deque[tuple[Any, list[Any]]] = deque()
+        self.in_use: deque[tuple[Any, list[Any]]] = deque()
         self._moved: deque[tuple[Any, list[Any]]] = deque()
         self._unrecorded: list[Any] | None = None  # memory of enqueued copies that have no event yet
         self._pid = os.getpid()
@@ -268,7 +268,7 @@ class CopyStream:
             if self._stream is None:
                 self._stream = streams.new_stream()
             # Must follow the allocation of the targets, whose memory may be that of a batch dropped just before.
-            self._stream.wait_event(pending.home.record_event())
+            self._stream.wait_event(pending.owner_stream.record_event())
             self._unrecorded = memory = [pending.sources, pending.targets]
             try:
                 streams.set_stream(self._stream)
@@ -280,9 +280,9 @@ class CopyStream:
                 if transform is not None:
                     self._transform(pending, transform)
             finally:
-                streams.set_stream(pending.home)
+                streams.set_stream(pending.owner_stream)
             pending.event = self._stream.record_event()
-            self.kept.append((pending.event, memory))
+            self.in_use.append((pending.event, memory))
             self._unrecorded = None
             return pending
 
@@ -293,7 +293,7 @@ class CopyStream:
         streams, targets = self.streams, []
         for leaf, is_small in zip(leaves, small, strict=True):
             if is_small:
-                target = streams.hollow(dtype=leaf.dtype)
+                target = streams.unallocated(dtype=leaf.dtype)
                 pending.small.append((leaf, target))
             else:
                 target = streams.empty_like(leaf)
@@ -351,7 +351,7 @@ class CopyStream:
         streams, current = self.streams, self.streams.caller_stream()
         if pending.event is not None:
             current.wait_event(pending.event)
-            if current != pending.home:
+            if current != pending.owner_stream:
                 streams.record_use(pending.targets, current)
             for made in pending.made:
                 record(streams, made, current)
@@ -407,7 +407,7 @@ class CopyStream:
             self._hold_unrecorded()
         if self._hung_event is not None and self._hung_event.query():
             self._hung_event = None
-        for queue in (self.kept, self._moved):
+        for queue in (self.in_use, self._moved):
             if len(queue) >= self._max_in_flight and self._hung_event is None:
                 started = host_clock.now()
                 self._wait(queue[0][0])
@@ -423,7 +423,7 @@ class CopyStream:
         """Hold the sources and targets of an interrupted `begin` until its copies are done."""
         if self._unrecorded is not None:
             try:
-                self.kept.append((self._stream.record_event(), self._unrecorded))
+                self.in_use.append((self._stream.record_event(), self._unrecorded))
             except RuntimeError:  # a kernel has failed: nothing is copied any more
                 LOST.append(self._unrecorded)
             self._unrecorded = None
@@ -448,7 +448,7 @@ class CopyStream:
         with self._lock, self.streams.current():
             self._hold_unrecorded()
             deadline = host_clock.now() + seconds
-            for queue in (self.kept, self._moved):
+            for queue in (self.in_use, self._moved):
                 while queue:
                     first = queue[0]
                     try:
@@ -484,7 +484,7 @@ class CopyStream:
             self._hung_event = None
             STILL_READ.discard(self)
             return True
-        self._hung_event = next((queue[0][0] for queue in (self.kept, self._moved) if queue), None)
+        self._hung_event = next((queue[0][0] for queue in (self.in_use, self._moved) if queue), None)
         STILL_READ.add(self)
         if not (is_ending or has_hung or should_stop()):
             warnings.warn(

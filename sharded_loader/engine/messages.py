@@ -205,8 +205,8 @@ def task_of(fields: Any) -> Task:
 def pack_reply(run: int, seq: int, wanted: int, encoded: Encoded, times: BatchTimes | None = None) -> bytes:
     """Pack one result for a RESULTS message. The times stay outside the pickle: they include the time to make it."""
     packed_times = b"" if times is None else pickle.dumps(times, protocol=5)
-    header = _REPLY.pack(run, seq, wanted, len(encoded.places), len(packed_times), len(encoded.head))
-    return header + packed_times + encoded.head
+    header = _REPLY.pack(run, seq, wanted, len(encoded.places), len(packed_times), len(encoded.pickled))
+    return header + packed_times + encoded.pickled
 
 
 def unpack_reply(content: memoryview) -> tuple[int, int, int, int, memoryview, memoryview, BatchTimes | None]:

@@ -111,7 +111,7 @@ def check_loader(steps: KnownSteps, number: int, samples: int, own: Pool) -> Loa
     pickled: int | str
     try:
         encoded = publish(steps.dataset, dataset=steps.dataset)
-        pickled = len(encoded.head) + sum(buffer.nbytes for buffer in encoded.buffers)
+        pickled = len(encoded.pickled) + sum(buffer.nbytes for buffer in encoded.buffers)
     except TypeError as error:
         pickled = str(error).partition(". What to do")[0]
     return LoaderCheck(len(indices), repr(pool), differing, failed, pickled, worker_bytes)

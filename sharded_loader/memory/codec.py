@@ -62,14 +62,14 @@ class Encoded(NamedTuple):
     """A pickled object with its out-of-band buffers.
 
     Attributes:
-        head: the pickle stream.
+        pickled: the pickle stream.
         places: offset and size in the slot of each out-of-band buffer. Offset -1: the buffer is in ``buffers``. A size
             is negative, with a mark, if the library does not copy the object to devices (`HostParts`).
         buffers: buffers outside the slot.
         modules: modules that unpickling imports (published jobs only).
     """
 
-    head: bytes
+    pickled: bytes
     places: tuple[tuple[int, int], ...]
     buffers: tuple[memoryview, ...]
     modules: frozenset[str] = frozenset()
@@ -156,7 +156,7 @@ def encode(obj: object, slot: SlotWriter | None = None, pickler: Any = None) -> 
         >>> encoded = encode({"x": np.arange(10_000)})
         >>> len(encoded.buffers)
         1
-        >>> decode(encoded.head, [bytearray(b) for b in encoded.buffers])["x"].sum()
+        >>> decode(encoded.pickled, [bytearray(b) for b in encoded.buffers])["x"].sum()
         np.int64(49995000)
     """
     stream = io.BytesIO()

@@ -130,7 +130,7 @@ class TaskReader:
             failure = as_exception(error, "while a worker started")
             add_note(failure, f"sharded_loader: while {self.name} started (unpickling the dataset, worker_init_fn)")
             self.explain(failure, in_start=True)
-            return encode(encode_error(failure)).head
+            return encode(encode_error(failure)).pickled
         return None
 
     def take(self, job: Job) -> None:

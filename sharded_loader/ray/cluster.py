@@ -242,9 +242,9 @@ def put(value: object, parts: dict[str, Any]) -> Any:
     encoded = publish(value, **parts)
     buffers = [np.frombuffer(buffer, np.uint8) for buffer in encoded.buffers]
     try:
-        return ray.put((encoded.head, buffers))
+        return ray.put((encoded.pickled, buffers))
     except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as full:
-        nbytes = len(encoded.head) + sum(buffer.nbytes for buffer in buffers)
+        nbytes = len(encoded.pickled) + sum(buffer.nbytes for buffer in buffers)
         raise MemoryError(
             f"the dataset or its order has {nbytes:,} bytes, and Ray's object store on this node {store_bytes():,}: "
             f"start Ray with a larger object_store_memory, or let the dataset open its data in the worker"

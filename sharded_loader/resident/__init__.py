@@ -159,10 +159,10 @@ def _check_rows(this: str, dataset: object, devices: object, batchify_fn: object
 
 
 class _OnDevice(NamedTuple):
-    """The first ``kept`` rows of each column on one device, in memory of the stream ``home``."""
+    """The first ``kept`` rows of each column on one device, in memory of the stream ``owner_stream``."""
 
     copies: CopyStream
-    home: object
+    owner_stream: object
     columns: list[torch.Tensor]
     kept: int
 
@@ -305,7 +305,7 @@ class ResidentPool(InlinePool):
             fields = [take_rows(column, places[: len(where)]) for column in at.columns]
             for field, those in zip(fields, sent, strict=False):
                 put_rows(field, places[len(where) :], those)
-            if current != at.home:
+            if current != at.owner_stream:
                 streams.record_use(at.columns, current)
         return fields
 

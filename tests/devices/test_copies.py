@@ -208,9 +208,9 @@ def test_what_an_interrupted_begin_has_given_to_the_device_is_kept(
         with pytest.raises(type(error)):
             copies.begin([torch.arange(9)])
     copies.begin([torch.arange(3)]).finish()
-    assert [[len(tensors) for tensors in kept] for _, kept in copies.kept] == [[1, 1], [1, 0]]  # sources and targets
+    assert [[len(tensors) for tensors in kept] for _, kept in copies.in_use] == [[1, 1], [1, 0]]  # sources and targets
     assert copies.drain()
-    assert (len(copies.kept), machine.faults) == (0, [])
+    assert (len(copies.in_use), machine.faults) == (0, [])
 
 
 def test_one_thread_may_wait_for_the_copies_while_another_begins_one(
@@ -231,7 +231,7 @@ def test_one_thread_may_wait_for_the_copies_while_another_begins_one(
     monkeypatch.setattr(SimulatedStreams, "rest", slow)
     copies.drain()
     other.join()
-    (kept,) = copies.kept
+    (kept,) = copies.in_use
     assert not kept[0].passed
     copies.drain()
 

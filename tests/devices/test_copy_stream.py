@@ -114,7 +114,7 @@ def test_what_an_interrupted_begin_has_given_to_the_device_goes_when_it_was_read
     machine.has_failed = broken
     assert copies.close()
     gc.collect()
-    assert len(copies.kept) == 0 and (broken or len(machine.pinned) == 0)
+    assert len(copies.in_use) == 0 and (broken or len(machine.pinned) == 0)
     machine.has_failed = False
     module.LOST.clear()
 
@@ -143,7 +143,7 @@ def test_a_signal_handler_may_close_the_loader_while_the_host_waits(
         assert copies.drain()
     finally:
         signal.signal(signal.SIGINT, before)
-    assert (len(copies.kept), signals) == (0, [])
+    assert (len(copies.in_use), signals) == (0, [])
 
 
 @pytest.fixture
@@ -202,14 +202,14 @@ def test_what_was_left_alone_is_given_back_when_any_loader_is_closed_and_waited_
     begin_one(copies).finish()
     assert not copies.drain(0.01)
     give_up(copies)
-    assert copies in module.STILL_READ and len(copies.kept) == 1
+    assert copies in module.STILL_READ and len(copies.in_use) == 1
     machine.hangs = False
     machine.finish()
     assert copies_on(machine).close()
-    assert (module.STILL_READ, len(copies.kept)) == (set(), 0)
+    assert (module.STILL_READ, len(copies.in_use)) == (set(), 0)
     for _ in range(3 * HOST_AHEAD):
         begin_one(copies).finish()
-        assert len(copies.kept) <= HOST_AHEAD
+        assert len(copies.in_use) <= HOST_AHEAD
 
 
 def test_at_the_programs_end_the_memory_is_left_to_the_driver(
@@ -245,4 +245,4 @@ def test_who_waits_for_copies_waits_for_one_that_another_thread_begins(
     goes_on.set()
     for thread in threads:
         thread.join()
-    assert (len(copies.kept), len(module.STILL_READ), machine.faults) == (int(closes), int(closes), [])
+    assert (len(copies.in_use), len(module.STILL_READ), machine.faults) == (int(closes), int(closes), [])

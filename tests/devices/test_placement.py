@@ -342,7 +342,7 @@ def test_all_devices_make_room_and_the_end_of_an_epoch_waits_for_all(machine: Ma
     for wait in (placed.make_room, placed.end_epoch):
         place_now(placed, [np.arange(4)] * 3, SHARDED)
         wait()
-        assert [len(copies.kept) for copies in placed.copies.values() if copies is not None] == [0, 0]
+        assert [len(copies.in_use) for copies in placed.copies.values() if copies is not None] == [0, 0]
     assert machine.caches_emptied == 2
 
 

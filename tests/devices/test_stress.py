@@ -96,7 +96,7 @@ def test_a_library_that_is_careless_is_found_out(
 
     def careless(pending: PendingCopy) -> Any:
         if broken.startswith("slots"):
-            pending.copies.kept.clear()
+            pending.copies.in_use.clear()
             return finish(pending)
         pending.targets.clear()
         return pending.batch

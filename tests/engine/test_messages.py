@@ -62,7 +62,7 @@ def test_several_replies_lie_one_behind_the_other() -> None:
 
 
 def test_nothing_is_itself_in_every_process() -> None:
-    assert decode(encode(NOTHING).head, []) is NOTHING
+    assert decode(encode(NOTHING).pickled, []) is NOTHING
 
 
 def test_indices_of_a_part_are_a_sequence_and_slices_are_again() -> None:

@@ -162,7 +162,7 @@ def test_a_batch_as_large_as_the_last_one_takes_four_calls(arena: Arena, held: i
         def road(encoded: Any = encoded, batches: list[Any] = batches) -> None:
             sizes.note(100_000)
             buffers = arena.lend(take(arena, sizes.wanted), encoded.places)
-            batches.append(unpack_result(0, 0, decode(encoded.head), buffers))
+            batches.append(unpack_result(0, 0, decode(encoded.pickled), buffers))
 
         calls = calls_of(road)
         if number > held + 1:

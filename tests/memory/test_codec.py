@@ -86,7 +86,7 @@ def buffers_of(encoded: Encoded, memory: np.ndarray[Any, Any] | None) -> list[An
 
 def receive(encoded: Encoded, memory: np.ndarray[Any, Any] | None) -> Any:
     """What the main process makes of it."""
-    return decode(encoded.head, buffers_of(encoded, memory))
+    return decode(encoded.pickled, buffers_of(encoded, memory))
 
 
 def through(obj: Any, nbytes: int | None) -> Any:
@@ -210,7 +210,7 @@ def test_gaps_and_dates_do_not_keep_an_array_out_of_its_slot(layout: str, dtype:
     array = LAYOUTS[layout](an_array(dtype, (300, 20, 10)))
     memory = slot_of(1 << 20)
     encoded = encode(array, SlotWriter(memory))
-    assert [offset for offset, _ in encoded.places] == [0] and len(encoded.head) < 500
+    assert [offset for offset, _ in encoded.places] == [0] and len(encoded.pickled) < 500
     got = receive(encoded, memory)
     assert np.shares_memory(got, memory)
     if layout in ("transposed", "fortran"):
@@ -281,7 +281,7 @@ def test_random_nested_structures(obj: Any, nbytes: int | None) -> None:
 @given(obj=st.recursive(leaves, nest, max_leaves=8))
 def test_random_datasets_are_published_as_they_are(obj: Any) -> None:
     encoded = publish(obj)
-    assert_same(obj, decode(encoded.head, [np.frombuffer(bytearray(raw), np.uint8) for raw in encoded.buffers]))
+    assert_same(obj, decode(encoded.pickled, [np.frombuffer(bytearray(raw), np.uint8) for raw in encoded.buffers]))
 
 
 @pytest.mark.parametrize("nbytes", SLOTS)

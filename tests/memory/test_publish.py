@@ -32,7 +32,7 @@ MEMORY = pytest.mark.parametrize("memory", ["memfd", "shm", "named"])
 
 def reopened(obj: Any) -> Any:
     encoded = publish(obj)
-    return decode(encoded.head, [np.frombuffer(bytearray(raw), np.uint8) for raw in encoded.buffers])
+    return decode(encoded.pickled, [np.frombuffer(bytearray(raw), np.uint8) for raw in encoded.buffers])
 
 
 # -- in the pickle --------------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ def test_the_segment_is_aligned_and_small_jobs_need_none() -> None:
     assert segment is not None and not published.buffers
     assert all(offset % 64 == 0 for offset, _ in published.places)
     memory = np.frombuffer(segment.mapping, np.uint8)
-    got = decode(published.head, [memory[offset : offset + size] for offset, size in published.places])
+    got = decode(published.pickled, [memory[offset : offset + size] for offset, size in published.places])
     assert all((a == b).all() for a, b in zip(got, parts, strict=True))
     del got, memory
     segment.close()
@@ -281,7 +281,7 @@ def mapped(file: Path, mode: Any = "r") -> np.memmap[Any, Any]:
 
 def bytes_of(obj: Any) -> int:
     encoded = publish(obj)
-    return len(encoded.head) + sum(buffer.nbytes for buffer in encoded.buffers)
+    return len(encoded.pickled) + sum(buffer.nbytes for buffer in encoded.buffers)
 
 
 VIEWS: dict[str, Any] = {

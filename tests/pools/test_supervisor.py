@@ -390,7 +390,7 @@ def test_ints_strings_and_arrays_need_no_pickle_of_their_own() -> None:
 
 
 def read(reply: Any, sent: Task | None = None) -> Result:
-    return decode_result(1, 2, memoryview(encode(reply).head), [], sent)
+    return decode_result(1, 2, memoryview(encode(reply).pickled), [], sent)
 
 
 def test_exceptions_of_a_reply_are_exceptions_again() -> None:

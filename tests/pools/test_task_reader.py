@@ -53,7 +53,7 @@ def test_worker_init_fn_is_called_with_the_first_job_only() -> None:
 def test_a_batch_that_cannot_be_pickled_is_an_error_that_says_so() -> None:
     made = reader([(n for n in range(3))])
     result, slot, task = made.read(0, 0, fields(0), None)
-    reply = decode(made.pack(result, slot, task).head)
+    reply = decode(made.pack(result, slot, task).pickled)
     assert "cannot leave its worker process" in reply.error.summary
 
 

@@ -251,7 +251,7 @@ class ProcessTransport(Transport[ProcessWorker]):
             for worker in workers:
                 if segment is not None:
                     worker.link.send_segment(segment)
-                worker.link.send(JOB, number, content=job.head, buffers=job.buffers, places=job.places)
+                worker.link.send(JOB, number, content=job.pickled, buffers=job.buffers, places=job.places)
 
     def make_zygote(self, job: Job) -> None:
         """Fork the zygote, if there is none."""

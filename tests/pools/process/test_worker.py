@@ -146,7 +146,7 @@ def test_a_job_that_cannot_be_unpickled_is_the_answer() -> None:
 
 def test_a_job_that_comes_in_a_message_is_read() -> None:
     trainer = Trainer()
-    trainer.send(link.JOB, content=encode(Job(range(8), None, 0)).head)
+    trainer.send(link.JOB, content=encode(Job(range(8), None, 0)).pickled)
     assert trainer.answer()[0] == link.READY
     trainer.send_tasks(task(0, 6, 7))
     assert np.asarray(trainer.results(1)[0].batch).tolist() == [6, 7]

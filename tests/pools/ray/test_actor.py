@@ -46,7 +46,7 @@ def begun(dataset: Any = None) -> LoaderActor:
     made = LoaderActor(1, 2, 1)
     encoded = encode(Job(dataset or Images(), None, 0))
     buffers = [np.frombuffer(bytes(buffer), np.uint8) for buffer in encoded.buffers]  # read-only, as Ray's
-    said = made.begin((encoded.head, buffers))
+    said = made.begin((encoded.pickled, buffers))
     assert (said.failure, said.node, said.host) == (None, "node", "10.0.0.1")
     return made
 
@@ -111,7 +111,7 @@ class Shards(Images):
 def test_a_dataset_that_fetches_ahead_is_told_the_order_and_how_far_the_user_is() -> None:
     order_of_all = ShardedDataLoader(range(6), 2)._epochs.order
     encoded = encode(Ahead(order_of_all.epoch(0), order_of_all.epoch(1)))
-    made, order = begun(Shards()), (encoded.head, encoded.buffers)
+    made, order = begun(Shards()), (encoded.pickled, encoded.buffers)
     made.follow(7, 2, order)
     batches, position, later = Shards.told
     assert (batches(2).tolist(), later(0).tolist(), later(9)) == ([4, 5], [0, 1], None)
@@ -134,7 +134,7 @@ def test_a_module_that_the_node_lacks_is_told_with_the_remedy() -> None:
             return __import__, ("a_module_that_is_not_there",)
 
     encoded = encode(Job(Lost(), None, 0))
-    said = LoaderActor(0, 1, 1).begin((encoded.head, []))
+    said = LoaderActor(0, 1, 1).begin((encoded.pickled, []))
     assert said.failure is not None
     error = decode_error(decode(said.failure))
     assert isinstance(error, ModuleNotFoundError)
