@@ -384,8 +384,8 @@ def pack_result(result: Result, slot: SlotWriter) -> Encoded | None:
         fields.append((array.shape, array.dtype.str, data))
     progress = None if point is None else tuple(point)
     numbers = result.samples, result.seconds, result.began, result.worker
-    head = pickle.dumps((type(batch) is list, is_tensors, fields, *numbers, progress), protocol=5)
-    return Encoded(head, tuple(places), tuple(buffers))
+    pickled = pickle.dumps((type(batch) is list, is_tensors, fields, *numbers, progress), protocol=5)
+    return Encoded(pickled, tuple(places), tuple(buffers))
 
 
 def unpack_result(run: int, seq: int, packed: Any, buffers: Sequence[Any], times: BatchTimes | None = None) -> Result:

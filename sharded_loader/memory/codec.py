@@ -1,7 +1,7 @@
 """Serialization of arbitrary objects with out-of-band buffers: how batches leave a worker process.
 
-    encode(obj, slot) -> Encoded(head, places, buffers)     in the worker: pickle protocol 5, large arrays out of band
-    decode(head, buffers) -> obj                            in the main process: arrays and tensors over ``buffers``
+    encode(obj, slot) -> Encoded(pickled, places, buffers)  in the worker: pickle protocol 5, large arrays out of band
+    decode(pickled, buffers) -> obj                         in the main process: arrays and tensors over ``buffers``
     SlotWriter(memory)                                      allocates arrays in the slot that belongs to the batch
 
 Arrays created in the slot (`SlotWriter.empty`) are not copied; others are copied into it once while there is room. The
@@ -186,9 +186,9 @@ def encode(obj: object, slot: SlotWriter | None = None, pickler: Any = None) -> 
         active = None  # breaks the cycle with the callback: the object would otherwise wait for the collector
 
 
-def decode(head: bytes | memoryview, buffers: Sequence[object] = ()) -> Any:
+def decode(pickled: bytes | memoryview, buffers: Sequence[object] = ()) -> Any:
     """Unpickle what `encode` returned, over the memory in ``buffers``."""
-    return pickle.loads(head, buffers=buffers)
+    return pickle.loads(pickled, buffers=buffers)
 
 
 class ReplyPickler(pickle.Pickler):
