@@ -18,6 +18,7 @@ from sharded_loader.data.bulk import NOT_IN_BULK, as_bulk, as_items
 from sharded_loader.data.datasets import SubsetDataset
 from sharded_loader.engine.messages import Job, Task
 from sharded_loader.engine.reader import Reader
+from sharded_loader.memory.codec import SlotWriter
 
 N = 12
 
@@ -410,3 +411,12 @@ def test_the_real_hugging_face_dataset(monkeypatch):
                 assert described(batch) == described(default_batchify_fn(list(wrapped.__getitems__(indices))))
         loaded = next(iter(ShardedDataLoader(dataset, 4)))
         assert torch.is_tensor(loaded["id"]) and loaded["text"] == list("abcd")
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda data: Subset(data, range(9)), lambda data: data.take(9), lambda data: data.split([9, 3], seed=0)[0]]
+)
+def test_parts_write_their_rows_into_the_memory_that_is_given(wrap):
+    memory = np.zeros(1 << 12, np.uint8)
+    batch = as_bulk(wrap(ArrayDataset(np.arange(12.0), torch.arange(12))))([3, 1, 1], SlotWriter(memory).empty)
+    assert all(np.shares_memory(np.asarray(field), memory) for field in batch)

@@ -272,3 +272,8 @@ def test_labels_may_be_anything_hashable_and_equal_ones_give_one_order() -> None
     assert all(order == orders[0] for order in orders)
     kinds, numbers = kinds_of([(4, 3), None, (4, 3), "wide"], "by")
     assert kinds == [(4, 3), None, "wide"] and numbers.tolist() == [0, 1, 0, 2]
+
+
+def test_without_shuffle_batches_of_one_kind_come_as_buckets_do() -> None:
+    buckets = FixedBucketSampler([1 + label for label in LABELS], 2, None, [1, 2, 3, 4])
+    assert list(GroupedBatchSampler(LABELS, 2, shuffle=False)) == list(buckets)

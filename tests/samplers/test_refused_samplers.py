@@ -16,6 +16,7 @@ from sharded_loader import (
     ExpWidthBucket,
     FixedBucketSampler,
     GroupedBatchSampler,
+    IntervalSampler,
     LinearWidthBucket,
     PackSampler,
     RandomSampler,
@@ -23,9 +24,12 @@ from sharded_loader import (
     SequentialSampler,
     ShardedDataLoader,
     ShardShuffleSampler,
+    ShuffleBuffer,
     SortedBucketSampler,
+    TokenWindows,
 )
 from sharded_loader.batchify import Pack
+from sharded_loader.engine.order import resolve_replicas
 
 LABELS = [0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 3, 3, 3, 0, 1]
 LENGTHS = [3, 5, 4, 6, 2, 7, 1, 8, 3, 5, 4, 6]
@@ -58,7 +62,18 @@ BAD = (TypeError, ValueError)
 NO_KEYS = "makes no buckets: override keys"
 OF_DOCUMENT = "sample 0 of the batch "
 
+AT_LEAST_ONE = (
+    *(partial(IntervalSampler, 3), partial(GroupedBatchSampler, LABELS), partial(SortedBucketSampler, [1])),
+    *(partial(classes, 1), pack, partial(pack, 9), Pack, partial(ShardShuffleSampler, [1])),
+    partial(resolve_replicas, rank=0),
+)
+
 REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    *((partial(make, 0), ValueError, "must be at least 1") for make in AT_LEAST_ONE),
+    (lambda: classes(1, 1, -1), ValueError, "batches must be at least 0"),
+    (lambda: RandomSampler(2.5), TypeError, "length must be an integer"),  # type: ignore[arg-type]
+    (lambda: ShuffleBuffer(range(3), 2.5), TypeError, "size must be an integer"),  # type: ignore[arg-type]
+    (lambda: TokenWindows(np.arange(9), 2.5), TypeError, "length must be an integer"),  # type: ignore[arg-type]
     # buckets
     (lambda: fixed([3, 0]), ValueError, r"lengths\[1\] is 0"),
     (lambda: fixed([[1, 2], [3]]), ValueError, "rows of different sizes"),

@@ -422,3 +422,10 @@ def test_a_list_that_changes_between_two_epochs_is_read_as_it_is_then() -> None:
     assert [batch.tolist() for batch in loader] == [[5, 6], [7]]
     items[:] = [1, 2, 3, 4]
     assert [batch.tolist() for batch in loader] == [[1, 2], [3, 4]]
+
+
+def test_a_sampler_of_another_library_may_have_ranks_of_its_own() -> None:
+    theirs: Any = Foreign([[0, 1], [2, 3]])
+    theirs.ranks = 4
+    loader = ShardedDataLoader(range(4), batch_sampler=theirs, num_replicas=2, rank=1)
+    assert [batch.tolist() for batch in loader] == [[2, 3]] and "step_ranks" not in loader.state_dict()

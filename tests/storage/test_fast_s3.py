@@ -71,6 +71,7 @@ def test_a_bucket_that_never_answered_is_left_to_fsspec_and_one_that_did_has_err
     assert fast.read("other/a.tar", 0, 4, 30.0) == (b"xxxx", "first")
     with pytest.raises(RuntimeError, match="503"):
         fast.read("other/a.tar", 0, 4, 30.0)
+    assert FastS3._used_in == os.getpid(), "a child that is forked now asks fsspec"
 
 
 def test_an_answer_of_another_version_is_an_error_without_another_request(

@@ -96,3 +96,9 @@ def test_a_file_that_was_changed_is_an_error(tmp_path: Path, change: str) -> Non
         path.write_bytes(b"six\nten\nseven\n" if change == "written" else b"one\ntwo\nthree\nfour\n")
     with pytest.raises(ShardError, match=r"words\.txt (has|was) .* make the dataset again"):
         dataset[2]
+
+
+def test_lines_have_no_columns_and_one_group_for_each_shard(tmp_path: Path) -> None:
+    assert made(tmp_path / "a.txt", b"one\ntwo\n").group_lengths.tolist() == [2]
+    with pytest.raises(ValueError, match=r"columns=\['x'\]: shards of the format lines have no columns"):
+        ShardDataset(tmp_path / "a.txt", index_folder=tmp_path, columns=["x"])
