@@ -1,5 +1,7 @@
 """What a loader tells about itself, and what can be set."""
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -156,3 +158,9 @@ def test_a_loader_over_plain_data_asks_for_no_satellite_but_its_instruments(monk
     monkeypatch.setattr(imports, "_providers", instruments)
     dataset = SimpleDataset(range(10)).transform(str)
     assert len(list(ShardedDataLoader(dataset, 4, shuffle=True, steps_per_epoch=3))) == 3
+
+
+@pytest.mark.parametrize("take", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_a_loader_is_neither_pickled_nor_copied_and_says_what_to_do(take: Any) -> None:
+    with ShardedDataLoader(range(4), 2) as loader, pytest.raises(TypeError, match="from the same arguments"):
+        take(loader)

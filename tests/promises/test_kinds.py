@@ -294,7 +294,7 @@ def test_a_loader_that_is_closed_wakes_who_waits_and_gives_nothing_more(kind: st
         thread.join()
         waits[1].touch()
         assert not loader.pool.started
-        for use in (lambda: next(iterator), lambda: iter(loader), loader.peek):
+        for use in (lambda: next(iterator), lambda: iter(loader), loader.peek, loader.refresh, lambda: loader.read(0)):
             with pytest.raises(LoaderClosedError):
                 use()
 

@@ -328,7 +328,7 @@ def test_every_sampler_resumes_after_every_batch(kind: str, every: int) -> None:
         return ShardedDataLoader(range(length), seed=5, **arguments, **other)
 
     whole = [batch for epoch in stream(make(), 3) for batch in epoch]
-    loader = make()
+    loader = make(pool="thread", num_workers=1, prefetch=9)  # reads ahead
     states = [loader.state_dict()]
     ends = set()
     for _ in range(2):
@@ -810,3 +810,12 @@ def test_data_that_have_shrunk_are_an_error_that_says_what_is_missing(kind: str,
     for strict in (True, False):
         with pytest.raises(ValueError, match="had 120 samples, and has 110.*Samples 110 to 119 are missing"):
             of_length(kind, 110).load_state_dict(state, strict=strict)
+
+
+def test_a_loaded_place_does_not_come_back_with_its_epoch() -> None:
+    loader = ShardedDataLoader(range(10), 3)
+    next(iter(loader))
+    loader.load_state_dict(loader.state_dict())
+    for epoch in (1, 0):
+        loader.set_epoch(epoch)
+    assert (loader.epoch, loader.position, next(iter(loader)).tolist()) == (0, 0, [0, 1, 2])

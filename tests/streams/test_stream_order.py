@@ -146,8 +146,9 @@ def test_an_epoch_is_over_at_its_last_step_or_where_all_parts_have_ended() -> No
 def test_what_is_delivered_is_forgotten_but_for_the_last_batch() -> None:
     reads = Reads([400], reading_of(1))
     reads.all(3, 50)
-    assert reads.reading.batch(reads.delivered - 1) is not None
-    assert reads.reading.position(reads.delivered - 1).done == 49
+    batch, done = reads.reading.batch, reads.delivered
+    assert batch(done - 1) is not None and batch(done - 2) is None
+    assert reads.reading.position(done - 1).done == 49
 
 
 def test_to_forget_or_to_note_twice_is_the_same_as_once() -> None:

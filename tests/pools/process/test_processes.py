@@ -356,7 +356,9 @@ def test_a_forked_child_of_the_user_cannot_use_the_loader_and_harms_nothing(work
         iterator = iter(loader)
         assert next(iterator).tolist() == [0, 1]
         assert re.search("RuntimeError: .*forked child", in_child(lambda: next(iterator)))
+        assert in_child(worker_pool.closer()) == "None"  # a finalizer, which sys.exit runs
         assert [batch.tolist() for batch in iterator] == [[i, i + 1] for i in range(2, 100, 2)]
+        assert loader.stats().replaced_workers == 0
 
 
 def test_a_grandchild_that_holds_the_pipe_does_not_hide_a_death(process_pool: ProcessPool, tmp_path: Path) -> None:
