@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from conftest import ahead
 
 from sharded_loader import ProcessPool, ShardedDataLoader
+from sharded_loader.engine import reader
 from sharded_loader.engine.messages import GROUP_SECONDS, MAX_GROUP, Grouping
 from sharded_loader.pools.process.link import TASKS
 
@@ -55,3 +58,12 @@ def test_the_bytes_of_a_message_are_bounded_too() -> None:
     grouping = Grouping(most_bytes=1000)
     assert [grouping.note(10e-6, nbytes) for nbytes in [0] * 200][-1] == MAX_GROUP
     assert [grouping.note(10e-6, nbytes) for nbytes in (100, 101, 1001)] == [10, 9, 1]
+
+
+@pytest.mark.parametrize("seconds", [1e-6, 1.0])
+def test_only_cheap_batches_travel_several_to_a_message(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count(0.0, seconds)  # each look at it takes so long
+    monkeypatch.setattr(reader, "host_clock", SimpleNamespace(now=lambda: next(clock)))
+    with ShardedDataLoader(range(800), 4, num_workers=1) as loader:
+        list(loader)
+        assert (loader.pool.group == 1) is (seconds == 1.0)

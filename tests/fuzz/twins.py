@@ -86,10 +86,11 @@ class Twins(Disturbed):
             bad = frozenset(self.rng.sample(range(self.length), min(2, self.length - 1)))
             self.mixture = self.rng.randrange(9), [self.rng.randint(1, 5) for _ in range(2)]
             kind = cases.Kind("mixture", self.mix, bad=bad)
-        elif self.rng.random() < 0.25:
+        elif not self.drop_in and self.rng.random() < 0.25:
             lengths = [self.rng.choice([0, 1, 7, 40]) for _ in range(self.rng.randint(1, 5))]
-            ends = self.drop_in or not all(lengths) or self.rng.random() < 0.7
-            self.endless = {} if ends else {"steps_per_epoch": self.rng.choice([3, 7])}
+            self.endless = (
+                {"steps_per_epoch": self.rng.choice([3, 7])} if self.rng.random() < 0.3 and all(lengths) else {}
+            )
             self.streams, name = len(lengths), self.rng.choice([*STREAM_FUNCTIONS, *STREAM_OBJECTS])
             more: dict[str, Any] = {}
             if name in STREAM_FUNCTIONS:
@@ -133,7 +134,6 @@ class Twins(Disturbed):
             if not order.batches:
                 options["drop_last"] = self.last_batch == "discard"
             options["collate_fn"] = self.kind.batchify[0]
-            options |= {"streams": self.streams} if self.streams else {}
             given, without = self.drop_in_workers(method, workers), {}
             kind: Any = DataLoader
         else:

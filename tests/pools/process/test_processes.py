@@ -265,12 +265,14 @@ def test_large_tasks_and_large_results_do_not_wait_for_each_other(process_pool: 
 @pytest.mark.slow
 def test_a_worker_that_imports_torch_late_is_a_worker_to_torch(tmp_path: Path) -> None:
     (tmp_path / "data.py").write_text(
+        "import sys\n"
         "class Lazy:\n"
         "    def __len__(self): return 4\n"
         "    def __getitem__(self, i):\n"
+        "        had = int('torch' in sys.modules)\n"
         "        import torch\n"
         "        info = torch.utils.data.get_worker_info()\n"
-        "        return info.id, info.num_workers, torch.get_num_threads(), int(info.dataset is not None)\n"
+        "        return had, info.id, info.num_workers, torch.get_num_threads(), int(info.dataset is not None)\n"
     )
     done = run_script(
         tmp_path / "script.py",
@@ -282,7 +284,7 @@ def test_a_worker_that_imports_torch_late_is_a_worker_to_torch(tmp_path: Path) -
                 print([part.tolist() for part in next(iter(loader))])
         """,
     )
-    assert done.stdout == "[[0], [1], [1], [1]]\n" * 2
+    assert done.stdout == "[[0], [0], [1], [1], [1]]\n" * 2
 
 
 def test_a_worker_has_its_number_a_seed_of_its_own_and_one_thread(process_pool: ProcessPool) -> None:
