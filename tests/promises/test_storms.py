@@ -163,7 +163,8 @@ def test_a_kill_says_whether_the_kernel_has_killed_for_memory(
 
 
 STORM = """
-import os, random, signal, sys, threading
+import os, random, signal, sys
+from inside import transport_of
 from recovery_samples import values_of
 from samples import Random
 from sharded_loader import ProcessPool, ShardedDataLoader
