@@ -29,7 +29,7 @@ MAY_WAIT = (
 
 SLOW = {"slow", "gpu", "frameworks", "ray", "stores"}
 
-PRIVATE_LEFT = 133
+PRIVATE_LEFT = 134
 """Uses of private attributes of the package."""
 
 
