@@ -502,7 +502,10 @@ def test_other_async_methods_are_an_error_at_the_first_batch(case: str, kind: st
         else:
             with closing(ShardedDataLoader(dataset, 2, **workers, **arguments)) as loader:
                 next(iter(loader))
-    assert f"{where} is async" in str(caught.value) and "def instead of async def" in str(caught.value)
+    if (case, kind) == ("field", "drop-in"):  # batches are torch's own default_collate's
+        assert "found <class 'coroutine'>" in str(caught.value)
+    else:
+        assert f"{where} is async" in str(caught.value) and "def instead of async def" in str(caught.value)
 
 
 @pytest.mark.parametrize("make", [ShardedDataLoader, DataLoader])
