@@ -133,7 +133,7 @@ def to_state(position: object) -> dict[str, Any]:
 
 
 def from_state(kind: type[T], state: Mapping[str, object], advice: str, what: str = "the state") -> T:
-    """Build a dataclass from the dict that `written` returned, ignoring unknown keys.
+    """Build a dataclass from the dict that `to_state` returned, ignoring unknown keys.
 
     A missing or invalid entry raises a ValueError that begins with ``what`` and ends with ``advice``.
     """

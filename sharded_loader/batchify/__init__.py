@@ -28,7 +28,7 @@ from typing import Any, Literal
 from sharded_loader import default_batchify_fn
 from sharded_loader.batchify.pad import Pad, to_numpy_dtype
 from sharded_loader.extend import Batchify, BatchifyError, BatchifyFn, Empty, Samples
-from sharded_loader.extend.data import Assemble, assembler, brief, check_not_empty, in_fields, is_numbers, stack, unlike
+from sharded_loader.extend.data import Assemble, assembler, check_not_empty, elide, in_fields, is_numbers, stack, unlike
 from sharded_loader.extend.tools import an
 from sharded_loader.samplers.packing import Pack
 
@@ -242,16 +242,16 @@ class Dict(_FieldWise):
 
     def _problem(self, sample: object) -> str | None:
         if not isinstance(sample, Mapping):
-            return f"is {an(type(sample))}, and Dict has the keys {brief(list(map(repr, self._fns)), 8)}"
+            return f"is {an(type(sample))}, and Dict has the keys {elide(list(map(repr, self._fns)), 8)}"
         for key in self._fns:
             if key not in sample:
-                return f"has no key {key!r} (it has keys {brief(list(map(repr, sample)), 8)})"
+                return f"has no key {key!r} (it has keys {elide(list(map(repr, sample)), 8)})"
         return None
 
     def _columns(self, samples: Samples) -> Iterable[Samples]:
         for position, sample in enumerate(samples if self._rest is None else ()):
             if len(sample) > len(self._fns):
-                others = brief([repr(key) for key in sample if key not in self._fns], 8)
+                others = elide([repr(key) for key in sample if key not in self._fns], 8)
                 raise BatchifyError(
                     f"sample {position} of the batch has keys for which Dict has no function: {others}",
                     "give each a function, or write Dict(..., rest='keep') to batchify them by the default rules, "

@@ -200,7 +200,7 @@ def unlike(samples: Samples, trait: Callable[[Any], object], noun: str, advice: 
 
 def _shown(trait: object) -> str:
     if isinstance(trait, frozenset):
-        return "{" + protocol.brief(sorted(map(repr, trait)), 8) + "}"
+        return "{" + protocol.elide(sorted(map(repr, trait)), 8) + "}"
     return trait.__name__ if isinstance(trait, type) else str(trait)
 
 
@@ -322,7 +322,7 @@ def common_dtype(arrays: Sequence[Array]) -> Dtype:
     try:
         joint = dtypes.pop() if len(dtypes) == 1 else np.result_type(*dtypes)
     except TypeError:
-        shown = protocol.brief(sorted(map(str, dtypes)))
+        shown = protocol.elide(sorted(map(str, dtypes)))
         raise BatchifyError(
             f"samples of dtypes that have no common one: {shown}", "convert them to one dtype in the dataset"
         ) from None

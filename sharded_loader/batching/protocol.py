@@ -147,11 +147,11 @@ def check_not_empty(samples: Samples) -> None:
         raise BatchifyError("a batch of no samples", "leave empty batches (and empty shards) out of the sampler")
 
 
-def brief(items: Sequence[object], limit: int = 5) -> str:
+def elide(items: Sequence[object], limit: int = 5) -> str:
     """List the first items for an error message.
 
     Example:
-        >>> brief([(1,), (2,)])
+        >>> elide([(1,), (2,)])
         '(1,), (2,)'
     """
     return ", ".join(map(str, items[:limit])) + (f", ... ({len(items)} in all)" if len(items) > limit else "")
@@ -167,7 +167,7 @@ def ragged(shapes: Sequence[tuple[int, ...]], why: str = "", advice: str = "") -
     first_with: dict[tuple[int, ...], int] = {}
     for position, shape in enumerate(shapes):
         first_with.setdefault(tuple(shape), position)
-    shown = brief([f"{shape} (sample {position} of the batch)" for shape, position in first_with.items()])
+    shown = elide([f"{shape} (sample {position} of the batch)" for shape, position in first_with.items()])
     return BatchifyError(
         f"samples of different shapes cannot be stacked: {shown}{why}",
         advice or "make them equal, pad them with sharded_loader.batchify.Pad, or leave them apart with List",

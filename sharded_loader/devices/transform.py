@@ -20,7 +20,7 @@ import torch
 
 from sharded_loader.base.described import an
 from sharded_loader.base.errors import add_note, notes_of
-from sharded_loader.batching.protocol import brief, refuse_async
+from sharded_loader.batching.protocol import elide, refuse_async
 from sharded_loader.batching.tree import children, field_names, map_leaves, rebuild, to_torch
 from sharded_loader.engine.messages import Task
 from sharded_loader.randomness.rng import philox
@@ -88,8 +88,8 @@ class BatchTransform:
         names, parts = _field_names(shard), children(shard) or []
         if missing := self._host_fields.difference(names):
             raise TypeError(
-                f"host_fields has {brief(sorted(map(repr, missing)))}, and the batch is {an(type(shard))} "
-                + (f"with the fields {brief([*map(repr, names)])}" if names else "without fields")
+                f"host_fields has {elide(sorted(map(repr, missing)))}, and the batch is {an(type(shard))} "
+                + (f"with the fields {elide([*map(repr, names)])}" if names else "without fields")
             )
         return rebuild(
             shard,

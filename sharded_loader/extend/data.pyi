@@ -13,8 +13,8 @@ from sharded_loader.batching.default import stack_arrays as stack_arrays
 from sharded_loader.batching.default import unlike as unlike
 from sharded_loader.batching.protocol import Assemble as Assemble
 from sharded_loader.batching.protocol import assembler as assembler
-from sharded_loader.batching.protocol import brief as brief
 from sharded_loader.batching.protocol import check_not_empty as check_not_empty
+from sharded_loader.batching.protocol import elide as elide
 from sharded_loader.batching.protocol import in_fields as in_fields
 from sharded_loader.batching.protocol import new_array as new_array
 from sharded_loader.batching.protocol import ragged as ragged

@@ -21,7 +21,7 @@ from sharded_loader.base.described import an
 from sharded_loader.base.imports import names_of, provided
 from sharded_loader.base.notices import logger
 from sharded_loader.batching.default import Batchify, default_batchify_fn
-from sharded_loader.batching.protocol import brief
+from sharded_loader.batching.protocol import elide
 from sharded_loader.data.columns import as_dataset, named_columns
 from sharded_loader.data.datasets import Dataset
 from sharded_loader.data.inspection import has_own, is_stream, takes_named, takes_two
@@ -219,7 +219,7 @@ def dataset_given(dataset: Any, has_sampler: bool = False) -> Any:
         )
     if isinstance(dataset, Mapping) and not has_sampler and named_columns(dataset) is not None:
         raise TypeError(
-            f"the dataset is {an(kind)} with the keys {brief(list(map(repr, dataset)))}, and the default order "
+            f"the dataset is {an(kind)} with the keys {elide(list(map(repr, dataset)))}, and the default order "
             f"asks for the keys 0 to {len(dataset) - 1}: give ArrayDataset(data) for a dict of columns, or "
             f"sampler=list(data)"
         )

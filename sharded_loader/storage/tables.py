@@ -32,7 +32,7 @@ import numpy as np
 
 from sharded_loader import default_batchify_fn
 from sharded_loader.extend import Empty, Int64s
-from sharded_loader.extend.data import NOT_IN_BULK, as_column, brief, in_fields, is_gathered
+from sharded_loader.extend.data import NOT_IN_BULK, as_column, elide, in_fields, is_gathered
 from sharded_loader.storage.files import ShardError, ShardFile
 from sharded_loader.storage.indexes import Index, by_part, in_order
 
@@ -141,7 +141,7 @@ class TableFormat:
         for name in self.columns or names:
             if names.count(name) != 1:
                 found = "several columns" if name in names else "no column"
-                known = brief(sorted(one for one in set(names) if names.count(one) == 1), 20)
+                known = elide(sorted(one for one in set(names) if names.count(one) == 1), 20)
                 advice = f"give columns= names of its columns, {known}"
                 raise ShardError(f"{file.name} has {found} {name!r}: {advice}")
 

@@ -116,7 +116,7 @@ class OpenPart(Part):
         self, dataset: object, number: int, parts: int, seed: int, *, alone: bool = False, sets_epoch: bool = True
     ) -> None:
         super().__init__(number, parts, seed, dataset)
-        self._alone, self._tells_epoch = alone, sets_epoch
+        self._alone, self._sets_epoch = alone, sets_epoch
         self._last_state: tuple[Any, Any] | None = None
         self.point = PartPoint()
         self.next_sample: Callable[[], Any] = _nothing
@@ -124,7 +124,7 @@ class OpenPart(Part):
     def begin(self, passes: int, state: Any = None) -> None:
         """Begin a pass, or resume from a state that `state` has returned. With a third item: begin after that pass."""
         dataset: Any = self.dataset
-        if self._tells_epoch and (set_epoch := epoch_setter(dataset)) is not None:
+        if self._sets_epoch and (set_epoch := epoch_setter(dataset)) is not None:
             set_epoch(passes)
         of_dataset, of_items, *begins_anew = state or (None, None)
         if of_dataset is not None:
