@@ -179,8 +179,9 @@ class SupervisedPool(WorkerPool, Generic[W]):
     def _start(self, job: Job) -> None:
         """Start the workers. Running ones get the new job before any later task."""
         self._job = job
-        # Batches on their way need them after a notebook cell has defined others under their names.
-        self._main_classes = [value for value in vars(sys.modules["__main__"]).values() if isinstance(value, type)]
+        # Batches on their way need them after a notebook cell has defined others under their names. Not `isinstance`: it
+        # would ask a proxy object for its class.
+        self._main_classes = [cls for cls in [*vars(sys.modules["__main__"]).values()] if issubclass(type(cls), type)]
         self.deaths.begin_starts(proven=False)
         try:
             self.take_back(self._transport.start(job))

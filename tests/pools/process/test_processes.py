@@ -351,6 +351,20 @@ def test_leaving_the_program_in_mid_epoch_is_silent(tmp_path: Path, method: str,
     assert not any(psutil.pid_exists(int(pid)) for pid in done.stdout.split())
 
 
+class Proxy:
+    """Like those of web frameworks: outside of a request, its class cannot be asked for."""
+
+    @property
+    def __class__(self) -> Any:  # type: ignore[override]
+        raise RuntimeError("working outside of request context")
+
+
+def test_a_proxy_in_the_main_module_is_left_alone(monkeypatch: pytest.MonkeyPatch, worker_pool: Any) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "request", Proxy(), raising=False)
+    with ShardedDataLoader(range(4), 2, pool=worker_pool) as loader:
+        assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
+
+
 def test_a_forked_child_of_the_user_cannot_use_the_loader_and_harms_nothing(worker_pool: Any) -> None:
     if not hasattr(os, "fork"):
         pytest.skip("this platform has no fork")
