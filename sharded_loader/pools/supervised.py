@@ -181,7 +181,7 @@ class SupervisedPool(WorkerPool, Generic[W]):
         self._job = job
         # Batches on their way need them after a notebook cell has defined others under their names. Not `isinstance`: it
         # would ask a proxy object for its class.
-        self._main_classes = [cls for cls in [*vars(sys.modules["__main__"]).values()] if issubclass(type(cls), type)]
+        self._of_main = [cls for cls in [*vars(sys.modules["__main__"]).values()] if issubclass(type(cls), type)]
         self.deaths.begin_starts(proven=False)
         try:
             self.take_back(self._transport.start(job))
