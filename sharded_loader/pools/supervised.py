@@ -179,8 +179,8 @@ class SupervisedPool(WorkerPool, Generic[W]):
     def _start(self, job: Job) -> None:
         """Start the workers. Running ones get the new job before any later task."""
         self._job = job
-        # Batches on their way need them after a notebook cell has defined others under their names. Not `isinstance`: it
-        # would ask a proxy object for its class.
+        # Batches on their way need them after a notebook cell has defined others under their names. Not `isinstance`,
+        # which asks a proxy object for its class.
         self._of_main = [cls for cls in [*vars(sys.modules["__main__"]).values()] if issubclass(type(cls), type)]
         self.deaths.begin_starts(proven=False)
         try:
