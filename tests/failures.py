@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 
-# -- errors ----------------------------------------------------------------------------------------------------------
-
 
 class Boom(Exception):
     """Cannot be made from its args."""
@@ -88,9 +86,6 @@ def odd_errors() -> list[Exception]:
     ]
 
 
-# -- what a sample does instead of coming ----------------------------------------------------------------------------
-
-
 def nothing() -> None:
     """Does not fail."""
 
@@ -101,22 +96,6 @@ def boom() -> None:
 
 def raise_lookup() -> None:
     raise LookupError("of the test")
-
-
-def raise_two() -> None:
-    raise TwoArguments(1, 2)
-
-
-def raise_local() -> None:
-    raise Local("odd", keyword=3)
-
-
-def raise_os_error() -> None:
-    raise FileNotFoundError(2, "No such file or directory", "image.png")
-
-
-def raise_unicode() -> None:
-    b"\xff".decode("utf-8")
 
 
 _SAME = Boom("always the same", 1)
@@ -177,9 +156,7 @@ class Fails:
     """Fails when called, or only in the first call that any process makes."""
 
     def __init__(self, how: Callable[[], Any], count_in: Path, times: int = 1_000_000) -> None:
-        self.how = how
-        self.count_in = count_in
-        self.times = times
+        self.how, self.count_in, self.times = how, count_in, times
 
     def __call__(self) -> None:
         with self.count_in.open("a+") as file:

@@ -14,20 +14,8 @@ from typing import Any
 
 import sharded_loader
 
-PUMP = (
-    *(
-        "loader.py",
-        "iterator.py",
-        "epochs.py",
-        "stats.py",
-        "pipeline.py",
-        "split.py",
-        "order.py",
-        "messages.py",
-    ),
-    *("pool.py", "local.py", "link.py", "supervised.py", "codec.py", "arena.py"),
-    *("placement.py", "tree.py", "deaths.py"),
-)
+_ROAD = "loader iterator epochs stats pipeline split order messages pool local link supervised codec arena placement"
+PUMP = tuple(f"{name}.py" for name in f"{_ROAD} tree deaths".split())
 """The modules of the road, from the iterator to the pool and back."""
 
 
@@ -62,10 +50,8 @@ class InterruptAt:
         folder = Path(sharded_loader.__file__).parent
         gone = set(modules) - {path.name for path in folder.rglob("*.py")} - {"test_resume.py"}
         assert not gone, f"the library has no module {gone}"
-        self.modules = modules
-        self.signal = getattr(signal, name)
-        self.left = number
-        self.fired = False
+        self.modules, self.signal = modules, getattr(signal, name)
+        self.left, self.fired = number, False
         self.before: dict[int, int] = {}  # by frame, its line before
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
@@ -111,8 +97,7 @@ def next_interrupted(iterator: Any, number: int, interrupt: Any = InterruptAt) -
     """One call of ``next``, interrupted at line ``number``; the batch, if it came all the same."""
     tracer = interrupt(number)
     raised = next(kind for name, (kind, _) in HANDLERS.items() if getattr(signal, name) == tracer.signal)
-    got = []
-    before = sys.gettrace()
+    got, before = [], sys.gettrace()
     try:
         sys.settrace(tracer)
         got.append(next(iterator))

@@ -55,16 +55,10 @@ def files() -> list[str]:
         return sorted(name for name in set(listed) if (ROOT / name).is_file())
     ignored = shutil.ignore_patterns(*NOT_OURS, "PKG-INFO")
     found = []
-    todo = [ROOT]
-    while todo:
-        folder = todo.pop()
-        names = sorted(path.name for path in folder.iterdir())
-        for name in set(names) - set(ignored(str(folder), names)):
-            path = folder / name
-            if path.is_dir():
-                todo.append(path)
-            else:
-                found.append(path.relative_to(ROOT).as_posix())
+    for folder, folders, names in os.walk(ROOT):
+        left_out = ignored(folder, [*folders, *names])
+        folders[:] = {*folders} - left_out
+        found += [Path(folder, name).relative_to(ROOT).as_posix() for name in {*names} - left_out]
     return sorted(found)
 
 
@@ -102,48 +96,29 @@ def metadata(wheel: Path) -> importlib.metadata.Distribution:
 def required(wheel: Path, extras: Iterable[str] = ()) -> set[str]:
     """The names of the packages that a wheel needs here, and what these need."""
     own = metadata(wheel)
-    found: set[str] = set()
-    todo = [(canonicalize_name(own.metadata["Name"]), extra) for extra in ("", *extras)]
-    done = set()
-    while todo:
-        name, extra = todo.pop()
-        if (name, extra) in done:
-            continue
-        done.add((name, extra))
-        package = own if name == canonicalize_name(own.metadata["Name"]) else importlib.metadata.distribution(name)
-        if package is not own:
-            found.add(name)
-        for text in package.requires or ():
-            requirement = Requirement(text)
+    ours = canonicalize_name(own.metadata["Name"])
+    found = [(ours, extra) for extra in ("", *extras)]
+    for name, extra in found:  # also of those that are added on the way
+        package = own if name == ours else importlib.metadata.distribution(name)
+        for requirement in map(Requirement, package.requires or ()):
             if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
-                todo += [(canonicalize_name(requirement.name), one) for one in ("", *requirement.extras)]
-    return found
+                needed = [(canonicalize_name(requirement.name), one) for one in ("", *requirement.extras)]
+                found += [one for one in needed if one not in found]
+    return {name for name, _ in found} - {ours}
 
 
 class Environment:
-    """A virtual environment without pip, which has the packages of this one that are named.
-
-    Args:
-        folder: where it is made.
-        packages: names of installed packages.
-    """
+    """A virtual environment without pip, which has the packages of this one that are named."""
 
     def __init__(self, folder: Path, packages: Iterable[str]) -> None:
         run(sys.executable, "-m", "venv", "--without-pip", "--symlinks", folder, where=folder.parent)
-        self.folder = folder
-        self.python = folder / "bin" / "python"
-        places = sysconfig.get_paths(vars={"base": str(folder), "platbase": str(folder)})
-        self._site = Path(places["purelib"])
-        for name in packages:
-            self._link(importlib.metadata.distribution(name))
-
-    def _link(self, package: importlib.metadata.Distribution) -> None:
-        """Link to the files and folders of a package, its metadata among them."""
-        tops = {file.parts[0] for file in package.files or ()}
-        for top in tops - {"..", "__pycache__"}:
-            target = Path(str(package.locate_file(top)))
-            if not (self._site / top).exists():
-                (self._site / top).symlink_to(target, target_is_directory=target.is_dir())
+        self.folder, self.python = folder, folder / "bin" / "python"
+        site = Path(sysconfig.get_paths(vars={"base": str(folder), "platbase": str(folder)})["purelib"])
+        for package in map(importlib.metadata.distribution, packages):  # its files and folders, metadata among them
+            for top in {file.parts[0] for file in package.files or ()} - {"..", "__pycache__"}:
+                target = Path(str(package.locate_file(top)))
+                if not (site / top).exists():
+                    (site / top).symlink_to(target, target_is_directory=target.is_dir())
 
     def install(self, *what: str | Path) -> None:
         """``pip install`` without a network: whatever is required must be there."""

@@ -8,17 +8,20 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from failures import nothing
 from samples import Drawing, DrawingInBatches, DrawingInItems
 
 LENGTH = 40
 
 
-class BadBatch:
-    """A batchify function that fails for the batch of sample 17."""
+class Failing:
+    """Fails by this call when it is called itself."""
 
     def __init__(self, fail: Callable[[], Any]) -> None:
         self.fail = fail
+
+
+class BadBatch(Failing):
+    """A batchify function that fails for the batch of sample 17."""
 
     def __call__(self, samples: list[Any]) -> Any:
         if any(int(sample[0]) == 17 for sample in samples):
@@ -30,8 +33,7 @@ class FailsToPickle:
     """A batch that fails when it is encoded."""
 
     def __init__(self, rows: Any, fail: Callable[[], Any]) -> None:
-        self.rows = rows
-        self.fail = fail
+        self.rows, self.fail = rows, fail
 
     def __reduce__(self) -> Any:
         self.fail()
@@ -44,21 +46,15 @@ class BadTravel(BadBatch):
         return FailsToPickle(rows, self.fail) if 17 in rows[:, 0] else rows
 
 
-class BadStart:
+class BadStart(Failing):
     """A worker_init_fn."""
-
-    def __init__(self, fail: Callable[[], Any]) -> None:
-        self.fail = fail
 
     def __call__(self, number: int) -> None:
         self.fail()
 
 
-class ReadyToDie:
+class ReadyToDie(Failing):
     """A worker_init_fn: the worker fails when it has said that it is ready."""
-
-    def __init__(self, fail: Callable[[], Any]) -> None:
-        self.fail = fail
 
     def __call__(self, number: int) -> None:
         from sharded_loader.pools.process.link import Link
@@ -73,11 +69,8 @@ class ReadyToDie:
         Link.send = send_and_fail  # type: ignore[assignment, method-assign]
 
 
-class DiesWhileSending:
+class DiesWhileSending(Failing):
     """A worker_init_fn: the worker fails when half of a batch is in the pipe."""
-
-    def __init__(self, fail: Callable[[], Any]) -> None:
-        self.fail = fail
 
     def __call__(self, number: int) -> None:
         from sharded_loader.pools.process.link import RESULTS, Link
@@ -96,8 +89,7 @@ class HalfSent:
     """A socket over which half of what is sent next goes, then the worker fails."""
 
     def __init__(self, socket: Any, fail: Callable[[], Any]) -> None:
-        self.socket = socket
-        self.fail = fail
+        self.socket, self.fail = socket, fail
 
     def send(self, data: memoryview, flags: int) -> int:
         half, conn = len(data) // 2, getattr(self.socket, "conn", None)
@@ -115,28 +107,21 @@ class HalfSent:
 
 def loader_arguments(where: str, fail: Callable[[], Any]) -> dict[str, Any]:
     """``dataset`` and ``batchify_fn`` of a loader that fails there."""
-    if where == "reading":
-        return {"dataset": Drawing(LENGTH, [17], fail)}
-    if where == "__getitems__":
-        return {"dataset": DrawingInItems(LENGTH, [17], fail)}
-    if where == "get_batch":
-        return {"dataset": DrawingInBatches(LENGTH, [17], fail)}
-    if where == "batchify_fn":
-        return {"dataset": Drawing(LENGTH, [17], nothing), "batchify_fn": BadBatch(fail)}
-    return {"dataset": Drawing(LENGTH, [17], nothing), "batchify_fn": BadTravel(fail)}
+    readers = {"reading": Drawing, "__getitems__": DrawingInItems, "get_batch": DrawingInBatches}
+    if where in readers:
+        return {"dataset": readers[where](LENGTH, [17], fail)}
+    return {"dataset": Drawing(LENGTH), "batchify_fn": (BadBatch if where == "batchify_fn" else BadTravel)(fail)}
 
 
 def values_of(batch: Any) -> list[Any]:
     """A batch, flat or sharded, as lists."""
-    return [
-        np.asarray(getattr(part, "rows", part)).tolist() for part in (batch if isinstance(batch, list) else [batch])
-    ]
+    parts = batch if isinstance(batch, list) else [batch]
+    return [np.asarray(getattr(part, "rows", part)).tolist() for part in parts]
 
 
 def until_the_end(iterator: Iterator[Any]) -> tuple[list[Any], list[BaseException]]:
     """What an epoch yields and raises, to its end; a list of an epoch's length at most."""
-    batches: list[Any] = []
-    errors: list[BaseException] = []
+    batches, errors = list[Any](), list[BaseException]()
     while len(errors) < 50:
         try:
             batches.append(values_of(next(iterator)))

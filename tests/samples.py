@@ -36,14 +36,25 @@ def pass_time(seconds: float) -> None:
     getattr(host_clock.now, "move", time.sleep)(seconds)
 
 
-class Uneven:
-    """Early samples take longest, so that results come back in the wrong order."""
+class Numbers:
+    """Sample i is i."""
 
-    def __init__(self, length: int = 60) -> None:
-        self.length = length
+    length = 20
+
+    def __init__(self, length: int | None = None) -> None:
+        self.length = self.length if length is None else length
 
     def __len__(self) -> int:
         return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return index
+
+
+class Uneven(Numbers):
+    """Early samples take longest, so that results come back in the wrong order."""
+
+    length = 60
 
     def __getitem__(self, index: int) -> int:
         time.sleep(0.01 if index % 20 < 5 else 0)
@@ -63,11 +74,8 @@ class Documents:
         return 1000 * index + np.arange(self.lengths[index])
 
 
-class Draws:
+class Draws(Numbers):
     """A sample of everything random."""
-
-    def __len__(self) -> int:
-        return 20
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
         import torch
@@ -81,14 +89,8 @@ class Draws:
         return own, tensor, shared
 
 
-class Augmented:
+class Augmented(Numbers):
     """Samples that are their index and a random number."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
 
     def __getitem__(self, index: int) -> Any:
         return np.array([index, sample_rng().random()])
@@ -117,7 +119,7 @@ class ByEpoch:
         return self.length
 
 
-class Drawing:
+class Drawing(Numbers):
     """Sample i is (i, a number that it draws). Some samples fail.
 
     Args:
@@ -128,9 +130,6 @@ class Drawing:
 
     def __init__(self, length: int = 12, bad: Collection[int] = (), fail: Callable[[], Any] | None = None) -> None:
         self.length, self.bad, self.fail = length, bad, fail
-
-    def __len__(self) -> int:
-        return self.length
 
     def read(self, index: int, rng: np.random.Generator) -> Any:
         if index in self.bad:
@@ -157,7 +156,7 @@ class DrawingInBatches(Drawing):
         return np.stack([self.read(index, sample_rng(index)) for index in map(int, indices)])
 
 
-class Filled:
+class Filled(Numbers):
     """Sample i is an array of the number i, as large as one likes: of 16 KB, batches lie in shared memory.
 
     Args:
@@ -168,36 +167,26 @@ class Filled:
     def __init__(self, length: int = 240, width: int = 4096) -> None:
         self.length, self.width = length, width
 
-    def __len__(self) -> int:
-        return self.length
-
     def __getitem__(self, index: int) -> Any:
         return np.full(self.width, index, np.float32)
 
 
-class Random:
+class Random(Numbers):
     """Samples of everything random, at a pace that leaves time to be killed."""
 
     def __init__(self, length: int = 200, seconds: float = 0.005) -> None:
-        self.length = length
-        self.seconds = seconds
-
-    def __len__(self) -> int:
-        return self.length
+        self.length, self.seconds = length, seconds
 
     def __getitem__(self, index: int) -> Any:
         time.sleep(self.seconds)
         return np.array([index, sample_rng().random(), random.random(), np.random.random()])
 
 
-class Bad:
+class Bad(Numbers):
     """Sample 7 is bad, in a way of one's choice."""
 
     def __init__(self, fail: Callable[[], Any]) -> None:
         self.fail = fail
-
-    def __len__(self) -> int:
-        return 20
 
     def __getitem__(self, index: int) -> int:
         if index == 7:
@@ -205,11 +194,10 @@ class Bad:
         return index
 
 
-class Misfits:
+class Misfits(Numbers):
     """Sample 5 raises, 6 is longer than the others, and 9 can be in no batch at all."""
 
-    def __len__(self) -> int:
-        return 12
+    length = 12
 
     def __getitem__(self, index: int) -> Any:
         if index == 5:
@@ -229,25 +217,22 @@ class InBulk(SimpleDataset):
         return [self[index] for index in indices]
 
 
-class Gate:
+class Gate(Numbers):
     """Samples that wait until they are let through, and count themselves. For threads.
 
     Args:
         free: the sample that does not wait.
     """
 
+    length = 100
+
     def __init__(self, free: int | None = None) -> None:
-        self.free = free
-        self.begun = threading.Semaphore(0)
-        self.opened = threading.Semaphore(0)
-        self.reads = 0
+        self.free, self.reads = free, 0
+        self.begun, self.opened = threading.Semaphore(0), threading.Semaphore(0)
 
     def open_for_all(self) -> None:
         for _ in range(10_000):
             self.opened.release()
-
-    def __len__(self) -> int:
-        return 100
 
     def __getitem__(self, index: int) -> int:
         self.reads += 1
@@ -279,71 +264,57 @@ class Shy:
     unset: Any = field(init=False)
 
 
-class Odd:
+class Odd(Numbers):
     """Each sample is another of these errors."""
 
-    def __len__(self) -> int:
-        return len(odd_errors())
+    length = len(odd_errors())
 
     def __getitem__(self, index: int) -> Any:
         raise odd_errors()[index]
 
 
-class Told:
+class Told(Numbers):
     """Samples that say the epoch that they were told."""
 
-    def __init__(self) -> None:
-        self.epoch = -1
+    epoch, length = -1, 12
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
-
-    def __len__(self) -> int:
-        return 12
 
     def __getitem__(self, index: int) -> int:
         return 100 * self.epoch + index
 
 
-class DiesInSetState:
+class DiesInSetState(Numbers):
     """Kills the worker that unpickles it."""
 
     def __init__(self, fail: Fails) -> None:
-        self.fail = fail
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> int:
-        return index
+        self.length, self.fail = 8, fail
 
     def __setstate__(self, state: Any) -> None:
         self.__dict__.update(state)
         self.fail()
 
 
-class Parents:
+class Parents(Numbers):
     """Sample: a value of the dataset, the reader's pid and its parent's."""
+
+    length = 40
 
     def __init__(self) -> None:
         self.value = 1
-
-    def __len__(self) -> int:
-        return 40
 
     def __getitem__(self, index: int) -> Any:
         return np.array([index, self.value, os.getpid(), os.getppid()])
 
 
-class StartsAndDies:
+class StartsAndDies(Numbers):
     """In one sample, once: starts a process that lives on, and is killed."""
 
-    def __init__(self, how: str, folder: Path) -> None:
-        self.how = how
-        self.folder = folder
+    length = 40
 
-    def __len__(self) -> int:
-        return 40
+    def __init__(self, how: str, folder: Path) -> None:
+        self.how, self.folder = how, folder
 
     def __getitem__(self, index: int) -> int:
         started = self.folder / "started"
@@ -368,14 +339,13 @@ def halves(samples: Sequence[Any]) -> dict[str, Any]:
     return {"half": batch, "names": [str(sample) for sample in samples]}
 
 
-class Noting:
-    """Its own numbers; a file has those that were read."""
+class Noting(Numbers):
+    """A file has the numbers that were read."""
+
+    length = 12
 
     def __init__(self, path: Path) -> None:
         self.path = path
-
-    def __len__(self) -> int:
-        return 12
 
     def __getitem__(self, index: int) -> int:
         with self.path.open("a") as file:
@@ -390,11 +360,7 @@ def wait_for(file: Path) -> None:
 
 
 class NoLength:
-    """A sampler of another library that does not say how much it yields.
-
-    Args:
-        items: what it yields, or a function that is called for what it yields in each iteration.
-    """
+    """A sampler of another library: yields these items, or in each iteration what this function returns."""
 
     def __init__(self, items: Any) -> None:
         self.items = items
@@ -404,12 +370,7 @@ class NoLength:
 
 
 class Foreign(NoLength):
-    """A sampler of another library.
-
-    Args:
-        items: as of `NoLength`.
-        length: what it says; None: that of the items; an error: what it raises.
-    """
+    """The same with a length: that of the items, or another one; or an error that ``len`` raises."""
 
     def __init__(self, items: Any, length: int | Exception | None = None) -> None:
         super().__init__(items)

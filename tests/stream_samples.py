@@ -5,9 +5,9 @@ Torch-free, so that a spawned worker starts fast: torch is imported where a part
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -92,11 +92,7 @@ class WithStatefulRows(Parts):
 
 
 class Own:
-    """An object with ``__iter__``. It asks torch for its part when it is begun, as torch's users do.
-
-    Args:
-        lengths: samples in each part.
-    """
+    """An object with ``__iter__``. It asks torch for its part when it is begun, as torch's users do."""
 
     def __init__(self, lengths: Sequence[int] = LENGTHS) -> None:
         self.lengths = lengths
@@ -231,18 +227,8 @@ def exits(part: int, parts: int) -> Iterator[int]:
     sys.exit(3)
 
 
-def gives_what_cannot_travel(part: int, parts: int) -> Iterator[Any]:
-    for place in range(10):
-        yield threading.Lock() if place == 2 else place
-
-
 class At:
-    """Does something before one sample.
-
-    Args:
-        how: what to do.
-        part, place: of the sample.
-    """
+    """Does something before one sample."""
 
     def __init__(self, how: Callable[[], Any], part: int, place: int) -> None:
         self.how, self.at = how, (part, place)
@@ -261,31 +247,17 @@ def batches_of(lengths: Sequence[int], size: int, drop: bool = False, parts: Seq
         drop: leave out short batches.
         parts: those of a rank; None: all.
     """
-    mine = range(len(lengths)) if parts is None else parts
-    cut = {
-        part: [
-            list(range(100 * part + at, 100 * part + min(at + size, lengths[part])))
-            for at in range(0, lengths[part], size)
-        ]
-        for part in mine
-    }
-    found: list[Any] = []
-    turn = 0
-    while any(turn < len(batches) for batches in cut.values()):
-        found += [batches[turn] for batches in cut.values() if turn < len(batches)]
-        turn += 1
+    rows = [range(100 * part, 100 * part + lengths[part]) for part in (range(len(lengths)) if parts is None else parts)]
+    cut = [[list(row[at : at + size]) for at in range(0, len(row), size)] for row in rows]
+    found = [batch for turn in itertools.zip_longest(*cut) for batch in turn if batch is not None]
     return [batch for batch in found if not drop or len(batch) == size]
 
 
 def endless_of(lengths: Sequence[int], size: int, count: int, parts: Sequence[int] | None = None) -> list[Any]:
     """The first batches of an endless order, in which parts that have ended start over."""
     mine = list(range(len(lengths)) if parts is None else parts)
-    found = []
-    for number in range(count):
-        turn, at = divmod(number, len(mine))
-        part = mine[at]
-        found.append([100 * part + (turn * size + i) % lengths[part] for i in range(size)])
-    return found
+    turns = [(number // len(mine), mine[number % len(mine)]) for number in range(count)]
+    return [[100 * part + (turn * size + i) % lengths[part] for i in range(size)] for turn, part in turns]
 
 
 def values(batch: Any) -> Any:

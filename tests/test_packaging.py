@@ -1,4 +1,7 @@
-"""What users install: the metadata that a package index shows, the files of sdist and wheel, what works after it."""
+"""What users install: the metadata that a package index shows, the files of sdist and wheel, what works after it.
+
+Type checkers find the package after ``pip install`` and ``pip install -e``, and know what a user's loader yields.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import html
 import re
 import runpy
 import shutil
+import sys
+import sysconfig
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -37,35 +42,28 @@ def config() -> configparser.ConfigParser:
 # -- the README where its files are not --------------------------------------------------------------------------
 
 
-class Targets:
-    """The links and pictures of a page, and its text."""
-
-    def __init__(self, markdown: str) -> None:
-        page = MarkdownIt("commonmark").enable("table").render(markdown)
-        self.found = re.findall(r' (?:href|src|srcset)="([^"]*)"', page)
-        self.relative = [target for target in self.found if not re.match(r"https?:|mailto:|#", target)]
-        self.text = html.unescape(re.sub(r"<[^>]+>", "", page))
+def targets(markdown: str) -> tuple[list[str], list[str], str]:
+    """The links and pictures of a page, those of them that are relative, and the text."""
+    page = MarkdownIt("commonmark").enable("table").render(markdown)
+    found = re.findall(r' (?:href|src|srcset)="([^"]*)"', page)
+    relative = [target for target in found if not re.match(r"https?:|mailto:|#", target)]
+    return found, relative, html.unescape(re.sub(r"<[^>]+>", "", page))
 
 
 def test_without_an_address_a_package_index_shows_no_dead_link() -> None:
-    assert Targets(README).relative
-    shown = Targets(long_description(README, None))
-    assert shown.relative == []
+    _, relative, text = targets(long_description(README, None))
+    assert relative == []
     pictures = re.findall(r"!\[([^\]]+)\]", README)
-    assert pictures
-    assert [text for text in pictures if text not in shown.text] == []
+    assert pictures and [one for one in pictures if one not in text] == []
 
 
-def test_with_an_address_every_link_of_the_readme_leads_to_a_file_of_the_repository() -> None:
-    found = Targets(long_description(README, SOURCE)).found
+def test_with_an_address_links_of_the_readme_lead_to_files_of_the_repository_and_its_text_and_code_stay() -> None:
+    _, before, text_before = targets(README)
+    found, relative, text = targets(long_description(README, SOURCE))
     ours = [re.fullmatch(rf"{SOURCE}/(blob|raw)/HEAD/([^#]+)(#.*)?", target) for target in found]
-    assert len([one for one in ours if one]) == len(Targets(README).relative)
+    assert len([one for one in ours if one]) == len(before) > 0
     assert [one[2] for one in ours if one and not (ROOT / one[2]).exists()] == []
-    assert Targets(long_description(README, SOURCE)).relative == []
-
-
-def test_the_text_and_the_code_of_the_readme_stay() -> None:
-    assert Targets(long_description(README, SOURCE)).text == Targets(README).text
+    assert (relative, text) == ([], text_before)
     fences = re.findall(r"^```.*?^```$", README, re.DOTALL | re.MULTILINE)
     assert fences
     for source in (SOURCE, None):
@@ -81,11 +79,7 @@ def test_the_text_and_the_code_of_the_readme_stay() -> None:
         ("[`a[0]`](b.md)", f"[`a[0]`]({SOURCE}/blob/HEAD/b.md)", "`a[0]`"),
         ("![a](b.png)", f"![a]({SOURCE}/raw/HEAD/b.png)", "a"),
         ("[![a](b.png)](c.md)", f"[![a]({SOURCE}/raw/HEAD/b.png)]({SOURCE}/blob/HEAD/c.md)", "a"),
-        (
-            "[![a](b.png)](https://c.example)",
-            f"[![a]({SOURCE}/raw/HEAD/b.png)](https://c.example)",
-            "[a](https://c.example)",
-        ),
+        ("[![a](b.png)](https://c.de)", f"[![a]({SOURCE}/raw/HEAD/b.png)](https://c.de)", "[a](https://c.de)"),
         *[
             (same, same, same)
             for same in (
@@ -101,11 +95,7 @@ def test_the_text_and_the_code_of_the_readme_stay() -> None:
                 "  ```\n  [a](b.md)\n  ```",
             )
         ],
-        (
-            "one ` [a](b.md)\n\nand ` another",
-            f"one ` [a]({SOURCE}/blob/HEAD/b.md)\n\nand ` another",
-            "one ` a\n\nand ` another",
-        ),
+        ("` [a](b.md)\n\nand ` b", f"` [a]({SOURCE}/blob/HEAD/b.md)\n\nand ` b", "` a\n\nand ` b"),
     ],
 )
 def test_links_to_files_are_changed_and_nothing_else(markdown: str, linked: str, plain: str) -> None:
@@ -115,10 +105,9 @@ def test_links_to_files_are_changed_and_nothing_else(markdown: str, linked: str,
 
 
 def test_the_address_is_set_in_one_place() -> None:
-    assert source_address(
-        "[metadata]\nproject_urls =\n    Docs = https://a.example\n    Source = https://b.example/?x=1"
-    ) == ("https://b.example/?x=1")
-    assert source_address("[metadata]\nproject_urls =\n    Docs = https://a.example\n") is None
+    urls = "[metadata]\nproject_urls =\n    Docs = https://a.example\n"
+    assert source_address(f"{urls}    Source = https://b.example/?x=1") == "https://b.example/?x=1"
+    assert source_address(urls) is None
     assert source_address("[metadata]\nname = a") is None
 
 
@@ -126,14 +115,12 @@ def test_the_address_is_set_in_one_place() -> None:
 
 
 def test_versions_and_licences_are_told_alike_everywhere() -> None:
-    citation = dict(
-        re.findall(r"^([\w-]+): (\S.*)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.MULTILINE)
-    )
-    metadata = config()["metadata"]
+    cff, metadata = (ROOT / "CITATION.cff").read_text(encoding="utf-8"), config()["metadata"]
+    citation = dict(re.findall(r"^([\w-]+): (\S.*)$", cff, re.MULTILINE))
     assert metadata["version"] == citation["version"] == __version__
     assert metadata["license_expression"] == citation["license"]
     assert metadata["name"] == citation["title"]
-    assert metadata["author"] in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert metadata["author"] in cff
 
 
 def test_classifiers_name_the_pythons_that_are_tested() -> None:
@@ -208,15 +195,15 @@ def test_an_address_in_setup_cfg_is_enough(sdist: Path, tmp_path: Path) -> None:
 @installed.ON_LINKS
 @pytest.mark.slow
 def test_a_wheel_works_beside_what_it_requires(wheel: Path, installed_wheel: installed.Environment) -> None:
-    script = installed_wheel.folder / "script.py"
-    script.write_text(
+    where, batches = installed_wheel.run(
+        "python",
+        "-c",
         "import sharded_loader\n"
         "from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader\n"
         "pool = ProcessPool(2, start_method='spawn')\n"
         "print(sharded_loader.__file__)\n"
-        "print([batch.tolist() for batch in ShardedDataLoader(range(5), 2, pool=pool)])\n"
-    )
-    where, batches = installed_wheel.run("python", script).splitlines()
+        "print([batch.tolist() for batch in ShardedDataLoader(range(5), 2, pool=pool)])\n",
+    ).splitlines()
     assert where.startswith(str(installed_wheel.folder))
     assert batches == "[[0, 1], [2, 3], [4]]"
     others = installed_wheel.packages() - {"sharded-loader"}
@@ -244,11 +231,73 @@ def test_in_an_unpacked_sdist_the_commands_of_the_readme_work(editable_sdist: in
     root = Path(where).parents[1]
     assert root != ROOT
     assert (root / "PKG-INFO").exists(), "not the sdist"
-    some = [
-        "tests/test_structure.py",
-        "tests/sampling/test_golden_sampling.py",
-        "tests/docs/test_docs.py",
-        "tests/test_packaging.py",
-    ]
-    said = installed.run(editable_sdist.python, "-m", "pytest", "-q", "-m", "not slow", *some, where=root, limit=300)
+    some = [f"tests/{one}.py" for one in ("test_structure", "sampling/test_golden_sampling", "docs/test_docs")]
+    pytest_quickly = [editable_sdist.python, "-m", "pytest", "-q", "-m", "not slow"]
+    said = installed.run(*pytest_quickly, *some, "tests/test_packaging.py", where=root, limit=300)
     assert re.search(r"^\d{2,} passed", said.splitlines()[-1]), said
+
+
+# -- what type checkers know ---------------------------------------------------------------------------------------
+
+SCRIPT = """
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
+from sharded_loader.torch import DataLoader
+
+
+def collate(samples: list[int]) -> tuple[torch.Tensor, int]:
+    return torch.tensor(samples), len(samples)
+
+
+loader = ShardedDataLoader(range(10), 4, batchify_fn=collate, last_batch="discard")
+for tensor, count in loader:
+    a: torch.Tensor = tensor
+    b: int = count
+    wrong_from_batchify_fn: str = count
+by_torchs_name = ShardedDataLoader(range(10), 4, collate_fn=collate, timeout=3)
+for tensor, count in by_torchs_name:
+    wrong_from_torchs_name: str = count
+declared: ShardedDataLoader[list[torch.Tensor]] = ShardedDataLoader(ArrayDataset(np.zeros(4), np.zeros(4)), 2)
+for x, y in declared:
+    c: torch.Tensor = x
+wrong_from_declaration: int = declared.peek()
+plain = ShardedDataLoader(range(4), 2, pool=ProcessPool(2), num_replicas="auto", on_error="skip", timeout=3)
+for batch in plain:
+    batch.anything()
+drop_in = DataLoader(range(4), batch_size=2, collate_fn=collate)
+for tensor, count in drop_in:
+    wrong_from_collate_fn: str = count
+for batch in DataLoader(range(4), batch_size=2):
+    batch.anything()
+wrong_word = ShardedDataLoader(range(4), 2, last_batch="drop")
+wrong_pool = ShardedDataLoader(range(4), 2, pool="processes")
+wrong_argument = ShardedDataLoader(range(4), batchsize=2)
+wrong_timeout = ShardedDataLoader(range(4), 2, timeout="long")
+wrong_argument_of_drop_in = DataLoader(range(4), batchsize=2)
+wrong_method = ProcessPool(2, start_method="forks")
+wrong_method_of_drop_in = DataLoader(range(4), num_workers=1, start_method="forks")
+"""
+
+
+@installed.ON_LINKS
+@pytest.mark.parametrize("how", ["installed_wheel", "editable_sdist"])
+@pytest.mark.parametrize(
+    "checker", [pytest.param("mypy", marks=pytest.mark.slow), pytest.param("pyright", marks=pytest.mark.frameworks)]
+)
+def test_type_checkers_know_what_a_loader_yields(
+    checker: str, how: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """Outside of the checkout: they have to find the package as a user's do."""
+    environment: installed.Environment = request.getfixturevalue(how)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    mypy = [sys.executable, "-m", "mypy", "--strict", "--no-incremental", "--python-executable"]
+    pyright = [Path(sysconfig.get_path("scripts")) / "basedpyright", "--level", "error", "--pythonpath"]
+    command = [*(mypy if checker == "mypy" else pyright), environment.python, "script.py"]
+    found = installed.attempt(*command, where=tmp_path, limit=300)
+    wrong = {int(line.split(":")[1]) for line in found.stdout.splitlines() if " error: " in line}
+    lines = SCRIPT.splitlines()
+    assert wrong == {n + 1 for n in range(len(lines)) if "wrong_" in lines[n]}, found.stdout + found.stderr

@@ -41,9 +41,8 @@ def is_slow(marks: list[ast.expr]) -> bool:
 
 def clocks(node: ast.AST) -> Iterator[int]:
     """The lines that ask a clock, outside of tests that are slow."""
-    if isinstance(node, ast.FunctionDef) and is_slow(
-        [one for one in node.decorator_list if "parametrize" not in ast.unparse(one)]
-    ):
+    marks = [one for one in getattr(node, "decorator_list", ()) if "parametrize" not in ast.unparse(one)]
+    if is_slow(marks):
         return
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "time":
         if node.attr in CLOCKS:
@@ -55,11 +54,8 @@ def clocks(node: ast.AST) -> Iterator[int]:
 
 
 def asks_clocks(tree: ast.Module) -> int:
-    marks = [
-        node.value
-        for node in tree.body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
-    ]
+    assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
+    marks = [node.value for node in assigned if ast.unparse(node.targets[0]) == "pytestmark"]
     return 0 if is_slow(marks) else len([*clocks(tree)])
 
 
@@ -82,12 +78,8 @@ def private_names() -> set[str]:
 
 
 def private_uses(tree: ast.Module) -> int:
-    return sum(
-        isinstance(node, ast.Attribute)
-        and node.attr in private_names()
-        and ast.unparse(node.value) not in ("self", "cls")
-        for node in ast.walk(tree)
-    )
+    used = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in private_names()]
+    return sum(ast.unparse(node.value) not in ("self", "cls") for node in used)
 
 
 @functools.cache
@@ -113,10 +105,7 @@ def test_private_attributes_of_the_package_are_used_no_more_often_than_before() 
         ("class Late:\n    def __getitem__(self, index):\n        time.sleep(0.1)", 1),
         ("@pytest.mark.slow\ndef test_it():\n    time.sleep(1)", 0),
         ("pytestmark = [pytest.mark.slow]\ntime.sleep(1)", 0),
-        (
-            "@pytest.mark.parametrize('x', [pytest.param(1, marks=pytest.mark.slow)])\ndef test_it(x): time.time()",
-            1,
-        ),
+        ("@pytest.mark.parametrize('x', [param(1, marks=pytest.mark.slow)])\ndef test_it(x): time.time()", 1),
         ("output.time.monotonic, found.sleep(1), time.strftime('x')", 0),
     ],
 )

@@ -77,12 +77,7 @@ def imported_by_satellites() -> list[tuple[str, str, str]]:
 def test_satellites_import_the_core_only_through_the_seam() -> None:
     """What they need stands in a stub of ``sharded_loader/extend``, or is a public name of the package."""
     allowed = {**names_of_seam(), "sharded_loader": [*sharded_loader.__all__, *OPTIONAL, "__version__"]}
-    beside = [
-        f"{satellite}: from {module} import {name}"
-        for satellite, module, name in imported_by_satellites()
-        if name not in allowed.get(module, ())
-    ]
-    assert beside == []
+    assert [one for one in imported_by_satellites() if one[2] not in allowed.get(one[1], ())] == []
 
 
 def test_each_name_on_the_second_shelf_of_the_seam_is_used_by_a_satellite() -> None:
@@ -105,15 +100,10 @@ def test_no_target_of_the_sizes_that_was_reached_is_lost() -> None:
     assert {name for name in read_targets() if ", " not in name} <= sizes.keys()
 
 
-@pytest.mark.parametrize("floor", range(len(FLOORS)))
-def test_every_floor_has_modules(floor: int) -> None:
-    """The test above checks nothing of a floor whose names are gone."""
-    assert any(name.split(".")[1] in FLOORS[floor] for name in SOURCES if "." in name)
-
-
-def test_every_module_stands_on_a_floor() -> None:
-    known = {room for floor in FLOORS for room in floor}
-    assert [name for name in SOURCES if "." in name and name.split(".")[1] not in known] == []
+def test_every_module_stands_on_a_floor_and_every_floor_has_modules() -> None:
+    rooms = {room_of(name) for name in SOURCES if "." in name}
+    assert rooms <= {room for floor in FLOORS for room in floor}
+    assert all(rooms & {*floor} for floor in FLOORS)
 
 
 def test_every_room_has_tests() -> None:
