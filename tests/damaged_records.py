@@ -1,28 +1,19 @@
 """Damaged RecordIO files by the hundred thousand, read in every way, against a second reader.
 
-    python -m tests.damaged_records --files 100000 [--seed N]
-
     reference_recordio: records --write--> a file --damage--> a broken file --read--> what must be found in it
     the library:                                              the same file, by each class, with and without an index
 
 `check_file` is one file. What holds for each: the records before the damage are read, each reader stops at the same
 offset and says so with the file's name, nothing but `RecordIOError` or (for an index) ValueError is raised, and no read
 asks for more bytes than the file has, so that no allocation exceeds it. Seed and number give the same file again.
-
-Exit status 1: a file was read otherwise, a descriptor was left open, or a file took a minute.
 """
 
 from __future__ import annotations
 
-import argparse
-import faulthandler
 import os
 import random
-import sys
 import tempfile
-import time
 import warnings
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,9 +21,8 @@ from typing import Any
 
 from sharded_loader.recordio import MXIndexedRecordIO, MXRecordIO, RecordFileDataset, RecordIOError
 from tests import reference_recordio as reference
-from tests.conftest import here, remains
+from tests.fuzz.steps import Program
 
-HANG = 60.0
 HEADER = 8
 
 
@@ -160,44 +150,9 @@ def assert_refused(read: Any, rec: Path, offset: int) -> None:
         raise AssertionError(f"damage at {offset} was read as {got!r:.200}")
 
 
-def run(count: int, seed: int) -> int:
-    """That many files; the exit status."""
-    kinds: Counter[str] = Counter()
-    wrong = 0
-    before = here()
-    began = said = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            for number in range(count):
-                faulthandler.dump_traceback_later(HANG, exit=True, file=sys.__stderr__)
-                try:
-                    kinds[check_file(Path(folder), random.Random(f"{seed} {number}"))] += 1
-                except Exception as error:
-                    wrong += 1
-                    print(f"file {number}: {type(error).__name__}: {error}", flush=True)
-                if time.monotonic() - said >= 10:
-                    said = time.monotonic()
-                    print(f"{said - began:5.0f} s: {number + 1:,} files, {wrong} read wrongly", flush=True)
-        finally:
-            faulthandler.cancel_dump_traceback_later()
-    left = remains(*before)
-    rows = [("files", count), *sorted(kinds.items()), ("read wrongly", wrong), ("kinds of things left", len(left))]
-    for name, number in rows:
-        print(f"{name:32}{number:>10,}")
-    print(f"{time.monotonic() - began:.0f} s")
-    return 1 if wrong or left else 0
+class DamagedFile(Program):
+    """One damaged file, in a folder of its own."""
 
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.damaged_records", description=str(__doc__).partition("\n")[0]
-    )
-    parser.add_argument("--files", type=int, default=100_000)
-    parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
-    arguments = parser.parse_args()
-    print(f"python -m tests.damaged_records --files {arguments.files} --seed {arguments.seed}", flush=True)
-    return run(arguments.files, arguments.seed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    def run(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            self.counts[check_file(Path(folder), self.rng)] += 1

@@ -1,8 +1,8 @@
 """Loaders with random arguments, driven at random, against one that is too simple to be wrong.
 
-    python -m tests.fuzz --cases 2000 [--faults | --twins | --ranks] [--seed N]
-    python -m tests.fuzz --minutes 60 [--faults | --twins | --ranks] [--seed N]
-    python -m tests.fuzz --case SEED [--faults | ...]        one case alone, as a difference names it
+    python -m tests.fuzz --cases 2000 [KIND] [--seed N]
+    python -m tests.fuzz --minutes 60 [KIND] [--seed N]
+    python -m tests.fuzz --case SEED [KIND]                  one case alone, as a difference names it
     python -m tests.fuzz --cases 300 [--twins] --record FILE write down what they do: batches, errors, states, warnings
     python -m tests.fuzz --check FILE                        do the same again, and print each difference
     python -m tests.fuzz --nodes --minutes 10                kill actors and nodes of a cluster of Ray: `storm`
@@ -22,20 +22,17 @@ import time
 from pathlib import Path
 
 from tests.fuzz import recorded, storm
-from tests.fuzz.run import run
+from tests.fuzz.run import KINDS, run
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=str(__doc__).partition("\n")[0])
     parser.add_argument("--cases", type=int)
     parser.add_argument("--minutes", type=float)
-    parser.add_argument(
-        "--seed", type=int, default=random.randrange(1 << 20), help="the cases begin at a million x this"
-    )
+    parser.add_argument("--seed", type=int, default=random.randrange(1 << 20), help="cases begin at a million x this")
     parser.add_argument("--case", type=int, metavar="SEED", help="this one alone")
-    kinds = {"--faults": "disturb the loaders", "--twins": "draw every verb", "--ranks": "ranks that leave and join"}
-    for kind, text in kinds.items():
-        parser.add_argument(kind, dest="kind", action="store_const", const=kind[2:], default="plain", help=text)
+    for kind, (text, *_) in KINDS.items():
+        parser.add_argument(f"--{kind}", dest="kind", action="store_const", const=kind, default="plain", help=text)
     parser.add_argument("--record", type=Path, metavar="FILE", help="write down what the loaders do")
     parser.add_argument("--check", type=Path, metavar="FILE", help="compare with what was written down")
     parser.add_argument("--nodes", action="store_true", help="kill actors and nodes of a cluster of Ray")
@@ -47,10 +44,9 @@ def main() -> int:
     cases, minutes, alone = arguments.cases, arguments.minutes, arguments.case
     if cases is None and minutes is None:
         cases = 2000 if alone is None else 1
-    given = {"cases": cases, "minutes": minutes}
-    given |= {"seed": arguments.seed} if alone is None else {"case": alone}
-    shown = " ".join(f"--{name} {value}" for name, value in given.items() if value is not None)
-    print(f"python -m tests.fuzz {shown}{f' --{arguments.kind}' * (arguments.kind != 'plain')}", flush=True)
+    given = {"cases": cases, "minutes": minutes, "case": alone, "seed": arguments.seed if alone is None else None}
+    shown = [f"--{name} {value}" for name, value in given.items() if value is not None]
+    print("python -m tests.fuzz", *shown, f"--{arguments.kind}", flush=True)
     seeds = itertools.count(1_000_000 * arguments.seed) if alone is None else itertools.repeat(alone)
     some = itertools.islice(seeds, cases)
     if arguments.record is not None:

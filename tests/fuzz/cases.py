@@ -12,35 +12,16 @@ import random
 import time
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.utils.data as torch_data
-from samples import Drawing, DrawingInItems
+from samples import Drawing, DrawingInItems, Foreign, GluonStyle
 
-from sharded_loader import (
-    ArrayDataset,
-    BatchSampler,
-    BoundedBudgetSampler,
-    FilterSampler,
-    FixedBucketSampler,
-    IntervalSampler,
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-    ShardedBatchSampler,
-    SimpleDataset,
-    SortedBucketSampler,
-    SortedSampler,
-    SplitSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-    batchify,
-    sample_generator,
-    sample_rng,
-)
+import sharded_loader as ours
+from sharded_loader import SimpleDataset, batchify, sample_generator, sample_rng
 from tests.naive import collate, shares
 
 # -- datasets --------------------------------------------------------------------------------------------------------
@@ -54,16 +35,8 @@ class BadSample(ValueError):
         self.index = index
 
 
-LATE_SECONDS = 0.2
-"""So long a late reading stands still."""
-
-MOST_LEFT = 100 << 20
-
-HOME = os.getpid()
-"""The process that has the loaders. A spawned worker takes itself for it."""
-
-CHANCE = random.SystemRandom()
-"""The global generators belong to the samples."""
+HOME = os.getpid()  # of the loaders; a spawned worker takes itself for it
+CHANCE = random.SystemRandom()  # the global generators belong to the samples
 
 
 class Plain(Drawing):
@@ -73,8 +46,8 @@ class Plain(Drawing):
         version: of the data, which may change between two epochs.
         pause: seconds that some samples take.
         slow: seconds that each sample takes.
-        late: the share of readings that stand still for `LATE_SECONDS`. Chance decides, not the sample.
-        leak: bytes that each sample leaves behind in a forked worker, up to `MOST_LEFT`.
+        late: the share of readings that stand still for a while. Chance decides, not the sample.
+        leak: bytes that each sample leaves behind in a forked worker, up to 100 MB.
     """
 
     version, pause, slow, late, leak = 0, 0.0, 0.0, 0.0, 0
@@ -88,8 +61,8 @@ class Plain(Drawing):
         if self.slow:
             time.sleep(self.slow)
         if self.late and CHANCE.random() < self.late:
-            time.sleep(LATE_SECONDS)
-        if self.leak and os.getpid() != HOME and len(self.left) < MOST_LEFT:
+            time.sleep(0.2)
+        if self.leak and os.getpid() != HOME and len(self.left) < 100 << 20:
             self.left += b"x" * self.leak
         return super().read(index, rng) + [0, self.version]
 
@@ -104,11 +77,8 @@ class Wide(Plain):
 class Dicts(Plain):
     def __getitem__(self, index: int) -> Any:
         torchs = torch.randint(1 << 30, (2, 2), generator=sample_generator())
-        return {
-            "numbers": super().__getitem__(index),
-            "inner": {"name": f"sample {index}", "third": index / 3},
-            5: torchs,
-        }
+        inner = {"name": f"sample {index}", "third": index / 3}
+        return {"numbers": super().__getitem__(index), "inner": inner, 5: torchs}
 
 
 class Ragged(Plain):
@@ -148,7 +118,7 @@ Point = namedtuple("Point", "x y")
 @dataclass
 class Item:
     name: str
-    value: Any = field(default=None)
+    value: Any = None
 
 
 def drawn(number: int) -> Any:
@@ -191,10 +161,7 @@ def doubled(samples: list[Any]) -> Any:
 
 def with_draw(samples: list[Any]) -> Any:
     """Draws a number of the batch's own."""
-    return {
-        "batch": torch.stack([torch.as_tensor(sample) for sample in samples]),
-        "drawn": int(sample_rng().integers(1 << 40)),
-    }
+    return {"batch": torch.stack(list(map(torch.as_tensor, samples))), "drawn": int(sample_rng().integers(1 << 40))}
 
 
 def padded(samples: list[Any]) -> Any:
@@ -208,7 +175,6 @@ class Kind:
     """A dataset, and how its batches are read.
 
     Attributes:
-        name: of the kind.
         make: the dataset, a new one each time.
         keys: the indices that it takes; None: 0 to its length.
         bad: whether samples of it raise.
@@ -226,12 +192,8 @@ class Kind:
     takes_epoch: bool = False
 
 
-def _columns(n: int) -> Any:
-    return ArrayDataset(np.arange(n * 3, dtype=np.float32).reshape(n, 3), [i * 5 for i in range(n)])
-
-
-def _named(n: int) -> Any:
-    return ArrayDataset(image=np.arange(n * 4, dtype=np.uint8).reshape(n, 2, 2), label=np.arange(n))
+def _floats(n: int) -> Any:
+    return np.arange(n * 3, dtype=np.float32).reshape(n, 3)
 
 
 def _tensors(n: int) -> Any:
@@ -243,10 +205,12 @@ WITHOUT_ERRORS: dict[str, Callable[[int], Any]] = {
     "list of tuples": lambda n: [(i / 3, f"name {i}") for i in range(n)],
     "list of lists": lambda n: [[i, i + 1] for i in range(n)],
     "range": range,
-    "array": lambda n: np.arange(n * 3, dtype=np.float32).reshape(n, 3),
+    "array": _floats,
     "tensor": lambda n: torch.arange(n * 2).reshape(n, 2),
-    "columns": _columns,
-    "named columns": _named,
+    "columns": lambda n: ours.ArrayDataset(_floats(n), [i * 5 for i in range(n)]),
+    "named columns": lambda n: ours.ArrayDataset(
+        image=np.arange(n * 4, dtype=np.uint8).reshape(n, 2, 2), label=np.arange(n)
+    ),
     "TensorDataset": _tensors,
     "Subset": lambda n: torch_data.Subset(_tensors(n + 5), list(range(n))[::-1]),
     "Subset of what draws": lambda n: torch_data.Subset(Plain(n + 5), [i + 3 for i in range(n)]),
@@ -255,7 +219,7 @@ WITHOUT_ERRORS: dict[str, Callable[[int], Any]] = {
     "transform": lambda n: SimpleDataset(list(range(n))).transform(drawn),
     "seeded transform": lambda n: SimpleDataset(list(range(n))).transform(drawn_from_globals, seeded=True),
     "transform_first": lambda n: SimpleDataset([(i, i + 1) for i in range(n)]).transform_first(drawn),
-    "transform of columns": lambda n: ArrayDataset(np.arange(n), np.arange(n)).transform(drawn_both),
+    "transform of columns": lambda n: ours.ArrayDataset(np.arange(n), np.arange(n)).transform(drawn_both),
     "part": lambda n: SimpleDataset(list(range(2 * n + 4))).filter(is_even).take(n),
     "shard": lambda n: SimpleDataset(list(range(2 * n))).shard(2, 1).transform(drawn),
     "cached": lambda n: SimpleDataset(list(range(n))).transform(as_pair).cache(),
@@ -269,6 +233,27 @@ WITHOUT_ERRORS: dict[str, Callable[[int], Any]] = {
 }
 
 
+def in_first(batch: Any) -> list[int]:
+    """The indices of tuples of samples: those in the first column."""
+    return batch[0][:, 0].tolist()  # type: ignore[no-any-return]
+
+
+MAY_FAIL: dict[str, tuple[type[Plain], dict[str, Any]]] = {
+    "plain": (Plain, {}),
+    "dicts": (Dicts, {"where": lambda batch: batch["numbers"][:, 0].tolist()}),
+    "ragged": (Ragged, {"batchify": (batchify.Pad(pad_val=-1), padded)}),
+    "batches": (Batches, {}),
+    "items": (Items, {}),
+    "told": (Told, {"where": in_first, "takes_epoch": True}),
+    "own batchify_fn": (
+        Plain,
+        {"batchify": (doubled, doubled), "where": lambda batch: (batch["twice"][:, 0] // 2).tolist()},
+    ),
+    "drawing batchify_fn": (Plain, {"batchify": (with_draw, doubled)}),
+}
+"""Samples of them may be bad: the class, and what else there is to say of the kind."""
+
+
 def draw_kind(rng: random.Random, length: int, wide: bool = False) -> Kind:
     """Any dataset of that many samples; if wanted, also one with large samples."""
     bad = frozenset(i for i in range(length) if rng.random() < rng.choice([0.03, 0.1, 0.5]))
@@ -278,27 +263,12 @@ def draw_kind(rng: random.Random, length: int, wide: bool = False) -> Kind:
         name = rng.choice(list(WITHOUT_ERRORS))
         return Kind(name, lambda: WITHOUT_ERRORS[name](length))
     if rng.random() < 0.1:
-        keys = [f"key {i}" for i in range(length)]
+        keys: list[Any] = [f"key {i}" for i in range(length)]
         return Kind("mapping", lambda: {key: len(key) + at for at, key in enumerate(keys)}, keys)
-    kinds: list[Kind] = [
-        Kind("plain", lambda: Plain(length, bad), bad=bad),
-        Kind("dicts", lambda: Dicts(length, bad), bad=bad, where=lambda batch: batch["numbers"][:, 0].tolist()),
-        Kind("ragged", lambda: Ragged(length, bad), bad=bad, batchify=(batchify.Pad(pad_val=-1), padded)),
-        Kind("batches", lambda: Batches(length, bad), bad=bad),
-        Kind("items", lambda: Items(length, bad), bad=bad),
-        Kind("told", lambda: Told(length, bad), bad=bad, where=lambda batch: batch[0][:, 0].tolist(), takes_epoch=True),
-        Kind(
-            "own batchify_fn",
-            lambda: Plain(length, bad),
-            bad=bad,
-            batchify=(doubled, doubled),
-            where=lambda batch: (batch["twice"][:, 0] // 2).tolist(),
-        ),
-        Kind("drawing batchify_fn", lambda: Plain(length), batchify=(with_draw, doubled)),
-    ]
-    if wide:
-        kinds.append(Kind("wide", lambda: Wide(length, bad), bad=bad, where=lambda batch: batch[0][:, 0].tolist()))
-    return rng.choice(kinds)
+    name = rng.choice([*MAY_FAIL, *["wide"] * wide])
+    made, more = {**MAY_FAIL, "wide": (Wide, {"where": in_first})}[name]
+    bad = bad if name != "drawing batchify_fn" else frozenset()
+    return Kind(name, lambda: made(length, bad), bad=bad, **more)
 
 
 # -- orders ----------------------------------------------------------------------------------------------------------
@@ -323,9 +293,7 @@ class ByEpoch:
 class Showing(ByEpoch):
     """Shows its epoch, and has a length."""
 
-    @property
-    def epoch(self) -> int:
-        return self._epoch
+    epoch = property(lambda self: self._epoch)
 
     def __len__(self) -> int:
         return len(self.items)
@@ -358,32 +326,6 @@ class _WithState:
         self.at = state["at"]
 
 
-class FromGlobals:
-    """Draws its order from the global generators."""
-
-    def __init__(self, items: Sequence[Any]) -> None:
-        self.items = items
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(random.sample(list(self.items), len(self.items)))
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-
-class GluonStyle(Sampler[Any]):
-    """A subclass that overrides ``__iter__`` and ``__len__`` alone."""
-
-    def __init__(self, items: Sequence[Any]) -> None:
-        self.items = list(items)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.items[::-1])
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-
 Of = Callable[[Any, int, int], list[Any]]
 """(sampler, epoch, the loader's seed) -> what it must yield. The sampler is one that no loader has seen."""
 
@@ -394,7 +336,7 @@ def of_own(sampler: Any, epoch: int, seed: int) -> list[Any]:
 
 def of_foreign(sampler: Any, epoch: int, seed: int) -> list[Any]:
     """Started by seed and epoch: as our `BatchSampler` starts it."""
-    return [item for part in BatchSampler(sampler, 1, seed=seed).iter_epoch(epoch) for item in part]
+    return [item for part in ours.BatchSampler(sampler, 1, seed=seed).iter_epoch(epoch) for item in part]
 
 
 def of_told(sampler: Any, epoch: int, seed: int) -> list[Any]:
@@ -410,7 +352,6 @@ class Order:
     """What comes in which order.
 
     Attributes:
-        name: of the sampler.
         make: a new sampler; None: the loader makes it, and ``shuffle`` says which.
         of: what it must yield.
         batches: it is a batch sampler.
@@ -452,53 +393,46 @@ def _draw_items(rng: random.Random, n: int) -> Order:
     parts = min(rng.choice([1, 2, 3]), max(n, 1))
     negative = [index - n * (rng.random() < 0.3) for index in some]
     orders = [
-        Order("SequentialSampler", lambda: SequentialSampler(n)),
-        Order("RandomSampler", lambda: RandomSampler(n, seed=seed)),
-        Order("SubsetRandomSampler", lambda: SubsetRandomSampler(some, seed=seed)),
-        Order("SortedSampler", lambda: SortedSampler([i * 7 % 11 for i in range(n)])),
-        Order("FilterSampler", lambda: FilterSampler(is_even, range(n))),
-        Order("SplitSampler", lambda: SplitSampler(n, parts, parts - 1, seed=seed)),
+        Order("SequentialSampler", lambda: ours.SequentialSampler(n)),
+        Order("RandomSampler", lambda: ours.RandomSampler(n, seed=seed)),
+        Order("SubsetRandomSampler", lambda: ours.SubsetRandomSampler(some, seed=seed)),
+        Order("SortedSampler", lambda: ours.SortedSampler([i * 7 % 11 for i in range(n)])),
+        Order("FilterSampler", lambda: ours.FilterSampler(is_even, range(n))),
+        Order("SplitSampler", lambda: ours.SplitSampler(n, parts, parts - 1, seed=seed)),
         Order("a list", lambda: list(negative), of_list),
         Order("an array", lambda: np.array(some, np.int64), of_list),
         Order("Showing", lambda: Showing(some), of_told),
         Order("WithState", lambda: WithState(some), of_told),
         Order("ByEpoch", lambda: ByEpoch(some), of_told, sized=False),
-        Order("FromGlobals", lambda: FromGlobals(some), of_foreign),
-        Order("GluonStyle", lambda: GluonStyle(some), lambda sampler, epoch, seed: sampler.items[::-1]),
+        Order("FromGlobals", lambda: Foreign(lambda: random.sample(some, len(some)), len(some)), of_foreign),
+        Order("GluonStyle", lambda: GluonStyle(lambda: some[::-1], len(some)), lambda *_: some[::-1]),
     ]
     if n:
-        orders.append(Order("IntervalSampler", lambda: IntervalSampler(n, min(3, n))))
+        orders.append(Order("IntervalSampler", lambda: ours.IntervalSampler(n, min(3, n))))
         orders += _samplers_of_torch(range(n), some, rng.randrange(1 << 30))
     if any(weights):
-        positive = sum(weight > 0 for weight in weights)
+        once = {"num_samples": sum(weight > 0 for weight in weights), "replacement": False, "seed": seed}
         orders += [
-            Order("WeightedRandomSampler", lambda: WeightedRandomSampler(weights, n + 3, seed=seed)),
-            Order(
-                "WeightedRandomSampler without replacement",
-                lambda: WeightedRandomSampler(weights, positive, replacement=False, seed=seed),
-            ),
+            Order("WeightedRandomSampler", lambda: ours.WeightedRandomSampler(weights, n + 3, seed=seed)),
+            Order("WeightedRandomSampler without replacement", lambda: ours.WeightedRandomSampler(weights, **once)),
             Order("torch.WeightedRandomSampler", lambda: torch_data.WeightedRandomSampler(weights, n), of_foreign),
         ]
     return rng.choice(orders)
 
 
 def _samplers_of_torch(numbers: range, some: list[int], generator: int) -> list[Order]:
+    def shuffled(**options: Any) -> Any:
+        return torch_data.RandomSampler(numbers, **options)
+
     makers: dict[str, Callable[[], Any]] = {
-        "RandomSampler": lambda: torch_data.RandomSampler(numbers),
-        "RandomSampler with a generator": lambda: torch_data.RandomSampler(
-            numbers, generator=torch.Generator().manual_seed(generator)
-        ),
-        "RandomSampler with replacement": lambda: torch_data.RandomSampler(
-            numbers, replacement=True, num_samples=len(numbers) + 5
-        ),
+        "RandomSampler": shuffled,
+        "RandomSampler with a generator": lambda: shuffled(generator=torch.Generator().manual_seed(generator)),
+        "RandomSampler with replacement": lambda: shuffled(replacement=True, num_samples=len(numbers) + 5),
         "SequentialSampler": lambda: torch_data.SequentialSampler(numbers),
         "SubsetRandomSampler": lambda: torch_data.SubsetRandomSampler(some),
         "DistributedSampler": lambda: torch_data.DistributedSampler(numbers, num_replicas=2, rank=1, seed=3),
     }
-    return [
-        Order(f"torch.{name}", make, of_foreign, distributed=name == "DistributedSampler")
-        for name, make in makers.items()
-    ]
+    return [Order(f"torch.{name}", make, of_foreign, distributed=name[0] == "D") for name, make in makers.items()]
 
 
 def _draw_batches(rng: random.Random, n: int) -> Order:
@@ -514,7 +448,7 @@ def _draw_batches(rng: random.Random, n: int) -> Order:
     odd_shards = [rng.choice([[batch[0], []], [[n + 5]], batch, batch, batch]) for batch in sharded]
 
     def plain() -> Any:
-        return BatchSampler(RandomSampler(n, seed=seed), size, last)
+        return ours.BatchSampler(ours.RandomSampler(n, seed=seed), size, last)
 
     def split(sampler: Any, epoch: int, seed: int) -> list[Any]:
         batches = sampler.batch_sampler.iter_epoch(epoch)
@@ -522,8 +456,8 @@ def _draw_batches(rng: random.Random, n: int) -> Order:
 
     orders = [
         Order("BatchSampler", plain),
-        Order("ShardedBatchSampler", lambda: ShardedBatchSampler(plain(), shards, weights), split),
-        Order("ShardedBatchSampler by cost", lambda: ShardedBatchSampler(plain(), shards, costs=lengths or None)),
+        Order("ShardedBatchSampler", lambda: ours.ShardedBatchSampler(plain(), shards, weights), split),
+        Order("ShardedBatchSampler by cost", lambda: ours.ShardedBatchSampler(plain(), shards, costs=lengths or None)),
         Order("a list of batches", lambda: [list(batch) for batch in odd], of_list),
         Order("a list of arrays", lambda: [np.array(batch) for batch in flat], of_list),
         Order("a list of tuples of shards", lambda: [tuple(map(tuple, batch)) for batch in odd_shards], of_list),
@@ -532,40 +466,29 @@ def _draw_batches(rng: random.Random, n: int) -> Order:
         Order("ByEpoch of batches", lambda: ByEpoch(copy.deepcopy(odd)), of_told, sized=False),
     ]
     if n:
-        orders += _batches_by_length(lengths, size, seed)
-        orders += _batches_of_torch(n, size, last, seed)
+        orders += _batches_of_many(lengths, size, last, seed)
     order = rng.choice(orders)
     order.batches = True
     return order
 
 
-def _batches_by_length(lengths: list[int], size: int, seed: Any) -> list[Order]:
-    shuffle = seed is not None
-    return [
-        Order(
-            "FixedBucketSampler",
-            lambda: FixedBucketSampler(lengths, size, num_buckets=3, shuffle=shuffle, seed=seed),
-        ),
-        Order("SortedBucketSampler", lambda: SortedBucketSampler(lengths, size, mult=2, shuffle=True, seed=seed)),
-        Order("BoundedBudgetSampler", lambda: BoundedBudgetSampler(lengths, 20, seed=seed)),
-    ]
+def _batches_of_many(lengths: list[int], size: int, last: str, seed: Any) -> list[Order]:
+    """Orders that need samples."""
 
+    def shuffled() -> Any:
+        return torch_data.RandomSampler(range(len(lengths)))
 
-def _batches_of_torch(n: int, size: int, last: str, seed: Any) -> list[Order]:
     def whole(sampler: Any, epoch: int, seed: int) -> list[Any]:
         batches = _cut(of_foreign(sampler.sampler, epoch, seed), size)
         return [batch for batch in batches if len(batch) == size or last != "discard"]
 
+    buckets = {"num_buckets": 3, "shuffle": seed is not None, "seed": seed}
     return [
-        Order(
-            "torch.BatchSampler",
-            lambda: torch_data.BatchSampler(torch_data.RandomSampler(range(n)), size, last == "discard"),
-            whole,
-        ),
-        Order(
-            "BatchSampler of torch.RandomSampler",
-            lambda: BatchSampler(torch_data.RandomSampler(range(n)), size, last, seed=seed),
-        ),
+        Order("FixedBucketSampler", lambda: ours.FixedBucketSampler(lengths, size, **buckets)),
+        Order("SortedBucketSampler", lambda: ours.SortedBucketSampler(lengths, size, mult=2, shuffle=True, seed=seed)),
+        Order("BoundedBudgetSampler", lambda: ours.BoundedBudgetSampler(lengths, 20, seed=seed)),
+        Order("torch.BatchSampler", lambda: torch_data.BatchSampler(shuffled(), size, last == "discard"), whole),
+        Order("BatchSampler of torch.RandomSampler", lambda: ours.BatchSampler(shuffled(), size, last, seed=seed)),
     ]
 
 

@@ -44,9 +44,6 @@ METHODS = [name for name in conftest.POOLS for _ in range(OFTEN.get(name, 1))]
 """Spawned workers start slowly: a hundredth of the loaders is enough."""
 
 
-COUNTS = [1, 2, 2, 3, 5]
-"""Of workers."""
-
 LEAK, ROOM = 4 << 20, 60 << 20
 """Bytes that a batch leaves behind in its worker, and how many it may take beside those of one that has just begun."""
 
@@ -69,18 +66,17 @@ class Disturbed(Case):
     LENGTHS = (0, 1, 7, 40, 100, 300)
     BATCH_SIZES = (1, 3, 4, 16, 64)
     STEPS = (5, 20, 60)
+    COUNTS = (1, 2, 2, 3, 5)
     MAY_FAIL = True  # an interruption, too, knows the frames that held the iterator
     RESTARTS = 1000  # kills at random strike one batch more than three times now and then
 
     def __init__(self, seed: int, processes: bool = True) -> None:
-        self.version = 0
+        self.version, self.closing = 0, False
         self.asked: Pair | None = None  # whose next batch the loop waits for
         self.struck = False  # whether a signal has raised in that call of ``next``
-        self.interrupted: list[Pair] = []
-        self.sent: Counter[int] = Counter()  # signals that have not arrived yet
-        self.closing = False
-        self.timers: list[threading.Timer] = []
-        self.stopped: set[int] = set()
+        self.interrupted, self.timers = list[Pair](), list[threading.Timer]()
+        self.sent = Counter[int]()  # signals that have not arrived yet
+        self.stopped = set[int]()
         self.victims = random.Random()  # timers draw; the global generator belongs to datasets and samplers
         super().__init__(seed, processes)
 
@@ -109,8 +105,8 @@ class Disturbed(Case):
         if (pool := self.pool(pair)) is not None and hasattr(pool, "restarts"):
             pool.restarts, pool.deaths = self.RESTARTS, Deaths(self.RESTARTS)
 
-    def draw_pool(self) -> tuple[str, int]:
-        return self.rng.choice(METHODS), self.rng.choice(COUNTS)
+    def draw_method(self) -> str:
+        return self.rng.choice(METHODS)
 
     def give_workers(self, method: str, workers: int) -> dict[str, Any]:
         given, which = super().give_workers(method, workers), self.rng.random()
@@ -141,7 +137,8 @@ class Disturbed(Case):
         """In the place of ``Tuner.look``, which takes seconds to come to a decision."""
         pool = pipeline.pool
         if self.victims.random() < 0.3 and pool.num_workers:
-            pool.wanted, pipeline.scheduler.per_worker = self.victims.choice(COUNTS), self.victims.choice([1, 2, 8])
+            pool.wanted = self.victims.choice(self.COUNTS)
+            pipeline.scheduler.per_worker = self.victims.choice([1, 2, 8])
             pipeline.scheduler.update_prefetch(pool)
             self.counts["fault: another number of workers, auto"] += 1
 
@@ -161,10 +158,10 @@ class Disturbed(Case):
             self.go_on(pid)
         super().close()
 
-    def next_of(self, pair: Pair, at: int) -> bool:
+    def ask_next(self, pair: Pair, iterator: Any) -> Any:
         self.asked = pair
         try:
-            return super().next_of(pair, at)
+            return super().ask_next(pair, iterator)
         finally:
             self.asked = None
 
@@ -210,14 +207,9 @@ class Disturbed(Case):
 
     def later(self) -> None:
         """While the loop waits in ``next``, with luck."""
-        number = getattr(signal, self.rng.choice(list(HANDLERS)))
-        count = self.rng.choice(COUNTS)
-        faults: list[Callable[[], None]] = [
-            lambda: self.kill(self.pair),
-            lambda: self.stop(self.pair),
-            lambda: self.send(number),
-            lambda: self.have(self.pair, count),
-        ]
+        number, count = getattr(signal, self.rng.choice(list(HANDLERS))), self.rng.choice(self.COUNTS)
+        faults: list[Callable[[], None]] = [lambda: self.kill(self.pair), lambda: self.stop(self.pair)]
+        faults += [lambda: self.send(number), lambda: self.have(self.pair, count)]
         self.timers = [timer for timer in self.timers if timer.is_alive()]
         self.timers.append(threading.Timer(self.rng.choice([0.0, 0.001, 0.005, 0.03]), self.rng.choice(faults)))
         self.timers[-1].start()
@@ -283,7 +275,7 @@ class Disturbed(Case):
         self.stopped.discard(pid)
 
     def resize(self, pair: Pair) -> None:
-        self.have(pair, self.rng.choice(COUNTS))
+        self.have(pair, self.rng.choice(self.COUNTS))
 
     def have(self, pair: Pair, count: int) -> None:
         """The number of workers changes. Another thread may close the loader meanwhile."""

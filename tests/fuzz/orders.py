@@ -8,34 +8,20 @@ knows the units of an epoch (samples, or tokens of documents), each of which mus
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch.utils.data as torch_data
+from samples import Drawing, NoLength
 
-from sharded_loader import (
-    BatchSampler,
-    BoundedBudgetSampler,
-    ClassBalancedBatchSampler,
-    FixedBucketSampler,
-    GroupedBatchSampler,
-    PackSampler,
-    RandomSampler,
-    RepeatedSampler,
-    ShardedDataLoader,
-    SortedBucketSampler,
-    SubsetRandomSampler,
-    TokenWindows,
-    WeightedRandomSampler,
-    interleave,
-    sample_rng,
-)
+import sharded_loader as ours
 from sharded_loader.batchify import Pack
 from sharded_loader.samplers.index_samplers import CostSampler
 from sharded_loader.sampling.third_party import table_of
@@ -60,7 +46,6 @@ class Job:
     """An order, and how it is checked.
 
     Attributes:
-        name: of the order.
         dataset: makes what is read.
         arguments: makes the loader's arguments, by the batch size.
         sequence: the items of an epoch, by its number, the ranks that it is made for and the batch size.
@@ -101,7 +86,7 @@ class Job:
     fixed: bool = False
     shards: int | None = None
     log: list[tuple[int, int, list[int]]] | None = None
-    draw_weights: Callable[[random.Random], list[int]] = field(default=lambda rng: [1])
+    draw_weights: Callable[[random.Random], list[int]] = lambda rng: [1]
     length: int = 0
 
     def allows(self, replicas: int) -> bool:
@@ -126,9 +111,9 @@ def indices(drawn: Drawn) -> Job:
     length, seed, lengths = drawn.length, drawn.seed, drawn.lengths
     name = drawn.rng.choice(["random", "subset", "weighted", "list", "torch"])
     make: Callable[[], Any] = {
-        "random": lambda: RandomSampler(length, seed=seed),
-        "subset": lambda: SubsetRandomSampler(range(0, length, 2), seed=seed),
-        "weighted": lambda: WeightedRandomSampler(lengths, length, seed=seed),
+        "random": lambda: ours.RandomSampler(length, seed=seed),
+        "subset": lambda: ours.SubsetRandomSampler(range(0, length, 2), seed=seed),
+        "weighted": lambda: ours.WeightedRandomSampler(lengths, length, seed=seed),
         "list": lambda: list(range(length))[::-1],
         "torch": lambda: torch_data.SequentialSampler(range(length)),
     }[name]
@@ -138,7 +123,6 @@ def indices(drawn: Drawn) -> Job:
         lambda: range(length),
         lambda size: {"batch_size": size, "sampler": make()},
         lambda epoch, ranks, size: list(table_of(make(), epoch, 0).items()),
-        evaluate=drawn.evaluate,
         whole=whole,
     )
 
@@ -152,23 +136,9 @@ def costs(drawn: Drawn) -> Job:
         lambda size: {"batch_size": size, "costs": lengths},
         lambda epoch, ranks, size: list(CostSampler(lengths, size * ranks, length, SEED).iter_epoch(epoch)),
         by_step=True,
-        evaluate=drawn.evaluate,
         whole=drawn.all,
         step_size=drawn.rng.choice([2, 4, 6, 12]),
     )
-
-
-class Noisy:
-    """Samples that are their index, and a random number of their own."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> tuple[int, int]:
-        return int(index), int(sample_rng().integers(1 << 40))
 
 
 def repeated(drawn: Drawn) -> Job:
@@ -177,32 +147,31 @@ def repeated(drawn: Drawn) -> Job:
     of_loader = drawn.rng.random() < 0.5
 
     def given() -> dict[str, Any]:
-        if of_loader:
-            return {"sampler": RepeatedSampler(copies), "shuffle": True}
-        return {"sampler": RepeatedSampler(copies, RandomSampler(length, seed=seed))}
+        inner = [] if of_loader else [ours.RandomSampler(length, seed=seed)]
+        return {"sampler": ours.RepeatedSampler(copies, *inner), "shuffle": of_loader or None}
 
     @cache
     def numbers(epoch: int) -> list[int]:
         """The random number of each copy of each sample in an epoch, as one process reads them in order."""
         found = []
-        with ShardedDataLoader(Noisy(length), 5, seed=SEED, collate_fn=list, sampler=RepeatedSampler(copies)) as loader:
+        with ours.ShardedDataLoader(Drawing(length), 5, seed=SEED, sampler=ours.RepeatedSampler(copies)) as loader:
             loader.set_epoch(epoch)
-            for place, (index, number) in enumerate(itertools.chain.from_iterable(loader)):
+            for place, (index, number) in enumerate(row for batch in loader for row in batch.tolist()):
                 found += [number] * (index == place // copies)
         if len(set(found)) != copies * length:
             raise Difference(f"epoch {epoch}: copies of the same sample have the same random numbers: {found}")
         return found
 
     def sequence(epoch: int, ranks: int, size: int) -> list[Any]:
-        order = RandomSampler(length, seed=SEED if of_loader else seed).iter_epoch(epoch)
+        order = ours.RandomSampler(length, seed=SEED if of_loader else seed).iter_epoch(epoch)
         return [(index, copy) for index in order for copy in range(copies)]
 
     return Job(
         "repeated",
-        lambda: Noisy(length),
-        lambda size: {"batch_size": size, "collate_fn": list, **given()},
+        lambda: Drawing(length),
+        lambda size: {"batch_size": size, **given()},
         sequence,
-        evaluate=drawn.evaluate,
+        read=lambda batch: list(map(tuple, batch.tolist())),
         in_epoch=lambda item, epoch: (item[0], numbers(epoch)[item[0] * copies + item[1]]),
         units=lambda sample: [sample[0]],
         whole=Counter(dict.fromkeys(range(length), copies)),
@@ -220,43 +189,31 @@ def windows(drawn: Drawn) -> Job:
     wanted = [(tuple(range(n, n + length)), tuple(range(n + 1, n + length + 1))) for n in starts]
     tokens = np.arange(begins[-1], dtype=np.uint16)
 
-    def sampler() -> Any:
-        return RandomSampler(len(wanted), seed=drawn.seed)
-
-    def read(batch: Any) -> list[Any]:
-        return [(tuple(one.tolist()), tuple(other.tolist())) for one, other in zip(*batch, strict=True)]
-
+    sampler = ours.RandomSampler(len(wanted), seed=drawn.seed)
     return Job(
         "token windows",
-        lambda: TokenWindows(tokens, length, stride, documents=np.array(sizes) if inside else None),
-        lambda size: {"batch_size": size, "sampler": sampler()},
-        lambda epoch, ranks, size: [wanted[n] for n in sampler().iter_epoch(epoch)],
-        evaluate=drawn.evaluate,
-        read=read,
+        lambda: ours.TokenWindows(tokens, length, stride, documents=np.array(sizes) if inside else None),
+        lambda size: {"batch_size": size, "sampler": copy.copy(sampler)},
+        lambda epoch, ranks, size: [wanted[n] for n in sampler.iter_epoch(epoch)],
+        read=lambda batch: list(zip(*[map(tuple, part.tolist()) for part in batch], strict=True)),
         whole=Counter(wanted),
     )
 
 
-class Endless:
-    """A sampler without an end and without a length."""
-
-    def __init__(self, length: int, factor: int) -> None:
-        self.length, self.factor = length, factor
-
-    def __iter__(self) -> Iterator[int]:
-        return (number * number * self.factor % self.length for number in itertools.count())
-
-
 def endless(drawn: Drawn) -> Job:
-    """A sampler without an end."""
+    """A sampler without an end and without a length."""
     length, factor = drawn.length, drawn.rng.randint(1, 50)
+
+    def numbers(*_: Any) -> Iterator[int]:
+        return (number * number * factor % length for number in itertools.count())
+
     return Job(
         "endless",
         lambda: range(length),
-        lambda size: {"batch_size": size, "sampler": Endless(length, factor)},
+        lambda size: {"batch_size": size, "sampler": NoLength(numbers)},
         lambda epoch, ranks, size: [],
         steps=drawn.rng.randint(1, 6),
-        endless=lambda ranks, size: iter(Endless(length, factor)),
+        endless=numbers,
         step_size=drawn.rng.choice([2, 4, 6, 12]),
     )
 
@@ -273,14 +230,14 @@ def batches(drawn: Drawn) -> Job:
     number = rng.randint(1, 12)
     labels = [n % 4 for n in range(max(length, 8))]
     makers: dict[str, Callable[[int], Any]] = {
-        "batches": lambda size: BatchSampler(RandomSampler(length, seed=seed), size),
-        "fixed buckets": lambda size: FixedBucketSampler(
+        "batches": lambda size: ours.BatchSampler(ours.RandomSampler(length, seed=seed), size),
+        "fixed buckets": lambda size: ours.FixedBucketSampler(
             lengths, size, bucket_keys=keys, shuffle=True, seed=seed, last_batch=last
         ),
-        "sorted buckets": lambda size: SortedBucketSampler(lengths, size, mult=3, shuffle=True, seed=seed),
-        "budget": lambda size: BoundedBudgetSampler(lengths, max_num_tokens=120, seed=seed),
-        "one kind": lambda size: GroupedBatchSampler(kinds, size, seed=seed, last_batch=last),
-        "classes": lambda size: ClassBalancedBatchSampler(labels, classes=3, samples=2, batches=number, seed=seed),
+        "sorted buckets": lambda size: ours.SortedBucketSampler(lengths, size, mult=3, shuffle=True, seed=seed),
+        "budget": lambda size: ours.BoundedBudgetSampler(lengths, max_num_tokens=120, seed=seed),
+        "one kind": lambda size: ours.GroupedBatchSampler(kinds, size, seed=seed, last_batch=last),
+        "classes": lambda size: ours.ClassBalancedBatchSampler(labels, classes=3, samples=2, batches=number, seed=seed),
     }
     name = rng.choice(sorted(makers))
     if name in ("budget", "classes") or length < 20:  # few samples may be batches of any size
@@ -293,10 +250,9 @@ def batches(drawn: Drawn) -> Job:
         ranks = 1 if drawn.evaluate else ranks
         found = list(make(size).for_ranks(ranks).iter_epoch(epoch))
         for batch in found:
-            if name == "one kind" and len({kinds[n] for n in batch}) > 1:
-                raise Difference(f"epoch {epoch}: {batch} are of several kinds")
-            if name == "classes" and sorted(Counter(labels[n] for n in batch).values()) != [2, 2, 2]:
-                raise Difference(f"epoch {epoch}: {batch} are not two of three classes")
+            several = name == "one kind" and len({kinds[n] for n in batch}) > 1
+            if several or (name == "classes" and sorted(Counter(labels[n] for n in batch).values()) != [2, 2, 2]):
+                raise Difference(f"epoch {epoch}: {batch} are of several kinds, or not two of three classes")
         return found
 
     has_last = name in ("fixed buckets", "one kind")
@@ -307,7 +263,6 @@ def batches(drawn: Drawn) -> Job:
         sequence,
         in_batches=True,
         step_size=step_size,
-        evaluate=drawn.evaluate,
         whole=None if name == "classes" else drawn.all,
         discards=has_last and last == "discard",
     )
@@ -322,14 +277,13 @@ def packed(drawn: Drawn) -> Job:
     window, at_once, shuffle = rng.choice([None, 4, 16]), rng.choice([1, 3, 20]), rng.random() < 0.8
 
     step_size = None if rng.random() < 0.4 else rng.choice([4, 8, 12])
+    options = {"window": window, "long": long, "shuffle": shuffle, "seed": drawn.seed}
 
     def of_size(size: int) -> int:
         return drawn.size if step_size is None else size
 
-    def make(rows: int, last: str) -> PackSampler:
-        sampler = PackSampler(
-            lengths, tokens, rows, window=window, long=long, shuffle=shuffle, last_batch=last, seed=drawn.seed
-        )
+    def make(rows: int, last: str) -> ours.PackSampler:
+        sampler = ours.PackSampler(lengths, tokens, rows, last_batch=last, **options)
         sampler.at_once = at_once
         return sampler
 
@@ -355,7 +309,6 @@ def packed(drawn: Drawn) -> Job:
         lambda epoch, ranks, size: [pieces(batch) for batch in make(of_size(size), last).iter_epoch(epoch)],
         in_batches=True,
         step_size=step_size,
-        evaluate=drawn.evaluate,
         read=unpacked,
         units=lambda piece: list(range(1000 * piece[0] + piece[1], 1000 * piece[0] + piece[2])),
         whole=whole,
@@ -367,24 +320,21 @@ def packed(drawn: Drawn) -> Job:
 def unpacked(batch: Any) -> list[Any]:
     """The pieces of documents in a batch, as (document, begin, end, whether a row begins); all entries are checked."""
     found, bounds = [], [0]
-    for row in range(len(batch["input_ids"])):
-        ids, places, segments, labels = (
-            batch[name][row].tolist() for name in ("input_ids", "position_ids", "segment_ids", "labels")
-        )
+    names = ["input_ids", "position_ids", "segment_ids", "labels"]
+    for row in zip(*(batch[name].tolist() for name in names), strict=True):
+        ids, segments, whole = row[0], row[2], [list[int]() for _ in names]
         for segment in range(1, max(segments) + 1):
-            here = [n for n, one in enumerate(segments) if one == segment]
-            low, high = here[0], here[-1] + 1
-            piece = ids[low:high]
-            wrong = here != list(range(low, high)) or piece != list(range(piece[0], piece[0] + len(piece)))
-            wrong |= places[low:high] != list(range(len(piece))) or labels[low:high] != [-100, *piece[1:]]
-            if wrong:
-                raise Difference(f"row {row} of a packed batch has {ids}, {places}, {segments}, {labels}")
+            low, length = segments.index(segment), segments.count(segment)
+            piece = list(range(ids[low], ids[low] + length))
+            columns = piece, range(length), [segment] * length, [-100, *piece[1:]]
+            whole = [[*column, *more] for column, more in zip(whole, columns, strict=True)]
             document, begin = divmod(piece[0], 1000)
-            found.append((document, begin, begin + len(piece), segment == 1))
-            bounds.append(bounds[-1] + len(piece))
+            found.append((document, begin, begin + length, segment == 1))
+            bounds.append(bounds[-1] + length)
         filler = segments.count(0)
-        if filler and (ids[-filler:], labels[-filler:]) != ([-1] * filler, [-100] * filler):
-            raise Difference(f"row {row} of a packed batch has other fillers: {ids}, {labels}")
+        whole = [[*column, *[pad] * filler] for column, pad in zip(whole, (-1, 0, 0, -100), strict=True)]
+        if [*row] != whole:
+            raise Difference(f"a row of a packed batch has {row}, not {whole}")
     if batch["cu_seqlens"].tolist() != bounds:
         raise Difference(f"cu_seqlens are {batch['cu_seqlens'].tolist()}, not {bounds}")
     return found
@@ -416,7 +366,7 @@ def mixture(drawn: Drawn) -> Job:
 
     def make(changes: Any, stop: Any) -> Any:
         weights = changes if len(changes) > 1 else changes[0][1]
-        return interleave(sources, weights, seed=drawn.seed, stop=stop, shuffle=shuffle)
+        return ours.interleave(sources, weights, seed=drawn.seed, stop=stop, shuffle=shuffle)
 
     def sequence(epoch: int, ranks: int, size: int) -> list[Any]:
         return of_epoch(epoch, tuple((*when, tuple(weights)) for *when, weights in log or []))
@@ -445,7 +395,6 @@ def mixture(drawn: Drawn) -> Job:
         lambda: make(changes, stop),
         lambda size: {"batch_size": size},
         sequence,
-        evaluate=drawn.evaluate,
         whole=once,
         log=log,
         draw_weights=draw_weights,
@@ -454,27 +403,14 @@ def mixture(drawn: Drawn) -> Job:
 
 # -- any of them -------------------------------------------------------------------------------------------------------
 
-KINDS = [
-    indices,
-    indices,
-    costs,
-    repeated,
-    windows,
-    endless,
-    batches,
-    batches,
-    batches,
-    packed,
-    packed,
-    mixture,
-    mixture,
-]
-
 
 def draw_job(rng: random.Random) -> Job:
     """Any order."""
     drawn = Drawn(rng)
-    job = varied(rng.choice(KINDS)(drawn), drawn)
+    kinds = [*[indices] * 2, costs, repeated, windows, endless, *[batches] * 3, *[packed] * 2, *[mixture] * 2]
+    job = rng.choice(kinds)(drawn)
+    job.evaluate = drawn.evaluate and job.steps is None
+    job = varied(job, drawn)
     if rng.random() < 0.15:
         job = with_arguments(job, num_shards=rng.randint(1, 3))
         job.shards = job.arguments(1)["num_shards"]
@@ -503,7 +439,12 @@ def varied(job: Job, drawn: Drawn) -> Job:
     job = replace(job, steps=rng.randint(1, 6), discards=False, whole=None)
     job = with_arguments(job, steps_per_epoch=job.steps)
     if job.by_step:
-        return replace(job, endless=whole_cost_steps(drawn))
+
+        def whole_steps(ranks: int, size: int) -> Iterator[Any]:
+            sampler = CostSampler(drawn.lengths, size * ranks, drawn.length, SEED, True)
+            return itertools.chain.from_iterable(map(sampler.iter_epoch, itertools.count()))
+
+        return replace(job, endless=whole_steps)
     if job.in_batches and job.step_size is not None and job.name != "batches":
         pass  # the steps stay what they are
     elif job.in_batches or job.name in ("list", "torch") or rng.random() < 0.5:  # a foreign one may change its length
@@ -511,16 +452,6 @@ def varied(job: Job, drawn: Drawn) -> Job:
     else:
         job = replace(job, step_size=rng.choice([2, 4, 6, 12]), divides=length)
     return job if job.endless is not None else replace(job, endless=padded(job.sequence), length=length)
-
-
-def whole_cost_steps(drawn: Drawn) -> Callable[[int, int], Iterator[Any]]:
-    """The whole steps of all epochs."""
-
-    def found(ranks: int, size: int) -> Iterator[Any]:
-        sampler = CostSampler(drawn.lengths, size * ranks, drawn.length, SEED, True)
-        return itertools.chain.from_iterable(map(sampler.iter_epoch, itertools.count()))
-
-    return found
 
 
 def padded(sequence: Callable[[int, int, int], list[Any]]) -> Callable[[int, int], Iterator[Any]]:

@@ -100,7 +100,7 @@ def line(kind: str, seed: int, processes: bool = True) -> dict[str, Any]:
     handler.emit = lambda record: lines.add(clean(record.getMessage()))  # type: ignore[method-assign]
     logger = logging.getLogger("sharded_loader")
     logger.addHandler(handler)
-    made, events = type("Recorded", (Written, run.KINDS[kind][0]), {"events": []}), []
+    made, events = type("Recorded", (Written, run.KINDS[kind][1]), {"events": []}), []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         made.events, arguments = events, ""

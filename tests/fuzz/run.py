@@ -1,7 +1,6 @@
 """Random cases, one after the other: what they are, what is said of them, what they have left behind.
 
-seed -> `steps.Case` -> run -> nothing, or a `Difference`
-        "faults": `faults.Disturbed` or `twins.Twins`, "twins": `twins.Calm`, "ranks": `ranks.Ranks`
+(kind, seed) -> a `steps.Program` -> run -> nothing, or a `Difference`
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import faulthandler
 import gc
 import logging
 import os
-import random
 import sys
 import threading
 import time
@@ -21,28 +19,29 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import psutil
 
-from sharded_loader import ShardedDataLoader, interleave
 from tests import conftest
+from tests.damaged_records import DamagedFile
+from tests.fuzz.caches import Round
 from tests.fuzz.faults import Disturbed
 from tests.fuzz.ranks import Ranks
 from tests.fuzz.steps import Case, Difference
 from tests.fuzz.twins import Calm, Twins
 
 KINDS: dict[str, tuple[Any, ...]] = {
-    "plain": (Case,),
-    "faults": (Disturbed, Twins),
-    "twins": (Calm,),
-    "ranks": (Ranks,),
+    "plain": ("loaders of every kind", Case),
+    "faults": ("disturb the loaders", Disturbed, Twins),
+    "twins": ("draw every verb of both loaders", Calm),
+    "ranks": ("ranks that leave and join", Ranks),
+    "records": ("damaged RecordIO files", DamagedFile),
+    "caches": ("ranks that share a cache, and are killed", Round),
 }
+"""What each is, and its programs: a seed runs one of them."""
 
 HANG = 150.0
 """Seconds for one step. The slowest in order, a first batch from spawned workers, takes 5 on a busy machine, and 40
 with eight other jobs on two cores."""
-
-LEFT = ("processes", "threads", "descriptors", "shared memory")
 
 
 @dataclass
@@ -62,17 +61,13 @@ class Report:
 
     def say(self) -> None:
         counts, seconds = self.counts, time.monotonic() - self.began
-        print(
-            f"{seconds:5.0f} s: {counts['cases']} cases, {counts['batches compared']} batches, "
-            f"{sum(count for name, count in counts.items() if name.startswith('fault'))} faults, "
-            f"{counts['differences']} differences",
-            flush=True,
-        )
+        faults = sum(count for name, count in counts.items() if name.startswith("fault"))
+        done = f"{counts['cases']} cases, {counts['batches compared']} batches, {faults} faults"
+        print(f"{seconds:5.0f} s: {done}, {counts['differences']} differences", flush=True)
 
     def show(self, left: dict[str, Any]) -> None:
         """The table."""
-        rows = [*sorted(self.counts.items()), *((f"{kind} left at the end", len(left.get(kind, ()))) for kind in LEFT)]
-        for name, count in rows:
+        for name, count in [*sorted(self.counts.items()), ("kinds of things left at the end", len(left))]:
             print(f"{name:60}{count:>10,}")
         for kind, items in left.items():
             print(f"left: {kind}: {items}")
@@ -81,11 +76,12 @@ class Report:
         """Say every 10 s how far it is; end the program when a step hangs."""
         said = time.monotonic()
         while not over.wait(1.0):
-            faulthandler.dump_traceback_later(HANG + 10, exit=True)  # if not even this thread can run
+            # If not even this thread can run.
+            faulthandler.dump_traceback_later(HANG + 10, exit=True, file=sys.__stderr__)
             now, case = time.monotonic(), self.case
             if case is not None and now - case.last_sign > HANG:
                 print(f"HANG of {HANG:.0f} s in {case}", flush=True)
-                faulthandler.dump_traceback(all_threads=True)
+                faulthandler.dump_traceback(all_threads=True, file=sys.__stderr__)
                 self.show({})
                 sys.stdout.flush()
                 os._exit(1)
@@ -96,18 +92,14 @@ class Report:
 
     def left(self, before: Any) -> dict[str, Any]:
         """What is still there although every loader is closed or garbage, after a grace for what is ending."""
-        found: dict[str, Any] = {}
 
-        def is_empty() -> bool:
-            nonlocal found
+        def find() -> dict[str, Any]:
             gc.collect()
-            found = conftest.remains(*before)
-            if alive := {pid for pid, worker in self.workers.items() if _lives(worker)}:
-                found["processes"] = found.get("processes", set()) | alive
-            return not found
+            alive = {pid for pid, worker in self.workers.items() if _lives(worker)}
+            return conftest.remains(*before) | ({"workers": alive} if alive else {})
 
-        conftest.until(is_empty, conftest.PATIENCE)
-        return found
+        conftest.until(lambda: not find(), conftest.PATIENCE)
+        return find()
 
 
 def _lives(process: psutil.Process) -> bool:
@@ -117,35 +109,17 @@ def _lives(process: psutil.Process) -> bool:
         return False
 
 
-def check_shares(seed: int) -> None:
-    """A random mixture on a random number of ranks: a random rank is near to its shares after each of its samples."""
-    rng = random.Random(f"shares {seed}")
-    weights = [rng.randint(1, 9) for _ in range(rng.randint(2, 5))]
-    ranks, size = rng.choice([1, 2, 3, 4, 5, 6, 7, 8, 16]), rng.randint(1, 16)
-    sources = [np.full(400 * ranks * weight, number) for number, weight in enumerate(weights)]
-    mixed = interleave(sources, weights, seed=rng.randint(0, 99))
-    rank = rng.randrange(ranks)
-    loader = ShardedDataLoader(mixed, size, num_replicas=ranks, rank=rank)
-    found = np.concatenate([np.asarray(batch) for batch, _ in zip(loader, range(-(-600 // size)), strict=False)])
-    counts = np.cumsum(found[:, None] == np.arange(len(weights)), axis=0)
-    off = np.abs(counts - np.arange(1, len(found) + 1)[:, None] * np.array(weights) / sum(weights)).max()
-    if off > 15:
-        raise Difference(f"rank {rank} of {ranks} is {off:.1f} samples away from its shares {weights}")
-
-
 def run_case(seed: int, kind: str = "plain", processes: bool = True, report: Report | None = None) -> Counter[str]:
     """Run one case; if wanted, with threads in the place of processes. What was done, and how often.
 
     Raises:
         Difference: the loader did something else; says what, and what was done to it.
     """
-    case, report, kinds = None, report or Report(), KINDS[kind]
+    case, report, (_, *programs) = None, report or Report(), KINDS[kind]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # batches that are left out
         try:
-            if seed % 10 == 0 and kind == "plain":
-                check_shares(seed)
-            report.case = case = kinds[seed % len(kinds)](seed, processes)
+            report.case = case = programs[seed % len(programs)](seed, processes)
             case.run()
         except Exception as error:
             again = f"python -m tests.fuzz --case {seed}{f' --{kind}' * (kind != 'plain')}"

@@ -18,13 +18,14 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import psutil
 import torch
 
-from sharded_loader import SampleError, ShardedDataLoader
+from sharded_loader import RandomSampler, SampleError, Sampler, SequentialSampler, ShardedDataLoader
 from sharded_loader.sampling.base import for_ranks, ranks_of
 from tests import conftest
 from tests.fuzz import cases
@@ -62,38 +63,45 @@ def filler(failed: SampleError) -> Any:
     return np.array([-1 - failed.index, 1000 * failed.epoch + 10 * (0 if failed.shard is None else 1 + failed.shard)])
 
 
+@dataclass
 class Pair:
-    """A loader, the naive one, and the iterators over both that are alive.
+    """A loader, the naive one (of `twins` a loader, too), and the iterators over both that are alive.
 
-    Args:
-        loader, naive: the two.
+    Attributes:
         may_fail: whether errors may be raised.
         one_dataset: whether all iterators read one dataset object that is told the epoch: then only one may live.
     """
 
-    def __init__(self, loader: ShardedDataLoader, naive: NaiveLoader, may_fail: bool, one_dataset: bool) -> None:
-        self.loader, self.naive, self.may_fail, self.one_dataset = loader, naive, may_fail, one_dataset
-        self.iterators: list[tuple[Any, NaiveIterator]] = []
+    loader: Any
+    naive: Any
+    may_fail: bool
+    one_dataset: bool
+    iterators: list[tuple[Any, Any]] = field(default_factory=list)
 
     def drop(self, at: int) -> None:
         naive = self.iterators.pop(at)[1]
-        naive.alive = False
+        if isinstance(naive, NaiveIterator):
+            naive.alive = False
         if self.may_fail:
             gc.collect()  # an error that was raised in this thread knows the frames that held the iterator
-
-    def refresh(self) -> None:
-        self.loader.refresh()
-
-    def close(self) -> None:
-        self.loader.close()
 
     def drop_all(self) -> None:
         while self.iterators:
             self.drop(0)
 
+    def both(self, verb: str) -> None:
+        """``refresh`` or ``close``, of those that have it: the naive loader and torch's have not."""
+        for loader in (self.loader, self.naive):
+            getattr(loader, verb, lambda: None)()
 
-class Case:
-    """One case, decided by its seed. `run` raises a `Difference`, or returns how many batches were compared.
+    def close(self) -> None:
+        if not isinstance(self.naive, NaiveLoader):
+            self.drop_all()
+        self.both("close")
+
+
+class Program:
+    """What is drawn from one seed and run: it raises a `Difference`, or counts what was done.
 
     Attributes:
         counts: what was done, and how often.
@@ -101,24 +109,29 @@ class Case:
         workers: those that must be gone in the end although they may be nobody's children any more, by their pid.
     """
 
+    def __init__(self, seed: int, processes: bool = True) -> None:
+        self.rng, self.processes = random.Random(seed), processes
+        self.counts, self.last_sign = Counter[str](), time.monotonic()
+        self.workers: dict[int, psutil.Process] = {}
+
+
+class Case(Program):
+    """A loader and a naive one, and steps of both."""
+
     LENGTHS: Sequence[int] = (0, 1, 2, 3, 5, 8, 13, 21, 40, 60)
     BATCH_SIZES: Sequence[int] = (1, 2, 3, 4, 7, 16, 100)
     STEPS: Sequence[int] = (4, 10, 25)
+    COUNTS: Sequence[int] = (1, 2, 3)  # of workers
     MAY_FAIL = False
     RESTARTS = 3
 
     def __init__(self, seed: int, processes: bool = True) -> None:
-        self.rng = rng = random.Random(seed)
-        self.processes = processes
+        super().__init__(seed, processes)
+        rng = self.rng
         torch.manual_seed(seed)
-        self.steps: list[str] = []
-        self.held: list[tuple[Any, Any]] = []
-        self.known: dict[Any, Any] = {}
-        self.samples: dict[Any, Any] = {}
+        self.steps, self.held = list[str](), list[tuple[Any, Any]]()
+        self.known, self.samples = dict[Any, Any](), dict[Any, Any]()
         self.step_ranks: int | None = None
-        self.counts: Counter[str] = Counter()
-        self.workers: dict[int, psutil.Process] = {}
-        self.last_sign = time.monotonic()
         self.length = rng.choice(self.LENGTHS)
         self.kind = kind = self.draw_kind()
         self.order = order = self.draw_order()
@@ -134,8 +147,8 @@ class Case:
         self.pair = self.make_pair()
 
     def __str__(self) -> str:
-        lines = [f"{self.length} samples: {self.kind.name}, bad: {sorted(self.kind.bad)}, order: {self.order.name}"]
-        return "\n    ".join([*lines, *self.steps])
+        first = f"{self.length} samples: {self.kind.name}, bad: {sorted(self.kind.bad)}, order: {self.order.name}"
+        return "\n    ".join([first, *self.steps])
 
     # -- what there is to drive -----------------------------------------------------------------------------
 
@@ -153,9 +166,7 @@ class Case:
         rng, kind, order = self.rng, self.kind, self.order
         seed = self.seed if sampler is None else self.seed_used
         options: dict[str, Any] = {"seed": seed if state is None else rng.choice([None, 5, seed])}
-        ranks, naive_ranks = self.draw_ranks()
-        shards, naive_shards = self.draw_shards()
-        options |= ranks | shards
+        options |= self.draw_ranks() | self.draw_shards()
         made = sampler if sampler is not None else None if order.make is None else order.make()
         if order.batches:
             options["batch_sampler"] = made
@@ -165,8 +176,6 @@ class Case:
         if kind.batchify[0] is not None:
             options["batchify_fn"] = kind.batchify[0]
         method, workers = self.draw_pool()
-        if not self.processes and method in conftest.PROCESS_POOLS:
-            method = "thread"
         self.counts[f"loaders, {method}"] += 1
         options |= {"on_error": self.on_error, **self.draw_prefetch()}
         shown = ", ".join(f"{name}={value!r}" for name, value in options.items() if value is not None)
@@ -177,6 +186,7 @@ class Case:
             self.seed_used = loader.seed
         if sampler is None:
             self.user_sampler, self.reference = made, reference
+        devices = len(options.get("devices", ())) or None
         naive = NaiveLoader(
             order=functools.partial(self.epoch_order, reference, self.seed_used),
             sample=self.sample,
@@ -186,14 +196,18 @@ class Case:
             sized=order.sized,
             on_error=self.on_error,
             batchify=kind.batchify[1],
-            **naive_ranks,
-            **naive_shards,
+            replicas=options.get("num_replicas", 1),
+            rank=options.get("rank", 0),
+            replicated="rank" in options,
+            num_shards=options.get("num_shards", devices),
+            max_shards=1 if "device" in options else devices,
+            weights=options.get("shard_weights"),
         )
         one_dataset = kind.takes_epoch and method in ("inline", "thread")
         return Pair(loader, naive, self.MAY_FAIL or bool(kind.bad) or order.batches, one_dataset)
 
-    def draw_ranks(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """A rank among several, as arguments of the loader and of the naive one."""
+    def draw_ranks(self) -> dict[str, Any]:
+        """A rank among several, as arguments."""
         replicas = 1 if self.order.distributed else self.rng.choice([1, 1, 1, 2, 3, 5])
         with torch.random.fork_rng(devices=[]):  # a sampler may draw its seed
             made = self.order.make() if self.order.batches and self.order.make is not None else None
@@ -201,36 +215,37 @@ class Case:
             replicas = self.step_ranks = self.step_ranks or replicas
         rank = self.rng.randrange(replicas)
         replicated = not self.order.distributed and (replicas > 1 or self.rng.random() < 0.1)
-        options = {"num_replicas": replicas, "rank": rank} if replicated else {}
-        return options, {"replicas": replicas, "rank": rank, "replicated": replicated}
+        return {"num_replicas": replicas, "rank": rank} if replicated else {}
 
-    def draw_shards(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Devices, shards and their weights, as arguments of the loader and of the naive one."""
+    def draw_shards(self) -> dict[str, Any]:
+        """Devices, shards and their weights, as arguments."""
         rng = self.rng
         how = rng.choice(["plain", "plain", "device", "num_shards", "devices", "both"])
         count = rng.choice([1, 2, 3, 4])
-        ways: dict[str, tuple[dict[str, Any], int | None, int | None]] = {
-            "plain": ({}, None, None),
-            "device": ({"device": "cpu"}, None, 1),
-            "num_shards": ({"num_shards": count}, count, None),
-            "devices": ({"devices": ["cpu"] * count}, count, count),
-            "both": ({"devices": ["cpu"] * 4, "num_shards": count}, count, 4),
+        ways: dict[str, dict[str, Any]] = {
+            "plain": {},
+            "device": {"device": "cpu"},
+            "num_shards": {"num_shards": count},
+            "devices": {"devices": ["cpu"] * count},
+            "both": {"devices": ["cpu"] * 4, "num_shards": count},
         }
-        options, num_shards, max_shards = ways[how]
+        options = ways[how]
         weights = [rng.choice([1, 1, 2, 3.5, 40]) for _ in range(count)]
-        if num_shards is None or rng.random() < 0.6:
-            weights = None
-        else:
+        if how not in ("plain", "device") and rng.random() >= 0.6:
             options["shard_weights"] = weights
         if self.kind.name == "named columns" and "devices" in options and rng.random() < 0.5:
             options["resident"] = ("auto", True, 0.6)[count % 3]
-        return options, {"num_shards": num_shards, "max_shards": max_shards, "weights": weights}
+        return options
+
+    def draw_method(self) -> str:
+        return self.rng.choice(SLOW_METHODS if SLOW_METHODS and self.rng.random() < 0.01 else METHODS)
 
     def draw_pool(self) -> tuple[str, int]:
         """The name of a pool, and its number of workers."""
-        rng = self.rng
-        method = rng.choice(SLOW_METHODS) if SLOW_METHODS and rng.random() < 0.01 else rng.choice(METHODS)
-        return method, rng.choice([1, 2, 3])
+        method = self.draw_method()
+        if not self.processes and method in conftest.PROCESS_POOLS:
+            method = "thread"
+        return method, self.rng.choice(self.COUNTS)
 
     def give_workers(self, method: str, workers: int) -> dict[str, Any]:
         """The arguments of a loader that say who reads."""
@@ -244,12 +259,11 @@ class Case:
     def make_reference(self, loader: ShardedDataLoader) -> Any:
         """Another sampler of the order that the loader reads: made again, with the seeds that were drawn."""
         if self.order.make is None:
-            if self.order.shuffle:
-                return cases.RandomSampler(self.length, seed=loader.seed)
-            return cases.SequentialSampler(self.length)
+            plain = SequentialSampler(self.length)
+            return RandomSampler(self.length, seed=loader.seed) if self.order.shuffle else plain
         made = again = self.order.make()
         sampler = loader.batch_sampler if self.order.batches else loader.sampler
-        while isinstance(sampler, cases.Sampler):
+        while isinstance(sampler, Sampler):
             if isinstance(sampler.seed, int):
                 again.seed = int(sampler.seed)
             sampler = getattr(sampler, "sampler", getattr(sampler, "batch_sampler", None))
@@ -326,25 +340,21 @@ class Case:
         pair.iterators.append((iter(pair.loader), pair.naive.iterate()))
 
     def take(self, pair: Pair) -> None:
-        if not pair.iterators:
-            self.begin(pair)
-        at = self.rng.randrange(len(pair.iterators))
-        for _ in range(self.rng.choice([1, 1, 2, 5])):
-            if not self.next_of(pair, at):
-                return pair.drop(at)
+        self.take_some(pair, lambda iterator: self.rng.choice([1, 1, 2, 5]))
 
     def take_all(self, pair: Pair) -> None:
+        """To the end; now and then all batches are taken, but the end is not seen."""
+        self.take_some(pair, lambda iterator: self.left(iterator) if self.rng.random() < 0.3 else 1 << 30)
+
+    def take_some(self, pair: Pair, draw_count: Callable[[Any], int]) -> None:
         if not pair.iterators:
             self.begin(pair)
         at = self.rng.randrange(len(pair.iterators))
-        # Now and then all batches are taken, but the end is not seen.
-        left = self.left(pair.iterators[at][1]) if self.rng.random() < 0.3 else 1 << 30
-        while left > 0:
+        for _ in range(draw_count(pair.iterators[at][1])):
             if not self.next_of(pair, at):
                 return pair.drop(at)
-            left -= 1
 
-    def left(self, iterator: NaiveIterator) -> int:
+    def left(self, iterator: Any) -> int:
         if not iterator.begun:
             return len(iterator.loader.batches(*iterator.loader.next_place))
         return len(iterator.batches) - (iterator.number - iterator.first)
@@ -352,18 +362,23 @@ class Case:
     def next_of(self, pair: Pair, at: int) -> bool:
         """Compare one batch, or error; whether there may be more."""
         iterator, naive = pair.iterators[at]
-        got = self.outcome(functools.partial(next, iterator))
+        got = self.ask_next(pair, iterator)
         expected = self.expected(naive, got)
-        where = f"iterator {at}: epoch {naive.epoch}, batch {naive.number - 1}"
-        self.note(f"{at}:{naive.epoch}/{'end' if expected is DONE else naive.number - 1}")
-        self.compare(got, expected, where, naive)
+        self.note(f"{at}:{self.place_of(naive, expected)}")
+        self.compare(got, expected, f"iterator {at}", naive)
         self.counts["batches compared"] += 1
         self.counts["errors compared"] += isinstance(got, Exception)
         if got is not DONE and not isinstance(got, Exception) and self.rng.random() < 0.3:
             self.held.append((got, frozen(got)))
         return expected is not DONE
 
-    def expected(self, naive: NaiveIterator, got: Any) -> Any:
+    def ask_next(self, pair: Pair, iterator: Any) -> Any:
+        return self.outcome(functools.partial(next, iterator))
+
+    def place_of(self, naive: Any, expected: Any) -> str:
+        return f"{naive.epoch}/{'end' if expected is DONE else naive.number - 1}"
+
+    def expected(self, naive: Any, got: Any) -> Any:
         try:
             return naive.next(lambda shard, place, good: self.replaced(got, naive, shard, place, good))
         except StopIteration:
@@ -386,12 +401,13 @@ class Case:
         except Exception as error:
             return error
 
-    def compare(self, got: Any, expected: Any, where: str, naive: NaiveIterator | None = None) -> None:
+    def compare(self, got: Any, expected: Any, where: str, naive: Any = None) -> None:
+        if naive is not None:
+            where += f": epoch {naive.epoch}, batch {naive.number - 1}"
         if isinstance(expected, Failure):
             if not isinstance(got, expected.kind) or isinstance(got, Difference):
                 raise Difference(f"{where}: {got!r} instead of {expected}")
-            notes = "".join(getattr(got, "__notes__", []))
-            index = getattr(got, "index", None)
+            notes, index = "".join(getattr(got, "__notes__", [])), getattr(got, "index", None)
             if expected.indices and index not in expected.indices:
                 raise Difference(f"{where}: an error of sample {index!r} instead of {expected}")
             if naive is not None and expected.indices:
@@ -469,16 +485,12 @@ class Case:
         pair.naive.set_epoch(epoch)
 
     def peek(self, pair: Pair) -> None:
-        if pair.one_dataset and pair.iterators:
-            return
-        if pair.naive.may_be_over:
-            return  # `peek` says that the epoch is over, where `next` goes on to the next one
+        if (pair.one_dataset and pair.iterators) or pair.naive.may_be_over:
+            return  # in the second case `peek` says that the epoch is over, where `next` goes on to the next one
         got = self.outcome(pair.loader.peek)
         naive = copy.copy(pair.naive).iterate()  # the copy begins an epoch, not the loader
         expected = self.expected(naive, got)
-        if expected is DONE:
-            expected = Failure(IndexError)
-        self.compare(got, expected, f"peek: epoch {naive.epoch}, batch {naive.number - 1}", naive)
+        self.compare(got, Failure(IndexError) if expected is DONE else expected, "peek", naive)
 
     def read(self, pair: Pair) -> None:
         if self.length and not (pair.one_dataset and pair.iterators):
@@ -508,7 +520,7 @@ class Case:
         next(iter(sampler), None)
 
     def refresh(self, pair: Pair) -> None:
-        pair.refresh()
+        pair.both("refresh")
 
     def change_prefetch(self, pair: Pair) -> None:
         pair.loader.prefetch = self.rng.choice([None, 0, 1, 10])

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import gc
 import json
 import random
 import re
@@ -37,23 +36,6 @@ STREAM_OBJECTS = ("Own", "Stateful", "Told", "ItsOwnIterator", "Late")
 BY_WORKERS = "_base_seed", "_snapshot", "dataset_state", "fetcher_state", "_next", "_generator"
 
 WORKER = re.compile(r"\b(in |by )?(worker|thread) \d+( \(pid \d+\))?")
-
-
-class TwinPair(Pair):
-    """Two loaders. The naive one reads without workers."""
-
-    def drop(self, at: int) -> None:
-        del self.iterators[at]
-        gc.collect()
-
-    def refresh(self) -> None:
-        for loader in (self.loader, self.naive):
-            getattr(loader, "refresh", lambda: None)()  # the drop-in has none
-
-    def close(self) -> None:
-        self.drop_all()
-        for loader in (self.loader, self.naive):
-            getattr(loader, "close", lambda: None)()
 
 
 class Twins(Disturbed):
@@ -119,7 +101,7 @@ class Twins(Disturbed):
     def make_pair(self, state: Any = None, sampler: Any = None) -> Pair:
         order = self.order
         made = None if order.make is None else order.make()
-        options: dict[str, Any] = {"seed": 7, "on_error": self.on_error, **self.draw_shards()[0]}
+        options: dict[str, Any] = {"seed": 7, "on_error": self.on_error, **self.draw_shards()}
         options.pop("shard_weights", None)  # of a batch, they are those of the moment when a worker is given it
         options.pop("resident", None)
         if order.batches:
@@ -128,8 +110,6 @@ class Twins(Disturbed):
             options |= {"batch_size": self.batch_size, "sampler": made}
             options["shuffle"] = order.shuffle if made is None else None
         method, workers = self.draw_pool()
-        if not self.processes and method not in ("inline", "thread"):
-            method = "thread"
         if self.drop_in:
             if not order.batches:
                 options["drop_last"] = self.last_batch == "discard"
@@ -138,7 +118,7 @@ class Twins(Disturbed):
             kind: Any = DataLoader
         else:
             options |= {"batchify_fn": self.kind.batchify[0]}
-            options |= {"streams": self.streams, **self.endless} if self.streams else self.draw_ranks()[0]
+            options |= {"streams": self.streams, **self.endless} if self.streams else self.draw_ranks()
             # Iterable data does not roll over, and has no last batch if it is endless.
             has_none = self.streams and (self.last_batch == "rollover" or self.endless)
             options |= {} if order.batches or has_none else {"last_batch": self.last_batch}
@@ -147,7 +127,7 @@ class Twins(Disturbed):
         self.counts[f"loaders, {method}, {kind.__name__}"] += 1
         self.steps.append(f"loader: {given} {options}")
         twin = kind(self.make_dataset(twin=True), **copy.deepcopy(options), **without)
-        pair = TwinPair(kind(self.make_dataset(), **options, **given), twin, True, False)
+        pair = Pair(kind(self.make_dataset(), **options, **given), twin, True, False)
         self.allow_kills(pair)
         return pair
 
@@ -185,33 +165,24 @@ class Twins(Disturbed):
     def both(self, what: str, ask: Callable[[Any], Any]) -> Any:
         """What the loader without workers says; a `Difference` if the other one says something else."""
         expected = Case.outcome(self, lambda: ask(self.pair.naive))
-        self.compare_both(what, self.outcome(lambda: ask(self.pair.loader)), expected)
+        self.compare(self.outcome(lambda: ask(self.pair.loader)), expected, what)
         return expected
 
-    def compare_both(self, what: str, got: Any, expected: Any) -> None:
+    def compare(self, got: Any, expected: Any, where: str, naive: Any = None) -> None:
         if self.shown(got) != self.shown(expected):
             error = got if isinstance(got, BaseException) else None
-            raise Difference(f"{what}: {self.shown(got)}\n    twin: {self.shown(expected)}") from error
+            raise Difference(f"{where}: {self.shown(got)}\n    twin: {self.shown(expected)}") from error
 
     def shown(self, value: Any) -> Any:
         if isinstance(value, BaseException):
             return type(value).__name__, WORKER.sub("", str(value)), getattr(value, "index", None)
         return frozen(value)
 
-    def next_of(self, pair: Pair, at: int) -> bool:
-        iterator, twin = pair.iterators[at]
-        expected = Case.outcome(self, functools.partial(next, twin))
-        self.asked = pair
-        try:
-            got = self.outcome(functools.partial(next, iterator))
-        finally:
-            self.asked = None
-        self.note(f"{at}:{'end' if expected is DONE else pair.naive.state_dict().get('samples', '')}")
-        self.compare_both(f"iterator {at}", got, expected)
-        self.counts["batches compared"] += 1
-        if got is not DONE and not isinstance(got, Exception) and self.rng.random() < 0.3:
-            self.held.append((got, frozen(got)))
-        return expected is not DONE
+    def expected(self, naive: Any, got: Any) -> Any:
+        return Case.outcome(self, functools.partial(next, naive))
+
+    def place_of(self, naive: Any, expected: Any) -> str:
+        return "end" if expected is DONE else f"{self.pair.naive.state_dict().get('samples', '')}"
 
     def check_place(self, pair: Pair) -> None:
         self.both("place", lambda loader: [len(loader), json.dumps(self.state_of(loader))])

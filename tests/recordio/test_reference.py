@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 from pathlib import Path
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from sharded_loader.recordio import MXIndexedRecordIO, RecordFileDataset
 from tests import damaged_records
 from tests import reference_recordio as reference
+from tests.fuzz import run
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 MAGIC = reference.MAGIC
@@ -71,11 +73,11 @@ def test_a_damaged_file_is_read_up_to_the_damage_which_is_named(folder: Path, rn
 def test_many_damaged_files_are_read_as_the_reference_reads_them(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert damaged_records.run(200, seed=1) == 0
+    assert run.run(range(200), "records", math.inf) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["files", "200"] in lines and ["read", "wrongly", "0"] in lines
+    assert ["cases", "200"] in lines and ["differences", "0"] in lines
     monkeypatch.setattr(RecordFileDataset, "__getitems__", lambda self, indices: [b""] * len(indices))
-    assert damaged_records.run(20, seed=1) == 1
+    assert run.run(range(20), "records", math.inf) == 1
 
 
 def test_the_comparison_notices_a_read_beyond_the_file(tmp_path: Path) -> None:

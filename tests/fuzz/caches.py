@@ -1,30 +1,21 @@
 """Ranks that share a cache, in memory or in a file, while they are killed at random and the disk is full at random.
 
-    python -m tests.soak_cached --minutes 10 [--seed N]
-
-    round -> a dataset, a bound, memory or a file -> ranks (forked processes), each with its own loader and workers
-          -> the ranks compare every sample; the parent kills some, and starts others in their place
-          -> at the end: every rank that was not killed has exit status 0, no process holds memory of a cache, and the
-             folder has the file alone, from which another process reads the same samples
-
-Prints a line for each ten rounds. Exit status 1: a sample was wrong, or something was left.
+seed -> a dataset, a bound, memory or a file -> ranks (forked processes), each with its own loader and workers
+     -> the ranks compare every sample; the parent kills some, and starts others in their place
+     -> at the end: every rank that was not killed has exit status 0, no process holds memory of a cache, and the
+        folder has the file alone, from which another process reads the same samples
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
-import logging
 import os
-import random
 import resource
 import signal
-import sys
 import tempfile
 import time
 import traceback
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +25,9 @@ from sharded_loader import ProcessPool, ShardedDataLoader, SimpleDataset
 from sharded_loader.caching.shared import links_of
 from sharded_loader.torch import DataLoader
 from tests import conftest
+from tests.fuzz.steps import Difference, Program
 
 RANKS = 3
-
-HEARTBEAT = 1 << 18
-"""Bytes that the full disk leaves: the limit holds for the shared memory of the workers' heartbeat too."""
 
 
 def column(index: int) -> Any:
@@ -60,19 +49,20 @@ def held() -> list[str]:
     return found
 
 
-class Round:
-    """What the ranks of one round do, drawn from a seed."""
+class Round(Program):
+    """What the ranks of one round do."""
 
-    def __init__(self, seed: int, folder: str) -> None:
-        rng = random.Random(seed)
+    def __init__(self, seed: int, processes: bool = True) -> None:
+        super().__init__(seed, processes)
+        rng, self.folder = self.rng, tempfile.TemporaryDirectory()
         self.seed, self.count = seed, rng.choice([50, 200, 600])
         self.decode = rng.choice([column, record])
-        self.path = rng.choice([None, f"{folder}/it.cache"])
+        self.path = rng.choice([None, f"{self.folder.name}/it.cache"])
         self.max_bytes = rng.choice([100_000, 4 * 1000 * self.count // 2, "20 MB"])
         self.workers, self.epochs = rng.choice([0, 1, 2]), rng.choice([2, 5])
         self.full = rng.choice([None, None, 200_000]) if self.path else None
         self.drop_in = rng.random() < 0.3
-        self.rng, self.running, self.counts = rng, dict[int, int](), Counter[str]()
+        self.running: dict[int, int] = {}
 
     def __str__(self) -> str:
         shown = ("seed", "count", "path", "max_bytes", "workers", "epochs", "full", "drop_in")
@@ -85,14 +75,15 @@ class Round:
         numbers = np.asarray(numbers)
         wanted = self.decode(int(numbers.flat[0]))
         if not np.array_equal(numbers, wanted[0]) or other != wanted[1]:
-            raise AssertionError(f"{numbers} with {other}")
+            raise Difference(f"{numbers} with {other}")
 
     def read(self, rank: int) -> None:
         """One rank, to its end."""
         os.environ |= {"RANK": str(rank), "MASTER_PORT": f"soak {os.getppid()} {self.seed}"}
         cached = self.dataset()
         if self.full:
-            size = max(os.stat(str(self.path)).st_size + self.full // 10, HEARTBEAT)
+            # The limit holds for the shared memory of the workers' heartbeat too.
+            size = max(os.stat(str(self.path)).st_size + self.full // 10, 1 << 18)
             resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
         if self.drop_in:
             loader: Any = DataLoader(cached, 7, shuffle=True, collate_fn=list, num_workers=self.workers)
@@ -123,6 +114,16 @@ class Round:
         self.running[pid] = rank
 
     def run(self) -> None:
+        with self.folder:
+            try:
+                self.disturb()
+                self.check_left()
+            finally:
+                for pid in self.running:
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
+
+    def disturb(self) -> None:
         for rank in range(RANKS):
             self.start(rank)
         for _ in range(self.rng.choice([0, 2, 5])):
@@ -130,57 +131,26 @@ class Round:
             pid = self.rng.choice(list(self.running))
             os.kill(pid, signal.SIGKILL)
             self.end(pid, (signal.SIGKILL, 0))
-            self.counts["killed"] += 1
+            self.counts["fault: rank killed"] += 1
             self.start(self.rng.randrange(RANKS))
         for pid in list(self.running):
             self.end(pid, (0,))
-        self.counts["rounds"] += 1
 
     def end(self, pid: int, allowed: tuple[int, ...]) -> None:
         del self.running[pid]
-        status = os.waitpid(pid, 0)[1]
+        self.last_sign, status = time.monotonic(), os.waitpid(pid, 0)[1]
         if status not in allowed:
-            raise AssertionError(f"a rank has ended with status {status}")
+            raise Difference(f"a rank has ended with status {status}")
 
-    def check_left(self, folder: str) -> None:
+    def check_left(self) -> None:
         gc.collect()
         if not conftest.until(lambda: not held(), 30):
-            raise AssertionError(f"left: {held()}")
-        found = os.listdir(folder)
+            raise Difference(f"left: {held()}")
+        found = os.listdir(self.folder.name)
         if found != ([] if self.path is None else ["it.cache"]):
-            raise AssertionError(f"left: {found}")
+            raise Difference(f"left: {found}")
         if self.path is not None:
             for index, sample in enumerate(self.dataset()):
                 assert self.decode(index)[1] == sample[1]
                 self.check(*sample)
             Path(self.path).unlink()
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.soak_cached", description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--minutes", type=float, default=1.0)
-    parser.add_argument("--seed", type=int, default=random.randrange(1 << 20))
-    options = parser.parse_args()
-    logging.getLogger("sharded_loader").addHandler(logging.NullHandler())  # of full caches and killed workers
-    until, counts, seed = time.monotonic() + 60 * options.minutes, Counter[str](), 1000 * options.seed
-    with tempfile.TemporaryDirectory() as folder:
-        while time.monotonic() < until:
-            seed += 1
-            one = Round(seed, folder)
-            try:
-                one.run()
-                one.check_left(folder)
-            except AssertionError as error:
-                print(f"DIFFERENCE in {one}: {error}", flush=True)
-                for pid in one.running:
-                    os.kill(pid, signal.SIGKILL)
-                return 1
-            counts.update(one.counts)
-            if counts["rounds"] % 10 == 0:
-                print(dict(counts), flush=True)
-    print(f"{dict(counts)}, 0 differences, nothing left")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
