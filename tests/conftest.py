@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import gc
 import itertools
 import logging
@@ -40,8 +41,9 @@ from sharded_loader.base.errors import LoaderClosedError
 from sharded_loader.engine.pool import Pool
 from sharded_loader.pools.process.start import start_forkserver
 
-# Exempt: the standard library's own helpers, which live as long as the program.
-HELPERS = ("resource_tracker", "forkserver")
+# Exempt: the standard library's own helpers, which live as long as the program, and Ray's own processes.
+# Those of our actors are called ray::Loader...; what else runs there belongs to Ray.
+HELPERS = ("resource_tracker", "forkserver", "/ray/", "moto.server")
 # Exempt: CUDA's driver keeps its devices and event counters open until the process ends, matplotlib its fonts.
 KEPT_OPEN = re.compile(r"^/dev/nvidia|^anon_inode:\[eventfd\]|^/(proc|sys)/.*nvidia|\.ttf$")
 PATIENCE = 60.0
@@ -60,9 +62,6 @@ PROCESS_POOLS: tuple[str, ...] = ("fork", "forkserver", "spawn") if sys.platform
 POOLS: tuple[str, ...] = ("inline", "thread", *PROCESS_POOLS)
 if WITH_RAY:
     PROCESS_POOLS, POOLS = (), ("inline", "ray")
-# Ray's own processes. Those of our actors are called ray::Loader...; what else runs there belongs to Ray.
-HELPERS = (*HELPERS, "/ray/", "moto.server")
-
 
 METHODS = pytest.mark.parametrize("method", PROCESS_POOLS)
 """Every start method, by name."""
@@ -72,7 +71,6 @@ SPAWNED = pytest.mark.parametrize("method", [name for name in PROCESS_POOLS[::-1
 
 SPAWN_FIRST = pytest.mark.parametrize("method", PROCESS_POOLS[::-1])
 """For what is harder under spawn."""
-
 
 _quick = False  # whether only the quick tests run
 
@@ -105,12 +103,10 @@ def pytest_collection() -> Generator[None, Any, Any]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests marked `frameworks`, `ray` or `stores` run where ``-m`` names these."""
     apart = {name for name in ("frameworks", "ray", "stores") if name not in config.option.markexpr}
-    if apart:
-        chosen: dict[bool, list[pytest.Item]] = {True: [], False: []}
-        for item in items:
-            chosen[apart.isdisjoint(mark.name for mark in item.iter_markers())].append(item)
-        config.hook.pytest_deselected(items=chosen[False])
-        items[:] = chosen[True]
+    left_out = {item: None for item in items if not apart.isdisjoint(mark.name for mark in item.iter_markers())}
+    if left_out:
+        config.hook.pytest_deselected(items=[*left_out])
+        items[:] = [item for item in items if item not in left_out]
     items.sort(key=lambda item: item.get_closest_marker("last") is not None)
 
 
@@ -293,10 +289,8 @@ def make_pool(name: str, num_workers: int = 2, **options: Any) -> Pool:
     """A pool by the name that tests are parametrised with."""
     if name == "inline":
         return InlinePool()
-    if name == "ray":
-        return RayPool(num_workers, num_cpus=0, **options)
-    if name == "thread":
-        return ThreadPool(num_workers, **options)
+    if name in ("ray", "thread"):
+        return RayPool(num_workers, num_cpus=0, **options) if name == "ray" else ThreadPool(num_workers, **options)
     return ProcessPool(num_workers, start_method=name, **options)
 
 
@@ -398,22 +392,14 @@ def begin(batches: Iterable[Any]) -> threading.Thread:
     return thread
 
 
-@pytest.fixture(params=POOLS)
-def pool(request: pytest.FixtureRequest) -> Pool:
-    """Every pool and start method, one after the other, with two workers."""
+def _made_pool(request: pytest.FixtureRequest) -> Pool:
     return make_pool(request.param)
 
 
-@pytest.fixture(params=POOLS[1:])
-def worker_pool(request: pytest.FixtureRequest) -> Pool:
-    """Every pool that has workers."""
-    return make_pool(request.param)
-
-
-@pytest.fixture(params=PROCESS_POOLS)
-def process_pool(request: pytest.FixtureRequest) -> ProcessPool:
-    """Every start method."""
-    return ProcessPool(2, start_method=request.param)
+# Every pool and start method, one after the other, with two workers; those that have workers; every start method.
+pool = pytest.fixture(_made_pool, params=POOLS, name="pool")
+worker_pool = pytest.fixture(_made_pool, params=POOLS[1:], name="worker_pool")
+process_pool = pytest.fixture(_made_pool, params=PROCESS_POOLS, name="process_pool")
 
 
 @pytest.fixture(params=POOLS)
@@ -422,25 +408,15 @@ def new_pool(request: pytest.FixtureRequest) -> Callable[..., Pool]:
     return lambda num_workers=2, **options: make_pool(request.param, num_workers, **options)
 
 
-def _children(pid: int) -> list[int] | None:
-    """Children of a process as the kernel lists them; None where it does not (psutil looks at all processes, 15 ms)."""
-    try:
-        found: list[int] = []
-        for task in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{task}/children") as children:
-                found += map(int, children.read().split())
-        return found
-    except FileNotFoundError:
-        return [] if os.path.isdir("/proc/self") and not os.path.isdir(f"/proc/{pid}") else None
-
-
 def _descendants() -> list[int]:
+    """As the kernel lists them, where it does so: psutil looks at all processes, which takes 15 ms."""
+    if not os.path.exists(f"/proc/self/task/{threading.get_native_id()}/children"):
+        return [child.pid for child in psutil.Process().children(recursive=True)]
     found = [os.getpid()]
     for pid in found:  # also of those that are added on the way
-        children = _children(pid)
-        if children is None:
-            return [child.pid for child in psutil.Process().children(recursive=True)]
-        found += children
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            for task in os.listdir(f"/proc/{pid}/task"):
+                found += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
     return found[1:]
 
 
@@ -452,18 +428,15 @@ def _processes() -> set[int]:
     pids, found = _descendants(), set()
     if pids == _helpers:
         return found
-    helpers = []
+    _helpers = []
     for pid in pids:
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):
             child = psutil.Process(pid)
             command = " ".join(child.cmdline())
             if any(name in command for name in HELPERS) or re.match(r"ray::(?!Loader)", command):
-                helpers.append(pid)
+                _helpers.append(pid)
             elif child.status() != psutil.STATUS_ZOMBIE:
                 found.add(pid)
-        except psutil.NoSuchProcess:
-            continue
-    _helpers = helpers
     return found
 
 
@@ -482,28 +455,22 @@ def _descriptors() -> dict[int, str]:
     if _with_ray():
         return found  # connections of Ray's to whom it has talked
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
-        try:
-            to = os.readlink(f"/proc/self/fd/{name}")
-        except OSError:
-            continue
-        if not KEPT_OPEN.search(to):
-            found[int(name)] = to
-    return found
+        with contextlib.suppress(OSError):
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+    return {name: to for name, to in found.items() if not KEPT_OPEN.search(to)}
 
 
 def shared_memory_names() -> set[str]:
     """Names that the library made in this process, or in one that has ended: its programs and workers among them.
 
-    Names hold the number of the process that made them: ``sharded_loader-123-...``. Those of a process that runs are
-    its own affair: other tests may run at the same time.
+    Names hold the number of the process that made them: ``sharded_loader-123-...``. Those of one that runs may be of
+    other tests.
     """
     names = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
     ours = {name for name in names if name.startswith("sharded_loader-")}
-    return {name for name in ours if name.split("-")[1] == str(os.getpid()) or not _runs(name.split("-")[1])}
-
-
-def _runs(pid: str) -> bool:
-    return pid.isdecimal() and psutil.pid_exists(int(pid))
+    makers = {name: name.split("-")[1] for name in ours}
+    running = {pid for pid in makers.values() if pid.isdecimal() and psutil.pid_exists(int(pid))} - {f"{os.getpid()}"}
+    return {name for name in ours if makers[name] not in running}
 
 
 @pytest.fixture(autouse=True)
@@ -540,16 +507,12 @@ def remains(threads: set[threading.Thread], descriptors: dict[int, str], shared_
     return {kind: items for kind, items in left.items() if items}
 
 
-_helpers_started = False
-
-
+@functools.cache
 def start_helpers() -> None:
     """Start the forkserver and the resource trackers once, so that no test is blamed for their descriptors."""
-    global _helpers_started
-    if not _helpers_started and sys.platform != "win32":
+    if sys.platform != "win32":
         start_forkserver()
         multiprocessing.resource_tracker.ensure_running()
-        _helpers_started = True
 
 
 @pytest.fixture
@@ -574,9 +537,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that the sdist of this checkout is unpacked into."""
     source = installed.copy(tmp_path_factory.mktemp("source"))
-    return installed.unpack(
-        installed.build("sdist", source, tmp_path_factory.mktemp("sdist")), tmp_path_factory.mktemp("unpacked")
-    )
+    built = installed.build("sdist", source, tmp_path_factory.mktemp("sdist"))
+    return installed.unpack(built, tmp_path_factory.mktemp("unpacked"))
 
 
 @pytest.fixture(scope="session")
@@ -619,9 +581,6 @@ def cuda() -> Any:
         with torch.cuda.stream(torch.cuda.Stream(device)), torch.autocast("cuda", dtype=torch.bfloat16):
             model(pinned.to(device, non_blocking=True)).sum().backward()
         torch.cuda.synchronize(device)
-        locked = mmap.mmap(-1, 1 << 16)
-        undo = Registrar(Streams(device), lambda: None).register(locked)
-        if undo is not None:
-            undo()
-        locked.close()
+        with mmap.mmap(-1, 1 << 16) as locked:
+            (Registrar(Streams(device), lambda: None).register(locked) or (lambda: None))()
     return device

@@ -57,9 +57,9 @@ def collate(samples: list[Any]) -> Any:
     first = samples[0]
     if isinstance(first, dict):
         return {key: collate([sample[key] for sample in samples]) for key in first}
-    if dataclasses.is_dataclass(first) and not isinstance(first, type):
-        names = [one.name for one in dataclasses.fields(first)]
-        return type(first)(**{name: collate([getattr(sample, name) for sample in samples]) for name in names})
+    if dataclasses.is_dataclass(first):
+        columns = collate([vars(sample) for sample in samples])
+        return type(first)(**columns)
     if isinstance(first, tuple) and hasattr(first, "_fields"):
         return type(first)(*(collate(list(column)) for column in zip(*samples, strict=True)))
     numbers = isinstance(first, list) and all(isinstance(one, int | float) for one in first)
@@ -108,8 +108,7 @@ class NaiveLoader:
     def __post_init__(self) -> None:
         self.next_place = (0, self.begin(0))
         self.shown: NaiveIterator | None = None
-        self.loaded = self.again = False
-        self.skipped = 0
+        self.loaded, self.again, self.skipped = False, False, 0
 
     # -- which samples --------------------------------------------------------------------------------------
 
@@ -179,19 +178,14 @@ class NaiveLoader:
         flat = [index for shard in shards for index in shard]
         if self.length is not None and any(not -self.length <= index < self.length for index in flat):
             return Failure(IndexError)
-        errors = [[self.error(index, epoch) for index in shard] for shard in shards]
+        tried = [[(index, self.error(index, epoch)) for index in shard] for shard in shards]
+        good = [index for shard in tried for index, error in shard if error is None]
         if self.on_error != "raise":
-            self.skipped += sum(error is not None for raised in errors for error in raised)
-        good = [
-            index
-            for shard, raised in zip(shards, errors, strict=True)
-            for index, error in zip(shard, raised, strict=True)
-            if error is None
-        ]
+            self.skipped += len(flat) - len(good)
         made = []
-        for at, (shard, raised) in enumerate(zip(shards, errors, strict=True)):
+        for at, shard in enumerate(tried):
             kept = []
-            for place, (index, error) in enumerate(zip(shard, raised, strict=True)):
+            for place, (index, error) in enumerate(shard):
                 if error is None:
                     kept.append(self.sample(index, epoch))
                 elif self.on_error == "raise":
@@ -204,7 +198,7 @@ class NaiveLoader:
                 made.append(self.batchify(kept))
             elif self.replicated:
                 self.skipped -= 1  # this one is raised
-                return Failure(Exception, shard)
+                return Failure(Exception, shards[at])
         return None if not made else made if listed else made[0]
 
     def error(self, index: Any, epoch: int) -> Exception | None:
@@ -275,36 +269,23 @@ class NaiveLoader:
             self.next_place = (epoch, self.begin(epoch)) if self.again else self.after(epoch, done)
             self.pass_end()
 
-    def iterate(self) -> NaiveIterator:
-        return NaiveIterator(self)
-
 
 class NaiveIterator:
     """One way through an epoch, which begins when the first batch is asked for."""
 
     def __init__(self, loader: NaiveLoader) -> None:
-        self.loader = loader
+        self.loader, self.alive = loader, True
         self.begun = self.ended = False
-        self.alive = True
 
-    def start(self) -> None:
-        loader = self.loader
-        loader.pass_end()
-        self.begun = True
-        self.epoch, self.done = loader.next_place
-        self.batches = loader.batches(self.epoch, self.done)
-        self.first = self.number = loader.number(self.epoch, self.done)
-        loader.next_place, loader.loaded = loader.after(self.epoch, self.done), False
-
-    def next(self, choose: Choose = lambda shard, place, good: good[0]) -> Any:
-        """The next batch or `Failure`.
-
-        Raises:
-            StopIteration: there is none.
-        """
+    def next(self, choose: Choose) -> Any:
+        """The next batch or `Failure`; `StopIteration` if there is none."""
         loader = self.loader
         if not self.begun:
-            self.start()
+            loader.pass_end()
+            self.begun, (self.epoch, self.done) = True, loader.next_place
+            self.batches = loader.batches(self.epoch, self.done)
+            self.first = self.number = loader.number(self.epoch, self.done)
+            loader.next_place, loader.loaded = loader.after(self.epoch, self.done), False
         loader.shown = self
         while self.number - self.first < len(self.batches):
             batch, self.done = self.batches[self.number - self.first]

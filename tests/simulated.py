@@ -24,10 +24,8 @@ named. CUDA does so for the device that is current in the thread. Torch 2.13 mak
   pinned or the cache emptied, which queries events of blocks that were dropped.
 
 **Not simulated:** how fast anything is, what a driver does when a program ends, whether CUDA can pin shared memory,
-sparse tensors on a device, what a graph replays.
-
-Sources: of torch 2.13 c10/cuda/CUDAEvent.h, c10/cuda/impl/CUDAGuardImpl.h, ATen/core/CachingHostAllocator.h,
-torch/cuda/streams.py and torch/cuda/__init__.py; for what these call (``emptyCache``) PyTorch's repository.
+sparse tensors on a device, what a graph replays. The source is torch 2.13: c10/cuda, torch/cuda, and
+ATen/core/CachingHostAllocator.h.
 """
 
 from __future__ import annotations
@@ -63,15 +61,10 @@ class Record:
 
 
 class Event:
-    """As torch's events.
-
-    Args:
-        timed: it tells when it has passed.
-    """
+    """As torch's events. Those that are timed tell when they have passed."""
 
     def __init__(self, machine: Machine, timed: bool = False) -> None:
-        self.machine, self.timed = machine, timed
-        self.device: torch.device | None = None
+        self.machine, self.timed, self.device = machine, timed, None
         self.last: Record | None = None
 
     @property
@@ -118,9 +111,7 @@ class Stream:
         self.queue: deque[tuple[Callable[[], object], Callable[[], bool], range | None]] = deque()
         self.busy_until, self.cuda_stream = 0.0, id(self)
 
-    def give(
-        self, work: Callable[[], object], ready: Callable[[], bool] = lambda: True, reads: range | None = None
-    ) -> None:
+    def give(self, work: Callable[[], object], ready: Any = lambda: True, reads: range | None = None) -> None:
         if self.machine.is_late:
             self.queue.append((work, ready, reads))
         else:
@@ -179,8 +170,7 @@ class Machine:
         self.contexts: set[torch.device] = set()
         self.pinned_blocks: dict[int, SimpleNamespace] = {}
         # As torch.cuda: a pending error of the runtime, the thread that captures and its mode.
-        self.pending, self.sync_debug_mode, self.capture_failed = 0, "default", False
-        self.capturing: tuple[int, str] = (0, "")
+        self.pending, self.sync_debug_mode, self.capture_failed, self.capturing = 0, "default", False, (0, "")
         self._recorded: dict[int, tuple[Stream, list[Stream]]] = {}
         self._current = threading.local()
         self._unpinned: list[SimpleNamespace] = []
@@ -205,8 +195,7 @@ class Machine:
 
     def current_device(self) -> torch.device | None:
         """That of the calling thread. Without one CUDA takes the first, and late work takes it for a fault."""
-        found: torch.device | None = getattr(self._current, "device", None)
-        return found or (None if self.is_late else self.devices[0])
+        return getattr(self._current, "device", None) or (None if self.is_late else self.devices[0])
 
     def numbered(self, device: Any = None) -> torch.device:
         """The device with its number, by default the current one."""
@@ -464,11 +453,9 @@ class Machine:
 
     def guards(self, source: torch.Tensor) -> list[Record]:
         """The guards of the block that a copy reads, if torch finds it."""
-        address = source.data_ptr()
-        for start, block in self.pinned_blocks.copy().items():
-            if start == address or block.storage == source.untyped_storage()._cdata:
-                return block.guards
-        return []
+        address, storage = source.data_ptr(), source.untyped_storage()._cdata
+        blocks = self.pinned_blocks.copy().items()
+        return next((one.guards for start, one in blocks if start == address or one.storage == storage), [])
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         assert all(type(value) is int for value in (address, nbytes, flags))

@@ -62,7 +62,6 @@ class CudaTensor(torch.Tensor):
         return self.to("cpu")
 
     def record_stream(self, stream: Stream) -> None:
-        assert type(stream) is Stream
         self._recorded.append(stream)
 
 
@@ -231,8 +230,7 @@ def install(gpus: int = 1) -> None:
     torch._C._cuda_hasPrimaryContext = lambda index: machine.devices[index] in machine.contexts
     torch._assert_async = lambda value: setattr(machine, "has_failed", machine.has_failed or not value.cpu())
     accelerator = {"is_available": True, "current_accelerator": torch.device("cuda"), "current_device_index": 0}
-    accelerator["set_device_index"] = None
-    for name, value in accelerator.items():
+    for name, value in {**accelerator, "set_device_index": None}.items():
         setattr(torch.accelerator, name, lambda *_, value=value, **__: value)
 
 

@@ -125,20 +125,8 @@ def drawn(number: int) -> Any:
     return np.float32([number, sample_rng().random()])
 
 
-def drawn_both(number: int, other: int) -> Any:
-    return drawn(number), other
-
-
 def drawn_from_globals(number: int) -> Any:
     return [number, random.random(), float(np.random.random()), torch.rand(()).item()]
-
-
-def as_point(number: int) -> Any:
-    return Point(number, [number, number + 1])
-
-
-def as_item(number: int) -> Any:
-    return Item(f"{number}", np.uint8([number % 256] * 3))
 
 
 def as_pair(number: int) -> Any:
@@ -219,7 +207,7 @@ WITHOUT_ERRORS: dict[str, Callable[[int], Any]] = {
     "transform": lambda n: SimpleDataset(list(range(n))).transform(drawn),
     "seeded transform": lambda n: SimpleDataset(list(range(n))).transform(drawn_from_globals, seeded=True),
     "transform_first": lambda n: SimpleDataset([(i, i + 1) for i in range(n)]).transform_first(drawn),
-    "transform of columns": lambda n: ours.ArrayDataset(np.arange(n), np.arange(n)).transform(drawn_both),
+    "transform of columns": lambda n: ours.ArrayDataset(*[np.arange(n)] * 2).transform(lambda i, j: (drawn(i), j)),
     "part": lambda n: SimpleDataset(list(range(2 * n + 4))).filter(is_even).take(n),
     "shard": lambda n: SimpleDataset(list(range(2 * n))).shard(2, 1).transform(drawn),
     "cached": lambda n: SimpleDataset(list(range(n))).transform(as_pair).cache(),
@@ -228,8 +216,8 @@ WITHOUT_ERRORS: dict[str, Callable[[int], Any]] = {
     "stored records": lambda n: SimpleDataset(list(range(n))).transform(as_record).cache("1 MB"),
     "stored below draws": lambda n: SimpleDataset(range(n)).cache("1 MB").transform(drawn_from_globals, seeded=True),
     "shard of what is stored": lambda n: SimpleDataset(list(range(2 * n))).cache("1 MB").shard(2, 1).transform(drawn),
-    "named tuples": lambda n: SimpleDataset(list(range(n))).transform(as_point),
-    "dataclasses": lambda n: SimpleDataset(list(range(n))).transform(as_item),
+    "named tuples": lambda n: SimpleDataset(list(range(n))).transform(lambda i: Point(i, [i, i + 1])),
+    "dataclasses": lambda n: SimpleDataset(list(range(n))).transform(lambda i: Item(f"{i}", np.uint8([i % 256] * 3))),
 }
 
 
@@ -326,25 +314,16 @@ class _WithState:
         self.at = state["at"]
 
 
-Of = Callable[[Any, int, int], list[Any]]
-"""(sampler, epoch, the loader's seed) -> what it must yield. The sampler is one that no loader has seen."""
-
-
-def of_own(sampler: Any, epoch: int, seed: int) -> list[Any]:
-    return list(sampler.iter_epoch(epoch))
-
-
-def of_foreign(sampler: Any, epoch: int, seed: int) -> list[Any]:
-    """Started by seed and epoch: as our `BatchSampler` starts it."""
+def of_its_kind(sampler: Any, epoch: int, seed: int) -> list[Any]:
+    """What a sampler must yield in an epoch, by the loader's seed. No loader has seen it."""
+    if isinstance(sampler, ours.Sampler):
+        return list(sampler.iter_epoch(epoch))
+    if isinstance(sampler, ByEpoch):
+        return sampler.of(epoch)
+    if isinstance(sampler, list | np.ndarray):
+        return list(sampler)
+    # A foreign one is started by seed and epoch: as our `BatchSampler` starts it.
     return [item for part in ours.BatchSampler(sampler, 1, seed=seed).iter_epoch(epoch) for item in part]
-
-
-def of_told(sampler: Any, epoch: int, seed: int) -> list[Any]:
-    return sampler.of(epoch)  # type: ignore[no-any-return]
-
-
-def of_list(sampler: Any, epoch: int, seed: int) -> list[Any]:
-    return list(sampler)
 
 
 @dataclass
@@ -362,7 +341,7 @@ class Order:
 
     name: str
     make: Callable[[], Any] | None = None
-    of: Of = of_own
+    of: Callable[[Any, int, int], list[Any]] = of_its_kind
     batches: bool = False
     shuffle: bool = False
     sized: bool = True
@@ -374,8 +353,8 @@ def draw_order(rng: random.Random, kind: Kind, length: int) -> Order:
     if kind.keys is not None:
         keys = rng.sample(kind.keys, length)
         if rng.random() < 0.3:
-            return Order("a list of batches of keys", lambda: _cut(keys, 3), of_list, batches=True)
-        return Order("a list of keys", lambda: list(keys), of_list)
+            return Order("a list of batches of keys", lambda: _cut(keys, 3), batches=True)
+        return Order("a list of keys", lambda: list(keys))
     if rng.random() < 0.35:
         shuffle = rng.random() < 0.6
         return Order("shuffle" if shuffle else "in order", shuffle=shuffle)
@@ -399,12 +378,12 @@ def _draw_items(rng: random.Random, n: int) -> Order:
         Order("SortedSampler", lambda: ours.SortedSampler([i * 7 % 11 for i in range(n)])),
         Order("FilterSampler", lambda: ours.FilterSampler(is_even, range(n))),
         Order("SplitSampler", lambda: ours.SplitSampler(n, parts, parts - 1, seed=seed)),
-        Order("a list", lambda: list(negative), of_list),
-        Order("an array", lambda: np.array(some, np.int64), of_list),
-        Order("Showing", lambda: Showing(some), of_told),
-        Order("WithState", lambda: WithState(some), of_told),
-        Order("ByEpoch", lambda: ByEpoch(some), of_told, sized=False),
-        Order("FromGlobals", lambda: Foreign(lambda: random.sample(some, len(some)), len(some)), of_foreign),
+        Order("a list", lambda: list(negative)),
+        Order("an array", lambda: np.array(some, np.int64)),
+        Order("Showing", lambda: Showing(some)),
+        Order("WithState", lambda: WithState(some)),
+        Order("ByEpoch", lambda: ByEpoch(some), sized=False),
+        Order("FromGlobals", lambda: Foreign(lambda: random.sample(some, len(some)), len(some))),
         Order("GluonStyle", lambda: GluonStyle(lambda: some[::-1], len(some)), lambda *_: some[::-1]),
     ]
     if n:
@@ -415,7 +394,7 @@ def _draw_items(rng: random.Random, n: int) -> Order:
         orders += [
             Order("WeightedRandomSampler", lambda: ours.WeightedRandomSampler(weights, n + 3, seed=seed)),
             Order("WeightedRandomSampler without replacement", lambda: ours.WeightedRandomSampler(weights, **once)),
-            Order("torch.WeightedRandomSampler", lambda: torch_data.WeightedRandomSampler(weights, n), of_foreign),
+            Order("torch.WeightedRandomSampler", lambda: torch_data.WeightedRandomSampler(weights, n)),
         ]
     return rng.choice(orders)
 
@@ -432,7 +411,7 @@ def _samplers_of_torch(numbers: range, some: list[int], generator: int) -> list[
         "SubsetRandomSampler": lambda: torch_data.SubsetRandomSampler(some),
         "DistributedSampler": lambda: torch_data.DistributedSampler(numbers, num_replicas=2, rank=1, seed=3),
     }
-    return [Order(f"torch.{name}", make, of_foreign, distributed=name[0] == "D") for name, make in makers.items()]
+    return [Order(f"torch.{name}", make, distributed=name[0] == "D") for name, make in makers.items()]
 
 
 def _draw_batches(rng: random.Random, n: int) -> Order:
@@ -458,12 +437,12 @@ def _draw_batches(rng: random.Random, n: int) -> Order:
         Order("BatchSampler", plain),
         Order("ShardedBatchSampler", lambda: ours.ShardedBatchSampler(plain(), shards, weights), split),
         Order("ShardedBatchSampler by cost", lambda: ours.ShardedBatchSampler(plain(), shards, costs=lengths or None)),
-        Order("a list of batches", lambda: [list(batch) for batch in odd], of_list),
-        Order("a list of arrays", lambda: [np.array(batch) for batch in flat], of_list),
-        Order("a list of tuples of shards", lambda: [tuple(map(tuple, batch)) for batch in odd_shards], of_list),
-        Order("Showing of batches", lambda: Showing(copy.deepcopy(flat)), of_told),
-        Order("Showing of shards", lambda: Showing(copy.deepcopy(sharded)), of_told),
-        Order("ByEpoch of batches", lambda: ByEpoch(copy.deepcopy(odd)), of_told, sized=False),
+        Order("a list of batches", lambda: [list(batch) for batch in odd]),
+        Order("a list of arrays", lambda: [np.array(batch) for batch in flat]),
+        Order("a list of tuples of shards", lambda: [tuple(map(tuple, batch)) for batch in odd_shards]),
+        Order("Showing of batches", lambda: Showing(copy.deepcopy(flat))),
+        Order("Showing of shards", lambda: Showing(copy.deepcopy(sharded))),
+        Order("ByEpoch of batches", lambda: ByEpoch(copy.deepcopy(odd)), sized=False),
     ]
     if n:
         orders += _batches_of_many(lengths, size, last, seed)
@@ -479,7 +458,7 @@ def _batches_of_many(lengths: list[int], size: int, last: str, seed: Any) -> lis
         return torch_data.RandomSampler(range(len(lengths)))
 
     def whole(sampler: Any, epoch: int, seed: int) -> list[Any]:
-        batches = _cut(of_foreign(sampler.sampler, epoch, seed), size)
+        batches = _cut(of_its_kind(sampler.sampler, epoch, seed), size)
         return [batch for batch in batches if len(batch) == size or last != "discard"]
 
     buckets = {"num_buckets": 3, "shuffle": seed is not None, "seed": seed}

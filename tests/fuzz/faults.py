@@ -44,20 +44,12 @@ METHODS = [name for name in conftest.POOLS for _ in range(OFTEN.get(name, 1))]
 """Spawned workers start slowly: a hundredth of the loaders is enough."""
 
 
-LEAK, ROOM = 4 << 20, 60 << 20
-"""Bytes that a batch leaves behind in its worker, and how many it may take beside those of one that has just begun."""
-
-
 @functools.cache
 def allowed_bytes() -> int:
-    """``max_worker_memory`` for forked workers."""
-    sizes = ShardedDataLoader(SimpleDataset([0]).transform(own_bytes), 1, pool=conftest.make_pool("fork", 1))
-    with sizes as loader:
-        return int(next(iter(loader))) + ROOM
-
-
-def own_bytes(sample: int) -> int:
-    return private_bytes()
+    """``max_worker_memory`` for forked workers: beside those of one that has just begun, of 15 batches that leak."""
+    sizes = SimpleDataset([0]).transform(lambda sample: private_bytes())
+    with ShardedDataLoader(sizes, 1, pool=conftest.make_pool("fork", 1)) as loader:
+        return int(next(iter(loader))) + (60 << 20)
 
 
 class Disturbed(Case):
@@ -82,7 +74,7 @@ class Disturbed(Case):
 
     def draw_kind(self) -> cases.Kind:
         self.leaks = self.rng.random() < 0.3
-        self.slow, self.late = self.rng.choice([0.0, 0.0, 0.004]), self.rng.choice([0.0, 0.0, 0.02])
+        self.pace = self.rng.choice([0.0, 0.0, 0.004]), self.rng.choice([0.0, 0.0, 0.02])
         return cases.draw_kind(self.rng, self.length, wide=True)
 
     def make_dataset(self) -> Any:
@@ -90,9 +82,8 @@ class Disturbed(Case):
 
     def disturbed(self, dataset: Any) -> Any:
         if isinstance(dataset, cases.Plain):
-            dataset.version, dataset.pause = self.version, 0.002
-            dataset.slow, dataset.late = self.slow, self.late
-            dataset.leak = LEAK // (self.batch_size or 300) if self.leaks else 0
+            dataset.version, dataset.pause, (dataset.slow, dataset.late) = self.version, 0.002, self.pace
+            dataset.leak = (4 << 20) // (self.batch_size or 300) if self.leaks else 0
         return dataset
 
     def make_pair(self, state: Any = None, sampler: Any = None) -> Pair:
@@ -108,16 +99,14 @@ class Disturbed(Case):
     def draw_method(self) -> str:
         return self.rng.choice(METHODS)
 
-    def give_workers(self, method: str, workers: int) -> dict[str, Any]:
-        given, which = super().give_workers(method, workers), self.rng.random()
+    def give_workers(self, method: str, workers: int, **_: Any) -> dict[str, Any]:
+        which = self.rng.random()
         if method in ("thread", "fork") and which < 0.2:
             return {"num_workers": "auto", "pool": "thread" if method == "thread" else "process"}
         if method == "fork" and which < 0.6 and self.leaks:
-            given["pool"] = conftest.make_pool(method, workers, restarts=1000, max_worker_memory=allowed_bytes())
-        elif method in ("thread", "fork") and which < 0.4:  # so all workers are watched; none is late
-            restarts = {"restarts": self.RESTARTS} if method == "fork" else {}
-            given["pool"] = conftest.make_pool(method, workers, timeout=600.0, **restarts)
-        return given
+            return super().give_workers(method, workers, max_worker_memory=allowed_bytes())
+        watched = {"timeout": 600.0} if method in ("thread", "fork") and which < 0.4 else {}  # none is late
+        return super().give_workers(method, workers, **watched)
 
     def draw_prefetch(self) -> dict[str, Any]:
         return super().draw_prefetch() | {"prefetch": self.rng.choice([None, None, 0, 1, 2, 7, 30])}
@@ -241,11 +230,10 @@ class Disturbed(Case):
                     raise error
                 frame = frame.f_back
 
-        before = {
-            name: signal.signal(getattr(signal, name), functools.partial(handle, error))
-            for name, (error, _) in HANDLERS.items()
-        }
+        before: dict[str, Any] = {}
         try:
+            for name, (error, _) in HANDLERS.items():
+                before[name] = signal.signal(getattr(signal, name), functools.partial(handle, error))
             yield
         finally:
             for name, handler in before.items():
@@ -300,9 +288,7 @@ class Disturbed(Case):
             for dataset in self.datasets(pair):
                 dataset.version = self.version
             self.samples.clear()
-            if self.reader is not None:
-                self.reader.close()
-                self.reader = None
+            self.reader = None
             self.counts["fault: dataset changed"] += 1
         super().refresh(pair)
 

@@ -25,7 +25,7 @@ from typing import Any
 from sharded_loader import LoaderWarning, ShardedDataLoader
 from tests import conftest
 from tests.fuzz.orders import SEED, Job, draw_job
-from tests.fuzz.steps import Difference
+from tests.fuzz.steps import Difference, Program
 
 
 class Track:
@@ -39,10 +39,8 @@ class Track:
     """
 
     def __init__(self, job: Job) -> None:
-        self.job, self.epoch, self.done = job, 0, 0
-        self.replicas = self.size = 0
-        self.expected: list[Any] = []
-        self.seen: Counter[Any] = Counter()
+        self.job, self.epoch, self.done, self.replicas, self.size = job, 0, 0, 0, 0
+        self.expected, self.seen = list[Any](), Counter[Any]()
 
     # -- the order --------------------------------------------------------------------------------------------
 
@@ -57,22 +55,21 @@ class Track:
     def regroup(self, replicas: int) -> None:
         """Other ranks read the same steps, in batches of another size."""
         assert self.job.step_size is not None
-        steps, is_over, before = self.done // self.replicas, 0 < self.end <= self.done, self.expected
-        steps_before: list[set[Any]] | None = None
-        if self.job.steps is None and self.done < self.end:
-            steps_before = [
-                set(sum(before[n : n + self.replicas], [])) for n in range(self.done, self.end, self.replicas)
-            ]
+        steps, is_over = self.done // self.replicas, 0 < self.end <= self.done
+        is_compared = self.job.steps is None and self.done < self.end and not self.job.discards
+        before = self.rest_in_steps() if is_compared else []
         self.replicas, self.size = replicas, self.job.step_size // replicas
         self.begin()
         self.done = self.end if is_over else steps * replicas
-        if steps_before is not None and not self.job.discards:
-            now = [set(sum(self.expected[n : n + replicas], [])) for n in range(self.done, self.end, replicas)]
-            # Some have fillers.
-            if len(now) != len(steps_before) or any(
-                not (one <= other or other <= one) for one, other in zip(now, steps_before, strict=True)
-            ):
-                raise Difference(f"epoch {self.epoch}, {self.done}: steps of {now}, and before of {steps_before}")
+        now = self.rest_in_steps() if is_compared else []
+        fits = [one <= other or other <= one for one, other in zip(now, before, strict=False)]  # some have fillers
+        if len(now) != len(before) or not all(fits):
+            raise Difference(f"epoch {self.epoch}, {self.done}: steps of {now}, and before of {before}")
+
+    def rest_in_steps(self) -> list[set[Any]]:
+        """The samples of the steps that are left, all ranks together."""
+        begins = range(self.done, self.end, self.replicas)
+        return [set(sum(self.expected[n : n + self.replicas], [])) for n in begins]
 
     def follow(self, whole: bool) -> None:
         """The next epoch begins. ``whole``: this one was read to its end."""
@@ -175,14 +172,12 @@ class Track:
         return weights
 
 
-class Ranks:
+class Ranks(Program):
     """One case: the ranks that there are, and where they must be."""
 
     def __init__(self, seed: int, processes: bool = True) -> None:
-        self.counts: Counter[str] = Counter()
-        self.processes, self.last_sign = processes, time.monotonic()
-        self.workers: dict[int, Any] = {}
-        self.rng, self.look_rng = random.Random(seed), random.Random(seed)  # looking up changes no case
+        super().__init__(seed, processes)
+        self.look_rng = random.Random(seed)  # looking up changes no case
         self.track = Track(draw_job(self.rng))
         self.replicas, self.pool = 0, self.draw_pool()
         self.draw_ranks()
@@ -252,20 +247,14 @@ class Ranks:
         while self.counts["epochs"] == ends:
             self.step()
 
-    def is_over(self) -> bool:
-        """Whether the epoch has ended."""
-        return not self.track.has_step()
-
     def is_passed(self) -> bool:
         """Whether a state of now is that of the next epoch. An epoch without any step is not passed by loading."""
-        return self.is_over() and self.track.done > 0
+        return not self.track.has_step() and self.track.done > 0
 
     def step(self) -> None:
         """One step of all ranks; at the end of the epoch its end, and the next one begins."""
-        if self.is_over():
-            for _, iterator in self.ranks:
-                if (more := next(iterator, None)) is not None:
-                    raise Difference(f"epoch {self.track.epoch} is over, but a rank has {more}")
+        if not self.track.has_step():
+            self.check_end(self.ranks)
             self.ranks = [(owner, iter(owner)) for owner, _ in self.ranks]
             self.follow()
             return
@@ -277,6 +266,11 @@ class Ranks:
         if self.look_rng.random() < 0.3:
             self.look_up(found)
         self.counts["batches compared"] += len(found)
+
+    def check_end(self, ranks: list[tuple[Any, Any]]) -> None:
+        for _, iterator in ranks:
+            if (more := next(iterator, None)) is not None:
+                raise Difference(f"epoch {self.track.epoch} is over, but a rank has {more}")
 
     def look_up(self, found: list[Any]) -> None:
         """The step that was read, once more: each rank's batch, and its indices as another rank knows them."""
@@ -296,13 +290,8 @@ class Ranks:
 
     def follow(self) -> None:
         """The next epoch begins."""
-        self.track.follow(self.is_over())
+        self.track.follow(not self.track.has_step())
         self.counts["epochs"] += 1
-
-    def begin(self) -> None:
-        """Other ranks read: an order that is at its beginning may be another one for them."""
-        if not self.track.done:
-            self.track.begin()
 
     def state(self) -> Any:
         """A state of any rank, as it comes back from a file."""
@@ -316,7 +305,8 @@ class Ranks:
         self.ranks = [self.joined(rank, state) for rank in range(self.replicas)]
         if self.is_passed():
             self.follow()
-        self.begin()
+        if not self.track.done:  # it may be another order for other ranks
+            self.track.begin()
 
     def rescale(self) -> None:
         """Ranks leave or join between two steps."""
@@ -330,15 +320,15 @@ class Ranks:
                 warnings.simplefilter("ignore", LoaderWarning)  # of another number of samples in a step
                 owner.rescale(self.replicas, rank, track.size if is_sized else None)
         over = self.is_passed()
-        for _, iterator in stayed[: self.replicas]:
-            if over and next(iterator, None) is not None:
-                raise Difference(f"epoch {self.track.epoch} is over, and goes on after rescale")
+        if over:
+            self.check_end(stayed[: self.replicas])
         joined = [self.joined(rank, state) for rank in range(len(stayed), self.replicas)]
         self.ranks = stayed[: self.replicas] + joined
         if over:
             self.ranks = [(owner, iter(owner)) for owner, _ in self.ranks]
             self.follow()
-        self.begin()
+        if not self.track.done:  # it may be another order for other ranks
+            self.track.begin()
 
     def set_weights(self) -> None:
         """The program sets other weights of the mixture, on all ranks."""

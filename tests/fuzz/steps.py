@@ -54,7 +54,7 @@ def frozen(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value).__name__, [frozen(part) for part in value]
     if isinstance(value, cases.Item):
-        return type(value).__name__, frozen([value.name, value.value])
+        return type(value).__name__, frozen(vars(value))
     return type(value).__name__, value
 
 
@@ -247,10 +247,10 @@ class Case(Program):
             method = "thread"
         return method, self.rng.choice(self.COUNTS)
 
-    def give_workers(self, method: str, workers: int) -> dict[str, Any]:
+    def give_workers(self, method: str, workers: int, **options: Any) -> dict[str, Any]:
         """The arguments of a loader that say who reads."""
-        restarts = {"restarts": self.RESTARTS} if method in conftest.PROCESS_POOLS else {}
-        return {"pool": conftest.make_pool(method, workers, **restarts)}
+        options |= {"restarts": self.RESTARTS} if method in conftest.PROCESS_POOLS else {}
+        return {"pool": conftest.make_pool(method, workers, **options)}
 
     def draw_prefetch(self) -> dict[str, Any]:
         prefetch = self.rng.choice([None, None, 0, 1, 3, 20])
@@ -281,8 +281,7 @@ class Case(Program):
         """A sample, with the random numbers that belong to it."""
         key = type(index), index, epoch  # a sample may hold its index as it was given
         if key not in self.samples:
-            if self.reader is None:
-                self.reader = ShardedDataLoader(self.make_dataset(), 1, sampler=[0], seed=self.seed_used)
+            self.reader = self.reader or ShardedDataLoader(self.make_dataset(), 1, sampler=[0], seed=self.seed_used)
             self.samples[key] = self.reader.read(index, epoch=epoch)
         return copy.deepcopy(self.samples[key])
 
@@ -290,21 +289,9 @@ class Case(Program):
 
     def choices(self) -> list[tuple[int, Callable[[Pair], None]]]:
         """The steps, and how often each is drawn."""
-        return [
-            (8, self.begin),
-            (14, self.take),
-            (5, self.take_all),
-            (2, self.drop),
-            (4, self.resume),
-            (1, self.load_here),
-            (3, self.set_epoch),
-            (2, self.peek),
-            (1, self.read),
-            (3, self.look),
-            (1, self.refresh),
-            (1, self.change_prefetch),
-            (1, self.another_loader),
-        ]
+        steps = [(8, self.begin), (14, self.take), (5, self.take_all), (2, self.drop), (4, self.resume)]
+        steps += [(1, self.load_here), (3, self.set_epoch), (2, self.peek), (1, self.read), (3, self.look)]
+        return steps + [(1, self.refresh), (1, self.change_prefetch), (1, self.another_loader)]
 
     def run(self) -> int:
         """Drive both; how many batches were compared."""
@@ -328,16 +315,14 @@ class Case(Program):
 
     def close(self) -> None:
         self.pair.close()
-        if self.reader is not None:
-            self.reader.close()
 
-    def note(self, text: str) -> None:
+    def note(self, text: object) -> None:
         self.steps[-1] += f" {text}"
 
     def begin(self, pair: Pair) -> None:
         if len(pair.iterators) >= (1 if pair.one_dataset else 3):
             pair.drop(self.rng.randrange(len(pair.iterators)))
-        pair.iterators.append((iter(pair.loader), pair.naive.iterate()))
+        pair.iterators.append((iter(pair.loader), NaiveIterator(pair.naive)))
 
     def take(self, pair: Pair) -> None:
         self.take_some(pair, lambda iterator: self.rng.choice([1, 1, 2, 5]))
@@ -434,7 +419,6 @@ class Case(Program):
 
     def check_held(self) -> None:
         batch, as_it_was = self.held.pop(0)
-        self.counts["held batches compared again"] += 1
         if frozen(batch) != as_it_was:
             raise Difference(f"a batch that was held has changed: {as_it_was}\nnow: {batch}")
 
@@ -451,7 +435,7 @@ class Case(Program):
     def resume(self, pair: Pair) -> None:
         """Go on in a new loader: another pool, other ranks, other shards; perhaps another batch size."""
         state, place = self.state(pair), pair.naive.place
-        self.note(f"at {place}")
+        self.note(place)
         self.check_skipped(pair)
         pair.drop_all()
         if self.rng.random() < 0.8:
@@ -468,7 +452,7 @@ class Case(Program):
         if self.saved is None or self.rng.random() < 0.5:
             self.saved = self.state(pair), pair.naive.place, self.batch_size
         state, place, batch_size = self.saved
-        self.note(f"at {place}")
+        self.note(place)
         pair.loader.load_state_dict(state, strict=batch_size == self.batch_size)
         pair.naive.load(place)
 
@@ -488,7 +472,7 @@ class Case(Program):
         if (pair.one_dataset and pair.iterators) or pair.naive.may_be_over:
             return  # in the second case `peek` says that the epoch is over, where `next` goes on to the next one
         got = self.outcome(pair.loader.peek)
-        naive = copy.copy(pair.naive).iterate()  # the copy begins an epoch, not the loader
+        naive = NaiveIterator(copy.copy(pair.naive))  # the copy begins an epoch, not the loader
         expected = self.expected(naive, got)
         self.compare(got, Failure(IndexError) if expected is DONE else expected, "peek", naive)
 
@@ -503,10 +487,9 @@ class Case(Program):
         """Inspect the loader and its samplers, begin iterators and drop them: the loader stays where it is."""
         loader, before = pair.loader, self.facts(pair)
         one = self.rng.choice([loader.sampler, loader.batch_sampler, loader])
-        for look in self.rng.sample([repr, len, list, self.half], 2):
-            if look in (list, self.half) and one is loader:
-                look = iter
-            self.outcome(lambda look=look: look(one))  # type: ignore[misc]
+        ways: list[Callable[[Any], Any]] = [repr, len, list, lambda one: next(iter(one), None)]
+        for look in self.rng.sample(ways, 2):
+            self.outcome(functools.partial(iter if one is loader and look not in ways[:2] else look, one))
         if self.facts(pair) != before:
             raise Difference(f"looked at a {type(one).__name__}: {before} before, {self.facts(pair)} after")
 
@@ -514,10 +497,6 @@ class Case(Program):
         """What a loader says of itself."""
         lengths = [len(pair.loader), len(iter(pair.loader))] if self.order.sized else []
         return [pair.loader.state_dict(), pair.loader.epoch, pair.loader.position, *lengths]
-
-    @staticmethod
-    def half(sampler: Any) -> None:
-        next(iter(sampler), None)
 
     def refresh(self, pair: Pair) -> None:
         pair.both("refresh")
@@ -538,17 +517,14 @@ class Case(Program):
             beside.drop_all()
             beside.loader.close()
 
-    # -- what is compared after each step -------------------------------------------------------------------
-
     def check_place(self, pair: Pair) -> None:
         if pair.naive.may_be_over:
             return
-        epoch, position = pair.naive.place[0], pair.naive.position
-        if (pair.loader.epoch, pair.loader.position) != (epoch, position):
-            found = pair.loader.epoch, pair.loader.position
-            raise Difference(f"epoch and position are {found} instead of {(epoch, position)}")
-        if self.order.sized and len(pair.loader) != pair.naive.batches_in_epoch():
-            raise Difference(f"len is {len(pair.loader)} instead of {pair.naive.batches_in_epoch()}")
+        found, wanted = [pair.loader.epoch, pair.loader.position], [pair.naive.place[0], pair.naive.position]
+        if self.order.sized:
+            found, wanted = [*found, len(pair.loader)], [*wanted, pair.naive.batches_in_epoch()]
+        if found != wanted:
+            raise Difference(f"epoch, position and length are {found} instead of {wanted}")
 
     def check_skipped(self, pair: Pair) -> None:
         if pair.loader.num_skipped != pair.naive.skipped:

@@ -70,9 +70,8 @@ class Twins(Disturbed):
             kind = cases.Kind("mixture", self.mix, bad=bad)
         elif not self.drop_in and self.rng.random() < 0.25:
             lengths = [self.rng.choice([0, 1, 7, 40]) for _ in range(self.rng.randint(1, 5))]
-            self.endless = (
-                {"steps_per_epoch": self.rng.choice([3, 7])} if self.rng.random() < 0.3 and all(lengths) else {}
-            )
+            if self.rng.random() < 0.3 and all(lengths):
+                self.endless = {"steps_per_epoch": self.rng.choice([3, 7])}
             self.streams, name = len(lengths), self.rng.choice([*STREAM_FUNCTIONS, *STREAM_OBJECTS])
             more: dict[str, Any] = {}
             if name in STREAM_FUNCTIONS:
@@ -104,20 +103,16 @@ class Twins(Disturbed):
         options: dict[str, Any] = {"seed": 7, "on_error": self.on_error, **self.draw_shards()}
         options.pop("shard_weights", None)  # of a batch, they are those of the moment when a worker is given it
         options.pop("resident", None)
-        if order.batches:
-            options["batch_sampler"] = made
-        else:
-            options |= {"batch_size": self.batch_size, "sampler": made}
-            options["shuffle"] = order.shuffle if made is None else None
+        shuffle = order.shuffle if made is None else None
+        one_by_one = {"batch_size": self.batch_size, "sampler": made, "shuffle": shuffle}
+        options |= {"batch_sampler": made} if order.batches else one_by_one
+        options["collate_fn"] = self.kind.batchify[0]
         method, workers = self.draw_pool()
         if self.drop_in:
-            if not order.batches:
-                options["drop_last"] = self.last_batch == "discard"
-            options["collate_fn"] = self.kind.batchify[0]
+            options |= {} if order.batches else {"drop_last": self.last_batch == "discard"}
             given, without = self.drop_in_workers(method, workers), {}
             kind: Any = DataLoader
         else:
-            options |= {"batchify_fn": self.kind.batchify[0]}
             options |= {"streams": self.streams, **self.endless} if self.streams else self.draw_ranks()
             # Iterable data does not roll over, and has no last batch if it is endless.
             has_none = self.streams and (self.last_batch == "rollover" or self.endless)
@@ -126,7 +121,8 @@ class Twins(Disturbed):
             kind, without = conftest.made, {"pool": InlinePool()}
         self.counts[f"loaders, {method}, {kind.__name__}"] += 1
         self.steps.append(f"loader: {given} {options}")
-        twin = kind(self.make_dataset(twin=True), **copy.deepcopy(options), **without)
+        pace, self.pace = self.pace, (0.0, 0.0)
+        twin, self.pace = kind(self.make_dataset(), **copy.deepcopy(options), **without), pace
         pair = Pair(kind(self.make_dataset(), **options, **given), twin, True, False)
         self.allow_kills(pair)
         return pair
@@ -135,23 +131,14 @@ class Twins(Disturbed):
         self.persistent = False
         if method == "inline":
             return {"num_workers": 0}
-        count = "auto" if self.rng.random() < 0.3 else workers
-        given: dict[str, Any] = {"num_workers": count, "prefetch_factor": self.rng.choice([None, 1, 2, 7])}
-        self.persistent = self.rng.random() < 0.4
+        given: dict[str, Any] = {"num_workers": "auto" if self.rng.random() < 0.3 else workers}
+        given["prefetch_factor"], self.persistent = self.rng.choice([None, 1, 2, 7]), self.rng.random() < 0.4
         given["persistent_workers"] = self.persistent
         if method == "thread":
             return given | {"thread_pool": True}
         if method == "fork" and self.leaks:
             given["max_worker_memory"] = allowed_bytes()
         return given | {"start_method": method, "restarts": self.RESTARTS}
-
-    def make_dataset(self, twin: bool = False) -> Any:
-        slow, late = self.slow, self.late
-        if twin:
-            self.slow = self.late = 0.0
-        made = super().make_dataset()
-        self.slow, self.late = slow, late
-        return made
 
     def pool(self, pair: Pair) -> Any:
         if not self.drop_in:
@@ -245,7 +232,7 @@ class Twins(Disturbed):
 
     def set_epoch(self, pair: Pair) -> None:
         epoch = self.rng.randrange(4)
-        self.note(f"{epoch}")
+        self.note(epoch)
         self.both("set_epoch", lambda loader: loader.set_epoch(epoch))
 
     def is_free(self) -> bool:
@@ -281,7 +268,7 @@ class Twins(Disturbed):
 
     def weigh(self, pair: Pair) -> None:
         weights = self.rng.choice([None, [1, 1], [0, 1], [5, 1], [1, 9], [1, 2, 3]])
-        self.note(f"{weights}")
+        self.note(weights)
         self.both("set_weights", lambda loader: loader.set_weights(weights))
 
     def report(self, pair: Pair) -> None:
@@ -305,7 +292,7 @@ class Calm(Twins):
 
     def draw_kind(self) -> cases.Kind:
         kind = super().draw_kind()
-        self.leaks, self.slow, self.late = False, 0.0, 0.0
+        self.leaks, self.pace = False, (0.0, 0.0)
         return kind
 
     def faults(self) -> list[tuple[int, Callable[[Pair], None]]]:
