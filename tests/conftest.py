@@ -14,7 +14,6 @@ import mmap
 import multiprocessing.resource_tracker
 import os
 import re
-import shutil
 import signal
 import sys
 import threading
@@ -28,7 +27,6 @@ sys.path.append(os.path.dirname(os.path.abspath(__file__)))  # pytest does so; `
 
 import hypothesis
 import injection
-import installed
 import numpy as np
 import psutil
 import pytest
@@ -531,39 +529,6 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(resident, name, function)
     yield made
     assert made.faults == []
-
-
-@pytest.fixture(scope="session")
-def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that the sdist of this checkout is unpacked into."""
-    source = installed.copy(tmp_path_factory.mktemp("source"))
-    built = installed.build("sdist", source, tmp_path_factory.mktemp("sdist"))
-    return installed.unpack(built, tmp_path_factory.mktemp("unpacked"))
-
-
-@pytest.fixture(scope="session")
-def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel that is built of the sdist."""
-    source = Path(shutil.copytree(sdist, tmp_path_factory.mktemp("source") / "sdist"))
-    return installed.build("wheel", source, tmp_path_factory.mktemp("wheel"))
-
-
-@pytest.fixture(scope="session")
-def installed_wheel(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> installed.Environment:
-    """An environment with the wheel, and with nothing but what it requires."""
-    made = installed.Environment(tmp_path_factory.mktemp("normal"), installed.required(wheel))
-    made.install(wheel)
-    return made
-
-
-@pytest.fixture(scope="session")
-def editable_sdist(sdist: Path, wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> installed.Environment:
-    """An environment with an editable install of the sdist and what the tests require."""
-    source = Path(shutil.copytree(sdist, tmp_path_factory.mktemp("source") / "sdist"))
-    packages = {"setuptools", *installed.required(wheel, ["test"])}
-    made = installed.Environment(tmp_path_factory.mktemp("editable"), packages)
-    made.install("-e", f"{source}[test]")
-    return made
 
 
 @pytest.fixture(scope="session")

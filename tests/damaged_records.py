@@ -10,6 +10,7 @@ asks for more bytes than the file has, so that no allocation exceeds it. Seed an
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import tempfile
@@ -36,8 +37,7 @@ def reads_within(size: int) -> Iterator[None]:
 
     def pread(fd: int, count: int, offset: int) -> bytes:
         assert count <= max(size, HEADER), f"a read of {count} bytes from a file of {size}"
-        data: bytes = really(fd, count, offset)
-        return data
+        return really(fd, count, offset)
 
     os.pread = pread
     try:
@@ -84,16 +84,12 @@ def check_file(folder: Path, rng: random.Random) -> str:
 def check_in_a_row(rec: Path, records: list[bytes], damaged: int | None) -> None:
     with MXRecordIO(rec, "r") as file:
         assert [file.read() for _ in records] == records
-        if damaged is None:
-            assert file.read() is None
-        else:
-            assert_refused(file.read, rec, damaged)
+        check(file.read, rec, damaged)
 
 
 def check_rebuilt(rec: Path, records: list[bytes], offsets: list[int], damaged: int | None, rng: random.Random) -> None:
     if damaged == 0:
-        assert_refused(lambda: RecordFileDataset(rec), rec, 0)
-        return
+        return check(lambda: RecordFileDataset(rec), rec, 0)
     with RecordFileDataset(rec) as dataset:
         assert len(dataset) == len(records) + (damaged is not None)
         order = rng.choices(range(len(records)), k=rng.choice([1, 7, 30])) if records else []
@@ -101,53 +97,43 @@ def check_rebuilt(rec: Path, records: list[bytes], offsets: list[int], damaged: 
             assert dataset.get_batch(order) == [records[index] for index in order]
             assert dataset.__getitems__(range(len(records))) == records
         if damaged is not None:
-            assert_refused(lambda: dataset[-1], rec, damaged)
-            assert_refused(lambda: dataset.get_batch([*order, -1]), rec, damaged)
+            check(lambda: dataset[-1], rec, damaged)
+            check(lambda: dataset.get_batch([*order, -1]), rec, damaged)
     with MXIndexedRecordIO(rec.with_suffix(".idx"), rec, "r") as file:
         assert list(file.idx.values())[: len(records)] == offsets
 
 
 def check_index(rec: Path, idx: Path, content: bytes, rng: random.Random) -> None:
     try:
-        dataset = RecordFileDataset(rec)
-        file = MXIndexedRecordIO(idx, rec, "r")
-    except RecordIOError:
-        raise
+        dataset, file = RecordFileDataset(rec), MXIndexedRecordIO(idx, rec, "r")
     except ValueError as error:
-        assert str(idx) in str(error), error
+        assert not isinstance(error, RecordIOError) and str(idx) in str(error), error
         return
     with dataset, file:
         places = [int(line.partition(b"\t")[2].decode()) for line in idx.read_bytes().split(b"\n") if line.strip()]
         assert len(dataset) == len(places)
-        wanted = [reference.read_at(content, place) for place in places]
-        for number, (place, found) in enumerate(zip(places, wanted, strict=True)):
-            if found is None:
-                assert_refused(lambda number=number: dataset[number], rec, place)
-            else:
-                assert dataset[number] == found[0]
+        # Of each place the record, or the place itself if there is none.
+        wanted: list[Any] = [(reference.read_at(content, place) or [place])[0] for place in places]
+        for number, one in enumerate(wanted):
+            check(functools.partial(dataset.__getitem__, number), rec, one)
         order = rng.choices(range(len(places)), k=rng.choice([1, 7, 30])) if places else []
-        first_bad = next((places[number] for number in order if wanted[number] is None), None)
+        batch = [wanted[number] for number in order]
         for _ in range(2):
-            if first_bad is None:
-                assert dataset.get_batch(order) == [wanted[number][0] for number in order]
-            else:
-                assert_refused(lambda: dataset.get_batch(order), rec, first_bad)
+            check(lambda: dataset.get_batch(order), rec, next((one for one in batch if isinstance(one, int)), batch))
         for key, place in file.idx.items():
             found = reference.read_at(content, place)
-            if found is None:
-                assert_refused(lambda key=key: file.read_idx(key), rec, place)
-            else:
-                assert (file.read_idx(key), file.tell()) == found
+            check(lambda key=key: (file.read_idx(key), file.tell()), rec, place if found is None else found)
 
 
-def assert_refused(read: Any, rec: Path, offset: int) -> None:
+def check(read: Any, rec: Path, wanted: Any) -> None:
+    """What is read; an offset: there is damage, which the error names."""
     try:
         got = read()
     except RecordIOError as error:
-        assert (error.path, error.offset) == (str(rec), offset), f"{error}, not at {offset}"
-        assert f"{rec}, offset {offset}: " in str(error)
+        assert (error.path, error.offset) == (str(rec), wanted), f"{error}, not {wanted}"
+        assert f"{rec}, offset {wanted}: " in str(error)
     else:
-        raise AssertionError(f"damage at {offset} was read as {got!r:.200}")
+        assert not isinstance(wanted, int) and got == wanted, f"{wanted!r:.200} was read as {got!r:.200}"
 
 
 class DamagedFile(Program):

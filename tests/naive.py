@@ -110,8 +110,6 @@ class NaiveLoader:
         self.shown: NaiveIterator | None = None
         self.loaded, self.again, self.skipped = False, False, 0
 
-    # -- which samples --------------------------------------------------------------------------------------
-
     def boundary(self, epoch: int) -> int:
         """With rollover: items of the endless order before the epoch's first batch, all ranks together."""
         length, size = len(self.order(0)), self.batch_size or 1
@@ -154,8 +152,6 @@ class NaiveLoader:
     def number(self, epoch: int, done: int) -> int:
         """The number of the batch that comes next: so many whole ones come before it."""
         return sum(after <= done for _, after in self.items(epoch, self.begin(epoch))) // (self.batch_size or 1)
-
-    # -- what is in them ------------------------------------------------------------------------------------
 
     def shards(self, batch: Any) -> tuple[list[list[Any]], bool]:
         """The shards of a batch, and whether they are handed out as a list."""
@@ -207,8 +203,6 @@ class NaiveLoader:
         except Exception as error:
             return error.with_traceback(None)  # or it keeps every frame up to the loader's iterator
         return None
-
-    # -- where it is ----------------------------------------------------------------------------------------
 
     @property
     def place(self) -> tuple[int, int]:

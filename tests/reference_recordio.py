@@ -60,17 +60,12 @@ def read_at(data: bytes, offset: int) -> tuple[bytes, int] | None:
 
 def read(data: bytes) -> tuple[list[bytes], list[int], int | None]:
     """All records up to the first damage, their offsets, and the offset of the damage; None if there is none."""
-    records: list[bytes] = []
-    offsets: list[int] = []
-    offset = 0
-    while offset < len(data):
-        found = read_at(data, offset)
-        if found is None:
-            return records, offsets, offset
+    records, offsets, offset = list[bytes](), list[int](), 0
+    while offset < len(data) and (found := read_at(data, offset)) is not None:
         records.append(found[0])
         offsets.append(offset)
         offset = found[1]
-    return records, offsets, None
+    return records, offsets, offset if offset < len(data) else None
 
 
 def random_record(rng: random.Random) -> bytes:
@@ -98,21 +93,15 @@ def damage(data: bytes, rng: random.Random) -> tuple[bytes, int]:
 
 def damage_index(text: bytes, rng: random.Random) -> bytes:
     """An index that does not fit."""
-    lines = text.splitlines(keepends=True)
-    kind = rng.choice(["shift", "bytes", "drop", "shuffle", "far", "double", "empty"])
-    if kind == "shift":
-        by = rng.choice([1, 4, -4, 8, 1000])
-        pairs = [line.split(b"\t") for line in lines]
-        return b"".join(b"%s\t%d\n" % (key, int(offset) + by) for key, offset in pairs)
-    if kind == "bytes":
-        return damage(text, rng)[0] if text else b"\xff\t"
-    if kind == "drop":
-        return b"".join(line for line in lines if rng.random() < 0.5)
-    if kind == "shuffle":
-        rng.shuffle(lines)
-        return b"".join(lines)
-    if kind == "far":
-        return text + b"99\t%d\n" % rng.choice([2**31, 2**62, 2**63 - 1, 2**63, 10**30])
-    if kind == "double":
-        return text + text
-    return b""
+    lines, by = text.splitlines(keepends=True), rng.choice([1, 4, -4, 8, 1000])
+    shifted = [b"%s\t%d\n" % (key, int(offset) + by) for key, offset in (line.split(b"\t") for line in lines)]
+    ways = [
+        b"".join(shifted),
+        damage(text, rng)[0] if text else b"\xff\t",
+        b"".join(line for line in lines if rng.random() < 0.5),
+        b"".join(rng.sample(lines, len(lines))),
+        text + b"99\t%d\n" % rng.choice([2**31, 2**62, 2**63 - 1, 2**63, 10**30]),
+        text + text,
+        b"",
+    ]
+    return rng.choice(ways)

@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import configparser
 import html
+import importlib.metadata
+import os
 import re
 import runpy
 import shutil
+import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import installed
 import pytest
 from markdown_it import MarkdownIt
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from sharded_loader import __version__
 
@@ -31,6 +35,132 @@ source_address: Callable[[str], str | None] = SETUP["source_address"]
 SOURCE = "https://git.example/team/project"
 
 pytestmark = pytest.mark.timeout(400)
+ON_LINKS = pytest.mark.skipif(sys.platform == "win32", reason="the environments are made of symbolic links")
+NOT_OURS = (".git", ".venv*", ".*_cache", ".hypothesis", "*.egg-info", "build", "dist", "site", "__pycache__", "*.pyc")
+"""What lies in a checkout and in no repository; it is in .gitignore too."""
+
+
+def attempt(*command: str | Path, where: Path, limit: float = 100) -> subprocess.CompletedProcess[str]:
+    """Run a command, which imports nothing of the checkout."""
+    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    options = {"cwd": where, "env": env, "timeout": limit, "text": True, "encoding": "utf-8"}
+    return subprocess.run([str(part) for part in command], capture_output=True, **options)
+
+
+def run(*command: str | Path, where: Path, limit: float = 100) -> str:
+    """What a command prints; it must end well."""
+    done = attempt(*command, where=where, limit=limit)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def files() -> list[str]:
+    """The files of the repository. An unpacked sdist has no list of them: all that belongs to it."""
+    if (ROOT / ".git").exists():
+        listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", "-z", where=ROOT).split("\0")
+        return sorted(name for name in set(listed) if (ROOT / name).is_file())
+    ignored = shutil.ignore_patterns(*NOT_OURS, "PKG-INFO")
+    found = []
+    for folder, folders, names in os.walk(ROOT):
+        left_out = ignored(folder, [*folders, *names])
+        folders[:] = {*folders} - left_out
+        found += [Path(folder, name).relative_to(ROOT).as_posix() for name in {*names} - left_out]
+    return sorted(found)
+
+
+def build(kind: str, source: Path, folder: Path) -> Path:
+    """Build an ``sdist`` or a ``wheel`` as pip does, with the setuptools that is installed."""
+    call = f"import sys; from setuptools import build_meta; build_meta.build_{kind}(sys.argv[1])"
+    run(sys.executable, "-c", call, folder, where=source)
+    (built,) = folder.iterdir()
+    return built
+
+
+def metadata(wheel: Path) -> importlib.metadata.Distribution:
+    """What a wheel says of itself."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = {name.split("/")[0] for name in archive.namelist() if ".dist-info/" in name}
+    return importlib.metadata.PathDistribution(zipfile.Path(wheel, f"{name}/"))
+
+
+def required(wheel: Path, extras: Iterable[str] = ()) -> set[str]:
+    """The names of the packages that a wheel needs here, and what these need."""
+    own = metadata(wheel)
+    ours = canonicalize_name(own.metadata["Name"])
+    found = [(ours, extra) for extra in ("", *extras)]
+    for name, extra in found:  # also of those that are added on the way
+        package = own if name == ours else importlib.metadata.distribution(name)
+        for requirement in map(Requirement, package.requires or ()):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+                needed = [(canonicalize_name(requirement.name), one) for one in ("", *requirement.extras)]
+                found += [one for one in needed if one not in found]
+    return {name for name, _ in found} - {ours}
+
+
+class Environment:
+    """A virtual environment without pip, which has the packages of this one that are named."""
+
+    def __init__(self, folder: Path, packages: Iterable[str]) -> None:
+        run(sys.executable, "-m", "venv", "--without-pip", "--symlinks", folder, where=folder.parent)
+        self.folder, self.python = folder, folder / "bin" / "python"
+        site = Path(sysconfig.get_paths(vars={"base": str(folder), "platbase": str(folder)})["purelib"])
+        for package in map(importlib.metadata.distribution, packages):  # its files and folders, metadata among them
+            for top in {file.parts[0] for file in package.files or ()} - {"..", "__pycache__"}:
+                target = Path(str(package.locate_file(top)))
+                if not (site / top).exists():
+                    (site / top).symlink_to(target, target_is_directory=target.is_dir())
+
+    def install(self, *what: str | Path) -> None:
+        """``pip install`` without a network: whatever is required must be there."""
+        pip: list[str | Path] = [sys.executable, "-m", "pip", "--python", self.python, "--disable-pip-version-check"]
+        run(*pip, "install", "--no-index", "--no-build-isolation", *what, where=self.folder, limit=200)
+
+    def run(self, *command: str | Path, limit: float = 100) -> str:
+        """What a program of the environment prints; it must end well."""
+        program, *arguments = command
+        return run(self.folder / "bin" / program, *arguments, where=self.folder, limit=limit)
+
+    def packages(self) -> set[str]:
+        """The names of all that is installed."""
+        text = "import importlib.metadata as m; print(*(d.metadata['Name'] for d in m.distributions()))"
+        return {canonicalize_name(name) for name in self.run("python", "-c", text).split()}
+
+
+@pytest.fixture(scope="session")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that the sdist of this checkout is unpacked into. A build leaves something beside what it reads."""
+    source, unpacked = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("unpacked")
+    for name in files():
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, source / name)
+    with tarfile.open(build("sdist", source, tmp_path_factory.mktemp("sdist"))) as archive:
+        archive.extractall(unpacked, filter="data")
+    return next(unpacked.iterdir())
+
+
+@pytest.fixture(scope="session")
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel that is built of the sdist."""
+    source = Path(shutil.copytree(sdist, tmp_path_factory.mktemp("source") / "sdist"))
+    return build("wheel", source, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="session")
+def installed_wheel(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """An environment with the wheel, and with nothing but what it requires."""
+    made = Environment(tmp_path_factory.mktemp("normal"), required(wheel))
+    made.install(wheel)
+    return made
+
+
+@pytest.fixture(scope="session")
+def editable_sdist(sdist: Path, wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """An environment with an editable install of the sdist and what the tests require."""
+    source = Path(shutil.copytree(sdist, tmp_path_factory.mktemp("source") / "sdist"))
+    packages = {"setuptools", *required(wheel, ["test"])}
+    made = Environment(tmp_path_factory.mktemp("editable"), packages)
+    made.install("-e", f"{source}[test]")
+    return made
 
 
 def config() -> configparser.ConfigParser:
@@ -147,7 +277,7 @@ def test_lower_bounds_are_the_versions_that_make_test_lowest_installs() -> None:
 @pytest.mark.slow
 def test_the_sdist_has_every_file_of_the_repository(sdist: Path) -> None:
     packed = {path.relative_to(sdist).as_posix() for path in sdist.rglob("*") if path.is_file()}
-    expected = set(installed.files()) - {".gitignore"}
+    expected = set(files()) - {".gitignore"}
     assert {"CHANGELOG.md", "Makefile", "mkdocs.yml", "constraints-ray.txt", "tests/golden/plain.rec"} <= expected
     assert sorted(expected - packed) == []
     made = {name for name in packed - expected if not name.startswith("sharded_loader.egg-info/")}
@@ -160,12 +290,12 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert "sharded_loader/py.typed" in names
     assert {"sharded_loader/instruments/page.css", "sharded_loader/instruments/page.html"} <= names
-    assert names == {name for name in installed.files() if name.startswith("sharded_loader/")}
+    assert names == {name for name in files() if name.startswith("sharded_loader/")}
 
 
 @pytest.mark.slow
 def test_the_wheel_says_what_a_package_index_shows(wheel: Path) -> None:
-    said = installed.metadata(wheel).metadata
+    said = metadata(wheel).metadata
     assert said["License-Expression"] == "Apache-2.0"
     assert said["License-File"] == "LICENSE"
     assert said.get_all("License") is None
@@ -178,13 +308,13 @@ def test_the_wheel_says_what_a_package_index_shows(wheel: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_address_in_setup_cfg_is_enough(sdist: Path, tmp_path: Path) -> None:
-    source = Path(shutil.copytree(sdist, tmp_path / "source"))
+def test_an_address_in_setup_cfg_is_enough(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    source = Path(shutil.copytree(sdist, tmp_path_factory.mktemp("source") / "sdist"))
     changed = config()
     changed["metadata"]["project_urls"] = f"\nSource = {SOURCE}"
     with (source / "setup.cfg").open("w", encoding="utf-8") as file:
         changed.write(file)
-    said = installed.metadata(installed.build("wheel", source, tmp_path / "built")).metadata
+    said = metadata(build("wheel", source, tmp_path_factory.mktemp("built"))).metadata
     assert said.get_all("Project-URL") == [f"Source, {SOURCE}"]
     assert said["Description"].strip() == long_description(README, SOURCE).strip()
 
@@ -192,9 +322,9 @@ def test_an_address_in_setup_cfg_is_enough(sdist: Path, tmp_path: Path) -> None:
 # -- what works after it ---------------------------------------------------------------------------------------
 
 
-@installed.ON_LINKS
+@ON_LINKS
 @pytest.mark.slow
-def test_a_wheel_works_beside_what_it_requires(wheel: Path, installed_wheel: installed.Environment) -> None:
+def test_a_wheel_works_beside_what_it_requires(wheel: Path, installed_wheel: Environment) -> None:
     where, batches = installed_wheel.run(
         "python",
         "-c",
@@ -207,24 +337,24 @@ def test_a_wheel_works_beside_what_it_requires(wheel: Path, installed_wheel: ins
     assert where.startswith(str(installed_wheel.folder))
     assert batches == "[[0, 1], [2, 3], [4]]"
     others = installed_wheel.packages() - {"sharded-loader"}
-    assert others == installed.required(wheel)
+    assert others == required(wheel)
     assert "pytest" not in others
 
 
-@installed.ON_LINKS
+@ON_LINKS
 @pytest.mark.slow
-def test_the_command_without_extras_runs_or_says_what_to_install(installed_wheel: installed.Environment) -> None:
+def test_the_command_without_extras_runs_or_says_what_to_install(installed_wheel: Environment) -> None:
     command = installed_wheel.folder / "bin" / "sharded-loader"
-    done = installed.attempt(command, "--version", where=installed_wheel.folder)
+    done = attempt(command, "--version", where=installed_wheel.folder)
     if done.returncode == 0:
         assert __version__ in done.stdout
     else:
         assert re.fullmatch(r"sharded-loader: .*pip install .*\n", done.stderr)
 
 
-@installed.ON_LINKS
+@ON_LINKS
 @pytest.mark.slow
-def test_in_an_unpacked_sdist_the_commands_of_the_readme_work(editable_sdist: installed.Environment) -> None:
+def test_in_an_unpacked_sdist_the_commands_of_the_readme_work(editable_sdist: Environment) -> None:
     assert __version__ in editable_sdist.run("sharded-loader", "--version")
     assert editable_sdist.run("sharded-loader", "demo", limit=200)
     where = editable_sdist.run("python", "-c", "import sharded_loader; print(sharded_loader.__file__)").strip()
@@ -233,7 +363,7 @@ def test_in_an_unpacked_sdist_the_commands_of_the_readme_work(editable_sdist: in
     assert (root / "PKG-INFO").exists(), "not the sdist"
     some = [f"tests/{one}.py" for one in ("test_structure", "sampling/test_golden_sampling", "docs/test_docs")]
     pytest_quickly = [editable_sdist.python, "-m", "pytest", "-q", "-m", "not slow"]
-    said = installed.run(*pytest_quickly, *some, "tests/test_packaging.py", where=root, limit=300)
+    said = run(*pytest_quickly, *some, "tests/test_packaging.py", where=root, limit=300)
     assert re.search(r"^\d{2,} passed", said.splitlines()[-1]), said
 
 
@@ -283,7 +413,7 @@ wrong_method_of_drop_in = DataLoader(range(4), num_workers=1, start_method="fork
 """
 
 
-@installed.ON_LINKS
+@ON_LINKS
 @pytest.mark.parametrize("how", ["installed_wheel", "editable_sdist"])
 @pytest.mark.parametrize(
     "checker", [pytest.param("mypy", marks=pytest.mark.slow), pytest.param("pyright", marks=pytest.mark.frameworks)]
@@ -292,12 +422,12 @@ def test_type_checkers_know_what_a_loader_yields(
     checker: str, how: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     """Outside of the checkout: they have to find the package as a user's do."""
-    environment: installed.Environment = request.getfixturevalue(how)
+    environment: Environment = request.getfixturevalue(how)
     (tmp_path / "script.py").write_text(SCRIPT)
     mypy = [sys.executable, "-m", "mypy", "--strict", "--no-incremental", "--python-executable"]
     pyright = [Path(sysconfig.get_path("scripts")) / "basedpyright", "--level", "error", "--pythonpath"]
     command = [*(mypy if checker == "mypy" else pyright), environment.python, "script.py"]
-    found = installed.attempt(*command, where=tmp_path, limit=300)
+    found = attempt(*command, where=tmp_path, limit=300)
     wrong = {int(line.split(":")[1]) for line in found.stdout.splitlines() if " error: " in line}
     lines = SCRIPT.splitlines()
     assert wrong == {n + 1 for n in range(len(lines)) if "wrong_" in lines[n]}, found.stdout + found.stderr

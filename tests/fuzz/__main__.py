@@ -5,7 +5,6 @@
     python -m tests.fuzz --case SEED [KIND]                  one case alone, as a difference names it
     python -m tests.fuzz --cases 300 [--twins] --record FILE write down what they do: batches, errors, states, warnings
     python -m tests.fuzz --check FILE                        do the same again, and print each difference
-    python -m tests.fuzz --nodes --minutes 10                kill actors and nodes of a cluster of Ray: `storm`
 
 Prints a line every 10 s and a table at the end. Exit status 1: there was a difference, something was left behind, or
 a step took `run.HANG` seconds; then every thread's stack is printed. A case is decided by its seed, but not the timing
@@ -21,7 +20,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.fuzz import recorded, storm
+from tests.fuzz import recorded
 from tests.fuzz.run import KINDS, run
 
 
@@ -35,10 +34,7 @@ def main() -> int:
         parser.add_argument(f"--{kind}", dest="kind", action="store_const", const=kind, default="plain", help=text)
     parser.add_argument("--record", type=Path, metavar="FILE", help="write down what the loaders do")
     parser.add_argument("--check", type=Path, metavar="FILE", help="compare with what was written down")
-    parser.add_argument("--nodes", action="store_true", help="kill actors and nodes of a cluster of Ray")
     arguments = parser.parse_args()
-    if arguments.nodes:
-        return storm.run(arguments.seed, arguments.minutes or 10.0)
     if arguments.check is not None:
         return recorded.check(arguments.check)
     cases, minutes, alone = arguments.cases, arguments.minutes, arguments.case

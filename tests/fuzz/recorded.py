@@ -35,8 +35,6 @@ PASSING = [
 ]
 """What a text has of one run, or of one version of the source."""
 
-# -- values as texts ---------------------------------------------------------------------------------------------------
-
 
 def clean(text: str) -> str:
     for pattern, replacement in PASSING:
@@ -64,15 +62,10 @@ def plain(value: Any) -> Any:
     """A state as JSON. Long texts, long lists and arrays are shortened to a checksum."""
     if isinstance(value, dict):
         return {f"{key}": plain(value[key]) for key in sorted(value, key=str)}
-    if isinstance(value, list | tuple):
-        long = len(value) > 12 and not any(isinstance(part, dict) for part in value)
-        return f"{len(value)} items {digest(value)}" if long else [type(value).__name__, *map(plain, value)]
-    if value is None or type(value) in (bool, int, float):
-        return value
-    return value if isinstance(value, str) and len(value) < 80 else f"{type(value).__name__} {digest(value)}"
-
-
-# -- cases -------------------------------------------------------------------------------------------------------------
+    if isinstance(value, list | tuple) and (len(value) <= 12 or any(isinstance(part, dict) for part in value)):
+        return [type(value).__name__, *map(plain, value)]
+    is_short = type(value) in (bool, int, float, type(None)) or (isinstance(value, str) and len(value) < 80)
+    return value if is_short else f"{type(value).__name__} {digest(value)}"
 
 
 class Written:
@@ -132,15 +125,14 @@ def differences(was: Any, now: Any, where: str = "") -> Iterator[str]:
 
 def compare(before: Iterable[Any], after: Iterable[Any]) -> int:
     """Print how two recordings of the same cases differ; how many of them do."""
-    seeds = differing = 0
+    counts = []
     for was, now in zip(before, after, strict=True):
-        seeds += 1
         found = list(itertools.islice(differences(was, now), 4))
+        counts.append(len(found))
         if found:
-            differing += 1
             print(f"{now['kind']} {now['seed']}: {now['arguments'][:2]}", *found, sep="\n", flush=True)
-    print(f"{seeds} seeds compared, {differing} differ")
-    return differing
+    print(f"{len(counts)} seeds compared, {sum(map(bool, counts))} differ")
+    return sum(map(bool, counts))
 
 
 def watched_line(kind: str, seed: int) -> dict[str, Any]:

@@ -24,10 +24,10 @@ import psutil
 from tests import conftest
 from tests.damaged_records import DamagedFile
 from tests.fuzz.caches import Round
-from tests.fuzz.faults import Disturbed
+from tests.fuzz.faults import Calm, Disturbed, Twins
 from tests.fuzz.ranks import Ranks
 from tests.fuzz.steps import Case, Difference
-from tests.fuzz.twins import Calm, Twins
+from tests.fuzz.storm import Storm
 
 KINDS: dict[str, tuple[Any, ...]] = {
     "plain": ("loaders of every kind", Case),
@@ -36,6 +36,7 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "ranks": ("ranks that leave and join", Ranks),
     "records": ("damaged RecordIO files", DamagedFile),
     "caches": ("ranks that share a cache, and are killed", Round),
+    "nodes": ("actors and nodes of a cluster of Ray that are killed", Storm),
 }
 """What each is, and its programs: a seed runs one of them."""
 

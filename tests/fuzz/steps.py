@@ -65,7 +65,7 @@ def filler(failed: SampleError) -> Any:
 
 @dataclass
 class Pair:
-    """A loader, the naive one (of `twins` a loader, too), and the iterators over both that are alive.
+    """A loader, the naive one (of twins a loader, too), and the iterators over both that are alive.
 
     Attributes:
         may_fail: whether errors may be raised.
@@ -149,8 +149,6 @@ class Case(Program):
     def __str__(self) -> str:
         first = f"{self.length} samples: {self.kind.name}, bad: {sorted(self.kind.bad)}, order: {self.order.name}"
         return "\n    ".join([first, *self.steps])
-
-    # -- what there is to drive -----------------------------------------------------------------------------
 
     def draw_kind(self) -> cases.Kind:
         return cases.draw_kind(self.rng, self.length)
@@ -284,8 +282,6 @@ class Case(Program):
             self.reader = self.reader or ShardedDataLoader(self.make_dataset(), 1, sampler=[0], seed=self.seed_used)
             self.samples[key] = self.reader.read(index, epoch=epoch)
         return copy.deepcopy(self.samples[key])
-
-    # -- steps ----------------------------------------------------------------------------------------------
 
     def choices(self) -> list[tuple[int, Callable[[Pair], None]]]:
         """The steps, and how often each is drawn."""

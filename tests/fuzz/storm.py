@@ -1,14 +1,13 @@
-"""A storm on a simulated cluster: ``python -m tests.fuzz --nodes --minutes 10`` where `make test-ray` runs.
+"""Storms on a simulated cluster of Ray: ``python -m tests.fuzz --nodes --minutes 10`` where `make test-ray` runs.
 
 Three nodes, five actors. Every few seconds an actor is killed, and twice a minute a node, which another one replaces.
-Every epoch is compared with the one that this process reads alone.
+Every epoch is compared with the one that this process reads alone. A storm has ten.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import random
 import signal
 import sys
 import time
@@ -16,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.on_ray import QUICK
 from sharded_loader import RayPool, ShardedDataLoader, sample_rng
+from tests.fuzz.steps import Difference, Program
 from tests.samples import ByEpoch
 
 
@@ -44,50 +43,40 @@ class Batches(ByEpoch):
         return iter(found)
 
 
-def loader_of(pool: Any) -> ShardedDataLoader[Any]:
-    return ShardedDataLoader(Rows(), batch_sampler=Batches(300), seed=9, pool=pool)
+class Storm(Program):
+    """Actors and nodes that are killed."""
 
+    def run(self) -> None:
+        import ray
+        from ray.cluster_utils import Cluster
 
-def run(seed: int, minutes: float) -> int:
-    """Run the storm, and print what happened; the exit status is 1 if a batch differs."""
-    import ray
-    from ray.cluster_utils import Cluster
+        from benchmarks.on_ray import QUICK
 
-    dice = random.Random(seed)
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), *sys.path]))
-    memory = 200 << 20
-    cluster = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": memory, "_system_config": QUICK}
-    )
-    nodes = [cluster.add_node(num_cpus=2, object_store_memory=memory) for _ in range(3)]
-    ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
-    actors = killed_nodes = batches = epochs = different = 0
-    longest, end = 0.0, time.monotonic() + 60 * minutes
-    next_actor, next_node = time.monotonic() + 2, time.monotonic() + 20
-    pool = RayPool(5, restarts=1000)
-    with loader_of(pool) as loader, loader_of("inline") as alone:
-        while time.monotonic() < end:
-            before = time.monotonic()
-            for batch, same in zip(loader, alone, strict=True):
-                now = time.monotonic()
-                longest = max(longest, now - before)
-                batches += 1
-                different += batch.numpy().tobytes() != same.numpy().tobytes()
-                if now > next_actor:
-                    next_actor = now + dice.uniform(1, 5)
-                    ready = [worker.pid for worker in pool.workers if worker.pid is not None]
-                    with contextlib.suppress(ProcessLookupError, IndexError):  # it has died already, or all have
-                        os.kill(dice.choice(ready), signal.SIGKILL)
-                        actors += 1
-                if now > next_node:
-                    next_node = now + dice.uniform(20, 40)
-                    cluster.remove_node(nodes.pop(dice.randrange(3)), allow_graceful=False)
-                    nodes.append(cluster.add_node(num_cpus=2, object_store_memory=memory))
-                    killed_nodes += 1
-                before = time.monotonic()
-            epochs += 1
-    ray.shutdown()
-    cluster.shutdown()
-    print(f"{epochs} epochs, {batches} batches, {actors} actors and {killed_nodes} nodes killed")
-    print(f"{different} batches differ; longest wait {longest:.1f} s")
-    return 1 if different else 0
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), *sys.path]))
+        room = {"object_store_memory": 200 << 20}
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "_system_config": QUICK, **room})
+        nodes = [cluster.add_node(num_cpus=2, **room) for _ in range(3)]
+        ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
+        next_actor, next_node = time.monotonic() + 2, time.monotonic() + 20
+        pools: list[Any] = [RayPool(5, restarts=1000), "inline"]
+        loaders = [ShardedDataLoader(Rows(), batch_sampler=Batches(300), seed=9, pool=pool) for pool in pools]
+        with loaders[0], loaders[1]:
+            for _ in range(10):
+                for batch, same in zip(*loaders, strict=True):
+                    self.last_sign = now = time.monotonic()
+                    self.counts["batches compared"] += 1
+                    if batch.numpy().tobytes() != same.numpy().tobytes():
+                        raise Difference(f"{batch} instead of {same}")
+                    if now > next_actor:
+                        next_actor = now + self.rng.uniform(1, 5)
+                        ready = [worker.pid for worker in pools[0].workers if worker.pid is not None]
+                        with contextlib.suppress(ProcessLookupError, IndexError):  # it has died already, or all have
+                            os.kill(self.rng.choice(ready), signal.SIGKILL)
+                            self.counts["fault: actor killed"] += 1
+                    if now > next_node:
+                        next_node = now + self.rng.uniform(20, 40)
+                        cluster.remove_node(nodes.pop(self.rng.randrange(3)), allow_graceful=False)
+                        nodes.append(cluster.add_node(num_cpus=2, **room))
+                        self.counts["fault: node killed"] += 1
+        ray.shutdown()
+        cluster.shutdown()
