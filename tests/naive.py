@@ -13,6 +13,7 @@ a batch sampler was given. With ``rollover`` ``done`` is negative while items of
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -160,9 +161,8 @@ class NaiveLoader:
         batch = list(batch)
         if self.num_shards is None:
             return [batch], False
-        sizes = shares(len(batch), self.num_shards, self.weights)
-        ends = [sum(sizes[: shard + 1]) for shard in range(self.num_shards)]
-        return [batch[end - size : end] for size, end in zip(sizes, ends, strict=True) if size], True
+        items, sizes = iter(batch), shares(len(batch), self.num_shards, self.weights)
+        return [list(itertools.islice(items, size)) for size in sizes if size], True
 
     def read(self, epoch: int, number: int, batch: Any, choose: Choose) -> Any:
         """The batch; a `Failure`; None if it is left out."""

@@ -50,13 +50,6 @@ class Parts:
         return 100 * part + place
 
 
-class GoOn(Parts):
-    """Its iterators are objects, which go on with the next sample after an error."""
-
-    def __call__(self, part: int, parts: int) -> Iterator[Any]:
-        return Rows(self, part)
-
-
 class Rows:
     def __init__(self, parts: Parts, part: int) -> None:
         self.parts, self.part, self.place = parts, part, 0
@@ -86,9 +79,17 @@ class StatefulRows(Rows):
         self.place = state["place"]
 
 
-class WithStatefulRows(Parts):
+class GoOn(Parts):
+    """Its iterators are objects, which go on with the next sample after an error."""
+
+    rows = Rows
+
     def __call__(self, part: int, parts: int) -> Iterator[Any]:
-        return StatefulRows(self, part)
+        return self.rows(self, part)
+
+
+class WithStatefulRows(GoOn):
+    rows = StatefulRows
 
 
 class Own:
@@ -207,9 +208,8 @@ class CannotSay(StatefulRows):
         return super().state_dict()
 
 
-class WithoutState(Parts):
-    def __call__(self, part: int, parts: int) -> Iterator[Any]:
-        return CannotSay(self, part)
+class WithoutState(GoOn):
+    rows = CannotSay
 
 
 class NoIterator:

@@ -7,6 +7,7 @@ draw_order(rng, kind, length)  -> Order    samplers or batch samplers, ours and 
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import random
 import time
@@ -110,6 +111,16 @@ class Told(Plain):
 
     def __getitem__(self, index: int) -> Any:
         return super().__getitem__(index), self.epoch
+
+
+class OfTorch(torch_data.IterableDataset[Any]):
+    """Iterable data as torch has it: each worker has a part."""
+
+    def __init__(self, parts: Any) -> None:
+        self.parts = parts
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.parts)
 
 
 Point = namedtuple("Point", "x y")
@@ -233,11 +244,9 @@ MAY_FAIL: dict[str, tuple[type[Plain], dict[str, Any]]] = {
     "batches": (Batches, {}),
     "items": (Items, {}),
     "told": (Told, {"where": in_first, "takes_epoch": True}),
-    "own batchify_fn": (
-        Plain,
-        {"batchify": (doubled, doubled), "where": lambda batch: (batch["twice"][:, 0] // 2).tolist()},
-    ),
+    "own batchify_fn": (Plain, {"batchify": (doubled,) * 2, "where": lambda it: (it["twice"][:, 0] // 2).tolist()}),
     "drawing batchify_fn": (Plain, {"batchify": (with_draw, doubled)}),
+    "wide": (Wide, {"where": in_first}),
 }
 """Samples of them may be bad: the class, and what else there is to say of the kind."""
 
@@ -253,8 +262,8 @@ def draw_kind(rng: random.Random, length: int, wide: bool = False) -> Kind:
     if rng.random() < 0.1:
         keys: list[Any] = [f"key {i}" for i in range(length)]
         return Kind("mapping", lambda: {key: len(key) + at for at, key in enumerate(keys)}, keys)
-    name = rng.choice([*MAY_FAIL, *["wide"] * wide])
-    made, more = {**MAY_FAIL, "wide": (Wide, {"where": in_first})}[name]
+    name = rng.choice([name for name in MAY_FAIL if wide or name != "wide"])
+    made, more = MAY_FAIL[name]
     bad = bad if name != "drawing batchify_fn" else frozenset()
     return Kind(name, lambda: made(length, bad), bad=bad, **more)
 
@@ -472,5 +481,5 @@ def _batches_of_many(lengths: list[int], size: int, last: str, seed: Any) -> lis
 
 
 def _cut_by(batch: list[Any], sizes: list[int]) -> list[list[Any]]:
-    ends = [sum(sizes[: at + 1]) for at in range(len(sizes))]
-    return [batch[end - size : end] for size, end in zip(sizes, ends, strict=True) if size]
+    items = iter(batch)
+    return [list(itertools.islice(items, size)) for size in sizes if size]

@@ -149,7 +149,9 @@ class Disturbed(Case):
             self.counts["fault: another number of workers, auto"] += 1
 
     def do(self, step: Callable[[Pair], None]) -> None:
-        self.note_workers()
+        for pid in {*self.pids(self.pair)} - {*self.workers}:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self.workers[pid] = psutil.Process(pid)
         if self.rng.random() < 0.2:
             self.later()
         super().do(step)
@@ -203,19 +205,16 @@ class Disturbed(Case):
     def pids(self, pair: Pair) -> list[int]:
         return getattr(self.pool(pair), "pids", [])
 
-    def note_workers(self) -> None:
-        for pid in self.pids(self.pair):
-            if pid not in self.workers:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    self.workers[pid] = psutil.Process(pid)
-
     def later(self) -> None:
         """While the loop waits in ``next``, with luck."""
         number, count = getattr(signal, self.rng.choice(list(HANDLERS))), self.rng.choice(self.COUNTS)
         faults: list[Callable[[], None]] = [lambda: self.kill(self.pair), lambda: self.stop(self.pair)]
         faults += [lambda: self.send(number), lambda: self.have(self.pair, count)]
+        self.after(self.rng.choice([0.0, 0.001, 0.005, 0.03]), self.rng.choice(faults))
+
+    def after(self, seconds: float, do: Callable[..., None], *arguments: Any) -> None:
         self.timers = [timer for timer in self.timers if timer.is_alive()]
-        self.timers.append(threading.Timer(self.rng.choice([0.0, 0.001, 0.005, 0.03]), self.rng.choice(faults)))
+        self.timers.append(threading.Timer(seconds, do, arguments))
         self.timers[-1].start()
 
     def send(self, number: int) -> None:
@@ -255,8 +254,7 @@ class Disturbed(Case):
                 signal.signal(getattr(signal, name), handler)
 
     def kill(self, pair: Pair) -> None:
-        pids = self.pids(pair)
-        if pids:
+        if pids := self.pids(pair):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.victims.choice(pids), signal.SIGKILL)
                 self.counts["fault: worker killed"] += 1
@@ -269,8 +267,7 @@ class Disturbed(Case):
                 os.kill(pid, signal.SIGSTOP)
                 self.stopped.add(pid)
                 self.counts["fault: worker stopped for a while"] += 1
-                self.timers.append(threading.Timer(self.victims.choice([0.01, 0.1, 0.4]), self.go_on, [pid]))
-                self.timers[-1].start()
+                self.after(self.victims.choice([0.01, 0.1, 0.4]), self.go_on, pid)
 
     def go_on(self, pid: int) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -300,15 +297,13 @@ class Disturbed(Case):
         pair.drop_all()
         if isinstance(pair.loader.dataset, cases.Plain) and self.rng.random() < 0.7:
             self.version += 1
-            for dataset in self.datasets(pair):
-                dataset.version = self.version
+            for loader in (pair.loader, pair.naive):
+                if hasattr(loader, "dataset"):
+                    loader.dataset.version = self.version
             self.samples.clear()
             self.reader = None
             self.counts["fault: dataset changed"] += 1
         super().refresh(pair)
-
-    def datasets(self, pair: Pair) -> list[Any]:
-        return [pair.loader.dataset]
 
     def close_beside(self, pair: Pair) -> None:
         """``close()`` from another thread, in the middle of an epoch; then go on elsewhere."""
@@ -332,6 +327,7 @@ class Twins(Disturbed):
         drop_in: it is torch's loader.
         mixture: seed and weights of a mixture; None: the dataset is none.
         streams: how many parts iterable data has; 0: it is read by index.
+        unordered: its batches come in any order, so whole epochs are compared.
         persistent: the workers of the drop-in live on, with the dataset as it was.
     """
 
@@ -353,6 +349,10 @@ class Twins(Disturbed):
             bad = frozenset(self.rng.sample(range(self.length), min(2, self.length - 1)))
             self.mixture = self.rng.randrange(9), [self.rng.randint(1, 5) for _ in range(2)]
             kind = cases.Kind("mixture", self.mix, bad=bad)
+        elif self.drop_in and self.rng.random() < 0.2:
+            lengths = [self.rng.choice([0, 1, 7, 40]) for _ in range(self.rng.randint(1, 3))]
+            self.streams, name = len(lengths), self.rng.choice(["Own", "ItsOwnIterator", "Late"])
+            kind = cases.Kind(f"torch's {name}", lambda: cases.OfTorch(getattr(stream_samples, name)(lengths)))
         elif not self.drop_in and self.rng.random() < 0.25:
             lengths = [self.rng.choice([0, 1, 7, 40]) for _ in range(self.rng.randint(1, 5))]
             if self.rng.random() < 0.3 and all(lengths):
@@ -365,6 +365,7 @@ class Twins(Disturbed):
                     at = self.rng.randrange(len(lengths)), self.rng.randrange(5)
                     more["before"] = stream_samples.At(failures.raise_lookup, *at)
             kind = cases.Kind(name, functools.partial(getattr(stream_samples, name), lengths, **more))
+        self.unordered = self.drop_in and not (kind.bad or self.streams) and self.rng.random() < 0.15
         return kind
 
     def mix(self) -> Any:
@@ -396,6 +397,8 @@ class Twins(Disturbed):
         if self.drop_in:
             options |= {} if order.batches else {"drop_last": self.last_batch == "discard"}
             given, without = self.drop_in_workers(method, workers), {}
+            if self.streams:  # the twin has workers too, for each its part
+                without = {"num_workers": self.streams, "thread_pool": True}
             kind: Any = DataLoader
         else:
             options |= {"streams": self.streams, **self.endless} if self.streams else self.draw_ranks()
@@ -414,12 +417,13 @@ class Twins(Disturbed):
 
     def drop_in_workers(self, method: str, workers: int) -> dict[str, Any]:
         self.persistent = False
-        if method == "inline":
+        if method == "inline" and not self.streams:
             return {"num_workers": 0}
-        given: dict[str, Any] = {"num_workers": "auto" if self.rng.random() < 0.3 else workers}
+        count = "auto" if self.rng.random() < 0.3 else workers
+        given: dict[str, Any] = {"num_workers": self.streams or count, "in_order": not self.unordered}
         given["prefetch_factor"], self.persistent = self.rng.choice([None, 1, 2, 7]), self.rng.random() < 0.4
         given["persistent_workers"] = self.persistent
-        if method == "thread":
+        if method in ("thread", "inline"):
             return given | {"thread_pool": True}
         if method == "fork" and self.leaks:
             given["max_worker_memory"] = allowed_bytes()
@@ -487,7 +491,10 @@ class Twins(Disturbed):
             pair.drop_all()
         if len(pair.iterators) >= 3:
             pair.drop(self.rng.randrange(3))
-        pair.iterators.append((iter(pair.loader), iter(pair.naive)))
+        one, other = pair.loader, pair.naive
+        if self.unordered:
+            one, other = (sorted(loader, key=lambda batch: repr(frozen(batch))) for loader in (one, other))
+        pair.iterators.append((iter(one), iter(other)))
 
     def left(self, iterator: Any) -> int:
         return self.rng.randrange(20)
@@ -514,30 +521,28 @@ class Twins(Disturbed):
     def set_epoch(self, pair: Pair) -> None:
         epoch = self.rng.randrange(4)
         self.note(epoch)
+        if self.drop_in and self.streams:  # an iterator that has not begun would read no part any more
+            pair.drop_all()
         self.both("set_epoch", lambda loader: loader.set_epoch(epoch))
 
-    def is_free(self) -> bool:
-        """Whether any epoch can be read: threads share a mixture."""
-        return not self.mixture or not self.pair.iterators
+    def both_if_free(self, what: str, ask: Callable[[Any], Any]) -> None:
+        """If any epoch can be read: threads share a mixture."""
+        if not self.mixture or not self.pair.iterators:
+            self.both(what, ask)
 
     def peek(self, pair: Pair) -> None:
-        if self.is_free():
-            self.both("peek", lambda loader: loader.peek())
-
-    def one_index(self) -> Any:
-        length = 2 * self.length + 5 if self.mixture else self.length
-        return self.rng.choice(self.kind.keys) if self.kind.keys else self.rng.randrange(length + (length < 3))
+        self.both_if_free("peek", lambda loader: loader.peek())
 
     def read(self, pair: Pair) -> None:
-        index, epoch = self.one_index(), self.rng.randrange(4)
-        if self.is_free():
-            self.both(f"read({index!r}, {epoch})", lambda loader: loader.read(index, epoch))
+        length = 2 * self.length + 5 if self.mixture else self.length
+        index = self.rng.choice(self.kind.keys or range(length + (length < 3)))
+        epoch = self.rng.randrange(4)
+        self.both_if_free(f"read({index!r}, {epoch})", lambda loader: loader.read(index, epoch))
 
     def look_up(self, pair: Pair) -> None:
         epoch, step = self.rng.randrange(4), self.rng.choice([0, 1, 2, 7, 30])
         self.both(f"indices({epoch}, {step})", lambda loader: loader.indices(epoch, step))
-        if self.is_free():
-            self.both(f"batch({epoch}, {step})", lambda loader: loader.batch(epoch, step))
+        self.both_if_free(f"batch({epoch}, {step})", lambda loader: loader.batch(epoch, step))
 
     def rescale(self, pair: Pair) -> None:
         replicas, size = self.rng.choice([1, 1, 2, 3]), self.rng.choice([None, None, 1, 3, 16])
@@ -563,9 +568,6 @@ class Twins(Disturbed):
     def refresh(self, pair: Pair) -> None:
         if not self.persistent:
             super().refresh(pair)
-
-    def datasets(self, pair: Pair) -> list[Any]:
-        return [pair.loader.dataset, pair.naive.dataset]
 
 
 class Calm(Twins):
