@@ -61,14 +61,10 @@ POOLS: tuple[str, ...] = ("inline", "thread", *PROCESS_POOLS)
 if WITH_RAY:
     PROCESS_POOLS, POOLS = (), ("inline", "ray")
 
+# Every start method, by name; those to which the program's memory has to be sent; for what is harder under spawn.
 METHODS = pytest.mark.parametrize("method", PROCESS_POOLS)
-"""Every start method, by name."""
-
 SPAWNED = pytest.mark.parametrize("method", [name for name in PROCESS_POOLS[::-1] if name != "fork"])
-"""The start methods to which the program's memory has to be sent."""
-
 SPAWN_FIRST = pytest.mark.parametrize("method", PROCESS_POOLS[::-1])
-"""For what is harder under spawn."""
 
 _quick = False  # whether only the quick tests run
 
@@ -161,12 +157,8 @@ def _starts_late(names: str, first: dict[str, str], also_spawned: bool) -> bool:
 def covering(strength: int = 1, spawned: bool = False, **parameters: Iterable[Any]) -> pytest.MarkDecorator:
     """Parametrise a test with all combinations. Those that bring no new value are slow.
 
-    Those that start an interpreter are slow too. The quick tests do not even collect the slow ones.
-
-    Args:
-        strength: 0: all but one are slow, 2: those that bring no new pair of values together, 3: no new three.
-        spawned: whether one that spawns workers is quick all the same.
-        parameters: the values of each.
+    With strength 0 all but one are slow, with 2 those that bring no new pair of values together, with 3 no new three.
+    Those that start an interpreter are slow too, unless one of them is ``spawned`` quickly all the same.
     """
     rows = list(itertools.product(*parameters.values()))
     late = {"forkserver"} if spawned or "fork" not in PROCESS_POOLS else {"forkserver", "spawn"}

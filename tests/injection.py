@@ -73,9 +73,8 @@ class InterruptAt:
 
 
 def _leaves_a_block(name: str, before: int, line: int) -> bool:
-    """Whether the line runs no call at which a real Ctrl-C could strike before the block's end.
-
-    At the end of a ``with`` block its first line comes once more, before ``__exit__`` is called; ``try:`` does nothing.
+    """Whether the line runs no call at which a real Ctrl-C could strike before the block's end: ``try:``, or the first
+    line of a ``with`` block, which comes once more before ``__exit__`` is called.
     """
     text, text_before = linecache.getline(name, line), linecache.getline(name, before)
     if text.strip() == "try:":

@@ -83,30 +83,24 @@ class NaiveLoader:
         order: epoch -> all items of the epoch, as all ranks share them.
         sample: (index, epoch) -> the sample.
         length: samples in the dataset; None: any index is fine.
-        batch_size: samples per batch of this rank; None: the items are batches.
-        replicated: whether ranks were asked for, be it only one.
-        num_shards: into how many shards flat batches are split; None: they are not.
-        max_shards: how many shards a batch may have.
         sized: whether the sampler has a length. Otherwise the end of an epoch shows only when it is read.
-        on_error, weights, last_batch, replicas, rank, batchify: as the loader's.
+        batchify: samples -> a batch.
+        options: arguments of the loader that it is compared with.
     """
 
     order: Callable[[int], Sequence[Any]]
     sample: Callable[[Any, int], Any]
     length: int | None
-    batch_size: int | None
-    last_batch: str = "keep"
-    replicas: int = 1
-    rank: int = 0
-    replicated: bool = False
-    sized: bool = True
-    num_shards: int | None = None
-    max_shards: int | None = None
-    weights: Sequence[float] | None = None
-    on_error: Any = "raise"
-    batchify: Callable[[list[Any]], Any] = collate
+    sized: bool
+    batchify: Callable[[list[Any]], Any]
+    options: dict[str, Any]
 
     def __post_init__(self) -> None:
+        given, devices = self.options.get, len(self.options.get("devices", ())) or None
+        self.batch_size, self.last_batch = given("batch_size"), given("last_batch") or "keep"
+        self.on_error, self.weights = given("on_error"), given("shard_weights")
+        self.replicas, self.rank, self.replicated = given("num_replicas", 1), given("rank", 0), "rank" in self.options
+        self.num_shards, self.max_shards = given("num_shards", devices), 1 if given("device") else devices
         self.next_place = (0, self.begin(0))
         self.shown: NaiveIterator | None = None
         self.loaded, self.again, self.skipped = False, False, 0

@@ -30,9 +30,7 @@ CALLS = {
     "fcntl": (72, 25),
 }
 
-FCNTL = {"F_SETOWN": 8, "F_SETSIG": 10}
-"""Of these only the one command of ``fcntl`` is refused: the others are everywhere."""
-
+FCNTL = {"F_SETOWN": 8, "F_SETSIG": 10}  # only these commands of ``fcntl`` are refused: the others are everywhere
 ERRORS = {"ENOSYS": errno.ENOSYS, "EPERM": errno.EPERM, "EACCES": errno.EACCES}
 
 _LOAD, _EQUAL, _RETURN = 0x20, 0x15, 0x06
@@ -40,8 +38,7 @@ _ALLOW, _ERROR = 0x7FFF0000, 0x00050000
 _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _FILTER = 38, 22, 2
 
 
-_MOST = 50_000
-"""Bytes that a pipe takes although nobody reads."""
+_MOST = 50_000  # bytes that a pipe takes although nobody reads
 
 
 class _Program(ctypes.Structure):
@@ -77,9 +74,7 @@ def refuse(calls: Iterable[str], error: str) -> None:
 def in_child(work: Callable[[], object], seconds: int = 60) -> str:
     """What ``work`` returns, as text, when a forked child calls it; its traceback, if it raises.
 
-    Args:
-        work: called once.
-        seconds: the child is killed after so many: a hang is a failure of this test, not the end of all tests.
+    The child is killed after so many seconds: a hang is a failure of this test, not the end of all tests.
     """
     reader, writer = os.pipe()
     pid = os.fork()

@@ -61,14 +61,11 @@ class Uneven(Numbers):
         return index
 
 
-class Documents:
+class Documents(Numbers):
     """Document i has ``lengths[i]`` tokens. Token j of it is ``1000 * i + j``."""
 
     def __init__(self, lengths: Any) -> None:
-        self.lengths = lengths
-
-    def __len__(self) -> int:
-        return len(self.lengths)
+        self.lengths, self.length = lengths, len(lengths)
 
     def __getitem__(self, index: int) -> Any:
         return 1000 * index + np.arange(self.lengths[index])
@@ -120,13 +117,7 @@ class ByEpoch:
 
 
 class Drawing(Numbers):
-    """Sample i is (i, a number that it draws). Some samples fail.
-
-    Args:
-        length: samples.
-        bad: indices of those that fail.
-        fail: called to fail; None: a ValueError that names the index.
-    """
+    """Sample i is (i, a number that it draws). Those in ``bad`` call ``fail``, or raise a ValueError with the index."""
 
     def __init__(self, length: int = 12, bad: Collection[int] = (), fail: Callable[[], Any] | None = None) -> None:
         self.length, self.bad, self.fail = length, bad, fail
@@ -157,12 +148,7 @@ class DrawingInBatches(Drawing):
 
 
 class Filled(Numbers):
-    """Sample i is an array of the number i, as large as one likes: of 16 KB, batches lie in shared memory.
-
-    Args:
-        length: samples.
-        width: numbers in each, of four bytes.
-    """
+    """Sample i is so many numbers i, of four bytes each: of 16 KB, batches lie in shared memory."""
 
     def __init__(self, length: int = 240, width: int = 4096) -> None:
         self.length, self.width = length, width
@@ -218,11 +204,7 @@ class InBulk(SimpleDataset):
 
 
 class Gate(Numbers):
-    """Samples that wait until they are let through, and count themselves. For threads.
-
-    Args:
-        free: the sample that does not wait.
-    """
+    """Samples that wait until they are let through, but for a free one, and count themselves. For threads."""
 
     length = 100
 
@@ -320,8 +302,7 @@ class StartsAndDies(Numbers):
         started = self.folder / "started"
         if index == 20 and not started.exists():
             if self.how == "fork":
-                pid = os.fork()
-                if pid == 0:
+                if (pid := os.fork()) == 0:
                     time.sleep(60)
                     os._exit(0)
                 started.write_text(str(pid))

@@ -45,8 +45,7 @@ from typing import Any
 import numpy as np
 import torch
 
-KIND = "privateuseone"
-"""The kind of device that torch leaves to others."""
+KIND = "privateuseone"  # which torch leaves to others
 
 CYCLES, BANDWIDTH, TOTAL = 1.5e9, 20e9, 16 << 30
 """Of a device: cycles per second, bytes per second of a copy to it, bytes of memory."""
@@ -142,13 +141,9 @@ class Stream:
 
 
 class Machine:
-    """All devices, and the host memory that they read.
+    """So many devices of a kind, and the host memory that they read. A seed orders the work.
 
-    Args:
-        seed: of the order in which work is done.
-        count: devices.
-        blocks: device memory, in allocations; None: without end.
-        kind: of the devices. With `KIND` work is late, with "cuda" it is done at once.
+    Device memory has so many blocks (None: without end). With `KIND` work is late, with "cuda" it is done at once.
     """
 
     def __init__(self, seed: int = 0, count: int = 2, blocks: int | None = None, kind: str = KIND) -> None:

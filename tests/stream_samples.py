@@ -23,18 +23,10 @@ LENGTHS = (7, 0, 3, 12)
 class Parts:
     """A function of (part, parts): sample ``place`` of a part is ``100 * part + place``.
 
-    Args:
-        lengths: samples in each part.
-        seconds: how long a sample of each part takes; of a part that is missing, no time.
-        before: called before each sample, with part and place.
+    A sample of each part may take ``seconds``. ``before`` is called before each sample, with part and place.
     """
 
-    def __init__(
-        self,
-        lengths: Sequence[int] = LENGTHS,
-        seconds: Sequence[float] = (),
-        before: Callable[[int, int], Any] | None = None,
-    ) -> None:
+    def __init__(self, lengths: Sequence[int] = LENGTHS, seconds: Sequence[float] = (), before: Any = None) -> None:
         self.lengths, self.seconds, self.before = lengths, seconds, before
 
     def __call__(self, part: int, parts: int) -> Iterator[Any]:
@@ -241,11 +233,7 @@ class At:
 def batches_of(lengths: Sequence[int], size: int, drop: bool = False, parts: Sequence[int] | None = None) -> list[Any]:
     """The batches of `Parts`, as the promise has them: from the part that has given the fewest, of several the first.
 
-    Args:
-        lengths: samples in each part.
-        size: samples in a batch.
-        drop: leave out short batches.
-        parts: those of a rank; None: all.
+    With ``drop`` short batches are left out; a rank has some parts.
     """
     rows = [range(100 * part, 100 * part + lengths[part]) for part in (range(len(lengths)) if parts is None else parts)]
     cut = [[list(row[at : at + size]) for at in range(0, len(row), size)] for row in rows]

@@ -16,9 +16,6 @@ import numpy as np
 
 from sharded_loader import ArrayDataset, ShardedDataLoader
 
-HELD = 4
-"""Batches that are held back at most."""
-
 
 def rows(count: int, width: int) -> ArrayDataset:
     """The data: int32[count, width] and int64[count]."""
@@ -33,16 +30,11 @@ def order_of(loader: ShardedDataLoader, epoch: int) -> list[int]:
 
 
 def stress(target: Any, loader: ShardedDataLoader, steps: int, seed: int) -> tuple[int, int]:
-    """Use ``steps`` batches of a shuffled loader of `rows`.
+    """Use ``steps`` batches of a shuffled loader of `rows`; batches compared, and values that differed.
 
-    Args:
-        target: a device and how to give it work. Only ``wrong`` may wait for it: ``begin_epoch(indices)``,
-            ``compare(batch, first)`` in the current stream, ``beside(batch)`` makes a side stream current,
-            ``delay(rng, loader)`` keeps streams busy, ``poison(shapes)`` writes over what the current one may have.
-        loader, steps, seed: what is read, how many batches of it, and how they are used.
-
-    Returns:
-        Batches compared, and values that differed.
+    The target is a device and how to give it work. Only ``wrong`` may wait for it: ``begin_epoch(indices)``,
+    ``compare(batch, first)`` in the current stream, ``beside(batch)`` makes a side stream current,
+    ``delay(rng, loader)`` keeps streams busy, ``poison(shapes)`` writes over what the current one may have.
     """
     rng, size, done, epoch = random.Random(seed), loader.batch_size or 1, 0, 0
     while done < steps:
@@ -64,7 +56,7 @@ def stress(target: Any, loader: ShardedDataLoader, steps: int, seed: int) -> tup
                     target.compare(batch, first)
             shapes = [(field.shape, field.dtype) for field in batch]
             del batch  # in one case of ten nobody has looked at it
-            if len(held) > HELD:
+            if len(held) > 4:
                 target.compare(*held.pop(rng.randrange(len(held))))
             if rng.random() < 0.3:
                 target.delay(rng, loader)

@@ -30,8 +30,9 @@ def main() -> int:
     parser.add_argument("--minutes", type=float)
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 20), help="cases begin at a million x this")
     parser.add_argument("--case", type=int, metavar="SEED", help="this one alone")
-    for kind, (text, *_) in KINDS.items():
-        parser.add_argument(f"--{kind}", dest="kind", action="store_const", const=kind, default="plain", help=text)
+    for name in ("--faults", "--twins", "--ranks", "--records", "--caches", "--nodes"):
+        given = {"const": name[2:], "default": "plain", "help": KINDS[name[2:]][0]}
+        parser.add_argument(name, dest="kind", action="store_const", **given)
     parser.add_argument("--record", type=Path, metavar="FILE", help="write down what the loaders do")
     parser.add_argument("--check", type=Path, metavar="FILE", help="compare with what was written down")
     arguments = parser.parse_args()
@@ -42,7 +43,7 @@ def main() -> int:
         cases = 2000 if alone is None else 1
     given = {"cases": cases, "minutes": minutes, "case": alone, "seed": arguments.seed if alone is None else None}
     shown = [f"--{name} {value}" for name, value in given.items() if value is not None]
-    print("python -m tests.fuzz", *shown, f"--{arguments.kind}", flush=True)
+    print("python -m tests.fuzz", *shown, f"--{arguments.kind}" * (arguments.kind != "plain"), flush=True)
     seeds = itertools.count(1_000_000 * arguments.seed) if alone is None else itertools.repeat(alone)
     some = itertools.islice(seeds, cases)
     if arguments.record is not None:

@@ -60,13 +60,13 @@ class Round(Program):
         self.decode = rng.choice([column, record])
         self.path = rng.choice([None, f"{self.folder.name}/it.cache"])
         self.max_bytes = rng.choice([100_000, 4 * 1000 * self.count // 2, "20 MB"])
-        self.workers, self.epochs = rng.choice([0, 1, 2]), rng.choice([2, 5])
+        self.num_workers, self.epochs = rng.choice([0, 1, 2]), rng.choice([2, 5])
         self.full = rng.choice([None, None, 200_000]) if self.path else None
         self.drop_in = rng.random() < 0.3
         self.running: dict[int, int] = {}
 
     def __str__(self) -> str:
-        shown = ("seed", "count", "path", "max_bytes", "workers", "epochs", "full", "drop_in")
+        shown = ("seed", "count", "path", "max_bytes", "num_workers", "epochs", "full", "drop_in")
         return f"{self.decode.__name__}, " + ", ".join(f"{name}={getattr(self, name)}" for name in shown)
 
     def dataset(self) -> Any:
@@ -87,9 +87,9 @@ class Round(Program):
             size = max(os.stat(str(self.path)).st_size + self.full // 10, 1 << 18)
             resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
         if self.drop_in:
-            loader: Any = DataLoader(cached, 7, shuffle=True, collate_fn=list, num_workers=self.workers)
+            loader: Any = DataLoader(cached, 7, shuffle=True, collate_fn=list, num_workers=self.num_workers)
         else:
-            pool = ProcessPool(self.workers, start_method="fork") if self.workers else None
+            pool = ProcessPool(self.num_workers, start_method="fork") if self.num_workers else None
             options: dict[str, Any] = {"shuffle": True, "num_replicas": RANKS, "rank": rank, "seed": self.seed}
             loader = ShardedDataLoader(cached, 7, pool=pool, num_workers=0, batchify_fn=list, **options)
         for batch in itertools.chain.from_iterable(itertools.repeat(loader, self.epochs)):

@@ -14,12 +14,14 @@ import time
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.utils.data as torch_data
 from samples import Drawing, DrawingInItems, Foreign, GluonStyle
+from stream_samples import StatefulRows
 
 import sharded_loader as ours
 from sharded_loader import SimpleDataset, batchify, sample_generator, sample_rng
@@ -300,27 +302,8 @@ class WithState(Showing):
     """Its iterators know where they are."""
 
     def __iter__(self) -> Iterator[Any]:
-        return _WithState(self.of(self._epoch))
-
-
-class _WithState:
-    def __init__(self, items: list[Any]) -> None:
-        self.items, self.at = items, 0
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        if self.at == len(self.items):
-            raise StopIteration
-        self.at += 1
-        return self.items[self.at - 1]
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
+        items = self.of(self._epoch)
+        return StatefulRows(SimpleNamespace(lengths=[len(items)], sample=lambda part, place: items[place]), 0)
 
 
 def of_its_kind(sampler: Any, epoch: int, seed: int) -> list[Any]:

@@ -51,6 +51,7 @@ DROP_IN_ORDERS = ("in order", "shuffle", "a list", "an array", "a list of batche
 
 STREAM_FUNCTIONS = ("Parts", "GoOn", "WithStatefulRows", "DrawsOwn")
 STREAM_OBJECTS = ("Own", "Stateful", "Told", "ItsOwnIterator", "Late")
+STREAMS_OF_TORCH = ("Own", "ItsOwnIterator", "Late")
 
 BY_WORKERS = "_base_seed", "_snapshot", "dataset_state", "fetcher_state", "_next", "_generator"
 
@@ -349,22 +350,20 @@ class Twins(Disturbed):
             bad = frozenset(self.rng.sample(range(self.length), min(2, self.length - 1)))
             self.mixture = self.rng.randrange(9), [self.rng.randint(1, 5) for _ in range(2)]
             kind = cases.Kind("mixture", self.mix, bad=bad)
-        elif self.drop_in and self.rng.random() < 0.2:
-            lengths = [self.rng.choice([0, 1, 7, 40]) for _ in range(self.rng.randint(1, 3))]
-            self.streams, name = len(lengths), self.rng.choice(["Own", "ItsOwnIterator", "Late"])
-            kind = cases.Kind(f"torch's {name}", lambda: cases.OfTorch(getattr(stream_samples, name)(lengths)))
-        elif not self.drop_in and self.rng.random() < 0.25:
-            lengths = [self.rng.choice([0, 1, 7, 40]) for _ in range(self.rng.randint(1, 5))]
-            if self.rng.random() < 0.3 and all(lengths):
+        elif self.rng.random() < 0.25:
+            lengths = [self.rng.choice([0, 1, 7, 40]) for _ in range(self.rng.randint(1, 3 if self.drop_in else 5))]
+            if not self.drop_in and self.rng.random() < 0.3 and all(lengths):
                 self.endless = {"steps_per_epoch": self.rng.choice([3, 7])}
-            self.streams, name = len(lengths), self.rng.choice([*STREAM_FUNCTIONS, *STREAM_OBJECTS])
+            names = STREAMS_OF_TORCH if self.drop_in else [*STREAM_FUNCTIONS, *STREAM_OBJECTS]
+            self.streams, name = len(lengths), self.rng.choice(names)
             more: dict[str, Any] = {}
             if name in STREAM_FUNCTIONS:
                 more["seconds"] = [self.rng.choice([0.0, 0.004])] * len(lengths)
                 if self.rng.random() < 0.2:
                     at = self.rng.randrange(len(lengths)), self.rng.randrange(5)
                     more["before"] = stream_samples.At(failures.raise_lookup, *at)
-            kind = cases.Kind(name, functools.partial(getattr(stream_samples, name), lengths, **more))
+            make = functools.partial(getattr(stream_samples, name), lengths, **more)
+            kind = cases.Kind(name, (lambda: cases.OfTorch(make())) if self.drop_in else make)
         self.unordered = self.drop_in and not (kind.bad or self.streams) and self.rng.random() < 0.15
         return kind
 
@@ -474,13 +473,13 @@ class Twins(Disturbed):
             self.both("num_skipped", lambda loader: loader.num_skipped)
 
     def choices(self) -> list[tuple[int, Callable[[Pair], None]]]:
-        steps = [(8, self.begin), (14, self.take), (5, self.take_all), (3, self.drop), (4, self.resume)]
-        steps += [(2, self.load_here), (3, self.set_epoch), (2, self.read), (3, self.look_up)]
-        steps += [(2, self.report), (1, self.refresh)]
-        if not self.drop_in:
-            steps += [(2, self.peek), (3, self.rescale), (5 if self.mixture else 1, self.weigh)]
-            steps += [(1, self.change_prefetch)]
-        return steps + self.faults()
+        steps, left_out = Case.choices(self), ["look", "another_loader"]
+        if self.drop_in:
+            left_out += ["peek", "change_prefetch"]
+        else:
+            steps += [(3, self.rescale), (5 if self.mixture else 1, self.weigh)]
+        steps += [(2, self.look_up), (2, self.report), *self.faults()]
+        return [(weight, step) for weight, step in steps if step.__name__ not in left_out]
 
     def faults(self) -> list[tuple[int, Callable[[Pair], None]]]:
         faults = [(2, self.kill), (1, self.stop), (2, self.kill_zygote)]

@@ -22,7 +22,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -409,48 +409,39 @@ def draw_job(rng: random.Random) -> Job:
     kinds = [*[indices] * 2, costs, repeated, windows, endless, *[batches] * 3, *[packed] * 2, *[mixture] * 2]
     job = rng.choice(kinds)(drawn)
     job.evaluate = drawn.evaluate and job.steps is None
-    job = varied(job, drawn)
+    vary(job, drawn)
     if rng.random() < 0.15:
-        job = with_arguments(job, num_shards=rng.randint(1, 3))
-        job.shards = job.arguments(1)["num_shards"]
+        job.shards = rng.randint(1, 3)
     return job
 
 
-def with_arguments(job: Job, **more: Any) -> Job:
-    arguments = job.arguments
-    return replace(job, arguments=lambda size: {**arguments(size), **more})
-
-
-def varied(job: Job, drawn: Drawn) -> Job:
-    """The order with ``last_batch="discard"``, with ``steps_per_epoch``, or as it is."""
+def vary(job: Job, drawn: Drawn) -> None:
+    """Make it discard, or give it ``steps_per_epoch``, or leave it as it is."""
     rng, chance = drawn.rng, drawn.rng.random()
-    if job.steps is not None:
-        return with_arguments(job, steps_per_epoch=job.steps)
-    if job.evaluate or chance > 0.45:
-        return job
-    if not job.in_batches and chance < 0.15:
-        return replace(with_arguments(job, last_batch="discard"), discards=True)
+    if job.steps is not None or job.evaluate or chance > 0.45:
+        return
+    if chance < 0.15:
+        job.discards |= not job.in_batches
+        return
     length = min(len(job.sequence(0, ranks, 1)) for ranks in (range(1, 7) if job.in_batches else [1]))
-    if chance < 0.15 or not length or (job.name == "packed" and job.endless is None):
-        return job
-    if job.by_step and job.step_size > length:
-        return job
-    job = replace(job, steps=rng.randint(1, 6), discards=False, whole=None)
-    job = with_arguments(job, steps_per_epoch=job.steps)
+    if not length or (job.name == "packed" and job.endless is None) or (job.by_step and job.step_size > length):
+        return
+    job.steps, job.discards, job.whole = rng.randint(1, 6), False, None
     if job.by_step:
 
         def whole_steps(ranks: int, size: int) -> Iterator[Any]:
             sampler = CostSampler(drawn.lengths, size * ranks, drawn.length, SEED, True)
             return itertools.chain.from_iterable(map(sampler.iter_epoch, itertools.count()))
 
-        return replace(job, endless=whole_steps)
-    if job.in_batches and job.step_size is not None and job.name != "batches":
+        job.endless = whole_steps
+    elif job.in_batches and job.step_size is not None and job.name != "batches":
         pass  # the steps stay what they are
     elif job.in_batches or job.name in ("list", "torch") or rng.random() < 0.5:  # a foreign one may change its length
-        job = replace(job, fixed=True)
+        job.fixed = True
     else:
-        job = replace(job, step_size=rng.choice([2, 4, 6, 12]), divides=length)
-    return job if job.endless is not None else replace(job, endless=padded(job.sequence), length=length)
+        job.step_size, job.divides = rng.choice([2, 4, 6, 12]), length
+    if job.endless is None:
+        job.endless, job.length = padded(job.sequence), length
 
 
 def padded(sequence: Callable[[int, int, int], list[Any]]) -> Callable[[int, int], Iterator[Any]]:
@@ -647,7 +638,9 @@ class Ranks(Program):
     def joined(self, rank: int, state: Any) -> tuple[Any, Iterator[Any]]:
         """A rank that begins, or goes on from a state."""
         job = self.track.job
-        given = {"seed": SEED, "evaluate": job.evaluate, **job.arguments(self.track.size)}
+        given = {"seed": SEED, "evaluate": job.evaluate, "steps_per_epoch": job.steps, "num_shards": job.shards}
+        given |= {"last_batch": "discard"} if job.discards and not job.in_batches else {}
+        given |= job.arguments(self.track.size)
         if self.pool is not None and self.rng.random() < 0.6:
             given["pool"] = conftest.make_pool(self.pool, 1)
         loader = ShardedDataLoader(job.dataset(), num_replicas=self.replicas, rank=rank, **given)

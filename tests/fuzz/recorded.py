@@ -68,37 +68,30 @@ def plain(value: Any) -> Any:
     return value if is_short else f"{type(value).__name__} {digest(value)}"
 
 
-class Written:
-    """Mixed into a case: writes down what the loader says."""
-
-    events: list[Any]
-
-    def outcome(self: Any, ask: Callable[[], Any]) -> Any:
-        returned = super().outcome(ask)  # type: ignore[misc]
-        self.events.append([self.steps[-1].partition(" ")[0], shown(returned)])
-        return returned
-
-    def next_of(self: Any, pair: Pair, at: int) -> bool:
-        more: bool = super().next_of(pair, at)  # type: ignore[misc]
-        self.events.append(["state", plain(pair.loader.state_dict())])
-        return more
-
-
 def line(kind: str, seed: int, processes: bool = True) -> dict[str, Any]:
     """What one case does."""
     for start in (random.seed, np.random.seed, torch.manual_seed):
         start(seed)
-    lines: set[str] = set()
-    handler = logging.Handler()
+    events, lines, arguments = list[Any](), set[str](), ""
+
+    class Recorded(run.KINDS[kind][1]):  # type: ignore[misc]
+        def outcome(self, ask: Callable[[], Any]) -> Any:
+            returned = super().outcome(ask)
+            events.append([self.steps[-1].partition(" ")[0], shown(returned)])
+            return returned
+
+        def next_of(self, pair: Pair, at: int) -> Any:
+            more = super().next_of(pair, at)
+            events.append(["state", plain(pair.loader.state_dict())])
+            return more
+
+    handler, logger = logging.Handler(), logging.getLogger("sharded_loader")
     handler.emit = lambda record: lines.add(clean(record.getMessage()))  # type: ignore[method-assign]
-    logger = logging.getLogger("sharded_loader")
     logger.addHandler(handler)
-    made, events = type("Recorded", (Written, run.KINDS[kind][1]), {"events": []}), []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        made.events, arguments = events, ""
         try:
-            case = made(seed, processes)
+            case = Recorded(seed, processes)
             case.run()
             arguments = str(case)
         except Exception as error:
@@ -135,24 +128,22 @@ def compare(before: Iterable[Any], after: Iterable[Any]) -> int:
     return sum(map(bool, counts))
 
 
-def watched_line(kind: str, seed: int) -> dict[str, Any]:
-    """As it comes back from a file. A case that hangs ends the program, with the stack of each thread."""
+def watched_line(kind: str, seed: int) -> str:
+    """As JSON. A case that hangs ends the program, with the stack of each thread."""
     faulthandler.dump_traceback_later(2 * run.HANG, exit=True)
     try:
-        return json.loads(json.dumps(line(kind, seed)))  # type: ignore[no-any-return]
+        return json.dumps(line(kind, seed)) + "\n"
     finally:
         faulthandler.cancel_dump_traceback_later()
 
 
 def record(path: Path, seeds: Iterable[int], kind: str) -> int:
     with path.open("w") as file:
-        for seed in seeds:
-            file.write(json.dumps(watched_line(kind, seed)) + "\n")
+        file.writelines(watched_line(kind, seed) for seed in seeds)
     return 0
 
 
 def check(path: Path) -> int:
     """Do what a file has once more, and compare; the exit status."""
-    with path.open() as file:
-        known = [json.loads(text) for text in file]
-    return min(1, compare(known, (watched_line(one["kind"], one["seed"]) for one in known)))
+    known = list(map(json.loads, path.read_text().splitlines()))
+    return min(1, compare(known, (json.loads(watched_line(one["kind"], one["seed"])) for one in known)))

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import logging
@@ -104,10 +105,9 @@ class Report:
 
 
 def _lives(process: psutil.Process) -> bool:
-    try:
+    with contextlib.suppress(psutil.NoSuchProcess):
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
+    return False
 
 
 def run_case(seed: int, kind: str = "plain", processes: bool = True, report: Report | None = None) -> Counter[str]:
@@ -153,9 +153,6 @@ def run(seeds: Iterable[int], kind: str, until: float) -> int:
                 report.counts["differences"] += 1
                 traceback.print_exception(difference)
             report.counts["cases"] += 1
-    except BaseException:
-        print(f"in case {seed}:", flush=True)
-        raise
     finally:
         over.set()
         monitor.join()

@@ -184,23 +184,9 @@ class Case(Program):
             self.seed_used = loader.seed
         if sampler is None:
             self.user_sampler, self.reference = made, reference
-        devices = len(options.get("devices", ())) or None
-        naive = NaiveLoader(
-            order=functools.partial(self.epoch_order, reference, self.seed_used),
-            sample=self.sample,
-            length=None if kind.keys is not None else self.length,
-            batch_size=self.batch_size,
-            last_batch=self.last_batch or "keep",
-            sized=order.sized,
-            on_error=self.on_error,
-            batchify=kind.batchify[1],
-            replicas=options.get("num_replicas", 1),
-            rank=options.get("rank", 0),
-            replicated="rank" in options,
-            num_shards=options.get("num_shards", devices),
-            max_shards=1 if "device" in options else devices,
-            weights=options.get("shard_weights"),
-        )
+        length = None if kind.keys is not None else self.length
+        epochs = functools.partial(self.epoch_order, reference, self.seed_used)
+        naive = NaiveLoader(epochs, self.sample, length, order.sized, kind.batchify[1], options)
         one_dataset = kind.takes_epoch and method in ("inline", "thread")
         return Pair(loader, naive, self.MAY_FAIL or bool(kind.bad) or order.batches, one_dataset)
 
