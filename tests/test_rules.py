@@ -20,12 +20,12 @@ CLOCKS = {"sleep", "perf_counter", "monotonic", "time", "perf_counter_ns", "mono
 """Of the module `time`: a quick test waits for an event, and has `host_clock.now` in the place of a clock."""
 
 MAY_WAIT = (
+    # The harness: what stands there waits or hangs because a test asks for it.
     *("conftest.py", "failures.py", "programs.py", "samples.py", "stream_samples.py", "stress.py", "fuzz/"),
     *("docs/report_pictures.py", "instruments/reporting_ranks.py"),  # programs
     "simulated.py",  # a device takes real time, unless its clock is replaced
     "instruments/test_check.py",  # the source of randomness that is to be found is the time
 )
-"""The harness: what stands there waits or hangs because a test asks for it."""
 
 SLOW = {"slow", "gpu", "frameworks", "ray", "stores"}
 

@@ -46,22 +46,16 @@ from tests.fuzz import cases
 from tests.fuzz.steps import DONE, Case, Difference, Pair, frozen
 from tests.injection import HANDLERS, TimeIsUp
 
+# Other orders draw from the global generators, or count their epochs themselves.
 DROP_IN_ORDERS = ("in order", "shuffle", "a list", "an array", "a list of batches", "a list of keys")
-"""Others draw from the global generators, or count their epochs themselves."""
-
 STREAM_FUNCTIONS = ("Parts", "GoOn", "WithStatefulRows", "DrawsOwn")
 STREAM_OBJECTS = ("Own", "Stateful", "Told", "ItsOwnIterator", "Late")
 STREAMS_OF_TORCH = ("Own", "ItsOwnIterator", "Late")
-
 BY_WORKERS = "_base_seed", "_snapshot", "dataset_state", "fetcher_state", "_next", "_generator"
-
 WORKER = re.compile(r"\b(in |by )?(worker|thread) \d+( \(pid \d+\))?")
-
 IN_NEXT = EpochIterator.__next__.__code__, LoaderIterator.__next__.__code__
-
-OFTEN = {"fork": 100, "thread": 80, "inline": 12}
+OFTEN = {"fork": 100, "thread": 80, "inline": 12}  # spawned workers start slowly: a hundredth is enough
 METHODS = [name for name in conftest.POOLS for _ in range(OFTEN.get(name, 1))]
-"""Spawned workers start slowly: a hundredth of the loaders is enough."""
 
 
 @functools.cache

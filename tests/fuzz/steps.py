@@ -31,11 +31,9 @@ from tests import conftest
 from tests.fuzz import cases
 from tests.naive import Failure, NaiveIterator, NaiveLoader
 
+# Most cases read without processes, which start slowly; of those that have some, most fork.
 METHODS = ["inline"] * 50 + ["thread"] * 35 + [name for name in ("fork",) if name in conftest.PROCESS_POOLS] * 9
-"""Most cases read without processes, which start slowly; of those that have some, most fork."""
-
 SLOW_METHODS = [name for name in conftest.PROCESS_POOLS if name != "fork"]
-
 DONE: Any = object()
 
 
@@ -372,15 +370,13 @@ class Case(Program):
         if naive is not None:
             where += f": epoch {naive.epoch}, batch {naive.number - 1}"
         if isinstance(expected, Failure):
-            if not isinstance(got, expected.kind) or isinstance(got, Difference):
-                raise Difference(f"{where}: {got!r} instead of {expected}")
             notes, index = "".join(getattr(got, "__notes__", [])), getattr(got, "index", None)
-            if expected.indices and index not in expected.indices:
-                raise Difference(f"{where}: an error of sample {index!r} instead of {expected}")
-            if naive is not None and expected.indices:
-                place = f"epoch {naive.epoch}, batch {naive.number - 1},"
-                if place not in notes or f"sample {index!r}" not in notes:
-                    raise Difference(f"{where}: the error says: {notes}")
+            place = "" if naive is None else f"epoch {naive.epoch}, batch {naive.number - 1},"
+            same = isinstance(got, expected.kind) and (not expected.indices or index in expected.indices)
+            if same and naive is not None and expected.indices:
+                same = place in notes and f"sample {index!r}" in notes
+            if not same or isinstance(got, Difference):
+                raise Difference(f"{where}: {got!r} of sample {index!r} instead of {expected}; it says: {notes}")
             return
         if isinstance(got, Exception):
             raise Difference(f"{where}: {type(got).__name__} instead of {expected}") from got
