@@ -77,23 +77,14 @@ Choose = Callable[[int | None, int, list[Any]], Any]
 
 @dataclass
 class NaiveLoader:
-    """One rank's loader.
+    """One rank's loader."""
 
-    Args:
-        order: epoch -> all items of the epoch, as all ranks share them.
-        sample: (index, epoch) -> the sample.
-        length: samples in the dataset; None: any index is fine.
-        sized: whether the sampler has a length. Otherwise the end of an epoch shows only when it is read.
-        batchify: samples -> a batch.
-        options: arguments of the loader that it is compared with.
-    """
-
-    order: Callable[[int], Sequence[Any]]
-    sample: Callable[[Any, int], Any]
-    length: int | None
-    sized: bool
-    batchify: Callable[[list[Any]], Any]
-    options: dict[str, Any]
+    order: Callable[[int], Sequence[Any]]  # epoch -> all items of the epoch, as all ranks share them
+    sample: Callable[[Any, int], Any]  # (index, epoch) -> the sample
+    length: int | None  # samples in the dataset; None: any index is fine
+    sized: bool  # whether the sampler has a length; otherwise the end of an epoch shows only when it is read
+    batchify: Callable[[list[Any]], Any]  # samples -> a batch
+    options: dict[str, Any]  # arguments of the loader that it is compared with
 
     def __post_init__(self) -> None:
         given, devices = self.options.get, len(self.options.get("devices", ())) or None

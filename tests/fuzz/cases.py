@@ -43,18 +43,12 @@ CHANCE = random.SystemRandom()  # the global generators belong to the samples
 
 
 class Plain(Drawing):
-    """Samples are (index, drawn number + version); those in ``bad`` raise.
+    """Samples are (index, drawn number + version); those in ``bad`` raise."""
 
-    Attributes:
-        version: of the data, which may change between two epochs.
-        pause: seconds that some samples take.
-        slow: seconds that each sample takes.
-        late: the share of readings that stand still for a while. Chance decides, not the sample.
-        leak: bytes that each sample leaves behind in a forked worker, up to 100 MB.
-    """
-
-    version, pause, slow, late, leak = 0, 0.0, 0.0, 0.0, 0
-    left = b""
+    version, left = 0, b""  # of the data, which may change between two epochs; what a worker has left behind
+    pause, slow = 0.0, 0.0  # seconds that some samples take, and that each does
+    late = 0.0  # the share of readings that stand still for a while: chance decides, not the sample
+    leak = 0  # bytes that each sample leaves behind in a forked worker, up to 100 MB
 
     def read(self, index: int, rng: np.random.Generator) -> Any:
         if index in self.bad:
@@ -173,24 +167,17 @@ def padded(samples: list[Any]) -> Any:
 
 @dataclass
 class Kind:
-    """A dataset, and how its batches are read.
-
-    Attributes:
-        make: the dataset, a new one each time.
-        keys: the indices that it takes; None: 0 to its length.
-        bad: whether samples of it raise.
-        batchify: the loader's ``batchify_fn``, and what the naive loader calls in its place.
-        where: a batch, or shard of one -> the indices of its samples.
-        takes_epoch: it has ``set_epoch``.
-    """
+    """A dataset, and how its batches are read."""
 
     name: str
-    make: Callable[[], Any]
-    keys: list[Any] | None = None
-    bad: frozenset[int] = frozenset()
+    make: Callable[[], Any]  # the dataset, a new one each time
+    keys: list[Any] | None = None  # the indices that it takes; None: 0 to its length
+    bad: frozenset[int] = frozenset()  # samples that raise
+    # The loader's ``batchify_fn``, and what the naive loader calls in its place.
     batchify: tuple[Any, Callable[[list[Any]], Any]] = (None, collate)
+    # A batch, or shard of one -> the indices of its samples.
     where: Callable[[Any], list[int]] = lambda batch: batch[:, 0].tolist()
-    takes_epoch: bool = False
+    takes_epoch: bool = False  # it has ``set_epoch``
 
 
 def _floats(n: int) -> Any:
@@ -320,24 +307,15 @@ def of_its_kind(sampler: Any, epoch: int, seed: int) -> list[Any]:
 
 @dataclass
 class Order:
-    """What comes in which order.
-
-    Attributes:
-        make: a new sampler; None: the loader makes it, and ``shuffle`` says which.
-        of: what it must yield.
-        batches: it is a batch sampler.
-        shuffle: as the loader's.
-        sized: it has a length.
-        distributed: it deals out to ranks by itself.
-    """
+    """What comes in which order."""
 
     name: str
-    make: Callable[[], Any] | None = None
-    of: Callable[[Any, int, int], list[Any]] = of_its_kind
-    batches: bool = False
-    shuffle: bool = False
-    sized: bool = True
-    distributed: bool = False
+    make: Callable[[], Any] | None = None  # a new sampler; None: the loader makes it, and ``shuffle`` says which
+    of: Callable[[Any, int, int], list[Any]] = of_its_kind  # what it must yield
+    batches: bool = False  # it is a batch sampler
+    shuffle: bool = False  # as the loader's
+    sized: bool = True  # it has a length
+    distributed: bool = False  # it deals out to ranks by itself
 
 
 def draw_order(rng: random.Random, kind: Kind, length: int) -> Order:

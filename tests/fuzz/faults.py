@@ -316,20 +316,14 @@ class Disturbed(Case):
 
 
 class Twins(Disturbed):
-    """A case whose naive loader is a loader without workers.
-
-    Attributes:
-        drop_in: it is torch's loader.
-        mixture: seed and weights of a mixture; None: the dataset is none.
-        streams: how many parts iterable data has; 0: it is read by index.
-        unordered: its batches come in any order, so whole epochs are compared.
-        persistent: the workers of the drop-in live on, with the dataset as it was.
-    """
+    """A case whose naive loader is a loader without workers."""
 
     def __init__(self, seed: int, processes: bool = True) -> None:
-        self.drop_in = random.Random(f"drop-in {seed}").random() < 0.4
-        self.mixture: tuple[int, list[int]] | None = None
-        self.streams, self.persistent, self.endless = 0, False, dict[str, Any]()
+        self.drop_in = random.Random(f"drop-in {seed}").random() < 0.4  # it is torch's loader
+        self.persistent = False  # the workers of the drop-in live on, with the dataset as it was
+        self.mixture: tuple[int, list[int]] | None = None  # its seed and weights; None: the dataset is none
+        self.streams = 0  # how many parts iterable data has; 0: it is read by index
+        self.endless: dict[str, Any] = {}
         super().__init__(seed, processes)
 
     def __str__(self) -> str:
@@ -358,6 +352,7 @@ class Twins(Disturbed):
                     more["before"] = stream_samples.At(failures.raise_lookup, *at)
             make = functools.partial(getattr(stream_samples, name), lengths, **more)
             kind = cases.Kind(name, (lambda: cases.OfTorch(make())) if self.drop_in else make)
+        # Batches come in any order, so whole epochs are compared.
         self.unordered = self.drop_in and not (kind.bad or self.streams) and self.rng.random() < 0.15
         return kind
 

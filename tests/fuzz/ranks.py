@@ -38,8 +38,7 @@ from sharded_loader.sampling.third_party import table_of
 from tests import conftest
 from tests.fuzz.steps import Difference, Program
 
-SEED = 7
-"""The loaders' own."""
+SEED = 7  # the loaders' own
 
 
 def plain(batch: Any) -> list[Any]:
@@ -48,57 +47,34 @@ def plain(batch: Any) -> list[Any]:
     return found
 
 
-def itself(sample: Any) -> list[Any]:
-    return [sample]
-
-
 @dataclass
 class Job:
-    """An order, and how it is checked.
-
-    Attributes:
-        dataset: makes what is read.
-        arguments: makes the loader's arguments, by the batch size.
-        sequence: the items of an epoch, by its number, the ranks that it is made for and the batch size.
-        in_batches: the items are batches.
-        by_step: the samples of a step come in any order.
-        evaluate: iteration gives ``(batch, real)``.
-        in_epoch: an item, and the loader's epoch that it is read in -> what is read.
-        read: a batch, or a shard -> its samples.
-        units, whole: a sample -> what is counted; all that an epoch has, each once. None: it repeats or leaves out.
-        discards: the last incomplete step is left out.
-        steps, endless: ``steps_per_epoch``; the items of all epochs, by the ranks and the batch size.
-        step_size: the samples of all ranks in a step, if that must not change. Of batches: then ranks that change have
-            batches of another size.
-        divides: the ranks must divide it.
-        fixed: the ranks and the batch size must not change.
-        shards: ``num_shards``.
-        log: weights that were set, as (epoch of the sampler, position, weights); None: they cannot be set.
-        draw_weights: draws weights to set.
-        length: of an epoch of the sampler, under ``steps_per_epoch``.
-    """
+    """An order, and how it is checked."""
 
     name: str
     dataset: Callable[[], Any]
-    arguments: Callable[[int], dict[str, Any]]
+    arguments: Callable[[int], dict[str, Any]]  # of the loader, by the batch size
+    # The items of an epoch, by its number, the ranks that it is made for and the batch size.
     sequence: Callable[[int, int, int], list[Any]]
-    in_batches: bool = False
-    by_step: bool = False
-    evaluate: bool = False
-    in_epoch: Callable[[Any, int], Any] = lambda item, epoch: item
-    read: Callable[[Any], list[Any]] = plain
-    units: Callable[[Any], list[Any]] = itself
-    whole: Counter[Any] | None = None
-    discards: bool = False
-    steps: int | None = None
-    endless: Callable[[int, int], Iterator[Any]] | None = None
+    in_batches: bool = False  # the items are batches
+    by_step: bool = False  # the samples of a step come in any order
+    evaluate: bool = False  # iteration gives ``(batch, real)``
+    in_epoch: Callable[[Any, int], Any] = lambda item, epoch: item  # and the loader's epoch -> what is read
+    read: Callable[[Any], list[Any]] = plain  # a batch, or a shard -> its samples
+    units: Callable[[Any], list[Any]] = lambda sample: [sample]  # what is counted
+    whole: Counter[Any] | None = None  # all that an epoch has, each once; None: it repeats or leaves out
+    discards: bool = False  # the last incomplete step is left out
+    steps: int | None = None  # ``steps_per_epoch``
+    endless: Callable[[int, int], Iterator[Any]] | None = None  # the items of all epochs, by ranks and batch size
+    # The samples of all ranks in a step, if that must not change. Of batches: then other ranks have batches of
+    # another size.
     step_size: int | None = None
-    divides: int = 0
-    fixed: bool = False
-    shards: int | None = None
-    log: list[tuple[int, int, list[int]]] | None = None
+    divides: int = 0  # the ranks must divide it
+    fixed: bool = False  # the ranks and the batch size must not change
+    shards: int | None = None  # ``num_shards``
+    log: list[tuple[int, int, list[int]]] | None = None  # weights that were set, where; None: they cannot be set
     draw_weights: Callable[[random.Random], list[int]] = lambda rng: [1]
-    length: int = 0
+    length: int = 0  # of an epoch of the sampler, under ``steps_per_epoch``
 
     def allows(self, replicas: int) -> bool:
         return (self.step_size or 0) % replicas == 0 and self.divides % replicas == 0
@@ -456,18 +432,14 @@ def padded(sequence: Callable[[int, int, int], list[Any]]) -> Callable[[int, int
 
 
 class Track:
-    """Where all ranks are in one order, and what they must read there.
-
-    Attributes:
-        replicas, size: the ranks, and the batch size, as they are now.
-        epoch, done: how many items of which epoch were read.
-        expected: the items of the epoch; under ``steps_per_epoch`` those of all epochs, as far as they were needed.
-        seen: what was read of the epoch.
-    """
+    """Where all ranks are in one order, and what they must read there."""
 
     def __init__(self, job: Job) -> None:
-        self.job, self.epoch, self.done, self.replicas, self.size = job, 0, 0, 0, 0
-        self.expected, self.seen = list[Any](), Counter[Any]()
+        self.job, self.epoch, self.done = job, 0, 0  # how many items of which epoch were read
+        self.replicas = self.size = 0  # the ranks, and the batch size, as they are now
+        # The items of the epoch; under ``steps_per_epoch`` those of all epochs, as far as they were needed.
+        self.expected: list[Any] = []
+        self.seen: Counter[Any] = Counter()  # what was read of the epoch
 
     def begin(self) -> None:
         """An epoch begins, or the ranks are others at its beginning, or the weights are."""

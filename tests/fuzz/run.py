@@ -48,17 +48,12 @@ with eight other jobs on two cores."""
 
 @dataclass
 class Report:
-    """What has happened in all cases.
+    """What has happened in all cases."""
 
-    Attributes:
-        counts: what was done, and how often.
-        workers: the workers of cases with faults. If their zygote was killed, they are nobody's children any more.
-        case: the one that runs.
-    """
-
-    counts: Counter[str] = field(default_factory=Counter)
+    counts: Counter[str] = field(default_factory=Counter)  # what was done, and how often
+    # Of cases with faults. If their zygote was killed, they are nobody's children any more.
     workers: dict[int, psutil.Process] = field(default_factory=dict)
-    case: Any = None
+    case: Any = None  # the one that runs
     began: float = field(default_factory=time.monotonic)
 
     def say(self) -> None:

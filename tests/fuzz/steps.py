@@ -63,17 +63,12 @@ def filler(failed: SampleError) -> Any:
 
 @dataclass
 class Pair:
-    """A loader, the naive one (of twins a loader, too), and the iterators over both that are alive.
-
-    Attributes:
-        may_fail: whether errors may be raised.
-        one_dataset: whether all iterators read one dataset object that is told the epoch: then only one may live.
-    """
+    """A loader, the naive one (of twins a loader, too), and the iterators over both that are alive."""
 
     loader: Any
     naive: Any
-    may_fail: bool
-    one_dataset: bool
+    may_fail: bool  # errors may be raised
+    one_dataset: bool  # all iterators read one dataset object that is told the epoch: then only one may live
     iterators: list[tuple[Any, Any]] = field(default_factory=list)
 
     def drop(self, at: int) -> None:
@@ -99,17 +94,13 @@ class Pair:
 
 
 class Program:
-    """What is drawn from one seed and run: it raises a `Difference`, or counts what was done.
-
-    Attributes:
-        counts: what was done, and how often.
-        last_sign: when it was last seen that nothing hangs, by `time.monotonic`.
-        workers: those that must be gone in the end although they may be nobody's children any more, by their pid.
-    """
+    """What is drawn from one seed and run: it raises a `Difference`, or counts what was done."""
 
     def __init__(self, seed: int, processes: bool = True) -> None:
         self.rng, self.processes = random.Random(seed), processes
-        self.counts, self.last_sign = Counter[str](), time.monotonic()
+        self.counts = Counter[str]()  # what was done, and how often
+        self.last_sign = time.monotonic()  # when it was last seen that nothing hangs
+        # By their pid those that must be gone in the end although they may be nobody's children any more.
         self.workers: dict[int, psutil.Process] = {}
 
 
