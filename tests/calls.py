@@ -1,7 +1,5 @@
 """Which functions of the library a call runs, so that a fast path that is lost is noticed."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

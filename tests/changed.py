@@ -5,8 +5,6 @@ the core, in the harness of the tests, in the satellite and those that it import
 `extend`, so that one belongs to the core here.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What every test promises: it leaves no process, thread, descriptor or shared-memory name behind."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import dataclasses
@@ -192,20 +190,16 @@ def _tidy_memory() -> None:
     global _modules
     if len(sys.modules) > _modules + 100:
         _modules = len(sys.modules)
-        _let_loggers_propagate()
+        # Torch's fifty loggers pass their records on to the root: pytest adds six handlers to each that does not.
+        for logger in logging.root.manager.loggerDict.values():
+            if isinstance(logger, logging.Logger) and not logger.name.startswith("sharded_loader"):
+                logger.propagate = True
         gc.collect()
         gc.freeze()
     elif len(_forks) < 100:
         return
     _forks.clear()
     _join_pages()
-
-
-def _let_loggers_propagate() -> None:
-    """Let torch's fifty loggers pass their records on to the root: pytest adds six handlers to each that does not."""
-    for logger in logging.root.manager.loggerDict.values():
-        if isinstance(logger, logging.Logger) and not logger.name.startswith("sharded_loader"):
-            logger.propagate = True
 
 
 def _join_pages() -> None:
@@ -266,15 +260,6 @@ def pytest_runtest_protocol() -> Generator[None, Any, Any]:
         _tidy_memory()
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_report_to_serializable() -> Generator[None, Any, Any]:
-    """Leave out the keywords of a test, which are half of what a process of tests sends and nobody reads."""
-    data = yield
-    if isinstance(data, dict):
-        data["keywords"] = {}
-    return data
-
-
 def make_pool(name: str, num_workers: int = 2, **options: Any) -> Pool:
     """A pool by the name that tests are parametrised with."""
     if name == "inline":
@@ -323,15 +308,9 @@ def ray_here(request: pytest.FixtureRequest) -> Iterator[Any]:
     """A Ray of this machine."""
     import ray
 
+    quiet = {"include_dashboard": False, "logging_level": "ERROR", "log_to_driver": False}
     with ray_environment():
-        ray.init(
-            num_cpus=4,
-            object_store_memory=300 << 20,
-            _node_ip_address="127.0.0.1",
-            include_dashboard=False,
-            logging_level="ERROR",
-            log_to_driver=False,
-        )
+        ray.init(num_cpus=4, object_store_memory=300 << 20, _node_ip_address="127.0.0.1", **quiet)
     yield ray
     ray.shutdown()
 

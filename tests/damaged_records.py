@@ -8,8 +8,6 @@ offset and says so with the file's name, nothing but `RecordIOError` or (for an 
 asks for more bytes than the file has, so that no allocation exceeds it. Seed and number give the same file again.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import random
@@ -24,8 +22,6 @@ from sharded_loader.recordio import MXIndexedRecordIO, MXRecordIO, RecordFileDat
 from tests import reference_recordio as reference
 from tests.fuzz.steps import Program
 
-HEADER = 8
-
 
 @contextmanager
 def reads_within(size: int) -> Iterator[None]:
@@ -36,7 +32,7 @@ def reads_within(size: int) -> Iterator[None]:
         return
 
     def pread(fd: int, count: int, offset: int) -> bytes:
-        assert count <= max(size, HEADER), f"a read of {count} bytes from a file of {size}"
+        assert count <= max(size, 8), f"a read of {count} bytes from a file of {size}"
         return really(fd, count, offset)
 
     os.pread = pread

@@ -1,7 +1,5 @@
 """What goes wrong where a dataset is read: errors, deaths and hangs. Torch-free: a spawned worker starts fast."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal
@@ -63,7 +61,7 @@ class NoNotes(Exception):
 
 
 class OwnNew(Exception):
-    def __new__(cls, a: int, b: int) -> OwnNew:
+    def __new__(cls, a: int, b: int) -> "OwnNew":
         return super().__new__(cls)
 
     def __init__(self, a: int, b: int) -> None:

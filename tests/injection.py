@@ -1,7 +1,5 @@
 """Signals at a chosen line of the library: a Ctrl-C, or one whose handler raises."""
 
-from __future__ import annotations
-
 import dis
 import linecache
 import os
@@ -14,9 +12,9 @@ from typing import Any
 
 import sharded_loader
 
+# The modules of the road, from the iterator to the pool and back.
 _ROAD = "loader iterator epochs stats pipeline split order messages pool local link supervised codec arena placement"
 PUMP = tuple(f"{name}.py" for name in f"{_ROAD} tree deaths".split())
-"""The modules of the road, from the iterator to the pool and back."""
 
 
 class TimeIsUp(Exception):

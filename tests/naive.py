@@ -10,8 +10,6 @@ A place is ``(epoch, done)``: so many items of the epoch's global order are done
 a batch sampler was given. With ``rollover`` ``done`` is negative while items of earlier epochs are still due.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math
@@ -71,8 +69,8 @@ def collate(samples: list[Any]) -> Any:
     return torch.from_numpy(np.stack([np.asarray(sample) for sample in samples]))
 
 
+# ``on_error="replace"``: which of the good samples of a batch stands at this place of this shard (None: no shards).
 Choose = Callable[[int | None, int, list[Any]], Any]
-"""``on_error="replace"``: which of the good samples of a batch stands at this place of this shard (None: no shards)."""
 
 
 @dataclass
@@ -195,7 +193,7 @@ class NaiveLoader:
         last = self.told_by()
         return self.next_place if last is None else (last.epoch, last.done)
 
-    def told_by(self) -> NaiveIterator | None:
+    def told_by(self) -> "NaiveIterator | None":
         """The iterator that delivered last, as long as it matters. Not after a state was loaded, until it is used."""
         last = self.shown
         if last is None or last.ended or self.loaded:

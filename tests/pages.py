@@ -6,8 +6,6 @@ run_block(block, folder)          -> what it prints, as a program of its own
 run_together(commands, folder)    -> what commands print that run side by side
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -17,8 +15,10 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
+# What the first word of a command stands for.
 LAUNCHERS = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}
-"""What the first word of a command stands for."""
+# Goes before a block that imports torchvision, or a library that does: see tests/frameworks/indices.py.
+WITH_LIBRARIES = "import indices\n"
 
 
 def blocks(page: Path | str, language: str) -> list[str]:
@@ -30,10 +30,6 @@ def blocks(page: Path | str, language: str) -> list[str]:
 def promised(block: str) -> list[str]:
     """What a block prints: the comment below a print says it."""
     return re.findall(r"^ *# -> (.*)$", block, re.MULTILINE)
-
-
-WITH_LIBRARIES = "import indices\n"
-"""Goes before a block that imports torchvision, or a library that does: see tests/frameworks/indices.py."""
 
 
 def start(command: Sequence[str], folder: Path, **variables: str) -> subprocess.Popen[str]:

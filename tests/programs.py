@@ -1,7 +1,5 @@
 """Programs of the user's, each in an interpreter of its own."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

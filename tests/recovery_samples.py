@@ -1,7 +1,5 @@
 """Loaders and workers that fail at a place of one's choice, and what they yield. Torch-free: spawn starts fast."""
 
-from __future__ import annotations
-
 import os
 import struct
 from collections.abc import Callable, Iterator

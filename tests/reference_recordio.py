@@ -8,8 +8,6 @@ A payload is cut at each magic at a multiple of 4 of the payload; the magic itse
 seeking, no index, everything in memory. `damage` makes broken files of whole ones.
 """
 
-from __future__ import annotations
-
 import random
 import struct
 

@@ -1,7 +1,5 @@
 """A child process in which the kernel refuses chosen system calls, as the seccomp profile of a container does."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

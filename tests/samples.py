@@ -12,8 +12,6 @@ A dataset that one test alone needs is ``SimpleDataset(range(n)).transform(funct
 look whether an argument of these does it.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal
@@ -363,14 +361,5 @@ class Foreign(NoLength):
         return self.length
 
 
-class GluonStyle(Sampler[Any]):
+class GluonStyle(Foreign, Sampler[Any]):
     """A sampler as Gluon's users write it: no constructor call, and a function that draws from global generators."""
-
-    def __init__(self, draw: Callable[[], Any], length: int) -> None:
-        self.draw, self.length = draw, length
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.draw())
-
-    def __len__(self) -> int:
-        return self.length

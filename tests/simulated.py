@@ -24,11 +24,8 @@ named. CUDA does so for the device that is current in the thread. Torch 2.13 mak
   pinned or the cache emptied, which queries events of blocks that were dropped.
 
 **Not simulated:** how fast anything is, what a driver does when a program ends, whether CUDA can pin shared memory,
-sparse tensors on a device, what a graph replays. The source is torch 2.13: c10/cuda, torch/cuda, and
-ATen/core/CachingHostAllocator.h.
+sparse tensors, what a graph replays. Source: c10/cuda, torch/cuda, ATen/core/CachingHostAllocator.h of torch 2.13.
 """
-
-from __future__ import annotations
 
 import ctypes
 import functools
@@ -46,10 +43,8 @@ import numpy as np
 import torch
 
 KIND = "privateuseone"  # which torch leaves to others
-
+# Of a device: cycles per second, bytes per second of a copy to it, bytes of memory.
 CYCLES, BANDWIDTH, TOTAL = 1.5e9, 20e9, 16 << 30
-"""Of a device: cycles per second, bytes per second of a copy to it, bytes of memory."""
-
 ERRORS = {0: "no error", 1: "invalid argument", 712: "already registered", 713: "not registered"}
 
 
@@ -62,7 +57,7 @@ class Record:
 class Event:
     """As torch's events. Those that are timed tell when they have passed."""
 
-    def __init__(self, machine: Machine, timed: bool = False) -> None:
+    def __init__(self, machine: "Machine", timed: bool = False) -> None:
         self.machine, self.timed, self.device = machine, timed, None
         self.last: Record | None = None
 
@@ -81,7 +76,7 @@ class Event:
         if not self.query():
             self.machine.pass_time(max(0.0, self.last.time - self.machine.clock()))  # type: ignore[union-attr]
 
-    def record(self, stream: Stream | None = None) -> None:
+    def record(self, stream: "Stream | None" = None) -> None:
         stream = stream or self.machine.stream()
         self.device = self.device or stream.device
         if self.device != stream.device:
@@ -93,7 +88,7 @@ class Event:
 
         stream.give(happen)
 
-    def elapsed_time(self, later: Event) -> float:
+    def elapsed_time(self, later: "Event") -> float:
         """In milliseconds."""
         if not (self.timed and later.timed and self.last and later.last):
             raise ValueError("Both events must be created with argument 'enable_timing=True', and be recorded.")
@@ -105,7 +100,7 @@ class Event:
 class Stream:
     """A queue of work: (what, whether it can be done now, what it reads). Its time is over at ``busy_until``."""
 
-    def __init__(self, machine: Machine, device: torch.device, name: str) -> None:
+    def __init__(self, machine: "Machine", device: torch.device, name: str) -> None:
         self.machine, self.device, self.name = machine, device, f"{device} {name}"
         self.queue: deque[tuple[Callable[[], object], Callable[[], bool], range | None]] = deque()
         self.busy_until, self.cuda_stream = 0.0, id(self)
@@ -132,7 +127,7 @@ class Stream:
         self.give(lambda: None, lambda: last is None or last.passed)
         self.busy_until = max(self.busy_until, last.time if last else 0.0)
 
-    def wait_stream(self, stream: Stream) -> None:
+    def wait_stream(self, stream: "Stream") -> None:
         self.wait_event(stream.record_event())
 
     def synchronize(self) -> None:
@@ -173,7 +168,7 @@ class Machine:
         self._pending: list[tuple[list[Event], Stream, int, np.ndarray]] = []
         self._lock = threading.RLock()
 
-    def streams_of(self, device: torch.device) -> SimulatedStreams | None:
+    def streams_of(self, device: torch.device) -> "SimulatedStreams | None":
         """In the place of the library's function of this name."""
         return SimulatedStreams(self, device) if device.type == KIND else None
 
@@ -185,8 +180,6 @@ class Machine:
             "put_rows": lambda *tensors: self.put(*tensors),
             "memory_of": lambda streams: self.memory_of(streams.device),
         }
-
-    # -- devices and streams --------------------------------------------------------------------------------
 
     def current_device(self) -> torch.device | None:
         """That of the calling thread. Without one CUDA takes the first, and late work takes it for a fault."""
@@ -280,8 +273,6 @@ class Machine:
         """Give the current stream something that writes over a tensor, which may be dropped at once."""
         address, nbytes = tensor.data_ptr(), tensor.nbytes
         self.stream(device).give(lambda: ctypes.memset(address, byte, nbytes))
-
-    # -- device memory --------------------------------------------------------------------------------------
 
     @property
     def in_use(self) -> int:
@@ -389,8 +380,6 @@ class Machine:
     def memory_of(self, device: torch.device) -> tuple[int, int] | None:
         return self.memory_bytes
 
-    # -- host memory ----------------------------------------------------------------------------------------
-
     def holds(self, address: int, nbytes: int) -> bool:
         """Whether host memory is page-locked in place."""
         return any(start <= address and address + nbytes <= start + size for start, size in self.registered.items())
@@ -492,7 +481,7 @@ class SimulatedStreams:
 
     has_warned = False
 
-    def __init__(self, machine: Machine, device: torch.device) -> None:
+    def __init__(self, machine: "Machine", device: torch.device) -> None:
         self.device, self.machine = device, machine
         self.current_device = lambda: -1  # so each call makes it current
         self.new_stream = functools.partial(machine.new_stream, device)

@@ -9,8 +9,6 @@ simulated and what is not. Here torch's functions are replaced: those of ``torch
 tensors. A tensor "on the device" is one in host memory that says where it is and refuses to be mixed with others.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os
@@ -25,9 +23,7 @@ from typing import Any
 import torch
 from simulated import BANDWIDTH, CYCLES, ERRORS, TOTAL, Event, Machine, Stream
 
-cuda: Machine | None = None
-"""What this process has in the place of ``torch.cuda``."""
-
+cuda: Machine | None = None  # what this process has in the place of ``torch.cuda``
 HOST = {name: getattr(torch.Tensor, name) for name in ("to", "copy_")}
 FACTORIES = "empty zeros ones full arange tensor randn rand randint empty_strided empty_like zeros_like ones_like"
 FACTORIES += " full_like as_tensor eye linspace"

@@ -3,8 +3,6 @@
 Torch-free, so that a spawned worker starts fast: torch is imported where a part asks it for its number.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 import sys
@@ -16,8 +14,7 @@ import numpy as np
 
 from sharded_loader import sample_rng
 
-LENGTHS = (7, 0, 3, 12)
-"""Samples in each part: one is empty, and no batch of 4 ends with the part, but in the last one."""
+LENGTHS = (7, 0, 3, 12)  # samples in each part: one is empty, and only in the last a batch of 4 ends with the part
 
 
 class Parts:
@@ -46,7 +43,7 @@ class Rows:
     def __init__(self, parts: Parts, part: int) -> None:
         self.parts, self.part, self.place = parts, part, 0
 
-    def __iter__(self) -> Rows:
+    def __iter__(self) -> "Rows":
         return self
 
     def __next__(self) -> Any:

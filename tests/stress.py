@@ -7,8 +7,6 @@ is i. So a target compares a batch with nothing but the indices that it should h
 the host looks at the result once, at the end.
 """
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

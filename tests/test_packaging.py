@@ -3,8 +3,6 @@
 Type checkers find the package after ``pip install`` and ``pip install -e``, and know what a user's loader yields.
 """
 
-from __future__ import annotations
-
 import configparser
 import html
 import importlib.metadata
@@ -161,9 +159,6 @@ def config() -> configparser.ConfigParser:
     return parser
 
 
-# -- the README where its files are not --------------------------------------------------------------------------
-
-
 def targets(markdown: str) -> tuple[list[str], list[str], str]:
     """The links and pictures of a page, those of them that are relative, and the text."""
     page = MarkdownIt("commonmark").enable("table").render(markdown)
@@ -226,16 +221,6 @@ def test_links_to_files_are_changed_and_nothing_else(markdown: str, linked: str,
     assert long_description(markdown, None) == plain
 
 
-def test_the_address_is_set_in_one_place() -> None:
-    urls = "[metadata]\nproject_urls =\n    Docs = https://a.example\n"
-    assert source_address(f"{urls}    Source = https://b.example/?x=1") == "https://b.example/?x=1"
-    assert source_address(urls) is None
-    assert source_address("[metadata]\nname = a") is None
-
-
-# -- metadata --------------------------------------------------------------------------------------------------
-
-
 def test_versions_and_licences_are_told_alike_everywhere() -> None:
     cff, metadata = (ROOT / "CITATION.cff").read_text(encoding="utf-8"), config()["metadata"]
     citation = dict(re.findall(r"^([\w-]+): (\S.*)$", cff, re.MULTILINE))
@@ -261,9 +246,6 @@ def test_lower_bounds_are_the_versions_that_make_test_lowest_installs() -> None:
     lines = (ROOT / "constraints-lowest.txt").read_text(encoding="utf-8").splitlines()
     installed = dict(line.split("==") for line in lines if not line.startswith("#"))
     assert installed == {name: bound for name, bound in bounds.items() if name != "torch"}
-
-
-# -- what is built ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -311,9 +293,6 @@ def test_an_address_in_setup_cfg_is_enough(sdist: Path, tmp_path_factory: pytest
     assert said["Description"].strip() == long_description(README, SOURCE).strip()
 
 
-# -- what works after it ---------------------------------------------------------------------------------------
-
-
 @ON_LINKS
 @pytest.mark.slow
 def test_a_wheel_works_beside_what_it_requires(wheel: Path, installed_wheel: Environment) -> None:
@@ -352,8 +331,6 @@ def test_in_an_unpacked_sdist_the_commands_of_the_readme_work(editable_sdist: En
     said = run(*pytest_quickly, *some, "tests/test_packaging.py", where=root, limit=300)
     assert re.search(r"^\d{2,} passed", said.splitlines()[-1]), said
 
-
-# -- what type checkers know ---------------------------------------------------------------------------------------
 
 SCRIPT = """
 from __future__ import annotations

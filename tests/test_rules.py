@@ -1,7 +1,5 @@
 """What no test may do: `make lint` reads the tests for it. The number that is left only goes down."""
 
-from __future__ import annotations
-
 import ast
 import functools
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Imports go downwards: no circle, none hidden, none from a lower floor to a higher one."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

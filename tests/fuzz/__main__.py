@@ -11,8 +11,6 @@ a step took `run.HANG` seconds; then every thread's stack is printed. A case is 
 of faults: ``--case SEED --faults --minutes 5`` runs one again and again.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import random
@@ -31,8 +29,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 20), help="cases begin at a million x this")
     parser.add_argument("--case", type=int, metavar="SEED", help="this one alone")
     for name in ("--faults", "--twins", "--ranks", "--records", "--caches", "--nodes"):
-        given = {"const": name[2:], "default": "plain", "help": KINDS[name[2:]][0]}
-        parser.add_argument(name, dest="kind", action="store_const", **given)
+        kind = name[2:]
+        parser.add_argument(name, dest="kind", action="store_const", const=kind, default="plain", help=KINDS[kind][0])
     parser.add_argument("--record", type=Path, metavar="FILE", help="write down what the loaders do")
     parser.add_argument("--check", type=Path, metavar="FILE", help="compare with what was written down")
     arguments = parser.parse_args()

@@ -6,8 +6,6 @@ seed -> a dataset, a bound, memory or a file -> ranks (forked processes), each w
         folder has the file alone, from which another process reads the same samples
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import itertools
@@ -17,7 +15,6 @@ import signal
 import tempfile
 import time
 import traceback
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -45,8 +42,7 @@ def held() -> list[str]:
     found = []
     for link in links_of("sharded_loader-cache"):
         with contextlib.suppress(ProcessLookupError):
-            if os.getpgid(int(link.split("/")[2])) == os.getpgrp():
-                found.append(link)
+            found += [link] * (os.getpgid(int(link.split("/")[2])) == os.getpgrp())
     return found
 
 
@@ -73,8 +69,7 @@ class Round(Program):
         return SimpleDataset(range(self.count)).transform(self.decode).cache(self.max_bytes, self.path)
 
     def check(self, numbers: Any, other: Any) -> None:
-        numbers = np.asarray(numbers)
-        wanted = self.decode(int(numbers.flat[0]))
+        wanted = self.decode(int(np.asarray(numbers).flat[0]))
         if not np.array_equal(numbers, wanted[0]) or other != wanted[1]:
             raise Difference(f"{numbers} with {other}")
 
@@ -86,12 +81,13 @@ class Round(Program):
             # The limit holds for the shared memory of the workers' heartbeat too.
             size = max(os.stat(str(self.path)).st_size + self.full // 10, 1 << 18)
             resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+        options: dict[str, Any] = {"shuffle": True, "collate_fn": list}
         if self.drop_in:
-            loader: Any = DataLoader(cached, 7, shuffle=True, collate_fn=list, num_workers=self.num_workers)
+            loader: Any = DataLoader(cached, 7, num_workers=self.num_workers, **options)
         else:
+            options |= {"num_replicas": RANKS, "rank": rank, "seed": self.seed, "num_workers": 0}
             pool = ProcessPool(self.num_workers, start_method="fork") if self.num_workers else None
-            options: dict[str, Any] = {"shuffle": True, "num_replicas": RANKS, "rank": rank, "seed": self.seed}
-            loader = ShardedDataLoader(cached, 7, pool=pool, num_workers=0, batchify_fn=list, **options)
+            loader = ShardedDataLoader(cached, 7, pool=pool, **options)
         for batch in itertools.chain.from_iterable(itertools.repeat(loader, self.epochs)):
             for numbers, other in batch:
                 self.check(numbers, other)
@@ -150,4 +146,3 @@ class Round(Program):
             for index, sample in enumerate(self.dataset()):
                 assert self.decode(index)[1] == sample[1]
                 self.check(*sample)
-            Path(self.path).unlink()

@@ -4,8 +4,6 @@ draw_kind(rng, length)         -> Kind     a dataset, what its samples are made 
 draw_order(rng, kind, length)  -> Order    samplers or batch samplers, ours and others', and what they must yield
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import os
@@ -26,8 +24,6 @@ from stream_samples import StatefulRows
 import sharded_loader as ours
 from sharded_loader import SimpleDataset, batchify, sample_generator, sample_rng
 from tests.naive import collate, shares
-
-# -- datasets --------------------------------------------------------------------------------------------------------
 
 
 class BadSample(ValueError):
@@ -221,21 +217,16 @@ WITHOUT_ERRORS: dict[str, Callable[[int], Any]] = {
 }
 
 
-def in_first(batch: Any) -> list[int]:
-    """The indices of tuples of samples: those in the first column."""
-    return batch[0][:, 0].tolist()  # type: ignore[no-any-return]
-
-
 MAY_FAIL: dict[str, tuple[type[Plain], dict[str, Any]]] = {
     "plain": (Plain, {}),
     "dicts": (Dicts, {"where": lambda batch: batch["numbers"][:, 0].tolist()}),
     "ragged": (Ragged, {"batchify": (batchify.Pad(pad_val=-1), padded)}),
     "batches": (Batches, {}),
     "items": (Items, {}),
-    "told": (Told, {"where": in_first, "takes_epoch": True}),
+    "told": (Told, {"where": lambda batch: batch[0][:, 0].tolist(), "takes_epoch": True}),
     "own batchify_fn": (Plain, {"batchify": (doubled,) * 2, "where": lambda it: (it["twice"][:, 0] // 2).tolist()}),
     "drawing batchify_fn": (Plain, {"batchify": (with_draw, doubled)}),
-    "wide": (Wide, {"where": in_first}),
+    "wide": (Wide, {"where": lambda batch: batch[0][:, 0].tolist()}),
 }
 """Samples of them may be bad: the class, and what else there is to say of the kind."""
 
@@ -255,9 +246,6 @@ def draw_kind(rng: random.Random, length: int, wide: bool = False) -> Kind:
     made, more = MAY_FAIL[name]
     bad = bad if name != "drawing batchify_fn" else frozenset()
     return Kind(name, lambda: made(length, bad), bad=bad, **more)
-
-
-# -- orders ----------------------------------------------------------------------------------------------------------
 
 
 class ByEpoch:

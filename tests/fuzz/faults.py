@@ -9,11 +9,7 @@ signals, slow samples, a changed dataset, `close` in a thread. None of it change
                      rescale, weigh, report, `resume` with ``skip``
     loaders          also with ``num_workers="auto"``, which has another number every few steps, and
                      ``max_worker_memory`` over samples that leave memory behind
-
-The seed gives the case and its faults again, not their timing.
 """
-
-from __future__ import annotations
 
 import contextlib
 import copy
@@ -78,7 +74,6 @@ class Disturbed(Case):
 
     def __init__(self, seed: int, processes: bool = True) -> None:
         self.version, self.closing = 0, False
-        self.asked: Pair | None = None  # whose next batch the loop waits for
         self.struck = False  # whether a signal has raised in that call of ``next``
         self.interrupted, self.timers = list[Pair](), list[threading.Timer]()
         self.sent = Counter[int]()  # signals that have not arrived yet
@@ -107,7 +102,7 @@ class Disturbed(Case):
 
     def allow_kills(self, pair: Pair) -> None:
         """A loader that makes its pool itself has no ``restarts=``."""
-        if (pool := self.pool(pair)) is not None and hasattr(pool, "restarts"):
+        if hasattr(pool := self.pool(pair), "restarts"):
             pool.restarts, pool.deaths = self.RESTARTS, Deaths(self.RESTARTS)
 
     def draw_method(self) -> str:
@@ -161,13 +156,6 @@ class Disturbed(Case):
             self.go_on(pid)
         super().close()
 
-    def ask_next(self, pair: Pair, iterator: Any) -> Any:
-        self.asked = pair
-        try:
-            return super().ask_next(pair, iterator)
-        finally:
-            self.asked = None
-
     def outcome(self, ask: Callable[[], Any]) -> Any:
         """What is asked for, again after each interruption."""
         while True:
@@ -204,7 +192,7 @@ class Disturbed(Case):
         """While the loop waits in ``next``, with luck."""
         number, count = getattr(signal, self.rng.choice(list(HANDLERS))), self.rng.choice(self.COUNTS)
         faults: list[Callable[[], None]] = [lambda: self.kill(self.pair), lambda: self.stop(self.pair)]
-        faults += [lambda: self.send(number), lambda: self.have(self.pair, count)]
+        faults += [lambda: self.send(number), lambda: self.resize(self.pair, count)]
         self.after(self.rng.choice([0.0, 0.001, 0.005, 0.03]), self.rng.choice(faults))
 
     def after(self, seconds: float, do: Callable[..., None], *arguments: Any) -> None:
@@ -269,12 +257,9 @@ class Disturbed(Case):
             os.kill(pid, signal.SIGCONT)
         self.stopped.discard(pid)
 
-    def resize(self, pair: Pair) -> None:
-        self.have(pair, self.rng.choice(self.COUNTS))
-
-    def have(self, pair: Pair, count: int) -> None:
+    def resize(self, pair: Pair, count: int = 0) -> None:
         """The number of workers changes. Another thread may close the loader meanwhile."""
-        pool = self.pool(pair)
+        count, pool = count or self.rng.choice(self.COUNTS), self.pool(pair)
         if pool is not None and pool.num_workers:
             with contextlib.suppress(LoaderClosedError):
                 pool.resize(count)
@@ -447,15 +432,14 @@ class Twins(Disturbed):
         return "end" if expected is DONE else f"{self.pair.naive.state_dict().get('samples', '')}"
 
     def check_place(self, pair: Pair) -> None:
-        self.both("place", lambda loader: [len(loader), json.dumps(self.state_of(loader))])
-        if not self.drop_in:
-            self.both("epoch", lambda loader: [loader.epoch, loader.position])
+        def place(loader: Any) -> list[Any]:
+            """Of the drop-in without what depends on the workers, and on torch's generator."""
+            state: dict[str, Any] = loader.state_dict()
+            state["_sampler"] = {**(state.get("_sampler") or {}), "rng": None}
+            shown = json.dumps({key: state[key] for key in sorted(state) if key not in BY_WORKERS})
+            return [len(loader), shown, *([] if self.drop_in else [loader.epoch, loader.position])]
 
-    def state_of(self, loader: Any) -> dict[str, Any]:
-        """A state; of the drop-in without what depends on the workers, and on torch's generator."""
-        state: dict[str, Any] = loader.state_dict()
-        state["_sampler"] = {**(state.get("_sampler") or {}), "rng": None}
-        return {key: state[key] for key in sorted(state) if key not in BY_WORKERS}
+        self.both("place", place)
 
     def check_skipped(self, pair: Pair) -> None:
         if not self.drop_in and pair not in self.interrupted:
@@ -566,11 +550,7 @@ class Calm(Twins):
         self.leaks, self.pace = False, (0.0, 0.0)
         return kind
 
-    def faults(self) -> list[tuple[int, Callable[[Pair], None]]]:
+    def faults(self, *_: Any) -> list[Any]:
         return []
 
-    def later(self) -> None:
-        pass
-
-    def tune(self, meter: Any, pipeline: Any, now: float) -> None:
-        pass
+    later = tune = faults

@@ -12,8 +12,6 @@ count. A place counts items: samples, or batches of a batch sampler. With ``eval
 sequence. Some cases read with threads or processes.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json
@@ -41,12 +39,6 @@ from tests.fuzz.steps import Difference, Program
 SEED = 7  # the loaders' own
 
 
-def plain(batch: Any) -> list[Any]:
-    """The samples of a batch that are their indices."""
-    found: list[Any] = batch.tolist() if hasattr(batch, "tolist") else batch
-    return found
-
-
 @dataclass
 class Job:
     """An order, and how it is checked."""
@@ -60,7 +52,8 @@ class Job:
     by_step: bool = False  # the samples of a step come in any order
     evaluate: bool = False  # iteration gives ``(batch, real)``
     in_epoch: Callable[[Any, int], Any] = lambda item, epoch: item  # and the loader's epoch -> what is read
-    read: Callable[[Any], list[Any]] = plain  # a batch, or a shard -> its samples
+    # A batch, or a shard -> its samples, which may be their indices.
+    read: Callable[[Any], list[Any]] = lambda batch: batch.tolist() if hasattr(batch, "tolist") else batch
     units: Callable[[Any], list[Any]] = lambda sample: [sample]  # what is counted
     whole: Counter[Any] | None = None  # all that an epoch has, each once; None: it repeats or leaves out
     discards: bool = False  # the last incomplete step is left out
@@ -529,10 +522,8 @@ class Track:
 
     def samples_of(self, batch: Any) -> list[Any]:
         job = self.job
-        if job.shards is None:
-            return job.read(batch)
-        shards = list(map(job.read, batch))
-        if len(shards) > job.shards or not all(shards):
+        shards = [job.read(batch)] if job.shards is None else list(map(job.read, batch))
+        if job.shards is not None and (len(shards) > job.shards or not all(shards)):
             raise Difference(f"epoch {self.epoch}, {self.done}: {len(shards)} shards, or an empty one: {batch}")
         return [sample for shard in shards for sample in shard]
 
@@ -546,11 +537,9 @@ class Track:
     def check_step(self, read: list[Any]) -> None:
         size = self.replicas * self.size
         wanted = [self.item(self.done + n) for n in range(min(size, self.end - self.done))]
-        if self.job.evaluate or len(wanted) == size:
-            same = sorted(read) == sorted(wanted)
-        else:
-            same = set(read) >= set(wanted) and len(read) - len(wanted) < self.replicas
-        if not same:
+        has_fillers = not self.job.evaluate and len(wanted) < size
+        fits = set(read) >= set(wanted) and len(read) - len(wanted) < self.replicas
+        if not (fits if has_fillers else sorted(read) == sorted(wanted)):
             raise Difference(f"epoch {self.epoch}, {self.done}: {read}, not {wanted}")
 
     def set_weights(self, rng: random.Random) -> list[int]:
@@ -586,11 +575,8 @@ class Ranks(Program):
 
     def draw_pool(self) -> str | None:
         chance = self.rng.random()
-        if chance < 0.08:
-            return "thread"
-        if chance < 0.12 and "fork" in conftest.PROCESS_POOLS:
-            return "fork" if self.processes else None
-        return "spawn" if self.processes and 0.5 < chance < 0.501 else None
+        name = "thread" if chance < 0.08 else "fork" if chance < 0.12 else "spawn" if 0.5 < chance < 0.501 else None
+        return name if name == "thread" or (self.processes and name in conftest.PROCESS_POOLS) else None
 
     def draw_ranks(self) -> None:
         """Other ranks, as far as the orders allow it."""
@@ -677,10 +663,9 @@ class Ranks(Program):
             raise Difference(f"epoch {epoch}, batch {step}, rank {rank}: {read}, and looked up {again}")
         if other.indices(epoch, step, rank) != indices:
             raise Difference(f"epoch {epoch}, batch {step}: rank {rank} has {indices}, another one knows other ones")
-        if job.name != "packed" and job.shards is None:
-            count = len(job.read(read[0] if job.evaluate else read))
-            if len(indices[0] if job.evaluate else indices) != count:
-                raise Difference(f"epoch {epoch}, batch {step}, rank {rank}: {indices} are not {count} samples")
+        flat, known = (read[0], indices[0]) if job.evaluate else (read, indices)
+        if job.name != "packed" and job.shards is None and len(job.read(flat)) != len(known):
+            raise Difference(f"epoch {epoch}, batch {step}, rank {rank}: {indices} are not the samples of {flat}")
         self.counts["looked up"] += 1
 
     def follow(self) -> None:

@@ -6,8 +6,6 @@ Two recordings of one commit are equal. An event holds nothing that depends on t
 that a class lies in.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import gc
 import hashlib
@@ -27,13 +25,13 @@ import torch
 from tests.fuzz import run
 from tests.fuzz.steps import DONE, Pair, frozen
 
+# What a text has of one run, or of one version of the source.
 PASSING = [
     (re.compile(r"Traceback \(most recent call last\):\n(?:[ \t].*(?:\n|$))*"), "Traceback\n"),
     (re.compile(r"0x[0-9a-f]{6,}"), "0x"),
     (re.compile(r"sharded_loader(\.\w+)*\.(?=[A-Z])"), ""),
     (re.compile(r"\b(pid|worker|thread) \d+"), r"\1 N"),
 ]
-"""What a text has of one run, or of one version of the source."""
 
 
 def clean(text: str) -> str:

@@ -3,8 +3,6 @@
 (kind, seed) -> a `steps.Program` -> run -> nothing, or a `Difference`
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import gc

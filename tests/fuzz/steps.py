@@ -8,8 +8,6 @@ Values, dtypes, shapes, nesting, errors, epoch, position and length are compared
 held are compared again at the end. A case is decided by its seed alone. `run` runs many, `faults` disturbs them.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc
@@ -121,6 +119,7 @@ class Case(Program):
         self.steps, self.held = list[str](), list[tuple[Any, Any]]()
         self.known, self.samples = dict[Any, Any](), dict[Any, Any]()
         self.step_ranks: int | None = None
+        self.asked: Pair | None = None  # whose next batch is waited for
         self.length = rng.choice(self.LENGTHS)
         self.kind = kind = self.draw_kind()
         self.order = order = self.draw_order()
@@ -318,7 +317,11 @@ class Case(Program):
     def next_of(self, pair: Pair, at: int) -> bool:
         """Compare one batch, or error; whether there may be more."""
         iterator, naive = pair.iterators[at]
-        got = self.ask_next(pair, iterator)
+        self.asked = pair
+        try:
+            got = self.outcome(functools.partial(next, iterator))
+        finally:
+            self.asked = None
         expected = self.expected(naive, got)
         self.note(f"{at}:{self.place_of(naive, expected)}")
         self.compare(got, expected, f"iterator {at}", naive)
@@ -327,9 +330,6 @@ class Case(Program):
         if got is not DONE and not isinstance(got, Exception) and self.rng.random() < 0.3:
             self.held.append((got, frozen(got)))
         return expected is not DONE
-
-    def ask_next(self, pair: Pair, iterator: Any) -> Any:
-        return self.outcome(functools.partial(next, iterator))
 
     def place_of(self, naive: Any, expected: Any) -> str:
         return f"{naive.epoch}/{'end' if expected is DONE else naive.number - 1}"
@@ -376,15 +376,14 @@ class Case(Program):
         if frozen(got) != frozen(expected):
             raise Difference(f"{where}: {got}\n    expected: {expected}")
 
-    def without_draws(self, got: Any, naive: NaiveIterator) -> Any:
+    def without_draws(self, got: Any, naive: NaiveIterator, shard: int = 0) -> Any:
         """Draws in ``batchify_fn`` belong to epoch, batch and shard."""
-        batches = got if isinstance(got, list) else [got]
-        for shard, batch in enumerate(batches):
-            key = "drawn", naive.epoch, naive.number - 1, shard
-            if self.known.setdefault(key, batch["drawn"]) != batch["drawn"]:
-                raise Difference(f"{key}: {batch['drawn']}, before {self.known[key]}")
-        bare = [{"twice": batch["batch"] * 2, "count": len(batch["batch"])} for batch in batches]
-        return bare if isinstance(got, list) else bare[0]
+        if isinstance(got, list):
+            return [self.without_draws(batch, naive, shard) for shard, batch in enumerate(got)]
+        key = "drawn", naive.epoch, naive.number - 1, shard
+        if self.known.setdefault(key, got["drawn"]) != got["drawn"]:
+            raise Difference(f"{key}: {got['drawn']}, before {self.known[key]}")
+        return {"twice": got["batch"] * 2, "count": len(got["batch"])}
 
     def check_held(self) -> None:
         batch, as_it_was = self.held.pop(0)
@@ -478,13 +477,11 @@ class Case(Program):
         if self.order.make is None:
             return
         beside = self.make_pair(sampler=self.user_sampler)
-        try:
+        with beside.loader:
             beside.naive.next_place = (beside.loader.epoch, beside.naive.begin(beside.loader.epoch))
             for _ in range(self.rng.choice([1, 3])):
                 self.rng.choice([self.begin, self.take, self.take_all])(beside)
-        finally:
             beside.drop_all()
-            beside.loader.close()
 
     def check_place(self, pair: Pair) -> None:
         if pair.naive.may_be_over:

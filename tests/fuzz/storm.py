@@ -4,8 +4,6 @@ Three nodes, five actors. Every few seconds an actor is killed, and twice a minu
 Every epoch is compared with the one that this process reads alone. A storm has ten.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -15,21 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from sharded_loader import RayPool, ShardedDataLoader, sample_rng
+from sharded_loader import RayPool, ShardedDataLoader, SimpleDataset, sample_rng
 from tests.fuzz.steps import Difference, Program
 from tests.samples import ByEpoch
 
 
-class Rows:
+def row(index: int) -> Any:
     """Some batches are small and cheap, some lie in the object store and take a while."""
-
-    def __len__(self) -> int:
-        return 3000
-
-    def __getitem__(self, index: int) -> np.ndarray[Any, Any]:
-        if index % 7 == 0:
-            time.sleep(0.002)
-        return np.full(100 if index < 1500 else 9000, index) + sample_rng().integers(1000)
+    if index % 7 == 0:
+        time.sleep(0.002)
+    return np.full(100 if index < 1500 else 9000, index) + sample_rng().integers(1000)
 
 
 class Batches(ByEpoch):
@@ -59,7 +52,8 @@ class Storm(Program):
         ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
         next_actor, next_node = time.monotonic() + 2, time.monotonic() + 20
         pools: list[Any] = [RayPool(5, restarts=1000), "inline"]
-        loaders = [ShardedDataLoader(Rows(), batch_sampler=Batches(300), seed=9, pool=pool) for pool in pools]
+        rows = SimpleDataset(range(3000)).transform(row)
+        loaders = [ShardedDataLoader(rows, batch_sampler=Batches(300), seed=9, pool=pool) for pool in pools]
         with loaders[0], loaders[1]:
             for _ in range(10):
                 for batch, same in zip(*loaders, strict=True):
