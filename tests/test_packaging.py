@@ -62,14 +62,12 @@ def build(kind: str, source: Path, folder: Path) -> Path:
     """Build an ``sdist`` or a ``wheel`` as pip does, with the setuptools that is installed."""
     call = f"import sys; from setuptools import build_meta; build_meta.build_{kind}(sys.argv[1])"
     run(sys.executable, "-c", call, folder, where=source)
-    (built,) = folder.iterdir()
-    return built
+    return next(folder.iterdir())
 
 
 def metadata(wheel: Path) -> importlib.metadata.Distribution:
     """What a wheel says of itself."""
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = {name.split("/")[0] for name in archive.namelist() if ".dist-info/" in name}
+    name = next(path.name for path in zipfile.Path(wheel).iterdir() if path.name.endswith(".dist-info"))
     return importlib.metadata.PathDistribution(zipfile.Path(wheel, f"{name}/"))
 
 

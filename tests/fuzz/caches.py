@@ -111,11 +111,11 @@ class Round(Program):
         with self.folder:
             try:
                 self.disturb()
-                self.check_left()
             finally:
                 for pid in self.running:
                     os.kill(pid, signal.SIGKILL)
                     os.waitpid(pid, 0)
+            self.check_left()
 
     def disturb(self) -> None:
         for rank in range(RANKS):
@@ -124,13 +124,13 @@ class Round(Program):
             time.sleep(self.rng.random() * 0.3)
             pid = self.rng.choice(list(self.running))
             os.kill(pid, signal.SIGKILL)
-            self.end(pid, (signal.SIGKILL, 0))
+            self.end(pid, signal.SIGKILL, 0)
             self.counts["fault: rank killed"] += 1
             self.start(self.rng.randrange(RANKS))
         for pid in list(self.running):
-            self.end(pid, (0,))
+            self.end(pid, 0)
 
-    def end(self, pid: int, allowed: tuple[int, ...]) -> None:
+    def end(self, pid: int, *allowed: int) -> None:
         del self.running[pid]
         self.last_sign, status = time.monotonic(), os.waitpid(pid, 0)[1]
         if status not in allowed:

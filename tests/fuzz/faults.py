@@ -436,6 +436,8 @@ class Twins(Disturbed):
             """Of the drop-in without what depends on the workers, and on torch's generator."""
             state: dict[str, Any] = loader.state_dict()
             state["_sampler"] = {**(state.get("_sampler") or {}), "rng": None}
+            if self.endless:  # how much of what was given a part has told depends on the workers
+                state["parts"] = (state.get("parts") or {}).get("given")
             shown = json.dumps({key: state[key] for key in sorted(state) if key not in BY_WORKERS})
             return [len(loader), shown, *([] if self.drop_in else [loader.epoch, loader.position])]
 
