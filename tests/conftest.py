@@ -143,10 +143,7 @@ def _cover(parts: list[set[Any]]) -> set[int]:
 
 
 def _starts_late(names: str, first: dict[str, str], also_spawned: bool) -> bool:
-    """Whether a test of several start methods is slow: under all but its first one. Starting an interpreter takes long.
-
-    A test that is marked `also_spawned` is quick under spawn too.
-    """
+    """Whether a test of several start methods is slow: under all but its first one, or spawn if it is marked so."""
     method = next((name for name in names.split("-") if name in PROCESS_POOLS), None)
     chosen = first.setdefault(re.sub(rf"\b({'|'.join(PROCESS_POOLS) or '(?!)'})\b", "any", names), method or "")
     return method is not None and method != chosen and not (method == "spawn" and also_spawned)
@@ -183,10 +180,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _tidy_memory() -> None:
-    """Leave what the imports made out of collections: one takes 20 ms instead of 400. Then join the pages.
-
-    Imports in a test make more of it, and each fork splits pages that are written to while the child lives.
-    """
+    """Leave what imports made out of collections: one takes 20 ms instead of 400. Join the pages that forks split."""
     global _modules
     if len(sys.modules) > _modules + 100:
         _modules = len(sys.modules)
@@ -203,10 +197,7 @@ def _tidy_memory() -> None:
 
 
 def _join_pages() -> None:
-    """Move the memory so far into huge pages, where Linux does: a fork copies one entry for each, and not 512.
-
-    That is half of what a test with forked workers costs.
-    """
+    """Move the memory so far into huge pages, where Linux does. A fork copies entries: half of what its test costs."""
     huge, collapse = 1 << 21, 25  # MADV_COLLAPSE, Linux 6.1
     if not sys.platform.startswith("linux"):
         return
@@ -430,10 +421,9 @@ def _descriptors() -> dict[int, str]:
 
 
 def shared_memory_names() -> set[str]:
-    """Names that the library made in this process, or in one that has ended: its programs and workers among them.
+    """Names that the library made in this process, or in one that has ended: those of one that runs are its own affair.
 
-    Names hold the number of the process that made them: ``sharded_loader-123-...``. Those of one that runs may be of
-    other tests.
+    They hold the number of the process that made them: ``sharded_loader-123-...``.
     """
     names = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
     ours = {name for name in names if name.startswith("sharded_loader-")}

@@ -69,18 +69,14 @@ def check_file(folder: Path, rng: random.Random) -> str:
     assert records[: len(before)] == before, "the reference itself"
     with reads_within(len(content)), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        check_in_a_row(rec, records, damaged)
+        with MXRecordIO(rec, "r") as file:
+            assert [file.read() for _ in records] == records
+            check(file.read, rec, damaged)
         check_rebuilt(rec, records, offsets, damaged, rng)
         if index is not None:
             idx.write_bytes(index)
             check_index(rec, idx, content, rng)
     return f"{'damaged' if damaged is not None else 'still readable'}, {'no index' if index is None else 'index'}"
-
-
-def check_in_a_row(rec: Path, records: list[bytes], damaged: int | None) -> None:
-    with MXRecordIO(rec, "r") as file:
-        assert [file.read() for _ in records] == records
-        check(file.read, rec, damaged)
 
 
 def check_rebuilt(rec: Path, records: list[bytes], offsets: list[int], damaged: int | None, rng: random.Random) -> None:

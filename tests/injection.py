@@ -39,10 +39,7 @@ if hasattr(signal, "SIGALRM"):
 
 
 class InterruptAt:
-    """Sends this process a signal before the n-th line of some of the library's modules that this thread runs.
-
-    The signal's handler has to be in place. Where the library holds signals back, it runs later.
-    """
+    """Sends this process a signal, with a handler in place, before the n-th line of modules that this thread runs."""
 
     def __init__(self, number: int, modules: Sequence[str] = PUMP, name: str = "SIGINT") -> None:
         folder = Path(sharded_loader.__file__).parent

@@ -47,10 +47,7 @@ def start(command: Sequence[str], folder: Path, **variables: str) -> subprocess.
 
 
 def run_together(commands: Sequence[Sequence[str]], folder: Path, timeout: float = 280, **variables: str) -> list[str]:
-    """Run commands side by side, as on several machines; the lines that they print to stdout, one after the other.
-
-    The limit is far above what a program needs: the first import of fastai takes long on a busy machine.
-    """
+    """Run commands side by side, as on several machines; the lines that they print to stdout, one after the other."""
     with contextlib.ExitStack() as stack:
         running = []
         for command in commands:

@@ -12,10 +12,7 @@ from typing import Any
 
 
 def run_script(path: Path, text: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run a user's script in a process of its own; it must end well and print nothing to stderr.
-
-    Except the loader's notices: many scripts kill workers.
-    """
+    """Run a user's script in a process of its own; it must end well and print nothing to stderr but notices."""
     path.write_text(textwrap.dedent(text))
     done = subprocess.run(
         [sys.executable, str(path), *arguments], capture_output=True, text=True, timeout=100, check=False, **options

@@ -1,7 +1,4 @@
-"""Iterable data that the tests read in workers: parts of any length, that fail, kill or stand still where a test wants.
-
-Torch-free, so that a spawned worker starts fast: torch is imported where a part asks it for its number.
-"""
+"""Iterable data that the tests read in workers. Torch-free: torch is imported where a part asks it for its number."""
 
 import itertools
 import random

@@ -141,10 +141,6 @@ def as_record(number: int) -> Any:
     return {"x": np.full(4, number), "name": "even" if number % 3 else f"sample {number}"}
 
 
-def is_even(number: int) -> bool:
-    return number % 2 == 0
-
-
 def doubled(samples: list[Any]) -> Any:
     """A batchify function of the user's own."""
     return {"twice": torch.stack([torch.as_tensor(sample) * 2 for sample in samples]), "count": len(samples)}
@@ -204,7 +200,7 @@ WITHOUT_ERRORS: dict[str, Callable[[int], Any]] = {
     "seeded transform": lambda n: SimpleDataset(list(range(n))).transform(drawn_from_globals, seeded=True),
     "transform_first": lambda n: SimpleDataset([(i, i + 1) for i in range(n)]).transform_first(drawn),
     "transform of columns": lambda n: ours.ArrayDataset(*[np.arange(n)] * 2).transform(lambda i, j: (drawn(i), j)),
-    "part": lambda n: SimpleDataset(list(range(2 * n + 4))).filter(is_even).take(n),
+    "part": lambda n: SimpleDataset(list(range(2 * n + 4))).filter(lambda i: i % 2 == 0).take(n),
     "shard": lambda n: SimpleDataset(list(range(2 * n))).shard(2, 1).transform(drawn),
     "cached": lambda n: SimpleDataset(list(range(n))).transform(as_pair).cache(),
     "stored": lambda n: SimpleDataset(list(range(n))).transform(as_pair).cache("1 MB"),
@@ -334,7 +330,7 @@ def _draw_items(rng: random.Random, n: int) -> Order:
         Order("RandomSampler", lambda: ours.RandomSampler(n, seed=seed)),
         Order("SubsetRandomSampler", lambda: ours.SubsetRandomSampler(some, seed=seed)),
         Order("SortedSampler", lambda: ours.SortedSampler([i * 7 % 11 for i in range(n)])),
-        Order("FilterSampler", lambda: ours.FilterSampler(is_even, range(n))),
+        Order("FilterSampler", lambda: ours.FilterSampler(lambda i: i % 2 == 0, range(n))),
         Order("SplitSampler", lambda: ours.SplitSampler(n, parts, parts - 1, seed=seed)),
         Order("a list", lambda: list(negative)),
         Order("an array", lambda: np.array(some, np.int64)),

@@ -7,8 +7,7 @@ signals, slow samples, a changed dataset, `close` in a thread. None of it change
     Twins            in the place of the naive loader a loader without workers: `ShardedDataLoader`, or torch's
                      ``DataLoader`` of this library, also over mixtures and iterable data; the steps are more: look_up,
                      rescale, weigh, report, `resume` with ``skip``
-    loaders          also with ``num_workers="auto"``, which has another number every few steps, and
-                     ``max_worker_memory`` over samples that leave memory behind
+    loaders          also with ``num_workers="auto"``, of another number every few steps, and ``max_worker_memory``
 """
 
 import contextlib
@@ -342,7 +341,6 @@ class Twins(Disturbed):
         return kind
 
     def mix(self) -> Any:
-        assert self.mixture is not None
         seed, weights = self.mixture
         sources = [self.disturbed(cases.Plain(length, self.kind.bad)) for length in (self.length, 2 * self.length)]
         return interleave(sources, weights, seed=seed, shuffle=True, stop=2 * self.length + 5)

@@ -7,9 +7,8 @@
          -> at the end of an epoch: each sample, or each token, was read as often as it must be
 
 The expected sequence of an epoch is a list that one sampler without ranks has made, or that a few lines of Python
-count. A place counts items: samples, or batches of a batch sampler. With ``evaluate`` only real samples count. With
-``costs`` a step has the samples of its place, in any order. With ``steps_per_epoch`` all epochs are one endless
-sequence. Some cases read with threads or processes.
+count. A place counts items: samples, or batches. With ``evaluate`` only real samples count. With ``costs`` a step has
+the samples of its place, in any order. With ``steps_per_epoch`` all epochs are one endless sequence.
 """
 
 import copy
@@ -59,8 +58,7 @@ class Job:
     discards: bool = False  # the last incomplete step is left out
     steps: int | None = None  # ``steps_per_epoch``
     endless: Callable[[int, int], Iterator[Any]] | None = None  # the items of all epochs, by ranks and batch size
-    # The samples of all ranks in a step, if that must not change. Of batches: then other ranks have batches of
-    # another size.
+    # The samples of all ranks in a step, if that must not change: other ranks have batches of another size.
     step_size: int | None = None
     divides: int = 0  # the ranks must divide it
     fixed: bool = False  # the ranks and the batch size must not change
@@ -439,12 +437,10 @@ class Track:
         if self.job.steps is None:
             self.expected = self.job.sequence(self.epoch, self.replicas, self.size)
         else:
-            assert self.job.endless is not None
             self.expected, self._coming = [], self.job.endless(self.replicas, self.size)
 
     def regroup(self, replicas: int) -> None:
         """Other ranks read the same steps, in batches of another size."""
-        assert self.job.step_size is not None
         steps, is_over = self.done // self.replicas, 0 < self.end <= self.done
         is_compared = self.job.steps is None and self.done < self.end and not self.job.discards
         before = self.rest_in_steps() if is_compared else []
@@ -545,7 +541,6 @@ class Track:
     def set_weights(self, rng: random.Random) -> list[int]:
         """Other weights from here on."""
         job, weights = self.job, self.job.draw_weights(rng)
-        assert job.log is not None
         if job.steps is None:
             epoch, position = self.epoch, self.done
         else:

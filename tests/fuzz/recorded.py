@@ -2,8 +2,7 @@
 
     (kind, seed) -> line -> {"arguments", "events": [[step, batch | error | state], ...], "warnings"}   one JSON line
 
-Two recordings of one commit are equal. An event holds nothing that depends on time, on addresses, or on the module
-that a class lies in.
+Two recordings of one commit are equal: no event depends on time, on addresses, or on the module of a class.
 """
 
 import faulthandler
