@@ -366,7 +366,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         if is_stale or progress.pending is not pending or (is_named and pending is not None):
             self._make_again(loader)
         elif is_named:
-            self._start = start_of(loader, None)
+            self._start = None if self._is_stream else start_of(loader, None)
             self._begin(loader, None, None, self.run)
         with uninterrupted():
             self._waits, progress.following = None, self._following

@@ -363,7 +363,8 @@ class StreamReader(Reader):
         opened.begin(opened.point.passes, point.state)
         if point.state is None and not point.ended:
             self._skip(opened, point.batches, scope)
-            if opened.point != point._replace(passes=max(first, point.passes), asked=opened.point.asked):
+            passes = point.passes if self._stream.endless else first  # the program may have named another epoch
+            if opened.point != point._replace(passes=passes, asked=opened.point.asked):
                 raise self._not_reproducible(part, opened.point)
         return opened
 

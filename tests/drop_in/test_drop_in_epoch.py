@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from drop_in_samples import Order, Resets, plain
+from drop_in_samples import Order, Resets, Shared, plain
 from injection import HANDLERS, InterruptAt, next_interrupted
 
 from sharded_loader.base.entries import from_state
@@ -176,3 +176,13 @@ def test_an_interruption_at_any_line_that_reads_the_sampler_loses_no_batch(step:
         assert plain([*found, *iterator]) == whole
         line += step
     assert line > 40
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("streams", [None, 4])
+def test_an_epoch_named_between_iter_and_the_first_batch_reads_iterable_data(workers: int, streams: int | None) -> None:
+    loader = DataLoader(Shared(), 4, num_workers=workers, seed=7, streams=streams, thread_pool=True)
+    expected = [batch.tolist() for batch in loader]
+    batches = iter(loader)
+    loader.set_epoch(0)  # back from a higher one
+    assert [batch.tolist() for batch in batches] == expected

@@ -493,8 +493,6 @@ class Twins(Disturbed):
     def set_epoch(self, pair: Pair) -> None:
         epoch = self.rng.randrange(4)
         self.note(epoch)
-        if self.drop_in and self.streams:  # an iterator that has not begun would read no part any more
-            pair.drop_all()
         self.both("set_epoch", lambda loader: loader.set_epoch(epoch))
 
     def both_if_free(self, what: str, ask: Callable[[Any], Any]) -> None:
