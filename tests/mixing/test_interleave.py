@@ -81,23 +81,6 @@ class Stream(IterableDataset):
         self.epoch = epoch
 
 
-class Resumable(Stream):
-    """With a state of its own."""
-
-    begin = at = 0
-
-    def __iter__(self):
-        for index in range(self.begin, self.size):
-            self.at = index + 1
-            yield f"{self.name}.{index}@{self.epoch}"
-
-    def state_dict(self):
-        return {"at": self.at}
-
-    def load_state_dict(self, state):
-        self.begin = self.at = state["at"]
-
-
 # -- by index -----------------------------------------------------------------------------------------------
 
 
@@ -217,66 +200,59 @@ def test_a_mixture_in_order_gives_what_the_one_by_index_gives(stop, pairs, seed)
     assert not all(counts[source] > size for source, size in read.items())
 
 
-def kinds():
-    return [Stream("a", 5), Resumable("b", 3), lambda: iter(column("c", 4)), column("d", 6), NoLength([1, 2, 3])]
+class OwnState:
+    """Its state stays loaded, as with Hugging Face's: each later iteration would begin there too."""
+
+    begin = at = 0
+
+    def __init__(self):
+        self.made = []
+
+    def __iter__(self):
+        for number in range(self.begin, 5):
+            self.made.append(number)
+            self.at = number + 1
+            yield number
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.begin = self.at = state["at"]
 
 
-@STOPS
-def test_an_iteration_continues_exactly_from_every_position(stop):
-    whole = list(interleave(kinds(), [2, 1, 1, 3, 1], 5, stop))
+def kinds(*arguments):
+    each = [Stream("a", 5), OwnState(), lambda: iter(column("c", 4)), column("d", 6), NoLength([1, 2, 3])]
+    return interleave(each, *arguments)
+
+
+RESUMED = {
+    "first": lambda: kinds([2, 1, 1, 3, 1], 5, "first_exhausted"),
+    "all": lambda: kinds([2, 1, 1, 3, 1], 5, "all_exhausted"),
+    "a mixture of mixtures": lambda: interleave([kinds(None, 1), Stream("x", 9)], [5, 2], stop="all_exhausted"),
+    "one object mixed with itself": lambda: interleave([OwnState()] * 2, [2, 1]),
+}
+
+
+@pytest.mark.parametrize("make", RESUMED.values(), ids=RESUMED)
+def test_an_iteration_continues_exactly_from_every_position_also_one_that_was_resumed(make):
+    whole, after_one = list(make()), make().state_dict()
     for position in range(len(whole) + 1):
-        mixture = interleave(kinds(), [2, 1, 1, 3, 1], 5, stop)
+        mixture = make()
         samples = iter(mixture)
         assert list(itertools.islice(samples, position)) == whole[:position]
         state = json.loads(json.dumps(mixture.state_dict()))
-        assert state["position"] == position
-        for other in (interleave(kinds(), [2, 1, 1, 3, 1], 5, stop), mixture):
+        assert state == after_one and state["position"] == position
+        for other in (make(), mixture):
             other.load_state_dict(state)
             assert other.state_dict() == state
             assert list(other) == whole[position:]
             assert list(other) == whole  # what was resumed once begins anew
         assert list(samples) == whole[position:]  # an iterator under way goes on
-
-
-def test_a_resumed_iteration_is_resumed_again():
-    whole, found = list(interleave(kinds(), seed=2)), []
-    state = interleave(kinds(), seed=2).state_dict()
-    while len(found) < len(whole):
-        mixture = interleave(kinds(), seed=2)
-        mixture.load_state_dict(state)
-        found.append(next(iter(mixture)))
-        state = mixture.state_dict()
-    assert found == whole
-
-
-def assert_goes_on(make, position, whole):
-    """A state after so many samples goes on with the rest, and the next iteration is whole."""
-    mixture, other = make(), make()
-    samples = iter(mixture)
-    list(itertools.islice(samples, position))
-    other.load_state_dict(json.loads(json.dumps(mixture.state_dict())))
-    assert list(other) == whole[position:]
-    assert list(other) == whole
-
-
-def of_one_object():
-    one = Resumable("a", 5)
-    return interleave([one, one], [2, 1])
-
-
-NESTED = {
-    "a mixture of mixtures": lambda: interleave(
-        [interleave(kinds(), seed=1), Stream("x", 9)], [5, 2], stop="all_exhausted"
-    ),
-    "one object mixed with itself": of_one_object,
-}
-
-
-@pytest.mark.parametrize("make", NESTED.values(), ids=NESTED)
-def test_a_mixture_is_resumed_whatever_it_mixes(make):
-    whole = list(make())
-    for position in (1, 3, 7, len(whole) - 2):
-        assert_goes_on(make, min(position, len(whole)), whole)
+        resumed = make()
+        resumed.load_state_dict(state)
+        assert [*itertools.islice(iter(resumed), 1)] == whole[position : position + 1]
+        after_one = resumed.state_dict()
 
 
 def test_the_state_is_that_of_the_iterator_that_began_or_yielded_last():
@@ -381,7 +357,7 @@ def test_a_stateful_loader_of_torchdata_continues_exactly():
     stateful = pytest.importorskip("torchdata.stateful_dataloader")
 
     def make():
-        return stateful.StatefulDataLoader(interleave(kinds()[:4], [2, 1, 1, 3], 5), batch_size=2)
+        return stateful.StatefulDataLoader(kinds([2, 1, 1, 3, 1], 5), batch_size=2, collate_fn=list)
 
     whole = list(make())
     loader, other = make(), make()
@@ -442,27 +418,6 @@ def test_each_rank_has_the_shares_of_a_mixture_within_a_mixture(inner, outer, ra
 # -- one dataset of a mixture continues from any position, by its own state where it has one ---------------------------
 
 
-class OwnState:
-    """Its state stays loaded, as with Hugging Face's: each later iteration would begin there too."""
-
-    begin = at = 0
-
-    def __init__(self):
-        self.made = []
-
-    def __iter__(self):
-        for number in range(self.begin, 5):
-            self.made.append(number)
-            self.at = number + 1
-            yield number
-
-    def state_dict(self):
-        return {"at": self.at}
-
-    def load_state_dict(self, state):
-        self.begin = self.at = state["at"]
-
-
 class SharesAttributes(OwnState):
     """As Hugging Face's: what ``copy.copy`` makes has the attributes of the original."""
 
@@ -512,25 +467,14 @@ def test_a_pass_after_a_resumed_one_begins_at_the_beginning(make):
     assert (resumed.passes, resumed.taken) == (1, 5)
 
 
-@pytest.mark.parametrize(("entry", "made"), [({"dataset": {"at": 3}}, [3]), ({}, [0, 1, 2, 3])])
-def test_only_without_a_state_are_the_samples_before_made_again(entry, made):
-    dataset = OwnState()
-    assert Source("data", dataset, SourcePoint(0, 3, **entry)).read() == 3
-    assert dataset.made == made
-    assert dataset.begin == 0  # the state went into a copy
-
-
-def test_a_dataset_that_is_read_by_index_continues_without_reading_again():
-    class Counted(list):
-        asked = ()
-
-        def __getitem__(self, index):
-            self.asked = (*self.asked, index)
-            return super().__getitem__(index)
-
-    dataset = Counted("abcde")
-    assert rest(Source("data", dataset, SourcePoint(0, 3))) == ["d", "e"]
-    assert dataset.asked == (3, 4)
+def test_only_without_a_state_are_the_samples_before_made_again_and_never_by_index():
+    made = []
+    by_index = SimpleDataset(range(5)).transform(lambda number: made.append(number) or number)
+    assert Source("data", by_index, SourcePoint(0, 3)).read() == 3 and made == [3]
+    for entry, made in ({"dataset": {"at": 3}}, [3]), ({}, [0, 1, 2, 3]):
+        dataset = OwnState()
+        assert Source("data", dataset, SourcePoint(0, 3, **entry)).read() == 3
+        assert dataset.made == made and dataset.begin == 0  # the state went into a copy
 
 
 def test_a_state_is_kept_until_the_dataset_is_opened_and_is_not_changed():

@@ -99,6 +99,7 @@ REFUSED = [
         (partial(whole_numbers, weights, 3), ValueError, "give a list of finite numbers of 0 or more")
         for weights in ([1, -1, 1], [1, math.nan, 1], [1, math.inf, 1], [1, None, 1], "123", 5)
     ),
+    pytest.param(partial(whole_numbers, None, MOST + 1), ValueError, "65,537 .*: give at most", marks=pytest.mark.slow),
     (lambda: whole_numbers([0, 0.0, 0], 3), ValueError, "all weights are 0: give at least one dataset a positive"),
     # schedules
     (schedule((5, ONES)), ValueError, r"weights\[0\] begins at sample 5, and is the first one: a schedule"),
@@ -186,12 +187,6 @@ def test_attributes_of_the_users_and_numpys_numbers_and_ids_below_the_vocabulary
     assert len(interleave([users([1, 2]), [3, 4]])) == 4
     assert interleave([NoLength([1])], seed=np.int64(3)).state_dict()["seed"] == 3
     assert len(windows(NINE, vocab_size=8)) == 4
-
-
-@pytest.mark.slow
-def test_more_sources_than_slots_are_rejected():
-    with pytest.raises(ValueError, match="65,537 datasets have a weight: give at most 65,536"):
-        whole_numbers(None, MOST + 1)
 
 
 @pytest.mark.parametrize("options", [{"steps_per_epoch": 3}, {"last_batch": "rollover"}], ids=str)
