@@ -1,5 +1,6 @@
 """A loader's order: an epoch's batches by their numbers, again, after an interruption, from any position on."""
 
+import itertools
 import random
 from collections import UserList
 from collections.abc import Iterator
@@ -7,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import torch.utils.data as torch_data
 from samples import Foreign, NoLength
 
@@ -26,28 +26,16 @@ def order(length: int | None = 10, **given: Any) -> MapOrder:
     return MapOrder(length, **{**arguments, "batch_size": size, "shuffle": False, "seed": 1, **given})
 
 
-def listed(batch: Any) -> Any:
-    """A batch as a list: an array of indices may come in its place."""
-    return batch.tolist() if isinstance(batch, np.ndarray) else batch
+def at(one: MapEpoch, number: int) -> Any:
+    """A batch as a list, without the number of its first sample."""
+    found = one.batch(number)
+    return found and (found[0].tolist() if isinstance(found[0], np.ndarray) else found[0])
 
 
-def rest(reading: MapEpoch, number: int) -> list[Any]:
-    """The batches of an epoch from a number on."""
-    found = []
-    while (batch := reading.batch(number)) is not None:
-        found.append(listed(batch[0]))
-        number += 1
-    return found
-
-
-@pytest.mark.parametrize("rank", [0, 1, 2])
-def test_each_rank_reads_its_part(rank: int) -> None:
-    one = order(num_replicas=3, rank=rank, batch_size=2)
-    expected = [[[0, 3], [6, 9]], [[1, 4], [7, 0]], [[2, 5], [8, 1]]][rank]
-    assert rest(one.epoch(0), 0) == expected == list(one.batch_sampler.iter_epoch(0))
-    batch, first = one.epoch(0).batch(1) or ([], -1)
-    assert (one.length(0), one.replicas()) == (2, (3, rank))
-    assert (listed(batch), first) == (expected[1], 6 + rank)
+def rest(one: MapEpoch, number: int | None = None) -> list[Any]:
+    """The batches of an epoch from a number on, or all of them."""
+    each = (at(one, number) for number in itertools.count(one.first if number is None else number))
+    return list(itertools.takewhile(lambda batch: batch is not None, each))
 
 
 def test_a_batch_of_one_rank_of_4096_computes_its_own_samples_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,10 +44,11 @@ def test_a_batch_of_one_rank_of_4096_computes_its_own_samples_only(monkeypatch: 
     monkeypatch.setattr(
         Bijection, "__call__", lambda self, at, real=Bijection.__call__: computed.append(len(at)) or real(self, at)
     )
-    batch, first = order(10**12, sampler=sampler, batch_size=256, num_replicas=4096, rank=7).epoch(0).batch(1000)
+    one = order(10**12, sampler=sampler, batch_size=256, num_replicas=4096, rank=7).epoch(0)
+    batch, first = one.batch(1000)
     assert first == 256_000 * 4096 + 7
     assert computed == [2**15]  # a block of 128 batches
-    assert listed(batch) == [next(sampler.iter_epoch(0, (256_000 + step) * 4096 + 7)) for step in range(256)]
+    assert batch.tolist() == [next(sampler.iter_epoch(0, (256_000 + step) * 4096 + 7)) for step in range(256)]
 
 
 def test_a_signature_says_what_decides_the_order() -> None:
@@ -71,71 +60,12 @@ def test_a_signature_says_what_decides_the_order() -> None:
     assert order(batch_sampler=BatchSampler(torch_data.RandomSampler(range(10)), 4, seed=2)).signature(0) == expected
 
 
-class Counting:
-    """Counts without end, from 0 in each iteration, and begins with 0 again after the last index."""
-
-    read = at = 0
-
-    def __init__(self, length: int = 50) -> None:
-        self.length = length
-
-    def __iter__(self):
-        self.at = 0
-        while True:
-            self.read, self.at = self.read + 1, self.at + 1
-            yield (self.at - 1) % self.length
-
-
-class Keeping(Counting):
-    """Goes on where it was, and has a state."""
-
-    def __iter__(self):
-        while True:
-            self.at += 1
-            yield (self.at - 1) % self.length
-
-    def state_dict(self):
-        return {"at": self.at}
-
-    def load_state_dict(self, state):
-        self.at = state["at"]
-
-
-class KeepingEpochs(Keeping):
-    """Also has a length, where it starts over."""
-
-    def __iter__(self):
-        for number in range(self.at % self.length, self.length):
-            self.at = number + 1
-            yield number
-
-    def __len__(self):
-        return self.length
-
-
-@pytest.mark.parametrize("kind", [Counting, Keeping, KeepingEpochs])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_steps_per_epoch_reads_on_in_each_epoch_and_after_a_state(kind: Any, ranks: int) -> None:
-    def loader() -> ShardedDataLoader:
-        return ShardedDataLoader(range(50), 3, sampler=kind(), steps_per_epoch=4, num_replicas=ranks, rank=0, seed=1)
-
-    expected = [number % 50 for number in range(0, 12 * 12 * ranks, ranks)]
-    one, read, states = loader(), [], []
-    assert len(one) == 4
-    for _ in range(12):
-        for batch in one:
-            read += batch.tolist()
-            states.append(one.state_dict())
-    assert read == expected
-    if kind is Counting and ranks == 1:  # each epoch reads as much
-        assert one.sampler.read == 12 * 12
-    for done in (1, 3, 4, 5, 16, 18):
-        other = loader()
-        other.load_state_dict(states[done - 1])
-        rest = [number for _ in range(2) for batch in other for number in batch.tolist()]
-        assert rest == expected[3 * done :][: len(rest)] and len(rest) > 12
-    left = [next(iter(one)).tolist() for one in [loader()] for _ in range(6)]  # the loop was left each time
-    assert left == [[(12 * epoch + number) * ranks % 50 for number in range(3)] for epoch in range(6)]
+def test_the_open_iterator_of_a_sampler_without_a_length_goes_on_in_the_next_epoch() -> None:
+    read: list[int] = []
+    sampler = NoLength(lambda: (read.append(number) or number % 50 for number in itertools.count()))
+    loader = ShardedDataLoader(range(50), 3, sampler=sampler, steps_per_epoch=4)
+    assert [index for _ in range(12) for batch in loader for index in batch.tolist()] == [n % 50 for n in read]
+    assert read == list(range(12 * 12))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -145,30 +75,6 @@ def test_a_sampler_without_a_length_that_ends_under_steps_per_epoch_is_an_error(
     with pytest.raises(ValueError, match="has no length and ended after 20 items: give it a __len__, so that it can"):
         for _ in range(4):
             list(loader)
-
-
-SAMPLERS: dict[str, Any] = {
-    "the loader's": lambda: {"batch_size": 2, "shuffle": True},
-    "ours": lambda: {"batch_size": 2, "sampler": RandomSampler(12)},
-    "torch": lambda: {"batch_size": 2, "sampler": torch_data.RandomSampler(range(12))},
-    "generator": lambda: {"batch_size": 2, "sampler": torch_data.RandomSampler(range(12), generator=torch.Generator())},
-    "distributed": lambda: {"batch_size": 2, "sampler": torch_data.DistributedSampler(range(12), 2, 1)},
-    "own": lambda: {"batch_size": 2, "sampler": Foreign(lambda: torch.randperm(12).tolist(), 12)},
-    "batches": lambda: {"batch_sampler": BatchSampler(RandomSampler(12, seed=1), 4)},
-}
-
-
-@pytest.mark.parametrize("kind", SAMPLERS)
-def test_the_samplers_of_a_loader_begin_the_epoch_that_the_loader_was_told(kind: str) -> None:
-    loader = ShardedDataLoader(range(12), **SAMPLERS[kind](), seed=1)
-    tells = loader if kind != "batches" else loader.batch_sampler
-    tells.set_epoch(2)
-    shown = [list(batch) for batch in loader.batch_sampler]
-    assert shown == [batch.tolist() for batch in loader] and loader.epoch == 3
-    if kind in ("the loader's", "ours", "distributed"):  # these know their epochs themselves
-        loader.sampler.set_epoch(2)
-        samples = list(loader.sampler)
-        assert samples == sum(shown, []) and [batch.tolist() for batch in loader] == shown
 
 
 class Pure(Sampler[int]):
@@ -214,19 +120,9 @@ def reading(kind: str, epoch: int = 1, position: Position | None = None) -> MapE
     return order(23, **ORDERS[kind]).epoch(epoch, position)
 
 
-def whole(one: MapEpoch) -> list[Any]:
-    return rest(one, one.first)
-
-
-def at(one: MapEpoch, number: int) -> Any:
-    """A batch without the number of its first sample."""
-    found = one.batch(number)
-    return None if found is None else listed(found[0])
-
-
 @pytest.mark.parametrize("kind", ORDERS)
 def test_any_batch_that_is_not_forgotten_can_be_asked_again(kind: str) -> None:
-    expected = whole(reading(kind))
+    expected = rest(reading(kind))
     one = reading(kind)
     assert one.keeps == (kind in FOREIGN)
     assert [at(one, number) for number in range(3)] == expected[:3]
@@ -242,17 +138,15 @@ def test_any_batch_that_is_not_forgotten_can_be_asked_again(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ORDERS)
 def test_every_position_leads_on_to_the_same_batches(kind: str) -> None:
-    expected = whole(reading(kind))
+    expected = rest(reading(kind))
     one = reading(kind)
     for number in range(len(expected)):
         position = one.position(number)
         assert parse(dump(position, one.source.signature)) == (position, one.source.signature)
-        again, found = reading(kind, 1, position), one.batch(number)
-        same = again.batch(number)
-        assert found is not None and same is not None
-        assert listed(found[0]) == listed(same[0]) == expected[number]
-        assert found[1] == same[1]
-        assert (again.first, whole(reading(kind, 1, position))) == (number, expected[number:])
+        again = reading(kind, 1, position)
+        assert at(one, number) == at(again, number) == expected[number]
+        assert one.batch(number)[1] == again.batch(number)[1]
+        assert (again.first, rest(reading(kind, 1, position))) == (number, expected[number:])
     if kind != "reused list" and kind != "reused list, rank":
         assert one.length() == len(expected)
 
@@ -264,7 +158,7 @@ def test_an_interrupted_batch_comes_at_the_next_call(
 ) -> None:
     from sharded_loader.sampling import third_party
 
-    expected = whole(reading(kind))
+    expected = rest(reading(kind))
     one = reading(kind)
     assert at(one, 0) == expected[0]
     with monkeypatch.context() as patched, pytest.raises(error):
@@ -322,7 +216,7 @@ def test_with_rollover_a_position_behind_the_next_epochs_beginning_is_carried_th
     over = threes.epoch(0, Position(0, 10))
     assert (over.carry, over.batch(over.first), over.length() - over.first) == (Position(1, 0), None, 0)
     early = threes.epoch(1, Position(1, -1))
-    assert rest(early, early.first) == [[9, 0, 1], [2, 3, 4], [5, 6, 7]]
+    assert rest(early) == [[9, 0, 1], [2, 3, 4], [5, 6, 7]]
     assert [early.position(number).done for number in range(4)] == [-1, 2, 5, 8]
 
 
@@ -332,7 +226,7 @@ def test_a_checkpoint_behind_the_position_is_not_used() -> None:
     mark = [one.position(number).mark for number in range(4) if one.batch(number)][3]
     assert mark is not None and mark.items == 9
     again = reading("gluon", 1, Position(1, 6, mark))
-    assert whole(again) == whole(reading("gluon"))[2:]
+    assert rest(again) == rest(reading("gluon"))[2:]
 
 
 def test_a_batch_says_where_its_first_sample_lies() -> None:
@@ -366,14 +260,14 @@ def test_a_list_is_read_as_any_sampler_of_another_library_and_has_its_checkpoint
         position = listed.position(number + 1)
         assert position == foreign.position(number + 1)
         again = order(11, sampler=given, **options).epoch(0, position)
-        assert whole(again) == whole(foreign)[number + 1 :] if not again.is_over() else True
+        assert rest(again) == rest(foreign)[number + 1 :] if not again.is_over() else True
 
 
 def test_a_list_is_read_in_blocks_but_a_subclass_may_do_as_it_likes() -> None:
     items = list(range(5000))
     one = order(5000, sampler=items).epoch(0)
     other = order(5000, sampler=type("Own", (list,), {})(items)).epoch(0)
-    assert [listed(reading.batch(0)[0]) for reading in (one, other)] == [[0, 1, 2]] * 2
+    assert [at(reading, 0) for reading in (one, other)] == [[0, 1, 2]] * 2
     assert not one.keeps and other.keeps
 
 

@@ -300,12 +300,6 @@ def test_set_epoch_may_be_called_on_either_of_nested_samplers() -> None:
     assert theirs.epoch == 4 and flat(outer) == list(theirs)
 
 
-def test_keys_that_are_no_integers_pass_through() -> None:
-    assert list(BatchSampler(["a", "b", "c"], 2)) == [["a", "b"], ["c"]]
-    for indices in (np.arange(3, dtype=np.int32), torch.arange(3)):
-        assert [type(index) for index in flat(BatchSampler(indices, 2, seed=0))] == [int] * 3
-
-
 @given(
     keys=st.lists(st.integers(0, 9), max_size=60),
     size=st.integers(1, 9),

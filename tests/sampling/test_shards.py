@@ -155,14 +155,6 @@ def test_shards_are_told_from_indices() -> None:
     assert [is_sharded(batch) for batch in (*INDICES, *SHARDS)] == [False] * len(INDICES) + [True] * len(SHARDS)
 
 
-@given(length=st.integers(0, 40), size=st.integers(1, 9), shards=st.integers(1, 5))
-def test_sharded_batches_are_the_batches_split(length: int, size: int, shards: int) -> None:
-    batches = BatchSampler(SequentialSampler(length), size)
-    sharded = ShardedBatchSampler(batches, shards)
-    assert len(sharded) == len(batches)
-    assert [[index for shard in batch for index in shard] for batch in sharded] == list(batches.iter_epoch(0))
-
-
 def test_a_task_is_split_once_by_the_weights_of_the_moment() -> None:
     split, task = Split(2), Task(7, 0, 3, 0, ([1, 2, 3, 4],), False)
     assert split.sharded(task).shards == ([1, 2], [3, 4])

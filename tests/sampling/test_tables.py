@@ -89,18 +89,6 @@ def test_ranks_share_the_rest_of_an_epoch(kind: str, length: int, replicas: int,
     assert list(StridedTable(KINDS[kind](length), replicas, 0, offset, truncate).items(2)) == shares[0][2:]
 
 
-def test_a_rank_asks_for_its_own_positions_only() -> None:
-    seen: list[int] = []
-
-    def at(positions: Any) -> Any:
-        seen.extend(positions.tolist())
-        return positions
-
-    batches = BatchedTable(StridedTable(Table(10**12, at, BLOCK), 4096, 7, 100), 3)
-    assert batches.at(asked(5)) == [[100 + 4096 * step + 7 for step in (15, 16, 17)]]
-    assert len(seen) == 3
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @given(length=st.integers(0, 40), size=st.integers(1, 9), drop=st.booleans(), start=st.integers(0, 6))
 def test_batches_are_slices(kind: str, length: int, size: int, drop: bool, start: int) -> None:
@@ -260,32 +248,6 @@ def test_ranks_stride_over_the_boundaries_of_blocks(replicas: int) -> None:
         assert list(sampler.iter_epoch(1)) == expected
         assert list(sampler.iter_epoch(1, len(expected) - 3)) == expected[-3:]
         assert list(itertools.chain.from_iterable(BatchSampler(sampler, 7).iter_epoch(1))) == expected
-
-
-def test_epoch_and_order_are_those_of_the_sampler_inside() -> None:
-    inner = RandomSampler(10, seed=1)
-    sampler = ReplicaSampler(inner, partial(resolve_replicas, 2, 1))
-    first = list(sampler)
-    assert (sampler.epoch, inner.epoch) == (1, 1)
-    sampler.set_epoch(0)
-    assert list(sampler) == first
-    theirs: Any = torch_data.RandomSampler(range(12))
-    shares = [list(ReplicaSampler(theirs, partial(resolve_replicas, 3, rank)).iter_epoch(2)) for rank in range(3)]
-    assert sorted(sum(shares, [])) == list(range(12))
-
-
-def test_replicas_may_be_asked_for_when_they_are_needed() -> None:
-    asked: list[str] = []
-
-    def replicas() -> tuple[int, int]:
-        asked.append("replicas")
-        return 2, 1
-
-    sampler = ReplicaSampler(SequentialSampler(4), replicas)
-    assert asked == []
-    assert list(sampler) == [1, 3]
-    assert (sampler.num_replicas, sampler.rank) == (2, 1)
-    assert set(asked) == {"replicas"}
 
 
 def test_resolve_replicas_reads_the_surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
