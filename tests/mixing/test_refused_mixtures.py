@@ -101,6 +101,7 @@ REFUSED = [
     ),
     pytest.param(partial(whole_numbers, None, MOST + 1), ValueError, "65,537 .*: give at most", marks=pytest.mark.slow),
     (lambda: whole_numbers([0, 0.0, 0], 3), ValueError, "all weights are 0: give at least one dataset a positive"),
+    (lambda: interleave([[1]] * 501, stop="each_once"), ValueError, "501 datasets, .*: give up to 500, or join"),
     # schedules
     (schedule((5, ONES)), ValueError, r"weights\[0\] begins at sample 5, and is the first one: a schedule"),
     (schedule((0, ONES), (9, [1, 0]), (3, ONES)), ValueError, r"\[2\] begins at sample 3, after 9: .*back"),

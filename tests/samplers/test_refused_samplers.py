@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from samples import Documents
 
 from sharded_loader import (
     BoundedBudgetSampler,
@@ -211,50 +210,3 @@ def test_samplers_of_the_right_length_are_taken_and_a_refresh_with_another_one_i
     documents.append([4])
     with pytest.raises(ValueError, match="has 2 lengths, but the dataset has 3"):
         loader.refresh()
-
-
-def of_shards(**changed: Any) -> ShardedDataLoader[Any]:
-    given: dict[str, Any] = {"lengths": [10, 20, 30], "window": 2, "lanes": 2, **changed}
-    return ShardedDataLoader(range(60), 4, sampler=ShardShuffleSampler(**given, seed=1))
-
-
-def of_rows(lengths: Any = LENGTHS, **changed: Any) -> ShardedDataLoader[Any]:
-    given: dict[str, Any] = {"tokens": 8, "rows": 3, "window": 4, "seed": 5, **changed}
-    return ShardedDataLoader(Documents(LENGTHS), batch_sampler=PackSampler(lengths, **given), batchify_fn=list)
-
-
-def of_classes(labels: list[int] = LABELS) -> ShardedDataLoader[Any]:
-    return loaded(ClassBalancedBatchSampler(labels, 2, 3, 4, seed=0), len(LABELS))
-
-
-def by_cost(costs: Any = LENGTHS, batch_size: int = 4) -> ShardedDataLoader[Any]:
-    return ShardedDataLoader(range(12), batch_size, costs=costs, seed=1)
-
-
-@pytest.mark.parametrize(
-    ("make", "changed", "said"),
-    [
-        (of_shards, {"window": 3}, "window of the ShardShuffleSampler was 2, and is 3"),
-        (of_shards, {"lanes": 1}, "lanes of the ShardShuffleSampler was 2, and is 1"),
-        (of_shards, {"lengths": [30, 20, 10]}, "lengths of the ShardShuffleSampler changed after the state was saved"),
-        (of_rows, {"tokens": 10}, "tokens of the PackSampler"),
-        (of_rows, {"window": 5}, "window of the PackSampler"),
-        (of_rows, {"rows": 2}, "rows of the PackSampler"),
-        (of_rows, {"lengths": LENGTHS[::-1]}, "lengths of the PackSampler"),
-        (of_classes, {"labels": [0, 0, *LABELS[2:-2], 1, 2]}, "labels of the ClassBalancedBatchSampler changed"),
-        (by_cost, {"costs": LENGTHS[::-1]}, "costs of the CostSampler changed"),
-        (by_cost, {"batch_size": 5}, "a step of all ranks had 4 samples, and has 5"),
-    ],
-)
-def test_a_state_of_another_order_is_refused(make: Any, changed: dict[str, Any], said: str) -> None:
-    loader = make()
-    next(iter(loader))
-    state = loader.state_dict()
-    make().load_state_dict(state)
-    for strict in (True, False) if "batch_size" in changed else (True,):
-        with pytest.raises(ValueError, match=said):
-            make(**changed).load_state_dict(state, strict=strict)
-    if make is of_rows:
-        for wrong in ([1], [1, -2], "none"):
-            with pytest.raises(ValueError, match="'landmark'"):
-                make().load_state_dict(state | {"landmark": wrong})

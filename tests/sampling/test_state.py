@@ -113,14 +113,18 @@ def shuffled(length: int = 20, batch_size: int = 4, **other: Any) -> ShardedData
 
 
 def over(sampler: Any, length: int = 20, **other: Any) -> ShardedDataLoader:
-    """A loader over a sampler of indices or of batches."""
+    """A loader over a sampler of indices or of batches, or with other arguments that decide its order."""
     of_batches = isinstance(sampler, OF_BATCHES)
     order = {"batch_sampler": sampler} if of_batches else {"sampler": sampler, "batch_size": 4}
+    order = {"batch_size": 4, **sampler} if isinstance(sampler, dict) else order
     return ShardedDataLoader(range(length), **{**order, **other})
 
 
-OF_BATCHES = BatchSampler, BoundedBudgetSampler, ClassBalancedBatchSampler, FixedBucketSampler, GroupedBatchSampler
-LENGTHS, RANDOM = [5, 3, 9, 4, 7, 2, 8, 6] * 3, RandomSampler(9, seed=1)
+OF_BATCHES = (
+    *(BatchSampler, BoundedBudgetSampler, ClassBalancedBatchSampler, FixedBucketSampler, GroupedBatchSampler),
+    PackSampler,
+)
+LENGTHS, RANDOM, SHARDS, LABELS = [5, 3, 9, 4, 7, 2, 8, 6] * 3, RandomSampler(9, seed=1), [8, 4, 12], [0, 1, 1] * 8
 
 
 @pytest.mark.parametrize(
@@ -151,6 +155,10 @@ def test_another_seed_of_a_given_sampler_is_refused_and_batches_are_not_taken_fo
     sampler = BatchSampler(RandomSampler(20, seed=1), 4)
     with pytest.raises(ValueError, match="batch_size was None, and is 4"):
         ShardedDataLoader(range(20), 4, sampler=sampler).load_state_dict(state_of(over(sampler)), strict=False)
+    for strict in (True, False):
+        with pytest.raises(ValueError, match="a step of all ranks had 4 samples, and has 5"):
+            larger = over({"costs": range(1, 21), "batch_size": 5})
+            larger.load_state_dict(state_of(over({"costs": range(1, 21)})), strict=strict)
 
 
 @pytest.mark.parametrize(
@@ -161,6 +169,20 @@ def test_another_seed_of_a_given_sampler_is_refused_and_batches_are_not_taken_fo
         (BoundedBudgetSampler, (LENGTHS, 20), (LENGTHS, 19), "budget of the BoundedBudgetSampler changed after the"),
         (FixedBucketSampler, (LENGTHS, 3, 2), (LENGTHS[::-1], 3, 2), "lengths of the FixedBucketSampler changed after"),
         (BatchSampler, (RANDOM, 4), (RANDOM, 3), "batch_size of the BatchSampler was 4, a"),
+        (ShardShuffleSampler, (SHARDS, 2), (SHARDS, 3), "window of the ShardShuffleSampler was 2, and is 3"),
+        (ShardShuffleSampler, (SHARDS, 2, 2), (SHARDS, 2, 1), "lanes of the ShardShuffleSampler was 2, and is 1"),
+        (ShardShuffleSampler, (SHARDS,), (SHARDS[::-1],), "lengths of the ShardShuffleSampler changed after the state"),
+        (PackSampler, (LENGTHS, 9, 3), (LENGTHS, 10, 3), "tokens of the PackSampler"),
+        (lambda window: PackSampler(LENGTHS, 9, window=window), (5,), (6,), "window of the PackSampler"),
+        (PackSampler, (LENGTHS, 9, 3), (LENGTHS, 9, 2), "rows of the PackSampler"),
+        (PackSampler, (LENGTHS, 9, 3), (LENGTHS[::-1], 9, 3), "lengths of the PackSampler"),
+        (
+            ClassBalancedBatchSampler,
+            (LABELS, 2, 2),
+            (LABELS[::-1], 2, 2),
+            "labels of the ClassBalancedBatchSampler cha",
+        ),
+        (lambda costs: {"costs": costs}, (LENGTHS,), (LENGTHS[::-1],), "costs of the CostSampler changed"),
         (SortedSampler, (LENGTHS,), (LENGTHS, False), "order of the keys of the SortedSampler changed after the state"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
@@ -172,7 +194,9 @@ def test_a_sampler_with_other_arguments_is_refused_by_name(make: Any, was: Any, 
     with pytest.raises(ValueError, match=said):
         other.load_state_dict(state)
     assert other.position == 0
-    if "budget" in said or "batch_size" in said:  # batches that cannot go on: see test_rescale.py
+    if re.match(
+        "budget|batch_size|tokens|window of the Pack|a step", said
+    ):  # batches that cannot go on: see test_rescale.py
         with pytest.raises(ValueError, match=said):
             other.load_state_dict(state, strict=False)
     else:
