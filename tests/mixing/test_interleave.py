@@ -81,9 +81,6 @@ class Stream(IterableDataset):
         self.epoch = epoch
 
 
-# -- by index -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.costly
 @STOPS
 @given(MIXTURES, st.integers())
@@ -176,9 +173,6 @@ def test_a_sample_that_comes_again_draws_other_numbers_and_the_same_in_bulk():
     assert singly[1].tolist() == drawn.tolist()
 
 
-# -- in order -----------------------------------------------------------------------------------------------
-
-
 @STOPS
 @given(MIXTURES, st.integers())
 def test_a_mixture_in_order_gives_what_the_one_by_index_gives(stop, pairs, seed):
@@ -201,7 +195,7 @@ def test_a_mixture_in_order_gives_what_the_one_by_index_gives(stop, pairs, seed)
 
 
 class OwnState:
-    """Its state stays loaded, as with Hugging Face's: each later iteration would begin there too."""
+    """As Hugging Face's: its state stays loaded, and what ``copy.copy`` makes has the attributes of the original."""
 
     begin = at = 0
 
@@ -219,6 +213,12 @@ class OwnState:
 
     def load_state_dict(self, state):
         self.begin = self.at = state["at"]
+
+    def __getstate__(self):
+        return self.__dict__
+
+    def __setstate__(self, state):
+        self.__dict__ = state
 
 
 def kinds(*arguments):
@@ -326,9 +326,6 @@ def part_of_c(number, parts):
     return (f"c.{index}" for index in range(number, 8, parts))
 
 
-# -- in torch -----------------------------------------------------------------------------------------------
-
-
 def test_torchs_loader_takes_a_mixture_in_order_for_an_iterable_dataset():
     mixture = interleave([NoLength([1, 2, 3]), range(10, 13)], seed=1)
     assert isinstance(mixture, IterableDataset)
@@ -418,16 +415,6 @@ def test_each_rank_has_the_shares_of_a_mixture_within_a_mixture(inner, outer, ra
 # -- one dataset of a mixture continues from any position, by its own state where it has one ---------------------------
 
 
-class SharesAttributes(OwnState):
-    """As Hugging Face's: what ``copy.copy`` makes has the attributes of the original."""
-
-    def __getstate__(self):
-        return self.__dict__
-
-    def __setstate__(self, state):
-        self.__dict__ = state
-
-
 def stateful_rows():
     return StatefulRows(Parts((5,)), 0)
 
@@ -435,7 +422,6 @@ def stateful_rows():
 KINDS = [
     lambda: NoLength(range(5)),
     OwnState,
-    SharesAttributes,
     lambda: NoLength(stateful_rows),
     lambda: stateful_rows,
     lambda: lambda: iter(range(5)),
@@ -489,9 +475,6 @@ def test_a_state_is_kept_until_the_dataset_is_opened_and_is_not_changed():
     assert source.state() == SourcePoint(0, 1)
     with pytest.raises(ValueError, match="number 3, a NoLength, has 5 samples, and the state was saved after 6"):
         Source("number 3", NoLength(range(5)), SourcePoint(0, 6)).read()
-
-
-# -- in workers ---------------------------------------------------------------------------------------------
 
 
 def part(number, parts):

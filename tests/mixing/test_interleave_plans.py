@@ -40,9 +40,6 @@ def column(number, size):
     return [(number, index) for index in range(size)]
 
 
-# -- plans -------------------------------------------------------------------------------------------------------------
-
-
 @given(plans())
 def test_when_sources_drop_out_every_sample_comes_exactly_once_and_each_source_in_its_order(case):
     sizes, changes, seed = case
@@ -97,9 +94,6 @@ def test_the_shares_of_each_piece_are_those_of_its_weights():
     assert counts[0] <= 4 and abs(counts[1] - 1500) <= 4
 
 
-# -- each_once ---------------------------------------------------------------------------------------------------------
-
-
 @given(plans(), st.data())
 def test_each_once_gives_every_sample_exactly_once_by_index_and_in_order_resumed_anywhere(case, data):
     sizes, changes, seed = case
@@ -118,9 +112,6 @@ def test_each_once_gives_every_sample_exactly_once_by_index_and_in_order_resumed
     assert list(other) == whole[position:]
 
 
-# -- a number of samples -----------------------------------------------------------------------------------------------
-
-
 def test_a_mixture_of_a_given_length_starts_datasets_over():
     for datasets in ([column(0, 5), column(1, 2)], [NoLength(column(0, 5)), NoLength(column(1, 2))]):
         samples = list(interleave(datasets, stop=40))
@@ -129,9 +120,6 @@ def test_a_mixture_of_a_given_length_starts_datasets_over():
         for source, size in ((0, 5), (1, 2)):
             own = [index for number, index in samples if number == source]
             assert own == [index % size for index in range(len(own))]
-
-
-# -- shuffled ----------------------------------------------------------------------------------------------------------
 
 
 def arrays(*sizes):
@@ -197,9 +185,6 @@ def test_ten_to_the_twelve_samples_are_shuffled_at_constant_memory():
     mixed = interleave([range(10**12), range(10**12)], shuffle=True, stop="all_exhausted")
     assert len(mixed) >= 2 * 10**12 - 10
     assert len({mixed[10**12 + n] for n in range(100)}) == 100
-
-
-# -- in other datasets and loaders -------------------------------------------------------------------------------------
 
 
 def mixture(**options):
@@ -434,8 +419,7 @@ class Ranks:
                     loader.set_weights(changes[step])
 
     def state(self):
-        states = [json.dumps(loader.state_dict()) for loader in self.loaders]
-        return states[0]
+        return json.dumps(self.loaders[0].state_dict())
 
     def load(self, state):
         for loader in self.loaders:
@@ -611,9 +595,6 @@ def test_a_change_inside_next_is_an_error():
     assert len(list(loader)) == 2
 
 
-# -- epochs ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {1: [1, 9, 1], 3: [1, 1, 5]}], ids=["fixed", "set"])
 @pytest.mark.parametrize("options", [{"steps_per_epoch": 5}, {"last_batch": "rollover", "batch_size": 7}], ids=str)
@@ -656,9 +637,6 @@ def test_a_transformed_mixture_is_planned_and_draws_other_numbers_in_each_pass()
     assert one[0].tolist() != two[0].tolist()
     loader.set_weights([1, 0, 0])
     assert counts(next(iter(loader))[0]).tolist() == [96, 0, 0]
-
-
-# -- stats -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("pool", ["inline", "thread"])

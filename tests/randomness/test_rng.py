@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from samples import Foreign
 
 import sharded_loader
 from sharded_loader import ShardedDataLoader, sample_generator, sample_rng, sample_seed
@@ -85,9 +86,6 @@ def test_a_batch_and_an_index_that_looks_like_it_have_different_keys() -> None:
     assert len(keys) == 5
 
 
-# -- generators of a sample -----------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def scope() -> Iterator[SampleScope]:
     """This thread reads sample 3 of epoch 2, under seed 5."""
@@ -134,9 +132,6 @@ def test_outside_of_a_loader_in_other_threads_and_in_forked_children_numbers_are
 def test_samples_whose_seeds_agree_in_32_bits_draw_different_torch_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sharded_loader.randomness.rng.derive_key", lambda *parts: 7 + (parts[-1] << 32))
     assert len({torch.rand((), generator=sample_generator(index)).item() for index in range(20)}) == 20
-
-
-# -- keys that are no numbers ---------------------------------------------------------------------------------
 
 
 class Colour(enum.Enum):
@@ -200,24 +195,15 @@ def by_seed() -> float:
         return random.random()
 
 
-class AnyKey:
-    """A sample of any key is what is drawn for it."""
-
-    def __init__(self, draw: Any) -> None:
-        self.draw = draw
-
-    def __len__(self) -> int:
-        return 3
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.draw()
-
-
 @pytest.mark.parametrize(
     "draw_one", [lambda: sample_rng().random(), lambda: sample_generator().initial_seed(), by_seed]
 )
 def test_the_loader_says_which_index_cannot_be_a_key(pool: Pool, draw_one: Any) -> None:
-    with ShardedDataLoader(AnyKey(draw_one), 1, sampler=["a", Address(1)], seed=1, pool=pool) as loader:
+    class AnyKey(Foreign):
+        def __getitem__(self, index: Any) -> Any:
+            return draw_one()
+
+    with ShardedDataLoader(AnyKey([], 3), 1, sampler=["a", Address(1)], seed=1, pool=pool) as loader:
         iterator = iter(loader)
         next(iterator)
         with pytest.raises(TypeError, match="give Address a __repr__ that shows its value"):
@@ -280,9 +266,6 @@ def test_torch_numbers_are_uniform_and_its_seed_is_known(monkeypatch: pytest.Mon
     seed_torch(generator, 77 + (1 << 63))
     own = torch.Generator().manual_seed(77)
     assert torch.equal(torch.rand(3, generator=generator), torch.rand(3, generator=own))
-
-
-# -- turns ----------------------------------------------------------------------------------------------------
 
 
 def states() -> list[object]:

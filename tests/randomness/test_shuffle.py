@@ -151,9 +151,6 @@ def test_the_order_is_the_same_in_every_release() -> None:
     assert checksum_of(range(0, 10**12, 2)) == zlib.crc32(b"range(0, 1000000000000, 2)")
 
 
-# -- the indices of parts, and of parts of parts -----------------------------------------------------------------------
-
-
 def selections(draw: Any, length: int) -> Any:
     """Some indices below ``length``: a range, or an array."""
     if draw(st.booleans()) or not length:

@@ -103,9 +103,6 @@ def test_bucket_keys_may_be_any_sequence(as_given: Callable[[Any], Any]) -> None
     assert list(FixedBucketSampler(one, 2, None, as_given([9]))) == list(FixedBucketSampler(one, 2, None, [9]))
 
 
-# -- Bucket schemes: those of the library, and a user's own in a sampler and a loader ----------------------------------
-
-
 ASKED: list[tuple[int, int, int]] = []
 
 
@@ -134,9 +131,6 @@ def test_a_scheme_of_ones_own_makes_the_buckets_of_a_sampler_and_of_each_part_of
 def test_many_lengths_are_sorted_into_buckets_in_a_moment() -> None:
     lengths = np.random.default_rng(0).integers(1, 500, (50_000, 2))
     assert sum(len(batch) for batch in FixedBucketSampler(lengths, 64, shuffle=True, seed=1)) == 50_000
-
-
-# -- by label: batches of one kind -------------------------------------------------------------------------------------
 
 
 LABELS = [0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 3, 3, 3, 0, 1]
@@ -242,18 +236,6 @@ def test_which_classes_meet_changes_all_the_time() -> None:
     assert len(pairs) == 28 and max(pairs.values()) < 40  # 14 on average
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 3])
-def test_ranks_have_different_batches_of_one_order_and_resume_on_any_number_of_them(replicas: int) -> None:
-    def loader(**given: Any) -> ShardedDataLoader[Any]:
-        sampler = ClassBalancedBatchSampler(LABELS, 2, 3, batches=12)
-        return ShardedDataLoader(range(len(LABELS)), batch_sampler=sampler, seed=6, **given)
-
-    whole = [batch.tolist() for batch in loader()]
-    first, state, _ = after_steps(ranks_of(2, loader), 3)
-    assert sum(first, []) == whole[:6]
-    assert sum(steps_of(ranks_of(replicas, loader, state)), []) == whole[6:]
-
-
 def test_epochs_go_on_with_rounds_and_passes_and_any_epoch_is_read_by_itself() -> None:
     def sampler(batches: int) -> ClassBalancedBatchSampler:
         return ClassBalancedBatchSampler(LABELS, 3, 2, batches, seed=1)
@@ -302,9 +284,6 @@ def slowest(steps: list[list[list[int]]]) -> float:
     """The longest sample of a step over that of the mean rank, as a mean over the steps."""
     work = np.array([[LENGTHS[batch].max() for batch in step] for step in steps], float)
     return float((work.max(axis=1) / work.mean(axis=1)).mean())
-
-
-# -- buckets -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", BUCKETS)
@@ -401,9 +380,6 @@ def test_any_lengths_on_any_number_of_ranks_are_all_read(length: int, replicas: 
     assert len(items) % replicas == 0
     assert {index for batch in items for index in batch} == set(range(length))
     assert items[3:] == list(sampler.iter_epoch(epoch, 3))
-
-
-# -- costs -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("power", "bar"), [(1, 1.02), (2, 1.05)])

@@ -63,9 +63,6 @@ def ranks(count: int, steps: int | None = None, state: Any = None, **options: An
     return [batch for step in zip(*found, strict=True) for batch in step], json.loads(json.dumps(after))
 
 
-# -- what is in the rows -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.costly(5)
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("window", [1, 7, 40, 10_000])
@@ -155,9 +152,6 @@ def test_documents_longer_than_a_row_are_cut_into_rows_and_a_rest_or_left_out() 
     assert {index: sorted(found[index]) for index in found} == dict(enumerate(pieces))
     dropped = sampler([70, 5, 32, 33, 1], long="drop", rows=1)
     assert sorted(index for batch in dropped for index in batch) == [1, 2, 4]
-
-
-# -- positions, ranks, states ------------------------------------------------------------------------------------------
 
 
 def test_an_epoch_is_a_function_of_seed_and_epoch_whatever_was_read_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,9 +297,6 @@ def test_a_thousand_million_lengths_are_not_copied() -> None:
     tracemalloc.stop()
 
 
-# -- in loaders --------------------------------------------------------------------------------------------------------
-
-
 def as_lists(batches: Any) -> list[dict[str, Any]]:
     return [{name: tensor.tolist() for name, tensor in batch.items()} for batch in batches]
 
@@ -351,9 +342,6 @@ def test_a_document_that_cannot_be_read_leaves_its_place_empty(on_error: Any) ->
     for batch, expected in zip(mine, loader(), strict=True):
         assert batch["input_ids"].shape == expected["input_ids"].shape
         assert tokens_of(batch) == [token for token in tokens_of(expected) if token // 1000 % 50 != 7]
-
-
-# -- bad input ---------------------------------------------------------------------------------------------------------
 
 
 def test_more_lengths_than_are_looked_at_are_checked_where_they_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ from sharded_loader.engine.split import check_shares, shard_sizes, split_batch
 from sharded_loader.samplers.index_samplers import sort_order, sortable
 from sharded_loader.sampling.base import check_sampler
 from sharded_loader.sampling.own import ReplicaSampler
-from sharded_loader.sampling.tables import BLOCK, Table
+from sharded_loader.sampling.tables import BLOCK
 
 LENGTHS = [(7 * place) % 29 + 1 for place in range(61)]
 
@@ -165,9 +165,6 @@ def test_sampling_never_imports_torch_where_a_seed_is_given() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-# -- indices -----------------------------------------------------------------------------------------------------------
-
-
 @given(indices=st.lists(st.integers(-(2**40), 2**40)), seed=st.integers())
 def test_subset_random_sampler_yields_the_given_indices(indices: list[int], seed: int) -> None:
     assert Counter(SubsetRandomSampler(indices, seed=seed)) == Counter(indices)
@@ -176,10 +173,9 @@ def test_subset_random_sampler_yields_the_given_indices(indices: list[int], seed
 @given(length=st.integers(1, 200), data=st.data())
 def test_interval_sampler_yields_every_index_once(length: int, data: st.DataObject) -> None:
     interval = data.draw(st.integers(1, length))
-    expected = [index for first in range(interval) for index in range(first, length, interval)]
-    assert list(IntervalSampler(length, interval)) == expected
-    once = IntervalSampler(length, interval, rollover=False)
-    assert list(once) == list(range(0, length, interval)) and len(once) == len(list(once))
+    rounds = [list(range(first, length, interval)) for first in range(interval)]
+    assert list(IntervalSampler(length, interval)) == flat(rounds)
+    assert list(IntervalSampler(length, interval, rollover=False)) == rounds[0]
 
 
 @given(parts=st.integers(1, 9), extra=st.integers(0, 50), seed=st.integers())
@@ -247,9 +243,6 @@ def test_more_keys_and_weights_than_fit_into_memory_are_refused_at_once(monkeypa
 
 def test_a_filter_keeps_the_samples_that_pass() -> None:
     assert list(FilterSampler(lambda text: "a" in text, ["a", "b", "ca"])) == [0, 2]
-
-
-# -- batches -----------------------------------------------------------------------------------------------------------
 
 
 @given(length=st.integers(0, 60), size=st.integers(1, 70), start=st.integers(0, 5), own=st.booleans())
@@ -343,9 +336,6 @@ def test_budget_batches_are_as_large_as_allowed() -> None:
     assert list(BoundedBudgetSampler([[1, 3], [2, 2]], 6, shuffle=False)) == [[1, 0]]
 
 
-# -- what samplers show ------------------------------------------------------------------------------------------------
-
-
 REPRS: list[tuple[Callable[[], Any], str]] = [
     (lambda: SequentialSampler(4, start=3), "SequentialSampler(length=4, start=3)"),
     (lambda: RandomSampler(10**12, seed=7), "RandomSampler(length=1000000000000, seed=7)"),
@@ -407,19 +397,6 @@ class Broken(RandomSampler):
         raise RuntimeError("no seed yet")
 
 
-class Half(Sampler[int]):
-    decided_by = (("width", "_width"), ("seed", "nothing"))
-
-    def __init__(self) -> None:
-        self._width = 3
-
-    def epoch_table(self, epoch: int) -> Table:
-        raise ValueError("ask later")
-
-    def len_epoch(self, epoch: int) -> int:
-        raise ValueError("ask later")
-
-
 def test_a_subclass_with_broken_attributes_has_a_repr() -> None:
     class NoRepr(NoLength):
         def __repr__(self) -> str:
@@ -429,13 +406,8 @@ def test_a_subclass_with_broken_attributes_has_a_repr() -> None:
         pass
 
     assert repr(Broken()) == "Broken(length=?, seed=?)" and repr(Unsized([1])) == "Unsized(length=?)"
-    assert repr(Half()) == "Half(length=?, width=3, seed=?)"
-    assert repr(BatchSampler(Half(), 2)) == f"BatchSampler({Half()!r}, length=?, batch_size=2, last_batch='keep')"
     assert repr(BatchSampler(NoRepr([1]), 2, seed=1)).startswith("BatchSampler(<")
     assert repr(BatchSampler.__new__(BatchSampler)) == "BatchSampler(?, length=?, batch_size=?, last_batch=?, seed=?)"
-
-
-# -- what cannot be an order, a rank or a split is refused in words, where it is given ---------------------------------
 
 
 ONE: Any = SequentialSampler(1)

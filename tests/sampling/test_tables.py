@@ -2,19 +2,17 @@
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch.utils.data as torch_data
 from hypothesis import given
 from hypothesis import strategies as st
-from samples import Foreign
 
-from sharded_loader import BatchSampler, RandomSampler, SequentialSampler
+from sharded_loader import BatchSampler, RandomSampler
 from sharded_loader.engine.order import resolve_replicas
 from sharded_loader.engine.split import plain_index
 from sharded_loader.sampling.own import ReplicaSampler
@@ -191,48 +189,6 @@ def test_an_epoch_of_another_length_is_an_error_with_rollover(yields: int, found
     endless = BatchedTable(EndlessTable(lambda epoch: streamed(yields), EpochSegment(5, 1, 0, 0), 0, 20, "Short"), 2)
     with pytest.raises(ValueError, match=f"a Short, .*{found}.*its length is 5.*__len__"):
         list(endless.items())
-
-
-# -- ranks -------------------------------------------------------------------------------------------------------------
-
-
-INNER: dict[str, Callable[[int], Any]] = {
-    "in constant time": SequentialSampler,
-    "own": lambda length: BatchSampler(SequentialSampler(length), 1),
-    "foreign": lambda length: Foreign(range(length)),
-    "batches": lambda length: BatchSampler(SequentialSampler(3 * length), 3),
-    "foreign batches": lambda length: [[3 * place, 3 * place + 1, 3 * place + 2] for place in range(length)],
-}
-
-
-def items_of(sampler: Any) -> list[int]:
-    """The numbers of items or batches."""
-    return [item[0] // len(item) if isinstance(item, list) else item for item in sampler]
-
-
-@given(
-    length=st.integers(0, 40),
-    replicas=st.integers(1, 9),
-    truncate=st.booleans(),
-    kind=st.sampled_from(sorted(INNER)),
-    start=st.integers(0, 5),
-)
-def test_ranks_get_what_torch_distributed_sampler_gives(
-    length: int, replicas: int, truncate: bool, kind: str, start: int
-) -> None:
-    for rank in range(replicas):
-        if length == 0:
-            expected: list[int] = []
-        else:
-            reference = torch_data.DistributedSampler(range(length), replicas, rank, shuffle=False, drop_last=truncate)
-            # torch refuses or overcounts nothing here except fewer samples than ranks with drop_last.
-            expected = [] if truncate and length < replicas else list(reference)
-        sampler = ReplicaSampler(INNER[kind](length), partial(resolve_replicas, replicas, rank), truncate=truncate)
-        if "batches" not in kind:
-            assert (sampler.epoch_table(0).block == BLOCK) is (kind != "foreign")
-        assert items_of(sampler.iter_epoch(0)) == expected
-        assert items_of(sampler.iter_epoch(0, start)) == expected[start:]
-        assert len(sampler) == len(expected)
 
 
 @pytest.mark.parametrize("replicas", [2, 3, 1000])
