@@ -112,16 +112,6 @@ def test_each_once_gives_every_sample_exactly_once_by_index_and_in_order_resumed
     assert list(other) == whole[position:]
 
 
-def test_a_mixture_of_a_given_length_starts_datasets_over():
-    for datasets in ([column(0, 5), column(1, 2)], [NoLength(column(0, 5)), NoLength(column(1, 2))]):
-        samples = list(interleave(datasets, stop=40))
-        assert len(samples) == 40
-        assert abs(sum(source for source, _ in samples) - 20) <= 3
-        for source, size in ((0, 5), (1, 2)):
-            own = [index for number, index in samples if number == source]
-            assert own == [index % size for index in range(len(own))]
-
-
 def arrays(*sizes):
     """Datasets that are read in bulk: 10,000 in a number say which one it is."""
     return [ArrayDataset(10_000 * number + np.arange(size)) for number, size in enumerate(sizes)]
@@ -549,14 +539,11 @@ def test_each_once_stays_exact_whatever_is_set():
 
 
 @pytest.mark.slow
-def test_many_changes_leave_nothing_behind_and_each_adds_to_the_plan_that_is_there(monkeypatch):
-    made, add = [], Plan._add_segment
-    monkeypatch.setattr(Plan, "_add_segment", lambda *given: made.append(1) or add(*given))
+def test_many_changes_leave_nothing_behind():
     [loader] = Ranks(planned(1200), 1).loaders
     for number, _ in enumerate(loader):
         loader.set_weights([1, number % 3, 1])
     assert len(json.loads(loader.state_dict()["sampler_arguments"]["MixtureSampler.set_weights"])) == 100
-    assert len(made) <= 1 + 2 * 100
     assert sum(type(one) is Run for one in gc.get_objects()) < 10  # of a hundred that were taken out
 
 

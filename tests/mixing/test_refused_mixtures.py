@@ -111,7 +111,6 @@ REFUSED = [
     (schedule((0, ONES), 5), ValueError, r"weights\[1\] is 5: in a schedule, give pairs \(sample, weights\)"),
     (schedule((0, ONES), (1.5, ONES)), ValueError, r"weights\[1\] is \(1.5, \[1, 1\]\): in a schedule"),
     (schedule((0, ONES), (2**62, ONES)), ValueError, r"weights\[1\] begins at sample 4611686018427387904"),
-    (lambda: mixed(weights={0: ONES, 20: [9, 1], 5: ONES}), ValueError, "must not go back"),
     (
         lambda: mixed(weights=[(0, ONES), (2, [1, 0])], stop="all_exhausted"),
         ValueError,
@@ -124,7 +123,6 @@ REFUSED = [
     ),
     # buffers
     (lambda: ShuffleBuffer(iter("abc"), 2), TypeError, "can be read only once"),
-    (lambda: ShuffleBuffer(5, 2), TypeError, "cannot be read"),
     (lambda: ShuffleBuffer("abc", 2), TypeError, "ShuffleBuffer: the dataset is a str, not a dataset"),
     (lambda: ShuffleBuffer(Parts, 2), TypeError, "is the class Parts itself"),
     (lambda: ShuffleBuffer(Parts(), 0), ValueError, "size must be at least 1"),
@@ -144,7 +142,6 @@ REFUSED = [
     *((partial(windows, np.arange(n), n), ValueError, f"only {n} tokens; a window needs {n + 1}") for n in (9, 1)),
     (lambda: windows(np.zeros((3, 3), np.int32)), ValueError, r"shape \(3, 3\): give one dimension"),
     (lambda: windows(np.zeros(9, np.float32)), TypeError, "is of float32: token ids are uint16"),
-    (lambda: windows(np.zeros(9, np.uint64)), TypeError, "is of uint64"),
     (lambda: windows(np.zeros(9, np.int32), dtype="uint16"), ValueError, "is of int32, and dtype='uint16'"),
     (lambda: windows([]), ValueError, "0 files"),
     *((partial(windows, tokens), TypeError, "give a path") for tokens in ([1, 2, 3], None)),

@@ -71,22 +71,8 @@ def test_windows_are_those_of_a_loop(tmp_path: Path, dtype: str, length: int, st
         assert listed(zip(inputs, targets, strict=True)) == expected
 
 
-def test_a_window_never_reaches_into_a_second_file(tmp_path: Path) -> None:
-    parts = [ids(count, seed=count) for count in (30, 9, 41)]
-    for number, part in enumerate(parts):
-        part.tofile(tmp_path / f"{number}.bin")
-    dataset = TokenWindows([tmp_path / f"{number}.bin" for number in range(3)], 8, dtype="uint16")
-    assert listed(dataset) == [window for part in parts for window in naive(part, 8, 8)]
-    order = np.random.default_rng(1).permutation(len(dataset))
-    inputs, _ = dataset.get_batch(order)
-    assert inputs.tolist() == [dataset[int(index)][0].tolist() for index in order]
-    assert listed(TokenWindows(parts, 8)) == listed(dataset)
-
-
 @pytest.mark.parametrize("dtype", ["int32", "uint16"])
-def test_megatrons_files_are_read_by_the_function_of_the_page(
-    tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_megatrons_files_are_read_by_the_function_of_the_page(tmp_path, dtype, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     scope: dict[str, Any] = {}
     page = Path(__file__).parents[2] / "docs" / "guides" / "pretraining.md"

@@ -164,22 +164,6 @@ def test_an_epoch_is_a_function_of_seed_and_epoch_whatever_was_read_before(monke
         assert list(batches.iter_epoch(epoch, start)) == expected[epoch][start:]
 
 
-@pytest.mark.costly(3)
-@pytest.mark.parametrize("group", [40, 120, 2**17])
-@pytest.mark.parametrize(("before", "after"), [(1, 1), (4, 1), (3, 2), (1, 5)])
-def test_a_state_resumes_on_any_number_of_ranks(
-    before: int, after: int, group: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(packing, "GROUP", group)
-    everything = [tokens_of(batch) for batch in loader()]
-    first, state = ranks(before, steps=7)
-    rest, _ = ranks(after, state=state)
-    assert first == everything[: 7 * before]
-    assert rest[: len(everything) - len(first)] == everything[len(first) :]
-    assert len(rest) - (len(everything) - len(first)) < after  # the last step is filled from the beginning
-    assert rest[len(everything) - len(first) :] == everything[: len(rest) - (len(everything) - len(first))]
-
-
 def test_a_row_checkpoint_far_ahead_hides_nothing_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "GROUP", 80)
     known = sampler()
@@ -235,26 +219,6 @@ def test_reading_and_saving_take_no_pass_over_the_lengths(monkeypatch: pytest.Mo
     next(iter(mine))
     assert max(packed) < 3
     assert len(mine) == len(list(sampler().iter_epoch(0))) and max(packed) == 12
-
-
-def test_a_sampler_around_it_takes_no_pass_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    packed = windows_packed(monkeypatch)
-
-    def around(**options: Any) -> ShardedDataLoader[Any]:
-        shards = ShardedBatchSampler(sampler(), 2)
-        return ShardedDataLoader(Documents(LENGTHS), batch_sampler=shards, batchify_fn=Pack(TOKENS), **options)
-
-    first = around()
-    batches = iter(first)
-    for _ in range(29):
-        next(batches)
-    state, expected = first.state_dict(), next(batches)
-    packed.clear()
-    resumed = around()
-    resumed.load_state_dict(state)
-    assert [tokens_of(shard) for shard in next(iter(resumed))] == [tokens_of(shard) for shard in expected]
-    assert 0 < min(packed) <= max(packed) < 12 and "unknown number of batches" in repr(resumed)
-    assert len(list(around(steps_per_epoch=70))) == 70  # of 50 in an epoch
 
 
 def test_steps_per_epoch_need_no_length_and_go_on_from_epoch_to_epoch(monkeypatch: pytest.MonkeyPatch) -> None:

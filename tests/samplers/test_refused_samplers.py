@@ -63,7 +63,15 @@ OF_DOCUMENT = "sample 0 of the batch "
 
 AT_LEAST_ONE = (
     *(partial(IntervalSampler, 3), partial(GroupedBatchSampler, LABELS), partial(SortedBucketSampler, [1])),
-    *(partial(classes, 1), pack, partial(pack, 9), Pack, partial(ShardShuffleSampler, [1])),
+    *(
+        partial(classes, 1),
+        lambda count: classes(count, 1),
+        RepeatedSampler,
+        pack,
+        partial(pack, 9),
+        Pack,
+        partial(ShardShuffleSampler, [1]),
+    ),
     partial(resolve_replicas, rank=0),
 )
 
@@ -80,7 +88,6 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: fixed([1], num_shards=-1), ValueError, "num_shards must be at least 0"),
     (lambda: fixed([1], num_buckets=None), ValueError, "neither num_buckets nor bucket_keys"),
     (lambda: fixed([1], bucket_keys=5), TypeError, "bucket_keys is 5: give a list"),
-    (lambda: fixed([1], bucket_keys=np.array(5)), TypeError, "give a list"),
     (lambda: fixed([1], bucket_keys=np.array([])), ValueError, "give a bucket key"),
     (lambda: fixed([1], bucket_keys=np.array([1.5])), TypeError, "give integers"),
     (lambda: fixed([1, 7], bucket_keys=[5]), ValueError, "sample 1 has length"),
@@ -102,11 +109,8 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: costly([1, 2]), ValueError, "the dataset has 4 samples: give one number for each"),
     (lambda: costly(np.ones((4, 1))), ValueError, "shape"),
     (lambda: costly([1, 0, 2, 3]), ValueError, "cost of sample 1 is 0.0"),
-    (lambda: costly([1, 2, -3, 3]), ValueError, "cost of sample 2 is -3"),
     (lambda: costly([1, 2, 3, float("nan")]), ValueError, "cost of sample 3 is nan"),
-    (lambda: costly([float("inf"), 2, 3, 4]), ValueError, "cost of sample 0 is inf"),
     (lambda: costly("abcd"), TypeError, "costs must be numbers"),
-    (lambda: costly(["a"] * 4), TypeError, "costs must be numbers"),
     (lambda: costly(lambda index: "long"), TypeError, "costs must be numbers"),
     (lambda: costly([1] * 4, sampler=[0, 1]), ValueError, "costs= and sampler= both decide the order"),
     (lambda: costly([1] * 4, last_batch="rollover"), ValueError, "rollover"),
@@ -121,13 +125,11 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: GroupedBatchSampler(5, 2), TypeError, "by must be a sequence of hashable"),  # type: ignore[arg-type]
     (lambda: classes(5, 1), ValueError, "classes is 5, but the labels have 4 classes"),
     (lambda: classes(2, 4), ValueError, "samples is 4, but class 2 has 3, and 2 classes"),
-    (lambda: classes(0, 1), ValueError, "classes must be at least 1"),
     (lambda: ClassBalancedBatchSampler([], 1, 1), ValueError, "the labels have 0 classes"),
     (lambda: ClassBalancedBatchSampler([[1], [2]], 1, 1), TypeError, "labels must be a sequence of hashable"),
     (lambda: ClassBalancedBatchSampler(None, 1, 1), TypeError, "labels must be a sequence"),  # type: ignore[arg-type]
     (lambda: ClassBalancedBatchSampler(np.eye(3), 1, 1), ValueError, r"labels has shape \(3, 3\)"),
     # copies
-    (lambda: RepeatedSampler(0), ValueError, "copies must be at least 1"),
     (lambda: RepeatedSampler(RandomSampler(4)), TypeError, "copies must be an integer"),  # type: ignore[arg-type]
     (lambda: RepeatedSampler(2, 5), TypeError, "sampler must be a sampler"),  # type: ignore[arg-type]
     (lambda: len(RepeatedSampler(2)), ValueError, r"give it to a loader as sampler=, or give it a sampler"),
@@ -147,7 +149,6 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: ShardShuffleSampler([1], lanes=0.5), TypeError, "lanes must be an integer"),  # type: ignore[arg-type]
     # packed rows
     (lambda: PackSampler([3, 0, 2], 9), ValueError, r"lengths\[1\] is 0: leave that document out"),
-    (lambda: PackSampler([3, 4, -2], 9), ValueError, r"lengths\[2\] is -2"),
     (lambda: PackSampler([3, 33], 32), ValueError, r'document 1 has 33 tokens, and a row has 32: .*long="cut".*"drop"'),
     (lambda: PackSampler([3.5], 9), BAD, "lengths must be integers of shape"),
     (lambda: PackSampler([[3, 4]], 9), BAD, r"got shape \(1, 2\)"),
@@ -157,7 +158,6 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: pack(9, window=0), ValueError, "window must be at least 1"),
     (lambda: pack(9, long="split"), ValueError, "long is 'split', which PackSampler does not know: choose 'error', "),
     (lambda: pack(9, last_batch="rollover"), ValueError, "choose 'keep' or 'discard'"),
-    (lambda: Pack(2.5), TypeError, "tokens must be an integer"),  # type: ignore[arg-type]
     (lambda: Pack(8, pad_id=None), TypeError, "pad_id must be an integer"),  # type: ignore[arg-type]
     (lambda: Pack(3)(DOCUMENTS), ValueError, 'sample 2 of the batch has 4 tokens, and a row has 3: .*long="cut"'),
     (lambda: Pack(8)([]), ValueError, "a batch of no samples"),
@@ -202,9 +202,7 @@ def test_what_does_not_fit_a_sampler_is_refused_in_words(call: Any, error: Any, 
     assert caught.match(message)
 
 
-def test_samplers_of_the_right_length_are_taken_and_a_refresh_with_another_one_is_refused() -> None:
-    for sampler in (FixedBucketSampler([3, 5, 4, 6], 2, num_buckets=1), BoundedBudgetSampler([3, 5, 4, 6], 20)):
-        assert len(loaded(sampler)) > 0
+def test_a_refresh_with_a_dataset_of_another_length_is_refused() -> None:
     documents = [[1, 2], [3]]
     loader = ShardedDataLoader(documents, batch_sampler=PackSampler([2, 1], 9), batchify_fn=Pack(9))
     documents.append([4])

@@ -79,9 +79,7 @@ def test_so_many_samples_are_shared_by_these_weights(n: int, weights: Any, sizes
     costed=st.booleans(),
     data=st.data(),
 )
-def test_a_split_is_complete_without_empty_shards(
-    batch: list[int], shards: int, weighted: bool, costed: bool, data: st.DataObject
-) -> None:
+def test_a_split_is_complete_without_empty_shards(batch, shards, weighted, costed, data):
     weights = data.draw(st.lists(st.floats(0.1, 9), min_size=shards, max_size=shards)) if weighted else None
     costs = data.draw(st.lists(st.integers(0, 5), min_size=100, max_size=100)) if costed else None
     split = split_batch(batch, shards, weights, costs)

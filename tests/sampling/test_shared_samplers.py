@@ -59,11 +59,6 @@ class CountsItself(torch_data.RandomSampler):
         self.set_epoch(self.epoch + 1)
 
 
-class Distributed(torch_data.DistributedSampler):  # type: ignore[type-arg]
-    def __init__(self) -> None:
-        super().__init__(range(LENGTH), 2, 1)  # type: ignore[arg-type]
-
-
 SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
     "none": lambda: {"batch_size": 3},
     "shuffle": lambda: {"batch_size": 3, "shuffle": True},
@@ -83,7 +78,7 @@ SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
     "torch": lambda: {"batch_size": 3, "sampler": torch_data.RandomSampler(range(LENGTH))},
     "torch batches of ours": lambda: {"batch_sampler": torch_data.BatchSampler(RandomSampler(LENGTH, seed=1), 5, True)},
     "our batches of torch's": lambda: {"batch_sampler": BatchSampler(torch_data.RandomSampler(range(LENGTH)), 5)},
-    "torch distributed": lambda: {"batch_size": 3, "sampler": Distributed()},
+    "torch distributed": lambda: {"batch_size": 3, "sampler": DistributedSampler(range(LENGTH), 2, 1)},
     "counts itself": lambda: {"batch_size": 3, "sampler": CountsItself(range(LENGTH))},
     "list": lambda: {"batch_size": 3, "sampler": list(range(LENGTH))[::-1]},
     "ranks": lambda: {"batch_size": 2, "shuffle": True, "num_replicas": 2, "rank": 1},
