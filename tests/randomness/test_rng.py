@@ -217,9 +217,6 @@ def test_the_loader_says_which_index_cannot_be_a_key(pool: Pool, draw_one: Any) 
             next(iterator)
 
 
-# -- the generators that all threads share: seeded with every bit of a key, by one thread at a time, and put back ------
-
-
 def draw() -> list[float]:
     return [random.random(), float(np.random.random()), torch.rand((), dtype=torch.float64).item()]
 

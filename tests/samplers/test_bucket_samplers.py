@@ -172,9 +172,6 @@ def test_the_kinds_are_those_of_buckets(labels: list[int], size: int, ranks: int
     assert list(GroupedBatchSampler(sorted(labels), size, shuffle=False, last_batch=last)) == list(as_given)
 
 
-# -- some samples of each of some classes ------------------------------------------------------------------------------
-
-
 @given(
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=8),
     classes=st.integers(1, 8),
@@ -246,9 +243,6 @@ def test_labels_may_be_anything_hashable_and_equal_ones_give_one_order() -> None
     assert all(order == orders[0] for order in orders)
     kinds, numbers = kinds_of([(4, 3), None, (4, 3), "wide"], "by")
     assert kinds == [(4, 3), None, "wide"] and numbers.tolist() == [0, 1, 0, 2]
-
-
-# -- every rank the same work: buckets and costs over ranks ------------------------------------------------------------
 
 
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(np.log(300), 0.9, 2000), 1, 4000).astype(int)

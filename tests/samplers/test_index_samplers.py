@@ -98,9 +98,6 @@ def test_draws_of_ranks_and_epochs_do_not_resemble_each_other() -> None:
         assert abs(((pairs - expected) ** 2).sum() / expected / (64**2 - 1) - 1) < 0.15
 
 
-# -- shards in shuffled order, samples in a window of shards -----------------------------------------------------------
-
-
 LENGTHS = st.one_of(
     st.lists(st.integers(0, 40), max_size=12), st.builds(np.broadcast_to, st.integers(0, 50), st.integers(0, 12))
 )
@@ -228,9 +225,6 @@ def test_the_order_is_the_same_in_every_release() -> None:
     listed, equal = [4, 0, 3, 5], np.broadcast_to(4, 3)
     assert list(ShardShuffleSampler(listed, window=2, lanes=2, seed=7)) == [0, 11, 6, 9, 1, 8, 2, 10, 5, 3, 4, 7]
     assert list(ShardShuffleSampler(equal, window=2, seed=7)) == [9, 8, 10, 11, 1, 5, 6, 7, 0, 3, 4, 2]
-
-
-# -- copies: repeated augmentation, each copy with its own random numbers ----------------------------------------------
 
 
 LENGTH = 10

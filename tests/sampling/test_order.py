@@ -479,6 +479,9 @@ def test_a_slice_is_what_the_two_questions_answer(kind: str, length: int, size: 
 
 
 def test_rollover_goes_on_from_any_item() -> None:
+    # 10 items on 3 ranks are 4 steps: in threes epoch 0 owns one batch of 9 items, epoch 1 begins at item 9.
+    ranks = [Rollover(10, 3, epoch, replicas=3) for epoch in range(2)]
+    assert [(one.total(0), one.length()) for one in ranks] == [(0, 1), (9, 1)] and ranks[1].total(1) == 16
     begun = Rollover(5, 2, epoch=1, done=1)
     assert (begun.first, begun.length(), begun.is_begun, begun.is_behind) == (1, 2, True, False)
     # Another batch size left 7 items: the next whole batch is number 2, and the last batch has one item.
@@ -525,6 +528,16 @@ def test_an_epoch_of_another_length_is_an_error_with_rollover(yields: int, found
     endless = BatchedTable(EndlessTable(lambda epoch: streamed(yields), EpochSegment(5, 1, 0, 0), 0, 20, "Short"), 2)
     with pytest.raises(ValueError, match=f"a Short, .*{found}.*its length is 5.*__len__"):
         list(endless.items())
+
+
+@pytest.mark.parametrize("truncate", [False, True])
+@pytest.mark.parametrize("replicas", [1, 3, 4])
+def test_ranks_get_what_torchs_distributed_sampler_gives(replicas: int, truncate: bool) -> None:
+    for length, rank in itertools.product((9, 10, 12), range(replicas)):
+        torchs = torch_data.DistributedSampler(range(length), replicas, rank, shuffle=False, drop_last=truncate)
+        ours = ReplicaSampler(Foreign(range(length)), partial(resolve_replicas, replicas, rank), truncate=truncate)
+        assert list(ours.iter_epoch(0)) == list(torchs) and len(ours) == len(torchs)
+        assert list(ours.iter_epoch(0, 2)) == list(torchs)[2:]
 
 
 @pytest.mark.parametrize("replicas", [2, 3, 1000])
