@@ -17,12 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from samples import Foreign, NoLength
 from stream_samples import Parts, StatefulRows
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 import sharded_loader
 from sharded_loader import (
     ArrayDataset,
-    ConcatDataset,
     ProcessPool,
     ShardedDataLoader,
     SimpleDataset,
@@ -30,7 +29,6 @@ from sharded_loader import (
     interleave,
     sample_rng,
 )
-from sharded_loader.base.entries import from_state, to_state
 from sharded_loader.mixing.in_order import BEGINNING, END, Source, SourcePoint
 
 MIXTURES = st.lists(st.tuples(st.integers(1, 30), st.integers(0, 9)), min_size=1, max_size=5).filter(
@@ -81,26 +79,6 @@ class Stream(IterableDataset):
         self.epoch = epoch
 
 
-class Resumable(Stream):
-    """With a state of its own."""
-
-    begin = at = 0
-
-    def __iter__(self):
-        for index in range(self.begin, self.size):
-            self.at = index + 1
-            yield f"{self.name}.{index}@{self.epoch}"
-
-    def state_dict(self):
-        return {"at": self.at}
-
-    def load_state_dict(self, state):
-        self.begin = self.at = state["at"]
-
-
-# -- by index -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.costly
 @STOPS
 @given(MIXTURES, st.integers())
@@ -124,15 +102,6 @@ def test_a_mixture_is_a_dataset_with_all_its_methods():
         mixed[len(mixed)]
     with pytest.raises(TypeError, match="is not an integer"):
         mixed["a"]
-
-
-def test_torchs_datasets_and_nested_sums_are_read_right():
-    tensors = TensorDataset(torch.arange(4))
-    mixed = interleave([ConcatDataset([[0, 1], [2, 3]]), tensors, SimpleDataset("abcd")], stop="all_exhausted")
-    samples = list(mixed)
-    assert [one for one in samples if type(one) is int][:4] == [0, 1, 2, 3]
-    assert [one[0].item() for one in samples if type(one) is tuple][:4] == [0, 1, 2, 3]
-    assert [one for one in samples if type(one) is str][:4] == list("abcd")
 
 
 def test_bulk_methods_are_there_where_all_datasets_that_are_read_have_them():
@@ -193,9 +162,6 @@ def test_a_sample_that_comes_again_draws_other_numbers_and_the_same_in_bulk():
     assert singly[1].tolist() == drawn.tolist()
 
 
-# -- in order -----------------------------------------------------------------------------------------------
-
-
 @STOPS
 @given(MIXTURES, st.integers())
 def test_a_mixture_in_order_gives_what_the_one_by_index_gives(stop, pairs, seed):
@@ -217,66 +183,70 @@ def test_a_mixture_in_order_gives_what_the_one_by_index_gives(stop, pairs, seed)
     assert not all(counts[source] > size for source, size in read.items())
 
 
-def kinds():
-    return [Stream("a", 5), Resumable("b", 3), lambda: iter(column("c", 4)), column("d", 6), NoLength([1, 2, 3])]
+class OwnState:
+    """As Hugging Face's: its state stays loaded, and what ``copy.copy`` makes has the attributes of the original."""
+
+    begin = at = 0
+
+    def __init__(self):
+        self.made = []
+
+    def __iter__(self):
+        for number in range(self.begin, 5):
+            self.made.append(number)
+            self.at = number + 1
+            yield number
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.begin = self.at = state["at"]
+
+    def __getstate__(self):
+        return self.__dict__
+
+    def __setstate__(self, state):
+        self.__dict__ = state
 
 
-@STOPS
-def test_an_iteration_continues_exactly_from_every_position(stop):
-    whole = list(interleave(kinds(), [2, 1, 1, 3, 1], 5, stop))
+def stateful_rows():
+    return StatefulRows(Parts((5,)), 0)
+
+
+def kinds(*arguments):
+    own_states = [OwnState(), NoLength(stateful_rows), stateful_rows]
+    each = [Stream("a", 5), lambda: iter(column("c", 4)), column("d", 6), NoLength([1, 2, 3])]
+    return interleave([*own_states, *each], *arguments)
+
+
+RESUMED = {
+    "first": lambda: kinds([2, 1, 1, 3, 1, 1, 2], 5, "first_exhausted"),
+    "all": lambda: kinds([2, 1, 1, 3, 1, 1, 2], 5, "all_exhausted"),
+    "a mixture of mixtures": lambda: interleave([kinds(None, 1), Stream("x", 9)], [5, 2], stop="all_exhausted"),
+    "one object mixed with itself": lambda: interleave([OwnState()] * 2, [2, 1]),
+}
+
+
+@pytest.mark.parametrize("make", RESUMED.values(), ids=RESUMED)
+def test_an_iteration_continues_exactly_from_every_position_also_one_that_was_resumed(make):
+    whole, after_one = list(make()), make().state_dict()
     for position in range(len(whole) + 1):
-        mixture = interleave(kinds(), [2, 1, 1, 3, 1], 5, stop)
+        mixture = make()
         samples = iter(mixture)
         assert list(itertools.islice(samples, position)) == whole[:position]
         state = json.loads(json.dumps(mixture.state_dict()))
-        assert state["position"] == position
-        for other in (interleave(kinds(), [2, 1, 1, 3, 1], 5, stop), mixture):
+        assert state == after_one and state["position"] == position
+        for other in (make(), mixture):
             other.load_state_dict(state)
             assert other.state_dict() == state
             assert list(other) == whole[position:]
             assert list(other) == whole  # what was resumed once begins anew
         assert list(samples) == whole[position:]  # an iterator under way goes on
-
-
-def test_a_resumed_iteration_is_resumed_again():
-    whole, found = list(interleave(kinds(), seed=2)), []
-    state = interleave(kinds(), seed=2).state_dict()
-    while len(found) < len(whole):
-        mixture = interleave(kinds(), seed=2)
-        mixture.load_state_dict(state)
-        found.append(next(iter(mixture)))
-        state = mixture.state_dict()
-    assert found == whole
-
-
-def assert_goes_on(make, position, whole):
-    """A state after so many samples goes on with the rest, and the next iteration is whole."""
-    mixture, other = make(), make()
-    samples = iter(mixture)
-    list(itertools.islice(samples, position))
-    other.load_state_dict(json.loads(json.dumps(mixture.state_dict())))
-    assert list(other) == whole[position:]
-    assert list(other) == whole
-
-
-def of_one_object():
-    one = Resumable("a", 5)
-    return interleave([one, one], [2, 1])
-
-
-NESTED = {
-    "a mixture of mixtures": lambda: interleave(
-        [interleave(kinds(), seed=1), Stream("x", 9)], [5, 2], stop="all_exhausted"
-    ),
-    "one object mixed with itself": of_one_object,
-}
-
-
-@pytest.mark.parametrize("make", NESTED.values(), ids=NESTED)
-def test_a_mixture_is_resumed_whatever_it_mixes(make):
-    whole = list(make())
-    for position in (1, 3, 7, len(whole) - 2):
-        assert_goes_on(make, min(position, len(whole)), whole)
+        resumed = make()
+        resumed.load_state_dict(state)
+        assert [*itertools.islice(iter(resumed), 1)] == whole[position : position + 1]
+        after_one = resumed.state_dict()
 
 
 def test_the_state_is_that_of_the_iterator_that_began_or_yielded_last():
@@ -350,9 +320,6 @@ def part_of_c(number, parts):
     return (f"c.{index}" for index in range(number, 8, parts))
 
 
-# -- in torch -----------------------------------------------------------------------------------------------
-
-
 def test_torchs_loader_takes_a_mixture_in_order_for_an_iterable_dataset():
     mixture = interleave([NoLength([1, 2, 3]), range(10, 13)], seed=1)
     assert isinstance(mixture, IterableDataset)
@@ -381,7 +348,7 @@ def test_a_stateful_loader_of_torchdata_continues_exactly():
     stateful = pytest.importorskip("torchdata.stateful_dataloader")
 
     def make():
-        return stateful.StatefulDataLoader(interleave(kinds()[:4], [2, 1, 1, 3], 5), batch_size=2)
+        return stateful.StatefulDataLoader(kinds([2, 1, 1, 3, 1, 1, 2], 5), batch_size=2, collate_fn=list)
 
     whole = list(make())
     loader, other = make(), make()
@@ -442,102 +409,21 @@ def test_each_rank_has_the_shares_of_a_mixture_within_a_mixture(inner, outer, ra
 # -- one dataset of a mixture continues from any position, by its own state where it has one ---------------------------
 
 
-class OwnState:
-    """Its state stays loaded, as with Hugging Face's: each later iteration would begin there too."""
-
-    begin = at = 0
-
-    def __init__(self):
-        self.made = []
-
-    def __iter__(self):
-        for number in range(self.begin, 5):
-            self.made.append(number)
-            self.at = number + 1
-            yield number
-
-    def state_dict(self):
-        return {"at": self.at}
-
-    def load_state_dict(self, state):
-        self.begin = self.at = state["at"]
-
-
-class SharesAttributes(OwnState):
-    """As Hugging Face's: what ``copy.copy`` makes has the attributes of the original."""
-
-    def __getstate__(self):
-        return self.__dict__
-
-    def __setstate__(self, state):
-        self.__dict__ = state
-
-
-def stateful_rows():
-    return StatefulRows(Parts((5,)), 0)
-
-
-KINDS = [
-    lambda: NoLength(range(5)),
-    OwnState,
-    SharesAttributes,
-    lambda: NoLength(stateful_rows),
-    lambda: stateful_rows,
-    lambda: lambda: iter(range(5)),
-    lambda: range(5),
-]
-
-
-def rest(source):
-    return list(iter(source.read, END))
-
-
-@covering(make=KINDS, taken=range(6))
-def test_a_dataset_continues_at_any_position(make, taken):
-    source = Source("data", make(), BEGINNING)
-    assert [source.read() for _ in range(taken)] == list(range(taken))
-    state = from_state(SourcePoint, json.loads(json.dumps(to_state(source.state()))), "")
-    assert rest(Source("data", make(), state)) == rest(source) == list(range(taken, 5))
-
-
-@pytest.mark.parametrize("make", KINDS)
-def test_a_pass_after_a_resumed_one_begins_at_the_beginning(make):
-    source = Source("data", make(), BEGINNING)
-    source.read(), source.read()
-    resumed = Source("data", make(), source.state())
-    assert rest(resumed) == [2, 3, 4]
-    resumed.start_over()
-    assert to_state(resumed.state()) == {"pass": 1, "taken": 0}
-    assert rest(resumed) == [0, 1, 2, 3, 4]
-    assert (resumed.passes, resumed.taken) == (1, 5)
-
-
-@pytest.mark.parametrize(("entry", "made"), [({"dataset": {"at": 3}}, [3]), ({}, [0, 1, 2, 3])])
-def test_only_without_a_state_are_the_samples_before_made_again(entry, made):
-    dataset = OwnState()
-    assert Source("data", dataset, SourcePoint(0, 3, **entry)).read() == 3
-    assert dataset.made == made
-    assert dataset.begin == 0  # the state went into a copy
-
-
-def test_a_dataset_that_is_read_by_index_continues_without_reading_again():
-    class Counted(list):
-        asked = ()
-
-        def __getitem__(self, index):
-            self.asked = (*self.asked, index)
-            return super().__getitem__(index)
-
-    dataset = Counted("abcde")
-    assert rest(Source("data", dataset, SourcePoint(0, 3))) == ["d", "e"]
-    assert dataset.asked == (3, 4)
+def test_only_without_a_state_are_the_samples_before_made_again_and_never_by_index():
+    made = []
+    by_index = SimpleDataset(range(5)).transform(lambda number: made.append(number) or number)
+    assert Source("data", by_index, SourcePoint(0, 3)).read() == 3 and made == [3]
+    for entry, made in ({"dataset": {"at": 3}}, [3]), ({}, [0, 1, 2, 3]):
+        dataset = OwnState()
+        assert Source("data", dataset, SourcePoint(0, 3, **entry)).read() == 3
+        assert dataset.made == made and dataset.begin == 0  # the state went into a copy
 
 
 def test_a_state_is_kept_until_the_dataset_is_opened_and_is_not_changed():
     state = SourcePoint(2, 3, {"at": 3})
     source = Source("data", OwnState(), state)
     assert source.state() == state
-    assert rest(source) == [3, 4]
+    assert list(iter(source.read, END)) == [3, 4]
     source.start_over()
     assert state == SourcePoint(2, 3, {"at": 3})
     source = Source("data", OwnState(), BEGINNING, is_alone=False)  # a mixture has it twice: it is resumed by counting
@@ -545,23 +431,3 @@ def test_a_state_is_kept_until_the_dataset_is_opened_and_is_not_changed():
     assert source.state() == SourcePoint(0, 1)
     with pytest.raises(ValueError, match="number 3, a NoLength, has 5 samples, and the state was saved after 6"):
         Source("number 3", NoLength(range(5)), SourcePoint(0, 6)).read()
-
-
-# -- in workers ---------------------------------------------------------------------------------------------
-
-
-def part(number, parts):
-    return range(number, 10, parts)
-
-
-@pytest.mark.parametrize("dataset", [range(10), part])
-@pytest.mark.parametrize("parts", [1, 3, 20])
-def test_workers_divide_what_is_read_by_index_and_what_a_function_returns(dataset, parts):
-    found = []
-    for number in range(parts):
-        source = Source("data", dataset, BEGINNING, (number, parts))
-        source.read()
-        found += [*([number] if source.taken else []), *rest(Source("data", dataset, source.state(), (number, parts)))]
-        source.start_over()
-        assert rest(source) == list(range(number, 10, parts))
-    assert sorted(found) == list(range(10))

@@ -1,5 +1,6 @@
 """Mixtures by plan: shares of every n-th sample, weights that change, datasets that drop out, or are shuffled."""
 
+import gc
 import itertools
 import json
 import math
@@ -11,12 +12,15 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from conftest import POOLS, covering, make_pool
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import NoLength
 from torch.utils.data import DataLoader, Subset
 
-from sharded_loader import ArrayDataset, RandomSampler, ShardedDataLoader, interleave
+from sharded_loader import ArrayDataset, RandomSampler, ShardedDataLoader, interleave, sample_rng
+from sharded_loader.engine.pipeline import Run
+from sharded_loader.instruments.stats import Counts, Meter
 from sharded_loader.mixing.schedule import CIRCLE, MOST, Plan, Schedule, changes_of, whole_numbers
 
 SEEDS = st.integers(-(2**70), 2**70)
@@ -34,9 +38,6 @@ def plans(draw):
 
 def column(number, size):
     return [(number, index) for index in range(size)]
-
-
-# -- plans -------------------------------------------------------------------------------------------------------------
 
 
 @given(plans())
@@ -93,18 +94,6 @@ def test_the_shares_of_each_piece_are_those_of_its_weights():
     assert counts[0] <= 4 and abs(counts[1] - 1500) <= 4
 
 
-@pytest.mark.slow
-def test_hundreds_of_datasets_may_drop_out_and_more_are_rejected():
-    sizes = list(range(1, 101))
-    plan = Plan(changes_of(None, 100), 1, sizes=sizes)
-    assert Counter(plan.at_many(np.arange(plan.length))[0].tolist()) == dict(zip(range(100), sizes, strict=True))
-    with pytest.raises(ValueError, match=r"501 datasets, of which each drops out at its end: give up to 500, or join"):
-        interleave([[1]] * 501, stop="each_once")
-
-
-# -- each_once ---------------------------------------------------------------------------------------------------------
-
-
 @given(plans(), st.data())
 def test_each_once_gives_every_sample_exactly_once_by_index_and_in_order_resumed_anywhere(case, data):
     sizes, changes, seed = case
@@ -121,22 +110,6 @@ def test_each_once_gives_every_sample_exactly_once_by_index_and_in_order_resumed
     list(itertools.islice(iter(streams), position))
     other.load_state_dict(json.loads(json.dumps(streams.state_dict())))
     assert list(other) == whole[position:]
-
-
-# -- a number of samples -----------------------------------------------------------------------------------------------
-
-
-def test_a_mixture_of_a_given_length_starts_datasets_over():
-    for datasets in ([column(0, 5), column(1, 2)], [NoLength(column(0, 5)), NoLength(column(1, 2))]):
-        samples = list(interleave(datasets, stop=40))
-        assert len(samples) == 40
-        assert abs(sum(source for source, _ in samples) - 20) <= 3
-        for source, size in ((0, 5), (1, 2)):
-            own = [index for number, index in samples if number == source]
-            assert own == [index % size for index in range(len(own))]
-
-
-# -- shuffled ----------------------------------------------------------------------------------------------------------
 
 
 def arrays(*sizes):
@@ -202,9 +175,6 @@ def test_ten_to_the_twelve_samples_are_shuffled_at_constant_memory():
     mixed = interleave([range(10**12), range(10**12)], shuffle=True, stop="all_exhausted")
     assert len(mixed) >= 2 * 10**12 - 10
     assert len({mixed[10**12 + n] for n in range(100)}) == 100
-
-
-# -- in other datasets and loaders -------------------------------------------------------------------------------------
 
 
 def mixture(**options):
@@ -333,12 +303,6 @@ def test_every_nth_sample_has_the_shares_of_the_whole_for_any_n(weights):
             assert furthest(schedule, stride // 3 + stride * np.arange(5000)) < limit, stride
 
 
-@given(WEIGHTS, SEEDS, st.integers(1, 64), st.integers(0, 10**15))
-def test_a_rank_has_its_shares_from_any_position_on(weights, seed, stride, position):
-    schedule = Schedule(whole_numbers(weights, len(weights)), seed)
-    assert furthest(schedule, position + stride * np.arange(1000)) < 60
-
-
 @settings(max_examples=settings.default.max_examples // 2)
 @given(st.lists(st.floats(0, 1e308), min_size=1, max_size=5).filter(any), SEEDS)
 def test_any_weights_give_the_shares_of_whole_numbers_that_are_near_to_them(weights, seed):
@@ -379,19 +343,8 @@ def test_other_weights_are_rounded_to_65536ths_by_largest_remainder():
     assert whole_numbers([math.pi, math.e, 1], 3) == [30_013, 25_969, 9_554]  # 30,013.29, 25,969.18 and 9,553.53
 
 
-@pytest.mark.slow
-@given(WEIGHTS, SEEDS, st.lists(st.integers(0, 2**62), min_size=1, max_size=5))
-def test_a_sample_at_a_far_position_is_found_in_both_directions(weights, seed, positions):
-    schedule = Schedule(whole_numbers(weights, len(weights)), seed)
-    sources, numbers = schedule.at_many(np.array(positions))
-    for position, source, number in zip(positions, sources.tolist(), numbers.tolist(), strict=True):
-        assert schedule.at(position) == (source, number)
-        assert schedule.owner(position) == source
-        assert schedule.position(number, source) == position
-
-
 @given(WEIGHTS, SEEDS, st.integers(0, 2**61))
-def test_the_samples_of_each_source_come_in_order_without_a_gap(weights, seed, begin):
+def test_the_samples_of_each_source_come_in_order_without_a_gap_and_are_found_in_both_directions(weights, seed, begin):
     schedule = Schedule(whole_numbers(weights, len(weights)), seed)
     for start in (0, begin, CIRCLE - 100):
         sources, numbers = schedule.at_many(start + np.arange(500))
@@ -399,8 +352,11 @@ def test_the_samples_of_each_source_come_in_order_without_a_gap(weights, seed, b
             own = numbers[sources == source]
             assert (own - own[0]).tolist() == list(range(len(own)))
             assert start or own[0] == 0
-        few = list(zip(sources[::7].tolist(), numbers[::7].tolist(), strict=True))
-        assert few == [schedule.at(start + n) for n in range(0, 500, 7)]
+        for position in range(0, 500, 7):
+            source, number = schedule.at(start + position)
+            assert (source, number) == (sources[position], numbers[position])
+            assert schedule.owner(start + position) == source
+            assert schedule.position(number, source) == start + position
 
 
 def test_2_to_the_32_samples_have_exactly_the_shares():
@@ -420,3 +376,298 @@ def test_the_seed_decides_who_comes_first_and_nothing_else_does():
 def test_up_to_65536_sources_fit(count):
     schedule = Schedule(whole_numbers(None, count), 0)
     assert set(schedule.at_many(np.arange(5 * count))[0].tolist()) == set(range(count))
+
+
+# -- a loader plans a mixture: weights that are set while training, shuffled passes over epochs, states on other ranks -
+
+
+LENGTHS = (50, 9, 17)
+GLOBAL = 12  # samples in a step of all ranks
+
+
+def planned(stop=96, weights=(3, 2, 1), shuffle=True):
+    return interleave(arrays(*LENGTHS), list(weights), 5, stop, shuffle)
+
+
+class Ranks:
+    """The loaders of all ranks, which go in step."""
+
+    def __init__(self, dataset, ranks, pool="inline", **options):
+        options = {"batch_size": GLOBAL // ranks} | options
+        self.loaders = [
+            ShardedDataLoader(dataset, num_replicas=ranks, rank=rank, pool=make_pool(pool, 2), **options)
+            for rank in range(ranks)
+        ]
+
+    def steps(self, changes=None):
+        """The samples of each step of an epoch, in the order of the mixture; ``changes``: step -> weights to set."""
+        for step, batches in enumerate(zip(*self.loaders, strict=True)):
+            rows = [batch.tolist() for batch in batches]
+            yield [row[n] for n in range(len(rows[0])) for row in rows]
+            if step in (changes or {}):
+                for loader in self.loaders:
+                    loader.set_weights(changes[step])
+
+    def state(self):
+        return json.dumps(self.loaders[0].state_dict())
+
+    def load(self, state):
+        for loader in self.loaders:
+            loader.load_state_dict(json.loads(state))
+
+    def close(self):
+        for loader in self.loaders:
+            loader.close()
+
+
+CHANGES = ({1: [0, 1, 1], 4: [1, 0, 0]}, {2: [5, 1, 1]}, {})
+"""What is set after which step of each epoch."""
+
+
+def everything(dataset=None, ranks=1, changes=CHANGES, **options):
+    """The samples of each epoch, and of each step; and the state after each step."""
+    loaders = Ranks(dataset or planned(), ranks, **options)
+    epochs, states = [], []
+    for each in changes:
+        epochs.append([])
+        for samples in loaders.steps(each):
+            epochs[-1].append(samples)
+            states.append(loaders.state())
+    loaders.close()
+    return epochs, states
+
+
+WHOLE = everything()[0]
+
+
+def counts(samples):
+    return np.bincount(np.asarray(samples) // 10_000, minlength=len(LENGTHS))
+
+
+def test_weights_that_are_set_hold_from_the_next_batch_on():
+    one, two, three = WHOLE
+    assert np.abs(counts(sum(one[:2], [])) - [12, 8, 4]).max() <= 3
+    assert counts(sum(one[2:5], []))[0] == 0
+    assert counts(sum(one[5:], [])).tolist() == [36, 0, 0]
+    assert counts(sum(two[:3], [])).tolist() == [36, 0, 0]  # the next epochs begin with them
+    assert np.abs(counts(sum(three, [])) - np.array([5, 1, 1]) / 7 * 96).max() <= 3
+    plain = everything(changes=({}, {}, {}))[0]
+    assert plain[0][:2] == one[:2] and plain[0][2:] != one[2:]
+    loader = Ranks(planned(), 1)
+    begin = loader.state()
+    assert list(loader.steps({1: [0, 1, 1]})) != plain[0]
+    loader.load(begin)  # a state of before a change undoes it
+    assert list(loader.steps()) == plain[0]
+
+
+@pytest.mark.costly(2)
+@covering(pool=POOLS, ranks=[1, 2, 3, 4, 12])
+def test_every_pool_and_any_number_of_ranks_read_the_same(pool, ranks):
+    if ranks > 3 and pool not in ("inline", "thread"):
+        ranks = 2  # not dozens of processes
+    assert everything(ranks=ranks, pool=pool)[0] == WHOLE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("saved_on", "loaded_on"), [(1, 3), (4, 2), (2, 1)])
+def test_a_state_after_a_change_continues_exactly_on_other_ranks(saved_on, loaded_on):
+    _, states = everything(ranks=saved_on)
+    steps = len(WHOLE[0])
+    for done in range(1, len(states), 3):
+        loaders = Ranks(planned(), loaded_on)
+        loaders.load(states[done - 1])
+        epoch, step = divmod(done, steps)
+        for number in range(epoch, 3):
+            # The state has the changes before it. Those behind it are made again.
+            begin = step if number == epoch else 0
+            changes = {at - begin: weights for at, weights in CHANGES[number].items() if at >= begin}
+            if number == epoch and begin and begin - 1 in CHANGES[number]:  # it was saved before that change
+                for loader in loaders.loaders:
+                    loader.set_weights(CHANGES[number][begin - 1])
+            assert list(loaders.steps(changes)) == WHOLE[number][begin:]
+        loaders.close()
+
+
+@pytest.mark.parametrize("steps", [None, 5])
+def test_a_state_has_weights_that_were_set_after_a_loop_was_left(steps):
+    loader, other = (Ranks(planned(), 1, steps_per_epoch=steps).loaders[0] for _ in range(2))
+    for _ in loader:
+        break
+    loader.set_weights([0, 0, 1])
+    other.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+    assert (other.epoch, other.position) == (loader.epoch, loader.position) == (0, 1)
+    assert counts(sum((batch.tolist() for batch in other), [])).tolist() == [0, 0, 84 if steps is None else 48]
+    assert [batch.tolist() for batch in loader] == [batch.tolist() for batch in other]
+
+
+def test_a_loop_that_is_left_after_a_change_has_ended_and_one_after_the_last_batch_does_not_prolong_it():
+    [loader] = Ranks(planned(), 1).loaders
+    for _ in loader:
+        loader.set_weights([1, 0, 0])
+        break
+    assert loader.epoch == 0 and loader.position == 1
+    assert len(list(loader)) == 8 and loader.epoch == 2
+    assert len([loader.set_weights([1, 0, 0]) for _ in itertools.islice(loader, 20)]) == 8
+    assert counts(np.concatenate(list(loader))).tolist() == [96, 0, 0]
+
+
+def test_the_length_stays_and_a_dataset_that_ends_early_starts_over():
+    [loader] = Ranks(planned("first_exhausted"), 1).loaders
+    length = len(loader)
+    batches = iter(loader)
+    found = [next(batches)]
+    loader.set_weights([0, 1, 0])
+    assert len(batches) == len(loader) == length
+    found += batches
+    assert len(found) == length
+    own = [n for n in np.concatenate(found).tolist() if 10_000 <= n < 20_000]
+    assert len(own) > 9 and set(own[:9]) == set(range(10_000, 10_009))  # it is read through before it starts over
+
+
+def test_each_once_stays_exact_whatever_is_set():
+    full = sorted(10_000 * number + index for number, size in enumerate(LENGTHS) for index in range(size))
+    loaders = Ranks(planned("each_once"), 1, batch_size=4)
+    for changes in ({}, {2: [1, 1, 9], 6: [1, 7, 1], 15: [1, 1, 1]}):
+        assert sorted(sum(loaders.steps(changes), [])) == full
+    with pytest.raises(ValueError, match=r"only datasets with the weight 0 have samples left, such as datasets\[0\]"):
+        loaders.loaders[0].set_weights([0, 1, 1])
+    assert sorted(sum(loaders.steps(), [])) == full  # nothing has changed
+    steps = loaders.steps()
+    assert 10_008 in sum(itertools.islice(steps, 16), [])  # all of the second dataset was read
+    with pytest.raises(ValueError, match=r"at sample 67, only .* left, such as datasets\[1\]"):
+        loaders.loaders[0].set_weights([1, 0, 1])  # it would be left out in the next epoch
+
+
+@pytest.mark.slow
+def test_many_changes_leave_nothing_behind():
+    before = sum(type(one) is Run for one in gc.get_objects())
+    [loader] = Ranks(planned(1200), 1).loaders
+    for number, _ in enumerate(loader):
+        loader.set_weights([1, number % 3, 1])
+    assert len(json.loads(loader.state_dict()["sampler_arguments"]["MixtureSampler.set_weights"])) == 100
+    assert sum(type(one) is Run for one in gc.get_objects()) < before + 10  # of a hundred that were taken out
+
+
+def test_two_iterators_of_one_loader_follow_the_change():
+    [loader] = Ranks(planned(weights=[(0, (3, 2, 1))], shuffle=False), 1).loaders
+    one, two = iter(loader), iter(loader)
+    next(one), next(one), next(two)  # epochs 0 and 1
+    loader.set_weights([0, 0, 1])  # of epoch 1, which was read last
+    assert len(list(one)) == 6
+    assert counts(np.concatenate(list(two))).tolist() == [0, 0, 84]
+
+
+def test_an_epoch_whose_first_batch_was_interrupted_begins_with_the_new_weights():
+    strikes = [KeyboardInterrupt()]
+
+    def interrupted(samples):
+        if strikes:
+            raise strikes.pop()
+        return samples
+
+    loader = ShardedDataLoader(planned(), 12, batchify_fn=interrupted)
+    batches = iter(loader)
+    with pytest.raises(KeyboardInterrupt):
+        next(batches)
+    loader.set_weights([0, 0, 1])
+    assert counts(sum(batches, [])).tolist() == [0, 0, 96]
+
+
+def test_a_change_inside_next_is_an_error():
+    def change(samples):
+        with pytest.raises(RuntimeError, match=r"cannot be changed inside next\(\) of the same loader"):
+            loader.set_weights([1, 1, 1])
+        return samples
+
+    loader = ShardedDataLoader(planned(), 48, batchify_fn=change)
+    assert len(list(loader)) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, {1: [1, 9, 1], 3: [1, 1, 5]}], ids=["fixed", "set"])
+@pytest.mark.parametrize("options", [{"steps_per_epoch": 5}, {"last_batch": "rollover", "batch_size": 7}], ids=str)
+def test_passes_stay_whole_where_an_epoch_ends_inside_a_batch(options, changes):
+    loaders = Ranks(planned("each_once"), 1, **options)
+    found = sum((samples for _ in range(8) for samples in loaders.steps(changes)), [])
+    for begin in range(0, len(found) - 76 + 1, 76):
+        assert sorted(found[begin : begin + 76]) == sorted(planned("each_once"))
+    assert len({tuple(found[begin : begin + 76]) for begin in range(0, len(found) - 75, 76)}) == len(found) // 76 > 2
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize(("ranks", "other"), [(1, 2), (4, 3)])
+def test_weights_that_are_set_hold_where_epochs_have_a_number_of_steps(ranks, other):
+    changes = ({1: [0, 1, 1]}, {3: [4, 1, 1]}, {}, {0: [0, 0, 1]})
+    whole, states = everything(planned(120), ranks, changes, steps_per_epoch=7)
+    assert everything(planned(120), other, changes, steps_per_epoch=7)[0] == whole
+    # The mixture has 10 steps: the third epoch of 7 steps begins in the middle of its second one.
+    for samples, only in (([*whole[0][2:], *whole[1][:4]], [1, 2]), (whole[3][1:], [2])):
+        assert np.flatnonzero(counts(sum(samples, []))).tolist() == only
+    loaders = Ranks(planned(120), ranks, steps_per_epoch=7)
+    loaders.load(states[16])
+    assert list(loaders.steps()) == whole[2][3:]
+
+
+def test_prefetched_batches_of_the_next_epoch_have_the_new_weights():
+    with ShardedDataLoader(planned(), 12, num_workers=2, prefetch=12) as loader:
+        for step, _ in enumerate(loader):
+            if step == 7:  # the next epoch is being read
+                loader.set_weights([0, 0, 1])
+        assert counts(np.concatenate(list(loader))).tolist() == [0, 0, 96]
+
+
+def test_a_transformed_mixture_is_planned_and_draws_other_numbers_in_each_pass():
+    mixed = planned().transform(lambda sample: (sample, int(sample_rng().integers(10**9))))
+    loader = ShardedDataLoader(mixed, 96, seed=4)
+    [one], [two] = list(loader), list(loader)
+    for samples, drawn in (one, two):
+        assert len(set(drawn.tolist())) == 96 > len(set(samples.tolist()))
+    assert one[0].tolist() != two[0].tolist()
+    loader.set_weights([1, 0, 0])
+    assert counts(next(iter(loader))[0]).tolist() == [96, 0, 0]
+
+
+@pytest.mark.parametrize("pool", ["inline", "thread"])
+def test_stats_tell_how_many_samples_of_each_dataset_were_read(pool):
+    loaders = Ranks(planned(), 2, pool)
+    for number, changes in enumerate(CHANGES):
+        own = [samples[1::2] for samples in loaders.steps(changes)]
+        assert loaders.loaders[1].stats(number).sources == tuple(counts(sum(own, [])).tolist())
+    total = loaders.loaders[1].stats()
+    assert sum(total.sources) == total.samples == 144 and sum(total.shares) == pytest.approx(1)
+    loaders.close()
+
+
+def test_what_an_iterator_of_an_old_epoch_reads_is_counted_too(monkeypatch):
+    monkeypatch.setattr(Meter, "KEPT_EPOCHS", 0)
+    meter, old = Meter(planned()), Counts()
+    for epoch, counts in enumerate((old, Counts())):
+        meter.begin(epoch, counts)
+    for _ in range(2):
+        meter.add_sources(old, [[0, 1], [2]])
+    assert sum(meter.stats().sources) == 6
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options"),
+    [
+        (interleave(arrays(*LENGTHS), [0, 1, 3]), {}),
+        (interleave(arrays(*LENGTHS), [0, 1, 3]), {"shuffle": True, "seed": 1}),
+        (interleave(arrays(*LENGTHS), [(0, [0, 1, 1]), (9, [0, 1, 3])]), {"sampler": RandomSampler(12, seed=1)}),
+        (interleave(arrays(*LENGTHS), [0, 1, 3]).transform(lambda sample: sample), {}),
+    ],
+)
+def test_stats_count_the_datasets_of_every_mixture_that_is_read_by_index(dataset, options):
+    loader = ShardedDataLoader(dataset, 5, **options)
+    assert loader.stats().sources == loader.stats().shares == ()
+    found = np.concatenate(list(loader))
+    assert loader.stats().sources == tuple(counts(found).tolist())
+    assert ShardedDataLoader(dataset.take(5), 5).stats().sources == ()
+
+
+def test_a_rank_of_4096_reads_what_one_rank_reads():
+    mixed = interleave([range(10**9), range(10**9, 10**9 + 500)], [7, 1], stop=10**8, shuffle=True)
+    whole = ShardedDataLoader(mixed, 4096)
+    ours = ShardedDataLoader(mixed, 1, num_replicas=4096, rank=4095)
+    for one, own in itertools.islice(zip(whole, ours, strict=True), 5):
+        assert one[-1] == own[0]

@@ -49,9 +49,6 @@ def flat(batches: list[Any]) -> list[Any]:
     return [sample for batch in batches for sample in batch]
 
 
-# -- the order ---------------------------------------------------------------------------------------------------------
-
-
 @given(length=st.integers(0, 40), size=st.integers(1, 12), seed=st.integers(0, 5))
 def test_every_sample_comes_once_and_moves_by_less_than_the_buffer(length: int, size: int, seed: int) -> None:
     found = list(ShuffleBuffer(lambda: iter(range(length)), size, seed))
@@ -110,9 +107,6 @@ def test_a_dataset_that_never_asks_for_its_part_is_warned_of_as_without_the_buff
     loader = ShardedDataLoader(ShuffleBuffer(lambda: iter(range(8)), 4), 2, streams=2)
     with pytest.warns(LoaderWarning, match="has not asked which part"):
         list(loader)
-
-
-# -- resume ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -55,9 +55,6 @@ def in_documents(documents: list[Ids], length: int, stride: int) -> list[tuple[l
     return [window for document in documents for window in naive(document, length, stride)]
 
 
-# -- every window, once -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.costly(12)
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "int32", "int64", ">u2"])
 @pytest.mark.parametrize(("length", "stride"), [(1, 1), (4, None), (5, 2), (3, 7), (99, None)])
@@ -74,22 +71,8 @@ def test_windows_are_those_of_a_loop(tmp_path: Path, dtype: str, length: int, st
         assert listed(zip(inputs, targets, strict=True)) == expected
 
 
-def test_a_window_never_reaches_into_a_second_file(tmp_path: Path) -> None:
-    parts = [ids(count, seed=count) for count in (30, 9, 41)]
-    for number, part in enumerate(parts):
-        part.tofile(tmp_path / f"{number}.bin")
-    dataset = TokenWindows([tmp_path / f"{number}.bin" for number in range(3)], 8, dtype="uint16")
-    assert listed(dataset) == [window for part in parts for window in naive(part, 8, 8)]
-    order = np.random.default_rng(1).permutation(len(dataset))
-    inputs, _ = dataset.get_batch(order)
-    assert inputs.tolist() == [dataset[int(index)][0].tolist() for index in order]
-    assert listed(TokenWindows(parts, 8)) == listed(dataset)
-
-
 @pytest.mark.parametrize("dtype", ["int32", "uint16"])
-def test_megatrons_files_are_read_by_the_function_of_the_page(
-    tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_megatrons_files_are_read_by_the_function_of_the_page(tmp_path, dtype, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     scope: dict[str, Any] = {}
     page = Path(__file__).parents[2] / "docs" / "guides" / "pretraining.md"
@@ -159,23 +142,13 @@ def test_a_state_of_two_ranks_continues_on_one_but_not_over_other_tokens() -> No
         loader(2, 0, seed=1).load_state_dict(state)
 
 
-def test_windows_can_be_cut_split_and_transformed() -> None:
-    dataset = TokenWindows(np.arange(101), 10)
-    assert len(dataset) == 10 and [inputs[0] for inputs, _ in dataset[2:4]] == [20, 30]
-    train, test = dataset.split([0.8, 0.2], seed=1)
-    assert sorted(int(inputs[0]) for inputs, _ in (*train, *test)) == list(range(0, 100, 10))
-    assert dataset.transform(lambda inputs, targets: int(targets[-1]))[9] == dataset[-1][1][-1] == 100
-    with pytest.raises(IndexError, match="index 10 is out of range for a dataset of 10 samples"):
-        dataset[10]
+def test_a_token_of_another_dtype_is_an_error_in_any_window() -> None:
     tokens = np.arange(100, dtype=np.uint32)
-    tokens[80] = 70_000  # of another dtype: an error in any window
+    tokens[80] = 70_000
     dataset = TokenWindows(tokens, 10, vocab_size=50_257)
     dataset.get_batch([0, 5])
     with pytest.raises(ValueError, match="token id 70000, and vocab_size is 50,257.*another dtype than uint32"):
         dataset.get_batch([0, 7])
-
-
-# -- size -------------------------------------------------------------------------------------------------------
 
 
 def test_a_million_million_tokens_need_no_memory(tmp_path: Path) -> None:
@@ -219,9 +192,6 @@ def test_more_files_than_stay_mapped_are_read(tmp_path: Path, monkeypatch: pytes
     assert len(dataset._maps) == 2
     dataset.close()
     assert not dataset._maps and dataset[0][0].tolist() == parts[0][:4].tolist()
-
-
-# -- bad input --------------------------------------------------------------------------------------------------
 
 
 def test_bad_files_are_errors_when_the_dataset_is_made(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Batches by buckets of lengths and by labels: every index once, each batch from one bucket; also over ranks."""
 
+import itertools
 import pickle
-import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -12,16 +12,33 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from samplers_samples import after_steps, ranks_of, steps_of
 
 from sharded_loader import (
+    BoundedBudgetSampler,
     BucketScheme,
     ClassBalancedBatchSampler,
     FixedBucketSampler,
     GroupedBatchSampler,
+    Sampler,
+    ShardedBatchSampler,
     ShardedDataLoader,
+    SortedBucketSampler,
 )
 from sharded_loader.samplers.batch_samplers import kinds_of
+from sharded_loader.samplers.index_samplers import CostSampler
+
+
+def ranks_of(replicas: int, make: Callable[..., ShardedDataLoader[Any]], state: Any = None) -> list[Any]:
+    """The loader of each rank, all in the same place."""
+    loaders = [make(num_replicas=replicas, rank=rank) for rank in range(replicas)]
+    for loader in loaders if state is not None else ():
+        loader.load_state_dict(state)
+    return loaders
+
+
+def steps_of(loaders: list[Any]) -> list[list[list[int]]]:
+    """The batches of each rank, by steps. All ranks have as many."""
+    return [[batch.tolist() for batch in step] for step in zip(*loaders, strict=True)]
 
 
 def test_the_last_group_is_filled_with_the_batches_before() -> None:
@@ -49,9 +66,7 @@ def test_each_bucket_may_have_a_batch_size_of_its_own() -> None:
     shuffle=st.booleans(),
 )
 @pytest.mark.filterwarnings("ignore:Some buckets are empty")
-def test_fixed_buckets_hold_every_index_once(
-    lengths: list[int], size: int, buckets: int, shards: int, last: str, shuffle: bool
-) -> None:
+def test_fixed_buckets_hold_every_index_once(lengths, size, buckets, shards, last, shuffle):
     sampler = FixedBucketSampler(lengths, size, buckets, shuffle=shuffle, num_shards=shards, last_group=last, seed=2)
     items = list(sampler)
     assert len(items) == len(sampler)
@@ -79,10 +94,7 @@ def test_bucket_keys_may_be_any_sequence(as_given: Callable[[Any], Any]) -> None
     assert list(FixedBucketSampler(one, 2, None, as_given([9]))) == list(FixedBucketSampler(one, 2, None, [9]))
 
 
-# -- Bucket schemes: those of the library, and a user's own in a sampler and a loader ----------------------------------
-
-
-LENGTHS = [3, 90, 40, 12, 7, 64, 65, 1]
+ASKED: list[tuple[int, int, int]] = []
 
 
 class Every(BucketScheme):
@@ -90,43 +102,24 @@ class Every(BucketScheme):
 
     def __init__(self, step: int) -> None:
         self.step = step
-        self._asked: list[tuple[int, int, int]] = []
 
     def keys(self, longest: int, shortest: int, num_buckets: int) -> list[int]:
-        self._asked.append((longest, shortest, num_buckets))
+        ASKED.append((longest, shortest, num_buckets))
         return list(range(self.step, longest + self.step, self.step))
-
-    def asked(self) -> list[tuple[int, int, int]]:
-        return self._asked
 
 
 def test_a_scheme_of_ones_own_makes_the_buckets_of_a_sampler_and_of_each_part_of_the_samples() -> None:
-    scheme = Every(30)
-    sampler = FixedBucketSampler(LENGTHS, 2, bucket_scheme=scheme)
-    assert sampler.bucket_keys == [30, 60, 90] and scheme.asked() == [(90, 1, 10)]
+    ASKED.clear()
+    sampler = FixedBucketSampler([3, 90, 40, 12, 7, 64, 65, 1], 2, bucket_scheme=Every(30))
+    assert sampler.bucket_keys == [30, 60, 90]
     batches = [batch.tolist() for batch in ShardedDataLoader(range(8), batch_sampler=sampler)]
     assert batches == [[1, 5], [6], [2], [0, 3], [4, 7]]
-    parts = Every(50)
-    assert parts([100, 100], [1, 2], 2) == [(50, 50), (100, 100)] and parts.asked() == [(100, 1, 2), (100, 2, 2)]
+    assert Every(50)([100, 100], [1, 2], 2) == [(50, 50), (100, 100)]
+    assert ASKED == [(90, 1, 10), (100, 1, 2), (100, 2, 2)]
     assert repr(Every(30)) == repr(pickle.loads(pickle.dumps(Every(30)))) == "Every(step=30)"
 
 
-@pytest.mark.slow
-def test_many_lengths_are_sorted_into_buckets_in_a_moment() -> None:
-    lengths = np.random.default_rng(0).integers(1, 500, (200_000, 2))
-    begin = time.process_time()  # what other programs take does not count
-    sampler = FixedBucketSampler(lengths, 64, shuffle=True, seed=1)
-    assert sum(len(batch) for batch in sampler) == 200_000
-    assert time.process_time() - begin < 10  # 0.1 s on a free machine
-
-
-# -- by label ----------------------------------------------------------------------------------------------------------
-
-
 LABELS = [0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 3, 3, 3, 0, 1]
-
-
-# -- batches of one kind -----------------------------------------------------------------------------------------------
 
 
 def of_one_kind(last_batch: str = "keep", **given: Any) -> ShardedDataLoader[Any]:
@@ -153,13 +146,6 @@ def test_in_each_step_all_ranks_have_a_batch_of_one_kind_and_its_size(replicas: 
     assert not first & second
 
 
-@pytest.mark.parametrize("replicas", [1, 4])
-def test_the_kinds_of_a_state_resume_on_another_number_of_ranks(replicas: int) -> None:
-    _, state, rest = after_steps(ranks_of(2, of_one_kind), 2)
-    found = sum(steps_of(ranks_of(replicas, of_one_kind, state)), [])
-    assert found[: 2 * len(rest)] == sum(rest, [])
-
-
 @given(
     labels=st.lists(st.integers(0, 4), max_size=60),
     size=st.integers(1, 7),
@@ -182,9 +168,8 @@ def test_the_kinds_are_those_of_buckets(labels: list[int], size: int, ranks: int
             assert max(of_kind) - min(of_kind) <= 1
     if last == "keep":
         assert set(times) == set(range(len(labels)))
-
-
-# -- some samples of each of some classes ------------------------------------------------------------------------------
+    as_given = FixedBucketSampler(sorted(lengths), size, None, sorted(set(lengths)), last_batch=last)
+    assert list(GroupedBatchSampler(sorted(labels), size, shuffle=False, last_batch=last)) == list(as_given)
 
 
 @given(
@@ -193,9 +178,7 @@ def test_the_kinds_are_those_of_buckets(labels: list[int], size: int, ranks: int
     samples=st.integers(1, 5),
     seed=st.integers(0, 9),
 )
-def test_each_batch_has_so_many_samples_of_so_many_classes(
-    sizes: list[int], classes: int, samples: int, seed: int
-) -> None:
+def test_each_batch_has_so_many_samples_of_so_many_classes(sizes, classes, samples, seed):
     labels = [label for label, size in enumerate(sizes) for _ in range(size)]
     classes = min(classes, len(sizes))
     sampler = ClassBalancedBatchSampler(labels, classes, samples, 30, repeat=True, seed=seed)
@@ -234,18 +217,6 @@ def test_which_classes_meet_changes_all_the_time() -> None:
     assert len(pairs) == 28 and max(pairs.values()) < 40  # 14 on average
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 3])
-def test_ranks_have_different_batches_of_one_order_and_resume_on_any_number_of_them(replicas: int) -> None:
-    def loader(**given: Any) -> ShardedDataLoader[Any]:
-        sampler = ClassBalancedBatchSampler(LABELS, 2, 3, batches=12)
-        return ShardedDataLoader(range(len(LABELS)), batch_sampler=sampler, seed=6, **given)
-
-    whole = [batch.tolist() for batch in loader()]
-    first, state, _ = after_steps(ranks_of(2, loader), 3)
-    assert sum(first, []) == whole[:6]
-    assert sum(steps_of(ranks_of(replicas, loader, state)), []) == whole[6:]
-
-
 def test_epochs_go_on_with_rounds_and_passes_and_any_epoch_is_read_by_itself() -> None:
     def sampler(batches: int) -> ClassBalancedBatchSampler:
         return ClassBalancedBatchSampler(LABELS, 3, 2, batches, seed=1)
@@ -274,6 +245,191 @@ def test_labels_may_be_anything_hashable_and_equal_ones_give_one_order() -> None
     assert kinds == [(4, 3), None, "wide"] and numbers.tolist() == [0, 1, 0, 2]
 
 
-def test_without_shuffle_batches_of_one_kind_come_as_buckets_do() -> None:
-    buckets = FixedBucketSampler([1 + label for label in LABELS], 2, None, [1, 2, 3, 4])
-    assert list(GroupedBatchSampler(LABELS, 2, shuffle=False)) == list(buckets)
+LENGTHS = np.clip(np.random.default_rng(0).lognormal(np.log(300), 0.9, 2000), 1, 4000).astype(int)
+
+BUCKETS: dict[str, Callable[..., Sampler[Any]]] = {
+    "fixed": lambda **given: FixedBucketSampler(LENGTHS, 8, num_buckets=5, shuffle=True, seed=1, **given),
+    "sorted": lambda **given: SortedBucketSampler(LENGTHS, 8, mult=50, shuffle=True, seed=1, **given),
+    "budget": lambda **given: BoundedBudgetSampler(LENGTHS, max_num_tokens=12_000, seed=1, **given),
+}
+
+
+def loaders_of(replicas: int, state: Any = None, **given: Any) -> list[Any]:
+    return ranks_of(replicas, partial(ShardedDataLoader, range(len(LENGTHS)), **given), state)
+
+
+def slowest(steps: list[list[list[int]]]) -> float:
+    """The longest sample of a step over that of the mean rank, as a mean over the steps."""
+    work = np.array([[LENGTHS[batch].max() for batch in step] for step in steps], float)
+    return float((work.max(axis=1) / work.mean(axis=1)).mean())
+
+
+@pytest.mark.parametrize("kind", BUCKETS)
+@pytest.mark.parametrize("replicas", [2, 8])
+def test_in_each_step_all_ranks_have_batches_of_one_bucket(kind: str, replicas: int) -> None:
+    sampler = BUCKETS[kind]()
+    loaders = loaders_of(replicas, batch_sampler=sampler)
+    for _ in range(2):
+        steps = steps_of(loaders)
+        assert {index for step in steps for batch in step for index in batch} == set(range(len(LENGTHS)))
+        assert len(steps) == len(loaders[0])
+        for step in steps:
+            if isinstance(sampler, FixedBucketSampler):
+                assert len({np.searchsorted(sampler.bucket_keys, LENGTHS[index]) for b in step for index in b}) == 1
+            elif len({tuple(batch) for batch in step}) == len(step):
+                # Neighbours of one sorted bucket: no batch of a rank lies between two others of a step.
+                spans = sorted((LENGTHS[batch].min(), LENGTHS[batch].max()) for batch in step)
+                assert all(one[1] <= other[0] for one, other in itertools.pairwise(spans))
+    alone = list(sampler.iter_epoch(0))
+    assert [batch for [batch] in steps_of(loaders_of(1, batch_sampler=BUCKETS[kind]()))] == alone
+    at_random = [alone[first : first + replicas] for first in range(0, len(alone) - replicas + 1, replicas)]
+    assert slowest(steps) - 1 < (slowest(at_random) - 1) * 0.7
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: BUCKETS["fixed"](num_shards=2), lambda: ShardedBatchSampler(BUCKETS["fixed"](), 2)]
+)
+def test_shards_of_one_step_are_of_one_bucket_too(make: Callable[[], Any]) -> None:
+    keys, read = BUCKETS["fixed"]().bucket_keys, set()  # type: ignore[attr-defined]
+    for step in zip(*loaders_of(2, batch_sampler=make()), strict=True):
+        indices = [index for shards in step for shard in shards for index in shard.tolist()]
+        assert len({np.searchsorted(keys, LENGTHS[index]) for index in indices}) == 1
+        read.update(indices)
+    assert read == set(range(len(LENGTHS)))
+
+
+@pytest.mark.costly(3)
+@pytest.mark.parametrize("kind", BUCKETS)
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_a_state_of_four_ranks_goes_on_with_others_and_loses_no_sample(kind: str, replicas: int) -> None:
+    before = loaders_of(4, batch_sampler=BUCKETS[kind]())
+    steps_of(before)  # an epoch that is over: beyond epoch 0 is where ranks differ
+    iterators = list(map(iter, before))
+    done = [[next(one).tolist() for one in iterators] for _ in range(3)]
+    state, left = before[-1].state_dict(), steps_of(iterators)
+    after = loaders_of(replicas, state, batch_sampler=BUCKETS[kind]())
+    more = sum(steps_of(after), [])
+    assert {index for batch in sum(done, []) + more for index in batch} == set(range(len(LENGTHS)))
+    # What four ranks have left is what the others read, but for fillers at the end.
+    assert more[: 4 * len(left)] == sum(left, [])
+    assert {loader.epoch for loader in after} == {2}
+    again = loaders_of(replicas, batch_sampler=BUCKETS[kind]())
+    for loader in again:
+        loader.set_epoch(2)
+    assert steps_of(after) == steps_of(again)  # the next epoch is made for the ranks that there are
+
+
+@pytest.mark.costly(2)
+@pytest.mark.parametrize("last_batch", ["discard", "rollover"])
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_the_rest_of_each_bucket_is_left_out_or_comes_first_in_its_next_epoch(last_batch: str, replicas: int) -> None:
+    sampler = BUCKETS["fixed"](last_batch=last_batch)
+    loaders = loaders_of(replicas, batch_sampler=sampler)
+    counts: Counter[int] = Counter()
+    # Those of buckets that are as large as a step.
+    large = np.flatnonzero(sampler.bucket_keys[1] >= LENGTHS)  # type: ignore[attr-defined]
+    for epoch in range(6):
+        steps = steps_of(loaders)
+        assert len(steps) * replicas == sampler.for_ranks(replicas).len_epoch(epoch)
+        assert {len(batch) for step in steps for batch in step} == {8}
+        read = Counter(index for step in steps for batch in step for index in batch)
+        assert max(read[index] for index in large) <= (1 if last_batch == "discard" else 2)
+        counts += read
+    spread = max(counts[index] for index in large) - min(counts[index] for index in large)
+    assert spread <= (6 if last_batch == "discard" else 1)
+    if last_batch == "discard":
+        assert sum(counts.values()) < 6 * len(LENGTHS)
+
+
+@given(
+    length=st.integers(1, 60),
+    replicas=st.integers(1, 7),
+    epoch=st.integers(0, 3),
+    kind=st.sampled_from(sorted(BUCKETS)),
+)
+def test_any_lengths_on_any_number_of_ranks_are_all_read(length: int, replicas: int, epoch: int, kind: str) -> None:
+    lengths = LENGTHS[:length]
+    keys = sorted({lengths.min(), lengths.max()})
+    sampler: Sampler[Any] = {
+        "fixed": lambda: FixedBucketSampler(lengths, 3, bucket_keys=keys, shuffle=True, seed=5),
+        "sorted": lambda: SortedBucketSampler(lengths, 3, mult=2, shuffle=True, seed=5),
+        "budget": lambda: BoundedBudgetSampler(lengths, max_num_tokens=4000, seed=5),
+    }[kind]().for_ranks(replicas)
+    items = list(sampler.iter_epoch(epoch))
+    assert len(items) == sampler.len_epoch(epoch)
+    assert len(items) % replicas == 0
+    assert {index for batch in items for index in batch} == set(range(length))
+    assert items[3:] == list(sampler.iter_epoch(epoch, 3))
+
+
+@pytest.mark.parametrize(("power", "bar"), [(1, 1.02), (2, 1.05)])
+@pytest.mark.parametrize(("replicas", "size"), [(8, 32), (8, 8), (64, 8)])
+def test_the_slowest_rank_is_near_the_mean(power: int, bar: float, replicas: int, size: int) -> None:
+    lengths = np.clip(np.random.default_rng(1).lognormal(np.log(300), 0.9, 16_000), 1, 4000)
+    sampler = CostSampler(lengths**power, size, 16_000, seed=2).for_ranks(replicas)
+    for epoch in (0, 1):
+        order = np.array(list(sampler.iter_epoch(epoch)))
+        steps = order[: len(order) // (size * replicas) * size * replicas].reshape(-1, size, replicas)
+        work = (lengths**power)[steps].sum(axis=1)
+        assert (work.max(axis=1) / work.mean(axis=1)).mean() <= bar
+
+
+@given(
+    length=st.integers(0, 300),
+    size=st.integers(1, 9),
+    replicas=st.integers(1, 6),
+    epoch=st.integers(0, 3),
+    equal=st.booleans(),
+)
+def test_with_costs_each_sample_comes_once(length: int, size: int, replicas: int, epoch: int, equal: bool) -> None:
+    costs = np.ones(length) if equal else LENGTHS[:length]
+    sampler = CostSampler(costs, size, length, seed=3).for_ranks(replicas)
+    order = list(sampler.iter_epoch(epoch))
+    assert sorted(order) == list(range(length))
+    assert order[7:] == list(sampler.iter_epoch(epoch, 7))
+    whole = CostSampler(costs, size, length, seed=3, whole_steps=True).for_ranks(replicas)
+    steps = length // (size * replicas) * size * replicas
+    assert list(whole.iter_epoch(epoch)) == order[:steps]
+
+
+def test_the_order_is_another_one_in_each_epoch_and_with_each_seed() -> None:
+    one, other = CostSampler(LENGTHS, 8, 2000, seed=1), CostSampler(LENGTHS, 8, 2000, seed=2)
+    orders = [list(one.iter_epoch(0)), list(one.iter_epoch(1)), list(other.iter_epoch(0))]
+    assert all(a != b for a, b in itertools.combinations(orders, 2))
+    # Who is together in a step: in another epoch hardly more of them than by chance are together again.
+    together = [
+        {frozenset(pair) for at in range(0, 2000, 8) for pair in itertools.combinations(order[at : at + 8], 2)}
+        for order in orders[:2]
+    ]
+    assert len(together[0] & together[1]) < 0.2 * len(together[0])
+    # A step has cheap samples and dear ones.
+    steps = LENGTHS[np.array(orders[0]).reshape(-1, 8)]
+    assert (steps.max(axis=1) > 2 * steps.min(axis=1)).mean() > 0.8
+
+
+def test_costs_go_with_steps_per_epoch_and_discard() -> None:
+    loaders = loaders_of(2, batch_size=8, costs=LENGTHS, seed=3, steps_per_epoch=50)
+    read = Counter(index for _ in range(5) for step in steps_of(loaders) for batch in step for index in batch)
+    assert sum(read.values()) == 5 * 50 * 16
+    assert max(read.values()) <= 3
+    discarded = steps_of(loaders_of(3, batch_size=8, costs=LENGTHS, seed=3, last_batch="discard"))
+    assert {len(batch) for step in discarded for batch in step} == {8}
+    assert len(discarded) == 2000 // 24
+
+
+def test_the_shards_of_a_batch_cost_the_same_too() -> None:
+    loader = ShardedDataLoader(range(2000), 32, costs=LENGTHS, seed=1, num_shards=4)
+    work = np.array([[LENGTHS[shard].sum() for shard in shards] for shards in loader][:-1], float)
+    assert (work.max(axis=1) / work.mean(axis=1)).mean() < 1.05
+
+
+def test_costs_may_be_a_function_and_the_sampler_is_shown() -> None:
+    data = list(range(50))
+    by_function = ShardedDataLoader(data, 5, costs=lambda index: int(LENGTHS[index]), seed=1, shuffle=True)
+    by_array = ShardedDataLoader(range(50), 5, costs=LENGTHS[:50].tolist(), seed=1)
+    assert [batch.tolist() for batch in by_function] == [batch.tolist() for batch in by_array]
+    assert sorted(by_array.sampler.iter_epoch(0)) == list(range(50))
+    assert sum(by_array.batch_sampler, []) == list(by_array.sampler.iter_epoch(1))
+    data += range(50, 70)
+    by_function.refresh()
+    assert sorted(index for batch in by_function for index in batch.tolist()) == data

@@ -7,7 +7,6 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -62,9 +61,6 @@ def ranks(count: int, steps: int | None = None, state: Any = None, **options: An
             after = mine.state_dict()
     assert len(set(map(len, found))) == 1
     return [batch for step in zip(*found, strict=True) for batch in step], json.loads(json.dumps(after))
-
-
-# -- what is in the rows -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.costly(5)
@@ -158,9 +154,6 @@ def test_documents_longer_than_a_row_are_cut_into_rows_and_a_rest_or_left_out() 
     assert sorted(index for batch in dropped for index in batch) == [1, 2, 4]
 
 
-# -- positions, ranks, states ------------------------------------------------------------------------------------------
-
-
 def test_an_epoch_is_a_function_of_seed_and_epoch_whatever_was_read_before(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = {epoch: list(sampler().iter_epoch(epoch)) for epoch in (0, 3)}
     assert expected[0] != expected[3] != list(sampler(seed=6).iter_epoch(3))
@@ -169,22 +162,6 @@ def test_an_epoch_is_a_function_of_seed_and_epoch_whatever_was_read_before(monke
     assert batches.len_epoch(3) == len(expected[3])
     for epoch, start in ((3, 20), (0, 5), (3, 0), (0, 31), (3, 44)):
         assert list(batches.iter_epoch(epoch, start)) == expected[epoch][start:]
-
-
-@pytest.mark.costly(3)
-@pytest.mark.parametrize("group", [40, 120, 2**17])
-@pytest.mark.parametrize(("before", "after"), [(1, 1), (4, 1), (3, 2), (1, 5)])
-def test_a_state_resumes_on_any_number_of_ranks(
-    before: int, after: int, group: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(packing, "GROUP", group)
-    everything = [tokens_of(batch) for batch in loader()]
-    first, state = ranks(before, steps=7)
-    rest, _ = ranks(after, state=state)
-    assert first == everything[: 7 * before]
-    assert rest[: len(everything) - len(first)] == everything[len(first) :]
-    assert len(rest) - (len(everything) - len(first)) < after  # the last step is filled from the beginning
-    assert rest[len(everything) - len(first) :] == everything[: len(rest) - (len(everything) - len(first))]
 
 
 def test_a_row_checkpoint_far_ahead_hides_nothing_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,26 +221,6 @@ def test_reading_and_saving_take_no_pass_over_the_lengths(monkeypatch: pytest.Mo
     assert len(mine) == len(list(sampler().iter_epoch(0))) and max(packed) == 12
 
 
-def test_a_sampler_around_it_takes_no_pass_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    packed = windows_packed(monkeypatch)
-
-    def around(**options: Any) -> ShardedDataLoader[Any]:
-        shards = ShardedBatchSampler(sampler(), 2)
-        return ShardedDataLoader(Documents(LENGTHS), batch_sampler=shards, batchify_fn=Pack(TOKENS), **options)
-
-    first = around()
-    batches = iter(first)
-    for _ in range(29):
-        next(batches)
-    state, expected = first.state_dict(), next(batches)
-    packed.clear()
-    resumed = around()
-    resumed.load_state_dict(state)
-    assert [tokens_of(shard) for shard in next(iter(resumed))] == [tokens_of(shard) for shard in expected]
-    assert 0 < min(packed) <= max(packed) < 12 and "unknown number of batches" in repr(resumed)
-    assert len(list(around(steps_per_epoch=70))) == 70  # of 50 in an epoch
-
-
 def test_steps_per_epoch_need_no_length_and_go_on_from_epoch_to_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = windows_packed(monkeypatch)
     with loader(steps_per_epoch=20) as mine:
@@ -284,14 +241,6 @@ def test_steps_per_epoch_need_no_length_and_go_on_from_epoch_to_epoch(monkeypatc
         assert [tokens_of(batch) for batch in far] == following
 
 
-def test_steps_per_epoch_over_ranks_are_the_same_batches() -> None:
-    alone, _ = ranks(1, steps_per_epoch=24)
-    together, state = ranks(4, steps_per_epoch=6)
-    assert together == alone
-    again, _ = ranks(4, steps_per_epoch=6, state=state)
-    assert again == ranks(1, steps_per_epoch=48)[0][24:]
-
-
 def test_a_rank_of_thousands_packs_each_window_once(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = windows_packed(monkeypatch)
     lengths = some_lengths(10_000)
@@ -302,29 +251,14 @@ def test_a_rank_of_thousands_packs_each_window_once(monkeypatch: pytest.MonkeyPa
     assert found == [batch for n, batch in enumerate(sampler(lengths, rows=1)) if n % 200 == 199][:5]
 
 
-@pytest.mark.slow
-def test_a_thousand_million_documents_take_constant_memory() -> None:
+def test_a_thousand_million_lengths_are_not_copied() -> None:
     lengths = np.broadcast_to(np.int32(600), 10**9)  # 4 bytes
     tracemalloc.start()
     batches = PackSampler(lengths, tokens=8192, rows=4, seed=0)
-    assert batches.epoch_table(0).at(np.array([40_000]))[0].rows == 4
+    assert batches.epoch_table(0).at(np.array([100]))[0].rows == 4
     assert "length=1000000000" in repr(batches)
     assert tracemalloc.get_traced_memory()[1] < 60e6
     tracemalloc.stop()
-
-
-def test_lengths_that_lie_in_a_file_are_not_copied(tmp_path: Path) -> None:
-    np.save(tmp_path / "lengths.npy", some_lengths(1_000_000))
-    tracemalloc.start()
-    batches = PackSampler(np.load(tmp_path / "lengths.npy", mmap_mode="r"), tokens=TOKENS, seed=0)
-    assert tracemalloc.get_traced_memory()[1] < 3.5e6  # of 4 MB
-    tracemalloc.stop()
-    assert list(islice(batches.iter_epoch(2), 9)) == list(
-        islice(PackSampler(some_lengths(1_000_000).tolist(), tokens=TOKENS, seed=0).iter_epoch(2), 9)
-    )
-
-
-# -- in loaders --------------------------------------------------------------------------------------------------------
 
 
 def as_lists(batches: Any) -> list[dict[str, Any]]:
@@ -372,9 +306,6 @@ def test_a_document_that_cannot_be_read_leaves_its_place_empty(on_error: Any) ->
     for batch, expected in zip(mine, loader(), strict=True):
         assert batch["input_ids"].shape == expected["input_ids"].shape
         assert tokens_of(batch) == [token for token in tokens_of(expected) if token // 1000 % 50 != 7]
-
-
-# -- bad input ---------------------------------------------------------------------------------------------------------
 
 
 def test_more_lengths_than_are_looked_at_are_checked_where_they_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:

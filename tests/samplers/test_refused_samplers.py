@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from samples import Documents
 
 from sharded_loader import (
     BoundedBudgetSampler,
@@ -64,7 +63,15 @@ OF_DOCUMENT = "sample 0 of the batch "
 
 AT_LEAST_ONE = (
     *(partial(IntervalSampler, 3), partial(GroupedBatchSampler, LABELS), partial(SortedBucketSampler, [1])),
-    *(partial(classes, 1), pack, partial(pack, 9), Pack, partial(ShardShuffleSampler, [1])),
+    *(
+        partial(classes, 1),
+        lambda count: classes(count, 1),
+        RepeatedSampler,
+        pack,
+        partial(pack, 9),
+        Pack,
+        partial(ShardShuffleSampler, [1]),
+    ),
     partial(resolve_replicas, rank=0),
 )
 
@@ -81,7 +88,6 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: fixed([1], num_shards=-1), ValueError, "num_shards must be at least 0"),
     (lambda: fixed([1], num_buckets=None), ValueError, "neither num_buckets nor bucket_keys"),
     (lambda: fixed([1], bucket_keys=5), TypeError, "bucket_keys is 5: give a list"),
-    (lambda: fixed([1], bucket_keys=np.array(5)), TypeError, "give a list"),
     (lambda: fixed([1], bucket_keys=np.array([])), ValueError, "give a bucket key"),
     (lambda: fixed([1], bucket_keys=np.array([1.5])), TypeError, "give integers"),
     (lambda: fixed([1, 7], bucket_keys=[5]), ValueError, "sample 1 has length"),
@@ -103,11 +109,8 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: costly([1, 2]), ValueError, "the dataset has 4 samples: give one number for each"),
     (lambda: costly(np.ones((4, 1))), ValueError, "shape"),
     (lambda: costly([1, 0, 2, 3]), ValueError, "cost of sample 1 is 0.0"),
-    (lambda: costly([1, 2, -3, 3]), ValueError, "cost of sample 2 is -3"),
     (lambda: costly([1, 2, 3, float("nan")]), ValueError, "cost of sample 3 is nan"),
-    (lambda: costly([float("inf"), 2, 3, 4]), ValueError, "cost of sample 0 is inf"),
     (lambda: costly("abcd"), TypeError, "costs must be numbers"),
-    (lambda: costly(["a"] * 4), TypeError, "costs must be numbers"),
     (lambda: costly(lambda index: "long"), TypeError, "costs must be numbers"),
     (lambda: costly([1] * 4, sampler=[0, 1]), ValueError, "costs= and sampler= both decide the order"),
     (lambda: costly([1] * 4, last_batch="rollover"), ValueError, "rollover"),
@@ -122,13 +125,11 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: GroupedBatchSampler(5, 2), TypeError, "by must be a sequence of hashable"),  # type: ignore[arg-type]
     (lambda: classes(5, 1), ValueError, "classes is 5, but the labels have 4 classes"),
     (lambda: classes(2, 4), ValueError, "samples is 4, but class 2 has 3, and 2 classes"),
-    (lambda: classes(0, 1), ValueError, "classes must be at least 1"),
     (lambda: ClassBalancedBatchSampler([], 1, 1), ValueError, "the labels have 0 classes"),
     (lambda: ClassBalancedBatchSampler([[1], [2]], 1, 1), TypeError, "labels must be a sequence of hashable"),
     (lambda: ClassBalancedBatchSampler(None, 1, 1), TypeError, "labels must be a sequence"),  # type: ignore[arg-type]
     (lambda: ClassBalancedBatchSampler(np.eye(3), 1, 1), ValueError, r"labels has shape \(3, 3\)"),
     # copies
-    (lambda: RepeatedSampler(0), ValueError, "copies must be at least 1"),
     (lambda: RepeatedSampler(RandomSampler(4)), TypeError, "copies must be an integer"),  # type: ignore[arg-type]
     (lambda: RepeatedSampler(2, 5), TypeError, "sampler must be a sampler"),  # type: ignore[arg-type]
     (lambda: len(RepeatedSampler(2)), ValueError, r"give it to a loader as sampler=, or give it a sampler"),
@@ -148,7 +149,6 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: ShardShuffleSampler([1], lanes=0.5), TypeError, "lanes must be an integer"),  # type: ignore[arg-type]
     # packed rows
     (lambda: PackSampler([3, 0, 2], 9), ValueError, r"lengths\[1\] is 0: leave that document out"),
-    (lambda: PackSampler([3, 4, -2], 9), ValueError, r"lengths\[2\] is -2"),
     (lambda: PackSampler([3, 33], 32), ValueError, r'document 1 has 33 tokens, and a row has 32: .*long="cut".*"drop"'),
     (lambda: PackSampler([3.5], 9), BAD, "lengths must be integers of shape"),
     (lambda: PackSampler([[3, 4]], 9), BAD, r"got shape \(1, 2\)"),
@@ -158,7 +158,6 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: pack(9, window=0), ValueError, "window must be at least 1"),
     (lambda: pack(9, long="split"), ValueError, "long is 'split', which PackSampler does not know: choose 'error', "),
     (lambda: pack(9, last_batch="rollover"), ValueError, "choose 'keep' or 'discard'"),
-    (lambda: Pack(2.5), TypeError, "tokens must be an integer"),  # type: ignore[arg-type]
     (lambda: Pack(8, pad_id=None), TypeError, "pad_id must be an integer"),  # type: ignore[arg-type]
     (lambda: Pack(3)(DOCUMENTS), ValueError, 'sample 2 of the batch has 4 tokens, and a row has 3: .*long="cut"'),
     (lambda: Pack(8)([]), ValueError, "a batch of no samples"),
@@ -203,58 +202,9 @@ def test_what_does_not_fit_a_sampler_is_refused_in_words(call: Any, error: Any, 
     assert caught.match(message)
 
 
-def test_samplers_of_the_right_length_are_taken_and_a_refresh_with_another_one_is_refused() -> None:
-    for sampler in (FixedBucketSampler([3, 5, 4, 6], 2, num_buckets=1), BoundedBudgetSampler([3, 5, 4, 6], 20)):
-        assert len(loaded(sampler)) > 0
+def test_a_refresh_with_a_dataset_of_another_length_is_refused() -> None:
     documents = [[1, 2], [3]]
     loader = ShardedDataLoader(documents, batch_sampler=PackSampler([2, 1], 9), batchify_fn=Pack(9))
     documents.append([4])
     with pytest.raises(ValueError, match="has 2 lengths, but the dataset has 3"):
         loader.refresh()
-
-
-def of_shards(**changed: Any) -> ShardedDataLoader[Any]:
-    given: dict[str, Any] = {"lengths": [10, 20, 30], "window": 2, "lanes": 2, **changed}
-    return ShardedDataLoader(range(60), 4, sampler=ShardShuffleSampler(**given, seed=1))
-
-
-def of_rows(lengths: Any = LENGTHS, **changed: Any) -> ShardedDataLoader[Any]:
-    given: dict[str, Any] = {"tokens": 8, "rows": 3, "window": 4, "seed": 5, **changed}
-    return ShardedDataLoader(Documents(LENGTHS), batch_sampler=PackSampler(lengths, **given), batchify_fn=list)
-
-
-def of_classes(labels: list[int] = LABELS) -> ShardedDataLoader[Any]:
-    return loaded(ClassBalancedBatchSampler(labels, 2, 3, 4, seed=0), len(LABELS))
-
-
-def by_cost(costs: Any = LENGTHS, batch_size: int = 4) -> ShardedDataLoader[Any]:
-    return ShardedDataLoader(range(12), batch_size, costs=costs, seed=1)
-
-
-@pytest.mark.parametrize(
-    ("make", "changed", "said"),
-    [
-        (of_shards, {"window": 3}, "window of the ShardShuffleSampler was 2, and is 3"),
-        (of_shards, {"lanes": 1}, "lanes of the ShardShuffleSampler was 2, and is 1"),
-        (of_shards, {"lengths": [30, 20, 10]}, "lengths of the ShardShuffleSampler changed after the state was saved"),
-        (of_rows, {"tokens": 10}, "tokens of the PackSampler"),
-        (of_rows, {"window": 5}, "window of the PackSampler"),
-        (of_rows, {"rows": 2}, "rows of the PackSampler"),
-        (of_rows, {"lengths": LENGTHS[::-1]}, "lengths of the PackSampler"),
-        (of_classes, {"labels": [0, 0, *LABELS[2:-2], 1, 2]}, "labels of the ClassBalancedBatchSampler changed"),
-        (by_cost, {"costs": LENGTHS[::-1]}, "costs of the CostSampler changed"),
-        (by_cost, {"batch_size": 5}, "a step of all ranks had 4 samples, and has 5"),
-    ],
-)
-def test_a_state_of_another_order_is_refused(make: Any, changed: dict[str, Any], said: str) -> None:
-    loader = make()
-    next(iter(loader))
-    state = loader.state_dict()
-    make().load_state_dict(state)
-    for strict in (True, False) if "batch_size" in changed else (True,):
-        with pytest.raises(ValueError, match=said):
-            make(**changed).load_state_dict(state, strict=strict)
-    if make is of_rows:
-        for wrong in ([1], [1, -2], "none"):
-            with pytest.raises(ValueError, match="'landmark'"):
-                make().load_state_dict(state | {"landmark": wrong})

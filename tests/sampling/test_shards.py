@@ -79,9 +79,7 @@ def test_so_many_samples_are_shared_by_these_weights(n: int, weights: Any, sizes
     costed=st.booleans(),
     data=st.data(),
 )
-def test_a_split_is_complete_without_empty_shards(
-    batch: list[int], shards: int, weighted: bool, costed: bool, data: st.DataObject
-) -> None:
+def test_a_split_is_complete_without_empty_shards(batch, shards, weighted, costed, data):
     weights = data.draw(st.lists(st.floats(0.1, 9), min_size=shards, max_size=shards)) if weighted else None
     costs = data.draw(st.lists(st.integers(0, 5), min_size=100, max_size=100)) if costed else None
     split = split_batch(batch, shards, weights, costs)
@@ -153,14 +151,6 @@ SHARDS: list[Any] = [
 
 def test_shards_are_told_from_indices() -> None:
     assert [is_sharded(batch) for batch in (*INDICES, *SHARDS)] == [False] * len(INDICES) + [True] * len(SHARDS)
-
-
-@given(length=st.integers(0, 40), size=st.integers(1, 9), shards=st.integers(1, 5))
-def test_sharded_batches_are_the_batches_split(length: int, size: int, shards: int) -> None:
-    batches = BatchSampler(SequentialSampler(length), size)
-    sharded = ShardedBatchSampler(batches, shards)
-    assert len(sharded) == len(batches)
-    assert [[index for shard in batch for index in shard] for batch in sharded] == list(batches.iter_epoch(0))
 
 
 def test_a_task_is_split_once_by_the_weights_of_the_moment() -> None:

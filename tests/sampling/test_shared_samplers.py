@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import copyreg
+import dataclasses
 import pickle
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
@@ -60,11 +59,6 @@ class CountsItself(torch_data.RandomSampler):
         self.set_epoch(self.epoch + 1)
 
 
-class Distributed(torch_data.DistributedSampler):  # type: ignore[type-arg]
-    def __init__(self) -> None:
-        super().__init__(range(LENGTH), 2, 1)  # type: ignore[arg-type]
-
-
 SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
     "none": lambda: {"batch_size": 3},
     "shuffle": lambda: {"batch_size": 3, "shuffle": True},
@@ -84,7 +78,7 @@ SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
     "torch": lambda: {"batch_size": 3, "sampler": torch_data.RandomSampler(range(LENGTH))},
     "torch batches of ours": lambda: {"batch_sampler": torch_data.BatchSampler(RandomSampler(LENGTH, seed=1), 5, True)},
     "our batches of torch's": lambda: {"batch_sampler": BatchSampler(torch_data.RandomSampler(range(LENGTH)), 5)},
-    "torch distributed": lambda: {"batch_size": 3, "sampler": Distributed()},
+    "torch distributed": lambda: {"batch_size": 3, "sampler": DistributedSampler(range(LENGTH), 2, 1)},
     "counts itself": lambda: {"batch_size": 3, "sampler": CountsItself(range(LENGTH))},
     "list": lambda: {"batch_size": 3, "sampler": list(range(LENGTH))[::-1]},
     "ranks": lambda: {"batch_size": 2, "shuffle": True, "num_replicas": 2, "rank": 1},
@@ -147,31 +141,25 @@ def test_looking_at_a_sampler_changes_nothing_in_its_loader(kind: str, look: str
     assert epochs(loader, 1) == [expected[1][1:]]
 
 
-@pytest.mark.costly(11)
 @pytest.mark.parametrize("kind", [kind for kind in SAMPLERS if kind not in ("none", "shuffle", "rollover", "ranks")])
 def test_two_loaders_share_a_sampler_as_if_each_had_its_own(kind: str) -> None:
     expected = epochs(make(kind), 5)
     given = SAMPLERS[kind]()
     one, other = make(kind, given), make(kind, given)
-    assert epochs(one, 2) == expected[:2] and epochs(other, 1) == expected[:1]
+    if kind != "counts itself":
+        assert [list(batch) for batch in one.batch_sampler] == expected[0]
+    iterator = iter(one)
+    first = [plain(next(iterator))]
+    if "torch" in kind or "gluon" in kind:  # these cannot be read by both in mid-epoch
+        first += [plain(batch) for batch in iterator]
+    assert epochs(other, 1) == expected[:1]
+    assert [first + [plain(batch) for batch in iterator], *epochs(one, 1)] == expected[:2]
     state = one.state_dict()
     assert epochs(one, 1) == expected[2:3] and epochs(other, 3) == expected[1:4]
     assert (one.epoch, other.epoch) == (3, 4)
     one.load_state_dict(state)
     assert (one.epoch, other.epoch) == (2, 4)
     assert epochs(one, 3) == expected[2:] and epochs(other, 1) == expected[4:]
-
-
-@pytest.mark.parametrize("kind", [kind for kind in SAMPLERS if "torch" not in kind and "gluon" not in kind])
-def test_a_loader_may_read_while_another_over_the_same_sampler_is_in_mid_epoch(kind: str) -> None:
-    expected = epochs(make(kind), 3)
-    given = SAMPLERS[kind]()
-    one, other = make(kind, given), make(kind, given)
-    iterator = iter(one)
-    got = [plain(next(iterator))]
-    assert epochs(other, 3) == expected
-    got += [plain(batch) for batch in iterator]
-    assert [got, *epochs(one, 2)] == expected
 
 
 @pytest.mark.parametrize(
@@ -375,30 +363,9 @@ class Stateful(WithEpoch):
         vars(self).update(state[1])
 
 
-class Copying(WithEpoch):
-    def __copy__(self) -> Copying:
-        other = Copying.__new__(Copying)
-        vars(other).update(vars(self))
-        return other
-
-    def __deepcopy__(self, memo: Any) -> Copying:
-        return self.__copy__()
-
-    def __reduce__(self) -> Any:
-        return copyreg.__newobj__, (Copying,), vars(self)  # type: ignore[attr-defined]
-
-
 class Above(WithEpoch):
     def set_epoch(self, epoch: int) -> str:
         return super().set_epoch(epoch)
-
-
-@dataclass(frozen=True)
-class Frozen:
-    epoch: int
-
-    def set_epoch(self, epoch: int) -> None:
-        pass
 
 
 def listening(*samplers: Any) -> EpochRequests:
@@ -462,7 +429,8 @@ def test_what_has_no_set_epoch_is_left_alone_and_what_cannot_be_heard_is_an_erro
     assert listening([1, 2], range(3), object()).take() is None
     with pytest.raises(TypeError, match=r"set_epoch of a Slotted cannot be heard.*class Heard\(Slotted\): pass"):
         listening(Slotted())
-    for one in (Frozen(0), type("Heard", (Slotted,), {})()):
+    frozen = dataclasses.make_dataclass("Frozen", [], frozen=True, namespace={"set_epoch": lambda self, epoch: None})
+    for one in (frozen(), type("Heard", (Slotted,), {})()):
         requests = listening(one)
         one.set_epoch(4)
         assert requests.take() == 4
@@ -477,9 +445,9 @@ COPIES = {
 
 
 @pytest.mark.parametrize("way", COPIES)
-@pytest.mark.parametrize("kind", ["plain", "own state", "own copy", "own method"])
+@pytest.mark.parametrize("kind", ["plain", "own state", "own method"])
 def test_a_copy_is_told_by_itself(kind: str, way: str) -> None:
-    one = {"own state": Stateful, "own copy": Copying}.get(kind, WithEpoch)()
+    one = Stateful() if kind == "own state" else WithEpoch()
     if kind == "own method":
         one.set_epoch = print  # type: ignore[method-assign]
     requests = listening(one)
