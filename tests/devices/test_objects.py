@@ -125,20 +125,38 @@ def test_what_the_user_copies_does_not_lie_in_pinned_slots(machine: Machine, pro
     assert (pinned, machine.faults) == (set(), [])
 
 
-def test_its_neighbours_are_still_copied_straight_from_the_slots(
+class Moving(collections.UserDict):  # type: ignore[type-arg]
+    """It moves itself, and leaves its size on the host."""
+
+    streams: Any = None
+
+    def to(self, device: Any, non_blocking: bool = False) -> Moving:
+        assert Moving.streams.is_pinned(self["x"])  # by the pool: the host does not copy it once more
+        moved = Moving.streams.empty_like(self["x"])
+        Moving.streams.copy(moved, self["x"])
+        return Moving(x=moved, size=self["size"])
+
+
+def test_the_host_copies_neither_its_neighbours_nor_what_moves_itself_once_more(
     machine: Machine, process_pool: ProcessPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def batchify(samples: list[Any]) -> Any:
-        return {"x": stacked(samples), "meta": [Sample(stacked(samples)), "text", 3, None]}
+        own = Moving(x=stacked(samples), size=stacked(samples))
+        return {"x": stacked(samples), "meta": [Sample(stacked(samples)), "text", 3, None], "own": own}
 
+    monkeypatch.setattr(Moving, "streams", streams_on(machine))
     with loader_of(batchify, process_pool, machine) as loader:
         list(loader)  # from here on the pool knows how large a batch is
-        monkeypatch.delattr(SimulatedStreams, "pin")
+        pinned, pin = [], SimulatedStreams.pin
+        monkeypatch.setattr(SimulatedStreams, "pin", lambda *what: pinned.append(what) or pin(*what))
         for number, batch in enumerate(loader):
             machine.finish()
-            for found in (batch["x"], batch["meta"][0].image):
+            own = batch["own"]
+            for found in (batch["x"], batch["meta"][0].image, own["x"], own["size"]):
                 assert found[:, -1].tolist() == [4.0 * number + i for i in range(1, 5)]
             assert batch["meta"][1:] == ["text", 3, None]
+            assert not machine.holds(own["size"].data_ptr(), 1)  # the user may copy it at any time
+        assert pinned == []
 
 
 class Halves:

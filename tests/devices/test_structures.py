@@ -102,17 +102,6 @@ def test_every_view_of_pinned_memory_arrives_with_its_values(machine: Machine, n
     assert torch.equal(put(machine, [host])[0], host)
 
 
-def test_a_batch_begun_in_inference_mode_can_be_trained_on_after_it(machine: Machine) -> None:
-    copies = copies_on(machine)
-    with torch.inference_mode():
-        pending = copies.begin([np.ones(3, np.float32)])
-    (batch,) = pending.finish()
-    machine.finish()
-    weight = torch.ones(3, requires_grad=True)
-    (weight * batch).sum().backward()
-    assert weight.grad is not None
-
-
 # -- a plan for batches of one structure ----------------------------------------------------------------------
 
 
