@@ -10,6 +10,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -260,19 +261,6 @@ def give_up(copies: CopyStream) -> None:
         assert not copies.close(0.01)
 
 
-class Moving:
-    """An object that pins itself, and moves nothing: what counts is its pinned memory."""
-
-    def __init__(self, streams: SimulatedStreams, values: torch.Tensor) -> None:
-        self.streams, self.values = streams, values
-
-    def pin_memory(self) -> Moving:
-        return Moving(self.streams, self.streams.pin(self.values, (1,)))
-
-    def to(self, device: Any, non_blocking: bool) -> str:
-        return "moved"
-
-
 def test_a_signal_handler_may_close_the_loader_while_the_host_waits(
     machine: Machine, copies: CopyStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,9 +302,13 @@ def test_a_thread_that_waits_for_a_hanging_device_does_not_keep_another_from_clo
 def test_what_a_hanging_device_reads_stays_and_nobody_waits_for_it_any_more(
     machine: Machine, copies: CopyStream, hang: Callable[[], None]
 ) -> None:
+    def pin_memory() -> Any:
+        pinned = copies.streams.pin(torch.arange(9), (1,))
+        return SimpleNamespace(values=pinned, to=lambda device, non_blocking: "moved")
+
     hang()
     for _ in range(HOST_AHEAD):
-        copies.begin([torch.arange(9), Moving(copies.streams, torch.arange(9))]).finish()  # type: ignore[arg-type]
+        copies.begin([torch.arange(9), SimpleNamespace(pin_memory=pin_memory, to=str)]).finish()
     count = len(machine.pinned)
     give_up(copies)
     gc.collect()

@@ -44,13 +44,11 @@ def moves(machine: Machine) -> list[str]:
     return [stream for what, stream in machine.log if what == "to"]
 
 
-class _Ragged(NamedTuple):
+class Ragged(NamedTuple):
+    """Like a `PackedSequence`: the sizes belong on the host."""
+
     values: Any
     sizes: Any
-
-
-class Ragged(_Ragged):
-    """Like a `PackedSequence`: the sizes belong on the host."""
 
     def to(self, device: Any, non_blocking: bool = False) -> Ragged:
         return Ragged(sent(self.values), self.sizes)
@@ -307,7 +305,7 @@ def test_what_arrives_in_inference_mode_can_be_trained_on_after_it(
     assert weight.grad is not None
 
 
-class Asked(_Ragged):
+class Asked(Ragged):
     """It says whether it was pinned when it was asked to move."""
 
     def to(self, device: Any, non_blocking: bool = False) -> bool:
@@ -319,7 +317,7 @@ def test_the_tensors_of_a_container_are_pinned_before_it_moves_itself(machine: M
     assert copies_on(machine).begin([Asked(torch.arange(1000), None)]).finish() == [True]
 
 
-class Same(_Ragged):
+class Same(Ragged):
     def to(self, device: Any, non_blocking: bool = False) -> Any:
         return self.values
 

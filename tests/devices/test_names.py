@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from simulated import Machine
 
+from sharded_loader import Placement, ShardedDataLoader
 from sharded_loader.base.system import LOCAL_RANKS
-from sharded_loader.devices import names
+from sharded_loader.devices import names, placement
 from sharded_loader.devices.names import device_list, find_device, find_devices, indexed
+from sharded_loader.engine.pool import Pool
 
-CPU, CUDA, FIRST, SECOND = (torch.device(name) for name in ("cpu", "cuda", "cuda:0", "cuda:1"))
+CPU, CUDA, FIRST, SECOND, META = map(torch.device, ("cpu", "cuda", "cuda:0", "cuda:1", "meta"))
 
 
 @pytest.fixture
@@ -29,14 +33,10 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
 
 @pytest.mark.parametrize(
     ("name", "found"),
-    [("cpu", CPU), (0, FIRST), (1, SECOND), ("cuda:1", SECOND), ("cuda", CUDA), (SECOND, SECOND)],
+    [("cpu", CPU), (0, FIRST), (1, SECOND), ("cuda:1", SECOND), ("cuda", CUDA), (SECOND, SECOND), (META, META)],
 )
 def test_a_device_has_a_name_an_index_or_is_one(two_gpus: Any, name: Any, found: torch.device) -> None:
     assert find_device(name) == found
-
-
-def test_only_the_object_means_the_meta_device(two_gpus: Any) -> None:
-    assert find_device(torch.device("meta")).type == "meta"
 
 
 @pytest.mark.parametrize(
@@ -60,6 +60,7 @@ def test_device_means_plain_batches_and_devices_shards(two_gpus: Any, device: An
         ("auto", None, ValueError, 'devices="auto" means all accelerators'),
         ("cuda:2", None, ValueError, "device 'cuda:2' does not exist; this process sees: cpu, cuda:0, cuda:1"),
         ("xpu", None, ValueError, "device 'xpu' does not exist"),
+        ("meta", None, ValueError, "device 'meta' does not exist"),  # only the object means it
         (1.5, None, TypeError, "device 1.5 is a float"),
         (0, None, ValueError, 'device=0: an int alone could be an index or a count; say device="cuda:0"'),
         (None, [2], ValueError, "there is no accelerator 2"),
@@ -89,7 +90,7 @@ def test_auto_is_the_cpu_where_there_is_no_accelerator(monkeypatch: pytest.Monke
 def test_devices_in_a_list_have_their_numbers(two_gpus: Any) -> None:
     assert device_list(["cuda:1", "cpu", torch.device("cpu", 0)]) == [SECOND, CPU, CPU]
     assert indexed(SECOND) == SECOND
-    assert indexed(torch.device("meta")) == torch.device("meta")
+    assert indexed(META) == META
 
 
 # -- one process per GPU --------------------------------------------------------------------------------------
@@ -121,3 +122,17 @@ def test_the_gpu_of_another_rank_is_warned_of(
     warned = rf"means cuda:0.*{message}.*cuda:1"
     with pytest.warns(UserWarning, match=warned) if message else contextlib.nullcontext():
         names.warn_of_rank(name, found)  # warnings are errors
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_a_loader_warns_once(machine: Machine, monkeypatch: pytest.MonkeyPatch, pool: Pool, resident: bool) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    device, first = torch.device("privateuseone"), machine.devices[0]
+    monkeypatch.setattr(placement, "indexed", lambda device: first)
+    with (
+        pytest.warns(UserWarning, match="several processes would share privateuseone:0") as caught,
+        ShardedDataLoader(np.arange(64), 4, device=Placement(device, resident=resident), pool=pool) as loader,
+    ):
+        for _ in range(2):
+            list(loader)
+    assert len(caught) == 1

@@ -281,3 +281,22 @@ def test_the_thread_ends_with_its_loader(pins: Pins, worker_pool: Pool, end: str
         assert firsts(loader) == IN_ORDER
         loader.close()
     assert THREAD not in [thread.name for thread in threading.enumerate()]
+
+
+def test_pin_memory_on_a_mac_is_one_warning_and_has_no_effect(monkeypatch: pytest.MonkeyPatch, pool: Pool) -> None:
+    def pin(self: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("mps has no pinned memory")
+
+    monkeypatch.setattr(placement, "accelerators", lambda: [torch.device("mps", 0)])
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    with (
+        pytest.warns(UserWarning, match="pin_memory=True has no effect.*mps") as caught,
+        ShardedDataLoader(np.arange(64), 4, pin_memory=True, pool=pool) as loader,
+    ):
+        assert next(iter(loader)).tolist() == [0, 1, 2, 3]
+    assert len(caught) == 1
+
+
+def test_pin_memory_beside_a_device_warns_of_no_mac(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "accelerators", lambda: [torch.device("mps", 0)])
+    placement.Placer([torch.device("cpu")], pin_memory=True)  # warnings are errors

@@ -100,7 +100,10 @@ def test_unlocking_waits_for_the_copies_first_and_a_later_mapping_may_lie_at_the
         assert undo is not None and registrar.register(mapping) is undo  # who was interrupted asks again
         assert (undo(), machine.registered) == (True, {})
     assert calls == [1, 1]
-    mapping.close()
+    machine.refuse = 2
+    with pytest.warns(UserWarning, match="could not be pinned") as caught:
+        assert [registrar.register(mmap.mmap(-1, 4096)) for _ in range(2)] == [None, None]
+    assert len(caught) == 1
 
 
 @pytest.mark.parametrize("broken", [False, True], ids=["refused", "broken context"])
