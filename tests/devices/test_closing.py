@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import mmap
 import signal
 import sys
 import threading
@@ -49,25 +50,32 @@ def begin(machine: Machine, pool: Pool, count: int, size: int = 32, **options: A
 # -- interruptions --------------------------------------------------------------------------------------------
 
 
-def test_an_interruption_at_every_line_of_a_registration_leaves_nothing_registered(machine: Machine) -> None:
+@pytest.mark.parametrize("in_arena", [True, False])
+def test_an_interruption_at_every_line_of_a_registration_leaves_nothing_registered(
+    machine: Machine, in_arena: bool
+) -> None:
     line, fired, before = 0, True, sys.gettrace()
     while fired:
         line += 1
-        made, tracer = Arena(None, registrar(machine).register), InterruptAt(line, ("arena.py", "accelerator.py"))
+        register, mapping = registrar(machine).register, mmap.mmap(-1, 4096)
+        made, tracer = Arena(None, register), InterruptAt(line, ("arena.py", "accelerator.py"))
         try:
             sys.settrace(tracer)
-            made.take(1 << 20)
+            made.take(1 << 20) if in_arena else register(mapping)
         except KeyboardInterrupt:
             pass
         finally:
             sys.settrace(before)
         fired = tracer.fired
-        if line % 2:
+        if not in_arena:
+            undo = register(mapping)  # who asks again gets it
+            assert undo is not None and undo()
+        elif line % 2:
             slot = made.take(1 << 20)
             assert slot is not None and made.segments[slot.segment].unregister is not None
         made.close()
         assert (machine.registered, machine.faults) == ({}, [])
-    assert line > 20
+    assert line > (20 if in_arena else 5)
 
 
 # -- a device that is broken, or hangs ------------------------------------------------------------------------
