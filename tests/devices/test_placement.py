@@ -185,14 +185,8 @@ IN_ORDER = [list(range(i, i + 4)) for i in range(0, 64, 4)]
 @pytest.fixture
 def in_use(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many blocks were in use when the cache was emptied, after all work."""
-    found, empty_cache = [], machine.empty_cache
-
-    def noted() -> None:
-        machine.finish()
-        found.append(machine.in_use)
-        empty_cache()
-
-    monkeypatch.setattr(machine, "empty_cache", noted)
+    found, real = [], machine.empty_cache
+    monkeypatch.setattr(machine, "empty_cache", lambda: (machine.finish(), found.append(machine.in_use), real()))
     return found
 
 
