@@ -76,9 +76,7 @@ class Checks:
     def __init__(self, machine: Machine) -> None:
         self.machine, self.mismatched, self.seen = machine, list[Any](), 0
 
-    def compare(
-        self, tensor: torch.Tensor, expected: Any, label: Any = None, device: torch.device | None = None
-    ) -> None:
+    def compare(self, tensor: torch.Tensor, expected: Any, label: Any = None) -> None:
         """Let the current stream compare all values, when it gets there."""
 
         def look(found: np.ndarray) -> None:
@@ -86,7 +84,7 @@ class Checks:
             if not (found == expected).all():
                 self.mismatched.append(label)
 
-        self.machine.kernel(device or self.machine.devices[0], tensor, look)
+        self.machine.kernel(self.machine.devices[0], tensor, look)
 
     def done(self) -> tuple[list[Any], list[str]]:
         """What was wrong, and the machine's faults, when all is done."""

@@ -5,25 +5,28 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import mmap
 import signal
-import subprocess
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import HostClock, ahead
+import torch
+from conftest import POOLS, PROCESS_POOLS, HostClock, ahead, make_pool, until
 from devices_samples import copies_on, streams_on
 from injection import InterruptAt
 from simulated import Machine, SimulatedStreams
 
 from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
-from sharded_loader.devices import copies, placement
+from sharded_loader.devices import copies as module
+from sharded_loader.devices import placement
 from sharded_loader.devices.accelerator import Registrar
+from sharded_loader.devices.copies import HOST_AHEAD, CopyStream
 from sharded_loader.engine.pool import Pool
 from sharded_loader.memory import arena
 from sharded_loader.memory.arena import Arena
@@ -47,47 +50,32 @@ def begin(machine: Machine, pool: Pool, count: int, size: int = 32, **options: A
 # -- interruptions --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("used_again", [True, False])
-def test_an_interruption_after_the_registration_leaves_nothing_registered(machine: Machine, used_again: bool) -> None:
-    register = registrar(machine).register
-    interrupts = [signal.SIGINT]
-
-    def interrupted(mapping: Any) -> Any:
-        undo = register(mapping)
-        if interrupts:
-            signal.raise_signal(interrupts.pop())
-        return undo
-
-    made = Arena(None, interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        made.take(1 << 20)
-    assert len(machine.registered) == 1
-    if used_again:
-        assert made.take(1 << 20) is not None
-    made.close()
-    assert machine.registered == {}
-
-
-@pytest.mark.slow
-def test_an_interruption_at_every_line_of_a_registration_leaves_nothing_registered(machine: Machine) -> None:
+@pytest.mark.parametrize("in_arena", [True, False])
+def test_an_interruption_at_every_line_of_a_registration_leaves_nothing_registered(
+    machine: Machine, in_arena: bool
+) -> None:
     line, fired, before = 0, True, sys.gettrace()
     while fired:
         line += 1
-        made, tracer = Arena(None, registrar(machine).register), InterruptAt(line, ("arena.py", "accelerator.py"))
+        register, mapping = registrar(machine).register, mmap.mmap(-1, 4096)
+        made, tracer = Arena(None, register), InterruptAt(line, ("arena.py", "accelerator.py"))
         try:
             sys.settrace(tracer)
-            made.take(1 << 20)
+            made.take(1 << 20) if in_arena else register(mapping)
         except KeyboardInterrupt:
             pass
         finally:
             sys.settrace(before)
         fired = tracer.fired
-        if line % 2:
+        if not in_arena:
+            undo = register(mapping)  # who asks again gets it
+            assert undo is not None and undo()
+        elif line % 2:
             slot = made.take(1 << 20)
             assert slot is not None and made.segments[slot.segment].unregister is not None
         made.close()
         assert (machine.registered, machine.faults) == ({}, [])
-    assert line > 20
+    assert line > (20 if in_arena else 5)
 
 
 # -- a device that is broken, or hangs ------------------------------------------------------------------------
@@ -131,8 +119,8 @@ def test_a_loader_can_be_closed_after_a_kernel_has_failed(
     assert machine.faults == []
     machine.has_failed = False
     machine.finish()
-    lost = copies.LOST.copy()
-    copies.LOST.clear()
+    lost = module.LOST.copy()
+    module.LOST.clear()
     del held, lost
 
 
@@ -150,43 +138,37 @@ def hang(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     machine.finish()
     for closed in (copies_on(machine), Arena()):
         closed.close()  # and looks again at what was left alone
-    assert (copies.STILL_READ, arena.STILL_READ, machine.registered) == (set(), [], {})
+    assert (module.STILL_READ, arena.STILL_READ, machine.registered) == (set(), [], {})
 
 
+@pytest.mark.parametrize("end", ["close", "forget"])
 def test_a_device_that_hangs_is_not_waited_for_without_end(
-    machine: Machine, process_pool: ProcessPool, hang: Callable[[], None]
+    machine: Machine, process_pool: ProcessPool, hang: Callable[[], None], end: str
 ) -> None:
-    loader, _, held = begin(machine, process_pool, 3, devices=machine.devices)
+    loader, batches, held = begin(machine, process_pool, 3, devices=machine.devices)
     segments = list(process_pool._transport.arena.segments)
     hang()
     with pytest.warns(UserWarning, match="has not done its copies within .* stays as it is") as caught:
-        loader.close()
+        if end == "close":
+            loader.close()
+        else:
+            del loader, batches
+            gc.collect()
     assert len(caught) == 2  # one for each device
     # The memory is as it was, and a later mapping cannot be taken for it.
     assert len(machine.registered) == len(segments) > 0
     for segment in segments:
         assert not segment.mapping.closed
         assert segment.fd is None
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        loader.close()  # at once: it has been told
+    if end == "close":
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            loader.close()  # at once: it has been told
     machine.hangs = False
     machine.finish()
     assert machine.faults == []
     for number, (first, second) in enumerate(held):
         assert [first[0, 0].item(), second[0, 0].item()] == [1024.0 * 32 * number, 1024.0 * (32 * number + 16)]
-
-
-def test_a_loader_that_is_forgotten_while_its_device_hangs_is_not_waited_for_either(
-    machine: Machine, process_pool: ProcessPool, hang: Callable[[], None]
-) -> None:
-    started = begin(machine, process_pool, 3)
-    hang()
-    with pytest.warns(UserWarning, match="has not done its copies within"):
-        del started
-        gc.collect()
-    machine.hangs = False
-    machine.finish()
 
 
 def test_a_device_that_pauses_in_a_recovery_costs_no_later_segment(
@@ -218,42 +200,6 @@ def test_ctrl_c_ends_the_wait_for_a_device_that_hangs_while_the_loader_is_closed
     machine.finish()
 
 
-AT_EXIT = """
-import atexit
-@atexit.register  # the first one, so it runs last
-def report():
-    print("blocked", machine.blocked, "registered", len(machine.registered), machine.faults, len(pool.pids), flush=True)
-import numpy, torch, simulated
-from sharded_loader.devices import names, placement
-machine = simulated.Machine()
-names.accelerators = lambda: machine.devices
-placement.streams_of, placement.indexed = machine.streams_of, lambda device: device
-from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
-data = ArrayDataset(numpy.zeros((256, 1024), numpy.float32))
-pool = ProcessPool(2)
-loader = ShardedDataLoader(data, 32, device=machine.devices[0], pool=pool)
-batches = iter(loader)
-held = [next(batches) for _ in range(3)]
-print("registered", len(machine.registered), flush=True)
-machine.blocked = 0
-"""
-
-
-@pytest.mark.slow
-def test_at_the_programs_end_the_device_is_neither_waited_for_nor_asked() -> None:
-    here = Path(__file__).resolve().parent.parent
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(here)!r})\n{AT_EXIT}"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    first, last = done.stdout.splitlines()
-    registered = int(first.split()[1])
-    assert registered > 0
-    assert (last, done.stderr, done.returncode) == (f"blocked 0 registered {registered} [] 0", "", 0)
-
-
 # -- what is held ---------------------------------------------------------------------------------------------
 
 
@@ -281,20 +227,157 @@ def test_memory_is_free_after_the_epoch_whoever_reads(machine: Machine, pool: Po
         assert ctypes.string_at(held.data_ptr(), 4) == np.float32(32 * 1024).tobytes()
 
 
-@pytest.mark.parametrize("kind", [ShardedDataLoader, DataLoader])
 @pytest.mark.parametrize("how", ["forgotten", "closed"])
-def test_who_has_no_workers_waits_for_the_copies_too(machine: Machine, kind: Any, how: str) -> None:
+@pytest.mark.parametrize("kind", ["drop-in", *POOLS])
+def test_memory_is_given_back_only_when_no_copy_reads_it(machine: Machine, kind: str, how: str) -> None:
     """Otherwise the memory of batches that nobody has received would be used again while they are copied."""
-    loader = kind(DATA, 32, device=machine.devices[0])
+    options: dict[str, Any] = {} if kind == "drop-in" else {"pool": make_pool(kind)}
+    loader = (ShardedDataLoader if options else DataLoader)(DATA, 32, device=machine.devices[0], **options)
     batches = iter(loader)
-    held = next(batches)
-    _, copying = machine.streams[machine.devices[0]]
-    assert copying.queue
-    if how == "closed":
+    held = [next(batches) for _ in range(1 + 4 * bool(options))]
+    copying = machine.streams[machine.devices[0]][1].queue
+    assert any(reads for *_, reads in copying)
+    assert bool(machine.registered) is (kind in PROCESS_POOLS)
+    if how == "closed":  # in the middle of copies
         getattr(loader, "close", getattr(batches, "_shutdown_workers", None))()
     else:
-        del batches, loader
+        del batches, loader, options
         gc.collect()
-    assert not copying.queue
+    assert (machine.registered, machine.faults) == ({}, [])
+    assert not any(reads for *_, reads in copying)
     machine.finish()
-    assert (held[0, 0].item(), machine.faults) == (0.0, [])
+    assert [batch[0, 0].item() for batch in held] == [1024.0 * 32 * number for number in range(len(held))]
+
+
+# -- one copy stream by itself --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def copies(machine: Machine) -> Iterator[CopyStream]:
+    yield copies_on(machine)
+    module.STILL_READ.clear()
+    gc.collect()
+
+
+def begin_one(copies: CopyStream) -> Any:
+    return copies.begin([torch.arange(9)])
+
+
+def give_up(copies: CopyStream) -> None:
+    """Close it while the device hangs."""
+    with pytest.warns(UserWarning, match="has not done its copies"):
+        assert not copies.close(0.01)
+
+
+def test_a_signal_handler_may_close_the_loader_while_the_host_waits(
+    machine: Machine, copies: CopyStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin_one(copies)
+    rest, signals = SimulatedStreams.rest, [signal.SIGINT]
+
+    def interrupting(streams: SimulatedStreams, seconds: float) -> None:
+        if signals:
+            signal.raise_signal(signals.pop())
+        else:
+            rest(streams, seconds)
+
+    def handler(number: int, frame: object) -> None:
+        assert copies.close()
+
+    monkeypatch.setattr(SimulatedStreams, "rest", interrupting)
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        assert copies.drain()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (len(copies.in_use), signals) == (0, [])
+
+
+def test_a_thread_that_waits_for_a_hanging_device_does_not_keep_another_from_closing(
+    machine: Machine, copies: CopyStream, hang: Callable[[], None]
+) -> None:
+    hang()
+    for _ in range(HOST_AHEAD):
+        begin_one(copies).finish()
+    inside = threading.Thread(target=lambda: begin_one(copies))
+    inside.start()
+    assert until(lambda: machine.blocked)
+    give_up(copies)
+    machine.hangs = False
+    inside.join()
+
+
+def test_what_a_hanging_device_reads_stays_and_nobody_waits_for_it_any_more(
+    machine: Machine, copies: CopyStream, hang: Callable[[], None]
+) -> None:
+    def pin_memory() -> Any:
+        pinned = copies.streams.pin(torch.arange(9), (1,))
+        return SimpleNamespace(values=pinned, to=lambda device, non_blocking: "moved")
+
+    hang()
+    for _ in range(HOST_AHEAD):
+        copies.begin([torch.arange(9), SimpleNamespace(pin_memory=pin_memory, to=str)]).finish()
+    count = len(machine.pinned)
+    give_up(copies)
+    gc.collect()
+    assert len(machine.pinned) == count == 2 * HOST_AHEAD
+    blocked = machine.blocked
+    assert not copies.close(60.0) and machine.blocked == blocked  # it only looks again
+    # A thread that is in `next` at this moment.
+    late = threading.Thread(target=lambda: begin_one(copies).finish(), daemon=True)
+    late.start()
+    late.join(60.0)
+    assert not late.is_alive()
+
+
+def test_what_was_left_alone_is_given_back_when_any_loader_is_closed_and_waited_for_again(
+    machine: Machine, copies: CopyStream, hang: Callable[[], None]
+) -> None:
+    hang()
+    begin_one(copies).finish()
+    assert not copies.drain(0.01)
+    give_up(copies)
+    assert copies in module.STILL_READ and len(copies.in_use) == 1
+    machine.hangs = False
+    machine.finish()
+    assert copies_on(machine).close()
+    assert (module.STILL_READ, len(copies.in_use)) == (set(), 0)
+    for _ in range(3 * HOST_AHEAD):
+        begin_one(copies).finish()
+        assert len(copies.in_use) <= HOST_AHEAD
+
+
+def test_at_the_programs_end_the_memory_is_left_to_the_driver(
+    machine: Machine, copies: CopyStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin_one(copies).finish()
+    monkeypatch.setattr(module, "program_ends", lambda: True)
+    assert not copies.close()  # without a warning
+    gc.collect()
+    assert (machine.blocked, len(machine.pinned)) == (0, 1)
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_who_waits_for_copies_waits_for_one_that_another_thread_begins(
+    machine: Machine, copies: CopyStream, monkeypatch: pytest.MonkeyPatch, closes: bool
+) -> None:
+    copy, begun, goes_on = SimulatedStreams.copy, threading.Event(), threading.Event()
+
+    def slow(*arguments: Any) -> Any:
+        begun.set()
+        goes_on.wait()
+        return copy(*arguments)
+
+    monkeypatch.setattr(SimulatedStreams, "copy", slow)
+    if closes:  # and leaves the memory alone
+        monkeypatch.setattr(module, "program_ends", lambda: True)
+    wait = copies.close if closes else copies.drain
+    threads = [threading.Thread(target=copies.begin, args=([torch.arange(9)],)), threading.Thread(target=wait)]
+    threads[0].start()
+    assert begun.wait(60.0)
+    threads[1].start()
+    threads[1].join(0.1)
+    goes_on.set()
+    for thread in threads:
+        thread.join()
+    assert (len(copies.in_use), len(module.STILL_READ), machine.faults) == (int(closes), int(closes), [])

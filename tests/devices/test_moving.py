@@ -12,16 +12,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from conftest import covering
 from devices_samples import GOOD, Checks, begun, copies_on, entries, place_now, placer_on, streams_on
-from simulated import Machine, SimulatedStreams
+from simulated import Machine
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 from sharded_loader import ShardedDataLoader
-from sharded_loader.devices import placement
 from sharded_loader.devices.copies import HOST_AHEAD
 from sharded_loader.devices.placement import Placer
 from sharded_loader.engine.pool import Pool
-from sharded_loader.pools.process.pool import ProcessPool
 
 WIDTH = 4096
 """Numbers per sample: a batch of four is larger than what goes through the pipe."""
@@ -45,13 +44,11 @@ def moves(machine: Machine) -> list[str]:
     return [stream for what, stream in machine.log if what == "to"]
 
 
-class _Ragged(NamedTuple):
+class Ragged(NamedTuple):
+    """Like a `PackedSequence`: the sizes belong on the host."""
+
     values: Any
     sizes: Any
-
-
-class Ragged(_Ragged):
-    """Like a `PackedSequence`: the sizes belong on the host."""
 
     def to(self, device: Any, non_blocking: bool = False) -> Ragged:
         return Ragged(sent(self.values), self.sizes)
@@ -82,11 +79,15 @@ class Encoding(collections.UserDict):  # type: ignore[type-arg]
         return self.data["sizes"]
 
 
-class Fields(list):  # type: ignore[type-arg]
-    def to(self, device: Any, non_blocking: bool = False) -> Fields:
-        return Fields([sent(self[0]), self[1]])
+class Hiding(list):  # type: ignore[type-arg]
+    """A container with a tensor that nobody finds in its place."""
 
-    values = property(lambda self: self[0])
+    def to(self, device: Any, non_blocking: bool = False) -> Hiding:
+        moved = Hiding([sent(self[0]), self[1]])
+        moved.hidden = sent(self[0])  # type: ignore[attr-defined]
+        return moved
+
+    values = property(lambda self: self.hidden)
     sizes = property(lambda self: self[1])
 
 
@@ -126,16 +127,13 @@ KINDS: dict[str, Callable[[Any, Any], Any]] = {
     "a namedtuple": Ragged,
     "a dataclass": Record,
     "a mapping": lambda values, sizes: Encoding(values=values, sizes=sizes),
-    "a list": lambda values, sizes: Fields([values, sizes]),
+    "a list that hides one": lambda values, sizes: Hiding([values, sizes]),
     "a graph that records": Recorded,
     "a graph": Graph,
     "an object": Bare,
 }
 LATE = ("a graph", "an object")
 """Their tensors may be anywhere, so they move on the caller's stream."""
-
-
-EARLY = [kind for kind in KINDS if kind not in LATE]
 
 
 @pytest.fixture
@@ -180,75 +178,41 @@ def test_they_move_as_they_know_how_from_memory_that_is_no_pinned_slot(
         assert checks.done() == GOOD
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a tensor"])
-def test_they_move_ahead_if_their_tensors_can_be_found(
-    machine: Machine, device: torch.device, kind: str, beside: bool
+@covering(2, kind=KINDS, how=["alone", "beside a tensor", "through a function"])
+def test_they_move_ahead_if_their_tensors_can_be_found_and_another_stream_may_use_them(
+    machine: Machine, device: torch.device, kind: str, how: str
 ) -> None:
-    """The others move on the stream that they are handed out on."""
-    copies, other, checks = copies_on(machine), machine.new_stream(device), Checks(machine)
-    pending = copies.begin([make(kind), torch.arange(7)] if beside else make(kind))
-    assert moves(machine) == ([] if kind in LATE else [machine.streams[device][-1].name])
+    """The memory is the copy stream's, and would be used again while the other stream reads it.
+
+    Other objects move on the stream that they are handed out on, if there is no function that needs them.
+    """
+    copies, other, checks, seen = copies_on(machine), machine.new_stream(device), Checks(machine), list[str]()
+
+    def see(batch: Any) -> Any:
+        assert moves(machine) and set(moves(machine)) == {machine.streams[device][-1].name}
+        seen.append(type(batch[0]).__name__)
+        return batch
+
+    is_late, transform = kind in LATE, None
+    if how == "through a function":
+        is_late, transform = False, see
+    batch = [make(kind), torch.arange(7)] if how == "beside a tensor" else [make(kind)]
+    pending = copies.begin(batch, transform=transform)
+    assert set(moves(machine)) == (set() if is_late else {machine.streams[device][-1].name})
     with machine.on(device, other):
         batch = pending.finish()
-        checks.compare((batch[0] if beside else batch).values, np.arange(1000))
+        checks.compare(batch[0].values, np.arange(1000))
         del batch, pending
-    assert checks.done() == GOOD
-    assert (other.name in moves(machine)) == (kind in LATE)
-
-
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("kind", EARLY)
-def test_memory_of_the_copy_stream_is_not_used_again_while_the_caller_reads_it(
-    machine: Machine, device: torch.device, kind: str, seed: int
-) -> None:
-    """A batch is dropped as soon as its work is given to the stream, and the next ones are copied ahead."""
-    machine.random.seed(seed)
-    copies, checks = copies_on(machine), Checks(machine)
-    waiting = [copies.begin([make(kind, torch.full((1000,), number))]) for number in range(2)]
-    for number in range(12):
-        waiting.append(copies.begin([make(kind, torch.full((1000,), number + 2))]))
-        (batch,) = waiting.pop(0).finish()
-        for _ in range(3):
-            checks.compare(batch.values, number, number)
-        del batch
-        machine.run(seed)
-    del waiting
-    assert checks.done() == GOOD
-
-
-class Hiding(Fields):
-    """A container with a tensor that nobody finds in its place."""
-
-    def to(self, device: Any, non_blocking: bool = False) -> Hiding:
-        moved = Hiding([sent(self[0]), self[1]])
-        moved.hidden = sent(self[0])  # type: ignore[attr-defined]
-        return moved
-
-    values = property(lambda self: self.hidden)
-
-
-@pytest.mark.parametrize("transform", [None, lambda batch: batch], ids=["moved", "through a function"])
-@pytest.mark.parametrize("kind", [*KINDS, "a list that hides one"])
-def test_another_stream_than_at_the_beginning_may_use_them(
-    machine: Machine, device: torch.device, kind: str, transform: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The memory is the copy stream's, and would be used again while that stream reads it."""
-    monkeypatch.setitem(KINDS, "a list that hides one", lambda values, sizes: Hiding([values, sizes]))
-    copies, other, checks = copies_on(machine), machine.new_stream(device), Checks(machine)
-    pending = copies.begin([make(kind)], transform=transform)
-    with machine.on(device, other):
-        (batch,) = pending.finish()
-        checks.compare(batch.values, np.arange(1000))
-        del batch, pending
+    assert (other.name in moves(machine)) == is_late
     with machine.on(device, machine.streams[device][-1]):
         for mine in [machine.allocate(device, torch.empty(1000, dtype=torch.int64)) for _ in range(4)]:
             machine.fill(device, mine)
     assert checks.done() == GOOD
+    assert seen == ([] if transform is None else [type(KINDS[kind](0, 0)).__name__])
 
 
 @pytest.mark.costly(3)
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "a mapping"])  # that one changes itself
+@pytest.mark.parametrize("kind", ["a namedtuple", "a dataclass", "a graph that records", *LATE])
 def test_what_they_move_from_is_held_until_it_was_read(machine: Machine, device: torch.device, kind: str) -> None:
     copies = copies_on(machine)
     copies.begin([make(kind)]).finish()
@@ -260,21 +224,7 @@ def test_what_they_move_from_is_held_until_it_was_read(machine: Machine, device:
     assert source() is None
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_device_transform_gets_what_they_have_become(machine: Machine, device: torch.device, kind: str) -> None:
-    got = []
-
-    def see(batch: Any) -> Any:
-        got.append((type(batch[0]).__name__, moves(machine)))
-        return batch[0].values
-
-    values = copies_on(machine).begin([make(kind)], transform=see).finish()
-    machine.finish()
-    assert got == [(type(KINDS[kind](0, 0)).__name__, [machine.streams[device][1].name])]
-    assert values.sum() == 499500
-
-
-class Sparse(Fields):
+class Sparse(Hiding):
     """A container with a tensor that torch cannot record."""
 
     def to(self, device: Any, non_blocking: bool = False) -> Sparse:
@@ -287,38 +237,6 @@ def test_what_cannot_be_recorded_moves_when_it_is_handed_out(machine: Machine, d
     assert moves(machine) == []
     pending.finish()
     assert moves(machine) == [machine.streams[device][0].name]
-
-
-def containers(samples: list[Any]) -> Any:
-    values = torch.from_numpy(np.stack(samples))
-    return {"own": Encoding(values=values, sizes=values.clone())}
-
-
-@pytest.mark.slow
-def test_the_host_copies_them_once(
-    machine: Machine, device: torch.device, process_pool: ProcessPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Out of the slot, into pinned memory that torch guards wherever a copy begins."""
-    pinned, pin, checks = [], SimulatedStreams.pin, Checks(machine)
-
-    def noted(streams: SimulatedStreams, host: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-        pinned.append(host.nbytes)
-        return pin(streams, host, stride)
-
-    monkeypatch.setattr(SimulatedStreams, "pin", noted)
-    with ShardedDataLoader(rows(160), 4, batchify_fn=containers, device=device, pool=process_pool) as loader:
-        for number, batch in enumerate(loader):
-            if number == 12:  # the first ones came through the pipe: nobody knew how large they are
-                pinned.clear()
-            own, expected = batch["own"], 4 * number + np.arange(4)[:, None]
-            checks.compare(own.values, expected, number)
-            # The user copies a part of what has stayed on the host, and drops it at once.
-            part = own.sizes[1:]
-            assert (part.numpy() == expected[1:]).all() and not machine.holds(part.data_ptr(), 1)
-            checks.compare(sent(part), expected[1:], number)
-            del batch, own, part
-            machine.run(number % 5)
-        assert (pinned, checks.done()) == ([], GOOD)
 
 
 def test_a_batch_has_moved_once_when_it_is_finished_again_and_not_at_all_before(
@@ -375,17 +293,19 @@ def test_memory_that_torch_does_not_guard_is_not_used_again_before_it_was_read(
     assert Tail.moved.tolist() == list(range(8, 1000))
 
 
-def test_what_moves_in_inference_mode_can_be_trained_on_after_it(machine: Machine, device: torch.device) -> None:
-    pending = copies_on(machine).begin([Bare(torch.ones(3))])
+@pytest.mark.parametrize("batch", [torch.ones(3), Bare(torch.ones(3))], ids=["copied", "moves itself"])
+def test_what_arrives_in_inference_mode_can_be_trained_on_after_it(
+    machine: Machine, device: torch.device, batch: Any
+) -> None:
     with torch.inference_mode():
-        (moved,) = pending.finish()
+        (moved,) = copies_on(machine).begin([batch]).finish()
     machine.finish()
     weight = torch.ones(3, requires_grad=True)
-    (weight * moved.values).sum().backward()
+    (weight * (moved.values if isinstance(batch, Bare) else moved)).sum().backward()
     assert weight.grad is not None
 
 
-class Asked(_Ragged):
+class Asked(Ragged):
     """It says whether it was pinned when it was asked to move."""
 
     def to(self, device: Any, non_blocking: bool = False) -> bool:
@@ -397,7 +317,7 @@ def test_the_tensors_of_a_container_are_pinned_before_it_moves_itself(machine: M
     assert copies_on(machine).begin([Asked(torch.arange(1000), None)]).finish() == [True]
 
 
-class Same(_Ragged):
+class Same(Ragged):
     def to(self, device: Any, non_blocking: bool = False) -> Any:
         return self.values
 
@@ -424,9 +344,7 @@ class Locked(Mapping):  # type: ignore[type-arg]
     __getitem__ = property(lambda self: self.held.__getitem__)  # type: ignore[assignment]
     __iter__ = property(lambda self: self.held.__iter__)  # type: ignore[assignment]
     __len__ = property(lambda self: self.held.__len__)  # type: ignore[assignment]
-
-    def to(self, device: Any, non_blocking: bool = False) -> Any:
-        return self
+    to = Uncopied.to
 
 
 def test_what_need_not_or_cannot_be_moved_or_built_again_stays_what_it_is(
@@ -491,20 +409,6 @@ def test_a_field_called_to_is_a_field(machine: Machine, device: torch.device, ba
     assert moves(machine) == []
 
 
-def bare(samples: list[Any]) -> Any:
-    return Bare(torch.from_numpy(np.stack(samples)))
-
-
-def test_without_memory_for_what_moves_itself_there_is_made_room(
-    machine: Machine, device: torch.device, worker_pool: Pool
-) -> None:
-    machine.blocks = 2  # one in the consumer's hands, and one more
-    with ShardedDataLoader(rows(48), 4, batchify_fn=bare, device=device, pool=worker_pool) as loader:
-        for number, batch in enumerate(loader):
-            machine.finish()
-            assert batch.values[:, 0].tolist() == [4.0 * number + i for i in range(4)]
-
-
 def refuses_the_second(samples: list[Any]) -> Any:
     first = torch.tensor(samples[0][0])
     return (Stubborn if first == 4 else Bare)(torch.from_numpy(np.stack(samples)), first)
@@ -522,43 +426,3 @@ def test_what_they_raise_is_their_batchs_error_and_says_where(
         assert "raised while the batch was copied to privateuseone:0" in notes
         assert "epoch 0, batch 1" in notes
         assert next(batches).sizes.item() == 8
-
-
-# -- pin_memory ---------------------------------------------------------------------------------------------------
-
-
-class Pinning(_Ragged):
-    def pin_memory(self) -> Pinning:
-        return Pinning(self.values.pin_memory(), self.sizes)
-
-
-@pytest.fixture
-def pinner(monkeypatch: pytest.MonkeyPatch) -> Placer:
-    """It pins in this thread, by a function that copies, and has no memory for ten numbers."""
-
-    def pin(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.layout is not torch.strided:
-            raise RuntimeError("only dense CPU tensors can be pinned")
-        if tensor.is_nested or tensor.numel() == 10:
-            raise RuntimeError("CUDA error: out of memory")
-        return tensor.clone()
-
-    monkeypatch.setattr(placement, "accelerators", lambda: [torch.device("cuda", 0)])
-    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
-    return Placer(None, pin_memory=True, in_background=False)
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_pin_memory_asks_containers_that_pin_themselves_and_leaves_what_torch_cannot_pin(pinner: Placer) -> None:
-    values, sizes, sparse = torch.ones(3), torch.ones(2), torch.eye(3).to_sparse()
-    own, kind, left = place_now(pinner, [Pinning(values, sizes), torch.Tensor, sparse])
-    assert (type(own), kind) == (Pinning, torch.Tensor)
-    assert own.sizes is sizes and own.values is not values and left is sparse
-    nested = torch.nested.nested_tensor([torch.ones(2)])
-    assert place_now(pinner, [nested])[0] is nested
-
-
-def test_pin_memory_without_host_memory_leaves_batches_as_they_are(pinner: Placer) -> None:
-    tensor = torch.ones(10)
-    with pytest.warns(UserWarning, match="could not be pinned .*out of memory"):
-        assert place_now(pinner, [tensor])[0] is tensor

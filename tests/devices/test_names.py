@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import warnings
+import contextlib
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from simulated import Machine
 
+from sharded_loader import Placement, ShardedDataLoader
 from sharded_loader.base.system import LOCAL_RANKS
-from sharded_loader.devices import names
+from sharded_loader.devices import names, placement
 from sharded_loader.devices.names import device_list, find_device, find_devices, indexed
+from sharded_loader.engine.pool import Pool
 
-CPU, CUDA, FIRST, SECOND = (torch.device(name) for name in ("cpu", "cuda", "cuda:0", "cuda:1"))
+CPU, CUDA, FIRST, SECOND, META = map(torch.device, ("cpu", "cuda", "cuda:0", "cuda:1", "meta"))
 
 
 @pytest.fixture
@@ -29,32 +33,10 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
 
 @pytest.mark.parametrize(
     ("name", "found"),
-    [("cpu", CPU), (0, FIRST), (1, SECOND), ("cuda:1", SECOND), ("cuda", CUDA), (SECOND, SECOND)],
+    [("cpu", CPU), (0, FIRST), (1, SECOND), ("cuda:1", SECOND), ("cuda", CUDA), (SECOND, SECOND), (META, META)],
 )
 def test_a_device_has_a_name_an_index_or_is_one(two_gpus: Any, name: Any, found: torch.device) -> None:
     assert find_device(name) == found
-
-
-@pytest.mark.parametrize(
-    ("name", "error", "message"),
-    [
-        ("gpu", ValueError, "device 'gpu' is unknown; this process sees: cpu, cuda:0, cuda:1"),
-        ("auto", ValueError, 'devices="auto" means all accelerators'),
-        ("cuda:2", ValueError, "device 'cuda:2' does not exist; this process sees: cpu, cuda:0, cuda:1"),
-        ("xpu", ValueError, "device 'xpu' does not exist"),
-        (2, ValueError, "there is no accelerator 2"),
-        (-1, ValueError, "there is no accelerator -1"),
-        (True, TypeError, "device True is a bool; give a name, an index or a torch.device"),
-        (1.5, TypeError, "device 1.5 is a float"),
-    ],
-)
-def test_other_names_are_rejected(two_gpus: Any, name: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        find_device(name)
-
-
-def test_only_the_object_means_the_meta_device(two_gpus: Any) -> None:
-    assert find_device(torch.device("meta")).type == "meta"
 
 
 @pytest.mark.parametrize(
@@ -74,8 +56,17 @@ def test_device_means_plain_batches_and_devices_shards(two_gpus: Any, device: An
 @pytest.mark.parametrize(
     ("device", "devices", "error", "message"),
     [
-        ("cpu", ["cpu"], ValueError, "not both"),
+        ("gpu", None, ValueError, "device 'gpu' is unknown; this process sees: cpu, cuda:0, cuda:1"),
+        ("auto", None, ValueError, 'devices="auto" means all accelerators'),
+        ("cuda:2", None, ValueError, "device 'cuda:2' does not exist; this process sees: cpu, cuda:0, cuda:1"),
+        ("xpu", None, ValueError, "device 'xpu' does not exist"),
+        ("meta", None, ValueError, "device 'meta' does not exist"),  # only the object means it
+        (1.5, None, TypeError, "device 1.5 is a float"),
         (0, None, ValueError, 'device=0: an int alone could be an index or a count; say device="cuda:0"'),
+        (None, [2], ValueError, "there is no accelerator 2"),
+        (None, [-1], ValueError, "there is no accelerator -1"),
+        (None, [True], TypeError, "device True is a bool; give a name, an index or a torch.device"),
+        ("cpu", ["cpu"], ValueError, "not both"),
         (None, 2, ValueError, r"devices=2: an int alone .* give a list such as \[0, 1\], or .*; device= takes one"),
         (None, "cpu", TypeError, "devices is 'cpu', and must be a list: .*; device= takes one"),
         (None, CPU, TypeError, "devices is 'cpu', and must be a list"),
@@ -83,7 +74,9 @@ def test_device_means_plain_batches_and_devices_shards(two_gpus: Any, device: An
         (None, [], ValueError, "devices is empty"),
     ],
 )
-def test_other_devices_are_rejected(device: Any, devices: Any, error: type[Exception], message: str) -> None:
+def test_other_devices_are_rejected(
+    two_gpus: Any, device: Any, devices: Any, error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         find_devices(device, devices)
 
@@ -97,46 +90,49 @@ def test_auto_is_the_cpu_where_there_is_no_accelerator(monkeypatch: pytest.Monke
 def test_devices_in_a_list_have_their_numbers(two_gpus: Any) -> None:
     assert device_list(["cuda:1", "cpu", torch.device("cpu", 0)]) == [SECOND, CPU, CPU]
     assert indexed(SECOND) == SECOND
-    assert indexed(torch.device("meta")) == torch.device("meta")
+    assert indexed(META) == META
 
 
 # -- one process per GPU --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("variable", LOCAL_RANKS)
-def test_the_gpu_of_another_rank_is_warned_of(
-    two_gpus: list[torch.device], monkeypatch: pytest.MonkeyPatch, variable: str
-) -> None:
-    monkeypatch.setenv(variable, "1")
-    with pytest.warns(UserWarning, match=rf"means cuda:0.*{variable} is 1.*torch\.cuda\.set_device\(1\)"):
-        names.warn_of_rank(CUDA, FIRST)
-
-
-def test_a_process_group_tells_the_rank_too(two_gpus: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 5)
-    with pytest.warns(UserWarning, match=r"rank 5 of the process group.*cuda:1"):
-        names.warn_of_rank(CUDA, FIRST)
-
-
 @pytest.mark.parametrize(
-    ("name", "found", "rank", "count"),
+    ("name", "found", "ranks", "count", "message"),
     [
-        pytest.param(CUDA, FIRST, "0", 2, id="the first process"),
-        pytest.param(CUDA, FIRST, None, 2, id="no ranks"),
-        pytest.param(CUDA, FIRST, "x", 2, id="no number"),
-        pytest.param(CUDA, SECOND, "1", 2, id="set_device was called"),
-        pytest.param(FIRST, FIRST, "1", 2, id="on purpose"),
-        pytest.param(CUDA, FIRST, "1", 1, id="each process sees its own GPU"),
-        pytest.param(CPU, CPU, "1", 2, id="no GPU"),
+        *[(CUDA, FIRST, {name: "1"}, 2, rf"{name} is 1.*torch\.cuda\.set_device\(1\)") for name in LOCAL_RANKS],
+        pytest.param(CUDA, FIRST, {}, 2, r"rank 5 of the process group", id="a process group"),
+        pytest.param(CUDA, FIRST, {"LOCAL_RANK": "0"}, 2, None, id="the first process"),
+        pytest.param(CUDA, FIRST, {}, 2, None, id="no ranks"),
+        pytest.param(CUDA, FIRST, {"LOCAL_RANK": "x"}, 2, None, id="no number"),
+        pytest.param(CUDA, SECOND, {"LOCAL_RANK": "1"}, 2, None, id="set_device was called"),
+        pytest.param(FIRST, FIRST, {"LOCAL_RANK": "1"}, 2, None, id="on purpose"),
+        pytest.param(CUDA, FIRST, {"LOCAL_RANK": "1"}, 1, None, id="each process sees its own GPU"),
+        pytest.param(CPU, CPU, {"LOCAL_RANK": "1"}, 2, None, id="no GPU"),
     ],
 )
-def test_whoever_has_its_own_gpu_is_not_warned(
-    two_gpus: list[torch.device], monkeypatch: pytest.MonkeyPatch, name: Any, found: Any, rank: Any, count: int
+def test_the_gpu_of_another_rank_is_warned_of(
+    two_gpus: Any, monkeypatch: pytest.MonkeyPatch, name: Any, found: Any, ranks: Any, count: int, message: str | None
 ) -> None:
     del two_gpus[count:]
-    if rank is not None:
-        monkeypatch.setenv("LOCAL_RANK", rank)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        names.warn_of_rank(name, found)
+    for variable, rank in ranks.items():
+        monkeypatch.setenv(variable, rank)
+    if "process group" in (message or ""):
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda: 5)
+    warned = rf"means cuda:0.*{message}.*cuda:1"
+    with pytest.warns(UserWarning, match=warned) if message else contextlib.nullcontext():
+        names.warn_of_rank(name, found)  # warnings are errors
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_a_loader_warns_once(machine: Machine, monkeypatch: pytest.MonkeyPatch, pool: Pool, resident: bool) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    device, first = torch.device("privateuseone"), machine.devices[0]
+    monkeypatch.setattr(placement, "indexed", lambda device: first)
+    with (
+        pytest.warns(UserWarning, match="several processes would share privateuseone:0") as caught,
+        ShardedDataLoader(np.arange(64), 4, device=Placement(device, resident=resident), pool=pool) as loader,
+    ):
+        for _ in range(2):
+            list(loader)
+    assert len(caught) == 1

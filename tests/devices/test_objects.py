@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import PROCESS_POOLS, make_pool
 from devices_samples import place_now, placer_on, streams_on
 from simulated import Machine, SimulatedStreams
 
-from sharded_loader import ProcessPool, ShardedDataLoader, ThreadPool, empty
+from sharded_loader import ProcessPool, ShardedDataLoader, empty
 from sharded_loader.engine.pool import Pool
 from sharded_loader.memory.codec import ON_HOST
 from sharded_loader.ray.cluster import Lent
@@ -51,10 +52,6 @@ class Record:
     meta: Any
 
 
-class Named(collections.UserDict):  # type: ignore[type-arg]
-    pass
-
-
 def loader_of(batchify: Any, pool: Pool, machine: Machine | None, count: int = 48) -> ShardedDataLoader:
     """Row i is full of i + 1."""
     data = [np.full(WIDTH, 1 + i, np.float32) for i in range(count)]
@@ -73,14 +70,9 @@ def in_slot(samples: list[Any]) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
-def shared(samples: list[Any]) -> Any:
-    tensor = stacked(samples)
-    return {"x": tensor, "meta": Sample(tensor)}
-
-
-def viewed(samples: list[Any]) -> Any:
+def beside(samples: list[Any], part: slice) -> Any:
     tensor = in_slot(samples)
-    return {"x": tensor, "meta": Sample(tensor[:, : WIDTH // 2])}
+    return {"x": tensor, "meta": Sample(tensor[part])}
 
 
 Build = Callable[[list[Any]], Any]
@@ -94,11 +86,11 @@ BATCHES: dict[str, tuple[Build, Find]] = {
     "nested": (lambda samples: [{"a": (Sample(stacked(samples)),)}], lambda batch: batch[0]["a"][0].image),
     "of objects": (lambda samples: Sample([Sample(stacked(samples))]), lambda batch: batch.image[0].image),
     "in a dataclass": (lambda samples: Record(Sample(stacked(samples))), lambda batch: batch.meta.image),
-    "in a mapping": (lambda samples: Named(a=Sample(stacked(samples))), lambda batch: batch["a"].image),
+    "in a mapping": (lambda samples: collections.UserDict(a=Sample(stacked(samples))), lambda batch: batch["a"].image),
     "in a deque": (lambda samples: collections.deque([stacked(samples)]), lambda batch: batch[0]),
     "in an object array": (lambda samples: np.array([Sample(stacked(samples))], object), lambda batch: batch[0].image),
-    "beside the same tensor": (shared, lambda batch: batch["meta"].image),
-    "beside a view": (viewed, lambda batch: batch["meta"].image),
+    "beside the same tensor": (lambda samples: beside(samples, slice(None)), lambda batch: batch["meta"].image),
+    "beside a view": (lambda samples: beside(samples, slice(2)), lambda batch: batch["meta"].image),
     "a tensor subclass": (lambda samples: stacked(samples).as_subclass(Numbers), lambda batch: batch),
     "a sparse tensor": (lambda samples: Sample(stacked(samples).to_sparse()), lambda batch: batch.image._values()),
     "dates": (
@@ -125,33 +117,38 @@ def test_what_the_user_copies_does_not_lie_in_pinned_slots(machine: Machine, pro
     assert (pinned, machine.faults) == (set(), [])
 
 
-def test_its_neighbours_are_still_copied_straight_from_the_slots(
+class Moving(collections.UserDict):  # type: ignore[type-arg]
+    """It moves itself, and leaves its size on the host."""
+
+    streams: Any = None
+
+    def to(self, device: Any, non_blocking: bool = False) -> Moving:
+        assert Moving.streams.is_pinned(self["x"])  # by the pool: the host does not copy it once more
+        moved = Moving.streams.empty_like(self["x"])
+        Moving.streams.copy(moved, self["x"])
+        return Moving(x=moved, size=self["size"])
+
+
+def test_the_host_copies_neither_its_neighbours_nor_what_moves_itself_once_more(
     machine: Machine, process_pool: ProcessPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def batchify(samples: list[Any]) -> Any:
-        return {"x": stacked(samples), "meta": [Sample(stacked(samples)), "text", 3, None]}
+        own = Moving(x=stacked(samples), size=stacked(samples))
+        return {"x": stacked(samples), "meta": [Sample(stacked(samples)), "text", 3, None], "own": own}
 
+    monkeypatch.setattr(Moving, "streams", streams_on(machine))
     with loader_of(batchify, process_pool, machine) as loader:
         list(loader)  # from here on the pool knows how large a batch is
-        monkeypatch.delattr(SimulatedStreams, "pin")
+        pinned, pin = [], SimulatedStreams.pin
+        monkeypatch.setattr(SimulatedStreams, "pin", lambda *what: pinned.append(what) or pin(*what))
         for number, batch in enumerate(loader):
             machine.finish()
-            for found in (batch["x"], batch["meta"][0].image):
+            own = batch["own"]
+            for found in (batch["x"], batch["meta"][0].image, own["x"], own["size"]):
                 assert found[:, -1].tolist() == [4.0 * number + i for i in range(1, 5)]
             assert batch["meta"][1:] == ["text", 3, None]
-
-
-class Halves:
-    """An object over parts of one array, as a collate function makes it with `empty`."""
-
-    def __init__(self, samples: list[Any]) -> None:
-        whole = in_slot(samples)
-        self.unread, self.image = whole[:, :8], whole[:, 8:]
-
-
-def beside(samples: list[Any]) -> Any:
-    """Halves beside a tensor that the loader copies itself."""
-    return {"x": in_slot(samples), "meta": Halves(samples)}
+            assert not machine.holds(own["size"].data_ptr(), 1)  # the user may copy it at any time
+        assert pinned == []
 
 
 class Copier:
@@ -174,21 +171,32 @@ class Copier:
         self.machine.kernel(self.device, moved, lambda values: self.found.append(values[:, 0].tolist()))
 
 
+def objects_of_a_thread(samples: list[Any]) -> Any:
+    return {"meta": Sample(in_slot(samples))}
+
+
+def objects_beside(samples: list[Any]) -> Any:
+    """Halves beside a tensor that the loader copies itself."""
+    return {"x": in_slot(samples), "meta": Halves(samples)}
+
+
+class Halves:
+    """An object over parts of one array, as a collate function makes it with `empty`."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        whole = in_slot(samples)
+        self.unread, self.image = whole[:, :8], whole[:, 8:]
+
+
 @pytest.mark.costly
-def test_the_users_own_copies_from_objects_are_intact(machine: Machine, process_pool: ProcessPool) -> None:
-    copy_from_objects(machine, process_pool, beside)
-
-
-def test_what_an_object_has_from_a_thread_begins_where_torch_guards_it(machine: Machine) -> None:
-    copy_from_objects(machine, ThreadPool(2), lambda samples: Sample(in_slot(samples)), in_parts=False)
-
-
-def copy_from_objects(machine: Machine, pool: Pool, build: Any, in_parts: bool = True) -> None:
-    copier = Copier(machine)
-    with loader_of(build, pool, machine, 120) as loader:
+@pytest.mark.parametrize("kind", ["thread", *PROCESS_POOLS])
+def test_the_users_own_copies_from_objects_are_intact(machine: Machine, kind: str) -> None:
+    """What an object has from a thread begins where torch guards it. A process has it from where it likes."""
+    copier, in_thread = Copier(machine), kind == "thread"
+    with loader_of(objects_of_a_thread if in_thread else objects_beside, make_pool(kind), machine, 120) as loader:
         for batch in loader:
-            image = (batch["meta"] if isinstance(batch, dict) else batch).image
-            for part in image[:, None] if in_parts else [image]:  # a row has no gaps: the device could read it there
+            image = batch["meta"].image
+            for part in [image] if in_thread else image[:, None]:  # a row has no gaps: the device could read it there
                 copier.copy(part)
             del batch, image, part
         machine.finish()
@@ -242,17 +250,9 @@ def test_an_object_that_looks_attributes_up_as_keys_stays_as_it_is(
 
 def test_without_devices_objects_stay_in_their_slots(process_pool: ProcessPool) -> None:
     """Nothing is pinned there, so nothing has to be copied out."""
-
-    def batchify(samples: list[Any]) -> Any:
-        return {"x": stacked(samples), "meta": Sample(stacked(samples))}
-
-    with loader_of(batchify, process_pool, None) as loader:
+    with loader_of(lambda samples: Sample(stacked(samples)), process_pool, None) as loader:
         list(loader)
         for batch in loader:
-            spans = []
-            for segment in process_pool._transport.arena.segments:
-                whole = np.frombuffer(segment.mapping, np.uint8)
-                spans.append((whole.ctypes.data, whole.nbytes))
-                del whole
-            address = batch["meta"].image.data_ptr()
-            assert any(start <= address < start + nbytes for start, nbytes in spans)
+            memories = [np.frombuffer(segment.mapping, np.uint8) for segment in process_pool._transport.arena.segments]
+            assert any(np.shares_memory(batch.image.numpy(), memory) for memory in memories)
+            del memories

@@ -8,7 +8,7 @@ import itertools
 import signal
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,11 +37,12 @@ class Pinned(NamedTuple):
     device: int
 
 
-class Accelerator:
-    """In the place of ``torch.cuda``: each thread has a current device."""
+class Pins(list[Pinned]):
+    """What was pinned, in the place of ``torch.cuda``: each thread has a current device."""
 
     def __init__(self) -> None:
         self.threads = threading.local()
+        self.before: Callable[[float], object] = lambda value: None  # called by each ``pin_memory``, in its thread
 
     def current_device(self) -> int:
         return getattr(self.threads, "device", 0)
@@ -50,34 +51,26 @@ class Accelerator:
         self.threads.device = device
 
 
-class Pins(list[Pinned]):
-    """What was pinned. `before` is called by each ``pin_memory``, in its thread."""
-
-    accelerator = Accelerator()
-
-    def before(self, value: float) -> None:
-        """Replaced by tests."""
-
-
 @pytest.fixture
-def pins(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pins]:
+def pins(monkeypatch: pytest.MonkeyPatch) -> Pins:
     pins = Pins()
-    pins.accelerator = Accelerator()
 
     def pin(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
+        if tensor.layout is not torch.strided:
+            raise RuntimeError("only dense CPU tensors can be pinned")
         value, thread = tensor.flatten()[0].item(), threading.current_thread().name
         pins.before(value)
-        pins.append(Pinned(value, thread, torch.get_num_threads(), pins.accelerator.current_device()))
+        pins.append(Pinned(value, thread, torch.get_num_threads(), pins.current_device()))
         return tensor.clone()
 
     devices = [torch.device("cuda", 0), torch.device("cuda", 1)]
     for module in (names, placement, drop_in.core):
         monkeypatch.setattr(module, "accelerators", lambda: devices)
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
-    monkeypatch.setattr(torch, "get_device_module", lambda kind: pins.accelerator)
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: pins)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
-    yield pins
+    return pins
 
 
 def rows() -> np.ndarray:
@@ -105,9 +98,9 @@ def test_a_thread_pins_the_batches_of_workers_in_order(pins: Pins, worker_pool: 
     assert {one.thread for one in pins} == {THREAD}
 
 
-def test_without_workers_the_main_thread_pins_as_in_torch(pins: Pins) -> None:
-    assert firsts(ShardedDataLoader(rows(), 4, pin_memory=True)) == IN_ORDER
-    assert firsts(DataLoader(rows(), 4, pin_memory=True)) == IN_ORDER
+@pytest.mark.parametrize("kind", [ShardedDataLoader, DataLoader])
+def test_without_workers_the_main_thread_pins_as_in_torch(pins: Pins, kind: Any) -> None:
+    assert firsts(kind(rows(), 4, pin_memory=True)) == IN_ORDER
     assert {one.thread for one in pins} == {"MainThread"}
 
 
@@ -128,7 +121,7 @@ def test_the_device_of_the_main_thread_pins_with_one_of_torchs_threads_and_no_ot
     """In a new thread it would be the first device, which would get a context."""
     before = torch.get_num_threads()
     assert before > 1, "this test needs two cores"
-    pins.accelerator.set_device(1)
+    pins.set_device(1)
     assert firsts(made(kind)) == IN_ORDER
     assert {(one.device, one.torch_threads) for one in pins} == {(1, 1)}
     found = [torch.get_num_threads()]
@@ -145,40 +138,49 @@ def test_batches_are_pinned_while_the_loop_works(pins: Pins, worker_pool: Pool) 
         let_workers_finish(loader, batches)
         next(batches)
         pinned = threading.Event()
-        pins.before = lambda value: pinned.set() if value == 12.0 else None  # type: ignore[method-assign]
+        pins.before = lambda value: pinned.set() if value == 12.0 else None
         if 12.0 not in [one.value for one in pins]:
             assert pinned.wait(300), "nobody has asked for it"
         assert next(batches)[0, 0].item() == 8.0
 
 
 @pytest.mark.parametrize("kind", ["ours", "drop-in"])
-@pytest.mark.costly
-def test_a_batch_that_cannot_be_pinned_is_one_batchs_error(pins: Pins, kind: str) -> None:
-    def refuse(value: float) -> None:
-        if value == 8.0:
-            raise ValueError("not this one")
-
-    pins.before = refuse  # type: ignore[method-assign]
-    batches = iter(made(kind))
-    assert [next(batches)[0, 0].item() for _ in range(2)] == [0.0, 4.0]
-    with pytest.raises(ValueError, match="not this one") as caught:
-        next(batches)
-    assert "epoch 0, batch 2" in "".join(notes_of(caught.value))
-    del caught
-    assert firsts(batches) == IN_ORDER[3:]
-
-
-@pytest.mark.parametrize("kind", ["ours", "drop-in"])
-@pytest.mark.costly
-def test_where_no_more_memory_can_be_pinned_batches_stay_as_they_are(pins: Pins, kind: str) -> None:
+def test_a_batch_that_cannot_be_pinned_is_an_error_and_without_memory_stays_as_it_is(pins: Pins, kind: str) -> None:
     def refuse(value: float) -> None:
         if value >= 8.0:
-            raise RuntimeError("CUDA error: out of memory")
+            raise RuntimeError("not this one" if value == 8.0 else "CUDA error: out of memory")
 
-    pins.before = refuse  # type: ignore[method-assign]
-    with pytest.warns(UserWarning, match="could not be pinned .*out of memory") as caught:
-        assert firsts(made(kind)) == IN_ORDER
-    assert len(caught) == 1
+    pins.before = refuse
+    with pytest.warns(UserWarning, match="could not be pinned .*out of memory") as warned:
+        batches = iter(made(kind))
+        assert [next(batches)[0, 0].item() for _ in range(2)] == [0.0, 4.0]
+        with pytest.raises(RuntimeError, match="not this one") as caught:
+            next(batches)
+        assert "epoch 0, batch 2" in "".join(notes_of(caught.value))
+        del caught
+        assert firsts(batches) == IN_ORDER[3:]
+    assert len(warned) == 1
+
+
+class Pinning(NamedTuple):
+    """A container that pins itself."""
+
+    values: Any
+    sizes: Any
+
+    def pin_memory(self) -> Pinning:
+        return Pinning(self.values.pin_memory(), self.sizes)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_containers_pin_themselves_and_what_torch_cannot_pin_stays_as_it_is(pins: Pins) -> None:
+    values, sizes, sparse = torch.ones(3), torch.ones(2), torch.eye(3).to_sparse()
+    pinner = Pinner("cuda", in_thread=False)
+    own, kind, left = pinner.begin([Pinning(values, sizes), torch.Tensor, sparse]).finish()
+    assert (type(own), kind) == (Pinning, torch.Tensor)
+    assert own.sizes is sizes and own.values is not values and left is sparse
+    nested = torch.nested.nested_tensor([torch.ones(2)])
+    assert pinner.begin([nested]).finish()[0] is nested
 
 
 def test_nothing_holds_a_batch_that_was_pinned_and_dropped(pins: Pins) -> None:
@@ -214,7 +216,7 @@ def test_a_thread_that_cannot_begin_is_an_error_and_no_hang(
 
     batches = iter(made(kind))
     with monkeypatch.context() as patch:
-        patch.setattr(pins.accelerator, "set_device", broken)
+        patch.setattr(pins, "set_device", broken)
         for number in range(3):
             with pytest.raises(ValueError, match="no such device") as caught:
                 next(batches)
@@ -250,7 +252,7 @@ def test_ctrl_c_while_a_batch_is_pinned_loses_nothing(
             begun.set()
             go_on.wait(300)
 
-    pins.before = before  # type: ignore[method-assign]
+    pins.before = before
     monkeypatch.setattr(PinnedCopy, "finish", interrupted)
     with made("ours", worker_pool) as loader:
         batches, got = iter(loader), []
@@ -279,3 +281,22 @@ def test_the_thread_ends_with_its_loader(pins: Pins, worker_pool: Pool, end: str
         assert firsts(loader) == IN_ORDER
         loader.close()
     assert THREAD not in [thread.name for thread in threading.enumerate()]
+
+
+def test_pin_memory_on_a_mac_is_one_warning_and_has_no_effect(monkeypatch: pytest.MonkeyPatch, pool: Pool) -> None:
+    def pin(self: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("mps has no pinned memory")
+
+    monkeypatch.setattr(placement, "accelerators", lambda: [torch.device("mps", 0)])
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    with (
+        pytest.warns(UserWarning, match="pin_memory=True has no effect.*mps") as caught,
+        ShardedDataLoader(np.arange(64), 4, pin_memory=True, pool=pool) as loader,
+    ):
+        assert next(iter(loader)).tolist() == [0, 1, 2, 3]
+    assert len(caught) == 1
+
+
+def test_pin_memory_beside_a_device_warns_of_no_mac(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "accelerators", lambda: [torch.device("mps", 0)])
+    placement.Placer([torch.device("cpu")], pin_memory=True)  # warnings are errors

@@ -1,40 +1,28 @@
-"""`Placer`: each shard on its device, in one step or in two, memory for batches, and what it does without any."""
+"""`Placer`: each shard on its device, memory for batches, what it does without any, whose error it is, and captures."""
 
 from __future__ import annotations
 
-import mmap
 import signal
 import weakref
-from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from devices_samples import SHARDED, Refusing, begun, copied, entries, place_now, placer_on
 from injection import TimeIsUp
-from simulated import Machine, SimulatedStreams
+from simulated import Machine, SimulatedStreams, Stream
 
-from sharded_loader import ArrayDataset, ShardedDataLoader
-from sharded_loader.devices import placement
+from sharded_loader import ArrayDataset, Placement, ShardedDataLoader
+from sharded_loader.base.errors import notes_of
+from sharded_loader.batching.protocol import BatchifyError
+from sharded_loader.devices import accelerator, placement
 from sharded_loader.devices.copies import CLOSING_SECONDS, SMALL, CopyStream, PendingCopy
-from sharded_loader.devices.placement import PAUSE, Placer, placement_error
-from sharded_loader.engine.messages import NOTHING, Task
+from sharded_loader.devices.placement import LONGEST_PAUSE, PAUSE, CopyDepth, Placer
+from sharded_loader.engine.messages import NOTHING
 from sharded_loader.engine.pool import Pool
-from sharded_loader.memory.arena import ReusedMemory
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def time_is_up() -> Iterator[None]:
-    """A signal handler that raises."""
-
-    def handler(number: int, frame: object) -> None:
-        raise TimeIsUp
-
-    before = signal.signal(signal.SIGINT, handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 # -- one step -------------------------------------------------------------------------------------------------
@@ -48,12 +36,6 @@ def test_in_host_memory_arrays_become_tensors_over_the_same_memory() -> None:
     assert (placed.asynchronous, placed.capture_probes, placed.ahead) == ([], [], 0)
 
 
-@pytest.mark.parametrize("devices", [None, [CPU, CPU]])
-def test_shards_in_host_memory_stay_a_list(devices: list[torch.device] | None) -> None:
-    first, second = place_now(Placer(devices, pin_memory=False), [np.arange(2), np.arange(3)], SHARDED)
-    assert (first.tolist(), second.tolist()) == ([0, 1], [0, 1, 2])
-
-
 def test_each_shard_goes_to_its_device(machine: Machine) -> None:
     placed = Placer([machine.devices[0], CPU, torch.device("meta")], pin_memory=False)
     host = [np.arange(2), np.arange(3), np.arange(4)]
@@ -63,24 +45,8 @@ def test_each_shard_goes_to_its_device(machine: Machine) -> None:
     assert not np.shares_memory(second.numpy(), host[1])  # it may lie in page-locked memory
     assert (third.device.type, len(third)) == ("meta", 4)
     assert copied(machine) == 1
-
-
-def test_a_batch_may_have_fewer_shards_than_devices(machine: Machine) -> None:
-    (only,) = place_now(Placer(machine.devices, pin_memory=False), [np.arange(2)], SHARDED)
+    assert len(place_now(placed, host[:2], SHARDED)) == 2  # of an incomplete batch
     machine.finish()
-    assert only.tolist() == [0, 1]
-
-
-# -- two steps ------------------------------------------------------------------------------------------------
-
-
-def test_what_is_begun_waits_until_it_is_finished(machine: Machine) -> None:
-    placed, window = placer_on(machine), entries(*(np.full(3, number) for number in range(3)))
-    batches = [placed.place(window[number:]) for number in range(3)]
-    machine.finish()
-    assert [batch.tolist() for batch in batches] == [[0, 0, 0], [1, 1, 1], [2, 2, 2]]
-    assert placed.end_epoch() is None
-    assert placed.closer()()
 
 
 def test_what_is_on_its_device_passes_through(machine: Machine) -> None:
@@ -93,29 +59,34 @@ def test_what_is_on_its_device_passes_through(machine: Machine) -> None:
     assert copied(machine) == 1
 
 
-def test_only_copy_streams_copy_ahead(machine: Machine) -> None:
-    for devices in (None, [CPU], [torch.device("meta")]):
-        placed = Placer(devices, pin_memory=False)
-        placed.copy_ahead(3)
-        assert placed.ahead == 0
-    placed = Placer([CPU, machine.devices[0]], pin_memory=False)
-    placed.copy_ahead(3)
-    assert placed.ahead == 3
-
-
 # -- batch after batch ----------------------------------------------------------------------------------------
 
 
-def test_the_batches_behind_the_next_one_are_begun_up_to_the_first_that_is_not_finished(machine: Machine) -> None:
-    placed = placer_on(machine)
-    placed.copy_ahead(4)
-    window = entries(*map(np.array, range(3)), None, np.array(4), np.array(5))
-    batch = placed.place(window)
-    assert begun(window) == [0, 1, 2]
-    assert placed.place(window[1:]).ndim == 0
+@pytest.mark.parametrize(
+    ("batches", "ahead", "sent"),
+    [
+        ([*map(np.array, range(4))], 0, [0]),
+        ([*map(np.array, range(4))], 2, [0, 1, 2]),
+        ([np.array(0), np.array(1), None, np.array(3)], 4, [0, 1]),  # up to the first that is not finished
+        ([np.array(0), ValueError("no"), NOTHING, np.array(3)], 3, [0, 3]),
+        ([np.array(0), Refusing(), np.array(2)], 2, [0]),
+    ],
+    ids=["none", "two", "one is not finished", "errors and empty batches", "one that cannot be begun"],
+)
+def test_as_many_batches_behind_the_next_one_are_begun_as_are_wanted(
+    machine: Machine, batches: Any, ahead: int, sent: list[int]
+) -> None:
+    placed, window = placer_on(machine), entries(*batches)
+    placed.copy_ahead(ahead)
+    first = placed.place(window)
+    assert begun(window) == sent
+    if isinstance(window[1].result and window[1].result.batch, Refusing):
+        with pytest.raises(ValueError, match="cannot be pinned"):  # an error in its turn
+            placed.place(window[1:])
+    elif 1 in sent:
+        placed.place(window[1:])
     machine.finish()
-    assert batch.item() == 0
-    assert copied(machine) == 3  # each one once
+    assert (first.item(), copied(machine)) == (0, len(begun(window)))  # each one once
 
 
 def test_the_batches_behind_are_sent_before_the_stream_of_the_user_waits_for_the_next_one(machine: Machine) -> None:
@@ -128,37 +99,15 @@ def test_the_batches_behind_are_sent_before_the_stream_of_the_user_waits_for_the
     ]
 
 
-def test_no_more_are_begun_than_are_wanted_ahead_and_errors_and_empty_batches_are_passed_over(
-    machine: Machine,
-) -> None:
-    for ahead in range(3):
-        placed, window = placer_on(machine), entries(*map(np.array, range(4)))
-        placed.copy_ahead(ahead)
-        placed.place(window)
-        assert begun(window) == list(range(1 + ahead))
-    placed, window = placer_on(machine), entries(np.array(0), ValueError("no"), NOTHING, np.array(3))
-    placed.copy_ahead(3)
-    placed.place(window)
-    assert begun(window) == [0, 3]
-
-
-def test_what_cannot_be_begun_ahead_is_an_error_in_its_turn(machine: Machine) -> None:
-    placed = placer_on(machine)
-    window = entries(np.array(0), Refusing(), np.array(2))
-    placed.place(window)
-    assert begun(window) == [0]
-    with pytest.raises(ValueError, match="cannot be pinned"):
-        placed.place(window[1:])
-
-
+@pytest.mark.parametrize("signal_name", ["SIGALRM"], indirect=True)
 def test_what_a_signal_handler_raises_while_a_batch_is_begun_ahead_is_raised(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, time_is_up: None
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, signal_name: str
 ) -> None:
     before = SimulatedStreams.copy
 
     def interrupted(streams: SimulatedStreams, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         if source.item() == 1:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGALRM)
         return before(streams, target, source)
 
     monkeypatch.setattr(SimulatedStreams, "copy", interrupted)
@@ -210,83 +159,34 @@ def test_another_thread_may_meet_a_device_while_the_loader_is_closed(
     assert placed.closer()()
 
 
-# -- memory, devices, errors ----------------------------------------------------------------------------------
-
-
-def test_memory_is_pinned_only_if_it_is_copied_from(machine: Machine) -> None:
-    assert isinstance(Placer(None, pin_memory=False).empty, ReusedMemory)
+def test_memory_is_pinned_if_it_is_copied_from_and_otherwise_reused_until_the_placer_is_closed(
+    machine: Machine,
+) -> None:
     array = placer_on(machine).empty((2, 3), np.dtype("f4"))
     assert (array.shape, array.dtype) == ((2, 3), np.float32)
     assert machine.pinned.keys() == {array.__array_interface__["data"][0]}
-
-
-def test_a_segment_is_pinned_once_and_a_rejection_is_told_once(machine: Machine) -> None:
-    placed, mappings = placer_on(machine), [mmap.mmap(-1, 4096) for _ in range(3)]
-    undo = placed.register(mappings[0])
-    assert undo is not None and placed.register(mappings[0]) is undo
-    machine.refuse = 2
-    with pytest.warns(UserWarning, match="could not be pinned") as caught:
-        assert [placed.register(mapping) for mapping in mappings[1:]] == [None, None]
-    assert len(caught) == 1
-    assert undo()
-    assert machine.registered == {}
-
-
-def test_a_device_is_numbered_once(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def indexed(device: torch.device) -> torch.device:
-        asked.append(device)
-        return machine.devices[len(asked) - 1]
-
-    monkeypatch.setattr(placement, "indexed", indexed)
-    placed = Placer([torch.device("privateuseone")], pin_memory=False)
-    assert asked == []  # a loader that is only constructed touches no device
-    placed.create_streams()
-    first = placed.copies[placed.asynchronous[0]]
-    assert first is placed.copies[placed.asynchronous[0]]
-    assert first.streams.device == machine.devices[0]
-    assert len(asked) == 1
-
-
-@pytest.mark.parametrize(("error", "samples"), [(ValueError("no"), True), (RuntimeError("CUDA error: assert"), False)])
-def test_the_error_of_a_batch_names_it(error: Exception, samples: bool) -> None:
-    assert placement_error(Task(3, 7, 2, 28, ([4, 5], [6]), True), error, "while it was placed") is error
-    notes = "\n".join(error.__notes__)
-    assert "epoch 2, batch 7" in notes
-    assert ("loader.read(" in notes) is samples
-
-
-def test_what_a_signal_handler_has_raised_is_not_the_error_of_a_batch(time_is_up: None) -> None:
-    with pytest.raises(TimeIsUp):
-        try:
-            signal.raise_signal(signal.SIGINT)
-        except TimeIsUp as raised:
-            placement_error(Task(3, 7, 2, 28, ([4, 5],), False), raised, "while it was placed")
+    placed, blocks = Placer(None, pin_memory=False), []
+    for _ in range(2):
+        array = placed.empty((1 << 22,), np.dtype("u1"))
+        blocks.append(weakref.ref(array.base.base.obj))  # type: ignore[union-attr]
+        del array
+    assert blocks[0]() is blocks[1]() is not None
+    placed.closer()()
+    assert blocks[0]() is None
 
 
 # -- a device without memory -----------------------------------------------------------------------------------
 
 
 DATA = ArrayDataset(np.arange(64))
-
-
-def place_one(placed: Placer, machine: Machine) -> None:
-    place_now(placed, np.arange(4))
-    machine.finish()
+IN_ORDER = [list(range(i, i + 4)) for i in range(0, 64, 4)]
 
 
 @pytest.fixture
 def in_use(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many blocks were in use when the cache was emptied, after all work."""
-    found, empty_cache = [], machine.empty_cache
-
-    def noted() -> None:
-        machine.finish()
-        found.append(machine.in_use)
-        empty_cache()
-
-    monkeypatch.setattr(machine, "empty_cache", noted)
+    found, real = [], machine.empty_cache
+    monkeypatch.setattr(machine, "empty_cache", lambda: (machine.finish(), found.append(machine.in_use), real()))
     return found
 
 
@@ -297,44 +197,22 @@ def test_what_is_copied_ahead_gives_way(machine: Machine, worker_pool: Pool) -> 
         for batch in loader:
             machine.finish()
             seen.append(batch.tolist())
-        assert seen == [list(range(i, i + 4)) for i in range(0, 64, 4)]
+        assert seen == IN_ORDER
         assert loader.device_prefetch == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("longest", [placement.LONGEST_PAUSE, 3 * PAUSE])
-def test_tries_that_fail_become_rare_within_a_bound(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, longest: int
-) -> None:
-    monkeypatch.setattr(placement, "LONGEST_PAUSE", longest)
-    placed, tries = placer_on(machine), []
-    placed.copy_ahead(1)
-    placed.make_room()
-    for step in range(20 * PAUSE):
-        place_one(placed, machine)
-        if placed.ahead:
+def test_only_tries_that_fail_make_the_next_ones_rarer_within_a_bound() -> None:
+    depth, tries = CopyDepth(1), list[int]()
+    depth.lower()
+    for step in range(5 * LONGEST_PAUSE):
+        if depth.count < depth.wanted:
+            depth.retry()
+        if depth.count:
             tries.append(step)
-            placed.make_room()
-    assert np.diff(tries)[:3].tolist() == [min(2**n * PAUSE, longest) for n in (1, 2, 3)]
-    placed.copy_ahead(1)  # the user begins anew
-    placed.make_room()
-    for _ in range(PAUSE):
-        assert placed.ahead == 0
-        place_one(placed, machine)
-    assert placed.ahead == 1
-
-
-def test_only_a_try_that_fails_makes_the_next_one_rarer(machine: Machine) -> None:
-    placed, steps = placer_on(machine), 0
-    placed.make_room()
-    for _ in range(PAUSE):
-        place_one(placed, machine)
-    for _ in range(2):  # the try has failed, and the batch before it does not fit either
-        placed.make_room()
-    while not placed.ahead:
-        place_one(placed, machine)
-        steps += 1
-    assert steps == 2 * PAUSE
+            for _ in range(2):  # the try has failed, and the batch before it does not fit either
+                depth.lower()
+    assert tries[0] == PAUSE - 1
+    assert np.diff(tries)[:7].tolist() == [min(2**n * PAUSE, LONGEST_PAUSE) for n in range(1, 8)]
 
 
 def test_all_devices_make_room_and_the_end_of_an_epoch_waits_for_all(machine: Machine) -> None:
@@ -363,17 +241,6 @@ def test_a_device_that_has_room_again_is_sent_batches_ahead_again(machine: Machi
     assert machine.caches_emptied == 2
 
 
-def test_what_the_user_sets_is_tried_at_once(machine: Machine) -> None:
-    placed = placer_on(machine)
-    placed.make_room()
-    assert placed.ahead == 1
-    placed.copy_ahead(3)
-    assert placed.ahead == 3
-    for _ in range(5):
-        placed.make_room()
-    assert placed.ahead == 0
-
-
 def test_the_error_stands_in_its_batch_s_place_and_says_where(machine: Machine, pool: Pool) -> None:
     machine.blocks = 1
     with ShardedDataLoader(DATA, 4, devices=[machine.devices[1]], pool=pool) as loader:
@@ -381,25 +248,13 @@ def test_the_error_stands_in_its_batch_s_place_and_says_where(machine: Machine, 
         (held,) = next(batches)
         with pytest.raises(torch.OutOfMemoryError) as caught:
             next(batches)
-        notes = "\n".join(getattr(caught.value, "__notes__", []))
-        assert "copied to privateuseone:1" in notes
-        assert "epoch 0, batch 1" in notes
+        assert "copied to privateuseone:1" in notes(caught.value)
+        assert "epoch 0, batch 1" in notes(caught.value)
         assert machine.caches_emptied > 0
         del held, caught
         (third,) = next(batches)
         machine.finish()
         assert third.tolist() == [8, 9, 10, 11]
-
-
-def test_there_is_always_the_next_batch_even_if_the_one_before_it_is_held(machine: Machine, worker_pool: Pool) -> None:
-    machine.blocks = 3
-    held = []
-    with ShardedDataLoader(DATA, 4, device=machine.devices[0], pool=worker_pool) as loader:
-        batches = iter(loader)
-        for _ in range(3):
-            held.append(next(batches))
-        machine.finish()
-    assert [batch.tolist() for batch in held] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
 
 
 def test_a_second_try_has_the_memory_of_the_first(machine: Machine, in_use: list[int]) -> None:
@@ -452,3 +307,101 @@ def test_a_device_that_stays_full_is_tried_twice_for_each_batch(machine: Machine
     with pytest.raises(torch.OutOfMemoryError):
         placer_on(machine).place(entries(np.arange(4)))
     assert machine.caches_emptied == 1
+
+
+# -- errors of earlier work -----------------------------------------------------------------------------------
+
+
+def notes(error: BaseException) -> str:
+    return "\n".join(notes_of(error))
+
+
+LATE = [RuntimeError("CUDA error: device-side assert triggered"), RuntimeError("HIP error: invalid device function")]
+if hasattr(torch, "AcceleratorError"):
+    LATE.append(torch.AcceleratorError("an illegal memory access was encountered"))
+
+
+@pytest.mark.costly(2)
+@pytest.mark.parametrize("error", LATE, ids=repr)
+@pytest.mark.parametrize("where", ["copy", "wait"])
+def test_an_error_of_an_earlier_kernel_is_not_blamed_on_the_batch(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, pool: Pool, error: RuntimeError, where: str
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise error
+
+    with ShardedDataLoader(DATA, 4, device=machine.devices[0], pool=pool) as loader:
+        batches = iter(loader)
+        next(batches)
+        machine.finish()
+        with monkeypatch.context() as patch:
+            patch.setattr(*{"copy": (SimulatedStreams, "copy"), "wait": (Stream, "wait_event")}[where], fail)
+            # What was begun before is handed out still.
+            with pytest.raises(type(error)) as caught:
+                for _ in range(4):
+                    next(batches)
+    text = notes(caught.value)
+    assert "the cause may be an earlier kernel" in text
+    assert text.count("CUDA_LAUNCH_BLOCKING=1") == 1
+    assert "raised while the batch was copied" not in text
+    assert "loader.read(" not in text  # no sample is the cause
+    assert "epoch 0, batch" in text  # when it was noticed
+
+
+@pytest.mark.parametrize("pool", ["inline", "thread"], indirect=True)
+def test_an_error_that_comes_up_when_memory_is_pinned_is_not_blamed_on_the_batch_either(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, pool: Pool
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise LATE[0]
+
+    monkeypatch.setattr(SimulatedStreams, "pinned_bytes", fail)
+    with ShardedDataLoader(DATA, 4, device=machine.devices[0], pool=pool) as loader:
+        with pytest.raises(RuntimeError, match="CUDA error") as caught:
+            next(iter(loader))
+    assert "the cause may be an earlier kernel" in notes(caught.value)
+    assert "loader.read(" not in notes(caught.value)
+
+
+def test_a_batch_that_cannot_be_made_a_tensor_is_no_error_of_the_device(machine: Machine) -> None:
+    masked = np.ma.masked_array([1, 2], [True, False])
+    with pytest.raises(BatchifyError, match="masked") as caught:
+        place_now(Placer([machine.devices[0]], pin_memory=False), [masked])
+    assert notes(caught.value) == ""
+
+
+# -- graph captures -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_next_inside_a_graph_capture_is_rejected_and_loses_nothing(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, pool: Pool, resident: bool
+) -> None:
+    monkeypatch.setattr(accelerator, "capture_probe", {"privateuseone": lambda: capturing}.get)
+    with ShardedDataLoader(DATA, 4, device=Placement(machine.devices[0], resident=resident), pool=pool) as loader:
+        capturing, batches = False, iter(loader)
+        seen = [next(batches)]
+        capturing, before = True, list(machine.log)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"graph is being captured.*static\.copy_\(next\(batches\)\)"):
+                next(batches)
+        with pytest.raises(RuntimeError, match="graph is being captured"):
+            loader.peek()
+        assert machine.log == before  # nothing has been done that could break the capture
+        capturing = False
+        seen += batches
+        machine.finish()
+    assert [batch.tolist() for batch in seen] == IN_ORDER
+
+
+def test_pinning_inside_a_capture_is_rejected_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "accelerators", lambda: [torch.device("cuda", 0)])
+    monkeypatch.setattr(accelerator, "capture_probe", {"cuda": lambda: True}.get)
+    batches = iter(ShardedDataLoader(DATA, 4, pin_memory=True))
+    with pytest.raises(RuntimeError, match="graph is being captured"):
+        next(batches)
+
+
+def test_batches_in_host_memory_may_be_read_inside_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerator, "capture_probe", lambda kind: lambda: True)
+    assert next(iter(ShardedDataLoader(DATA, 4))).tolist() == [0, 1, 2, 3]

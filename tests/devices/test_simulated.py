@@ -1,8 +1,15 @@
-"""The simulated device does for the library what torch 2.13 does, and no more: see the table in `simulated`."""
+"""The simulated device does what torch 2.13 does, and no more, and the tests for a GPU pass where one is pretended.
+
+See the table in `simulated`. A slip in the tests for a GPU would waste a real one's time.
+"""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -65,53 +72,6 @@ def test_a_call_that_torch_does_not_guard_is_a_fault_with_no_device_or_another_o
         machine.faults.clear()
 
 
-def test_an_event_is_what_was_recorded_last(machine: Machine, streams: SimulatedStreams) -> None:
-    stream, waiting = streams.caller_stream(), streams.new_stream()
-    event = stream.record_event()
-    waiting.wait_event(event)
-    machine.finish()
-    event.record(stream)
-    assert not event.passed
-    waiting.wait_event(event)
-    machine.finish()
-    assert event.passed
-
-
-def test_to_wait_for_an_event_is_to_wait_for_what_was_recorded_by_then(machine: Machine) -> None:
-    first, second = (machine.new_stream(machine.devices[0]) for _ in range(2))
-    event, seen = Event(machine), []
-    first.wait_event(event)  # never recorded
-    event.record(second)
-    first.wait_event(event)
-    first.give(lambda: seen.append(event.passed))
-    second.give(lambda: None, lambda: bool(seen))
-    event.record(second)  # would be waited for without end
-    machine.finish()
-    assert seen == [False]
-
-
-def test_an_event_belongs_to_the_device_of_its_first_stream(machine: Machine) -> None:
-    event = machine.streams[machine.devices[0]][0].record_event()
-    with pytest.raises(RuntimeError, match="does not match recording stream's device"):
-        event.record(machine.streams[machine.devices[1]][0])
-
-
-def test_times_are_those_of_events_that_have_them_and_have_passed(machine: Machine, streams: SimulatedStreams) -> None:
-    stream = streams.caller_stream()
-    with streams.current():
-        with pytest.raises(ValueError, match="enable_timing"):
-            stream.record_event().elapsed_time(recorded(streams))
-        late = streams.timed_event()
-        with pytest.raises(ValueError, match="be recorded"):
-            recorded(streams).elapsed_time(late)
-        early = recorded(streams)
-        late.record(stream)
-        with pytest.raises(RuntimeError, match="completed"):
-            early.elapsed_time(late)
-        machine.finish()
-        assert early.elapsed_time(late) >= 0
-
-
 @pytest.mark.parametrize(
     ("part", "guarded"), [("whole", True), ("begin", True), ("behind", False), ("behind, of the storage", True)]
 )
@@ -128,3 +88,22 @@ def test_torch_knows_of_a_copy_by_the_storage_or_by_where_the_block_begins(
         del pinned, array, sources, source
         assert (streams.pinned_bytes(64).data_ptr() != address) is guarded
         machine.finish()
+
+
+CHOSEN = "not (spawn or forkserver or thread or inline) or thread_gets or threads_put or beside_threads"
+HERE = Path(__file__).resolve().parent.parent
+PARTS = sorted(path.stem.removeprefix("test_gpu_") for path in (HERE / "gpu").glob("test_gpu_*.py"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("part", PARTS)
+def test_the_tests_for_a_gpu_pass_on_a_pretended_one(part: str) -> None:
+    path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "simulated_cuda", "-p", "no:cacheprovider"]
+    command += [str(HERE / "gpu" / f"test_gpu_{part}.py"), "-k", CHOSEN]
+    gpus = "2" if part == "processes" else "1"
+    env = {**os.environ, "PYTHONPATH": path, "GPU_TESTS_PART": "100", "PRETENDED_GPUS": gpus}
+    done = subprocess.run(command, cwd=HERE.parent, env=env, capture_output=True, text=True, timeout=380)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert " passed" in done.stdout

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import ctypes
 import dataclasses
 import functools
 import gc
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from conftest import made
-from devices_samples import GOOD, Checks, begun, copies_on, entries, place_now, placer_on, streams_on
+from devices_samples import GOOD, Checks, copies_on, place_now, streams_on
 from simulated import Machine, SimulatedStreams
 
 from sharded_loader import ArrayDataset, Placement, ShardedDataLoader
@@ -102,17 +105,6 @@ def test_it_runs_behind_the_copy_and_before_the_program(machine: Machine, pool: 
     assert set(late.where) == {machine.streams[machine.devices[0]][1].name}  # the copy stream
 
 
-def test_it_runs_ahead_of_the_program(machine: Machine) -> None:
-    asked: list[int] = []
-    transform = BatchTransform(lambda batch: asked.append(int(batch[0])) or batch, False, (), lambda: 0)
-    window = entries(*(np.full(3, number) for number in range(5)))
-    machine.run = lambda steps: 1  # type: ignore[method-assign]
-    placer_on(machine, transform=transform).place(window)
-    assert len(asked) == 3 and begun(window) == [0, 1, 2]
-    del machine.run
-    machine.finish()
-
-
 def test_the_memory_is_bounded_however_far_the_host_is_ahead(machine: Machine) -> None:
     with moving(machine, 4, Late(machine)) as loader:
         for _ in range(6):
@@ -172,52 +164,36 @@ def test_a_device_without_memory_is_tried_again(machine: Machine) -> None:
     assert machine.caches_emptied >= 1
 
 
-def test_resident_rows_go_through_it_too(machine: Machine) -> None:
-    dataset, seen = ArrayDataset(x=np.arange(24)), []
-
-    def see(batch: Any, rng: Any) -> Any:
-        seen.append(int(rng.integers(100)))
-        return batch["x"], "seen"
-
-    for share in (True, False):
-        with moving(machine, 8, see, dataset, seed=5, resident=share) as loader:
-            assert [word for _, word in loader] == ["seen"] * 3
-            machine.finish()
-    assert seen[:3] == seen[3:]
+@pytest.mark.parametrize("share", [True, False])
+def test_resident_rows_go_through_it_too(machine: Machine, share: bool) -> None:
+    with moving(machine, 8, noisy, seed=5, resident=share) as loader:
+        assert drawn(loader) == drawn(on_host(noisy, 8, seed=5))
+        machine.finish()
 
 
-@pytest.mark.parametrize("streamed", [False, True], ids=["no streams", "streams"])
-def test_a_device_without_streams_runs_it_at_once(machine: Machine, streamed: bool) -> None:
-    device = machine.devices[0] if streamed else torch.device("meta")
+def test_a_device_without_streams_runs_it_at_once() -> None:
     transform = BatchTransform(lambda batch: ("seen", batch["x"].device.type), False, (), lambda: 0)
-    placement = Placer([device], pin_memory=False, transform=transform)
-    word, kind = place_now(placement, {"x": np.ones(3)})
-    assert (word, kind) == ("seen", "cpu" if streamed else "meta")
-    machine.finish()
+    placement = Placer([torch.device("meta")], pin_memory=False, transform=transform)
+    assert place_now(placement, {"x": np.ones(3)}) == ("seen", "meta")
 
 
 # -- the same numbers everywhere ---------------------------------------------------------------------------------------
 
 
-def test_the_numbers_are_the_same_in_every_pool_and_on_every_device(machine: Machine, pool: Pool) -> None:
-    options: dict[str, Any] = {"shuffle": True, "seed": 7, "device_transform": noisy}
-    expected = drawn(made(ROWS, 8, **options), 2)
+def test_the_numbers_are_the_same_in_every_pool_on_every_device_and_after_a_resume(
+    machine: Machine, pool: Pool
+) -> None:
+    options: dict[str, Any] = {"shuffle": True, "device_transform": noisy}
+    whole = made(ROWS, 8, seed=7, **options)
+    expected, state = drawn(whole, 2), {**whole.state_dict(), "epoch": 1, "samples": 16}
     assert len(set(map(tuple, expected))) == 12  # others in each batch and epoch
-    with made(ROWS, 8, pool=pool, device=machine.devices[0], **options) as loader:
+    with made(ROWS, 8, seed=7, pool=pool, device=machine.devices[0], **options) as loader:
         assert drawn(loader, 2) == expected
         machine.finish()
-    other_seed = made(ROWS, 8, **{**options, "seed": 8})
+    other_seed = made(ROWS, 8, seed=8, **options)
     assert not {tuple(numbers) for numbers in drawn(other_seed, 2)} & set(map(tuple, expected))
-
-
-@pytest.mark.slow
-def test_the_numbers_come_again_after_a_resume(pool: Pool) -> None:
-    whole = on_host(noisy, 8, shuffle=True, seed=7)
-    list(whole), list(whole)
-    expected, state = drawn(whole), {**whole.state_dict(), "epoch": 2, "samples": 16}
-    with on_host(noisy, 8, shuffle=True, seed=1, pool=pool) as loader:  # the state brings the seed
-        loader.load_state_dict(state)
-        assert drawn(loader) == expected[2:]
+    other_seed.load_state_dict(state)  # which brings the seed
+    assert drawn(other_seed) == expected[8:]
 
 
 def test_shards_and_ranks_have_numbers_of_their_own(machine: Machine) -> None:
@@ -294,28 +270,26 @@ def test_peek_is_the_first_batch() -> None:
     assert loader.peek()[1] == next(iter(loader))[1]
 
 
-def test_how_the_program_calls_next_changes_nothing() -> None:
+def test_how_the_program_calls_next_changes_nothing(machine: Machine) -> None:
+    """A batch of a call in inference mode may be changed and trained on."""
     weight = torch.ones(1, requires_grad=True)
-    loader = on_host(lambda batch: (batch["x"] * weight, torch.is_grad_enabled()))
-    (plain, grad), batches = next(iter(loader)), iter(loader)
-    assert not plain.requires_grad and not grad
-    with torch.inference_mode():
-        inferred, _ = next(batches)
-    assert not inferred.is_inference() and torch.equal(inferred, plain)
 
-
-def test_a_batch_of_a_call_in_inference_mode_may_be_changed_and_trained_on(machine: Machine) -> None:
     def in_place(batch: Any) -> Any:
         batch["name"] += 1
-        return batch
+        return {**batch, "product": batch["name"] * weight, "grad": torch.is_grad_enabled()}
 
     for options in ({}, {"device": machine.devices[0]}):
         with made(ROWS, 8, host_fields="name", device_transform=in_place, **options) as loader:
+            batches = iter(loader)
+            found = [next(batches)]
             with torch.inference_mode():
-                batch = next(iter(loader))
-            assert not batch["name"].is_inference() and not batch["x"].is_inference()
-            assert batch["name"].tolist() == list(range(1, 9))
+                found.append(next(batches))
             machine.finish()
+            for number, batch in enumerate(found):
+                assert batch["name"].tolist() == list(range(8 * number + 1, 8 * number + 9))
+                assert not (batch["grad"] or batch["product"].requires_grad)
+                assert not any(batch[name].is_inference() for name in ("x", "name", "product"))
+            del batches
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
@@ -355,24 +329,20 @@ def test_an_async_function_is_rejected() -> None:
 
 
 def test_an_interruption_loses_no_batch(machine: Machine) -> None:
-    struck = []
+    asked = itertools.count()
 
     def interrupted(batch: Any, rng: Any) -> Any:
-        numbers = rng.integers(1 << 30, size=3).tolist()
-        if len(struck) == 3:
-            struck.append(numbers)
+        found = noisy(batch, rng)
+        if next(asked) == 3:
             raise KeyboardInterrupt
-        struck.append(numbers)
-        return batch["x"], numbers
+        return found
 
     options: dict[str, Any] = {"seed": 2, "device": machine.devices[0]}
     with made(ROWS, 8, device_transform=interrupted, **options) as loader:
         batches, got = iter(loader), []
         while len(got) < 6:
-            try:
+            with contextlib.suppress(KeyboardInterrupt):
                 got.append(next(batches)[1])
-            except KeyboardInterrupt:
-                continue
         del batches
         machine.finish()
     with made(ROWS, 8, device_transform=noisy, **options) as loader:
@@ -434,16 +404,9 @@ def test_host_fields_stay_on_the_host(machine: Machine, pool: Pool, batchify: An
         assert checks.done() == GOOD
 
 
-class Encoding(collections.UserDict[str, Any]):
-    """Moves itself, and asks all of its values to move, as some versions of transformers do."""
-
-    def to(self, device: Any, non_blocking: bool = False) -> Encoding:
-        return Encoding({key: moved(value) for key, value in self.data.items()})
-
-
 @dataclasses.dataclass
 class Item:
-    """As `Encoding`."""
+    """Moves itself, and asks all of its values to move, as some versions of transformers do."""
 
     x: Any
     name: Any
@@ -458,19 +421,14 @@ def moved(value: Any) -> Any:
 
 @pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
 @pytest.mark.parametrize("fn", [None, lambda batch: batch], ids=["no function", "function"])
-@pytest.mark.parametrize("kind", [Encoding, Item])
-def test_host_fields_of_a_container_that_moves_itself_are_values(
-    machine: Machine, on_device: bool, fn: Any, kind: Any
-) -> None:
+def test_host_fields_of_a_container_that_moves_itself_are_values(machine: Machine, on_device: bool, fn: Any) -> None:
     def batchify(samples: list[Any]) -> Any:
-        x, names = fields(samples)
-        return kind({"x": x, "name": names}) if kind is Encoding else kind(x, names)
+        return Item(*fields(samples))
 
     options: dict[str, Any] = {"device": machine.devices[0]} if on_device else {}
     with made(ROWS, 8, collate_fn=batchify, host_fields="name", device_transform=fn, **options) as loader:
         for number, batch in enumerate(loader):
-            name = batch["name"] if kind is Encoding else batch.name
-            assert type(batch) is kind and name[:8].tolist() == list(range(8 * number, 8 * number + 8))
+            assert type(batch) is Item and batch.name[:8].tolist() == list(range(8 * number, 8 * number + 8))
         machine.finish()
 
 
@@ -534,15 +492,11 @@ def test_ready_event_lets_another_stream_use_a_batch(machine: Machine) -> None:
 
 @pytest.mark.parametrize("kind", ["shards", "resident", "moved late", "host"])
 def test_there_is_an_event_for_each_shard(machine: Machine, kind: str) -> None:
-    class Moves:
-        def to(self, device: Any, non_blocking: bool = False) -> str:
-            return "moved"
-
-    devices = machine.devices
+    devices, moves = machine.devices, SimpleNamespace(to=lambda device, non_blocking: "moved")
     options: dict[str, Any] = {
         "shards": {"devices": devices},
         "resident": {"devices": devices, "resident": True},
-        "moved late": {"devices": devices, "collate_fn": lambda samples: [Moves()]},
+        "moved late": {"devices": devices, "collate_fn": lambda samples: [moves]},
         "host": {"num_shards": 2},
     }[kind]
     with made(ArrayDataset(np.arange(8)), 4, **options) as loader:

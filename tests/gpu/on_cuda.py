@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import pytest
 import simulated_cuda
 import torch
@@ -187,19 +186,15 @@ class Cudart:
 
     Args:
         real: what `torch.cuda.cudart` returns.
-        refuse: an error code for every registration instead.
     """
 
-    def __init__(self, real: Any, refuse: int = 0) -> None:
+    def __init__(self, real: Any) -> None:
         self.real = real
-        self.refuse = refuse
         self.registered: dict[int, int] = {}
         self.calls = 0
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> Any:
         self.calls += 1
-        if self.refuse:
-            return self.refuse
         code = self.real.cudaHostRegister(address, nbytes, flags)
         if int(code) == 0:
             self.registered[address] = nbytes
@@ -211,11 +206,6 @@ class Cudart:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.real, name)
-
-
-def host_values(batch: Any) -> list[Any]:
-    """The fields of a batch as NumPy arrays; the host waits."""
-    return [np.asarray(field.cpu()) for field in batch]
 
 
 def run_program(code: str, seconds: float) -> subprocess.CompletedProcess[str]:

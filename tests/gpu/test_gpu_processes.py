@@ -1,24 +1,28 @@
-"""On a GPU: worker processes beside a CUDA context, and other devices."""
+"""On a GPU: worker processes beside a CUDA context, other devices, and the end of a program.
+
+A program ends whatever the device does, and a Ctrl-C arrives. On a pretended GPU the programs run to their ends too,
+but only a real driver can be slow to give a device up.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
-import threading
-from collections.abc import Iterator
-from pathlib import Path
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import PROCESS_POOLS, made, make_pool
-from on_cuda import needs_cuda, needs_two, run_program, sleep
+from conftest import PROCESS_POOLS, made
+from on_cuda import PRETENDED, SECONDS, needs_cuda, needs_two, run_program, sleep
 
 from sharded_loader import ArrayDataset, Placement, ProcessPool, ShardedDataLoader
+from sharded_loader.devices.copies import CLOSING_SECONDS
 from sharded_loader.parallel import split_and_load
 
-pytestmark = [pytest.mark.gpu, needs_cuda]
+pytestmark = [pytest.mark.gpu, needs_cuda, pytest.mark.timeout(120)]
 
 COUNT, WIDTH = 128, 8192
 
@@ -33,59 +37,6 @@ def check(batch: Any, number: int, size: int = 8) -> None:
     assert torch.equal(labels, wanted)
     columns = torch.arange(WIDTH, device=labels.device)
     assert torch.equal(values, (wanted[:, None] * WIDTH + columns).float())
-
-
-@pytest.mark.parametrize("start_method", PROCESS_POOLS)
-def test_workers_beside_a_cuda_context(cuda: torch.device, start_method: str) -> None:
-    busy = torch.ones(1000, 1000, device=cuda)
-    with ShardedDataLoader(dataset(), 8, device=cuda, pool=make_pool(start_method)) as loader:
-        for _ in range(3):
-            for number, batch in enumerate(loader):
-                busy = (busy @ busy).clamp_(0, 1)
-                check(batch, number)
-    assert busy.sum().item() == 1_000_000
-
-
-class Part:
-    """Iterable data: every row of a part. While ``kills`` has a file, the worker that reads row 20 of part 1 is killed.
-
-    Args:
-        kills: taken away by the worker that it kills.
-    """
-
-    def __init__(self, kills: Path) -> None:
-        self.kills = kills
-
-    def __call__(self, part: int, parts: int) -> Iterator[Any]:
-        data = dataset()
-        for number, index in enumerate(range(part, COUNT, parts)):
-            if (part, number) == (1, 20) and self.kills.exists():
-                self.kills.unlink()
-                os.kill(os.getpid(), signal.SIGKILL)
-            yield data[index]
-
-
-def check_rows(batch: Any, labels: Any) -> None:
-    assert batch[1].tolist() == labels
-    columns = torch.arange(WIDTH, device=batch[1].device)
-    assert torch.equal(batch[0], (batch[1][:, None] * WIDTH + columns).float())
-
-
-@pytest.mark.parametrize("ahead", [False, True], ids=["this epoch", "the next epoch too"])
-@pytest.mark.parametrize("killed", [False, True], ids=["whole", "killed"])
-def test_iterable_data_and_the_next_epoch_arrive(cuda: torch.device, tmp_path: Path, ahead: bool, killed: bool) -> None:
-    part = Part(tmp_path / "kills")
-    # A batch of each part in turn.
-    expected = [list(range(first + part, first + part + 16, 2)) for first in range(0, COUNT, 16) for part in range(2)]
-    options: dict[str, Any] = {"device": cuda, "num_workers": 2, "prefetch_epochs": ahead}
-    with made(part, 8, streams=2, **options) as loader:
-        for epoch in range(3):
-            if killed and epoch != 1:
-                part.kills.touch()  # with `ahead` the workers read the next epoch already
-            for labels, batch in zip(expected, loader, strict=True):
-                sleep(400_000)
-                check_rows(batch, labels)
-    assert not part.kills.exists()
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["this epoch", "the next epoch too"])
@@ -104,42 +55,27 @@ def test_a_worker_killed_in_an_epoch_or_beside_its_end_while_segments_are_locked
 
 
 def test_a_thread_gets_batches_on_its_own_stream(cuda: torch.device) -> None:
-    wrong: list[BaseException] = []
     with ShardedDataLoader(dataset(), 8, device=cuda, num_workers=2) as loader:
 
         def consume() -> None:
-            try:
-                with torch.cuda.stream(torch.cuda.Stream(cuda)):
-                    for number, batch in enumerate(loader):
-                        check(batch, number)
-            except BaseException as error:
-                wrong.append(error)
+            with torch.cuda.stream(torch.cuda.Stream(cuda)):
+                for number, batch in enumerate(loader):
+                    check(batch, number)
 
         for _ in range(3):
-            thread = threading.Thread(target=consume)
-            thread.start()
-            thread.join()
-    assert wrong == []
+            with ThreadPoolExecutor(1) as threads:
+                threads.submit(consume).result()
 
 
 @needs_two
-def test_every_shard_is_on_its_own_device(cuda: torch.device) -> None:
+@pytest.mark.parametrize("share", [False, True, 0.5])
+def test_every_shard_is_on_its_own_device_and_results_are_gathered_on_the_first(cuda: torch.device, share: Any) -> None:
     devices = [torch.device("cuda", number) for number in range(2)]
-    with ShardedDataLoader(dataset(), 16, devices=devices, num_workers=2) as loader:
+    with ShardedDataLoader(dataset(), 16, devices=Placement(devices, resident=share), num_workers=2) as loader:
         for number, shards in enumerate(loader):
             for place, shard in enumerate(shards):
                 assert {field.device for field in shard} == {devices[place]}
                 check(shard, 2 * number + place)
-
-
-@needs_two
-@pytest.mark.parametrize("share", [True, 0.5])
-def test_results_of_rows_that_each_device_keeps_are_gathered_on_the_first(cuda: torch.device, share: Any) -> None:
-    devices = [torch.device("cuda", number) for number in range(2)]
-    with ShardedDataLoader(dataset(), 16, devices=Placement(devices, resident=share)) as loader:
-        for number, shards in enumerate(loader):
-            for place, shard in enumerate(shards):
-                assert {field.device for field in shard} == {devices[place]}
             values, labels = loader.gather(shards)
             assert {values.device, labels.device} == {devices[0]}
             check([values, labels], number, 16)
@@ -212,15 +148,6 @@ def test_no_context_appears_on_a_device_that_nobody_named(each: str) -> None:
     assert (done.stdout.split("\n"), done.returncode) == (["[False, True]", ""], 0), done.stderr
 
 
-@needs_two
-def test_the_gpu_of_another_rank_is_warned_of_once(cuda: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.warns(UserWarning, match=r"several processes would share cuda:0.*set_device\(1\)") as caught:
-        with ShardedDataLoader(dataset(), 8, device="cuda", num_workers=2) as loader:
-            list(loader)
-    assert sum("would share" in str(warning.message) for warning in caught) == 1
-
-
 @pytest.mark.parametrize("second", [0, pytest.param(1, marks=needs_two)])
 def test_split_and_load_goes_straight_to_each_device(cuda: torch.device, second: int) -> None:
     devices = [cuda, torch.device("cuda", second)]
@@ -228,3 +155,88 @@ def test_split_and_load_goes_straight_to_each_device(cuda: torch.device, second:
     parts = split_and_load({"x": data, "name": "n"}, devices, even_split=False)
     assert [part["x"].device for part in parts] == devices
     assert [part["x"].tolist() for part in parts] == [list(range(5)), list(range(5, 10))]
+
+
+# -- the end of a program ---------------------------------------------------------------------------------------
+
+PATIENCE = 60 if PRETENDED else 20
+"""Seconds for a program that imports torch, makes a context, starts workers and ends. A busy machine may take long for
+all but the end."""
+
+PROGRAM = """
+import sys, time, numpy, torch
+from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader, ThreadPool
+data = ArrayDataset(numpy.zeros((512, 65536), numpy.float32))  # 2 MB for a batch of 8
+def begin(pool):
+    loader = ShardedDataLoader(data, 8, device="cuda", pool=pool)
+    batches = iter(loader)
+    next(batches)
+    torch.cuda.synchronize()
+    return loader, batches
+"""
+
+HUNG = """
+loader, batches = begin(POOL)
+torch.cuda._sleep(10**12)  # some ten minutes
+for _ in range(2):  # a third one may wait for the device
+    next(batches)
+print(time.monotonic(), flush=True)
+sys.exit()
+"""
+
+FAILED = """
+loader, batches = begin(POOL)
+torch._assert_async(torch.zeros((), device="cuda"))
+try:
+    torch.cuda.synchronize()
+except RuntimeError as error:
+    print(str(error).splitlines()[0], flush=True)
+try:
+    while True:
+        next(batches)
+except RuntimeError as error:
+    print(str(error).splitlines()[0], flush=True)
+END
+"""
+
+POOLS = {"ProcessPool(2)": "workers", "ThreadPool(2)": "no_processes", '"inline"': "alone"}
+
+
+@pytest.mark.parametrize("pool", POOLS, ids=POOLS.get)
+def test_a_program_ends_while_the_device_is_busy_for_minutes(cuda: torch.device, pool: str) -> None:
+    done = run_program(PROGRAM + HUNG.replace("POOL", pool), PATIENCE)
+    assert time.monotonic() - float(done.stdout) < 0.8 * CLOSING_SECONDS  # the device was not waited for
+    assert ("Traceback" in done.stderr, "has not done" in done.stderr, done.returncode) == (False, False, 0)
+
+
+@pytest.mark.parametrize("end", ["sys.exit()", "loader.close()", "del loader, batches"])
+@pytest.mark.parametrize("pool", POOLS, ids=POOLS.get)
+def test_a_program_ends_after_a_kernel_has_failed(cuda: torch.device, pool: str, end: str) -> None:
+    done = run_program(PROGRAM + FAILED.replace("POOL", pool).replace("END", end), PATIENCE)
+    assert [line.startswith("CUDA error: device-side assert") for line in done.stdout.splitlines()] == [True] * 2
+    # CUDA tells of the failed assertion, and torch warns of what it cannot free.
+    assert ("Traceback" in done.stderr, done.returncode) == (False, 0), done.stderr
+
+
+def test_ctrl_c_ends_the_wait_for_a_busy_device(cuda: torch.device) -> None:
+    """It arrives at once, and nothing is lost."""
+    data = ArrayDataset(np.repeat(np.arange(256, dtype=np.float32)[:, None], 16_384, 1))
+    handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    with ShardedDataLoader(data, 8, device=cuda, pool=ProcessPool(2)) as loader:
+        batches = iter(loader)
+        got = [next(batches)]
+        torch.cuda.synchronize(cuda)
+        sleep(4 * SECONDS)
+        busy = torch.cuda.Event()
+        busy.record()
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                while True:
+                    got.append(next(batches))
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, handler)
+        assert not busy.query()  # so the wait has ended before the device's work
+        got += batches
+    assert [batch[0, 0].item() for batch in got] == list(range(0, 256, 8))

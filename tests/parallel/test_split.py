@@ -73,14 +73,11 @@ class Copies(TorchDispatchMode):
 
 
 def test_each_slice_goes_straight_to_its_device():
+    meta = torch.device("meta")
     with Copies() as copies:
-        split_and_load(torch.ones(5, 2), [torch.device("meta"), torch.device("meta")], even_split=False)
-    assert copies.seen == [("cpu", "meta", 3), ("cpu", "meta", 2)]
-
-
-def test_each_slice_goes_to_its_device():
-    a, b = split_and_load(torch.zeros(3), ctx_list=["cpu", torch.device("meta")], even_split=False)
-    assert (a.device.type, len(a), b.device.type, len(b)) == ("cpu", 2, "meta", 1)
+        slices = split_and_load(torch.ones(5, 2), ctx_list=[meta, "cpu", meta], even_split=False)
+    assert copies.seen == [("cpu", "meta", 2), ("cpu", "meta", 1)]
+    assert [(part.device.type, len(part)) for part in slices] == [("meta", 2), ("cpu", 2), ("meta", 1)]
 
 
 @dataclasses.dataclass
@@ -129,24 +126,6 @@ def test_each_result_goes_straight_to_the_one_device():
 
 
 @pytest.mark.parametrize(
-    ("shards", "message"),
-    [
-        ([], "no shards to gather"),
-        ([{"a": X}, {"b": X}], "of length 1> and <dict of length 1> cannot be joined: .* the same one for all shards"),
-        ([[X, X], [X]], r"\] and \[<torch.Tensor of length 10>\] cannot be joined"),
-        ([(X,), [X]], "cannot be joined"),
-        ([X, 3], "<torch.Tensor of length 10> and 3 cannot be joined"),
-        ([X, None], "and None cannot be joined"),
-        ([{"a": [X, object()]}] * 2, "<object> and <object> cannot be joined: give tensors"),
-        (["a", "b"], "'a' and 'a' cannot be joined"),
-    ],
-)
-def test_what_cannot_be_joined_is_refused(shards, message):
-    with pytest.raises(ValueError, match=message):
-        gather(shards, "cpu")
-
-
-@pytest.mark.parametrize(
     ("call", "error", "message"),
     [
         (lambda: split_data(X, 0), ValueError, "num_slice"),
@@ -162,6 +141,18 @@ def test_what_cannot_be_joined_is_refused(shards, message):
         (lambda: split_and_load(X, ["gpu0"]), ValueError, "gpu0.*sees: cpu"),
         (lambda: split_and_load(X, ["cuda:99"]), ValueError, "cuda:99.*sees: cpu"),
         (lambda: split_and_load(X, [99]), ValueError, "99.*sees: cpu"),
+        (lambda: gather([], "cpu"), ValueError, "no shards to gather"),
+        (
+            lambda: gather([{"a": X}, {"b": X}], "cpu"),
+            ValueError,
+            "> and <dict of length 1> cannot be joined: .*shards",
+        ),
+        (lambda: gather([[X, X], [X]], "cpu"), ValueError, r"\] and \[<torch.Tensor of length 10>\] cannot be joined"),
+        (lambda: gather([(X,), [X]], "cpu"), ValueError, "cannot be joined"),
+        (lambda: gather([X, 3], "cpu"), ValueError, "<torch.Tensor of length 10> and 3 cannot be joined"),
+        (lambda: gather([X, None], "cpu"), ValueError, "and None cannot be joined"),
+        (lambda: gather([{"a": [X, object()]}] * 2, "cpu"), ValueError, "<object> and <object> .*: give tensors"),
+        (lambda: gather(["a", "b"], "cpu"), ValueError, "'a' and 'a' cannot be joined"),
     ],
 )
 def test_bad_input_is_refused(call, error, message):

@@ -1,113 +1,437 @@
-"""Data that lives on the devices gives the same stream of batches, and falls back where there is no room."""
+"""Whatever reads rows of arrays can be kept on the devices, in whole or in part, and no batch shows how much is."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import math
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from conftest import made
+from injection import InterruptAt, TimeIsUp, next_interrupted
 from simulated import Machine
-from torch.utils.data import TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
-from sharded_loader import ArrayDataset, Placement, ShardedDataLoader, SimpleDataset
+from sharded_loader import ArrayDataset, Placement, ShardedDataLoader, SimpleDataset, SubsetDataset
+from sharded_loader import resident as module
+from sharded_loader.base.errors import LoaderClosedError
 from sharded_loader.devices.accelerator import Streams
-from sharded_loader.devices.copies import PendingCopy
+from sharded_loader.devices.copies import HOST_AHEAD, PendingCopy
 from sharded_loader.devices.placement import Placer
 from sharded_loader.engine.messages import Job, Task
 from sharded_loader.engine.pool import Pool
 from sharded_loader.resident import ResidentPool, load_rows, memory_of, put_rows, take_rows
 
+N = 60
 
-def dataset(rows: int = 100) -> ArrayDataset:
+
+def columns() -> ArrayDataset:
+    """Columns of many kinds. Each row differs."""
+    numbers = np.arange(N)
     return ArrayDataset(
-        image=np.arange(rows * 12, dtype=">f4").reshape(rows, 3, 4),
-        label=torch.arange(rows, dtype=torch.int16),
-        small=np.arange(rows, dtype=np.uint8)[:, None],
+        image=np.arange(N * 12, dtype=">f4").reshape(N, 3, 4),
+        label=torch.arange(N, dtype=torch.int16),
+        wide=(numbers * 1000).astype(np.uint16)[:, None],
+        even=numbers % 2 == 0,
+        brain=torch.arange(2 * N).reshape(N, 2).to(torch.bfloat16),
+        tiny=torch.arange(N).to(torch.float8_e5m2),
+        twofold=(numbers + 1j * numbers[::-1]).astype(np.complex128),
+        none=np.zeros((N, 0), np.int32),
     )
 
 
-def resident(machine: Machine, *args: Any, **options: Any) -> ShardedDataLoader:
-    """A loader of the first device, which keeps the rows."""
-    return made(*args, device=machine.devices[0], **({"resident": True} | options))
+def tensors(count: int = 2) -> TensorDataset:
+    return TensorDataset(*[torch.arange(N * k, N * (k + 2)).reshape(N, 2) for k in range(count)])
 
 
-def stream(loader: ShardedDataLoader, machine: Machine | None = None, epochs: int = 2) -> list[Any]:
-    """All values of some epochs, with dtypes and the number of shards."""
-    seen = []
-    for _ in range(epochs):
-        for shards in loader:
-            if machine is not None:
-                machine.finish()
-            seen.append([{name: (t.dtype, t.tolist()) for name, t in shard.items()} for shard in shards])
-    return seen
+def mapped(folder: Path) -> np.ndarray:
+    np.save(folder / "values.npy", np.arange(N * 2).reshape(N, 2))
+    return np.load(folder / "values.npy", mmap_mode="r")
 
 
-def test_each_device_decides_for_itself(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = machine.devices[0]
-    monkeypatch.setattr(machine, "memory_of", lambda device: (1 << 20 if device == first else 1000, 1 << 20))
-    options: dict[str, Any] = {"batch_size": 16, "shuffle": True, "seed": 3}
-    with (
-        pytest.warns(UserWarning, match=r"privateuseone:1 does not keep the data \(.* bytes of columns, room for 0\)"),
-        made(dataset(), devices=machine.devices, resident=True, **options) as loader,
-        made(dataset(), devices=["cpu", "cpu"], **options) as sent,
-    ):
-        assert stream(loader, machine) == stream(sent)
-        assert "resident on privateuseone:0;" in repr(loader).replace(",", ";")
+DATASETS: dict[str, Callable[[Path], Any]] = {
+    "columns": lambda folder: columns(),
+    "columns by position": lambda folder: ArrayDataset(np.arange(N) * 2, torch.arange(N)),
+    "one column": lambda folder: ArrayDataset(np.arange(N) * 2),
+    "take": lambda folder: columns().take(41),
+    "slice": lambda folder: columns().take(58)[50:3:-3],
+    "shard": lambda folder: columns().shard(3, 1),
+    "split": lambda folder: columns().split([0.7, 0.3], seed=3)[0],
+    "filter": lambda folder: columns().filter(lambda sample: bool(sample["even"])),
+    "repeated rows": lambda folder: SubsetDataset(columns(), [5, 5, 3, 59, 5, 0, -1, 3] * 6),
+    "part of a part": lambda folder: columns().split([50, 10], seed=1)[0].take(40)[3:],
+    "array": lambda folder: np.arange(N * 3).reshape(N, 3),
+    "array of one axis": lambda folder: np.arange(N, dtype=np.float16),
+    "array that is read-only": lambda folder: np.frombuffer(np.arange(N * 2).tobytes(), np.int64).reshape(N, 2),
+    "file": mapped,
+    "tensor": lambda folder: torch.arange(N * 3).reshape(N, 3).to(torch.bfloat16),
+    "tensor in odd order": lambda folder: torch.arange(N * 3).reshape(3, N).T,
+    "SimpleDataset": lambda folder: SimpleDataset(np.arange(N)).take(50),
+    "TensorDataset": lambda folder: tensors(),
+    "TensorDataset of one": lambda folder: tensors(1),
+    "Subset": lambda folder: Subset(tensors(), [*range(40), 3, 3]),
+    "Subset of columns": lambda folder: Subset(columns(), np.arange(N)[::-1].tolist()),
+    "part of a Subset": lambda folder: SimpleDataset(Subset(columns().take(50), list(range(5, 50)))).shard(2, 0),
+}
+
+SHARES = [0.6, "auto", *(pytest.param(share, marks=pytest.mark.slow) for share in (True, 1.0, 0.01))]
 
 
-def test_a_reserve_is_left_for_the_model(machine: Machine) -> None:
-    needed = sum(column.nbytes for column in dataset().columns.values())
-    for total, kept in ((needed * 4 // 3 + 10, ""), (needed * 4 // 3 - 10, " (99 of 100 samples)")):
-        machine.memory_bytes = (total, total)
-        with resident(machine, dataset(), 16, resident="auto") as loader:
-            next(iter(loader))
-            assert f"resident on privateuseone:0{kept}, " in repr(loader)
+def seen(machine: Machine | None, batches: Any) -> Iterator[Any]:
+    """Everything about batches: structure, types, shapes and bytes."""
+    for batch in batches:
+        if machine is not None:
+            machine.finish()
+        yield described(batch)
 
 
-@pytest.mark.parametrize(("share", "kept"), [(True, True), ("auto", False)])
-def test_where_a_device_does_not_tell_its_memory_it_is_tried_if_the_user_insists(
-    machine: Machine, share: Any, kept: bool
+def described(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {name: described(part) for name, part in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree), [described(part) for part in tree]
+    assert type(tree) is torch.Tensor
+    assert not tree.is_inference()
+    return tree.dtype, tuple(tree.shape), tree.stride(), tree.contiguous().view(-1).view(torch.uint8).tolist()
+
+
+def enough_for(dataset: Any, rows: int) -> tuple[int, int]:
+    """Memory of a device that has room for some rows, beside the reserve."""
+    (batch,) = ShardedDataLoader(dataset, len(dataset))
+    tensors = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list) else [batch]
+    nbytes = sum(tensor.nbytes for tensor in tensors) // len(dataset) * rows
+    return nbytes + 1000, 4000  # the reserve is 1000
+
+
+def both(machine: Machine, dataset: Any, resident: Any, **options: Any) -> tuple[ShardedDataLoader, ShardedDataLoader]:
+    """A loader that keeps rows on two devices, and one that keeps none."""
+    options = {"seed": 5} | options
+    return (
+        made(dataset, devices=machine.devices, resident=resident, **options),
+        made(dataset, devices=["cpu", "cpu"], **options),
+    )
+
+
+def kept(machine: Machine, data: Any, size: int, share: Any = 0.5, **options: Any) -> ShardedDataLoader:
+    """A loader that keeps rows on the first device."""
+    return made(data, size, device=machine.devices[0], resident=share, **options)
+
+
+# -- what is kept ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.costly(2)
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("make", DATASETS.values(), ids=DATASETS)
+def test_batches_are_those_that_are_sent_to_the_last_bit(
+    machine: Machine, make: Callable[[Path], Any], share: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    machine.memory_bytes = None
-    with resident(machine, dataset(), 16, resident=share) as loader:
-        batch = next(iter(loader))
-        machine.finish()
-        assert batch["label"].tolist() == list(range(16))
-        assert ("resident on" in repr(loader)) is kept
+    dataset = make(tmp_path)
+    if share == "auto":
+        machine.memory_bytes = enough_for(dataset, 20)
+    kept = {0.6: round(0.6 * len(dataset)), 0.01: 1, "auto": 20}.get(share, len(dataset))
+    for options in ({"devices": machine.devices}, {"device": machine.devices[0]}):
+        on_host = {name: ["cpu", "cpu"] if name == "devices" else "cpu" for name in options}
+        with (
+            made(dataset, 7, shuffle=True, seed=5, resident=share, **options) as loader,
+            made(dataset, 7, shuffle=True, seed=5, **on_host) as sent,
+        ):
+            for _ in range(2):
+                assert list(seen(machine, loader)) == list(seen(None, sent))
+            partly = f" ({kept} of {len(dataset)} samples)" if kept < len(dataset) else ""
+            assert f"resident on privateuseone:0{partly}, " in repr(loader)
 
 
-def test_out_of_memory_while_the_columns_are_copied_falls_back_with_a_message(machine: Machine) -> None:
-    machine.blocks = 2  # the third column finds none
-    with resident(machine, dataset(), 16, resident="auto") as loader:
-        with pytest.warns(UserWarning, match=r"does not keep the data \(simulated: 2 blocks.*: it is sent batches"):
-            batch = next(iter(loader))
+OPTIONS: dict[str, dict[str, Any]] = {
+    "in order": {"batch_size": 16},
+    "rolled over": {"batch_size": 16, "shuffle": True, "last_batch": "rollover"},
+    "weighted": {"batch_size": 15, "shuffle": True, "shard_weights": [2, 1]},
+    "a rank": {"batch_size": 8, "shuffle": True, "num_replicas": 3, "rank": 1},
+    "given batches": {"batch_sampler": [[0, 5, -1], [7], [2, 2, 3, 59, 59, 2], [59, 58, 58], [1, 0], [40, 2]]},
+    "given shards": {"batch_sampler": [[[0, 5], [-1]], [[7]], [[59, 59], [0, 0]]]},
+}
+
+
+@pytest.mark.costly(3)
+@pytest.mark.parametrize("share", [True, 0.5, 0.02])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_order_and_shards_do_not_depend_on_what_is_kept(machine: Machine, options: dict[str, Any], share: Any) -> None:
+    loader, sent = both(machine, columns(), share, **options)
+    with loader, sent:
+        for _ in range(2):
+            assert list(seen(machine, loader)) == list(seen(None, sent))
+
+
+def test_keys_that_are_no_row_numbers_are_read_as_always(machine: Machine) -> None:
+    keys = [(3, 1), (5, 0), (59, 1)]
+    loader, sent = both(machine, np.arange(N * 2).reshape(N, 2), "auto", batch_size=2, sampler=keys)
+    with loader, sent:
+        assert list(seen(machine, loader)) == list(seen(None, sent))
+
+
+def test_a_part_keeps_its_own_rows_only(machine: Machine) -> None:
+    whole = ArrayDataset(np.arange(10_000))
+    machine.memory_bytes = 4000, 4000  # 3,000 bytes beside the reserve
+    with kept(machine, whole.shard(100, 99), 50, True) as loader:
+        first = next(iter(loader))
         machine.finish()
-        assert batch["label"].tolist() == list(range(16))
-        assert machine.caches_emptied == 1  # the columns that found room are not in the way of the batches
+        assert first.tolist() == list(range(9900, 9950))
+        assert "resident on privateuseone:0, " in repr(loader)
+
+
+def test_rows_are_copied_in_stretches(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied, load = [], machine.load
+    monkeypatch.setattr(machine, "load", lambda device, to, host: copied.append(len(host)) or load(device, to, host))
+    monkeypatch.setattr(module, "LOADED_AT_ONCE", 100)
+    with kept(machine, np.arange(N), N) as loader:
+        (batch,) = seen(machine, loader)
+    assert copied == [12, 12, 6]
+    assert batch == described(torch.arange(N))
+
+
+def test_it_resumes_in_mid_epoch_with_another_share(machine: Machine) -> None:
+    options: dict[str, Any] = {"batch_size": 7, "shuffle": True}
+    loader, sent = both(machine, columns(), 0.5, **options)
+    other, _ = both(machine, columns(), 0.1, **options)
+    with loader, sent, other:
+        whole = list(seen(None, sent))
+        batches = iter(loader)
+        first = list(seen(machine, [next(batches), next(batches)]))
+        other.load_state_dict(loader.state_dict())
+        assert first + list(seen(machine, other)) == whole
+
+
+# -- what is sent ---------------------------------------------------------------------------------------------
+
+
+def test_rows_are_sent_from_pinned_memory_and_the_rest_is_not(machine: Machine) -> None:
+    with kept(machine, np.arange(N * 100).reshape(N, 100), 10) as loader:
+        batches = iter(loader)
+        moved = []
+        for _ in range(6):
+            machine.log.clear()
+            next(batches)
+            moved.append(sum(what == "copy" for what, _ in machine.log))
+        machine.finish()
+    assert moved == [1, 1, 1, 1, 1, 1]  # the row numbers, or the rows: no batch is mixed
+    with kept(machine, np.arange(N), 20) as loader:
+        list(loader)
+    assert machine.faults == []  # a copy from other memory is one
+
+
+def test_a_host_that_runs_ahead_holds_pinned_memory_of_few_batches(machine: Machine) -> None:
+    """The device does nothing until the host waits for it."""
+    with kept(machine, np.arange(N), 2, 0.01) as loader:
+        batches = iter(loader)
+        for _ in range(HOST_AHEAD):
+            next(batches)
+        assert machine.blocked == 0
+        next(batches)
+        assert machine.blocked > 0
+        assert loader._placement.clock.behind > 0
+        machine.finish()
+
+
+def test_batches_come_on_the_stream_of_the_caller_and_none_is_gathered_ahead(machine: Machine) -> None:
+    """Iterators take turns on two streams: each batch belongs to the stream that asks for it."""
+    device = machine.devices[0]
+    home, mine = machine.stream(device), machine.new_stream(device)
+    for share in (True, 0.5):
+        found: list[Any] = []
+        with kept(machine, np.arange(12), 4, share) as loader:
+            iterators = [iter(loader), iter(loader)]
+            for number in range(3):
+                for batches, stream in zip(iterators, (home, mine), strict=True):
+                    machine.log.clear()
+                    with machine.on(device, stream):
+                        machine.kernel(device, next(batches), lambda values, found=found: found.append(values.tolist()))
+                    if share is True:
+                        assert {name for what, name in machine.log if what in ("allocate", "copy")} == {stream.name}
+                    if not number:  # the columns are of the first stream
+                        assert (("record_use", mine.name) in machine.log) is (stream is mine)
+            machine.finish()
+        assert sorted(found) == sorted(2 * [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]])
+
+
+def test_batches_that_are_begun_in_inference_mode_can_be_trained_with(machine: Machine) -> None:
+    with kept(machine, np.arange(12.0), 4) as loader:
+        with torch.inference_mode():
+            batches = list(loader)
+        machine.finish()
+        assert not any(batch.is_inference() for batch in batches)
+
+
+def test_iterators_that_are_dropped_and_mixed_lose_nothing(machine: Machine) -> None:
+    loader, sent = both(machine, columns(), 0.4, batch_size=7, shuffle=True)
+    with loader, sent:
+        whole = list(seen(None, sent))
+        first, dropped = iter(loader), iter(loader)
+        head = list(seen(machine, [next(first)]))
+        next(dropped)
+        del dropped
+        assert head + list(seen(machine, first)) == whole
 
 
 def test_a_refreshed_dataset_is_copied_again_before_the_next_epoch(machine: Machine) -> None:
-    values = np.arange(8)
-    with resident(machine, ArrayDataset(values), 4) as loader:
+    data = TensorDataset(torch.arange(8), torch.arange(8))
+    with kept(machine, data, 4) as loader:
         under_way = iter(loader)
         next(under_way)
-        values += 100
+        data.tensors = (torch.arange(8) * 10, torch.arange(8).to(torch.uint8))
         loader.refresh()
-        second = next(under_way)  # goes on, over what is there
+        (second,) = seen(machine, under_way)  # goes on, over what is there
+        assert second == described([torch.arange(4, 8), torch.arange(4, 8)])
+        (batch, _) = seen(machine, loader)
+        assert batch == described([torch.arange(4) * 10, torch.arange(4).to(torch.uint8)])
+        data.tensors = (torch.arange(8), (torch.arange(8) * 1j).conj())  # no memory holds these numbers
+        loader.refresh()
+        (batch, _) = seen(machine, loader)
+        assert batch == described([torch.arange(4), (torch.arange(4) * -1j).clone()])
+        assert "resident" not in repr(loader)
+
+
+def test_close_gives_the_memory_back(machine: Machine) -> None:
+    loader = kept(machine, np.arange(N), 7)
+    batches = iter(loader)
+    next(batches)
+    loader.close()
+    with pytest.raises(LoaderClosedError):
+        next(batches)
+    del batches
+    machine.empty_cache()
+    assert machine.allocated <= 1  # the batch, until the collector comes
+
+
+MODULES = ("iterator.py", "loader.py", "pipeline.py", "placement.py", "copies.py", "local.py", "pool.py")
+
+
+@pytest.mark.parametrize(
+    ("share", "step"), [(True, 11), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((True, 1), (0.5, 1)))]
+)
+def test_an_interrupt_at_every_line_loses_no_batch(machine: Machine, share: Any, step: int) -> None:
+    shuffled = {"shuffle": True, "seed": 1}
+    wanted = [index for (index,) in made(range(3000), 1, **shuffled).__iter__()]
+    with kept(machine, np.arange(6000).reshape(3000, 2), 1, share, **shuffled) as loader:
+        line, fired, batches, number = 0, 2, iter(loader), 0
+        while fired:
+            line += step
+            got, has_fired = next_interrupted(batches, line, lambda at: InterruptAt(at, MODULES))
+            fired = 2 if has_fired else fired - 1  # of a batch that is kept, and of one that is sent
+            got.append(next(batches))
+            machine.finish()
+            for batch in got:
+                assert batch.tolist() == [[2 * int(wanted[number]), 2 * int(wanted[number]) + 1]]
+                number += 1
+        if share is True:
+            assert sum(what == "allocate" for what, _ in machine.log) <= 1 + 4 * number  # the column came once
+    assert machine.faults == []
+    assert line > 50
+
+
+@pytest.mark.parametrize("signal_name", ["SIGALRM"], indirect=True)
+def test_what_a_signal_handler_raises_is_no_error_of_a_batch(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, signal_name: str
+) -> None:
+    real, asked = module.core.checked_indices, list[int]()
+
+    def struck(*arguments: Any, **named: Any) -> Any:
+        asked.extend(arguments[1:])  # of each batch that is waited for the length; the rows are found with it by name
+        if len(asked) == 2 and not named:
+            signal.raise_signal(signal.SIGALRM)
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(module.core, "checked_indices", struck)
+    with kept(machine, np.arange(12), 4) as loader:
+        batches = iter(loader)
+        found = [next(batches)]
+        with pytest.raises(TimeIsUp):
+            next(batches)
+        found += batches
         machine.finish()
-        assert second.tolist() == [4, 5, 6, 7]
-        first = next(iter(loader))
+    assert [batch.tolist() for batch in found] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+
+
+def test_a_loader_that_is_closed_while_rows_are_copied_keeps_none(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, loader = machine.load, kept(machine, np.arange(12), 4, True)
+    monkeypatch.setattr(machine, "load", lambda *arguments: (load(*arguments), loader.close()))
+    with pytest.raises(LoaderClosedError):
+        next(iter(loader))
+    machine.empty_cache()
+    assert machine.allocated == 0
+
+
+# -- how much fits --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("share", "asked"), [(True, 480), (0.5, 240)])
+def test_rows_that_do_not_fit_are_sent_with_a_warning(machine: Machine, share: Any, asked: int) -> None:
+    machine.memory_bytes = 1080, 4000
+    message = rf"privateuseone:0 keeps 10 rows only \({asked} bytes of columns, room for 80\): it is sent the others"
+    with kept(machine, np.arange(N), N, share) as loader:
+        with pytest.warns(UserWarning, match=message) as caught:
+            batches = list(seen(machine, loader))
+        assert len(caught) == 1
+        assert batches == [described(torch.arange(N))] == list(seen(machine, loader))
+        assert "(10 of 60 samples)" in repr(loader)
+
+
+def test_each_device_keeps_what_it_has_room_for(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    rooms = dict(zip(machine.devices, (1240, 900), strict=True))
+    monkeypatch.setattr(machine, "memory_of", lambda device: (rooms[device], 4000))
+    loader, sent = both(machine, SubsetDataset(np.arange(N), range(N)[::-1]), "auto", batch_size=7, shuffle=True)
+    with loader, sent:
+        assert list(seen(machine, loader)) == list(seen(None, sent))
+        assert "resident on privateuseone:0 (30 of 60 samples), I" in repr(loader)
+
+
+@pytest.mark.parametrize(("rows", "is_kept"), [(29, False), (30, True)])
+def test_auto_leaves_the_reading_to_workers_if_less_than_half_fits(
+    machine: Machine, worker_pool: Pool, rows: int, is_kept: bool
+) -> None:
+    machine.memory_bytes = 1000 + 8 * rows, 4000
+    with kept(machine, np.arange(N), N, "auto", pool=worker_pool) as loader:
+        (batch,) = seen(machine, loader)
+        assert batch == described(torch.arange(N))
+        assert loader.pool.started is not is_kept
+        assert ("resident" in repr(loader)) is is_kept
+
+
+def test_an_empty_dataset_and_empty_rows_need_no_room(machine: Machine) -> None:
+    machine.memory_bytes = 0, 4000
+    with kept(machine, np.zeros((0, 3)), 4, True) as loader:
+        assert list(loader) == []
+    with kept(machine, np.zeros((5, 0)), 5, True) as loader:
+        assert [tuple(batch.shape) for batch in loader] == [(5, 0)]
+        assert "resident" in repr(loader)
+
+
+@pytest.mark.parametrize(("share", "is_kept"), [(True, True), ("auto", False)])
+def test_where_a_device_does_not_tell_its_memory_it_is_tried_if_the_user_insists(
+    machine: Machine, share: Any, is_kept: bool
+) -> None:
+    machine.memory_bytes = None
+    with kept(machine, columns(), 16, share) as loader:
+        batch = next(iter(loader))
         machine.finish()
-        assert first.tolist() == [100, 101, 102, 103]
+        assert batch["label"].tolist() == list(range(16))
+        assert ("resident on" in repr(loader)) is is_kept
+
+
+# -- what is no resident row ----------------------------------------------------------------------------------
 
 
 def test_a_bad_index_is_its_batch_s_error(machine: Machine) -> None:
-    with resident(machine, dataset(), batch_sampler=[[1], [2, 500], [3]]) as loader:
+    with made(columns(), device=machine.devices[0], resident=True, batch_sampler=[[1], [2, 500], [3]]) as loader:
         batches = iter(loader)
         next(batches)
         with pytest.raises(IndexError, match="epoch 0, batch 1: the sampler yielded index 500"):
@@ -120,18 +444,11 @@ def test_a_bad_index_is_its_batch_s_error(machine: Machine) -> None:
 def test_on_the_cpu_batches_are_gathered_in_the_loop(worker_pool: Pool) -> None:
     options: dict[str, Any] = {"batch_size": 16, "shuffle": True, "seed": 3, "devices": ["cpu", "cpu"]}
     with (
-        made(dataset(), pool=worker_pool, resident=True, **options) as loader,
-        made(dataset(), **options) as plain,
+        made(columns(), pool=worker_pool, resident=True, **options) as loader,
+        made(columns(), **options) as plain,
     ):
-        assert stream(loader) == stream(plain)
+        assert list(seen(None, loader)) == list(seen(None, plain))
         assert not loader.pool.started
-
-
-def test_peek_is_the_first_batch(machine: Machine) -> None:
-    with resident(machine, dataset(), 16, shuffle=True) as loader:
-        peeked, first = loader.peek(), next(iter(loader))
-        machine.finish()
-        assert peeked["label"].tolist() == first["label"].tolist()
 
 
 @pytest.mark.parametrize(
@@ -139,10 +456,10 @@ def test_peek_is_the_first_batch(machine: Machine) -> None:
     [
         (ArrayDataset([1, 2]), {"device": "cpu"}, TypeError, r"column 0 is a list, which a device cannot hold"),
         (
-            ArrayDataset(x=np.zeros(2), name=np.array(["a", "b"])),
+            ArrayDataset(name=np.array(["a", "b"])),
             {"device": "cpu"},
             TypeError,
-            r"column 'name' is a ndarray of <U1, which a device cannot hold",
+            "column 'name' is a ndarray of <U1, wh",
         ),
         (SimpleDataset([1, 2]), {"device": "cpu"}, TypeError, r"reads something else: SimpleDataset\(2 "),
         (ArrayDataset(np.zeros(2)).transform(abs), {"device": "cpu"}, TypeError, "Apply a transform before"),
@@ -167,44 +484,83 @@ def test_other_values_are_refused(value: Any) -> None:
         ShardedDataLoader(ArrayDataset(np.zeros(2)), 1, device=Placement("cpu", resident=value))
 
 
+# -- no memory ------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def no_memory_in(machine: Machine, name: str, device: torch.device) -> Iterator[None]:
+    """Inside, what a device is asked to do needs more memory than it has."""
+    real: Any = getattr(machine, name)
+
+    def full(where: Any, *arguments: Any) -> Any:
+        if (machine.device_of(where) if isinstance(where, torch.Tensor) else where) == device:
+            raise torch.OutOfMemoryError("simulated: full\nand more")
+        return real(where, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine, name, full)
+        yield
+
+
+@pytest.mark.costly(9)
+@pytest.mark.parametrize("share", [True, 0.5, "auto"])
+@pytest.mark.parametrize("name", ["take", "put", "allocate", "load"])
+def test_a_device_without_memory_is_sent_batches_from_then_on(machine: Machine, name: str, share: Any) -> None:
+    machine.memory_bytes = 5000 if share is True else 1000 + 8 * 50, 4000
+    loader, sent = both(machine, np.arange(N), share, batch_size=12, shuffle=True)
+    with loader, sent:
+        wanted, found = list(seen(None, sent)), list[Any]()
+        batches, pool = iter(loader), loader._epochs.resident
+        if name in ("take", "put"):
+            found += seen(machine, [next(batches)])
+        needed = name != "put" or share is not True  # nothing is put where all rows are kept
+        expected = pytest.warns(UserWarning, match=r"0 does not keep the data \(simulated: full\): it is sent batches$")
+        with (
+            no_memory_in(machine, name, machine.devices[0]),
+            expected if needed else contextlib.nullcontext() as caught,
+        ):
+            if name == "allocate":
+                pool.load(again=False)  # type: ignore[union-attr]
+            else:
+                found += seen(machine, [next(batches)])
+        found += seen(machine, batches)
+        assert found == wanted
+        if needed:
+            assert (len(caught), machine.caches_emptied) == (1, 1)  # type: ignore[arg-type]
+            assert list(pool.counts) == machine.devices[1:]  # type: ignore[union-attr]
+        assert list(seen(machine, loader)) == list(seen(None, sent))
+
+
+def test_a_device_that_has_lost_its_rows_holds_no_memory_of_them(machine: Machine) -> None:
+    with kept(machine, np.arange(N), 10, True) as loader:
+        batches = iter(loader)
+        next(batches)
+        machine.finish()
+        gc.collect()
+        before = machine.allocated
+        with no_memory_in(machine, "take", machine.devices[0]), pytest.warns(UserWarning, match="does not keep"):
+            next(batches)
+        gc.collect()
+        machine.empty_cache()
+        assert machine.allocated < before  # the rows, when nothing held them any more
+        machine.finish()
+
+
 # -- the pool by itself ---------------------------------------------------------------------------------------
 
 
-def new_resident(machine: Machine, rows: int = 100) -> ResidentPool:
-    placement = Placer(machine.devices, pin_memory=False)
-    pool = ResidentPool(dataset(rows), placement, share=1.0, insists=True, least=0.0)
+def test_one_task_is_gathered_in_each_wait_and_closing_drops_the_others_but_not_the_rows(machine: Machine) -> None:
+    pool = ResidentPool(columns(), Placer(machine.devices, pin_memory=False), share=1.0, insists=True, least=0.0)
     assert pool.load(again=False)
-    pool.start(Job(dataset(rows), None, 0))
-    return pool
-
-
-def task(seq: int, *shards: list[int], run: int = 0) -> Task:
-    return Task(run, seq, 0, 0, shards, True)
-
-
-def test_one_task_is_gathered_in_each_wait(machine: Machine) -> None:
-    pool = new_resident(machine)
-    pool.submit([task(0, [3, -1], [7]), task(1, [2], [1])])
+    pool.start(Job(columns(), None, 0))
+    pool.submit([Task(0, seq, 0, 0, shards, True) for seq, shards in enumerate((([3, -1], [7]), ([2], [1]), ([5],)))])
     assert pool.wait(block=False) == ()
     results = [*pool.wait(), *pool.wait()]
     machine.finish()
     assert [(result.seq, result.samples) for result in results] == [(0, 3), (1, 2)]
     first, second = results[0].batch
     assert (type(first), type(second)) == (PendingCopy, PendingCopy)
-    assert (first.batch["label"].tolist(), second.batch["label"].tolist()) == ([3, 99], [7])
-    assert pool.wait() == ()
-
-
-def test_tasks_that_are_cancelled_are_not_gathered(machine: Machine) -> None:
-    pool = new_resident(machine)
-    pool.submit([task(0, [1], run=1), task(0, [2], run=2)])
-    pool.cancel(1)
-    assert [result.run for result in (*pool.wait(), *pool.wait())] == [2]
-
-
-def test_closing_drops_the_tasks_and_keeps_the_columns(machine: Machine) -> None:
-    pool = new_resident(machine)
-    pool.submit([task(0, [1])])
+    assert (first.batch["label"].tolist(), second.batch["label"].tolist()) == ([3, 59], [7])
     pool.close()
     assert (pool.started, pool.wait(), list(pool.counts)) == (False, (), machine.devices)
     pool.forget()
@@ -212,15 +568,15 @@ def test_closing_drops_the_tasks_and_keeps_the_columns(machine: Machine) -> None
 
 
 def test_what_goes_wrong_in_a_gather_is_the_batchs_error(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def take(*arguments: Any) -> torch.Tensor:
-        raise RuntimeError("simulated: broken")
-
-    pool = new_resident(machine)
-    monkeypatch.setattr(machine, "take", take)
-    pool.submit([task(5, [1], [2])])
-    (result,) = pool.wait()
-    assert isinstance(result.error, RuntimeError)
-    assert "epoch 0, batch 5" in "\n".join(result.error.__notes__)
+    with kept(machine, np.arange(12), 4, True) as loader:
+        batches = iter(loader)
+        next(batches)
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="simulated: broken") as caught:
+            patch.setattr(machine, "take", mock.Mock(side_effect=RuntimeError("simulated: broken")))
+            next(batches)
+        assert "epoch 0, batch 1" in "\n".join(caught.value.__notes__)
+        (third,) = seen(machine, batches)
+        assert third == described(torch.arange(8, 12))
 
 
 # -- pools change ---------------------------------------------------------------------------------------------
@@ -228,9 +584,9 @@ def test_what_goes_wrong_in_a_gather_is_the_batchs_error(machine: Machine, monke
 
 def test_an_epoch_under_way_goes_on_in_the_pool_of_the_next(machine: Machine, new_pool: Callable[..., Pool]) -> None:
     """The devices have lost their room, and later find it again."""
-    with resident(machine, ArrayDataset(np.arange(40)), 4, resident="auto", pool=new_pool()) as loader:
+    with kept(machine, np.arange(40), 4, "auto", pool=new_pool()) as loader:
         first = iter(loader)
-        seen = [next(first)]
+        found = [next(first)]
         assert "resident on" in repr(loader)
         for memory in ((0, 0), (1 << 30, 1 << 30)):
             machine.memory_bytes = memory
@@ -240,10 +596,10 @@ def test_an_epoch_under_way_goes_on_in_the_pool_of_the_next(machine: Machine, ne
             assert other.tolist() == [0, 1, 2, 3]
             assert loader.pool.started is (memory == (0, 0))
             assert ("resident on" in repr(loader)) is (memory != (0, 0))
-            seen.append(next(first))
-        seen += first
+            found.append(next(first))
+        found += first
         machine.finish()
-    assert [batch.tolist() for batch in seen] == np.arange(40).reshape(10, 4).tolist()
+    assert [batch.tolist() for batch in found] == np.arange(40).reshape(10, 4).tolist()
 
 
 def test_an_epoch_under_way_survives_an_interrupted_copy_of_the_columns(
@@ -252,28 +608,20 @@ def test_an_epoch_under_way_survives_an_interrupted_copy_of_the_columns(
     def interrupted(*arguments: Any) -> torch.Tensor:
         raise KeyboardInterrupt
 
-    with ShardedDataLoader(
-        ArrayDataset(np.arange(12)), 4, device=Placement(machine.devices[0], resident=True)
-    ) as loader:
+    with kept(machine, np.arange(12), 4, True) as loader:
         first = iter(loader)
-        seen = [next(first)]
+        found = [next(first)]
         loader.refresh()
         with monkeypatch.context() as patch:
             patch.setattr(machine, "load", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 next(iter(loader))
-        seen += first
+        found += first
         machine.finish()
-        assert [batch.tolist() for batch in seen] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+        assert [batch.tolist() for batch in found] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
 
 
 # -- what is asked of a device ---------------------------------------------------------------------------------
-
-
-def test_rows_of_columns_in_another_layout_are_gathered() -> None:
-    column = torch.arange(12.0).reshape(3, 4).T
-    taken = take_rows(column, torch.tensor([3, 1]))
-    assert taken.tolist() == [[3.0, 7.0, 11.0], [1.0, 5.0, 9.0]]
 
 
 @pytest.fixture
