@@ -24,7 +24,6 @@ from sharded_loader import (
 )
 from sharded_loader import torch as torchs
 from sharded_loader.batchify import Dict, List, Pad, Stack, Tuple
-from sharded_loader.data.bulk import gather_rows
 
 
 class FakeSeries:
@@ -244,6 +243,7 @@ def masked(*shape: int) -> Any:
     return array
 
 
+MASKED_BATCHES = type("MaskedBatches", (SimpleDataset,), {"get_batch": lambda _, indices: masked(len(indices))})
 REFUSED: dict[str, Callable[[], Any]] = {
     "loader": lambda: first(masked(4, 2)),
     "column": lambda: ArrayDataset(masked(4, 2)),
@@ -257,7 +257,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "a structure": lambda: first([np.ma.array([(1, 2)], mask=[(True, False)], dtype="i4,i4")]),
     "worker": lambda: first([masked(2)], num_workers=1),
     "batchify_fn": lambda: first([1, 2], batchify_fn=lambda samples: masked(2)),
-    "get_batch": lambda: first(MaskedBatches()),
+    "get_batch": lambda: first(MASKED_BATCHES(range(4))),
     "Stack": lambda: Stack()([masked(2)]),
     "Stack, dtype": lambda: Stack("float32")([masked(2)]),
     "Pad": lambda: Pad()([masked(2), np.zeros(3)]),
@@ -270,24 +270,8 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "split_and_load": lambda: split_and_load(masked(4), ["cpu", "cpu"]),
     "label": lambda: recordio.pack((0, masked(3), 1, 0), b""),
     "image": lambda: recordio.pack_img((0, 1.0, 1, 0), masked(3, 3).astype(np.uint8)),
-    "masked tensors, padded": lambda: Pad()([masked_tensor(), masked_tensor()]),
+    "masked tensors, padded": lambda: Pad()([torch.masked.masked_tensor(torch.arange(3.0), torch.arange(3) != 1)] * 2),
 }
-
-
-class MaskedBatches:
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-    def get_batch(self, indices: list[int]) -> Any:
-        return masked(len(indices))
-
-
-def masked_tensor() -> Any:
-    with pytest.warns(UserWarning, match="prototype"):
-        return torch.masked.masked_tensor(torch.arange(3.0), torch.tensor([True, False, True]))
 
 
 @pytest.mark.filterwarnings("ignore:.*prototype stage:UserWarning")
@@ -311,96 +295,19 @@ def test_values_masked_after_the_dataset_was_made_are_refused_too() -> None:
     whole = np.ma.array(np.arange(4.0))
     dataset = ArrayDataset(whole)
     whole[2] = np.ma.masked
-    with pytest.raises(ValueError, match="masked values"):
-        first(dataset)
-    with pytest.raises(ValueError, match="masked values"):
-        first(dataset, device="cpu", resident="auto")
-
-
-# -- rows -----------------------------------------------------------------------------------------------------
-
-
-def counting() -> tuple[list[Any], Callable[..., Any]]:
-    given: list[Any] = []
-
-    def empty(shape: tuple[int, ...], dtype: Any) -> Any:
-        given.append(np.empty(shape, dtype))
-        return given[-1]
-
-    return given, empty
-
-
-@pytest.mark.parametrize("where", [[3, 1, 1], [4, 5, 6], [2], []], ids=str)
-def test_rows_are_gathered_into_one_piece_of_memory_for_each_column(where: list[int]) -> None:
-    columns = [np.arange(24).reshape(8, 3), np.arange(8, dtype=">i4"), torch.arange(8).to(torch.bfloat16)]
-    given, empty = counting()
-    rows = gather_rows(columns, np.array(where, np.int64), empty)
-    assert len(given) == 3 and rows[0] is given[0] and rows[1] is given[1]
-    for row, column in zip(rows, columns, strict=True):
-        assert row.tolist() == [column[i].tolist() for i in where]
-    assert rows[1].dtype.isnative
-
-
-# -- slices, sums and copies ----------------------------------------------------------------------------------
-
-
-SLICES = [slice(1, 3), slice(None), slice(None, None, -2), slice(-2, None), slice(3, 1)]
-
-
-@pytest.mark.parametrize("index", SLICES, ids=str)
-def test_a_slice_of_a_derived_dataset_is_a_dataset_of_those_samples(index: slice) -> None:
-    base = SimpleDataset([1, 2, 3, 4])
-    doubled = [2, 4, 6, 8]
-    transformed = base.transform(lambda x: x * 2)
-    parts = transformed.take(2) + transformed.take(4).shard(2, 1)
-    for dataset in (transformed, transformed.take(4), transformed.cache(), parts):
-        part = dataset[index]
-        assert list(part) == doubled[index]
-        assert len(part) == len(doubled[index])
-    assert list(ArrayDataset([1, 2, 3, 4], [5, 6, 7, 8]).transform(lambda a, b: a + b)[index]) == [6, 8, 10, 12][index]
-    assert list(base.transform_first(lambda x: x * 2)[index]) == doubled[index]
-
-
-@pytest.mark.parametrize("index", [[0, 1], np.array([0, 1]), np.array([True, False]), torch.tensor([0, 1])], ids=str)
-def test_several_indices_at_once_are_refused(index: Any) -> None:
-    transformed = SimpleDataset(np.arange(4)).transform(lambda x: x * 2)
-    for dataset in (transformed, transformed.take(4), transformed.cache(), transformed + transformed):
-        with pytest.raises(TypeError, match=r"of 2 indices, not one: .*SubsetDataset\(dataset, indices\)"):
-            dataset[index]
-
-
-def test_keys_are_passed_on_by_a_transform() -> None:
-    transformed = SimpleDataset({"a": 1, (0, 1): 2}).transform(lambda x: x * 2)
-    assert transformed["a"] == 2 and transformed[0, 1] == 4
-
-
-def test_datasets_are_summed() -> None:
-    one, two = ArrayDataset(np.arange(3)), SimpleDataset([7, 8])
-    assert list(sum([one, two])) == [0, 1, 2, 7, 8]
-    assert list(sum([one])) == [0, 1, 2]
-    assert list([5] + one) == [5, 0, 1, 2]
-    assert list(np.array([5, 6, 7]) + one) == [5, 6, 7, 0, 1, 2]
-    assert list(one + np.array([5, 6, 7])) == [0, 1, 2, 5, 6, 7]
-    for wrong in (1, 0.0, False, None):
-        with pytest.raises(TypeError, match="unsupported operand"):
-            wrong + one
+    for how in ({}, {"device": "cpu", "resident": "auto"}):
+        with pytest.raises(ValueError, match="masked values"):
+            first(dataset, **how)
 
 
 def test_batches_of_size_0_are_alike_from_every_pool(new_pool: Any) -> None:
-    class Empty:
-        def __len__(self) -> int:
-            return 4
-
-        def __getitem__(self, index: int) -> Any:
-            shapes = {"f4": (0, 3), "i8": (3, 0), "u1": (2, 0, 4)}
-            numbers = {name: np.zeros(shape, name) for name, shape in shapes.items()}
-            return {**numbers, "t": torch.zeros(0, 3), "b": torch.zeros(2, 0, dtype=torch.bfloat16)}
-
+    arrays = {"f4": np.zeros((0, 3), "f4"), "i8": np.zeros((3, 0), "i8"), "u1": np.zeros((2, 0, 4), "u1")}
+    samples = [{**arrays, "t": torch.zeros(0, 3), "b": torch.zeros(2, 0, dtype=torch.bfloat16)}] * 4
     fns = {"f4": lambda samples: np.asfortranarray(np.stack(samples)), "t": torch.stack}
     for batchify_fn in (None, Dict(fns, rest="drop")):
-        with ShardedDataLoader(Empty(), 4, pool="inline", batchify_fn=batchify_fn) as loader:
+        with ShardedDataLoader(samples, 4, pool="inline", batchify_fn=batchify_fn) as loader:
             wanted = next(iter(loader))
-        with ShardedDataLoader(Empty(), 4, pool=new_pool(), batchify_fn=batchify_fn) as loader:
+        with ShardedDataLoader(samples, 4, pool=new_pool(), batchify_fn=batchify_fn) as loader:
             batch = next(iter(loader))
         for name in wanted:
             assert batch[name].stride() == wanted[name].stride() == torch.empty(wanted[name].shape).stride()
