@@ -1,14 +1,42 @@
-"""What is no number, no size and no argument gets advice."""
+"""What users give is checked, with advice; objects are shown in a few words; entries of states have names and types."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from sharded_loader import ExpWidthBucket, ShardCache, SimpleDataset
+from sharded_loader import (
+    ArrayDataset,
+    ExpWidthBucket,
+    InlinePool,
+    ProcessPool,
+    RandomSampler,
+    ShardCache,
+    SimpleDataset,
+    ThreadPool,
+)
 from sharded_loader.base.checks import bytes_of_text, refuse_arguments
+from sharded_loader.base.described import brief, call_of
+from sharded_loader.base.entries import (
+    anything,
+    check_version,
+    dict_of,
+    differences,
+    entry,
+    from_state,
+    integer,
+    list_of,
+    optional,
+    string,
+    to_state,
+    true_or_false,
+)
 
 
 def test_sizes_are_numbers_or_texts() -> None:
@@ -30,26 +58,8 @@ def test_zero_bytes_are_enough_for_samples_and_not_for_shards(tmp_path: Path) ->
     assert SimpleDataset([1]).cache(0)[0] == 1
     with pytest.raises(ValueError, match="above 0"):
         ShardCache(tmp_path, 0)
-
-
-def test_a_cache_of_samples_takes_a_text() -> None:
-    assert repr(SimpleDataset([1, 2]).cache("2 KiB")).endswith(".cache(2048)")
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: SimpleDataset([1]).shard("2", 0), r"shard\('2', 0\): give two ints"),
-        (lambda: SimpleDataset([1]).shard(2, 0.5), r"shard\(2, 0\.5\): give two ints"),
-        (lambda: SimpleDataset([1]).split("50%"), r"split\('50%'\): give a list of sizes or ratios"),
-        (lambda: SimpleDataset([1]).split(0.5), r"split\(0\.5\): give a list of sizes or ratios"),
-        (lambda: SimpleDataset([1]).split(["50%", "50%"]), r"sizes and ratios are numbers"),
-        (lambda: ExpWidthBucket("2"), r"bucket_len_step must be above 0, got 2"),
-    ],
-)
-def test_another_number_gets_advice(make: Any, message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
-        make()
+    with pytest.raises((TypeError, ValueError), match="bucket_len_step must be above 0, got 2"):
+        ExpWidthBucket("2")  # type: ignore[arg-type]
 
 
 def test_unknown_arguments_are_named_all_at_once() -> None:
@@ -64,3 +74,120 @@ def test_unknown_arguments_are_named_all_at_once() -> None:
         "  'far': leave it out",
         "  'zer'; see help(f) for those it has",
     ]
+
+
+# -- one short line for every object -----------------------------------------------------------------------------------
+
+BASE = SimpleDataset("abcde")
+SHOWN = [
+    (None, "None"),
+    (np.float64(2.5), "2.5"),
+    (np.array(3), "<numpy.ndarray>"),
+    ("a" * 1000, f"'{'a' * 27}...{'a' * 28}'"),
+    ([1, "a", (2, 3)], "[1, 'a', [2, 3]]"),
+    (range(10**12), "[0, 1, 2, ... 1000000000000 in all]"),
+    (np.zeros((9, 2)), "[[0.0, 0.0], [0.0, 0.0], [0.0, 0.0], ... 9 in all]"),
+    ({1: 2}, "<dict of length 1>"),
+    (torch.zeros(3), "<torch.Tensor of length 3>"),
+    (RandomSampler(3, seed=1), "RandomSampler(length=3, seed=1)"),
+    (object(), "<object>"),
+    (print, "<print>"),
+    (RandomSampler, "<RandomSampler>"),
+    (BASE, "SimpleDataset(5 samples of str)"),
+    (BASE.take(4)[2:], "<2 of SimpleDataset(5 samples of str)>"),
+    (BASE.cache("2 KiB"), "SimpleDataset(5 samples of str).cache(2048)"),
+    (InlinePool(), "InlinePool()"),
+    (ThreadPool(2, timeout=5), "ThreadPool(2, timeout=5.0)"),
+]
+
+
+@pytest.mark.parametrize(("value", "text"), SHOWN, ids=range(len(SHOWN)))
+def test_a_value_is_told_in_a_few_words(value: Any, text: str) -> None:
+    assert brief(value) == text
+
+
+def test_what_was_given_is_shown_unless_it_is_the_usual() -> None:
+    assert call_of([], [1, "x"], usual=(3, 3), other=(4, 3), nothing=(None, None)) == "list(1, 'x', other=4)"
+    pool = ProcessPool(3, start_method="spawn", timeout=5, max_bytes=1 << 20, restarts=0, worker_init_fn=print)
+    assert repr(pool) == (
+        "ProcessPool(3, start_method='spawn', worker_init_fn=<print>, timeout=5.0, restarts=0, max_bytes=1048576)"
+    )
+    assert repr(BASE + BASE) == f"{BASE!r} + {BASE!r}"
+    assert repr(BASE.transform(str, seeded=True)) == f"{BASE!r}.transform(<class 'str'>, seeded=True)"
+    assert repr(ArrayDataset(x=np.zeros((3, 2)), y=[1, 2, 3])) == "ArrayDataset(x=float64[2], y=list; 3 samples)"
+
+
+# -- the entries of a saved position: written, read again, checked and compared, each by what its field says -----------
+
+ADVICE = "give a state"
+
+
+@dataclass(frozen=True)
+class Inner:
+    over: bool = entry(true_or_false)
+    own: Any = entry(anything, default=None)  # noqa: RUF009
+
+
+@dataclass(frozen=True)
+class Outer:
+    done: int = entry(integer(0), "{done} was {was}, and is {now}", name="samples")
+    kind: str = entry(string)
+    seeds: tuple[int | None, ...] = entry(list_of(optional(integer())), write=list, default=())
+    inner: Inner | None = entry(dict_of(Inner), write=to_state, default=None)  # noqa: RUF009
+    kept = 3  # not an entry
+
+
+WHOLE = Outer(4, "x", (1, None), Inner(True, {"at": [1]}))
+
+
+@pytest.mark.parametrize("outer", [WHOLE, Outer(0, "")])
+def test_what_is_written_is_read_again_also_through_json(outer: Outer) -> None:
+    assert from_state(Outer, json.loads(json.dumps(to_state(outer))), ADVICE) == outer
+
+
+def test_an_entry_has_its_name_and_is_left_out_where_it_has_its_default() -> None:
+    assert to_state(Outer(4, "x")) == {"samples": 4, "kind": "x"}
+    assert to_state(WHOLE)["inner"] == {"over": True, "own": {"at": [1]}}
+    assert to_state(Inner(False)) == {"over": False}
+    assert to_state(Inner(True, np.arange(3)))["own"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"samples": -1}, "'samples' must be at least 0, got -1"),
+        ({"kind": 3}, "'kind' is 3; it must be a string"),
+        ({"seeds": 3}, "'seeds' is 3; it must be a list"),
+        ({"seeds": ["a"]}, "'seeds' must be an integer, got 'a' of type str"),
+        ({"inner": []}, "'inner' is []; it must be a dict"),
+        ({"inner": {}}, "'inner' has no 'over'"),
+        ({"inner": {"over": 1}}, "'inner' is wrong: its 'over' is 1; it must be true or false"),
+    ],
+)
+def test_an_error_names_the_entry_and_ends_with_the_advice(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        from_state(Outer, {**to_state(WHOLE), **change}, ADVICE)
+    assert str(raised.value).startswith(f"the state's {said}: give a state")
+    assert str(raised.value).endswith(": give a state")
+
+
+def test_an_entry_without_a_default_must_be_there_and_those_with_a_text_are_compared() -> None:
+    with pytest.raises(ValueError, match="the state has no 'samples': give a state"):
+        from_state(Outer, {"kind": "x"}, ADVICE)
+    assert differences(WHOLE, Outer(5, "y"), done="it") == {"done": "it was 4, and is 5"}
+    assert differences(WHOLE, WHOLE, done="it") == {}
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "said"),
+    [
+        (None, TypeError, "the state is None, a NoneType; it must be a dict: give a state"),
+        ({"model": 1}, ValueError, r"no 'version', its keys are \['model'\]: give a state"),
+        ({"version": 0}, ValueError, "'version' must be at least 1"),
+        ({"version": 9, "epoch": 3}, ValueError, r"update sharded_loader, or begin with set_epoch\(3\)"),
+    ],
+)
+def test_a_state_has_a_version_that_can_be_read(state: Any, error: type[Exception], said: str) -> None:
+    check_version({"version": 1}, ADVICE)
+    with pytest.raises(error, match=said):
+        check_version(state, ADVICE)

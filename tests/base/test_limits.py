@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,25 +64,17 @@ def test_without_cgroups_or_proc_there_is_still_an_answer(tmp_path: Path) -> Non
         assert limits.oom_kills(tmp_path) is None and limits.free_bytes(tmp_path).nbytes == 100 * GIB
 
 
-@pytest.mark.parametrize("tight", ["", "user.slice", "user.slice/job", "user.slice/job/step"])
-def test_the_tightest_of_all_enclosing_groups_of_v2_counts(tmp_path: Path, tight: str) -> None:
-    files = machine() | {"proc/self/cgroup": "0::/user.slice/job/step\n"}
-    for folder in ("user.slice", "user.slice/job", "user.slice/job/step"):
-        files |= v2(folder, "max", 5 * GIB)
-    files |= v2(tight, 8 * GIB, 5 * GIB)
+@pytest.mark.parametrize("group", [v1, v2])
+@pytest.mark.parametrize("tight", ["", "job", "job/step"])
+def test_the_tightest_of_all_enclosing_groups_counts(tmp_path: Path, group: Any, tight: str) -> None:
+    beside = "9:name=systemd:/x\n4:memory:/job/step\n3:cpu,cpuacct:/\n0::/\n"
+    files = machine() | {"proc/self/cgroup": "0::/job/step\n" if group is v2 else beside}
+    for folder in ("", "job", "job/step"):
+        unlimited: Any = "max" if group is v2 else UNLIMITED_V1
+        files |= group(folder, 8 * GIB if folder == tight else unlimited, 5 * GIB)
     limit = limits.free_bytes(write(tmp_path, files))
-    assert limit.nbytes == 3 * GIB
-    assert limit.what.endswith(f"cgroup {tmp_path}/sys/fs/cgroup/{tight}".rstrip("/"))
-
-
-@pytest.mark.parametrize("tight", ["", "slurm", "slurm/job"])
-def test_v1_beside_other_controllers(tmp_path: Path, tight: str) -> None:
-    files = machine() | {"proc/self/cgroup": "9:name=systemd:/x\n4:memory:/slurm/job\n3:cpu,cpuacct:/\n0::/\n"}
-    for folder in ("", "slurm", "slurm/job"):
-        files |= v1(folder, UNLIMITED_V1, 5 * GIB)
-    files |= v1(tight, 6 * GIB, 5 * GIB)
-    limit = limits.free_bytes(write(tmp_path, files))
-    assert limit.nbytes == GIB and "sys/fs/cgroup/memory" in limit.what
+    root = f"{tmp_path}/sys/fs/cgroup/{'memory/' if group is v1 else ''}"
+    assert limit.nbytes == 3 * GIB and limit.what.endswith(f"{root}{tight}".rstrip("/"))
 
 
 @pytest.mark.parametrize(
@@ -165,25 +158,19 @@ def test_what_does_not_fit_is_refused_with_advice(monkeypatch: pytest.MonkeyPatc
     ("files", "limit"),
     [
         ({}, None),
-        ({"sys/fs/cgroup/cpu.max": "max 100000\n", "sys/fs/cgroup/job/cpu.max": "150000 100000\n"}, 1.5),
-        ({"sys/fs/cgroup/cpu.max": "50000 100000\n", "sys/fs/cgroup/job/cpu.max": "max 100000\n"}, 0.5),
-        ({"sys/fs/cgroup/job/cpu.max": "nonsense\n"}, None),
+        ({"cpu.max": "max 100000\n", "job/cpu.max": "150000 100000\n"}, 1.5),
+        ({"cpu.max": "50000 100000\n", "job/cpu.max": "max 100000\n"}, 0.5),
+        ({"job/cpu.max": "nonsense\n"}, None),
+        ({"cpu/job/cpu.cfs_quota_us": "-1", "cpu/job/cpu.cfs_period_us": "100000"}, None),  # the first kind of cgroups
+        ({"cpu/job/cpu.cfs_quota_us": "400000", "cpu/job/cpu.cfs_period_us": "100000"}, 4.0),
     ],
 )
 def test_the_tightest_limit_of_processor_time_counts(
     files: dict[str, str], limit: float | None, tmp_path: Path
 ) -> None:
-    assert core_limit(write(tmp_path, {"proc/self/cgroup": "0::/job\n"} | files)) == limit
-
-
-@pytest.mark.parametrize(("quota", "limit"), [("-1", None), ("400000", 4.0)])
-def test_the_first_kind_of_cgroups_is_read_too(quota: str, limit: float | None, tmp_path: Path) -> None:
-    files = {
-        "proc/self/cgroup": "4:memory:/x\n2:cpu,cpuacct:/job\n",
-        "sys/fs/cgroup/cpu/job/cpu.cfs_quota_us": quota,
-        "sys/fs/cgroup/cpu/job/cpu.cfs_period_us": "100000",
-    }
-    assert core_limit(write(tmp_path, files)) == limit
+    cgroup = "4:memory:/x\n2:cpu,cpuacct:/job\n" if "cpu/job/cpu.cfs_quota_us" in files else "0::/job\n"
+    write(tmp_path, {"proc/self/cgroup": cgroup} | {f"sys/fs/cgroup/{name}": text for name, text in files.items()})
+    assert core_limit(tmp_path) == limit
 
 
 def test_workers_share_what_the_container_allows(monkeypatch: pytest.MonkeyPatch) -> None:

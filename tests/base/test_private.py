@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import types
+from collections.abc import Iterator
 from pathlib import Path
 
 import multiprocess.forkserver
@@ -23,6 +24,7 @@ import threadpoolctl
 import torch
 
 from sharded_loader.base import private
+from sharded_loader.base.imports import call_after_import, forget_import
 
 NAMES = {
     "_blake2": "blake2b",
@@ -157,19 +159,6 @@ def test_torch_and_cloudpickle_without_the_names_are_left_alone(monkeypatch: pyt
     assert private.tracker_of(int) is None and private.tracked_class("mark") is None
 
 
-class Library:
-    """A library as threadpoolctl has it, that knows the number of its threads."""
-
-    internal_api, threading_layer, dynlib = "openblas", "pthreads", ctypes.CDLL(None)
-
-    def __init__(self, **others: str) -> None:
-        self.threads = 0
-        vars(self).update(others)
-
-    def set_num_threads(self, number: int) -> None:
-        self.threads = number
-
-
 def test_openblas_takes_a_limit_without_being_called() -> None:
     """The name is there: OpenBLAS says that it has one thread."""
     numpy.ones((2, 2)) @ numpy.ones((2, 2))
@@ -184,15 +173,49 @@ def test_openblas_takes_a_limit_without_being_called() -> None:
         library.set_num_threads(before)
 
 
-@pytest.mark.parametrize("others", [{}, {"threading_layer": "openmp"}, {"internal_api": "mkl"}, None], ids=str)
-def test_a_library_without_the_name_is_called(others: dict[str, str] | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    if others is None:  # of an old threadpoolctl
-        monkeypatch.delattr(Library, "dynlib")
-    library = Library(**(others or {}))
-    private.limit_to_one_thread(library)
-    assert library.threads == 1
+@pytest.mark.parametrize(
+    "others", [{}, {"threading_layer": "openmp"}, {"internal_api": "mkl"}, {"dynlib": None}], ids=str
+)
+def test_a_library_without_the_name_is_called(others: dict[str, str | None]) -> None:
+    called = list[int]()
+    own = {"internal_api": "openblas", "threading_layer": "pthreads", "dynlib": ctypes.CDLL(None)} | others
+    if own["dynlib"] is None:  # of an old threadpoolctl
+        del own["dynlib"]
+    private.limit_to_one_thread(types.SimpleNamespace(**own, set_num_threads=called.append))
+    assert called == [1]
 
 
 def test_what_lacks_the_names_is_left_alone() -> None:
     private.close_session(object())
     assert not private.is_thread_of_others(threading.current_thread())
+
+
+# -- what waits for the import of a module is called once --------------------------------------------------------------
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The name of a module that can be imported, and is not."""
+    (tmp_path / "imported_later.py").write_text("value = 5\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield "imported_later"
+    forget_import("imported_later")
+    sys.modules.pop("imported_later", None)
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_the_last_function_is_called_once_when_the_module_is_imported_unless_forgotten(
+    module: str, forgotten: bool
+) -> None:
+    called, before = list[str](), list(sys.meta_path)
+    call_after_import(module, lambda: called.append("replaced"))
+    call_after_import(module, lambda: called.append(sys.modules[module].value))
+    assert called == []
+    if forgotten:
+        forget_import(module)
+        assert sys.meta_path == before
+    __import__(module)
+    __import__(module)
+    assert called == [5] * (not forgotten)
+    call_after_import(module, lambda: called.append("at once"))
+    assert called == [5] * (not forgotten) + ["at once"]
