@@ -1,4 +1,4 @@
-"""Reading in bulk changes nothing but the time: the batch is that of the samples, and lists are the user's to change."""
+"""Reading in bulk changes nothing but the time: the batch is that of the samples, and its lists may be changed."""
 
 import sys
 import types

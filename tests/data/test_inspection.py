@@ -1,4 +1,4 @@
-"""What is known of a dataset before it is read: what it can do, open files in it, its fingerprint, digests of samples."""
+"""What is known of a dataset before it is read: what it can do, its open files, its fingerprint, digests of samples."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ from sharded_loader import (
     SubsetDataset,
     ThreadPool,
     interleave,
-    sample_rng,
 )
 from sharded_loader.data.datasets import can_follow, follow
 from sharded_loader.data.inspection import (
