@@ -76,13 +76,6 @@ def lend(arena: Arena, slot: Slot) -> Any:
     return whole
 
 
-def test_a_slot_is_as_large_as_asked_and_aligned(arena: Arena) -> None:
-    for nbytes in (0, 1, 63, 64, 65, 100_000):
-        slot = take(arena, nbytes)
-        assert slot.nbytes >= max(1, nbytes) and slot.offset % 64 == 0
-        assert lend(arena, slot).ctypes.data % 64 == 0
-
-
 def test_the_first_that_fits_is_taken_and_neighbours_join(arena: Arena) -> None:
     a, b, c, d = (take(arena, 1 << 16) for _ in range(4))
     arena.give(b)
@@ -109,22 +102,6 @@ def test_any_number_of_batches_takes_a_few_descriptors(new: New) -> None:
     slots = [take(arena, 256 << 10) for _ in range(1000)]
     assert len(set(slots)) == 1000
     assert len(arena.segments) <= 10
-
-
-def test_near_a_limit_the_segments_are_few_too(monkeypatch: pytest.MonkeyPatch, new: New) -> None:
-    left = 100 << 20
-    arena = new()
-    monkeypatch.setattr(
-        arena_module.limits, "free_bytes", lambda: Limit(max(0, left - arena.nbytes), "the machine's memory")
-    )
-    arena._max_bytes = 1 << 40
-    count = 0
-    with pytest.raises(MemoryError):
-        while True:
-            take(arena, 256 << 10)
-            count += 1
-    assert count > 300
-    assert len(arena.segments) < 30
 
 
 @pytest.mark.parametrize("max_bytes", [0, 1, 64, 4095, 4096, 10_000, 1_000_000, 5_000_000])
@@ -261,14 +238,18 @@ def test_a_full_mount_is_a_bound(small_mount: list[int], new: New) -> None:
     assert take(arena, 38 << 20) == first
 
 
-def test_a_small_mount_is_used_up_with_few_descriptors(small_mount: list[int]) -> None:
-    arena = Arena(1 << 30)
-    slots = 0
-    with pytest.warns(UserWarning, match="No space left"):
+@pytest.mark.parametrize("limit", ["of the machine", "of the mount"])
+def test_near_a_limit_the_segments_are_few_too(limit: str, request: Any, monkeypatch: Any, new: New) -> None:
+    arena, count = new(1 << 30), 0
+    if limit == "of the mount":
+        request.getfixturevalue("small_mount")
+    else:
+        left = lambda: Limit(max(0, (100 << 20) - arena.nbytes), "the machine's memory")  # noqa: E731
+        monkeypatch.setattr(arena_module.limits, "free_bytes", left)
+    with pytest.warns(UserWarning, match="No space left") if limit == "of the mount" else pytest.raises(MemoryError):
         while arena.take(200 << 10) is not None:
-            slots += 1
-    assert slots > 300 and len(arena.segments) < 12
-    arena.close()
+            count += 1
+    assert count > 300 and len(arena.segments) < 30
 
 
 # -- leases ---------------------------------------------------------------------------------------------------
@@ -408,7 +389,7 @@ class Slots(RuleBasedStateMachine):
             warnings.simplefilter("ignore")
             slot = self.arena.take(nbytes)
             if slot is not None:
-                assert slot.nbytes >= nbytes and slot.offset % 64 == 0
+                assert slot.nbytes >= max(1, nbytes) and slot.offset % 64 == 0
                 assert slot.offset + slot.nbytes <= self.arena.segments[slot.segment].nbytes
                 for other in [*self.live, *self.shared]:
                     assert not _overlap(slot, other)
@@ -426,7 +407,9 @@ class Slots(RuleBasedStateMachine):
         if slot is None:
             return None
         self.out.append(slot)
-        return [slot, lend(self.arena, slot)[: slot.nbytes // 2]]
+        whole = lend(self.arena, slot)
+        assert whole.ctypes.data % 64 == 0
+        return [slot, whole[: slot.nbytes // 2]]
 
     @rule(batch=consumes(lent))
     def drop(self, batch: Any) -> None:
@@ -507,6 +490,9 @@ def test_memory_that_has_come_back_is_handed_out_again() -> None:
     del first
     assert address(empty((LARGE // 2, 4), np.dtype("f4"))) != where  # another size
     assert address(empty((LARGE // 4, 2), np.dtype("f4"))) == where
+    for array in (empty((LARGE - 1,), U8), empty((LARGE,), np.dtype(object)), empty((0, 5), U8)):
+        assert array.base is None  # small arrays and objects are new
+    assert empty((LARGE,), np.dtype(object))[0] is None
 
 
 HOLDS = {
@@ -542,14 +528,7 @@ def test_what_is_held_in_any_way_is_not_used_again(how: str, arena: Arena) -> No
     assert arena.lent == 0 and take(arena, LARGE) == slot
 
 
-def test_small_arrays_and_objects_are_new() -> None:
-    empty = ReusedMemory()
-    for array in (empty((LARGE - 1,), U8), empty((LARGE,), np.dtype(object)), empty((0, 5), U8)):
-        assert array.base is None
-    assert empty((LARGE,), np.dtype(object))[0] is None
-
-
-def test_what_is_not_wanted_any_more_goes() -> None:
+def test_what_is_not_wanted_any_more_goes_and_what_is_held_when_it_is_cleared_stays() -> None:
     empty = ReusedMemory()
 
     def kept() -> int:
@@ -563,17 +542,11 @@ def test_what_is_not_wanted_any_more_goes() -> None:
     for _ in range(KEPT + 1):
         empty((LARGE,), U8)
     assert kept() <= 2 * LARGE
-    empty.clear()
-    assert kept() == 0
-
-
-def test_what_is_held_when_it_is_cleared_stays() -> None:
-    empty = ReusedMemory()
     held = empty((LARGE,), U8)
     held[...] = 7
     empty.clear()
-    others = [empty((LARGE,), U8) for _ in range(3)]
-    for other in others:
+    assert kept() == 0
+    for other in [empty((LARGE,), U8) for _ in range(3)]:
         other[...] = 1
     assert (held == 7).all()
 
