@@ -1,10 +1,7 @@
 """What users give is checked, with advice; objects are shown in a few words; entries of states have names and types."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,7 +36,7 @@ from sharded_loader.base.entries import (
 )
 
 
-def test_sizes_are_numbers_or_texts() -> None:
+def test_sizes_are_numbers_or_texts():
     given = (5, "5", "5 b", "1kB", "2 MiB", "0.5 GB", "3TB", 7.0)
     assert [bytes_of_text(one) for one in given] == [5, 5, 5, 1000, 2 << 20, 500_000_000, 3 * 10**12, 7]
     assert bytes_of_text(0, 0) == 0
@@ -48,21 +45,21 @@ def test_sizes_are_numbers_or_texts() -> None:
 @pytest.mark.parametrize(
     "bad", ["50 %", "", "GB", "5 apples", "1e9", "-1 GB", -1, True, [1], float("inf"), float("nan")]
 )
-def test_another_size_gets_advice(tmp_path: Path, bad: Any) -> None:
+def test_another_size_gets_advice(tmp_path, bad):
     for make in (lambda: ShardCache(tmp_path, bad), lambda: SimpleDataset([1]).cache(bad)):
         with pytest.raises(ValueError, match="max_bytes is .*give .*, or a text such as '100 GB'"):
             make()
 
 
-def test_zero_bytes_are_enough_for_samples_and_not_for_shards(tmp_path: Path) -> None:
+def test_zero_bytes_are_enough_for_samples_and_not_for_shards(tmp_path):
     assert SimpleDataset([1]).cache(0)[0] == 1
     with pytest.raises(ValueError, match="above 0"):
         ShardCache(tmp_path, 0)
     with pytest.raises((TypeError, ValueError), match="bucket_len_step must be above 0, got 2"):
-        ExpWidthBucket("2")  # type: ignore[arg-type]
+        ExpWidthBucket("2")
 
 
-def test_unknown_arguments_are_named_all_at_once() -> None:
+def test_unknown_arguments_are_named_all_at_once():
     refuse_arguments("f", {}, lambda one, other: None)
     with pytest.raises(TypeError, match=r"^f has no argument 'oter'; did you mean 'other'\?$"):
         refuse_arguments("f", {"oter": 1}, lambda one, other: None)
@@ -102,11 +99,11 @@ SHOWN = [
 
 
 @pytest.mark.parametrize(("value", "text"), SHOWN, ids=range(len(SHOWN)))
-def test_a_value_is_told_in_a_few_words(value: Any, text: str) -> None:
+def test_a_value_is_told_in_a_few_words(value, text):
     assert brief(value) == text
 
 
-def test_what_was_given_is_shown_unless_it_is_the_usual() -> None:
+def test_what_was_given_is_shown_unless_it_is_the_usual():
     assert call_of([], [1, "x"], usual=(3, 3), other=(4, 3), nothing=(None, None)) == "list(1, 'x', other=4)"
     pool = ProcessPool(3, start_method="spawn", timeout=5, max_bytes=1 << 20, restarts=0, worker_init_fn=print)
     assert repr(pool) == (
@@ -141,11 +138,11 @@ WHOLE = Outer(4, "x", (1, None), Inner(True, {"at": [1]}))
 
 
 @pytest.mark.parametrize("outer", [WHOLE, Outer(0, "")])
-def test_what_is_written_is_read_again_also_through_json(outer: Outer) -> None:
+def test_what_is_written_is_read_again_also_through_json(outer):
     assert from_state(Outer, json.loads(json.dumps(to_state(outer))), ADVICE) == outer
 
 
-def test_an_entry_has_its_name_and_is_left_out_where_it_has_its_default() -> None:
+def test_an_entry_has_its_name_and_is_left_out_where_it_has_its_default():
     assert to_state(Outer(4, "x")) == {"samples": 4, "kind": "x"}
     assert to_state(WHOLE)["inner"] == {"over": True, "own": {"at": [1]}}
     assert to_state(Inner(False)) == {"over": False}
@@ -164,14 +161,14 @@ def test_an_entry_has_its_name_and_is_left_out_where_it_has_its_default() -> Non
         ({"inner": {"over": 1}}, "'inner' is wrong: its 'over' is 1; it must be true or false"),
     ],
 )
-def test_an_error_names_the_entry_and_ends_with_the_advice(change: dict[str, Any], said: str) -> None:
+def test_an_error_names_the_entry_and_ends_with_the_advice(change, said):
     with pytest.raises(ValueError) as raised:
         from_state(Outer, {**to_state(WHOLE), **change}, ADVICE)
     assert str(raised.value).startswith(f"the state's {said}: give a state")
     assert str(raised.value).endswith(": give a state")
 
 
-def test_an_entry_without_a_default_must_be_there_and_those_with_a_text_are_compared() -> None:
+def test_an_entry_without_a_default_must_be_there_and_those_with_a_text_are_compared():
     with pytest.raises(ValueError, match="the state has no 'samples': give a state"):
         from_state(Outer, {"kind": "x"}, ADVICE)
     assert differences(WHOLE, Outer(5, "y"), done="it") == {"done": "it was 4, and is 5"}
@@ -187,7 +184,7 @@ def test_an_entry_without_a_default_must_be_there_and_those_with_a_text_are_comp
         ({"version": 9, "epoch": 3}, ValueError, r"update sharded_loader, or begin with set_epoch\(3\)"),
     ],
 )
-def test_a_state_has_a_version_that_can_be_read(state: Any, error: type[Exception], said: str) -> None:
+def test_a_state_has_a_version_that_can_be_read(state, error, said):
     check_version({"version": 1}, ADVICE)
     with pytest.raises(error, match=said):
         check_version(state, ADVICE)

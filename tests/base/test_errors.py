@@ -1,11 +1,8 @@
 """What an error says: where it happened, how to see it again, and what stands in for one that must not pass."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import traceback
-from typing import Any
 
 import numpy as np
 import pytest
@@ -37,7 +34,7 @@ HERE = Location(epoch=1, batch=2, shard=3, worker="worker 4 (pid 5)")
 class Exits(Exception):
     """Its text cannot be had."""
 
-    def __str__(self) -> str:
+    def __str__(self):
         sys.exit(3)
 
 
@@ -64,7 +61,7 @@ AGAIN = "see it again, in this process"
         ({}, "", []),
     ],
 )
-def test_an_error_says_where_it_was_and_how_to_see_it_again(arguments: dict[str, Any], place: str, again: Any) -> None:
+def test_an_error_says_where_it_was_and_how_to_see_it_again(arguments, place, again):
     for error in (ValueError("bad"), Frozen(3)):
         add_note(error, "the user's own")
         Location(0, 0).note(error, [1])  # where the same object was raised before
@@ -73,7 +70,7 @@ def test_an_error_says_where_it_was_and_how_to_see_it_again(arguments: dict[str,
         assert notes_of(error) == ["the user's own", where, *again]
 
 
-def test_places_without_shards_or_workers_name_none_and_many_samples_are_shown_in_part() -> None:
+def test_places_without_shards_or_workers_name_none_and_many_samples_are_shown_in_part():
     error = ValueError()
     Location(0, 5).note(error, ["a"])
     assert notes_of(error)[0] == "sharded_loader: in epoch 0, batch 5, sample 'a'"
@@ -83,7 +80,7 @@ def test_places_without_shards_or_workers_name_none_and_many_samples_are_shown_i
 
 
 @pytest.mark.parametrize("ends", [StopIteration("x"), StopAsyncIteration("x"), SystemExit("x"), GeneratorExit("x")])
-def test_what_would_end_a_loop_or_the_program_has_a_stand_in(ends: BaseException) -> None:
+def test_what_would_end_a_loop_or_the_program_has_a_stand_in(ends):
     stand_in = as_exception(ends, "by the dataset")
     assert isinstance(stand_in, SampleReadError) and stand_in.__cause__ is ends
     assert f"{type(ends).__name__} (x) raised by the dataset, which would end the loop in silence" in str(stand_in)
@@ -91,13 +88,13 @@ def test_what_would_end_a_loop_or_the_program_has_a_stand_in(ends: BaseException
     assert as_exception(error, "by the dataset") is error
 
 
-def test_in_the_main_process_what_a_handler_raises_is_no_error_of_a_batch() -> None:
+def test_in_the_main_process_what_a_handler_raises_is_no_error_of_a_batch():
     with pytest.raises(KeyboardInterrupt):
         as_batch_error(KeyboardInterrupt(), "by the sampler")
     assert isinstance(as_batch_error(StopIteration(), "by the sampler"), SampleReadError)
 
 
-def test_a_traceback_becomes_text_without_the_notes() -> None:
+def test_a_traceback_becomes_text_without_the_notes():
     for error in (ValueError("bad"), Frozen(3), Exits()):
         try:
             raise error
@@ -111,13 +108,13 @@ def test_a_traceback_becomes_text_without_the_notes() -> None:
     assert text_of(Exits()) == ""
 
 
-def test_notes_that_are_none_are_left_alone() -> None:
+def test_notes_that_are_none_are_left_alone():
     class Other(Exception):
         __notes__ = "text"
 
     class Raises(Exception):
         @property
-        def __notes__(self) -> list[str]:
+        def __notes__(self):
             raise RuntimeError
 
     for error in (Other(), Raises()):
@@ -134,7 +131,7 @@ def test_notes_that_are_none_are_left_alone() -> None:
         (-200, "killed by signal 200 (signal 200)"),
     ],
 )
-def test_an_exit_code_in_words(exitcode: int | None, says: str) -> None:
+def test_an_exit_code_in_words(exitcode, says):
     assert describe_exit(exitcode, 0) == says
 
 
@@ -142,10 +139,10 @@ def test_an_exit_code_in_words(exitcode: int | None, says: str) -> None:
 
 
 class OneByOne(Drawing):
-    def read(self, index: int, rng: Any) -> Any:
+    def read(self, index, rng):
         return self.parse(index)
 
-    def parse(self, index: int) -> int:
+    def parse(self, index):
         if index == 3:
             raise ValueError(f"sample {index} is bad")
         return index
@@ -155,7 +152,7 @@ class InBulk(OneByOne, DrawingInItems):
     pass
 
 
-def told(made: Any, dataset: Any, **how: Any) -> str:
+def told(made, dataset, **how):
     loader = made(dataset, 4, **how)
     with pytest.raises(ValueError, match="sample 3 is bad") as caught:
         list(loader)
@@ -169,7 +166,7 @@ LOADERS = [ShardedDataLoader, sharded_loader.torch.DataLoader]
 @pytest.mark.parametrize("dataset", [OneByOne(), InBulk()], ids=["one by one", "in bulk"])
 @pytest.mark.parametrize("how", [{}, {"thread_pool": True}, {"num_workers": 1}], ids=["inline", "threads", "processes"])
 @pytest.mark.parametrize("made", LOADERS, ids=["ours", "torch's"])
-def test_a_traceback_leads_from_the_loop_to_the_line_of_the_user(made: Any, how: Any, dataset: Any) -> None:
+def test_a_traceback_leads_from_the_loop_to_the_line_of_the_user(made, how, dataset):
     if how:
         how = {"num_workers": 1, **how}
     text = told(made, dataset, **how)
@@ -177,13 +174,13 @@ def test_a_traceback_leads_from_the_loop_to_the_line_of_the_user(made: Any, how:
     assert "reader.py" not in text and "arrays.py" not in text
 
 
-def test_with_the_environment_variable_all_frames_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_the_environment_variable_all_frames_are_there(monkeypatch):
     monkeypatch.setenv("SHARDED_LOADER_FULL_TRACEBACKS", "1")
     for how in ({}, {"num_workers": 1}):
         assert "reader.py" in told(ShardedDataLoader, OneByOne(), **how)
 
 
-def test_causes_are_shortened_and_an_error_of_the_library_keeps_its_last_frame() -> None:
+def test_causes_are_shortened_and_an_error_of_the_library_keeps_its_last_frame():
     with pytest.raises(ValueError, match="could not parse") as caught:
         try:
             ShardedDataLoader(3, 2)
@@ -197,6 +194,6 @@ def test_causes_are_shortened_and_an_error_of_the_library_keeps_its_last_frame()
         loader = ShardedDataLoader(range(4), 2)
         loader.close()
         iter(loader)
-    of_library.value.__traceback__ = of_library.value.__traceback__.tb_next  # type: ignore[union-attr]
+    of_library.value.__traceback__ = of_library.value.__traceback__.tb_next
     shorten(of_library.value)
     assert len(traceback.extract_tb(of_library.value.__traceback__)) == 1

@@ -1,15 +1,11 @@
 """What goes wrong quietly is said once, and counted."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal
 import traceback
 import warnings
-from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any
 
 import numpy as np
 import pytest
@@ -38,19 +34,17 @@ DAMAGED = Drawing(16, bad={1, 5, 9, 13})
 MAKERS = pytest.mark.parametrize("made", [ShardedDataLoader, DataLoader])
 
 
-def levels(caplog: pytest.LogCaptureFixture, word: str) -> list[int]:
+def levels(caplog, word):
     return [one.levelno for one in caplog.records if one.name == "sharded_loader" and word in one.getMessage()]
 
 
-def warned(caplog: pytest.LogCaptureFixture) -> str:
+def warned(caplog):
     """The only line of its level."""
     [said] = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
     return said
 
 
-def test_the_first_of_a_kind_is_a_line_of_the_logger_as_a_warning_and_the_others_are_information(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_the_first_of_a_kind_is_a_line_of_the_logger_as_a_warning_and_the_others_are_information(caplog):
     caplog.set_level(logging.INFO, "sharded_loader")
     notices = Notices()
     with warnings.catch_warnings():
@@ -61,7 +55,7 @@ def test_the_first_of_a_kind_is_a_line_of_the_logger_as_a_warning_and_the_others
     assert notices.counts["skipped_samples"] == 2
 
 
-def test_a_warning_names_the_line_of_the_users_program() -> None:
+def test_a_warning_names_the_line_of_the_users_program():
     with pytest.warns(LoaderWarning, match="once") as caught:
         notices = Notices()
         notices.warn("kind", "once")
@@ -73,9 +67,7 @@ def test_a_warning_names_the_line_of_the_users_program() -> None:
 
 @MAKERS
 @pytest.mark.parametrize("workers", [0, 1])
-def test_samples_that_are_left_out_are_said_once_and_counted(
-    made: Any, workers: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_samples_that_are_left_out_are_said_once_and_counted(made, workers, caplog):
     loader = made(DAMAGED, 4, num_workers=workers, on_error="skip")
     assert [batch[:, 0].tolist() for batch in loader] == [[0, 2, 3], [4, 6, 7], [8, 10, 11], [12, 14, 15]]
     assert "skipped or replaced sample 1 in epoch 0, batch 0: ValueError: bad 1" in warned(caplog)
@@ -89,7 +81,7 @@ def test_samples_that_are_left_out_are_said_once_and_counted(
 
 @MAKERS
 @pytest.mark.parametrize("on_error", ["skip", "replace", lambda _: np.zeros(2)], ids=["skip", "replace", "function"])
-def test_more_samples_than_the_limit_of_an_epoch_are_an_error(made: Any, on_error: Any) -> None:
+def test_more_samples_than_the_limit_of_an_epoch_are_an_error(made, on_error):
     loader = made(DAMAGED, 4, on_error=OnError(on_error, limit=3))
     for _ in range(2):
         batches, got = iter(loader), []
@@ -103,7 +95,7 @@ def test_more_samples_than_the_limit_of_an_epoch_are_an_error(made: Any, on_erro
 
 @MAKERS
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_epoch_that_loses_all_samples_is_one_clear_warning(made: Any, workers: int) -> None:
+def test_an_epoch_that_loses_all_samples_is_one_clear_warning(made, workers):
     data = Drawing(16, bad=range(16))
     loader = made(data, 4, num_workers=workers, on_error="skip", persistent_workers=workers > 0)
     with pytest.warns(LoaderWarning, match="^epoch 0, batch 0 was left out: no sample of it could be read") as caught:
@@ -112,7 +104,7 @@ def test_an_epoch_that_loses_all_samples_is_one_clear_warning(made: Any, workers
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_too_many_skipped_samples_show_their_cause_once(workers: int) -> None:
+def test_too_many_skipped_samples_show_their_cause_once(workers):
     with pytest.raises(TooManySkippedError) as caught:
         list(ShardedDataLoader(DAMAGED, 4, num_workers=workers, on_error=OnError("skip", limit=0)))
     text = "".join(traceback.format_exception(caught.value))
@@ -127,13 +119,13 @@ def test_too_many_skipped_samples_show_their_cause_once(workers: int) -> None:
         (("skip", -1), "limit must be at least 0, got -1"),
     ],
 )
-def test_a_limit_is_a_number_and_needs_an_action(given: Any, text: str) -> None:
+def test_a_limit_is_a_number_and_needs_an_action(given, text):
     with pytest.raises((ValueError, TypeError), match=text):
         OnError(*given)
 
 
 @METHODS
-def test_a_killed_worker_is_told_and_counted(method: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_killed_worker_is_told_and_counted(method, caplog):
     with ShardedDataLoader(range(64), 4, pool=ProcessPool(1, start_method=method)) as loader:
         batches = iter(loader)
         next(batches)
@@ -144,7 +136,7 @@ def test_a_killed_worker_is_told_and_counted(method: str, caplog: pytest.LogCapt
     assert said.startswith("worker 0 (pid ") and "SIGKILL" in said and "Another worker has its place" in said
 
 
-def test_batches_that_do_not_fit_into_shared_memory_are_told_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+def test_batches_that_do_not_fit_into_shared_memory_are_told_and_counted(caplog):
     for max_bytes in (None, 1 << 18):
         assert caplog.records == []
         with ShardedDataLoader(ZEROS, 4, pool=ProcessPool(1, max_bytes=max_bytes)) as loader:
@@ -155,7 +147,7 @@ def test_batches_that_do_not_fit_into_shared_memory_are_told_and_counted(caplog:
 
 
 @pytest.mark.parametrize("pool", ["inline", "thread", "process"])
-def test_a_dataset_that_has_grown_without_a_refresh_is_a_warning(pool: Any) -> None:
+def test_a_dataset_that_has_grown_without_a_refresh_is_a_warning(pool):
     data = list(range(8))
     with ShardedDataLoader(data, 4, num_workers=int(pool != "inline"), pool=pool) as loader:
         assert len(list(loader)) == 2
@@ -168,7 +160,7 @@ def test_a_dataset_that_has_grown_without_a_refresh_is_a_warning(pool: Any) -> N
 
 
 @pytest.mark.parametrize("workers", [{}, {"num_workers": 1}, {"num_workers": 1, "thread_pool": True}], ids=str)
-def test_the_drop_in_reads_a_dataset_that_has_grown_as_torch_does(workers: dict[str, Any]) -> None:
+def test_the_drop_in_reads_a_dataset_that_has_grown_as_torch_does(workers):
     data = list(range(8))
     for more in ({}, {"persistent_workers": True}) if "thread_pool" in workers else ({},):
         loader = DataLoader(data, 4, **workers, **more)
@@ -177,7 +169,7 @@ def test_the_drop_in_reads_a_dataset_that_has_grown_as_torch_does(workers: dict[
         assert len(loader) == len(list(loader)) == before + 2
 
 
-def test_persistent_workers_of_the_drop_in_have_the_old_dataset_and_a_warning_says_so() -> None:
+def test_persistent_workers_of_the_drop_in_have_the_old_dataset_and_a_warning_says_so():
     data = list(range(8))
     loader = DataLoader(data, 4, num_workers=1, persistent_workers=True)
     assert len(list(loader)) == 2
@@ -187,7 +179,7 @@ def test_persistent_workers_of_the_drop_in_have_the_old_dataset_and_a_warning_sa
     assert [one.filename for one in caught] == [__file__]
 
 
-def test_a_sampler_of_the_user_may_know_that_the_dataset_has_grown() -> None:
+def test_a_sampler_of_the_user_may_know_that_the_dataset_has_grown():
     data, indices = [0, 1], [0, 1]
     with ShardedDataLoader(data, 2, sampler=indices) as loader:
         assert len(list(loader)) == 1
@@ -195,9 +187,7 @@ def test_a_sampler_of_the_user_may_know_that_the_dataset_has_grown() -> None:
         assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
 
 
-def test_ranks_without_a_process_group_that_read_the_same_are_told(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_ranks_without_a_process_group_that_read_the_same_are_told(monkeypatch, caplog):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     with pytest.warns(LoaderWarning, match=r'one of 2 ranks \(WORLD_SIZE\), and each reads .* num_replicas="auto"'):
@@ -207,7 +197,7 @@ def test_ranks_without_a_process_group_that_read_the_same_are_told(
     assert caplog.records == []
     list(DataLoader(range(4), 2))  # torch's loader reads so on purpose: no warning
     assert levels(caplog, "give sampler=DistributedSampler(dataset)") == [logging.WARNING]
-    sampler = torch.utils.data.DistributedSampler(range(4), num_replicas=2, rank=1)  # type: ignore[arg-type]
+    sampler = torch.utils.data.DistributedSampler(range(4), num_replicas=2, rank=1)
     list(DataLoader(range(4), 2, sampler=sampler))
     assert len(caplog.records) == 1
 
@@ -215,10 +205,10 @@ def test_ranks_without_a_process_group_that_read_the_same_are_told(
 class Plain(torch.utils.data.IterableDataset[int]):
     """Iterable data that may ask which part it is to read."""
 
-    def __init__(self, asks: bool = False, shuffles: bool = False) -> None:
+    def __init__(self, asks=False, shuffles=False):
         self.asks, self.shuffles = asks, shuffles
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         numbers = list(range(12))
         if self.shuffles:
             sample_rng().shuffle(numbers)
@@ -230,15 +220,15 @@ class Plain(torch.utils.data.IterableDataset[int]):
 @pytest.mark.parametrize("pool", ["inline", "thread", "process", "torch's"])
 @pytest.mark.parametrize("shuffles", [False, True])
 @pytest.mark.costly
-def test_iterable_data_that_does_not_ask_for_its_part_is_a_warning(pool: Any, shuffles: bool) -> None:
-    def make(dataset: Any) -> Any:
+def test_iterable_data_that_does_not_ask_for_its_part_is_a_warning(pool, shuffles):
+    def make(dataset):
         if pool == "torch's":
             return nullcontext(DataLoader(dataset, 3, num_workers=2, seed=0))
         return ShardedDataLoader(dataset, 3, num_workers=2 * (pool != "inline"), pool=pool, streams=2, seed=0)
 
     text = r"read in 2 parts, but its __iter__ has not asked .* streams=1"
     with make(Plain(shuffles=shuffles)) as loader, pytest.warns(LoaderWarning, match=text) as caught:
-        batches: list[Any] = []
+        batches = []
         for batch in loader:
             assert shuffles or len(batches) < 2 or caught  # two parts that begin alike: known after their first batches
             batches.append(batch)
@@ -258,13 +248,13 @@ def test_iterable_data_that_does_not_ask_for_its_part_is_a_warning(pool: Any, sh
     ],
     ids=["a function of its part", "by index", "a mixture"],
 )
-def test_iterable_data_that_is_divided_is_no_warning(dataset: Any) -> None:
+def test_iterable_data_that_is_divided_is_no_warning(dataset):
     list(ShardedDataLoader(dataset, 3, streams=2 if not hasattr(dataset, "__getitem__") else None))
     with pytest.warns(LoaderWarning, match="has not asked"):  # unlike these
         list(ShardedDataLoader(interleave([Plain(), Plain()]), 3, streams=2))
 
 
-def test_where_warnings_are_errors_the_warning_of_parts_costs_no_batch() -> None:
+def test_where_warnings_are_errors_the_warning_of_parts_costs_no_batch():
     batches, got = iter(ShardedDataLoader(Plain(), 3, streams=2)), []
     with pytest.raises(LoaderWarning, match="has not asked"):
         for batch in batches:
@@ -273,7 +263,7 @@ def test_where_warnings_are_errors_the_warning_of_parts_costs_no_batch() -> None
     assert got + [batch.tolist() for batch in batches] == [[i, i + 1, i + 2] for i in (0, 0, 3, 3, 6, 6, 9, 9)]
 
 
-def test_a_negative_number_of_workers_means_none() -> None:
+def test_a_negative_number_of_workers_means_none():
     assert ShardedDataLoader(range(4), 2, num_workers=-1).num_workers == 0
     with pytest.raises(ValueError, match="non-negative"):
         DataLoader(range(4), 2, num_workers=-1)

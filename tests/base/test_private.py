@@ -1,7 +1,5 @@
 """Each name of others that is not public is still there, and where it is not, the library does something else."""
 
-from __future__ import annotations
-
 import ast
 import ctypes
 import hashlib
@@ -11,7 +9,6 @@ import signal
 import sys
 import threading
 import types
-from collections.abc import Iterator
 from pathlib import Path
 
 import multiprocess.forkserver
@@ -71,7 +68,7 @@ ON_OBJECTS = {"_initializing", "_mmap"}
         for name in names.split()
     ],
 )
-def test_a_name_of_others_is_still_there(module: str, name: str) -> None:
+def test_a_name_of_others_is_still_there(module, name):
     holder = pytest.importorskip(module)
     *path, last = name.split(".")
     for step in path:
@@ -82,14 +79,14 @@ def test_a_name_of_others_is_still_there(module: str, name: str) -> None:
     )
 
 
-def test_objects_have_the_names_that_their_classes_do_not_show(tmp_path: Path) -> None:
+def test_objects_have_the_names_that_their_classes_do_not_show(tmp_path):
     assert numpy.memmap(tmp_path / "file", numpy.uint8, "w+", shape=3)._mmap is not None
     assert private.is_being_imported(types.SimpleNamespace(__spec__=types.SimpleNamespace(_initializing=True)))
     assert not private.is_being_imported(threading) and hasattr(threading.__spec__, "_initializing")
 
 
 @pytest.mark.lint
-def test_private_names_of_others_stand_in_two_modules() -> None:
+def test_private_names_of_others_stand_in_two_modules():
     """Attributes that this library sets nowhere. Some are documented; those of torch's loader are its base class's."""
     root = Path(private.__file__).parents[1]
     nodes = {path.relative_to(root).as_posix(): [*ast.walk(ast.parse(path.read_text()))] for path in root.rglob("*.py")}
@@ -112,7 +109,7 @@ def test_private_names_of_others_stand_in_two_modules() -> None:
 # -- without the names -------------------------------------------------------------------------------------------------
 
 
-def test_a_lock_says_whether_this_thread_has_it() -> None:
+def test_a_lock_says_whether_this_thread_has_it():
     lock, seen = threading.RLock(), list[bool]()
     assert not private.is_owned(lock)
     with lock:
@@ -124,7 +121,7 @@ def test_a_lock_says_whether_this_thread_has_it() -> None:
     assert not private.is_owned(lock)
 
 
-def test_without_the_faster_functions_the_public_ones_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_faster_functions_the_public_ones_serve(monkeypatch):
     for name in ("_blake2", "_signal"):
         monkeypatch.setitem(sys.modules, name, None)
     spec = importlib.util.find_spec(private.__name__)
@@ -135,8 +132,8 @@ def test_without_the_faster_functions_the_public_ones_serve(monkeypatch: pytest.
     assert again.blake2b(b"x").digest() == private.blake2b(b"x").digest()
 
 
-def test_multiprocess_without_the_names_has_its_own_ways(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched: list[int] = []
+def test_multiprocess_without_the_names_has_its_own_ways(monkeypatch):
+    launched = []
     monkeypatch.setattr(multiprocess.popen_fork.Popen, "_launch", list.append)
     private.fork_quietly(launched, 5)
     assert launched == [5]
@@ -149,7 +146,7 @@ def test_multiprocess_without_the_names_has_its_own_ways(monkeypatch: pytest.Mon
     assert private.has_forkserver_preload() and private.forget_forkserver() is None
 
 
-def test_torch_and_cloudpickle_without_the_names_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_and_cloudpickle_without_the_names_are_left_alone(monkeypatch):
     monkeypatch.delattr(torch.autograd, "_profiler_enabled")
     for name in ("torch._dynamo", "torch._C._dynamo.eval_frame", "cloudpickle.cloudpickle"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
@@ -159,7 +156,7 @@ def test_torch_and_cloudpickle_without_the_names_are_left_alone(monkeypatch: pyt
     assert private.tracker_of(int) is None and private.tracked_class("mark") is None
 
 
-def test_openblas_takes_a_limit_without_being_called() -> None:
+def test_openblas_takes_a_limit_without_being_called():
     """The name is there: OpenBLAS says that it has one thread."""
     numpy.ones((2, 2)) @ numpy.ones((2, 2))
     controllers = threadpoolctl.ThreadpoolController().lib_controllers
@@ -176,7 +173,7 @@ def test_openblas_takes_a_limit_without_being_called() -> None:
 @pytest.mark.parametrize(
     "others", [{}, {"threading_layer": "openmp"}, {"internal_api": "mkl"}, {"dynlib": None}], ids=str
 )
-def test_a_library_without_the_name_is_called(others: dict[str, str | None]) -> None:
+def test_a_library_without_the_name_is_called(others):
     called = list[int]()
     own = {"internal_api": "openblas", "threading_layer": "pthreads", "dynlib": ctypes.CDLL(None)} | others
     if own["dynlib"] is None:  # of an old threadpoolctl
@@ -185,7 +182,7 @@ def test_a_library_without_the_name_is_called(others: dict[str, str | None]) -> 
     assert called == [1]
 
 
-def test_what_lacks_the_names_is_left_alone() -> None:
+def test_what_lacks_the_names_is_left_alone():
     private.close_session(object())
     assert not private.is_thread_of_others(threading.current_thread())
 
@@ -194,7 +191,7 @@ def test_what_lacks_the_names_is_left_alone() -> None:
 
 
 @pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def module(tmp_path, monkeypatch):
     """The name of a module that can be imported, and is not."""
     (tmp_path / "imported_later.py").write_text("value = 5\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -204,9 +201,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("forgotten", [False, True])
-def test_the_last_function_is_called_once_when_the_module_is_imported_unless_forgotten(
-    module: str, forgotten: bool
-) -> None:
+def test_the_last_function_is_called_once_when_the_module_is_imported_unless_forgotten(module, forgotten):
     called, before = list[str](), list(sys.meta_path)
     call_after_import(module, lambda: called.append("replaced"))
     call_after_import(module, lambda: called.append(sys.modules[module].value))

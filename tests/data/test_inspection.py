@@ -1,7 +1,5 @@
 """What is known of a dataset before it is read: what it can do, its open files, its fingerprint, digests of samples."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import decimal
@@ -17,7 +15,6 @@ import tarfile
 import threading
 import warnings
 from collections import OrderedDict, namedtuple
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
 from types import SimpleNamespace
@@ -55,54 +52,53 @@ from sharded_loader.data.inspection import (
     sampled,
     takes_two,
 )
-from sharded_loader.engine.pool import Pool
 from sharded_loader.mixing.schedule import Schedule
 
 
 class Lines(torch_data.IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         return iter(range(3))
 
 
 class Counted(Lines):
-    def __len__(self) -> int:  # how many samples there are: no index
+    def __len__(self):  # how many samples there are: no index
         return 3
 
 
 class Indexed(torch_data.Dataset[int]):
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index):
         return index
 
 
 class Both:
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         return iter(())
 
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index):
         return index
 
 
 class CountedBoth(Counted):
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index):
         return index
 
 
 @pytest.mark.parametrize("dataset", [Own(), Parts(), Lines(), lambda: range(3), functools.partial(range, 3), {1}, len])
-def test_what_can_only_be_read_in_its_own_order_is_iterable_data(dataset: Any) -> None:
+def test_what_can_only_be_read_in_its_own_order_is_iterable_data(dataset):
     assert is_stream(dataset) and not is_indexed(dataset)
 
 
 @pytest.mark.parametrize(
     "dataset", [[1], range(3), {"a": 1}, np.arange(3), CountedBoth(), Indexed(), Both(), 3, Own, ""]
 )
-def test_what_has_an_index_or_is_a_class_or_nothing_is_not(dataset: Any) -> None:
+def test_what_has_an_index_or_is_a_class_or_nothing_is_not(dataset):
     """What is read by index has a length too."""
     assert not is_stream(dataset)
     assert is_indexed(dataset) == (hasattr(dataset, "__len__") and not isinstance(dataset, type))
     assert not any(map(is_indexed, (Counted(), iter([]))))
 
 
-def test_what_keeps_its_state_has_both_methods() -> None:
+def test_what_keeps_its_state_has_both_methods():
     half = type("Half", (), {"state_dict": lambda self: {}})()
     # As MosaicML's: its own loader tells it how many samples were read.
     asks = type("Asks", (Stateful,), {"state_dict": lambda self, num_samples, from_beginning: {}})()
@@ -112,7 +108,7 @@ def test_what_keeps_its_state_has_both_methods() -> None:
     assert [keeps_place(one) for one in (Stateful(), Told(), iter([]), Own(), Parts())] == [True] * 3 + [False] * 2
 
 
-def test_some_datasets_know_how_many_parts_they_have() -> None:
+def test_some_datasets_know_how_many_parts_they_have():
     shards = SimpleNamespace(num_shards=3)
     assert known_parts(shards) == 3
     for shards.num_shards in (0, -1, True, "3", 2.0, None):
@@ -121,7 +117,7 @@ def test_some_datasets_know_how_many_parts_they_have() -> None:
     assert known_parts(shards) == 5 and known_parts(Own()) is None
 
 
-def test_a_function_of_two_arguments_takes_its_part() -> None:
+def test_a_function_of_two_arguments_takes_its_part():
     assert takes_two(lambda part, parts: [])
     for other in (
         lambda part=0, parts=1: [],
@@ -136,22 +132,22 @@ def test_a_function_of_two_arguments_takes_its_part() -> None:
 class Numbers:
     """Reads number i at place i of a file, which is open all the time."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         self.file = path.open("rb")
 
-    def read(self, index: int) -> int:
+    def read(self, index):
         self.file.seek(index)
         return self.file.read(1)[0]
 
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index):
         return self.read(index)
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 20
 
 
 @pytest.fixture
-def numbers(tmp_path: Path) -> Iterator[Numbers]:
+def numbers(tmp_path):
     path = tmp_path / "numbers"
     path.write_bytes(bytes(range(20)))
     dataset = Numbers(path)
@@ -160,7 +156,7 @@ def numbers(tmp_path: Path) -> Iterator[Numbers]:
 
 
 @pytest.mark.parametrize("pool", [lambda: ProcessPool(2, start_method="fork"), lambda: ThreadPool(2)])
-def test_workers_that_share_an_open_file_are_warned_of(numbers: Numbers, pool: Any) -> None:
+def test_workers_that_share_an_open_file_are_warned_of(numbers, pool):
     numbers.read = int  # not of its file: what threads would read is a matter of luck
     warned = pytest.warns(RuntimeWarning, match=r"dataset\.file is an open file.*share its position.*os\.pread")
     with warned as caught, ShardedDataLoader(numbers, 5, pool=pool()) as loader:
@@ -170,29 +166,29 @@ def test_workers_that_share_an_open_file_are_warned_of(numbers: Numbers, pool: A
 
 
 @pytest.mark.parametrize("pool", [ProcessPool(1, start_method="fork"), ThreadPool(1), None])
-def test_a_single_worker_may_have_an_open_file(numbers: Numbers, pool: Pool | None) -> None:
+def test_a_single_worker_may_have_an_open_file(numbers, pool):
     with warnings.catch_warnings(), ShardedDataLoader(numbers, 5, pool=pool) as loader:
         warnings.simplefilter("error")
         assert np.concatenate([batch.numpy() for batch in loader]).tolist() == list(range(20))
 
 
-def test_a_file_inside_wrappers_lists_and_dicts_is_found(numbers: Numbers) -> None:
+def test_a_file_inside_wrappers_lists_and_dicts_is_found(numbers):
     assert open_file(SubsetDataset(SubsetDataset(numbers, [0]), [0])) is not None
     assert open_file(SimpleNamespace(files={"a": [numbers.file]})) == "dataset.files['a'][0]"
     assert open_file([numbers]) == "dataset[0].file"
-    numbers.lock = threading.Lock()  # type: ignore[attr-defined]  # taken to guard it from threads
+    numbers.lock = threading.Lock()  # taken to guard it from threads
     assert open_file(numbers, in_threads=True) is None and open_file(numbers) == "dataset.file"
 
 
-def test_what_has_no_position_that_is_read_is_not_found(numbers: Numbers, tmp_path: Path) -> None:
+def test_what_has_no_position_that_is_read_is_not_found(numbers, tmp_path):
     class Touchy:
-        def __getattribute__(self, name: str) -> Any:
+        def __getattribute__(self, name):
             raise AssertionError(name)
 
     numbers.file.close()
     logger = logging.Logger("alone")
     logger.addHandler(logging.FileHandler(tmp_path / "log"))
-    loop: dict[str, Any] = {}
+    loop = {}
     loop["loop"] = loop
     holders = [SimpleNamespace(held=one) for one in (io.BytesIO(b"x"), logger, Touchy())]
     for harmless in (numbers, *holders, loop, io, 3):
@@ -201,26 +197,26 @@ def test_what_has_no_position_that_is_read_is_not_found(numbers: Numbers, tmp_pa
 
 
 class Files:
-    def __init__(self, root: str, change: str = "") -> None:
+    def __init__(self, root, change=""):
         self.root, self.paths = root, [f"{root}/{i}{change}.jpg" for i in range(40)]
         self._seen = np.random.default_rng().random(40)
         self.transform = object()
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.paths)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         raise RuntimeError("a sample costs much")
 
 
 class Named(list[int]):
-    def __init__(self, name: str) -> None:
+    def __init__(self, name):
         super().__init__(range(4))
         self._fingerprint = name
 
 
 ROWS = np.arange(80.0).reshape(40, 2)
-MAKERS: dict[str, Any] = {
+MAKERS = {
     "array": lambda k: ROWS + k,
     "tensor": lambda k: torch.arange(40) + k,
     "bfloat16": lambda k: (torch.arange(40) * (k + 1)).numpy(),
@@ -233,25 +229,25 @@ MAKERS: dict[str, Any] = {
     "wrapped": lambda k: SimpleDataset(ROWS + k).transform(abs).take(30).cache(),
     "chosen": lambda k: SubsetDataset(ROWS, [k, *range(20)]),
     "torch's": lambda k: ConcatDataset([Subset(TensorDataset(torch.arange(40) + k), range(9))]),
-    "subset": lambda k: Subset(range(50), [k, *range(20)]),  # type: ignore[arg-type]
+    "subset": lambda k: Subset(range(50), [k, *range(20)]),
     "files": lambda k: Files(f"/data{k}", "" if k == 0 else "-new"),
     "named": lambda k: Named(f"abc{k}"),
 }
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_other_data_of_the_same_length_have_another_fingerprint(kind: str) -> None:
+def test_other_data_of_the_same_length_have_another_fingerprint(kind):
     one, same, other = (fingerprint_of(MAKERS[kind](k)) for k in (0, 0, 1))
     assert one == same and None not in (one, other) and one != other
     assert fingerprint_of(Files("/data")) == fingerprint_of(Files("/mnt/data"))  # a folder that has moved
 
 
 @pytest.mark.parametrize("data", [range(9), Files, object(), [object()] * 3, np.float64(3), "text"])
-def test_what_nothing_is_known_of_has_none(data: Any) -> None:
+def test_what_nothing_is_known_of_has_none(data):
     assert fingerprint_of(data) in (None, fingerprint_of([object(), object(), object()]))
 
 
-def test_much_data_are_not_read(tmp_path: Path) -> None:
+def test_much_data_are_not_read(tmp_path):
     large = np.lib.format.open_memmap(str(tmp_path / "a.npy"), mode="w+", dtype=np.float32, shape=(25_000, 1000))
     resource = pytest.importorskip("resource")  # POSIX
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -261,7 +257,7 @@ def test_much_data_are_not_read(tmp_path: Path) -> None:
     assert 10 * read < resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before, "page faults, of a few and of all"
 
 
-def test_shards_are_known_by_names_and_sizes_wherever_they_lie(tmp_path: Path) -> None:
+def test_shards_are_known_by_names_and_sizes_wherever_they_lie(tmp_path):
     found = []
     for name, content in (("a", b"1"), ("b", b"1"), ("c", bytes(3000))):
         (tmp_path / name).mkdir()
@@ -275,7 +271,7 @@ def test_shards_are_known_by_names_and_sizes_wherever_they_lie(tmp_path: Path) -
     assert found[0] == found[1] != found[2]
 
 
-def load(made: Any, state: Any, data: Any, **how: Any) -> list[str]:
+def load(made, state, data, **how):
     loader = made(data, 2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -285,7 +281,7 @@ def load(made: Any, state: Any, data: Any, **how: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("made", [ShardedDataLoader, sharded_loader.torch.DataLoader])
-def test_a_state_is_not_taken_on_over_other_data_of_the_same_length(made: Any) -> None:
+def test_a_state_is_not_taken_on_over_other_data_of_the_same_length(made):
     loader = made([1, 2, 3, 4], 2)
     next(iter(loader))
     state = json.loads(json.dumps(loader.state_dict()))
@@ -305,8 +301,8 @@ def test_a_state_is_not_taken_on_over_other_data_of_the_same_length(made: Any) -
     assert load(made, old, [5, 6, 7, 8]) == [], "a state of an older version says nothing of the data"
 
 
-def test_iterable_data_with_a_name_are_compared_too() -> None:
-    def named(name: str) -> Own:
+def test_iterable_data_with_a_name_are_compared_too():
+    def named(name):
         vars(made := Own((4,)))["_fingerprint"] = name
         return made
 
@@ -318,7 +314,7 @@ def test_iterable_data_with_a_name_are_compared_too() -> None:
         load(ShardedDataLoader, [state], named("b"))
 
 
-def test_after_a_refresh_the_fingerprint_is_that_of_the_changed_data() -> None:
+def test_after_a_refresh_the_fingerprint_is_that_of_the_changed_data():
     data = [1, 2, 3, 4]
     loader = ShardedDataLoader(data, 2)
     before = loader.state_dict()["data"]
@@ -330,8 +326,8 @@ def test_after_a_refresh_the_fingerprint_is_that_of_the_changed_data() -> None:
 
 @pytest.mark.costly
 @pytest.mark.parametrize("nested", [False, True])
-def test_a_state_over_a_mixture_knows_weights_seed_and_turns(nested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def loader(weights: Any, seed: int = 0) -> ShardedDataLoader:
+def test_a_state_over_a_mixture_knows_weights_seed_and_turns(nested, monkeypatch):
+    def loader(weights, seed=0):
         mixed = interleave([range(600), range(600, 1200)], weights, seed)
         return ShardedDataLoader((interleave([mixed, [1] * 900]) if nested else mixed).take(400), 4, seed=0)
 
@@ -361,7 +357,7 @@ class Boxes:
 class Scan:
     """An object of the user's, which refers to itself."""
 
-    def __init__(self, values: Any) -> None:
+    def __init__(self, values):
         self.values, self.self = values, self
 
 
@@ -370,7 +366,7 @@ class Color(enum.Enum):
 
 
 # Each row: a sample, an equal one made otherwise, another one.
-DIGESTS: dict[str, tuple[Any, Any, Any]] = {
+DIGESTS = {
     "float": (1.5, 1.5, 1.25),
     "integer and float": (1, 1, 1.0),
     "integer and truth": (1, 1, True),
@@ -413,13 +409,13 @@ with contextlib.suppress(ImportError):  # Pillow is optional
 
 
 @pytest.mark.parametrize("row", DIGESTS)
-def test_equal_samples_have_equal_digests_and_others_have_others(row: str) -> None:
+def test_equal_samples_have_equal_digests_and_others_have_others(row):
     one, same, other = map(exact, DIGESTS[row])
     assert one == same != other
     assert len(one) == 16
 
 
-def test_the_digests_are_the_same_in_every_process() -> None:
+def test_the_digests_are_the_same_in_every_process():
     sample = "{'x': np.arange(3), 'y': (1.5, {'b', 'a'}, np.float32(2)), 'z': '/a/b.png'}"
     program = f"import numpy as np; from sharded_loader.data.inspection import exact; print(exact({sample}))"
     for seed in ("1", "2"):
@@ -429,7 +425,7 @@ def test_the_digests_are_the_same_in_every_process() -> None:
         assert done.stdout.split() == ["864762ac51cff9f1"]
 
 
-SAMPLES: list[Any] = [
+SAMPLES = [
     *(1, 2, True, 1.5, None, "a", b"a", 1j, [1], [], {"a": 1}, {"b": 1}, {"a": "b"}, [*range(40)], [*range(41)]),
     *(np.arange(3), np.arange(3, dtype=np.int32), np.arange(4), np.zeros((2, 0)), np.float32(1)),
     *(torch.arange(4, dtype=torch.int32), torch.arange(5.0), io.StringIO(), ValueError()),
@@ -437,20 +433,20 @@ SAMPLES: list[Any] = [
 ]
 
 
-def test_samples_that_differ_have_other_digests_of_parts_and_equal_ones_the_same() -> None:
+def test_samples_that_differ_have_other_digests_of_parts_and_equal_ones_the_same():
     found = [sampled(sample) for sample in SAMPLES]
     assert len(set(found)) == len(found)
     assert found == [sampled(sample) for sample in SAMPLES]
 
 
-def test_what_cannot_be_looked_into_counts_by_its_class() -> None:
+def test_what_cannot_be_looked_into_counts_by_its_class():
     assert sampled(torch.ones(3, device="meta")) == sampled(torch.ones(2, device="meta"))
     assert sampled(io.StringIO("a")) == sampled(io.StringIO("b"))
     assert sampled("\ud800") != sampled("a")
 
 
 @pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy])
-def test_of_large_samples_parts_count(kind: Any) -> None:
+def test_of_large_samples_parts_count(kind):
     large = np.zeros((1 << 12, 1 << 12), np.uint8)
     before = sampled(kind(large))
     large[1000, 1] = 1
@@ -470,18 +466,18 @@ def test_of_large_samples_parts_count(kind: Any) -> None:
 class Follows(SimpleDataset):
     """Remembers what it was told."""
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length):
         super().__init__(range(length))
-        self.told: list[Any] = []
+        self.told = []
 
-    def follow(self, batches: Any, position: Any, later: Any) -> None:
+    def follow(self, batches, position, later):
         self.told = [np.asarray(batches(number)).tolist() for number in range(2)]
         assert batches(2) is None and position() == 7
         assert [np.asarray(later(number)).tolist() for number in range(2)] == self.told[::-1]
 
 
 ORDER = ([0, 5, 3], [4, 1])
-STACKS: dict[str, Any] = {
+STACKS = {
     "itself": (lambda told: told, [[0, 5, 3], [4, 1]]),
     "transformed": (lambda told: told.transform(str).cache(), [[0, 5, 3], [4, 1]]),
     "a part of it": (lambda told: told.shard(2, 1), [[10, 15, 13], [14, 11]]),
@@ -493,12 +489,12 @@ STACKS: dict[str, Any] = {
 
 
 class InOrder(SubsetRandomSampler):
-    def __iter__(self) -> Any:
+    def __iter__(self):
         return iter(self.indices)
 
 
 @pytest.mark.parametrize("stack", STACKS)
-def test_a_dataset_is_told_its_own_indices(stack: str) -> None:
+def test_a_dataset_is_told_its_own_indices(stack):
     made, expected = STACKS[stack]
     told = Follows(20)
     dataset = made(told)
@@ -508,7 +504,7 @@ def test_a_dataset_is_told_its_own_indices(stack: str) -> None:
     assert told.told == expected
 
 
-def test_who_does_not_want_to_know_is_not_told() -> None:
+def test_who_does_not_want_to_know_is_not_told():
     for dataset in ([1, 2], SimpleDataset([1, 2]).take(1), ArrayDataset(np.arange(3)) + [4]):
         assert not can_follow(dataset)
         follow(dataset, lambda number: None, lambda: 0, lambda number: None)

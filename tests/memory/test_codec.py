@@ -1,7 +1,5 @@
 """Whatever a batch is made of arrives as it left: through a slot, through half a slot, through the pipe."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import gc
@@ -26,7 +24,6 @@ from sharded_loader.engine.messages import Result, pack_result, unpack_result
 from sharded_loader.memory.codec import (
     IN_BAND_BYTES,
     IN_SLOT_BYTES,
-    Encoded,
     EncodedError,
     SlotWriter,
     class_reference,
@@ -54,41 +51,41 @@ class Record:
     y: Any = None
 
 
-class Attributes(dict):  # type: ignore[type-arg]
+class Attributes(dict):
     """The dict whose keys are attributes, as many write it. Python 3.10 itself cannot pickle it."""
 
     __getattr__ = dict.__getitem__
 
 
 class Plain:
-    def __init__(self, x: Any) -> None:
+    def __init__(self, x):
         self.x = x
 
 
-def slot_of(nbytes: int) -> np.ndarray[Any, Any]:
+def slot_of(nbytes):
     """Memory that begins at a cache line, full of what an earlier batch left."""
     raw = np.full(nbytes + 64, 0xAB, np.uint8)
     start = -raw.ctypes.data % 64
     return raw[start : start + nbytes]
 
 
-def buffers_of(encoded: Encoded, memory: np.ndarray[Any, Any] | None) -> list[Any]:
+def buffers_of(encoded, memory):
     """What the main process finds in the slot, and what comes through the pipe."""
     piped = iter(encoded.buffers)
     buffers = [
-        np.frombuffer(bytearray(next(piped)), np.uint8) if offset < 0 else memory[offset : offset + nbytes]  # type: ignore[index]
+        np.frombuffer(bytearray(next(piped)), np.uint8) if offset < 0 else memory[offset : offset + nbytes]
         for offset, nbytes in encoded.places
     ]
     assert next(piped, None) is None
     return buffers
 
 
-def receive(encoded: Encoded, memory: np.ndarray[Any, Any] | None) -> Any:
+def receive(encoded, memory):
     """What the main process makes of it."""
     return decode(encoded.pickled, buffers_of(encoded, memory))
 
 
-def through(obj: Any, nbytes: int | None) -> Any:
+def through(obj, nbytes):
     memory = None if nbytes is None else slot_of(nbytes)
     return receive(encode(obj, SlotWriter(memory)), memory)
 
@@ -96,7 +93,7 @@ def through(obj: Any, nbytes: int | None) -> Any:
 SLOTS = [None, 0, 100, 5_000, 1 << 22]
 
 
-def assert_same(a: Any, b: Any) -> None:
+def assert_same(a, b):
     assert type(a) is type(b)
     if isinstance(a, torch.Tensor):
         assert a.dtype == b.dtype and a.shape == b.shape and a.layout == b.layout
@@ -127,7 +124,7 @@ def assert_same(a: Any, b: Any) -> None:
         assert a == b or (a != a and b != b)
 
 
-def _values(array: np.ndarray[Any, Any]) -> bytes:
+def _values(array):
     """The bits of the values, without what lies between the fields of a structure."""
     if array.dtype.names:
         return b"".join(_values(array[name]) for name in array.dtype.names)
@@ -135,13 +132,13 @@ def _values(array: np.ndarray[Any, Any]) -> bytes:
 
 
 STRUCTURE = np.dtype([("id", "<i8"), ("at", "M8[ns]"), ("name", "U7"), ("xy", ">f4", (2, 3))])
-PLAIN: list[Any] = [*"?bBhHiIlLqQefdFD", ">f4", ">i8"]
-DTYPES: list[Any] = [*PLAIN, "g", "G", "M8[s]", "m8[ns]", "M8[D]", "S5", "U7", "V3", STRUCTURE]
+PLAIN = [*"?bBhHiIlLqQefdFD", ">f4", ">i8"]
+DTYPES = [*PLAIN, "g", "G", "M8[s]", "m8[ns]", "M8[D]", "S5", "U7", "V3", STRUCTURE]
 DTYPES.append(np.dtype([("a", "i1"), ("b", "f8")], align=True))
 SHAPES = [(), (0,), (1,), (3, 0, 2), (7,), (40, 3), (33, 17, 5)]
 
 
-def an_array(dtype: Any, shape: tuple[int, ...], seed: int = 0) -> np.ndarray[Any, Any]:
+def an_array(dtype, shape, seed=0):
     dtype = np.dtype(dtype)
     raw = np.random.default_rng(seed).integers(0, 2 if dtype.kind == "?" else 100, (*shape, dtype.itemsize), np.uint8)
     if dtype.kind == "U" or dtype.fields:
@@ -151,7 +148,7 @@ def an_array(dtype: Any, shape: tuple[int, ...], seed: int = 0) -> np.ndarray[An
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_arrays_of_every_dtype_and_shape_and_plain_ones_without_the_user_s_reductions(dtype: Any) -> None:
+def test_arrays_of_every_dtype_and_shape_and_plain_ones_without_the_user_s_reductions(dtype):
     arrays = [an_array(dtype, shape) for shape in SHAPES]
     assert all(map(is_plain, arrays)) == (dtype in PLAIN)
     for nbytes in SLOTS:
@@ -171,7 +168,7 @@ OTHERS += [np.zeros(3, object), np.float32(3), torch.zeros(3)]
 
 
 @pytest.mark.parametrize("batch", OTHERS, ids=lambda batch: type(batch).__name__)
-def test_everything_else_is_not_plain(batch: Any) -> None:
+def test_everything_else_is_not_plain(batch):
     assert not is_plain(batch)
 
 
@@ -183,7 +180,7 @@ TORCH_DTYPES = [getattr(torch, name) for name in TORCH_NAMES.split() if hasattr(
 
 
 @pytest.mark.parametrize("dtype", TORCH_DTYPES, ids=str)
-def test_tensors_of_every_dtype_and_shape(dtype: torch.dtype) -> None:
+def test_tensors_of_every_dtype_and_shape(dtype):
     tensors = []
     for shape in SHAPES:
         raw = an_array("?" if dtype is torch.bool else "u1", (int(np.prod(shape)) * dtype.itemsize,))
@@ -199,7 +196,7 @@ def test_tensors_of_every_dtype_and_shape(dtype: torch.dtype) -> None:
             tensor.copy_(tensor.clone())  # the user may write to a batch
 
 
-LAYOUTS: dict[str, Any] = {
+LAYOUTS = {
     "gaps": lambda a: a[::2, 1:],
     "backwards": lambda a: a[::-1, ::-1],
     "transposed": lambda a: a.transpose(2, 0, 1),
@@ -216,7 +213,7 @@ LAYOUTS: dict[str, Any] = {
 
 @pytest.mark.parametrize("dtype", ["f8", "M8[s]", ">i2", STRUCTURE, "U7"], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_arrays_of_every_layout(layout: str, dtype: Any) -> None:
+def test_arrays_of_every_layout(layout, dtype):
     array = LAYOUTS[layout](an_array(dtype, (30, 20, 10)))
     for nbytes in SLOTS:
         assert_same(array, through(array, nbytes))
@@ -224,7 +221,7 @@ def test_arrays_of_every_layout(layout: str, dtype: Any) -> None:
 
 @pytest.mark.parametrize("layout", ["gaps", "backwards", "transposed", "transposed gaps", "fortran", "one column"])
 @pytest.mark.parametrize("dtype", ["f4", "m8[us]"])
-def test_gaps_and_dates_do_not_keep_an_array_out_of_its_slot(layout: str, dtype: str) -> None:
+def test_gaps_and_dates_do_not_keep_an_array_out_of_its_slot(layout, dtype):
     array = LAYOUTS[layout](an_array(dtype, (300, 20, 10)))
     memory = slot_of(1 << 20)
     encoded = encode(array, SlotWriter(memory))
@@ -236,7 +233,7 @@ def test_gaps_and_dates_do_not_keep_an_array_out_of_its_slot(layout: str, dtype:
 
 
 @pytest.mark.parametrize("nbytes", SLOTS)
-def test_tensors_of_every_layout(nbytes: int | None) -> None:
+def test_tensors_of_every_layout(nbytes):
     base = torch.arange(6000.0).reshape(30, 20, 10)
     wave = torch.arange(4000).to(torch.complex64)
     tensors = [
@@ -274,7 +271,7 @@ changed = [arrays.map(lambda a: a[::2]), arrays.map(lambda a: np.stack([a, a]).T
 leaves = st.one_of(arrays, tensors, objects, others, *changed, *scalars, *texts)
 
 
-def nest(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+def nest(inner):
     return st.one_of(
         st.lists(inner, max_size=4),
         st.lists(inner, max_size=4).map(tuple),
@@ -291,20 +288,20 @@ def nest(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 @settings(max_examples=max(250 * (settings.default.max_examples // 100), 12))
 @given(obj=st.recursive(leaves, nest, max_leaves=12), nbytes=st.sampled_from([*SLOTS, 20_000]))
-def test_random_nested_structures(obj: Any, nbytes: int | None) -> None:
+def test_random_nested_structures(obj, nbytes):
     assert_same(obj, through(obj, nbytes))
 
 
 @settings(max_examples=80, deadline=None)
 @given(obj=st.recursive(leaves, nest, max_leaves=8))
-def test_random_datasets_are_published_as_they_are(obj: Any) -> None:
+def test_random_datasets_are_published_as_they_are(obj):
     encoded = publish(obj)
     assert_same(obj, decode(encoded.pickled, [np.frombuffer(bytearray(raw), np.uint8) for raw in encoded.buffers]))
 
 
 @pytest.mark.parametrize("nbytes", SLOTS)
 @pytest.mark.parametrize("count", [10, 50, 5000])
-def test_the_same_array_twice_stays_one_and_views_keep_their_values(count: int, nbytes: int | None) -> None:
+def test_the_same_array_twice_stays_one_and_views_keep_their_values(count, nbytes):
     array, tensor = np.zeros(count), torch.zeros(count)
     gaps = np.zeros((count, 2))[:, 0]
     a, b, t, u, g, h = through([array, array, tensor, tensor, gaps, gaps], nbytes)
@@ -319,7 +316,7 @@ def test_the_same_array_twice_stays_one_and_views_keep_their_values(count: int, 
 # -- where the bytes go ---------------------------------------------------------------------------------------
 
 
-def test_a_batch_made_in_its_slot_is_not_copied() -> None:
+def test_a_batch_made_in_its_slot_is_not_copied():
     memory = slot_of(100_000)
     writer = SlotWriter(memory)
     x, y = writer.empty((10, 300), "f4"), writer.empty((10,), np.int64)
@@ -335,7 +332,7 @@ def test_a_batch_made_in_its_slot_is_not_copied() -> None:
     assert writer.wanted == 12_160 + 4032  # whole cache lines
 
 
-def test_every_array_in_a_slot_begins_at_a_cache_line_and_nothing_is_written_beyond_it() -> None:
+def test_every_array_in_a_slot_begins_at_a_cache_line_and_nothing_is_written_beyond_it():
     memory = slot_of(3 << 14)
     memory[:] = 7
     writer = SlotWriter(memory[1 << 14 : 2 << 14])
@@ -353,7 +350,7 @@ def test_every_array_in_a_slot_begins_at_a_cache_line_and_nothing_is_written_bey
 
 
 @pytest.mark.parametrize("nbytes", [0, 100, 30_000])
-def test_a_slot_that_is_too_small_says_how_large_the_next_must_be(nbytes: int) -> None:
+def test_a_slot_that_is_too_small_says_how_large_the_next_must_be(nbytes):
     memory = slot_of(nbytes)
     writer = SlotWriter(memory)
     x = writer.empty((50, 100), "f4")
@@ -370,7 +367,7 @@ def test_a_slot_that_is_too_small_says_how_large_the_next_must_be(nbytes: int) -
     assert encode([x, *batch[1:]], again).buffers == ()
 
 
-def test_small_ones_go_in_band_and_large_ones_out_of_it() -> None:
+def test_small_ones_go_in_band_and_large_ones_out_of_it():
     small, medium, large = (np.zeros(n, np.uint8) for n in (IN_SLOT_BYTES - 1, IN_SLOT_BYTES, IN_BAND_BYTES))
     assert encode([small, medium]).places == ()
     assert encode([small, medium, large]).places == ((-1, IN_BAND_BYTES),)
@@ -380,7 +377,7 @@ def test_small_ones_go_in_band_and_large_ones_out_of_it() -> None:
 
 @pytest.mark.parametrize("dtype", ["f8", "M8[s]", "U3", "U0", STRUCTURE, "O"], ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (4, 0), (4, 3)])
-def test_empty_is_numpy_s(dtype: Any, shape: tuple[int, ...]) -> None:
+def test_empty_is_numpy_s(dtype, shape):
     for memory in (None, slot_of(10), slot_of(10_000)):
         array = SlotWriter(memory).empty(shape, dtype)
         assert (array.shape, array.dtype) == (shape, np.empty(shape, dtype).dtype)
@@ -388,7 +385,7 @@ def test_empty_is_numpy_s(dtype: Any, shape: tuple[int, ...]) -> None:
         array[...] = np.zeros(shape, dtype)
 
 
-def test_read_only_memory_is_not_handed_out_as_a_tensor() -> None:
+def test_read_only_memory_is_not_handed_out_as_a_tensor():
     memory = slot_of(1 << 16)
     encoded = encode(torch.ones(5000), SlotWriter(memory))
     memory.flags.writeable = False
@@ -404,15 +401,15 @@ def test_read_only_memory_is_not_handed_out_as_a_tensor() -> None:
     "change",
     [torch.Tensor.requires_grad_, torch.nn.Parameter, lambda t: t.requires_grad_() * 2, torch.Tensor.to_sparse],
 )
-def test_a_tensor_that_requires_grad_is_refused_with_advice(change: Any) -> None:
+def test_a_tensor_that_requires_grad_is_refused_with_advice(change):
     with pytest.raises(ValueError, match=r"requires grad.*\.detach\(\)"):
         encode({"x": [change(torch.ones(3).requires_grad_())]})
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_what_was_pickled_does_not_wait_for_the_collector(fails: bool) -> None:
+def test_what_was_pickled_does_not_wait_for_the_collector(fails):
     class Watched(np.ndarray[Any, Any]):
-        def __reduce__(self) -> Any:
+        def __reduce__(self):
             return len, (threading.Lock() if fails else "",)
 
     array = np.zeros(100_000).view(Watched)
@@ -427,7 +424,7 @@ def test_what_was_pickled_does_not_wait_for_the_collector(fails: bool) -> None:
         gc.enable()
 
 
-def test_objects_with_buffers_of_their_own_go_out_of_band() -> None:
+def test_objects_with_buffers_of_their_own_go_out_of_band():
     assert through(Plain(open), None).x is open  # and functions go by name
     payload = pickle.PickleBuffer(bytearray(b"z" * 20_000))
     memory = slot_of(1 << 16)
@@ -444,20 +441,20 @@ class Outer:
         pass
 
 
-def make_class() -> type:
+def make_class():
     class Local:
         pass
 
     return Local
 
 
-def resolved(cls: type) -> type:
+def resolved(cls):
     function, arguments = class_reference(cls)
     assert function is resolve_class
     return resolve_class(*arguments)
 
 
-def test_what_is_found_under_its_name_is_what_still_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_found_under_its_name_is_what_still_has_it(monkeypatch):
     outer = Outer
     assert all(map(is_findable, (outer, Outer.Inner, make_class, len)))
     assert not any(map(is_findable, (make_class(), lambda: None)))
@@ -465,7 +462,7 @@ def test_what_is_found_under_its_name_is_what_still_has_it(monkeypatch: pytest.M
     assert not is_findable(outer)
 
 
-def test_classes_arrive_by_name_or_by_their_tracker_or_by_their_address() -> None:
+def test_classes_arrive_by_name_or_by_their_tracker_or_by_their_address():
     assert resolved(Outer) is Outer and resolved(Outer.Inner) is Outer.Inner
     cls = make_class()
     assert resolved(cloudpickle.loads(cloudpickle.dumps(cls))) is cls
@@ -478,9 +475,7 @@ def test_classes_arrive_by_name_or_by_their_tracker_or_by_their_address() -> Non
 
 
 @pytest.mark.parametrize(("base", "expected"), [(object, "first"), (ValueError, "second")])
-def test_a_cell_that_runs_again_takes_the_name_of_an_error_only(
-    monkeypatch: pytest.MonkeyPatch, base: type, expected: str
-) -> None:
+def test_a_cell_that_runs_again_takes_the_name_of_an_error_only(monkeypatch, base, expected):
     """The loop catches errors under their new name; batches that are on their way keep their class."""
     made = {
         name: type("Cell", (base,), {"__module__": "__main__", "__qualname__": "Cell"}) for name in ("first", "second")
@@ -493,43 +488,43 @@ def test_a_cell_that_runs_again_takes_the_name_of_an_error_only(
 
 
 class OwnNew(Exception):
-    def __new__(cls, *, code: int) -> OwnNew:
+    def __new__(cls, *, code):
         error = super().__new__(cls)
-        error.code = code  # type: ignore[attr-defined]
+        error.code = code
         return error
 
-    def __init__(self, *, code: int) -> None:
+    def __init__(self, *, code):
         super().__init__(f"code {code}")
 
 
 class Nasty(Exception):
     """Every method of it raises."""
 
-    def __str__(self) -> str:
+    def __str__(self):
         raise RuntimeError("no text")
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         sys.exit(1)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         raise RuntimeError(name)
 
 
 class HoldsLock(Exception):
-    def __init__(self, text: str) -> None:
+    def __init__(self, text):
         super().__init__(text)
         self.lock = threading.Lock()
         self.kept = "kept"
 
 
-def raised(error: BaseException) -> BaseException:
+def raised(error):
     try:
         raise error
     except BaseException as caught:
         return caught
 
 
-def sent(error: BaseException) -> BaseException:
+def sent(error):
     encoded = encode_error(raised(error))
     return decode_error(pickle.loads(pickle.dumps(encoded)))
 
@@ -550,15 +545,15 @@ def sent(error: BaseException) -> BaseException:
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_an_exception_arrives_as_itself(error: BaseException) -> None:
+def test_an_exception_arrives_as_itself(error):
     got = sent(error)
     assert type(got) is type(error)
     assert (str(got), [repr(arg) for arg in got.args]) == (str(error), [repr(arg) for arg in error.args])
     assert vars(got) == vars(error)
 
 
-def test_what_cannot_be_pickled_stays_behind_alone_and_where_it_cannot_arrive_its_text_does() -> None:
-    got: Any = sent(HoldsLock("text"))
+def test_what_cannot_be_pickled_stays_behind_alone_and_where_it_cannot_arrive_its_text_does():
+    got = sent(HoldsLock("text"))
     assert type(got) is HoldsLock
     assert (str(got), got.kept, hasattr(got, "lock")) == ("text", "kept", False)
     encoded = encode_error(raised(type("Local", (Exception,), {"__module__": "nowhere"})("text")))
@@ -571,15 +566,15 @@ def test_what_cannot_be_pickled_stays_behind_alone_and_where_it_cannot_arrive_it
     assert type(got) is Nasty or isinstance(got, SampleReadError)
 
 
-def test_the_worker_s_traceback_and_the_notes_travel() -> None:
+def test_the_worker_s_traceback_and_the_notes_travel():
     error = raised(ValueError("x"))
-    add_note(error, "a note")  # type: ignore[arg-type]
+    add_note(error, "a note")
     got = sent(error)
     assert isinstance(got.__cause__, WorkerTraceback) and "in raised" in str(got.__cause__)
     assert notes_of(got) == ["a note"]
 
 
-def test_cuda_in_a_forked_worker_comes_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_in_a_forked_worker_comes_with_the_remedy(monkeypatch):
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
     with pytest.raises(RuntimeError, match="re-initialize CUDA") as caught:
         torch.cuda._lazy_init()  # torch's own words, without a GPU

@@ -1,7 +1,5 @@
 """Which part gives the next batch, where an epoch is after each, and the states of that: nobody reads."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from dataclasses import replace
@@ -25,10 +23,10 @@ SIZE = 4
 class Reads:
     """Reads what a reading plans, from parts of some lengths."""
 
-    def __init__(self, lengths: Any, reading: StreamEpoch) -> None:
+    def __init__(self, lengths, reading):
         self.lengths, self.reading = lengths, reading
 
-    def result(self, seq: int, planned: PartBatch) -> Result:
+    def result(self, seq, planned):
         begin, length = planned.batch * SIZE, self.lengths[planned.number]
         count = max(0, min(SIZE, length - begin))
         if self.reading.stream.endless:
@@ -38,7 +36,7 @@ class Reads:
         batch = [100 * planned.number + i for i in range(begin, begin + count)] or NOTHING
         return Result(0, seq, batch, count, point=point)
 
-    def all(self, window: int, count: int | None = None) -> list[Any]:
+    def all(self, window, count=None):
         """The batches of the epoch, ``window`` of them in flight."""
         found, flight, seq, delivered = [], list[Any](), self.reading.first, self.reading.first
         while count is None or len(found) < count:
@@ -57,20 +55,20 @@ class Reads:
         return found
 
 
-def reading_of(parts: int = 3, position: Position | None = None, steps: int | None = None) -> StreamEpoch:
+def reading_of(parts=3, position=None, steps=None):
     signature = StreamSignature(1, "Rows", parts, SIZE, "keep", steps, 1, 0)
     return StreamEpoch(SharedParts(range(77)), signature, position or Position(0), position is not None)
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.integers(1, 30))
-def test_batches_come_in_turns_however_many_are_in_flight(lengths: list[int], window: int) -> None:
+def test_batches_come_in_turns_however_many_are_in_flight(lengths, window):
     reads = Reads(lengths, reading_of(len(lengths)))
     assert reads.all(window) == batches_of(lengths, SIZE)
     assert reads.reading.batches(reads.delivered) == len(batches_of(lengths, SIZE))
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=4), st.integers(1, 9), st.integers(1, 9), st.data())
-def test_any_position_is_gone_on_from(lengths: list[int], window: int, other: int, data: Any) -> None:
+def test_any_position_is_gone_on_from(lengths, window, other, data):
     whole = batches_of(lengths, SIZE)
     count = data.draw(st.integers(0, len(whole)))
     reads = Reads(lengths, reading_of(len(lengths)))
@@ -82,7 +80,7 @@ def test_any_position_is_gone_on_from(lengths: list[int], window: int, other: in
     assert rest.all(other) == whole[count:]
 
 
-def test_a_plan_says_which_part_which_batch_and_where_it_was() -> None:
+def test_a_plan_says_which_part_which_batch_and_where_it_was():
     reading = reading_of(2)
     first, second, third = (reading.batch(seq) for seq in range(3))
     assert first == PartBatch(reading.opening, 0, 0, 0, PartPoint())
@@ -96,7 +94,7 @@ def test_a_plan_says_which_part_which_batch_and_where_it_was() -> None:
     assert [(task.lane, task.part) for task in tasks if task] == [(0, first), (1, second)]
 
 
-def test_a_part_that_is_given_up_ends_and_what_was_planned_behind_is_empty() -> None:
+def test_a_part_that_is_given_up_ends_and_what_was_planned_behind_is_empty():
     reading = reading_of(2)
     planned = [reading.batch(seq) for seq in range(6)]
     assert [(one.number, one.batch) for one in planned if one] == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)]
@@ -112,9 +110,9 @@ def test_a_part_that_is_given_up_ends_and_what_was_planned_behind_is_empty() -> 
 
 
 @pytest.mark.parametrize("window", [1, 4, 20])
-def test_with_steps_a_part_that_is_given_up_leaves_its_steps_to_the_others(window: int) -> None:
+def test_with_steps_a_part_that_is_given_up_leaves_its_steps_to_the_others(window):
     class GivesUp(Reads):
-        def result(self, seq: int, planned: PartBatch) -> Result:
+        def result(self, seq, planned):
             if planned.number == 1 and planned.batch >= 1:
                 return Result(0, seq, error=KeyError("x"))
             return super().result(seq, planned)
@@ -128,14 +126,14 @@ def test_with_steps_a_part_that_is_given_up_leaves_its_steps_to_the_others(windo
 
 
 @pytest.mark.parametrize("window", [1, 5])
-def test_the_next_epoch_begins_behind_this_one_however_much_of_it_was_read(window: int) -> None:
+def test_the_next_epoch_begins_behind_this_one_however_much_of_it_was_read(window):
     for count in range(6):
         reads = Reads([9, 9], reading_of(2, steps=5))
         reads.all(window, count)
         assert reads.reading.counts_at_end() == {0: 3, 1: 2}
 
 
-def test_an_epoch_is_over_at_its_last_step_or_where_all_parts_have_ended() -> None:
+def test_an_epoch_is_over_at_its_last_step_or_where_all_parts_have_ended():
     ended = PartPoint(2, 0, 6, ended=True)
     for points, over in (({0: ended, 1: ended}, True), ({0: ended, 1: PartPoint(1, 0, 4)}, False)):
         reading = reading_of(2, Position(4, 4, None, {0: 2, 1: 2}, points))
@@ -146,7 +144,7 @@ def test_an_epoch_is_over_at_its_last_step_or_where_all_parts_have_ended() -> No
     assert not reading_of(2).is_over() and not reading_of(2).in_mid_epoch
 
 
-def test_what_is_delivered_is_forgotten_but_for_the_last_batch() -> None:
+def test_what_is_delivered_is_forgotten_but_for_the_last_batch():
     reads = Reads([400], reading_of(1))
     reads.all(3, 50)
     batch, done = reads.reading.batch, reads.delivered
@@ -154,17 +152,17 @@ def test_what_is_delivered_is_forgotten_but_for_the_last_batch() -> None:
     assert reads.reading.position(done - 1).done == 49
 
 
-def test_to_forget_or_to_note_twice_is_the_same_as_once() -> None:
+def test_to_forget_or_to_note_twice_is_the_same_as_once():
     reading = reading_of(2)
     planned = [reading.batch(seq) for seq in range(6)]
     for seq in (0, 1, 2, 0, 1, 2):
-        reading.record_result(seq, Reads([40, 40], reading).result(seq, planned[seq]))  # type: ignore[arg-type]
+        reading.record_result(seq, Reads([40, 40], reading).result(seq, planned[seq]))
     expected = reading.position(3)
     reading.forget(3), reading.forget(3)
     assert reading.position(3) == expected and expected.done == 3
 
 
-def test_in_any_order_the_part_with_the_fewest_batches_in_flight_is_next() -> None:
+def test_in_any_order_the_part_with_the_fewest_batches_in_flight_is_next():
     reading = reading_of(2)
     reading.any_order = True
     planned = [reading.batch(seq) for seq in range(2)]
@@ -181,13 +179,13 @@ def test_in_any_order_the_part_with_the_fewest_batches_in_flight_is_next() -> No
 # -- the order of all epochs -----------------------------------------------------------------------------------
 
 
-def order_of(dataset: Any = None, **options: Any) -> StreamOrder:
+def order_of(dataset=None, **options):
     names = ("last_batch", "num_replicas", "rank", "streams", "steps_per_epoch")
-    given: dict[str, Any] = {"batch_size": 4, "seed": 5, "num_workers": 0, **dict.fromkeys(names), **options}
+    given = {"batch_size": 4, "seed": 5, "num_workers": 0, **dict.fromkeys(names), **options}
     return StreamOrder(dataset or Own(), **given)
 
 
-def beginning(order: StreamOrder, epoch: int) -> Position:
+def beginning(order, epoch):
     """Where an epoch begins, as far as is known."""
     return order.epoch(epoch).at_beginning()
 
@@ -209,21 +207,21 @@ class Shards(Parts):
         (Shards(), {"streams": 90}, 90),
     ],
 )
-def test_how_many_parts_there_are(dataset: Any, options: dict[str, Any], parts: int) -> None:
+def test_how_many_parts_there_are(dataset, options, parts):
     order = order_of(dataset, **options)
     assert order.parts == order.stream.parts == order.signature().streams == parts
 
 
-def test_a_seed_is_drawn_where_there_is_one_rank_and_0_where_there_are_several() -> None:
+def test_a_seed_is_drawn_where_there_is_one_rank_and_0_where_there_are_several():
     assert order_of(seed=None, num_replicas=2, rank=0).seed == 0
     assert order_of(seed=None).seed != order_of(seed=None).seed
 
 
-def test_readings_have_numbers_and_the_oldest_one_that_has_begun_and_lives_is_known() -> None:
+def test_readings_have_numbers_and_the_oldest_one_that_has_begun_and_lives_is_known():
     """Parts of older ones are closed with the next batch."""
     order = order_of(streams=2)
 
-    def oldest() -> int:
+    def oldest():
         planned = order.epoch(0).batch(0)
         assert planned is not None
         return planned.oldest
@@ -243,14 +241,14 @@ def test_readings_have_numbers_and_the_oldest_one_that_has_begun_and_lives_is_kn
     assert oldest() == numbers[-1]
 
 
-def test_no_two_readings_have_the_same_number_unless_parts_start_over_and_stay_open() -> None:
+def test_no_two_readings_have_the_same_number_unless_parts_start_over_and_stay_open():
     # A pool may outlive an order: it must not take a part of a new epoch for one that it has open.
     numbers = [order_of(streams=2).epoch(0).opening for _ in range(3)]
     assert len(set(numbers)) == 3
     assert [order_of(steps_per_epoch=3).epoch(epoch).opening for epoch in range(2)] == [0, 0]
 
 
-def test_an_endless_order_knows_where_each_epoch_begins() -> None:
+def test_an_endless_order_knows_where_each_epoch_begins():
     order = order_of(streams=3, steps_per_epoch=5)
     for epoch, counts in ((0, [0, 0, 0]), (1, [2, 2, 1]), (2, [4, 3, 3]), (3, [5, 5, 5])):
         begin = beginning(order, epoch)
@@ -260,7 +258,7 @@ def test_an_endless_order_knows_where_each_epoch_begins() -> None:
     assert beginning(order_of(streams=3), 7).done == 0
 
 
-def test_it_goes_on_from_the_farthest_point_that_lies_before_an_epoch() -> None:
+def test_it_goes_on_from_the_farthest_point_that_lies_before_an_epoch():
     order = order_of(streams=2, steps_per_epoch=4)
     reading = order.epoch(0)
     planned = [reading.batch(seq) for seq in range(4)]
@@ -277,7 +275,7 @@ def test_it_goes_on_from_the_farthest_point_that_lies_before_an_epoch() -> None:
     assert beginning(order, 1).points == unknown
 
 
-def test_ranks_are_warned_once_unless_steps_are_given() -> None:
+def test_ranks_are_warned_once_unless_steps_are_given():
     order = order_of(streams=2, num_replicas=2, rank=0)
     with pytest.warns(UserWarning, match="give steps_per_epoch="):
         order.settle_replicas()
@@ -288,7 +286,7 @@ def test_ranks_are_warned_once_unless_steps_are_given() -> None:
         order_of().settle_replicas()
 
 
-def test_a_state_after_another_run_forgets_what_that_one_knew() -> None:
+def test_a_state_after_another_run_forgets_what_that_one_knew():
     order = order_of(streams=2, steps_per_epoch=4)
     reading = order.epoch(0)
     order.begun(reading)
@@ -308,7 +306,7 @@ POSITION = Position(
 )
 
 
-def test_a_position_comes_back_also_through_json() -> None:
+def test_a_position_comes_back_also_through_json():
     state = dump(POSITION, SIGNATURE)
     for one in (state, json.loads(json.dumps(state)), [state], (state,)):
         assert parse(one, (1, 0)) == (POSITION, SIGNATURE)
@@ -319,7 +317,7 @@ def test_a_position_comes_back_also_through_json() -> None:
     assert parse(beginning, (1, 0)) == (Position(4), SIGNATURE)
 
 
-def test_states_of_the_dataset_are_in_it_as_copies() -> None:
+def test_states_of_the_dataset_are_in_it_as_copies():
     own = {"at": [1]}
     points = {**POSITION.points, 1: PartPoint(1, 2, 5, state=(own, None))}
     state = dump(replace(POSITION, points=points), SIGNATURE)
@@ -330,7 +328,7 @@ def test_states_of_the_dataset_are_in_it_as_copies() -> None:
     assert parse(state, (1, 0))[0].points[1].state == ({"at": [1]}, None)
 
 
-def test_differences_are_told_but_for_the_seed_which_is_taken_over() -> None:
+def test_differences_are_told_but_for_the_seed_which_is_taken_over():
     for name, now, text in (
         ("dataset", "Rows", "the dataset was a Lines, and is a Rows"),
         ("streams", 4, "there were 3 parts (streams), and are 4"),
@@ -345,7 +343,7 @@ def test_differences_are_told_but_for_the_seed_which_is_taken_over() -> None:
         assert loose == ([] if name == "batch_size" else [text])
 
 
-def test_parts_that_a_state_does_not_know_are_told_and_ranks_without_parts() -> None:
+def test_parts_that_a_state_does_not_know_are_told_and_ranks_without_parts():
     own = replace(SIGNATURE, num_replicas=2, rank=1)
     of_rank = replace(SIGNATURE, num_replicas=2, rank=0)
     position = replace(POSITION, counts={0: 3, 2: 1})
@@ -356,7 +354,7 @@ def test_parts_that_a_state_does_not_know_are_told_and_ranks_without_parts() -> 
     assert text == "there were 3 parts (streams), and are 4 ranks: each needs a part"
 
 
-def test_the_states_of_all_ranks_are_one_position() -> None:
+def test_the_states_of_all_ranks_are_one_position():
     states = []
     for rank in range(2):
         mine = range(rank, 3, 2)
@@ -369,7 +367,7 @@ def test_the_states_of_all_ranks_are_one_position() -> None:
     assert parse(states[0], (2, 0))[0].done == 4
 
 
-def test_states_that_do_not_belong_together_are_rejected() -> None:
+def test_states_that_do_not_belong_together_are_rejected():
     steps = replace(SIGNATURE, steps_per_epoch=9)
     for one, other, text in (
         (dump(POSITION, SIGNATURE), dump(POSITION, replace(SIGNATURE, dataset="Rows")), "those of different runs"),
@@ -380,13 +378,13 @@ def test_states_that_do_not_belong_together_are_rejected() -> None:
             parse([one, other], (1, 0))
 
 
-def test_what_is_no_state_is_rejected() -> None:
+def test_what_is_no_state_is_rejected():
     state = dump(POSITION, SIGNATURE)
     for wrong in (None, 3, "x", [3], []):
         with pytest.raises((TypeError, ValueError)):
             parse(wrong, (1, 0))
     parts = state["parts"]
-    damaged: list[dict[str, Any]] = [
+    damaged = [
         *({"parts": {**parts, "given": [1]}}, {"parts": {**parts, "samples": [*parts["samples"], 3]}}),
         *({"parts": {**parts, "number": [0, 1, "2"]}}, {"parts": {**parts, "ended": [False, 1, False]}}),
         *({"parts": {**parts, "number": [0, 1, -2]}}, {"parts": {**parts, "samples": None}}),

@@ -1,12 +1,8 @@
 """Iterable data as a reader has it: batches from any point, copies, one part, and who is told of it."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import threading
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +12,7 @@ from stream_samples import GoOn, Own, Parts, Stateful, WithStatefulRows
 from torch.utils.data import get_worker_info
 
 from sharded_loader.engine.heartbeat import IN_BATCHIFY, SAMPLE, SHARD, new_heartbeat
-from sharded_loader.engine.messages import NOTHING, Job, PartBatch, PartIndices, PartPoint, Result, Stream, Task
+from sharded_loader.engine.messages import NOTHING, Job, PartBatch, PartIndices, PartPoint, Stream, Task
 from sharded_loader.engine.reader import Reader
 from sharded_loader.pools.task_reader import reader_for
 from sharded_loader.randomness.rng import reading
@@ -27,30 +23,22 @@ SIZE = 4
 WORKER = "worker 0 (pid 1)"
 
 
-def reader_of(dataset: Any, parts: int = 2, drops_last: bool = False, endless: bool = False, **job: Any) -> Any:
+def reader_of(dataset, parts=2, drops_last=False, endless=False, **job):
     stream = Stream(parts, SIZE, drops_last, endless)
     made = reader_for(Job(dataset, job.pop("batchify_fn", list), 7, stream=stream, **job), readers=0)
     assert isinstance(made, StreamReader)
     return made
 
 
-def task_of(
-    part: int,
-    batch: int,
-    point: PartPoint | None = None,
-    parts: int = 2,
-    stream: int = 0,
-    oldest: int | None = None,
-    shards: Any = None,
-) -> Task:
+def task_of(part, batch, point=None, parts=2, stream=0, oldest=None, shards=None):
     indices = PartIndices(part, range(batch * SIZE, (batch + 1) * SIZE))
     asked = PartBatch(stream, stream if oldest is None else oldest, part, batch, point or PartPoint())
     cut = [indices[begin:end] for begin, end in itertools.pairwise(shards)] if shards else [indices]
     return Task(0, 9, 0, batch * parts + part, tuple(cut), bool(shards), lane=part, part=asked)
 
 
-def read(reader: Any, *which: Any, worker: str | None = WORKER, heartbeat: Any = None, **options: Any) -> Result:
-    result: Result = reader.read(task_of(*which, **options), worker, heartbeat=heartbeat)
+def read(reader, *which, worker=WORKER, heartbeat=None, **options):
+    result = reader.read(task_of(*which, **options), worker, heartbeat=heartbeat)
     assert reading.get() is None and here.part is None
     return result
 
@@ -58,11 +46,11 @@ def read(reader: Any, *which: Any, worker: str | None = WORKER, heartbeat: Any =
 # -- what is read -------------------------------------------------------------------------------------------------
 
 
-def test_a_job_of_samplers_has_the_plain_reader() -> None:
+def test_a_job_of_samplers_has_the_plain_reader():
     assert type(reader_for(Job([1], None, 0))) is Reader
 
 
-def test_batches_of_a_part_come_one_after_the_other_with_the_point_behind_them() -> None:
+def test_batches_of_a_part_come_one_after_the_other_with_the_point_behind_them():
     reader = reader_of(Parts((6, 9)))
     results = [read(reader, 1, batch) for batch in range(4)]
     assert [one.batch for one in results[:3]] == [[100, 101, 102, 103], [104, 105, 106, 107], [108]]
@@ -74,7 +62,7 @@ def test_batches_of_a_part_come_one_after_the_other_with_the_point_behind_them()
 
 
 @pytest.mark.parametrize("kind", [Parts, GoOn, Own, Stateful, WithStatefulRows])
-def test_any_batch_can_be_read_at_any_time_from_any_point_before_it(kind: Any) -> None:
+def test_any_batch_can_be_read_at_any_time_from_any_point_before_it(kind):
     straight = reader_of(kind((6, 18)))
     whole = [read(straight, 1, batch) for batch in range(5)]
     for batch, before in itertools.product(range(5), range(5)):
@@ -87,10 +75,10 @@ def test_any_batch_can_be_read_at_any_time_from_any_point_before_it(kind: Any) -
     assert [read(backwards, 1, batch).batch for batch in (3, 1, 4, 0)] == [whole[i].batch for i in (3, 1, 4, 0)]
 
 
-def test_parts_and_readings_are_open_side_by_side_and_closed_when_they_are_over() -> None:
+def test_parts_and_readings_are_open_side_by_side_and_closed_when_they_are_over():
     opened, closed = [], []
 
-    def noted(part: int, parts: int) -> Any:
+    def noted(part, parts):
         opened.append(part)
         try:
             yield from range(100 * part, 100 * part + 12)
@@ -106,17 +94,17 @@ def test_parts_and_readings_are_open_side_by_side_and_closed_when_they_are_over(
     assert (opened, closed) == ([0, 0, 1, 1], [0, 1])
 
 
-def test_a_part_in_which_an_interruption_has_struck_is_opened_again() -> None:
+def test_a_part_in_which_an_interruption_has_struck_is_opened_again():
     """A sample that its iterator has given, and nobody has received, is not lost."""
     strikes = [SIZE]
 
     class Counter:
         number = -1
 
-        def __iter__(self) -> Any:
+        def __iter__(self):
             return self
 
-        def __next__(self) -> int:
+        def __next__(self):
             self.number += 1
             if strikes == [self.number]:
                 strikes.pop()
@@ -124,7 +112,7 @@ def test_a_part_in_which_an_interruption_has_struck_is_opened_again() -> None:
             return self.number
 
     class Numbers:
-        def __iter__(self) -> Any:
+        def __iter__(self):
             return Counter()
 
     reader = reader_of(Numbers(), parts=1)
@@ -134,23 +122,23 @@ def test_a_part_in_which_an_interruption_has_struck_is_opened_again() -> None:
     assert read(reader, 0, 1, worker=None, parts=1).batch == [4, 5, 6, 7]
 
 
-def test_a_part_without_samples_cannot_start_over() -> None:
+def test_a_part_without_samples_cannot_start_over():
     result = read(reader_of(Parts((0, 3)), endless=True), 0, 0)
     assert "part 0 of 2 has no samples" in str(result.error)
 
 
 @pytest.mark.parametrize("shards", [(0, 2, 4), (0, 1, 4), (0, 3, 4), (0, 1, 2, 4)])
-def test_a_short_batch_has_fewer_shards_of_the_same_shares(shards: Any) -> None:
+def test_a_short_batch_has_fewer_shards_of_the_same_shares(shards):
     for length in range(1, 5):
         result = read(reader_of(Parts((length, 0))), 0, 0, shards=shards)
         assert sum(result.batch, []) == list(range(length)) and all(result.batch)
         assert len(result.batch) == min(length, len(shards) - 1) and result.samples == length
 
 
-def test_the_heartbeat_says_where_the_reader_is() -> None:
+def test_the_heartbeat_says_where_the_reader_is():
     heartbeat, seen = new_heartbeat(), []
 
-    def look(part: int, place: int) -> None:
+    def look(part, place):
         seen.append((heartbeat[SHARD], heartbeat[SAMPLE]))
 
     for notes in (False, True):  # False: the first batch, whose samples are timed
@@ -161,16 +149,16 @@ def test_the_heartbeat_says_where_the_reader_is() -> None:
         assert seen == list(zip((0, 0, 1, 1), (0, 1, 0, 1), strict=True)) and heartbeat[SAMPLE] == IN_BATCHIFY
 
 
-def test_an_open_part_says_where_it_is() -> None:
+def test_an_open_part_says_where_it_is():
     reader = reader_of(WithStatefulRows((2, 9)))
     point = reader.prime(task_of(1, 0))
     assert point.batches == 0 and point.state == (None, {"place": 0})
     assert read(reader, 1, 0).batch == [100, 101, 102, 103]
 
 
-def test_what_keeps_its_place_is_copied_and_what_does_not_is_read_itself() -> None:
+def test_what_keeps_its_place_is_copied_and_what_does_not_is_read_itself():
     class Plain(Own):
-        def __iter__(self) -> Any:
+        def __iter__(self):
             self.place = 4
             return super().__iter__()
 
@@ -180,7 +168,7 @@ def test_what_keeps_its_place_is_copied_and_what_does_not_is_read_itself() -> No
         assert dataset.place == place
 
 
-def advance(part: OpenPart) -> Any:
+def advance(part):
     """The next sample, read as a reader does."""
     before = part.set_current()
     try:
@@ -189,7 +177,7 @@ def advance(part: OpenPart) -> Any:
         here.part = before
 
 
-def rest_of(part: OpenPart) -> list[Any]:
+def rest_of(part):
     found = []
     while True:
         try:
@@ -198,9 +186,9 @@ def rest_of(part: OpenPart) -> list[Any]:
             return found
 
 
-def test_a_copy_is_the_dataset_as_it_was_and_shares_what_is_large() -> None:
+def test_a_copy_is_the_dataset_as_it_was_and_shares_what_is_large():
     class Holder:
-        def __init__(self) -> None:
+        def __init__(self):
             self.small, self.large = np.arange(3), np.zeros(SHARED_BYTES, np.uint8)
             self.kind, self.function, self.module, self.items = Own, len, np, [1]
 
@@ -214,19 +202,19 @@ def test_a_copy_is_the_dataset_as_it_was_and_shares_what_is_large() -> None:
     assert (one.kind, one.function, one.module) == (Own, len, np)
 
 
-def test_functions_and_what_cannot_be_copied_are_shared() -> None:
-    def function() -> Iterator[int]:
+def test_functions_and_what_cannot_be_copied_are_shared():
+    def function():
         return iter(())
 
     class Locked:
-        def __init__(self) -> None:
+        def __init__(self):
             self.lock = threading.Lock()
 
     locked = Locked()
     assert Copies(function).make() is function and Copies(locked).make() is locked
 
 
-def test_a_part_is_begun_and_read_to_its_end() -> None:
+def test_a_part_is_begun_and_read_to_its_end():
     part = OpenPart(Parts((2, 3)), 1, 2, seed=5)
     assert rest_of(part) == []
     part.begin(0)
@@ -238,7 +226,7 @@ def test_a_part_is_begun_and_read_to_its_end() -> None:
 
 
 @pytest.mark.parametrize("kind", [Stateful, WithStatefulRows])
-def test_a_part_goes_on_from_its_state_and_the_state_is_a_copy(kind: Any) -> None:
+def test_a_part_goes_on_from_its_state_and_the_state_is_a_copy(kind):
     part = OpenPart(kind((5, 6)), 1, 2, 0)
     part.begin(0)
     assert [advance(part), advance(part)] == [100, 101] and part.is_stateful
@@ -255,12 +243,12 @@ def test_a_part_goes_on_from_its_state_and_the_state_is_a_copy(kind: Any) -> Non
 OF_TORCH = torch_data._utils.worker
 
 
-def told() -> tuple[int, int] | None:
+def told():
     info = get_worker_info()
     return None if info is None else (info.id, info.num_workers)
 
 
-def test_this_thread_is_told_and_others_are_not() -> None:
+def test_this_thread_is_told_and_others_are_not():
     assert told() is None
     before = set_current_part(Part(2, 5, 77, "the dataset"))
     try:
@@ -274,7 +262,7 @@ def test_this_thread_is_told_and_others_are_not() -> None:
     assert told() is None and before is None
 
 
-def test_what_was_told_before_comes_back() -> None:
+def test_what_was_told_before_comes_back():
     before = [set_current_part(part) for part in (Part(0, 2, 1, None), Part(3, 4, 1, None), None)]
     for expected in (None, (3, 4), (0, 2), None):
         assert told() == expected
@@ -282,8 +270,8 @@ def test_what_was_told_before_comes_back() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
-def test_a_worker_alone_in_its_process_tells_the_threads_of_the_dataset_too() -> None:
-    def work() -> Any:
+def test_a_worker_alone_in_its_process_tells_the_threads_of_the_dataset_too():
+    def work():
         before, found = set_current_part(Part(1, 3, 0, None), alone=True), []
         thread = threading.Thread(target=lambda: found.append(get_worker_info().id))
         thread.start()
@@ -295,7 +283,7 @@ def test_a_worker_alone_in_its_process_tells_the_threads_of_the_dataset_too() ->
     assert in_child(work) == "([1], None)"
 
 
-def test_the_answer_of_torch_s_own_workers_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_answer_of_torch_s_own_workers_stays(monkeypatch):
     own = OF_TORCH.WorkerInfo(id=6, num_workers=7, seed=0, dataset=None)
     patch_torch()
     monkeypatch.setattr(OF_TORCH, "_worker_info", own)
@@ -307,7 +295,7 @@ def test_the_answer_of_torch_s_own_workers_stays(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
-def test_a_forked_child_reads_no_part() -> None:
+def test_a_forked_child_reads_no_part():
     before = set_current_part(Part(0, 2, 0, None))
     pid = os.fork()
     if pid == 0:
@@ -316,7 +304,7 @@ def test_a_forked_child_reads_no_part() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def test_a_torch_without_that_function_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_without_that_function_is_left_alone(monkeypatch):
     monkeypatch.setattr(OF_TORCH, "get_worker_info", len)
     here.part, before = None, set_current_part(Part(0, 2, 0, None))
     here.part = before
@@ -324,8 +312,8 @@ def test_a_torch_without_that_function_is_left_alone(monkeypatch: pytest.MonkeyP
     patch_torch()
 
 
-def in_a_thread(call: Any) -> Any:
-    found: list[Any] = []
+def in_a_thread(call):
+    found = []
     thread = threading.Thread(target=lambda: found.append(call()))
     thread.start()
     thread.join()
