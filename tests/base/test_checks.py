@@ -36,10 +36,15 @@ from sharded_loader.base.entries import (
 )
 
 
-def test_sizes_are_numbers_or_texts():
+def test_sizes_are_numbers_or_texts_and_zero_is_enough_for_samples_but_not_for_shards(tmp_path):
     given = (5, "5", "5 b", "1kB", "2 MiB", "0.5 GB", "3TB", 7.0)
     assert [bytes_of_text(one) for one in given] == [5, 5, 5, 1000, 2 << 20, 500_000_000, 3 * 10**12, 7]
     assert bytes_of_text(0, 0) == 0
+    assert SimpleDataset([1]).cache(0)[0] == 1
+    with pytest.raises(ValueError, match="above 0"):
+        ShardCache(tmp_path, 0)
+    with pytest.raises((TypeError, ValueError), match="bucket_len_step must be above 0, got 2"):
+        ExpWidthBucket("2")
 
 
 @pytest.mark.parametrize(
@@ -49,14 +54,6 @@ def test_another_size_gets_advice(tmp_path, bad):
     for make in (lambda: ShardCache(tmp_path, bad), lambda: SimpleDataset([1]).cache(bad)):
         with pytest.raises(ValueError, match="max_bytes is .*give .*, or a text such as '100 GB'"):
             make()
-
-
-def test_zero_bytes_are_enough_for_samples_and_not_for_shards(tmp_path):
-    assert SimpleDataset([1]).cache(0)[0] == 1
-    with pytest.raises(ValueError, match="above 0"):
-        ShardCache(tmp_path, 0)
-    with pytest.raises((TypeError, ValueError), match="bucket_len_step must be above 0, got 2"):
-        ExpWidthBucket("2")
 
 
 def test_unknown_arguments_are_named_all_at_once():

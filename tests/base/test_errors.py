@@ -70,13 +70,16 @@ def test_an_error_says_where_it_was_and_how_to_see_it_again(arguments, place, ag
         assert notes_of(error) == ["the user's own", where, *again]
 
 
-def test_places_without_shards_or_workers_name_none_and_many_samples_are_shown_in_part():
+def test_places_are_named_in_part_and_what_a_handler_raises_is_no_error_of_a_batch():
     error = ValueError()
     Location(0, 5).note(error, ["a"])
     assert notes_of(error)[0] == "sharded_loader: in epoch 0, batch 5, sample 'a'"
     assert read_again(range(9), 0) == (
         "[loader.read(i, epoch=0) for i in (0, 1, 2, 3, 4, 5, 6, 7)]  # the first 8, 9 in all"
     )
+    with pytest.raises(KeyboardInterrupt):
+        as_batch_error(KeyboardInterrupt(), "by the sampler")
+    assert isinstance(as_batch_error(StopIteration(), "by the sampler"), SampleReadError)
 
 
 @pytest.mark.parametrize("ends", [StopIteration("x"), StopAsyncIteration("x"), SystemExit("x"), GeneratorExit("x")])
@@ -88,13 +91,7 @@ def test_what_would_end_a_loop_or_the_program_has_a_stand_in(ends):
     assert as_exception(error, "by the dataset") is error
 
 
-def test_in_the_main_process_what_a_handler_raises_is_no_error_of_a_batch():
-    with pytest.raises(KeyboardInterrupt):
-        as_batch_error(KeyboardInterrupt(), "by the sampler")
-    assert isinstance(as_batch_error(StopIteration(), "by the sampler"), SampleReadError)
-
-
-def test_a_traceback_becomes_text_without_the_notes():
+def test_a_traceback_becomes_text_without_the_notes_and_what_is_no_note_is_left_alone():
     for error in (ValueError("bad"), Frozen(3), Exits()):
         try:
             raise error
@@ -107,8 +104,6 @@ def test_a_traceback_becomes_text_without_the_notes():
         assert isinstance(error.__cause__, WorkerTraceback) and "test_errors.py" in str(error.__cause__)
     assert text_of(Exits()) == ""
 
-
-def test_notes_that_are_none_are_left_alone():
     class Other(Exception):
         __notes__ = "text"
 

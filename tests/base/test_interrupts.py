@@ -62,7 +62,7 @@ def test_what_a_handler_raises_is_from_outside(handler):
     assert is_from_outside(KeyboardInterrupt())
 
 
-def test_a_handler_that_another_has_replaced_is_still_known():
+def test_a_replaced_handler_is_still_known_but_not_by_other_threads_nor_while_samples_are_read():
     def once(number, frame):
         signal.signal(SIGNAL, signal.SIG_IGN)
         raise TimeIsUp
@@ -70,9 +70,6 @@ def test_a_handler_that_another_has_replaced_is_still_known():
     with handling(once):
         note_handlers()
         assert is_from_outside(raised_by(lambda: signal.raise_signal(SIGNAL)))
-
-
-def test_while_samples_are_read_an_exception_counts_as_the_dataset_s():
     with handling(raises):
         error = raised_by(lambda: signal.raise_signal(SIGNAL))
         assert is_from_outside(error) and not is_from_outside(error, reads=True)
@@ -80,9 +77,6 @@ def test_while_samples_are_read_an_exception_counts_as_the_dataset_s():
         signal.raise_signal(SIGNAL)
     note_handlers()
     assert not is_from_outside(caught.value, reads=True)  # the handler is gone, and was not seen before
-
-
-def test_another_thread_has_no_handlers():
     with handling(raises):
         error = raised_by(lambda: signal.raise_signal(SIGNAL))
         assert in_thread(lambda: is_from_outside(error)) is False
@@ -113,7 +107,7 @@ def test_signals_wait_for_the_end_of_the_block_and_come_once_in_order():
     assert came == ["TERM", "INT", "TERM"]
 
 
-def test_every_handler_runs_whatever_another_one_raises_and_all_are_put_back():
+def test_every_handler_runs_whatever_another_one_raises_and_other_threads_are_not_held_up():
     came = []
     with handling(raises), handling(lambda *_: came.append("INT"), signal.SIGINT):
         with pytest.raises(TimeIsUp):
@@ -122,6 +116,13 @@ def test_every_handler_runs_whatever_another_one_raises_and_all_are_put_back():
                 signal.raise_signal(signal.SIGINT)
         assert came == ["INT"]
         assert signal.getsignal(SIGNAL) is raises
+    before = signal.getsignal(SIGNAL)
+
+    def inside():
+        with uninterrupted():
+            return signal.getsignal(SIGNAL) is before
+
+    assert in_thread(inside)
 
 
 def test_a_signal_at_any_line_loses_no_signal_and_all_handlers_are_put_back():
@@ -148,16 +149,6 @@ def test_a_signal_at_any_line_loses_no_signal_and_all_handlers_are_put_back():
         if not tracer.fired:
             assert number > 10
             return
-
-
-def test_other_threads_are_not_held_up():
-    before = signal.getsignal(SIGNAL)
-
-    def inside():
-        with uninterrupted():
-            return signal.getsignal(SIGNAL) is before
-
-    assert in_thread(inside)
 
 
 def test_the_end_of_the_program_is_known_before_any_finalizer_runs():

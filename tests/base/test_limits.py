@@ -135,7 +135,7 @@ def test_what_the_kernel_has_killed_is_read_from_the_own_group(tmp_path, cgroup,
 # -- what would not fit -----------------------------------------------------------------------------------------------
 
 
-def test_what_does_not_fit_is_refused_with_advice(monkeypatch):
+def test_what_does_not_fit_is_refused_and_workers_share_what_the_container_allows(monkeypatch):
     free = [GIB]
     monkeypatch.setattr(limits, "free_bytes", lambda: limits.Limit(free[0], "the machine's memory"))
     with pytest.raises(MemoryError, match="it is a list. That takes 2,147,483,648 bytes.*1,073,741,824: take less"):
@@ -143,6 +143,10 @@ def test_what_does_not_fit_is_refused_with_advice(monkeypatch):
     limits.check_fits(GIB, "it fits", "take less")
     free[0] = 0
     limits.check_fits(1000, "it is small", "take less")
+    monkeypatch.setattr(limits, "usable_cores", lambda: 8)
+    for limit, number in ((None, 8), (2.5, 3), (0.5, 1), (99.0, 8)):
+        monkeypatch.setattr(limits, "core_limit", lambda limit=limit: limit)
+        assert cores_for_workers() == number
 
 
 # -- cores ------------------------------------------------------------------------------------------------------------
@@ -163,13 +167,6 @@ def test_the_tightest_limit_of_processor_time_counts(files, limit, tmp_path):
     cgroup = "4:memory:/x\n2:cpu,cpuacct:/job\n" if "cpu/job/cpu.cfs_quota_us" in files else "0::/job\n"
     write(tmp_path, {"proc/self/cgroup": cgroup} | {f"sys/fs/cgroup/{name}": text for name, text in files.items()})
     assert core_limit(tmp_path) == limit
-
-
-def test_workers_share_what_the_container_allows(monkeypatch):
-    monkeypatch.setattr(limits, "usable_cores", lambda: 8)
-    for limit, number in ((None, 8), (2.5, 3), (0.5, 1), (99.0, 8)):
-        monkeypatch.setattr(limits, "core_limit", lambda limit=limit: limit)
-        assert cores_for_workers() == number
 
 
 @pytest.mark.parametrize(

@@ -169,7 +169,7 @@ def test_the_drop_in_reads_a_dataset_that_has_grown_as_torch_does(workers):
         assert len(loader) == len(list(loader)) == before + 2
 
 
-def test_persistent_workers_of_the_drop_in_have_the_old_dataset_and_a_warning_says_so():
+def test_only_persistent_workers_have_the_old_dataset_and_a_sampler_may_know_of_the_new_one():
     data = list(range(8))
     loader = DataLoader(data, 4, num_workers=1, persistent_workers=True)
     assert len(list(loader)) == 2
@@ -177,9 +177,6 @@ def test_persistent_workers_of_the_drop_in_have_the_old_dataset_and_a_warning_sa
     with pytest.warns(LoaderWarning, match=r"has 4 samples, and had 8 .*leave out persistent_workers") as caught:
         assert [len(list(loader)), len(list(loader))] == [1, 1]
     assert [one.filename for one in caught] == [__file__]
-
-
-def test_a_sampler_of_the_user_may_know_that_the_dataset_has_grown():
     data, indices = [0, 1], [0, 1]
     with ShardedDataLoader(data, 2, sampler=indices) as loader:
         assert len(list(loader)) == 1
@@ -261,9 +258,6 @@ def test_where_warnings_are_errors_the_warning_of_parts_costs_no_batch():
             got.append(batch.tolist())
     assert len(got) == 2
     assert got + [batch.tolist() for batch in batches] == [[i, i + 1, i + 2] for i in (0, 0, 3, 3, 6, 6, 9, 9)]
-
-
-def test_a_negative_number_of_workers_means_none():
     assert ShardedDataLoader(range(4), 2, num_workers=-1).num_workers == 0
     with pytest.raises(ValueError, match="non-negative"):
         DataLoader(range(4), 2, num_workers=-1)

@@ -109,7 +109,7 @@ def test_private_names_of_others_stand_in_two_modules():
 # -- without the names -------------------------------------------------------------------------------------------------
 
 
-def test_a_lock_says_whether_this_thread_has_it():
+def test_a_lock_says_whether_this_thread_has_it_and_public_functions_serve_for_faster_ones(monkeypatch):
     lock, seen = threading.RLock(), list[bool]()
     assert not private.is_owned(lock)
     with lock:
@@ -119,9 +119,6 @@ def test_a_lock_says_whether_this_thread_has_it():
         other.join()
         assert seen == [False]
     assert not private.is_owned(lock)
-
-
-def test_without_the_faster_functions_the_public_ones_serve(monkeypatch):
     for name in ("_blake2", "_signal"):
         monkeypatch.setitem(sys.modules, name, None)
     spec = importlib.util.find_spec(private.__name__)
@@ -132,7 +129,7 @@ def test_without_the_faster_functions_the_public_ones_serve(monkeypatch):
     assert again.blake2b(b"x").digest() == private.blake2b(b"x").digest()
 
 
-def test_multiprocess_without_the_names_has_its_own_ways(monkeypatch):
+def test_libraries_without_the_names_have_their_own_ways(monkeypatch):
     launched = []
     monkeypatch.setattr(multiprocess.popen_fork.Popen, "_launch", list.append)
     private.fork_quietly(launched, 5)
@@ -144,9 +141,6 @@ def test_multiprocess_without_the_names_has_its_own_ways(monkeypatch):
     private.forget_child(object())
     assert private.tracker_descriptor() is None and private.interpreter_flags() == []
     assert private.has_forkserver_preload() and private.forget_forkserver() is None
-
-
-def test_torch_and_cloudpickle_without_the_names_are_left_alone(monkeypatch):
     monkeypatch.delattr(torch.autograd, "_profiler_enabled")
     for name in ("torch._dynamo", "torch._C._dynamo.eval_frame", "cloudpickle.cloudpickle"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
@@ -154,6 +148,8 @@ def test_torch_and_cloudpickle_without_the_names_are_left_alone(monkeypatch):
     private.skip_compiling([])
     private.end_compiling()
     assert private.tracker_of(int) is None and private.tracked_class("mark") is None
+    private.close_session(object())
+    assert not private.is_thread_of_others(threading.current_thread())
 
 
 def test_openblas_takes_a_limit_without_being_called():
@@ -180,11 +176,6 @@ def test_a_library_without_the_name_is_called(others):
         del own["dynlib"]
     private.limit_to_one_thread(types.SimpleNamespace(**own, set_num_threads=called.append))
     assert called == [1]
-
-
-def test_what_lacks_the_names_is_left_alone():
-    private.close_session(object())
-    assert not private.is_thread_of_others(threading.current_thread())
 
 
 # -- what waits for the import of a module is called once --------------------------------------------------------------

@@ -49,14 +49,10 @@ def test_the_first_kind_of_memory_that_works_is_used(monkeypatch, number):
 
 
 @linux
-def test_memory_for_which_there_is_no_descriptor_is_not_looked_for_elsewhere(monkeypatch):
+def test_without_descriptors_memory_is_not_looked_for_elsewhere_and_without_memfd_and_shm_in_files(monkeypatch):
     monkeypatch.setattr(os, "memfd_create", refused(errno.EMFILE))
     with pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
         system.open_memory("sharded_loader-0")
-
-
-@linux
-def test_a_platform_without_memfd_or_shm_has_files(monkeypatch):
     monkeypatch.delattr(os, "memfd_create")
     monkeypatch.setitem(sys.modules, "_posixshmem", None)
     fd, kind = system.open_memory("sharded_loader-0")

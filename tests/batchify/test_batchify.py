@@ -227,13 +227,26 @@ assert "torch" not in sys.modules, "torch was imported"
 # -- `Pad` -------------------------------------------------------------------------------------------------------------
 
 
-def test_pad_takes_tensors_of_every_dtype_and_lists_without_a_warning(recwarn):
+def test_pad_takes_tensors_of_every_dtype_and_all_it_makes_lies_in_the_memory_that_is_given(recwarn):
     rows = [torch.ones(2, 3, dtype=torch.bfloat16), torch.ones(2, 1, dtype=torch.bfloat16)]
     padded, lengths = Pad(axis=-1, ret_length=True)(rows)
     assert padded.dtype == torch.bfloat16 and padded[1].tolist() == [[1, 0, 0]] * 2 and lengths.tolist() == [3, 1]
     assert Pad(axis=1, dtype="float32")(rows).dtype == torch.float32
     assert Pad()([torch.ones(2), torch.ones(1)]).tolist() == [[1, 1], [1, 0]]
     assert Pad()([[1, 2], [3], []]).dtype == torch.int64 and not recwarn.list
+    padded, mask = Pad(mask=True)([[], [1]])
+    assert padded.tolist() == [[0], [1]] and mask.tolist() == [[False], [True]]
+    padded, mask = Pad(mask=True)([[], []])
+    assert padded.shape == mask.shape == (2, 0)
+    assert Pad(max_length=9)([[1], [2, 3]]).tolist() == [[1, 0], [2, 3]]
+    given = []
+    made = Pad(ret_length=True, max_length=2, mask=True).assemble(
+        [[1, 2, 3], [4]], lambda shape, dtype: given.append(np.empty(shape, dtype)) or given[-1]
+    )
+    assert type(made) is tuple and len(made) == len(given) == 3
+    assert all(one is array for one, array in zip(made, given, strict=True))
+    fn = Pad(max_length=8, truncate="start", mask=True)
+    assert repr(pickle.loads(pickle.dumps(fn))) == repr(fn) == "Pad(max_length=8, truncate='start', mask=True)"
 
 
 @given(
@@ -310,22 +323,6 @@ def test_every_axis_is_cut_and_masked_where_every_axis_is_padded(truncate):
     first, second = (samples[0][:, :3], samples[1][:3]) if truncate == "end" else (samples[0][:, 3:], samples[1][1:])
     assert padded[0][mask[0]].tolist() == first.ravel().tolist() and padded[1].tolist() == second.tolist()
     assert mask[0].tolist() == [[True] * 3, [True] * 3, [False] * 3] and mask[1].all()
-
-
-def test_the_mask_alone_comes_second_and_all_lie_in_the_memory_that_the_caller_gives():
-    padded, mask = Pad(mask=True)([[], [1]])
-    assert padded.tolist() == [[0], [1]] and mask.tolist() == [[False], [True]]
-    padded, mask = Pad(mask=True)([[], []])
-    assert padded.shape == mask.shape == (2, 0)
-    assert Pad(max_length=9)([[1], [2, 3]]).tolist() == [[1, 0], [2, 3]]
-    given = []
-    made = Pad(ret_length=True, max_length=2, mask=True).assemble(
-        [[1, 2, 3], [4]], lambda shape, dtype: given.append(np.empty(shape, dtype)) or given[-1]
-    )
-    assert type(made) is tuple and len(made) == len(given) == 3
-    assert all(one is array for one, array in zip(made, given, strict=True))
-    fn = Pad(max_length=8, truncate="start", mask=True)
-    assert repr(pickle.loads(pickle.dumps(fn))) == repr(fn) == "Pad(max_length=8, truncate='start', mask=True)"
 
 
 # -- rows joined as bytes, and rows written one by one -------------------------------------------------------------

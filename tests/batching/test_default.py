@@ -43,7 +43,7 @@ class Sample:
     name: str
 
 
-def test_structures_are_kept():
+def test_structures_are_kept_text_and_objects_stay_apart_and_what_offers_an_array_is_one():
     batch = default_batchify_fn([{"a": (1, np.zeros(2)), "n": "x"}, {"a": (2, np.ones(2)), "n": "y"}])
     assert type(batch) is dict and type(batch["a"]) is list and batch["n"] == ["x", "y"]
     assert batch["a"][0].tolist() == [1, 2] and batch["a"][1].shape == (2, 2)
@@ -55,8 +55,6 @@ def test_structures_are_kept():
     fields = default_batchify_fn([[np.zeros(2), "a"], [np.ones(2), "b"]])  # lists that hold more than numbers
     assert fields[0].shape == (2, 2) and fields[1] == ["a", "b"]
 
-
-def test_text_and_objects_stay_apart_and_what_offers_an_array_is_one():
     class Image:
         __array_interface__ = np.arange(4, dtype=np.uint8).reshape(2, 2).__array_interface__
 
@@ -216,7 +214,7 @@ def test_a_class_that_only_copies_samples_keeps_its_attributes():
 # -- what all batchify functions share ---------------------------------------------------------------------------------
 
 
-def test_fields_of_fields_are_one_path():
+def test_an_error_has_one_path_to_the_field_and_shows_each_shape_once():
     def fails(samples, empty):
         raise BatchifyError("no", "do")
 
@@ -228,9 +226,6 @@ def test_fields_of_fields_are_one_path():
 
     with pytest.raises(BatchifyError, match=r"^no, in field \[1\]\['x'\]: do$"):
         in_fields([0, 1], "[{}]", [len_of, inner], [[], []], np.empty)
-
-
-def test_each_shape_is_shown_once_with_the_first_sample_that_has_it():
     assert ragged([(1,), (2,), (1,)]).problem.endswith(
         "cannot be stacked: (1,) (sample 0 of the batch), (2,) (sample 1 of the batch)"
     )

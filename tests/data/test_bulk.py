@@ -387,14 +387,12 @@ def test_hugging_face_columns_are_the_batch_of_its_samples(hugging_face, form, d
         assert list(batch) == list(COLUMNS)
 
 
-def test_a_ragged_hugging_face_column_is_refused_as_its_samples_are(hugging_face):
+def test_what_is_no_hugging_face_column_is_read_by_samples_and_ragged_ones_are_refused(hugging_face):
     for form in (list, as_arrays):
         dataset = hugging_face({"id": [0, 1], "tokens": [[1], [1, 2]]}, form)
         with pytest.raises(ValueError, match=r"shapes.*\['tokens'\]"):
             list(ShardedDataLoader(dataset, 2))
 
-
-def test_what_is_no_column_read_is_read_by_samples(hugging_face):
     class Rows(hugging_face):
         def __getitem__(self, key):
             return {"x": key} if isinstance(key, int) else ["not", "columns"]
@@ -525,7 +523,7 @@ def test_a_batch_sampler_may_fill_one_list_again_and_again(sharded, pool):
         assert [batch.tolist() for batch in batches] == [list(range(begin, begin + 5)) for begin in range(0, 20, 5)]
 
 
-def test_a_batchify_function_may_empty_its_list():
+def test_a_batchify_function_may_empty_its_list_and_places_of_a_changed_one_are_not_believed():
     def empties(samples):
         found = [samples.pop() for _ in range(len(samples))]
         if 7 in found:
@@ -537,9 +535,6 @@ def test_a_batchify_function_may_empty_its_list():
     with pytest.raises(ValueError, match="seven"):
         next(batches)
     assert next(batches).tolist() == [14, 13, 12, 11, 10]
-
-
-def test_places_of_a_list_that_somebody_has_changed_are_not_believed():
     for change in (list.sort, list.reverse, list.pop, lambda indices: indices.append(4)):
         keys = [SampleScope(seed, 0) for seed in range(3)]
         indices = KeyedIndices([7, 8, 2], keys)

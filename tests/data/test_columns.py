@@ -163,13 +163,10 @@ def test_a_table_is_no_column_and_no_dataset_and_the_error_says_what_to_write(ma
         ArrayDataset(FakeFrame(["x", "x"], frame.held))
 
 
-def test_a_dict_that_is_indexed_by_position_is_a_dataset():
+def test_dicts_by_position_are_datasets_and_functions_and_filters_read_a_series_by_position():
     samples = {0: 10, 1: 11, 2: 12, 3: 13}
     assert first(samples).tolist() == first(ArrayDataset(samples)).tolist() == [10, 11, 12, 13]
     assert first({"a": 1, "b": 2}, sampler=["b", "a"]).tolist() == [2, 1]
-
-
-def test_batchify_functions_and_filters_read_a_series_by_position():
     series = FakeSeries([5, 6, 7, 8])
     assert default_batchify_fn(series).tolist() == Stack()(series).tolist() == [5, 6, 7, 8]
     assert list(FilterSampler(lambda value: value > 6, series)) == [2, 3]
@@ -281,7 +278,7 @@ def test_masked_values_are_refused_with_advice(make):
         make()
 
 
-def test_a_masked_array_in_which_nothing_is_masked_is_an_array():
+def test_a_masked_array_is_an_array_as_long_as_nothing_is_masked():
     whole = np.ma.array(np.arange(4.0))
     for dataset in (whole, ArrayDataset(whole), SimpleDataset(whole), list(whole)):
         assert first(dataset).tolist() == [0, 1, 2, 3]
@@ -289,9 +286,6 @@ def test_a_masked_array_in_which_nothing_is_masked_is_an_array():
     array = masked(4)  # data and mask may be columns
     batch = first(ArrayDataset(x=array.data, mask=np.ma.getmaskarray(array)))
     assert batch["mask"].tolist() == [True, False, False, False]
-
-
-def test_values_masked_after_the_dataset_was_made_are_refused_too():
     whole = np.ma.array(np.arange(4.0))
     dataset = ArrayDataset(whole)
     whole[2] = np.ma.masked
@@ -437,7 +431,7 @@ def test_an_array_without_a_length_has_that_of_its_shape(make, loader, kind):
     assert sorted(shuffled.tolist()) == NUMBERS.tolist()
 
 
-def test_rows_are_read_at_once_where_the_array_can():
+def test_rows_are_read_at_once_where_the_array_can_and_with_a_sampler_it_keeps_its_samples():
     for make in (ArrayDataset, SimpleDataset):
         lazy = Lazy(NUMBERS)
         dataset = make(lazy)
@@ -451,8 +445,6 @@ def test_rows_are_read_at_once_where_the_array_can():
         with pytest.raises(IndexError, match="dataset of 8 samples"):
             dataset[8]
 
-
-def test_what_has_a_shape_and_a_sampler_keeps_its_samples():
     class Keys:
         shape = (2, 3)
 

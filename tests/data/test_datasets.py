@@ -178,9 +178,17 @@ def test_several_indices_at_once_are_refused(index):
             dataset[index]
 
 
-def test_keys_are_passed_on_by_a_transform():
+def test_keys_are_passed_on_by_a_transform_and_samplers_are_read_at_epoch_0():
     transformed = SimpleDataset({"a": 1, (0, 1): 2}).transform(lambda x: x * 2)
     assert transformed["a"] == 2 and transformed[0, 1] == 4
+
+    class Backwards(RandomSampler):
+        def __iter__(self):
+            return iter([2, 1, 0])
+
+    sampler = RandomSampler(10, seed=3)
+    assert list(ten().sample(sampler)) == list(sampler.iter_epoch(0))
+    assert list(SimpleDataset([10, 20, 30, 40]).sample(Backwards(3))) == [30, 20, 10]
 
 
 def test_sums_are_flat_and_in_order_of_datasets_lists_and_arrays():
@@ -217,7 +225,7 @@ def test_ratio_splits_are_disjoint_complete_and_pure(length, weights, seed):
     assert parts == [list(p) for p in SimpleDataset(range(length)).split(ratios, seed=seed)]
 
 
-def test_splits_by_size_and_by_torchs_seed():
+def test_splits_by_size_and_by_torchs_seed_which_are_the_same_in_every_release(monkeypatch):
     a, b = ten().split([7, 3], seed=0)
     assert (len(a), len(b)) == (7, 3) and a.indices.dtype == np.int64
     torch.manual_seed(3)
@@ -226,24 +234,11 @@ def test_splits_by_size_and_by_torchs_seed():
     assert first == list(ten().split([0.5, 0.5])[0])
     assert first != list(ten().split([0.5, 0.5])[0])
     assert [len(part) for part in SimpleDataset(range(100)).split([0.29, 0.71])] == [29, 71]
-
-
-def test_a_split_is_the_same_in_every_release(monkeypatch):
     pinned = {2**24: [[4, 5, 7, 6], [1, 2], [0, 3]], 0: [[7, 1, 6, 5], [4, 0], [3, 2]]}
     for in_memory, indices in pinned.items():
         monkeypatch.setattr(shuffle, "IN_MEMORY", in_memory)
         parts = SimpleDataset(range(8)).split([0.5, 0.25, 0.25], seed=7)
         assert [part.indices.tolist() for part in parts] == indices
-
-
-def test_samplers_are_read_at_epoch_0_by_the_iter_that_a_class_overrides():
-    class Backwards(RandomSampler):
-        def __iter__(self):
-            return iter([2, 1, 0])
-
-    sampler = RandomSampler(10, seed=3)
-    assert list(ten().sample(sampler)) == list(sampler.iter_epoch(0))
-    assert list(SimpleDataset([10, 20, 30, 40]).sample(Backwards(3))) == [30, 20, 10]
 
 
 DERIVED = {
@@ -273,7 +268,7 @@ def test_indices_say_which_samples_of_the_dataset_a_part_of_a_part_has(first, se
     assert list(inner) == list(DERIVED[second](SimpleDataset(list(part))))
 
 
-def test_arrays_of_indices_are_read_only_and_copies():
+def test_indices_are_read_only_copies_and_of_a_huge_dataset_a_range():
     for kind in (np.array, torch.tensor, list):
         given = kind([3, 1])
         part = SubsetDataset("abcde", given)
@@ -286,9 +281,6 @@ def test_arrays_of_indices_are_read_only_and_copies():
     for name in ("indices", "dataset"):
         with pytest.raises(AttributeError):
             setattr(part, name, "abc")
-
-
-def test_parts_of_a_huge_dataset_take_no_memory():
     inner = SimpleDataset(range(10**15)).take(10**14).shard(2, 1)[::-1]
     assert inner.indices == range(10**14 - 1, 5 * 10**13 - 1, -1) and inner[5] == 10**14 - 6
 

@@ -98,7 +98,7 @@ def test_what_has_an_index_or_is_a_class_or_nothing_is_not(dataset):
     assert not any(map(is_indexed, (Counted(), iter([]))))
 
 
-def test_what_keeps_its_state_has_both_methods():
+def test_methods_and_arguments_say_what_a_dataset_can_do():
     half = type("Half", (), {"state_dict": lambda self: {}})()
     # As MosaicML's: its own loader tells it how many samples were read.
     asks = type("Asks", (Stateful,), {"state_dict": lambda self, num_samples, from_beginning: {}})()
@@ -106,18 +106,12 @@ def test_what_keeps_its_state_has_both_methods():
     assert is_stateful(Stateful()) and is_stateful(may_be_asked)
     assert not any(map(is_stateful, (Own(), None, half, asks)))
     assert [keeps_place(one) for one in (Stateful(), Told(), iter([]), Own(), Parts())] == [True] * 3 + [False] * 2
-
-
-def test_some_datasets_know_how_many_parts_they_have():
     shards = SimpleNamespace(num_shards=3)
     assert known_parts(shards) == 3
     for shards.num_shards in (0, -1, True, "3", 2.0, None):
         assert known_parts(shards) is None
     shards.n_shards = 5
     assert known_parts(shards) == 5 and known_parts(Own()) is None
-
-
-def test_a_function_of_two_arguments_takes_its_part():
     assert takes_two(lambda part, parts: [])
     for other in (
         lambda part=0, parts=1: [],
@@ -172,15 +166,13 @@ def test_a_single_worker_may_have_an_open_file(numbers, pool):
         assert np.concatenate([batch.numpy() for batch in loader]).tolist() == list(range(20))
 
 
-def test_a_file_inside_wrappers_lists_and_dicts_is_found(numbers):
+def test_a_file_is_found_inside_of_anything_if_its_position_is_read(numbers, tmp_path):
     assert open_file(SubsetDataset(SubsetDataset(numbers, [0]), [0])) is not None
     assert open_file(SimpleNamespace(files={"a": [numbers.file]})) == "dataset.files['a'][0]"
     assert open_file([numbers]) == "dataset[0].file"
     numbers.lock = threading.Lock()  # taken to guard it from threads
     assert open_file(numbers, in_threads=True) is None and open_file(numbers) == "dataset.file"
 
-
-def test_what_has_no_position_that_is_read_is_not_found(numbers, tmp_path):
     class Touchy:
         def __getattribute__(self, name):
             raise AssertionError(name)
@@ -247,7 +239,7 @@ def test_what_nothing_is_known_of_has_none(data):
     assert fingerprint_of(data) in (None, fingerprint_of([object(), object(), object()]))
 
 
-def test_much_data_are_not_read(tmp_path):
+def test_much_data_are_not_read_and_shards_are_known_by_names_and_sizes(tmp_path):
     large = np.lib.format.open_memmap(str(tmp_path / "a.npy"), mode="w+", dtype=np.float32, shape=(25_000, 1000))
     resource = pytest.importorskip("resource")  # POSIX
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -255,9 +247,6 @@ def test_much_data_are_not_read(tmp_path):
     read = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
     large.sum()
     assert 10 * read < resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before, "page faults, of a few and of all"
-
-
-def test_shards_are_known_by_names_and_sizes_wherever_they_lie(tmp_path):
     found = []
     for name, content in (("a", b"1"), ("b", b"1"), ("c", bytes(3000))):
         (tmp_path / name).mkdir()
@@ -301,7 +290,7 @@ def test_a_state_is_not_taken_on_over_other_data_of_the_same_length(made):
     assert load(made, old, [5, 6, 7, 8]) == [], "a state of an older version says nothing of the data"
 
 
-def test_iterable_data_with_a_name_are_compared_too():
+def test_iterable_data_with_a_name_are_compared_too_and_changed_data_after_a_refresh():
     def named(name):
         vars(made := Own((4,)))["_fingerprint"] = name
         return made
@@ -312,9 +301,6 @@ def test_iterable_data_with_a_name_are_compared_too():
     assert load(ShardedDataLoader, state, named("a")) == []
     with pytest.raises(ValueError, match="other data"):
         load(ShardedDataLoader, [state], named("b"))
-
-
-def test_after_a_refresh_the_fingerprint_is_that_of_the_changed_data():
     data = [1, 2, 3, 4]
     loader = ShardedDataLoader(data, 2)
     before = loader.state_dict()["data"]
@@ -433,13 +419,10 @@ SAMPLES = [
 ]
 
 
-def test_samples_that_differ_have_other_digests_of_parts_and_equal_ones_the_same():
+def test_samples_that_differ_have_other_digests_of_parts_as_far_as_one_can_look_into_them():
     found = [sampled(sample) for sample in SAMPLES]
     assert len(set(found)) == len(found)
     assert found == [sampled(sample) for sample in SAMPLES]
-
-
-def test_what_cannot_be_looked_into_counts_by_its_class():
     assert sampled(torch.ones(3, device="meta")) == sampled(torch.ones(2, device="meta"))
     assert sampled(io.StringIO("a")) == sampled(io.StringIO("b"))
     assert sampled("\ud800") != sampled("a")

@@ -229,13 +229,10 @@ def test_an_inherited_bulk_method_says_why_it_is_absent():
     assert dataset.__getitems__([1, 2]) == [-2, -3]
 
 
-def test_a_method_of_the_object_itself_is_used():
+def test_a_method_of_the_object_itself_is_used_and_no_ignored_one_inside_torchs_stack_dataset():
     dataset = SimpleDataset([1, 2, 3])
     dataset.get_batch = lambda indices: np.array(indices) + 50
     assert first(dataset, 3) == [50, 51, 52]
-
-
-def test_torchs_stack_dataset_does_not_bring_an_ignored_override_back():
     for inner in (NegativeArray(COLUMN), OVERRIDING["of others"]()):
         stacked = StackDataset(x=inner, y=TensorDataset(torch.arange(N)))
         assert next(iter(ShardedDataLoader(stacked, 3)))["x"].tolist() == [-1, -2, -3]

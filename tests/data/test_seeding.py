@@ -158,12 +158,23 @@ def test_objects_are_found_wherever_a_transform_refers_to_them(fn, paths):
     assert [owner.path for owner in owners(fn)] == paths
 
 
-def test_circles_and_long_data_end():
+def test_the_search_goes_nearest_first_and_ends_at_circles_and_its_bounds():
     circle = Holder(data=[[] for _ in range(10_000)], more=list(range(10**6)), z=GLOBAL)
     circle.self = circle
     assert [owner.path for owner in owners(circle)] == ["fn.z"]
     wide = Holder(**{f"a{number}": Holder(b=Holder()) for number in range(5000)}, aa=GLOBAL)
     assert len(owners(wide)) <= 1
+    inner = [["far"]]
+    root = [inner, {"a": inner}, [1]]
+
+    def paths(**bounds):
+        search = reachable(root, lambda obj: ((f"[{n}]", child) for n, child in enumerate(obj)), "x", **bounds)
+        return [path for path, _ in search]
+
+    assert paths() == ["x", "x[0]", "x[1]", "x[2]", "x[0][0]"]
+    assert paths(deepest=1) == ["x", "x[0]", "x[1]", "x[2]"]
+    assert paths(most=2) == ["x", "x[0]"]
+    assert paths(deepest=0) == ["x"]
 
 
 @pytest.fixture
@@ -239,7 +250,7 @@ def test_outside_a_loader_and_without_seeded_nothing_is_seeded(scope):
     assert len(own.seeds) == 1
 
 
-def test_an_object_that_cannot_be_seeded_is_named():
+def test_objects_are_searched_once_per_batch_and_one_that_cannot_be_seeded_is_named(monkeypatch):
     class Broken(Owns):
         def set_random_seed(self, seed):
             raise RuntimeError("no seed")
@@ -248,6 +259,10 @@ def test_an_object_that_cannot_be_seeded_is_named():
     with pytest.raises(RuntimeError, match="no seed") as caught:
         next(iter(loader))
     assert "raised while transform(fn, seeded=True) seeded fn.a[0]" in notes_of(caught.value)
+    searched = []
+    monkeypatch.setattr(seeding, "owners", lambda fn: searched.append(fn) or owners(fn))
+    list(ShardedDataLoader(SimpleDataset(range(12)).transform(Owns(), seeded=True), 4))
+    assert len(searched) == 3
 
 
 def test_threads_use_a_shared_object_one_at_a_time():
@@ -272,24 +287,3 @@ def test_threads_use_a_shared_object_one_at_a_time():
     with ShardedDataLoader(dataset, 2, pool=ThreadPool(3)) as loader:
         assert sorted(value for batch in loader for value in batch.tolist()) == list(range(12))
     assert Overlapping.most == 1
-
-
-def test_the_search_is_done_once_per_batch(monkeypatch):
-    searched = []
-    monkeypatch.setattr(seeding, "owners", lambda fn: searched.append(fn) or owners(fn))
-    list(ShardedDataLoader(SimpleDataset(range(12)).transform(Owns(), seeded=True), 4))
-    assert len(searched) == 3
-
-
-def test_the_search_of_an_object_goes_nearest_first_and_ends_at_its_bounds():
-    inner = [["far"]]
-    root = [inner, {"a": inner}, [1]]
-
-    def paths(**bounds):
-        search = reachable(root, lambda obj: ((f"[{n}]", child) for n, child in enumerate(obj)), "x", **bounds)
-        return [path for path, _ in search]
-
-    assert paths() == ["x", "x[0]", "x[1]", "x[2]", "x[0][0]"]
-    assert paths(deepest=1) == ["x", "x[0]", "x[1]", "x[2]"]
-    assert paths(most=2) == ["x", "x[0]"]
-    assert paths(deepest=0) == ["x"]

@@ -73,7 +73,7 @@ def lend(arena, slot):
     return whole
 
 
-def test_the_first_that_fits_is_taken_and_neighbours_join(arena):
+def test_the_first_that_fits_is_taken_and_neighbours_join_without_gaps(arena):
     a, b, c, d = (take(arena, 1 << 16) for _ in range(4))
     arena.give(b)
     assert take(arena, 1 << 16) == b
@@ -83,22 +83,26 @@ def test_the_first_that_fits_is_taken_and_neighbours_join(arena):
     assert (joined.offset, joined.nbytes) == (a.offset, 3 << 16)
     arena.give(joined)
     arena.give(d)
-    assert take(arena, FIRST_SEGMENT).offset == 0
-    assert len(arena.segments) == 1
-
-
-def test_slots_of_one_size_after_another_leave_no_gaps(arena):
+    whole = take(arena, FIRST_SEGMENT)
+    assert whole.offset == 0 and len(arena.segments) == 1
+    arena.give(whole)
     for nbytes in (100_000, 300_000, 150_000, 1_000_000):
         for slot in [take(arena, nbytes) for _ in range(4)]:
             arena.give(slot)
     assert arena.nbytes == FIRST_SEGMENT
 
 
-def test_any_number_of_batches_takes_a_few_descriptors(new):
+def test_any_number_of_batches_takes_a_few_descriptors_up_to_a_share_of_what_is_free(new, monkeypatch):
     arena = new(1 << 30)
     slots = [take(arena, 256 << 10) for _ in range(1000)]
     assert len(set(slots)) == 1000
     assert len(arena.segments) <= 10
+    monkeypatch.setattr(arena_module.limits, "free_bytes", lambda: Limit(64 << 20, "the machine's memory"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    arena = new()
+    while arena.take(1 << 20) is not None:
+        pass
+    assert arena.nbytes == 8 << 20
 
 
 @pytest.mark.parametrize("max_bytes", [0, 1, 64, 4095, 4096, 10_000, 1_000_000, 5_000_000])
@@ -113,15 +117,6 @@ def test_the_bound_is_kept(max_bytes, new):
     assert arena.nbytes <= max_bytes
     assert arena.nbytes > max_bytes - PAGE  # and used up
     assert arena.take(max_bytes + 1) is None
-
-
-def test_the_default_bound_is_a_share_of_what_is_free(monkeypatch, new):
-    monkeypatch.setattr(arena_module.limits, "free_bytes", lambda: Limit(64 << 20, "the machine's memory"))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    arena = new()
-    while arena.take(1 << 20) is not None:
-        pass
-    assert arena.nbytes == 8 << 20
 
 
 @pytest.mark.parametrize("held", [0, 3])
@@ -205,10 +200,16 @@ def small_mount(monkeypatch):
     return used
 
 
-def test_memory_that_the_machine_has_not_got_is_an_error(small_mount, new):
+def test_a_full_mount_is_a_bound_and_memory_that_the_machine_has_not_got_an_error(small_mount, new):
     arena = new(1 << 30)
     with pytest.raises(MemoryError, match=r"bytes .*No space left"):
         arena.take(70 << 20)
+    arena = new(1 << 30)
+    first = take(arena, 38 << 20)
+    with pytest.warns(UserWarning, match="No space left"):
+        assert arena.take(38 << 20) is None
+    arena.give(first)
+    assert take(arena, 38 << 20) == first
 
 
 @posix
@@ -220,15 +221,6 @@ def test_a_batch_larger_than_the_mount_goes_through_the_pipe(small_mount, monkey
             assert arena.take(70 << 20) is None
     assert len(seen) == 1
     assert take(arena, 1 << 20)  # what there is can be had
-
-
-def test_a_full_mount_is_a_bound(small_mount, new):
-    arena = new(1 << 30)
-    first = take(arena, 38 << 20)
-    with pytest.warns(UserWarning, match="No space left"):
-        assert arena.take(38 << 20) is None
-    arena.give(first)
-    assert take(arena, 38 << 20) == first
 
 
 @pytest.mark.parametrize("limit", ["of the machine", "of the mount"])
@@ -309,7 +301,8 @@ def test_batches_that_come_and_go_at_the_bound_are_nobody_s_leak():
 # -- forks ----------------------------------------------------------------------------------------------------
 
 
-def test_what_is_lent_at_a_fork_is_never_used_again(arena):
+@posix
+def test_what_is_lent_at_a_fork_is_never_used_again_and_stays_lent_whatever_the_child_drops(arena):
     before, free = take(arena, 1 << 16), take(arena, 1 << 16)
     gone = take(arena, 1 << 16)
     lent, returned = lend(arena, before), lend(arena, gone)
@@ -322,6 +315,9 @@ def test_what_is_lent_at_a_fork_is_never_used_again(arena):
     slots = [take(arena, 1 << 16) for _ in range(200)]
     assert len(arena.segments) > 1
     assert before not in slots and free in slots and gone in slots
+    whole = [lend(arena, take(arena, 1000))]
+    assert in_child(lambda: (whole.clear(), gc.collect())[0]) == "None"
+    assert arena.lent == 1 and whole.pop() is not None
 
 
 @posix
@@ -349,13 +345,6 @@ def test_a_fork_in_one_thread_does_not_disturb_another_at_work(arena):
         stop.set()
         thread.join()
         sys.setswitchinterval(before)
-
-
-@posix
-def test_what_a_forked_child_drops_stays_lent_here(arena):
-    whole = [lend(arena, take(arena, 1000))]
-    assert in_child(lambda: (whole.clear(), gc.collect())[0]) == "None"
-    assert arena.lent == 1 and whole.pop() is not None
 
 
 def _overlap(a, b):

@@ -367,12 +367,18 @@ def test_a_slot_that_is_too_small_says_how_large_the_next_must_be(nbytes):
     assert encode([x, *batch[1:]], again).buffers == ()
 
 
-def test_small_ones_go_in_band_and_large_ones_out_of_it():
+def test_small_arrays_go_in_band_large_ones_and_objects_with_buffers_out_of_it():
     small, medium, large = (np.zeros(n, np.uint8) for n in (IN_SLOT_BYTES - 1, IN_SLOT_BYTES, IN_BAND_BYTES))
     assert encode([small, medium]).places == ()
     assert encode([small, medium, large]).places == ((-1, IN_BAND_BYTES),)
     writer = SlotWriter(slot_of(1 << 20))
     assert [n for _, n in encode([small, medium, large], writer).places] == [IN_SLOT_BYTES, IN_BAND_BYTES]
+    assert through(Plain(open), None).x is open  # and functions go by name
+    payload = pickle.PickleBuffer(bytearray(b"z" * 20_000))
+    memory = slot_of(1 << 16)
+    encoded = encode([payload], SlotWriter(memory))
+    assert [n for _, n in encoded.places] == [20_000]
+    assert bytes(receive(encoded, memory)[0]) == b"z" * 20_000
 
 
 @pytest.mark.parametrize("dtype", ["f8", "M8[s]", "U3", "U0", STRUCTURE, "O"], ids=str)
@@ -422,15 +428,6 @@ def test_what_was_pickled_does_not_wait_for_the_collector(fails):
         assert gone() is None
     finally:
         gc.enable()
-
-
-def test_objects_with_buffers_of_their_own_go_out_of_band():
-    assert through(Plain(open), None).x is open  # and functions go by name
-    payload = pickle.PickleBuffer(bytearray(b"z" * 20_000))
-    memory = slot_of(1 << 16)
-    encoded = encode([payload], SlotWriter(memory))
-    assert [n for _, n in encoded.places] == [20_000]
-    assert bytes(receive(encoded, memory)[0]) == b"z" * 20_000
 
 
 # -- a class that a worker names is the very class of this process ----------------------------------------------------
@@ -566,15 +563,12 @@ def test_what_cannot_be_pickled_stays_behind_alone_and_where_it_cannot_arrive_it
     assert type(got) is Nasty or isinstance(got, SampleReadError)
 
 
-def test_the_worker_s_traceback_and_the_notes_travel():
+def test_the_worker_s_traceback_and_the_notes_travel_and_the_remedy_for_cuda_after_a_fork(monkeypatch):
     error = raised(ValueError("x"))
     add_note(error, "a note")
     got = sent(error)
     assert isinstance(got.__cause__, WorkerTraceback) and "in raised" in str(got.__cause__)
     assert notes_of(got) == ["a note"]
-
-
-def test_cuda_in_a_forked_worker_comes_with_the_remedy(monkeypatch):
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
     with pytest.raises(RuntimeError, match="re-initialize CUDA") as caught:
         torch.cuda._lazy_init()  # torch's own words, without a GPU

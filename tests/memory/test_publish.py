@@ -89,7 +89,7 @@ def test_what_a_signal_handler_raises_while_the_dataset_is_pickled_is_no_error_o
         signal.signal(signal.SIGINT, before)
 
 
-def test_views_of_one_tensor_stay_views_of_one_tensor_and_the_same_array_one():
+def test_views_of_one_tensor_are_sent_once_and_stay_views_and_the_same_array_one():
     data = torch.arange(100_000.0)
     dataset = SimpleDataset([data[:10], data, data[50_000:], data.view(100, 1000).T, data.detach().view(torch.int32)])
     encoded = publish(dataset)
@@ -101,9 +101,6 @@ def test_views_of_one_tensor_stay_views_of_one_tensor_and_the_same_array_one():
     array = np.zeros(10_000)
     a, b, c = reopened([array, array, array[::2]])
     assert a is b and c.size == 5000
-
-
-def test_many_windows_over_one_tensor_are_sent_once():
     windows = torch.arange(20_000.0).unfold(0, 1000, 10)
     encoded = publish([*windows, windows.expand(3, *windows.shape)])
     assert sum(raw.nbytes for raw in encoded.buffers) == 80_000
@@ -111,15 +108,12 @@ def test_many_windows_over_one_tensor_are_sent_once():
     assert all(torch.equal(a, b) for a, b in zip(got, windows, strict=True))
 
 
-def test_tensors_without_elements_tensors_over_arrays_and_parameters():
+def test_tensors_over_arrays_or_without_elements_and_parameters_whatever_the_default_device():
     array, layer = np.arange(50_000), torch.nn.Linear(100, 200)
     parts = [torch.zeros(0), torch.zeros(0, 3, dtype=torch.int8), torch.from_numpy(array)]
     parts += [torch.from_numpy(array[:9000]), layer.weight, (layer.weight * 2).detach().requires_grad_()]
     for a, b in zip(parts, reopened(parts), strict=True):
         assert type(a) is type(b) and a.dtype == b.dtype and torch.equal(a, b) and a.requires_grad == b.requires_grad
-
-
-def test_the_default_device_does_not_matter_to_tensors_in_host_memory():
     data = torch.arange(50_000.0)
     torch.set_default_device("meta")
     try:
@@ -298,22 +292,16 @@ def test_views_arrive_the_same_and_go_by_name(file, mode, view):
     assert (got.strides, got.flags.writeable) == (array.strides, array.flags.writeable)
 
 
-def test_what_only_comes_from_a_memmap_goes_by_value(file):
+def test_views_of_one_mapping_stay_so_and_are_described_once_but_what_is_computed_goes_by_value(file):
     whole = mapped(file)
     for array in (whole + 1, whole.copy(), np.sort(whole), whole[[1, 2, 3]], whole.sum(), whole[:0]):
         got = reopened(array)
         assert type(got) is type(array) and np.array_equal(got, array) and got.dtype == array.dtype
-
-
-def test_views_of_one_mapping_stay_views_of_one_mapping(file):
     whole = mapped(file, "r+")
     one, other, third = reopened([whole[:10], np.asarray(whole)[5:], mapped(file, "r+")])
     one[7, 0] = -1
     assert other[2, 0] == -1 and third[7, 0] == -1  # the last one through the file
     assert np.shares_memory(one, other) and not np.shares_memory(one, third)
-
-
-def test_many_slices_are_described_once(file):
     rows = list(mapped(file))
     assert bytes_of(rows) < 200 * len(rows)
 

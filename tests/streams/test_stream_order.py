@@ -144,15 +144,12 @@ def test_an_epoch_is_over_at_its_last_step_or_where_all_parts_have_ended():
     assert not reading_of(2).is_over() and not reading_of(2).in_mid_epoch
 
 
-def test_what_is_delivered_is_forgotten_but_for_the_last_batch():
+def test_what_is_delivered_is_forgotten_but_for_the_last_batch_and_twice_is_as_once():
     reads = Reads([400], reading_of(1))
     reads.all(3, 50)
     batch, done = reads.reading.batch, reads.delivered
     assert batch(done - 1) is not None and batch(done - 2) is None
     assert reads.reading.position(done - 1).done == 49
-
-
-def test_to_forget_or_to_note_twice_is_the_same_as_once():
     reading = reading_of(2)
     planned = [reading.batch(seq) for seq in range(6)]
     for seq in (0, 1, 2, 0, 1, 2):
@@ -212,9 +209,13 @@ def test_how_many_parts_there_are(dataset, options, parts):
     assert order.parts == order.stream.parts == order.signature().streams == parts
 
 
-def test_a_seed_is_drawn_where_there_is_one_rank_and_0_where_there_are_several():
+def test_one_rank_draws_a_seed_and_no_two_readings_have_one_number_unless_parts_start_over():
     assert order_of(seed=None, num_replicas=2, rank=0).seed == 0
     assert order_of(seed=None).seed != order_of(seed=None).seed
+    # A pool may outlive an order: it must not take a part of a new epoch for one that it has open.
+    numbers = [order_of(streams=2).epoch(0).opening for _ in range(3)]
+    assert len(set(numbers)) == 3
+    assert [order_of(steps_per_epoch=3).epoch(epoch).opening for epoch in range(2)] == [0, 0]
 
 
 def test_readings_have_numbers_and_the_oldest_one_that_has_begun_and_lives_is_known():
@@ -239,13 +240,6 @@ def test_readings_have_numbers_and_the_oldest_one_that_has_begun_and_lives_is_kn
     assert oldest() == numbers[1]
     readings.clear()
     assert oldest() == numbers[-1]
-
-
-def test_no_two_readings_have_the_same_number_unless_parts_start_over_and_stay_open():
-    # A pool may outlive an order: it must not take a part of a new epoch for one that it has open.
-    numbers = [order_of(streams=2).epoch(0).opening for _ in range(3)]
-    assert len(set(numbers)) == 3
-    assert [order_of(steps_per_epoch=3).epoch(epoch).opening for epoch in range(2)] == [0, 0]
 
 
 def test_an_endless_order_knows_where_each_epoch_begins():

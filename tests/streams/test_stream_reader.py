@@ -46,8 +46,10 @@ def read(reader, *which, worker=WORKER, heartbeat=None, **options):
 # -- what is read -------------------------------------------------------------------------------------------------
 
 
-def test_a_job_of_samplers_has_the_plain_reader():
+def test_a_job_of_samplers_has_the_plain_reader_and_an_empty_part_cannot_start_over():
     assert type(reader_for(Job([1], None, 0))) is Reader
+    result = read(reader_of(Parts((0, 3)), endless=True), 0, 0)
+    assert "part 0 of 2 has no samples" in str(result.error)
 
 
 def test_batches_of_a_part_come_one_after_the_other_with_the_point_behind_them():
@@ -122,11 +124,6 @@ def test_a_part_in_which_an_interruption_has_struck_is_opened_again():
     assert read(reader, 0, 1, worker=None, parts=1).batch == [4, 5, 6, 7]
 
 
-def test_a_part_without_samples_cannot_start_over():
-    result = read(reader_of(Parts((0, 3)), endless=True), 0, 0)
-    assert "part 0 of 2 has no samples" in str(result.error)
-
-
 @pytest.mark.parametrize("shards", [(0, 2, 4), (0, 1, 4), (0, 3, 4), (0, 1, 2, 4)])
 def test_a_short_batch_has_fewer_shards_of_the_same_shares(shards):
     for length in range(1, 5):
@@ -149,14 +146,12 @@ def test_the_heartbeat_says_where_the_reader_is():
         assert seen == list(zip((0, 0, 1, 1), (0, 1, 0, 1), strict=True)) and heartbeat[SAMPLE] == IN_BATCHIFY
 
 
-def test_an_open_part_says_where_it_is():
+def test_an_open_part_says_where_it_is_and_only_what_keeps_its_place_is_copied():
     reader = reader_of(WithStatefulRows((2, 9)))
     point = reader.prime(task_of(1, 0))
     assert point.batches == 0 and point.state == (None, {"place": 0})
     assert read(reader, 1, 0).batch == [100, 101, 102, 103]
 
-
-def test_what_keeps_its_place_is_copied_and_what_does_not_is_read_itself():
     class Plain(Own):
         def __iter__(self):
             self.place = 4
@@ -186,7 +181,7 @@ def rest_of(part):
             return found
 
 
-def test_a_copy_is_the_dataset_as_it_was_and_shares_what_is_large():
+def test_a_copy_is_the_dataset_as_it_was_and_shares_what_is_large_or_cannot_be_copied():
     class Holder:
         def __init__(self):
             self.small, self.large = np.arange(3), np.zeros(SHARED_BYTES, np.uint8)
@@ -201,8 +196,6 @@ def test_a_copy_is_the_dataset_as_it_was_and_shares_what_is_large():
     assert one.large is other.large is holder.large
     assert (one.kind, one.function, one.module) == (Own, len, np)
 
-
-def test_functions_and_what_cannot_be_copied_are_shared():
     def function():
         return iter(())
 
@@ -248,7 +241,7 @@ def told():
     return None if info is None else (info.id, info.num_workers)
 
 
-def test_this_thread_is_told_and_others_are_not():
+def test_this_thread_is_told_and_others_are_not_until_what_was_told_before_comes_back():
     assert told() is None
     before = set_current_part(Part(2, 5, 77, "the dataset"))
     try:
@@ -260,9 +253,6 @@ def test_this_thread_is_told_and_others_are_not():
     finally:
         here.part = before
     assert told() is None and before is None
-
-
-def test_what_was_told_before_comes_back():
     before = [set_current_part(part) for part in (Part(0, 2, 1, None), Part(3, 4, 1, None), None)]
     for expected in (None, (3, 4), (0, 2), None):
         assert told() == expected
@@ -283,7 +273,7 @@ def test_a_worker_alone_in_its_process_tells_the_threads_of_the_dataset_too():
     assert in_child(work) == "([1], None)"
 
 
-def test_the_answer_of_torch_s_own_workers_stays(monkeypatch):
+def test_the_answer_of_torch_s_own_workers_stays_and_a_torch_without_it_is_left_alone(monkeypatch):
     own = OF_TORCH.WorkerInfo(id=6, num_workers=7, seed=0, dataset=None)
     patch_torch()
     monkeypatch.setattr(OF_TORCH, "_worker_info", own)
@@ -292,6 +282,11 @@ def test_the_answer_of_torch_s_own_workers_stays(monkeypatch):
     assert told() == (0, 2)
     here.part = before
     assert get_worker_info() is own
+    monkeypatch.setattr(OF_TORCH, "get_worker_info", len)
+    here.part, before = None, set_current_part(Part(0, 2, 0, None))
+    here.part = before
+    monkeypatch.delattr(OF_TORCH, "get_worker_info")
+    patch_torch()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
@@ -302,14 +297,6 @@ def test_a_forked_child_reads_no_part():
         os._exit(0 if get_worker_info() is None else 1)
     here.part = before
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-
-
-def test_a_torch_without_that_function_is_left_alone(monkeypatch):
-    monkeypatch.setattr(OF_TORCH, "get_worker_info", len)
-    here.part, before = None, set_current_part(Part(0, 2, 0, None))
-    here.part = before
-    monkeypatch.delattr(OF_TORCH, "get_worker_info")
-    patch_torch()
 
 
 def in_a_thread(call):
