@@ -81,8 +81,9 @@ def test_samples_that_are_left_out_are_said_once_and_counted(made, workers, capl
 
 @MAKERS
 @pytest.mark.parametrize("on_error", ["skip", "replace", lambda _: np.zeros(2)], ids=["skip", "replace", "function"])
-def test_more_samples_than_the_limit_of_an_epoch_are_an_error(made, on_error):
-    loader = made(DAMAGED, 4, on_error=OnError(on_error, limit=3))
+@pytest.mark.parametrize("workers", [0, 1])
+def test_more_samples_than_the_limit_of_an_epoch_are_an_error_with_its_cause(made, on_error, workers):
+    loader = made(DAMAGED, 4, num_workers=workers, on_error=OnError(on_error, limit=3))
     for _ in range(2):
         batches, got = iter(loader), []
         text = r"4 samples of this epoch, .* 3\. .* sample 13 in .*batch 3"
@@ -90,6 +91,8 @@ def test_more_samples_than_the_limit_of_an_epoch_are_an_error(made, on_error):
             for batch in batches:
                 got.append(batch)
         assert len(got) == 3 and caught.value.skipped == 4 and isinstance(caught.value.__cause__, ValueError)
+        told = "".join(traceback.format_exception(caught.value))
+        assert told.count("bad 13") == 1 and told.count("in __getitem__") == 1
     assert len(list(made(DAMAGED, 4, on_error=OnError(on_error, limit=4)))) == 4
 
 
@@ -103,25 +106,14 @@ def test_an_epoch_that_loses_all_samples_is_one_clear_warning(made, workers):
     assert len(caught) == 1
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_too_many_skipped_samples_show_their_cause_once(workers):
-    with pytest.raises(TooManySkippedError) as caught:
-        list(ShardedDataLoader(DAMAGED, 4, num_workers=workers, on_error=OnError("skip", limit=0)))
-    text = "".join(traceback.format_exception(caught.value))
-    assert text.count("bad 1") == 1 and text.count("in __getitem__") == 1
-
-
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
+def test_a_limit_is_a_number_and_needs_an_action():
+    for given, text in (
         (("raise", 3), 'needs the action "skip", "replace"'),
         (("skip", "1%"), "limit must be an integer, got '1%'"),
         (("skip", -1), "limit must be at least 0, got -1"),
-    ],
-)
-def test_a_limit_is_a_number_and_needs_an_action(given, text):
-    with pytest.raises((ValueError, TypeError), match=text):
-        OnError(*given)
+    ):
+        with pytest.raises((ValueError, TypeError), match=text):
+            OnError(*given)
 
 
 @METHODS

@@ -166,16 +166,13 @@ def test_openblas_takes_a_limit_without_being_called():
         library.set_num_threads(before)
 
 
-@pytest.mark.parametrize(
-    "others", [{}, {"threading_layer": "openmp"}, {"internal_api": "mkl"}, {"dynlib": None}], ids=str
-)
-def test_a_library_without_the_name_is_called(others):
-    called = list[int]()
-    own = {"internal_api": "openblas", "threading_layer": "pthreads", "dynlib": ctypes.CDLL(None)} | others
-    if own["dynlib"] is None:  # of an old threadpoolctl
-        del own["dynlib"]
-    private.limit_to_one_thread(types.SimpleNamespace(**own, set_num_threads=called.append))
-    assert called == [1]
+def test_a_library_without_the_name_is_called():
+    own = {"internal_api": "openblas", "threading_layer": "pthreads", "dynlib": ctypes.CDLL(None)}
+    old = {name: value for name, value in own.items() if name != "dynlib"}
+    for library in (own, {**own, "threading_layer": "openmp"}, {**own, "internal_api": "mkl"}, old):
+        called = []
+        private.limit_to_one_thread(types.SimpleNamespace(**library, set_num_threads=called.append))
+        assert called == [1]
 
 
 # -- what waits for the import of a module is called once --------------------------------------------------------------

@@ -112,17 +112,14 @@ def test_a_descriptor_is_readable_when_a_read_returns_at_once(number):
 # -- environment variables --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("value", "number"), [(None, 7), ("", 7), (" ", 7), ("3", 3), (" 12 ", 12), ("0", 0)])
-def test_an_environment_variable_holds_a_number_and_a_switch_is_off_where_it_is_0(value, number):
-    environ = {} if value is None else {"X": value}
-    assert system.integer("X", 7, least=0, advice="unset it", environ=environ) == number
-    assert system.is_on("X", environ) == (number not in (7, 0))
-
-
-@pytest.mark.parametrize("value", ["x", "1.5", "-1", "1e3"])
-def test_an_environment_variable_that_holds_no_such_number_is_named(value):
-    with pytest.raises(ValueError, match=f"variable X is '{value}'; it must be an integer of at least 0: unset it"):
-        system.integer("X", 7, least=0, advice="unset it", environ={"X": value})
+def test_an_environment_variable_holds_a_number_and_a_switch_is_off_where_it_is_0():
+    for value, number in ((None, 7), ("", 7), (" ", 7), ("3", 3), (" 12 ", 12), ("0", 0)):
+        environ = {} if value is None else {"X": value}
+        assert system.integer("X", 7, least=0, advice="unset it", environ=environ) == number
+        assert system.is_on("X", environ) == (number not in (7, 0))
+    for value in ("x", "1.5", "-1", "1e3"):
+        with pytest.raises(ValueError, match=f"variable X is '{value}'; it must be an integer of at least 0: unset it"):
+            system.integer("X", 7, least=0, advice="unset it", environ={"X": value})
 
 
 @pytest.mark.parametrize("content", [b"", b"1\n", b"no numbers\n", None])

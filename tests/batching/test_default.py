@@ -16,7 +16,6 @@ import torch
 from calls import calls_of
 from conftest import covering
 from hypothesis import assume, given
-from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from samples import halves
 
@@ -466,16 +465,6 @@ ODD = {
 def test_new_and_given_memory_get_the_same_batch_or_the_same_error(odd, first):
     check_alike([*ODD[odd][first:], *ODD[odd][:first]])
     check_alike([*ODD[odd][:1] * 20, *ODD[odd][first:]])
-
-
-@given(st.data())
-def test_arrays_of_any_kind_get_the_same_in_both(data):
-    shapes = st.sampled_from([(), (0,), (3,), (3, 1), (1, 3), (2, 3), (3, 2)])
-    dtypes = st.sampled_from(["u1", "i1", "i8", ">i8", "f4", "f2", "c8", "?"])
-    turned = st.sampled_from([lambda a: a, lambda a: a.T, lambda a: a[..., ::-1] if a.ndim else a, np.asfortranarray])
-    one = st.builds(lambda shape, dtype, turn: turn(np.ones(shape, dtype)), shapes, dtypes, turned)
-    alike = st.builds(lambda array, count: [array] * count, one, st.integers(1, 5))
-    check_alike(data.draw(st.lists(one, min_size=1, max_size=5) | alike))
 
 
 @pytest.mark.parametrize("nbytes", [1, 100, COPIED_BYTES, COPIED_BYTES + 1, JOINED_BYTES, JOINED_BYTES + 1])

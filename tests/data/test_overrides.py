@@ -54,11 +54,6 @@ class NegativeRows(torch.Tensor):
         return -1 - self.as_subclass(torch.Tensor)[index]
 
 
-class SubsetWithBatches(Subset):
-    def get_batch(self, indices):
-        return -1 - np.asarray(indices)
-
-
 class BulkBase(Dataset):
     """Others' bulk methods, both of them."""
 
@@ -174,7 +169,8 @@ def test_an_override_is_not_kept_on_the_device():
         assert first(one, device=Placement("cpu", resident="auto")) == NEGATIVE
     own = ArrayDataset(COLUMN)
     own.get_batch = lambda indices: -1 - np.asarray(indices)
-    subset, tensors = SubsetWithBatches(ArrayDataset(COLUMN), range(2)), NegativeTensors(torch.arange(N))
+    with_batches = type("SubsetWithBatches", (Subset,), {"get_batch": lambda _, indices: -1 - np.asarray(indices)})
+    subset, tensors = with_batches(ArrayDataset(COLUMN), range(2)), NegativeTensors(torch.arange(N))
     for whole in (own, dataset, subset, dataset.take(2), Subset(dataset, [0]), tensors):
         with pytest.raises(TypeError, match="this dataset reads something else"):
             ShardedDataLoader(whole, 1, device=Placement("cpu", resident=True))

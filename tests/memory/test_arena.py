@@ -5,7 +5,6 @@ import errno
 import gc
 import itertools
 import os
-import random
 import sys
 import threading
 import warnings
@@ -108,11 +107,8 @@ def test_any_number_of_batches_takes_a_few_descriptors_up_to_a_share_of_what_is_
 @pytest.mark.parametrize("max_bytes", [0, 1, 64, 4095, 4096, 10_000, 1_000_000, 5_000_000])
 def test_the_bound_is_kept(max_bytes, new):
     arena = new(max_bytes)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        while arena.take(3000) is not None:
-            pass
-        while arena.take(64) is not None:
+    for nbytes in (3000, 64):  # without a warning
+        while arena.take(nbytes) is not None:
             pass
     assert arena.nbytes <= max_bytes
     assert arena.nbytes > max_bytes - PAGE  # and used up
@@ -283,21 +279,6 @@ def test_what_comes_back_after_close_is_no_slot_of_a_later_segment():
     arena.close()
 
 
-def test_batches_that_come_and_go_at_the_bound_are_nobody_s_leak():
-    arena = Arena(16 * 4096)
-    window = []
-    refused = 0
-    for _ in range(500):
-        slot = arena.take(4096)
-        refused += slot is None
-        window.append(None if slot is None else lend(arena, slot))
-        if len(window) > 20:
-            window.pop(0)
-    assert refused > 50
-    window.clear()
-    arena.close()
-
-
 # -- forks ----------------------------------------------------------------------------------------------------
 
 
@@ -318,33 +299,6 @@ def test_what_is_lent_at_a_fork_is_never_used_again_and_stays_lent_whatever_the_
     whole = [lend(arena, take(arena, 1000))]
     assert in_child(lambda: (whole.clear(), gc.collect())[0]) == "None"
     assert arena.lent == 1 and whole.pop() is not None
-
-
-@posix
-def test_a_fork_in_one_thread_does_not_disturb_another_at_work(arena):
-    stop = threading.Event()
-
-    def fork():
-        while not stop.wait(1e-5):
-            arena.retire_lent()
-
-    thread = threading.Thread(target=fork)
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    thread.start()
-    try:
-        live = []
-        for step in range(1500):
-            slot = take(arena, 64 * (1 + step % 50))
-            for other, _ in live:
-                assert not _overlap(slot, other)
-            live.append((slot, lend(arena, slot)))
-            if len(live) > 10:
-                live.pop(step % 7)
-    finally:
-        stop.set()
-        thread.join()
-        sys.setswitchinterval(before)
 
 
 def _overlap(a, b):
@@ -531,31 +485,6 @@ def test_what_is_not_wanted_any_more_goes_and_what_is_held_when_it_is_cleared_st
     for other in [empty((LARGE,), U8) for _ in range(3)]:
         other[...] = 1
     assert (held == 7).all()
-
-
-def test_threads_never_get_the_same_memory():
-    empty = ReusedMemory()
-    failures = []
-
-    def work(mark):
-        draw = random.Random(mark)
-        held = []
-        for number in range(400):
-            array = empty((LARGE + draw.randrange(3) * 4096,), U8)
-            array[:64] = array[-64:] = value = (mark * 50 + number) % 251
-            held.append((array, value))
-            for one, wanted in held:
-                if not ((one[:64] == wanted).all() and (one[-64:] == wanted).all()):
-                    failures.append(number)
-            while len(held) > draw.randrange(1, 5):
-                held.pop(draw.randrange(len(held)))
-
-    threads = [threading.Thread(target=work, args=(mark,)) for mark in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")

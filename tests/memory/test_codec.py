@@ -209,27 +209,22 @@ LAYOUTS = {
     "0-d": lambda a: a[1, 2, 3, ...],
     "one column": lambda a: a[:, 0, 0],
 }
+IN_ITS_SLOT = {"gaps", "backwards", "transposed", "transposed gaps", "fortran", "one column"}
 
 
 @pytest.mark.parametrize("dtype", ["f8", "M8[s]", ">i2", STRUCTURE, "U7"], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_arrays_of_every_layout(layout, dtype):
-    array = LAYOUTS[layout](an_array(dtype, (30, 20, 10)))
+def test_arrays_of_every_layout_and_neither_gaps_nor_dates_keep_one_out_of_its_slot(layout, dtype):
+    array = LAYOUTS[layout](an_array(dtype, (300 if dtype in ("f8", "M8[s]") else 30, 20, 10)))
     for nbytes in SLOTS:
         assert_same(array, through(array, nbytes))
-
-
-@pytest.mark.parametrize("layout", ["gaps", "backwards", "transposed", "transposed gaps", "fortran", "one column"])
-@pytest.mark.parametrize("dtype", ["f4", "m8[us]"])
-def test_gaps_and_dates_do_not_keep_an_array_out_of_its_slot(layout, dtype):
-    array = LAYOUTS[layout](an_array(dtype, (300, 20, 10)))
-    memory = slot_of(1 << 20)
-    encoded = encode(array, SlotWriter(memory))
-    assert [offset for offset, _ in encoded.places] == [0] and len(encoded.pickled) < 500
-    got = receive(encoded, memory)
-    assert np.shares_memory(got, memory)
-    if layout in ("transposed", "fortran"):
-        assert got.strides == array.strides
+    if dtype in ("f8", "M8[s]") and layout in IN_ITS_SLOT:
+        memory = slot_of(1 << 20)
+        encoded = encode(array, SlotWriter(memory))
+        assert [offset for offset, _ in encoded.places] == [0] and len(encoded.pickled) < 500
+        got = receive(encoded, memory)
+        assert np.shares_memory(got, memory)
+        assert got.strides == array.strides or layout not in ("transposed", "fortran")
 
 
 @pytest.mark.parametrize("nbytes", SLOTS)

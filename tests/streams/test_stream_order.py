@@ -191,9 +191,8 @@ class Shards(Parts):
     num_shards = 100
 
 
-@pytest.mark.parametrize(
-    ("dataset", "options", "parts"),
-    [
+def test_how_many_parts_there_are():
+    for dataset, options, parts in (
         (Own(), {}, 1),
         (Own(), {"num_workers": 3}, 3),
         (Own(), {"num_workers": 3, "streams": 2}, 2),
@@ -202,11 +201,9 @@ class Shards(Parts):
         (Shards(), {"num_workers": 3}, MOST_PARTS),
         (Shards(), {"num_replicas": 40, "rank": 1}, 40),
         (Shards(), {"streams": 90}, 90),
-    ],
-)
-def test_how_many_parts_there_are(dataset, options, parts):
-    order = order_of(dataset, **options)
-    assert order.parts == order.stream.parts == order.signature().streams == parts
+    ):
+        order = order_of(dataset, **options)
+        assert order.parts == order.stream.parts == order.signature().streams == parts
 
 
 def test_one_rank_draws_a_seed_and_no_two_readings_have_one_number_unless_parts_start_over():
