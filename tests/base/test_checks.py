@@ -139,11 +139,15 @@ def test_what_is_written_is_read_again_also_through_json(outer):
     assert from_state(Outer, json.loads(json.dumps(to_state(outer))), ADVICE) == outer
 
 
-def test_an_entry_has_its_name_and_is_left_out_where_it_has_its_default():
+def test_an_entry_has_its_name_and_only_with_a_default_may_be_left_out_and_those_with_a_text_are_compared():
     assert to_state(Outer(4, "x")) == {"samples": 4, "kind": "x"}
     assert to_state(WHOLE)["inner"] == {"over": True, "own": {"at": [1]}}
     assert to_state(Inner(False)) == {"over": False}
     assert to_state(Inner(True, np.arange(3)))["own"].tolist() == [0, 1, 2]
+    with pytest.raises(ValueError, match="the state has no 'samples': give a state"):
+        from_state(Outer, {"kind": "x"}, ADVICE)
+    assert differences(WHOLE, Outer(5, "y"), done="it") == {"done": "it was 4, and is 5"}
+    assert differences(WHOLE, WHOLE, done="it") == {}
 
 
 @pytest.mark.parametrize(
@@ -163,13 +167,6 @@ def test_an_error_names_the_entry_and_ends_with_the_advice(change, said):
         from_state(Outer, {**to_state(WHOLE), **change}, ADVICE)
     assert str(raised.value).startswith(f"the state's {said}: give a state")
     assert str(raised.value).endswith(": give a state")
-
-
-def test_an_entry_without_a_default_must_be_there_and_those_with_a_text_are_compared():
-    with pytest.raises(ValueError, match="the state has no 'samples': give a state"):
-        from_state(Outer, {"kind": "x"}, ADVICE)
-    assert differences(WHOLE, Outer(5, "y"), done="it") == {"done": "it was 4, and is 5"}
-    assert differences(WHOLE, WHOLE, done="it") == {}
 
 
 @pytest.mark.parametrize(

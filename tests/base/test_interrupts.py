@@ -51,9 +51,6 @@ def raised_by(call):
     raise AssertionError("nothing was raised")
 
 
-# -- from outside -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("handler", HANDLERS)
 def test_what_a_handler_raises_is_from_outside(handler):
     with handling(handler):
@@ -90,10 +87,7 @@ def in_thread(call):
     return found.pop()
 
 
-# -- uninterrupted ------------------------------------------------------------------------------------------------
-
-
-def test_signals_wait_for_the_end_of_the_block_and_come_once_in_order():
+def test_signals_of_this_thread_wait_for_the_end_of_the_block_and_all_handlers_run_once_in_order():
     came = []
     with handling(lambda *_: came.append("TERM")), handling(lambda *_: came.append("INT"), signal.SIGINT):
         with uninterrupted():
@@ -105,9 +99,6 @@ def test_signals_wait_for_the_end_of_the_block_and_come_once_in_order():
         assert came == ["TERM", "INT"]
         signal.raise_signal(SIGNAL)
     assert came == ["TERM", "INT", "TERM"]
-
-
-def test_every_handler_runs_whatever_another_one_raises_and_other_threads_are_not_held_up():
     came = []
     with handling(raises), handling(lambda *_: came.append("INT"), signal.SIGINT):
         with pytest.raises(TimeIsUp):

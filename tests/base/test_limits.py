@@ -96,18 +96,12 @@ def test_the_tightest_of_all_enclosing_groups_counts(tmp_path, group, tight):
         ("0::/job\n", v2("job", GIB, 2 * GIB), 0),
         # Cache that was counted later than the usage frees no more than the limit.
         ("0::/job\n", v2("job", GIB, 1000, inactive_file=5000), GIB),
+        # Files that cannot be read do not count.
+        *(("0::/job\n", v2("job", broken, broken), 100 * GIB) for broken in ("", "nonsense", "12 34 56")),
     ],
 )
 def test_what_is_free_in_a_group(tmp_path, cgroup, files, free):
     assert limits.free_bytes(write(tmp_path, machine() | {"proc/self/cgroup": cgroup} | files)).nbytes == free
-
-
-@pytest.mark.parametrize("broken", ["", "nonsense\n", "12 34 56\n"])
-def test_files_that_cannot_be_read_do_not_count(tmp_path, broken):
-    files = machine() | {"proc/self/cgroup": "0::/job\n"} | v2("job", GIB, 0)
-    for name in ("memory.max", "memory.current"):
-        files[f"sys/fs/cgroup/job/{name}"] = broken
-    assert limits.free_bytes(write(tmp_path, files)).nbytes == 100 * GIB
 
 
 EVENTS = "low 0\nhigh 3\nmax 41\noom 5\noom_kill {}\noom_group_kill 9\n"
@@ -132,9 +126,6 @@ def test_what_the_kernel_has_killed_is_read_from_the_own_group(tmp_path, cgroup,
     assert limits.oom_kills(tmp_path) == count
 
 
-# -- what would not fit -----------------------------------------------------------------------------------------------
-
-
 def test_what_does_not_fit_is_refused_and_workers_share_what_the_container_allows(monkeypatch):
     free = [GIB]
     monkeypatch.setattr(limits, "free_bytes", lambda: limits.Limit(free[0], "the machine's memory"))
@@ -147,9 +138,6 @@ def test_what_does_not_fit_is_refused_and_workers_share_what_the_container_allow
     for limit, number in ((None, 8), (2.5, 3), (0.5, 1), (99.0, 8)):
         monkeypatch.setattr(limits, "core_limit", lambda limit=limit: limit)
         assert cores_for_workers() == number
-
-
-# -- cores ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -106,9 +106,6 @@ def test_private_names_of_others_stand_in_two_modules():
     assert uses == set(), f"use these names of others in sharded_loader/base/private.py: {sorted(uses)}"
 
 
-# -- without the names -------------------------------------------------------------------------------------------------
-
-
 def test_a_lock_says_whether_this_thread_has_it_and_public_functions_serve_for_faster_ones(monkeypatch):
     lock, seen = threading.RLock(), list[bool]()
     assert not private.is_owned(lock)

@@ -109,9 +109,6 @@ def test_a_descriptor_is_readable_when_a_read_returns_at_once(number):
     assert in_child(work) == "(False, True)"
 
 
-# -- environment variables --------------------------------------------------------------------------------------------
-
-
 def test_an_environment_variable_holds_a_number_and_a_switch_is_off_where_it_is_0():
     for value, number in ((None, 7), ("", 7), (" ", 7), ("3", 3), (" 12 ", 12), ("0", 0)):
         environ = {} if value is None else {"X": value}

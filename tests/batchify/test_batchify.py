@@ -138,7 +138,7 @@ def test_bad_arguments_and_samples_are_refused(call, message, error):
         call()
 
 
-def test_keys_without_a_function_are_dropped_kept_behind_the_others_or_go_through_a_function():
+def test_own_and_user_functions_compose_and_other_keys_are_dropped_kept_or_go_through_a_function():
     batch = Dict({"tokens": Pad()}, rest="drop")([*NAMED, {"tokens": []}])
     assert list(batch) == ["tokens"] and batch["tokens"].tolist() == [[1, 2], [3, 0], [0, 0]]
     batch = Dict({"tokens": Pad()}, rest="keep")(NAMED)
@@ -146,6 +146,17 @@ def test_keys_without_a_function_are_dropped_kept_behind_the_others_or_go_throug
     assert batch["id"] == ["a", "b"] and torch.equal(batch["w"], torch.tensor([0.5, 1.5], dtype=torch.float64))
     assert Dict({"tokens": Pad()}, rest=List())(NAMED)["w"] == [0.5, 1.5]
     assert Dict({"tokens": Pad()}, rest=len)(NAMED)["id"] == 2
+    fn = Tuple(Dict({"t": Pad(), "n": len}), NamedTuple(MyNT, [Stack(), lambda labels: "".join(labels)]))
+    samples = [({"t": [1, 2], "n": 0}, MyNT(1.5, "a")), ({"t": [3], "n": 0}, MyNT(2.5, "b"))]
+    called = fn(samples)
+    assembled = assembler(fn)(samples, np.empty)
+    assert isinstance(called[0]["t"], torch.Tensor) and isinstance(assembled[0]["t"], np.ndarray)
+
+    def plain(tree):
+        return map_leaves(lambda leaf: leaf.tolist() if hasattr(leaf, "tolist") else leaf, tree)
+
+    assert plain(called) == plain(assembled)
+    assert called[0]["n"] == 2 and called[1].label == "ab"
 
 
 def test_fields_limits_and_masks_are_alike_in_every_pool(new_pool):
@@ -158,20 +169,6 @@ def test_fields_limits_and_masks_are_alike_in_every_pool(new_pool):
     with ShardedDataLoader(samples, 3, batchify_fn=Dict({"tokens": Pad()}), pool=new_pool()) as loader:
         with pytest.raises(ValueError, match=r"has no function: 'id', 'w'.*rest='drop'"):
             next(iter(loader))
-
-
-def test_own_and_user_functions_compose_in_both_ways():
-    fn = Tuple(Dict({"t": Pad(), "n": len}), NamedTuple(MyNT, [Stack(), lambda labels: "".join(labels)]))
-    samples = [({"t": [1, 2], "n": 0}, MyNT(1.5, "a")), ({"t": [3], "n": 0}, MyNT(2.5, "b"))]
-    called = fn(samples)
-    assembled = assembler(fn)(samples, np.empty)
-    assert isinstance(called[0]["t"], torch.Tensor) and isinstance(assembled[0]["t"], np.ndarray)
-
-    def plain(tree):
-        return map_leaves(lambda leaf: leaf.tolist() if hasattr(leaf, "tolist") else leaf, tree)
-
-    assert plain(called) == plain(assembled)
-    assert called[0]["n"] == 2 and called[1].label == "ab"
 
 
 def test_every_array_comes_from_the_allocator_once():
@@ -224,9 +221,6 @@ assert "torch" not in sys.modules, "torch was imported"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
-# -- `Pad` -------------------------------------------------------------------------------------------------------------
-
-
 def test_pad_takes_tensors_of_every_dtype_and_all_it_makes_lies_in_the_memory_that_is_given(recwarn):
     rows = [torch.ones(2, 3, dtype=torch.bfloat16), torch.ones(2, 1, dtype=torch.bfloat16)]
     padded, lengths = Pad(axis=-1, ret_length=True)(rows)
@@ -266,9 +260,6 @@ def test_pad_of_every_axis_keeps_every_value_and_fills_the_rest(shapes, round_to
             corner = tuple(map(slice, array.shape))
             assert (row[corner] == array).all()
             assert (row == -1).sum() == row.size - array.size
-
-
-# -- cut to a greatest length, and with a mask -------------------------------------------------------------------------
 
 
 @given(

@@ -299,7 +299,7 @@ def test_outside_of_a_loader_it_is_numpys():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
-def test_odd_shapes_and_dtypes_never_spoil_the_slot(memory):
+def test_neither_odd_shapes_nor_a_loader_inside_a_batchify_fn_spoil_the_slot(memory):
     slot = SlotWriter(memory)
 
     def make(wanted):
@@ -312,6 +312,15 @@ def test_odd_shapes_and_dtypes_never_spoil_the_slot(memory):
     )
     assert nothing.shape == (0, 4) and texts.dtype == "S1" and objects.tolist() == [None, None]
     assert lies_in(swapped, memory) and slot.wanted < 256
+
+    def nested(samples):
+        inner = next(iter(ShardedDataLoader(range(2), 2, batchify_fn=halves)))["half"]
+        mine = empty((2, 64), np.float32)
+        mine[...] = inner.numpy()
+        assert not lies_in(inner.numpy(), memory)
+        return mine
+
+    assert lies_in(read(range(10), nested, SlotWriter(memory)), memory)
 
 
 def test_calls_nest_and_are_undone_by_errors(memory):
@@ -333,17 +342,6 @@ def test_calls_nest_and_are_undone_by_errors(memory):
 
     call_with_empty(nests, 4, outer.empty)
     assert not lies_in(empty(4), memory)
-
-
-def test_a_loader_inside_a_batchify_fn_uses_its_own_memory(memory):
-    def nested(samples):
-        inner = next(iter(ShardedDataLoader(range(2), 2, batchify_fn=halves)))["half"]
-        mine = empty((2, 64), np.float32)
-        mine[...] = inner.numpy()
-        assert not lies_in(inner.numpy(), memory)
-        return mine
-
-    assert lies_in(read(range(10), nested, SlotWriter(memory)), memory)
 
 
 # -- many values become one array or tensor: dtypes, memory that was given, and shapes that do not fit ----------------

@@ -139,7 +139,7 @@ def test_parts_come_in_the_order_in_which_they_are_rebuilt(tree):
     assert again == tree and type(again) is type(tree) and list(again) == list(tree)
 
 
-def test_a_walk_leaves_nothing_for_the_collector():
+def test_a_walk_leaves_nothing_for_the_collector_and_takes_a_few_calls_for_each_structure():
     tree = {"x": [np.zeros(3)]}
     seen = weakref.ref(tree["x"][0])
     gc.disable()
@@ -150,9 +150,8 @@ def test_a_walk_leaves_nothing_for_the_collector():
         assert seen() is None
     finally:
         gc.enable()
-
-
-# -- how many calls it takes -------------------------------------------------------------------------------------------
+    tree = {"a": [np.zeros(1), {"b": (np.ones(2), np.ones(3), "text")}], "c": np.zeros(4)}
+    assert len(calls_of(lambda: to_torch(tree))) <= 2 * 4 + 3 * 4 + 1 + 2
 
 
 @pytest.mark.parametrize("make", [list, tuple, lambda arrays: dict(zip("ab", arrays, strict=True))])
@@ -166,8 +165,3 @@ def test_flat_arrays_become_tensors_without_a_walk(make):
     again = make([array := np.arange(3), array])
     first, second = children(to_torch(again))
     assert first is second
-
-
-def test_a_walk_takes_two_calls_for_each_structure_and_three_for_each_array():
-    tree = {"a": [np.zeros(1), {"b": (np.ones(2), np.ones(3), "text")}], "c": np.zeros(4)}
-    assert len(calls_of(lambda: to_torch(tree))) <= 2 * 4 + 3 * 4 + 1 + 2

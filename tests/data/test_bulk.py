@@ -162,12 +162,19 @@ def test_wrappers_read_batches_by_get_batch_alone(wrap):
     assert torch.equal(rows, torch.from_numpy(ARRAYS["rows"][numbers.numpy()])) and len(numbers) == 3
 
 
-def test_a_batch_never_shares_memory_with_the_dataset():
+def test_a_batch_never_shares_memory_with_the_dataset_whose_tensors_may_be_replaced():
     for dataset in (ARRAYS["rows"].copy(), TENSORS["rows"].clone(), TensorDataset(TENSORS["rows"].clone())):
         before = described(one_by_one(dataset, range(N)))
         for indices in ([2, 3, 4], [4, 2], [1]):
             map_leaves(lambda leaf: leaf.fill_(7), to_torch(as_bulk(dataset)(indices, np.empty)))
         assert described(one_by_one(dataset, range(N))) == before
+    dataset = TensorDataset(torch.zeros(4))
+    loader = ShardedDataLoader(dataset, 4)
+    assert next(iter(loader))[0].tolist() == [0, 0, 0, 0]
+    dataset.tensors = (torch.ones(4),)
+    assert next(iter(loader))[0].tolist() == [1, 1, 1, 1]
+    dataset.tensors = (torch.full((4,), 2.0).to_sparse(),)  # from here on by samples
+    assert next(iter(loader))[0].tolist() == [2, 2, 2, 2]
 
 
 class Odd(TensorDataset):
@@ -227,16 +234,6 @@ def test_an_index_out_of_range_is_named_by_the_dataset():
         assert any(f"sample {wrong}" in note for note in notes_of(result.error))
 
 
-def test_tensors_may_be_replaced_between_epochs():
-    dataset = TensorDataset(torch.zeros(4))
-    loader = ShardedDataLoader(dataset, 4)
-    assert next(iter(loader))[0].tolist() == [0, 0, 0, 0]
-    dataset.tensors = (torch.ones(4),)
-    assert next(iter(loader))[0].tolist() == [1, 1, 1, 1]
-    dataset.tensors = (torch.full((4,), 2.0).to_sparse(),)  # from here on by samples
-    assert next(iter(loader))[0].tolist() == [2, 2, 2, 2]
-
-
 def test_every_pool_delivers_it(pool):
     parts = SimpleDataset(np.arange(100)).split([0.5, 0.5], seed=1)[0][::-1].filter(lambda sample: sample % 3)
     dataset = Subset(ArrayDataset(*ARRAYS.values(), *TENSORS.values(), parts.take(N)), range(3, N))
@@ -283,8 +280,6 @@ def test_bulk_items_are_looked_for_inside_torchs_subset():
     assert as_items(Subset(Sub(alone, [1, 2]), [1]))([0]) == [1]
     assert list(as_items(Subset(Subset(ArrayDataset(np.arange(5)), [4, 2]), [1, 0]))([0, 1])) == [2, 4]
 
-
-# -- a + b ----------------------------------------------------------------------------------------------------
 
 PARTS = {
     "two alike": lambda: ArrayDataset(ARRAYS["rows"]) + ArrayDataset(ARRAYS["rows"] * 2),
@@ -415,9 +410,6 @@ def test_the_real_hugging_face_dataset(monkeypatch):
                 assert described(batch) == described(default_batchify_fn(list(wrapped.__getitems__(indices))))
         loaded = next(iter(ShardedDataLoader(dataset, 4)))
         assert torch.is_tensor(loaded["id"]) and loaded["text"] == list("abcd")
-
-
-# -- memory that is given ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("where", [[3, 1, 1], [4, 5, 6], [2], []], ids=str)

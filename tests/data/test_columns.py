@@ -151,9 +151,6 @@ def test_dicts_by_position_are_datasets_and_functions_and_filters_read_a_series_
     assert list(FilterSampler(lambda value: value > 6, series)) == [2, 3]
 
 
-# -- the real libraries ---------------------------------------------------------------------------------------
-
-
 def test_real_pandas():
     pd = pytest.importorskip("pandas")
     frame = pd.DataFrame({"x": np.arange(6.0), "y": np.arange(6) * 10, "s": list("abcdef")})

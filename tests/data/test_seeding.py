@@ -196,17 +196,10 @@ def test_each_object_gets_seeds_of_its_own_that_depend_on_the_sample_alone(scope
     assert all(0 <= seed < 2**63 for seed in members[0].seeds) and max(members[0].seeds) > 2**32
 
 
-class Within:
+def within(inner):
     """A dataset of the user's around another."""
-
-    def __init__(self, inner):
-        self.inner = inner
-
-    def __len__(self):
-        return len(self.inner)
-
-    def __getitem__(self, index):
-        return self.inner[index]
+    methods = {"__len__": lambda self: len(self.inner), "__getitem__": lambda self, index: self.inner[index]}
+    return type("Within", (SimpleNamespace,), methods)(inner=inner)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +208,7 @@ class Within:
         lambda one: one,
         lambda one: one.take(3),
         lambda one: ConcatDataset([SimpleDataset([1]), one]),
-        lambda one: SimpleDataset(Within(one)),
+        lambda one: SimpleDataset(within(one)),
     ],
 )
 def test_no_two_transforms_seed_an_object_with_the_same(scope, wrap):

@@ -8,7 +8,6 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -41,9 +40,6 @@ from sharded_loader.memory.codec import SlotWriter, aligned, decode
 from sharded_loader.memory.segments import Slot
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="POSIX only")
-
-
-New = Callable[..., Arena]
 
 
 @pytest.fixture
@@ -233,9 +229,6 @@ def test_near_a_limit_the_segments_are_few_too(limit, request, monkeypatch, new)
     assert count > 300 and len(arena.segments) < 30
 
 
-# -- leases ---------------------------------------------------------------------------------------------------
-
-
 def test_leases_end_in_any_thread_and_inside_the_collector(arena):
     for _ in range(4):
         held = [lend(arena, take(arena, 1 << 16)) for _ in range(10)]
@@ -253,7 +246,7 @@ def test_leases_end_in_any_thread_and_inside_the_collector(arena):
     assert arena.nbytes == FIRST_SEGMENT
 
 
-def test_what_a_device_may_still_read_is_looked_at_again_when_an_arena_grows(arena):
+def test_what_a_device_may_still_read_and_what_comes_back_after_close_disturb_no_later_segment(arena):
     reads = [True]
     first = Arena(register=lambda mapping: lambda: not reads[0])
     take(first, 100)
@@ -265,9 +258,6 @@ def test_what_a_device_may_still_read_is_looked_at_again_when_an_arena_grows(are
     reads.append(False)
     take(arena, 2 * FIRST_SEGMENT)
     assert arena_module.STILL_READ == []
-
-
-def test_what_comes_back_after_close_is_no_slot_of_a_later_segment():
     arena = Arena()
     whole = lend(arena, take(arena, 1 << 16))
     arena.close()
@@ -277,9 +267,6 @@ def test_what_comes_back_after_close_is_no_slot_of_a_later_segment():
     assert arena.lent == 1
     del again
     arena.close()
-
-
-# -- forks ----------------------------------------------------------------------------------------------------
 
 
 @posix
@@ -374,9 +361,6 @@ TestSlots = Slots.TestCase
 TestSlots.settings = settings(
     max_examples=max(60 * settings.default.max_examples // 100, 15), stateful_step_count=40, deadline=None
 )
-
-
-# -- sizes ---------------------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.integers(0, 1 << 40), max_size=200), st.integers(1, 70))

@@ -9,7 +9,7 @@ import threading
 import warnings
 import weakref
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import cloudpickle
 import numpy as np
@@ -40,9 +40,7 @@ from sharded_loader.memory.publish import publish
 pytestmark = pytest.mark.filterwarnings("ignore:(Sparse|ComplexHalf|TypedStorage|torch.quantize):UserWarning")
 
 
-class Pair(NamedTuple):
-    x: Any
-    y: Any
+Pair = collections.namedtuple("Pair", "x y")
 
 
 @dataclass
@@ -251,8 +249,6 @@ def test_tensors_of_every_layout(nbytes):
         assert_same(list(ragged.unbind()), list(through(ragged, nbytes).unbind()))
 
 
-# -- structures -----------------------------------------------------------------------------------------------
-
 sizes = st.sampled_from([0, 1, 3, 31, 33, 300, 1025, 3000])
 arrays = st.builds(
     lambda dtype, n, seed: an_array(dtype, (n,), seed), st.sampled_from(DTYPES), sizes, st.integers(0, 9)
@@ -311,7 +307,7 @@ def test_the_same_array_twice_stays_one_and_views_keep_their_values(count, nbyte
 # -- where the bytes go ---------------------------------------------------------------------------------------
 
 
-def test_a_batch_made_in_its_slot_is_not_copied():
+def test_a_batch_made_in_its_slot_is_not_copied_unless_that_is_read_only():
     memory = slot_of(100_000)
     writer = SlotWriter(memory)
     x, y = writer.empty((10, 300), "f4"), writer.empty((10,), np.int64)
@@ -325,6 +321,12 @@ def test_a_batch_made_in_its_slot_is_not_copied():
     assert np.shares_memory(got["x"], memory) and np.shares_memory(got["part"], got["x"])
     assert_same(got, {"x": x, "part": x[2:4], "y": y, "elsewhere": elsewhere})
     assert writer.wanted == 12_160 + 4032  # whole cache lines
+    memory = slot_of(1 << 16)
+    encoded = encode(torch.ones(5000), SlotWriter(memory))
+    memory.flags.writeable = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        receive(encoded, memory)[0] = 2
 
 
 def test_every_array_in_a_slot_begins_at_a_cache_line_and_nothing_is_written_beyond_it():
@@ -384,18 +386,6 @@ def test_empty_is_numpy_s(dtype, shape):
         assert (array.shape, array.dtype) == (shape, np.empty(shape, dtype).dtype)
         assert array.flags.writeable and array.flags.c_contiguous
         array[...] = np.zeros(shape, dtype)
-
-
-def test_read_only_memory_is_not_handed_out_as_a_tensor():
-    memory = slot_of(1 << 16)
-    encoded = encode(torch.ones(5000), SlotWriter(memory))
-    memory.flags.writeable = False
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        receive(encoded, memory)[0] = 2
-
-
-# -- what cannot be sent --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

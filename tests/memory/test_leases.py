@@ -91,9 +91,6 @@ def test_batches_stay_after_close_and_after_the_loader_is_gone():
         assert all(is_batch(batch, BATCH * number) for number, batch in enumerate(kept[start : start + 30]))
 
 
-# -- bounds ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.costly(2)
 @METHODS
 @pytest.mark.parametrize("fit", [1, 4, 20])
@@ -105,9 +102,6 @@ def test_a_leak_ends_in_a_line_of_the_log_and_never_in_a_stall(method, fit, capl
     (record,) = [one for one in caplog.records if one.levelname == "WARNING"]
     assert re.search(r"finds no room in shared memory .*max_bytes.*your program holds \d+ batches", record.getMessage())
     assert all(is_batch(batch, BATCH * number) for number, batch in enumerate(leaked))
-
-
-# -- growth ---------------------------------------------------------------------------------------------------
 
 
 @METHODS
@@ -126,7 +120,7 @@ def test_the_arena_grows_after_the_workers_have_started(method, backend):
     assert all(is_batch(batch, starts[number], sizes[number]) for number, batch in enumerate(held))
 
 
-def test_shards_of_one_batch_lie_in_one_slot_and_are_held_apart():
+def test_shards_of_one_batch_are_held_apart_and_an_epoch_that_is_broken_off_gives_its_slots_back():
     with loader_over(make_pool("fork"), num_shards=2) as loader:
         held = []
         for number, (left, right) in enumerate(loader):
@@ -134,9 +128,6 @@ def test_shards_of_one_batch_lie_in_one_slot_and_are_held_apart():
             held.append(right)
             del left, right
         assert all((half[:, 0] == torch.tensor([4.0 * n + 2, 4.0 * n + 3])).all() for n, half in enumerate(held))
-
-
-def test_an_epoch_that_is_broken_off_gives_its_slots_back():
     with loader_over(make_pool("fork")) as loader:
         for _ in range(12):
             for number, batch in enumerate(loader):
@@ -146,9 +137,6 @@ def test_an_epoch_that_is_broken_off_gives_its_slots_back():
             del batch
         list(map(is_batch, loader, itertools.count(0, BATCH)))
         assert arena_of(loader).lent == 0 and len(arena_of(loader).segments) == 1
-
-
-# -- deaths ---------------------------------------------------------------------------------------------------
 
 
 @METHODS
@@ -240,8 +228,6 @@ def test_no_name_stays_when_the_trainer_is_killed(method, memory, monkeypatch):
     # The workers, and so the memory, go too.
     assert until(lambda: not any(os.path.exists(f"/proc/{pid}/exe") for pid in pids))
 
-
-# -- a container's small mount --------------------------------------------------------------------------------
 
 SMALL_MOUNT = """
 import os, sys, warnings

@@ -34,9 +34,6 @@ def reopened(obj):
     return decode(encoded.pickled, [np.frombuffer(bytearray(raw), np.uint8) for raw in encoded.buffers])
 
 
-# -- in the pickle --------------------------------------------------------------------------------------------
-
-
 class Locked(Mapping[str, Any]):
     """Holds a lock while somebody iterates over its items, as groups of HDF5 do."""
 
@@ -163,9 +160,6 @@ def test_without_room_the_dataset_goes_through_the_pipe(monkeypatch, why):
     data = ArrayDataset(np.arange(200_000))
     with ShardedDataLoader(data, 50_000, pool=ProcessPool(2, start_method="spawn")) as loader:
         assert torch.cat(list(loader)).tolist() == list(range(200_000))
-
-
-# -- in the workers -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -297,7 +297,7 @@ POSITION = Position(
 )
 
 
-def test_a_position_comes_back_also_through_json():
+def test_a_position_comes_back_also_through_json_with_copies_of_the_states_of_the_dataset():
     state = dump(POSITION, SIGNATURE)
     for one in (state, json.loads(json.dumps(state)), [state], (state,)):
         assert parse(one, (1, 0)) == (POSITION, SIGNATURE)
@@ -306,9 +306,6 @@ def test_a_position_comes_back_also_through_json():
     beginning = dump(Position(4), SIGNATURE)
     assert beginning["parts"]["number"] == [] and "state" not in beginning["parts"]
     assert parse(beginning, (1, 0)) == (Position(4), SIGNATURE)
-
-
-def test_states_of_the_dataset_are_in_it_as_copies():
     own = {"at": [1]}
     points = {**POSITION.points, 1: PartPoint(1, 2, 5, state=(own, None))}
     state = dump(replace(POSITION, points=points), SIGNATURE)
@@ -319,7 +316,7 @@ def test_states_of_the_dataset_are_in_it_as_copies():
     assert parse(state, (1, 0))[0].points[1].state == ({"at": [1]}, None)
 
 
-def test_differences_are_told_but_for_the_seed_which_is_taken_over():
+def test_differences_and_parts_that_a_state_does_not_know_are_told_but_not_the_seed():
     for name, now, text in (
         ("dataset", "Rows", "the dataset was a Lines, and is a Rows"),
         ("streams", 4, "there were 3 parts (streams), and are 4"),
@@ -332,9 +329,6 @@ def test_differences_are_told_but_for_the_seed_which_is_taken_over():
         assert found.startswith(text) and ("all samples of a batch come from" in found) == (name == "batch_size")
         loose = differences(SIGNATURE, own, Position(2), strict=False)
         assert loose == ([] if name == "batch_size" else [text])
-
-
-def test_parts_that_a_state_does_not_know_are_told_and_ranks_without_parts():
     own = replace(SIGNATURE, num_replicas=2, rank=1)
     of_rank = replace(SIGNATURE, num_replicas=2, rank=0)
     position = replace(POSITION, counts={0: 3, 2: 1})
@@ -358,7 +352,7 @@ def test_the_states_of_all_ranks_are_one_position():
     assert parse(states[0], (2, 0))[0].done == 4
 
 
-def test_states_that_do_not_belong_together_are_rejected():
+def test_states_that_do_not_belong_together_and_what_is_none_are_rejected():
     steps = replace(SIGNATURE, steps_per_epoch=9)
     for one, other, text in (
         (dump(POSITION, SIGNATURE), dump(POSITION, replace(SIGNATURE, dataset="Rows")), "those of different runs"),
@@ -367,9 +361,6 @@ def test_states_that_do_not_belong_together_are_rejected():
     ):
         with pytest.raises(ValueError, match=text):
             parse([one, other], (1, 0))
-
-
-def test_what_is_no_state_is_rejected():
     state = dump(POSITION, SIGNATURE)
     for wrong in (None, 3, "x", [3], []):
         with pytest.raises((TypeError, ValueError)):

@@ -16,7 +16,7 @@ from sharded_loader.engine.messages import NOTHING, Job, PartBatch, PartIndices,
 from sharded_loader.engine.reader import Reader
 from sharded_loader.pools.task_reader import reader_for
 from sharded_loader.randomness.rng import reading
-from sharded_loader.streams.reader import SHARED_BYTES, Copies, OpenPart, StreamReader
+from sharded_loader.streams.reader import SHARED_BYTES, Copies, StreamReader
 from sharded_loader.streams.worker_info import Part, here, patch_torch, set_current_part
 
 SIZE = 4
@@ -41,9 +41,6 @@ def read(reader, *which, worker=WORKER, heartbeat=None, **options):
     result = reader.read(task_of(*which, **options), worker, heartbeat=heartbeat)
     assert reading.get() is None and here.part is None
     return result
-
-
-# -- what is read -------------------------------------------------------------------------------------------------
 
 
 def test_a_job_of_samplers_has_the_plain_reader_and_an_empty_part_cannot_start_over():
@@ -124,14 +121,6 @@ def test_a_part_in_which_an_interruption_has_struck_is_opened_again():
     assert read(reader, 0, 1, worker=None, parts=1).batch == [4, 5, 6, 7]
 
 
-@pytest.mark.parametrize("shards", [(0, 2, 4), (0, 1, 4), (0, 3, 4), (0, 1, 2, 4)])
-def test_a_short_batch_has_fewer_shards_of_the_same_shares(shards):
-    for length in range(1, 5):
-        result = read(reader_of(Parts((length, 0))), 0, 0, shards=shards)
-        assert sum(result.batch, []) == list(range(length)) and all(result.batch)
-        assert len(result.batch) == min(length, len(shards) - 1) and result.samples == length
-
-
 def test_the_heartbeat_says_where_the_reader_is():
     heartbeat, seen = new_heartbeat(), []
 
@@ -163,24 +152,6 @@ def test_an_open_part_says_where_it_is_and_only_what_keeps_its_place_is_copied()
         assert dataset.place == place
 
 
-def advance(part):
-    """The next sample, read as a reader does."""
-    before = part.set_current()
-    try:
-        return part.next_sample()
-    finally:
-        here.part = before
-
-
-def rest_of(part):
-    found = []
-    while True:
-        try:
-            found.append(advance(part))
-        except StopIteration:
-            return found
-
-
 def test_a_copy_is_the_dataset_as_it_was_and_shares_what_is_large_or_cannot_be_copied():
     class Holder:
         def __init__(self):
@@ -205,30 +176,6 @@ def test_a_copy_is_the_dataset_as_it_was_and_shares_what_is_large_or_cannot_be_c
 
     locked = Locked()
     assert Copies(function).make() is function and Copies(locked).make() is locked
-
-
-def test_a_part_is_begun_and_read_to_its_end():
-    part = OpenPart(Parts((2, 3)), 1, 2, seed=5)
-    assert rest_of(part) == []
-    part.begin(0)
-    assert rest_of(part) == [100, 101, 102] and rest_of(part) == []
-    part.begin(1)
-    assert advance(part) == 100
-    part.end()
-    assert rest_of(part) == []
-
-
-@pytest.mark.parametrize("kind", [Stateful, WithStatefulRows])
-def test_a_part_goes_on_from_its_state_and_the_state_is_a_copy(kind):
-    part = OpenPart(kind((5, 6)), 1, 2, 0)
-    part.begin(0)
-    assert [advance(part), advance(part)] == [100, 101] and part.is_stateful
-    state = part.state()
-    assert advance(part) == 102
-    other = OpenPart(kind((5, 6)), 1, 2, 0)
-    for _ in range(2):
-        other.begin(0, state)
-        assert rest_of(other) == [102, 103, 104, 105]
 
 
 # -- each thread is told of the part that it reads, and torch of nothing else ------------------------------------------
@@ -260,7 +207,7 @@ def test_this_thread_is_told_and_others_are_not_until_what_was_told_before_comes
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
-def test_a_worker_alone_in_its_process_tells_the_threads_of_the_dataset_too():
+def test_a_worker_alone_tells_the_threads_of_the_dataset_too_and_a_forked_child_reads_no_part():
     def work():
         before, found = set_current_part(Part(1, 3, 0, None), alone=True), []
         thread = threading.Thread(target=lambda: found.append(get_worker_info().id))
@@ -271,6 +218,12 @@ def test_a_worker_alone_in_its_process_tells_the_threads_of_the_dataset_too():
 
     patch_torch()
     assert in_child(work) == "([1], None)"
+    before = set_current_part(Part(0, 2, 0, None))
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if get_worker_info() is None else 1)
+    here.part = before
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def test_the_answer_of_torch_s_own_workers_stays_and_a_torch_without_it_is_left_alone(monkeypatch):
@@ -287,16 +240,6 @@ def test_the_answer_of_torch_s_own_workers_stays_and_a_torch_without_it_is_left_
     here.part = before
     monkeypatch.delattr(OF_TORCH, "get_worker_info")
     patch_torch()
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
-def test_a_forked_child_reads_no_part():
-    before = set_current_part(Part(0, 2, 0, None))
-    pid = os.fork()
-    if pid == 0:
-        os._exit(0 if get_worker_info() is None else 1)
-    here.part = before
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def in_a_thread(call):
