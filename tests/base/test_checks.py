@@ -18,22 +18,9 @@ from sharded_loader import (
     SimpleDataset,
     ThreadPool,
 )
+from sharded_loader.base import entries
 from sharded_loader.base.checks import bytes_of_text, refuse_arguments
 from sharded_loader.base.described import brief, call_of
-from sharded_loader.base.entries import (
-    anything,
-    check_version,
-    dict_of,
-    differences,
-    entry,
-    from_state,
-    integer,
-    list_of,
-    optional,
-    string,
-    to_state,
-    true_or_false,
-)
 
 
 def test_sizes_are_numbers_or_texts_and_zero_is_enough_for_samples_but_not_for_shards(tmp_path):
@@ -118,16 +105,18 @@ ADVICE = "give a state"
 
 @dataclass(frozen=True)
 class Inner:
-    over: bool = entry(true_or_false)
-    own: Any = entry(anything, default=None)  # noqa: RUF009
+    over: bool = entries.entry(entries.true_or_false)
+    own: Any = entries.entry(entries.anything, default=None)  # noqa: RUF009
 
 
 @dataclass(frozen=True)
 class Outer:
-    done: int = entry(integer(0), "{done} was {was}, and is {now}", name="samples")
-    kind: str = entry(string)
-    seeds: tuple[int | None, ...] = entry(list_of(optional(integer())), write=list, default=())
-    inner: Inner | None = entry(dict_of(Inner), write=to_state, default=None)  # noqa: RUF009
+    done: int = entries.entry(entries.integer(0), "{done} was {was}, and is {now}", name="samples")
+    kind: str = entries.entry(entries.string)
+    seeds: tuple[int | None, ...] = entries.entry(
+        entries.list_of(entries.optional(entries.integer())), write=list, default=()
+    )
+    inner: Inner | None = entries.entry(entries.dict_of(Inner), write=entries.to_state, default=None)  # noqa: RUF009
     kept = 3  # not an entry
 
 
@@ -136,18 +125,18 @@ WHOLE = Outer(4, "x", (1, None), Inner(True, {"at": [1]}))
 
 @pytest.mark.parametrize("outer", [WHOLE, Outer(0, "")])
 def test_what_is_written_is_read_again_also_through_json(outer):
-    assert from_state(Outer, json.loads(json.dumps(to_state(outer))), ADVICE) == outer
+    assert entries.from_state(Outer, json.loads(json.dumps(entries.to_state(outer))), ADVICE) == outer
 
 
 def test_an_entry_has_its_name_and_only_with_a_default_may_be_left_out_and_those_with_a_text_are_compared():
-    assert to_state(Outer(4, "x")) == {"samples": 4, "kind": "x"}
-    assert to_state(WHOLE)["inner"] == {"over": True, "own": {"at": [1]}}
-    assert to_state(Inner(False)) == {"over": False}
-    assert to_state(Inner(True, np.arange(3)))["own"].tolist() == [0, 1, 2]
+    assert entries.to_state(Outer(4, "x")) == {"samples": 4, "kind": "x"}
+    assert entries.to_state(WHOLE)["inner"] == {"over": True, "own": {"at": [1]}}
+    assert entries.to_state(Inner(False)) == {"over": False}
+    assert entries.to_state(Inner(True, np.arange(3)))["own"].tolist() == [0, 1, 2]
     with pytest.raises(ValueError, match="the state has no 'samples': give a state"):
-        from_state(Outer, {"kind": "x"}, ADVICE)
-    assert differences(WHOLE, Outer(5, "y"), done="it") == {"done": "it was 4, and is 5"}
-    assert differences(WHOLE, WHOLE, done="it") == {}
+        entries.from_state(Outer, {"kind": "x"}, ADVICE)
+    assert entries.differences(WHOLE, Outer(5, "y"), done="it") == {"done": "it was 4, and is 5"}
+    assert entries.differences(WHOLE, WHOLE, done="it") == {}
 
 
 @pytest.mark.parametrize(
@@ -164,7 +153,7 @@ def test_an_entry_has_its_name_and_only_with_a_default_may_be_left_out_and_those
 )
 def test_an_error_names_the_entry_and_ends_with_the_advice(change, said):
     with pytest.raises(ValueError) as raised:
-        from_state(Outer, {**to_state(WHOLE), **change}, ADVICE)
+        entries.from_state(Outer, {**entries.to_state(WHOLE), **change}, ADVICE)
     assert str(raised.value).startswith(f"the state's {said}: give a state")
     assert str(raised.value).endswith(": give a state")
 
@@ -179,6 +168,6 @@ def test_an_error_names_the_entry_and_ends_with_the_advice(change, said):
     ],
 )
 def test_a_state_has_a_version_that_can_be_read(state, error, said):
-    check_version({"version": 1}, ADVICE)
+    entries.check_version({"version": 1}, ADVICE)
     with pytest.raises(error, match=said):
-        check_version(state, ADVICE)
+        entries.check_version(state, ADVICE)

@@ -59,13 +59,7 @@ def test_what_the_loader_calls_is_not_compiled(compiled, kind, given):
 @pytest.mark.parametrize("kind", [DataLoader, ShardedDataLoader])
 def test_a_dataset_may_call_what_it_has_compiled(compiled, kind):
     graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    doubled = torch.compile(lambda x: 2 * x, backend=backend)
-
+    doubled = torch.compile(lambda x: 2 * x, backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
     data = SimpleDataset(range(12)).transform(lambda index: (doubled(torch.tensor(index)), 0))
     assert compiled(kind(data, 4)).tolist() == [132, 0]
     assert graphs

@@ -11,24 +11,9 @@ from samples import Drawing, DrawingInItems
 
 import sharded_loader.torch
 from sharded_loader import ShardedDataLoader
-from sharded_loader.base.errors import (
-    Location,
-    SampleReadError,
-    WorkerTraceback,
-    add_note,
-    as_batch_error,
-    as_exception,
-    describe_exit,
-    format_traceback,
-    notes_of,
-    read_again,
-    set_notes,
-    shorten,
-    text_of,
-    without_frames,
-)
+from sharded_loader.base import errors
 
-HERE = Location(epoch=1, batch=2, shard=3, worker="worker 4 (pid 5)")
+HERE = errors.Location(epoch=1, batch=2, shard=3, worker="worker 4 (pid 5)")
 
 
 class Exits(Exception):
@@ -38,57 +23,47 @@ class Exits(Exception):
         sys.exit(3)
 
 
-AGAIN = "see it again, in this process"
+AGAIN, BOTH = "see it again, in this process", "[loader.read(i, epoch=1) for i in (7, 9)]"
+NO_SINGLE = f"{AGAIN}, which may hang too (it was no single sample that failed): {BOTH}"
 
 
 @pytest.mark.parametrize(
     ("arguments", "place", "again"),
     [
         ({"sample": [7]}, ", sample 7", [f"{AGAIN}: loader.read(7, epoch=1)"]),
-        (
-            {"uncollatable": (7, 9)},
-            ", sample 9 (it does not fit sample 7)",
-            [f"{AGAIN}: [loader.read(i, epoch=1) for i in (7, 9)]"],
-        ),
-        (
-            {"samples": np.array([7, 9]), "but": ", which may hang too"},
-            "",
-            [
-                f"{AGAIN}, which may hang too (it was no single sample that failed): "
-                "[loader.read(i, epoch=1) for i in (7, 9)]"
-            ],
-        ),
+        ({"uncollatable": (7, 9)}, ", sample 9 (it does not fit sample 7)", [f"{AGAIN}: {BOTH}"]),
+        ({"samples": np.array([7, 9]), "but": ", which may hang too"}, "", [NO_SINGLE]),
         ({}, "", []),
     ],
 )
 def test_an_error_says_where_it_was_and_how_to_see_it_again(arguments, place, again):
     for error in (ValueError("bad"), Frozen(3)):
-        add_note(error, "the user's own")
-        Location(0, 0).note(error, [1])  # where the same object was raised before
+        errors.add_note(error, "the user's own")
+        errors.Location(0, 0).note(error, [1])  # where the same object was raised before
         HERE.note(error, **arguments)
         where = f"sharded_loader: in epoch 1, batch 2, shard 3{place}, worker 4 (pid 5)"
-        assert notes_of(error) == ["the user's own", where, *again]
+        assert errors.notes_of(error) == ["the user's own", where, *again]
 
 
 def test_places_are_named_in_part_and_what_a_handler_raises_is_no_error_of_a_batch():
     error = ValueError()
-    Location(0, 5).note(error, ["a"])
-    assert notes_of(error)[0] == "sharded_loader: in epoch 0, batch 5, sample 'a'"
-    assert read_again(range(9), 0) == (
+    errors.Location(0, 5).note(error, ["a"])
+    assert errors.notes_of(error)[0] == "sharded_loader: in epoch 0, batch 5, sample 'a'"
+    assert errors.read_again(range(9), 0) == (
         "[loader.read(i, epoch=0) for i in (0, 1, 2, 3, 4, 5, 6, 7)]  # the first 8, 9 in all"
     )
     with pytest.raises(KeyboardInterrupt):
-        as_batch_error(KeyboardInterrupt(), "by the sampler")
-    assert isinstance(as_batch_error(StopIteration(), "by the sampler"), SampleReadError)
+        errors.as_batch_error(KeyboardInterrupt(), "by the sampler")
+    assert isinstance(errors.as_batch_error(StopIteration(), "by the sampler"), errors.SampleReadError)
 
 
 @pytest.mark.parametrize("ends", [StopIteration("x"), StopAsyncIteration("x"), SystemExit("x"), GeneratorExit("x")])
 def test_what_would_end_a_loop_or_the_program_has_a_stand_in(ends):
-    stand_in = as_exception(ends, "by the dataset")
-    assert isinstance(stand_in, SampleReadError) and stand_in.__cause__ is ends
+    stand_in = errors.as_exception(ends, "by the dataset")
+    assert isinstance(stand_in, errors.SampleReadError) and stand_in.__cause__ is ends
     assert f"{type(ends).__name__} (x) raised by the dataset, which would end the loop in silence" in str(stand_in)
     error = ValueError()
-    assert as_exception(error, "by the dataset") is error
+    assert errors.as_exception(error, "by the dataset") is error
 
 
 def test_a_traceback_becomes_text_without_the_notes_and_what_is_no_note_is_left_alone():
@@ -96,13 +71,13 @@ def test_a_traceback_becomes_text_without_the_notes_and_what_is_no_note_is_left_
         try:
             raise error
         except Exception as caught:
-            add_note(caught, "a note")
-            text = format_traceback(caught)
+            errors.add_note(caught, "a note")
+            text = errors.format_traceback(caught)
         assert "test_errors.py" in text and type(error).__name__ in text and "a note" not in text
-        assert notes_of(error) == ["a note"]
-        assert without_frames(error) is error and error.__traceback__ is None
-        assert isinstance(error.__cause__, WorkerTraceback) and "test_errors.py" in str(error.__cause__)
-    assert text_of(Exits()) == ""
+        assert errors.notes_of(error) == ["a note"]
+        assert errors.without_frames(error) is error and error.__traceback__ is None
+        assert isinstance(error.__cause__, errors.WorkerTraceback) and "test_errors.py" in str(error.__cause__)
+    assert errors.text_of(Exits()) == ""
 
     class Other(Exception):
         __notes__ = "text"
@@ -113,14 +88,14 @@ def test_a_traceback_becomes_text_without_the_notes_and_what_is_no_note_is_left_
             raise RuntimeError
 
     for error in (Other(), Raises()):
-        assert notes_of(error) == []
-        set_notes(error, ["x"])  # no error in the place of this one
+        assert errors.notes_of(error) == []
+        errors.set_notes(error, ["x"])  # no error in the place of this one
 
 
 def test_an_exit_code_in_words():
     says = {None: "exit code unknown", 3: "exit code 3", -200: "killed by signal 200 (signal 200)"}
     says[-int(signal.SIGTERM)] = "killed by SIGTERM (signal 15)"
-    assert {code: describe_exit(code, 0) for code in says} == says
+    assert {code: errors.describe_exit(code, 0) for code in says} == says
 
 
 # -- tracebacks show the user's frames, once --------------------------------------------------------------------------
@@ -176,12 +151,12 @@ def test_causes_are_shortened_and_an_error_of_the_library_keeps_its_last_frame()
             raise ValueError("could not parse") from error
     cause = caught.value.__cause__
     assert cause is not None and len(traceback.extract_tb(cause.__traceback__)) > 1
-    shorten(caught.value)
+    errors.shorten(caught.value)
     assert [one.filename for one in traceback.extract_tb(cause.__traceback__)] == [__file__]
     with pytest.raises(RuntimeError, match="closed") as of_library:
         loader = ShardedDataLoader(range(4), 2)
         loader.close()
         iter(loader)
     of_library.value.__traceback__ = of_library.value.__traceback__.tb_next
-    shorten(of_library.value)
+    errors.shorten(of_library.value)
     assert len(traceback.extract_tb(of_library.value.__traceback__)) == 1
