@@ -1,11 +1,8 @@
 """What an error says: where it happened, how to see it again, and what stands in for one that must not pass."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import traceback
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,138 +11,101 @@ from samples import Drawing, DrawingInItems
 
 import sharded_loader.torch
 from sharded_loader import ShardedDataLoader
-from sharded_loader.base.errors import (
-    Location,
-    SampleReadError,
-    WorkerTraceback,
-    add_note,
-    as_batch_error,
-    as_exception,
-    describe_exit,
-    format_traceback,
-    notes_of,
-    read_again,
-    set_notes,
-    shorten,
-    text_of,
-    without_frames,
-)
+from sharded_loader.base import errors
 
-HERE = Location(epoch=1, batch=2, shard=3, worker="worker 4 (pid 5)")
+HERE = errors.Location(epoch=1, batch=2, shard=3, worker="worker 4 (pid 5)")
 
 
 class Exits(Exception):
     """Its text cannot be had."""
 
-    def __str__(self) -> str:
+    def __str__(self):
         sys.exit(3)
 
 
-AGAIN = "see it again, in this process"
+AGAIN, BOTH = "see it again, in this process", "[loader.read(i, epoch=1) for i in (7, 9)]"
+NO_SINGLE = f"{AGAIN}, which may hang too (it was no single sample that failed): {BOTH}"
 
 
 @pytest.mark.parametrize(
     ("arguments", "place", "again"),
     [
         ({"sample": [7]}, ", sample 7", [f"{AGAIN}: loader.read(7, epoch=1)"]),
-        (
-            {"uncollatable": (7, 9)},
-            ", sample 9 (it does not fit sample 7)",
-            [f"{AGAIN}: [loader.read(i, epoch=1) for i in (7, 9)]"],
-        ),
-        (
-            {"samples": np.array([7, 9]), "but": ", which may hang too"},
-            "",
-            [
-                f"{AGAIN}, which may hang too (it was no single sample that failed): "
-                "[loader.read(i, epoch=1) for i in (7, 9)]"
-            ],
-        ),
+        ({"uncollatable": (7, 9)}, ", sample 9 (it does not fit sample 7)", [f"{AGAIN}: {BOTH}"]),
+        ({"samples": np.array([7, 9]), "but": ", which may hang too"}, "", [NO_SINGLE]),
         ({}, "", []),
     ],
 )
-def test_an_error_says_where_it_was_and_how_to_see_it_again(arguments: dict[str, Any], place: str, again: Any) -> None:
+def test_an_error_says_where_it_was_and_how_to_see_it_again(arguments, place, again):
     for error in (ValueError("bad"), Frozen(3)):
-        add_note(error, "the user's own")
-        Location(0, 0).note(error, [1])  # where the same object was raised before
+        errors.add_note(error, "the user's own")
+        errors.Location(0, 0).note(error, [1])  # where the same object was raised before
         HERE.note(error, **arguments)
         where = f"sharded_loader: in epoch 1, batch 2, shard 3{place}, worker 4 (pid 5)"
-        assert notes_of(error) == ["the user's own", where, *again]
+        assert errors.notes_of(error) == ["the user's own", where, *again]
 
 
-def test_places_without_shards_or_workers_name_none_and_many_samples_are_shown_in_part() -> None:
+def test_places_are_named_in_part_and_what_a_handler_raises_is_no_error_of_a_batch():
     error = ValueError()
-    Location(0, 5).note(error, ["a"])
-    assert notes_of(error)[0] == "sharded_loader: in epoch 0, batch 5, sample 'a'"
-    assert read_again(range(9), 0) == (
+    errors.Location(0, 5).note(error, ["a"])
+    assert errors.notes_of(error)[0] == "sharded_loader: in epoch 0, batch 5, sample 'a'"
+    assert errors.read_again(range(9), 0) == (
         "[loader.read(i, epoch=0) for i in (0, 1, 2, 3, 4, 5, 6, 7)]  # the first 8, 9 in all"
     )
+    with pytest.raises(KeyboardInterrupt):
+        errors.as_batch_error(KeyboardInterrupt(), "by the sampler")
+    assert isinstance(errors.as_batch_error(StopIteration(), "by the sampler"), errors.SampleReadError)
 
 
 @pytest.mark.parametrize("ends", [StopIteration("x"), StopAsyncIteration("x"), SystemExit("x"), GeneratorExit("x")])
-def test_what_would_end_a_loop_or_the_program_has_a_stand_in(ends: BaseException) -> None:
-    stand_in = as_exception(ends, "by the dataset")
-    assert isinstance(stand_in, SampleReadError) and stand_in.__cause__ is ends
+def test_what_would_end_a_loop_or_the_program_has_a_stand_in(ends):
+    stand_in = errors.as_exception(ends, "by the dataset")
+    assert isinstance(stand_in, errors.SampleReadError) and stand_in.__cause__ is ends
     assert f"{type(ends).__name__} (x) raised by the dataset, which would end the loop in silence" in str(stand_in)
     error = ValueError()
-    assert as_exception(error, "by the dataset") is error
+    assert errors.as_exception(error, "by the dataset") is error
 
 
-def test_in_the_main_process_what_a_handler_raises_is_no_error_of_a_batch() -> None:
-    with pytest.raises(KeyboardInterrupt):
-        as_batch_error(KeyboardInterrupt(), "by the sampler")
-    assert isinstance(as_batch_error(StopIteration(), "by the sampler"), SampleReadError)
-
-
-def test_a_traceback_becomes_text_without_the_notes() -> None:
+def test_a_traceback_becomes_text_without_the_notes_and_what_is_no_note_is_left_alone():
     for error in (ValueError("bad"), Frozen(3), Exits()):
         try:
             raise error
         except Exception as caught:
-            add_note(caught, "a note")
-            text = format_traceback(caught)
+            errors.add_note(caught, "a note")
+            text = errors.format_traceback(caught)
         assert "test_errors.py" in text and type(error).__name__ in text and "a note" not in text
-        assert notes_of(error) == ["a note"]
-        assert without_frames(error) is error and error.__traceback__ is None
-        assert isinstance(error.__cause__, WorkerTraceback) and "test_errors.py" in str(error.__cause__)
-    assert text_of(Exits()) == ""
+        assert errors.notes_of(error) == ["a note"]
+        assert errors.without_frames(error) is error and error.__traceback__ is None
+        assert isinstance(error.__cause__, errors.WorkerTraceback) and "test_errors.py" in str(error.__cause__)
+    assert errors.text_of(Exits()) == ""
 
-
-def test_notes_that_are_none_are_left_alone() -> None:
     class Other(Exception):
         __notes__ = "text"
 
     class Raises(Exception):
         @property
-        def __notes__(self) -> list[str]:
+        def __notes__(self):
             raise RuntimeError
 
     for error in (Other(), Raises()):
-        assert notes_of(error) == []
-        set_notes(error, ["x"])  # no error in the place of this one
+        assert errors.notes_of(error) == []
+        errors.set_notes(error, ["x"])  # no error in the place of this one
 
 
-@pytest.mark.parametrize(
-    ("exitcode", "says"),
-    [
-        (None, "exit code unknown"),
-        (3, "exit code 3"),
-        (-int(signal.SIGTERM), "killed by SIGTERM (signal 15)"),
-        (-200, "killed by signal 200 (signal 200)"),
-    ],
-)
-def test_an_exit_code_in_words(exitcode: int | None, says: str) -> None:
-    assert describe_exit(exitcode, 0) == says
+def test_an_exit_code_in_words():
+    says = {None: "exit code unknown", 3: "exit code 3", -200: "killed by signal 200 (signal 200)"}
+    says[-int(signal.SIGTERM)] = "killed by SIGTERM (signal 15)"
+    assert {code: errors.describe_exit(code, 0) for code in says} == says
 
 
 # -- tracebacks show the user's frames, once --------------------------------------------------------------------------
 
 
 class OneByOne(Drawing):
-    def read(self, index: int, rng: Any) -> Any:
+    def read(self, index, rng):
         return self.parse(index)
 
-    def parse(self, index: int) -> int:
+    def parse(self, index):
         if index == 3:
             raise ValueError(f"sample {index} is bad")
         return index
@@ -155,7 +115,7 @@ class InBulk(OneByOne, DrawingInItems):
     pass
 
 
-def told(made: Any, dataset: Any, **how: Any) -> str:
+def told(made, dataset, **how):
     loader = made(dataset, 4, **how)
     with pytest.raises(ValueError, match="sample 3 is bad") as caught:
         list(loader)
@@ -169,7 +129,7 @@ LOADERS = [ShardedDataLoader, sharded_loader.torch.DataLoader]
 @pytest.mark.parametrize("dataset", [OneByOne(), InBulk()], ids=["one by one", "in bulk"])
 @pytest.mark.parametrize("how", [{}, {"thread_pool": True}, {"num_workers": 1}], ids=["inline", "threads", "processes"])
 @pytest.mark.parametrize("made", LOADERS, ids=["ours", "torch's"])
-def test_a_traceback_leads_from_the_loop_to_the_line_of_the_user(made: Any, how: Any, dataset: Any) -> None:
+def test_a_traceback_leads_from_the_loop_to_the_line_of_the_user(made, how, dataset):
     if how:
         how = {"num_workers": 1, **how}
     text = told(made, dataset, **how)
@@ -177,13 +137,13 @@ def test_a_traceback_leads_from_the_loop_to_the_line_of_the_user(made: Any, how:
     assert "reader.py" not in text and "arrays.py" not in text
 
 
-def test_with_the_environment_variable_all_frames_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_the_environment_variable_all_frames_are_there(monkeypatch):
     monkeypatch.setenv("SHARDED_LOADER_FULL_TRACEBACKS", "1")
     for how in ({}, {"num_workers": 1}):
         assert "reader.py" in told(ShardedDataLoader, OneByOne(), **how)
 
 
-def test_causes_are_shortened_and_an_error_of_the_library_keeps_its_last_frame() -> None:
+def test_causes_are_shortened_and_an_error_of_the_library_keeps_its_last_frame():
     with pytest.raises(ValueError, match="could not parse") as caught:
         try:
             ShardedDataLoader(3, 2)
@@ -191,12 +151,12 @@ def test_causes_are_shortened_and_an_error_of_the_library_keeps_its_last_frame()
             raise ValueError("could not parse") from error
     cause = caught.value.__cause__
     assert cause is not None and len(traceback.extract_tb(cause.__traceback__)) > 1
-    shorten(caught.value)
+    errors.shorten(caught.value)
     assert [one.filename for one in traceback.extract_tb(cause.__traceback__)] == [__file__]
     with pytest.raises(RuntimeError, match="closed") as of_library:
         loader = ShardedDataLoader(range(4), 2)
         loader.close()
         iter(loader)
-    of_library.value.__traceback__ = of_library.value.__traceback__.tb_next  # type: ignore[union-attr]
-    shorten(of_library.value)
+    of_library.value.__traceback__ = of_library.value.__traceback__.tb_next
+    errors.shorten(of_library.value)
     assert len(traceback.extract_tb(of_library.value.__traceback__)) == 1

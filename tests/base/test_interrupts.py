@@ -1,7 +1,5 @@
 """What a signal handler raises is told from what others raise; signals can wait until half a job is whole."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools
@@ -9,8 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 from injection import InterruptAt
@@ -24,12 +20,12 @@ class TimeIsUp(Exception):
     pass
 
 
-def raises(number: int, frame: Any) -> None:
+def raises(number, frame):
     raise TimeIsUp
 
 
 class Handler:
-    def __call__(self, number: int, frame: Any) -> None:
+    def __call__(self, number, frame):
         raise TimeIsUp
 
     method = __call__
@@ -39,7 +35,7 @@ HANDLERS = [raises, Handler(), Handler().method, functools.partial(lambda text, 
 
 
 @contextlib.contextmanager
-def handling(handler: Any, number: int = SIGNAL) -> Iterator[None]:
+def handling(handler, number=SIGNAL):
     before = signal.signal(number, handler)
     try:
         yield
@@ -47,7 +43,7 @@ def handling(handler: Any, number: int = SIGNAL) -> Iterator[None]:
         signal.signal(number, before)
 
 
-def raised_by(call: Callable[[], object]) -> Exception:
+def raised_by(call):
     try:
         call()
     except Exception as error:
@@ -55,28 +51,22 @@ def raised_by(call: Callable[[], object]) -> Exception:
     raise AssertionError("nothing was raised")
 
 
-# -- from outside -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("handler", HANDLERS)
-def test_what_a_handler_raises_is_from_outside(handler: Any) -> None:
+def test_what_a_handler_raises_is_from_outside(handler):
     with handling(handler):
         assert is_from_outside(raised_by(lambda: signal.raise_signal(SIGNAL)))
     assert not is_from_outside(raised_by(lambda: int("x")))
     assert is_from_outside(KeyboardInterrupt())
 
 
-def test_a_handler_that_another_has_replaced_is_still_known() -> None:
-    def once(number: int, frame: Any) -> None:
+def test_a_replaced_handler_is_still_known_but_not_by_other_threads_nor_while_samples_are_read():
+    def once(number, frame):
         signal.signal(SIGNAL, signal.SIG_IGN)
         raise TimeIsUp
 
     with handling(once):
         note_handlers()
         assert is_from_outside(raised_by(lambda: signal.raise_signal(SIGNAL)))
-
-
-def test_while_samples_are_read_an_exception_counts_as_the_dataset_s() -> None:
     with handling(raises):
         error = raised_by(lambda: signal.raise_signal(SIGNAL))
         assert is_from_outside(error) and not is_from_outside(error, reads=True)
@@ -84,27 +74,21 @@ def test_while_samples_are_read_an_exception_counts_as_the_dataset_s() -> None:
         signal.raise_signal(SIGNAL)
     note_handlers()
     assert not is_from_outside(caught.value, reads=True)  # the handler is gone, and was not seen before
-
-
-def test_another_thread_has_no_handlers() -> None:
     with handling(raises):
         error = raised_by(lambda: signal.raise_signal(SIGNAL))
         assert in_thread(lambda: is_from_outside(error)) is False
 
 
-def in_thread(call: Callable[[], Any]) -> Any:
-    found: list[Any] = []
+def in_thread(call):
+    found = []
     thread = threading.Thread(target=lambda: found.append(call()))
     thread.start()
     thread.join()
     return found.pop()
 
 
-# -- uninterrupted ------------------------------------------------------------------------------------------------
-
-
-def test_signals_wait_for_the_end_of_the_block_and_come_once_in_order() -> None:
-    came: list[Any] = []
+def test_signals_of_this_thread_wait_for_the_end_of_the_block_and_all_handlers_run_once_in_order():
+    came = []
     with handling(lambda *_: came.append("TERM")), handling(lambda *_: came.append("INT"), signal.SIGINT):
         with uninterrupted():
             for number in (SIGNAL, signal.SIGINT, SIGNAL):
@@ -115,10 +99,7 @@ def test_signals_wait_for_the_end_of_the_block_and_come_once_in_order() -> None:
         assert came == ["TERM", "INT"]
         signal.raise_signal(SIGNAL)
     assert came == ["TERM", "INT", "TERM"]
-
-
-def test_every_handler_runs_whatever_another_one_raises_and_all_are_put_back() -> None:
-    came: list[Any] = []
+    came = []
     with handling(raises), handling(lambda *_: came.append("INT"), signal.SIGINT):
         with pytest.raises(TimeIsUp):
             with uninterrupted():
@@ -126,13 +107,20 @@ def test_every_handler_runs_whatever_another_one_raises_and_all_are_put_back() -
                 signal.raise_signal(signal.SIGINT)
         assert came == ["INT"]
         assert signal.getsignal(SIGNAL) is raises
+    before = signal.getsignal(SIGNAL)
+
+    def inside():
+        with uninterrupted():
+            return signal.getsignal(SIGNAL) is before
+
+    assert in_thread(inside)
 
 
-def test_a_signal_at_any_line_loses_no_signal_and_all_handlers_are_put_back() -> None:
+def test_a_signal_at_any_line_loses_no_signal_and_all_handlers_are_put_back():
     for number in itertools.count(1):
-        came: list[int] = []
+        came = []
 
-        def note_and_raise(number: int, frame: Any, came: list[int] = came) -> None:
+        def note_and_raise(number, frame, came=came):
             came.append(number)
             raise TimeIsUp
 
@@ -154,17 +142,7 @@ def test_a_signal_at_any_line_loses_no_signal_and_all_handlers_are_put_back() ->
             return
 
 
-def test_other_threads_are_not_held_up() -> None:
-    before = signal.getsignal(SIGNAL)
-
-    def inside() -> bool:
-        with uninterrupted():
-            return signal.getsignal(SIGNAL) is before
-
-    assert in_thread(inside)
-
-
-def test_the_end_of_the_program_is_known_before_any_finalizer_runs() -> None:
+def test_the_end_of_the_program_is_known_before_any_finalizer_runs():
     program = (
         "import weakref\nfrom sharded_loader.base.interrupts import program_ends\nclass Some: pass\nsome = Some()\n"
         "weakref.finalize(some, lambda: print(program_ends()))\nprint(program_ends())"

@@ -1,9 +1,6 @@
 """How much memory is free, how many cores there are, and whether the workers are far more."""
 
-from __future__ import annotations
-
 import warnings
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +9,7 @@ from sharded_loader.base import limits
 from sharded_loader.base.limits import core_limit, cores_for_workers, warn_of_workers
 
 
-def write(root: Path, files: dict[str, str]) -> Path:
+def write(root, files):
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
@@ -24,11 +21,11 @@ def write(root: Path, files: dict[str, str]) -> Path:
 GIB = 1 << 30
 
 
-def machine(free: int = 100 * GIB) -> dict[str, str]:
+def machine(free=100 * GIB):
     return {"proc/meminfo": f"MemTotal:  263 kB\nMemFree:  1 kB\nMemAvailable: {free // 1024} kB\nBuffers: 3 kB\n"}
 
 
-def v2(folder: str, maximum: int | str, current: int, **stat: int) -> dict[str, str]:
+def v2(folder, maximum, current, **stat):
     at = f"sys/fs/cgroup/{folder}".rstrip("/")
     lines = {"anon": 5, "file": 6, "inactive_file": 0, "active_file": 0, "slab": 7} | stat
     return {
@@ -38,7 +35,7 @@ def v2(folder: str, maximum: int | str, current: int, **stat: int) -> dict[str, 
     }
 
 
-def v1(folder: str, limit: int, usage: int, **stat: int) -> dict[str, str]:
+def v1(folder, limit, usage, **stat):
     at = f"sys/fs/cgroup/memory/{folder}".rstrip("/")
     lines = {"cache": 5, "inactive_file": 0, "active_file": 0, "hierarchical_memory_limit": limit} | stat
     return {
@@ -51,7 +48,7 @@ def v1(folder: str, limit: int, usage: int, **stat: int) -> dict[str, str]:
 UNLIMITED_V1 = 9223372036854771712
 
 
-def test_without_cgroups_or_proc_there_is_still_an_answer(tmp_path: Path) -> None:
+def test_without_cgroups_or_proc_there_is_still_an_answer(tmp_path):
     assert limits.free_bytes(tmp_path).nbytes > 0 and limits.free_bytes(tmp_path).what
     assert limits.oom_kills(tmp_path) is None
     limit = limits.free_bytes(write(tmp_path, machine()))
@@ -63,25 +60,17 @@ def test_without_cgroups_or_proc_there_is_still_an_answer(tmp_path: Path) -> Non
         assert limits.oom_kills(tmp_path) is None and limits.free_bytes(tmp_path).nbytes == 100 * GIB
 
 
-@pytest.mark.parametrize("tight", ["", "user.slice", "user.slice/job", "user.slice/job/step"])
-def test_the_tightest_of_all_enclosing_groups_of_v2_counts(tmp_path: Path, tight: str) -> None:
-    files = machine() | {"proc/self/cgroup": "0::/user.slice/job/step\n"}
-    for folder in ("user.slice", "user.slice/job", "user.slice/job/step"):
-        files |= v2(folder, "max", 5 * GIB)
-    files |= v2(tight, 8 * GIB, 5 * GIB)
+@pytest.mark.parametrize("group", [v1, v2])
+@pytest.mark.parametrize("tight", ["", "job", "job/step"])
+def test_the_tightest_of_all_enclosing_groups_counts(tmp_path, group, tight):
+    beside = "9:name=systemd:/x\n4:memory:/job/step\n3:cpu,cpuacct:/\n0::/\n"
+    files = machine() | {"proc/self/cgroup": "0::/job/step\n" if group is v2 else beside}
+    for folder in ("", "job", "job/step"):
+        unlimited = "max" if group is v2 else UNLIMITED_V1
+        files |= group(folder, 8 * GIB if folder == tight else unlimited, 5 * GIB)
     limit = limits.free_bytes(write(tmp_path, files))
-    assert limit.nbytes == 3 * GIB
-    assert limit.what.endswith(f"cgroup {tmp_path}/sys/fs/cgroup/{tight}".rstrip("/"))
-
-
-@pytest.mark.parametrize("tight", ["", "slurm", "slurm/job"])
-def test_v1_beside_other_controllers(tmp_path: Path, tight: str) -> None:
-    files = machine() | {"proc/self/cgroup": "9:name=systemd:/x\n4:memory:/slurm/job\n3:cpu,cpuacct:/\n0::/\n"}
-    for folder in ("", "slurm", "slurm/job"):
-        files |= v1(folder, UNLIMITED_V1, 5 * GIB)
-    files |= v1(tight, 6 * GIB, 5 * GIB)
-    limit = limits.free_bytes(write(tmp_path, files))
-    assert limit.nbytes == GIB and "sys/fs/cgroup/memory" in limit.what
+    root = f"{tmp_path}/sys/fs/cgroup/{'memory/' if group is v1 else ''}"
+    assert limit.nbytes == 3 * GIB and limit.what.endswith(f"{root}{tight}".rstrip("/"))
 
 
 @pytest.mark.parametrize(
@@ -107,18 +96,12 @@ def test_v1_beside_other_controllers(tmp_path: Path, tight: str) -> None:
         ("0::/job\n", v2("job", GIB, 2 * GIB), 0),
         # Cache that was counted later than the usage frees no more than the limit.
         ("0::/job\n", v2("job", GIB, 1000, inactive_file=5000), GIB),
+        # Files that cannot be read do not count.
+        *(("0::/job\n", v2("job", broken, broken), 100 * GIB) for broken in ("", "nonsense", "12 34 56")),
     ],
 )
-def test_what_is_free_in_a_group(tmp_path: Path, cgroup: str, files: dict[str, str], free: int) -> None:
+def test_what_is_free_in_a_group(tmp_path, cgroup, files, free):
     assert limits.free_bytes(write(tmp_path, machine() | {"proc/self/cgroup": cgroup} | files)).nbytes == free
-
-
-@pytest.mark.parametrize("broken", ["", "nonsense\n", "12 34 56\n"])
-def test_files_that_cannot_be_read_do_not_count(tmp_path: Path, broken: str) -> None:
-    files = machine() | {"proc/self/cgroup": "0::/job\n"} | v2("job", GIB, 0)
-    for name in ("memory.max", "memory.current"):
-        files[f"sys/fs/cgroup/job/{name}"] = broken
-    assert limits.free_bytes(write(tmp_path, files)).nbytes == 100 * GIB
 
 
 EVENTS = "low 0\nhigh 3\nmax 41\noom 5\noom_kill {}\noom_group_kill 9\n"
@@ -138,17 +121,12 @@ CONTROL = "oom_kill_disable 0\nunder_oom 0\noom_kill {}\n"
         ("0::/\n", {}, None),
     ],
 )
-def test_what_the_kernel_has_killed_is_read_from_the_own_group(
-    tmp_path: Path, cgroup: str, files: dict[str, str], count: int | None
-) -> None:
+def test_what_the_kernel_has_killed_is_read_from_the_own_group(tmp_path, cgroup, files, count):
     write(tmp_path, {"proc/self/cgroup": cgroup} | {f"sys/fs/cgroup/{name}": text for name, text in files.items()})
     assert limits.oom_kills(tmp_path) == count
 
 
-# -- what would not fit -----------------------------------------------------------------------------------------------
-
-
-def test_what_does_not_fit_is_refused_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_is_refused_and_workers_share_what_the_container_allows(monkeypatch):
     free = [GIB]
     monkeypatch.setattr(limits, "free_bytes", lambda: limits.Limit(free[0], "the machine's memory"))
     with pytest.raises(MemoryError, match="it is a list. That takes 2,147,483,648 bytes.*1,073,741,824: take less"):
@@ -156,37 +134,6 @@ def test_what_does_not_fit_is_refused_with_advice(monkeypatch: pytest.MonkeyPatc
     limits.check_fits(GIB, "it fits", "take less")
     free[0] = 0
     limits.check_fits(1000, "it is small", "take less")
-
-
-# -- cores ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("files", "limit"),
-    [
-        ({}, None),
-        ({"sys/fs/cgroup/cpu.max": "max 100000\n", "sys/fs/cgroup/job/cpu.max": "150000 100000\n"}, 1.5),
-        ({"sys/fs/cgroup/cpu.max": "50000 100000\n", "sys/fs/cgroup/job/cpu.max": "max 100000\n"}, 0.5),
-        ({"sys/fs/cgroup/job/cpu.max": "nonsense\n"}, None),
-    ],
-)
-def test_the_tightest_limit_of_processor_time_counts(
-    files: dict[str, str], limit: float | None, tmp_path: Path
-) -> None:
-    assert core_limit(write(tmp_path, {"proc/self/cgroup": "0::/job\n"} | files)) == limit
-
-
-@pytest.mark.parametrize(("quota", "limit"), [("-1", None), ("400000", 4.0)])
-def test_the_first_kind_of_cgroups_is_read_too(quota: str, limit: float | None, tmp_path: Path) -> None:
-    files = {
-        "proc/self/cgroup": "4:memory:/x\n2:cpu,cpuacct:/job\n",
-        "sys/fs/cgroup/cpu/job/cpu.cfs_quota_us": quota,
-        "sys/fs/cgroup/cpu/job/cpu.cfs_period_us": "100000",
-    }
-    assert core_limit(write(tmp_path, files)) == limit
-
-
-def test_workers_share_what_the_container_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "usable_cores", lambda: 8)
     for limit, number in ((None, 8), (2.5, 3), (0.5, 1), (99.0, 8)):
         monkeypatch.setattr(limits, "core_limit", lambda limit=limit: limit)
@@ -194,11 +141,26 @@ def test_workers_share_what_the_container_allows(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
+    ("files", "limit"),
+    [
+        ({}, None),
+        ({"cpu.max": "max 100000\n", "job/cpu.max": "150000 100000\n"}, 1.5),
+        ({"cpu.max": "50000 100000\n", "job/cpu.max": "max 100000\n"}, 0.5),
+        ({"job/cpu.max": "nonsense\n"}, None),
+        ({"cpu/job/cpu.cfs_quota_us": "-1", "cpu/job/cpu.cfs_period_us": "100000"}, None),  # the first kind of cgroups
+        ({"cpu/job/cpu.cfs_quota_us": "400000", "cpu/job/cpu.cfs_period_us": "100000"}, 4.0),
+    ],
+)
+def test_the_tightest_limit_of_processor_time_counts(files, limit, tmp_path):
+    cgroup = "4:memory:/x\n2:cpu,cpuacct:/job\n" if "cpu/job/cpu.cfs_quota_us" in files else "0::/job\n"
+    write(tmp_path, {"proc/self/cgroup": cgroup} | {f"sys/fs/cgroup/{name}": text for name, text in files.items()})
+    assert core_limit(tmp_path) == limit
+
+
+@pytest.mark.parametrize(
     ("workers", "ranks", "warns"), [(16, "", False), (17, "", True), (16, "2", True), (4, "8", False), (16, "x", False)]
 )
-def test_far_more_worker_processes_than_cores_are_a_warning(
-    workers: int, ranks: str, warns: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_far_more_worker_processes_than_cores_are_a_warning(workers, ranks, warns, monkeypatch):
     monkeypatch.setattr(limits, "cores_for_workers", lambda: 8)
     monkeypatch.setattr(limits, "usable_cores", lambda: 8)
     monkeypatch.setattr(limits.os, "cpu_count", lambda: 8)
@@ -209,7 +171,7 @@ def test_far_more_worker_processes_than_cores_are_a_warning(
     assert all("share 8 cores" in str(one.message) for one in caught)
 
 
-def test_the_loader_warns_when_it_is_made_and_threads_may_be_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loader_warns_when_it_is_made_and_threads_may_be_many(monkeypatch):
     monkeypatch.setattr(limits, "cores_for_workers", lambda: 2)
     with pytest.warns(LoaderWarning, match="64 worker processes share 2 cores") as caught:
         ShardedDataLoader(range(8), 2, num_workers=64)

@@ -1,7 +1,5 @@
 """Each name of others that is not public is still there, and where it is not, the library does something else."""
 
-from __future__ import annotations
-
 import ast
 import ctypes
 import hashlib
@@ -23,6 +21,7 @@ import threadpoolctl
 import torch
 
 from sharded_loader.base import private
+from sharded_loader.base.imports import call_after_import, forget_import
 
 NAMES = {
     "_blake2": "blake2b",
@@ -69,7 +68,7 @@ ON_OBJECTS = {"_initializing", "_mmap"}
         for name in names.split()
     ],
 )
-def test_a_name_of_others_is_still_there(module: str, name: str) -> None:
+def test_a_name_of_others_is_still_there(module, name):
     holder = pytest.importorskip(module)
     *path, last = name.split(".")
     for step in path:
@@ -80,14 +79,14 @@ def test_a_name_of_others_is_still_there(module: str, name: str) -> None:
     )
 
 
-def test_objects_have_the_names_that_their_classes_do_not_show(tmp_path: Path) -> None:
+def test_objects_have_the_names_that_their_classes_do_not_show(tmp_path):
     assert numpy.memmap(tmp_path / "file", numpy.uint8, "w+", shape=3)._mmap is not None
     assert private.is_being_imported(types.SimpleNamespace(__spec__=types.SimpleNamespace(_initializing=True)))
     assert not private.is_being_imported(threading) and hasattr(threading.__spec__, "_initializing")
 
 
 @pytest.mark.lint
-def test_private_names_of_others_stand_in_two_modules() -> None:
+def test_private_names_of_others_stand_in_two_modules():
     """Attributes that this library sets nowhere. Some are documented; those of torch's loader are its base class's."""
     root = Path(private.__file__).parents[1]
     nodes = {path.relative_to(root).as_posix(): [*ast.walk(ast.parse(path.read_text()))] for path in root.rglob("*.py")}
@@ -107,10 +106,7 @@ def test_private_names_of_others_stand_in_two_modules() -> None:
     assert uses == set(), f"use these names of others in sharded_loader/base/private.py: {sorted(uses)}"
 
 
-# -- without the names -------------------------------------------------------------------------------------------------
-
-
-def test_a_lock_says_whether_this_thread_has_it() -> None:
+def test_a_lock_says_whether_this_thread_has_it_and_public_functions_serve_for_faster_ones(monkeypatch):
     lock, seen = threading.RLock(), list[bool]()
     assert not private.is_owned(lock)
     with lock:
@@ -120,9 +116,6 @@ def test_a_lock_says_whether_this_thread_has_it() -> None:
         other.join()
         assert seen == [False]
     assert not private.is_owned(lock)
-
-
-def test_without_the_faster_functions_the_public_ones_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_blake2", "_signal"):
         monkeypatch.setitem(sys.modules, name, None)
     spec = importlib.util.find_spec(private.__name__)
@@ -133,8 +126,8 @@ def test_without_the_faster_functions_the_public_ones_serve(monkeypatch: pytest.
     assert again.blake2b(b"x").digest() == private.blake2b(b"x").digest()
 
 
-def test_multiprocess_without_the_names_has_its_own_ways(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched: list[int] = []
+def test_libraries_without_the_names_have_their_own_ways(monkeypatch):
+    launched = []
     monkeypatch.setattr(multiprocess.popen_fork.Popen, "_launch", list.append)
     private.fork_quietly(launched, 5)
     assert launched == [5]
@@ -145,9 +138,6 @@ def test_multiprocess_without_the_names_has_its_own_ways(monkeypatch: pytest.Mon
     private.forget_child(object())
     assert private.tracker_descriptor() is None and private.interpreter_flags() == []
     assert private.has_forkserver_preload() and private.forget_forkserver() is None
-
-
-def test_torch_and_cloudpickle_without_the_names_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.autograd, "_profiler_enabled")
     for name in ("torch._dynamo", "torch._C._dynamo.eval_frame", "cloudpickle.cloudpickle"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
@@ -155,22 +145,11 @@ def test_torch_and_cloudpickle_without_the_names_are_left_alone(monkeypatch: pyt
     private.skip_compiling([])
     private.end_compiling()
     assert private.tracker_of(int) is None and private.tracked_class("mark") is None
+    private.close_session(object())
+    assert not private.is_thread_of_others(threading.current_thread())
 
 
-class Library:
-    """A library as threadpoolctl has it, that knows the number of its threads."""
-
-    internal_api, threading_layer, dynlib = "openblas", "pthreads", ctypes.CDLL(None)
-
-    def __init__(self, **others: str) -> None:
-        self.threads = 0
-        vars(self).update(others)
-
-    def set_num_threads(self, number: int) -> None:
-        self.threads = number
-
-
-def test_openblas_takes_a_limit_without_being_called() -> None:
+def test_openblas_takes_a_limit_without_being_called():
     """The name is there: OpenBLAS says that it has one thread."""
     numpy.ones((2, 2)) @ numpy.ones((2, 2))
     controllers = threadpoolctl.ThreadpoolController().lib_controllers
@@ -184,15 +163,39 @@ def test_openblas_takes_a_limit_without_being_called() -> None:
         library.set_num_threads(before)
 
 
-@pytest.mark.parametrize("others", [{}, {"threading_layer": "openmp"}, {"internal_api": "mkl"}, None], ids=str)
-def test_a_library_without_the_name_is_called(others: dict[str, str] | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    if others is None:  # of an old threadpoolctl
-        monkeypatch.delattr(Library, "dynlib")
-    library = Library(**(others or {}))
-    private.limit_to_one_thread(library)
-    assert library.threads == 1
+def test_a_library_without_the_name_is_called():
+    own = {"internal_api": "openblas", "threading_layer": "pthreads", "dynlib": ctypes.CDLL(None)}
+    old = {name: value for name, value in own.items() if name != "dynlib"}
+    for library in (own, {**own, "threading_layer": "openmp"}, {**own, "internal_api": "mkl"}, old):
+        called = []
+        private.limit_to_one_thread(types.SimpleNamespace(**library, set_num_threads=called.append))
+        assert called == [1]
 
 
-def test_what_lacks_the_names_is_left_alone() -> None:
-    private.close_session(object())
-    assert not private.is_thread_of_others(threading.current_thread())
+# -- what waits for the import of a module is called once --------------------------------------------------------------
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """The name of a module that can be imported, and is not."""
+    (tmp_path / "imported_later.py").write_text("value = 5\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield "imported_later"
+    forget_import("imported_later")
+    sys.modules.pop("imported_later", None)
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_the_last_function_is_called_once_when_the_module_is_imported_unless_forgotten(module, forgotten):
+    called, before = list[str](), list(sys.meta_path)
+    call_after_import(module, lambda: called.append("replaced"))
+    call_after_import(module, lambda: called.append(sys.modules[module].value))
+    assert called == []
+    if forgotten:
+        forget_import(module)
+        assert sys.meta_path == before
+    __import__(module)
+    __import__(module)
+    assert called == [5] * (not forgotten)
+    call_after_import(module, lambda: called.append("at once"))
+    assert called == [5] * (not forgotten) + ["at once"]

@@ -1,7 +1,5 @@
 """Calls that a system may refuse: what is done instead gives the same."""
 
-from __future__ import annotations
-
 import errno
 import io
 import mmap
@@ -9,8 +7,6 @@ import os
 import socket
 import sys
 import tempfile
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from refusing import in_child
@@ -21,8 +17,8 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="POSIX")
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux")
 
 
-def refused(number: int) -> Callable[..., Any]:
-    def call(*arguments: Any, **options: Any) -> Any:
+def refused(number):
+    def call(*arguments, **options):
         raise OSError(number, os.strerror(number))
 
     return call
@@ -30,7 +26,7 @@ def refused(number: int) -> Callable[..., Any]:
 
 @linux
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EPERM, errno.EACCES, errno.EINVAL])
-def test_the_first_kind_of_memory_that_works_is_used(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_the_first_kind_of_memory_that_works_is_used(monkeypatch, number):
     import _posixshmem
 
     kinds = []
@@ -53,14 +49,10 @@ def test_the_first_kind_of_memory_that_works_is_used(monkeypatch: pytest.MonkeyP
 
 
 @linux
-def test_memory_for_which_there_is_no_descriptor_is_not_looked_for_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_descriptors_memory_is_not_looked_for_elsewhere_and_without_memfd_and_shm_in_files(monkeypatch):
     monkeypatch.setattr(os, "memfd_create", refused(errno.EMFILE))
     with pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
         system.open_memory("sharded_loader-0")
-
-
-@linux
-def test_a_platform_without_memfd_or_shm_has_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "memfd_create")
     monkeypatch.setitem(sys.modules, "_posixshmem", None)
     fd, kind = system.open_memory("sharded_loader-0")
@@ -70,9 +62,7 @@ def test_a_platform_without_memfd_or_shm_has_files(monkeypatch: pytest.MonkeyPat
 
 @linux
 @pytest.mark.parametrize("name", ["ENOSYS", "EPERM", "EOPNOTSUPP", "EINVAL", "ENOSPC", "ENOMEM"])
-def test_memory_is_set_aside_without_posix_fallocate_too_unless_there_is_none(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_memory_is_set_aside_without_posix_fallocate_too_unless_there_is_none(monkeypatch, name):
     number = getattr(errno, name)
     monkeypatch.setattr(os, "posix_fallocate", refused(number))
     fd, _ = system.open_memory("sharded_loader-0")
@@ -89,7 +79,7 @@ def test_memory_is_set_aside_without_posix_fallocate_too_unless_there_is_none(
         os.close(fd)
 
 
-def test_whether_descriptors_can_be_passed_is_found_out_by_passing_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whether_descriptors_can_be_passed_is_found_out_by_passing_one(monkeypatch):
     assert system.can_pass_descriptors()
     for name in ("send_fds", "recv_fds"):
         with monkeypatch.context() as patched:
@@ -103,11 +93,11 @@ def test_whether_descriptors_can_be_passed_is_found_out_by_passing_one(monkeypat
 
 
 @pytest.mark.parametrize("number", [0, 2500])
-def test_a_descriptor_is_readable_when_a_read_returns_at_once(number: int) -> None:
+def test_a_descriptor_is_readable_when_a_read_returns_at_once(number):
     """Also one above those that select takes."""
     import resource
 
-    def work() -> object:
+    def work():
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (3000, hard))
         reader, writer = os.pipe()
@@ -119,27 +109,19 @@ def test_a_descriptor_is_readable_when_a_read_returns_at_once(number: int) -> No
     assert in_child(work) == "(False, True)"
 
 
-# -- environment variables --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("value", "number"), [(None, 7), ("", 7), (" ", 7), ("3", 3), (" 12 ", 12), ("0", 0)])
-def test_an_environment_variable_holds_a_number_and_a_switch_is_off_where_it_is_0(value: Any, number: int) -> None:
-    environ = {} if value is None else {"X": value}
-    assert system.integer("X", 7, least=0, advice="unset it", environ=environ) == number
-    assert system.is_on("X", environ) == (number not in (7, 0))
-
-
-@pytest.mark.parametrize("value", ["x", "1.5", "-1", "1e3"])
-def test_an_environment_variable_that_holds_no_such_number_is_named(value: str) -> None:
-    with pytest.raises(ValueError, match=f"variable X is '{value}'; it must be an integer of at least 0: unset it"):
-        system.integer("X", 7, least=0, advice="unset it", environ={"X": value})
+def test_an_environment_variable_holds_a_number_and_a_switch_is_off_where_it_is_0():
+    for value, number in ((None, 7), ("", 7), (" ", 7), ("3", 3), (" 12 ", 12), ("0", 0)):
+        environ = {} if value is None else {"X": value}
+        assert system.integer("X", 7, least=0, advice="unset it", environ=environ) == number
+        assert system.is_on("X", environ) == (number not in (7, 0))
+    for value in ("x", "1.5", "-1", "1e3"):
+        with pytest.raises(ValueError, match=f"variable X is '{value}'; it must be an integer of at least 0: unset it"):
+            system.integer("X", 7, least=0, advice="unset it", environ={"X": value})
 
 
 @pytest.mark.parametrize("content", [b"", b"1\n", b"no numbers\n", None])
-def test_where_the_system_does_not_tell_of_waits_for_a_core_there_are_none(
-    monkeypatch: pytest.MonkeyPatch, content: bytes | None
-) -> None:
-    def opened(name: str) -> io.BytesIO:
+def test_where_the_system_does_not_tell_of_waits_for_a_core_there_are_none(monkeypatch, content):
+    def opened(name):
         if content is None:
             raise FileNotFoundError(name)
         return io.BytesIO(content)

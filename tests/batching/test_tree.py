@@ -120,13 +120,16 @@ def test_awkward_arrays_become_tensors_without_a_warning(array):
     tensor.add_(1)  # writable
 
 
-def test_empty_arrays_lie_in_host_memory_whatever_the_default_device_is():
+def test_empty_arrays_lie_in_host_memory_and_what_has_no_parts_is_a_leaf():
     torch.set_default_device("meta")
     try:
         tensors = to_torch([np.empty((0, 3)), np.zeros((2, 0), np.int64)])
     finally:
         torch.set_default_device(None)
     assert [(one.device.type, tuple(one.shape)) for one in tensors] == [("cpu", (0, 3)), ("cpu", (2, 0))]
+    for leaf in ("ab", b"ab", 3, None, np.zeros(2), {1, 2}, Frozen):
+        assert children(leaf) is None
+    assert children(Frozen(1)) == [1] and children([]) == []
 
 
 @pytest.mark.parametrize("tree", [[1, 2], (1, 2), Pair(1, 2), OrderedDict(b=1, a=2), UserDict(b=1, a=2)], ids=repr)
@@ -136,13 +139,7 @@ def test_parts_come_in_the_order_in_which_they_are_rebuilt(tree):
     assert again == tree and type(again) is type(tree) and list(again) == list(tree)
 
 
-def test_what_has_no_parts_is_a_leaf():
-    for leaf in ("ab", b"ab", 3, None, np.zeros(2), {1, 2}, Frozen):
-        assert children(leaf) is None
-    assert children(Frozen(1)) == [1] and children([]) == []
-
-
-def test_a_walk_leaves_nothing_for_the_collector():
+def test_a_walk_leaves_nothing_for_the_collector_and_takes_a_few_calls_for_each_structure():
     tree = {"x": [np.zeros(3)]}
     seen = weakref.ref(tree["x"][0])
     gc.disable()
@@ -153,9 +150,8 @@ def test_a_walk_leaves_nothing_for_the_collector():
         assert seen() is None
     finally:
         gc.enable()
-
-
-# -- how many calls it takes -------------------------------------------------------------------------------------------
+    tree = {"a": [np.zeros(1), {"b": (np.ones(2), np.ones(3), "text")}], "c": np.zeros(4)}
+    assert len(calls_of(lambda: to_torch(tree))) <= 2 * 4 + 3 * 4 + 1 + 2
 
 
 @pytest.mark.parametrize("make", [list, tuple, lambda arrays: dict(zip("ab", arrays, strict=True))])
@@ -169,8 +165,3 @@ def test_flat_arrays_become_tensors_without_a_walk(make):
     again = make([array := np.arange(3), array])
     first, second = children(to_torch(again))
     assert first is second
-
-
-def test_a_walk_takes_two_calls_for_each_structure_and_three_for_each_array():
-    tree = {"a": [np.zeros(1), {"b": (np.ones(2), np.ones(3), "text")}], "c": np.zeros(4)}
-    assert len(calls_of(lambda: to_torch(tree))) <= 2 * 4 + 3 * 4 + 1 + 2

@@ -1,15 +1,9 @@
 """Datasets and batches for the tests of memory. Torch-free, so that a spawned worker starts fast."""
 
-from __future__ import annotations
-
 import os
 import signal
-from pathlib import Path
-from typing import Any
 
 import numpy as np
-
-from sharded_loader.memory.arena import Arena
 
 SHAPE = 16 << 10
 
@@ -17,14 +11,14 @@ SHAPE = 16 << 10
 class DiesInTheMiddle:
     """Batchify that kills its worker, once in the program, when half of the batch that holds ``bad`` is written."""
 
-    def __init__(self, bad: int, flag: Path) -> None:
+    def __init__(self, bad, flag):
         self.bad = bad
         self.flag = flag
 
-    def __call__(self, samples: Any) -> Any:
+    def __call__(self, samples):
         return self.assemble(samples, np.empty)
 
-    def assemble(self, samples: Any, empty: Any) -> Any:
+    def assemble(self, samples, empty):
         out = empty((len(samples), samples[0].size), samples[0].dtype)
         half = len(samples) // 2
         out[:half] = -1
@@ -38,23 +32,23 @@ class DiesInTheMiddle:
 class Diary:
     """Writes to itself: how often this process has read each sample."""
 
-    def __init__(self, length: int, width: int = 4096) -> None:
+    def __init__(self, length, width=4096):
         self.rows = np.zeros((length, width), np.int32)
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         self.rows[index] += 1
         return index, self.rows[index, -1], os.getpid()
 
 
-def arena_of(loader: Any) -> Arena:
-    found: Arena = loader.pool._transport.arena
+def arena_of(loader):
+    found = loader.pool._transport.arena
     return found
 
 
-def allow_no_more(number: int) -> None:
+def allow_no_more(number):
     """As a ``worker_init_fn``: this process has all the descriptors that it may have."""
     import resource
 

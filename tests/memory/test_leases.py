@@ -1,7 +1,5 @@
 """What the user holds stays: over every start method and back end, however it is held, whatever else happens."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import itertools
@@ -9,9 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -32,19 +28,19 @@ PER_ROW = SHAPE // 4
 
 
 @pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def backend(request, monkeypatch):
     """The trainer decides, and reads the variable for each segment."""
     if request.param is not None:
         monkeypatch.setenv("SHARDED_LOADER_MEMORY", request.param)
 
 
-def is_batch(batch: torch.Tensor, first: int, size: int = BATCH) -> bool:
+def is_batch(batch, first, size=BATCH):
     expected = torch.arange(first, first + size, dtype=batch.dtype)
     return batch.shape == (size, PER_ROW) and bool((batch == expected[:, None]).all())
 
 
 @contextlib.contextmanager
-def loader_over(pool: Any, length: int = 240, **options: Any) -> Iterator[Any]:
+def loader_over(pool, length=240, **options):
     # So many in flight, however cheap the batches are, and none at the end of the epoch: the tests count slots.
     given = {"prefetch": 4, "prefetch_epochs": False, **options}
     with made(Filled(length), BATCH, pool=pool, **given) as loader:
@@ -53,10 +49,10 @@ def loader_over(pool: Any, length: int = 240, **options: Any) -> Iterator[Any]:
 
 @METHODS
 @pytest.mark.costly
-def test_a_batch_held_for_an_epoch_keeps_its_values_while_every_slot_is_reused(method: str, backend: None) -> None:
+def test_a_batch_held_for_an_epoch_keeps_its_values_while_every_slot_is_reused(method, backend):
     with loader_over(make_pool(method)) as loader:
-        held: dict[int, Any] = {}
-        used: list[int] = []
+        held = {}
+        used = []
         for number, batch in enumerate(loader):
             assert is_batch(batch, BATCH * number)
             if number == 20:
@@ -79,7 +75,7 @@ def test_a_batch_held_for_an_epoch_keeps_its_values_while_every_slot_is_reused(m
         assert arena_of(loader).lent == 0
 
 
-def test_batches_stay_after_close_and_after_the_loader_is_gone() -> None:
+def test_batches_stay_after_close_and_after_the_loader_is_gone():
     loader = ShardedDataLoader(Filled(), BATCH, pool=make_pool("fork"))
     kept = [batch for batch, _ in zip(iter(loader), range(30), strict=False)]
     loader.close()
@@ -95,15 +91,10 @@ def test_batches_stay_after_close_and_after_the_loader_is_gone() -> None:
         assert all(is_batch(batch, BATCH * number) for number, batch in enumerate(kept[start : start + 30]))
 
 
-# -- bounds ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.costly(2)
 @METHODS
 @pytest.mark.parametrize("fit", [1, 4, 20])
-def test_a_leak_ends_in_a_line_of_the_log_and_never_in_a_stall(
-    method: str, fit: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_leak_ends_in_a_line_of_the_log_and_never_in_a_stall(method, fit, caplog):
     bound = fit * (BATCH * SHAPE * 17 // 16 + 4096)
     leaked = []
     with loader_over(ProcessPool(2, start_method=method, max_bytes=bound), 480) as loader:
@@ -113,12 +104,9 @@ def test_a_leak_ends_in_a_line_of_the_log_and_never_in_a_stall(
     assert all(is_batch(batch, BATCH * number) for number, batch in enumerate(leaked))
 
 
-# -- growth ---------------------------------------------------------------------------------------------------
-
-
 @METHODS
 @pytest.mark.costly
-def test_the_arena_grows_after_the_workers_have_started(method: str, backend: None) -> None:
+def test_the_arena_grows_after_the_workers_have_started(method, backend):
     sizes = [1] * 6 + [4] * 6 + [40] * 4 + [300] * 4 + [1] * 4 + [600] * 2
     starts = [0, *itertools.accumulate(sizes)]
     batches = [list(range(start, start + size)) for start, size in zip(starts, sizes, strict=False)]
@@ -132,7 +120,7 @@ def test_the_arena_grows_after_the_workers_have_started(method: str, backend: No
     assert all(is_batch(batch, starts[number], sizes[number]) for number, batch in enumerate(held))
 
 
-def test_shards_of_one_batch_lie_in_one_slot_and_are_held_apart() -> None:
+def test_shards_of_one_batch_are_held_apart_and_an_epoch_that_is_broken_off_gives_its_slots_back():
     with loader_over(make_pool("fork"), num_shards=2) as loader:
         held = []
         for number, (left, right) in enumerate(loader):
@@ -140,9 +128,6 @@ def test_shards_of_one_batch_lie_in_one_slot_and_are_held_apart() -> None:
             held.append(right)
             del left, right
         assert all((half[:, 0] == torch.tensor([4.0 * n + 2, 4.0 * n + 3])).all() for n, half in enumerate(held))
-
-
-def test_an_epoch_that_is_broken_off_gives_its_slots_back() -> None:
     with loader_over(make_pool("fork")) as loader:
         for _ in range(12):
             for number, batch in enumerate(loader):
@@ -154,11 +139,8 @@ def test_an_epoch_that_is_broken_off_gives_its_slots_back() -> None:
         assert arena_of(loader).lent == 0 and len(arena_of(loader).segments) == 1
 
 
-# -- deaths ---------------------------------------------------------------------------------------------------
-
-
 @METHODS
-def test_a_worker_killed_while_it_writes_spoils_no_other_batch(method: str, tmp_path: Path) -> None:
+def test_a_worker_killed_while_it_writes_spoils_no_other_batch(method, tmp_path):
     with loader_over(make_pool(method), batchify_fn=DiesInTheMiddle(101, tmp_path / "died")) as loader:
         batches = list(loader)
         assert all(is_batch(batch, BATCH * number) for number, batch in enumerate(batches)) and len(batches) == 60
@@ -169,7 +151,7 @@ def test_a_worker_killed_while_it_writes_spoils_no_other_batch(method: str, tmp_
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
 @pytest.mark.parametrize("grandchild", [False, True])
 @pytest.mark.costly
-def test_a_batch_that_a_forked_child_holds_is_not_overwritten(grandchild: bool) -> None:
+def test_a_batch_that_a_forked_child_holds_is_not_overwritten(grandchild):
     with loader_over(make_pool("fork"), 400) as loader:
         iterator = iter(loader)
         for _ in range(20):
@@ -207,7 +189,7 @@ def test_a_batch_that_a_forked_child_holds_is_not_overwritten(grandchild: bool) 
 
 
 @linux
-def test_a_forked_child_keeps_no_descriptor_of_the_arena() -> None:
+def test_a_forked_child_keeps_no_descriptor_of_the_arena():
     with loader_over(make_pool("fork")) as loader:
         iterator = iter(loader)
         held = [next(iterator) for _ in range(20)]
@@ -224,7 +206,7 @@ def test_a_forked_child_keeps_no_descriptor_of_the_arena() -> None:
         pytest.param("forkserver", "named", marks=pytest.mark.slow),
     ],
 )
-def test_no_name_stays_when_the_trainer_is_killed(method: str, memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_name_stays_when_the_trainer_is_killed(method, memory, monkeypatch):
     monkeypatch.setenv("SHARDED_LOADER_MEMORY", memory)
     names = shared_memory_names()
     done = run_forked(
@@ -246,8 +228,6 @@ def test_no_name_stays_when_the_trainer_is_killed(method: str, memory: str, monk
     # The workers, and so the memory, go too.
     assert until(lambda: not any(os.path.exists(f"/proc/{pid}/exe") for pid in pids))
 
-
-# -- a container's small mount --------------------------------------------------------------------------------
 
 SMALL_MOUNT = """
 import os, sys, warnings
@@ -271,28 +251,18 @@ with ShardedDataLoader(data, batch_sampler=order, pool=ProcessPool(2, start_meth
 """
 
 
-def _can_mount() -> bool:
-    command = ["unshare", "-m", "sh", "-c", "mount -t tmpfs -o size=64m tmpfs /dev/shm"]
-    try:
-        return subprocess.run(command, capture_output=True, timeout=300, check=False).returncode == 0
-    except OSError:
-        return False
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", ["memfd", "shm", "named"])
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_large_batches_flow_and_are_held_in_a_container_with_a_small_mount(
-    method: str, memory: str, tmp_path: Path
-) -> None:
-    if not sys.platform.startswith("linux") or not _can_mount():
+def test_large_batches_flow_and_are_held_in_a_container_with_a_small_mount(method, memory, tmp_path):
+    mount = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"', "sh"]
+    if not sys.platform.startswith("linux") or subprocess.run([*mount, "true"], capture_output=True).returncode:
         pytest.skip("needs the right to mount")
     script = tmp_path / "script.py"
     script.write_text(SMALL_MOUNT)
     given = [sys.executable, str(script), method, *map(str, Path(__file__).parents[:2])]
-    mount = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
     done = subprocess.run(
-        ["unshare", "-m", "sh", "-c", mount, "sh", *given],
+        [*mount, *given],
         capture_output=True,
         text=True,
         timeout=100,

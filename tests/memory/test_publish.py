@@ -1,12 +1,11 @@
 """The dataset on its way to spawned workers: once, in one copy, private where it is written to, new when it changed."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,46 +29,35 @@ KEPT = multiprocessing.get_context("spawn").Value("i", 0)
 MEMORY = pytest.mark.parametrize("memory", ["memfd", "shm", "named"])
 
 
-def reopened(obj: Any) -> Any:
+def reopened(obj):
     encoded = publish(obj)
     return decode(encoded.pickled, [np.frombuffer(bytearray(raw), np.uint8) for raw in encoded.buffers])
-
-
-# -- in the pickle --------------------------------------------------------------------------------------------
-
-
-def test_a_dataset_too_deep_for_pickle_is_a_clear_error() -> None:
-    chain: list[Any] = []
-    for _ in range(5000):
-        chain = [chain]
-    with pytest.raises(TypeError, match="cannot send the dataset to worker processes: .* recursion"):
-        publish(chain, dataset=chain)
 
 
 class Locked(Mapping[str, Any]):
     """Holds a lock while somebody iterates over its items, as groups of HDF5 do."""
 
-    def __init__(self, lock: Any, names: str) -> None:
+    def __init__(self, lock, names):
         self.lock, self.names = lock, names
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name):
         return Locked(self.lock, "") if name != "lock" else threading.Lock()
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.names)
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         return iter(self.names)
 
-    def items(self) -> Any:
+    def items(self):
         with self.lock:
             yield from ((name, self[name]) for name in self.names)
 
 
 @pytest.mark.parametrize("is_inside", [True, False])
-def test_the_error_of_a_dataset_that_does_not_pickle_holds_no_lock_of_the_dataset(is_inside: bool) -> None:
+def test_the_error_of_a_dataset_that_does_not_pickle_holds_no_lock_of_the_dataset(is_inside):
     lock = threading.Lock()
-    dataset: Any = Locked(lock, "abc")
+    dataset = Locked(lock, "abc")
     with pytest.raises(TypeError, match=r"dataset(\[0\])?\['a'\]") as caught:
         publish(dataset, dataset=[dataset] if is_inside else dataset)
     assert lock.acquire(blocking=False), "an iterator over the dataset was left where it was"
@@ -79,29 +67,26 @@ def test_the_error_of_a_dataset_that_does_not_pickle_holds_no_lock_of_the_datase
 class RingsWhilePickled(SimpleDataset):
     """A signal arrives while it is pickled."""
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         signal.raise_signal(signal.SIGINT)
         return super().__reduce__()
 
 
 @SPAWNED
-def test_what_a_signal_handler_raises_while_the_dataset_is_pickled_is_no_error_of_pickle(method: str) -> None:
-    def time_is_up(*_: object) -> None:
+def test_what_a_signal_handler_raises_while_the_dataset_is_pickled_is_no_error_of_pickle(method):
+    def time_is_up(*_):
         raise TimeoutError("time is up")
 
     before = signal.signal(signal.SIGINT, time_is_up)
+    loader = ShardedDataLoader(RingsWhilePickled([1]), 1, pool=ProcessPool(1, start_method=method))
     try:
-        pool = ProcessPool(1, start_method=method)
-        with (
-            ShardedDataLoader(RingsWhilePickled([1]), 1, pool=pool) as loader,
-            pytest.raises(TimeoutError, match="time is up"),
-        ):
+        with loader, pytest.raises(TimeoutError, match="time is up"):
             next(iter(loader))
     finally:
         signal.signal(signal.SIGINT, before)
 
 
-def test_views_of_one_tensor_stay_views_of_one_tensor() -> None:
+def test_views_of_one_tensor_are_sent_once_and_stay_views_and_the_same_array_one():
     data = torch.arange(100_000.0)
     dataset = SimpleDataset([data[:10], data, data[50_000:], data.view(100, 1000).T, data.detach().view(torch.int32)])
     encoded = publish(dataset)
@@ -110,9 +95,9 @@ def test_views_of_one_tensor_stay_views_of_one_tensor() -> None:
     whole[0], whole[50_000] = -1, -2
     assert (head[0], tail[0], turned[0, 0], ints[0]) == (-1, -2, -1, torch.tensor(-1.0).view(torch.int32))
     assert turned.stride() == (1, 1000)
-
-
-def test_many_windows_over_one_tensor_are_sent_once() -> None:
+    array = np.zeros(10_000)
+    a, b, c = reopened([array, array, array[::2]])
+    assert a is b and c.size == 5000
     windows = torch.arange(20_000.0).unfold(0, 1000, 10)
     encoded = publish([*windows, windows.expand(3, *windows.shape)])
     assert sum(raw.nbytes for raw in encoded.buffers) == 80_000
@@ -120,15 +105,12 @@ def test_many_windows_over_one_tensor_are_sent_once() -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, windows, strict=True))
 
 
-def test_tensors_without_elements_tensors_over_arrays_and_parameters() -> None:
-    array, layer = np.arange(50_000), torch.nn.Linear(100, 200)
-    parts: list[Any] = [torch.zeros(0), torch.zeros(0, 3, dtype=torch.int8), torch.from_numpy(array)]
+def test_tensors_over_arrays_or_without_elements_and_parameters_whatever_the_default_device():
+    array, layer = np.arange(3000), torch.nn.Linear(100, 200)
+    parts = [torch.zeros(0), torch.zeros(0, 3, dtype=torch.int8), torch.from_numpy(array)]
     parts += [torch.from_numpy(array[:9000]), layer.weight, (layer.weight * 2).detach().requires_grad_()]
     for a, b in zip(parts, reopened(parts), strict=True):
         assert type(a) is type(b) and a.dtype == b.dtype and torch.equal(a, b) and a.requires_grad == b.requires_grad
-
-
-def test_the_default_device_does_not_matter_to_tensors_in_host_memory() -> None:
     data = torch.arange(50_000.0)
     torch.set_default_device("meta")
     try:
@@ -138,20 +120,20 @@ def test_the_default_device_does_not_matter_to_tensors_in_host_memory() -> None:
     assert torch.equal(part, data[:10]) and torch.equal(whole, data)
 
 
-def test_the_same_array_stays_one() -> None:
-    array = np.zeros(10_000)
-    a, b, c = reopened([array, array, array[::2]])
-    assert a is b and c.size == 5000
-    a[0] = 1
-    assert b[0] == 1
+def test_a_dataset_too_deep_or_with_a_value_that_is_only_inherited_is_a_clear_error():
+    chain = []
+    for _ in range(5000):
+        chain = [chain]
+    inherited = r"dataset\['count'\].*through inheritance.*start_method=\"fork\""
+    for dataset, text in (
+        (chain, "cannot send the dataset to worker processes: .* recursion"),
+        ({"count": KEPT}, inherited),
+    ):
+        with pytest.raises(TypeError, match=text):
+            publish(dataset, dataset=dataset)
 
 
-def test_a_value_that_workers_would_have_to_inherit_is_an_error_that_names_it() -> None:
-    with pytest.raises(TypeError, match=r"dataset\['count'\].*through inheritance.*start_method=\"fork\""):
-        publish({"count": KEPT}, dataset={"count": KEPT})
-
-
-def test_the_segment_is_aligned_and_small_jobs_need_none() -> None:
+def test_the_segment_is_aligned_and_small_jobs_need_none():
     parts = [np.full(n, n % 251, np.uint8) for n in (8192, 8193, 70_001, 100)]
     published, segment = share(publish(parts), -1)
     assert segment is not None and not published.buffers
@@ -168,8 +150,8 @@ def test_the_segment_is_aligned_and_small_jobs_need_none() -> None:
 
 @pytest.mark.parametrize("why", ["no room", "refused"])
 @pytest.mark.slow
-def test_without_room_the_dataset_goes_through_the_pipe(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
-    def refuse(number: int, nbytes: int) -> Any:
+def test_without_room_the_dataset_goes_through_the_pipe(monkeypatch, why):
+    def refuse(number, nbytes):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("sharded_loader.memory.publish.create", refuse)
@@ -180,18 +162,19 @@ def test_without_room_the_dataset_goes_through_the_pipe(monkeypatch: pytest.Monk
         assert torch.cat(list(loader)).tolist() == list(range(200_000))
 
 
-# -- in the workers -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @linux
 @SPAWNED
-def test_all_workers_share_one_copy(method: str) -> None:
+@pytest.mark.parametrize("mapped", [False, True])
+def test_all_workers_share_one_copy_and_a_memmap_costs_them_nothing(tmp_path, method, mapped):
     nbytes = 96 << 20
-    data = ArrayDataset(np.ones((8, nbytes // 64)))
+    rows = np.memmap(tmp_path / "large.bin", np.float64, "w+", shape=(800, nbytes // 6400))
+    rows[:] = np.arange(800)[:, None]
+    data = ArrayDataset(rows if mapped else np.array(rows))
+    assert not mapped or bytes_of(data) < 2000
     pool = ProcessPool(4, start_method=method)
-    with ShardedDataLoader(data, 1, pool=pool, batchify_fn=lambda rows: int(rows[0].sum())) as loader:
-        assert list(loader) == [nbytes // 64] * 8
+    with ShardedDataLoader(data, 100, pool=pool, batchify_fn=lambda rows: [row.mean() for row in rows]) as loader:
+        assert sum(loader, []) == list(range(800))
         memory = [psutil.Process(pid).memory_full_info() for pid in loader.pool.pids]
     assert max(one.uss for one in memory) < nbytes  # none has a copy of its own
     assert sum(one.pss for one in memory) < nbytes + 4 * (60 << 20)  # together: one copy and their interpreters
@@ -200,14 +183,12 @@ def test_all_workers_share_one_copy(method: str) -> None:
 @METHODS
 @MEMORY
 @pytest.mark.costly
-def test_a_dataset_that_writes_to_itself_keeps_it_to_itself(
-    method: str, memory: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dataset_that_writes_to_itself_keeps_it_to_itself(method, memory, monkeypatch):
     if sys.platform.startswith("linux"):
         monkeypatch.setenv("SHARDED_LOADER_MEMORY", memory)
     data = Diary(40)
     with ShardedDataLoader(data, 4, pool=ProcessPool(2, start_method=method)) as loader:
-        seen: dict[tuple[int, int], int] = {}
+        seen = {}
         for _ in range(2):
             for indices, counts, pids in loader:
                 for key, count in zip(zip(indices.tolist(), pids.tolist(), strict=True), counts.tolist(), strict=True):
@@ -219,8 +200,8 @@ def test_a_dataset_that_writes_to_itself_keeps_it_to_itself(
 @pytest.mark.slow
 @linux
 @SPAWNED
-def test_refreshing_leaves_one_copy(method: str) -> None:
-    data = ArrayDataset(np.zeros(1_000_000))
+def test_refreshing_leaves_one_copy_which_a_worker_in_another_s_place_gets_too(method):
+    data = ArrayDataset(np.arange(1_000_000))
     with ShardedDataLoader(data, 100_000, pool=ProcessPool(2, start_method=method)) as loader:
         for _ in range(3):
             list(loader)
@@ -231,9 +212,13 @@ def test_refreshing_leaves_one_copy(method: str) -> None:
             list(loader)
         assert _datasets(loader) == [1, 1]
         assert _own_descriptors() == before > 0
+        iterator = iter(loader)
+        values = next(iterator).tolist()
+        psutil.Process(loader.pool.pids[0]).kill()
+        assert values + torch.cat(list(iterator)).tolist() == list(range(1_000_000))
 
 
-def _own_descriptors() -> int:
+def _own_descriptors():
     """Descriptors of published datasets in this process. Those of batches may become more."""
     links = []
     for fd in os.listdir("/proc/self/fd"):
@@ -242,23 +227,10 @@ def _own_descriptors() -> int:
     return sum("memfd:sharded_loader--" in link for link in links)
 
 
-def _datasets(loader: Any) -> list[int]:
+def _datasets(loader):
     """How many published datasets each worker has mapped: their segments have negative numbers."""
     maps = [Path(f"/proc/{pid}/maps").read_text() for pid in loader.pool.pids]
     return [text.count("memfd:sharded_loader--") for text in maps]
-
-
-@pytest.mark.slow
-@SPAWNED
-def test_a_worker_that_takes_another_s_place_gets_the_dataset_too(method: str) -> None:
-    data = ArrayDataset(np.arange(100_000))
-    with ShardedDataLoader(data, 1000, pool=ProcessPool(2, start_method=method)) as loader:
-        iterator = iter(loader)
-        values = next(iterator).tolist()
-        psutil.Process(loader.pool.pids[0]).kill()
-        for batch in iterator:
-            values += batch.tolist()
-        assert values == list(range(100_000))
 
 
 # -- memory-mapped files go by name where the worker finds the same file, else by value -------------------------------
@@ -269,22 +241,22 @@ OFFSET = 5000
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def file(tmp_path):
     path = tmp_path / "data.bin"
     path.write_bytes(bytes(OFFSET) + np.arange(300_000, dtype=np.int32).tobytes())
     return path
 
 
-def mapped(file: Path, mode: Any = "r") -> np.memmap[Any, Any]:
+def mapped(file, mode="r"):
     return np.memmap(file, np.int32, mode, OFFSET, (3000, 100))
 
 
-def bytes_of(obj: Any) -> int:
+def bytes_of(obj):
     encoded = publish(obj)
     return len(encoded.pickled) + sum(buffer.nbytes for buffer in encoded.buffers)
 
 
-VIEWS: dict[str, Any] = {
+VIEWS = {
     "whole": lambda m: m,
     "slice": lambda m: m[100:200],
     "row": lambda m: m[17],
@@ -305,7 +277,7 @@ VIEWS: dict[str, Any] = {
 
 
 @covering(mode=["r", "r+", "c"], view=VIEWS)
-def test_views_arrive_the_same_and_go_by_name(file: Path, mode: str, view: str) -> None:
+def test_views_arrive_the_same_and_go_by_name(file, mode, view):
     array = VIEWS[view](mapped(file, mode))
     got = reopened(array)
     assert (type(got), got.dtype, got.shape) == (type(array), array.dtype, array.shape)
@@ -314,28 +286,22 @@ def test_views_arrive_the_same_and_go_by_name(file: Path, mode: str, view: str) 
     assert (got.strides, got.flags.writeable) == (array.strides, array.flags.writeable)
 
 
-def test_what_only_comes_from_a_memmap_goes_by_value(file: Path) -> None:
+def test_views_of_one_mapping_stay_so_and_are_described_once_but_what_is_computed_goes_by_value(file):
     whole = mapped(file)
     for array in (whole + 1, whole.copy(), np.sort(whole), whole[[1, 2, 3]], whole.sum(), whole[:0]):
         got = reopened(array)
         assert type(got) is type(array) and np.array_equal(got, array) and got.dtype == array.dtype
-
-
-def test_views_of_one_mapping_stay_views_of_one_mapping(file: Path) -> None:
     whole = mapped(file, "r+")
     one, other, third = reopened([whole[:10], np.asarray(whole)[5:], mapped(file, "r+")])
     one[7, 0] = -1
     assert other[2, 0] == -1 and third[7, 0] == -1  # the last one through the file
     assert np.shares_memory(one, other) and not np.shares_memory(one, third)
-
-
-def test_many_slices_are_described_once(file: Path) -> None:
     rows = list(mapped(file))
     assert bytes_of(rows) < 200 * len(rows)
 
 
 @pytest.mark.parametrize("mode", ["r+", "w+"])
-def test_what_is_written_to_a_writable_file_is_written_to_that_file(file: Path, mode: str) -> None:
+def test_what_is_written_to_a_writable_file_is_written_to_that_file(file, mode):
     whole = mapped(file, mode)
     whole[5] = 3
     got = reopened(whole)
@@ -346,7 +312,7 @@ def test_what_is_written_to_a_writable_file_is_written_to_that_file(file: Path, 
     assert (np.fromfile(file, np.int32, offset=OFFSET).reshape(3000, 100)[7] == 4).all()
 
 
-def test_copy_on_write_keeps_what_the_trainer_has_written(file: Path) -> None:
+def test_copy_on_write_keeps_what_the_trainer_has_written(file):
     whole = mapped(file, "c")
     whole[5] = 3
     got = reopened(whole)
@@ -357,46 +323,22 @@ def test_copy_on_write_keeps_what_the_trainer_has_written(file: Path) -> None:
 
 
 @linux
-@pytest.mark.parametrize("what", ["deleted", "replaced", "shortened"])
-def test_a_file_that_is_no_longer_there_goes_by_value(file: Path, what: str) -> None:
+@pytest.mark.parametrize("what", ["deleted", "replaced", "shortened", "without a name"])
+def test_a_file_that_is_no_longer_there_goes_by_value(file, what):
     whole = mapped(file)[:500]
-    expected = np.array(whole)
     if what == "deleted":
         file.unlink()
     elif what == "replaced":
         other = file.with_name("other")
         other.write_bytes(bytes(file.stat().st_size))
         other.rename(file)
+    elif what == "shortened":
+        os.truncate(file, OFFSET + whole.nbytes)
     else:
-        os.truncate(file, OFFSET + expected.nbytes)
-    got = reopened(whole)
+        with tempfile.TemporaryFile(dir=file.parent) as nameless:
+            whole = np.memmap(nameless, np.int32, "w+", shape=(3000,))
+            whole[:] = range(3000)
+    expected, got = np.array(whole), reopened(whole)
     assert type(got) is np.memmap and (got == expected).all()
     # Out of band, so that workers share it.
-    assert sum(buffer.nbytes for buffer in publish(whole).buffers) == expected.nbytes
-
-
-def test_a_file_without_a_name_goes_by_value(tmp_path: Path) -> None:
-    import tempfile
-
-    with tempfile.TemporaryFile(dir=tmp_path) as file:
-        whole = np.memmap(file, np.int32, "w+", shape=(3000,))
-        whole[:] = range(3000)
-        assert (reopened(whole) == whole).all()
-
-
-@pytest.mark.slow
-@linux
-@SPAWNED
-def test_a_large_memmap_costs_workers_nothing(tmp_path: Path, method: str) -> None:
-    nbytes = 100 << 20
-    whole: Any = np.memmap(tmp_path / "large.bin", np.int64, "w+", shape=(nbytes // 8192, 1024))
-    whole[:, 0] = np.arange(len(whole))
-    data = SimpleDataset(whole[100:])
-    assert bytes_of(data) < 2000
-    pool = ProcessPool(2, start_method=method)
-    with ShardedDataLoader(data, 1000, pool=pool) as loader:
-        for number, rows in enumerate(loader):
-            assert rows[:, 0].tolist() == [*range(100 + 1000 * number, 100 + 1000 * number + len(rows))]
-            assert not rows[:, 1:].any()
-        for pid in pool.pids:
-            assert psutil.Process(pid).memory_full_info().uss < nbytes // 2  # none has a copy of its own
+    assert what == "without a name" or sum(raw.nbytes for raw in publish(whole).buffers) == whole.nbytes
