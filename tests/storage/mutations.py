@@ -65,18 +65,12 @@ class Subject:
         content: its bytes.
         payload: where the bytes lie whose change no reader can notice, as pairs of begin and end.
         reference: what another reader makes of a mutant; None if that one is damaged. A function of a module.
-        read: a path to samples. A function of a module.
-        beside: files that lie beside it.
-        needs_place: whether an error has to name an offset or a sample.
     """
 
     name: str
     content: bytes
     payload: Sequence[tuple[int, int]] = ()
     reference: Callable[[bytes], list[Any] | None] | None = None
-    read: Callable[[str], list[Any]] = read_shards
-    beside: tuple[tuple[str, bytes], ...] = ()
-    needs_place: bool = True
 
 
 def damaged(content: bytes, seed: int) -> tuple[str, bytes]:
@@ -175,7 +169,7 @@ def _verdict(subject: Subject, folder: Path, mutant: bytes, right: list[Any]) ->
         text = str(error)
         if subject.name not in text:
             return "vague", f"does not name the file: {text}"
-        if subject.needs_place and not PLACE.search(text):
+        if not PLACE.search(text):
             return "vague", f"names no place in the file: {text}"
         return "refused", ""
     except Exception as error:
@@ -198,10 +192,8 @@ def _read(subject: Subject, folder: Path, content: bytes) -> list[Any]:
     """The samples of these bytes, as a file in a folder of its own: no index of another mutant is found."""
     folder.mkdir()
     try:
-        for name, other in subject.beside:
-            (folder / name).write_bytes(other)
         (folder / subject.name).write_bytes(content)
-        return subject.read(str(folder / subject.name))
+        return read_shards(str(folder / subject.name))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,13 +15,14 @@ import numpy as np
 import psutil
 import pytest
 from conftest import PROCESS_POOLS, make_pool
-from served import Served, serving
-from shards import closed, number, tar_of_numbers, write_tar  # noqa: F401
+from pages import blocks, promised
+from shards import Served, closed, number, serving, tar_of_numbers, write_tar  # noqa: F401
 
 from sharded_loader import ShardedDataLoader, ThreadPool
 from sharded_loader.storage import stores
 from sharded_loader.storage.dataset import MAX_OPEN, ShardDataset, local_path
 from sharded_loader.storage.files import ShardError, ShardFile
+from sharded_loader.storage.lists import format_of, parse_list
 
 LENGTHS = (3, 0, 5, 1, 4)
 TOTAL = sum(LENGTHS)
@@ -189,3 +192,78 @@ def test_a_format_of_the_users_is_an_object_with_index_and_read(tmp_path: Path) 
 def test_urls_of_files_are_paths() -> None:
     assert local_path("file:///data/a.tar") == "/data/a.tar" and local_path("https://h/a.tar") is None
     assert local_path(os.fspath(Path("a.tar"))) == "a.tar"
+
+
+def test_the_format_is_that_of_the_names_or_the_one_that_was_given() -> None:
+    assert [format_of(None, [f"a{end}"]).name for end in (".tar", ".parquet", ".pq", ".arrow", ".mds", ".rec")] == [
+        "tar",
+        "parquet",
+        "parquet",
+        "arrow",
+        "mds",
+        "records",
+    ]
+    assert format_of(None, ["s3://b/a.tar?versionId=3"]).name == "tar"
+    assert format_of("mds", ["a.bin"]).name == "mds"
+    for urls_of_it in (["a.bin"], ["a.tar", "b.mds"]):
+        with pytest.raises(ValueError, match="do not tell one format"):
+            format_of(None, urls_of_it)
+    with pytest.raises(ValueError, match=r"format 'zip' is unknown: give one of \['tar'"):
+        format_of("zip", ["a.zip"])
+
+
+def test_names_lie_beside_the_list_and_urls_where_they_say() -> None:
+    listed = json.dumps(["a.tar", "more/b.tar", "gs://other/c.tar"]).encode()
+    trust = {"gs://other": dict[str, Any]()}
+    assert list(parse_list("s3://bucket/set/index.json", listed, trust)) == [
+        "s3://bucket/set/a.tar",
+        "s3://bucket/set/more/b.tar",
+        "gs://other/c.tar",
+    ]
+    assert next(iter(parse_list("set/index.json", listed, trust))) == "set/a.tar"
+
+
+@pytest.mark.parametrize(
+    ("listed", "text"),
+    [
+        (b"no json", "not a list of shards"),
+        (b"{}", "not a list of shards"),
+        (b"[1, 2]", "not a list of shards"),
+        (b"7", "not a list of shards"),
+        (b"[]", "lists no shards"),
+        (b'"abc"', "not a list of shards"),
+        (b"[" * 100_000, "not a list of shards"),
+        (b'{"shards": [7]}', "not a list of shards"),
+        (b'{"shardlist": [{"url": "a.tar", "nsamples": Infinity}]}', "not a list of shards"),
+        (b'{"shardlist": [{"url": "a.tar", "nsamples": 1%s}]}' % (b"0" * 20), "not a list of shards"),
+        (b'{"shards": [{"raw_data": {}}]}', "not a list of shards"),
+    ],
+)
+def test_a_file_that_lists_no_shards_is_named(listed: bytes, text: str) -> None:
+    with pytest.raises(ShardError, match=rf"index\.json.*{text}|{text}"):
+        parse_list("s3://bucket/index.json", listed)
+
+
+@pytest.mark.parametrize(
+    "shard",
+    [
+        {"raw_data": {"basename": "a.mds"}, "zip_data": {"basename": "a.mds.zstd"}},
+        {"raw_data": None, "zip_data": {"basename": "a.mds.zstd"}},
+        {"raw_meta": {"basename": "a.meta"}},
+    ],
+)
+def test_compressed_shards_have_to_be_decompressed_first(shard: dict[str, Any]) -> None:
+    with pytest.raises(ShardError, match="decompress them first"):
+        parse_list("index.json", json.dumps({"shards": [shard]}).encode())
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "shards.md"
+
+
+@pytest.mark.stores
+@pytest.mark.parametrize("name", ["ArrayRecord", "Lance"])
+def test_a_format_over_another_library_reads_its_files(name: str, tmp_path: Path) -> None:
+    [block] = [block for block in blocks(PAGE, "python") if f"class {name}:" in block]
+    done = subprocess.run([sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == promised(block)

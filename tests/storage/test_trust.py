@@ -6,8 +6,6 @@ import json
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +14,11 @@ import fsspec
 import numpy as np
 import pytest
 from conftest import POOLS, make_pool
-from served import RangeHandler, listening
-from shards import closed  # noqa: F401
+from shards import Served, closed, serves, serving  # noqa: F401
 from yarl import URL
 
 from sharded_loader import ShardDataset, ShardedDataLoader
-from sharded_loader.storage import indexes, stores
+from sharded_loader.storage import indexes
 from sharded_loader.storage.files import ShardError, Stat, host_of, joined, shown, trusted
 from sharded_loader.storage.indexes import dumped, loaded
 from sharded_loader.storage.lists import parse_trust
@@ -35,47 +32,15 @@ OPTIONS = {
 }
 
 
-@dataclass
-class Host:
-    """A server: its files, where it redirects to, and all headers of all requests that it got."""
-
-    files: dict[str, bytes] = field(default_factory=dict)
-    moved: dict[str, str] = field(default_factory=dict)
-    heard: list[str] = field(default_factory=list)
-    url: str = ""
-
-    @property
-    def got(self) -> set[str]:
-        """The secrets that it got."""
-        return {secret for secret in (*SECRETS, "Basic") if any(secret in heard for heard in self.heard)}
-
-
 @pytest.fixture
-def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Host, Host]]:
-    monkeypatch.setattr(stores, "PAUSE", 0.01)
-    with ExitStack() as stack:
-        found = []
-        for host in (Host(), Host()):
+def hosts(served: Served) -> Iterator[tuple[Served, Served]]:
+    with serving() as other:
+        yield served, other
 
-            class Handler(RangeHandler):
-                def answer(self, with_bytes: bool, host: Host = host) -> None:
-                    host.heard.append(f"{self.path}\n{self.headers}")
-                    path = self.path.partition("?")[0]
-                    if path in host.moved:
-                        return self.head(307, 0, Location=host.moved[path])
-                    if path not in host.files:
-                        return self.head(404, 0)
-                    content, asked = host.files[path], self.asked(len(host.files[path]))
-                    begin, end = asked or (0, len(content))
-                    part = f"{begin}-{end - 1}/{len(content)}" if asked else None
-                    self.head(206 if asked else 200, end - begin, part)
-                    if with_bytes:
-                        self.wfile.write(content[begin:end])
-                    return None
 
-            host.url = stack.enter_context(listening(Handler))
-            found.append(host)
-        yield found[0], found[1]
+def got(host: Served) -> set[str]:
+    """The secrets that it got."""
+    return {secret for secret in (*SECRETS, "Basic") if any(secret in heard for heard in host.heard)}
 
 
 def _index(url: str, names: list[str]) -> bytes:
@@ -96,7 +61,7 @@ def urls_of(dataset: ShardDataset) -> list[str]:
 
 @pytest.mark.parametrize("kind", LISTS)
 def test_a_list_opens_no_file_of_this_machine_and_no_other_host(
-    hosts: tuple[Host, Host], tmp_path: Path, kind: str
+    hosts: tuple[Served, Served], tmp_path: Path, kind: str
 ) -> None:
     own, other = hosts
     (tmp_path / "secret.txt").write_text("password\n")
@@ -209,7 +174,9 @@ def test_nothing_that_is_read_is_unpickled() -> None:
 
 @pytest.mark.costly(2)
 @pytest.mark.parametrize("method", POOLS)
-def test_credentials_go_to_the_host_they_were_given_for(hosts: tuple[Host, Host], tmp_path: Path, method: str) -> None:
+def test_credentials_go_to_the_host_they_were_given_for(
+    hosts: tuple[Served, Served], tmp_path: Path, method: str
+) -> None:
     own, other = hosts
     own.files["/a.txt"], other.files["/b.txt"] = b"0\n1\n", b"2\n3\n"
     own.files["/index.json"] = json.dumps(["a.txt", f"{other.url}/b.txt"]).encode()
@@ -221,15 +188,15 @@ def test_credentials_go_to_the_host_they_were_given_for(hosts: tuple[Host, Host]
         )
         with ShardedDataLoader(dataset.transform(int), 2, pool=make_pool(method)) as loader:
             assert [number for batch in loader for number in batch.tolist()] == [0, 1, 2, 3]
-        assert len(other.heard) > 1 and other.got == set() and own.got == set(SECRETS)
+        assert len(other.heard) > 1 and got(other) == set() and got(own) == set(SECRETS)
         assert all(("theirs" in heard) == is_theirs for heard in other.heard)
 
 
-def test_hosts_that_the_user_names_get_the_options(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+def test_hosts_that_the_user_names_get_the_options(hosts: tuple[Served, Served], tmp_path: Path) -> None:
     for host in hosts:
         host.files["/a.txt"] = b"0\n"
     dataset = ShardDataset([f"{host.url}/a.txt" for host in hosts], storage_options=OPTIONS, index_folder=tmp_path)
-    assert list(dataset) == ["0", "0"] and hosts[0].got == hosts[1].got == set(SECRETS)
+    assert list(dataset) == ["0", "0"] and got(hosts[0]) == got(hosts[1]) == set(SECRETS)
 
 
 with warnings.catch_warnings():
@@ -245,7 +212,7 @@ GIVEN: dict[str, dict[str, Any]] = {
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("given", GIVEN)
-def test_a_redirect_takes_no_credentials_along(hosts: tuple[Host, Host], tmp_path: Path, given: str) -> None:
+def test_a_redirect_takes_no_credentials_along(hosts: tuple[Served, Served], tmp_path: Path, given: str) -> None:
     own, other = hosts
     for host in hosts:
         own.moved["/a.txt"] = f"{host.url}/b.txt"
@@ -257,7 +224,7 @@ def test_a_redirect_takes_no_credentials_along(hosts: tuple[Host, Host], tmp_pat
     sent = [heard for heard in own.heard if heard.startswith("/b.txt")]
     if given != "cookies":  # which old versions of aiohttp do not send to an address
         assert sent and all(any(secret in heard for secret in (*SECRETS, "Basic")) for heard in sent)
-    assert other.got == set() and "Cookie" not in "".join(other.heard)
+    assert got(other) == set() and "Cookie" not in "".join(other.heard)
     assert any("Range: bytes=" in heard for heard in other.heard)
 
 
@@ -269,14 +236,14 @@ def test_a_redirect_from_https_to_http_is_an_error() -> None:
         request("GET", URL("http://host/a.tar"))
 
 
-def test_a_redirect_never_leads_to_a_file(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+def test_a_redirect_never_leads_to_a_file(hosts: tuple[Served, Served], tmp_path: Path) -> None:
     hosts[0].moved["/a.txt"] = f"file://{tmp_path.as_posix()}/secret.txt"
     (tmp_path / "secret.txt").write_text("password\n")
     with pytest.raises(ShardError, match=r"a\.txt: NonHttp"):
         list(ShardDataset(f"{hosts[0].url}/a.txt", index_folder=tmp_path))
 
 
-def test_no_error_and_no_repr_shows_a_credential(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+def test_no_error_and_no_repr_shows_a_credential(hosts: tuple[Served, Served], tmp_path: Path) -> None:
     own, other = hosts
     own.files["/a.txt"] = b"0\n"
     url = own.url.replace("://", "://me:hunter@22@") + "/a.txt?X-Amz-Signature=abcdef"
