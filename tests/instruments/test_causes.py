@@ -20,7 +20,7 @@ from sharded_loader.instruments.stats import LoaderStats
 from sharded_loader.instruments.times import CAUSES, WorkerTimes, causes_of, limit_of, slow_worker
 from sharded_loader.torch import DataLoader
 from tests.failures import Fails, kill
-from tests.instruments.test_trace import rows_of
+from tests.instruments.test_report import rows_of
 from tests.samples import Drawing, Filled, pass_time
 
 
