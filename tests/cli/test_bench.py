@@ -71,9 +71,7 @@ def test_it_prints_a_row_for_each_pool_and_a_recommendation(capsys: pytest.Captu
 
 
 @pytest.mark.slow
-def test_samples_of_different_lengths_are_measured_with_the_users_collate_function(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_samples_of_different_lengths_are_measured_with_the_users_collate_function(capsys: Any) -> None:
     assert main(["bench", "benched_data:ragged", *QUICK]) == 2
     assert "different" in capsys.readouterr().err
     assert main(["bench", "benched_data:ragged", *QUICK, "--collate", "benched_data:longest"]) == 0

@@ -46,9 +46,7 @@ def test_a_folder_is_packed_and_says_what_it_holds(capsys: pytest.CaptureFixture
     assert [header.label for header, _ in found] == [0, 0, 1]
 
 
-def test_a_file_that_is_too_large_for_a_record_is_named(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_is_too_large_for_a_record_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     monkeypatch.setattr("sharded_loader.recordio.MAX_LENGTH", 30)
     assert main(["records", "pack", "pictures", "out.rec"]) == 2
     assert "1.jpg: " in (error := capsys.readouterr().err) and "is too long, RecordIO has room for 30" in error
@@ -77,9 +75,7 @@ def test_an_output_that_exists_is_replaced_only_by_force(capsys: pytest.CaptureF
         (["hollow", "a.rec"], "hollow has no files: give a folder"),
     ],
 )
-def test_bad_input_is_one_line_and_nothing_is_written(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_is_one_line_and_nothing_is_written(arguments: list[str], said: str, capsys: Any) -> None:
     Path("hollow").mkdir()
     Path("list.txt").write_text("absent.jpg\n")
     before = sorted(os.listdir("."))
@@ -89,9 +85,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(
     assert sorted(os.listdir(".")) == before
 
 
-def test_a_full_disk_is_one_line_and_leaves_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_is_one_line_and_leaves_nothing(monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
     no_room = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     monkeypatch.setattr(MXIndexedRecordIO, "write_idx", no_room)
     assert main(["records", "pack", "pictures", "out.rec"]) == 2

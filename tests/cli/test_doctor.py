@@ -79,9 +79,7 @@ def test_it_works_where_torch_cannot_be_imported() -> None:
         ),
     ],
 )
-def test_each_trouble_is_one_finding_with_advice(
-    facts: dict[str, Any], is_problem: bool, what: str, change: str
-) -> None:
+def test_a_trouble_is_one_finding_with_advice(facts: dict[str, Any], is_problem: bool, what: str, change: str) -> None:
     [finding] = find(replace(Facts(), **facts))
     assert finding.is_problem == is_problem
     assert what in finding.what and finding.what.endswith(".")

@@ -397,9 +397,7 @@ def tuners(monkeypatch: pytest.MonkeyPatch) -> list[Tuner]:
 
 
 @pytest.mark.parametrize("thread_pool", [True, False])
-def test_the_next_epoch_of_the_drop_in_begins_with_the_number_that_was_found(
-    thread_pool: bool, tuners: list[Tuner]
-) -> None:
+def test_the_next_epoch_of_the_drop_in_begins_with_the_number_found(thread_pool: bool, tuners: list[Tuner]) -> None:
     loader = DataLoader(range(8), 2, num_workers="auto", thread_pool=thread_pool)
     assert loader.num_workers == START
     list(loader)

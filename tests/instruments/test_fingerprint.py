@@ -74,9 +74,7 @@ def test_it_is_the_same_in_every_pool_and_whatever_was_drawn_before(pool: str) -
 
 @pytest.mark.parametrize("given", [{"last_batch": "rollover"}, {"steps_per_epoch": 3}, "batches"], ids=str)
 @pytest.mark.parametrize(("length", "size", "ranks"), [(7, 2, 2), (8, 3, 3), (13, 1, 2), (5, 3, 2), (12, 2, 3)])
-def test_where_epochs_go_on_the_steps_are_those_that_the_ranks_read(
-    given: Any, length: int, size: int, ranks: int
-) -> None:
+def test_where_epochs_go_on_the_steps_are_those_of_the_ranks(given: Any, length: int, size: int, ranks: int) -> None:
     more: dict[str, Any] = given if given != "batches" else {"steps_per_epoch": 3}
     kind = {"batch_size": size, "shuffle": True}
     if given == "batches":

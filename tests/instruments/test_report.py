@@ -157,9 +157,7 @@ def test_a_file_in_no_folder_is_an_error_that_names_it(kind: type, method: str, 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES, errno.EROFS])
 @pytest.mark.parametrize("method", ["report", "trace"])
-def test_a_full_disk_leaves_the_older_file(
-    loader: Any, method: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_leaves_the_old_file(loader: Any, method: str, code: int, tmp_path: Path, monkeypatch: Any) -> None:
     path, real = tmp_path / "report.html", Path.write_bytes
     path.write_text("older")
 

@@ -62,9 +62,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.costly(2)
 @covering(2, kind=KINDS, index=[True, False], way=["pread", "lock and seek"])
-def test_a_batch_is_what_one_by_one_gives(
-    tmp_path: Path, kind: str, index: bool, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_is_what_one_by_one_gives(tmp_path: Path, kind: str, index: bool, way: str, monkeypatch: Any) -> None:
     if way == "lock and seek":  # as on Windows, which has no positioned reads
         monkeypatch.delattr(os, "pread", raising=False)
     records = KINDS[kind]
@@ -145,9 +143,7 @@ def test_the_first_damaged_record_of_a_batch_is_named_and_the_others_are_readabl
 
 
 @pytest.mark.parametrize("last", [30, 48], ids=["in the middle", "in the last record"])
-def test_a_file_that_shrinks_while_a_batch_is_read_gives_no_wrong_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: int
-) -> None:
+def test_a_file_that_shrinks_meanwhile_gives_no_wrong_bytes(tmp_path: Path, monkeypatch: Any, last: int) -> None:
     records = [bytes([number]) * 100 for number in range(1, 50)]
     offsets = write(tmp_path / "a.rec", records)
     really = recordfile.RecordFile.read_ranges

@@ -747,9 +747,7 @@ def test_a_damaged_file_is_read_up_to_the_damage_which_is_named(folder: Path, rn
 
 
 @pytest.mark.slow
-def test_many_damaged_files_are_read_as_the_reference_reads_them(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_damaged_files_are_read_as_the_reference_reads_them(capsys: Any, monkeypatch: Any) -> None:
     assert damaged_records.run(200, seed=1) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["files", "200"] in lines and ["read", "wrongly", "0"] in lines

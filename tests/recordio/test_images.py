@@ -125,9 +125,7 @@ UPRIGHT: dict[int, Any] = {
 
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF"])
 @pytest.mark.parametrize("orientation", UPRIGHT)
-def test_an_image_is_turned_by_its_exif_orientation_unless_what_is_stored_is_asked_for(
-    form: str, orientation: int
-) -> None:
+def test_an_image_is_turned_by_its_orientation_unless_what_is_stored_is_asked_for(form: str, orientation: int) -> None:
     pixels = np.kron(numbers(3, 5, 3, dtype=np.uint8), np.ones((16, 16, 1), np.uint8))
     if form == "WEBP":
         pytest.importorskip("PIL._webp")

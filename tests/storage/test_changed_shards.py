@@ -142,9 +142,7 @@ def test_another_machine_may_have_a_copy_of_another_time(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("name", ["train.tar", "*.tar", "file://train.tar", "./train.tar", "list.json", "~/train.tar"])
-def test_a_relative_path_is_that_of_the_folder_in_which_the_dataset_was_made(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_relative_path_is_that_of_where_the_dataset_was_made(tmp_path: Path, name: str, monkeypatch: Any) -> None:
     made = []
     for version, content in (("v1", FIRST), ("v2", OTHER)):
         (tmp_path / version).mkdir()

@@ -104,9 +104,7 @@ def bytes_sent(served: Served) -> int:
 @pytest.mark.costly(4)
 @pytest.mark.parametrize("room", [None, "1 GB"], ids=["in parts", "cache for all"])
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_opening_reads_no_data_whatever_the_cache_could_hold(
-    served: Served, tmp_path: Path, suffix: str, room: str | None
-) -> None:
+def test_opening_reads_no_data_of_any_format(served: Served, tmp_path: Path, suffix: str, room: str | None) -> None:
     urls = fill(served, tmp_path, suffix)
     cache = None if room is None else ShardCache(tmp_path / "cache", room)
     with_cache = {"cache": cache, "index_folder": tmp_path / "indexes"}
@@ -196,9 +194,7 @@ def numbers(count: int) -> list[str]:
 
 
 @pytest.mark.parametrize("may_list", [True, False])
-def test_sizes_come_from_the_list_of_the_folder_if_there_may_be_one(
-    memory: Any, monkeypatch: pytest.MonkeyPatch, may_list: bool
-) -> None:
+def test_sizes_come_from_a_list_of_the_folder_if_it_may_be_read(memory: Any, monkeypatch: Any, may_list: bool) -> None:
     def forbidden(*_: Any, **__: Any) -> Any:
         raise PermissionError("AccessDenied: s3:ListBucket")
 
@@ -266,9 +262,7 @@ def test_ten_thousand_shards_open_with_one_small_request(memory: Any, tmp_path: 
     assert len(memory.cat_file(place)) > indexes_module.FIRST
 
 
-def test_the_index_file_is_completed_for_shards_that_were_added_or_changed(
-    memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_new_and_changed_shards_are_added_to_the_index_file(memory: Any, tmp_path: Path, monkeypatch: Any) -> None:
     indexed(memory, tmp_path)
     lines(memory, 5, 3)
     scanned: list[str] = []

@@ -273,7 +273,7 @@ def test_a_server_that_asks_for_a_pause_gets_it(served: Served, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("status", "error"), [(403, PermissionError), (404, FileNotFoundError), (503, ShardError)])
-def test_a_server_that_refuses_to_describe_a_file_says_why(
+def test_a_server_that_describes_no_file_says_why(
     served: Served, monkeypatch: pytest.MonkeyPatch, status: int, error: type[OSError]
 ) -> None:
     monkeypatch.setattr(stores, "TRIES", 2)

@@ -204,9 +204,7 @@ def test_an_order_that_returns_to_shards_that_had_to_go_is_told_once() -> None:
     ("room", "best"), [(12, 156), (24, 120), (36, 84)]
 )  # the best rule: the shard goes that is needed last
 @pytest.mark.slow
-def test_a_cache_fetches_about_as_little_as_the_best_rule(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int, best: int
-) -> None:
+def test_a_cache_fetches_about_what_the_best_rule_does(tmp_path: Path, monkeypatch: Any, room: int, best: int) -> None:
     order = ShardShuffleSampler([16] * 48, window=4, seed=3)
     epochs = [
         [sorted(set((batch // 16).tolist())) for batch in np.array(list(order.iter_epoch(epoch))).reshape(-1, 8)]
@@ -355,9 +353,7 @@ def test_an_index_that_is_no_sample_is_the_error_of_its_batch(tmp_path: Path, se
 
 
 @pytest.mark.parametrize(("shards", "kept"), [(20, SHARDS), (5, 0)])
-def test_what_is_fetched_for_the_indexes_is_kept_if_there_is_room(
-    tmp_path: Path, served: Served, shards: int, kept: int
-) -> None:
+def test_what_is_fetched_for_indexes_is_kept_if_it_fits(tmp_path: Path, served: Served, shards: int, kept: int) -> None:
     size = max(map(len, served.files.values()))
     urls = [f"{served.url}{name}" for name in sorted(served.files)]
     cache = ShardCache(tmp_path / "cache", shards * size)
@@ -460,9 +456,7 @@ def test_a_forked_child_takes_nobody_out_of_the_register(tmp_path: Path) -> None
         assert count() == 2
 
 
-def test_a_reader_gives_back_what_it_needs_last_when_another_one_comes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reader_gives_back_what_it_needs_last_when_another_one_comes(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(read_ahead, "RENEW_SECONDS", 0.01)
     batches = [[number] for number in range(20)]
     walk = Walk(batches, room=4, register=tmp_path)

@@ -177,9 +177,7 @@ def lines_of(path: Path, content: bytes, **more: Any) -> ShardDataset:
     ],
 )
 @pytest.mark.parametrize("piece", [1, 4, records.PIECE])
-def test_line_i_is_sample_i(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, lines: list[str], piece: int
-) -> None:
+def test_line_i_is_sample_i(tmp_path: Path, monkeypatch: Any, content: bytes, lines: list[str], piece: int) -> None:
     monkeypatch.setattr(records, "PIECE", piece)
     dataset = lines_of(tmp_path / "words.txt", content)
     assert list(dataset) == lines and dataset.lengths.tolist() == [len(lines)]

@@ -96,9 +96,7 @@ TROUBLE = {"is missing": {"refuses": 404}, "may not read": {"refuses": 403}, "ha
 
 @pytest.mark.parametrize("trouble", TROUBLE)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_shard_of_a_server_that_goes_or_changes_is_no_damage(
-    served: Served, tmp_path: Path, kind: str, trouble: str
-) -> None:
+def test_a_shard_that_goes_or_changes_is_no_damage(served: Served, tmp_path: Path, kind: str, trouble: str) -> None:
     path = tmp_path / f"a.{'arrow' if kind == 'stream' else kind}"
     write(path, kind)
     served.files["/" + path.name] = path.read_bytes()

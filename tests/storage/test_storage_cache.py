@@ -145,9 +145,7 @@ def test_a_shard_that_gets_its_name_now_is_not_the_first_to_go(tmp_path: Path, m
     assert kept(cache, 1, 2, 3) == [False, True, True]
 
 
-def test_a_part_that_becomes_a_shard_while_another_looks_for_room_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_that_becomes_a_shard_while_another_looks_for_room_stays(tmp_path: Path, monkeypatch: Any) -> None:
     cache, files = ShardCache(tmp_path, 2 * SIZE), ShardCache._files
     put(cache, 1)
     put(cache, 2)
@@ -204,9 +202,7 @@ BAD: dict[str, tuple[Callable[[BinaryIO], None], type[OSError], str]] = {
 
 
 @pytest.mark.parametrize(("fetch", "error", "said"), BAD.values(), ids=BAD)
-def test_a_shard_that_does_not_come_whole_is_named_and_not_kept(
-    tmp_path: Path, fetch: Any, error: type[OSError], said: str
-) -> None:
+def test_a_shard_that_comes_in_part_is_not_kept(tmp_path: Path, fetch: Any, error: type[OSError], said: str) -> None:
     cache = ShardCache(tmp_path, "10 kB")
     with pytest.raises(error, match=rf"1\.tar ?{said}"):
         cache.open(*named(1), fetch)
@@ -267,9 +263,7 @@ def test_a_killed_fetcher_leaves_its_place_to_another(tmp_path: Path, number: in
     assert cache.used_bytes == SIZE and not list(tmp_path.glob("*.part"))
 
 
-def test_a_folder_that_is_read_only_gives_the_shards_that_it_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_is_read_only_gives_the_shards_that_it_has(tmp_path: Path, monkeypatch: Any) -> None:
     calls: list[int] = []
     put(ShardCache(tmp_path / "full", "1 GB"), 1, calls)
     next((tmp_path / "full").glob("*.shard")).chmod(0o600)  # as of a copy: the checksum is compared
@@ -341,9 +335,7 @@ def test_what_others_are_about_to_write_is_not_free(tmp_path: Path, monkeypatch:
     assert other.evicted == 1
 
 
-def test_a_shard_that_is_needed_goes_last_and_that_is_said_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_shard_that_is_needed_goes_last_and_that_is_said_once(tmp_path: Path, caplog: Any) -> None:
     cache, calls = ShardCache(tmp_path, 2 * SIZE), []
     for number in (1, 2):
         put(cache, number)
@@ -439,7 +431,7 @@ def test_a_damaged_shard_is_fetched_again(tmp_path: Path, damage: str) -> None:
     assert len(calls) == 2
 
 
-def test_a_file_system_that_keeps_no_times_compares_the_checksum_each_time(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_file_system_without_times_compares_the_checksum_each_time(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(os, "utime", Mock(side_effect=OSError(95, "Operation not supported")))
     calls: list[int] = []
     assert [read(tmp_path, calls) for _ in range(2)] == [CONTENT, CONTENT] and len(calls) == 1

@@ -136,9 +136,7 @@ def test_a_shard_that_is_missing_or_must_not_be_read_is_named(folder: Path, serv
 
 @pytest.mark.costly
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_shard_that_is_deleted_while_it_is_read_is_named(
-    folder: Path, served: Served, urls: list[str], workers: int
-) -> None:
+def test_a_shard_that_was_deleted_is_named(folder: Path, served: Served, urls: list[str], workers: int) -> None:
     for here in (False, True):
         dataset = make(folder) if here else make(folder, urls=urls)
         assert len(dataset) == TOTAL

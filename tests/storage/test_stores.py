@@ -307,9 +307,7 @@ def test_requests_begin_few_at_a_time_and_become_more() -> None:
 
 
 @pytest.mark.parametrize("is_local", [True, False])
-def test_parts_are_those_of_the_file_which_a_library_may_read_as_a_stream(
-    served: Served, tmp_path: Path, is_local: bool
-) -> None:
+def test_parts_and_streams_of_a_file_have_its_bytes(served: Served, tmp_path: Path, is_local: bool) -> None:
     (tmp_path / "a.bin").write_bytes(CONTENT)
     store, url = ObjectStore(), f"{served.url}/a.bin"
     file: ShardFile = LocalFile(str(tmp_path / "a.bin")) if is_local else RemoteFile(store, url, store.stat(url))

@@ -53,9 +53,7 @@ def test_members_of_one_name_are_one_sample(tmp_path: Path) -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(contents=st.lists(st.lists(st.binary(max_size=1200), min_size=1, max_size=3), max_size=6), data=st.data())
-def test_any_row_is_read(
-    tmp_path_factory: pytest.TempPathFactory, contents: list[list[bytes]], data: st.DataObject
-) -> None:
+def test_any_row_is_read(tmp_path_factory: Any, contents: list[list[bytes]], data: st.DataObject) -> None:
     path = tmp_path_factory.mktemp("tar") / "a.tar"
     write_tar(path, {f"{i}.x{j}": part for i, parts in enumerate(contents) for j, part in enumerate(parts)})
     rows = data.draw(st.lists(st.integers(0, len(contents) - 1), max_size=9)) if contents else []

@@ -61,9 +61,7 @@ def urls_of(dataset: ShardDataset) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", LISTS)
-def test_a_list_opens_no_file_of_this_machine_and_no_other_host(
-    served: Served, other: Served, tmp_path: Path, kind: str
-) -> None:
+def test_a_list_opens_no_file_here_and_no_other_host(served: Served, other: Served, tmp_path: Path, kind: str) -> None:
     (tmp_path / "secret.txt").write_text("password\n")
     path = (tmp_path / "secret.txt").as_posix()
     other.files["/a.txt"] = b"one\ntwo\n"
@@ -76,9 +74,7 @@ def test_a_list_opens_no_file_of_this_machine_and_no_other_host(
 
 
 @pytest.mark.parametrize("kind", LISTS)
-def test_a_list_on_this_machine_is_data_too_from_whatever_folder_it_is_named(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_list_on_this_machine_is_data_too_however_it_is_named(tmp_path: Path, kind: str, monkeypatch: Any) -> None:
     real, root = tmp_path / "real" / "set", tmp_path.as_posix()
     for folder in (real, tmp_path / "from"):
         folder.mkdir(parents=True)
@@ -158,9 +154,7 @@ def test_nothing_that_is_read_is_unpickled() -> None:
 
 @pytest.mark.costly(2)
 @pytest.mark.parametrize("method", POOLS)
-def test_credentials_go_to_the_host_they_were_given_for(
-    served: Served, other: Served, tmp_path: Path, method: str
-) -> None:
+def test_credentials_go_to_the_host_they_are_for(served: Served, other: Served, tmp_path: Path, method: str) -> None:
     served.files["/a.txt"], other.files["/b.txt"] = b"0\n1\n", b"2\n3\n"
     served.files["/index.json"] = json.dumps(["a.txt", f"{other.url}/b.txt"]).encode()
     theirs = {"headers": {"X-Api-Key": "theirs"}}
