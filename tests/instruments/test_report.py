@@ -220,13 +220,46 @@ def test_the_drop_in_is_of_the_rank_that_the_launcher_has_set(
     assert f"rank {told}, on " in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
+RANKS = """
+import sys, time
+import torch
+from sharded_loader import ShardedDataLoader, SimpleDataset
+from sharded_loader.torch import DataLoader
+
+folder, ranks, rank = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+distributed = torch.distributed
+distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
+slow = SimpleDataset(range(80)).transform(lambda index: time.sleep(0.01 * (rank == 1)) or index)
+loaders = [ShardedDataLoader(slow, 2, num_replicas="auto"), DataLoader(slow, 2)]
+for loader in loaders:
+    try:
+        loader.stats_of_ranks()
+    except RuntimeError as error:
+        assert "rank 0 has delivered no batch yet" in str(error)
+    for _ in loader:
+        distributed.barrier()
+    found = loader.stats_of_ranks()
+    assert found.slowest == 1 and str(found).startswith("Rank 1 is slow: the others wait for it for"), str(found)
+    assert list(found.stats) == list(range(ranks)) and f"Ranks: {ranks}" in found.text
+    assert found.stats[rank] == loader.stats()
+    told = [None] * ranks
+    distributed.all_gather_object(told, found.text)
+    assert set(told) == {found.text}
+group = distributed.new_group([0, 1])
+if rank < 2:
+    assert list(loaders[0].stats_of_ranks(group).stats) == [0, 1]
+distributed.barrier()
+distributed.destroy_process_group()
+print("told")
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_gather_their_numbers_and_name_the_slowest(ranks: int, tmp_path: Path) -> None:
-    script = Path(__file__).with_name("reporting_ranks.py")
     started = [
         subprocess.Popen(
-            [sys.executable, str(script), str(tmp_path), str(ranks), str(rank)],
+            [sys.executable, "-c", RANKS, str(tmp_path), str(ranks), str(rank)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

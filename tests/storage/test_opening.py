@@ -241,14 +241,6 @@ def test_workers_read_by_the_index_file(served: Served, tmp_path: Path, method: 
             assert sorted(number for batch in loader for number in batch.tolist()) == list(range(27))
 
 
-def test_an_index_file_lies_beside_its_shards_and_is_found(memory: Any, tmp_path: Path) -> None:
-    assert indexed(memory, tmp_path, 5) == "memory://opening/shards.index"
-    for turn, pattern in enumerate((PATTERN, "memory://opening/shards.index")):
-        dataset = ShardDataset(pattern, index_folder=tmp_path / f"new {turn}")
-        assert dataset.lengths.tolist() == [2] * 5 and not (tmp_path / f"new {turn}").exists()
-        assert list(dataset) == numbers(10)
-
-
 def test_ten_thousand_shards_open_with_one_small_request(memory: Any, tmp_path: Path) -> None:
     count, index = 10_000, dumped({"offsets": np.array([0, 2, 4]), "length": np.array(2)})
     urls = [f"memory://opening/{shard:05}.txt" for shard in range(count)]

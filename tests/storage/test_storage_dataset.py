@@ -18,7 +18,7 @@ from conftest import PROCESS_POOLS, make_pool
 from pages import blocks, promised
 from shards import Served, closed, number, serves, tar_of_numbers, write_tar  # noqa: F401
 
-from sharded_loader import ShardedDataLoader, ThreadPool
+from sharded_loader import ShardedDataLoader
 from sharded_loader.storage.dataset import MAX_OPEN, ShardDataset
 from sharded_loader.storage.files import ShardError, ShardFile
 from sharded_loader.storage.lists import format_of, parse_list
@@ -75,13 +75,6 @@ def test_many_shards_are_not_all_open(tmp_path: Path) -> None:
     assert sum(file.path.endswith(".tar") for file in psutil.Process().open_files()) == MAX_OPEN
     dataset.close()
     assert number(dataset[3]) == 3
-
-
-def test_threads_share_the_open_shards(folder: Path) -> None:
-    dataset = make(folder).transform(number)
-    with ShardedDataLoader(dataset, 1, pool=ThreadPool(8), shuffle=True, seed=2) as loader:
-        for _ in range(5):
-            assert sorted(batch.item() for batch in loader) == list(range(TOTAL))
 
 
 @pytest.fixture
