@@ -33,9 +33,6 @@ def records_of(workload: str, **values: list[float]) -> list[Record]:
     ]
 
 
-# -- ratios and bars ------------------------------------------------------------------------------------------
-
-
 def test_a_ratio_is_taken_within_a_round_and_the_median_over_rounds() -> None:
     """The machine is twice as fast in one round and half as fast in another: the ratio does not see it."""
     records = records_of("images", ours=[50, 100, 25], C=[100, 200, 50])
@@ -79,9 +76,6 @@ def test_check_objects_to_missed_bars_other_samples_and_our_own_failures() -> No
     assert report.failures(wrong) == ["50k images 3x32x32 uint8, batch 256: torch delivered other samples"]
     failed = [Record(0, "images", "ours", error="ValueError: no"), Record(0, "images", "grain", error="whatever")]
     assert report.failures(failed) == ["50k images 3x32x32 uint8, batch 256: ours: ValueError: no"]
-
-
-# -- samples --------------------------------------------------------------------------------------------------
 
 
 def test_samples_are_compared_with_the_ceiling() -> None:
@@ -136,9 +130,6 @@ def test_a_loader_that_runs_out_of_batches_is_an_error_and_no_hang() -> None:
     assert child._spend(itertools.repeat([b"one", b"other"]), records, 0)[0] == 2 * records.cycle
 
 
-# -- ceilings and gaps ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", sorted(set(ceilings.CEILINGS) - {"N"}))
 def test_every_ceiling_runs(name: str) -> None:
     plan = plan_of("images")
@@ -158,9 +149,6 @@ def test_the_gap_is_that_of_as_many_batches_as_are_read_together() -> None:
         child.gap_of([[1.0, 2.0]], 2)
     with pytest.raises(ValueError, match="two epochs of at least 2"):
         child.gap_of([[1.0, 2.0], [3.0]], 2)
-
-
-# -- the run --------------------------------------------------------------------------------------------------
 
 
 def test_every_round_measures_everything_once_in_another_order() -> None:
@@ -197,9 +185,6 @@ def test_an_interrupted_run_reports_what_it_has(monkeypatch: Any, capsys: pytest
     assert "interrupted after 1 measurements" in capsys.readouterr().err
 
 
-# -- tables ---------------------------------------------------------------------------------------------------
-
-
 def test_the_report_names_bars_ceilings_and_who_is_ahead() -> None:
     records = records_of(
         "images", ours=[70.0, 80.0], C=[100.0, 100.0], J=[50.0, 50.0], torch=[10.0, 20.0], seqtools=[90.0, 90.0]
@@ -217,17 +202,6 @@ def test_the_report_names_bars_ceilings_and_who_is_ahead() -> None:
     assert rows["ours"] == ["75", "70 .. 80", "0.75", "1.50", "", "ok"]
     assert rows["torch"] == ["15", "10 .. 20", "0.15", "0.30", "5.5", "ok"]
     assert "A note." in text
-
-
-def test_the_readme_has_the_marker_lines_and_names_everything() -> None:
-    text = Path(report.__file__).with_name("README.md").read_text()
-    assert report.fill(text, "") is not None
-    assert report.fill(text, "", report.BEGIN_FINDINGS, report.END_FINDINGS) is not None
-    for name in (*workloads.WORKLOADS, *loaders.LOADERS, *ceilings.CEILINGS):
-        assert f"`{name}`" in text or f"**{name}**" in text, name
-
-
-# -- for real -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -19,10 +19,13 @@ import pytest
 import torch
 
 from benchmarks import gpu, gpu_report, gpu_run, report
+from benchmarks.ceilings import CEILINGS
 from benchmarks.gpu_device import Device
 from benchmarks.gpu_feeds import Blocks, Depth, Feed, Images, copied, copied_ahead, ours, torch_loader
+from benchmarks.loaders import LOADERS
 from benchmarks.measure import Record
 from benchmarks.report import Bar
+from benchmarks.workloads import WORKLOADS
 from tests.benchmarks.test_benchmarks import ABOUT as ABOUT_CPU
 from tests.benchmarks.test_benchmarks import records_of
 
@@ -225,9 +228,9 @@ def test_every_part_runs_to_its_end_on_a_gpu_that_is_pretended(tmp_path: Path) -
     assert "pretended" in shown
 
 
-def test_the_readme_has_the_marker_lines_and_names_every_part() -> None:
+def test_the_readme_has_the_marker_lines_and_names_everything() -> None:
     text = Path(report.__file__).with_name("README.md").read_text()
-    assert report.fill(text, "", gpu_report.BEGIN, gpu_report.END) is not None
-    assert report.fill(text, "") is not None
-    for name in gpu.PARTS:
-        assert f"`{name}`" in text, name
+    markers = [(), (report.BEGIN_FINDINGS, report.END_FINDINGS), (gpu_report.BEGIN, gpu_report.END)]
+    assert all(report.fill(text, "", *marker) is not None for marker in markers)
+    for name in (*gpu.PARTS, *WORKLOADS, *LOADERS, *CEILINGS):
+        assert f"`{name}`" in text or f"**{name}**" in text, name

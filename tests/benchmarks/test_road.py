@@ -58,17 +58,10 @@ def test_the_summary_is_one_of_the_steady_turns_and_shows_their_most_frequent_me
     assert summary["walk"] == (f, g)
 
 
-def make_module(path: Path, source: str) -> ModuleType:
-    module = ModuleType(path.stem)
-    exec(compile(source, str(path), "exec"), module.__dict__)
-    return module
-
-
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 records the drop in no turn")
 def test_each_turn_of_a_loop_is_recorded_from_its_next_to_the_drop_of_the_batch_before(tmp_path: Path) -> None:
-    inner = make_module(
-        tmp_path / "p" / "inner.py", "def read(n):\n    return n\nclass Batch:\n    def __del__(self): pass"
-    )
+    inner, source = ModuleType("inner"), "def read(n):\n    return n\nclass Batch:\n    def __del__(self): pass"
+    exec(compile(source, str(tmp_path / "p" / "inner.py"), "exec"), vars(inner))
 
     def user(number: int) -> int:
         return inner.read(number)
@@ -169,37 +162,26 @@ def test_an_import_out_of_the_core_is_one_of_an_optional_module_by_another_one()
 # -- the command ------------------------------------------------------------------------------------------------
 
 
-def test_a_table_of_two_has_ratios_where_there_is_something_to_divide_by() -> None:
+def test_a_table_has_ratios_of_two_or_targets_of_one_with_the_distance() -> None:
     table = road.table_of({"before": {"calls": 90, "circles": 0}, "after": {"calls": 45, "circles": 1}})
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
     assert cells[0] == ["", "before", "after", "ratio"]
     assert cells[2:] == [["calls", "90", "45", "0.50"], ["circles", "0", "1", ""]]
-
-
-def test_a_target_stands_beside_its_number_with_the_distance() -> None:
     targets = {"calls": {"target": 40, "best": 45}, "files": {"target": 8, "best": 8}}
     lines = road.table_of({"now": {"calls": 45, "files": 8, "lines": 7}}, targets).splitlines()
     assert [line.split("|")[3].strip() for line in lines[2:]] == ["40, +5", "8", ""]
 
 
-@pytest.fixture
-def targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = tmp_path / "targets.json"
+def test_only_better_values_are_recorded_and_a_target_that_was_reached_may_be_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(road, "TARGETS", path := tmp_path / "targets.json")
     path.write_text('{"calls": {"target": 40, "best": 45}, "files": {"target": 8, "best": 7}}')
-    monkeypatch.setattr(road, "TARGETS", path)
-    return path
-
-
-@pytest.mark.usefixtures("targets")
-def test_a_target_is_lost_if_it_was_reached_and_is_not_any_more() -> None:
     assert road.lost({"calls": 99, "files": 8, "lines": 1}) == []
     assert road.lost({"files": 9}) == ["files is 9; the target 8 was reached: 7"]
-
-
-def test_only_better_values_are_recorded(targets: Path) -> None:
     road.record({"calls": 40, "files": 8, "lines": 1})
     lines = ["{", '"calls": {"target": 40, "best": 40},', '"files": {"target": 8, "best": 7}', "}"]
-    assert targets.read_text().splitlines() == lines
+    assert path.read_text().splitlines() == lines
     assert road.lost({"calls": 41}) == ["calls is 41; the target 40 was reached: 40"]
 
 
@@ -290,14 +272,11 @@ def chain(*names: str) -> list[Import]:
     return [Import(name, below, TOP, 1) for name, below in itertools.pairwise(names)]
 
 
-def test_a_level_is_the_longest_chain_and_a_circle_is_one_module_of_it() -> None:
+def test_a_level_is_the_longest_chain_and_a_circle_is_found_whole_and_is_one_module_of_it() -> None:
     assert imports.levels("abcd", [*chain(*"abcd"), *chain(*"ad")]) == {"a": 4, "b": 3, "c": 2, "d": 1}
     assert imports.levels("abcd", [*chain(*"abcd"), *chain(*"cb")]) == {"a": 3, "b": 2, "c": 2, "d": 1}
     assert imports.levels("ab", chain(*"abc")) == {"a": 2, "b": 1}, "c is not among the modules"
     assert imports.levels("ab", []) == {"a": 1, "b": 1}
-
-
-def test_circles_are_found_whole_and_apart() -> None:
     assert imports.circles("abcde", chain(*"abcde")) == []
     assert imports.circles("abcdef", [*chain(*"abca"), *chain(*"cd"), *chain(*"efe")]) == [list("abc"), list("ef")]
     assert imports.circles("ab", chain(*"abca")) == [], "the circle goes through a module that is left out"

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.utils.data import get_worker_info
 
 from sharded_loader import SimpleDataset
 from sharded_loader.cli import main
@@ -161,22 +160,11 @@ def test_spawned_workers_find_the_classes_of_a_file_in_another_folder(tmp_path: 
     assert "Use num_workers=2" in done.stdout
 
 
-# -- What ``bench`` measures, with datasets of every kind and rows that fail; and its advice ------------------------
-
-
 SECONDS = 0.03
 
 
 def arguments(dataset: Any, batch_size: int = 4, shuffle: bool = False, batchify_fn: Any = None) -> dict[str, Any]:
     return {"dataset": dataset, "batch_size": batch_size, "shuffle": shuffle, "batchify_fn": batchify_fn}
-
-
-class Counting:
-    """Iterable data of 30 samples."""
-
-    def __iter__(self) -> Iterator[int]:
-        info = get_worker_info()
-        return iter(range(info.id, 30, info.num_workers) if info else range(30))
 
 
 class Once:
@@ -201,12 +189,12 @@ def test_a_row_is_measured_in_rounds() -> None:
         assert found.highest >= found.samples_per_second >= found.lowest > 0 and found.ms_per_batch > 0
 
 
-@pytest.mark.parametrize(
-    "dataset", [[1, 2], Counting(), lambda part, parts: range(part, 5, parts)], ids=["short", "iterable", "function"]
-)
+@pytest.mark.parametrize("dataset", ["short", "stream", "function"])
 @pytest.mark.slow
-def test_data_of_every_kind_is_measured_in_every_pool(dataset: Any) -> None:
-    measured = [measure(pool, SECONDS, arguments(dataset)) for pool in ("inline", "thread", "process")]
+def test_data_of_every_kind_is_measured_in_every_pool(dataset: str) -> None:
+    given: dict[str, Any] = {"short": [1, 2], "function": lambda part, parts: range(part, 5, parts)}
+    data = given.get(dataset) or find_dataset(f"benched_data:{dataset}")
+    measured = [measure(pool, SECONDS, arguments(data)) for pool in ("inline", "thread", "process")]
     assert [one.error for one in measured] == [None, None, None]
 
 
@@ -250,7 +238,7 @@ def test_data_without_samples_is_an_error(dataset: Any, said: str) -> None:
         measure("inline", SECONDS, arguments(dataset))
 
 
-INLINE_ROW = Row("inline", 0, 1000.0, 64.0)
+INLINE = Row("inline", 0, 1000.0, 64.0)
 
 
 def rows(*speeds: tuple[str, int, float]) -> list[Row]:
@@ -263,7 +251,7 @@ def spread(pool: str, workers: int, lowest: float, median: float, highest: float
 
 FAILED = Row("thread", 8, error="boom")
 SLOW = spread("inline", 0, 600, 1000, 1500)
-SLOWER = [INLINE_ROW, *rows(("thread", 1, 900), ("process", 2, 1100))]
+SLOWER = [INLINE, *rows(("thread", 1, 900), ("process", 2, 1100))]
 OVERLAP = "No clear winner: the rounds of num_workers=2 and inline overlap. "
 
 
@@ -273,26 +261,23 @@ OVERLAP = "No clear winner: the rounds of num_workers=2 and inline overlap. "
         (SLOWER, "Inline is enough, so leave out num_workers"),
         (SLOWER, "with workers it is at best 1.10 times as fast"),
         # The faster pool, and how to choose it.
-        (
-            [INLINE_ROW, *rows(("process", 2, 1500), ("thread", 4, 1900))],
-            "Use num_workers=4, thread_pool=True: 1.9 tim",
-        ),
-        ([INLINE_ROW, *rows(("process", 2, 1900), ("thread", 2, 1890))], "Use num_workers=2: 1.9 times"),
-        ([INLINE_ROW, *rows(("ray", 2, 1900))], 'Use num_workers=2, pool="ray": 1.9 times'),
+        ([INLINE, *rows(("process", 2, 1500), ("thread", 4, 1900))], "Use num_workers=4, thread_pool=True: 1.9"),
+        ([INLINE, *rows(("process", 2, 1900), ("thread", 2, 1890))], "Use num_workers=2: 1.9 times"),
+        ([INLINE, *rows(("ray", 2, 1900))], 'Use num_workers=2, pool="ray": 1.9 times'),
         # Says when inline is enough all the same.
-        ([INLINE_ROW, *rows(("process", 2, 1900))], "is enough if your training step takes far longer than 64 ms"),
+        ([INLINE, *rows(("process", 2, 1900))], "is enough if your training step takes far longer than 64 ms"),
         # Rows that ran, and rounds that overlap.
         (rows(("thread", 1, 900), ("process", 2, 1800)), "Use num_workers=2: "),
-        ([INLINE_ROW, FAILED, *rows(("process", 2, 1900))], "Use num_workers=2: "),
+        ([INLINE, FAILED, *rows(("process", 2, 1900))], "Use num_workers=2: "),
         ([SLOW, spread("process", 2, 1600, 1900, 2000)], "Use num_workers=2: "),
         ([SLOW, spread("process", 2, 1300, 1900, 2000)], OVERLAP),
         # Rows that are alike need no winner.
         (
-            [INLINE_ROW, spread("process", 2, 1800, 1900, 2000), spread("thread", 4, 1750, 1850, 1950)],
+            [INLINE, spread("process", 2, 1800, 1900, 2000), spread("thread", 4, 1750, 1850, 1950)],
             "Use num_workers=2: ",
         ),
-        ([INLINE_ROW, spread("thread", 2, 990, 1010, 1200)], "Inline is enough"),
-        ([INLINE_ROW], "Only inline was measured, 64 ms per batch: add --pools inline,thread,process to compare."),
+        ([INLINE, spread("thread", 2, 990, 1010, 1200)], "Inline is enough"),
+        ([INLINE], "Only inline was measured, 64 ms per batch: add --pools inline,thread,process to compare."),
     ],
 )
 def test_it_names_the_arguments_and_the_reason(measured: list[Row], said: str) -> None:
@@ -378,10 +363,7 @@ def test_a_dataset_is_found(place: str, name: str, kind: str, folder: Path) -> N
         ("users_data.inner:x", r"there is no module 'users_data.inner'"),
         ("nowhere.py:x", r"there is no file nowhere.py: write the path of a Python file"),
         ("some/where:x", "or write path/to/file.py:NAME"),
-        (
-            "users_broken:x",
-            r"ModuleNotFoundError: No module named 'not_installed_anywhere' \(users_broken.py, line 3\)",
-        ),
+        ("users_broken:x", r"ModuleNotFoundError: .*'not_installed_anywhere' \(users_broken.py, line 3\)"),
         ("users_script:x", r"importing users_script failed: SystemExit: 3"),
         ("users_package/data.py:x", r"relative import.*: write package.module:NAME instead of a path"),
         ("json.py:data", r"'json' is also the name of a module that Python has imported: rename the file"),

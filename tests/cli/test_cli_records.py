@@ -46,12 +46,6 @@ def test_a_folder_is_packed_and_says_what_it_holds(capsys: pytest.CaptureFixture
     assert [header.label for header, _ in found] == [0, 0, 1]
 
 
-def test_a_file_that_is_too_large_for_a_record_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
-    monkeypatch.setattr("sharded_loader.recordio.MAX_LENGTH", 30)
-    assert main(["records", "pack", "pictures", "out.rec"]) == 2
-    assert "1.jpg: " in (error := capsys.readouterr().err) and "is too long, RecordIO has room for 30" in error
-
-
 def test_an_output_that_exists_is_replaced_only_by_force(capsys: pytest.CaptureFixture[str]) -> None:
     before = packed().read_bytes()
     Path("hollow").mkdir()
@@ -85,7 +79,11 @@ def test_bad_input_is_one_line_and_nothing_is_written(arguments: list[str], said
     assert sorted(os.listdir(".")) == before
 
 
-def test_a_full_disk_is_one_line_and_leaves_nothing(monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_or_too_large_a_file_is_one_line_and_leaves_nothing(monkeypatch: Any, capsys: Any) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("sharded_loader.recordio.MAX_LENGTH", 30)
+        assert main(["records", "pack", "pictures", "out.rec"]) == 2
+        assert "1.jpg: " in (said := capsys.readouterr().err) and "is too long, RecordIO has room for 30" in said
     no_room = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     monkeypatch.setattr(MXIndexedRecordIO, "write_idx", no_room)
     assert main(["records", "pack", "pictures", "out.rec"]) == 2
@@ -133,16 +131,13 @@ def shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_it_writes_one_file_beside_the_shards(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_writes_one_file_beside_the_shards_or_elsewhere(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["index", str(shards / "*.txt")]) == 0
     assert capsys.readouterr().out == f"{shards / 'shards.index'}: 3 shards, 6 samples\n"
     (shards / "3.txt").write_text("three\n")
     assert main(["index", str(shards / "*.txt"), "-q"]) == 0  # without a warning about the file that is replaced
     assert capsys.readouterr() == ("", "")
     assert list(ShardDataset(shards / "shards.index"))[-2:] == ["two", "three"]
-
-
-def test_another_place_format_and_options(shards: Path) -> None:
     where = shards / "other.index"
     (shards / "0.csv").write_text("a,b\n")
     options = ["--format", "lines", "--storage-options", '{"auto_mkdir": true}', "--output", str(where)]
@@ -170,11 +165,7 @@ def test_a_list_names_other_places_that_are_trusted(shards: Path, capsys: pytest
     ],
 )
 def test_what_is_wrong_is_one_line(
-    shards: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    text: str,
+    shards: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], text: str
 ) -> None:
     monkeypatch.chdir(shards)
     assert main(["index", *arguments]) == 2

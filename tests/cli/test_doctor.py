@@ -59,12 +59,7 @@ def test_it_works_where_torch_cannot_be_imported() -> None:
         ({"usable_cores": 1}, True, "share 1 of 8 cores", "taskset"),
         ({"usable_cores": 1.5}, True, "share 1.5 of 8 cores", "docker run --cpus 4"),
         ({"free_memory": (200 * MIB, "x")}, True, "Only 200.0 MiB of memory is free (x)", "memory limit"),
-        (
-            {"shared_memory": None, "shared_memory_error": "no"},
-            True,
-            "no memory that processes can share: no",
-            "--shm-size",
-        ),
+        ({"shared_memory": None, "shared_memory_error": "no"}, True, "that processes can share: no", "--shm-size"),
         ({"shared_memory": "file"}, True, "temporary files", "--shm-size"),
         ({"shared_memory": "shm", "shm": SMALL_SHM}, True, "64.0 MiB (60.0 MiB free)", "--shm-size"),
         ({"shared_memory": "shm", "shm": (9 * GIB, MIB)}, True, "(1.0 MiB free)", "--shm-size"),
@@ -75,7 +70,7 @@ def test_it_works_where_torch_cannot_be_imported() -> None:
             {"nvidia_driver": True, "versions": {"torch": "2.13.0+cpu"}},
             True,
             "torch 2.13.0+cpu sees no GPU",
-            "docker run --gpus all",
+            "--gpus all",
         ),
     ],
 )
@@ -114,9 +109,6 @@ def test_the_facts_are_told_in_lines() -> None:
     assert [finding.is_problem for finding in found] == [True, True, False]  # problems come before notes
 
 
-# -- facts -------------------------------------------------------------------------------------------------------------
-
-
 def test_this_machine_is_described() -> None:
     found = collect()
     assert found.versions["torch"] == torch.__version__
@@ -126,27 +118,25 @@ def test_this_machine_is_described() -> None:
     assert found.trial_error is None and found.trial.startswith("two processes delivered 8 batches in ")
 
 
-def test_without_torch_everything_else_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sharded_loader.extend.engine.accelerators", Mock(side_effect=ImportError("libc10.so")))
-    found = collect()
-    assert found.torch_error == "ImportError: libc10.so"
-    assert (found.trial, found.trial_error, found.gpus) == ("not tried", None, ())
-    assert found.shared_memory is not None
-
-
-def test_workers_that_cannot_start_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    no_loader = Mock(side_effect=OSError("no processes\nat all"))
-    monkeypatch.setattr("sharded_loader.ShardedDataLoader", no_loader, raising=False)
-    found = collect()
-    assert (found.trial, found.trial_error) == ("not tried", "OSError: no processes at all")
-
-
-def test_a_wrong_choice_of_shared_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_or_is_not_there_is_a_fact_and_all_else_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("sharded_loader.extend.engine.accelerators", Mock(side_effect=ImportError("libc10.so")))
+        found = collect()
+        assert found.torch_error == "ImportError: libc10.so" and found.shared_memory is not None
+        assert (found.trial, found.trial_error, found.gpus) == ("not tried", None, ())
+    with monkeypatch.context() as patch:
+        no_loader = Mock(side_effect=OSError("no processes\nat all"))
+        patch.setattr("sharded_loader.ShardedDataLoader", no_loader, raising=False)
+        patch.setitem(sys.modules, "resource", None)  # a platform without limits and affinity
+        patch.delattr(os, "sched_getaffinity", raising=False)
+        patch.setattr(doctor, "core_limit", lambda: None)
+        found = collect()
+        assert (found.trial, found.trial_error) == ("not tried", "OSError: no processes at all")
+        assert (found.descriptors, found.usable_cores) == (None, os.cpu_count())
     monkeypatch.setenv("SHARDED_LOADER_MEMORY", "floppy")
     found = collect()
-    assert found.shared_memory is None
+    assert found.shared_memory is None and found.trial_error is not None
     assert found.shared_memory_error is not None and "SHARDED_LOADER_MEMORY is 'floppy'" in found.shared_memory_error
-    assert found.trial_error is not None
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there, memory is always named")
@@ -155,11 +145,3 @@ def test_the_kind_of_shared_memory_is_what_the_system_gives(monkeypatch: pytest.
         opened = lambda label, kind, folder=folder: (os.open(os.devnull, os.O_RDONLY), folder)  # noqa: E731
         monkeypatch.setattr(doctor, "open_memory", opened)
         assert doctor._shared_memory() == kind
-
-
-def test_a_platform_without_limits_and_affinity_has_facts_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "resource", None)
-    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
-    monkeypatch.setattr(doctor, "core_limit", lambda: None)
-    found = collect()
-    assert (found.descriptors, found.usable_cores) == (None, os.cpu_count())

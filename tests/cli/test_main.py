@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -59,6 +60,8 @@ def test_every_verb_has_a_sentence_and_every_option_an_explanation() -> None:
     options = [(verb.name, one) for verb in verbs for one in verb.params if isinstance(one, click.Option)]
     assert len(options) > 20
     assert [(name, one.name) for name, one in options if not (one.help or "").endswith(".")] == []
+    shown = {tuple(word for word in command.split()[1:3] if word.isalpha()) for command, _ in EXAMPLES}
+    assert shown >= {("doctor",), ("bench",), ("demo",), ("diff",), ("records", "pack"), ("records", "index")}
 
 
 def test_version_and_help_wait_for_nothing_heavy() -> None:
@@ -170,10 +173,10 @@ def test_in_a_pipe_progress_is_a_line_now_and_then_if_it_takes_long(capsys: pyte
     assert lines[:2] == ["packing: 2 of 1,200, a note", "packing: 7 of 1,200, a note"] and len(lines) == 240
     progress_of(0.01, 100)
     progress_of(10.0, 100, quiet=True)
-    with pytest.MonkeyPatch.context() as patch, Steps("resuming", None) as progress:
-        assert capsys.readouterr().err == ""
+    assert capsys.readouterr().err == ""
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(output, "PATIENCE", 0.0)
-        progress.update(0, "training")
+        Steps("resuming", None).update(0, "training")
     assert capsys.readouterr().err == "resuming: training\n"  # of unknown length
 
 
@@ -255,3 +258,72 @@ def test_ctrl_c_stops_the_demo_and_its_workers() -> None:
     workers, _ = interrupt([*DEMO, "--epochs", "100000"], workers_that_train)
     assert len(workers) >= 2
     assert not any(worker.is_running() for worker in workers)
+
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs/guides/command.md").read_text(encoding="utf-8")
+EXAMPLES = re.findall(r"```console\n\$ (.*)\n((?:.*\n)*?)```", PAGE)
+SLOW_VERBS = ("bench", "demo", "doctor")
+NUMBER = re.compile(r"[\d.,]*\d")
+
+
+def without_numbers(line: str) -> str:
+    return " ".join(NUMBER.sub("0", line).split())
+
+
+@pytest.fixture
+def page_folder(tmp_path: Path) -> Path:
+    """What the page supposes: the module, and images in two classes, packed already."""
+    modules = {"my_data": "scans = Scans()", "compared": "json.dump(loader.fingerprint"}
+    for name, line in modules.items():
+        [module] = [block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if line in block]
+        (tmp_path / f"{name}.py").write_text(module, encoding="utf-8")
+    for name in ("cat/0", "cat/1", "dog/0", "dog/1"):
+        path = tmp_path / "photos" / f"{name}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"\xff\xd8\xff" + bytes(1230))
+    return tmp_path
+
+
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "COLUMNS": "80"}
+
+
+def run_example(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    program, *arguments = shlex.split(command)
+    assert program == "sharded-loader"
+    where: dict[str, Any] = {"cwd": folder, "env": ENVIRONMENT, "encoding": "utf-8", "timeout": 100}
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, **where)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "promised"),
+    [
+        pytest.param(*example, id=example[0], marks=[pytest.mark.slow] if example[0].split()[1] in SLOW_VERBS else [])
+        for example in EXAMPLES
+    ],
+)
+def test_an_example_prints_what_the_page_says(command: str, promised: str, page_folder: Path) -> None:
+    if "train.rec" in command and " pack " not in command:
+        assert run_example("sharded-loader records pack photos train.rec", page_folder).returncode == 0
+    if " diff" in command:
+        subprocess.run([sys.executable, "compared.py"], cwd=page_folder, env=ENVIRONMENT, check=True)
+    done = run_example(command, page_folder)
+    if " doctor" in command:  # each machine has other facts, and the names are the same
+        assert done.returncode in (0, 1), done.stderr
+        promised = "\n".join(line.split("  ")[0] for line in promised.splitlines() if "  " in line)
+        printed = [line.split("  ")[0].strip() for line in done.stdout.splitlines()]
+        printed = [name if len(name) < 15 else name[:15].strip() for name in printed]
+    else:
+        assert done.returncode == (" diff" in command), done.stderr
+        printed = [without_numbers(line) for line in done.stdout.splitlines()]
+    wanted = [
+        line if " doctor" in command else without_numbers(line) for line in promised.splitlines() if line != "..."
+    ]
+    if " bench" in command:
+        *wanted, advice = wanted
+        # It depends on the machine.
+        assert printed.pop().startswith(("Use num_workers", "Inline is enough")) and advice.startswith(
+            "Use num_workers"
+        )
+    remaining = iter(printed)
+    assert [line for line in wanted if line not in remaining] == []

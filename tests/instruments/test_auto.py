@@ -49,32 +49,23 @@ TABLE: dict[str, tuple[list[Observed], Setting]] = {
     "it does not wait: those that are at work": ([seen(8, 100, waits=0.01, reading=3.0)], Setting(4)),
     "nearly all of them are": ([seen(8, 100, waits=0.01, reading=5.0)], Setting(8)),
     "all of them are": ([seen(8, 100, waits=0.01, reading=7.5)], Setting(8)),
-    "fewer were tried, and it waits then": (
-        [seen(4, 90, waits=0.1), seen(8, 100, waits=0.01, reading=3.0)],
-        Setting(8),
-    ),
-    "not even that many are tried then": (
-        [seen(6, 90, waits=0.1), seen(12, 100, starved=0.0, reading=4.0)],
-        Setting(12),
-    ),
+    "fewer were tried: it waits": ([seen(4, 90, waits=0.1), seen(8, 100, waits=0.01, reading=3.0)], Setting(8)),
+    "not even so many are tried": ([seen(6, 90, waits=0.1), seen(12, 100, starved=0.0, reading=4.0)], Setting(12)),
     "fewer were as fast": ([seen(4, 97, waits=0.05), seen(8, 100, waits=0.01, reading=7.5)], Setting(4)),
-    "the loop is slower for a while: that is no reason for more": (
-        [seen(2, 100), seen(1, 50, waits=0.01, reading=0.5)],
-        Setting(1),
-    ),
+    "a slower loop is no reason for more": ([seen(2, 100), seen(1, 50, waits=0.01, reading=0.5)], Setting(1)),
     "it waits for the main process alone: no more": ([seen(2, 100, starved=0.0)], Setting(2)),
     "and those that are at work are enough": ([seen(8, 100, starved=0.0, reading=2.0)], Setting(3)),
     "more gained nothing: back": ([seen(4, 200), seen(8, 205)], Setting(4)),
     "and stay": ([seen(2, 100), seen(4, 200), seen(8, 205), seen(4, 200, waits=0.2)], Setting(4)),
     "it waits much: try them once more": ([seen(2, 100), seen(4, 200), seen(8, 205), seen(4, 200)], Setting(8)),
-    "not even the first ones gain: fewer": (
+    "the first gain nothing: fewer": (
         [seen(2, 100), seen(4, 100), seen(2, 100), seen(4, 100), seen(2, 100)],
         Setting(1),
     ),
     "which was slower: back": ([seen(2, 100), seen(4, 100), seen(2, 100), seen(1, 50)], Setting(2)),
     "it was luck": ([seen(2, 100), seen(4, 150), seen(8, 160), seen(8, 100), seen(8, 110)], Setting(4)),
     "a disturbed look is no reason to leave": ([seen(2, 60), seen(4, 90), seen(2, 100), seen(2, 40)], Setting(4)),
-    "nor is a slightly lower rate": (
+    "nor a slightly lower rate": (
         [seen(2, 100), seen(8, 210), seen(4, 200), seen(4, 199), seen(4, 198), seen(4, 197, waits=0.2)],
         Setting(4),
     ),
@@ -167,11 +158,8 @@ def test_a_look_tells_shares_of_the_time_without_the_start_of_workers() -> None:
     after.__dict__["stages"] = {"behind": StageTimes(0.8, 0.0, 0.0, 0.0, 0.0)}
     found = observe(before, after, Setting())
     assert found == Observed(Setting(), 100.0, pytest.approx(0.6), pytest.approx(0.6), pytest.approx(0.1), 1.0, 0.5)
-
-
-@pytest.mark.parametrize(("seconds", "batches"), [(0.5, 1000), (2.0, 3), (1.5, 12)])
-def test_a_short_look_tells_nothing(seconds: float, batches: int) -> None:
-    assert (observe(LoaderStats(), stats_of(seconds, batches, {}), Setting()) is None) == (batches != 12)
+    for seconds, batches in ((0.5, 1000), (2.0, 3), (1.5, 12)):  # a short look tells nothing
+        assert (observe(LoaderStats(), stats_of(seconds, batches, {}), Setting()) is None) == (batches != 12)
 
 
 class Pretended:
@@ -311,8 +299,7 @@ def outcomes(loader: Any, before: Callable[[Any], Any] = lambda batches: None, e
 def restless(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[int]:
     """The number changes at every third step. The numbers that there were."""
     rng, numbers, steps = random.Random(1), list[int](), itertools.count()
-    params = request.node.callspec.params if hasattr(request.node, "callspec") else {}
-    starts_slowly = params.get("method") in ("spawn", "forkserver")
+    starts_slowly = request.node.callspec.params.get("method") in ("spawn", "forkserver")
 
     def look(self: Tuner, meter: Meter, pipeline: Any, now: float) -> None:
         numbers.append(pipeline.pool.num_workers)
@@ -440,9 +427,6 @@ def test_auto_beside_other_arguments(tuners: list[Tuner]) -> None:
     for make in (ThreadPool, ProcessPool):
         with pytest.raises(TypeError, match="must be an integer, got 'auto'.*give num_workers=\"auto\" to the loader"):
             make("auto")
-
-
-# -- bad input ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

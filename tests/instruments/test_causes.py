@@ -259,9 +259,6 @@ def test_of_cheap_batches_few_are_measured_and_stand_for_all() -> None:
     assert stats.batches == 10_000 and 5_000 < stats.workers[-1].batches <= 10_000
 
 
-# -- the rules ---------------------------------------------------------------------------------------------------------
-
-
 def batch(wait_began: float = 0.0, wait_ended: float = 0.0, **known: Any) -> BatchTimes:
     """A batch that worker 0 began at 11.0, and had at 13.0; `next` was called at 10.0."""
     times = {"worker": 0, "began": 11.0, "seconds": 2.0, "turn": 9.0, "asked": 10.0, "taken": 14.0}
@@ -277,11 +274,7 @@ MEASURED = {"weight": 1, "idle": 0.5, "processor": 2.0}
         ((11.5, 13.5), MEASURED, {"compute": 2.0}),
         ((11.5, 13.5), MEASURED | {"processor": 0.1}, {"compute": 0.1, "input": 1.9}),
         ((11.5, 13.5), MEASURED | {"processor": 0.1, "queued": 1.0}, {"compute": 0.2, "input": 1.8}),
-        (
-            (11.5, 13.5),
-            MEASURED | {"per_core": 20.0, "processor": 0.1, "queued": 0.9},
-            {"compute": 1.0, "input": 1.0},
-        ),
+        ((11.5, 13.5), MEASURED | {"per_core": 20.0, "processor": 0.1, "queued": 0.9}, {"compute": 1.0, "input": 1.0}),
         ((11.5, 13.5), MEASURED | {"threads": 30, "processor": 0.1}, {"compute": 2.0}),
         ((10.0, 13.5), MEASURED, {"compute": 3.0, "main_process": 0.5}),
         ((10.0, 13.0), MEASURED | {"is_first": True}, {"start": 1.0, "compute": 2.0}),

@@ -61,9 +61,6 @@ def loader(host_time: HostClock) -> Iterator[ShardedDataLoader[Any]]:
         yield made
 
 
-# -- one loader --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.costly(3)
 @pytest.mark.parametrize("kind", [ShardedDataLoader, DataLoader])
 @pytest.mark.parametrize("pool", POOLS)
@@ -130,19 +127,14 @@ def test_a_report_in_mid_epoch_changes_no_batch(tmp_path: Path, capsys: pytest.C
 
 @pytest.mark.parametrize("kind", [ShardedDataLoader, DataLoader])
 @pytest.mark.parametrize("method", ["report", "trace"])
-def test_before_the_first_batch_there_is_nothing_to_tell(kind: type, method: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["missing", "file"])
+def test_no_batch_yet_and_a_file_in_no_folder_are_errors_that_say_so(
+    kind: type, method: str, where: str, tmp_path: Path
+) -> None:
     loader = kind(Slow(), batch_size=6)
     with pytest.raises(RuntimeError, match=rf"^{method}: the loader has delivered no batch yet: iterate over it first"):
         getattr(loader, method)(tmp_path / "report.html")
-    assert list(tmp_path.iterdir()) == []
     assert len(list(loader)) == 10
-
-
-@pytest.mark.parametrize("kind", [ShardedDataLoader, DataLoader])
-@pytest.mark.parametrize("method", ["report", "trace"])
-@pytest.mark.parametrize("where", ["missing", "file"])
-def test_a_file_in_no_folder_is_an_error_that_names_it(kind: type, method: str, where: str, tmp_path: Path) -> None:
-    loader = read("inline", kind)
     (tmp_path / "file").write_text("not a folder")
     path = tmp_path / where / "report.html"
     kinds = (FileNotFoundError, NotADirectoryError)
@@ -189,7 +181,7 @@ def rank_of(waited: float, cause: str = "input") -> tuple[LoaderStats, str]:
             (20.0, 30.0, 25.0),
             "input",
             None,
-            "No rank is much slower than the others. The slowest waits for data for 30% of the time.",
+            "No rank is much slower than the others. The slowest waits for data for 30%",
             True,
         ),
         ((0.2, 0.0), "input", None, "No rank waits for data: the training loop is", False),
@@ -344,11 +336,7 @@ def test_a_trace_has_each_batch_and_each_worker(pool: str, kind: type, tmp_path:
 
 
 def test_a_batch_shows_its_stages() -> None:
-    def collate(samples: list[int]) -> list[int]:
-        sum(range(20_000))
-        return samples
-
-    with read("inline", collate_fn=collate) as loader:
+    with read("inline", collate_fn=lambda samples: (sum(range(20_000)), samples)[1]) as loader:
         rows = rows_of(loader)
     lanes = check_format(trace_of(rows, "rank 0"))
     measured = [row for row in rows if row.collate]

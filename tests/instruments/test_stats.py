@@ -51,16 +51,6 @@ def test_rates_and_shares_are_of_the_time_in_epochs_and_of_the_samples() -> None
     assert LoaderStats(sources=(0, 0)).shares == (0, 0)
 
 
-def test_a_meter_keeps_the_last_samples_that_were_skipped_and_counts_all() -> None:
-    meter = Meter()
-    for index in range(Meter.KEPT + 5):
-        meter.skip([(index, KeyError(index))])
-    assert meter.notices.counts["skipped_samples"] == Meter.KEPT + 5
-    assert [index for index, _ in meter.skipped] == list(range(5, Meter.KEPT + 5))
-
-
-# -- as numbers by name ------------------------------------------------------------------------------------------------
-
 NAMES = [
     "batches", "samples", "seconds", "waiting_seconds", "reading_seconds", "placing_seconds", "retries",
     "replaced_workers", "skipped_samples", "slow_batches", "device_seconds", "device_waiting_seconds",
@@ -92,13 +82,14 @@ def test_some_numbers_can_be_chosen_and_named_otherwise() -> None:
         stats.as_dict("samples", "speed")
 
 
-# -- of one epoch ------------------------------------------------------------------------------------------------------
-
-
 def counts(loader: ShardedDataLoader[Any], epoch: int | None = None) -> tuple[int, int]:
     stats = loader.stats(epoch)
     assert stats.seconds >= stats.waiting_seconds >= stats.placing_seconds >= 0
     return stats.batches, stats.samples
+
+
+def every_other(part: int, parts: int) -> range:
+    return range(part, 10, parts)
 
 
 def test_each_epoch_has_its_own_numbers_and_they_add_up(pool: Pool) -> None:
@@ -113,6 +104,9 @@ def test_each_epoch_has_its_own_numbers_and_they_add_up(pool: Pool) -> None:
         total = loader.stats()
     for name in NAMES[:7]:
         assert sum(one.as_dict()[name] for one in every) == pytest.approx(total.as_dict()[name])
+    with ShardedDataLoader(every_other, 2, streams=2, pool=pool) as loader:  # iterable data too
+        sizes = [sum(map(len, loader)) for _ in range(2)]
+        assert [counts(loader, epoch)[1] for epoch in range(2)] == sizes
 
 
 def test_an_epoch_that_was_broken_off_counts_what_was_delivered(pool: Pool) -> None:
@@ -191,16 +185,6 @@ def test_an_error_in_place_of_a_batch_is_no_batch_of_the_epoch() -> None:
         next(iterator)
     next(iterator)
     assert counts(loader, 0) == (2, 3)
-
-
-def every_other(part: int, parts: int) -> range:
-    return range(part, 10, parts)
-
-
-def test_iterable_data_has_numbers_of_each_epoch_too(pool: Pool) -> None:
-    with ShardedDataLoader(every_other, 2, streams=2, pool=pool) as loader:
-        sizes = [sum(map(len, loader)) for _ in range(2)]
-        assert [counts(loader, epoch)[1] for epoch in range(2)] == sizes
 
 
 @pytest.mark.slow
@@ -282,6 +266,10 @@ def test_the_sum_has_what_old_and_repeated_epochs_add_and_a_thousand_have_number
     assert (stats.placing_seconds, stats.device_seconds) == (0.25 * len(iterators), 0.25 * len(iterators))
     assert len(meter.epochs) == Meter.KEPT_EPOCHS
     assert [meter.stats(epoch).batches for epoch in (4, 5, Meter.KEPT_EPOCHS + 4)] == [0, 1, 1]
+    for index in range(Meter.KEPT + 5):
+        meter.skip([(index, KeyError(index))])
+    assert meter.notices.counts["skipped_samples"] == Meter.KEPT + 5  # of so many the last ones are kept
+    assert [index for index, _ in meter.skipped] == list(range(5, Meter.KEPT + 5))
 
 
 @pytest.mark.parametrize("pool", [None, ThreadPool(1)], ids=["inline", "thread"])

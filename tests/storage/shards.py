@@ -83,13 +83,7 @@ def read_rows(format: Any, path: Path, rows: list[int]) -> Any:
 
 
 def write_mds(path: Path, columns: dict[str, tuple[str, int | None]], rows: list[list[bytes]]) -> None:
-    """An MDS file, as its description says.
-
-    Args:
-        path: where.
-        columns: encoding, and size where it is fixed, of each column.
-        rows: the encoded columns of each sample.
-    """
+    """An MDS file. Columns have an encoding, and a size where it is fixed; rows the encoded columns of each sample."""
     names = sorted(columns)
     config = {
         "column_names": names,

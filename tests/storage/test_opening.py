@@ -149,9 +149,6 @@ def test_lengths_of_a_list_are_believed_until_the_shard_is_read(served: Served, 
                 dataset[LENGTH]
 
 
-# -- heads of shards ---------------------------------------------------------------------------------------------------
-
-
 def test_sixteen_heads_are_asked_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     together = threading.Barrier(16, timeout=60)  # passes only when sixteen wait
 
@@ -428,9 +425,6 @@ def test_the_place_of_an_index_file_must_be_known(tmp_path: Path) -> None:
         indexes_module.index_url(["s3://b/1.tar?key=1"]) is None
         and indexes_module.index_url(["s3://b/1.tar", "/b/2.tar"]) is None
     )
-
-
-# -- one process of a machine indexes ----------------------------------------------------------------------------------
 
 
 def count_of(urls: list[str], folder: Path) -> int:

@@ -251,8 +251,6 @@ def test_its_threads_end(end: str) -> None:
     until(lambda: not set(threading.enumerate()) - before)
 
 
-# -- with a loader -----------------------------------------------------------------------------------------------------
-
 SHARDS, LENGTH = 12, 20
 
 
@@ -471,50 +469,3 @@ def test_a_reader_gives_back_what_it_needs_last_when_another_one_comes(tmp_path:
     until(lambda: {1, 2, 3, 4} <= walk.there)
     walk.ahead.stop()
     assert walk.ahead.error is None and not list((tmp_path / "readers").iterdir())
-
-
-RANKS = """
-import multiprocessing, sys
-from sharded_loader import ShardCache, ShardDataset, ShardedDataLoader, ShardShuffleSampler
-
-def number(sample):
-    return int(sample["txt"])
-
-def read(urls, folder, room, rank, started):
-    cache = ShardCache(folder + "/cache", room)
-    shards = ShardDataset(urls.split(), cache=cache, index_folder=folder + "/indexes")
-    order = ShardShuffleSampler(shards.lengths, window=1, lanes=8, seed=1)
-    started.wait()
-    with ShardedDataLoader(shards.transform(number), 5, sampler=order, num_replicas=4, rank=rank) as loader:
-        print("".join(f"{i}\\n" for batch in loader for i in batch.tolist()), end="", flush=True)
-    shards.close()
-
-if __name__ == "__main__":
-    context = multiprocessing.get_context("spawn")
-    started = context.Barrier(4)
-    ranks = [context.Process(target=read, args=(*sys.argv[1:3], int(sys.argv[3]), i, started)) for i in range(4)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-    sys.exit(any(rank.exitcode for rank in ranks))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_ranks_without_a_launcher_fetch_few_shards_twice(tmp_path: Path, served: Served) -> None:
-    served.files = {f"/{shard:02}.tar": tar_of_numbers(range(20 * shard, 20 * shard + 20)) for shard in range(32)}
-    urls = [f"{served.url}{name}" for name in sorted(served.files)]
-    first = ShardDataset(urls, index_folder=tmp_path / "indexes")
-    assert len(first) == 640  # the shards are indexed now
-    first.close()
-    served.asked.clear()
-    (tmp_path / "ranks.py").write_text(RANKS)
-    environ = {name: value for name, value in os.environ.items() if name != "LOCAL_WORLD_SIZE"}
-    room = 17 * len(served.files["/00.tar"])
-    command = [sys.executable, str(tmp_path / "ranks.py"), " ".join(urls), str(tmp_path), str(room)]
-    done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True)
-    assert sorted(map(int, done.stdout.split())) == list(range(640))
-    assert len([path for path, wanted in served.asked if wanted and path.endswith(".tar")]) <= 40
-    assert ShardCache(tmp_path / "cache", room).used_bytes <= room

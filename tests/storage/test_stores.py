@@ -88,19 +88,14 @@ class Hosted(MemoryFileSystem):  # type: ignore[misc]
     @classmethod
     def _strip_protocol(cls, path: str) -> str:
         inside = path.partition("://")[2] or path
-        return cls.cut(inside) if "@" in inside else "/" + inside.strip("/")
-
-    @classmethod
-    def cut(cls, inside: str) -> str:
-        return "/" + inside.partition("/")[2]
+        if "@" not in inside:
+            return "/" + inside.strip("/")
+        bucket = f"/{inside.partition('@')[0]}" if cls.protocol == "account" else ""
+        return f"{bucket}/{inside.partition('/')[2]}"
 
 
 class Account(Hosted):
     protocol = "account"
-
-    @classmethod
-    def cut(cls, inside: str) -> str:
-        return "/" + inside.partition("@")[0] + "/" + inside.partition("/")[2]
 
 
 @pytest.mark.parametrize("url", ["hosted://me@host:22/run", "account://run@host", "hosted://me@host/a/run"])
