@@ -20,7 +20,7 @@ CLOCKS = {"sleep", "perf_counter", "monotonic", "time", "perf_counter_ns", "mono
 MAY_WAIT = (
     # The harness: what stands there waits or hangs because a test asks for it.
     *("conftest.py", "failures.py", "programs.py", "samples.py", "stream_samples.py", "stress.py", "fuzz/"),
-    *("docs/report_pictures.py", "instruments/reporting_ranks.py"),  # programs
+    *("docs/report_pictures.py", "damaged_records.py"),  # programs
     "simulated.py",  # a device takes real time, unless its clock is replaced
     "instruments/test_check.py",  # the source of randomness that is to be found is the time
 )

@@ -1,4 +1,4 @@
-"""The benchmark: its arithmetic on given numbers, and one workload measured for real."""
+"""The benchmark: its arithmetic, sentences and pictures on given numbers, and one workload measured for real."""
 
 from __future__ import annotations
 
@@ -9,15 +9,20 @@ import multiprocessing
 import statistics
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import ceilings, child, loaders, measure, plans, report, samples, workloads
+from benchmarks import ceilings, child, loaders, measure, pictures, plans, report, samples, workloads
 from benchmarks import other_loaders as others
 from benchmarks.measure import Record
 from benchmarks.report import Bar
+
+ABOUT: dict[str, Any] = {
+    "date": "d", "command": "c", "cpu": "p", "cores": 2, "system": "s", "versions": {"torch": "2"}
+}  # fmt: skip
 
 
 def records_of(workload: str, **values: list[float]) -> list[Record]:
@@ -26,9 +31,6 @@ def records_of(workload: str, **values: list[float]) -> list[Record]:
         for loader, rounds in values.items()
         for number, value in enumerate(rounds)
     ]
-
-
-# -- ratios and bars ------------------------------------------------------------------------------------------
 
 
 def test_a_ratio_is_taken_within_a_round_and_the_median_over_rounds() -> None:
@@ -74,9 +76,6 @@ def test_check_objects_to_missed_bars_other_samples_and_our_own_failures() -> No
     assert report.failures(wrong) == ["50k images 3x32x32 uint8, batch 256: torch delivered other samples"]
     failed = [Record(0, "images", "ours", error="ValueError: no"), Record(0, "images", "grain", error="whatever")]
     assert report.failures(failed) == ["50k images 3x32x32 uint8, batch 256: ours: ValueError: no"]
-
-
-# -- samples --------------------------------------------------------------------------------------------------
 
 
 def test_samples_are_compared_with_the_ceiling() -> None:
@@ -131,9 +130,6 @@ def test_a_loader_that_runs_out_of_batches_is_an_error_and_no_hang() -> None:
     assert child._spend(itertools.repeat([b"one", b"other"]), records, 0)[0] == 2 * records.cycle
 
 
-# -- ceilings and gaps ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", sorted(set(ceilings.CEILINGS) - {"N"}))
 def test_every_ceiling_runs(name: str) -> None:
     plan = plan_of("images")
@@ -153,19 +149,6 @@ def test_the_gap_is_that_of_as_many_batches_as_are_read_together() -> None:
         child.gap_of([[1.0, 2.0]], 2)
     with pytest.raises(ValueError, match="two epochs of at least 2"):
         child.gap_of([[1.0, 2.0], [3.0]], 2)
-
-
-@pytest.mark.parametrize("loader", ["ours", "torch"])
-@pytest.mark.slow
-def test_the_gap_is_measured_over_several_epochs(loader: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child, "EPOCHS", 3)
-    plan = plan_of("gap", start_method=multiprocessing.get_all_start_methods()[0])
-    result = child._time_gap(loader, plan)
-    assert result.pop("value") > 0
-    assert result == child.digest(np.split(plan.source.columns[plan.sampler], 3))
-
-
-# -- the run --------------------------------------------------------------------------------------------------
 
 
 def test_every_round_measures_everything_once_in_another_order() -> None:
@@ -188,42 +171,25 @@ def test_what_is_not_installed_is_listed(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "not installed" in report.workload_table(records, workloads.WORKLOADS["large"])
 
 
-def test_a_child_that_fails_is_a_record() -> None:
+@pytest.mark.slow
+def test_a_child_that_fails_is_a_record_and_one_that_hangs_is_ended() -> None:
     result = measure.run_child({"workload": "no such", "loader": "C", "workers": 1, "warm": 0, "span": 0}, 30)
     assert result == {"error": "KeyError: 'no such'"}
-
-
-@pytest.mark.slow
-def test_a_child_that_hangs_is_ended() -> None:
     result = measure.run_child({"workload": "latency", "loader": "S", "workers": 1, "warm": 0, "span": 60}, 1.5)
     assert result == {"error": "no result after 2 s"}
 
 
-def test_an_interrupted_run_reports_what_it_has(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    results = iter([{"value": 5.0}])
-
-    def interrupted(request: object, timeout: float) -> dict[str, float]:
-        try:
-            return next(results)
-        except StopIteration:
-            raise KeyboardInterrupt from None
-
-    monkeypatch.setattr(measure, "run_child", interrupted)
+def test_an_interrupted_run_reports_what_it_has(monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(measure, "run_child", Mock(side_effect=[{"value": 5.0}, KeyboardInterrupt]))
     assert command.main(["--only", "close", "--loaders", "ours", "torch"]) == 0
     assert "interrupted after 1 measurements" in capsys.readouterr().err
-
-
-# -- tables ---------------------------------------------------------------------------------------------------
 
 
 def test_the_report_names_bars_ceilings_and_who_is_ahead() -> None:
     records = records_of(
         "images", ours=[70.0, 80.0], C=[100.0, 100.0], J=[50.0, 50.0], torch=[10.0, 20.0], seqtools=[90.0, 90.0]
     )
-    about = {"date": "d", "command": "c", "cpu": "p", "cores": 2, "system": "s", "versions": {"torch": "2"}}
-    text = report.whole(records, {**about, "settings": {"rounds": 2}, "note": "A note."})
+    text = report.whole(records, {**ABOUT, "settings": {"rounds": 2}, "note": "A note."})
     rows = {
         line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]
         for line in text.splitlines()
@@ -236,17 +202,6 @@ def test_the_report_names_bars_ceilings_and_who_is_ahead() -> None:
     assert rows["ours"] == ["75", "70 .. 80", "0.75", "1.50", "", "ok"]
     assert rows["torch"] == ["15", "10 .. 20", "0.15", "0.30", "5.5", "ok"]
     assert "A note." in text
-
-
-def test_the_readme_has_the_marker_lines_and_names_everything() -> None:
-    text = Path(report.__file__).with_name("README.md").read_text()
-    assert report.fill(text, "") is not None
-    assert report.fill(text, "", report.BEGIN_FINDINGS, report.END_FINDINGS) is not None
-    for name in (*workloads.WORKLOADS, *loaders.LOADERS, *ceilings.CEILINGS):
-        assert f"`{name}`" in text or f"**{name}**" in text, name
-
-
-# -- for real -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -265,3 +220,60 @@ def test_measures_a_workload(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "All loaders delivered the same samples." in shown
     page = (tmp_path / "results.md").read_text()
     assert all(part in page for part in shown.strip().split("\n\n"))
+
+
+def test_the_findings_say_what_the_tables_say_and_who_delivered_other_samples() -> None:
+    records = [
+        *records_of("images", ours=[70.0, 80.0], C=[100.0, 100.0], torch=[10.0, 20.0], seqtools=[90.0, 90.0]),
+        *records_of("jpeg", ours=[110.0], torch=[100.0], grain=[220.0], seqtools=[110.2]),
+        *records_of("close", ours=[0.02], torch=[0.01]),
+        *records_of("memory", ours=[100], torch=[900]),
+    ]
+    assert report.findings(records, 2) == (
+        "On these 2 cores, sharded_loader reads between 1.10 (`jpeg`) and 5.5 (`images`) times as fast as "
+        "torch's DataLoader. It is behind seqtools on `images` (0.83), behind grain on `jpeg` (0.50) and "
+        "behind torch on `close` (0.50). All loaders delivered the same samples."
+    )
+    for same, says in (
+        ("a", "All loaders delivered the same samples, in another order by grain on `tiny`."),
+        ("x", "Other samples were delivered by grain on `tiny`."),
+    ):
+        other = Record(0, "tiny", "grain", 1.0, same=same, in_order="other")
+        assert report.findings([*records_of("tiny", C=[1.0], ours=[1.0]), other], 2).endswith(says)
+
+
+@pytest.mark.slow
+def test_pictures_fit_on_a_page(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    records = [
+        *records_of("images", C=[9.0], **{name: [5.0, 6.0] for name in loaders.LOADERS}),
+        *records_of("gap", ours=[1.0, 1.1], torch=[2.0, 2.1]),
+    ]
+    for draw in (pictures.draw_chart, pictures.draw_panels):
+        assert draw(records, tmp_path / "picture.png")
+        raw = (tmp_path / "picture.png").read_bytes()
+        assert int.from_bytes(raw[16:20], "big") <= 1300, "pixels wide"
+    assert not pictures.draw_chart(records_of("images", ours=[1.0]), tmp_path / "none.png"), "there is no torch"
+    assert not pictures.draw_panels([], tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()
+
+
+@pytest.mark.slow
+def test_a_page_with_the_marker_lines_is_filled_in(tmp_path: Path) -> None:
+    records = records_of("images", ours=[2.0], torch=[1.0])
+    about: dict[str, Any] = {**ABOUT, "settings": {"rounds": 1}, "note": ""}
+    page = tmp_path / "README.md"
+    page.write_text(Path(report.__file__).with_name("README.md").read_text())
+    command.write(tmp_path, records, about)
+    filled = page.read_text()
+    found, tables = report.findings(records, 2), report.whole(records, about)
+    assert filled.index(report.BEGIN_FINDINGS) < filled.index(found) < filled.index(report.END_FINDINGS)
+    assert filled.index(report.END_FINDINGS) < filled.index(report.BEGIN) < filled.index(tables)
+    assert {path.name for path in tmp_path.iterdir()} >= {"README.md", "results.json"}
+    assert not (tmp_path / "results.md").exists()
+    command.write(tmp_path, records, about)
+    assert page.read_text() == filled
+    page.write_text("# A page without marker lines\n")
+    command.write(tmp_path, records, about)
+    assert found in (tmp_path / "results.md").read_text()
+    assert page.read_text() == "# A page without marker lines\n"

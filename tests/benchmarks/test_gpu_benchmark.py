@@ -9,42 +9,27 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
 from benchmarks import gpu, gpu_report, gpu_run, report
+from benchmarks.ceilings import CEILINGS
 from benchmarks.gpu_device import Device
-from benchmarks.gpu_feeds import (
-    Blocks,
-    Depth,
-    Feed,
-    Images,
-    copied,
-    copied_ahead,
-    ours,
-    torch_loader,
-)
+from benchmarks.gpu_feeds import Blocks, Depth, Feed, Images, copied, copied_ahead, ours, torch_loader
+from benchmarks.loaders import LOADERS
 from benchmarks.measure import Record
 from benchmarks.report import Bar
+from benchmarks.workloads import WORKLOADS
+from tests.benchmarks.test_benchmarks import ABOUT as ABOUT_CPU
 from tests.benchmarks.test_benchmarks import records_of
 
-ABOUT: dict[str, Any] = {
-    "date": "d",
-    "command": "c",
-    "cpu": "p",
-    "cores": 2,
-    "system": "s",
-    "versions": {"torch": "2"},
-    "settings": {"rounds": 2},
-    "note": "",
-    "device": "Some GPU, 80 GB",
-    "driver": "1.2",
-    "cpus": 16,
-}
+ABOUT = ABOUT_CPU | {"settings": {"rounds": 2}, "note": "", "device": "Some GPU, 80 GB", "driver": "1.2", "cpus": 16}
 
 
 CPU = torch.device("cpu")
@@ -84,18 +69,8 @@ def test_a_table_shows_ratios_and_what_failed() -> None:
     records += [Record(0, "bus 16 MB", "torch", error="RuntimeError: Bus | error")]
     text = gpu_report.table(gpu_report.TABLES[0], records)
     row = [cell.strip() for cell in text.splitlines()[-1].split("|")[1:-1]]
-    assert row == [
-        "16 MB",
-        "49 GB/s (48 GB/s .. 50 GB/s)",
-        "-",
-        "RuntimeError: Bus / error",
-        "-",
-        "-",
-        "50 GB/s",
-        "0.98",
-        "-",
-        "-",
-    ]
+    failed = "RuntimeError: Bus / error"
+    assert row == ["16 MB", "49 GB/s (48 GB/s .. 50 GB/s)", "-", failed, "-", "-", "50 GB/s", "0.98", "-", "-"]
 
 
 def test_the_report_names_the_device_and_counts_the_bars() -> None:
@@ -113,17 +88,10 @@ def run_on_the_cpu(rounds: int = 2) -> gpu_run.Run:
 
 
 def test_one_that_fails_is_a_record_and_the_others_are_measured() -> None:
-    run = run_on_the_cpu()
-
-    def broken() -> Feed:
-        raise RuntimeError("no such loader\nand more")
-
+    run, broken = run_on_the_cpu(), Mock(side_effect=RuntimeError("no such loader\nand more"))
     run.in_turn("bus", {"ours": broken, "limit": lambda: 2.0}, lambda one: one)
-    assert [(r.loader, r.value, r.error) for r in run.records] == [
-        ("ours", None, "RuntimeError: no such loader"),
-        ("limit", 2.0, None),
-        ("limit", 2.0, None),
-    ]
+    found = [(r.loader, r.value, r.error) for r in run.records]
+    assert found == [("ours", None, "RuntimeError: no such loader"), ("limit", 2.0, None), ("limit", 2.0, None)]
 
 
 def test_contestants_take_turns_and_are_closed() -> None:
@@ -149,25 +117,18 @@ def test_contestants_take_turns_and_are_closed() -> None:
 @pytest.mark.parametrize("through", [copied, copied_ahead])
 @pytest.mark.parametrize("drop_in", [False, True])
 def test_the_users_copies_are_in_order(through: Any, drop_in: bool) -> None:
-    feed = torch_loader(Blocks(1000), 2, Depth(1, 2), CPU, through, drop_in=drop_in)
-    try:
+    with closing(torch_loader(Blocks(1000), 2, Depth(1, 2), CPU, through, drop_in=drop_in)) as feed:
         assert [next(feed)[0, 0].item() for _ in range(5)] == [0, 2, 4, 6, 8]
-    finally:
-        feed.close()
 
 
 def test_torchs_loader_is_given_the_same_batches() -> None:
     data = Images(4)
-    feeds = [torch_loader(data, 8, Depth(1, 2), torch.device("cpu")), ours(data, 8, Depth(0, 0))]
-    try:
+    with closing(torch_loader(data, 8, Depth(1, 2), CPU)) as theirs, closing(ours(data, 8, Depth(0, 0))) as mine:
         for _ in range(3):
-            theirs, mine = (next(feed) for feed in feeds)
-            assert all(torch.equal(a, b) for a, b in zip(theirs, mine, strict=True))
-            assert mine[0].dtype == torch.uint8
-            assert mine[1].tolist() == (np.arange(8) + mine[1][0].item()).__mod__(10).tolist()
-    finally:
-        for feed in feeds:
-            feed.close()
+            their, own = next(theirs), next(mine)
+            assert all(torch.equal(a, b) for a, b in zip(their, own, strict=True))
+            assert own[0].dtype == torch.uint8
+            assert own[1].tolist() == (np.arange(8) + own[1][0].item()).__mod__(10).tolist()
 
 
 @pytest.mark.slow
@@ -267,9 +228,9 @@ def test_every_part_runs_to_its_end_on_a_gpu_that_is_pretended(tmp_path: Path) -
     assert "pretended" in shown
 
 
-def test_the_readme_has_the_marker_lines_and_names_every_part() -> None:
+def test_the_readme_has_the_marker_lines_and_names_everything() -> None:
     text = Path(report.__file__).with_name("README.md").read_text()
-    assert report.fill(text, "", gpu_report.BEGIN, gpu_report.END) is not None
-    assert report.fill(text, "") is not None
-    for name in gpu.PARTS:
-        assert f"`{name}`" in text, name
+    markers = [(), (report.BEGIN_FINDINGS, report.END_FINDINGS), (gpu_report.BEGIN, gpu_report.END)]
+    assert all(report.fill(text, "", *marker) is not None for marker in markers)
+    for name in (*gpu.PARTS, *WORKLOADS, *LOADERS, *CEILINGS):
+        assert f"`{name}`" in text or f"**{name}**" in text, name

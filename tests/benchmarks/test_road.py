@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import itertools
 import os
 import sys
 from collections.abc import Iterator
@@ -10,8 +12,8 @@ from types import ModuleType
 
 import pytest
 
-from benchmarks import road, sizes, walk
-from benchmarks.imports import imports_of
+from benchmarks import imports, road, sizes, walk
+from benchmarks.imports import FUNCTION, HIDDEN, TOP, Import, imports_of
 from benchmarks.walk import Step
 
 ROOT = os.sep.join(["", "here", "p"])
@@ -56,17 +58,10 @@ def test_the_summary_is_one_of_the_steady_turns_and_shows_their_most_frequent_me
     assert summary["walk"] == (f, g)
 
 
-def make_module(path: Path, source: str) -> ModuleType:
-    module = ModuleType(path.stem)
-    exec(compile(source, str(path), "exec"), module.__dict__)
-    return module
-
-
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 records the drop in no turn")
 def test_each_turn_of_a_loop_is_recorded_from_its_next_to_the_drop_of_the_batch_before(tmp_path: Path) -> None:
-    inner = make_module(
-        tmp_path / "p" / "inner.py", "def read(n):\n    return n\nclass Batch:\n    def __del__(self): pass"
-    )
+    inner, source = ModuleType("inner"), "def read(n):\n    return n\nclass Batch:\n    def __del__(self): pass"
+    exec(compile(source, str(tmp_path / "p" / "inner.py"), "exec"), vars(inner))
 
     def user(number: int) -> int:
         return inner.read(number)
@@ -167,37 +162,26 @@ def test_an_import_out_of_the_core_is_one_of_an_optional_module_by_another_one()
 # -- the command ------------------------------------------------------------------------------------------------
 
 
-def test_a_table_of_two_has_ratios_where_there_is_something_to_divide_by() -> None:
+def test_a_table_has_ratios_of_two_or_targets_of_one_with_the_distance() -> None:
     table = road.table_of({"before": {"calls": 90, "circles": 0}, "after": {"calls": 45, "circles": 1}})
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
     assert cells[0] == ["", "before", "after", "ratio"]
     assert cells[2:] == [["calls", "90", "45", "0.50"], ["circles", "0", "1", ""]]
-
-
-def test_a_target_stands_beside_its_number_with_the_distance() -> None:
     targets = {"calls": {"target": 40, "best": 45}, "files": {"target": 8, "best": 8}}
     lines = road.table_of({"now": {"calls": 45, "files": 8, "lines": 7}}, targets).splitlines()
     assert [line.split("|")[3].strip() for line in lines[2:]] == ["40, +5", "8", ""]
 
 
-@pytest.fixture
-def targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = tmp_path / "targets.json"
+def test_only_better_values_are_recorded_and_a_target_that_was_reached_may_be_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(road, "TARGETS", path := tmp_path / "targets.json")
     path.write_text('{"calls": {"target": 40, "best": 45}, "files": {"target": 8, "best": 7}}')
-    monkeypatch.setattr(road, "TARGETS", path)
-    return path
-
-
-@pytest.mark.usefixtures("targets")
-def test_a_target_is_lost_if_it_was_reached_and_is_not_any_more() -> None:
     assert road.lost({"calls": 99, "files": 8, "lines": 1}) == []
     assert road.lost({"files": 9}) == ["files is 9; the target 8 was reached: 7"]
-
-
-def test_only_better_values_are_recorded(targets: Path) -> None:
     road.record({"calls": 40, "files": 8, "lines": 1})
     lines = ["{", '"calls": {"target": 40, "best": 40},', '"files": {"target": 8, "best": 7}', "}"]
-    assert targets.read_text().splitlines() == lines
+    assert path.read_text().splitlines() == lines
     assert road.lost({"calls": 41}) == ["calls is 41; the target 40 was reached: 40"]
 
 
@@ -217,3 +201,101 @@ def test_a_wrong_command_line_is_refused(arguments: list[str], says: str, capsys
     with pytest.raises(SystemExit):
         road.main(arguments)
     assert says in capsys.readouterr().err
+
+
+def found(**sources: str) -> set[tuple[str, str, str]]:
+    """The imports of a package ``p``; ``__`` in a name stands for a dot."""
+    dotted = {"p": "", **{f"p.{name.replace('__', '.')}": source for name, source in sources.items()}}
+    return {(each.importer, each.imported, each.kind) for each in imports.imports_of(dotted)}
+
+
+@pytest.mark.parametrize("module", [imports, sizes])
+def test_the_examples_of_the_docstrings_hold(module: object) -> None:
+    result = doctest.testmod(module)  # type: ignore[arg-type]
+    assert result.attempted and not result.failed
+
+
+@pytest.mark.parametrize(
+    ("source", "kind"),
+    [
+        ("import p.b", TOP),
+        ("import p.b as other", TOP),
+        ("from p import b", TOP),
+        ("from p.b import name", TOP),
+        ("from p.b import *", TOP),
+        ("from . import b", TOP),
+        ("from .b import name", TOP),
+        ("class C:\n    from p import b", TOP),
+        ("try:\n    import p.b\nexcept ImportError:\n    pass", TOP),
+        ("import importlib\nb = importlib.import_module('p.b')", TOP),
+        ("def f():\n    from p.b import name", FUNCTION),
+        ("class C:\n    async def f(self):\n        if self:\n            import p.b", FUNCTION),
+        ("def f():\n    return importlib.import_module('p.b')", FUNCTION),
+        ("b = lambda: __import__('p.b')", FUNCTION),
+        ("def f():\n    return sys.modules['p.b'].name", HIDDEN),
+        ("b = sys.modules.get('p.b')", HIDDEN),
+        ("if TYPE_CHECKING:\n    pass\nelse:\n    import p.b", TOP),
+    ],
+)
+def test_every_form_of_an_import_is_found(source: str, kind: str) -> None:
+    assert found(a=source, b="") == {("p.a", "p.b", kind)}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "if TYPE_CHECKING:\n    from p import b",
+        "if typing.TYPE_CHECKING:\n    import p.b",
+        "def f():\n    if TYPE_CHECKING:\n        import p.b",
+        "import numpy, pb, p.a",
+        "from other.b import p",
+        "torch = sys.modules.get('torch')",
+        "names = {'p.b': 1}.get('p.b')",
+        "'''from p import b'''  # import p.b",
+    ],
+)
+def test_what_never_runs_or_imports_something_else_is_left_out(source: str) -> None:
+    assert not found(a=source, b="")
+
+
+def test_relative_imports_begin_at_the_folder_of_the_module() -> None:
+    inner = "from . import x\nfrom .. import low\nfrom ..low import y"
+    assert found(low="", f="from .inner import x\nfrom .. import low", f__inner=inner) == {
+        ("p.f", "p.f.inner", TOP),
+        ("p.f", "p.low", TOP),
+        ("p.f.inner", "p.f", TOP),
+        ("p.f.inner", "p.low", TOP),
+    }
+
+
+def chain(*names: str) -> list[Import]:
+    return [Import(name, below, TOP, 1) for name, below in itertools.pairwise(names)]
+
+
+def test_a_level_is_the_longest_chain_and_a_circle_is_found_whole_and_is_one_module_of_it() -> None:
+    assert imports.levels("abcd", [*chain(*"abcd"), *chain(*"ad")]) == {"a": 4, "b": 3, "c": 2, "d": 1}
+    assert imports.levels("abcd", [*chain(*"abcd"), *chain(*"cb")]) == {"a": 3, "b": 2, "c": 2, "d": 1}
+    assert imports.levels("ab", chain(*"abc")) == {"a": 2, "b": 1}, "c is not among the modules"
+    assert imports.levels("ab", []) == {"a": 1, "b": 1}
+    assert imports.circles("abcde", chain(*"abcde")) == []
+    assert imports.circles("abcdef", [*chain(*"abca"), *chain(*"cd"), *chain(*"efe")]) == [list("abc"), list("ef")]
+    assert imports.circles("ab", chain(*"abca")) == [], "the circle goes through a module that is left out"
+
+
+def test_only_imports_from_a_lower_floor_to_a_higher_one_are_upward() -> None:
+    floors = [["rng"], ["memory", "data"], ["loader"]]
+    bad = [*chain("p.rng", "p.data.base"), *chain("p.memory.codec", "p.loader")]
+    good = [*chain("p.loader", "p.data.base", "p.memory", "p.rng"), *chain("p.memory", "p.data")]
+    unknown = [*chain("p.rng", "p.new", "p.loader"), *chain("p.rng", "p")]
+    assert imports.upward([*bad, *good, *unknown], floors) == bad
+
+
+def test_sources_are_read_by_dotted_name(tmp_path: Path) -> None:
+    package = tmp_path / "p"
+    (package / "f").mkdir(parents=True)
+    for name in ("__init__", "a", "f/__init__", "f/b"):
+        (package / f"{name}.py").write_text(f"# {name} \N{GREEK SMALL LETTER PI}\n", encoding="utf-8")
+    (package / "f" / "notes.txt").write_text("")
+    sources = imports.read_sources(package)
+    assert list(sources) == ["p", "p.a", "p.f", "p.f.b"]
+    assert sources["p.f"].startswith("# f/__init__ \N{GREEK SMALL LETTER PI}")

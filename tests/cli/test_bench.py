@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.utils.data import get_worker_info
 
 from sharded_loader import SimpleDataset
 from sharded_loader.cli import main
 from sharded_loader.cli.bench import ROUNDS, Row, measure, recommend
 from sharded_loader.cli.output import CannotRun
+from sharded_loader.cli.target import find_dataset
 from sharded_loader.instruments.auto import START, Tuner
 from tests.samples import Drawing
 
@@ -70,9 +70,7 @@ def test_it_prints_a_row_for_each_pool_and_a_recommendation(capsys: pytest.Captu
 
 
 @pytest.mark.slow
-def test_samples_of_different_lengths_are_measured_with_the_users_collate_function(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_samples_of_different_lengths_are_measured_with_the_users_collate_function(capsys: Any) -> None:
     assert main(["bench", "benched_data:ragged", *QUICK]) == 2
     assert "different" in capsys.readouterr().err
     assert main(["bench", "benched_data:ragged", *QUICK, "--collate", "benched_data:longest"]) == 0
@@ -89,9 +87,6 @@ def test_a_sample_that_raises_is_named_in_one_line(capsys: pytest.CaptureFixture
         "ValueError: a broken image (in epoch 0, batch 0, sample 13)\n"
     )
     assert shown.out == ""
-
-
-def test_without_inline_a_sample_that_raises_is_named_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "benched_data:bad", "--no-shuffle", "--pools", "thread", *QUICK]) == 2
     assert "ValueError: a broken image (in epoch 0, batch 0, sample 13, thread " in capsys.readouterr().err
 
@@ -138,10 +133,7 @@ def test_more_processes_than_cores_are_no_warning_where_auto_finds_them(monkeypa
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert measure("process", SECONDS, arguments(range(8))).error is None
-
-
-def test_where_auto_finds_no_number_it_is_that_to_begin_with() -> None:
-    found = measure("thread", 9.0, arguments(Drawing(10, [5])))
+    found = measure("thread", 9.0, arguments(Drawing(10, [5])))  # where it finds no number, it is that to begin with
     assert found.workers == START and found.error is not None and found.error.startswith("ValueError: bad 5")
 
 
@@ -168,22 +160,11 @@ def test_spawned_workers_find_the_classes_of_a_file_in_another_folder(tmp_path: 
     assert "Use num_workers=2" in done.stdout
 
 
-# -- What ``bench`` measures, with datasets of every kind and rows that fail; and its advice ------------------------
-
-
 SECONDS = 0.03
 
 
 def arguments(dataset: Any, batch_size: int = 4, shuffle: bool = False, batchify_fn: Any = None) -> dict[str, Any]:
     return {"dataset": dataset, "batch_size": batch_size, "shuffle": shuffle, "batchify_fn": batchify_fn}
-
-
-class Counting:
-    """Iterable data of 30 samples."""
-
-    def __iter__(self) -> Iterator[int]:
-        info = get_worker_info()
-        return iter(range(info.id, 30, info.num_workers) if info else range(30))
 
 
 class Once:
@@ -208,12 +189,12 @@ def test_a_row_is_measured_in_rounds() -> None:
         assert found.highest >= found.samples_per_second >= found.lowest > 0 and found.ms_per_batch > 0
 
 
-@pytest.mark.parametrize(
-    "dataset", [[1, 2], Counting(), lambda part, parts: range(part, 5, parts)], ids=["short", "iterable", "function"]
-)
+@pytest.mark.parametrize("dataset", ["short", "stream", "function"])
 @pytest.mark.slow
-def test_data_of_every_kind_is_measured_in_every_pool(dataset: Any) -> None:
-    measured = [measure(pool, SECONDS, arguments(dataset)) for pool in ("inline", "thread", "process")]
+def test_data_of_every_kind_is_measured_in_every_pool(dataset: str) -> None:
+    given: dict[str, Any] = {"short": [1, 2], "function": lambda part, parts: range(part, 5, parts)}
+    data = given.get(dataset) or find_dataset(f"benched_data:{dataset}")
+    measured = [measure(pool, SECONDS, arguments(data)) for pool in ("inline", "thread", "process")]
     assert [one.error for one in measured] == [None, None, None]
 
 
@@ -257,37 +238,11 @@ def test_data_without_samples_is_an_error(dataset: Any, said: str) -> None:
         measure("inline", SECONDS, arguments(dataset))
 
 
-INLINE_ROW = Row("inline", 0, 1000.0, 64.0)
+INLINE = Row("inline", 0, 1000.0, 64.0)
 
 
 def rows(*speeds: tuple[str, int, float]) -> list[Row]:
     return [Row(pool, workers, speed, 64000 / speed) for pool, workers, speed in speeds]
-
-
-@pytest.mark.parametrize(
-    ("measured", "said"),
-    [
-        # Workers gain nothing.
-        (rows(("thread", 1, 900), ("process", 2, 1100)), "Inline is enough, so leave out num_workers"),
-        (rows(("thread", 1, 900), ("process", 2, 1100)), "with workers it is at best 1.10 times as fast"),
-        # The faster pool, and how to choose it.
-        (rows(("process", 2, 1500), ("thread", 4, 1900)), "Use num_workers=4, thread_pool=True: 1.9 times"),
-        (rows(("process", 2, 1900), ("thread", 2, 1890)), "Use num_workers=2: 1.9 times"),
-        (rows(("ray", 2, 1900)), 'Use num_workers=2, pool="ray": 1.9 times'),
-        # Says when inline is enough all the same.
-        (rows(("process", 2, 1900)), "inline is enough if your training step takes far longer than 64 ms"),
-    ],
-)
-def test_it_names_the_arguments_and_the_reason(measured: list[Row], said: str) -> None:
-    advice = recommend([INLINE_ROW, *measured])
-    assert said in advice
-    assert advice.endswith(".") and "\n" not in advice
-
-
-def test_inline_alone_is_compared_with_nothing() -> None:
-    assert recommend([INLINE_ROW]) == (
-        "Only inline was measured, 64 ms per batch: add --pools inline,thread,process to compare."
-    )
 
 
 def spread(pool: str, workers: int, lowest: float, median: float, highest: float) -> Row:
@@ -296,26 +251,134 @@ def spread(pool: str, workers: int, lowest: float, median: float, highest: float
 
 FAILED = Row("thread", 8, error="boom")
 SLOW = spread("inline", 0, 600, 1000, 1500)
+SLOWER = [INLINE, *rows(("thread", 1, 900), ("process", 2, 1100))]
+OVERLAP = "No clear winner: the rounds of num_workers=2 and inline overlap. "
 
 
 @pytest.mark.parametrize(
     ("measured", "said"),
     [
-        ([*rows(("thread", 1, 900), ("process", 2, 1800))], "Use num_workers=2: "),  # without inline
-        ([INLINE_ROW, FAILED, *rows(("process", 2, 1900))], "Use num_workers=2: "),
+        (SLOWER, "Inline is enough, so leave out num_workers"),
+        (SLOWER, "with workers it is at best 1.10 times as fast"),
+        # The faster pool, and how to choose it.
+        ([INLINE, *rows(("process", 2, 1500), ("thread", 4, 1900))], "Use num_workers=4, thread_pool=True: 1.9"),
+        ([INLINE, *rows(("process", 2, 1900), ("thread", 2, 1890))], "Use num_workers=2: 1.9 times"),
+        ([INLINE, *rows(("ray", 2, 1900))], 'Use num_workers=2, pool="ray": 1.9 times'),
+        # Says when inline is enough all the same.
+        ([INLINE, *rows(("process", 2, 1900))], "is enough if your training step takes far longer than 64 ms"),
+        # Rows that ran, and rounds that overlap.
+        (rows(("thread", 1, 900), ("process", 2, 1800)), "Use num_workers=2: "),
+        ([INLINE, FAILED, *rows(("process", 2, 1900))], "Use num_workers=2: "),
         ([SLOW, spread("process", 2, 1600, 1900, 2000)], "Use num_workers=2: "),
-        (
-            [SLOW, spread("process", 2, 1300, 1900, 2000)],
-            "No clear winner: the rounds of num_workers=2 and inline overlap. ",
-        ),
+        ([SLOW, spread("process", 2, 1300, 1900, 2000)], OVERLAP),
         # Rows that are alike need no winner.
         (
-            [INLINE_ROW, spread("process", 2, 1800, 1900, 2000), spread("thread", 4, 1750, 1850, 1950)],
+            [INLINE, spread("process", 2, 1800, 1900, 2000), spread("thread", 4, 1750, 1850, 1950)],
             "Use num_workers=2: ",
         ),
-        ([INLINE_ROW, spread("thread", 2, 990, 1010, 1200)], "Inline is enough"),
+        ([INLINE, spread("thread", 2, 990, 1010, 1200)], "Inline is enough"),
+        ([INLINE], "Only inline was measured, 64 ms per batch: add --pools inline,thread,process to compare."),
     ],
 )
-def test_the_advice_counts_rows_that_ran_and_rounds_that_overlap(measured: list[Row], said: str) -> None:
+def test_it_names_the_arguments_and_the_reason(measured: list[Row], said: str) -> None:
     advice = recommend(measured)
-    assert advice.startswith(said) and ("--seconds" in advice) == ("overlap" in said)
+    assert said in advice and advice.endswith(".") and "\n" not in advice
+    assert ("--seconds" in advice) == (said == OVERLAP)
+
+
+SOURCE = """
+class Numbers:
+    size = 5
+    def __len__(self): return self.size
+    def __getitem__(self, index): return index
+
+class Stream:
+    def __iter__(self): return iter(range(3))
+
+class Folder(Numbers):
+    def __init__(self, root): ...
+
+numbers = Numbers()
+stream = Stream()
+empty = []
+used_up = iter([1])
+five = 5
+
+def make(): return Numbers()
+def generate(): yield 1
+def part(number, count): yield number
+def needs(root): return Numbers()
+def fails(): raise OSError("no such disk")
+def nothing(): return None
+
+class holder:
+    train = numbers
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A folder with the user's modules, which are forgotten at the end."""
+    (tmp_path / "users_data.py").write_text(SOURCE)
+    (tmp_path / "users_broken.py").write_text("import numpy\n\nimport not_installed_anywhere\n")
+    (tmp_path / "users_script.py").write_text("raise SystemExit(3)\n")
+    (tmp_path / "json.py").write_text("data = [1]\n")
+    (tmp_path / "users_package").mkdir()
+    (tmp_path / "users_package" / "__init__.py").write_text("")
+    (tmp_path / "users_package" / "data.py").write_text("from . import other\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield tmp_path
+    for name in [name for name in sys.modules if name.startswith("users_") or name == "data"]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("place", ["users_data", "users_data.py", "./users_data.py"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("numbers", "Numbers"),
+        ("Numbers", "Numbers"),
+        ("make", "Numbers"),
+        ("holder.train", "Numbers"),
+        ("stream", "Stream"),
+        ("generate", "function"),
+        ("part", "function"),
+    ],
+)
+def test_a_dataset_is_found(place: str, name: str, kind: str, folder: Path) -> None:
+    assert type(find_dataset(f"{place}:{name}")).__name__ == kind
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("users_data", r"does not name a dataset: write module:NAME or path/to/file.py:NAME"),
+        ("users_data.py", r"does not name a dataset: write module:NAME"),
+        ("users_data:", r"does not name a dataset: write module:NAME"),
+        (":numbers", r"does not name a dataset: write module:NAME"),
+        ("users_data:number", r"users_data has no 'number': did you mean 'numbers'\?"),
+        ("users_data:xyz", r"users_data has no 'xyz': look for the name in the file"),
+        ("nowhere_at_all:x", r"there is no module 'nowhere_at_all' in .*: change to the folder that contains it"),
+        ("users_data.inner:x", r"there is no module 'users_data.inner'"),
+        ("nowhere.py:x", r"there is no file nowhere.py: write the path of a Python file"),
+        ("some/where:x", "or write path/to/file.py:NAME"),
+        ("users_broken:x", r"ModuleNotFoundError: .*'not_installed_anywhere' \(users_broken.py, line 3\)"),
+        ("users_script:x", r"importing users_script failed: SystemExit: 3"),
+        ("users_package/data.py:x", r"relative import.*: write package.module:NAME instead of a path"),
+        ("json.py:data", r"'json' is also the name of a module that Python has imported: rename the file"),
+        ("users_data:needs", r"missing 1 required.*write a function without arguments that returns the dataset"),
+        ("users_data:Folder", r"missing 1 required.*write a function without arguments that returns the dataset"),
+        ("users_data:fails", r"calling users_data:fails failed: OSError: no such disk \(users_data.py, line 23\)"),
+        ("users_data:nothing", r"users_data:nothing is not a dataset: a dataset needs __getitem__ and __len__"),
+        ("users_data:five", r"users_data:five is not a dataset: a dataset needs __getitem__ and __len__"),
+        ("users_data:used_up", r"users_data:used_up is not a dataset: .*which can be read once"),
+        ("users_data:empty", r"users_data:empty is empty: its length is 0"),
+    ],
+)
+def test_what_is_no_dataset_is_said_in_one_line(target: str, said: str, folder: Path) -> None:
+    import json  # noqa: F401 - json.py in the folder has its name
+
+    with pytest.raises(CannotRun, match=said) as raised:
+        find_dataset(target)
+    assert "\n" not in raised.value.message

@@ -1,16 +1,20 @@
-"""``sharded-loader records``: pack, index, and what each says about bad input."""
+"""``sharded-loader records``, ``index`` and ``diff``: the files that they write, and what they say of bad input."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from sharded_loader import RecordFileDataset
+from sharded_loader import RecordFileDataset, ShardDataset, ShardedDataLoader
 from sharded_loader.cli import main
 from sharded_loader.recordio import MXIndexedRecordIO, MXRecordIO, unpack
+from sharded_loader.torch import DataLoader
 
 PICTURES = {"cat/1.jpg": b"\xff\xd8\xff cat", "cat/2.jpg": b"\xff\xd8\xff cat 2", "dog/1.jpg": b"\xff\xd8\xff dog"}
 
@@ -29,46 +33,17 @@ def packed() -> Path:
     return Path("out.rec")
 
 
-def damaged() -> Path:
-    """A file whose second record is damaged, and without an index."""
-    path = packed()
-    offset = int(path.with_suffix(".idx").read_text().splitlines()[1].split("\t")[1])
-    content = bytearray(path.read_bytes())
-    content[offset] ^= 0xFF
-    path.write_bytes(content)
-    path.with_suffix(".idx").unlink()
-    return path
-
-
 def test_a_folder_is_packed_and_says_what_it_holds(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("readme.txt", "cat/.hidden", ".git/x"):
         Path("pictures", name).parent.mkdir(exist_ok=True)
         Path("pictures", name).write_text("not packed")
     assert main(["records", "pack", "pictures", "out.rec"]) == 0
     shown = capsys.readouterr()
-    assert shown.out.splitlines() == [
-        "out.rec: 3 records, 124 bytes; index in out.idx",
-        "labels: 0 cat, 1 dog",
-    ]
-    assert shown.err == ""
+    assert shown.out == "out.rec: 3 records, 124 bytes; index in out.idx\nlabels: 0 cat, 1 dog\n" and shown.err == ""
     with RecordFileDataset("out.rec") as records:
         found = list(map(unpack, records))
     assert [payload for _, payload in found] == list(PICTURES.values())
     assert [header.label for header, _ in found] == [0, 0, 1]
-
-
-def test_a_folder_without_sub_folders_has_no_classes() -> None:
-    assert main(["records", "pack", "pictures/cat", "out.rec", "-q"]) == 0
-    with RecordFileDataset("out.rec") as records:
-        assert [(header.label, header.id) for header, _ in map(unpack, records)] == [(0, 0), (0, 1)]
-
-
-def test_a_file_that_is_too_large_for_a_record_is_named(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sharded_loader.recordio.MAX_LENGTH", 30)
-    assert main(["records", "pack", "pictures", "out.rec"]) == 2
-    assert "1.jpg: " in (error := capsys.readouterr().err) and "is too long, RecordIO has room for 30" in error
 
 
 def test_an_output_that_exists_is_replaced_only_by_force(capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,8 +55,8 @@ def test_an_output_that_exists_is_replaced_only_by_force(capsys: pytest.CaptureF
     assert main([*options, "--force"]) == 2  # there are no files, so nothing is replaced
     assert Path("out.rec").read_bytes() == before
     assert main(["records", "pack", "pictures/cat", "out.rec", "--force"]) == 0
-    with RecordFileDataset("out.rec") as records:
-        assert len(records) == 2
+    with RecordFileDataset("out.rec") as records:  # a folder without sub-folders has no classes
+        assert [(header.label, header.id) for header, _ in map(unpack, records)] == [(0, 0), (0, 1)]
 
 
 @pytest.mark.parametrize(
@@ -94,9 +69,7 @@ def test_an_output_that_exists_is_replaced_only_by_force(capsys: pytest.CaptureF
         (["hollow", "a.rec"], "hollow has no files: give a folder"),
     ],
 )
-def test_bad_input_is_one_line_and_nothing_is_written(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_is_one_line_and_nothing_is_written(arguments: list[str], said: str, capsys: Any) -> None:
     Path("hollow").mkdir()
     Path("list.txt").write_text("absent.jpg\n")
     before = sorted(os.listdir("."))
@@ -106,12 +79,12 @@ def test_bad_input_is_one_line_and_nothing_is_written(
     assert sorted(os.listdir(".")) == before
 
 
-def test_a_full_disk_is_one_line_and_leaves_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def no_room(*arguments: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+def test_a_full_disk_or_too_large_a_file_is_one_line_and_leaves_nothing(monkeypatch: Any, capsys: Any) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("sharded_loader.recordio.MAX_LENGTH", 30)
+        assert main(["records", "pack", "pictures", "out.rec"]) == 2
+        assert "1.jpg: " in (said := capsys.readouterr().err) and "is too long, RecordIO has room for 30" in said
+    no_room = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     monkeypatch.setattr(MXIndexedRecordIO, "write_idx", no_room)
     assert main(["records", "pack", "pictures", "out.rec"]) == 2
     assert capsys.readouterr().err == "sharded-loader records pack: out.rec: No space left on device\n"
@@ -132,6 +105,7 @@ def test_damage_is_named_with_its_offset(number: int, kind: str, capsys: pytest.
     assert main(["records", "index", "some.rec", "-q"]) == 1
     [where] = capsys.readouterr().err.splitlines()
     assert f"some.rec, offset {offsets[number]}: " in where and f"damaged after {number} record" in where
+    assert not Path("some.idx").exists()
 
 
 def test_an_index_is_written_again(capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,16 +117,93 @@ def test_an_index_is_written_again(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["records", "index", "out.rec", "--force"]) == 0
     assert capsys.readouterr().out == "out.idx: 3 keys\n"
     assert index.read_text() == before
-
-
-def test_no_index_is_written_for_a_damaged_file(capsys: pytest.CaptureFixture[str]) -> None:
-    damaged()
-    assert main(["records", "index", "out.rec"]) == 1
-    assert "out.rec, offset 40: no record at 40: " in capsys.readouterr().err
-    assert not Path("out.idx").exists()
-
-
-def test_a_file_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["records", "index", "absent.rec"]) == 2
     said = "Invalid value for 'FILE.rec': File 'absent.rec' does not exist."
     assert capsys.readouterr().err == f"sharded-loader records index: {said}\n"
+
+
+@pytest.fixture
+def shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Three files of two lines each."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for shard in range(3):
+        (tmp_path / f"{shard}.txt").write_text("one\ntwo\n")
+    return tmp_path
+
+
+def test_it_writes_one_file_beside_the_shards_or_elsewhere(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["index", str(shards / "*.txt")]) == 0
+    assert capsys.readouterr().out == f"{shards / 'shards.index'}: 3 shards, 6 samples\n"
+    (shards / "3.txt").write_text("three\n")
+    assert main(["index", str(shards / "*.txt"), "-q"]) == 0  # without a warning about the file that is replaced
+    assert capsys.readouterr() == ("", "")
+    assert list(ShardDataset(shards / "shards.index"))[-2:] == ["two", "three"]
+    where = shards / "other.index"
+    (shards / "0.csv").write_text("a,b\n")
+    options = ["--format", "lines", "--storage-options", '{"auto_mkdir": true}', "--output", str(where)]
+    assert main(["index", str(shards / "0.csv"), *options, "-q"]) == 0
+    assert list(ShardDataset(where, format="lines")) == ["a,b"]
+
+
+def test_a_list_names_other_places_that_are_trusted(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (shards / "lists").mkdir()
+    (shards / "lists" / "l.json").write_text('["../0.txt"]')
+    given = ["index", str(shards / "lists" / "l.json"), "--output", str(shards / "lists" / "x.index"), "-q"]
+    assert main(given) == 2
+    assert "names '../0.txt'" in capsys.readouterr().err
+    assert main([*given, "--trust", "s3://b/", "--trust", str(shards)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["gone.txt"], r"gone.txt: the shard is missing"),
+        (["0.txt", "--output", "x.json"], "give the index file a name that ends in .index"),
+        (["0.txt", "--storage-options", "x"], "Expecting value"),
+        (["0.txt", "--format", "zip"], "format 'zip' is unknown"),
+        (["0.txt", "--output", "no/folder/x.index"], "No such file or directory"),
+    ],
+)
+def test_what_is_wrong_is_one_line(
+    shards: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], text: str
+) -> None:
+    monkeypatch.chdir(shards)
+    assert main(["index", *arguments]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and text in shown.err and shown.err.count("\n") == 1
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, str, str]:
+    code = main(list(map(str, arguments)))
+    shown = capsys.readouterr()
+    return code, shown.out, shown.err
+
+
+def dump(path: Path, content: Any) -> Path:
+    path.write_text(json.dumps(content))
+    return path
+
+
+@pytest.mark.parametrize("kind", [ShardedDataLoader, DataLoader])
+def test_the_first_step_that_differs_is_named(kind: Any, tmp_path: Path, capsys: Any) -> None:
+    loaders = [kind(range(40), 4, shuffle=True, seed=1, skip=skip) for skip in (None, [(3, 3)])]
+    files = [dump(tmp_path / f"{n}.json", loader.fingerprint(0).as_dict()) for n, loader in enumerate(loaders)]
+    code, out, err = run(capsys, "diff", *files)
+    assert (code, err) == (1, "")
+    assert out == "The first step that differs is step 3 of epoch 0.\nThe skip was (), and is ((3, 3),).\n"
+    assert run(capsys, "diff", *files, "--quiet") == (1, "", "")
+    assert run(capsys, "diff", files[0], files[0]) == (0, "No step differs.\n", "")
+    code, _, err = run(capsys, "diff", files[0], dump(tmp_path / "state", loaders[1].state_dict()))
+    assert (code, err.count("\n")) == (2, 1)
+    assert "give a file with json.dumps(loader.fingerprint().as_dict())\n" in err
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"fingerprint": 3}', '{"version": 99}'])
+def test_what_is_no_run_is_one_line(content: str, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "a").write_text(content)
+    found = dump(tmp_path / "b", ShardedDataLoader(range(4), 2).fingerprint().as_dict())
+    for files in ((tmp_path / "a", found), (found, tmp_path / "a")):
+        code, out, err = run(capsys, "diff", *files)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert "a has no fingerprint" in err
+    assert "does not exist" in run(capsys, "diff", found, tmp_path / "absent")[2]

@@ -9,6 +9,7 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,13 +19,13 @@ import torch
 from sharded_loader import InlinePool, ProcessPool, ShardedDataLoader, SimpleDataset, ThreadPool, sample_rng
 from sharded_loader.base.limits import Limit
 from sharded_loader.engine.pipeline import PER_WORKER
-from sharded_loader.engine.pool import Pool
 from sharded_loader.instruments import auto
 from sharded_loader.instruments.auto import AHEAD, DEEPEST, KEPT, MOST, START, Observed, Setting, Tuner, choose, observe
 from sharded_loader.instruments.stats import LoaderStats, Meter
 from sharded_loader.instruments.times import StageTimes, WorkerTimes
 from sharded_loader.torch import DataLoader
 from tests.conftest import PROCESS_POOLS
+from tests.samples import Drawing
 
 # -- the policy --------------------------------------------------------------------------------------------------------
 
@@ -48,32 +49,23 @@ TABLE: dict[str, tuple[list[Observed], Setting]] = {
     "it does not wait: those that are at work": ([seen(8, 100, waits=0.01, reading=3.0)], Setting(4)),
     "nearly all of them are": ([seen(8, 100, waits=0.01, reading=5.0)], Setting(8)),
     "all of them are": ([seen(8, 100, waits=0.01, reading=7.5)], Setting(8)),
-    "fewer were tried, and it waits then": (
-        [seen(4, 90, waits=0.1), seen(8, 100, waits=0.01, reading=3.0)],
-        Setting(8),
-    ),
-    "not even that many are tried then": (
-        [seen(6, 90, waits=0.1), seen(12, 100, starved=0.0, reading=4.0)],
-        Setting(12),
-    ),
+    "fewer were tried: it waits": ([seen(4, 90, waits=0.1), seen(8, 100, waits=0.01, reading=3.0)], Setting(8)),
+    "not even so many are tried": ([seen(6, 90, waits=0.1), seen(12, 100, starved=0.0, reading=4.0)], Setting(12)),
     "fewer were as fast": ([seen(4, 97, waits=0.05), seen(8, 100, waits=0.01, reading=7.5)], Setting(4)),
-    "the loop is slower for a while: that is no reason for more": (
-        [seen(2, 100), seen(1, 50, waits=0.01, reading=0.5)],
-        Setting(1),
-    ),
+    "a slower loop is no reason for more": ([seen(2, 100), seen(1, 50, waits=0.01, reading=0.5)], Setting(1)),
     "it waits for the main process alone: no more": ([seen(2, 100, starved=0.0)], Setting(2)),
     "and those that are at work are enough": ([seen(8, 100, starved=0.0, reading=2.0)], Setting(3)),
     "more gained nothing: back": ([seen(4, 200), seen(8, 205)], Setting(4)),
     "and stay": ([seen(2, 100), seen(4, 200), seen(8, 205), seen(4, 200, waits=0.2)], Setting(4)),
     "it waits much: try them once more": ([seen(2, 100), seen(4, 200), seen(8, 205), seen(4, 200)], Setting(8)),
-    "not even the first ones gain: fewer": (
+    "the first gain nothing: fewer": (
         [seen(2, 100), seen(4, 100), seen(2, 100), seen(4, 100), seen(2, 100)],
         Setting(1),
     ),
     "which was slower: back": ([seen(2, 100), seen(4, 100), seen(2, 100), seen(1, 50)], Setting(2)),
     "it was luck": ([seen(2, 100), seen(4, 150), seen(8, 160), seen(8, 100), seen(8, 110)], Setting(4)),
     "a disturbed look is no reason to leave": ([seen(2, 60), seen(4, 90), seen(2, 100), seen(2, 40)], Setting(4)),
-    "nor is a slightly lower rate": (
+    "nor a slightly lower rate": (
         [seen(2, 100), seen(8, 210), seen(4, 200), seen(4, 199), seen(4, 198), seen(4, 197, waits=0.2)],
         Setting(4),
     ),
@@ -89,12 +81,6 @@ TABLE: dict[str, tuple[list[Observed], Setting]] = {
 def test_the_table(name: str) -> None:
     looks, expected = TABLE[name]
     assert choose(looks, cores=4, most=MOST) == expected
-
-
-def test_where_memory_is_short_there_are_fewer() -> None:
-    assert choose([seen(4, 100), seen(8, 200)], cores=4, most=5) == Setting(5)
-    assert choose([seen(2, 100)], cores=4, most=-3) == Setting(1)
-    assert choose([seen(8, 200)], cores=4, most=12) == Setting(12)
 
 
 class Work(NamedTuple):
@@ -172,11 +158,8 @@ def test_a_look_tells_shares_of_the_time_without_the_start_of_workers() -> None:
     after.__dict__["stages"] = {"behind": StageTimes(0.8, 0.0, 0.0, 0.0, 0.0)}
     found = observe(before, after, Setting())
     assert found == Observed(Setting(), 100.0, pytest.approx(0.6), pytest.approx(0.6), pytest.approx(0.1), 1.0, 0.5)
-
-
-@pytest.mark.parametrize(("seconds", "batches"), [(0.5, 1000), (2.0, 3), (1.5, 12)])
-def test_a_short_look_tells_nothing(seconds: float, batches: int) -> None:
-    assert (observe(LoaderStats(), stats_of(seconds, batches, {}), Setting()) is None) == (batches != 12)
+    for seconds, batches in ((0.5, 1000), (2.0, 3), (1.5, 12)):  # a short look tells nothing
+        assert (observe(LoaderStats(), stats_of(seconds, batches, {}), Setting()) is None) == (batches != 12)
 
 
 class Pretended:
@@ -232,11 +215,10 @@ def test_processes_are_as_many_as_there_is_memory_for_on_this_rank(monkeypatch: 
     assert pretended.read(tuner, 30.0) == 8  # a rank has 256 MB left: no more
     monkeypatch.setattr(auto, "free_bytes", lambda: Limit(0, "here"))
     assert pretended.read(tuner, 40.0) < 8
-
-
-def test_threads_need_no_memory_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto, "free_bytes", lambda: Limit(0, "here"))
-    assert Pretended(shares_dataset=True).read(Tuner(Meter()), 1.0) == 4
+    assert Pretended(shares_dataset=True).read(Tuner(Meter()), 1.0) == 4  # threads need no memory of their own
+    assert choose([seen(4, 100), seen(8, 200)], cores=4, most=5) == Setting(5)
+    assert choose([seen(2, 100)], cores=4, most=-3) == Setting(1)
+    assert choose([seen(8, 200)], cores=4, most=12) == Setting(12)
 
 
 def test_cores_are_those_of_this_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,39 +236,31 @@ def test_cores_are_those_of_this_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 SAMPLES = 60
 
 
-class Noisy:
-    """Two samples raise an error. Each has random numbers, in workers also those of the global generators."""
+class InProcesses(Drawing):
+    """It draws from a global generator too, as is right in processes alone."""
 
-    in_processes = False
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> Any:
-        if index in (3, 50):
-            raise ValueError(f"bad {index}")
-        return np.array([index, sample_rng().random(), np.random.random() if self.in_processes else 0])
+    def read(self, index: int, rng: np.random.Generator) -> Any:
+        return np.array([*super().read(index, rng), np.random.random()])
 
 
-class InProcesses(Noisy):
-    in_processes = True
+FAILING = SAMPLES, (3, 50)
+"""Of `Drawing`: two samples raise an error."""
 
 
-class Counting(InProcesses):
+class Counting(SimpleDataset):
     """A dataset with a state, which each worker of the drop-in keeps."""
 
-    def __init__(self) -> None:
-        self.read = 0
+    reads = 0
 
     def __getitem__(self, index: int) -> Any:
-        self.read += 1
-        return np.array([index, self.read])
+        self.reads += 1
+        return np.array([index, self.reads])
 
     def state_dict(self) -> dict[str, Any]:
-        return {"read": self.read}
+        return {"reads": self.reads}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.read = state["read"]
+        self.reads = state["reads"]
 
 
 class Lines(torch.utils.data.IterableDataset[Any]):
@@ -325,8 +299,7 @@ def outcomes(loader: Any, before: Callable[[Any], Any] = lambda batches: None, e
 def restless(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[int]:
     """The number changes at every third step. The numbers that there were."""
     rng, numbers, steps = random.Random(1), list[int](), itertools.count()
-    params = request.node.callspec.params if hasattr(request.node, "callspec") else {}
-    starts_slowly = params.get("method") in ("spawn", "forkserver")
+    starts_slowly = request.node.callspec.params.get("method") in ("spawn", "forkserver")
 
     def look(self: Tuner, meter: Meter, pipeline: Any, now: float) -> None:
         numbers.append(pipeline.pool.num_workers)
@@ -343,7 +316,7 @@ def restless(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
 @pytest.mark.parametrize("pool", ["thread", "process"])
 @pytest.mark.parametrize("kind", ["map", "parts"])
 def test_batches_states_and_errors_are_those_of_any_number(pool: Any, kind: str, restless: list[int]) -> None:
-    data: Any = Lines() if kind == "parts" else InProcesses() if pool == "process" else Noisy()
+    data: Any = Lines() if kind == "parts" else (InProcesses if pool == "process" else Drawing)(*FAILING)
     options: Any = {"seed": 3, "pool": pool, "shuffle": kind == "map"}
     with ShardedDataLoader(data, 4, num_workers=START, **options) as loader:
         expected = outcomes(loader)
@@ -353,7 +326,7 @@ def test_batches_states_and_errors_are_those_of_any_number(pool: Any, kind: str,
     assert len(set(restless)) > 2
 
 
-DROP_IN = {"map": InProcesses, "state": Counting, "parts": Lines}
+DROP_IN = {"map": partial(InProcesses, *FAILING), "state": partial(Counting, range(SAMPLES)), "parts": Lines}
 
 
 @pytest.mark.costly(3)
@@ -364,7 +337,7 @@ def test_so_they_are_of_the_drop_in(method: str, kind: str, restless: list[int])
         pytest.skip("threads share one dataset, whose state depends on who is first")
 
     def loader(workers: Any) -> Any:
-        data: Any = Noisy() if kind == "map" and method == "thread" else DROP_IN[kind]()
+        data: Any = Drawing(*FAILING) if kind == "map" and method == "thread" else DROP_IN[kind]()
         options: dict[str, Any] = {"persistent": {"persistent_workers": True}, "thread": {"thread_pool": True}}.get(
             method, {"start_method": method}
         )
@@ -375,15 +348,6 @@ def test_so_they_are_of_the_drop_in(method: str, kind: str, restless: list[int])
     torch.manual_seed(7)
     assert outcomes(loader("auto")) == expected
     assert len(set(restless)) > 2 or (kind == "state" and not restless)  # a state belongs to one of two workers
-
-
-@pytest.mark.slow
-def test_without_a_seed_the_drop_in_draws_one_and_nothing_depends_on_the_number(restless: list[int]) -> None:
-    found = []
-    for _ in range(2):
-        torch.manual_seed(7)
-        found.append(outcomes(DataLoader(InProcesses(), 4, num_workers="auto", shuffle=True)))
-    assert found[0] == found[1] and len(set(restless)) > 2
 
 
 @pytest.mark.slow
@@ -420,9 +384,7 @@ def tuners(monkeypatch: pytest.MonkeyPatch) -> list[Tuner]:
 
 
 @pytest.mark.parametrize("thread_pool", [True, False])
-def test_the_next_epoch_of_the_drop_in_begins_with_the_number_that_was_found(
-    thread_pool: bool, tuners: list[Tuner]
-) -> None:
+def test_the_next_epoch_of_the_drop_in_begins_with_the_number_found(thread_pool: bool, tuners: list[Tuner]) -> None:
     loader = DataLoader(range(8), 2, num_workers="auto", thread_pool=thread_pool)
     assert loader.num_workers == START
     list(loader)
@@ -449,21 +411,22 @@ def test_a_loader_whose_workers_wait_finds_more(kind: Any, pool: str) -> None:
     assert any(pool_of(loader, batches).num_workers >= 4 for _ in batches)
 
 
-def test_prefetch_factor_is_for_each_worker_and_prefetch_for_all() -> None:
+def test_auto_beside_other_arguments(tuners: list[Tuner]) -> None:
+    given: dict[str, Any] = {"dataset": range(8), "batch_size": 2, "num_workers": "auto"}
     for options, prefetch in (({"prefetch_factor": 3}, 15), ({"prefetch": 3}, 3), ({}, 10)):
-        with ShardedDataLoader(range(8), 2, num_workers="auto", thread_pool=True, **options) as loader:
+        with ShardedDataLoader(**given, thread_pool=True, **options) as loader:
             loader.pool.resize(5)
-            assert loader.prefetch == prefetch
-
-
-def test_its_arguments_make_another_one() -> None:
-    with ShardedDataLoader(range(8), 2, num_workers="auto", thread_pool=True) as loader:
-        assert loader.arguments["num_workers"] == "auto"
-        with ShardedDataLoader(**loader.arguments) as other:
-            assert other.num_workers == START and list(map(len, other)) == [2, 2, 2, 2]
-
-
-# -- bad input ---------------------------------------------------------------------------------------------------------
+            assert loader.prefetch == prefetch and loader.arguments["num_workers"] == "auto"
+            with ShardedDataLoader(**loader.arguments) as other:
+                assert other.num_workers == START and list(map(len, other)) == [2, 2, 2, 2]
+    inline = ShardedDataLoader(**given, pool="inline")
+    assert inline.num_workers == 0 and list(map(len, inline)) == [2, 2, 2, 2]
+    tuners.clear()
+    with ShardedDataLoader(**given, pool=ThreadPool(3)) as loader:
+        assert loader.num_workers == 3 and list(map(len, loader)) == [2, 2, 2, 2] and tuners
+    for make in (ThreadPool, ProcessPool):
+        with pytest.raises(TypeError, match="must be an integer, got 'auto'.*give num_workers=\"auto\" to the loader"):
+            make("auto")
 
 
 @pytest.mark.parametrize(
@@ -471,38 +434,13 @@ def test_its_arguments_make_another_one() -> None:
     [
         ({"pool": "ray"}, ValueError, 'num_workers="auto" is for threads and processes on this machine'),
         ({"pool": InlinePool()}, ValueError, "is for threads and processes on this machine, and the pool is Inline"),
-        (
-            {"num_workers": "atuo"},
-            TypeError,
-            "num_workers must be an integer, got 'atuo' of type str: give the number of workers, or \"auto\"",
-        ),
+        ({"num_workers": "atuo"}, TypeError, "got 'atuo' of type str: give the number of workers, or \"auto\""),
         ({"num_workers": "2"}, TypeError, "num_workers must be an integer, got '2'"),
         ({"num_workers": 2.0}, TypeError, "num_workers must be an integer, got 2.0"),
         ({"num_workers": None}, TypeError, "num_workers must be an integer, got None"),
     ],
 )
 def test_wrong_arguments_are_errors(options: dict[str, Any], error: Any, text: str) -> None:
-    with pytest.raises(error, match=re.escape(text)):
-        ShardedDataLoader(range(8), 2, **{"num_workers": "auto", **options})
-    if "pool" not in options:
+    for kind in (ShardedDataLoader, DataLoader)[: 1 if "pool" in options else 2]:
         with pytest.raises(error, match=re.escape(text)):
-            DataLoader(range(8), 2, **{"num_workers": "auto", **options})
-
-
-@pytest.mark.parametrize("make", [ThreadPool, ProcessPool])
-def test_a_pool_has_a_number(make: Callable[[Any], Pool]) -> None:
-    with pytest.raises(
-        TypeError, match="num_workers must be an integer, got 'auto'.*give num_workers=\"auto\" to the loader"
-    ):
-        make("auto")
-
-
-def test_the_workers_of_a_given_pool_are_as_many_as_training_needs(tuners: list[Tuner]) -> None:
-    with ShardedDataLoader(range(8), 2, num_workers="auto", pool=ThreadPool(3)) as loader:
-        assert loader.num_workers == 3 and list(map(len, loader)) == [2, 2, 2, 2]
-        assert tuners
-
-
-def test_without_workers_there_is_nothing_to_find() -> None:
-    loader = ShardedDataLoader(range(8), 2, num_workers="auto", pool="inline")
-    assert loader.num_workers == 0 and list(map(len, loader)) == [2, 2, 2, 2]
+            kind(range(8), 2, **{"num_workers": "auto", **options})

@@ -5,23 +5,22 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import HostClock, made, make_pool
+from conftest import POOLS, HostClock, made, make_pool
 
-from sharded_loader import InlinePool, ProcessPool, ShardedDataLoader, SimpleDataset
+from sharded_loader import ProcessPool, ShardedDataLoader, SimpleDataset
 from sharded_loader.engine import reader
 from sharded_loader.engine.messages import BatchTimes
 from sharded_loader.instruments.stats import LoaderStats
 from sharded_loader.instruments.times import CAUSES, WorkerTimes, causes_of, limit_of, slow_worker
 from sharded_loader.torch import DataLoader
 from tests.failures import Fails, kill
-from tests.instruments.test_trace import rows_of
-from tests.samples import Drawing, Filled, pass_time
+from tests.instruments.test_report import rows_of
+from tests.samples import Drawing, Filled, NoLength, pass_time
 
 
 def check_sum(stats: LoaderStats) -> None:
@@ -53,21 +52,15 @@ def test_what_takes_the_time_is_the_limit(kind: Any, slow: str, cause: str, host
         takes("every 100th sample", index, 1.0 if index % 100 == 37 else 0.001)
         return takes("sample", index)
 
-    class Sampler:
-        def __iter__(self) -> Any:
-            return (takes("sampler", index) for index in range(400))
-
-        def __len__(self) -> int:
-            return 400
-
+    more: dict[str, Any] = {}
     if slow == "device_transform":
-        kind = made  # the other one has none
+        kind, more = made, {"device_transform": lambda batch: takes("device_transform", batch)}  # the other has none
     loader = kind(
         SimpleDataset(range(400)).transform(sample),
         10,
-        sampler=Sampler(),
+        sampler=NoLength(lambda: (takes("sampler", index) for index in range(400))),
         collate_fn=lambda samples: takes("collate_fn", np.array(samples)),
-        **({"device_transform": lambda batch: takes("device_transform", batch)} if slow == "device_transform" else {}),
+        **more,
     )
     for batch in loader:
         takes("step", batch)
@@ -96,28 +89,22 @@ def test_without_workers_the_main_process_computes_or_waits(
     assert limit_of(stats) == cause and "main process" in stats.verdict
 
 
-def of_parts(pool: Any, pause: Callable[[float], Any]) -> LoaderStats:
+@pytest.mark.parametrize("name", ["inline", *(pytest.param(name, marks=pytest.mark.slow) for name in POOLS[1:])])
+def test_iterable_data_waits_for_input(name: str, request: pytest.FixtureRequest) -> None:
+    if name == "inline":
+        request.getfixturevalue("host_time")
+
     def part(number: int, parts: int) -> Any:
-        for index in range(number, 200, parts):
-            pause(0.002)
-            yield index
+        return (pause(index, 0.002) for index in range(number, 200, parts))
 
-    with ShardedDataLoader(part, 10, streams=2, pool=pool) as loader:
+    with ShardedDataLoader(part, 10, streams=2, pool=make_pool(name)) as loader:
         list(loader)
-        return loader.stats()
-
-
-def test_iterable_data_waits_for_input(host_time: HostClock) -> None:
-    stats = of_parts(InlinePool(), host_time.move)
+        stats = loader.stats()
     check_sum(stats)
-    assert stats.causes["input"] == pytest.approx(200 * 0.002, rel=0.1) and stats.slowest[0].index[0] in (0, 1)
-
-
-@pytest.mark.slow
-def test_workers_of_iterable_data_wait_for_input(worker_pool: Any) -> None:
-    stats = of_parts(worker_pool, pass_time)
-    check_sum(stats)
-    assert stats.causes["input"] > 0 and stats.slowest[0].index[0] in (0, 1)
+    assert stats.causes["input"] > (0 if name != "inline" else 0.9 * 200 * 0.002) and stats.slowest[0].index[0] in (
+        0,
+        1,
+    )
 
 
 def test_batches_that_are_held() -> None:
@@ -140,11 +127,6 @@ def test_workers_that_end(tmp_path: Path) -> None:
     assert limit_of(limited) == "start" and "(1 in the place of others)" in limited.verdict
 
 
-def test_a_device_that_is_behind() -> None:
-    stats = LoaderStats(batches=9, seconds=2.0, waiting_seconds=0.01, device_seconds=1.0)
-    assert limit_of(stats) == "device" and "waits for it for 50% of the time" in stats.verdict
-
-
 def test_the_last_batches_are_kept_as_they_were(host_time: HostClock) -> None:
     dataset = SimpleDataset(range(40)).transform(lambda index: host_time.move(0.01) or index)
     with ShardedDataLoader(dataset, 10, pool=make_pool("fork")) as loader:
@@ -161,18 +143,14 @@ def test_the_last_batches_are_kept_as_they_were(host_time: HostClock) -> None:
 ALL = ("fork", "spawn", "thread")
 
 
+@dataclasses.dataclass
 class Job:
-    """A dataset whose samples take a time that is known.
+    """A dataset whose samples take a time that is known."""
 
-    Args:
-        length: how many samples there are.
-        seconds: of a sample.
-        late: of every 100th sample.
-        computes: it computes, and does not sleep.
-    """
-
-    def __init__(self, length: int, seconds: float, late: float = 0.0, computes: bool = False) -> None:
-        self.length, self.seconds, self.late, self.computes = length, seconds, late, computes
+    length: int
+    seconds: float  # of a sample
+    late: float = 0.0  # of every 100th sample
+    computes: bool = False  # it does not sleep
 
     def __len__(self) -> int:
         return self.length
@@ -197,14 +175,6 @@ def slow_collate(samples: list[int]) -> Any:
     return pause(np.array(samples), 0.064)
 
 
-class SlowSampler:
-    def __iter__(self) -> Any:
-        return (pause(index, 0.003) for index in range(100))
-
-    def __len__(self) -> int:
-        return 100
-
-
 JOBS: dict[str, tuple[tuple[str, ...], Job, dict[str, Any], str, str]] = {
     "too few workers": (ALL, Job(400, 0.002, computes=True), {}, "compute", 'num_workers="auto"'),
     "a slow disk": (ALL, Job(600, 0.004), {}, "input", "wait for a disk or a network"),
@@ -214,7 +184,13 @@ JOBS: dict[str, tuple[tuple[str, ...], Job, dict[str, Any], str, str]] = {
     "few in flight": (("thread",), Job(300, 0.002), {"workers": 3, "prefetch": 1}, "main_process", "prefetch="),
     "placing": (("fork",), Job(200, 0.0), {"device_transform": pause}, "placing", ""),
     "the start of an epoch": (("fork",), Job(10, 0.02), {}, "start", ""),
-    "a slow sampler": (ALL[::2], Job(100, 0.0001), {"sampler": SlowSampler()}, "main_process", "sampler"),
+    "a slow sampler": (
+        ALL[::2],
+        Job(100, 0.0001),
+        {"sampler": NoLength(lambda: (pause(index, 0.003) for index in range(100)))},
+        "main_process",
+        "sampler",
+    ),
 }
 
 
@@ -283,9 +259,6 @@ def test_of_cheap_batches_few_are_measured_and_stand_for_all() -> None:
     assert stats.batches == 10_000 and 5_000 < stats.workers[-1].batches <= 10_000
 
 
-# -- the rules ---------------------------------------------------------------------------------------------------------
-
-
 def batch(wait_began: float = 0.0, wait_ended: float = 0.0, **known: Any) -> BatchTimes:
     """A batch that worker 0 began at 11.0, and had at 13.0; `next` was called at 10.0."""
     times = {"worker": 0, "began": 11.0, "seconds": 2.0, "turn": 9.0, "asked": 10.0, "taken": 14.0}
@@ -301,11 +274,7 @@ MEASURED = {"weight": 1, "idle": 0.5, "processor": 2.0}
         ((11.5, 13.5), MEASURED, {"compute": 2.0}),
         ((11.5, 13.5), MEASURED | {"processor": 0.1}, {"compute": 0.1, "input": 1.9}),
         ((11.5, 13.5), MEASURED | {"processor": 0.1, "queued": 1.0}, {"compute": 0.2, "input": 1.8}),
-        (
-            (11.5, 13.5),
-            MEASURED | {"per_core": 20.0, "processor": 0.1, "queued": 0.9},
-            {"compute": 1.0, "input": 1.0},
-        ),
+        ((11.5, 13.5), MEASURED | {"per_core": 20.0, "processor": 0.1, "queued": 0.9}, {"compute": 1.0, "input": 1.0}),
         ((11.5, 13.5), MEASURED | {"threads": 30, "processor": 0.1}, {"compute": 2.0}),
         ((10.0, 13.5), MEASURED, {"compute": 3.0, "main_process": 0.5}),
         ((10.0, 13.0), MEASURED | {"is_first": True}, {"start": 1.0, "compute": 2.0}),
@@ -335,3 +304,8 @@ def test_a_worker_is_slow_beside_the_others() -> None:
     assert slow_worker({0: worker(1.0), 1: worker(1.9)}) is None
     assert slow_worker({0: worker(1.0), 1: worker(9.0, batches=2)}) is None
     assert slow_worker({}) is None
+
+
+def test_a_device_that_is_behind_is_told() -> None:
+    stats = LoaderStats(batches=9, seconds=2.0, waiting_seconds=0.01, device_seconds=1.0)
+    assert limit_of(stats) == "device" and "waits for it for 50% of the time" in stats.verdict

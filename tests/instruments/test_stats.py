@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -43,46 +44,20 @@ def test_counts_report_what_was_noted() -> None:
     assert [(one.epoch, one.step, one.samples) for one in counts.state[1]] == [(-1, 0, 3), (-1, 1, 3)]
 
 
-def test_rates_and_shares_are_of_the_time_in_epochs() -> None:
+def test_rates_and_shares_are_of_the_time_in_epochs_and_of_the_samples() -> None:
     stats = LoaderStats(batches=10, samples=640, seconds=2.0, waiting_seconds=0.5)
     assert (stats.samples_per_second, stats.waiting_share) == (320.0, 0.25)
     assert (LoaderStats().samples_per_second, LoaderStats().waiting_share) == (0.0, 0.0)
+    assert LoaderStats(sources=(0, 0)).shares == (0, 0)
 
-
-def test_a_meter_keeps_the_last_samples_that_were_skipped_and_counts_all() -> None:
-    meter = Meter()
-    for index in range(Meter.KEPT + 5):
-        meter.skip([(index, KeyError(index))])
-    assert meter.notices.counts["skipped_samples"] == Meter.KEPT + 5
-    assert [index for index, _ in meter.skipped] == list(range(5, Meter.KEPT + 5))
-
-
-# -- as numbers by name ------------------------------------------------------------------------------------------------
 
 NAMES = [
-    "batches",
-    "samples",
-    "seconds",
-    "waiting_seconds",
-    "reading_seconds",
-    "placing_seconds",
-    "retries",
-    "replaced_workers",
-    "skipped_samples",
-    "slow_batches",
-    "device_seconds",
-    "device_waiting_seconds",
-    "recycled_workers",
-    "discarded_samples",
-    "cache_hits",
-    "cache_misses",
-    "cache_bytes",
-    "samples_per_second",
-    "waiting_share",
-    *[f"cause_{name}" for name in CAUSES],
-    *[f"stage_{stage}_{name}" for stage in STAGES for name in StageTimes._fields],
-    "slowest_seconds",
-]
+    "batches", "samples", "seconds", "waiting_seconds", "reading_seconds", "placing_seconds", "retries",
+    "replaced_workers", "skipped_samples", "slow_batches", "device_seconds", "device_waiting_seconds",
+    "recycled_workers", "discarded_samples", "cache_hits", "cache_misses", "cache_bytes", "samples_per_second",
+    "waiting_share", *[f"cause_{name}" for name in CAUSES],
+    *[f"stage_{stage}_{name}" for stage in STAGES for name in StageTimes._fields], "slowest_seconds",
+]  # fmt: skip
 
 
 def test_the_numbers_have_names_that_stay_and_are_floats() -> None:
@@ -94,6 +69,7 @@ def test_the_numbers_have_names_that_stay_and_are_floats() -> None:
     json.dumps(found)
     loader = ShardedDataLoader(range(4), 2)
     list(loader)
+    assert loader.stats().stages["queued"] == (0.0,) * 5  # the main process has waited for no worker
     assert list(loader.stats().as_dict())[len(NAMES) :] == [f"worker_-1_{name}" for name in WorkerTimes._fields]
 
 
@@ -106,13 +82,14 @@ def test_some_numbers_can_be_chosen_and_named_otherwise() -> None:
         stats.as_dict("samples", "speed")
 
 
-# -- of one epoch ------------------------------------------------------------------------------------------------------
-
-
 def counts(loader: ShardedDataLoader[Any], epoch: int | None = None) -> tuple[int, int]:
     stats = loader.stats(epoch)
     assert stats.seconds >= stats.waiting_seconds >= stats.placing_seconds >= 0
     return stats.batches, stats.samples
+
+
+def every_other(part: int, parts: int) -> range:
+    return range(part, 10, parts)
 
 
 def test_each_epoch_has_its_own_numbers_and_they_add_up(pool: Pool) -> None:
@@ -127,6 +104,9 @@ def test_each_epoch_has_its_own_numbers_and_they_add_up(pool: Pool) -> None:
         total = loader.stats()
     for name in NAMES[:7]:
         assert sum(one.as_dict()[name] for one in every) == pytest.approx(total.as_dict()[name])
+    with ShardedDataLoader(every_other, 2, streams=2, pool=pool) as loader:  # iterable data too
+        sizes = [sum(map(len, loader)) for _ in range(2)]
+        assert [counts(loader, epoch)[1] for epoch in range(2)] == sizes
 
 
 def test_an_epoch_that_was_broken_off_counts_what_was_delivered(pool: Pool) -> None:
@@ -176,14 +156,8 @@ def test_after_a_resume_an_epoch_counts_from_there(pool: Pool) -> None:
 
 
 def test_an_epoch_whose_first_batch_was_interrupted_has_not_begun() -> None:
-    struck = iter([KeyboardInterrupt])
-
-    def interrupted_once(index: int) -> int:
-        for error in struck:
-            raise error
-        return index
-
-    loader = ShardedDataLoader(SimpleDataset(range(4)).transform(interrupted_once), 2)
+    struck = Mock(side_effect=[KeyboardInterrupt, 0, 1])
+    loader = ShardedDataLoader(SimpleDataset(range(4)).transform(struck), 2)
     iterator = iter(loader)
     with pytest.raises(KeyboardInterrupt):
         next(iterator)
@@ -192,69 +166,42 @@ def test_an_epoch_whose_first_batch_was_interrupted_has_not_begun() -> None:
     assert counts(loader, 0) == (1, 2)
 
 
-def test_a_batch_that_is_interrupted_when_it_is_counted_counts_when_it_comes_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def interrupted(*_: Any, **__: Any) -> None:
-        monkeypatch.undo()
-        raise KeyboardInterrupt
-
+def test_a_batch_that_is_interrupted_when_it_is_counted_counts_when_it_comes_again(monkeypatch: Any) -> None:
     loader = ShardedDataLoader(range(4), 2)
     iterator = iter(loader)
-    monkeypatch.setattr(Meter, "step", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        next(iterator)
+    with monkeypatch.context() as patch:
+        patch.setattr(Meter, "step", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            next(iterator)
     assert [batch.tolist() for batch in iterator] == [[0, 1], [2, 3]]
     assert counts(loader, 0) == counts(loader, None) == (2, 4)
 
 
 def test_an_error_in_place_of_a_batch_is_no_batch_of_the_epoch() -> None:
     loader = ShardedDataLoader([0, "a", 2, 3], batch_sampler=[[0], [0, 1], [2, 3]])
-    iterator, raised = iter(loader), 0
-    for _ in range(3):
-        try:
-            next(iterator)
-        except ValueError:
-            raised += 1
-    assert (raised, counts(loader, 0)) == (1, (2, 3))
-
-
-def every_other(part: int, parts: int) -> range:
-    return range(part, 10, parts)
-
-
-def test_iterable_data_has_numbers_of_each_epoch_too(pool: Pool) -> None:
-    with ShardedDataLoader(every_other, 2, streams=2, pool=pool) as loader:
-        sizes = [sum(map(len, loader)) for _ in range(2)]
-        assert [counts(loader, epoch)[1] for epoch in range(2)] == sizes
+    iterator = iter(loader)
+    next(iterator)
+    with pytest.raises(ValueError):
+        next(iterator)
+    next(iterator)
+    assert counts(loader, 0) == (2, 3)
 
 
 @pytest.mark.slow
 def test_another_thread_can_ask_at_any_time() -> None:
-    with ShardedDataLoader(range(2000), 2, pool=ThreadPool(2)) as loader:
-        seen: list[int] = []
-        over = threading.Event()
-
-        def ask() -> None:
-            while not over.is_set():
-                seen.append(counts(loader, 0)[0])
-
-        asker = threading.Thread(target=ask)
-        asker.start()
+    over = threading.Event()
+    with ShardedDataLoader(range(2000), 2, pool=ThreadPool(2)) as loader, ThreadPoolExecutor(1) as threads:
+        seen = threads.submit(lambda: [counts(loader, 0)[0] for _ in iter(over.is_set, True)])
         list(loader)
         over.set()
-        asker.join()
-    assert seen == sorted(seen)
+    assert seen.result() == sorted(seen.result())
     assert counts(loader, 0) == (1000, 2000), "also after the loader was closed"
 
 
-class Retrying:
-    """A dataset that tries a request again for some samples, in this process."""
+class Retrying(SimpleDataset):
+    """It tries a request again for some samples, in this process."""
 
     retries = 0
-
-    def __len__(self) -> int:
-        return 6
 
     def __getitem__(self, index: int) -> int:
         self.retries += index % 2
@@ -265,7 +212,7 @@ class Retrying:
 
 
 def test_retries_of_this_process_count_for_the_epoch_that_began_last() -> None:
-    dataset = Retrying()
+    dataset = Retrying(range(6))
     loader = ShardedDataLoader(dataset, 2)
     assert loader.stats(0).retries == 0
     list(loader)
@@ -299,29 +246,13 @@ def test_a_thread_that_stands_still_and_is_replaced_is_counted() -> None:
         go_on.set()
 
 
-def test_a_batch_that_the_main_process_reads_has_not_waited_for_a_worker() -> None:
-    loader = ShardedDataLoader(range(8), 2)
-    list(loader)
-    assert loader.stats().stages["queued"] == (0.0,) * 5
-
-
 @pytest.mark.parametrize("epoch", [-1, 1.5, "0", True])
 def test_an_epoch_that_is_none_is_refused(epoch: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="epochs count from 0"):
         ShardedDataLoader(range(4), 2).stats(epoch)
 
 
-def test_the_numbers_of_the_last_thousand_epochs_are_kept() -> None:
-    meter = Meter()
-    for epoch in range(Meter.KEPT_EPOCHS + 5):
-        counts = Counts()
-        meter.begin(epoch, counts)
-        note(meter, counts, Result(0, 0))
-    assert len(meter.epochs) == Meter.KEPT_EPOCHS
-    assert [meter.stats(epoch).batches for epoch in (4, 5, Meter.KEPT_EPOCHS + 4)] == [0, 1, 1]
-
-
-def test_the_sum_has_what_iterators_of_old_and_of_repeated_epochs_add() -> None:
+def test_the_sum_has_what_old_and_repeated_epochs_add_and_a_thousand_have_numbers_of_their_own() -> None:
     meter, result = Meter(), Result(0, 0, samples=3)
     iterators = []
     for epoch in (0, 0, *range(1, Meter.KEPT_EPOCHS + 5)):
@@ -333,6 +264,12 @@ def test_the_sum_has_what_iterators_of_old_and_of_repeated_epochs_add() -> None:
     assert (stats.batches, stats.samples) == (len(iterators), 3 * len(iterators))
     assert (stats.waiting_seconds, stats.seconds) == (1.25 * len(iterators), 2.5 * len(iterators))
     assert (stats.placing_seconds, stats.device_seconds) == (0.25 * len(iterators), 0.25 * len(iterators))
+    assert len(meter.epochs) == Meter.KEPT_EPOCHS
+    assert [meter.stats(epoch).batches for epoch in (4, 5, Meter.KEPT_EPOCHS + 4)] == [0, 1, 1]
+    for index in range(Meter.KEPT + 5):
+        meter.skip([(index, KeyError(index))])
+    assert meter.notices.counts["skipped_samples"] == Meter.KEPT + 5  # of so many the last ones are kept
+    assert [index for index, _ in meter.skipped] == list(range(5, Meter.KEPT + 5))
 
 
 @pytest.mark.parametrize("pool", [None, ThreadPool(1)], ids=["inline", "thread"])
@@ -345,10 +282,6 @@ def test_samples_that_all_fail_have_stats_too(pool: Pool | None) -> None:
         for stats in (loader.stats(), loader.stats(0), loader.stats(1)):
             assert "0 samples in 0 batches" in str(stats)
             assert (stats.samples_per_second, stats.shares, stats.as_dict()["samples"]) == (0, (), 0)
-
-
-def test_a_mixture_without_samples_has_shares_too() -> None:
-    assert LoaderStats(sources=(0, 0)).shares == (0, 0)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -364,21 +297,16 @@ def test_what_discard_leaves_out_of_an_epoch_is_counted(ranks: int) -> None:
         assert loader.stats().discarded_samples == 3
 
 
-def test_of_the_users_batch_sampler_nothing_is_counted_as_discarded() -> None:
+@pytest.mark.parametrize("drop_last", [None, True])
+def test_of_the_users_batch_sampler_nothing_is_counted_as_discarded(drop_last: bool | None) -> None:
     class Rest(BatchSampler):
-        """As Accelerate's ``SkipBatchSampler``: it has no attributes of its base class."""
+        """As Accelerate's ``SkipBatchSampler``: it may have no attributes of its base class."""
 
-        def __init__(self, drop_last: bool | None) -> None:
-            if drop_last is not None:
-                self.drop_last = drop_last
+        def __init__(self) -> None:
+            vars(self).update({} if drop_last is None else {"drop_last": drop_last})
 
-        def __iter__(self) -> Iterator[list[int]]:
-            yield [2, 3]
+        __iter__, __len__ = lambda self: iter([[2, 3]]), lambda self: 1  # type: ignore[assignment]
 
-        def __len__(self) -> int:
-            return 1
-
-    for drop_last in (None, True):
-        loader = DataLoader(range(5), batch_sampler=Rest(drop_last))
-        assert [batch.tolist() for batch in loader] == [[2, 3]]
-        assert loader.stats().discarded_samples == 0
+    loader = DataLoader(range(5), batch_sampler=Rest())
+    assert [batch.tolist() for batch in loader] == [[2, 3]]
+    assert loader.stats().discarded_samples == 0

@@ -1,4 +1,4 @@
-"""Promises of RecordFileDataset.get_batch: what one by one gives, in few reads; damage is named."""
+"""`RecordFileDataset`: batches in few reads; damage is named; a file that was written again is an error."""
 
 from __future__ import annotations
 
@@ -7,17 +7,21 @@ import random
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import covering
+from conftest import METHODS, covering, make_pool
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sharded_loader import RecordFileDataset, ShardedDataLoader
 from sharded_loader.engine.pool import Pool
-from sharded_loader.recordio import RecordIOError
+from sharded_loader.recordio import MXIndexedRecordIO, MXRecordIO, RecordIOError, positioned
 from sharded_loader.recordio import files as recordfile
-from sharded_loader.recordio.files import LARGE, LARGE_MEAN
+from sharded_loader.recordio.files import LARGE, LARGE_MEAN, framed
+from sharded_loader.recordio.positioned import checksums, stable_stat, tag_of
 from tests import reference_recordio as reference
 from tests.damaged_records import reads_within
 
@@ -58,9 +62,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.costly(2)
 @covering(2, kind=KINDS, index=[True, False], way=["pread", "lock and seek"])
-def test_a_batch_is_what_one_by_one_gives(
-    tmp_path: Path, kind: str, index: bool, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_is_what_one_by_one_gives(tmp_path: Path, kind: str, index: bool, way: str, monkeypatch: Any) -> None:
     if way == "lock and seek":  # as on Windows, which has no positioned reads
         monkeypatch.delattr(os, "pread", raising=False)
     records = KINDS[kind]
@@ -104,26 +106,19 @@ def test_offsets_that_are_no_multiples_of_4_are_read_where_a_record_begins_there
             dataset.get_batch([0, 1])
 
 
-def test_records_in_a_row_are_one_read(tmp_path: Path, reads: list[int]) -> None:
+def test_records_in_a_row_are_one_read_by_a_loader_too(tmp_path: Path, reads: list[int]) -> None:
     records = [b"%d" % number * 9 for number in range(500)]
     offsets = write(tmp_path / "a.rec", records)
     with RecordFileDataset(tmp_path / "a.rec") as dataset:
-        reads.clear()
-        assert dataset.get_batch(range(100, 356)) == records[100:356]
-        assert reads == [offsets[356] - offsets[100]]
-        reads.clear()
         near = list(range(0, 500, 3))
-        assert dataset.get_batch(near[::-1]) == [records[number] for number in near[::-1]]
-        assert len(reads) == 1  # gaps of two small records
-        reads.clear()
-        assert dataset.get_batch([0, 499, 1, 250]) == [records[number] for number in (0, 499, 1, 250)]
-        assert len(reads) == 3
-
-
-def test_a_loader_reads_a_batch_of_neighbours_at_once(tmp_path: Path, reads: list[int]) -> None:
-    records = [b"%d" % number * 9 for number in range(100)]
-    offsets = write(tmp_path / "a.rec", records)
-    with RecordFileDataset(tmp_path / "a.rec") as dataset:
+        for order, count in (
+            (list(range(100, 356)), 1),
+            (near[::-1], 1),  # gaps of two small records
+            ([0, 499, 1, 250], 3),
+        ):
+            reads.clear()
+            assert dataset.get_batch(order) == [records[number] for number in order]
+            assert len(reads) == count and (order[0] != 100 or reads == [offsets[356] - offsets[100]])
         for wrapped in (dataset, dataset.take(100), dataset + dataset):
             reads.clear()
             with ShardedDataLoader(wrapped, 50) as loader:
@@ -148,9 +143,7 @@ def test_the_first_damaged_record_of_a_batch_is_named_and_the_others_are_readabl
 
 
 @pytest.mark.parametrize("last", [30, 48], ids=["in the middle", "in the last record"])
-def test_a_file_that_shrinks_while_a_batch_is_read_gives_no_wrong_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: int
-) -> None:
+def test_a_file_that_shrinks_meanwhile_gives_no_wrong_bytes(tmp_path: Path, monkeypatch: Any, last: int) -> None:
     records = [bytes([number]) * 100 for number in range(1, 50)]
     offsets = write(tmp_path / "a.rec", records)
     really = recordfile.RecordFile.read_ranges
@@ -179,31 +172,19 @@ def test_offsets_near_the_largest_number_are_an_error_like_any_other(tmp_path: P
                     read()
 
 
-class Lengths(RecordFileDataset):
-    """What Gluon's ImageRecordDataset is: a subclass that makes something of a record."""
-
-    def __getitem__(self, index: int) -> int:
-        return len(super().__getitem__(index))
-
-
 def test_a_subclass_with_samples_of_its_own_is_read_by_them(tmp_path: Path) -> None:
+    class Lengths(RecordFileDataset):
+        """What Gluon's ImageRecordDataset is: a subclass that makes something of a record."""
+
+        def __getitem__(self, index: int) -> int:
+            return len(super().__getitem__(index))
+
     write(tmp_path / "a.rec", [b"x" * number for number in range(12)])
     with Lengths(tmp_path / "a.rec") as dataset, RecordFileDataset(tmp_path / "a.rec") as plain:
-        assert hasattr(plain, "get_batch")
-        assert not hasattr(dataset, "get_batch")
+        assert hasattr(plain, "get_batch") and not hasattr(dataset, "get_batch")
         assert dataset.__getitems__([3, 5]) == [3, 5]
         with ShardedDataLoader(dataset, 4) as loader:
             assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-
-
-def test_a_loader_gives_lists_of_records_from_every_pool(tmp_path: Path, pool: Pool) -> None:
-    records = [reference.random_record(rng) for _ in range(60)]
-    write(tmp_path / "a.rec", records)
-    with RecordFileDataset(tmp_path / "a.rec") as dataset:
-        with ShardedDataLoader(dataset, 8, pool=pool) as loader:
-            batches = list(loader)
-        assert batches == [records[begin : begin + 8] for begin in range(0, 60, 8)]
-        assert all(type(batch) is list and type(batch[0]) is bytes for batch in batches)
 
 
 @pytest.mark.slow
@@ -214,13 +195,6 @@ def test_a_worker_reads_batches_of_a_large_index(tmp_path: Path, process_pool: P
     with RecordFileDataset(tmp_path / "a.rec") as dataset:
         with ShardedDataLoader(dataset, 1000, pool=process_pool) as loader:
             assert [record for batch in loader for record in batch] == records[::2]
-
-
-def test_arrays_that_cannot_be_written_to_are_read(tmp_path: Path) -> None:
-    write(tmp_path / "a.rec", [b"a", b"b"])
-    with RecordFileDataset(tmp_path / "a.rec") as dataset:
-        dataset._sizes.flags.writeable = False
-        assert dataset.get_batch([1, 0]) == [b"b", b"a"]
 
 
 @pytest.mark.costly(2)
@@ -242,3 +216,100 @@ def test_a_damaged_record_is_named_by_a_loader_or_left_out(tmp_path: Path, new_p
             warnings.simplefilter("ignore")
             with ShardedDataLoader(dataset, 5, pool=new_pool(), on_error="skip") as loader:
                 assert list(loader) == [records[:5], records[5:7] + records[8:10], records[10:15], records[15:]]
+
+
+FIRST = [b"%03d" % i * 4 for i in range(100)]
+OTHER = [b"%03d" % (i + 500) * 4 for i in range(100)]
+LONG_AGO = (10**9, 10**9)
+
+
+def rewrite(path: Path, records: list[bytes]) -> None:
+    with MXRecordIO(path, "w") as file:
+        for record in records:
+            file.write(record)
+    os.utime(path, LONG_AGO)
+
+
+IN_PLACE = {"later": (1, True), "at its old time": (1, False), "with more records": (2, True)}
+
+
+@pytest.mark.parametrize("change", IN_PLACE)
+def test_a_file_that_was_written_again_is_an_error(tmp_path: Path, change: str) -> None:
+    path, (times, touched) = tmp_path / "a.rec", IN_PLACE[change]
+    rewrite(path, FIRST)
+    keyed = MXIndexedRecordIO(tmp_path / "a.idx", path, "r")
+    with RecordFileDataset(path) as dataset, keyed:
+        assert dataset[7] == keyed.read_idx(7) == FIRST[7]
+        rewrite(path, OTHER * times)
+        os.utime(path, None if touched else LONG_AGO)
+        reads = [lambda: dataset[7], lambda: dataset.get_batch([3, 1, 70]), lambda: dataset.get_batch(range(100))]
+        for read in [*reads, lambda: keyed.read_idx(7)]:
+            with pytest.raises(RecordIOError, match=r"a\.rec, offset 0: the file was replaced or written again"):
+                read()
+    with RecordFileDataset(path) as dataset:
+        assert dataset[7] == OTHER[7]
+
+
+def test_appended_records_and_a_new_mode_are_no_change(tmp_path: Path) -> None:
+    path = tmp_path / "a.rec"
+    rewrite(path, FIRST)
+    with RecordFileDataset(path) as dataset:
+        for _ in range(3):
+            with open(path, "ab") as file:
+                file.write(framed(b"one more"))
+            path.chmod(0o600)
+            os.link(path, path.with_suffix(".link"))
+            assert list(dataset) == list(dataset.get_batch(range(100))) == FIRST
+            path.with_suffix(".link").unlink()
+    with RecordFileDataset(path) as dataset:
+        assert len(dataset) == 103
+
+
+@pytest.mark.skipif(os.name == "nt", reason="an open file cannot be replaced")
+@METHODS
+def test_a_replaced_file_is_read_to_its_end_where_it_is_open_and_never_by_workers(tmp_path: Path, method: str) -> None:
+    path = tmp_path / "a.rec"
+    rewrite(path, FIRST)
+    with RecordFileDataset(path) as dataset:
+        rewrite(tmp_path / "new", OTHER)
+        os.replace(tmp_path / "new", path)
+        assert list(dataset) == FIRST
+        with ShardedDataLoader(dataset, 10, pool=make_pool(method), batchify_fn=list) as loader:
+            with pytest.raises(RecordIOError, match=r"a\.rec, offset 0: the file was replaced or written again"):
+                list(loader)
+        path.unlink()
+        assert list(dataset) == FIRST
+
+
+def test_a_change_in_the_tick_of_the_clock_is_seen(tmp_path: Path) -> None:
+    path = tmp_path / "a.bin"
+    for round in range(10):
+        path.write_bytes(b"%d" % round)
+        found = tag_of(stable_stat(str(path)))
+        path.write_bytes(b"x")
+        assert tag_of(stable_stat(str(path))) != found
+
+
+def test_a_clock_of_whole_seconds_is_waited_for_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    second, slept = 1_700_000_000 * 10**9, list[float]()
+    now = lambda: second + 5 * 10**8 + int(sum(slept) * 1e9)  # noqa: E731
+    for clock, waits in ((now, [1.5]), (lambda: second, None)):  # the second one stands still: it is always written
+        slept.clear()
+        written = SimpleNamespace(st_mtime_ns=second, st_ctime_ns=second)
+        monkeypatch.setattr(positioned, "os", SimpleNamespace(stat=lambda path, written=written: written))
+        monkeypatch.setattr(positioned, "time", SimpleNamespace(time_ns=clock, sleep=slept.append))
+        assert positioned.stable_stat("a.tar").st_mtime_ns == second
+        assert waits is None or slept == waits
+
+
+@given(content=st.binary(min_size=1, max_size=40_000), data=st.data())
+def test_what_is_left_of_a_file_has_the_checksums_that_it_had(content: bytes, data: st.DataObject) -> None:
+    def read(begin: int, size: int) -> bytes:
+        return content[begin : begin + size]
+
+    whole = checksums(read, len(content))
+    end = data.draw(st.integers(0, len(content)))
+    left = checksums(read, len(content), end)
+    assert left == whole[: len(left)] and len(whole) == 8
+    other = bytes(byte ^ 255 for byte in content)
+    assert checksums(lambda begin, size: other[begin : begin + size], len(content)) != whole

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import struct
+import sys
 import zlib
 from typing import Any
 
 import numpy as np
 import pytest
 
-from sharded_loader.recordio import pack, unpack_img
+from sharded_loader.recordio import IRHeader, pack, pack_img, unpack_img
 
 pytest.importorskip("PIL")
 from PIL import Image
@@ -31,9 +32,9 @@ def chunk(kind: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
-def saved(pixels: np.ndarray[Any, Any], form: str) -> bytes:
+def saved(pixels: np.ndarray[Any, Any], form: str, **options: Any) -> bytes:
     file = io.BytesIO()
-    Image.fromarray(pixels).save(file, form)
+    Image.fromarray(pixels).save(file, form, **options)
     return file.getvalue()
 
 
@@ -72,26 +73,24 @@ def tiff(pixels: np.ndarray[Any, Any]) -> bytes:
 
 
 @pytest.mark.parametrize("name", STORED)
-def test_what_is_stored_is_what_is_unpacked(name: str) -> None:
+def test_what_is_stored_is_what_is_unpacked_and_what_does_not_fit_8_bits_is_refused_for_them(name: str) -> None:
     pixels, encoded = STORED[name]
     found = unpacked(encoded(pixels))
     assert found.dtype == pixels.dtype and found.shape == pixels.shape and found.dtype.isnative
     assert (found == pixels).all()
+    if name in ("grey of 32 bits", "float"):  # they would be clipped
+        for iscolor in (0, 1):
+            with pytest.raises(ValueError, match=f"pixels of {pixels.dtype}, which do not fit 8 bits: give iscolor=-1"):
+                unpacked(encoded(pixels), iscolor)
 
 
-def test_of_16_grey_bits_the_upper_8_are_kept_if_the_user_asks_for_8() -> None:
+def test_of_16_grey_bits_the_upper_8_are_kept_and_turned_if_the_user_asks_for_8() -> None:
     pixels = numbers(3, 4)
     grey, color = unpacked(png(pixels, GREY), 0), unpacked(png(pixels, GREY), 1)
     assert grey.dtype == color.dtype == np.uint8 and color.shape == (3, 4, 3)
     assert (grey == pixels >> 8).all() and (color == grey[..., None]).all()
-
-
-@pytest.mark.parametrize("iscolor", [0, 1])
-@pytest.mark.parametrize("name", ["grey of 32 bits", "float"])
-def test_pixels_that_do_not_fit_8_bits_are_refused_rather_than_clipped(name: str, iscolor: int) -> None:
-    pixels, encoded = STORED[name]
-    with pytest.raises(ValueError, match=f"pixels of {pixels.dtype}, which do not fit 8 bits: give iscolor=-1"):
-        unpacked(encoded(pixels), iscolor)
+    data = png(pixels, GREY, chunk(b"eXIf", oriented(6).removeprefix(b"Exif\0\0")))
+    assert (unpacked(data, 0) == np.rot90(pixels >> 8, -1)).all() and (unpacked(data) == pixels).all()
 
 
 def test_colors_of_a_palette_keep_their_alpha() -> None:
@@ -102,9 +101,7 @@ def test_colors_of_a_palette_keep_their_alpha() -> None:
 
 
 def with_exif(pixels: np.ndarray[Any, Any], form: str, exif: bytes) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, form, exif=exif, **({"lossless": True} if form == "WEBP" else {}))
-    return file.getvalue()
+    return saved(pixels, form, exif=exif, **({"lossless": True} if form == "WEBP" else {}))
 
 
 def oriented(orientation: int) -> bytes:
@@ -114,8 +111,7 @@ def oriented(orientation: int) -> bytes:
 
 
 UPRIGHT: dict[int, Any] = {
-    0: lambda a: a,
-    1: lambda a: a,
+    **dict.fromkeys((0, 1, 9), lambda a: a),
     2: lambda a: a[:, ::-1],
     3: lambda a: np.rot90(a, 2),
     4: lambda a: a[::-1],
@@ -123,16 +119,13 @@ UPRIGHT: dict[int, Any] = {
     6: lambda a: np.rot90(a, -1),
     7: lambda a: np.rot90(a, 2).swapaxes(0, 1),
     8: np.rot90,
-    9: lambda a: a,
 }
 """What OpenCV makes of each EXIF orientation."""
 
 
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF"])
 @pytest.mark.parametrize("orientation", UPRIGHT)
-def test_an_image_is_turned_by_its_exif_orientation_unless_what_is_stored_is_asked_for(
-    form: str, orientation: int
-) -> None:
+def test_an_image_is_turned_by_its_orientation_unless_what_is_stored_is_asked_for(form: str, orientation: int) -> None:
     pixels = np.kron(numbers(3, 5, 3, dtype=np.uint8), np.ones((16, 16, 1), np.uint8))
     if form == "WEBP":
         pytest.importorskip("PIL._webp")
@@ -142,12 +135,6 @@ def test_an_image_is_turned_by_its_exif_orientation_unless_what_is_stored_is_ask
         assert (found == UPRIGHT[orientation](unpacked(plain, iscolor))).all() and found.flags.c_contiguous
     if form != "TIFF":  # whose orientation is no EXIF: OpenCV and Pillow follow it in any case
         assert (unpacked(stored) == unpacked(plain)).all()
-
-
-def test_16_bits_are_turned_too() -> None:
-    pixels = numbers(3, 4)
-    data = png(pixels, GREY, chunk(b"eXIf", oriented(6).removeprefix(b"Exif\0\0")))
-    assert (unpacked(data, 0) == np.rot90(pixels >> 8, -1)).all() and (unpacked(data) == pixels).all()
 
 
 TAG = b"II*\0\x08\0\0\0\x01\0\x12\x01"  # one field, the orientation
@@ -163,3 +150,38 @@ def test_damaged_exif_turns_nothing_and_is_no_error(form: str, exif: bytes) -> N
     pixels = numbers(3, 4, 3, dtype=np.uint8)
     data = with_exif(pixels, form, b"Exif\0\0" + exif)
     assert (unpacked(data, 1) == unpacked(data)).all()
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (5, 7, 3)])
+def test_images_come_back(shape: tuple[int, ...]) -> None:
+    image = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    header, decoded = unpack_img(pack_img(IRHeader(0, [1, 2], 4, 0), image, quality=3, img_fmt=".png"))
+    assert (header.flag, header.id) == (2, 4)
+    assert (decoded == image).all() and decoded.dtype == np.uint8
+    decoded[0] = 0  # writable
+    smooth = np.full(shape, 90, np.uint8)
+    smooth[:, 3:] = 120
+    packed = pack_img((0, 1.0, 4, 0), smooth)
+    assert np.abs(unpack_img(packed)[1].astype(int) - smooth).max() < 10
+    assert [unpack_img(packed, iscolor=iscolor)[1].shape for iscolor in (1, 0)] == [(5, 7, 3), (5, 7)]
+
+
+def test_quality_is_that_of_the_jpeg_and_loses_nothing_in_a_png() -> None:
+    image = np.random.default_rng(1).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    sizes = [len(pack_img((0, 1.0, 4, 0), image, quality=quality)) for quality in (10, 50, 95)]
+    assert sizes == sorted(set(sizes))
+    for quality in (0, 9, 95):
+        assert (unpack_img(pack_img((0, 1.0, 4, 0), image, quality, ".PNG"))[1] == image).all()
+
+
+def test_what_is_no_image_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for image in (np.zeros((2, 2)), np.zeros((2, 2, 5), np.uint8), np.zeros((0, 2), np.uint8)):
+        with pytest.raises(ValueError, match="an image is uint8 of shape"):
+            pack_img((0, 1.0, 0, 0), image)
+    with pytest.raises(ValueError, match=r"unknown image format '\.gif'"):
+        pack_img((0, 1.0, 0, 0), np.zeros((2, 2), np.uint8), img_fmt=".gif")
+    with pytest.raises(ValueError, match="unknown iscolor 2"):
+        unpack_img(b"", iscolor=2)
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(ImportError, match=r"pip install pillow"):
+        pack_img((0, 1.0, 0, 0), np.zeros((2, 2), np.uint8))

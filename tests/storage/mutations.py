@@ -1,17 +1,12 @@
-"""Damaged files: seeded mutations of a file's bytes, and a runner that sorts what reading each of them gives.
+"""Damaged files: seeded mutations of a file's bytes, each of which has to be refused, or to change nothing.
 
-    Subject("a.tar", content, payload, reference) --damaged(content, seed)--> a mutant
-    verdicts(subject, seeds, folder) -> {"right": 40, "refused": 150, "unnoticeable": 10}
+    assert_noticed(Subject("a.tar", content, payload, reference), range(200), tmp_path)
 
     right           the samples of the whole file
     refused         a `ShardError` that names the file, and a place in it
     unnoticeable    other samples, and the format cannot tell: only bytes inside samples differ, or the mutant is whole
                     by another reader (``reference``)
-    vague, raw, wrong, hang, crash       defects
-
-Children read the mutants, many each, so that a crash or a hang costs one child. A test is one line:
-
-    assert_noticed(subject, range(200), tmp_path)
+    vague, raw, wrong       defects
 
 To look at one seed: ``damaged(subject.content, seed)`` gives what was done, and the bytes.
 """
@@ -19,11 +14,9 @@ To look at one seed: ``damaged(subject.content, seed)`` gives what was done, and
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import random
 import re
 import shutil
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -32,13 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from sharded_loader import ShardDataset
 from sharded_loader.recordio import positioned
 from sharded_loader.storage.files import ShardError
-
-PATIENCE = 120.0
-"""Seconds without a verdict, after which a child hangs. One verdict takes a few milliseconds."""
 
 FINE = ("right", "refused", "unnoticeable")
 
@@ -58,25 +49,12 @@ def read_shards(path: str) -> list[Any]:
 
 @dataclass(frozen=True)
 class Subject:
-    """A file to be damaged.
+    """A file to be damaged."""
 
-    Attributes:
-        name: of the file, with its suffix.
-        content: its bytes.
-        payload: where the bytes lie whose change no reader can notice, as pairs of begin and end.
-        reference: what another reader makes of a mutant; None if that one is damaged. A function of a module.
-        read: a path to samples. A function of a module.
-        beside: files that lie beside it.
-        needs_place: whether an error has to name an offset or a sample.
-    """
-
-    name: str
+    name: str  # with its suffix
     content: bytes
-    payload: Sequence[tuple[int, int]] = ()
-    reference: Callable[[bytes], list[Any] | None] | None = None
-    read: Callable[[str], list[Any]] = read_shards
-    beside: tuple[tuple[str, bytes], ...] = ()
-    needs_place: bool = True
+    payload: Sequence[tuple[int, int]] = ()  # where the bytes lie whose change no reader can notice: begins and ends
+    reference: Callable[[bytes], list[Any] | None] | None = None  # another reader; it gives None for what is damaged
 
 
 def damaged(content: bytes, seed: int) -> tuple[str, bytes]:
@@ -117,55 +95,22 @@ KINDS = (
 )
 
 
-def verdicts(subject: Subject, seeds: Iterable[int], folder: Path) -> tuple[Counter[str], list[str]]:
-    """How often each verdict was given, and a line for each defect.
-
-    Args:
-        subject: what is damaged.
-        seeds: of the mutants.
-        folder: for files.
-    """
+def assert_noticed(subject: Subject, seeds: Iterable[int], folder: Path) -> None:
+    """Fail if a mutant gives wrong samples, or an error that does not help."""
     counts: Counter[str] = Counter()
     defects: list[str] = []
-    left = list(seeds)
-    context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-    while left:
-        ours, theirs = context.Pipe()
-        child = context.Process(target=_child, args=(subject, left, str(folder), theirs))
-        child.start()
-        theirs.close()
-        while left:
-            try:
-                verdict, text = ours.recv() if ours.poll(PATIENCE) else ("hang", "")
-            except EOFError:
-                child.join()
-                verdict, text = "crash", f"exit code {child.exitcode}"
-            seed = left.pop(0)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("TICK", "LONG_TICK"):
+            patch.setattr(positioned, name, 0)  # no mutant is changed while it is read
+        right = _read(subject, folder / "whole", subject.content)
+        for seed in seeds:
+            told, mutant = damaged(subject.content, seed)
+            verdict, text = _verdict(subject, folder / str(seed), mutant, right)
             counts[verdict] += 1
             if verdict not in FINE:
-                defects.append(f"{verdict}: seed {seed}: {damaged(subject.content, seed)[0]}: {text}")
-            if verdict in ("hang", "crash"):
-                child.kill()
-                break
-        child.join()
-        child.close()
-        ours.close()
-    return counts, defects
-
-
-def assert_noticed(subject: Subject, seeds: Iterable[int], folder: Path) -> None:
-    """Fail if a mutant gives wrong samples, an error that does not help, a crash or a hang."""
-    counts, defects = verdicts(subject, seeds, folder)
+                defects.append(f"{verdict}: seed {seed}: {told}: {text}")
     assert not defects, f"{subject.name}: {dict(counts)}\n" + "\n".join(defects[:20])
     assert counts["refused"] > 0, "no mutant was refused: do they reach the reader?"
-
-
-def _child(subject: Subject, seeds: list[int], folder: str, pipe: Any) -> None:
-    positioned.TICK = positioned.LONG_TICK = 0  # no mutant is changed while it is read
-    right = _read(subject, Path(folder) / "whole", subject.content)
-    for seed in seeds:
-        pipe.send(_verdict(subject, Path(folder) / str(seed), damaged(subject.content, seed)[1], right))
-    pipe.close()
 
 
 def _verdict(subject: Subject, folder: Path, mutant: bytes, right: list[Any]) -> tuple[str, str]:
@@ -175,7 +120,7 @@ def _verdict(subject: Subject, folder: Path, mutant: bytes, right: list[Any]) ->
         text = str(error)
         if subject.name not in text:
             return "vague", f"does not name the file: {text}"
-        if subject.needs_place and not PLACE.search(text):
+        if not PLACE.search(text):
             return "vague", f"names no place in the file: {text}"
         return "refused", ""
     except Exception as error:
@@ -198,10 +143,8 @@ def _read(subject: Subject, folder: Path, content: bytes) -> list[Any]:
     """The samples of these bytes, as a file in a folder of its own: no index of another mutant is found."""
     folder.mkdir()
     try:
-        for name, other in subject.beside:
-            (folder / name).write_bytes(other)
         (folder / subject.name).write_bytes(content)
-        return subject.read(str(folder / subject.name))
+        return read_shards(str(folder / subject.name))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -7,25 +7,29 @@ import json
 import random
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import fsspec
+import hypothesis
 import numpy as np
 import pytest
 from conftest import POOLS, make_pool
-from served import Served, serving
-from shards import closed, write_mds, write_tar  # noqa: F401
+from hypothesis import strategies as st
+from shards import Served, closed, number, serves, tar_of_numbers, write_mds, write_tar  # noqa: F401
 
 from sharded_loader import LoaderWarning, ShardCache, ShardDataset, ShardedDataLoader
 from sharded_loader.recordio import MXRecordIO
 from sharded_loader.storage import dataset as dataset_module
 from sharded_loader.storage import indexes as indexes_module
+from sharded_loader.storage import indexes as module
 from sharded_loader.storage import stores
 from sharded_loader.storage.files import ForbiddenShardError, ShardError, Stat
 from sharded_loader.storage.indexes import _HEAD as HEAD
-from sharded_loader.storage.indexes import VERSION, dumped, loaded
+from sharded_loader.storage.indexes import VERSION, Indexes, decode_texts, dumped, encode_texts, loaded
 from sharded_loader.storage.records import Lines
 from sharded_loader.storage.stores import ObjectStore
 
@@ -37,38 +41,31 @@ def value(number: int) -> bytes:
     return random.Random(number).randbytes(SIZE)
 
 
-def tar(path: Path, numbers: range) -> None:
-    write_tar(path, {f"{number:04}.bin": value(number) for number in numbers})
+def write_shard(path: Path, numbers: range) -> None:
+    """A shard of the format that its name says."""
+    values = [value(number) for number in numbers]
+    if path.suffix == ".tar":
+        write_tar(path, {f"{number:04}.bin": value(number) for number in numbers})
+    elif path.suffix == ".rec":
+        with MXRecordIO(str(path), "w") as file:
+            for one in values:
+                file.write(one)
+    elif path.suffix == ".txt":
+        path.write_text("".join(f"{one.hex()}\n" for one in values))
+    elif path.suffix == ".mds":
+        write_mds(path, {"bin": ("bytes", None)}, [[one] for one in values])
+    else:
+        pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        found = pyarrow.table({"bin": values})
+        if path.suffix == ".parquet":
+            parquet.write_table(found, path, row_group_size=LENGTH // 2)
+            return
+        new = pyarrow.ipc.new_file if path.suffix == ".arrow" else pyarrow.ipc.new_stream
+        with new(path, found.schema) as file:
+            file.write_table(found, max_chunksize=LENGTH // 2)
 
 
-def rec(path: Path, numbers: range) -> None:
-    with MXRecordIO(str(path), "w") as file:
-        for number in numbers:
-            file.write(value(number))
-
-
-def txt(path: Path, numbers: range) -> None:
-    path.write_text("".join(f"{value(number).hex()}\n" for number in numbers))
-
-
-def mds(path: Path, numbers: range) -> None:
-    write_mds(path, {"bin": ("bytes", None)}, [[value(number)] for number in numbers])
-
-
-def table(path: Path, numbers: range) -> None:
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    found = pyarrow.table({"bin": [value(number) for number in numbers]})
-    if path.suffix == ".parquet":
-        parquet.write_table(found, path, row_group_size=LENGTH // 2)
-        return
-    new = pyarrow.ipc.new_file if path.suffix == ".arrow" else pyarrow.ipc.new_stream
-    with new(path, found.schema) as file:
-        file.write_table(found, max_chunksize=LENGTH // 2)
-
-
-WRITE: dict[str, Callable[[Path, range], None]] = {
-    ".tar": tar, ".rec": rec, ".txt": txt, ".mds": mds, ".parquet": table, ".arrow": table, ".feather": table
-}  # fmt: skip
+SUFFIXES = (".tar", ".rec", ".txt", ".mds", ".parquet", ".arrow", ".feather")
 SCANNED = (".tar", ".rec", ".txt", ".arrow", ".feather")
 
 
@@ -83,18 +80,11 @@ def requests(dataset: ShardDataset) -> int:
     return dataset._shards.store.requests
 
 
-@pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
-    monkeypatch.setattr(stores, "PAUSE", 0.01)
-    with serving() as found:
-        yield found
-
-
 def fill(served: Served, folder: Path, suffix: str = ".tar", shards: int = SHARDS) -> list[str]:
     """Have shards served; their URLs."""
     for shard in range(shards):
         path = folder / f"{shard}{suffix}"
-        WRITE[suffix](path, range(shard * LENGTH, (shard + 1) * LENGTH))
+        write_shard(path, range(shard * LENGTH, (shard + 1) * LENGTH))
         served.files[f"/{path.name}"] = path.read_bytes()
     return [f"{served.url}{name}" for name in served.files]
 
@@ -113,10 +103,8 @@ def bytes_sent(served: Served) -> int:
 
 @pytest.mark.costly(4)
 @pytest.mark.parametrize("room", [None, "1 GB"], ids=["in parts", "cache for all"])
-@pytest.mark.parametrize("suffix", WRITE)
-def test_opening_reads_no_data_whatever_the_cache_could_hold(
-    served: Served, tmp_path: Path, suffix: str, room: str | None
-) -> None:
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_opening_reads_no_data_of_any_format(served: Served, tmp_path: Path, suffix: str, room: str | None) -> None:
     urls = fill(served, tmp_path, suffix)
     cache = None if room is None else ShardCache(tmp_path / "cache", room)
     with_cache = {"cache": cache, "index_folder": tmp_path / "indexes"}
@@ -161,9 +149,6 @@ def test_lengths_of_a_list_are_believed_until_the_shard_is_read(served: Served, 
                 dataset[LENGTH]
 
 
-# -- heads of shards ---------------------------------------------------------------------------------------------------
-
-
 def test_sixteen_heads_are_asked_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     together = threading.Barrier(16, timeout=60)  # passes only when sixteen wait
 
@@ -206,9 +191,7 @@ def numbers(count: int) -> list[str]:
 
 
 @pytest.mark.parametrize("may_list", [True, False])
-def test_sizes_come_from_the_list_of_the_folder_if_there_may_be_one(
-    memory: Any, monkeypatch: pytest.MonkeyPatch, may_list: bool
-) -> None:
+def test_sizes_come_from_a_list_of_the_folder_if_it_may_be_read(memory: Any, monkeypatch: Any, may_list: bool) -> None:
     def forbidden(*_: Any, **__: Any) -> Any:
         raise PermissionError("AccessDenied: s3:ListBucket")
 
@@ -226,7 +209,7 @@ def test_sizes_come_from_the_list_of_the_folder_if_there_may_be_one(
 
 
 @pytest.mark.costly(3)
-@pytest.mark.parametrize("suffix", WRITE)
+@pytest.mark.parametrize("suffix", SUFFIXES)
 def test_with_an_index_file_opening_is_one_request(served: Served, tmp_path: Path, suffix: str) -> None:
     urls = fill(served, tmp_path, suffix)
     first = ShardDataset(urls, index_folder=tmp_path / "indexes")
@@ -246,25 +229,13 @@ def test_with_an_index_file_opening_is_one_request(served: Served, tmp_path: Pat
 @pytest.mark.costly(2)
 @pytest.mark.parametrize("method", POOLS)
 def test_workers_read_by_the_index_file(served: Served, tmp_path: Path, method: str) -> None:
-    made = ShardDataset(fill(served, tmp_path), index_folder=tmp_path / "indexes")
+    served.files = {f"/{shard}.tar": tar_of_numbers(range(9 * shard, 9 * shard + 9)) for shard in range(3)}
+    made = ShardDataset([f"{served.url}{name}" for name in served.files], index_folder=tmp_path / "indexes")
     served.files["/shards.index"] = Path(made.write_index(tmp_path / "remote.index")).read_bytes()
-    made.close()
     dataset = ShardDataset(f"{served.url}/shards.index", index_folder=tmp_path / "others")
-    with ShardedDataLoader(dataset.transform(key), 5, pool=make_pool(method), shuffle=True, seed=1) as loader:
+    with ShardedDataLoader(dataset.transform(number), 5, pool=make_pool(method), shuffle=True, seed=1) as loader:
         for _ in range(2):
-            assert sorted(number for batch in loader for number in batch.tolist()) == list(range(TOTAL))
-
-
-def key(sample: dict[str, Any]) -> int:
-    return int(sample["__key__"])
-
-
-def test_an_index_file_lies_beside_its_shards_and_is_found(memory: Any, tmp_path: Path) -> None:
-    assert indexed(memory, tmp_path, 5) == "memory://opening/shards.index"
-    for number, pattern in enumerate((PATTERN, "memory://opening/shards.index")):
-        dataset = ShardDataset(pattern, index_folder=tmp_path / f"new {number}")
-        assert dataset.lengths.tolist() == [2] * 5 and not (tmp_path / f"new {number}").exists()
-        assert list(dataset) == numbers(10)
+            assert sorted(number for batch in loader for number in batch.tolist()) == list(range(27))
 
 
 def test_ten_thousand_shards_open_with_one_small_request(memory: Any, tmp_path: Path) -> None:
@@ -280,9 +251,7 @@ def test_ten_thousand_shards_open_with_one_small_request(memory: Any, tmp_path: 
     assert len(memory.cat_file(place)) > indexes_module.FIRST
 
 
-def test_shards_that_were_added_are_added_to_the_index_file(
-    memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_new_and_changed_shards_are_added_to_the_index_file(memory: Any, tmp_path: Path, monkeypatch: Any) -> None:
     indexed(memory, tmp_path)
     lines(memory, 5, 3)
     scanned: list[str] = []
@@ -294,6 +263,10 @@ def test_shards_that_were_added_are_added_to_the_index_file(
     dataset.write_index()
     assert sorted(scanned) == ["memory://opening/00003.txt", "memory://opening/00004.txt"]
     assert len(ShardDataset(PATTERN, index_folder=tmp_path / "third")) == 10
+    memory.pipe_file("/opening/00001.txt", b"x\n\n\n")
+    with pytest.warns(LoaderWarning, match=r"1 of the shards, such as .*00001\.txt \(it has changed since then"):
+        dataset = ShardDataset(PATTERN, index_folder=tmp_path / "fourth")
+    assert dataset.lengths.tolist() == [2, 3, 2, 2, 2] and list(dataset)[1:6] == ["1", "x", "", "", "4"]
 
 
 def test_a_folder_is_copied_with_its_index_file(memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,14 +299,6 @@ def test_shards_are_uploaded_with_their_index_file(served: Served, tmp_path: Pat
 
 
 # -- index files that do not fit ---------------------------------------------------------------------------------------
-
-
-def test_a_changed_shard_is_indexed_again_if_the_store_tells(memory: Any, tmp_path: Path) -> None:
-    indexed(memory, tmp_path)
-    memory.pipe_file("/opening/00001.txt", b"x\n\n\n")
-    with pytest.warns(LoaderWarning, match=r"1 of the shards, such as .*00001\.txt \(it has changed since then"):
-        dataset = ShardDataset(PATTERN, index_folder=tmp_path / "second")
-    assert dataset.lengths.tolist() == [2, 3, 2] and list(dataset) == ["0", "1", "x", "", "", "4", "5"]
 
 
 DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
@@ -396,7 +361,7 @@ CRAFTED: dict[str, Callable[[Any], Any]] = {
 )
 def test_an_index_file_that_lies_is_named(tmp_path: Path, suffix: str | None, array: str, crafted: str) -> None:
     """Its hashes are right. What it says is impossible."""
-    WRITE[suffix or ".txt"](tmp_path / f"0{suffix or '.txt'}", range(3))
+    write_shard(tmp_path / f"0{suffix or '.txt'}", range(3))
     place = Path(ShardDataset(tmp_path / f"0{suffix or '.txt'}", index_folder=tmp_path / "first").write_index())
     parts = parts_of(place.read_bytes())
     changed = parts[0 if suffix is None else 1]
@@ -416,7 +381,7 @@ def test_an_index_file_that_lies_is_named(tmp_path: Path, suffix: str | None, ar
 
 @pytest.mark.parametrize("crafted", [lambda array: array[::-1], lambda array: array + 512], ids=["swapped", "moved"])
 def test_an_index_with_wrong_offsets_gives_no_wrong_samples(tmp_path: Path, crafted: Any) -> None:
-    WRITE[".tar"](tmp_path / "0.tar", range(3))
+    write_shard(tmp_path / "0.tar", range(3))
     dataset = ShardDataset(tmp_path / "0.tar", index_folder=tmp_path)
     [place] = tmp_path.glob("*.arrays")
     index = loaded(place.read_bytes()) or {}
@@ -462,21 +427,6 @@ def test_the_place_of_an_index_file_must_be_known(tmp_path: Path) -> None:
     )
 
 
-def test_a_server_that_ignores_ranges_is_named_once(
-    served: Served, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    dataset = ShardDataset(fill(served, tmp_path, ".mds"), index_folder=tmp_path / "indexes")
-    dataset.close()
-    served.knows_parts = False
-    dataset = ShardDataset([f"{served.url}{name}" for name in served.files], index_folder=tmp_path / "others")
-    assert [content(sample) for sample in dataset] == [value(number) for number in range(TOTAL)]
-    [record] = caplog.records
-    assert f"the server of {served.url} ignores requests for parts" in record.message and "ShardCache" in record.message
-
-
-# -- one process of a machine indexes ----------------------------------------------------------------------------------
-
-
 def count_of(urls: list[str], folder: Path) -> int:
     dataset = ShardDataset(urls, index_folder=folder)
     length = len(dataset)
@@ -486,25 +436,78 @@ def count_of(urls: list[str], folder: Path) -> int:
 
 def test_one_of_several_datasets_indexes_and_the_others_wait(served: Served, tmp_path: Path) -> None:
     urls, together = fill(served, tmp_path), threading.Barrier(4)
-
-    def count() -> None:
-        together.wait()
-        assert count_of(urls, tmp_path / "indexes") == TOTAL
-
-    threads = [threading.Thread(target=count) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        counts = [threads.submit(lambda: (together.wait(), count_of(urls, tmp_path / "indexes"))[1]) for _ in range(4)]
+    assert [count.result() for count in counts] == [TOTAL] * 4
     assert bytes_sent(served) == sum(map(len, served.files.values()))
 
 
-def test_a_folder_without_locks_is_used_without_them(
-    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(path: Path) -> Any:
-        raise NotImplementedError("FileSystem does not appear to support flock")
-
-    monkeypatch.setattr(indexes_module, "lock_at", refused)
+def test_a_folder_without_locks_is_used_without_them(served: Served, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(indexes_module, "lock_at", Mock(side_effect=NotImplementedError("no flock")))
     assert [count_of(fill(served, tmp_path), tmp_path / "indexes") for _ in range(2)] == [TOTAL] * 2
     assert bytes_sent(served) == sum(map(len, served.files.values()))
+
+
+STAT = Stat(100, "first")
+
+
+MADE = {"offsets": np.arange(3), "length": np.array(2)}
+
+
+def test_an_index_is_made_once_in_the_folder_that_was_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, folder = Mock(return_value=MADE), tmp_path / "not" / "there"
+    monkeypatch.chdir(tmp_path)
+    indexes = Indexes(Path("not") / "there")
+    monkeypatch.chdir("/")
+    for one in (indexes, Indexes(folder)):
+        found = one.of("tar", "s3://b/a.tar", STAT, make)
+        assert found["offsets"].tolist() == [0, 1, 2] and int(found["length"]) == 2
+    make.assert_called_once()
+    assert [path.suffix for path in folder.iterdir() if path.is_file()] == [".arrays"]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [("mds", "s3://b/a.tar", STAT), ("tar", "s3://b/c.tar", STAT), ("tar", "s3://b/a.tar", Stat(100, "second")), None],
+)
+def test_another_shard_has_another_index(tmp_path: Path, changed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, indexes = Mock(return_value=MADE), Indexes(tmp_path)
+    indexes.of("tar", "s3://b/a.tar", STAT, make)
+    if changed is None:  # as of another version
+        monkeypatch.setattr(module, "VERSION", module.VERSION + 1)
+    indexes.of(*(changed or ("tar", "s3://b/a.tar", STAT)), make)
+    assert make.call_count == 2
+
+
+@pytest.mark.parametrize("damage", ["", "nonsense", "cut", "a byte"])
+def test_a_damaged_index_is_made_again(tmp_path: Path, damage: str) -> None:
+    make, indexes = Mock(return_value=MADE), Indexes(tmp_path)
+    indexes.of("tar", "a.tar", STAT, make)
+    [path] = tmp_path.glob("*.arrays")
+    whole = path.read_bytes()
+    for at in range(0, len(whole), 5) if damage == "a byte" else ():
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 32]) + whole[at + 1 :])
+        assert module.load(path) is None, at
+    if damage != "a byte":
+        path.write_bytes(whole[:-30] if damage == "cut" else damage.encode())
+    for _ in range(2):
+        assert indexes.of("tar", "a.tar", STAT, make)["offsets"].tolist() == [0, 1, 2]
+    assert make.call_count == 2
+
+
+def test_a_folder_that_cannot_be_written_to_is_told_of_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    make, indexes = Mock(return_value=MADE), Indexes(tmp_path / "file")
+    with pytest.warns(UserWarning, match="cannot be kept in .*index_folder="):
+        indexes.of("tar", "a.tar", STAT, make)
+    indexes.of("tar", "a.tar", STAT, make)
+    assert make.call_count == 2
+
+
+@hypothesis.given(st.lists(st.text()), st.data())
+def test_texts_come_back(texts: list[str], data: st.DataObject) -> None:
+    texts = [text.encode("utf-8", "ignore").decode() for text in texts]
+    assert decode_texts(encode_texts(texts)) == texts
+    if texts:
+        which = data.draw(st.lists(st.integers(0, len(texts) - 1)))
+        assert decode_texts(encode_texts(texts), which) == [texts[i] for i in which]

@@ -3,52 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import signal
-from collections.abc import Iterator
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import METHODS, POOLS, PROCESS_POOLS, make_pool
-from served import Served, serving
-from shards import tar_of_numbers
+from shards import Served, closed, serves, tar_of_numbers  # noqa: F401
 
 from sharded_loader import ProcessPool, ShardCache, ShardDataset, ShardedDataLoader, ShardShuffleSampler, sample_rng
-from sharded_loader.storage import stores
 
 SHARDS, LENGTH, BATCH = 8, 24, 6
+SERVED = {f"/{shard}.tar": tar_of_numbers(range(LENGTH * shard, LENGTH * (shard + 1))) for shard in range(SHARDS)}
 TOTAL = SHARDS * LENGTH
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Eight shards of 24 samples; sample i is the number i."""
-    paths = [tmp_path_factory.mktemp("shards") / f"{shard}.tar" for shard in range(SHARDS)]
-    for shard, path in enumerate(paths):
-        path.write_bytes(tar_of_numbers(range(LENGTH * shard, LENGTH * (shard + 1))))
-    return paths
-
-
-@pytest.fixture
-def served(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
-    """A server of the shards."""
-    monkeypatch.setattr(stores, "PAUSE", 0.01)
-    with serving() as found:
-        found.files.update({f"/{path.name}": path.read_bytes() for path in files})
-        yield found
-
-
 @pytest.fixture(params=["cached", "in parts"])
-def shards(request: pytest.FixtureRequest, served: Served, tmp_path: Path) -> Iterator[ShardDataset]:
+def shards(request: pytest.FixtureRequest, served: Served, tmp_path: Path) -> ShardDataset:
     """With a cache that has room for half of the shards, and without one."""
-    size = len(served.files["/0.tar"])
-    cache = ShardCache(tmp_path / "cache", SHARDS // 2 * size) if request.param == "cached" else None
-    urls = [f"{served.url}/{shard}.tar" for shard in range(SHARDS)]
-    made = ShardDataset(urls, cache=cache, index_folder=tmp_path / "indexes")
-    yield made
-    made.close()
+    room = SHARDS // 2 * len(SERVED["/0.tar"])
+    cache = ShardCache(tmp_path / "cache", room) if request.param == "cached" else None
+    return ShardDataset([f"{served.url}{name}" for name in SERVED], cache=cache, index_folder=tmp_path / "indexes")
 
 
 def number(sample: dict[str, Any]) -> tuple[int, int]:
@@ -66,9 +47,12 @@ def listed(batches: Any) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def expected(files: list[Path], tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """Two epochs, read from this machine's disk without workers."""
-    shards = ShardDataset([str(path) for path in files], index_folder=tmp_path_factory.mktemp("indexes"))
+    folder = tmp_path_factory.mktemp("shards")
+    for name, content in SERVED.items():
+        Path(f"{folder}{name}").write_bytes(content)
+    shards = ShardDataset(folder / "*.tar", index_folder=folder)
     with contextlib.closing(shards), loader_of(shards) as loader:
         return [listed(loader) for _ in range(2)]
 
@@ -133,3 +117,56 @@ def test_a_shard_that_is_gone_costs_its_own_samples(shards: ShardDataset, served
         assert set(found) == set(range(TOTAL)) - lost
         assert {index for index, _ in loader.skipped} == lost
         assert all("5.tar" in str(error) for _, error in loader.skipped)
+
+
+RANK = """
+import json, os, sys
+import torch.distributed as dist
+from sharded_loader import ShardCache, ShardDataset, ShardedDataLoader, ShardShuffleSampler
+
+urls, out, host = sys.argv[1:]
+dist.init_process_group("gloo")
+cache = ShardCache(os.path.join(out, "cache-" + host), 150_000)  # room for half of the shards
+shards = ShardDataset(urls.split(), cache=cache)
+dataset = shards.transform(lambda sample: int(sample["txt"]))
+order = ShardShuffleSampler(shards.lengths, window=2, lanes=4, seed=1)
+with ShardedDataLoader(dataset, 5, sampler=order, num_replicas="auto", num_workers=1) as loader:
+    epochs = [[batch.tolist() for batch in loader] for _ in range(2)]
+with open(os.path.join(out, f"rank-{dist.get_rank()}.json"), "w") as file:
+    json.dump(epochs, file)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_four_ranks_read_the_same_on_one_two_and_four_hosts(served: Served, tmp_path: Path) -> None:
+    """Hosts are groups of processes here."""
+    urls, script = " ".join(f"{served.url}{name}" for name in SERVED), tmp_path / "rank.py"
+    script.write_text(RANK)
+
+    def read(hosts: int) -> list[Any]:
+        """What each rank reads in two epochs."""
+        (out := tmp_path / f"{hosts}").mkdir()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={hosts}", f"--nproc-per-node={4 // hosts}"]
+        command += ["--master-addr=127.0.0.1", f"--master-port={port}"]
+        running = [
+            subprocess.Popen(
+                [*command, f"--node-rank={host}", str(script), urls, str(out), str(host)],
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+            for host in range(hosts)
+        ]
+        assert [one.wait(100) for one in running] == [0] * hosts
+        assert all(any((out / f"cache-{host}").glob("*.shard")) for host in range(hosts))  # each has fetched its own
+        return [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(4)]
+
+    one, two, four = map(read, (1, 2, 4))
+    assert one == two == four
+    for epoch in range(2):
+        assert sorted(index for rank in one for batch in rank[epoch] for index in batch) == list(range(TOTAL))
+    shards_of = [{index // LENGTH for batch in rank[0] for index in batch} for rank in one]
+    assert sum(map(len, shards_of)) == SHARDS  # four lanes: no shard is read by two ranks

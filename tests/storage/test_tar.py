@@ -7,17 +7,19 @@ import io
 import lzma
 import subprocess
 import tarfile
-from collections.abc import Callable
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import POOLS, make_pool
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shards import closed, write_tar  # noqa: F401
+from shards import closed, read_rows, write_tar  # noqa: F401
 
 from sharded_loader import ShardDataset, ShardedDataLoader
-from sharded_loader.storage.files import LocalFile, ShardError
+from sharded_loader.storage.files import ShardError
 from sharded_loader.storage.tar import Tar
 
 MEMBERS = {
@@ -34,13 +36,7 @@ MEMBERS = {
 }
 
 
-def read(path: Path, rows: list[int]) -> list[dict[str, object]]:
-    file = LocalFile(str(path))
-    try:
-        index = Tar().index(file)
-        return Tar().read(file, index, rows)
-    finally:
-        file.close()
+read = partial(read_rows, Tar())
 
 
 def test_members_of_one_name_are_one_sample(tmp_path: Path) -> None:
@@ -57,37 +53,12 @@ def test_members_of_one_name_are_one_sample(tmp_path: Path) -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(contents=st.lists(st.lists(st.binary(max_size=1200), min_size=1, max_size=3), max_size=6), data=st.data())
-def test_any_row_is_read(
-    tmp_path_factory: pytest.TempPathFactory, contents: list[list[bytes]], data: st.DataObject
-) -> None:
+def test_any_row_is_read(tmp_path_factory: Any, contents: list[list[bytes]], data: st.DataObject) -> None:
     path = tmp_path_factory.mktemp("tar") / "a.tar"
     write_tar(path, {f"{i}.x{j}": part for i, parts in enumerate(contents) for j, part in enumerate(parts)})
     rows = data.draw(st.lists(st.integers(0, len(contents) - 1), max_size=9)) if contents else []
     expected = [{"__key__": str(i), **{f"x{j}": part for j, part in enumerate(contents[i])}} for i in rows]
     assert read(path, rows) == expected
-
-
-def test_what_is_no_plain_tar_file_is_named(tmp_path: Path) -> None:
-    write_tar(tmp_path / "a.tar", MEMBERS)
-    (tmp_path / "b.tar").write_bytes(gzip.compress((tmp_path / "a.tar").read_bytes()))
-    (tmp_path / "c.tar").write_bytes(b"nonsense" * 200)
-    (tmp_path / "d.tar").write_bytes((tmp_path / "a.tar").read_bytes()[:700])
-    for name in "bcd":
-        with pytest.raises(ShardError, match=rf"{name}\.tar is not a (plain|complete) tar file"):
-            read(tmp_path / f"{name}.tar", [0])
-
-
-def test_an_empty_or_compressed_file_is_called_that(tmp_path: Path) -> None:
-    path = tmp_path / "a.tar"
-    for content, text in (
-        (b"", "it is empty.*: copy or write it again"),
-        (gzip.compress(bytes(ten())), "it is compressed with gzip.*: decompress it with gzip -d"),
-        (lzma.compress(bytes(ten())), "it is compressed with xz"),
-        (b"<html>" * 200, "invalid header.*: give format= if it has another format"),
-    ):
-        path.write_bytes(content)
-        with pytest.raises(ShardError, match=rf"a\.tar is not a plain tar file \(offset 0: {text}"):
-            Tar().index(LocalFile(str(path)))
 
 
 def test_members_of_a_sample_that_stand_apart_are_one_sample(tmp_path: Path) -> None:
@@ -123,77 +94,83 @@ def test_an_extension_that_comes_twice_is_named(tmp_path: Path, between: dict[st
         read(tmp_path / "a.tar", [0])
 
 
-def ten() -> bytearray:
-    """A tar file of ten members, of a header and a block each."""
+def written(names: Sequence[str]) -> bytes:
+    """A tar file of members of four bytes: a header and a block each."""
     content = io.BytesIO()
-    with tarfile.open(fileobj=content, mode="w") as tar:
-        for i in range(10):
-            member = tarfile.TarInfo(f"{i:04}.txt")
+    with tarfile.open(fileobj=content, mode="w") as file:
+        for name in names:
+            member = tarfile.TarInfo(name)
             member.size = 4
-            tar.addfile(member, io.BytesIO(b"%04d" % i))
-    return bytearray(content.getvalue())
+            file.addfile(member, io.BytesIO(name[:4].encode()))
+    return content.getvalue()
 
 
-def flipped() -> bytes:
-    content = ten()
-    content[4096 + 10] ^= 1
-    return bytes(content)
-
-
-@pytest.mark.parametrize(
-    ("damage", "offset"),
-    [
-        (flipped, 4096),
-        (lambda: ten()[:4096], 4096),
-        (lambda: ten()[: 6 * 1024 + 100], 6144),
-        (lambda: ten()[: 6 * 1024 + 514], 6144),
-        (lambda: ten()[:4096] + bytes(1024) + ten()[5120:], 4096),
-        (lambda: ten()[:10240] + bytes(512), 10240),
-        (lambda: ten()[:4096] + bytes(20480 - 4096), 4096),
-        (lambda: ten() + ten(), 10240),
-        (lambda: ten()[:10240] + bytes(1024) + b"x", 10240),
-    ],
-    ids=["bit", "between", "header", "data", "hole", "end mark", "zeros", "two", "rest"],
+TEN = written([f"{i:04}.txt" for i in range(10)])
+PLAIN, WHOLE = (
+    r"is not a plain tar file \(offset 0: {}",
+    r"is not a complete tar file \(offset {}: .*Copy or write it again",
 )
-def test_a_damaged_header_is_an_error_that_names_the_offset(
-    tmp_path: Path, damage: Callable[[], bytes], offset: int
-) -> None:
-    (tmp_path / "a.tar").write_bytes(damage())
-    with pytest.raises(
-        ShardError, match=rf"a\.tar is not a complete tar file \(offset {offset}: .*Copy or write it again"
-    ):
+NO_TAR: dict[str, tuple[bytes, str]] = {
+    "bit": (TEN[:4106] + bytes([TEN[4106] ^ 1]) + TEN[4107:], WHOLE.format(4096)),
+    "between": (TEN[:4096], WHOLE.format(4096)),
+    "header": (TEN[: 6 * 1024 + 100], WHOLE.format(6144)),
+    "data": (TEN[: 6 * 1024 + 514], WHOLE.format(6144)),
+    "hole": (TEN[:4096] + bytes(1024) + TEN[5120:], WHOLE.format(4096)),
+    "end mark": (TEN[:10240] + bytes(512), WHOLE.format(10240)),
+    "zeros": (TEN[:4096] + bytes(20480 - 4096), WHOLE.format(4096)),
+    "two": (TEN + TEN, WHOLE.format(10240)),
+    "rest": (TEN[:10240] + bytes(1024) + b"x", WHOLE.format(10240)),
+    "a copied member": (TEN[:1024] + TEN, "the sample '0000' has two members"),
+    "some copied members": (TEN[: 7 * 1024] + TEN[4 * 1024 :], "the sample '0004' has two members"),
+    "empty": (b"", PLAIN.format("it is empty.*: copy or write it again")),
+    "gzip": (gzip.compress(TEN), PLAIN.format("it is compressed with gzip.*: decompress it with gzip -d")),
+    "xz": (lzma.compress(TEN), PLAIN.format("it is compressed with xz")),
+    "a page": (b"<html>" * 200, PLAIN.format("invalid header.*: give format= if it has another format")),
+}
+
+
+@pytest.mark.parametrize("kind", NO_TAR)
+def test_what_is_no_whole_tar_file_is_an_error_that_says_why_and_where(tmp_path: Path, kind: str) -> None:
+    content, said = NO_TAR[kind]
+    (tmp_path / "a.tar").write_bytes(content)
+    with pytest.raises(ShardError, match=rf"a\.tar(:)? {said}"):
         read(tmp_path / "a.tar", [0])
 
 
 @pytest.mark.parametrize("blocks", [1, 20, 64, 2048])
 def test_zeros_up_to_the_end_of_a_record_are_no_damage(tmp_path: Path, blocks: int) -> None:
     record = 512 * blocks
-    (tmp_path / "a.tar").write_bytes(ten()[:10240] + bytes(-(-(10240 + 1024) // record) * record - 10240))
+    (tmp_path / "a.tar").write_bytes(TEN[:10240] + bytes(-(-(10240 + 1024) // record) * record - 10240))
     assert read(tmp_path / "a.tar", [9]) == [{"__key__": "0009", "txt": b"0009"}]
 
 
-def with_links(path: Path, links: dict[str, tuple[bytes, str]]) -> None:
-    with tarfile.open(path, "w") as tar:
-        for name in ("d/000.txt", "d/notes"):
-            member = tarfile.TarInfo(name)
-            member.size = 3
-            tar.addfile(member, io.BytesIO(b"abc"))
-        for name, (kind, target) in links.items():
-            link = tarfile.TarInfo(name)
-            link.type, link.linkname = kind, target
-            tar.addfile(link)
+NOT_READ: dict[str, tuple[dict[str, Any], str | None]] = {
+    "a folder": ({"type": tarfile.DIRTYPE}, None),
+    "a pipe": ({"type": tarfile.FIFOTYPE}, None),
+    "a volume": ({"type": b"V"}, None),
+    "a part": ({"type": b"M"}, "is a part of a file of several volumes"),
+    **{
+        f"{kind.decode()} {target}": ({"type": kind, "linkname": target}, "is a link to .*tar -h")
+        for kind in (tarfile.LNKTYPE, tarfile.SYMTYPE)
+        for target in ("0000.txt", "/etc/passwd")
+    },
+}
 
 
-def test_directories_and_devices_are_skipped(tmp_path: Path) -> None:
-    with_links(tmp_path / "a.tar", {"e.d": (tarfile.DIRTYPE, ""), "g.fifo": (tarfile.FIFOTYPE, ""), "h": (b"V", "")})
-    assert read(tmp_path / "a.tar", [0]) == [{"__key__": "d/000", "txt": b"abc"}]
-
-
-@pytest.mark.parametrize("kind", [tarfile.LNKTYPE, tarfile.SYMTYPE])
-@pytest.mark.parametrize("target", ["d/000.txt", "/etc/passwd"])
-def test_a_link_is_named(tmp_path: Path, kind: bytes, target: str) -> None:
-    with_links(tmp_path / "a.tar", {"d/001.txt": (kind, target)})
-    with pytest.raises(ShardError, match=r"a\.tar, offset 2048: 'd/001\.txt' is a link to .*tar -h"):
+@pytest.mark.parametrize("kind", NOT_READ)
+def test_a_member_that_is_no_file_is_left_out_or_named(tmp_path: Path, kind: str) -> None:
+    """Left out are those that hold nothing."""
+    facts, said = NOT_READ[kind]
+    with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.GNU_FORMAT) as file:
+        file.addfile(tarfile.TarInfo("0000.txt"))
+        member = tarfile.TarInfo("0001.txt")
+        for name, value in facts.items():
+            setattr(member, name, value)
+        file.addfile(member)
+    if said is None:
+        assert read(tmp_path / "a.tar", [0]) == [{"__key__": "0000", "txt": b""}]
+        return
+    with pytest.raises(ShardError, match=rf"a\.tar, offset 512: '0001\.txt' {said}"):
         read(tmp_path / "a.tar", [0])
 
 
@@ -229,27 +206,10 @@ def test_a_sparse_member_of_the_program_tar_is_an_error(tmp_path: Path, kind: st
         read(tmp_path / "a.tar", [0])
 
 
-@pytest.mark.parametrize(("kind", "is_read"), [(b"M", False), (b"7", True), (b"Z", True)])
-def test_a_member_of_an_unknown_kind_is_a_file_and_a_part_of_one_an_error(
-    tmp_path: Path, kind: bytes, is_read: bool
-) -> None:
-    with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.GNU_FORMAT) as tar:
-        member = tarfile.TarInfo("a.txt")
-        member.type, member.size = kind, 3
-        tar.addfile(member, io.BytesIO(b"abc"))
-    if is_read:
-        assert read(tmp_path / "a.tar", [0]) == [{"__key__": "a", "txt": b"abc"}]
-    else:
-        with pytest.raises(ShardError, match=r"offset 0: 'a\.txt' is a part of a file of several volumes"):
-            read(tmp_path / "a.tar", [0])
-
-
-@pytest.mark.parametrize("between", [1, 3])
-def test_a_member_that_damage_has_copied_is_an_error_and_no_sample_more(tmp_path: Path, between: int) -> None:
-    content = ten()
-    for number in (0, 4):
-        (tmp_path / "a.tar").write_bytes(content[: (number + between) * 1024] + content[number * 1024 :])
-        with pytest.raises(
-            ShardError, match=rf"the sample '{number:04}' has two members \.txt|not a complete tar file"
-        ):
-            read(tmp_path / "a.tar", [0])
+@pytest.mark.parametrize("kind", [b"7", b"Z"])
+def test_a_member_of_an_unknown_kind_is_a_file(tmp_path: Path, kind: bytes) -> None:
+    member = tarfile.TarInfo("a.txt")
+    member.type, member.size = kind, 3
+    with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.GNU_FORMAT) as file:
+        file.addfile(member, io.BytesIO(b"abc"))
+    assert read(tmp_path / "a.tar", [0]) == [{"__key__": "a", "txt": b"abc"}]

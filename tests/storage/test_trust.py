@@ -6,8 +6,6 @@ import json
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +14,11 @@ import fsspec
 import numpy as np
 import pytest
 from conftest import POOLS, make_pool
-from served import RangeHandler, listening
-from shards import closed  # noqa: F401
+from shards import Served, closed, serves, serving  # noqa: F401
 from yarl import URL
 
 from sharded_loader import ShardDataset, ShardedDataLoader
-from sharded_loader.storage import indexes, stores
+from sharded_loader.storage import indexes
 from sharded_loader.storage.files import ShardError, Stat, host_of, joined, shown, trusted
 from sharded_loader.storage.indexes import dumped, loaded
 from sharded_loader.storage.lists import parse_trust
@@ -35,47 +32,16 @@ OPTIONS = {
 }
 
 
-@dataclass
-class Host:
-    """A server: its files, where it redirects to, and all headers of all requests that it got."""
-
-    files: dict[str, bytes] = field(default_factory=dict)
-    moved: dict[str, str] = field(default_factory=dict)
-    heard: list[str] = field(default_factory=list)
-    url: str = ""
-
-    @property
-    def got(self) -> set[str]:
-        """The secrets that it got."""
-        return {secret for secret in (*SECRETS, "Basic") if any(secret in heard for heard in self.heard)}
-
-
 @pytest.fixture
-def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Host, Host]]:
-    monkeypatch.setattr(stores, "PAUSE", 0.01)
-    with ExitStack() as stack:
-        found = []
-        for host in (Host(), Host()):
+def other() -> Iterator[Served]:
+    """A second server, beside `served`."""
+    with serving() as found:
+        yield found
 
-            class Handler(RangeHandler):
-                def answer(self, with_bytes: bool, host: Host = host) -> None:
-                    host.heard.append(f"{self.path}\n{self.headers}")
-                    path = self.path.partition("?")[0]
-                    if path in host.moved:
-                        return self.head(307, 0, Location=host.moved[path])
-                    if path not in host.files:
-                        return self.head(404, 0)
-                    content, asked = host.files[path], self.asked(len(host.files[path]))
-                    begin, end = asked or (0, len(content))
-                    part = f"{begin}-{end - 1}/{len(content)}" if asked else None
-                    self.head(206 if asked else 200, end - begin, part)
-                    if with_bytes:
-                        self.wfile.write(content[begin:end])
-                    return None
 
-            host.url = stack.enter_context(listening(Handler))
-            found.append(host)
-        yield found[0], found[1]
+def got(host: Served) -> set[str]:
+    """The secrets that it got."""
+    return {secret for secret in (*SECRETS, "Basic") if any(secret in heard for heard in host.heard)}
 
 
 def _index(url: str, names: list[str]) -> bytes:
@@ -95,44 +61,20 @@ def urls_of(dataset: ShardDataset) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", LISTS)
-def test_a_list_opens_no_file_of_this_machine_and_no_other_host(
-    hosts: tuple[Host, Host], tmp_path: Path, kind: str
-) -> None:
-    own, other = hosts
+def test_a_list_opens_no_file_here_and_no_other_host(served: Served, other: Served, tmp_path: Path, kind: str) -> None:
     (tmp_path / "secret.txt").write_text("password\n")
     path = (tmp_path / "secret.txt").as_posix()
     other.files["/a.txt"] = b"one\ntwo\n"
     names = [path, f"file://{path}", f"local://{path}", f"simplecache::file://{path}", f"/{path}", f"FILE://{path}"]
     for name in (*names, f"{other.url}/a.txt", f"ftp://127.0.0.1/{path}", "memory://a.txt", "../a.txt", "x\0.txt"):
-        own.files[f"/set/{kind}"] = LISTS[kind](f"{own.url}/set/{kind}", [name])
+        served.files[f"/set/{kind}"] = LISTS[kind](f"{served.url}/set/{kind}", [name])
         with pytest.raises(ShardError, match=rf"/set/{kind} names .*\. If you trust this name, give ShardDataset"):
-            ShardDataset(f"{own.url}/set/{kind}", "lines", index_folder=tmp_path)
+            ShardDataset(f"{served.url}/set/{kind}", "lines", index_folder=tmp_path)
     assert not other.heard
 
 
 @pytest.mark.parametrize("kind", LISTS)
-def test_a_list_on_this_machine_is_data_too(tmp_path: Path, kind: str) -> None:
-    folder = tmp_path / "set"
-    folder.mkdir()
-    for path in (folder / "a.txt", tmp_path / "b.txt"):
-        path.write_text("1\n2\n")
-    root = tmp_path.as_posix()
-
-    def read(name: str, **options: Any) -> list[str]:
-        (folder / kind).write_bytes(LISTS[kind]((folder / kind).as_posix(), [name]))
-        return urls_of(ShardDataset(folder / kind, index_folder=tmp_path / "indexes", format="lines", **options))
-
-    for name in ("a.txt", f"{root}/set/a.txt", "../set/a.txt"):
-        assert read(name) == [f"{root}/set/a.txt"]
-    for name in (f"{root}/b.txt", "../b.txt", f"file://{root}/set/../b.txt"):
-        with pytest.raises(ShardError, match=rf"names .*b\.txt'.*trust='{root}/'\)"):
-            read(name)
-        for trust in (tmp_path, f"file://{root}", [f"{tmp_path}/"], {str(tmp_path): {}}, True):
-            assert read(name, trust=trust) == [f"{root}/b.txt"]
-
-
-@pytest.mark.parametrize("kind", LISTS)
-def test_a_list_may_be_named_from_another_folder(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_on_this_machine_is_data_too_however_it_is_named(tmp_path: Path, kind: str, monkeypatch: Any) -> None:
     real, root = tmp_path / "real" / "set", tmp_path.as_posix()
     for folder in (real, tmp_path / "from"):
         folder.mkdir(parents=True)
@@ -141,19 +83,28 @@ def test_a_list_may_be_named_from_another_folder(tmp_path: Path, kind: str, monk
     (tmp_path / "link").symlink_to(real, target_is_directory=True)
     monkeypatch.chdir(tmp_path / "from")
 
-    def read(url: Any, name: str, trust: Any = False) -> list[str]:
+    def read(name: str, trust: Any = False, url: Any = real / kind) -> list[str]:
         (real / kind).write_bytes(LISTS[kind]((real / kind).as_posix(), [name]))
         return urls_of(ShardDataset(url, index_folder=tmp_path / "indexes", format="lines", trust=trust))
 
+    for name in ("a.txt", f"{root}/real/set/a.txt", "../set/a.txt"):
+        assert read(name) == [f"{root}/real/set/a.txt"]
     # The parent of a link is that of its folder, as for the system.
-    for url in ("../real/set/", "../from/../real//set/", f"{root}//real/./set/", f"file://{root}/from/../real/set/"):
-        assert read(url + kind, "a.txt") == [f"{root}/real/set/a.txt"], url
-    assert read("../link/../set/" + kind, "a.txt") == [f"{root}/real/set/a.txt"]
-    for trust in ("../real", Path("..") / "real", f"file://{root}/from/../real"):
-        assert read(real / kind, "../b.txt", trust) == [f"{root}/real/b.txt"]
-    for trust in (".", "../rea", "../real/../from"):
-        with pytest.raises(ShardError, match=r"names .*b\.txt"):
-            read(real / kind, "../b.txt", trust)
+    places = ("../real/set/", "../from/../real//set/", f"{root}//real/./set/", f"file://{root}/from/../real/set/")
+    for url in (*places, "../link/../set/"):
+        assert read("a.txt", url=url + kind) == [f"{root}/real/set/a.txt"], url
+    for name in (f"{root}/real/b.txt", "../b.txt", f"file://{root}/real/set/../b.txt"):
+        with pytest.raises(ShardError, match=rf"names .*b\.txt'.*trust='{root}/real/'\)"):
+            read(name)
+        places = (real.parent, f"file://{root}/real", [f"{real.parent}/"], {str(real.parent): {}}, True)
+        for trust in (*places, "../real", Path("..") / "real", f"file://{root}/from/../real"):
+            assert read(name, trust) == [f"{root}/real/b.txt"]
+        for trust in (".", "../rea", "../real/../from"):
+            with pytest.raises(ShardError, match=r"names .*b\.txt"):
+                read(name, trust)
+    for trust in (5, [5], None, {"s3://b": 7}):
+        with pytest.raises(TypeError, match="trust must be a URL or path, a list of them"):
+            read("a.txt", trust)
 
 
 @pytest.mark.parametrize(
@@ -184,12 +135,6 @@ def test_another_bucket_is_another_place() -> None:
     assert joined("s3://b/i.json", ["s3://c/x", "s3://c-2/y", "s3://b/z"], parse_trust("s3://"))[2] == "s3://b/z"
 
 
-def test_trust_is_places_or_true() -> None:
-    for trust in (5, [5], None, {"s3://b": 7}):
-        with pytest.raises(TypeError, match="trust must be a URL or path, a list of them"):
-            ShardDataset("a.txt", trust=trust)  # type: ignore[arg-type]
-
-
 def test_an_index_file_beside_shards_opens_nothing_that_was_not_named(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\n")
     place = (tmp_path / "shards.index").as_posix()
@@ -209,27 +154,21 @@ def test_nothing_that_is_read_is_unpickled() -> None:
 
 @pytest.mark.costly(2)
 @pytest.mark.parametrize("method", POOLS)
-def test_credentials_go_to_the_host_they_were_given_for(hosts: tuple[Host, Host], tmp_path: Path, method: str) -> None:
-    own, other = hosts
-    own.files["/a.txt"], other.files["/b.txt"] = b"0\n1\n", b"2\n3\n"
-    own.files["/index.json"] = json.dumps(["a.txt", f"{other.url}/b.txt"]).encode()
+def test_credentials_go_to_the_host_they_are_for(served: Served, other: Served, tmp_path: Path, method: str) -> None:
+    served.files["/a.txt"], other.files["/b.txt"] = b"0\n1\n", b"2\n3\n"
+    served.files["/index.json"] = json.dumps(["a.txt", f"{other.url}/b.txt"]).encode()
     theirs = {"headers": {"X-Api-Key": "theirs"}}
     for trust, is_theirs in ((True, False), (other.url, False), ({other.url: theirs}, True)):
         other.heard.clear()
         dataset = ShardDataset(
-            f"{own.url}/index.json", storage_options=OPTIONS, index_folder=tmp_path / f"{is_theirs}", trust=trust
+            f"{served.url}/index.json", storage_options=OPTIONS, index_folder=tmp_path / f"{is_theirs}", trust=trust
         )
         with ShardedDataLoader(dataset.transform(int), 2, pool=make_pool(method)) as loader:
             assert [number for batch in loader for number in batch.tolist()] == [0, 1, 2, 3]
-        assert len(other.heard) > 1 and other.got == set() and own.got == set(SECRETS)
+        assert len(other.heard) > 1 and got(other) == set() and got(served) == set(SECRETS)
         assert all(("theirs" in heard) == is_theirs for heard in other.heard)
-
-
-def test_hosts_that_the_user_names_get_the_options(hosts: tuple[Host, Host], tmp_path: Path) -> None:
-    for host in hosts:
-        host.files["/a.txt"] = b"0\n"
-    dataset = ShardDataset([f"{host.url}/a.txt" for host in hosts], storage_options=OPTIONS, index_folder=tmp_path)
-    assert list(dataset) == ["0", "0"] and hosts[0].got == hosts[1].got == set(SECRETS)
+    named = ShardDataset([f"{served.url}/a.txt", f"{other.url}/b.txt"], None, OPTIONS, index_folder=tmp_path / "named")
+    assert list(named) == ["0", "1", "2", "3"] and got(other) == set(SECRETS)  # the user has named both hosts
 
 
 with warnings.catch_warnings():
@@ -245,19 +184,18 @@ GIVEN: dict[str, dict[str, Any]] = {
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("given", GIVEN)
-def test_a_redirect_takes_no_credentials_along(hosts: tuple[Host, Host], tmp_path: Path, given: str) -> None:
-    own, other = hosts
-    for host in hosts:
-        own.moved["/a.txt"] = f"{host.url}/b.txt"
+def test_a_redirect_takes_no_credentials_along(served: Served, other: Served, tmp_path: Path, given: str) -> None:
+    for host in (served, other):
+        served.moved["/a.txt"] = f"{host.url}/b.txt"
         host.files["/b.txt"] = b"one\ntwo\n"
         folder = tmp_path / host.url.rpartition(":")[2]
-        dataset = ShardDataset(f"{own.url}/a.txt", storage_options=GIVEN[given], index_folder=folder)
+        dataset = ShardDataset(f"{served.url}/a.txt", storage_options=GIVEN[given], index_folder=folder)
         assert list(dataset) == ["one", "two"]
         dataset.close()
-    sent = [heard for heard in own.heard if heard.startswith("/b.txt")]
+    sent = [heard for heard in served.heard if heard.startswith("/b.txt")]
     if given != "cookies":  # which old versions of aiohttp do not send to an address
         assert sent and all(any(secret in heard for secret in (*SECRETS, "Basic")) for heard in sent)
-    assert other.got == set() and "Cookie" not in "".join(other.heard)
+    assert got(other) == set() and "Cookie" not in "".join(other.heard)
     assert any("Range: bytes=" in heard for heard in other.heard)
 
 
@@ -269,23 +207,22 @@ def test_a_redirect_from_https_to_http_is_an_error() -> None:
         request("GET", URL("http://host/a.tar"))
 
 
-def test_a_redirect_never_leads_to_a_file(hosts: tuple[Host, Host], tmp_path: Path) -> None:
-    hosts[0].moved["/a.txt"] = f"file://{tmp_path.as_posix()}/secret.txt"
+def test_a_redirect_never_leads_to_a_file(served: Served, other: Served, tmp_path: Path) -> None:
+    served.moved["/a.txt"] = f"file://{tmp_path.as_posix()}/secret.txt"
     (tmp_path / "secret.txt").write_text("password\n")
     with pytest.raises(ShardError, match=r"a\.txt: NonHttp"):
-        list(ShardDataset(f"{hosts[0].url}/a.txt", index_folder=tmp_path))
+        list(ShardDataset(f"{served.url}/a.txt", index_folder=tmp_path))
 
 
-def test_no_error_and_no_repr_shows_a_credential(hosts: tuple[Host, Host], tmp_path: Path) -> None:
-    own, other = hosts
-    own.files["/a.txt"] = b"0\n"
-    url = own.url.replace("://", "://me:hunter@22@") + "/a.txt?X-Amz-Signature=abcdef"
+def test_no_error_and_no_repr_shows_a_credential(served: Served, other: Served, tmp_path: Path) -> None:
+    served.files["/a.txt"] = b"0\n"
+    url = served.url.replace("://", "://me:hunter@22@") + "/a.txt?X-Amz-Signature=abcdef"
     dataset = ShardDataset(url.replace("hunter@22", "hunter22"), index_folder=tmp_path, trust={other.url: OPTIONS})
     said = f"{dataset!r} {dataset} {ObjectStore(OPTIONS, {other.url: OPTIONS})!r} {shown(url)}"
-    own.files["/index.json"] = json.dumps([url.replace(own.url[7:], other.url[7:])]).encode()
+    served.files["/index.json"] = json.dumps([url.replace(served.url[7:], other.url[7:])]).encode()
     for trust in (False, {other.url: OPTIONS}):
         with pytest.raises(ShardError) as caught:
-            ShardDataset(f"{own.url}/index.json", storage_options=OPTIONS, trust=trust)
+            ShardDataset(f"{served.url}/index.json", storage_options=OPTIONS, trust=trust)
         said += f"{caught.value!r} {caught.value}"
     assert not any(secret in said for secret in (*SECRETS, "hunter", "22@", "abcdef"))
 
