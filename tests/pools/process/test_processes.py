@@ -18,14 +18,19 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from conftest import METHODS, SPAWN_FIRST, ahead
+from conftest import METHODS, PROCESS_POOLS, SPAWN_FIRST, ahead
 from injection import InterruptAt
 from programs import run_script
 from refusing import in_child
 from samples import StartsAndDies
 
-from sharded_loader import ProcessPool, ShardedDataLoader, SimpleDataset
+from sharded_loader import ProcessPool, RayPool, ShardedDataLoader, SimpleDataset, ThreadPool, sample_rng
+from sharded_loader.base import limits
+from sharded_loader.base.limits import own_bytes, private_bytes
+from sharded_loader.memory import segments
+from sharded_loader.pools.process import link, transport
 from sharded_loader.pools.process.start import choose_start_method
+from sharded_loader.torch import DataLoader
 
 # -- no guard, no second run of the script --------------------------------------------------------------------
 
@@ -189,30 +194,6 @@ def test_a_ctrl_c_while_the_start_method_is_chosen_leaves_no_descriptor() -> Non
             break
 
 
-@pytest.mark.slow
-def test_other_users_of_multiprocess_still_get_their_script(tmp_path: Path) -> None:
-    run_script(
-        tmp_path / "script.py",
-        """
-        import multiprocess
-        from sharded_loader import ProcessPool, ShardedDataLoader
-
-        def child(queue): queue.put(__name__)
-
-        if __name__ == "__main__":
-            list(ShardedDataLoader(range(4), 2, pool=ProcessPool(1, start_method="spawn")))
-            context = multiprocess.get_context("spawn")
-            queue = context.Queue()
-            process = context.Process(target=child, args=(queue,))
-            process.start()
-            queue.get(timeout=300)
-            process.join()
-            queue.close()
-            queue.join_thread()
-        """,
-    )
-
-
 # -- identity -------------------------------------------------------------------------------------------------
 
 
@@ -220,29 +201,19 @@ def test_classes_of_a_function_keep_their_identity(process_pool: ProcessPool) ->
     class Point(NamedTuple):
         x: Any
 
-    class Note:
-        def __init__(self, text: str) -> None:
-            self.text = text
-
     class Local(Exception):
         pass
 
-    class Data:
-        def __len__(self) -> int:
-            return 6
+    def read(index: int) -> Any:
+        if index == 2:
+            raise Local(index)
+        return Point(index), Local(index), Local
 
-        def __getitem__(self, index: int) -> Any:
-            if index == 4:
-                raise Local(index)
-            return Point(index), Note(f"n{index}"), Note
-
-    with ShardedDataLoader(Data(), 2, pool=process_pool) as loader:
+    with ShardedDataLoader(SimpleDataset(range(4)).transform(read), 2, pool=process_pool) as loader:
         iterator = iter(loader)
-        points, texts, classes = next(iterator)
-        assert type(points) is Point
-        assert [type(note) for note in texts] == [Note, Note]
-        assert classes == [Note, Note]
-        next(iterator)
+        points, others, classes = next(iterator)
+        assert type(points) is Point and classes == [Local, Local]
+        assert [type(other) for other in others] == [Local, Local]
         with pytest.raises(Local):
             next(iterator)
 
@@ -251,9 +222,20 @@ def test_classes_of_a_function_keep_their_identity(process_pool: ProcessPool) ->
 
 
 @pytest.mark.slow
-def test_large_tasks_and_large_results_do_not_wait_for_each_other(process_pool: ProcessPool) -> None:
+@METHODS
+@pytest.mark.parametrize("portable", [False, True])
+def test_large_tasks_and_large_results_do_not_wait_for_each_other(
+    method: str, portable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if portable and method == "forkserver":
+        pytest.skip("it runs since the first test, with other pipes")
+    if portable:
+        monkeypatch.setenv("SHARDED_LOADER_PORTABLE", "1")
+        for module in (segments, link, transport):
+            monkeypatch.setattr(module, "PORTABLE", True)
     size = 100_000  # a task of 400 KB pickled, a result of 800 KB
-    with ShardedDataLoader(range(1_000_000), size, pool=process_pool, prefetch=10, batchify_fn=np.array) as loader:
+    options = {"pool": ProcessPool(2, start_method=method), "prefetch": 10, "batchify_fn": np.array}
+    with ShardedDataLoader(range(1_000_000), size, **options) as loader:  # type: ignore[arg-type]
         for number, batch in enumerate(loader):
             assert batch[0] == number * size
             assert batch[-1] == (number + 1) * size - 1
@@ -321,9 +303,7 @@ def test_a_worker_has_its_number_a_seed_of_its_own_and_one_thread(process_pool: 
 
 @pytest.mark.slow
 @SPAWN_FIRST
-@pytest.mark.parametrize(
-    "ending", ["live", "raise", *(pytest.param(end, marks=pytest.mark.slow) for end in ("exit", "break"))]
-)
+@pytest.mark.parametrize("ending", ["live", "raise", "exit", "break"])
 def test_leaving_the_program_in_mid_epoch_is_silent(tmp_path: Path, method: str, ending: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(
@@ -383,14 +363,6 @@ def test_a_grandchild_that_holds_the_pipe_does_not_hide_a_death(process_pool: Pr
     os.kill(int((tmp_path / "started").read_text()), signal.SIGKILL)
 
 
-@pytest.mark.slow
-def test_prints_of_workers_arrive(capfd: pytest.CaptureFixture[str]) -> None:
-    dataset = SimpleDataset(["from the worker"]).transform(print)
-    with ahead(ShardedDataLoader(dataset, 1, pool=ProcessPool(1, start_method="spawn"), batchify_fn=len), False) as one:
-        assert list(one) == [1]
-    assert capfd.readouterr().out == "from the worker\n"
-
-
 def with_progress(index: int) -> int:
     """Makes a progress bar that nobody sees, as Hugging Face's datasets do."""
     from tqdm.std import tqdm
@@ -414,3 +386,101 @@ def test_nobody_waits_for_the_lock_of_progress_bars_that_a_killed_process_holds(
             assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     finally:
         tqdm.set_lock(usual)
+
+
+# -- `max_worker_memory=`: a worker that has grown past it is replaced between two batches -----------------------------
+
+MB = 1 << 20
+
+
+class Leaks:
+    """Each sample leaves memory behind."""
+
+    def __init__(self, nbytes: int, count: int = 200) -> None:
+        self.nbytes, self.count = nbytes, count
+        self.kept: list[Any] = []
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Any:
+        self.kept.append(np.ones(self.nbytes, np.uint8))
+        return np.array([index, sample_rng().random(), psutil.Process().memory_info().rss])
+
+
+def fresh(method: str) -> int:
+    """What a worker takes that has read a batch."""
+    data = SimpleDataset([0]).transform(lambda _: private_bytes())
+    with ShardedDataLoader(data, 1, pool=ProcessPool(1, start_method=method)) as loader:
+        return int(next(iter(loader)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", PROCESS_POOLS)
+def test_a_dataset_that_leaks_reads_on_in_bounded_memory(method: str, caplog: Any) -> None:
+    data, limit = Leaks(2 * MB), fresh(method) + 40 * MB
+    with ShardedDataLoader(data, 4, shuffle=True, seed=1, num_workers=1, thread_pool=True) as loader:
+        expected = [batch[:, :2].tolist() for batch in loader]
+    data.kept.clear()
+    pool = ProcessPool(2, start_method=method, max_worker_memory=limit, restarts=0)
+    with ahead(ShardedDataLoader(data, 4, shuffle=True, seed=1, pool=pool), False) as loader:
+        for _ in range(2):
+            batches = [batch.numpy() for batch in loader]
+            assert loader.stats(0).recycled_workers > 0
+            loader.set_epoch(0)
+            assert [batch[:, :2].tolist() for batch in batches] == expected
+        stats = loader.stats()
+        growth = np.concatenate(batches)[:, 2].max() - np.concatenate(batches)[:, 2].min()
+    assert stats.recycled_workers >= 2 and stats.replaced_workers == 0 and "replaced" not in str(stats)
+    assert growth < 200 * MB, "without the limit it is 800 MB"
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+@pytest.mark.parametrize("method", PROCESS_POOLS[:1])
+@pytest.mark.slow
+def test_a_limit_below_what_a_new_worker_takes_is_an_error_with_both_numbers(method: str) -> None:
+    pool = ProcessPool(2, start_method=method, max_worker_memory="1 MB")
+    with ShardedDataLoader(Leaks(0, 100_000), 4, pool=pool) as loader:
+        with pytest.raises(MemoryError, match=r"worker \d takes [\d,]{9,} bytes .* max_worker_memory allows 1,000,000"):
+            list(loader)
+        assert not pool.started
+
+
+@pytest.mark.parametrize("limit", [0, -5, True, "much", []])
+def test_wrong_limits(limit: Any) -> None:
+    text = re.escape(f"max_worker_memory is {limit!r}: give a number of bytes above 0, or a text such as")
+    for make in (ProcessPool, lambda _, **options: DataLoader([1], 1, num_workers=2, **options)):
+        with pytest.raises(ValueError, match=text):
+            make(2, max_worker_memory=limit)
+
+
+def test_only_worker_processes_have_memory_of_their_own() -> None:
+    for options in ({}, {"num_workers": 2, "thread_pool": True}):
+        with pytest.raises(ValueError, match="max_worker_memory='2 GB' needs worker processes on this machine"):
+            DataLoader([1], 1, max_worker_memory="2 GB", **options)  # type: ignore[arg-type]
+    for kind in (ThreadPool, RayPool):
+        with pytest.raises(TypeError, match="max_worker_memory"):
+            kind(2, max_worker_memory=1 << 30)  # type: ignore[operator]
+
+
+def test_a_text_says_the_bytes_and_the_repr_makes_the_pool_again() -> None:
+    with ShardedDataLoader([1], 1, pool=ProcessPool(1, max_worker_memory="1.5 GB")) as loader:
+        assert repr(loader.pool).endswith("max_worker_memory=1500000000)")
+
+
+def test_shared_memory_and_pages_of_a_fork_do_not_count(tmp_path: Path) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/statm").write_text("9999 1000 300 1 0 500 0\n")
+    page = os.sysconf("SC_PAGE_SIZE")
+    assert own_bytes(tmp_path) == private_bytes(tmp_path) == 700 * page, "where the kernel has no smaps_rollup"
+    rollup = "Rss: 5000 kB\nShared_Dirty: 300 kB\nPrivate_Clean: 40 kB\nPrivate_Dirty: 2 kB\nSwap: 9 kB\n"
+    (tmp_path / "proc/self/smaps_rollup").write_text(rollup)
+    assert (own_bytes(tmp_path), private_bytes(tmp_path)) == (700 * page, 42 << 10)
+
+
+def test_without_proc_psutil_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert private_bytes(tmp_path) > MB
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    monkeypatch.setattr(limits.own_bytes, "__defaults__", (tmp_path,))
+    with pytest.raises(ImportError, match="max_worker_memory needs psutil on this system: pip install psutil"):
+        ProcessPool(1, max_worker_memory="1 GB")

@@ -1,4 +1,4 @@
-"""The supervisor over real processes: it notices their ends, and reads their heartbeats after their death."""
+"""What a process pool owns: made once, given back once, and never while a process may still write to it."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import multiprocess
 import psutil
 import pytest
 from process_samples import open_descriptors, transport_of, zygote_process
 
-from sharded_loader import WorkerDiedError
-from sharded_loader.engine.heartbeat import RUN, SAMPLE, SEQ, SHARD
-from sharded_loader.engine.messages import Job, Task
+from sharded_loader.engine.heartbeat import SAMPLE
+from sharded_loader.engine.messages import Job
 from sharded_loader.pools.process import start
 from sharded_loader.pools.process import transport as transport_module
 from sharded_loader.pools.process.link import Link
@@ -31,50 +30,6 @@ from sharded_loader.pools.process.transport import ProcessTransport, ProcessWork
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="kills by signals")
 
 JOB = Job([1, 2, 3], None, 0)
-
-
-@pytest.fixture
-def supervisor() -> Iterator[ProcessPool]:
-    """Two forked workers, of which a batch may kill both."""
-    made = ProcessPool(2, start_method="fork", restarts=2)
-    made._start(JOB)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def transport(supervisor: ProcessPool) -> ProcessTransport:
-    return transport_of(supervisor)
-
-
-def kill(worker: Any) -> None:
-    """Kill a worker, and wait for its end. Safe to call twice."""
-    worker.ready = True
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(worker.pid, signal.SIGKILL)
-    worker.wait(120.0)
-
-
-def give(worker: Any, seq: int) -> None:
-    """A dead worker had a task, and its heartbeat says that it read its second sample."""
-    worker.tasks[0, seq] = Task(0, seq, 0, 0, ([10, 11, 12],), False)
-    worker.slots[0, seq] = None
-    worker.heartbeat[RUN], worker.heartbeat[SEQ], worker.heartbeat[SHARD], worker.heartbeat[SAMPLE] = 0, seq, 0, 1
-
-
-def test_the_heartbeat_of_a_dead_worker_says_what_it_read(transport: ProcessTransport, supervisor: ProcessPool) -> None:
-    for number in (0, 1):
-        worker = transport.workers[number]
-        kill(worker)
-        give(worker, 3)
-        supervisor.requeued.clear()
-        results = supervisor.replace(worker)
-        assert len(results) == number
-    assert isinstance(results[0].error, WorkerDiedError)
-    assert (results[0].seq, results[0].error.index, results[0].error.exitcode) == (3, 11, -signal.SIGKILL)
-
-
-# -- what a process pool owns: made once, given back once, and never while a process may still write to it ------------
 
 
 def test_what_is_opened_is_opened_once_and_closed_once() -> None:
@@ -108,10 +63,6 @@ STEPS = {
 }
 
 
-def fail() -> None:
-    raise MemoryError("in the middle of a launch")
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="counts what is under /proc")
 @pytest.mark.filterwarnings("ignore:the process that workers are forked from:RuntimeWarning")
 @pytest.mark.parametrize(
@@ -128,9 +79,12 @@ def test_whatever_happens_in_a_launch_it_leaves_nothing(step: str, event: str, m
     supervisor._start(JOB)
     owner.make_zygote(JOB)
     zygote = zygote_process(supervisor)
-    kill(owner.workers[1])
+    owner.workers[1].ready = True
+    owner.workers[1].process.kill()
+    owner.workers[1].wait(120.0)
     where, name, is_before = STEPS[step]
-    happen = {"closed": supervisor.close, "zygote killed": zygote.kill, "no memory": fail}[event]
+    no_memory = Mock(side_effect=MemoryError)
+    happen = {"closed": supervisor.close, "zygote killed": zygote.kill, "no memory": no_memory}[event]
     known, happened = getattr(where, name), list[str]()
 
     def strike(*args: Any) -> Any:
@@ -172,11 +126,8 @@ def test_a_ctrl_c_while_the_system_is_asked_for_descriptors_leaves_none(monkeypa
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts what is under /proc")
 def test_a_process_that_cannot_be_forked_leaves_no_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fork() -> int:
-        raise BlockingIOError(errno.EAGAIN, "too many processes")
-
     before, pool = open_descriptors(), ProcessPool(2, start_method="fork")
-    monkeypatch.setattr(os, "fork", fork)
+    monkeypatch.setattr(os, "fork", Mock(side_effect=BlockingIOError(errno.EAGAIN, "too many processes")))
     with pytest.warns(RuntimeWarning, match="too many processes"):
         transport_of(pool).make_zygote(JOB)
     with pytest.raises(BlockingIOError):
@@ -189,7 +140,7 @@ def test_what_a_worker_that_was_left_behind_may_write_to_is_not_used_again(monke
     slot = owner.arena.take(1 << 20)
     reader, writer = os.pipe()
     stays = SimpleNamespace(pid=0, sentinel=reader, kill=lambda: None, close=lambda: None)
-    worker = ProcessWorker(0, stays, Link())  # type: ignore[arg-type]
+    worker = ProcessWorker(0, stays, SimpleNamespace(close=lambda: None))  # type: ignore[arg-type]
     worker.slots[0, 0] = slot
     monkeypatch.setattr(transport_module, "KILLED_GRACE", 0.0)
     worker.release()
@@ -223,27 +174,21 @@ def test_kills_for_memory_are_counted_from_the_start_on(
     owner.close()
 
 
-class Link:
-    """Nothing is sent to these workers."""
-
-    def close(self) -> None:
-        pass
-
-
 @pytest.fixture
-def sleeper() -> Any:
+def sleeper() -> ProcessWorker:
+    """A process that sleeps, and is sent nothing."""
     process = multiprocess.get_context("fork").Process(target=signal.pause, daemon=True)
     process.start()
-    return process
+    return ProcessWorker(0, process, SimpleNamespace(close=lambda: None))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("pidfd", [True, False])
 def test_a_worker_that_is_released_has_ended_and_says_how(
-    sleeper: Any, pidfd: bool, monkeypatch: pytest.MonkeyPatch
+    pidfd: bool, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not pidfd:
         monkeypatch.setattr(transport_module, "open_pidfd", lambda pid: None)
-    worker = ProcessWorker(0, sleeper, Link())  # type: ignore[arg-type]
+    worker = request.getfixturevalue("sleeper")
     assert worker.is_alive() and not worker.is_busy()
     worker.heartbeat[SAMPLE] = 0
     assert worker.is_busy()
@@ -258,16 +203,15 @@ def test_a_worker_that_is_released_has_ended_and_says_how(
 
 
 def test_a_worker_that_was_killed_for_its_silence_is_given_up_after_a_while(
-    sleeper: Any, monkeypatch: pytest.MonkeyPatch
+    sleeper: ProcessWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker = ProcessWorker(0, sleeper, Link())  # type: ignore[arg-type]
-    assert not worker.is_over()
+    assert not sleeper.is_over()
     monkeypatch.setattr(transport_module, "KILLED_GRACE", -1.0)
-    assert not worker.is_over()  # nobody has killed it
-    monkeypatch.setattr(worker.process, "kill", lambda: None)
-    worker.kill()
-    assert not worker.is_over()
-    worker.hung = True
-    assert worker.is_over()
+    assert not sleeper.is_over()  # nobody has killed it
+    monkeypatch.setattr(sleeper.process, "kill", lambda: None)
+    sleeper.kill()
+    assert not sleeper.is_over()
+    sleeper.hung = True
+    assert sleeper.is_over()
     monkeypatch.undo()
-    worker.release()
+    sleeper.release()
