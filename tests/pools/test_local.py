@@ -9,10 +9,12 @@ import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
+from recovery_samples import until_the_end
 from samples import Gate
 
 from sharded_loader import InlinePool, ShardedDataLoader, SimpleDataset, ThreadPool, WorkerTimeoutError, sample_seed
@@ -44,20 +46,6 @@ def results_of(pool: ThreadPool, count: int) -> list[Result]:
     while len(found) < count:
         found += pool.wait()
     return sorted(found, key=lambda result: result.seq)
-
-
-def until_the_end(iterator: Iterator[Any]) -> tuple[list[Any], list[Any]]:
-    """The batches of an epoch, and the errors in between."""
-    batches: list[Any] = []
-    errors: list[Any] = []
-    while len(errors) < 50:
-        try:
-            batches.append(next(iterator).tolist())
-        except StopIteration:
-            return batches, errors
-        except Exception as error:
-            errors.append(error)
-    raise AssertionError(f"the epoch does not end: {errors[-1]!r}")
 
 
 @pytest.fixture
@@ -101,24 +89,17 @@ def test_a_pool_that_is_closed_twice_starts_again(pool: ThreadPool) -> None:
         assert not pool.started and pool.wait() == ()
 
 
-def test_the_closer_ends_what_was_started_after_it_was_made(pool: ThreadPool) -> None:
+def test_wake_ends_a_wait_and_the_closer_what_was_started_after_it_was_made(pool: ThreadPool) -> None:
     closer = pool.closer()
     pool.start(job([1]))
+    pool.wake()
+    assert pool.wait() == []
     closer()
     assert not pool.started
 
 
-def test_wake_ends_a_wait(pool: ThreadPool) -> None:
-    pool.start(job([1]))
-    pool.wake()
-    assert pool.wait() == []
-
-
 def test_a_thread_that_a_defect_of_the_loader_ends_breaks_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    def read(*_: Any) -> None:
-        raise AssertionError("a defect")
-
-    monkeypatch.setattr("sharded_loader.engine.reader.Reader.read", read)
+    monkeypatch.setattr("sharded_loader.engine.reader.Reader.read", Mock(side_effect=AssertionError("a defect")))
     with ShardedDataLoader(range(8), 2, pool=ThreadPool(2)) as loader, pytest.raises(AssertionError, match="a defect"):
         next(iter(loader))
 
@@ -188,9 +169,8 @@ class Stuck:
 def test_a_thread_that_hangs_is_an_error_and_another_has_its_place(num_workers: int) -> None:
     data = Stuck()
     with ShardedDataLoader(data, 2, pool=ThreadPool(num_workers, timeout=TIMEOUT)) as loader:
-        iterator = iter(loader)
-        batches, errors = until_the_end(iterator)
-        assert batches == [[[0], [1]], [[4], [5]], [[6], [7]], [[8], [9]]]
+        batches, errors = until_the_end(iter(loader))
+        assert batches == [[[[0], [1]]], [[[4], [5]]], [[[6], [7]]], [[[8], [9]]]]
         (error,) = errors
         assert isinstance(error, WorkerTimeoutError)
         assert (error.epoch, error.batch, error.index) == (0, 1, 3)
@@ -209,9 +189,7 @@ def test_a_thread_that_goes_on_just_when_it_is_abandoned_loses_no_batch() -> Non
     gate, pool = Gate(), ThreadPool(1, timeout=TIMEOUT)
     pool.start(job(gate))
     pool.submit([task(seq, 3 + seq) for seq in range(2)])
-    found: list[Any] = []
-    while not found:
-        found += pool.wait()
+    found = results_of(pool, 1)
     gate.opened.release()  # the first sample is let go, and the next one waits too
     while 1 not in [result.seq for result in found if result.error is None]:
         found += pool.wait()
@@ -274,24 +252,18 @@ def test_a_sample_that_comes_while_its_error_is_made_costs_no_batch(monkeypatch:
         assert [batch.tolist() for batch in iterator] == [[1], [2]]
 
 
-class StuckInItsSeed(Stuck):
-    """Sample 3 waits while the global generators are seeded by it."""
-
-    def __getitem__(self, index: int) -> Any:
-        with sample_seed():
-            value = random.random()
-            super().__getitem__(index)
-            return value
-
-
 @pytest.mark.slow
 def test_a_thread_that_hangs_in_sample_seed_delays_the_others_and_is_an_error() -> None:
-    data, before = StuckInItsSeed(), set(threading.enumerate())
+    data, before = Stuck(), set(threading.enumerate())
+
+    def seeded(index: int) -> float:
+        with sample_seed():
+            return random.random() + float(data[index][0])
+
     random.seed(5)
     states = random.getstate()
-    with ShardedDataLoader(data, 2, seed=1, pool=ThreadPool(2, timeout=0.5)) as loader:
-        _, errors = until_the_end(iter(loader))
-        assert 3 in [error.index for error in errors]
+    with ShardedDataLoader(SimpleDataset(range(10)).transform(seeded), 2, pool=ThreadPool(2, timeout=0.5)) as loader:
+        assert 3 in [error.index for error in until_the_end(iter(loader))[1]]  # type: ignore[attr-defined]
         data.go_on.set()
     for thread in set(threading.enumerate()) - before:  # also those that were given up while they waited for the seed
         thread.join(300)
@@ -304,15 +276,14 @@ def test_a_thread_that_hangs_in_sample_seed_delays_the_others_and_is_an_error() 
 # -- without workers a task is read when somebody waits for it --------------------------------------------------------
 
 
-def started(*errors: BaseException) -> tuple[InlinePool, list[int]]:
-    """A pool over indices times ten, and what it reads. The first reads raise these errors."""
+def started(error: BaseException | None = None) -> tuple[InlinePool, list[int]]:
+    """A pool over indices times ten, and what it reads. The first read raises the error."""
     read: list[int] = []
-    left = list(errors)
 
     def times_ten(index: int) -> int:
         read.append(index)
-        if left:
-            raise left.pop()
+        if error and len(read) == 1:
+            raise error
         return index * 10
 
     pool = InlinePool()
