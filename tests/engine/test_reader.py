@@ -78,7 +78,7 @@ KINDS = pytest.mark.parametrize("kind", [Squares, InItems, InBatches])
 
 
 @KINDS
-def test_a_batch_has_the_samples_in_their_order(kind: Callable[..., Any]) -> None:
+def test_a_batch_has_the_samples_in_their_order(kind: type[Squares]) -> None:
     result = read(kind(), [3, 1])
     assert [field.tolist() for field in result.batch] == [[[3] * 3, [1] * 3], [9, 1]]
     assert result.batch[0].dtype == np.int16
@@ -89,13 +89,8 @@ def test_a_batch_has_the_samples_in_their_order(kind: Callable[..., Any]) -> Non
 
 
 def test_a_batchify_fn_of_the_users_gets_the_samples_in_a_list_of_its_own() -> None:
-    def batchify(samples: list[Any]) -> Any:
-        seconds = [second for _, second in samples]
-        samples.clear()
-        return seconds
-
     for kind in (Squares, InItems, InBatches):
-        assert read(kind(), [3, 1], batchify_fn=batchify).batch == [9, 1]
+        assert read(kind(), [3, 1], batchify_fn=lambda samples: [samples.pop()[1] for _ in range(2)]).batch == [1, 9]
 
 
 def test_the_samples_are_asked_for_in_the_fastest_way_once_and_by_plain_ints() -> None:
@@ -115,10 +110,12 @@ def test_columns_are_gathered_in_the_memory_that_is_given() -> None:
         given.append(np.empty(shape, dtype))
         return given[-1]
 
-    dataset = ArrayDataset(np.arange(10.0), np.arange(10))
-    result = Reader(Job(dataset, None, 0)).read(task_of([4, 2]), empty=allocator)
+    reader, task = Reader(Job(ArrayDataset(np.arange(10.0), np.arange(10)), None, 0)), task_of([4, 2])
+    result = reader.read(task, empty=allocator)
     assert [field.tolist() for field in result.batch] == [[4.0, 2.0], [4, 2]]
     assert [id(field) for field in result.batch] == [id(array) for array in given]
+    names = calls_of(lambda: reader.read(task))
+    assert "gather_rows" in names and not {"samples", "collate", "assemble"} & set(names)
 
 
 def test_random_numbers_belong_to_the_sample_and_to_the_batch() -> None:
@@ -141,22 +138,40 @@ def test_random_numbers_belong_to_the_sample_and_to_the_batch() -> None:
 # -- how many calls it takes ----------------------------------------------------------------------------------------
 
 
+class Waits(Squares):
+    """Sample i takes i times the unit."""
+
+    now, unit = 0.0, 1.0
+
+    def sample(self, index: int) -> Any:
+        Waits.now += index * self.unit
+        return super().sample(index)
+
+
+@pytest.fixture
+def clock_of_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Waits, "now", 0.0)
+    monkeypatch.setattr("sharded_loader.base.host_clock.now", lambda: Waits.now)
+
+
+@pytest.mark.usefixtures("clock_of_samples")
 def test_a_slow_sample_is_told_on_a_machine_on_which_the_first_batch_waited_for_a_core(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    waited, now = itertools.count(), [0.0]
+    waited = itertools.count()
     monkeypatch.setattr("sharded_loader.engine.reader.core_seconds", lambda: (0.0, 100.0 * next(waited)))
-    monkeypatch.setattr("sharded_loader.base.host_clock.now", lambda: now[0])
-
-    class Waits(Squares):
-        def sample(self, index: int) -> Any:
-            now[0] += 0.03 if index == 7 else 0.001
-            return index
-
+    monkeypatch.setattr(Waits, "unit", 0.001)
     reader = Reader(Job(Waits(), None, 7))
     reader.read(task_of([0, 1, 2]), WORKER)
-    times = reader.read(task_of([6, 7, 8], seq=5), WORKER).times
+    times = reader.read(task_of([1, 30, 2], seq=5), WORKER).times
     assert times is not None and times.slow[0] == (1, pytest.approx(0.03))
+
+
+@pytest.mark.parametrize("bad", [1, 2])
+@pytest.mark.usefixtures("clock_of_samples")
+def test_a_sample_that_cannot_be_read_takes_its_own_time(bad: int) -> None:
+    times = read(Waits([bad]), [1, 2, 4], on_error="skip").times
+    assert times is not None and times.slow == ((2, 4.0), (1, 2.0), (0, 1.0))
 
 
 @pytest.fixture
@@ -173,12 +188,6 @@ def test_the_road_of_a_batch_is_short() -> None:
     assert len(calls_of(lambda: reader.read(task))) <= 13  # and two that give the memory
     many = task_of(list(range(100)))
     assert len(calls_of(lambda: reader.read(many))) <= 13
-
-
-def test_a_gathered_batch_is_not_put_together_from_samples() -> None:
-    reader, task = Reader(Job(ArrayDataset(np.arange(10.0), np.arange(10)), None, 0)), task_of([4, 2])
-    names = calls_of(lambda: reader.read(task))
-    assert "gather_rows" in names and not {"samples", "collate", "assemble"} & set(names)
 
 
 # -- what fails -----------------------------------------------------------------------------------------------------
@@ -341,40 +350,32 @@ def test_nothing_is_done_for_a_sample_but_to_read_it() -> None:
 def test_the_heartbeat_says_where_the_reader_is() -> None:
     heartbeat, seen = new_heartbeat(), []
 
-    class Looks(Squares):
-        def sample(self, index: int) -> Any:
-            seen.append((heartbeat[SHARD], heartbeat[SAMPLE]))
-            return index
-
-    class LooksInItems(InItems, Looks):
-        pass
-
-    def batchify(samples: list[Any]) -> Any:
+    def look(samples: list[Any] | None = None) -> Any:
         seen.append((heartbeat[SHARD], heartbeat[SAMPLE]))
         return samples
 
-    def seen_with(**options: Any) -> list[tuple[int, int]]:
+    class Looks(Squares):
+        def sample(self, index: int) -> Any:
+            return look() or index
+
+    def seen_by(reader: Reader, **options: Any) -> list[tuple[int, int]]:
         seen.clear()
-        read(Looks(), [3, 1], [2], heartbeat=heartbeat, batchify_fn=batchify, **options)
+        reader.read(replace(task_of([3, 1], [2]), **options), WORKER, heartbeat=heartbeat)
         return seen
 
     noted = [(0, 0), (0, 1), (0, IN_BATCHIFY), (1, 0), (1, IN_BATCHIFY)]
-    for on_error in ("raise", "skip"):  # with "skip" it reads every sample before it makes the first batch
-        in_order = sorted if on_error == "skip" else list
-        assert in_order(seen_with(on_error=on_error)) == in_order(noted)  # the first batch: its samples are timed
-        assert in_order(seen_with(notes=True, on_error=on_error)) == in_order(noted)
-    reader = Reader(Job(Looks(), batchify, 7))
-    for expected in (noted, [(0, ONE_BY_ONE), (0, ONE_BY_ONE), (0, IN_BATCHIFY), (1, ONE_BY_ONE), (1, IN_BATCHIFY)]):
-        seen.clear()
-        reader.read(task_of([3, 1], [2]), WORKER, heartbeat=heartbeat)
-        assert seen == expected  # later ones are cheap, and are not timed
-    seen.clear()
-    is_suspect = replace(task_of([3, 1], [2]), is_suspect=True)
-    Reader(Job(Looks(), batchify, 7)).read(is_suspect, WORKER, heartbeat=heartbeat)
-    assert seen == noted
-    seen.clear()
-    read(LooksInItems(), [3, 1], [2], heartbeat=heartbeat, batchify_fn=batchify)
-    assert seen == [(0, IN_BULK), (0, IN_BULK), (0, IN_BATCHIFY), (1, IN_BULK), (1, IN_BATCHIFY)]
+    for notes in (False, True):  # the first batch: its samples are timed
+        assert seen_by(Reader(Job(Looks(), look, 7, notes_samples=notes))) == noted
+        skips = Reader(Job(Looks(), look, 7, notes_samples=notes, on_error="skip"))
+        assert sorted(seen_by(skips)) == sorted(noted)  # it reads every sample before it makes the first batch
+    reader = Reader(Job(Looks(), look, 7))
+    assert seen_by(reader) == noted
+    alone = [(0, ONE_BY_ONE), (0, ONE_BY_ONE), (0, IN_BATCHIFY), (1, ONE_BY_ONE), (1, IN_BATCHIFY)]
+    assert seen_by(reader) == alone  # later ones are cheap, and are not timed
+    assert seen_by(Reader(Job(Looks(), look, 7)), is_suspect=True) == noted
+    in_items = type("LooksInItems", (InItems, Looks), {})
+    in_bulk = [(0, IN_BULK), (0, IN_BULK), (0, IN_BATCHIFY), (1, IN_BULK), (1, IN_BATCHIFY)]
+    assert seen_by(Reader(Job(in_items(), look, 7))) == in_bulk
 
 
 def test_a_probe_notes_each_sample_that_is_otherwise_read_in_bulk() -> None:
@@ -389,44 +390,25 @@ def test_a_probe_notes_each_sample_that_is_otherwise_read_in_bulk() -> None:
 
         Reader(Job(Looks([1]), None, 0)).probe(task_of([3, 1], [2]), heartbeat)
         assert list(dict.fromkeys(seen)) == [(3, 0, 0), (1, 0, 1), (2, 1, 0)]
-    alone = Squares()
-    Reader(Job(alone, None, 0)).probe(task_of([3, 1]), heartbeat)
+    Reader(Job(alone := Squares(), None, 0)).probe(task_of([3, 1]), heartbeat)
     assert alone.asked == []
 
 
 def test_a_dataset_is_told_each_epoch_once() -> None:
-    class Told(Squares):
-        told: list[int]
+    told, dataset = list[int](), Squares()
 
-        def set_epoch(self, epoch: int) -> None:
-            self.told.append(epoch)
-            if epoch == 2:
-                raise RuntimeError("no epoch 2")
+    def set_epoch(epoch: int) -> None:
+        told.append(epoch)
+        if epoch == 2:
+            raise RuntimeError("no epoch 2")
 
-    dataset = Told()
-    dataset.told = []
+    dataset.set_epoch = set_epoch  # type: ignore[attr-defined]
     reader = Reader(Job(dataset, None, 0), sets_epoch=True)
-    results = [reader.read(task_of([1], epoch=epoch), WORKER) for epoch in (0, 0, 1, 2, 2)]
-    assert dataset.told == [0, 1, 2, 2]
-    error = results[-1].error
-    assert error is not None and notes_of(error)[0] == "raised by dataset.set_epoch(2)"
-    assert [result.error for result in results[:3]] == [None] * 3
+    *fine, failed, again = [reader.read(task_of([1], epoch=epoch), WORKER).error for epoch in (0, 0, 1, 2, 2)]
+    assert told == [0, 1, 2, 2] and fine == [None] * 3
+    assert failed is not None and again is not None and notes_of(again)[0] == "raised by dataset.set_epoch(2)"
     Reader(Job(dataset, None, 0)).read(task_of([1]))
-    assert len(dataset.told) == 4  # the dataset is the loader's own, which has told it
-
-
-@pytest.mark.parametrize("bad", [1, 2])
-def test_a_sample_that_cannot_be_read_takes_its_own_time(monkeypatch: pytest.MonkeyPatch, bad: int) -> None:
-    now = [0.0]
-    monkeypatch.setattr("sharded_loader.base.host_clock.now", lambda: now[0])
-
-    class Waits(Squares):
-        def sample(self, index: int) -> Any:
-            now[0] += float(index)
-            return super().sample(index)
-
-    times = read(Waits([bad]), [1, 2, 4], on_error="skip").times
-    assert times is not None and times.slow == ((2, 4.0), (1, 2.0), (0, 1.0))
+    assert len(told) == 4  # the dataset is the loader's own, which has told it
 
 
 # -- where it is, for errors and for the loop around it ---------------------------------------------------------------
@@ -440,15 +422,10 @@ def scope_of(*shards: Any) -> BatchScope:
     return at
 
 
-def stand_at(at: BatchScope, position: int) -> None:
-    at.items = iter(range(len(at.indices)))
-    for _ in range(position + 1):
-        next(at.items)
-
-
 def test_samples_of_a_part_are_named_by_part_and_place() -> None:
     at = scope_of(PartIndices(3, range(8, 12)))
-    stand_at(at, 2)
+    at.items = iter(range(4))
+    next(at.items), next(at.items), next(at.items)
     assert "sample (3, 10)" in notes_of(at.locate_error(KeyError("x")))[0]
     at.set_index(OF_BATCH)
     where, again = notes_of(at.locate_error(KeyError("x")))
