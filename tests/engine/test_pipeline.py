@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -17,7 +17,7 @@ from sharded_loader import ShardedDataLoader
 from sharded_loader.base.errors import LoaderClosedError
 from sharded_loader.engine import reader
 from sharded_loader.engine.messages import GROUP_SECONDS, MAX_GROUP, NOTHING, Grouping, Job, Result, Task
-from sharded_loader.engine.order import Epoch, Position, sampler_error
+from sharded_loader.engine.order import Epoch, Position
 from sharded_loader.engine.pipeline import Entry, Pipeline, Run
 from sharded_loader.engine.pool import Pool, PoolBroken, check_init_fn, check_num_workers, check_timeout
 from sharded_loader.engine.split import Split
@@ -72,12 +72,10 @@ class PoolOfNumbers(Pool):
 class Numbers(Epoch):
     """Batches of one index each, their own number."""
 
-    def __init__(self, length: int, first: int, errors: Iterable[int]) -> None:
-        self.number, self.first, self._length, self._errors = 0, first, length, errors
+    def __init__(self, length: int, first: int) -> None:
+        self.number, self.first, self._length = 0, first, length
 
-    def task(self, seq: int) -> Task | Exception | None:
-        if seq in self._errors:
-            return sampler_error(KeyError(seq), "")
+    def task(self, seq: int) -> Task | None:
         return Task(self.run, seq, 0, seq, ([seq],), False) if seq < self._length else None
 
     tables = ()  # type: ignore[assignment]
@@ -94,9 +92,9 @@ class Numbers(Epoch):
         return {}
 
 
-def run_of(number: int, length: int = 10, first: int = 0, errors: Iterable[int] = ()) -> Run:
+def run_of(number: int, length: int = 10, first: int = 0) -> Run:
     """A run of batches of one index each."""
-    return Run(number, Numbers(length, first, errors))
+    return Run(number, Numbers(length, first))
 
 
 def pipeline_of(*runs: Run, prefetch: int = 4) -> tuple[Pipeline, PoolOfNumbers]:
@@ -175,13 +173,6 @@ def test_of_several_runs_the_tasks_that_are_needed_soonest_go_first() -> None:
     pool.room = 6
     step(pipeline, second)
     assert pool.submitted()[:6] == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)]
-
-
-def test_an_error_of_the_sampler_comes_in_its_place() -> None:
-    run, pipeline, _ = started(length=4, errors=[2])
-    found = [step(pipeline, run) for _ in range(5)]
-    assert isinstance(found.pop(2), KeyError)
-    assert found == [0, 1, 3, None]
 
 
 def test_a_result_that_comes_twice_or_of_no_run_counts_once() -> None:

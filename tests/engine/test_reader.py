@@ -278,7 +278,7 @@ def test_an_error_that_is_dropped_leaves_nothing_for_the_collector() -> None:
 
 
 @KINDS
-def test_a_bad_sample_is_skipped_or_replaced(kind: Callable[..., Any]) -> None:
+def test_a_bad_sample_is_skipped_or_replaced_or_on_error_itself_fails(kind: Callable[..., Any]) -> None:
     shards = [3, 1], [1, 5], [1]
     skipped = read(kind([1]), *shards, on_error="skip")
     assert [fields[1].tolist() for fields in skipped.batch] == [[9], [25]]
@@ -290,6 +290,8 @@ def test_a_bad_sample_is_skipped_or_replaced(kind: Callable[..., Any]) -> None:
     given = read(kind([1]), *shards, on_error=lambda failed: (np.zeros(3, np.int16), -failed.index - 10 * failed.shard))
     assert [fields[1].tolist() for fields in given.batch] == [[9, -1], [-11, 25], [-21]]
     assert len(given.skipped) == 3 and given.lost_shards == ()
+    raises = read(kind([1]), [3, 1], on_error=lambda failed: {}["no other"]).error
+    assert isinstance(raises, KeyError) and "sample 1" in notes_of(raises)[0] and str(raises.__context__) == "bad 1"
 
 
 def test_bad_samples_without_a_good_one_leave_nothing_or_an_error() -> None:
@@ -300,12 +302,6 @@ def test_bad_samples_without_a_good_one_leave_nothing_or_an_error() -> None:
         assert str(kept.error) == "bad 2" and [index for index, _ in kept.skipped] == [1] and kept.lost_shards == ()
         assert kept.error is not None and "with num_replicas none is left out" in notes_of(kept.error)[0]
         assert kept.error.__traceback__ is None
-
-
-def test_an_error_of_on_error_itself_names_the_sample() -> None:
-    result = read(Squares([1]), [3, 1], on_error=lambda failed: {}["no other"])
-    assert isinstance(result.error, KeyError) and "sample 1" in notes_of(result.error)[0]
-    assert str(result.error.__context__) == "bad 1"
 
 
 # -- where it is -----------------------------------------------------------------------------------------------------

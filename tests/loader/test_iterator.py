@@ -1,4 +1,4 @@
-"""One way through an epoch: what it gives, what it raises, and what it counts."""
+"""One way through an epoch: how it begins, what it gives, what it raises, and what it counts."""
 
 import contextlib
 import gc
@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import covering, made, make_pool
-from samples import Drawing
+from samples import Drawing, NoLength, Told
+from stream_samples import Told as ToldStream
+from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
 from sharded_loader import (
     LoaderClosedError,
@@ -24,7 +26,7 @@ from sharded_loader import (
     TooManySkippedError,
 )
 from sharded_loader.base import imports
-from sharded_loader.torch import DataLoader
+from sharded_loader.data.seeding import MAX_SEARCHED, _datasets_in, epoch_listeners, epoch_setter, reachable
 
 
 @contextlib.contextmanager
@@ -70,34 +72,24 @@ def test_an_error_of_placing_is_the_batchs_and_does_not_keep_the_loader(monkeypa
 
 
 @pytest.mark.parametrize(
-    "given",
-    [{"batch_size": 2}, {"batch_sampler": [[0], [], [9], [2]]}, {"batch_sampler": [[0], 7]}],
-    ids=["sample", "batches", "no batch"],
+    "given", [{"batch_size": 2}, {"batch_sampler": [[0], [], [9], [2]]}, {"batch_sampler": [[0], 7]}], ids=str
 )
 def test_an_error_does_not_keep_the_loader(given: dict[str, Any]) -> None:
     with uncollected():
         loader = ShardedDataLoader(Drawing(4, bad=[1]), **given)
         freed, iterator = weakref.ref(loader), iter(loader)
-        while True:
-            try:
-                next(iterator)
-            except StopIteration:
-                break
-            except Exception:
-                continue
+        with contextlib.suppress(StopIteration):
+            while True:
+                with contextlib.suppress(ValueError, IndexError, TypeError):
+                    next(iterator)
         del loader, iterator
         assert freed() is None
 
 
 def test_a_next_that_has_handed_out_nothing_leaves_the_position_with_another_iterator() -> None:
     closes = False
-
-    def place(batch: Any) -> Any:
-        if closes:
-            loader.close()
-        return batch
-
-    loader = ShardedDataLoader(range(20), 4, device=Placement(device_transform=place))
+    place = Placement(device_transform=lambda batch: batch if not closes else loader.close())
+    loader = ShardedDataLoader(range(20), 4, device=place)
     first, second = iter(loader), iter(loader)
     for iterator in (first, second, second):
         next(iterator)
@@ -153,40 +145,34 @@ def test_an_error_of_the_epoch_that_is_prefetched_does_not_keep_the_iterator_bef
 @pytest.mark.parametrize("method", ["fork", "thread"])
 def test_a_signal_handler_may_call_next_while_the_pool_waits(method: str) -> None:
     gate, opener = os.pipe()
+    inner: list[int] = []
 
     def gated(index: int) -> int:
         if index == 2:
             os.read(gate, 1)
         return index
 
-    inner: list[int] = []
-
     def handler(number: int, frame: Any) -> None:
         os.write(opener, bytes(8))
         inner.extend(next(iter(loader)).tolist())
 
-    pool = make_pool(method, 1)
+    def interrupt() -> None:
+        while not pool.waiting:
+            os.sched_yield()
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    pool, striker = make_pool(method, 1), threading.Thread(target=interrupt)
     with ShardedDataLoader(SimpleDataset(range(8)).transform(gated), 2, pool=pool, prefetch=1) as loader:
         before = signal.signal(signal.SIGUSR1, handler)
+        outer: Any = iter(loader)
+        first = next(outer).tolist()
+        striker.start()
         try:
-            outer: Any = iter(loader)
-            first = next(outer).tolist()
-
-            def interrupt() -> None:
-                while not pool.waiting:
-                    os.sched_yield()
-                os.kill(os.getpid(), signal.SIGUSR1)
-
-            striker = threading.Thread(target=interrupt)
-            striker.start()
-            try:
-                rest = [batch.tolist() for batch in outer]
-            finally:
-                striker.join()  # before the handler goes: the signal would end the program
+            rest = [batch.tolist() for batch in outer]
         finally:
+            striker.join()  # before the handler goes: the signal would end the program
             signal.signal(signal.SIGUSR1, before)
-    for descriptor in (gate, opener):
-        os.close(descriptor)
+    os.close(gate), os.close(opener)
     assert [first, *rest] == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert inner == [0, 1]
 
@@ -196,32 +182,26 @@ def test_next_inside_the_work_of_next_is_an_error_that_says_what_to_do() -> None
     outer: Any = iter(loader)
     next(outer)
     epoch, real = outer.run.epoch, outer.run.epoch.task
-    raised: list[str] = []
 
     def task(seq: int) -> Any:
-        try:
+        with pytest.raises(RuntimeError, match="set a flag there"):
             next(iter(loader))
-        except RuntimeError as error:
-            raised.append(str(error))
+        del epoch.task
         return real(seq)
 
     epoch.task = task
-    assert next(outer).tolist() == [2, 3]
-    del epoch.task
+    assert next(outer).tolist() == [2, 3] and "task" not in vars(epoch)
     assert [batch.tolist() for batch in outer] == [[4, 5], [6, 7]]
-    assert raised
-    assert "set a flag there" in raised[0]
 
 
-@pytest.mark.parametrize("kind", [ShardedDataLoader, DataLoader])
 @pytest.mark.parametrize("given", [{}, {"num_workers": 2, "thread_pool": True}], ids=["inline", "threads"])
-def test_a_profiler_sees_each_wait_for_a_batch(kind: Any, given: dict[str, Any]) -> None:
-    loader = kind(range(8), batch_size=4, **given)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+def test_a_profiler_sees_each_wait_for_a_batch(given: dict[str, Any]) -> None:
+    loader = ShardedDataLoader(range(8), batch_size=4, **given)
+    with torch.autograd.profiler.profile(use_kineto=False) as profile:  # the other kind begins for seconds
         assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    ranges = [one.name for one in profile.events() if one.name.startswith("enumerate(")]
+    ranges = [one.name for one in profile.function_events if one.name.startswith("enumerate(")]
     assert len(ranges) == 3  # two batches, and the end of the epoch
-    assert all(name.startswith(f"enumerate({kind.__name__})#") and name.endswith(".__next__") for name in ranges)
+    assert all(name.startswith("enumerate(ShardedDataLoader)#") and name.endswith(".__next__") for name in ranges)
 
 
 # -- with the observer of the core alone, it reads as it always does ---------------------------------------------------
@@ -250,8 +230,104 @@ def outcomes(**options: Any) -> list[Any]:
 def test_batches_errors_and_states_are_the_same_without_measuring(
     monkeypatch: pytest.MonkeyPatch, pool: str | None, on_error: str, max_skipped: int | None
 ) -> None:
-    options = {"pool": pool, "num_workers": 2 if pool else 0, "on_error": on_error}
-    options["max_skipped"] = max_skipped if on_error == "skip" else None
+    options: dict[str, Any] = {"pool": pool, "num_workers": 2 if pool else 0, "on_error": on_error}
+    options |= {"max_skipped": max_skipped if on_error == "skip" else None}
     expected = outcomes(**options)
     monkeypatch.setitem(imports._providers, ("observer", "instruments"), "sharded_loader.engine.pipeline:Observer")
     assert outcomes(**options) == expected
+
+
+# -- an epoch begins when its first batch is asked for: how an iterator gets its run -----------------------------------
+
+
+class Deaf(NoLength):
+    def set_epoch(self, epoch: int) -> None:
+        pass
+
+
+def test_what_begins_after_the_end_of_an_epoch_without_a_length_was_loaded() -> None:
+    whole, sampler = [[0, 1, 2], [3, 4, 5]], Deaf(range(6))
+    first = ShardedDataLoader(range(6), 3, sampler=NoLength(range(6)))
+    iterator = iter(first)
+    next(iterator), next(iterator)
+    state = first.state_dict() | {"sampler": "Deaf"}
+    second = ShardedDataLoader(range(6), 3, sampler=sampler)
+    for tell, epoch, after in ((None, None, 2), (second, 0, 1), (second, 1, 2), (sampler, 0, 1)):
+        second.load_state_dict(state)
+        if tell is not None:
+            tell.set_epoch(epoch)
+        assert second.peek().tolist() == whole[0]
+        assert [batch.tolist() for batch in second] == whole and second.epoch == after
+
+
+def test_a_state_of_the_end_of_an_epoch_without_a_length_goes_on_with_a_dataset_that_is_told() -> None:
+    first, second = (ShardedDataLoader(Told(), batch_sampler=NoLength([[0, 1], [2, 3]])) for _ in range(2))
+    iterator = iter(first)
+    next(iterator), next(iterator)
+    second.load_state_dict(first.state_dict())
+    assert [batch.tolist() for batch in second] == [[100, 101], [102, 103]]
+
+
+def test_the_first_batch_and_a_sample_are_read_without_an_epoch() -> None:
+    loader = ShardedDataLoader(Told(), 4)
+    assert loader.peek().tolist() == [0, 1, 2, 3] and loader.read(3, epoch=7) == 703
+    assert (loader.epoch, loader.position, loader.pool.started, loader.dataset.epoch) == (0, 0, False, 0)
+    with pytest.raises(IndexError, match="epoch 0 has no batches"):
+        ShardedDataLoader([], 4).peek()
+
+
+class Around:
+    """A wrapper of the user's, without a place for attributes."""
+
+    __slots__ = ("held",)
+
+    def __init__(self, held: Any) -> None:
+        self.held = {"it": held}
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return int(self.held["it"][index])
+
+
+class AroundStream(IterableDataset[int]):
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.held)
+
+
+WRAPPERS: dict[str, Any] = {
+    "Subset": lambda data: Subset(data, range(4)),
+    "ConcatDataset": lambda data: ConcatDataset([Subset(range(2), []), Subset(data, range(4))]),
+    "the user's": Around,
+    "ours around torch's": lambda data: SimpleDataset(Subset(data, range(4))).transform(int),
+    "ours": lambda data: SimpleDataset(data).transform(int).take(4),
+    "iterable": AroundStream,
+}
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("kind", WRAPPERS)
+@pytest.mark.parametrize("pool", ["inline", "thread", "fork", "spawn"])
+def test_set_epoch_of_a_dataset_inside_is_heard_by_every_worker(kind: str, pool: str) -> None:
+    data, unit = (ToldStream([4]), 1000) if kind == "iterable" else (Told(), 100)
+    with ShardedDataLoader(WRAPPERS[kind](data), 2, pool=make_pool(pool, 1)) as loader:
+        for tell, epoch in ((None, 0), (data, 5), (None, 6), (loader, 2), (data, 9)):
+            if tell is not None:
+                tell.set_epoch(epoch)
+            assert (loader.epoch, {int(one) // unit for batch in loader for one in batch}) == (epoch, {epoch})
+
+
+def test_the_search_for_datasets_with_set_epoch_is_bounded() -> None:
+    """A sample list, however long, and datasets that hold each other."""
+    data, other = Around(Told()), Told()
+    data.held.update({"samples": [(str(number), number) for number in range(10**5)], "more": [Around(0)] * 10**4})
+    data.held["it"].back = other.back = data  # type: ignore[attr-defined]
+    assert list(epoch_listeners(data)) == [data.held["it"]]
+    many = Around(None)
+    many.held = [[Around([Around(number)]) for number in range(100)] for _ in range(100)]  # type: ignore[assignment]
+    assert sum(1 for _ in reachable(many, _datasets_in, most=MAX_SEARCHED)) <= MAX_SEARCHED
+    assert epoch_setter(many) is None

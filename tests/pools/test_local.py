@@ -69,18 +69,6 @@ def test_another_job_is_read_by_the_threads_that_run(pool: ThreadPool) -> None:
     assert names() == before and len(before) == 2
 
 
-def test_a_cancelled_run_is_not_read() -> None:
-    gate, pool = Gate(), ThreadPool(1)
-    pool.start(job(gate))
-    pool.submit([task(0, 10), task(1, 11), task(0, 20, run=1)])
-    pool.cancel(0)
-    gate.open_for_all()
-    while not any(result.run == 1 for result in pool.wait()):
-        pass
-    assert gate.reads in (1, 2)
-    pool.close()
-
-
 def test_a_pool_that_is_closed_twice_starts_again(pool: ThreadPool) -> None:
     for value in (1, 2):
         assert read_one(pool, value) == [value]

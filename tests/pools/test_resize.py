@@ -151,23 +151,15 @@ def test_threads_start_and_end_in_the_next_step_between_two_batches() -> None:
         assert len(list(batches)) == SAMPLES // 4 - 3
 
 
-def test_worker_init_fn_is_called_with_the_number_of_each_worker_that_starts() -> None:
-    numbers: list[int] = []
-    with loader_over(Noisy(), ThreadPool(2, worker_init_fn=numbers.append)) as loader:
-        for count in (2, 4, 1, 2):
-            loader.pool.resize(count)
-            list(loader)
-    assert sorted(numbers) == [0, 1, 1, 2, 3]
-
-
-def test_prefetch_follows_unless_you_have_set_it() -> None:
-    for prefetch, expected in ((None, [4, 10, 2]), (7, [7, 7, 7])):
-        with loader_over(Noisy(), ThreadPool(2), prefetch=prefetch) as loader:
-            found = [loader.prefetch]
-            for count in (5, 1):
+def test_prefetch_follows_unless_you_have_set_it_and_worker_init_fn_is_called_for_each_worker_that_starts() -> None:
+    for prefetch, expected in ((None, [4, 8, 2, 4]), (7, [7, 7, 7, 7])):
+        numbers, found = list[int](), []
+        with loader_over(Noisy(), ThreadPool(2, worker_init_fn=numbers.append), prefetch=prefetch) as loader:
+            for count in (2, 4, 1, 2):
                 loader.pool.resize(count)
+                list(loader)
                 found.append(loader.prefetch)
-            assert found == expected
+        assert found == expected and sorted(numbers) == [0, 1, 1, 2, 3]
 
 
 def test_only_a_step_starts_workers_so_that_close_has_none_to_wait_for() -> None:

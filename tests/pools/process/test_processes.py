@@ -270,16 +270,12 @@ def test_a_worker_that_imports_torch_late_is_a_worker_to_torch(tmp_path: Path) -
 
 
 def test_a_worker_has_its_number_a_seed_of_its_own_and_one_thread(process_pool: ProcessPool) -> None:
-    class Data:
-        def __len__(self) -> int:
-            return 8
+    def read(index: int) -> tuple[int, ...]:
+        import threadpoolctl
 
-        def __getitem__(self, index: int) -> tuple[int, ...]:
-            import threadpoolctl
-
-            info: Any = torch.utils.data.get_worker_info()
-            blas = max((library["num_threads"] for library in threadpoolctl.threadpool_info()), default=1)
-            return state["number"], info.id, info.num_workers, torch.get_num_threads(), blas, info.seed
+        info: Any = torch.utils.data.get_worker_info()
+        blas = max((library["num_threads"] for library in threadpoolctl.threadpool_info()), default=1)
+        return state["number"], info.id, info.num_workers, torch.get_num_threads(), blas, info.seed
 
     def init(number: int) -> None:
         info: Any = torch.utils.data.get_worker_info()
@@ -288,7 +284,7 @@ def test_a_worker_has_its_number_a_seed_of_its_own_and_one_thread(process_pool: 
 
     def seeds(seed: int, workers: int) -> set[int]:
         pool = ProcessPool(workers, start_method=process_pool.start_method, worker_init_fn=init)
-        with ShardedDataLoader(Data(), 1, pool=pool, seed=seed) as loader:
+        with ShardedDataLoader(SimpleDataset(range(8)).transform(read), 1, pool=pool, seed=seed) as loader:
             rows = [[int(part[0]) for part in batch] for batch in loader]
         assert {row[0] for row in rows} <= {*range(workers)}
         assert all(row[0] == row[1] and row[2:5] == [workers, 1, 1] for row in rows)
@@ -304,10 +300,8 @@ def test_a_worker_has_its_number_a_seed_of_its_own_and_one_thread(process_pool: 
 @pytest.mark.slow
 @SPAWN_FIRST
 @pytest.mark.parametrize("ending", ["live", "raise", "exit", "break"])
-def test_leaving_the_program_in_mid_epoch_is_silent(tmp_path: Path, method: str, ending: str) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        textwrap.dedent("""
+def test_leaving_the_program_in_mid_epoch_is_silent(method: str, ending: str) -> None:
+    script = """
         import sys
         from sharded_loader import ProcessPool, ShardedDataLoader
         pool = ProcessPool(2, start_method=sys.argv[1])
@@ -320,11 +314,9 @@ def test_leaving_the_program_in_mid_epoch_is_silent(tmp_path: Path, method: str,
                 break
         if sys.argv[2] == "break": del iterator, loader
         print(*pool.pids)
-        """)
-    )
-    done = subprocess.run(
-        [sys.executable, str(script), method, ending], capture_output=True, text=True, timeout=300, check=False
-    )
+    """
+    program = [sys.executable, "-c", textwrap.dedent(script), method, ending]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == {"raise": 1, "exit": 3}.get(ending, 0)
     noise = [line for line in done.stderr.splitlines() if line and not line.startswith((" ", "Traceback"))]
     assert noise == (["ValueError: the user's own"] if ending == "raise" else [])

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from conftest import until
 from failures import Boom, boom
-from samples import Bad, Gate
+from samples import Bad
 
 from sharded_loader.engine.heartbeat import IDLE, SAMPLE, SENDING
 from sharded_loader.engine.messages import Job, Result, Stream, Task, unpack_reply
@@ -251,12 +251,12 @@ def trainer() -> Iterator[Trainer]:
     found.close()
 
 
-def fields(seq: int, *indices: Any, run: int = 0) -> tuple[Any, ...]:
-    return Task(run, seq, 1, 2 * seq, (list(indices),), False).fields
+def fields(seq: int, *indices: Any) -> tuple[Any, ...]:
+    return Task(0, seq, 1, 2 * seq, (list(indices),), False).fields
 
 
-def task(seq: int, *indices: Any, run: int = 0) -> tuple[int, int, Slot | None, Any]:
-    return run, seq, None, fields(seq, *indices, run=run)
+def task(seq: int, *indices: Any) -> tuple[int, int, Slot | None, Any]:
+    return 0, seq, None, fields(seq, *indices)
 
 
 def test_tasks_of_one_message_are_answered_in_order_with_the_error_of_one(trainer: Trainer) -> None:
@@ -267,19 +267,6 @@ def test_tasks_of_one_message_are_answered_in_order_with_the_error_of_one(traine
     assert type(second.error) is Boom
     assert "batch 1" in second.error.__notes__[0] and "worker 4 (pid " in second.error.__notes__[0]
     assert until(lambda: trainer.worker._reader.heartbeat[SAMPLE] == IDLE)  # it is told after the answer
-
-
-def test_the_tasks_of_a_cancelled_run_are_answered_and_not_read() -> None:
-    gate = Gate()
-    trainer = Trainer(gate)
-    trainer.send_tasks(task(0, 1, run=8))
-    trainer.send_tasks(task(0, 2, run=7))
-    trainer.link.send(CANCEL, 7)
-    assert until(lambda: 7 in trainer.worker._reader.cancelled)  # it is taken while the first task is under way
-    gate.open_for_all()
-    assert [(result.run, result.samples) for result in trainer.results(2)] == [(8, 1), (7, 0)]
-    assert gate.reads == 1
-    trainer.close()
 
 
 def test_indices_that_cannot_be_read_are_the_error_of_their_batch(trainer: Trainer) -> None:

@@ -228,18 +228,14 @@ def test_an_actor_that_hung_was_in_the_task_that_it_has_said(transport: Transpor
     assert (given_up.seq, given_up.error.index) == (4, 41)  # type: ignore[union-attr]
 
 
-def unborn(transport: Transport) -> Any:
-    for worker in transport.workers:
-        worker.ready, worker.begun = False, None
-    return transport.workers[0]
-
-
 def test_actors_that_cannot_be_made_break_the_pool_with_the_remedy(transport: Transport) -> None:
     supervisor = supervised(transport, 3)
+    for worker in transport.workers:
+        worker.ready, worker.begun = False, None
     error = Exception("ModuleNotFoundError: No module named 'sharded_loader'")
     error.actor_init_failed = True  # type: ignore[attr-defined]
     with pytest.raises(PoolBroken) as caught:
-        supervisor.replace(unborn(transport), error)
+        supervisor.replace(transport.workers[0], error)
     assert "py_modules" in "\n".join(caught.value.error.__notes__)
 
 
@@ -259,9 +255,6 @@ class Images:
 
     def __init__(self) -> None:
         self.rows = np.repeat(np.arange(50, dtype=np.uint8)[:, None], 4096, axis=1)
-
-    def __len__(self) -> int:
-        return 50
 
     def __getitem__(self, index: int) -> np.ndarray[Any, Any]:
         if index == 13:

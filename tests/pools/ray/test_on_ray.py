@@ -20,7 +20,7 @@ import psutil
 import pytest
 from conftest import until
 from failures import hang, leave
-from samples import Drawing, Filled, Random
+from samples import Drawing, Filled
 
 from sharded_loader import RayPool, ShardedDataLoader, WorkerDiedError, WorkerTimeoutError, interleave
 
@@ -145,15 +145,6 @@ def test_a_dataset_that_cannot_be_pickled_is_named(pool: RayPool) -> None:
         pytest.raises(TypeError, match=r"dataset\.lock \(lock\) cannot be pickled"),
     ):
         next(iter(loader))
-
-
-def test_after_a_break_the_next_epoch_begins(ray_here: Any) -> None:
-    with ShardedDataLoader(Random(400, 0.005), 8, shuffle=True, seed=3, pool=RayPool(2, num_cpus=0)) as loader:
-        for number, _ in enumerate(loader):
-            if number == 5:
-                break
-        loader.set_epoch(7)
-        assert len(next(iter(loader))) == 8
 
 
 def test_a_loader_that_is_collected_leaves_no_actor(ray_here: Any) -> None:
