@@ -217,27 +217,21 @@ def test_a_step_inside_a_waiting_one_is_told_apart_and_wakes_it() -> None:
     assert woken == [True] and pool.waiting and pipeline.is_open_step
 
 
-def test_a_dropped_run_is_cancelled_and_the_others_go_on() -> None:
-    first, second = run_of(0), run_of(1)
-    pipeline, pool = pipeline_of(first, second)
+def test_a_dropped_run_is_cancelled_and_the_others_go_on_and_inside_a_step_with_the_next_one() -> None:
+    first, second, third = runs = [run_of(number) for number in range(3)]
+    pipeline, pool = pipeline_of(*runs)
     step(pipeline, first)
     pipeline.drop(0)
     assert ("cancel", 0) in pool.calls
-    assert [step(pipeline, second) for _ in range(10)] == list(range(10))
-
-
-def test_a_run_that_is_dropped_inside_a_step_goes_with_the_next_one() -> None:
-    first, second = run_of(0), run_of(1)
-    pipeline, pool = pipeline_of(first, second)
 
     def drop(run: Run, entry: Entry) -> bool:
-        pipeline.drop(0)
-        assert ("cancel", 0) not in pool.calls
+        pipeline.drop(2)
+        assert ("cancel", 2) not in pool.calls
         return deliver(run, entry)
 
     pipeline.next(second, drop)
-    step(pipeline, second)
-    assert ("cancel", 0) in pool.calls
+    assert [step(pipeline, second) for _ in range(9)] == list(range(1, 10))
+    assert ("cancel", third.number) in pool.calls
 
 
 def test_a_broken_pool_ends_every_run_with_its_error_once() -> None:
@@ -333,23 +327,18 @@ def test_a_pool_puts_batches_together_in_the_memory_that_it_is_told() -> None:
     assert pool.empty((3,), np.dtype("f4")) is given
 
 
-def test_numbers_of_workers_are_ints_and_timeouts_seconds() -> None:
+def test_numbers_of_workers_are_ints_and_timeouts_seconds_and_other_arguments_are_refused() -> None:
     for given in (1, 4, np.int64(2)):
         assert (found := check_num_workers(given)) == given and type(found) is int
     assert (check_timeout(None), check_timeout(3)) == (None, 3.0)
     check_init_fn(None), check_init_fn(print)
-
-
-@pytest.mark.parametrize(
-    ("check", "refused", "error", "text"),
-    [
+    refused: list[tuple[Any, Any, Any, str]] = [
         (check_num_workers, (0, -1), ValueError, "num_workers must be"),
         (check_num_workers, (True, "2", 2.0, None), TypeError, "num_workers must be an integer"),
         (check_timeout, (0, -1.0, float("inf"), True, "1"), (TypeError, ValueError), "timeout is"),
         (check_init_fn, (3,), TypeError, "worker_init_fn is 3"),
-    ],
-)
-def test_other_arguments_are_refused(check: Any, refused: Any, error: Any, text: str) -> None:
-    for given in refused:
-        with pytest.raises(error, match=text):
-            check(given)
+    ]
+    for check, values, error, text in refused:
+        for value in values:
+            with pytest.raises(error, match=text):
+                check(value)

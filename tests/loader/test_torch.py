@@ -59,9 +59,6 @@ def epochs(kind: Any, dataset: Any, count: int = 1, **arguments: Any) -> str:
     return repr([list(loader) for _ in range(count)])
 
 
-# -- what it is ---------------------------------------------------------------------------------------------
-
-
 def test_it_is_torchs_loader_with_its_arguments_in_their_order_and_their_defaults() -> None:
     loader = DataLoader(Rows(), 2, shuffle=True)
     assert isinstance(loader, TORCHS) and isinstance(DataLoader[int], type(TORCHS[int]))
@@ -166,9 +163,6 @@ def test_iterable_data_that_is_longer_than_it_says_warns_as_torchs(workers: int)
         texts = [str(one.message).partition("at 0x")[0] for one in caught]
         said.append([text for text in texts if "multi-threaded" not in text])
     assert said[0] == said[1]
-
-
-# -- errors -------------------------------------------------------------------------------------------------
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -369,9 +363,6 @@ def test_a_state_of_several_parts_takes_the_length_away() -> None:
     list(iterator)
 
 
-# -- what it has done ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.costly(2)
 @pytest.mark.parametrize("given", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}], ids=str)
 def test_stats_count_every_epoch_and_copies_count_for_themselves(given: dict[str, Any]) -> None:
@@ -409,9 +400,6 @@ def test_what_torch_does_not_let_be_set_is_not_set_here() -> None:
     for name in ("batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "persistent_workers"):
         with pytest.raises(ValueError, match=f"{name} attribute should not be set after DataLoader is initialized"):
             setattr(DataLoader(Rows()), name, None)
-
-
-# -- copies -------------------------------------------------------------------------------------------------
 
 
 def rebuilt(loader: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -368,9 +369,6 @@ def test_closed_it_has_neither_workers_nor_tasks_and_may_be_started_again() -> N
     assert len(pool.transport.workers) == 5
 
 
-# -- another number of workers -------------------------------------------------------------------------------------
-
-
 def numbers_and_pids(workers: Sequence[Pretended]) -> list[tuple[int, int]]:
     return [(worker.number, worker.pid) for worker in workers]
 
@@ -409,18 +407,13 @@ def test_where_workers_cannot_end_by_themselves_others_get_their_tasks_at_once(p
     assert pool.seqs == [7, 8] and pool.transport.draining == []
 
 
-def test_another_worker_gets_the_number_of_one_that_lives(pool: Pool) -> None:
-    pool.give(0, task(7))
-    pool.renew(pool.transport.workers[0])
-    assert numbers_and_pids(pool.transport.workers) == [(0, 103), (1, 102)]
-    assert numbers_and_pids(pool.transport.draining) == [(0, 101)] and pool.seqs == []
-
-
 @pytest.mark.parametrize(("parts", "renewed"), [(2, True), (1, False), (3, False)])
 def test_workers_that_read_one_part_each_are_replaced_before_they_read_several(parts: int, renewed: bool) -> None:
     pool = Pool(job=Job([1], None, 0, stream=Stream(parts, 1)))
+    pool.give(0, task(7))
     pool.have(1)
-    assert (pool.transport.workers[0].pid != 101) == renewed
+    assert numbers_and_pids(pool.transport.workers) == [(0, 103 if renewed else 101)] and pool.seqs == []
+    assert ((0, 101) in numbers_and_pids(pool.transport.draining)) is renewed
 
 
 def test_a_worker_that_leaves_is_watched_and_told_what_is_cancelled(host_time: Any) -> None:
@@ -435,14 +428,8 @@ def test_a_worker_that_leaves_is_watched_and_told_what_is_cancelled(host_time: A
 
 
 def test_if_another_one_cannot_be_launched_there_are_those_that_could_be(pool: Pool) -> None:
-    launch = pool.transport.launch
-
-    def one_more(number: int, job: Job) -> Pretended:
-        if number == 3:
-            raise OSError("no processes")
-        return launch(number, job)
-
-    pool.transport.launch = one_more  # type: ignore[method-assign]
+    third = pool.transport.launch(2, JOB)
+    pool.transport.launch = Mock(side_effect=[third, OSError("no processes")])  # type: ignore[method-assign]
     with pytest.raises(OSError, match="no processes"):
         pool.have(9)
     assert pool.num_workers == len(pool.transport.workers) == 3
@@ -459,9 +446,6 @@ def test_the_error_of_a_signal_handler_passes_while_a_key_is_pickled(signal_name
     with pytest.raises(HANDLERS[signal_name][0]):
         fields_of(Task(0, 0, 0, 0, ([Key()],), False), forked=True)
     note_handlers()
-
-
-# -- what cannot be sent or read is one batch's error -----------------------------------------------------------------
 
 
 def test_ints_strings_and_arrays_need_no_pickle_of_their_own() -> None:

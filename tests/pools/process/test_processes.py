@@ -11,15 +11,19 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
+import multiprocess
 import numpy as np
 import psutil
 import pytest
 import torch
 from conftest import METHODS, PROCESS_POOLS, SPAWN_FIRST, ahead
 from injection import InterruptAt
+from multiprocess import spawn
 from programs import run_script
 from refusing import in_child
 from samples import StartsAndDies
@@ -27,108 +31,72 @@ from samples import StartsAndDies
 from sharded_loader import ProcessPool, RayPool, ShardedDataLoader, SimpleDataset, ThreadPool, sample_rng
 from sharded_loader.base import limits
 from sharded_loader.base.limits import own_bytes, private_bytes
+from sharded_loader.engine.messages import Job
 from sharded_loader.memory import segments
 from sharded_loader.pools.process import link, transport
-from sharded_loader.pools.process.start import choose_start_method
+from sharded_loader.pools.process.start import choose_start_method, is_starting_worker, starting_worker
 from sharded_loader.torch import DataLoader
-
-# -- no guard, no second run of the script --------------------------------------------------------------------
-
-
-@SPAWN_FIRST
-@pytest.mark.slow
-def test_a_script_needs_no_guard_and_its_classes_and_lambdas_work(tmp_path: Path, method: str) -> None:
-    done = run_script(
-        tmp_path / "script.py",
-        """
-        import sys
-        print("script runs")
-        import numpy as np
-        from collections import namedtuple
-        from dataclasses import dataclass
-        from sharded_loader import ProcessPool, ShardedDataLoader
-
-        class MyError(Exception):
-            def __init__(self, a, b):
-                super().__init__(f"{a} and {b}")
-                self.b = b
-
-        Pair = namedtuple("Pair", "x y")
-
-        @dataclass
-        class Sample:
-            x: object
-            name: str
-
-        class Squares:
-            seen = "class attribute"
-            def __len__(self): return 8
-            def __getitem__(self, i):
-                if i == 5: raise MyError(i, "more")
-                return Sample(Pair(np.float32(i * i), i), f"s{i}")
-
-        Squares.seen = "changed"
-        loader = ShardedDataLoader(Squares(), 2, pool=ProcessPool(2, start_method=sys.argv[1]))
-        iterator = iter(loader)
-        batch = next(iterator)
-        assert type(batch) is Sample and type(batch.x) is Pair, batch
-        assert batch.x.x.tolist() == [0, 1] and batch.name == ["s0", "s1"]
-        next(iterator)
-        try:
-            next(iterator)
-        except MyError as error:
-            assert type(error) is MyError and error.b == "more" and str(error) == "5 and more"
-        else:
-            raise SystemExit("no error")
-        assert next(iterator).x.y.tolist() == [6, 7]
-        assert Squares.seen == "changed"
-
-        from sharded_loader import SimpleDataset
-        doubled = SimpleDataset(range(4)).transform(lambda x: 2 * x)
-        pool = ProcessPool(1, start_method=sys.argv[1], worker_init_fn=lambda n: None)
-        print([b.tolist() for b in ShardedDataLoader(doubled, 4, pool=pool)])
-        """,
-        method,
-    )
-    assert done.stdout == "script runs\n[[0, 2, 4, 6]]\n"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("forgotten", [(), ("forgotten",)], ids=["held", "forgotten"])
-@METHODS
-def test_a_cell_that_is_run_again_leaves_the_classes_of_the_batches_that_workers_make(
+@SPAWN_FIRST
+def test_a_script_needs_no_guard_and_its_batches_have_its_classes_also_after_it_has_defined_others(
     tmp_path: Path, method: str, forgotten: tuple[str, ...]
 ) -> None:
-    """As in a notebook: the workers go on with the classes that the dataset was made with."""
+    """As a notebook does in a cell that is run again: workers go on with the classes that the dataset was made with."""
     done = run_script(
         tmp_path / "script.py",
         """
-        import dataclasses, gc, sys
-        from sharded_loader import ProcessPool, ShardedDataLoader
+        import gc, sys
+        print("script runs")
+        import numpy as np
+        from collections import namedtuple
+        from dataclasses import dataclass
+        from sharded_loader import ProcessPool, ShardedDataLoader, SimpleDataset
 
-        @dataclasses.dataclass
+        class MyError(ValueError):
+            def __init__(self, a, b):
+                super().__init__(f"{a} and {b}")
+                self.b = b
+
+        Point = namedtuple("Point", "x y")
+
+        @dataclass
         class Pair:
             x: object
             y: object
 
-            @dataclasses.dataclass
+            @dataclass
             class Inner:
                 z: object
 
+        class Data:
+            seen = "class attribute"
+            def __len__(self): return 14
+            def __getitem__(self, i):
+                if i == 3: raise MyError(i, "more")
+                if i == 13: raise Late(i)
+                return Pair(Point(np.float32(i * i), f"s{i}"), Pair.Inner(-i))
+
         class Late(ValueError): pass
 
-        class Data:
-            def __len__(self): return 10
-            def __getitem__(self, i):
-                if i == 9: raise Late(i)
-                return Pair(i, Pair.Inner(-i))
-
-        loader = ShardedDataLoader(Data(), 2, pool=ProcessPool(1, start_method=sys.argv[1]), prefetch=1)
+        Data.seen = "changed"
+        pool = ProcessPool(1, start_method=sys.argv[1], worker_init_fn=lambda n: None)
+        loader = ShardedDataLoader(Data(), 2, pool=pool, prefetch=1)
         iterator = iter(loader)
-        old = type(next(iterator)), Pair.Inner
-        assert old[0] is Pair
+        batch = next(iterator)
+        assert type(batch) is Pair and type(batch.x) is Point and type(batch.y) is Pair.Inner, batch
+        assert batch.x.x.tolist() == [0, 1] and batch.x.y == ["s0", "s1"]
+        try:
+            next(iterator)
+        except MyError as error:
+            assert type(error) is MyError and error.b == "more" and str(error) == "3 and more"
+        else:
+            raise SystemExit("no error")
+        old = type(batch), Pair.Inner
 
-        @dataclasses.dataclass
+        @dataclass
         class Pair:
             x: object
             y: object
@@ -138,9 +106,9 @@ def test_a_cell_that_is_run_again_leaves_the_classes_of_the_batches_that_workers
         class Late(ValueError): pass
 
         if len(sys.argv) > 2:
-            old = None
+            old = batch = None
             gc.collect()
-        for _ in range(3):
+        for _ in range(4):
             batch = next(iterator)
             assert type(batch) is not Pair and type(batch).__name__ == "Pair" and type(batch.y).__name__ == "Inner"
             assert old is None or (type(batch) is old[0] and type(batch.y) is old[1])
@@ -150,23 +118,44 @@ def test_a_cell_that_is_run_again_leaves_the_classes_of_the_batches_that_workers
             # Under fork an error has the name that it has now. A spawned worker's classes came with the dataset.
             assert sys.argv[1] != "fork" or isinstance(error, Late)
             print(error.args)
+        assert Data.seen == "changed"
         loader.close()
+
+        doubled = SimpleDataset(range(4)).transform(lambda x: 2 * x)
+        print([b.tolist() for b in ShardedDataLoader(doubled, 4, pool=ProcessPool(1, start_method=sys.argv[1]))])
         """,
         method,
         *forgotten,
     )
-    assert done.stdout == "(9,)\n"
+    assert done.stdout == "script runs\n(13,)\n[[0, 2, 4, 6]]\n"
 
 
-@pytest.mark.slow
-def test_a_script_from_standard_input_works_too() -> None:
-    script = (
-        "from sharded_loader import *\n"
-        "class D:\n    def __len__(self): return 2\n    def __getitem__(self, i): return i\n"
-        "print([b.tolist() for b in ShardedDataLoader(D(), 2, pool=ProcessPool(1, start_method='spawn'))])\n"
-    )
-    done = subprocess.run([sys.executable, "-"], input=script, capture_output=True, text=True, timeout=300, check=False)
-    assert (done.stdout, done.stderr) == ("[[0, 1]]\n", "")
+def test_only_our_own_workers_do_not_run_the_user_s_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "/script.py", raising=False)
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    assert "init_main_from_path" in spawn.get_preparation_data("theirs")
+    with starting_worker():
+        assert "init_main_from_path" not in spawn.get_preparation_data("ours")
+
+
+def test_a_start_is_known_in_its_own_thread_alone_and_is_not_interrupted() -> None:
+    def held_back() -> bool:
+        return hasattr(signal, "pthread_sigmask") and signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+    seen: list[bool] = []
+    with starting_worker():
+        thread = threading.Thread(target=lambda: seen.append(is_starting_worker()))
+        thread.start()
+        thread.join()
+        assert is_starting_worker() and seen == [False]
+        assert held_back() or not hasattr(signal, "pthread_sigmask")
+    assert not is_starting_worker() and not held_back()
+
+
+def test_a_worker_process_may_have_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(multiprocess.current_process()._config, "daemon", True)
+    with pytest.raises(RuntimeError, match="num_workers=0, or threads"):
+        transport.ProcessTransport(1, "spawn", None).launch(0, Job(range(3), None, 0))
 
 
 def test_the_start_method_that_the_user_set_is_the_default() -> None:
@@ -194,9 +183,6 @@ def test_a_ctrl_c_while_the_start_method_is_chosen_leaves_no_descriptor() -> Non
             break
 
 
-# -- identity -------------------------------------------------------------------------------------------------
-
-
 def test_classes_of_a_function_keep_their_identity(process_pool: ProcessPool) -> None:
     class Point(NamedTuple):
         x: Any
@@ -218,9 +204,6 @@ def test_classes_of_a_function_keep_their_identity(process_pool: ProcessPool) ->
             next(iterator)
 
 
-# -- pipes ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @METHODS
 @pytest.mark.parametrize("portable", [False, True])
@@ -239,9 +222,6 @@ def test_large_tasks_and_large_results_do_not_wait_for_each_other(
         for number, batch in enumerate(loader):
             assert batch[0] == number * size
             assert batch[-1] == (number + 1) * size - 1
-
-
-# -- workers --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -304,8 +284,11 @@ def test_leaving_the_program_in_mid_epoch_is_silent(method: str, ending: str) ->
     script = """
         import sys
         from sharded_loader import ProcessPool, ShardedDataLoader
+        class Data:
+            def __len__(self): return 4000
+            def __getitem__(self, i): return i
         pool = ProcessPool(2, start_method=sys.argv[1])
-        loader = ShardedDataLoader(range(4000), 4, pool=pool)
+        loader = ShardedDataLoader(Data(), 4, pool=pool)
         iterator = iter(loader)
         for number, batch in enumerate(iterator):
             if number == 2:
@@ -323,16 +306,10 @@ def test_leaving_the_program_in_mid_epoch_is_silent(method: str, ending: str) ->
     assert not any(psutil.pid_exists(int(pid)) for pid in done.stdout.split())
 
 
-class Proxy:
-    """Like those of web frameworks: outside of a request, its class cannot be asked for."""
-
-    @property
-    def __class__(self) -> Any:  # type: ignore[override]
-        raise RuntimeError("working outside of request context")
-
-
 def test_a_proxy_in_the_main_module_is_left_alone(monkeypatch: pytest.MonkeyPatch, worker_pool: Any) -> None:
-    monkeypatch.setattr(sys.modules["__main__"], "request", Proxy(), raising=False)
+    """Like those of web frameworks: outside of a request, its class cannot be asked for."""
+    of_class = property(Mock(side_effect=RuntimeError("working outside of request context")))
+    monkeypatch.setattr(sys.modules["__main__"], "request", type("Proxy", (), {"__class__": of_class})(), raising=False)
     with ShardedDataLoader(range(4), 2, pool=worker_pool) as loader:
         assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
 
@@ -355,19 +332,16 @@ def test_a_grandchild_that_holds_the_pipe_does_not_hide_a_death(process_pool: Pr
     os.kill(int((tmp_path / "started").read_text()), signal.SIGKILL)
 
 
-def with_progress(index: int) -> int:
-    """Makes a progress bar that nobody sees, as Hugging Face's datasets do."""
-    from tqdm.std import tqdm
-
-    return sum(tqdm([index], disable=True))
-
-
 @METHODS
 @pytest.mark.skipif(sys.platform == "win32", reason="nothing is forked there")
 def test_nobody_waits_for_the_lock_of_progress_bars_that_a_killed_process_holds(method: str) -> None:
     """All forked processes share it."""
     tqdm = pytest.importorskip("tqdm.std").tqdm
     usual, lock = tqdm.get_lock(), multiprocessing.RLock()
+
+    def with_progress(index: int) -> int:
+        return sum(tqdm([index], disable=True))  # a bar that nobody sees, as Hugging Face's datasets make it
+
     tqdm.set_lock(lock)
     try:
         dies = multiprocessing.get_context("fork").Process(target=lambda: lock.acquire() and os.kill(os.getpid(), 9))
@@ -456,8 +430,7 @@ def test_only_worker_processes_have_memory_of_their_own() -> None:
 
 
 def test_a_text_says_the_bytes_and_the_repr_makes_the_pool_again() -> None:
-    with ShardedDataLoader([1], 1, pool=ProcessPool(1, max_worker_memory="1.5 GB")) as loader:
-        assert repr(loader.pool).endswith("max_worker_memory=1500000000)")
+    assert repr(ProcessPool(1, max_worker_memory="1.5 GB")).endswith("max_worker_memory=1500000000)")
 
 
 def test_shared_memory_and_pages_of_a_fork_do_not_count(tmp_path: Path) -> None:

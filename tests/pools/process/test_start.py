@@ -1,9 +1,11 @@
-"""How a worker starts: first from the main process, then from the zygote, which may be killed, or stopped."""
+"""How workers start, first from the main process, then from the zygote; and what their pool owns and gives back."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
+import itertools
 import json
 import os
 import signal
@@ -14,55 +16,64 @@ import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import multiprocess
+import numpy as np
+import psutil
 import pytest
 from conftest import ahead
-from multiprocess import spawn
-from process_samples import ALL, forked, kill_a_worker, numbers, zygote_process
 from recovery_samples import values_of
 from samples import Parents, Random
 
 from sharded_loader import ProcessPool, ShardedDataLoader, SimpleDataset
 from sharded_loader.base.system import ONE_THREAD
+from sharded_loader.engine.heartbeat import SAMPLE
 from sharded_loader.engine.messages import Job
-from sharded_loader.pools.process import spawned, start
+from sharded_loader.pools.process import spawned, start, transport
+from sharded_loader.pools.process.link import Link
 from sharded_loader.pools.process.spawned import PRELOAD
-from sharded_loader.pools.process.start import ZygoteGone, is_starting_worker, starting_worker
-from sharded_loader.pools.process.transport import ProcessTransport
+from sharded_loader.pools.process.start import ZygoteGone
+from sharded_loader.pools.process.transport import ProcessTransport, ProcessWorker
 
-unix = pytest.mark.skipif(not hasattr(os, "fork"), reason="forked workers")
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="forked workers")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="counts what is under /proc")
 
-
-def test_only_our_own_workers_do_not_run_the_user_s_script(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", "/script.py", raising=False)
-    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
-    assert "init_main_from_path" in spawn.get_preparation_data("theirs")
-    with starting_worker():
-        assert "init_main_from_path" not in spawn.get_preparation_data("ours")
+ALL = list(range(40))
+JOB = Job([1, 2, 3], None, 0)
 
 
-def test_a_start_is_known_in_its_own_thread_alone_and_is_not_interrupted() -> None:
-    def held_back() -> bool:
-        return hasattr(signal, "pthread_sigmask") and signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
-
-    seen: list[bool] = []
-    with starting_worker():
-        thread = threading.Thread(target=lambda: seen.append(is_starting_worker()))
-        thread.start()
-        thread.join()
-        assert is_starting_worker() and seen == [False]
-        assert held_back() or not hasattr(signal, "pthread_sigmask")
-    assert not is_starting_worker() and not held_back()
+def forked(num_workers: int = 2, **more: Any) -> ProcessPool:
+    return ProcessPool(num_workers, start_method="fork", **more)
 
 
-def test_a_worker_process_may_have_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(multiprocess.current_process()._config, "daemon", True)
-    with pytest.raises(RuntimeError, match="num_workers=0, or threads"):
-        ProcessTransport(1, "spawn", None).launch(0, Job(range(3), None, 0))
+def transport_of(pool: Any) -> ProcessTransport:
+    found: ProcessTransport = pool._transport
+    return found
 
 
-@unix
+def zygote_process(pool: ProcessPool) -> Any:
+    """The process that workers are forked from; None before there is one."""
+    zygote = transport_of(pool).zygote
+    return None if zygote is None else zygote._process
+
+
+def kill_a_worker(pool: ProcessPool) -> None:
+    """Kill the first worker, and wait until the kernel has got round to it."""
+    worker = pool.workers[0]
+    worker.process.kill()
+    worker.wait(60)
+
+
+def numbers(batches: Any) -> list[int]:
+    """The first number of each sample."""
+    return [int(index) for batch in batches for index in np.asarray(batch).reshape(len(batch), -1)[:, 0]]
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
+
+
 def test_a_forkserver_imports_what_it_is_told_with_one_thread_and_forgets_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,7 +94,6 @@ def test_a_forkserver_imports_what_it_is_told_with_one_thread_and_forgets_it(
 # -- the first forked workers come from the main process, and their zygote a step later --------------------------------
 
 
-@unix
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_a_loader_may_be_closed_after_any_of_the_first_steps(steps: int) -> None:
     pool = forked()
@@ -96,7 +106,6 @@ def test_a_loader_may_be_closed_after_any_of_the_first_steps(steps: int) -> None
     assert pool.pids == [] and zygote_process(pool) is None
 
 
-@unix
 def test_if_the_zygote_cannot_be_forked_a_warning_says_so_and_reading_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
@@ -116,7 +125,6 @@ def test_if_the_zygote_cannot_be_forked_a_warning_says_so_and_reading_goes_on(mo
         assert zygote_process(pool) is not None
 
 
-@unix
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.costly
 def test_a_ctrl_c_while_the_zygote_is_forked_loses_no_batch(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +146,6 @@ def test_a_ctrl_c_while_the_zygote_is_forked_loses_no_batch(when: str, monkeypat
         assert numbers(loader) == ALL and zygote_process(pool) is not None
 
 
-@unix
 def test_a_child_that_the_user_forks_before_there_is_a_zygote_keeps_nothing_alive() -> None:
     pool = forked()
     loader = ShardedDataLoader(range(40), 4, pool=pool)
@@ -159,7 +166,6 @@ def test_a_child_that_the_user_forks_before_there_is_a_zygote_keeps_nothing_aliv
     assert os.waitpid(child, 0)[1] == 0
 
 
-@unix
 def test_two_loaders_that_start_at_a_time_do_not_keep_each_other_s_workers() -> None:
     pools = forked(), forked()
     first, second = (ShardedDataLoader(range(40), 4, pool=pool) for pool in pools)
@@ -179,7 +185,6 @@ def test_two_loaders_that_start_at_a_time_do_not_keep_each_other_s_workers() -> 
         assert numbers(got[0]) == numbers(got[1]) == ALL
 
 
-@unix
 def test_what_a_sample_has_printed_is_there_when_its_batch_is(tmp_path: Path) -> None:
     path, before = tmp_path / "out", sys.stdout
     with path.open("a", buffering=1 << 16) as sys.stdout:
@@ -196,7 +201,6 @@ def test_what_a_sample_has_printed_is_there_when_its_batch_is(tmp_path: Path) ->
 # -- the zygote --------------------------------------------------------------------------------------------------------
 
 
-@unix
 def test_if_the_zygote_is_gone_the_worker_is_forked_directly(monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[bool] = []
 
@@ -214,7 +218,6 @@ def test_if_the_zygote_is_gone_the_worker_is_forked_directly(monkeypatch: pytest
     owner.close()
 
 
-@unix
 def test_zygotes_that_are_killed_one_after_the_other_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     fork, left = start.Zygote.fork, [0]
 
@@ -248,7 +251,6 @@ def stop_and_kill_a_worker(pool: ProcessPool) -> int:
     return stopped
 
 
-@unix
 def test_a_zygote_that_is_slow_is_waited_for_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long it takes: a fork may wait for processor time or for swapped memory, and a machine may be paused."""
     monkeypatch.setattr(start, "STEP", 0.01)  # all ten pass, and more
@@ -268,7 +270,6 @@ def test_a_zygote_that_is_slow_is_waited_for_with_a_warning(monkeypatch: pytest.
     assert f"(pid {stopped}) has not answered for 10 s" in text and "keeps waiting" in text
 
 
-@unix
 def test_a_ctrl_c_ends_the_wait_for_a_slow_zygote(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "STEP", 0.01)
     pool = forked()
@@ -281,7 +282,6 @@ def test_a_ctrl_c_ends_the_wait_for_a_slow_zygote(monkeypatch: pytest.MonkeyPatc
             list(loader)
 
 
-@unix
 def test_close_does_not_wait_for_a_zygote_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "STEP", 3600.0)  # otherwise the test itself would hang
     pool = forked()
@@ -300,7 +300,6 @@ def test_a_warning_that_is_an_error_is_a_line_instead(capsys: pytest.CaptureFixt
     assert capsys.readouterr().err == "sharded_loader: it is gone\n"
 
 
-@unix
 def test_only_the_users_own_forks_are_warned_of(process_pool: ProcessPool) -> None:
     # As in every program with torch: Python 3.12 and later warn of a fork beside threads.
     ended = threading.Event()
@@ -326,7 +325,6 @@ def test_only_the_users_own_forks_are_warned_of(process_pool: ProcessPool) -> No
         beside.join()
 
 
-@unix
 def test_a_default_timeout_of_sockets_does_not_end_the_zygote() -> None:
     socket.setdefaulttimeout(1e-6)
     try:
@@ -353,7 +351,6 @@ class Garbage:
             file.write(f"{os.getpid()}\n")
 
 
-@unix
 def test_workers_leave_the_garbage_of_the_main_process_alone(tmp_path: Path) -> None:
     """It may be a connection. Its end would wait for a thread that is not there, or close that of the main process."""
     gc.disable()
@@ -371,3 +368,185 @@ def test_workers_leave_the_garbage_of_the_main_process_alone(tmp_path: Path) -> 
         gc.enable()
     gc.collect()
     assert (tmp_path / "ends").read_text() == f"{os.getpid()}\n"
+
+
+# -- what a process pool owns: made once, given back once, and never while a process may still write to it ------------
+
+
+def test_what_is_opened_is_opened_once_and_closed_once() -> None:
+    before = open_descriptors()
+    owner = ProcessTransport(1, "fork", None)
+    owner.wake()  # nobody waits yet
+    owner.open()
+    opened = owner.waker, owner.heartbeat, owner.parent_guard
+    owner.open()
+    assert (owner.waker, owner.heartbeat, owner.parent_guard) == opened and opened[1]
+    owner.wake()
+    assert owner.waker is not None and owner.waker[0].poll()
+    for _ in range(2):
+        owner.close()
+        assert (owner.waker, owner.heartbeat, owner.parent_guard) == (None, None, None)
+    assert open_descriptors() == before
+    owner.open()
+    owner.close()
+    assert open_descriptors() == before
+
+
+STEPS = {
+    "before the zygote forks": (start.Zygote, "fork", True),
+    "when it was asked": (start.Zygote, "_receive", True),
+    "when it has forked": (start.Zygote, "fork", False),
+    "before the process is known": (transport, "open_pidfd", True),
+    "when it is known": (transport, "open_pidfd", False),
+    "before the heartbeat": (transport, "heartbeat_in", True),
+    "before it is told": (Link, "send_segment", True),
+    "when it is told": (Link, "send_segment", False),
+}
+
+
+@linux
+@pytest.mark.filterwarnings("ignore:the process that workers are forked from:RuntimeWarning")
+@pytest.mark.parametrize(
+    "step, event",
+    [
+        *itertools.product(STEPS, ["closed", "zygote killed"]),
+        *itertools.product(["before the zygote forks", "before the heartbeat", "before it is told"], ["no memory"]),
+    ],
+)
+def test_whatever_happens_in_a_launch_it_leaves_nothing(step: str, event: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, children = open_descriptors(), set(psutil.Process().children())
+    supervisor = ProcessPool(2, start_method="fork", restarts=2)
+    owner = transport_of(supervisor)
+    supervisor._start(JOB)
+    owner.make_zygote(JOB)
+    zygote = zygote_process(supervisor)
+    owner.workers[1].ready = True
+    owner.workers[1].process.kill()
+    owner.workers[1].wait(120.0)
+    where, name, is_before = STEPS[step]
+    no_memory = Mock(side_effect=MemoryError)
+    happen = {"closed": supervisor.close, "zygote killed": zygote.kill, "no memory": no_memory}[event]
+    known, happened = getattr(where, name), list[str]()
+
+    def strike(*args: Any) -> Any:
+        done = None if is_before else known(*args)
+        if not happened:
+            happened.append(name)
+            happen()
+        return known(*args) if is_before else done
+
+    monkeypatch.setattr(where, name, strike)
+    with contextlib.suppress(*{"closed": (Exception,), "no memory": (MemoryError,)}.get(event, ())):
+        supervisor.replace(owner.workers[1])
+    assert happened
+    if event == "zygote killed":
+        assert [one.is_alive() for one in owner.workers] == [True, True]
+    supervisor.close()  # as at the end of the step
+    gc.collect()  # heartbeats are mapped until then
+    assert (open_descriptors(), set(psutil.Process().children()) - children) == (before, set())
+
+
+@linux
+def test_a_ctrl_c_while_the_system_is_asked_for_descriptors_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    receive, struck = socket.recv_fds, list[bool]()
+
+    def strike(*args: Any) -> Any:
+        received = receive(*args)
+        if not struck:
+            struck.append(True)
+            signal.raise_signal(signal.SIGINT)
+        return received
+
+    before, owner = open_descriptors(), ProcessTransport(2, "fork", None)
+    monkeypatch.setattr(socket, "recv_fds", strike)
+    with pytest.raises(KeyboardInterrupt):
+        owner.make_zygote(JOB)
+    owner.close()
+    assert open_descriptors() == before
+
+
+@linux
+def test_a_process_that_cannot_be_forked_leaves_no_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, pool = open_descriptors(), ProcessPool(2, start_method="fork")
+    monkeypatch.setattr(os, "fork", Mock(side_effect=BlockingIOError(errno.EAGAIN, "too many processes")))
+    with pytest.warns(RuntimeWarning, match="too many processes"):
+        transport_of(pool).make_zygote(JOB)
+    with pytest.raises(BlockingIOError):
+        pool._start(JOB)
+    assert open_descriptors() == before
+
+
+def test_a_slot_of_a_worker_that_is_over_is_free_and_what_one_that_was_left_behind_may_write_to_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    owner = ProcessTransport(1, "fork", None)
+    slot = owner.arena.take(1 << 20)
+    over: Any = SimpleNamespace(slots={(0, 0): slot, (0, 1): None})
+    owner.free_slots(over)
+    assert over.slots == {} and owner.arena.take(1 << 20) == slot
+    reader, writer = os.pipe()
+    stays = SimpleNamespace(pid=0, sentinel=reader, kill=lambda: None, close=lambda: None)
+    worker = ProcessWorker(0, stays, SimpleNamespace(close=lambda: None))  # type: ignore[arg-type]
+    worker.slots[0, 0] = slot
+    monkeypatch.setattr(transport, "KILLED_GRACE", 0.0)
+    worker.release()
+    owner.release(worker)
+    os.close(reader), os.close(writer)
+    assert slot not in [owner.arena.take(1 << 20) for _ in range(10)]
+    owner.close()
+
+
+@pytest.mark.parametrize(
+    ("counts", "told"), [([3, 5], 2), ([3, 3], 0), ([3, 1], 0), ([3, None], None), ([None, 5], None)]
+)
+def test_kills_for_memory_are_counted_from_the_start_on(
+    counts: list[int | None], told: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "oom_kills", iter(counts).__next__)
+    owner = ProcessTransport(1, "fork", None)
+    owner.open()
+    assert owner.oom_kills() == told
+    owner.close()
+
+
+@pytest.fixture
+def sleeper() -> ProcessWorker:
+    """A process that sleeps, and is sent nothing."""
+    process = multiprocess.get_context("fork").Process(target=signal.pause, daemon=True)
+    process.start()
+    return ProcessWorker(0, process, SimpleNamespace(close=lambda: None))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("pidfd", [True, False])
+def test_a_worker_that_is_released_has_ended_and_says_how(
+    pidfd: bool, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not pidfd:
+        monkeypatch.setattr(transport, "open_pidfd", lambda pid: None)
+    worker = request.getfixturevalue("sleeper")
+    assert worker.is_alive() and not worker.is_busy()
+    worker.heartbeat[SAMPLE] = 0
+    assert worker.is_busy()
+    sentinel = worker.sentinel
+    worker.wait(0.0)
+    for _ in range(2):
+        worker.release()
+        worker.kill()  # its pid may be another process's
+        assert not worker.is_alive() and worker.exitcode == -signal.SIGKILL
+    with pytest.raises(OSError):
+        os.fstat(sentinel)
+
+
+def test_a_worker_that_was_killed_for_its_silence_is_given_up_after_a_while(
+    sleeper: ProcessWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not sleeper.is_over()
+    monkeypatch.setattr(transport, "KILLED_GRACE", -1.0)
+    assert not sleeper.is_over()  # nobody has killed it
+    monkeypatch.setattr(sleeper.process, "kill", lambda: None)
+    sleeper.kill()
+    assert not sleeper.is_over()
+    sleeper.hung = True
+    assert sleeper.is_over()
+    monkeypatch.undo()
+    sleeper.release()

@@ -348,9 +348,6 @@ def test_a_job_gets_the_reader_that_it_needs(given: dict[str, Any], kind: type) 
     assert type(reader_for(Job([1, 2, 3], None, 0, **given))) is kind
 
 
-# -- workers end with their trainer -----------------------------------------------------------------------------------
-
-
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal for a pipe: Linux")
 
 

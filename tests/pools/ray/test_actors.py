@@ -76,9 +76,6 @@ def chosen(transport: Transport, lane: int) -> int:
     return worker.number
 
 
-# -- tasks -----------------------------------------------------------------------------------------------------
-
-
 def test_a_lane_stays_with_its_actor_and_an_actor_that_comes_gets_its_share(transport: Transport) -> None:
     supervised(transport, 3)
     first, second = transport.workers
@@ -112,9 +109,6 @@ def test_a_call_that_has_ended_takes_its_tasks_along(transport: Transport) -> No
     assert [one.seq for one in worker.end_call(worker.calls[0])] == [1, 2]
     assert list(worker.tasks) == [(0, 3)]
     assert worker.end_call("begin") == []
-
-
-# -- fetching ahead --------------------------------------------------------------------------------------------
 
 
 class Actor:
@@ -176,9 +170,6 @@ def test_an_order_that_cannot_be_sent_is_told_once_and_the_batches_come(
         transport.send(worker, [(task(1), ())], alone=False)
     assert [call[0] for call in worker.actor.calls] == ["read", "read"]
     assert [record.message.count("it has a lock") for record in caplog.records] == [1]
-
-
-# -- last words ------------------------------------------------------------------------------------------------
 
 
 def test_what_a_dead_actor_read_is_known_if_it_read_one_task_alone(transport: Transport) -> None:
@@ -360,9 +351,6 @@ def test_a_module_that_the_node_lacks_is_told_with_the_remedy() -> None:
     error = decode_error(decode(said.failure))
     assert isinstance(error, ModuleNotFoundError)
     assert "runtime_env" in "\n".join(error.__notes__)
-
-
-# -- its end -----------------------------------------------------------------------------------------------------------
 
 
 def test_the_cause_of_a_death_is_one_line() -> None:

@@ -20,6 +20,7 @@ import psutil
 import pytest
 from conftest import until
 from failures import hang, leave
+from recovery_samples import until_the_end
 from samples import Drawing, Filled
 
 from sharded_loader import RayPool, ShardedDataLoader, WorkerDiedError, WorkerTimeoutError, interleave
@@ -33,19 +34,6 @@ class Rows(Drawing):
     def read(self, index: int, rng: np.random.Generator) -> Any:
         super().read(index, rng)
         return np.arange(1000) * index + rng.integers(1000)
-
-
-def outcomes(loader: Any, kind: type[BaseException]) -> list[Any]:
-    """The batches of an epoch, and the errors of this kind that came in their places."""
-    found: list[Any] = []
-    batches = iter(loader)
-    while True:
-        try:
-            found.append(next(batches))
-        except StopIteration:
-            return found
-        except kind as error:
-            found.append(error)
 
 
 def bytes_of(batches: Any) -> list[bytes]:
@@ -123,18 +111,15 @@ def test_a_storm_of_kills_changes_nothing(ray_here: Any) -> None:
 @pytest.mark.parametrize("restarts", [1, 3])
 def test_the_batch_of_a_sample_that_kills_is_named_and_the_others_come(ray_here: Any, restarts: int) -> None:
     with ShardedDataLoader(Rows(400, {205}, leave), 8, pool=RayPool(2, num_cpus=0, restarts=restarts)) as loader:
-        found = outcomes(loader, WorkerDiedError)
-    assert len(found) == 50
-    errors = [one for one in found if isinstance(one, WorkerDiedError)]
-    assert [(one.batch, one.index) for one in errors] == [(25, None)]
-    assert re.search(r"worker \d \(pid \d+ on [\d.]+\) died: .*reading the batch, in epoch 0, batch 25", str(errors[0]))
+        batches, (error,) = until_the_end(iter(loader))
+    assert isinstance(error, WorkerDiedError) and (len(batches), error.batch, error.index) == (49, 25, None)
+    assert re.search(r"worker \d \(pid \d+ on [\d.]+\) died: .*reading the batch, in epoch 0, batch 25", str(error))
 
 
 def test_a_sample_that_hangs_is_named_and_the_others_come(ray_here: Any) -> None:
     with ShardedDataLoader(Rows(80, {43}, hang), 8, pool=RayPool(2, num_cpus=0, timeout=1.5, restarts=1)) as loader:
-        found = outcomes(loader, WorkerTimeoutError)
-    assert len(found) == 10
-    assert [(one.batch, one.index) for one in found if isinstance(one, WorkerTimeoutError)] == [(5, 43)]
+        batches, (error,) = until_the_end(iter(loader))
+    assert isinstance(error, WorkerTimeoutError) and (len(batches), error.batch, error.index) == (9, 5, 43)
 
 
 def test_a_dataset_that_cannot_be_pickled_is_named(pool: RayPool) -> None:
