@@ -198,9 +198,6 @@ def test_what_a_sample_has_printed_is_there_when_its_batch_is(tmp_path: Path) ->
     assert sorted(printed.split()) == ["one", "two"]
 
 
-# -- the zygote --------------------------------------------------------------------------------------------------------
-
-
 def test_if_the_zygote_is_gone_the_worker_is_forked_directly(monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[bool] = []
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from conftest import until
 from failures import Boom, boom
-from samples import Bad
+from samples import Bad, Gate
 
 from sharded_loader.engine.heartbeat import IDLE, SAMPLE, SENDING
 from sharded_loader.engine.messages import Job, Result, Stream, Task, unpack_reply
@@ -201,9 +201,6 @@ def test_a_poller_tells_when_more_can_be_sent(polled: Any) -> None:
     assert poller.wait(0.0) == ([], set()), "nothing waits to be sent any more"
 
 
-# -- what the threads of a worker are sent, and what they answer -------------------------------------------------------
-
-
 class Trainer:
     """The other end of the pipe of a worker whose main thread is a thread here."""
 
@@ -269,6 +266,17 @@ def test_tasks_of_one_message_are_answered_in_order_with_the_error_of_one(traine
     assert until(lambda: trainer.worker._reader.heartbeat[SAMPLE] == IDLE)  # it is told after the answer
 
 
+def test_the_tasks_of_a_cancelled_run_are_answered_and_not_read() -> None:
+    trainer = Trainer(gate := Gate())
+    trainer.send_tasks(task(0, 1))
+    trainer.send_tasks((7, 0, None, fields(0, 2)))
+    trainer.link.send(CANCEL, 7)
+    assert until(lambda: 7 in trainer.worker._reader.cancelled)  # it is taken while the first task is under way
+    gate.open_for_all()
+    assert [(result.run, result.samples) for result in trainer.results(2)] == [(0, 1), (7, 0)] and gate.reads == 1
+    trainer.close()
+
+
 def test_indices_that_cannot_be_read_are_the_error_of_their_batch(trainer: Trainer) -> None:
     trainer.send_tasks((0, 0, None, b"no pickle"), task(1, 1))
     broken, good = trainer.results(2)
@@ -299,9 +307,6 @@ def test_a_job_comes_in_a_message_and_one_that_cannot_be_unpickled_is_the_answer
     assert kind == wire.FAILED and isinstance(error, pickle.UnpicklingError)
     assert "while worker 4 (pid " in error.__notes__[0] and "unpickling the dataset" in error.__notes__[0]
     trainer.close()
-
-
-# -- what every worker does with a job and its tasks, whoever brings them ----------------------------------------------
 
 
 def reader_of(dataset: Any, **options: Any) -> TaskReader:
