@@ -77,7 +77,6 @@ test-ray:
 	SHARDED_LOADER_TEST_POOLS=ray $(RAY)/bin/python -m pytest -m "not slow" $(RAY_PROMISES)
 	$(RAY)/bin/python -m pytest -m ray tests/pools/ray/test_on_ray.py tests/storage/test_read_ahead.py
 	$(RAY)/bin/python -m pytest -m ray tests/pools/ray/test_cluster.py
-	$(RAY)/bin/python -m pytest -m ray tests/pools/ray/test_ray_train.py tests/pools/ray/test_machines_page.py
 
 RAY_PROMISES = $(addprefix tests/promises/test_,promises.py randomness.py resume.py failing_samples.py iterable.py \
 	iterable_resume.py iteration.py)

@@ -35,33 +35,30 @@ def test_the_dimensions_of_data_parallelism_are_ranks() -> None:
 
 
 def test_a_mesh_of_one_dimension_is_of_data_parallelism_unless_its_name_says_otherwise() -> None:
-    assert ranks_of_mesh(mesh_of((3,), (4,))) == (4, 3)
-    assert ranks_of_mesh(mesh_of((3,), (4,), "workers")) == (4, 3)
+    assert ranks_of_mesh(mesh_of((3,), (4,))) == ranks_of_mesh(mesh_of((3,), (4,), "workers")) == (4, 3)
     for name in MODEL_DIMS:
         with pytest.raises(ValueError, match=f"dimensions '{name}', and none is known as one of data parallelism"):
             ranks_of_mesh(mesh_of((3,), (4,), name))
 
 
 @pytest.mark.parametrize(
-    ("mesh", "error", "words"),
+    ("mesh", "ranks", "error", "words"),
     [
-        (mesh_of((0, 0), (2, 2), "tp", "pp"), ValueError, "the dimensions 'tp', 'pp', and none is known"),
-        (mesh_of((0, 0), (2, 2)), ValueError, "give that dimension, mesh=mesh"),
-        (mesh_of(None, (2,), "dp"), ValueError, "this process is not in the mesh"),
-        ("dp", TypeError, "must be a DeviceMesh"),
-        ([2, 2], TypeError, "must be a DeviceMesh"),
+        (mesh_of((0, 0), (2, 2), "tp", "pp"), {}, ValueError, "the dimensions 'tp', 'pp', and none is known"),
+        (mesh_of((0, 0), (2, 2)), {}, ValueError, "give that dimension, mesh=mesh"),
+        (mesh_of(None, (2,), "dp"), {}, ValueError, "this process is not in the mesh"),
+        ("dp", {}, TypeError, "must be a DeviceMesh"),
+        ([2, 2], {}, TypeError, "must be a DeviceMesh"),
+        (mesh_of((0,), (2,), "dp"), {"num_replicas": 2}, ValueError, "leave out num_replicas and rank"),
+        (mesh_of((0,), (2,), "dp"), {"rank": 0}, ValueError, "leave out num_replicas and rank"),
+        (mesh_of((0,), (2,), "dp"), {"num_replicas": "auto"}, ValueError, "leave out num_replicas and rank"),
     ],
 )
-def test_a_mesh_that_says_nothing_of_ranks_is_refused_at_once(mesh: Any, error: type[Exception], words: str) -> None:
+def test_a_mesh_that_says_nothing_of_ranks_or_contradicts_them_is_refused_at_once(
+    mesh: Any, ranks: dict[str, Any], error: type[Exception], words: str
+) -> None:
     with pytest.raises(error, match=words):
-        ShardedDataLoader(range(8), 2, mesh=mesh)
-
-
-def test_mesh_and_ranks_contradict_each_other() -> None:
-    mesh = mesh_of((0,), (2,), "dp")
-    for given in ({"num_replicas": 2}, {"rank": 0}, {"num_replicas": "auto"}):
-        with pytest.raises(ValueError, match="leave out num_replicas and rank"):
-            ShardedDataLoader(range(8), 2, mesh=mesh, **given)  # type: ignore[arg-type]
+        ShardedDataLoader(range(8), 2, mesh=mesh, **ranks)
 
 
 def test_the_loader_reads_as_the_rank_of_its_mesh() -> None:

@@ -1,18 +1,27 @@
-"""Batches in flight, on numbers: a pool without workers that finishes tasks in the order that the test says."""
+"""Batches in flight: what every pool is, and a pool of numbers that finishes tasks in the order that the test says."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+import pickle
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
+from conftest import ahead
 
+from sharded_loader import ShardedDataLoader
 from sharded_loader.base.errors import LoaderClosedError
-from sharded_loader.engine.messages import NOTHING, Job, Result, Task
-from sharded_loader.engine.order import Epoch, Position, sampler_error
+from sharded_loader.engine import reader
+from sharded_loader.engine.messages import GROUP_SECONDS, MAX_GROUP, NOTHING, Grouping, Job, Result, Task
+from sharded_loader.engine.order import Epoch, Position
 from sharded_loader.engine.pipeline import Entry, Pipeline, Run
-from sharded_loader.engine.pool import Pool, PoolBroken
+from sharded_loader.engine.pool import Pool, PoolBroken, check_init_fn, check_num_workers, check_timeout
 from sharded_loader.engine.split import Split
+from sharded_loader.pools.process.link import TASKS, Link
 
 JOB = Job([], None, 0)
 
@@ -63,12 +72,10 @@ class PoolOfNumbers(Pool):
 class Numbers(Epoch):
     """Batches of one index each, their own number."""
 
-    def __init__(self, length: int, first: int, errors: Iterable[int]) -> None:
-        self.number, self.first, self._length, self._errors = 0, first, length, errors
+    def __init__(self, length: int, first: int) -> None:
+        self.number, self.first, self._length = 0, first, length
 
-    def task(self, seq: int) -> Task | Exception | None:
-        if seq in self._errors:
-            return sampler_error(KeyError(seq), "")
+    def task(self, seq: int) -> Task | None:
         return Task(self.run, seq, 0, seq, ([seq],), False) if seq < self._length else None
 
     tables = ()  # type: ignore[assignment]
@@ -85,9 +92,9 @@ class Numbers(Epoch):
         return {}
 
 
-def run_of(number: int, length: int = 10, first: int = 0, errors: Iterable[int] = ()) -> Run:
+def run_of(number: int, length: int = 10, first: int = 0) -> Run:
     """A run of batches of one index each."""
-    return Run(number, Numbers(length, first, errors))
+    return Run(number, Numbers(length, first))
 
 
 def pipeline_of(*runs: Run, prefetch: int = 4) -> tuple[Pipeline, PoolOfNumbers]:
@@ -117,10 +124,6 @@ def step(pipeline: Pipeline, run: Run) -> Any:
         return found
     assert found.result is not None
     return found.result.error or found.result.batch
-
-
-def strike(*given: Any) -> Any:
-    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("first", [0, 6])
@@ -158,9 +161,7 @@ def test_no_more_tasks_are_submitted_than_the_pool_has_room_for() -> None:
     run, pipeline, pool = started()
     pool.room = 2
     step(pipeline, run)
-    calls = [call for call in pool.calls if isinstance(call, list)]
-    assert calls
-    assert max(map(len, calls)) == 2
+    assert max(len(call) for call in pool.calls if isinstance(call, list)) == 2
 
 
 def test_of_several_runs_the_tasks_that_are_needed_soonest_go_first() -> None:
@@ -172,13 +173,6 @@ def test_of_several_runs_the_tasks_that_are_needed_soonest_go_first() -> None:
     pool.room = 6
     step(pipeline, second)
     assert pool.submitted()[:6] == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)]
-
-
-def test_an_error_of_the_sampler_comes_in_its_place() -> None:
-    run, pipeline, _ = started(length=4, errors=[2])
-    found = [step(pipeline, run) for _ in range(5)]
-    assert isinstance(found.pop(2), KeyError)
-    assert found == [0, 1, 3, None]
 
 
 def test_a_result_that_comes_twice_or_of_no_run_counts_once() -> None:
@@ -196,13 +190,12 @@ def test_after_an_interrupted_step_everything_is_planned_again_from_the_delivere
     run, pipeline, pool = started(length=7)
     assert [step(pipeline, run) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(KeyboardInterrupt):
-        pipeline.next(run, **{"deliver": deliver, strikes: strike})
+        pipeline.next(run, **{"deliver": deliver, strikes: Mock(side_effect=KeyboardInterrupt)})
     pipeline.fail()
     run.delivered = 3
     pool.calls.clear()
     assert step(pipeline, run) == 3
-    assert pool.calls[:2] == ["close", "start"]
-    assert pool.submitted()[0] == (0, 3)
+    assert pool.calls[:2] == ["close", "start"] and pool.submitted()[0] == (0, 3)
     assert [step(pipeline, run) for _ in range(4)] == [4, 5, 6, None]
 
 
@@ -221,32 +214,24 @@ def test_a_step_inside_a_waiting_one_is_told_apart_and_wakes_it() -> None:
     pool.wake = lambda: woken.append(True)  # type: ignore[method-assign]
     pipeline.is_open_step = pool.waiting = True
     assert step(pipeline, run) == 0
-    assert woken == [True]
-    assert pool.waiting
-    assert pipeline.is_open_step
+    assert woken == [True] and pool.waiting and pipeline.is_open_step
 
 
-def test_a_dropped_run_is_cancelled_and_the_others_go_on() -> None:
-    first, second = run_of(0), run_of(1)
-    pipeline, pool = pipeline_of(first, second)
+def test_a_dropped_run_is_cancelled_and_the_others_go_on_and_inside_a_step_with_the_next_one() -> None:
+    first, second, third = runs = [run_of(number) for number in range(3)]
+    pipeline, pool = pipeline_of(*runs)
     step(pipeline, first)
     pipeline.drop(0)
     assert ("cancel", 0) in pool.calls
-    assert [step(pipeline, second) for _ in range(10)] == list(range(10))
-
-
-def test_a_run_that_is_dropped_inside_a_step_goes_with_the_next_one() -> None:
-    first, second = run_of(0), run_of(1)
-    pipeline, pool = pipeline_of(first, second)
 
     def drop(run: Run, entry: Entry) -> bool:
-        pipeline.drop(0)
-        assert ("cancel", 0) not in pool.calls
+        pipeline.drop(2)
+        assert ("cancel", 2) not in pool.calls
         return deliver(run, entry)
 
     pipeline.next(second, drop)
-    step(pipeline, second)
-    assert ("cancel", 0) in pool.calls
+    assert [step(pipeline, second) for _ in range(9)] == list(range(1, 10))
+    assert ("cancel", third.number) in pool.calls
 
 
 def test_a_broken_pool_ends_every_run_with_its_error_once() -> None:
@@ -274,3 +259,86 @@ def test_a_closed_pipeline_says_so_also_to_the_step_that_it_is_closed_in() -> No
     pipeline, _ = pipeline_of(run := run_of(0))
     with pytest.raises(LoaderClosedError):
         pipeline.next(run, lambda run, entry: bool(pipeline.close()) or deliver(run, entry))  # type: ignore[func-returns-value]
+
+
+# -- cheap batches travel in groups; nobody sees it but the clock ------------------------------------------------------
+
+
+def test_one_slow_batch_ends_the_grouping() -> None:
+    grouping = Grouping()
+    for _ in range(200):
+        grouping.note(10e-6)
+    assert grouping.size == MAX_GROUP
+    grouping.note(0.05)
+    assert grouping.size == 1
+    for _ in range(100):  # which are not cheap
+        grouping.note(GROUP_SECONDS)
+        assert grouping.size == 1
+
+
+def test_the_bytes_of_a_message_are_bounded_too() -> None:
+    grouping = Grouping(most_bytes=1000)
+    assert [grouping.note(10e-6, nbytes) for nbytes in [0] * 200][-1] == MAX_GROUP
+    assert [grouping.note(10e-6, nbytes) for nbytes in (100, 101, 1001)] == [10, 9, 1]
+
+
+@pytest.mark.parametrize("seconds", [1e-6, 1.0])
+def test_only_cheap_batches_travel_several_to_a_message(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count(0.0, seconds)  # each look at it takes so long
+    monkeypatch.setattr(reader, "host_clock", SimpleNamespace(now=lambda: next(clock)))
+    sizes, send = list[int](), Link.send
+
+    def spy(link: Link, kind: bytes = b"", *given: Any, **options: Any) -> None:
+        if kind == TASKS:
+            sizes.append(len(pickle.loads(options["content"])))
+        send(link, kind, *given, **options)
+
+    with ahead(ShardedDataLoader(range(800), 4, num_workers=1), False) as loader:
+        list(loader)
+        assert (loader.pool.group == 1) is (seconds == 1.0)
+        monkeypatch.setattr(Link, "send", spy)
+        assert [batch[0] for batch in loader] == [*range(0, 800, 4)]
+    assert sum(sizes) == 200 and (len(sizes) > 100) is (seconds == 1.0)
+
+
+# -- what every pool is: the verbs that it may leave out, and the arguments that pools share ---------------------------
+
+
+class Least(Pool):
+    """A pool with what a pool must have, and no more."""
+
+    started = False  # type: ignore[assignment]
+    start = submit = wait = close = lambda *_: None  # type: ignore[assignment]
+
+
+def test_a_pool_may_leave_out_wake_cancel_and_closer_and_no_other_verb() -> None:
+    pool = Least()
+    pool.wake()
+    pool.cancel(3)
+    pool.closer()()
+    with pytest.raises(TypeError, match="wait"):
+        type("NoWait", (Least,), {"wait": Pool.wait})()
+
+
+def test_a_pool_puts_batches_together_in_the_memory_that_it_is_told() -> None:
+    pool, given = Least(), np.empty(3)
+    assert pool.empty((2,), np.dtype("f4")).shape == (2,)
+    pool.use_memory(lambda shape, dtype: given, lambda mapping: None)
+    assert pool.empty((3,), np.dtype("f4")) is given
+
+
+def test_numbers_of_workers_are_ints_and_timeouts_seconds_and_other_arguments_are_refused() -> None:
+    for given in (1, 4, np.int64(2)):
+        assert (found := check_num_workers(given)) == given and type(found) is int
+    assert (check_timeout(None), check_timeout(3)) == (None, 3.0)
+    check_init_fn(None), check_init_fn(print)
+    refused: list[tuple[Any, Any, Any, str]] = [
+        (check_num_workers, (0, -1), ValueError, "num_workers must be"),
+        (check_num_workers, (True, "2", 2.0, None), TypeError, "num_workers must be an integer"),
+        (check_timeout, (0, -1.0, float("inf"), True, "1"), (TypeError, ValueError), "timeout is"),
+        (check_init_fn, (3,), TypeError, "worker_init_fn is 3"),
+    ]
+    for check, values, error, text in refused:
+        for value in values:
+            with pytest.raises(error, match=text):
+                check(value)

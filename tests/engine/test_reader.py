@@ -1,9 +1,10 @@
-"""One batch: read in bulk or one by one, with errors that name their sample."""
+"""One batch: read in bulk or one by one, with errors that name their sample; and what travels to and from a worker."""
 
 from __future__ import annotations
 
 import gc
 import itertools
+import pickle
 import signal
 import weakref
 from collections.abc import Callable, Sequence
@@ -17,9 +18,12 @@ from calls import calls_of
 from sharded_loader import ArrayDataset, SampleReadError, empty, sample_rng
 from sharded_loader.base.errors import notes_of
 from sharded_loader.batching.protocol import BatchifyError
+from sharded_loader.engine import heartbeat as beats
+from sharded_loader.engine import messages
 from sharded_loader.engine.heartbeat import IN_BATCHIFY, IN_BULK, ONE_BY_ONE, SAMPLE, SHARD, UNUSED, new_heartbeat
-from sharded_loader.engine.messages import NOTHING, Job, PartIndices, Result, Task
+from sharded_loader.engine.messages import NOTHING, Job, PartBatch, PartIndices, PartPoint, Result, Task
 from sharded_loader.engine.reader import BatchScope, Reader
+from sharded_loader.memory.codec import SlotWriter, decode, encode
 from sharded_loader.randomness.rng import OF_BATCH, reading
 
 WORKER = "worker 0 (pid 1)"
@@ -74,11 +78,8 @@ class InBatches(Squares):
 KINDS = pytest.mark.parametrize("kind", [Squares, InItems, InBatches])
 
 
-# -- what is read -------------------------------------------------------------------------------------------------
-
-
 @KINDS
-def test_a_batch_has_the_samples_in_their_order(kind: Callable[..., Any]) -> None:
+def test_a_batch_has_the_samples_in_their_order(kind: type[Squares]) -> None:
     result = read(kind(), [3, 1])
     assert [field.tolist() for field in result.batch] == [[[3] * 3, [1] * 3], [9, 1]]
     assert result.batch[0].dtype == np.int16
@@ -89,13 +90,8 @@ def test_a_batch_has_the_samples_in_their_order(kind: Callable[..., Any]) -> Non
 
 
 def test_a_batchify_fn_of_the_users_gets_the_samples_in_a_list_of_its_own() -> None:
-    def batchify(samples: list[Any]) -> Any:
-        seconds = [second for _, second in samples]
-        samples.clear()
-        return seconds
-
     for kind in (Squares, InItems, InBatches):
-        assert read(kind(), [3, 1], batchify_fn=batchify).batch == [9, 1]
+        assert read(kind(), [3, 1], batchify_fn=lambda samples: [samples.pop()[1] for _ in range(2)]).batch == [1, 9]
 
 
 def test_the_samples_are_asked_for_in_the_fastest_way_once_and_by_plain_ints() -> None:
@@ -115,10 +111,12 @@ def test_columns_are_gathered_in_the_memory_that_is_given() -> None:
         given.append(np.empty(shape, dtype))
         return given[-1]
 
-    dataset = ArrayDataset(np.arange(10.0), np.arange(10))
-    result = Reader(Job(dataset, None, 0)).read(task_of([4, 2]), empty=allocator)
+    reader, task = Reader(Job(ArrayDataset(np.arange(10.0), np.arange(10)), None, 0)), task_of([4, 2])
+    result = reader.read(task, empty=allocator)
     assert [field.tolist() for field in result.batch] == [[4.0, 2.0], [4, 2]]
     assert [id(field) for field in result.batch] == [id(array) for array in given]
+    names = calls_of(lambda: reader.read(task))
+    assert "gather_rows" in names and not {"samples", "collate", "assemble"} & set(names)
 
 
 def test_random_numbers_belong_to_the_sample_and_to_the_batch() -> None:
@@ -138,25 +136,40 @@ def test_random_numbers_belong_to_the_sample_and_to_the_batch() -> None:
     assert reading.get() is None
 
 
-# -- how many calls it takes ----------------------------------------------------------------------------------------
+class Waits(Squares):
+    """Sample i takes i times the unit."""
+
+    now, unit = 0.0, 1.0
+
+    def sample(self, index: int) -> Any:
+        Waits.now += index * self.unit
+        return super().sample(index)
 
 
+@pytest.fixture
+def clock_of_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Waits, "now", 0.0)
+    monkeypatch.setattr("sharded_loader.base.host_clock.now", lambda: Waits.now)
+
+
+@pytest.mark.usefixtures("clock_of_samples")
 def test_a_slow_sample_is_told_on_a_machine_on_which_the_first_batch_waited_for_a_core(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    waited, now = itertools.count(), [0.0]
+    waited = itertools.count()
     monkeypatch.setattr("sharded_loader.engine.reader.core_seconds", lambda: (0.0, 100.0 * next(waited)))
-    monkeypatch.setattr("sharded_loader.base.host_clock.now", lambda: now[0])
-
-    class Waits(Squares):
-        def sample(self, index: int) -> Any:
-            now[0] += 0.03 if index == 7 else 0.001
-            return index
-
+    monkeypatch.setattr(Waits, "unit", 0.001)
     reader = Reader(Job(Waits(), None, 7))
     reader.read(task_of([0, 1, 2]), WORKER)
-    times = reader.read(task_of([6, 7, 8], seq=5), WORKER).times
+    times = reader.read(task_of([1, 30, 2], seq=5), WORKER).times
     assert times is not None and times.slow[0] == (1, pytest.approx(0.03))
+
+
+@pytest.mark.parametrize("bad", [1, 2])
+@pytest.mark.usefixtures("clock_of_samples")
+def test_a_sample_that_cannot_be_read_takes_its_own_time(bad: int) -> None:
+    times = read(Waits([bad]), [1, 2, 4], on_error="skip").times
+    assert times is not None and times.slow == ((2, 4.0), (1, 2.0), (0, 1.0))
 
 
 @pytest.fixture
@@ -173,12 +186,6 @@ def test_the_road_of_a_batch_is_short() -> None:
     assert len(calls_of(lambda: reader.read(task))) <= 13  # and two that give the memory
     many = task_of(list(range(100)))
     assert len(calls_of(lambda: reader.read(many))) <= 13
-
-
-def test_a_gathered_batch_is_not_put_together_from_samples() -> None:
-    reader, task = Reader(Job(ArrayDataset(np.arange(10.0), np.arange(10)), None, 0)), task_of([4, 2])
-    names = calls_of(lambda: reader.read(task))
-    assert "gather_rows" in names and not {"samples", "collate", "assemble"} & set(names)
 
 
 # -- what fails -----------------------------------------------------------------------------------------------------
@@ -245,12 +252,10 @@ class Raises(Squares):
 def test_what_would_end_the_loop_or_the_program_is_an_error_that_names_its_sample(kind: Any, ends: Any) -> None:
     error = read(kind(ends), [3, 1]).error
     assert isinstance(error, SampleReadError) and "sample 3" in notes_of(error)[0]
-
-
-def test_a_ctrl_c_passes_in_the_callers_own_thread_only() -> None:
-    with pytest.raises(KeyboardInterrupt):
-        read(Raises(KeyboardInterrupt()), [3, 1], worker=None)  # type: ignore[arg-type]
-    assert reading.get() is None
+    if isinstance(ends, KeyboardInterrupt):  # in the caller's own thread it passes
+        with pytest.raises(KeyboardInterrupt):
+            read(kind(ends), [3, 1], worker=None)
+        assert reading.get() is None
 
 
 def test_an_error_that_is_dropped_leaves_nothing_for_the_collector() -> None:
@@ -265,11 +270,8 @@ def test_an_error_that_is_dropped_leaves_nothing_for_the_collector() -> None:
         gc.enable()
 
 
-# -- on_error -------------------------------------------------------------------------------------------------------
-
-
 @KINDS
-def test_a_bad_sample_is_skipped_or_replaced(kind: Callable[..., Any]) -> None:
+def test_a_bad_sample_is_skipped_or_replaced_or_on_error_itself_fails(kind: Callable[..., Any]) -> None:
     shards = [3, 1], [1, 5], [1]
     skipped = read(kind([1]), *shards, on_error="skip")
     assert [fields[1].tolist() for fields in skipped.batch] == [[9], [25]]
@@ -281,6 +283,8 @@ def test_a_bad_sample_is_skipped_or_replaced(kind: Callable[..., Any]) -> None:
     given = read(kind([1]), *shards, on_error=lambda failed: (np.zeros(3, np.int16), -failed.index - 10 * failed.shard))
     assert [fields[1].tolist() for fields in given.batch] == [[9, -1], [-11, 25], [-21]]
     assert len(given.skipped) == 3 and given.lost_shards == ()
+    raises = read(kind([1]), [3, 1], on_error=lambda failed: {}["no other"]).error
+    assert isinstance(raises, KeyError) and "sample 1" in notes_of(raises)[0] and str(raises.__context__) == "bad 1"
 
 
 def test_bad_samples_without_a_good_one_leave_nothing_or_an_error() -> None:
@@ -291,15 +295,6 @@ def test_bad_samples_without_a_good_one_leave_nothing_or_an_error() -> None:
         assert str(kept.error) == "bad 2" and [index for index, _ in kept.skipped] == [1] and kept.lost_shards == ()
         assert kept.error is not None and "with num_replicas none is left out" in notes_of(kept.error)[0]
         assert kept.error.__traceback__ is None
-
-
-def test_an_error_of_on_error_itself_names_the_sample() -> None:
-    result = read(Squares([1]), [3, 1], on_error=lambda failed: {}["no other"])
-    assert isinstance(result.error, KeyError) and "sample 1" in notes_of(result.error)[0]
-    assert str(result.error.__context__) == "bad 1"
-
-
-# -- where it is -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
@@ -334,47 +329,36 @@ def test_nothing_is_done_for_a_sample_but_to_read_it() -> None:
     assert calls(200) == calls(100)
 
 
-# -- the heartbeat, the epoch ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("host_time")  # on a busy machine, a cheap sample may take long
 def test_the_heartbeat_says_where_the_reader_is() -> None:
     heartbeat, seen = new_heartbeat(), []
 
-    class Looks(Squares):
-        def sample(self, index: int) -> Any:
-            seen.append((heartbeat[SHARD], heartbeat[SAMPLE]))
-            return index
-
-    class LooksInItems(InItems, Looks):
-        pass
-
-    def batchify(samples: list[Any]) -> Any:
+    def look(samples: list[Any] | None = None) -> Any:
         seen.append((heartbeat[SHARD], heartbeat[SAMPLE]))
         return samples
 
-    def seen_with(**options: Any) -> list[tuple[int, int]]:
+    class Looks(Squares):
+        def sample(self, index: int) -> Any:
+            return look() or index
+
+    def seen_by(reader: Reader, **options: Any) -> list[tuple[int, int]]:
         seen.clear()
-        read(Looks(), [3, 1], [2], heartbeat=heartbeat, batchify_fn=batchify, **options)
+        reader.read(replace(task_of([3, 1], [2]), **options), WORKER, heartbeat=heartbeat)
         return seen
 
     noted = [(0, 0), (0, 1), (0, IN_BATCHIFY), (1, 0), (1, IN_BATCHIFY)]
-    for on_error in ("raise", "skip"):  # with "skip" it reads every sample before it makes the first batch
-        in_order = sorted if on_error == "skip" else list
-        assert in_order(seen_with(on_error=on_error)) == in_order(noted)  # the first batch: its samples are timed
-        assert in_order(seen_with(notes=True, on_error=on_error)) == in_order(noted)
-    reader = Reader(Job(Looks(), batchify, 7))
-    for expected in (noted, [(0, ONE_BY_ONE), (0, ONE_BY_ONE), (0, IN_BATCHIFY), (1, ONE_BY_ONE), (1, IN_BATCHIFY)]):
-        seen.clear()
-        reader.read(task_of([3, 1], [2]), WORKER, heartbeat=heartbeat)
-        assert seen == expected  # later ones are cheap, and are not timed
-    seen.clear()
-    is_suspect = replace(task_of([3, 1], [2]), is_suspect=True)
-    Reader(Job(Looks(), batchify, 7)).read(is_suspect, WORKER, heartbeat=heartbeat)
-    assert seen == noted
-    seen.clear()
-    read(LooksInItems(), [3, 1], [2], heartbeat=heartbeat, batchify_fn=batchify)
-    assert seen == [(0, IN_BULK), (0, IN_BULK), (0, IN_BATCHIFY), (1, IN_BULK), (1, IN_BATCHIFY)]
+    for notes in (False, True):  # the first batch: its samples are timed
+        assert seen_by(Reader(Job(Looks(), look, 7, notes_samples=notes))) == noted
+        skips = Reader(Job(Looks(), look, 7, notes_samples=notes, on_error="skip"))
+        assert sorted(seen_by(skips)) == sorted(noted)  # it reads every sample before it makes the first batch
+    reader = Reader(Job(Looks(), look, 7))
+    assert seen_by(reader) == noted
+    alone = [(0, ONE_BY_ONE), (0, ONE_BY_ONE), (0, IN_BATCHIFY), (1, ONE_BY_ONE), (1, IN_BATCHIFY)]
+    assert seen_by(reader) == alone  # later ones are cheap, and are not timed
+    assert seen_by(Reader(Job(Looks(), look, 7)), is_suspect=True) == noted
+    in_items = type("LooksInItems", (InItems, Looks), {})
+    in_bulk = [(0, IN_BULK), (0, IN_BULK), (0, IN_BATCHIFY), (1, IN_BULK), (1, IN_BATCHIFY)]
+    assert seen_by(Reader(Job(in_items(), look, 7))) == in_bulk
 
 
 def test_a_probe_notes_each_sample_that_is_otherwise_read_in_bulk() -> None:
@@ -389,44 +373,25 @@ def test_a_probe_notes_each_sample_that_is_otherwise_read_in_bulk() -> None:
 
         Reader(Job(Looks([1]), None, 0)).probe(task_of([3, 1], [2]), heartbeat)
         assert list(dict.fromkeys(seen)) == [(3, 0, 0), (1, 0, 1), (2, 1, 0)]
-    alone = Squares()
-    Reader(Job(alone, None, 0)).probe(task_of([3, 1]), heartbeat)
+    Reader(Job(alone := Squares(), None, 0)).probe(task_of([3, 1]), heartbeat)
     assert alone.asked == []
 
 
 def test_a_dataset_is_told_each_epoch_once() -> None:
-    class Told(Squares):
-        told: list[int]
+    told, dataset = list[int](), Squares()
 
-        def set_epoch(self, epoch: int) -> None:
-            self.told.append(epoch)
-            if epoch == 2:
-                raise RuntimeError("no epoch 2")
+    def set_epoch(epoch: int) -> None:
+        told.append(epoch)
+        if epoch == 2:
+            raise RuntimeError("no epoch 2")
 
-    dataset = Told()
-    dataset.told = []
+    dataset.set_epoch = set_epoch  # type: ignore[attr-defined]
     reader = Reader(Job(dataset, None, 0), sets_epoch=True)
-    results = [reader.read(task_of([1], epoch=epoch), WORKER) for epoch in (0, 0, 1, 2, 2)]
-    assert dataset.told == [0, 1, 2, 2]
-    error = results[-1].error
-    assert error is not None and notes_of(error)[0] == "raised by dataset.set_epoch(2)"
-    assert [result.error for result in results[:3]] == [None] * 3
+    *fine, failed, again = [reader.read(task_of([1], epoch=epoch), WORKER).error for epoch in (0, 0, 1, 2, 2)]
+    assert told == [0, 1, 2, 2] and fine == [None] * 3
+    assert failed is not None and again is not None and notes_of(again)[0] == "raised by dataset.set_epoch(2)"
     Reader(Job(dataset, None, 0)).read(task_of([1]))
-    assert len(dataset.told) == 4  # the dataset is the loader's own, which has told it
-
-
-@pytest.mark.parametrize("bad", [1, 2])
-def test_a_sample_that_cannot_be_read_takes_its_own_time(monkeypatch: pytest.MonkeyPatch, bad: int) -> None:
-    now = [0.0]
-    monkeypatch.setattr("sharded_loader.base.host_clock.now", lambda: now[0])
-
-    class Waits(Squares):
-        def sample(self, index: int) -> Any:
-            now[0] += float(index)
-            return super().sample(index)
-
-    times = read(Waits([bad]), [1, 2, 4], on_error="skip").times
-    assert times is not None and times.slow == ((2, 4.0), (1, 2.0), (0, 1.0))
+    assert len(told) == 4  # the dataset is the loader's own, which has told it
 
 
 # -- where it is, for errors and for the loop around it ---------------------------------------------------------------
@@ -440,15 +405,10 @@ def scope_of(*shards: Any) -> BatchScope:
     return at
 
 
-def stand_at(at: BatchScope, position: int) -> None:
-    at.items = iter(range(len(at.indices)))
-    for _ in range(position + 1):
-        next(at.items)
-
-
 def test_samples_of_a_part_are_named_by_part_and_place() -> None:
     at = scope_of(PartIndices(3, range(8, 12)))
-    stand_at(at, 2)
+    at.items = iter(range(4))
+    next(at.items), next(at.items), next(at.items)
     assert "sample (3, 10)" in notes_of(at.locate_error(KeyError("x")))[0]
     at.set_index(OF_BATCH)
     where, again = notes_of(at.locate_error(KeyError("x")))
@@ -470,3 +430,71 @@ def test_a_handler_that_raises_inside_the_dataset_is_the_dataset_s() -> None:
         assert not scope_of([1]).is_for_caller(error)
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+# -- what travels between the main process and a worker arrives as it was sent -----------------------------------------
+
+
+def test_only_results_of_plain_arrays_alone_travel_without_their_classes() -> None:
+    with_class: list[Any] = [{"x": np.ones(2)}, [np.ones(2), 1], [np.ones(5000)] * 2]  # one array twice
+    plain = Result(0, 0, np.ones(2))
+    failed = replace(plain, error=ValueError()), replace(plain, skipped=((1, ValueError()),))
+    for result in (*failed, replace(plain, lost_shards=(1,)), *(replace(plain, batch=batch) for batch in with_class)):
+        assert messages.pack_result(result, SlotWriter(None)) is None
+    assert messages.pack_result(plain, SlotWriter(None)) is not None
+
+
+def test_several_replies_lie_one_behind_the_other_and_nothing_is_itself_in_every_process() -> None:
+    rest = memoryview(messages.pack_reply(1, 2, 30, encode("a")) + messages.pack_reply(4, 5, 60, encode(NOTHING)))
+    found = []
+    while len(rest):
+        run, seq, wanted, buffers, pickled, rest, _ = messages.unpack_reply(rest)
+        found.append((run, seq, wanted, buffers, decode(pickled, [])))
+    assert found == [(1, 2, 30, 0, "a"), (4, 5, 60, 0, NOTHING)] and found[1][-1] is NOTHING
+
+
+def test_indices_of_a_part_are_a_sequence_and_slices_are_again_and_travel_in_few_bytes() -> None:
+    indices = PartIndices(2, range(8, 12))
+    assert list(indices) == [(2, 8), (2, 9), (2, 10), (2, 11)] and len(indices) == 4
+    assert indices[-1] == (2, 11) and (2, 9) in indices and indices.index((2, 10)) == 2
+    part = indices[1:3]
+    assert type(part) is PartIndices and list(part) == [(2, 9), (2, 10)]
+    assert list(indices[4:]) == [] and not indices[4:]
+    pickled = pickle.dumps(PartIndices(3, range(1 << 20)), protocol=5)
+    assert len(pickled) < 120
+    assert ((found := pickle.loads(pickled)).part, found.places) == (3, range(1 << 20))
+
+
+def test_a_part_begins_before_its_first_sample_and_its_batches_in_one_reading_are_of_the_same_part() -> None:
+    assert PartPoint() == PartPoint(batches=0, passes=0, samples=0, checksum=0, ended=False, state=None)
+    assert messages.Stream(3, 8)[:4] == (3, 8, False, False)
+    batch = PartBatch(stream=4, oldest=2, number=1, batch=7, point=PartPoint())
+    assert batch.is_same(batch._replace(batch=9, oldest=3, point=PartPoint(3)))
+    assert not any(map(batch.is_same, (batch._replace(stream=5), batch._replace(number=0), None)))
+
+
+TASK = Task(4, 5, 0, 0, ([70, 80], [90]), True)
+
+
+def test_a_heartbeat_is_at_the_task_of_its_run_and_number_until_it_is_idle() -> None:
+    assert not beats.is_at(new_heartbeat(), Task(0, 0, 0, 0, ([1],), False))
+    assert beats.is_at([4, 5, 0, beats.BEGINNING], TASK)
+    assert not any(beats.is_at(at, TASK) for at in ([4, 6, 0, 0], [3, 5, 0, 0], [4, 5, 0, beats.IDLE]))
+
+
+def test_the_sample_is_told_by_its_place_in_its_shard_where_a_single_one_is_read_and_every_phase_has_words() -> None:
+    assert [beats.sample_in(TASK, [4, 5, *at]) for at in [(0, 0), (0, 1), (1, 0)]] == [[70], [80], [90]]
+    assert beats.sample_in(TASK, [4, 5, 2, 0]) == beats.sample_in(TASK, [4, 5, 1, 1]) == []  # places that do not exist
+    (index,) = beats.sample_in(replace(TASK, shards=(np.array([3, 4]),)), [4, 5, 0, 1])
+    assert type(index) is int
+    phases = (IN_BULK, IN_BATCHIFY, beats.SENDING, beats.IDLE, beats.BEGINNING)
+    assert [beats.sample_in(TASK, [4, 5, 0, at]) for at in phases] == [[]] * 5
+    assert len({beats.phase([0, 0, 0, at]) for at in phases} | {"reading a sample"}) == 6
+    assert beats.phase([0, 0, 0, 7]) == "reading a sample"
+
+
+def test_heartbeats_in_shared_memory_do_not_touch_each_other() -> None:
+    memory = bytearray(8 * beats.WORDS * 2)
+    first, second = beats.heartbeat_in(memory, 0), beats.heartbeat_in(memory, 1)
+    first[:4] = memoryview(np.array([1, 2, 3, 4])).cast("B").cast("q")
+    assert (list(first[:4]), list(second[:4])) == ([1, 2, 3, 4], [0, 0, 0, 0])

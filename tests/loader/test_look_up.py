@@ -48,11 +48,7 @@ ORDERS: dict[str, Callable[[], dict[str, Any]]] = {
     "by epoch": lambda: {"batch_size": 3, "sampler": ByEpoch(LENGTH)},
     "own": lambda: {"batch_size": 3, "sampler": GluonStyle(lambda: random.sample(range(LENGTH), LENGTH), LENGTH)},
     "torch": lambda: {"batch_size": 3, "sampler": torch_data.RandomSampler(range(LENGTH))},  # type: ignore[arg-type]
-    "torch, steps": lambda: {
-        "batch_size": 3,
-        "sampler": torch_data.RandomSampler(range(LENGTH)),  # type: ignore[arg-type]
-        "steps_per_epoch": 5,
-    },
+    "torch, steps": lambda: {**ORDERS["torch"](), "steps_per_epoch": 5},
 }
 RANKS = {"alone": {}, "rank 1 of 2": {"num_replicas": 2, "rank": 1}}
 
@@ -221,9 +217,6 @@ def test_what_can_be_told_of_iterable_data_is_told_and_no_step_and_a_closed_load
     for look in (loader.indices, loader.batch):
         with pytest.raises(RuntimeError, match="closed"):
             look(0, 0)
-
-
-# -- values ------------------------------------------------------------------------------------------------------------
 
 
 class Drawn(Dataset):

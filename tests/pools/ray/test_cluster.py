@@ -1,4 +1,4 @@
-"""Actors that come late, never, or go with their nodes: on a simulated cluster of Ray, part of ``make test-ray``."""
+"""Actors that come late, never, or go with their nodes: on a simulated cluster of Ray. Part of ``make test-ray``."""
 
 from __future__ import annotations
 
@@ -7,16 +7,25 @@ import re
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from conftest import ray_environment, until
+from pages import blocks, kept, promised, run_block
 
 from benchmarks.on_ray import QUICK
 from sharded_loader import RayPool, ShardedDataLoader, SimpleDataset, sample_rng
 
 pytestmark = pytest.mark.ray
+
+PAGE = Path(__file__).parents[3] / "docs/guides/machines.md"
+
+
+def test_the_simulated_cluster_of_the_page_runs_as_pasted(tmp_path: Path) -> None:
+    [block] = [block for block in blocks(PAGE, "python") if "import ray\n" in block]
+    assert kept(block, run_block(block, tmp_path)) == promised(block)
 
 
 def row(index: int) -> np.ndarray[Any, Any]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
-import pickle
 import random
 import re
 import signal
@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,12 +20,12 @@ import psutil
 import pytest
 from conftest import until
 from failures import hang, leave
-from samples import Drawing, Filled, Random
+from recovery_samples import until_the_end
+from samples import Drawing, Filled
 
 from sharded_loader import RayPool, ShardedDataLoader, WorkerDiedError, WorkerTimeoutError, interleave
-from sharded_loader.ray import cluster as on_ray
 
-ON_RAY = pytest.mark.ray
+pytestmark = pytest.mark.ray
 
 
 class Rows(Drawing):
@@ -33,19 +34,6 @@ class Rows(Drawing):
     def read(self, index: int, rng: np.random.Generator) -> Any:
         super().read(index, rng)
         return np.arange(1000) * index + rng.integers(1000)
-
-
-def outcomes(loader: Any, kind: type[BaseException]) -> list[Any]:
-    """The batches of an epoch, and the errors of this kind that came in their places."""
-    found: list[Any] = []
-    batches = iter(loader)
-    while True:
-        try:
-            found.append(next(batches))
-        except StopIteration:
-            return found
-        except kind as error:
-            found.append(error)
 
 
 def bytes_of(batches: Any) -> list[bytes]:
@@ -68,60 +56,12 @@ def actors() -> list[psutil.Process]:
     return found
 
 
-# -- arguments, without Ray --------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def as_if_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_ray, "check_installed", lambda: None)
-
-
-@pytest.mark.parametrize(
-    ("options", "kind", "text"),
-    [
-        ({"num_workers": 0}, ValueError, "at least 1"),
-        ({"num_cpus": "two"}, TypeError, "num_cpus is 'two'"),
-        ({"num_cpus": -1}, ValueError, "num_cpus is -1"),
-        ({"num_cpus": True}, TypeError, "num_cpus is True"),
-        ({"resources": ["reader"]}, TypeError, "resources is"),
-        ({"runtime_env": "."}, TypeError, "runtime_env is"),
-        ({"scheduling_strategy": None}, TypeError, "SPREAD"),
-        ({"address": "ray://head:10001"}, ValueError, "Ray Client"),
-        ({"restarts": -1}, ValueError, "restarts"),
-        ({"timeout": 0}, ValueError, "timeout"),
-        ({"start_timeout": None}, TypeError, "start_timeout"),
-        ({"start_timeout": -1}, ValueError, "timeout"),
-        ({"max_bytes": "1 GB"}, TypeError, "max_bytes"),
-        ({"worker_init_fn": 7}, TypeError, "worker_init_fn"),
-    ],
-)
-def test_a_bad_argument_is_named(as_if_installed: None, options: dict[str, Any], kind: type, text: str) -> None:
-    with pytest.raises(kind, match=text):
-        RayPool(**{"num_workers": 2, **options})
-
-
-def test_a_pool_that_is_sent_along_with_a_dataset_is_one_that_has_not_been_started(as_if_installed: None) -> None:
-    twin = pickle.loads(pickle.dumps(RayPool(3, num_cpus=0.5, resources={"reader": 1}, restarts=5, timeout=9)))
-    assert (twin.num_workers, twin.restarts, twin.timeout, twin.started) == (3, 5, 9.0, False)
-    assert (twin.num_cpus, twin.resources) == (0.5, {"reader": 1})
-
-
-def test_the_word_ray_makes_a_pool_of_that_size(as_if_installed: None) -> None:
-    with ShardedDataLoader(range(8), 2, num_workers=3, pool="ray", timeout=7) as loader:
-        assert isinstance(loader.pool, RayPool)
-        assert (loader.pool.num_workers, loader.pool.timeout, loader.pool.workers) == (3, 7.0, ())
-
-
-# -- on Ray ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def pool(ray_here: Any) -> Iterator[RayPool]:
     yield RayPool(2, num_cpus=0)
     assert until(lambda: not actors())
 
 
-@ON_RAY
 @pytest.mark.parametrize("kind", ["by index", "in order", "both"])
 def test_a_mixture_has_the_samples_and_states_of_every_pool(pool: RayPool, kind: str) -> None:
     def loader(ranks: int, rank: int, **options: Any) -> ShardedDataLoader:
@@ -145,7 +85,6 @@ def test_a_mixture_has_the_samples_and_states_of_every_pool(pool: RayPool, kind:
         assert [batch.tolist() for batch in other] == read[3:]
 
 
-@ON_RAY
 def test_more_batches_than_the_object_store_has_room_for_can_be_held(ray_here: Any) -> None:
     large = Filled(200, 500_000)
     with ShardedDataLoader(large, 2, pool=RayPool(2, num_cpus=0)) as loader:  # 400 MB; the store has 300
@@ -153,7 +92,6 @@ def test_more_batches_than_the_object_store_has_room_for_can_be_held(ray_here: A
     assert [batch[:, 7].tolist() for batch in held] == [[2.0 * n, 2.0 * n + 1] for n in range(100)]
 
 
-@ON_RAY
 def test_a_storm_of_kills_changes_nothing(ray_here: Any) -> None:
     dice, pool = random.Random(0), RayPool(3, num_cpus=0, restarts=100)
     found, killed = [], 0
@@ -170,26 +108,20 @@ def test_a_storm_of_kills_changes_nothing(ray_here: Any) -> None:
     assert found == expected(Rows(2000), 2)
 
 
-@ON_RAY
 @pytest.mark.parametrize("restarts", [1, 3])
 def test_the_batch_of_a_sample_that_kills_is_named_and_the_others_come(ray_here: Any, restarts: int) -> None:
     with ShardedDataLoader(Rows(400, {205}, leave), 8, pool=RayPool(2, num_cpus=0, restarts=restarts)) as loader:
-        found = outcomes(loader, WorkerDiedError)
-    assert len(found) == 50
-    errors = [one for one in found if isinstance(one, WorkerDiedError)]
-    assert [(one.batch, one.index) for one in errors] == [(25, None)]
-    assert re.search(r"worker \d \(pid \d+ on [\d.]+\) died: .*reading the batch, in epoch 0, batch 25", str(errors[0]))
+        batches, (error,) = until_the_end(iter(loader))
+    assert isinstance(error, WorkerDiedError) and (len(batches), error.batch, error.index) == (49, 25, None)
+    assert re.search(r"worker \d \(pid \d+ on [\d.]+\) died: .*reading the batch, in epoch 0, batch 25", str(error))
 
 
-@ON_RAY
 def test_a_sample_that_hangs_is_named_and_the_others_come(ray_here: Any) -> None:
     with ShardedDataLoader(Rows(80, {43}, hang), 8, pool=RayPool(2, num_cpus=0, timeout=1.5, restarts=1)) as loader:
-        found = outcomes(loader, WorkerTimeoutError)
-    assert len(found) == 10
-    assert [(one.batch, one.index) for one in found if isinstance(one, WorkerTimeoutError)] == [(5, 43)]
+        batches, (error,) = until_the_end(iter(loader))
+    assert isinstance(error, WorkerTimeoutError) and (len(batches), error.batch, error.index) == (9, 5, 43)
 
 
-@ON_RAY
 def test_a_dataset_that_cannot_be_pickled_is_named(pool: RayPool) -> None:
     dataset = Rows(400)
     dataset.lock = threading.Lock()  # type: ignore[attr-defined]
@@ -200,17 +132,6 @@ def test_a_dataset_that_cannot_be_pickled_is_named(pool: RayPool) -> None:
         next(iter(loader))
 
 
-@ON_RAY
-def test_after_a_break_the_next_epoch_begins(ray_here: Any) -> None:
-    with ShardedDataLoader(Random(400, 0.005), 8, shuffle=True, seed=3, pool=RayPool(2, num_cpus=0)) as loader:
-        for number, _ in enumerate(loader):
-            if number == 5:
-                break
-        loader.set_epoch(7)
-        assert len(next(iter(loader))) == 8
-
-
-@ON_RAY
 def test_a_loader_that_is_collected_leaves_no_actor(ray_here: Any) -> None:
     loader = ShardedDataLoader(Rows(400), 8, pool=RayPool(2, num_cpus=0))
     next(iter(loader))
@@ -233,7 +154,6 @@ signal.pause()
 """
 
 
-@ON_RAY
 def test_a_driver_that_is_killed_leaves_no_actor(ray_here: Any) -> None:
     address = ray_here.get_runtime_context().gcs_address
     driver = subprocess.Popen([sys.executable, "-c", DRIVER, address], stdout=subprocess.PIPE, text=True)
@@ -246,7 +166,6 @@ def test_a_driver_that_is_killed_leaves_no_actor(ray_here: Any) -> None:
     assert until(lambda: not actors())
 
 
-@ON_RAY
 def test_inside_a_placement_group_that_captures_actors_are_placed(ray_here: Any) -> None:
     @ray_here.remote(num_cpus=1)
     def train() -> int:
@@ -272,13 +191,61 @@ with ShardedDataLoader(range(10**6), 4, pool=RayPool(1, num_cpus=0)) as loader:
 """
 
 
-@ON_RAY
 def test_a_ray_that_is_shut_down_in_mid_epoch_is_an_error_and_no_hang() -> None:
     done = subprocess.run([sys.executable, "-c", SHUT_DOWN], capture_output=True, text=True, timeout=300)
     assert "RuntimeError: Ray was shut down" in done.stderr
 
 
-@ON_RAY
-def test_a_pool_shows_what_it_was_made_with() -> None:
-    assert repr(RayPool(2)) == "RayPool(2)"
-    assert repr(RayPool(2, num_cpus=0, restarts=1, timeout=9)) == "RayPool(2, num_cpus=0.0, restarts=1, timeout=9.0)"
+# -- inside Ray Train each worker reads its own part with actors of its own, and a run continues with other workers ----
+
+
+LENGTH, BATCH = 600, 10
+
+
+def loop(config: dict[str, Any]) -> None:
+    """Read some batches, and write down which samples they had and where the loader was."""
+    import ray.train
+
+    rank = ray.train.get_context().get_world_rank()
+    loader = ShardedDataLoader(
+        range(LENGTH), BATCH, shuffle=True, seed=5, num_replicas="auto", pool=RayPool(1, num_cpus=0.5)
+    )
+    with loader:
+        if config["state"]:
+            loader.load_state_dict(config["state"])
+        seen: list[list[int]] = []
+        for batch in loader:
+            seen.append(batch.tolist())
+            if len(seen) == config["batches"]:
+                break
+        told = {"seen": seen, "state": loader.state_dict()}
+    Path(config["folder"], f"{config['name']}-{rank}.json").write_text(json.dumps(told))
+    ray.train.report({})
+
+
+def trained(folder: Path, name: str, workers: int, batches: int, state: Any = None) -> list[dict[str, Any]]:
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    config = {"folder": str(folder), "name": name, "batches": batches, "state": state}
+    scaling = ScalingConfig(num_workers=workers, resources_per_worker={"CPU": 0.5})
+    storage = RunConfig(name=name, storage_path=str(folder / "results"))
+    TorchTrainer(loop, train_loop_config=config, scaling_config=scaling, run_config=storage).fit()
+    return [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(workers)]
+
+
+def dealt(told: list[dict[str, Any]]) -> list[int]:
+    """The samples of all ranks in the global order: rank r has every workers-th sample."""
+    ranks = [[index for batch in one["seen"] for index in batch] for one in told]
+    return [index for row in zip(*ranks, strict=True) for index in row]
+
+
+@pytest.mark.filterwarnings("default")  # Ray warns of itself
+def test_two_trainers_save_and_three_continue(ray_here: Any, tmp_path: Path) -> None:
+    with ShardedDataLoader(range(LENGTH), BATCH, shuffle=True, seed=5) as loader:
+        everything = [index for batch in loader for index in batch.tolist()]
+    two = trained(tmp_path, "two", 2, batches=9)
+    assert dealt(two) == everything[: 2 * 9 * BATCH]
+    assert two[0]["state"] == two[1]["state"]
+    three = trained(tmp_path, "three", 3, batches=-1, state=two[0]["state"])
+    assert dealt(three) == everything[2 * 9 * BATCH :]
