@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import kinds
+import numpy as np
+import psutil
 import pytest
+import torch
+import torch.utils.data
 from conftest import POOLS, PROCESS_POOLS, covering, make_pool
 from failures import Fails, hang_for_a_while, kill, raise_lookup
-from stream_loaders import ASK_TORCH, SIZE, epochs_of, loader_of
+from kinds import rows_of, until_the_end
+from stream_loaders import ASK_TORCH, KINDS, SIZE, epochs_of, loader_of
 from stream_samples import (
     LENGTHS,
     At,
+    DrawsOwn,
     GoOn,
     Late,
     NoIterator,
@@ -29,21 +35,23 @@ from stream_samples import (
     values,
 )
 
-from sharded_loader import interleave
+from sharded_loader import ShardedDataLoader, interleave, sample_rng
 from sharded_loader.base.errors import WorkerTimeoutError, notes_of
+from sharded_loader.base.notices import LoaderWarning
 from sharded_loader.engine.messages import Job, Result, Task
 from sharded_loader.engine.pool import Pool
 from sharded_loader.pools.task_reader import reader_for
+from sharded_loader.torch import DataLoader
 
 TORCH_FREE = (Parts, GoOn, WithStatefulRows)
 ASKING = (*ASK_TORCH, Late)
 """A spawned worker takes seconds to import torch."""
 
 
-def until_the_end(iterator: Iterator[Any]) -> tuple[list[Any], list[Exception], list[Any]]:
-    """An epoch's batches, its errors, and both in their order, an error as None."""
-    places, errors = kinds.until_the_end(iterator)
-    return [batch for batch in places if batch is not None], errors, places
+def read_with_errors(loader: Any) -> tuple[list[Any], list[Any]]:
+    """An epoch's batches, None in the place of each error; and the types and texts of the errors."""
+    places, errors = until_the_end(iter(loader))
+    return places, [(type(error), str(error)) for error in errors]
 
 
 # -- parts in turn, every sample once -----------------------------------------------------------------------------
@@ -58,31 +66,17 @@ def test_batches_come_from_the_part_that_has_given_the_fewest_whoever_reads(
 
 
 @pytest.mark.costly(3)
-@covering(2, pool=POOLS[:3], kind=ASKING, workers=[1, 2, 3, 4])
+@covering(2, pool=POOLS, kind=ASKING, workers=[1, 2, 3, 4])
 def test_a_dataset_that_asks_torch_for_its_part_is_told_whoever_reads(
     pool: str, kind: Callable[..., Any], workers: int
 ) -> None:
-    _as_promised(pool, kind, workers)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [Own, *(pytest.param(kind, marks=pytest.mark.slow) for kind in ASKING[1:])])
-@pytest.mark.parametrize("pool", ["spawn", pytest.param("forkserver", marks=pytest.mark.slow)])
-def test_a_dataset_that_imports_torch_only_when_it_asks_is_told(pool: str, kind: Callable[..., Any]) -> None:
-    _as_promised(pool, kind, 1)
-
-
-def _as_promised(pool: str, kind: Callable[..., Any], workers: int) -> None:
-    expected = batches_of(LENGTHS, SIZE)
-    first, second = epochs_of(kind(), pool, workers, epochs=2)
+    expected, found = batches_of(LENGTHS, SIZE), epochs_of(kind(), pool, workers, epochs=2)
     if kind is Told:
-        assert [first, second] == epochs_of(kind(), epochs=2)
-        for epoch, found in enumerate((first, second)):
-            assert [len(batch) for batch in found] == [len(batch) for batch in expected]
-            ordered = sorted(sum(found, []))
-            assert ordered == [1000 * epoch + value for value in sorted(sum(expected, []))]
+        assert found == epochs_of(kind(), epochs=2)
+        expected = sorted(sum(expected, []))
+        assert [sorted(sum(epoch, [])) for epoch in found] == [expected, [1000 + value for value in expected]]
     else:
-        assert first == second == expected
+        assert found == [expected, expected]
 
 
 @covering(1, pool=POOLS[:3], stop=["first_exhausted", "all_exhausted"], workers=[1, 2, 4])
@@ -106,14 +100,10 @@ def test_parts_of_any_length_in_any_pool(pool: str, lengths: tuple[int, ...]) ->
 @covering(1, pool=POOLS, last_batch=["keep", "discard"], prefetch=[2, 9])
 def test_short_batches_end_their_parts_and_may_be_left_out(pool: str, last_batch: str, prefetch: int) -> None:
     lengths = (5, 9, 3, 0, 13)
-    loader = loader_of(Parts(lengths), pool, streams=5, last_batch=last_batch, prefetch=prefetch)
+    with loader_of(Parts(lengths), pool, streams=5, last_batch=last_batch, prefetch=prefetch) as loader:
+        found = [(values(batch), loader.position) for batch in loader]
     expected = batches_of(lengths, SIZE, drop=last_batch == "discard")
-    with loader:
-        found = []
-        for number, batch in enumerate(loader, 1):
-            found.append(values(batch))
-            assert loader.position == number
-        assert found == expected and loader.drop_last == (last_batch == "discard")
+    assert found == [(batch, number) for number, batch in enumerate(expected, 1)]
 
 
 def test_a_function_without_arguments_and_a_torch_dataset_know_their_part_from_torch() -> None:
@@ -152,18 +142,6 @@ def test_parts_have_seeds_of_their_own_that_follow_from_the_loader_s() -> None:
 # -- workers that die or stand still ------------------------------------------------------------------------------
 
 
-def without_the_rest(part: int, batch: int, lengths: tuple[int, ...] = LENGTHS) -> list[Any]:
-    """The batches of an epoch in which a part ends with an error at a batch; None for the error."""
-    found: list[Any] = []
-    for one in batches_of(lengths, SIZE):
-        number = one[0] % 100 // SIZE
-        if one[0] // 100 == part and number >= batch:
-            found += [None] * (number == batch)
-        else:
-            found.append(one)
-    return found
-
-
 @pytest.mark.slow
 def test_parts_that_are_slow_to_get_back_to_are_not_taken_for_hung(tmp_path: Path) -> None:
     """A worker that takes over reads all of the part again, which takes longer than one sample may."""
@@ -181,19 +159,19 @@ def test_an_iterator_object_goes_on_with_the_sample_after_the_bad_one(
     pool: str, at: tuple[int, int], prefetch: int
 ) -> None:
     with loader_of(GoOn(before=At(raise_lookup, *at)), pool, prefetch=prefetch) as loader:
-        batches, errors, _ = until_the_end(iter(loader))
-    assert [type(error) for error in errors] == [LookupError]
+        places, errors = read_with_errors(loader)
+    assert errors == [(LookupError, "of the test")] and places.count(None) == 1
     begin = at[1] // SIZE * SIZE
     lost = {100 * at[0] + place for place in range(begin, at[1] + 1)}  # those that its batch had already
     everything = {100 * part + place for part, length in enumerate(LENGTHS) for place in range(length)}
-    assert sorted(sum(batches, [])) == sorted(everything - lost)
+    assert sorted(sum(filter(None, places), [])) == sorted(everything - lost)
 
 
 class FailsToBegin(Parts):
     """Part 2 fails when it is begun."""
 
-    def __init__(self, lengths: Sequence[int], fail: Callable[[], Any] = raise_lookup) -> None:
-        super().__init__(lengths)
+    def __init__(self, fail: Callable[[], Any] = raise_lookup) -> None:
+        super().__init__((9, 9, 9, 9))
         self.fail = fail
 
     def __call__(self, part: int, parts: int) -> Iterator[Any]:
@@ -202,14 +180,22 @@ class FailsToBegin(Parts):
         return super().__call__(part, parts)
 
 
+WITHOUT_PART_2 = [
+    [*range(100 * part + at, 100 * part + min(at + SIZE, 9))] if part != 2 else None
+    for at in (0, 4, 8)
+    for part in range(4)
+    if part != 2 or at == 0
+]
+
+
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("prefetch", [1, 20])
 @pytest.mark.costly
 def test_a_part_that_cannot_be_opened_is_one_error(pool: str, prefetch: int) -> None:
-    with loader_of(FailsToBegin((9, 9, 9, 9)), pool, prefetch=prefetch) as loader:
+    with loader_of(FailsToBegin(), pool, prefetch=prefetch) as loader:
         for _ in range(2):
-            _, errors, places = until_the_end(iter(loader))
-            assert places == without_the_rest(2, 0, (9, 9, 9, 9))
+            places, errors = until_the_end(iter(loader))
+            assert places == WITHOUT_PART_2
             assert [type(error) for error in errors] == [LookupError]
             assert "sample (2, 0)" in "".join(notes_of(errors[0]))
 
@@ -218,7 +204,7 @@ def test_a_part_that_cannot_be_opened_is_one_error(pool: str, prefetch: int) -> 
 def test_what_is_left_out_counts_once_whoever_dies(method: str, tmp_path: Path) -> None:
     lengths = (20, 20)
     calls = [At(raise_lookup, 0, 2), At(Fails(kill, tmp_path / "once", times=1), 0, 14)]
-    dataset = GoOn(lengths, before=Both(*calls))
+    dataset = GoOn(lengths, before=lambda *at: [call(*at) for call in calls])
     with loader_of(dataset, method, streams=2, on_error="skip") as loader:
         found = sum((values(batch) for batch in loader), [])
         assert sorted(found) == [value for value in sorted(sum(batches_of(lengths, SIZE), [])) if value != 2]
@@ -227,34 +213,12 @@ def test_what_is_left_out_counts_once_whoever_dies(method: str, tmp_path: Path) 
     assert (tmp_path / "once").exists()
 
 
-class Both:
-    """Calls both."""
-
-    def __init__(self, one: Any, other: Any) -> None:
-        self.one, self.other = one, other
-
-    def __call__(self, part: int, place: int) -> None:
-        self.one(part, place)
-        self.other(part, place)
-
-
-ODD = {
-    stops_early: [None] * 4,
-    exits: [[0, 1, 2, 3]] * 4 + [None] * 4,
-    NoIterator(): [None] * 4,
-    WithoutState((9, 3, 0, 4)): [[0, 1, 2, 3], [100, 101, 102], [300, 301, 302, 303], None, None],
+ODD: dict[str, tuple[Any, list[Any]]] = {
+    "stops": (stops_early, [None] * 4),
+    "exits": (exits, [[0, 1, 2, 3]] * 4 + [None] * 4),
+    "no iterator": (NoIterator(), [None] * 4),
+    "no state": (WithoutState((9, 3, 0, 4)), [[0, 1, 2, 3], [100, 101, 102], [300, 301, 302, 303], None, None]),
 }
-
-
-@pytest.mark.costly(3)
-@pytest.mark.parametrize("pool", POOLS)
-@pytest.mark.parametrize("dataset", ODD, ids=["stops", "exits", "no iterator", "no state"])
-def test_odd_datasets_give_the_same_errors_everywhere(pool: str, dataset: Any) -> None:
-    with loader_of(dataset, pool, prefetch=8) as loader, loader_of(dataset) as inline:
-        _, errors, places = until_the_end(iter(loader))
-        _, expected, _ = until_the_end(iter(inline))
-    assert places == ODD[dataset]
-    assert [(type(error), str(error)) for error in errors] == [(type(error), str(error)) for error in expected]
 
 
 class LastFirst(Pool):
@@ -276,27 +240,306 @@ class LastFirst(Pool):
         self.started = False
 
 
-@pytest.mark.parametrize("prefetch", [1, 8, 30])
-@pytest.mark.parametrize("dataset", list(ODD)[:3], ids=["stops", "exits", "no iterator"])
-def test_an_error_that_ends_a_part_is_told_once_whichever_worker_meets_it_first(dataset: Any, prefetch: int) -> None:
-    with loader_of(dataset) as loader:
-        _, expected, _ = until_the_end(iter(loader))
-    with loader_of(dataset, LastFirst(), prefetch=prefetch) as loader:
-        _, errors, places = until_the_end(iter(loader))
-        state = loader.state_dict()
-    assert places == ODD[dataset]
-    assert [(type(error), str(error)) for error in errors] == [(type(error), str(error)) for error in expected]
-    with loader_of(dataset) as other:
-        other.load_state_dict(state)
-        assert until_the_end(iter(other))[2] == ODD[dataset]  # the next epoch
+@pytest.mark.costly(12)
+@covering(1, pool=[*POOLS, "the last first"], name=ODD, prefetch=[1, 8, 30])
+def test_odd_datasets_give_the_same_errors_once_whichever_worker_meets_them_first(
+    pool: str, name: str, prefetch: int
+) -> None:
+    dataset, places = ODD[name]
+    with loader_of(dataset) as inline:
+        expected = read_with_errors(inline)
+    assert expected[0] == places
+    with (
+        loader_of(dataset) as inline,
+        loader_of(dataset, pool if pool in POOLS else LastFirst(), prefetch=prefetch) as loader,
+    ):
+        assert read_with_errors(loader) == expected
+        if name != "no state":
+            inline.load_state_dict(loader.state_dict())
+            assert read_with_errors(inline)[0] == places  # the next epoch
 
 
 @pytest.mark.parametrize("pool", POOLS[1:])
 @pytest.mark.slow
 def test_a_part_that_hangs_when_it_is_opened_is_one_error(pool: str) -> None:
     options: dict[str, Any] = {} if pool == "thread" else {"restarts": 1}
-    dataset = FailsToBegin((9, 9, 9, 9), fail=hang_for_a_while)
+    dataset = FailsToBegin(hang_for_a_while)
     with loader_of(dataset, make_pool(pool, timeout=1.0, **options), prefetch=9) as loader:
-        _, errors, places = until_the_end(iter(loader))
-    assert places == without_the_rest(2, 0, (9, 9, 9, 9))
+        places, errors = until_the_end(iter(loader))
+    assert places == WITHOUT_PART_2
     assert [type(error) for error in errors] == [WorkerTimeoutError]
+
+
+@covering(1, pool=POOLS[:3], kind=KINDS, workers=[1, 4], streams=[1, 4])
+def test_loops_and_looks_do_not_disturb_each_other_wherever_a_dataset_keeps_its_place(
+    pool: str, kind: Callable[..., Any], workers: int, streams: int
+) -> None:
+    lengths = LENGTHS if streams == 4 else (20,)
+    whole = epochs_of(kind(lengths), epochs=6, streams=streams)
+    with loader_of(kind(lengths), pool, workers, streams=streams) as loader:
+        for epoch in range(2):  # left
+            assert rows_of(itertools.islice(loader, 2)) == whole[epoch][:2]
+        loops = [iter(loader) for _ in range(3)]
+        found: list[list[Any]] = [[], [], []]
+        for turn in (0, 1, 2, 1, 0):
+            found[turn].append(values(next(loops[turn])))
+            assert int(loader.read((0, 1), epoch=3)) == whole[3][0][1]
+        assert [one + rows_of(loop) for one, loop in zip(found, loops, strict=True)] == whole[2:5]
+        assert values(loader.peek()) == values(loader.peek()) == whole[5][0]
+        assert rows_of(loader) == whole[5]
+
+
+@pytest.mark.parametrize("pool", ["inline", "thread", "fork"])
+@pytest.mark.costly
+def test_files_that_a_part_holds_open_are_closed_with_it(pool: str, tmp_path: Path) -> None:
+    for part in range(2):
+        (tmp_path / str(part)).write_text("".join(f"{100 * part + i}\n" for i in range(500)))
+
+    def lines(part: int, parts: int) -> Iterator[int]:
+        with (tmp_path / str(part)).open() as file:
+            yield from map(int, file)
+
+    with loader_of(lines, pool, streams=2) as loader:
+        for _ in range(3):
+            assert values(next(iter(loader))) == [0, 1, 2, 3]
+        if pool == "inline":
+            opened = [file.path for file in psutil.Process().open_files()]
+            assert sum(name.startswith(str(tmp_path)) for name in opened) <= 4
+        assert rows_of(loader) == batches_of((500, 500), SIZE)
+
+
+def test_read_gives_the_sample_that_the_batch_has_and_says_what_there_is() -> None:
+    with loader_of(Parts()) as loader:
+        everything = sum((values(batch) for batch in loader), [])
+        assert sorted(everything) == [loader.read((p, i)) for p, n in enumerate(LENGTHS) for i in range(n)]
+        for wrong in ((0, 7), (1, 0), (4, 0), (-1, 0), (0, -1)):
+            with pytest.raises(IndexError, match=r"has no sample.*there are 4 parts"):
+                loader.read(wrong)
+        for odd in (3, "ab", (1, 2, 3), (1, None), None):
+            with pytest.raises(TypeError, match=r"is read as \(part, position\)"):
+                loader.read(odd)
+    with loader_of(DrawsOwn()) as loader:
+        batch = values(next(iter(loader)))
+        assert [loader.read((0, place), epoch=0).tolist() for place in range(SIZE)] == batch
+
+
+def test_read_in_an_endless_order_counts_over_all_passes() -> None:
+    with loader_of(DrawsOwn((3, 5)), streams=2, steps_per_epoch=4) as loader:
+        epochs = [rows_of(loader) for _ in range(3)]
+        for part in range(2):
+            mine = sum((batch for epoch in epochs for batch in epoch[part::2]), [])
+            assert [loader.read((part, place)).tolist() for place in range(len(mine))] == mine
+    with loader_of(Parts((0, 5)), streams=2, steps_per_epoch=4) as loader:
+        with pytest.raises(IndexError, match="part 0 of epoch 0 has no sample 2"):
+            loader.read((0, 2))
+
+
+def test_peek_at_nothing_and_at_an_error() -> None:
+    with loader_of(Parts((0, 0)), streams=2) as loader, pytest.raises(IndexError, match="no batches to peek at"):
+        loader.peek()
+    with loader_of(Parts(before=At(raise_lookup, 0, 2))) as loader:
+        with pytest.raises(LookupError):
+            loader.peek()
+    with loader_of(Parts((3, 9)), streams=2, drop_last=True) as loader:
+        assert values(loader.peek()) == [100, 101, 102, 103]
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_refresh_sends_the_dataset_as_it_is_now(pool: str) -> None:
+    dataset = Parts((5, 5))
+    with loader_of(dataset, pool, streams=2) as loader:
+        assert rows_of(loader) == batches_of((5, 5), SIZE)
+        dataset.lengths = (2, 9)
+        if pool in PROCESS_POOLS:
+            assert rows_of(loader) == batches_of((5, 5), SIZE)
+        loader.refresh()
+        assert rows_of(loader) == batches_of((2, 9), SIZE)
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("pool", ["inline", "thread", "fork"])
+def test_what_a_dataset_draws_when_it_is_begun_is_the_same_everywhere(pool: str) -> None:
+    class Shuffled(Parts):
+        def __call__(self, part: int, parts: int) -> Iterator[Any]:
+            return iter((100 * part + sample_rng().permutation(self.lengths[part])).tolist())
+
+    class InAGenerator(Shuffled):
+        def __call__(self, part: int, parts: int) -> Iterator[Any]:
+            yield from super().__call__(part, parts)
+
+    whole = epochs_of(Shuffled(), epochs=2)
+    assert whole[0] != whole[1] and sorted(sum(whole[0], [])) == sorted(sum(batches_of(LENGTHS, SIZE), []))
+    for kind in (Shuffled, InAGenerator):
+        assert epochs_of(kind(), epochs=2, pool=pool) == whole
+        with loader_of(kind(), pool) as loader:
+            iterator = iter(loader)
+            for _ in range(3):
+                next(iterator)
+            state = loader.state_dict()
+        with loader_of(kind(), pool) as loader:
+            loader.load_state_dict(state)
+            assert rows_of(loader) == whole[0][3:]
+            assert loader.read((3, 7), epoch=0) in whole[0][-2]
+
+
+def test_batchify_draws_by_its_batch() -> None:
+    def noisy(samples: list[int]) -> Any:
+        return np.array([*samples, sample_rng().integers(1 << 40)])
+
+    whole = epochs_of(Parts(), batchify_fn=noisy)[0]
+    assert len({batch[-1] for batch in whole}) == len(whole)
+    for pool in ("thread", "fork"):
+        assert epochs_of(Parts(), batchify_fn=noisy, pool=pool, prefetch=9)[0] == whole
+
+
+def test_fewer_shards_of_the_dataset_than_ranks_are_rejected() -> None:
+    class Shards(Parts):
+        num_shards = 2
+
+    with pytest.raises(ValueError, match="has 2 shards, but there are 3 ranks, and each needs one"):
+        with ShardedDataLoader(Shards((4, 4)), 2, num_replicas=3, rank=0) as loader:
+            next(iter(loader))
+
+
+class Numbers(Own):
+    """0, 1, 2, ... A part yields every ``parts``-th of them."""
+
+    def __len__(self) -> int:
+        return sum(self.lengths)
+
+    def __iter__(self) -> Iterator[Any]:
+        info = torch.utils.data.get_worker_info()
+        yield from range(len(self)) if info is None else range(info.id, len(self), info.num_workers)
+
+
+@covering(
+    2, pool=POOLS, lengths=[(22,), (20,), (3,), ()], how=[{}, {"last_batch": "discard"}], parts=[1, 2, 4], ranks=[1, 2]
+)
+def test_a_length_is_the_number_of_batches_or_an_error_that_names_steps_per_epoch(
+    pool: str, lengths: tuple[int, ...], how: dict[str, Any], parts: int, ranks: int
+) -> None:
+    parts = max(parts, ranks)
+    shared = {"num_replicas": 2, "rank": 1} if ranks == 2 else {}
+    with warnings.catch_warnings(), loader_of(Numbers(lengths), pool, streams=parts, **how, **shared) as loader:
+        warnings.simplefilter("ignore")  # ranks; parts without a batch
+        if parts == 1:
+            assert f"{len(loader)} batches of 4" in repr(loader)
+            assert len(loader) == len(iter(loader)) == len(list(loader))
+        else:
+            with pytest.raises(TypeError, match=f"a Numbers decides how many samples each of its {parts} parts has.*s"):
+                len(loader)
+            assert "unknown number of batches" in repr(loader)
+            assert bool(iter(loader)) is True
+
+
+def test_the_steps_are_the_length_and_without_a_length_of_the_dataset_there_is_none() -> None:
+    with loader_of(Own(), steps_per_epoch=9) as loader:
+        assert len(loader) == len(iter(loader)) == 9
+    with (
+        loader_of(Own((5,)), streams=1) as loader,
+        pytest.raises(TypeError, match="the loader has no length.*Give steps_per_epoch=, or the dataset a"),
+    ):
+        len(loader)
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_what_discard_leaves_out_is_counted_and_whole_parts_are_warned_of(pool: str) -> None:
+    with loader_of(Parts((9, 4, 6)), pool, streams=3, last_batch="discard") as loader:
+        assert [sum(map(len, loader)) for _ in range(2)] == [16, 16]
+        assert [loader.stats(epoch).discarded_samples for epoch in (0, 1, None)] == [3, 3, 6]
+    with loader_of(Parts((3, 4, 2)), pool, streams=3, last_batch="discard") as loader:
+        with pytest.warns(UserWarning, match="has left out 5 samples: 2 of its 3 parts had fewer"):
+            assert [len(batch) for batch in loader] == [4]
+    with loader_of(Parts((3, 5)), pool, streams=2) as loader:
+        assert sum(map(len, loader)) == 8 and loader.stats().discarded_samples == 0
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_set_epoch_of_the_dataset_is_heard_as_that_of_the_loader(pool: str) -> None:
+    whole, dataset = epochs_of(Told(), epochs=10), Told()
+
+    def read() -> int:
+        return whole.index(rows_of(loader))
+
+    with loader_of(dataset, pool) as loader:
+        dataset.set_epoch(5)
+        assert loader.epoch == 5 and [read(), read()] == [5, 6]
+        dataset.set_epoch(3)
+        loader.set_epoch(8)  # the last one that is told
+        assert [read(), read()] == [8, 9]
+    dataset = Told()
+    with loader_of(dataset, pool) as loader:
+        dataset.set_epoch(2)
+        iterator = iter(loader)
+        assert [values(next(iterator)) for _ in range(2)] == whole[2][:2]
+        state = loader.state_dict()
+    for epoch, expected in ((2, whole[2][2:]), (4, whole[4])):
+        for tell in (lambda: dataset, lambda: loader):
+            dataset = Told()
+            with loader_of(dataset, pool) as loader:
+                loader.load_state_dict(state)
+                tell().set_epoch(epoch)
+                assert rows_of(loader) == expected
+
+
+def test_an_epoch_that_a_dataset_has_is_the_first_and_bad_ones_are_errors() -> None:
+    dataset = Told()
+    dataset.set_epoch(3)
+    with loader_of(dataset) as loader:
+        assert loader.epoch == 3
+        dataset.set_epoch(-1)
+        with pytest.raises(ValueError, match="epoch must be at least 0, got -1"):
+            next(iter(loader))
+
+
+def test_loaders_that_share_a_dataset_do_not_hear_each_other() -> None:
+    dataset, whole = Told((5,)), epochs_of(Told((5,)), epochs=4, streams=1)
+    with loader_of(dataset, streams=1) as one, loader_of(dataset, streams=1) as other:
+        for epoch in range(3):
+            assert rows_of(one) == whole[epoch]
+        assert rows_of(other) == whole[0]
+        dataset.set_epoch(3)
+        for loader in (one, other):
+            assert rows_of(loader) == whole[3]
+
+
+class Lines(torch.utils.data.IterableDataset[int]):
+    """Line 3 is bad; a generator reads the lines, or an iterator that goes on behind it."""
+
+    def __init__(self, goes_on: bool) -> None:
+        self.goes_on = goes_on
+
+    def __iter__(self) -> Iterator[int]:
+        return map(parsed, range(8)) if self.goes_on else (parsed(line) for line in range(8))
+
+
+def parsed(line: int) -> int:
+    if line == 3:
+        raise ValueError("line 3 is bad")
+    return line
+
+
+def loaded(kind: str, goes_on: bool) -> tuple[list[int], list[str]]:
+    known: dict[str, Any] = {"threads": {"num_workers": 1, "thread_pool": True}, "processes": {"num_workers": 1}}
+    made: Any = DataLoader if kind.startswith("drop-in") else ShardedDataLoader
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loader = made(Lines(goes_on), 2, on_error="skip", **known.get(kind.removeprefix("drop-in "), {}))
+        found = [int(sample) for batch in loader for sample in batch]
+        if kind in known or kind == "inline":
+            loader.close()
+    return found, [str(one.message) for one in caught if issubclass(one.category, LoaderWarning)]
+
+
+@pytest.mark.parametrize("kind", ["inline", "threads", "processes", "drop-in", "drop-in processes"])
+def test_a_warning_says_which_part_has_ended(kind: str) -> None:
+    found, said = loaded(kind, goes_on=False)
+    assert found == [0, 1, 2]
+    [text] = [one for one in said if "has ended too early" in one]
+    assert text.startswith("part 0 of 1 has ended too early: its generator raised") and "line 3 is bad" in text
+
+
+@pytest.mark.parametrize("kind", ["inline", "drop-in"])
+def test_an_iterator_that_goes_on_is_read_to_its_end(kind: str) -> None:
+    found, said = loaded(kind, goes_on=True)
+    assert found == [0, 1, 2, 4, 5, 6, 7] and not any("has ended" in one for one in said)

@@ -1,4 +1,4 @@
-"""Epochs, iterators, and everything that a loader answers between batches, over every pool."""
+"""Epochs, iterators, threads, and everything that a loader answers between batches, over every pool."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ import sys
 import textwrap
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import multiprocess
 import numpy as np
 import pytest
 import torch
 from conftest import ahead, make_pool
 from failures import boom
+from inside import pipeline_of
 from samples import Bad, Draws, Gate, Noting, Told, wait_for
 from torch.utils.data import DistributedSampler
 
@@ -27,8 +29,10 @@ from sharded_loader import (
     BatchSampler,
     ConcatDataset,
     FixedBucketSampler,
+    InlinePool,
     LoaderClosedError,
     Placement,
+    ProcessPool,
     RandomSampler,
     ShardedBatchSampler,
     ShardedDataLoader,
@@ -37,7 +41,12 @@ from sharded_loader import (
     ThreadPool,
     interleave,
 )
+from sharded_loader.engine.messages import _REPLY, pack_reply
 from sharded_loader.engine.pool import Pool
+from sharded_loader.memory.codec import Encoded
+from sharded_loader.pools.process import transport
+from sharded_loader.pools.process.link import CANCEL, Link
+from sharded_loader.pools.process.worker import WorkerThreads
 
 
 def lists(batches: Any) -> list[Any]:
@@ -580,3 +589,183 @@ def test_ranks_that_would_repeat_each_other_are_warned_once(tmp_path: Any) -> No
     ]
     answers = [rank.communicate(timeout=300)[0] for rank in ranks]
     assert answers == ["1 0 0 [0, 2, 4, 6, 8]\n", "1 0 0 [1, 3, 5, 7, 9]\n"]
+
+
+THREADS = 4
+
+
+@pytest.fixture
+def threads_that_take_turns_often() -> Iterator[None]:
+    """A thread may lose its turn between any two lines, as on a busy machine with many cores."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+def in_threads(work: Callable[[int], Any]) -> list[Any]:
+    """What ``work`` returns for the number of each thread, or raises."""
+    found: list[Any] = [None] * THREADS
+    begin = threading.Barrier(THREADS)
+
+    def run(number: int) -> None:
+        begin.wait()
+        try:
+            found[number] = work(number)
+        except BaseException as error:
+            found[number] = error
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def loops_of(pool: Pool) -> int:
+    return 400 if isinstance(pool, InlinePool) else 40
+
+
+@pytest.mark.usefixtures("threads_that_take_turns_often")
+@pytest.mark.costly
+def test_each_loop_of_each_thread_is_an_epoch_of_its_own(pool: Pool) -> None:
+    count = loops_of(pool) // 4
+    data = ArrayDataset(np.arange(12))
+    with ShardedDataLoader(data, 4, shuffle=True, seed=3) as alone:
+        epochs = [[batch.tolist() for batch in alone] for _ in range(count * THREADS)]
+    with ShardedDataLoader(data, 4, shuffle=True, seed=3, pool=pool) as loader:
+        found = in_threads(lambda number: [[batch.tolist() for batch in loader] for _ in range(count)])
+    assert [one for one in found if isinstance(one, BaseException)] == []
+    assert sorted(epoch for loops in found for epoch in loops) == sorted(epochs)
+
+
+@pytest.mark.usefixtures("threads_that_take_turns_often")
+@pytest.mark.costly
+def test_threads_that_break_off_and_threads_that_go_on_do_not_disturb_each_other(pool: Pool) -> None:
+    count = loops_of(pool)
+    with ShardedDataLoader(range(12), 2, pool=pool, prefetch=3) as loader:
+
+        def work(number: int) -> int:
+            for turn in range(count):
+                got = []
+                for batch in loader:
+                    got += batch.tolist()
+                    if number % 2 and len(got) > turn % 10:
+                        break
+                assert got == list(range(len(got))) and (number % 2 or len(got) == 12), got
+            return count
+
+        assert in_threads(work) == [count] * THREADS
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
+def test_a_fork_while_other_threads_make_pools_keeps_what_is_lent() -> None:
+    """What the library does before a fork is done although the set of pools changes meanwhile."""
+    done = threading.Event()
+
+    def make_pools() -> None:
+        while not done.is_set():
+            _ = [ProcessPool(1) for _ in range(50)]
+
+    makers = [threading.Thread(target=make_pools) for _ in range(2)]
+    for maker in makers:
+        maker.start()
+    try:
+        for _ in range(2500):
+            transport._before_fork()
+    finally:
+        done.set()
+        for maker in makers:
+            maker.join()
+
+
+def test_threads_remember_only_the_runs_that_are_alive() -> None:
+    with ShardedDataLoader(range(8), 2, pool=ThreadPool(1)) as loader:
+        for _ in range(5):
+            for _ in loader:
+                break
+        held = iter(loader)
+        next(held)
+        (shared,) = loader.pool._running  # type: ignore[attr-defined]
+        assert shared.live == {held.run.number}
+
+
+def test_a_worker_forgets_a_cancelled_run_when_its_tasks_are_dropped() -> None:
+    ours, theirs = (Link(end, blocks=True) for end in multiprocess.Pipe())
+    worker = WorkerThreads(theirs, 0, 1)
+    worker._finished.set()
+    for run in range(5):
+        ours.send(CANCEL, run)
+    ours.close()
+    worker.run(None)  # until the pipe's end
+    theirs.close()
+    assert not worker._reader.cancelled
+
+
+def test_an_iterator_may_be_collected_while_another_one_is_dropped(new_pool: Callable[[], Pool]) -> None:
+    pool = new_pool()
+    with ShardedDataLoader(range(40), 2, prefetch=2, pool=pool) as loader:
+        first, second = iter(loader), iter(loader)
+        next(first), next(second)
+        pipeline_of(loader).runs[first.run.number].window.append(Collects())  # type: ignore[arg-type]
+        second.itself = second  # type: ignore[attr-defined]
+        gc.disable()
+        try:
+            del second
+            pipeline_of(loader).drop(first.run.number)
+        finally:
+            gc.enable()
+        assert not pipeline_of(loader).dropped
+        assert len(list(loader)) == 20
+
+
+class Collects:
+    """The collector comes when this goes."""
+
+    begun = None
+
+    def __del__(self) -> None:
+        gc.collect()
+
+
+def test_a_reply_may_hold_more_than_four_gigabytes() -> None:
+    class Huge(bytes):
+        def __len__(self) -> int:
+            return 5 << 30
+
+    reply = pack_reply(1, 2, 3, Encoded(Huge(), (), ()))
+    assert _REPLY.unpack_from(reply)[-1] == 5 << 30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["inline", "thread", pytest.param("fork", marks=pytest.mark.slow)])
+def test_a_signal_handler_may_ask_how_far_it_is_at_any_line(name: str) -> None:
+    """As one for SIGUSR1 does, which prints the counts, or for SIGTERM, which saves the state."""
+    asked = 0
+
+    def ask(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal asked
+        if event == "line" and not asking:
+            asked += 1
+            asking.append(True)
+            loader.stats(), loader.state_dict(), repr(loader), len(loader)
+            asking.clear()
+        return ask if "sharded_loader" in frame.f_code.co_filename else None
+
+    def loop() -> None:
+        sys.settrace(ask)
+        for batch in loader:
+            got.append(batch.tolist())
+        sys.settrace(None)
+
+    asking: list[bool] = []
+    got: list[list[int]] = []
+    with ShardedDataLoader(range(8), 2, pool=make_pool(name)) as loader:
+        thread = threading.Thread(target=loop, daemon=True)
+        thread.start()
+        thread.join(300)
+        assert not thread.is_alive()
+    assert got == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert asked > 200

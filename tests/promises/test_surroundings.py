@@ -1,32 +1,39 @@
-"""The program around the loader: its signal handlers, its own forks, its reapers, its reference cycles."""
+"""The program around the loader: its signals, forks, reapers, open files; calls that the kernel refuses."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
+import sys
 import threading
 import warnings
 import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from conftest import METHODS, make_pool, until
+from conftest import METHODS, POOLS, PROCESS_POOLS, covering, make_pool, until
 from failures import odd_errors
 from inside import transport_of, zygote_pids
 from programs import run_script
-from refusing import in_child
-from samples import Odd
+from refusing import CALLS, ERRORS, FCNTL, can_refuse, in_child, refuse
+from samples import Filled, Odd, Random, StartsAndDies
+from test_orphans import assert_gone
 
-from sharded_loader import ProcessPool, ShardedDataLoader
+from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader, WorkerDiedError
+from sharded_loader.base import system
 from sharded_loader.engine.pool import Pool
+from sharded_loader.pools.process import transport, worker
 
-unix = pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux")
 
 
 @pytest.mark.slow
-@unix
 @METHODS
 def test_a_handler_for_sigterm_does_not_keep_the_program_from_ending(tmp_path: Path, method: str) -> None:
     run_script(
@@ -44,7 +51,6 @@ def test_a_handler_for_sigterm_does_not_keep_the_program_from_ending(tmp_path: P
     )
 
 
-@unix
 @METHODS
 def test_a_forked_child_may_have_a_loader_of_its_own(method: str) -> None:
     """Also where the parent has used the same start method before."""
@@ -58,7 +64,6 @@ def test_a_forked_child_may_have_a_loader_of_its_own(method: str) -> None:
 
 
 @pytest.mark.costly
-@unix
 @METHODS
 @pytest.mark.parametrize("reaper", ["ignore", "handler", pytest.param("thread", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("when", ["before", pytest.param("after", marks=pytest.mark.slow)])
@@ -112,7 +117,6 @@ def reap(options: int) -> None:
             threading.Event().wait(0.001)
 
 
-@unix
 def test_workers_keep_what_the_program_says_of_its_children(process_pool: ProcessPool) -> None:
     """SIGCHLD ignored is inherited, by fork and by a new program; a handler is the trainer's."""
 
@@ -134,7 +138,6 @@ def test_workers_keep_what_the_program_says_of_its_children(process_pool: Proces
     assert in_child(lambda: work(print, process_pool)) == str(int(signal.SIG_DFL))
 
 
-@unix
 def test_the_trainer_s_signal_handlers_run_in_the_trainer_alone(tmp_path: Path) -> None:
     """A batch system signals the whole process group; the zygote does not save a checkpoint, and lives."""
 
@@ -227,3 +230,253 @@ def test_exceptions_of_odd_classes_arrive_as_they_are(pool: Pool) -> None:
             assert type(caught.value) is type(expected)
             assert getattr(caught.value, "both", None) == getattr(expected, "both", None)
             assert getattr(caught.value, "code", None) == getattr(expected, "code", None)
+
+
+def with_many_files_open(work: Callable[[], object], count: int = 1500) -> str:
+    """What ``work`` returns, as text, in a process whose next descriptor is above what ``select`` takes."""
+
+    def opened() -> object:
+        import resource
+
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (4000, hard))
+        files = [os.open(os.devnull, os.O_RDONLY) for _ in range(count)]
+        assert files[-1] > 1023
+        return work()
+
+    return in_child(opened)
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize(
+    "name", [name if name != "forkserver" else pytest.param(name, marks=pytest.mark.slow) for name in POOLS]
+)
+def test_more_open_files_than_select_takes_are_no_problem(name: str) -> None:
+    def work() -> object:
+        with ShardedDataLoader(Random(64), 8, pool=make_pool(name)) as loader:
+            iterator = iter(loader)
+            lengths = [len(next(iterator))]
+            if isinstance(loader.pool, ProcessPool):
+                os.kill(loader.pool.pids[0], 9)  # the one that takes its place also begins with all these files
+            return lengths + [len(batch) for batch in iterator]
+
+    assert with_many_files_open(work) == str([8] * 8)
+
+
+@METHODS
+def test_children_of_the_user_are_followed_with_many_files_open(method: str) -> None:
+    """A slot that a forked child may still see comes back when that has ended."""
+
+    def work() -> object:
+        with ShardedDataLoader(Random(64), 8, pool=ProcessPool(2, start_method=method)) as loader:
+            iterator = iter(loader)
+            batches = [next(iterator)]
+            pid = os.fork()
+            if pid == 0:
+                os._exit(0)
+            os.waitpid(pid, 0)
+            return len(batches + list(iterator))
+
+    assert with_many_files_open(work) == "8"
+
+
+@contextlib.contextmanager
+def stderr_of_all() -> Iterator[Callable[[], str]]:
+    """What this process and its workers write to descriptor 2."""
+    import tempfile
+
+    with tempfile.TemporaryFile() as file:
+        before = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            with contextlib.redirect_stderr(open(2, "w", closefd=False)):
+                yield lambda: os.pread(file.fileno(), 1 << 20, 0).decode()
+        finally:
+            os.dup2(before, 2)
+            os.close(before)
+
+
+def start(pool: ProcessPool) -> tuple[str, str]:
+    """The error of a pool that cannot start, and all that was written to stderr."""
+    with stderr_of_all() as written, ShardedDataLoader(range(64), 4, pool=pool) as loader:
+        with pytest.raises(WorkerDiedError) as caught:
+            next(iter(loader))
+        return f"{caught.value}{caught.value.__cause__}", written()
+
+
+def no_thread(*_: Any) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize(("owner", "method"), [(threading.Thread, "start"), (worker.WorkerThreads, "_open_shared")])
+@pytest.mark.filterwarnings("ignore:8 worker processes share")
+@pytest.mark.slow
+def test_workers_that_cannot_start_write_why(owner: type, method: str) -> None:
+    """In the main thread; in the receiver thread, before there is a job."""
+
+    def work() -> object:
+        setattr(owner, method, no_thread)
+        error, written = start(ProcessPool(8, start_method="fork"))
+        assert "died while it started" in error and "its own output on stderr may say more" in error, error
+        assert "RuntimeError: can't start new thread" in written and "in no_thread" in written, written
+        return "heard"
+
+    assert in_child(work) == "heard"
+
+
+def test_a_worker_that_cannot_start_once_is_replaced(tmp_path: Path) -> None:
+    def work() -> object:
+        begin = threading.Thread.start
+
+        def fails_once(self: Any) -> None:
+            with contextlib.suppress(FileExistsError):
+                (tmp_path / "failed").touch(exist_ok=False)
+                no_thread()
+            begin(self)
+
+        threading.Thread.start = fails_once  # type: ignore[method-assign]
+        with stderr_of_all() as written:
+            with ShardedDataLoader(range(64), 4, pool=ProcessPool(2, start_method="fork")) as loader:
+                batches = [index for batch in loader for index in batch.tolist()]
+            assert written().count("RuntimeError: can't") == written().count("Traceback") == 1, written()
+        return batches
+
+    assert in_child(work) == str(list(range(64)))
+
+
+@pytest.mark.slow
+def test_spawned_workers_that_lack_a_library_write_which(tmp_path: Path) -> None:
+    (tmp_path / "broken" / "numpy").mkdir(parents=True)
+    (tmp_path / "broken" / "numpy" / "__init__.py").write_text("raise ImportError('no such symbol')\n")
+
+    def work() -> object:
+        sys.path.insert(0, str(tmp_path / "broken"))  # of this process NumPy is imported
+        error, written = start(ProcessPool(4, start_method="spawn"))
+        assert "died while it started" in error and "ImportError: no such symbol" in written, (error, written)
+        return "heard"
+
+    assert in_child(work) == "heard"
+
+
+seccomp = pytest.mark.skipif(not can_refuse(), reason="this machine has no seccomp")
+
+USED = ("pidfd_open", "memfd_create", "fallocate", "sendmsg", "recvmsg", "sigaltstack", *FCNTL)
+
+REFUSED = {
+    **{call: (call,) for call in USED},
+    "everything": tuple(call for call in (*CALLS, *FCNTL) if call != "fcntl"),
+}
+"""Each optional call that the library makes, alone; and these with others that it might come to use, together."""
+
+
+def read_and_lose_a_worker(method: str, length: int = 160) -> list[int]:
+    """The first numbers of all batches of an epoch in which a worker is killed."""
+    pool = ProcessPool(2, start_method=method)
+    with ShardedDataLoader(Filled(length), 4, pool=pool) as loader:
+        iterator = iter(loader)
+        got = [next(iterator)]
+        os.kill(pool.pids[0], signal.SIGKILL)
+        got += iterator
+        assert all(batch.shape == (4, 4096) for batch in got)
+    assert pool.pids == []
+    return [int(batch[0, 0]) for batch in got]
+
+
+@seccomp
+@covering(1, method=PROCESS_POOLS, call=REFUSED, error=ERRORS)
+@pytest.mark.filterwarnings("ignore:this system does not pass descriptors:RuntimeWarning")
+@pytest.mark.costly(2)
+def test_a_refused_call_changes_no_batch_and_no_worker_is_lost(method: str, call: str, error: str) -> None:
+    def work() -> object:
+        refuse(REFUSED[call], error)
+        return read_and_lose_a_worker(method)
+
+    assert in_child(work) == str(list(range(0, 160, 4)))
+
+
+@seccomp
+@covering(1, method=PROCESS_POOLS, call=["memfd_create", "recvmsg", "fallocate", "everything"])
+@pytest.mark.filterwarnings("ignore:this system does not pass descriptors:RuntimeWarning")
+@pytest.mark.costly
+def test_a_large_dataset_reaches_its_workers_without_the_call(method: str, call: str) -> None:
+    def work() -> object:
+        refuse(REFUSED[call], "EPERM")
+        data = ArrayDataset(np.arange(200_000.0))
+        with ShardedDataLoader(data, 50_000, pool=ProcessPool(2, start_method=method)) as loader:
+            return [batch[-1].item() for batch in loader]
+
+    assert in_child(work) == str([49_999.0, 99_999.0, 149_999.0, 199_999.0])
+
+
+@seccomp
+def test_batches_lie_in_shared_memory_also_where_memfd_create_is_refused() -> None:
+    def work() -> object:
+        refuse(["memfd_create"], "ENOSYS")
+        pool = ProcessPool(1, start_method="fork")
+        with ShardedDataLoader(Filled(40), 4, pool=pool) as loader:
+            list(loader)
+            return len(transport_of(pool).arena.segments) > 0
+
+    assert in_child(work) == "True"
+
+
+@seccomp
+@METHODS
+def test_workers_go_with_a_killed_trainer_where_the_kernel_sends_no_signal(method: str) -> None:
+    """F_SETSIG is refused: the receiver thread of the worker has to end it."""
+    reader, writer = os.pipe()
+    trainer = os.fork()
+    if trainer == 0:
+        try:
+            refuse(["F_SETSIG"], "EPERM")
+            pool = ProcessPool(2, start_method=method)
+            iterator = iter(ShardedDataLoader(range(8), 1, pool=pool))
+            next(iterator)
+            os.write(writer, " ".join(map(str, pool.pids)).encode())
+            signal.pause()
+        finally:
+            os._exit(1)
+    os.close(writer)
+    with open(reader) as stream:
+        pids = [int(pid) for pid in os.read(stream.fileno(), 1000).split()]
+    os.kill(trainer, signal.SIGKILL)
+    os.waitpid(trainer, 0)
+    assert len(pids) == 2
+    assert_gone(pids)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path
+    with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+        os.kill(int((tmp_path / "started").read_text()), signal.SIGKILL)
+
+
+@linux
+@pytest.mark.costly
+@covering(1, spawned=True, method=PROCESS_POOLS, how=["fork", "program"], known=["by pidfd", "by pipe"])
+def test_a_dead_worker_is_noticed_while_a_process_that_it_started_lives(
+    method: str, how: str, known: str, folder: Path
+) -> None:
+    def work() -> object:
+        if known == "by pipe":
+            transport.open_pidfd = lambda pid: None
+        with ShardedDataLoader(StartsAndDies(how, folder), 4, pool=ProcessPool(2, start_method=method)) as loader:
+            return [index for batch in loader for index in batch.tolist()]
+
+    assert in_child(work, 30) == str(list(range(40)))
+    assert (folder / "started").exists()
+
+
+@linux
+def test_a_pidfd_that_is_refused_only_sometimes_is_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No room for a descriptor in one moment, room in the next."""
+    calls = []
+
+    def every_other(pid: int) -> Any:
+        calls.append(pid)
+        return None if len(calls) % 2 else system.open_pidfd(pid)
+
+    monkeypatch.setattr(transport, "open_pidfd", every_other)
+    assert read_and_lose_a_worker("fork") == list(range(0, 160, 4))
+    assert len(calls) == 3
