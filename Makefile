@@ -79,8 +79,7 @@ test-ray:
 	$(RAY)/bin/python -m pytest -m ray tests/pools/ray/test_cluster.py
 	$(RAY)/bin/python -m pytest -m ray tests/pools/ray/test_ray_train.py tests/pools/ray/test_machines_page.py
 
-RAY_PROMISES = $(addprefix tests/promises/test_,promises.py randomness.py resume.py iterable.py \
-	iterable_resume.py iteration.py)
+RAY_PROMISES = $(addprefix tests/promises/test_,promises.py resume.py iterable.py iteration.py)
 
 # A server of S3 on this machine, s3fs and obstore; the examples with Lance and ArrayRecord.
 STORES = .venv-stores

@@ -13,7 +13,21 @@ from typing import Any
 import torch.utils.data
 from conftest import made, make_pool
 from samples import Drawing
-from stream_samples import LENGTHS, At, DrawsOwn, batches_of, part_of_torch, values
+from stream_samples import (
+    LENGTHS,
+    At,
+    DrawsOwn,
+    GoOn,
+    ItsOwnIterator,
+    Own,
+    Parts,
+    Stateful,
+    Told,
+    WithStatefulRows,
+    batches_of,
+    part_of_torch,
+    values,
+)
 
 from sharded_loader import ShardedDataLoader
 from sharded_loader.torch import DataLoader
@@ -60,7 +74,7 @@ class Kind:
         goes_on = isinstance(self.bad, int)
         bad = self.bad if goes_on else 100 * self.bad[0] + self.bad[1]
         (batch,) = (batch for batch in self.batches if bad in batch)
-        return [*left[:at], [one for one in batch if one < bad or goes_on and one > bad], *left[at + 1 :]]
+        return [*left[:at], [one for one in batch if one < bad or (goes_on and one > bad)], *left[at + 1 :]]
 
     @property
     def is_ours(self) -> bool:
@@ -148,3 +162,23 @@ def until_the_end(iterator: Iterator[Any]) -> tuple[list[Any], list[Exception]]:
             errors.append(error)
             places.append(None)
     raise AssertionError(f"the epoch does not end: {errors[-1]!r}")
+
+
+ASK_TORCH = (Own, Told, ItsOwnIterator, Stateful)
+"""Datasets that ask torch which part they are to yield."""
+WITHOUT_STATE = (Parts, GoOn, Own, Told, ItsOwnIterator)
+WITH_STATE = (WithStatefulRows, Stateful)
+STREAMS = (*WITHOUT_STATE, *WITH_STATE)
+
+
+def loader_of(dataset: Any, pool: Any = "inline", workers: int = 2, **options: Any) -> ShardedDataLoader:
+    """A loader of batches of `SIZE` samples. ``pool`` is a pool or the name of one."""
+    pool = make_pool(pool, workers) if isinstance(pool, str) else pool
+    options = {"streams": len(LENGTHS), "seed": 5, **options}
+    return made(dataset, options.pop("batch_size", SIZE), pool=pool, **options)
+
+
+def epochs_of(dataset: Any, *given: Any, epochs: int = 1, **options: Any) -> list[list[Any]]:
+    """The batches of the first epochs, as lists."""
+    with loader_of(dataset, *given, **options) as loader:
+        return [[values(batch) for batch in loader] for _ in range(epochs)]

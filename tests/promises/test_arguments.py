@@ -7,13 +7,14 @@ import gc
 import inspect
 import itertools
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import made
+from conftest import POOLS, made, make_pool
 from failures import hang
 from samples import Bad
 from torch.utils.data import DistributedSampler
@@ -83,9 +84,7 @@ REFUSED: list[tuple[Any, Any, str]] = [
     ({"shuffle": True, "sampler": [1]}, ValueError, "shuffle must not be specified if sampler"),
     ({"batch_sampler": [[1]]}, ValueError, "must not be specified if batch_sampler"),
     ({"last_batch": "drop"}, ValueError, "keep.*discard.*rollover"),
-    ({"batch_size": 0}, ValueError, "batch_size"),
-    ({"batch_size": 2.5}, (TypeError, ValueError), "batch_size"),
-    ({"batch_size": True}, (TypeError, ValueError), "batch_size"),
+    *(({"batch_size": size}, (TypeError, ValueError), "batch_size") for size in (0, 2.5, True)),
     ({"on_error": "ignore"}, ValueError, '"raise", "skip", "replace"'),
     ({"pool": "fibers"}, ValueError, '"inline", "thread", "process"'),
     ({"pool": "process"}, ValueError, "num_workers"),
@@ -142,8 +141,7 @@ REFUSED: list[tuple[Any, Any, str]] = [
     ({"worker_init_fn": 3}, TypeError, "worker_init_fn"),
     ({"pool": InlinePool(), "timeout": 3}, ValueError, "give worker_init_fn and timeout to the pool"),
     ({"pool": InlinePool(), "worker_init_fn": nothing}, ValueError, "give worker_init_fn and timeout to the pool"),
-    ({"steps_per_epoch": 0}, ValueError, "steps_per_epoch"),
-    ({"steps_per_epoch": 2.5}, (TypeError, ValueError), "steps_per_epoch"),
+    *(({"steps_per_epoch": steps}, (TypeError, ValueError), "steps_per_epoch") for steps in (0, 2.5)),
     ({"steps_per_epoch": 2, "last_batch": "rollover"}, ValueError, "contradict each other"),
     ({"steps_per_epoch": 2, "drop_last": True}, ValueError, "contradict each other"),
     # names of torch, of others, and of our own that have moved
@@ -157,9 +155,7 @@ REFUSED: list[tuple[Any, Any, str]] = [
     (named("max_skipped"), TypeError, r'write on_error=OnError\("skip", limit=\) instead'),
     (named("max_worker_memory"), TypeError, r"write pool=ProcessPool\(n, max_worker_memory=\) instead"),
     (named("shard_weights"), TypeError, r"device=Placement\(device, ...\), or devices=Placement\(devices, ...\)"),
-    (named("resident"), TypeError, r"give it to Placement instead"),
-    (named("device_transform"), TypeError, r"give it to Placement instead"),
-    (named("host_fields"), TypeError, r"give it to Placement instead"),
+    *((named(name), TypeError, "give it to Placement") for name in ("resident", "device_transform", "host_fields")),
     (named("pin_device_id"), TypeError, "device"),
     (named("try_nopython"), TypeError, "leave it out"),
     (named("generatr"), TypeError, r"did you mean 'generator'\? Here write seed= "),
@@ -201,10 +197,7 @@ REFUSED: list[tuple[Any, Any, str]] = [
     ({"dataset": Stream(), "sampler": [1]}, ValueError, "Stream, is iterable data, which comes .* leave out sampler"),
     ({"dataset": Stream(), "batch_sampler": [[1]], "batch_size": None}, ValueError, "leave out batch_sampler"),
     ({"dataset": Stream(), "evaluate": True}, ValueError, "iterable data.*leave out evaluate"),
-    ({"dataset": Stream(), "streams": 0}, ValueError, "streams"),
-    ({"dataset": Stream(), "streams": -1}, ValueError, "streams"),
-    ({"dataset": Stream(), "streams": 1.5}, TypeError, "streams"),
-    ({"dataset": Stream(), "streams": True}, TypeError, "streams"),
+    *(({"dataset": Stream(), "streams": no}, (ValueError, TypeError), "streams") for no in (0, -1, 1.5, True)),
     ({"dataset": Stream(), "steps_per_epoch": 0}, ValueError, "steps_per_epoch"),
     ({"dataset": Stream(), "steps_per_epoch": "3"}, TypeError, "steps_per_epoch"),
     ({"dataset": Stream(), "last_batch": "rollover"}, ValueError, '"keep" or "discard"'),
@@ -220,10 +213,10 @@ REFUSED: list[tuple[Any, Any, str]] = [
     (lambda: ProcessPool(1, worker_init_fn=3), TypeError, "worker_init_fn"),  # type: ignore[arg-type]
     (lambda: ProcessPool(1, restarts=-1), ValueError, "restarts"),
     (lambda: ProcessPool(1, restarts=True), TypeError, "restarts"),
-    (lambda: ProcessPool(1, timeout=0), ValueError, "positive number of seconds"),
-    (lambda: ProcessPool(1, timeout=-1.5), ValueError, "positive number of seconds"),
-    (lambda: ProcessPool(1, timeout=float("inf")), ValueError, "positive number of seconds"),
-    (lambda: ProcessPool(1, timeout=float("nan")), ValueError, "positive number of seconds"),
+    *(
+        (functools.partial(ProcessPool, 1, timeout=seconds), ValueError, "positive number of seconds")
+        for seconds in (0, -1.5, float("inf"), float("nan"))
+    ),
     (lambda: ProcessPool(1, timeout=True), TypeError, "timeout is True"),
     (lambda: ProcessPool(1, timeout="3"), TypeError, "timeout is '3'"),  # type: ignore[arg-type]
     (lambda: ThreadPool(-1), ValueError, "at least 1"),
@@ -328,11 +321,19 @@ def test_a_worker_init_fn_without_workers_is_called_by_nobody_as_in_torch() -> N
         ("LOCAL_WORLD_SIZE", "0"),
         ("LOCAL_WORLD_SIZE", "-4"),
         ("SHARDED_LOADER_MEMORY", "ram"),
+        *(("WORLD_SIZE", "two"), ("RANK", "x"), ("RANK", "7"), ("WORLD_SIZE", "0")),
     ],
 )
 def test_a_wrong_environment_variable_is_named_before_the_first_epoch(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
+    if name in ("WORLD_SIZE", "RANK"):
+        for variable, known in {"WORLD_SIZE": "2", "RANK": "0", name: value}.items():
+            monkeypatch.setenv(variable, known)
+        loader = make(num_replicas="auto")
+        with pytest.raises(ValueError, match=name):
+            list(loader)
+        return
     monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=f"{name} is '{value}'"):
         make(num_workers=1)
@@ -351,16 +352,6 @@ def test_a_wrong_environment_variable_of_mid_epoch_is_named_too(monkeypatch: pyt
         list(loader)
 
 
-@pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", "two"), ("RANK", "x"), ("RANK", "7"), ("WORLD_SIZE", "0")])
-def test_wrong_variables_of_the_ranks_are_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv(name, value)
-    loader = make(num_replicas="auto")
-    with pytest.raises(ValueError, match=name):
-        list(loader)
-
-
 @pytest.mark.costly
 def test_the_pool_of_a_closed_loader_serves_another(pool: Pool) -> None:
     first = make(pool=pool, dataset=np.arange(10_000 * 8).reshape(8, 10_000))
@@ -370,35 +361,22 @@ def test_the_pool_of_a_closed_loader_serves_another(pool: Pool) -> None:
     first.close()
     with make(pool=pool, dataset=np.arange(10_000 * 8).reshape(8, 10_000) * -1) as second:
         for _ in range(3):
-            batches = list(second)
-            assert [int(batch[0, 1]) for batch in batches] == [-1, -40_001]
+            assert [int(batch[0, 1]) for batch in second] == [-1, -40_001]
         first.close()
         del first
-        with pytest.raises(LoaderClosedError):
-            next(iterator)
+        batches, workers = iter(second), getattr(pool, "pids", None)
+        next(batches)
+        for _ in range(2):
+            with pytest.raises(LoaderClosedError):
+                next(iterator)
+        assert (pool.started, getattr(pool, "pids", None)) == (True, workers)
+        assert len(list(batches)) == 1
         del iterator
         gc.collect()
         assert len(list(second)) == 2
         assert torch.equal(held, before)
         with pytest.raises(ValueError, match=r"another loader, which is not closed.*close\(\)"):
             make(pool=pool)
-
-
-def test_an_iterator_of_a_closed_loader_leaves_the_pool_to_its_new_loader(pool: Pool) -> None:
-    old = ShardedDataLoader(range(8), 2, pool=pool)
-    left = iter(old)
-    next(left)
-    old.close()
-    with ShardedDataLoader(range(8), 2, pool=pool) as loader:
-        batches = iter(loader)
-        next(batches)
-        workers = getattr(pool, "pids", None)
-        for _ in range(2):
-            with pytest.raises(LoaderClosedError):
-                next(left)
-            assert pool.started
-        assert getattr(pool, "pids", None) == workers
-        assert [batch.tolist() for batch in batches] == [[2, 3], [4, 5], [6, 7]]
 
 
 def test_a_loader_that_could_not_be_made_does_not_keep_the_pool(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -453,16 +431,12 @@ class Holder(SimpleDataset):
         self.deep = {"lock": threading.Lock()}
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
-def test_a_dataset_that_cannot_be_pickled_names_the_attribute_and_the_ways_out(method: str) -> None:
-    with make(dataset=Holder(), pool=ProcessPool(1, start_method=method)) as loader:
+@pytest.mark.parametrize("name", POOLS[1:])
+def test_a_dataset_that_cannot_be_pickled_works_in_threads_and_forks_and_says_so_elsewhere(name: str) -> None:
+    with make(dataset=Holder(), pool=make_pool(name, 1)) as loader:
+        if name in ("thread", "fork"):
+            assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3]]
+            return
         with pytest.raises(TypeError, match=r"dataset\.deep\['lock'\] \(lock\)") as caught:
             next(iter(loader))
-        assert 'start_method="fork"' in str(caught.value)
-        assert "thread_pool=True" in str(caught.value)
-
-
-def test_a_dataset_that_cannot_be_pickled_works_under_fork_and_in_threads() -> None:
-    for pool in (ProcessPool(1, start_method="fork"), ThreadPool(1)):
-        with make(dataset=Holder(), pool=pool) as loader:
-            assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3]]
+        assert 'start_method="fork"' in str(caught.value) and "thread_pool=True" in str(caught.value)

@@ -16,10 +16,10 @@ import torch.utils.data as torch_data
 from conftest import covering, make_pool
 from injection import PUMP, InterruptAt, next_interrupted
 from inside import pipeline_of
+from kinds import loader_of
 from programs import run_forked
-from stream_loaders import loader_of
 from stream_samples import Parts, Stateful, WithStatefulRows, batches_of, values
-from test_resume import SAMPLERS, batches, stream, through_json
+from test_resume import SAMPLERS, HasPlace, batches, stream, through_json
 
 from sharded_loader import ShardedDataLoader, ThreadPool
 from sharded_loader.engine.pool import Pool
@@ -153,26 +153,32 @@ def places(kind: str) -> list[Any]:
 
 
 @pytest.mark.costly(3)
-@covering(1, pool=["inline", "thread"], kind=[*KINDS, "iterable", "iterable, steps"], iterator=["the same", "another"])
+@covering(1, pool=["inline", "thread"], kind=[*KINDS, "iterable", "iterable, steps"], after=["0", "0, another", "2"])
 @pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 61])
-def test_interrupted_anywhere_in_the_first_next_no_epoch_has_begun(
-    pool: str, kind: str, iterator: str, step: int
+def test_interrupted_anywhere_in_next_no_batch_is_lost_and_no_epoch_has_begun_without_one(
+    pool: str, kind: str, after: str, step: int
 ) -> None:
-    """The slow cases interrupt at every line."""
-    expected = places(kind)
-    line = 1
+    """After so many batches, on by the same iterator or another. The slow cases interrupt at every line."""
+    expected = stream(make(kind, "inline"))
+    line, at = 1, int(after[0])
     while True:
+        random.seed(1), np.random.seed(1)
+        generators = random.getstate(), np.random.get_state()[1].tolist()
         with make(kind, pool) as loader:
             assert batches(loader) == expected[0]
-            state = loader.state_dict()
             one = iter(loader)
+            first = batches(one, at)
+            state = loader.state_dict()
             got, fired = next_interrupted(one, line, InterruptInParts if "iterable" in kind else InterruptInSampling)
+            assert (random.getstate(), np.random.get_state()[1].tolist()) == generators, line
+            assert not rng._lock._is_owned(), line  # or other threads would wait for ever
+            assert reading.get() is None, line  # or sample_rng() would give the same generator for ever
             if not got:
                 assert len(pipeline_of(loader).runs) <= 1, line
-                assert (loader.epoch, loader.position) == (1, 0)
+                assert (loader.epoch, loader.position) == (1, at)
                 assert through_json(loader.state_dict()) == state
-            rest = batches(one if got or iterator == "the same" else loader)
-            assert [batch.tolist() for batch in got] + rest == expected[1], line
+            rest = batches(loader if after == "0, another" and not got else one)
+            assert first + [batch.tolist() for batch in got] + rest == expected[1], line
             assert batches(loader) == expected[2]
             if "iterable" not in kind:
                 loader.batch_sampler.set_epoch(1)
@@ -181,63 +187,23 @@ def test_interrupted_anywhere_in_the_first_next_no_epoch_has_begun(
         if not fired:
             break
         line += 13 if pool == "thread" else step
-    assert line > 100
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [*KINDS, "stateful"])
-@pytest.mark.parametrize("at", [0, 2])
-def test_interrupted_anywhere_in_a_sampler_the_stream_goes_on(kind: str, at: int) -> None:
-    expected = places(kind)
-    line = 1
-    while True:
-        random.seed(1), np.random.seed(1)
-        generators = random.getstate(), np.random.get_state()[1].tolist()
-        loader = make(kind, "inline")
-        iterator = iter(loader)
-        first = batches(iterator, at)
-        got, fired = next_interrupted(iterator, line, InterruptInSampling)
-        assert (random.getstate(), np.random.get_state()[1].tolist()) == generators, line
-        assert not rng._lock._is_owned(), line  # or other threads would wait for ever
-        assert rng.reading.get() is None, line  # or sample_rng() would give the same generator for ever
-        assert loader.state_dict()["epoch"] == 0
-        first += [batch.tolist() for batch in got] + batches(iterator)
-        second = batches(loader)
-        if kind == "stateful" and at == 0:
-            # Its order comes from how often it was started: another one, but a whole one.
-            assert [sorted(sum(epoch, [])) for epoch in (first, second)] == [list(range(23))] * 2, line
-        else:
-            assert [first, second] == expected[:2], line
-        if not fired:
-            break
-        line += 1
     assert line > 50
 
 
-class Interrupts:
+class Interrupts(HasPlace):
     """A sampler with a state, in which a Ctrl-C comes."""
 
-    def __init__(self) -> None:
-        self.at = 0
-        self.armed = True
+    armed = True
 
     def __len__(self) -> int:
         return 12
 
-    def __iter__(self) -> Iterator[int]:
-        while self.at < 12:
-            if self.at == 6 and self.armed:
+    def order(self) -> Iterator[int]:
+        for index in range(12):
+            if index == 6 and self.armed:
                 self.armed = False
                 signal.raise_signal(signal.SIGINT)
-            self.at += 1
-            yield self.at - 1
-        self.at = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.at = state["at"]
+            yield index
 
 
 @pytest.mark.parametrize("prefetch", [1, 3])

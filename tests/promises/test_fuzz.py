@@ -22,36 +22,19 @@ from tests.fuzz.ranks import Ranks, Track
 from tests.fuzz.recorded import compare, line
 from tests.fuzz.run import Difference, run_case
 
-BLOCK = 100
+MANY = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-@pytest.mark.costly
-@pytest.mark.parametrize("part", range(2))
+@pytest.mark.parametrize("part", [pytest.param(part, marks=MANY if part else pytest.mark.costly) for part in range(21)])
 def test_random_loaders_do_what_a_naive_one_does(part: int) -> None:
-    for case in range(12):
-        run.run_case(1000 * (1 + part) + case, processes=False)
+    for case in range(100 if part else 12):
+        run.run_case((1_000_000 + 100 * part if part else 2000) + case, processes=part > 0)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("part", range(20))
-def test_two_thousand_random_loaders_do_what_a_naive_one_does(part: int) -> None:
-    for case in range(BLOCK):
-        run.run_case(1_000_000 + BLOCK * part + case)
-
-
-@pytest.mark.costly
-def test_random_loaders_that_are_disturbed_do_what_a_naive_one_does() -> None:
-    for case in range(4):
-        run.run_case(case, "faults", processes=False)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("part", range(5))
-def test_a_hundred_random_loaders_of_all_pools_that_are_disturbed_do_what_a_naive_one_does(part: int) -> None:
-    for case in range(20):
-        run.run_case(1_000_000 + 20 * part + case, "faults")
+@pytest.mark.parametrize("part", [pytest.param(part, marks=MANY if part else pytest.mark.costly) for part in range(6)])
+def test_random_loaders_that_are_disturbed_do_what_a_naive_one_does(part: int) -> None:
+    for case in range(20 if part else 4):
+        run.run_case(1_000_000 * (part > 0) + 20 * part + case, "faults", processes=part > 0)
 
 
 @pytest.mark.costly
@@ -93,9 +76,6 @@ def test_the_comparison_notices_another_order(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(run.Difference):
         for case in range(100):
             run.run_case(case, processes=False)
-
-
-# -- found by such cases ---------------------------------------------------------------------------------------------
 
 
 def test_an_error_that_was_raised_keeps_no_iterator_alive(pool: Pool) -> None:
@@ -170,41 +150,22 @@ def test_a_rank_that_has_another_sample_is_a_difference(seed: int, monkeypatch: 
     case.close()
 
 
-@pytest.mark.slow
-def test_a_sample_that_is_not_read_is_a_difference() -> None:
-    case = next(run for run in map(Ranks, range(1000)) if closed_unless(run, run.track.job.whole))
-    whole = case.track.job.whole
-    assert whole is not None
-    whole["never read"] = 1
-    with pytest.raises(Difference, match="'never read': 1}.* were not read"):
-        case.rest()
-    case.close()
-
-
-def closed_unless(case: Ranks, wanted: Any) -> bool:
-    if not wanted or case.track.job.discards:
-        case.close()
-        return False
-    return True
-
-
 def lines(kind: str, seeds: range) -> list[dict[str, Any]]:
     return [line(kind, seed, processes=False) for seed in seeds]
 
 
 @pytest.mark.parametrize("kind", ["plain", "twins"])
 @pytest.mark.slow
-def test_two_recordings_are_equal_and_another_seed_differs(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_recordings_are_equal_and_what_differs_in_another_is_shown(
+    kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = lines(kind, range(2))
     assert any(len(line["events"]) > 5 for line in first)
     assert compare(first, lines(kind, range(2))) == 0
     assert capsys.readouterr().out == "2 seeds compared, 0 differ\n"
     assert compare(first, lines(kind, range(1, 3))) == 2
-
-
-@pytest.mark.slow
-def test_a_state_that_differs_is_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    first, state_dict = lines("plain", range(2)), ShardedDataLoader.state_dict
-    monkeypatch.setattr(ShardedDataLoader, "state_dict", lambda self: {**state_dict(self), "new": 1})
-    assert compare(first, lines("plain", range(2)))
-    assert " state/1/new\n        was missing\n        now 1\n" in capsys.readouterr().out
+    if kind == "plain":
+        state_dict = ShardedDataLoader.state_dict
+        monkeypatch.setattr(ShardedDataLoader, "state_dict", lambda self: {**state_dict(self), "new": 1})
+        assert compare(first, lines("plain", range(2)))
+        assert " state/1/new\n        was missing\n        now 1\n" in capsys.readouterr().out

@@ -187,8 +187,10 @@ def stand_in(error: Any) -> Any:
 @covering(2, kind=KINDS, pool=POOLS, on_error=["skip", "replace", stand_in], bad=range(3))
 def test_a_bad_sample_is_left_out_or_replaced(kind: str, pool: str, on_error: Any, bad: int) -> None:
     one = KINDS[kind].at(bad)
-    with one.open(pool, raise_lookup, on_error=on_error) as loader:
+    with warnings.catch_warnings(record=True) as warned, one.open(pool, raise_lookup, on_error=on_error) as loader:
+        warnings.simplefilter("always")
         found = rows_of(loader)
+        ended = [str(one.message) for one in warned if "has ended too early" in str(one.message)]
         if one.is_ours:
             ((index, error),) = loader.skipped
             assert (index, type(error), error.__traceback__, loader.num_skipped) == (one.bad, LookupError, None, 1)
@@ -196,6 +198,8 @@ def test_a_bad_sample_is_left_out_or_replaced(kind: str, pool: str, on_error: An
         assert found == rows_of(inline)
     place = one.with_error.index(None)
     good = one.skipped[place]
+    said = "" if "map" in kind else f"part {one.bad[0]} of 4 has ended too early: its generator raised"
+    assert len(ended) == bool(said) and "".join(ended).startswith(said), "its other samples are left out"
     found = numbers_of(found)
     batch, found[place] = found[place], good
     assert found == one.skipped
@@ -204,22 +208,17 @@ def test_a_bad_sample_is_left_out_or_replaced(kind: str, pool: str, on_error: An
     assert (instead == -1) == (on_error is stand_in) and (on_error is stand_in or {*batch} == {*good})
 
 
-class CannotSum:
-    """A batchify function that fails for the batch of a number."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def __call__(self, samples: list[Any]) -> Any:
-        if any(sample[0] == self.number for sample in samples):
-            raise OverflowError("of the test")
-        return np.stack(samples)
-
-
 @covering(2, kind=KINDS, pool=POOLS)
 def test_a_batch_that_cannot_be_made_costs_that_batch_only(kind: str, pool: str) -> None:
     one = KINDS[kind]
-    with one.open(pool, collate_fn=CannotSum(one.batches[1][0])) as loader:
+    number = one.batches[1][0]
+
+    def collate(samples: list[Any]) -> Any:
+        if any(sample[0] == number for sample in samples):
+            raise OverflowError("of the test")
+        return np.stack(samples)
+
+    with one.open(pool, collate_fn=collate) as loader:
         places, errors = until_the_end(iter(loader))
     assert [type(error) for error in errors] == [OverflowError]
     assert numbers_of(places) == [one.batches[0], None, *one.batches[2:]]

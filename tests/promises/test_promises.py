@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-import random
+import functools
 import re
 import threading
 import warnings
@@ -14,42 +14,56 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.utils.data as torch_data
 from conftest import POOLS, PROCESS_POOLS, covering, make_pool
-from failures import (
-    Boom,
-    boom,
-    exit_,
-    kill,
-    same_again,
+from failures import Boom, boom, exit_, kill, same_again, stop
+from odd_samples import (
+    HOSTILE,
+    Hostile,
+    StopsWhenCounted,
+    StopsWhenMoved,
+    all_kinds,
+    augment,
+    everywhere,
+    jitter,
+    killing,
+    more_jitter,
+    negative,
 )
-from hostile_samples import HOSTILE, Hostile, StopsWhenCounted, StopsWhenMoved, negative
 from samples import (
     Bad,
     Drawing,
     DrawingInBatches,
     DrawingInItems,
+    Foreign,
     Immovable,
     Misfits,
-    Noting,
     OneWay,
     Shy,
     Uneven,
     wait_for,
 )
 
-from sharded_loader import InlinePool, Placement, ProcessPool, SampleReadError, ShardedDataLoader, SimpleDataset
+from sharded_loader import (
+    InlinePool,
+    Placement,
+    ProcessPool,
+    SampleReadError,
+    ShardedDataLoader,
+    SimpleDataset,
+    ThreadPool,
+    sample_rng,
+)
 from sharded_loader.base.errors import notes_of
 from sharded_loader.batchify import Stack
 from sharded_loader.batching.protocol import BatchifyError
 from sharded_loader.devices import names
 from sharded_loader.engine.pool import Pool
+from sharded_loader.randomness import rng
 
 
 def flat(batches: Any) -> list[Any]:
     return [value for batch in batches for value in batch.tolist()]
-
-
-# -- P1, P2 -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.costly
@@ -73,23 +87,6 @@ def test_every_index_comes_once(pool: Pool, last_batch: str) -> None:
     assert epochs[0] != epochs[1]
 
 
-# -- P5 -----------------------------------------------------------------------------------------------------
-
-
-def test_global_generators_are_reproducible_in_process_workers(process_pool: ProcessPool) -> None:
-    def drawn(index: int) -> Any:
-        return np.array([random.random(), np.random.random(), torch.rand(()).item()])
-
-    def draw(workers: int) -> list[Any]:
-        pool = ProcessPool(workers, start_method=process_pool.start_method)
-        with ShardedDataLoader(SimpleDataset(range(24)).transform(drawn), 4, seed=1, pool=pool) as loader:
-            return [[batch.tolist() for batch in loader] for _ in range(2)]
-
-    first = draw(2)
-    assert draw(1) == first
-    assert len({str(batch) for epoch in first for batch in epoch}) == 12
-
-
 def test_the_default_device_of_torch_changes_no_seed(pool: Pool) -> None:
     def order(**arguments: Any) -> list[int]:
         torch.manual_seed(4)
@@ -103,14 +100,10 @@ def test_the_default_device_of_torch_changes_no_seed(pool: Pool) -> None:
         torch.set_default_device(None)
 
 
-# -- P8 -----------------------------------------------------------------------------------------------------
+def test_a_death_is_mended_while_another_worker_is_busy(process_pool: ProcessPool, tmp_path: Path) -> None:
+    died, mended = tmp_path / "died", tmp_path / "mended"
 
-
-class DiesWhileAnotherWaits(Noting):
-    """Sample 1 kills its worker once. Sample 0 waits until it is there."""
-
-    def __getitem__(self, index: int) -> int:
-        died, mended = self.path.with_name("died"), self.path.with_name("mended")
+    def read(index: int) -> int:
         if index == 0:
             wait_for(mended)
         if index == 1:
@@ -120,13 +113,8 @@ class DiesWhileAnotherWaits(Noting):
             mended.touch()
         return index
 
-
-def test_a_death_is_mended_while_another_worker_is_busy(process_pool: ProcessPool, tmp_path: Path) -> None:
-    with ShardedDataLoader(DiesWhileAnotherWaits(tmp_path / "read"), 1, pool=process_pool, prefetch=2) as loader:
+    with ShardedDataLoader(SimpleDataset(range(12)).transform(read), 1, pool=process_pool, prefetch=2) as loader:
         assert flat(loader) == list(range(12))
-
-
-# -- P9 -----------------------------------------------------------------------------------------------------
 
 
 def test_an_error_in_stacking_keeps_its_sample_on_the_way(pool: Pool) -> None:
@@ -137,24 +125,17 @@ def test_an_error_in_stacking_keeps_its_sample_on_the_way(pool: Pool) -> None:
 
 
 def test_the_sampler_s_own_error_comes_at_its_place(pool: Pool) -> None:
-    class Ends:
-        def __iter__(self) -> Iterator[list[int]]:
-            yield [0, 1]
-            raise Boom("sampler", 2)
+    def ends() -> Iterator[list[int]]:
+        yield [0, 1]
+        raise Boom("sampler", 2)
 
-        def __len__(self) -> int:
-            return 2
-
-    with ShardedDataLoader(range(4), batch_sampler=Ends(), pool=pool) as loader:
+    with ShardedDataLoader(range(4), batch_sampler=Foreign(ends, 2), pool=pool) as loader:
         iterator = iter(loader)
         assert next(iterator).tolist() == [0, 1]
         with pytest.raises(Boom) as caught:
             next(iterator)
         assert "sampler, in epoch 0 at batch 1" in notes_of(caught.value)[0]
         assert list(iterator) == []
-
-
-# -- on_error -----------------------------------------------------------------------------------------------
 
 
 def test_a_batch_without_a_good_sample_is_left_out_with_a_warning(pool: Pool) -> None:
@@ -199,18 +180,15 @@ def test_an_error_that_is_raised_again_and_again_tells_its_last_place(pool: Pool
         assert "epoch 1" in notes_of(caught.value)[0]
 
 
-# -- what a worker or the trainer cannot unpickle, place, or be told ------------------------------------------
-
-
-def test_keys_of_any_kind_reach_the_workers(process_pool: ProcessPool) -> None:
+def test_keys_of_any_kind_reach_the_dataset(pool: Pool) -> None:
     class Key(enum.Enum):
         A = 1
         B = 2
 
-    data = type("Data", (), {"__len__": lambda self: 2, "__getitem__": lambda self, key: key.value})
-
-    with ShardedDataLoader(data(), 2, sampler=list(Key), pool=process_pool) as loader:
-        assert flat(loader) == [1, 2]
+    data = type("Data", (), {"__len__": lambda self: 2, "__getitem__": lambda self, key: getattr(key, "value", key)})
+    for keys, found in ((list(Key), [1, 2]), ([(0, 1), (2, 3)], [[0, 1], [2, 3]])):
+        with ShardedDataLoader(data(), 2, sampler=keys, pool=pool, batchify_fn=np.array) as loader:
+            assert flat(loader) == found
 
 
 def spoilt(make: Callable[[], Any]) -> dict[str, Any]:
@@ -313,7 +291,7 @@ def test_errors_whose_own_code_raises_name_their_sample_and_keep_their_class(poo
             error = caught.value
             assert type(error).__name__ in (name, "SampleReadError" if name == "ExceptionGroup" else name)
             assert {key: getattr(error, key) for key in attributes} == attributes
-            where, again = error.__notes__  # type: ignore[attr-defined]
+            where, again = notes_of(error)
             assert f"epoch 0, batch {2 * number}, shard 0, sample {2 * number}" in where
             assert again.endswith(f"loader.read({2 * number}, epoch=0)")
             assert [shard.tolist() for shard in next(batches)] == [[2 * number + 1]]
@@ -334,18 +312,12 @@ def test_whatever_a_sample_raises_it_is_skipped_if_it_is_an_exception(pool: Pool
         assert all(error.__traceback__ is None for _, error in loader.skipped)
 
 
-class StopsAtOnce:
-    def __iter__(self) -> Iterator[int]:
-        raise StopIteration
-
-    def __len__(self) -> int:
-        return 4
-
-
-@pytest.mark.parametrize("options", [{"batch_size": 2, "sampler": StopsAtOnce()}, {"batch_sampler": StopsAtOnce()}])
+@pytest.mark.parametrize(
+    "options", [{"batch_size": 2, "sampler": Foreign(stop, 4)}, {"batch_sampler": Foreign(stop, 4)}]
+)
 def test_a_sampler_that_stops_before_it_has_begun_is_no_empty_epoch(pool: Pool, options: dict[str, Any]) -> None:
     with ShardedDataLoader(range(4), pool=pool, **options) as loader:
-        with pytest.raises(RuntimeError, match="StopIteration raised by the sampler"):
+        with pytest.raises(RuntimeError, match="StopIteration .*raised by the sampler"):
             list(loader)
 
 
@@ -393,3 +365,137 @@ def test_bad_samples_are_dealt_with_alike_one_by_one_and_in_bulk(
             assert not warned
         elif bad == list(range(12)):
             assert seen == (["bad 6", "bad 10"] if "num_replicas" in options else []) and bool(warned) != bool(seen)
+
+
+def epochs(dataset: Any, pool: Pool, count: int = 2, **options: Any) -> list[Any]:
+    options = {"batch_size": 4, "seed": 3} | options
+    with ShardedDataLoader(dataset, pool=pool, **options) as loader:
+        return [
+            [[part.tolist() for part in batch] if isinstance(batch, list) else batch.tolist() for batch in loader]
+            for _ in range(count)
+        ]
+
+
+def test_transforms_that_draw_globally_give_the_same_in_every_pool_if_seeded(new_pool: Callable[..., Pool]) -> None:
+    dataset = SimpleDataset(range(12)).transform(jitter, seeded=True)
+    expected = epochs(dataset, InlinePool())
+    assert epochs(dataset, new_pool(1)) == epochs(dataset, new_pool(3), prefetch=1) == expected
+    drawn = [number for epoch in expected for batch in epoch for sample in batch for number in sample[1:]]
+    assert len(set(drawn)) == 2 * 2 * 12
+
+
+def test_a_batchify_fn_draws_by_epoch_batch_and_shard(new_pool: Callable[..., Pool]) -> None:
+    def draw(samples: list[int]) -> Any:
+        return np.array([*samples, sample_rng().integers(1 << 30)])
+
+    options: dict[str, Any] = {"batchify_fn": draw, "num_shards": 2}
+    expected = epochs(range(12), InlinePool(), **options)
+    assert epochs(range(12), new_pool(1), **options) == epochs(range(12), new_pool(3), **options) == expected
+    assert len({shard[-1] for epoch in expected for batch in epoch for shard in batch}) == 2 * 3 * 2
+
+
+def test_a_bulk_read_has_to_say_which_sample_draws(pool: Pool) -> None:
+    read = {"get_batch": lambda self, indices: np.full(len(indices), sample_rng().random())}
+    with ShardedDataLoader(type("WithoutIndex", (SimpleDataset,), read)(range(12)), 4, pool=pool) as loader:
+        with pytest.raises(ValueError, match=r"call sample_rng\(index\) with the index"):
+            next(iter(loader))
+
+
+def test_an_index_that_comes_twice_draws_the_same_twice_and_another_in_the_next_epoch(pool: Pool) -> None:
+    first, second = epochs(Drawing(), pool, sampler=[5, 2, 5, 3])
+    (batch,), (later,) = first, second
+    assert batch[0] == batch[2] != later[0] == later[2]
+    assert batch[0][0] == later[0][0] == 5
+
+
+BY_INDEX = type("ByIndex", (Drawing,), {"__getitem__": lambda self, index: self.read(index, sample_rng(index))})
+SIX = [7, 7, 3, 7, 5, 8]
+RANK_1: dict[str, Any] = {"sampler": [1, 1, 0, 2, 5], "num_replicas": 2, "rank": 1, "batch_size": 3}
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "indices"),
+    [
+        (BY_INDEX(), {"sampler": SIX}, SIX),
+        (DrawingInItems(), {"sampler": SIX}, SIX),
+        (DrawingInBatches(), {"sampler": SIX}, SIX),
+        (DrawingInBatches(bad=[3]), {"sampler": SIX, "on_error": "skip"}, [7, 7, 7, 5, 8]),
+        (DrawingInBatches(), RANK_1, [1, 2, 1]),  # sample 1 comes again, to be as long as rank 0
+    ],
+    ids=["by index", "items", "batches", "one fails", "filled"],
+)
+def test_what_an_index_draws_does_not_depend_on_its_batch(pool: Pool, dataset: Any, options: Any, indices: Any) -> None:
+    (batches,) = epochs(dataset, pool, 1, **options)
+    alone = ShardedDataLoader(Drawing(), 1, seed=3)
+    assert [sample for batch in batches for sample in batch] == [alone.read(i, epoch=0).tolist() for i in indices]
+
+
+def test_no_two_generators_of_a_sample_draw_the_same(pool: Pool) -> None:
+    # While one thread has seeded the global generators, another that has not draws from those seeds.
+    unseeded = not isinstance(pool, ThreadPool)
+    dataset = SimpleDataset(range(12)).transform(functools.partial(everywhere, unseeded=unseeded))
+    for _ in range(2):
+        dataset = dataset.transform(more_jitter, seeded=True)
+
+    def drawing_too(samples: list[Any]) -> Any:
+        number = sample_rng().random()
+        return np.stack([np.append(sample, number) for sample in samples])
+
+    (found,) = epochs(dataset, pool, 1, batchify_fn=drawing_too)
+    drawn = [number for batch in found for sample in batch for number in sample]
+    assert len(drawn) == 12 * (3 * unseeded + 5 + 3 + 3 + 1)
+    assert len(set(drawn)) == len(drawn) - 12 + 3  # the last one is of the batch
+
+
+@pytest.mark.costly(2)
+def test_objects_with_generators_give_the_same_in_every_pool_if_seeded(new_pool: Callable[..., Pool]) -> None:
+    dataset = SimpleDataset(range(12)).transform(all_kinds(), seeded=True).transform(augment, seeded=True)
+    expected = epochs(dataset, InlinePool())
+    assert epochs(dataset, new_pool(1)) == epochs(dataset, new_pool(3), prefetch=1, batch_size=4) == expected
+    drawn = [number for epoch in expected for batch in epoch for sample in batch for number in sample[1:]]
+    # No sample has the numbers of another, no object those of another, and no transform those of another.
+    assert len(set(drawn)) == len(drawn) == 2 * 12 * (1 + 2 + 2 + 1 + 2)
+
+
+def test_a_batch_that_is_built_again_has_the_same_augmentations(process_pool: ProcessPool, tmp_path: Path) -> None:
+    marker = tmp_path / "died"
+    dataset = SimpleDataset(range(12)).transform(killing(marker, all_kinds(), 6), seeded=True)
+    found = epochs(dataset, process_pool, 1)
+    assert marker.exists()
+    assert found == epochs(dataset, InlinePool(), 1)
+
+
+def test_ranks_share_what_samples_draw_and_differ_in_the_global_generators(process_pool: ProcessPool) -> None:
+    def rank(dataset: Any, number: int) -> list[Any]:
+        pool = ProcessPool(1, start_method=process_pool.start_method)
+        (found,) = epochs(dataset, pool, 1, num_replicas=2, rank=number, batch_size=3)
+        return [sample for batch in found for sample in batch]
+
+    whole = dict(sample for batch in epochs(Drawing(), InlinePool(), 1)[0] for sample in batch)
+    assert dict(rank(Drawing(), 0) + rank(Drawing(), 1)) == whole
+    drawn = [
+        number
+        for one in (0, 1)
+        for sample in rank(SimpleDataset(range(12)).transform(jitter), one)
+        for number in sample[1:]
+    ]
+    assert len(set(drawn)) == 2 * 12
+
+
+def test_a_generator_is_made_only_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    philox = rng.philox
+    monkeypatch.setattr(rng, "philox", lambda *key: made.append(key) or philox(*key))
+    epochs(range(12), InlinePool())
+    assert not made
+    epochs(Drawing(), InlinePool(), 1)
+    assert len(made) == 12
+
+
+@pytest.mark.parametrize("wrap", [torch_data.Subset, lambda one, _: torch_data.StackDataset(one)])
+def test_a_sample_that_torch_reads_one_by_one_knows_its_index(wrap: Callable[..., Any]) -> None:
+    """Where nothing inside is faster, the ``__getitems__`` of torch's Subset and StackDataset reads one by one."""
+    dataset = SimpleDataset(wrap(Drawing(), list(range(len(Drawing())))))
+    loader = ShardedDataLoader(dataset, 4, seed=3, batchify_fn=list)
+    for number, sample in enumerate(sample for batch in loader for sample in batch):
+        assert np.array_equal(sample, loader.read(number, epoch=0)), number

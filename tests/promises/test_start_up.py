@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 import textwrap
@@ -14,7 +15,7 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
-from conftest import PROCESS_POOLS
+from conftest import METHODS, PROCESS_POOLS
 from programs import run_script, without_notices
 from samples import Uneven
 
@@ -165,7 +166,7 @@ def test_neither_the_main_process_nor_a_forked_worker_imports_what_it_does_not_n
 
 @posix
 @pytest.mark.slow
-def test_a_spawned_worker_imports_little(tmp_path: Path) -> None:
+def test_a_spawned_worker_imports_little_and_is_the_only_process_that_is_started(tmp_path: Path) -> None:
     (tmp_path / "data.py").write_text(
         "import sys\nclass Data:\n    def __len__(self): return 1\n    def __getitem__(self, i):\n"
         "        return list(sys.modules)\n"
@@ -173,10 +174,13 @@ def test_a_spawned_worker_imports_little(tmp_path: Path) -> None:
     run_script(
         tmp_path / "script.py",
         """
+        import psutil
         from data import Data
         from sharded_loader import ProcessPool, ShardedDataLoader
-        with ShardedDataLoader(Data(), 1, batchify_fn=max, pool=ProcessPool(1, start_method="spawn")) as loader:
+        pool = ProcessPool(2, start_method="spawn")
+        with ShardedDataLoader(Data(), 1, batchify_fn=max, pool=pool) as loader:
             loaded = set(next(iter(loader)))
+            assert {child.pid for child in psutil.Process().children(recursive=True)} == set(pool.pids)
         heavy = {"multiprocess", "dill", "cloudpickle", "threadpoolctl", "torch", "numpy.random", "hashlib", "json"}
         assert not loaded & heavy, loaded & heavy
         ours = [name for name in loaded if name.startswith("sharded_loader")]
@@ -185,17 +189,17 @@ def test_a_spawned_worker_imports_little(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("method", PROCESS_POOLS)
-def test_numpy_random_is_seeded_by_the_batch_whenever_it_is_imported(method: str) -> None:
-    def drawn(index: int) -> float:
-        return float(np.random.random())  # a spawned worker meets it in its first sample here
+@METHODS
+def test_global_generators_are_seeded_by_the_batch_whenever_they_are_imported(method: str) -> None:
+    def drawn(index: int) -> Any:  # a spawned worker meets them in its first sample here
+        return np.array([random.random(), np.random.random(), torch.rand(()).item()])
 
     def draw(pool: ProcessPool) -> list[float]:
         with ShardedDataLoader(SimpleDataset(range(12)).transform(drawn), 3, pool=pool, seed=5) as loader:
-            return torch.cat(list(loader)).tolist()
+            return torch.cat([*loader, *loader]).flatten().tolist()
 
     found = draw(ProcessPool(2, start_method=method))
-    assert len(set(found)) == 12
+    assert len(set(found)) == 2 * 12 * 3
     assert found == draw(ProcessPool(1, start_method=PROCESS_POOLS[0]))
 
 
@@ -215,23 +219,6 @@ def test_multiprocess_in_a_worker_finds_itself_in_a_child_process(method: str) -
         found = next(iter(loader))
     key = bytes(multiprocess.current_process().authkey).hex()
     assert found == {"name": "sharded_loader-worker-0", "daemon": True, "key": key}
-
-
-@pytest.mark.slow
-@linux
-def test_a_spawned_worker_is_the_only_process_that_is_started(tmp_path: Path) -> None:
-    run_script(
-        tmp_path / "script.py",
-        """
-        import os
-        import psutil
-        from sharded_loader import ProcessPool, ShardedDataLoader
-        pool = ProcessPool(2, start_method="spawn")
-        with ShardedDataLoader(range(8), 1, pool=pool) as loader:
-            next(iter(loader))
-            assert {child.pid for child in psutil.Process().children(recursive=True)} == set(pool.pids)
-        """,
-    )
 
 
 SCRIPT = """

@@ -17,10 +17,11 @@ from typing import Any
 import psutil
 import pytest
 from conftest import METHODS, PROCESS_POOLS, ahead, covering, make_pool, until
-from failures import Fails, hang, hangs_with_the_gil, nothing, stops_itself
+from failures import Fails, hang, hangs_with_the_gil, stops_itself
 from inside import transport_of
-from recovery_samples import BadStart, loader_arguments, until_the_end, values_of
+from recovery_samples import BadStart, loader_arguments, until_the_end
 from samples import Random, wait_for
+from test_recovery import BAD, BATCH_SIZE, expected
 
 from sharded_loader import InlinePool, ProcessPool, ShardedDataLoader, SimpleDataset, WorkerDiedError
 from sharded_loader.base.errors import WorkerTimeoutError
@@ -33,13 +34,6 @@ from sharded_loader.torch import DataLoader
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="stops processes by signals")
 
 TIMEOUT = 0.5
-BATCH_SIZE = 5
-BAD = 3  # the batch of sample 17
-
-
-def expected(where: str) -> list[Any]:
-    with ShardedDataLoader(**loader_arguments(where, nothing), batch_size=BATCH_SIZE, seed=2) as loader:
-        return [values_of(batch) for batch in loader]
 
 
 @METHODS
@@ -109,7 +103,7 @@ def test_a_worker_that_hangs_shows_the_frames_of_the_user(
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at signals that are under way")
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_the_stacks_of_a_hang_are_written_however_late_the_worker_gets_to_it(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -147,17 +141,8 @@ def is_pending(pid: int, number: int) -> bool:
 
 
 @METHODS
-@pytest.mark.parametrize(
-    ("where", "how"),
-    [
-        ("reading", hangs_with_the_gil),
-        ("get_batch", hang),
-        ("batchify_fn", hang),
-        pytest.param("reading", hang, marks=pytest.mark.slow),
-        pytest.param("get_batch", hangs_with_the_gil, marks=pytest.mark.slow),
-        pytest.param("batchify_fn", hangs_with_the_gil, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("where", ["reading", "get_batch", "batchify_fn"])
+@pytest.mark.parametrize("how", [hang, hangs_with_the_gil])
 @pytest.mark.slow
 def test_a_hang_that_does_not_come_again_is_not_seen(
     method: str, where: str, how: Callable[[], Any], tmp_path: Path
@@ -172,8 +157,7 @@ def test_a_hang_that_does_not_come_again_is_not_seen(
 @pytest.mark.slow
 @METHODS
 def test_a_worker_that_somebody_has_stopped_is_replaced_in_an_epoch_and_between_two(method: str) -> None:
-    pool = make_pool(method, timeout=TIMEOUT)
-    assert isinstance(pool, ProcessPool)
+    pool = ProcessPool(2, start_method=method, timeout=TIMEOUT)
     with ShardedDataLoader(Random(200, 0.001), 2, pool=pool) as loader:
         iterator = iter(loader)
         found = [next(iterator)]
@@ -194,23 +178,18 @@ def test_a_slow_batch_of_quick_samples_is_no_error(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param("thread", marks=pytest.mark.slow), "fork"])
+@pytest.mark.parametrize("name", ["thread", "fork"])
 def test_a_trainer_that_is_away_makes_nobody_late(name: str, tmp_path: Path) -> None:
     done = tmp_path / "done"
 
-    class Slow:
-        """Sample 2 takes longer than the timeout."""
+    def slow(index: int) -> int:
+        if index == 2 and not done.exists():
+            time.sleep(2 * TIMEOUT)
+            done.touch()
+        return index
 
-        def __len__(self) -> int:
-            return 4
-
-        def __getitem__(self, index: int) -> int:
-            if index == 2 and not done.exists():
-                time.sleep(2 * TIMEOUT)
-                done.touch()
-            return index
-
-    with ShardedDataLoader(Slow(), 1, pool=make_pool(name, timeout=TIMEOUT), prefetch=4) as loader:
+    dataset = SimpleDataset(range(4)).transform(slow)
+    with ShardedDataLoader(dataset, 1, pool=make_pool(name, timeout=TIMEOUT), prefetch=4) as loader:
         for _ in range(2):
             iterator = iter(loader)
             first = next(iterator).tolist()
