@@ -34,12 +34,17 @@ INDICES = np.arange(40)
 
 
 class Store:
-    """Later samples are there sooner."""
+    """Samples that a function reads: at first, those that come later are there sooner."""
+
+    def __init__(self, read: Callable[[int], Any] | None = None) -> None:
+        self.read = read
 
     def __len__(self) -> int:
         return 40
 
-    async def __getitem__(self, index: int) -> tuple[int, float]:
+    async def __getitem__(self, index: int) -> Any:
+        if self.read is not None:
+            return await self.read(int(index))
         first = sample_rng().random()
         await asyncio.sleep((index % 4 == 0) / 500)
         return int(index), first + sample_rng().random()
@@ -64,6 +69,11 @@ class ManyDirect(Direct):
 
     def __getitems__(self, indices: list[int]) -> Any:
         return [(int(index), sample_rng(index).random()) for index in indices]
+
+
+class InBulk(Store):
+    async def __getitems__(self, indices: list[int]) -> list[Any]:
+        return await asyncio.gather(*[self[index] for index in indices])
 
 
 def noisy(index: Any, value: Any) -> tuple[Any, float]:
@@ -197,22 +207,16 @@ def test_a_number_that_is_none_is_an_error(number: Any, kind: type[Exception], t
         next(iter(loader))
 
 
-class Fails(Store):
-    async def __getitem__(self, index: int) -> Any:
-        await asyncio.sleep(0 if index == 9 else 0.002)
-        if index in (8, 9):
-            raise ValueError(f"bad {index}")
-        if index == 20:
-            raise SystemExit(3)
-        return int(index)
+async def fails(index: int) -> int:
+    await asyncio.sleep(0 if index == 9 else 0.002)
+    if index in (8, 9):
+        raise ValueError(f"bad {index}")
+    if index == 20:
+        raise SystemExit(3)
+    return index
 
 
-class FailsInBulk(Fails):
-    async def __getitems__(self, indices: list[int]) -> list[Any]:
-        return await asyncio.gather(*[self[index] for index in indices])
-
-
-@covering(dataset=[Fails(), FailsInBulk(), SimpleDataset(Fails()).transform(lambda i: i)], pool=POOLS)
+@covering(dataset=[Store(fails), InBulk(fails), SimpleDataset(Store(fails)).transform(lambda i: i)], pool=POOLS)
 def test_an_error_names_the_first_sample_that_fails_and_the_epoch_goes_on(dataset: Any, pool: str) -> None:
     found: list[Any] = []
     with closing(ShardedDataLoader(dataset, 6, pool=make_pool(pool))) as loader:
@@ -232,7 +236,7 @@ def test_an_error_names_the_first_sample_that_fails_and_the_epoch_goes_on(datase
 
 @pytest.mark.parametrize("pool", POOLS)
 def test_bad_samples_are_skipped_and_replaced(pool: str) -> None:
-    dataset = SubsetDataset(Fails(), range(20))
+    dataset = SubsetDataset(Store(fails), range(20))
     with closing(ShardedDataLoader(dataset, 6, pool=make_pool(pool), on_error="skip")) as loader:
         assert [batch.tolist() for batch in loader][1] == [6, 7, 10, 11]
         assert sorted(index for index, _ in loader.skipped) == [8, 9]
@@ -282,11 +286,10 @@ def test_a_loader_can_be_closed_while_samples_are_awaited(pool: str) -> None:
     assert until(lambda: dataset.end() or not any("sharded_loader" in one.name for one in threading.enumerate()))
 
 
-class Cancelled(Store):
-    def __init__(self) -> None:
-        self.over: list[int] = []
+def test_an_error_cancels_the_rest_of_its_batch() -> None:
+    over: list[int] = []
 
-    async def __getitem__(self, index: int) -> Any:
+    async def read(index: int) -> int:
         try:
             if index == 3:
                 await asyncio.sleep(0)
@@ -294,47 +297,31 @@ class Cancelled(Store):
             if index > 3:
                 await asyncio.Event().wait()
         finally:
-            self.over.append(int(index))
-        return int(index)
+            over.append(index)
+        return index
 
-
-def test_an_error_cancels_the_rest_of_its_batch() -> None:
-    dataset = Cancelled()
-    with closing(ShardedDataLoader(dataset, 6)) as loader:
+    with closing(ShardedDataLoader(Store(read), 6)) as loader:
         with pytest.raises(ValueError, match="bad"):
             next(iter(loader))
-        assert sorted(dataset.over[:6]) == list(range(6))
+        assert sorted(over[:6]) == list(range(6))
 
 
-class Interrupted(Store):
-    """A signal, as of a Ctrl-C, arrives while samples are awaited."""
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="this platform sends no signal to a thread")
+def test_a_ctrl_c_ends_the_wait_and_what_is_awaited() -> None:
+    over: list[int] = []
 
-    def __init__(self) -> None:
-        self.over: list[int] = []
-
-    async def __getitem__(self, index: int) -> Any:
+    async def read(index: int) -> None:
         if index == 5:  # the others have begun
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         try:
             await asyncio.Event().wait()
         finally:
-            self.over.append(int(index))
+            over.append(index)
 
-
-@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="this platform sends no signal to a thread")
-def test_a_ctrl_c_ends_the_wait_and_what_is_awaited() -> None:
-    dataset = Interrupted()
-    with closing(ShardedDataLoader(dataset, 6)) as loader:
+    with closing(ShardedDataLoader(Store(read), 6)) as loader:
         with pytest.raises(KeyboardInterrupt):
             next(iter(loader))
-        assert until(lambda: sorted(dataset.over) == list(range(6)))
-
-
-class Endless(Store):
-    """Samples that never come, unless they are cancelled."""
-
-    async def __getitem__(self, index: int) -> Any:
-        await asyncio.Event().wait()
+        assert until(lambda: sorted(over) == list(range(6)))
 
 
 def test_a_ctrl_c_at_the_moment_when_samples_are_sent_to_the_loop_cancels_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,7 +333,7 @@ def test_a_ctrl_c_at_the_moment_when_samples_are_sent_to_the_loop_cancels_them(m
         return futures[-1]
 
     monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
-    with closing(ShardedDataLoader(Endless(), 6)) as loader:
+    with closing(ShardedDataLoader(Store(lambda index: asyncio.Event().wait()), 6)) as loader:
         with pytest.raises(KeyboardInterrupt):
             next(iter(loader))
     assert [future.cancelled() for future in futures] == [True]
@@ -355,12 +342,11 @@ def test_a_ctrl_c_at_the_moment_when_samples_are_sent_to_the_loop_cancels_them(m
 class Client(Store):
     """What belongs to an event loop, such as an HTTP session, is opened once in each process."""
 
-    def __init__(self) -> None:
-        self.loops: list[Any] = []
+    loops: tuple[Any, ...] = ()
 
     async def __getitem__(self, index: int) -> Any:
         if asyncio.get_running_loop() not in self.loops:
-            self.loops.append(asyncio.get_running_loop())
+            self.loops += (asyncio.get_running_loop(),)
         return len(self.loops)
 
 
@@ -376,7 +362,7 @@ def test_a_process_has_one_event_loop_for_all_batches_which_ends_with_the_loader
 @pytest.mark.filterwarnings("error")
 @pytest.mark.costly
 def test_nobody_is_told_that_samples_were_never_awaited(pool: str, capfd: pytest.CaptureFixture[str]) -> None:
-    for dataset in (Fails(), SimpleDataset(Store()).transform(noisy)):
+    for dataset in (Store(fails), SimpleDataset(Store()).transform(noisy)):
         with closing(ShardedDataLoader(dataset, 4, pool=make_pool(pool), on_error="skip")) as loader:
             next(iter(loader))
     with warnings.catch_warnings():
@@ -402,24 +388,22 @@ def test_wrappers_can_be_awaited_by_the_user_too() -> None:
 
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
 def test_a_dataset_that_awaits_by_itself_does_so_in_vain_on_the_loop() -> None:
-    class Nested(Store):
-        async def __getitem__(self, index: int) -> Any:
-            return list(SimpleDataset(Store()).take(2))[index]
+    async def read(index: int) -> Any:
+        return list(SimpleDataset(Store()).take(2))[index]
 
-    with closing(ShardedDataLoader(Nested(), 2)) as loader, pytest.raises(RuntimeError, match="await dataset"):
+    with closing(ShardedDataLoader(Store(read), 2)) as loader, pytest.raises(RuntimeError, match="await dataset"):
         next(iter(loader))
 
 
-class Seeds(Store):
-    async def __getitem__(self, index: int) -> tuple[int, float]:
-        await asyncio.sleep(0.001)
-        with sample_seed():
-            return int(index), random.random()
+async def seeded(index: int) -> tuple[int, float]:
+    await asyncio.sleep(0.001)
+    with sample_seed():
+        return index, random.random()
 
 
 @pytest.mark.parametrize("pool", ["inline", "thread", "fork"])
 def test_what_reads_one_sample_or_batch_awaits_and_draws_the_same(pool: str) -> None:
-    with closing(ShardedDataLoader(Seeds(), 4, shuffle=True, seed=5, pool=make_pool(pool))) as loader:
+    with closing(ShardedDataLoader(Store(seeded), 4, shuffle=True, seed=5, pool=make_pool(pool))) as loader:
         first = [one.tolist() for one in next(iter(loader))]
         assert [one.tolist() for one in loader.batch(0, 0)] == first
         assert list(loader.read(int(first[0][2]), epoch=0)) == [first[0][2], first[1][2]]
@@ -428,27 +412,21 @@ def test_what_reads_one_sample_or_batch_awaits_and_draws_the_same(pool: str) -> 
 
 
 def test_methods_that_read_all_samples_await_them() -> None:
-    dataset = SimpleDataset(Fails()).take(8)
+    dataset = SimpleDataset(Store(fails)).take(8)
     assert list(dataset) == list(range(8)) and list(map(int, dataset.transform(str, lazy=False))) == list(range(8))
     kept = dataset.filter(lambda index: index % 2 == 0)
     assert list(kept.indices) == [0, 2, 4, 6]
 
 
-class Plain(Store):
-    async def __getitem__(self, index: int) -> tuple[int, float]:
-        await asyncio.sleep(0)
-        return int(index), 1.0
-
-
-class ManyPlain(Plain):
-    async def __getitems__(self, indices: list[int]) -> list[Any]:
-        return await asyncio.gather(*[self[index] for index in indices])
+async def plain(index: int) -> tuple[int, float]:
+    await asyncio.sleep(0)
+    return index, 1.0
 
 
 @pytest.mark.parametrize("pool", POOLS)
 def test_a_cache_awaits_each_sample_once(pool: str, tmp_path: Any) -> None:
-    stored = SimpleDataset(Plain()).transform(doubled).cache("1 MB", path=tmp_path / "cache")
-    kept = SimpleDataset(ManyPlain()).transform(doubled).cache()
+    stored = SimpleDataset(Store(plain)).transform(doubled).cache("1 MB", path=tmp_path / "cache")
+    kept = SimpleDataset(InBulk(plain)).transform(doubled).cache()
     for dataset in (stored, kept, stored + kept, stored.transform(noisy)):
         with closing(ShardedDataLoader(dataset, 6, pool=make_pool(pool))) as loader:
             found = [[int(index) for batch in loader for index in batch[0]] for _ in range(2)]

@@ -3,39 +3,78 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import linecache
+import random
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import numpy as np
 import pytest
-from injection import InterruptAt, next_interrupted
+import torch.utils.data as torch_data
+from conftest import covering, make_pool
+from injection import PUMP, InterruptAt, next_interrupted
+from inside import pipeline_of
+from kinds import loader_of
 from programs import run_forked
+from stream_samples import Parts, Stateful, WithStatefulRows, batches_of, values
+from test_resume import SAMPLERS, HasPlace, batches, stream, through_json
 
-from sharded_loader import ShardedDataLoader
+from sharded_loader import ShardedDataLoader, ThreadPool
 from sharded_loader.engine.pool import Pool
+from sharded_loader.randomness import rng
+from sharded_loader.randomness.rng import reading
+
+
+def shards_of(pool: Pool, step: int) -> tuple[ShardedDataLoader, Iterator[Any]]:
+    loader = ShardedDataLoader(range(100_000), 3, pool=pool, num_shards=2, prefetch=4)
+    return loader, ([[n, n + 1], [n + 2]] for n in range(0, 99_999, 3))
+
+
+def parts_of(kind: Callable[..., Any], pool: Pool, step: int) -> tuple[ShardedDataLoader, Iterator[Any]]:
+    lengths = (2500 // step, 1000 // step, 5000 // step)
+    loader = loader_of(kind(lengths), pool, streams=3, batch_size=2, prefetch=4)
+    return loader, iter(batches_of(lengths, 2))
+
+
+DATA = {
+    "indexed": shards_of,
+    "parts": functools.partial(parts_of, Parts),
+    "stateful": functools.partial(parts_of, Stateful),
+    "stateful rows": functools.partial(parts_of, WithStatefulRows),
+}
 
 
 @pytest.mark.parametrize("step", [23, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(1500)])])
-@pytest.mark.costly
+@pytest.mark.parametrize("data", DATA)
+@pytest.mark.costly(4)
 def test_what_a_signal_raises_at_any_line_of_next_passes_and_no_batch_is_lost(
-    new_pool: Callable[..., Pool], signal_name: str, step: int
+    new_pool: Callable[..., Pool], signal_name: str, data: str, step: int
 ) -> None:
-    interrupt = functools.partial(InterruptAt, name=signal_name)
-    loader = ShardedDataLoader(range(100_000), 3, pool=new_pool(), num_shards=2, prefetch=4)
-    expected = iter(range(0, 100_000, 3))
+    pool = new_pool()
+    if getattr(pool, "start_method", "fork") != "fork" and data != "indexed":  # their workers take long to start again
+        step = max(step, 7)
+    loader, expected = DATA[data](pool, step)
+    interrupt = functools.partial(InterruptInParts, name=signal_name)
     with loader:
         iterator = iter(loader)
-        assert next(iterator)[0][0] == next(expected)
+        assert values(next(iterator)) == next(expected)
         line = 1
         while True:
             got, fired = next_interrupted(iterator, line, interrupt)
             for batch in got:
-                assert batch[0][0] == next(expected)
+                assert values(batch) == next(expected), line
+            assert reading.get() is None and torch_data.get_worker_info() is None, line
             if not fired:
                 break
             # The loader goes on, in order, with all that was in flight.
             for _ in range(2):
-                assert next(iterator)[0][0] == next(expected)
+                assert values(next(iterator)) == next(expected), line
             line += step
         assert line > 60
+        if data != "indexed":
+            assert [values(batch) for batch in iterator] == list(expected)
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
@@ -71,3 +110,137 @@ def test_one_ctrl_c_in_the_loop_is_one_keyboard_interrupt_and_no_other_output(me
     assert done.stdout.split("\n")[:2] == ["interrupted", "went on"], done
     assert done.stderr == ""
     assert done.returncode == 0
+
+
+SAMPLING = ("epoch.py", "tables.py", "third_party.py", "rng.py", "base.py", "test_resume.py")
+KINDS = ("random", "rollover", "gluon style", "stateful by epoch", "stateful iterator", "torch distributed")
+
+
+class InterruptInSampling(InterruptAt):
+    """Also before the lines of samplers that are defined in a test."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number, (*PUMP, *SAMPLING))
+
+    def __call__(self, frame: Any, event: str, arg: Any) -> Any:
+        if frame.f_code.co_filename.endswith("test_resume.py") and frame.f_code.co_name != "__iter__":
+            return None
+        return super().__call__(frame, event, arg)
+
+
+class InterruptInParts(InterruptAt):
+    """Not before the plain assignments with which a ``finally`` clause begins: Python looks for no signal there."""
+
+    def __init__(self, number: int, name: str = "SIGINT") -> None:
+        super().__init__(number, (*PUMP, "epoch.py", "order.py", "reader.py", "parts.py"), name)
+
+    def __call__(self, frame: Any, event: str, arg: Any) -> Any:
+        text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        if text.startswith(("here.part = ", "reading.set(", "_, here.part = ")):
+            return self
+        return super().__call__(frame, event, arg)
+
+
+def make(kind: str, pool: str) -> ShardedDataLoader:
+    if kind.startswith("iterable"):
+        return loader_of(Parts((9, 6)), pool, streams=2, steps_per_epoch=3 if "steps" in kind else None)
+    return ShardedDataLoader(range(40), seed=5, pool=make_pool(pool, 1), prefetch=2, **SAMPLERS[kind]())
+
+
+def places(kind: str) -> list[Any]:
+    """The undisturbed stream of three epochs."""
+    return stream(make(kind, "inline"))
+
+
+@pytest.mark.costly(3)
+@covering(1, pool=["inline", "thread"], kind=[*KINDS, "iterable", "iterable, steps"], after=["0", "0, another", "2"])
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 61])
+def test_interrupted_anywhere_in_next_no_batch_is_lost_and_no_epoch_has_begun_without_one(
+    pool: str, kind: str, after: str, step: int
+) -> None:
+    """After so many batches, on by the same iterator or another. The slow cases interrupt at every line."""
+    expected = stream(make(kind, "inline"))
+    line, at = 1, int(after[0])
+    while True:
+        random.seed(1), np.random.seed(1)
+        generators = random.getstate(), np.random.get_state()[1].tolist()
+        with make(kind, pool) as loader:
+            assert batches(loader) == expected[0]
+            one = iter(loader)
+            first = batches(one, at)
+            state = loader.state_dict()
+            got, fired = next_interrupted(one, line, InterruptInParts if "iterable" in kind else InterruptInSampling)
+            assert (random.getstate(), np.random.get_state()[1].tolist()) == generators, line
+            assert not rng._lock._is_owned(), line  # or other threads would wait for ever
+            assert reading.get() is None, line  # or sample_rng() would give the same generator for ever
+            if not got:
+                assert len(pipeline_of(loader).runs) <= 1, line
+                assert (loader.epoch, loader.position) == (1, at)
+                assert through_json(loader.state_dict()) == state
+            rest = batches(loader if after == "0, another" and not got else one)
+            assert first + [batch.tolist() for batch in got] + rest == expected[1], line
+            assert batches(loader) == expected[2]
+            if "iterable" not in kind:
+                loader.batch_sampler.set_epoch(1)
+                assert loader.epoch == 1, line  # the call is heard
+        assert not pipeline_of(loader).runs, line
+        if not fired:
+            break
+        line += 13 if pool == "thread" else step
+    assert line > 50
+
+
+class Interrupts(HasPlace):
+    """A sampler with a state, in which a Ctrl-C comes."""
+
+    armed = True
+
+    def __len__(self) -> int:
+        return 12
+
+    def order(self) -> Iterator[int]:
+        for index in range(12):
+            if index == 6 and self.armed:
+                self.armed = False
+                signal.raise_signal(signal.SIGINT)
+            yield index
+
+
+@pytest.mark.parametrize("prefetch", [1, 3])
+@pytest.mark.parametrize("pool", ["inline", "thread"])
+def test_a_ctrl_c_inside_a_sampler_with_a_state_loses_no_batch(pool: str, prefetch: int) -> None:
+    with ShardedDataLoader(range(12), 4, sampler=Interrupts(), pool=make_pool(pool, 1), prefetch=prefetch) as loader:
+        got, times = [], 0
+        iterator: Any = None
+        while True:
+            try:
+                iterator = iterator or iter(loader)
+                got.append(next(iterator).tolist())
+            except KeyboardInterrupt:
+                times += 1
+            except StopIteration:
+                break
+        assert times == 1
+        assert got == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+        assert loader.epoch == 1
+
+
+def test_an_epoch_that_was_interrupted_gives_way_to_another() -> None:
+    with ShardedDataLoader(range(12), 4, sampler=Interrupts(), pool=ThreadPool(1), prefetch=3) as loader:
+        with pytest.raises(KeyboardInterrupt):
+            next(iter(loader))
+        loader.set_epoch(3)
+        iterator = iter(loader)
+        next(iterator)
+        assert len(pipeline_of(loader).runs) == 1
+        del iterator
+        assert not pipeline_of(loader).runs
+
+
+def test_a_ctrl_c_while_threads_start_leaves_a_pool_that_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ShardedDataLoader(range(6), 2, pool=ThreadPool(2)) as loader:
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(threading.Thread, "start", lambda thread: signal.raise_signal(signal.SIGINT))
+            next(iter(loader))
+        assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5]]
+        assert loader.epoch == 1

@@ -4,51 +4,37 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch.utils.data as torch_data
 from failures import Boom, boom
 from samples import Bad
 
-from sharded_loader import BatchSampler, ShardedDataLoader, ThreadPool
+from sharded_loader import ShardedDataLoader, ThreadPool
 from sharded_loader.engine.pool import Pool
 from sharded_loader.sampling import epoch as epochs
 from sharded_loader.sampling.third_party import table_of
 from tests import naive
 from tests.fuzz import cases, run
+from tests.fuzz.ranks import Ranks, Track
+from tests.fuzz.recorded import compare, line
+from tests.fuzz.run import Difference, run_case
 
-BLOCK = 100
+MANY = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-@pytest.mark.costly
-@pytest.mark.parametrize("part", range(2))
+@pytest.mark.parametrize("part", [pytest.param(part, marks=MANY if part else pytest.mark.costly) for part in range(21)])
 def test_random_loaders_do_what_a_naive_one_does(part: int) -> None:
-    for case in range(12):
-        run.run_case(1000 * (1 + part) + case, processes=False)
+    for case in range(100 if part else 12):
+        run.run_case((1_000_000 + 100 * part if part else 2000) + case, processes=part > 0)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("part", range(20))
-def test_two_thousand_random_loaders_do_what_a_naive_one_does(part: int) -> None:
-    for case in range(BLOCK):
-        run.run_case(1_000_000 + BLOCK * part + case)
-
-
-@pytest.mark.costly
-def test_random_loaders_that_are_disturbed_do_what_a_naive_one_does() -> None:
-    for case in range(4):
-        run.run_case(case, "faults", processes=False)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("part", range(5))
-def test_a_hundred_random_loaders_of_all_pools_that_are_disturbed_do_what_a_naive_one_does(part: int) -> None:
-    for case in range(20):
-        run.run_case(1_000_000 + 20 * part + case, "faults")
+@pytest.mark.parametrize("part", [pytest.param(part, marks=MANY if part else pytest.mark.costly) for part in range(6)])
+def test_random_loaders_that_are_disturbed_do_what_a_naive_one_does(part: int) -> None:
+    for case in range(20 if part else 4):
+        run.run_case(1_000_000 * (part > 0) + 20 * part + case, "faults", processes=part > 0)
 
 
 @pytest.mark.costly
@@ -92,9 +78,6 @@ def test_the_comparison_notices_another_order(monkeypatch: pytest.MonkeyPatch) -
             run.run_case(case, processes=False)
 
 
-# -- found by such cases ---------------------------------------------------------------------------------------------
-
-
 def test_an_error_that_was_raised_keeps_no_iterator_alive(pool: Pool) -> None:
     with ShardedDataLoader(Bad(boom), 1, pool=pool, on_error="skip", num_replicas=1, rank=0) as loader:
         loader.set_epoch(3)
@@ -107,22 +90,6 @@ def test_an_error_that_was_raised_keeps_no_iterator_alive(pool: Pool) -> None:
         gc.collect()
         assert alive() is None
         assert all(error.__traceback__ is None for _, error in loader.skipped)
-
-
-@pytest.mark.parametrize("last_batch", ["discard", "rollover"])
-def test_the_end_of_given_batches_of_another_librarys_sampler_is_the_next_epochs_beginning(last_batch: str) -> None:
-    def make() -> ShardedDataLoader:
-        batches = BatchSampler(torch_data.RandomSampler(range(58)), 5, last_batch, seed=1)
-        return ShardedDataLoader(range(58), batch_sampler=batches, seed=0)
-
-    loader, resumed = make(), make()
-    iterator = iter(loader)
-    for _ in range(len(loader)):
-        next(iterator)
-    resumed.load_state_dict(loader.state_dict())
-    assert (resumed.epoch, resumed.position) == (1, 0)
-    resumed.set_epoch(0)
-    assert [batch.tolist() for batch in resumed] == [batch.tolist() for batch in make()]
 
 
 def test_a_loaded_beginning_of_an_epoch_is_told_until_it_is_used_although_an_older_iterator_delivers() -> None:
@@ -163,3 +130,42 @@ def test_with_rollover_a_state_fits_after_the_batch_size_has_changed(pool: Pool)
         third.load_state_dict(second.state_dict())
         rest = [batch.tolist() for batch in third]
     assert sum(done + rest, []) == [*range(10)] * 4
+
+
+def test_each_rank_has_exactly_its_samples() -> None:
+    counts = sum((run_case(seed, "ranks") for seed in range(8)), Counter[str]())
+    assert min(counts[f"event: {event}"] for event in ("step", "resume", "rescale", "rest", "set_weights")) > 0
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 4, 5, 6, 7, 8])
+@pytest.mark.costly
+def test_a_rank_that_has_another_sample_is_a_difference(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def other(track: Track, place: int) -> Any:
+        return [-1] if track.job.in_batches else -1
+
+    case = Ranks(seed)
+    monkeypatch.setattr(Track, "item", other)
+    with pytest.raises(Difference, match="not"):
+        case.rest()
+    case.close()
+
+
+def lines(kind: str, seeds: range) -> list[dict[str, Any]]:
+    return [line(kind, seed, processes=False) for seed in seeds]
+
+
+@pytest.mark.parametrize("kind", ["plain", "twins"])
+@pytest.mark.slow
+def test_two_recordings_are_equal_and_what_differs_in_another_is_shown(
+    kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = lines(kind, range(2))
+    assert any(len(line["events"]) > 5 for line in first)
+    assert compare(first, lines(kind, range(2))) == 0
+    assert capsys.readouterr().out == "2 seeds compared, 0 differ\n"
+    assert compare(first, lines(kind, range(1, 3))) == 2
+    if kind == "plain":
+        state_dict = ShardedDataLoader.state_dict
+        monkeypatch.setattr(ShardedDataLoader, "state_dict", lambda self: {**state_dict(self), "new": 1})
+        assert compare(first, lines("plain", range(2)))
+        assert " state/1/new\n        was missing\n        now 1\n" in capsys.readouterr().out

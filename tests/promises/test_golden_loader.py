@@ -27,21 +27,6 @@ def decode(value: Any) -> Any:
     return value
 
 
-def assert_same(found: Any, expected: Any) -> None:
-    if isinstance(expected, torch.Tensor):
-        assert isinstance(found, torch.Tensor)
-        assert found.dtype == expected.dtype
-        assert found.shape == expected.shape
-        assert torch.equal(found, expected)
-    elif isinstance(expected, list):
-        assert isinstance(found, list)
-        assert len(found) == len(expected)
-        for one, other in zip(found, expected, strict=True):
-            assert_same(one, other)
-    else:
-        assert found == expected
-
-
 def assert_epochs(loader: ShardedDataLoader, expected: list[dict[str, Any]]) -> None:
     for epoch in expected:
         assert len(loader) == epoch["len"]
@@ -49,7 +34,9 @@ def assert_epochs(loader: ShardedDataLoader, expected: list[dict[str, Any]]) -> 
         for batch in loader:
             assert len(loader) == epoch["len"], "the length changed in mid-epoch"
             batches.append(batch)
-        assert_same(batches, epoch["batches"])
+        assert len(batches) == len(epoch["batches"])
+        for found, wanted in zip(batches, epoch["batches"], strict=True):
+            torch.testing.assert_close(found, wanted, rtol=0, atol=0)  # types and shapes, too
 
 
 @pytest.mark.parametrize("name", RUNS)

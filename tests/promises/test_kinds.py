@@ -72,6 +72,10 @@ def test_a_state_after_any_batch_goes_on_exactly_in_any_pool(kind: str, saves: s
         assert json.loads(json.dumps(state)) == state
         with one.open(loads, workers=1) as loader:
             loader.load_state_dict(state)
+            if one.is_ours:
+                begun = number < len(whole[epoch])
+                assert values(loader.peek()) == (whole[epoch][number] if begun else whole[epoch + 1][0])
+                assert not begun or (loader.epoch, loader.position, loader.state_dict()) == (epoch, number, state)
             found = [*filter(None, (rows_of(loader) for _ in range(2)))]  # behind the last batch an epoch may be empty
             assert found == [*filter(None, [whole[epoch][number:], *whole[epoch + 1 :]])][: len(found)], number
             assert found
@@ -154,11 +158,11 @@ def test_threads_that_share_an_iterator_get_each_batch_once(kind: str, pool: str
     assert sorted(found) == sorted(KINDS[kind].epochs(batch_size=1)[0])
 
 
-@covering(2, kind=KINDS, pool=POOLS, fail=[raise_lookup, boom, stop, exit_], prefetch=[1, 20])
+@covering(2, kind=KINDS, pool=POOLS, fail=[raise_lookup, boom, stop, exit_], prefetch=[1, 20], bad=range(3))
 def test_an_error_comes_in_place_of_its_batch_and_names_its_sample(
-    kind: str, pool: str, fail: Callable[[], Any], prefetch: int
+    kind: str, pool: str, fail: Callable[[], Any], prefetch: int, bad: int
 ) -> None:
-    one = KINDS[kind]
+    one = KINDS[kind].at(bad)
     with one.open(pool, fail, prefetch_factor=prefetch) as loader:
         for epoch in range(2):
             places, (error,) = until_the_end(iter(loader))
@@ -167,7 +171,10 @@ def test_an_error_comes_in_place_of_its_batch_and_names_its_sample(
             assert type(error) is known if known else isinstance(error, SampleReadError | RuntimeError)
             assert (str(error), getattr(error, "code", 42)) == ("sample went wrong", 42) or fail is not boom
             where, again = notes_of(error)[-2:]
-            assert f"in epoch {epoch}" in where and f"sample {one.bad}" in where
+            number = places.index(None) if "map" in kind else ""  # an empty part has had its turn
+            assert f"in epoch {epoch}, batch {number}" in where and f"sample {one.bad}" in where
+            assert ("worker" in where or "thread" in where) == (pool != "inline")
+            assert fail is not boom or pool not in PROCESS_POOLS or "in boom" in str(error.__cause__)
             assert again.endswith(f"loader.read({one.bad}, epoch={epoch})")
         with pytest.raises(type(error) if known else BaseException):
             loader.read(one.bad)
@@ -177,11 +184,13 @@ def stand_in(error: Any) -> Any:
     return np.array([-1, 0])
 
 
-@covering(2, kind=KINDS, pool=POOLS, on_error=["skip", "replace", stand_in])
-def test_a_bad_sample_is_left_out_or_replaced(kind: str, pool: str, on_error: Any) -> None:
-    one = KINDS[kind]
-    with one.open(pool, raise_lookup, on_error=on_error) as loader:
+@covering(2, kind=KINDS, pool=POOLS, on_error=["skip", "replace", stand_in], bad=range(3))
+def test_a_bad_sample_is_left_out_or_replaced(kind: str, pool: str, on_error: Any, bad: int) -> None:
+    one = KINDS[kind].at(bad)
+    with warnings.catch_warnings(record=True) as warned, one.open(pool, raise_lookup, on_error=on_error) as loader:
+        warnings.simplefilter("always")
         found = rows_of(loader)
+        ended = [str(one.message) for one in warned if "has ended too early" in str(one.message)]
         if one.is_ours:
             ((index, error),) = loader.skipped
             assert (index, type(error), error.__traceback__, loader.num_skipped) == (one.bad, LookupError, None, 1)
@@ -189,6 +198,8 @@ def test_a_bad_sample_is_left_out_or_replaced(kind: str, pool: str, on_error: An
         assert found == rows_of(inline)
     place = one.with_error.index(None)
     good = one.skipped[place]
+    said = "" if "map" in kind else f"part {one.bad[0]} of 4 has ended too early: its generator raised"
+    assert len(ended) == bool(said) and "".join(ended).startswith(said), "its other samples are left out"
     found = numbers_of(found)
     batch, found[place] = found[place], good
     assert found == one.skipped
@@ -197,22 +208,17 @@ def test_a_bad_sample_is_left_out_or_replaced(kind: str, pool: str, on_error: An
     assert (instead == -1) == (on_error is stand_in) and (on_error is stand_in or {*batch} == {*good})
 
 
-class CannotSum:
-    """A batchify function that fails for the batch of a number."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def __call__(self, samples: list[Any]) -> Any:
-        if any(sample[0] == self.number for sample in samples):
-            raise OverflowError("of the test")
-        return np.stack(samples)
-
-
 @covering(2, kind=KINDS, pool=POOLS)
 def test_a_batch_that_cannot_be_made_costs_that_batch_only(kind: str, pool: str) -> None:
     one = KINDS[kind]
-    with one.open(pool, collate_fn=CannotSum(one.batches[1][0])) as loader:
+    number = one.batches[1][0]
+
+    def collate(samples: list[Any]) -> Any:
+        if any(sample[0] == number for sample in samples):
+            raise OverflowError("of the test")
+        return np.stack(samples)
+
+    with one.open(pool, collate_fn=collate) as loader:
         places, errors = until_the_end(iter(loader))
     assert [type(error) for error in errors] == [OverflowError]
     assert numbers_of(places) == [one.batches[0], None, *one.batches[2:]]
@@ -236,11 +242,11 @@ def test_whoever_is_killed_no_batch_is_lost_and_nothing_drawn_changes(
     assert fail is None or fail.count > 1
 
 
-@covering(2, kind=KINDS, method=PROCESS_POOLS, prefetch=[1, 20], workers=[1, 2])
+@covering(2, kind=KINDS, method=PROCESS_POOLS, prefetch=[1, 20], workers=[1, 2], bad=range(3))
 def test_a_sample_that_kills_every_worker_is_one_error_that_names_it(
-    kind: str, method: str, prefetch: int, workers: int
+    kind: str, method: str, prefetch: int, workers: int, bad: int
 ) -> None:
-    one = KINDS[kind]
+    one = KINDS[kind].at(bad)
     with one.open(method, kill, workers, prefetch_factor=prefetch) as loader:
         places, (told,) = until_the_end(iter(loader))
     error: Any = told if one.is_ours else told.__cause__

@@ -64,13 +64,7 @@ def step(ranks: list[Rank]) -> list[list[int]]:
 @pytest.mark.parametrize("pool", POOLS)
 def test_ranks_leave_and_join_in_the_middle_of_a_loop(pool: str) -> None:
     workers = [make_pool(pool, 1) for _ in range(2)]
-    ranks = [
-        (loader, iter(loader))
-        for rank in range(2)
-        for loader in [
-            ShardedDataLoader(range(48), 2, shuffle=True, seed=5, num_replicas=2, rank=rank, pool=workers[rank])
-        ]
-    ]
+    ranks = [joined(2, rank, pool=workers[rank]) for rank in range(2)]
     try:
         found: Counter[int] = Counter()
         for replicas in (2, 3, 3, 1, 1, 4):
@@ -111,10 +105,10 @@ def test_before_the_first_batch_and_between_epochs() -> None:
     assert (len(loader), loader.batch_size, loader.arguments["num_replicas"]) == (6, 8, 1)
     assert sorted(index for batch in loader for index in batch.tolist()) == list(range(48))
     loader.rescale(4, 3, batch_size=4)
-    assert [batch.tolist() for batch in loader] == [
-        batch.tolist() for batch in _at_epoch(joined(4, 3, batch_size=4)[0], 1)
-    ]
-    assert loader.state_dict() == _after(joined(4, 3, batch_size=4)[0], 2)
+    fresh, _ = joined(4, 3, batch_size=4)
+    fresh.set_epoch(1)
+    assert [batch.tolist() for batch in loader] == [batch.tolist() for batch in fresh]
+    assert loader.state_dict() == fresh.state_dict()
 
 
 def test_after_a_loop_that_was_left_the_position_counts_the_steps_of_the_new_ranks() -> None:
@@ -125,18 +119,6 @@ def test_after_a_loop_that_was_left_the_position_counts_the_steps_of_the_new_ran
     assert loader.position == 3
     loader.rescale(1, 0, batch_size=2)
     assert (loader.epoch, loader.position, loader.state_dict()["samples"]) == (0, 6, 12)
-
-
-def _at_epoch(loader: ShardedDataLoader[Any], epoch: int) -> ShardedDataLoader[Any]:
-    loader.set_epoch(epoch)
-    return loader
-
-
-def _after(loader: ShardedDataLoader[Any], epochs: int) -> dict[str, Any]:
-    for _ in range(epochs):
-        for _ in loader:
-            pass
-    return loader.state_dict()
 
 
 def test_with_costs_the_step_of_all_ranks_stays() -> None:
@@ -152,71 +134,35 @@ def test_with_costs_the_step_of_all_ranks_stays() -> None:
     assert sorted(sum(found, [])) == list(range(48))
 
 
-class Steps:
-    """Ranks with ``steps_per_epoch``, beside the endless order that they share."""
-
-    def __init__(self, order: list[Any], **arguments: Any) -> None:
-        self.order, self.arguments, self.place = order, arguments, 0
-        self.ranks: list[Rank] = []
-
-    def join(self, replicas: int, state: Any = None, **more: Any) -> None:
-        arguments = {**self.arguments, **more}
-        loaders = [ShardedDataLoader(num_replicas=replicas, rank=rank, **arguments) for rank in range(replicas)]
-        for loader in loaders:
-            if state is not None:
-                loader.load_state_dict(state, strict=False)
-        self.ranks = [(loader, iter(loader)) for loader in loaders]
-
-    def read(self, steps: int) -> None:
-        """So many steps; each rank has exactly its part of the order."""
-        for _ in range(steps):
-            found = [next(iterator) for _, iterator in self.ranks]
-            size = 1 if "batch_sampler" in self.arguments else len(found[0])
-            for rank, batch in enumerate(found):
-                wanted = [self.order[self.place + number * len(self.ranks) + rank] for number in range(size)]
-                assert list(batch if size > 1 or not isinstance(wanted[0], list) else [batch]) == wanted
-            self.place += size * len(self.ranks)
-
-    def end(self) -> None:
-        """The epoch ends here, and the next one begins."""
-        assert [next(iterator, None) for _, iterator in self.ranks] == [None] * len(self.ranks)
-        self.ranks = [(loader, iter(loader)) for loader, _ in self.ranks]
-
-
-def read_by_changing_ranks(steps: Steps, **more: Any) -> None:
-    """Epochs of 5 steps: by 4 ranks, from a state by 2, after `rescale` by 1, from a state by 3."""
-    steps.join(4)
-    steps.read(5)
-    steps.end()
-    steps.read(3)
-    state = through_json(steps.ranks[2][0].state_dict())
-    steps.join(2, state)
-    assert (steps.ranks[0][0].position, len(steps.ranks[0][0])) == (3, 5)
-    steps.read(2)
-    steps.end()
-    steps.read(1)
-    size = steps.arguments.get("batch_size", 2)
-    steps.ranks[0][0].rescale(1, 0, size)
-    steps.ranks = steps.ranks[:1]
-    steps.read(4)
-    steps.end()
-    for _ in range(3):
-        steps.read(5)
-        steps.end()
-    steps.read(5)
-    steps.ranks[0][0].rescale(2, 0, size)  # between two epochs
-    state = through_json(steps.ranks[0][0].state_dict())
-    steps.join(2, state, **more)
-    for _ in range(3):
-        steps.read(5)
-        steps.end()
-
-
-def test_with_steps_per_epoch_each_epoch_has_its_steps_and_goes_on_where_the_last_one_ended() -> None:
+def test_with_steps_per_epoch_all_ranks_read_on_in_the_endless_order() -> None:
+    """Epochs of 5 steps: by 4 ranks, from a state by 2, after `rescale` by 1, from a state by 2 in larger batches."""
     sampler = RandomSampler(24, seed=1)
-    order = [index for epoch in range(30) for index in sampler.iter_epoch(epoch)]
-    arguments = {"dataset": range(24), "batch_size": 1, "sampler": sampler, "steps_per_epoch": 5, "collate_fn": list}
-    read_by_changing_ranks(Steps(order, **arguments), batch_size=3)
+    order = iter([index for epoch in range(30) for index in sampler.iter_epoch(epoch)])
+    given = {"dataset": range(24), "sampler": sampler, "shuffle": False, "steps_per_epoch": 5}
+
+    def begun(replicas: int, state: Any = None, batch_size: int = 1) -> list[Rank]:
+        return [joined(replicas, rank, state, batch_size=batch_size, **given) for rank in range(replicas)]
+
+    def read(ranks: list[Rank], steps: int) -> list[Rank]:
+        """So many steps. Behind the end of an epoch the next one begins."""
+        for _ in range(steps):
+            batches = step(ranks)
+            if not batches:
+                ranks = [(loader, iter(loader)) for loader, _ in ranks]
+                batches = step(ranks)
+            found = [index for row in zip(*batches, strict=True) for index in row]
+            assert found == list(itertools.islice(order, len(found)))
+        return ranks
+
+    ranks = read(begun(4), 8)
+    ranks = begun(2, through_json(ranks[2][0].state_dict()))
+    assert (ranks[0][0].position, len(ranks[0][0])) == (3, 5)
+    (one, iterator), _ = read(ranks, 3)
+    one.rescale(1, 0, 1)
+    read([(one, iterator)], 24)
+    assert one.position == 5
+    one.rescale(2, 0, 1)  # between two epochs
+    read(begun(2, through_json(one.state_dict()), batch_size=3), 15)
 
 
 def test_another_batch_size_reads_no_sample_twice_with_steps_per_epoch_or_is_refused() -> None:
@@ -241,17 +187,6 @@ def test_another_batch_size_reads_no_sample_twice_with_steps_per_epoch_or_is_ref
         for loader, iterator in zip(after, iterators, strict=True):
             loader.load_state_dict(state, strict=False)
             assert next(iter(loader)).tolist() == next(iterator).tolist()[:2]
-
-
-def test_packed_rows_go_on_by_other_ranks_with_steps_per_epoch() -> None:
-    lengths = [1 + index * 7 % 50 for index in range(300)]
-
-    def packed() -> PackSampler:
-        return PackSampler(lengths, tokens=128, rows=2, seed=0)
-
-    order = [list(batch) for epoch in range(4) for batch in packed().iter_epoch(epoch)]
-    arguments = {"dataset": range(300), "batch_sampler": packed(), "steps_per_epoch": 5, "collate_fn": list}
-    read_by_changing_ranks(Steps(order, **arguments))
 
 
 def test_ranks_that_do_not_divide_what_is_done_are_refused_with_steps_per_epoch() -> None:
@@ -377,39 +312,31 @@ def test_rescale_gives_a_batch_sampler_batches_of_another_size(name: str) -> Non
     assert len(flat(next(again[1]))) <= len(flat(next(iter(reference[0][0]))))
 
 
+OTHERS: dict[str, Any] = {
+    **OF_SIZE,
+    "tokens": lambda size: PackSampler(LENGTHS, size, 4),
+    "balanced": lambda size: ClassBalancedBatchSampler(KINDS, size, 2, seed=1),
+    "uneven": lambda size: SortedBucketSampler(LENGTHS, size, mult=2.5, shuffle=True, seed=1),
+    "budget": lambda size: BoundedBudgetSampler(LENGTHS, 30 * size, seed=1),
+}
+
+
 @pytest.mark.parametrize(
-    ("was", "now", "done", "again"),
+    ("name", "was", "now", "done", "again"),
     [
-        (lambda: BatchSampler(RandomSampler(96, seed=1), 4), lambda: BatchSampler(RandomSampler(96, seed=1), 3), 1, 1),
-        (lambda: PackSampler(LENGTHS, 60, 4), lambda: PackSampler(LENGTHS, 60, 3), 2, 2),
-        (lambda: PackSampler(LENGTHS, 60, 4), lambda: PackSampler(LENGTHS, 70, 4), 1, "up to 96"),
-        (lambda: OF_SIZE["buckets"](4), lambda: OF_SIZE["buckets"](3), 1, "up to 96"),
-        (lambda: OF_SIZE["sorted"](4), lambda: OF_SIZE["sorted"](3), 1, "up to 96"),
-        (lambda: OF_SIZE["kinds"](4), lambda: OF_SIZE["kinds"](3), 1, "up to 96"),
-        (
-            lambda: ClassBalancedBatchSampler(KINDS, 4, 2, seed=1),
-            lambda: ClassBalancedBatchSampler(KINDS, 2, 2, seed=1),
-            1,
-            "up to 96",
-        ),
-        (
-            lambda: SortedBucketSampler(LENGTHS, 4, mult=2.5, shuffle=True, seed=1),
-            lambda: SortedBucketSampler(LENGTHS, 2, mult=2.5, shuffle=True, seed=1),
-            1,
-            "up to 96",
-        ),
-        (
-            lambda: BoundedBudgetSampler(LENGTHS, 120, seed=1),
-            lambda: BoundedBudgetSampler(LENGTHS, 60, seed=1),
-            1,
-            "up to 96",
-        ),
+        ("batches", 4, 3, 1, 1),
+        ("packed", 4, 3, 2, 2),
+        ("tokens", 60, 70, 1, "up to 96"),
+        *((name, 4, 3, 1, "up to 96") for name in ("buckets", "sorted", "kinds")),
+        *((name, 4, 2, 1, "up to 96") for name in ("balanced", "uneven", "budget")),
     ],
 )
-def test_batches_that_cannot_go_on_are_an_error_that_counts_samples(was: Any, now: Any, done: int, again: Any) -> None:
-    ranks = of_batches(was, 1)
+def test_batches_that_cannot_go_on_are_an_error_that_counts_samples(
+    name: str, was: int, now: int, done: int, again: Any
+) -> None:
+    ranks = of_batches(lambda: OTHERS[name](was), 1)
     steps_of(ranks, done)
-    loader = of_batches(now, 1)[0][0]
+    loader = of_batches(lambda: OTHERS[name](now), 1)[0][0]
     before = loader.state_dict()
     for strict in (True, False):
         with pytest.raises(ValueError, match=f"Here {again} samples.* would come again, or be lost"):

@@ -1,22 +1,24 @@
-"""P6, resume: a state taken anywhere resumes exactly, in another pool, for any number of ranks."""
+"""P6, resume: a state taken anywhere resumes exactly. An epoch begins when its first batch is asked for."""
 
 from __future__ import annotations
 
-import io
+import gc
 import itertools
 import json
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import torch.utils.data as torch_data
-from conftest import covering, made
+from conftest import covering, made, make_pool
+from failures import Fails, boom, raise_lookup
+from samples import Bad, Drawing, Foreign, NoLength
 from samples import ByEpoch as OthersByEpoch
-from samples import Drawing
+from samples import GluonStyle as OursInGluonStyle
 
 from sharded_loader import (
     BatchSampler,
@@ -36,6 +38,7 @@ from sharded_loader import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
+from sharded_loader.engine.pool import Pool
 
 Loader = Callable[..., ShardedDataLoader]
 
@@ -54,29 +57,6 @@ def through_json(state: dict[str, Any]) -> dict[str, Any]:
     loaded: dict[str, Any] = json.loads(text)
     assert loaded == state
     return loaded
-
-
-@pytest.mark.parametrize("last_batch", ["keep", "discard", "rollover"])
-def test_a_state_after_the_last_batch_is_loaded_as_the_beginning_of_the_next_epoch(last_batch: str) -> None:
-    def make() -> ShardedDataLoader:
-        return ShardedDataLoader(range(7), 3, True, seed=1, last_batch=last_batch)
-
-    expected = stream(make(), 3)
-    loader = make()
-    batches(iter(loader), len(loader))
-    state = through_json(loader.state_dict())
-    assert (state["epoch"], state["samples"]) == (0, 7 if last_batch == "keep" else 6)
-    for told in ([], [1], [1, 1]):
-        other = make()
-        other.load_state_dict(state)
-        for epoch in told:
-            other.set_epoch(epoch)
-        assert (other.epoch, other.position, len(other)) == (1, 0, len(expected[1]))
-        assert stream(other, 2) == expected[1:]
-    other = make()
-    other.load_state_dict(state)
-    other.set_epoch(0)
-    assert stream(other, 3) == expected
 
 
 class GluonStyle:
@@ -148,11 +128,6 @@ class StatefulIterator:
         self.at = state["at"]
 
 
-class WithStatefulIterator(GluonStyle):
-    def __iter__(self) -> StatefulIterator:  # type: ignore[override]
-        return StatefulIterator(self.length)
-
-
 class ByEpoch(torch_data.DistributedSampler):  # type: ignore[type-arg]
     """torch's, over one rank."""
 
@@ -207,26 +182,9 @@ class BeginsAnew(StatefulIterator):
         self.loaded = state["at"]
 
 
-class TooShort(GluonStyle):
-    """Its length is not what it yields."""
-
-    def __len__(self) -> int:
-        return 8
-
-
 class StatefulTooShort(StatefulShuffle):
     def __len__(self) -> int:
         return 8
-
-
-class Wrapped(Sampler[int]):
-    """Ours, written as Gluon's users do."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(np.random.permutation(23).tolist())
-
-    def __len__(self) -> int:
-        return 23
 
 
 class Growing(Sampler[int]):
@@ -237,13 +195,6 @@ class Growing(Sampler[int]):
 
     def len_epoch(self, epoch: int) -> int:
         return 9 + 5 * epoch
-
-
-class Nested(GluonStyle):
-    """Reads another loader to find its order."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter([index for batch in ShardedDataLoader(range(self.length), 5, seed=2) for index in batch.tolist()])
 
 
 def configuration(**options: Any) -> Loader:
@@ -257,6 +208,9 @@ CONFIGURATIONS: dict[str, Loader] = {
     "rollover": configuration(shuffle=True, last_batch="rollover"),
     "foreign": configuration(sampler=lambda: GluonStyle(23)),
     "by epoch": configuration(sampler=lambda: OthersByEpoch(23)),
+    "sharded batches": configuration(
+        batch_size=None, batch_sampler=lambda: ShardedBatchSampler(BatchSampler(RandomSampler(23, seed=3), 5), 2)
+    ),
 }
 
 
@@ -291,25 +245,50 @@ SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
     "sharded": lambda: {"batch_sampler": ShardedBatchSampler(BatchSampler(RandomSampler(23, seed=1), 4), 2)},
     "gluon style": lambda: {"sampler": GluonStyle(23), "batch_size": 4},
     "gluon style, rollover": lambda: {"sampler": GluonStyle(23), "batch_size": 4, "last_batch": "rollover"},
-    "subclass of ours": lambda: {"sampler": Wrapped(), "batch_size": 4, "last_batch": "discard"},
+    "subclass of ours": lambda: {
+        "sampler": OursInGluonStyle(permutation, 23),
+        "batch_size": 4,
+        "last_batch": "discard",
+    },
     "unequal epochs": lambda: {"sampler": Growing(), "batch_size": 4},
-    "reads another loader": lambda: {"sampler": Nested(23), "batch_size": 4},
-    "unsized": lambda: {"sampler": type("Unsized", (), {"__iter__": lambda self: iter(range(23))})(), "batch_size": 4},
+    "reads another loader": lambda: {"sampler": Foreign(read_by_another_loader, 23), "batch_size": 4},
+    "unsized": lambda: {"sampler": NoLength(range(23)), "batch_size": 4},
+    "unsized, discard": lambda: {"sampler": NoLength(range(23)), "batch_size": 4, "last_batch": "discard"},
+    "unsized batches": lambda: {"batch_sampler": NoLength([[3, 1, 4, 1, 5], [9], [2, 6, 5]])},
+    "ranks": lambda: {"shuffle": True, "batch_size": 4, "num_replicas": 2, "rank": 1},
+    "ranks, discard": lambda: {**SAMPLERS["ranks"](), "last_batch": "discard"},
     "torch random": lambda: {"sampler": torch_data.RandomSampler(range(23)), "batch_size": 4},
+    "torch random, discard": lambda: {**SAMPLERS["torch random"](), "last_batch": "discard"},
     "torch distributed": lambda: {"sampler": ByEpoch(23), "batch_size": 4},
     "torch batches": lambda: {"batch_sampler": torch_data.BatchSampler(torch_data.RandomSampler(range(23)), 4, False)},
     "torch batches of ours": lambda: {"batch_sampler": torch_data.BatchSampler(RandomSampler(23, seed=1), 4, True)},
     "our batches of torch's": lambda: {"batch_sampler": BatchSampler(torch_data.RandomSampler(range(23)), 4, seed=2)},
+    "discard, of torch's": lambda: {"batch_sampler": BatchSampler(torch_data.RandomSampler(range(23)), 4, "discard")},
+    "rollover, of torch's": lambda: {"batch_sampler": BatchSampler(torch_data.RandomSampler(range(23)), 4, "rollover")},
     "stateful": lambda: {"sampler": Stateful(23), "batch_size": 4},
     "stateful by epoch": lambda: {"sampler": StatefulByEpoch(23), "batch_size": 4},
     "stateful by epoch, rollover": lambda: {"sampler": StatefulByEpoch(23), "batch_size": 4, "last_batch": "rollover"},
     "stateful by epoch, discard": lambda: {"sampler": StatefulByEpoch(23), "batch_size": 4, "last_batch": "discard"},
     "stateful, even": lambda: {"sampler": Stateful(24), "batch_size": 4},
-    "stateful iterator": lambda: {"sampler": WithStatefulIterator(23), "batch_size": 4},
+    "stateful iterator": lambda: {"sampler": Foreign(lambda: StatefulIterator(23), 23), "batch_size": 4},
     "begins anew": lambda: {"sampler": BeginsAnew(23), "batch_size": 4},
-    "tells too short a length": lambda: {"sampler": TooShort(23), "batch_size": 4},
+    "tells too short a length": lambda: {"sampler": Foreign(range(23), 8), "batch_size": 4},
     "stateful, tells too short a length": lambda: {"sampler": StatefulTooShort(23), "batch_size": 4},
 }
+
+
+def permutation() -> Any:
+    return np.random.permutation(23).tolist()
+
+
+def read_by_another_loader() -> list[int]:
+    return [index for batch in ShardedDataLoader(range(23), 5, seed=2) for index in batch.tolist()]
+
+
+def sampled(kind: str, orders: dict[str, Callable[[], dict[str, Any]]] = SAMPLERS, **other: Any) -> ShardedDataLoader:
+    arguments = orders[kind]()
+    length = getattr(arguments.get("batch_sampler"), "dataset_length", None) or 40
+    return ShardedDataLoader(range(length), seed=5, **arguments, **other)
 
 
 def stream(loader: ShardedDataLoader, epochs: int = 3) -> list[list[Any]]:
@@ -321,14 +300,8 @@ def stream(loader: ShardedDataLoader, epochs: int = 3) -> list[list[Any]]:
 @pytest.mark.parametrize("kind", SAMPLERS)
 def test_every_sampler_resumes_after_every_batch(kind: str, every: int) -> None:
     """The quick cases take each third state, and those of an epoch's end."""
-
-    def make(**other: Any) -> ShardedDataLoader:
-        arguments = SAMPLERS[kind]()
-        length = getattr(arguments.get("batch_sampler"), "dataset_length", None) or 40
-        return ShardedDataLoader(range(length), seed=5, **arguments, **other)
-
-    whole = [batch for epoch in stream(make(), 3) for batch in epoch]
-    loader = make(pool="thread", num_workers=1, prefetch=9)  # reads ahead
+    whole = [batch for epoch in stream(sampled(kind), 3) for batch in epoch]
+    loader = sampled(kind, pool="thread", num_workers=1, prefetch=9)  # reads ahead
     states = [loader.state_dict()]
     ends = set()
     for _ in range(2):
@@ -342,13 +315,29 @@ def test_every_sampler_resumes_after_every_batch(kind: str, every: int) -> None:
             delivered += 1
         if number % every and number + 1 not in ends and number not in ends:
             continue
-        again = make(pool="thread", num_workers=1, prefetch=3)
-        with again:
+        with sampled(kind, pool="thread", num_workers=1, prefetch=3) as again:
             again.load_state_dict(state)
-            rest: list[Any] = []
-            for _ in range(3):
-                rest += batches(again)
+            rest = sum(stream(again), [])
         assert rest[: len(whole) - delivered] == whole[delivered:], number
+
+
+@covering(kind=SAMPLERS, told=[None, "next", "same"])
+def test_a_state_from_the_end_of_an_epoch_begins_the_next_one_whoever_looks_at_it(kind: str, told: str | None) -> None:
+    expected = stream(sampled(kind), 4)
+    loader, other = sampled(kind), sampled(kind)
+    batches(loader)
+    batches(iter(loader), len(expected[1]))
+    other.load_state_dict(through_json(loader.state_dict()))
+    if "unsized" not in kind and "too short" not in kind:
+        assert (other.epoch, other.position) == (2, 0)
+    repr(other), iter(other)
+    other.load_state_dict(through_json(other.state_dict()))
+    if told is not None:
+        other.set_epoch(1 if told == "same" else 2)
+    if told != "same":
+        assert stream(other, 2) == expected[2:]
+    elif kind not in ("stateful", "stateful, even"):  # whose order comes from what was read
+        assert stream(other, 3) == expected[1:]
 
 
 def deliver(
@@ -491,16 +480,6 @@ def test_with_another_batch_size_the_samples_not_yet_seen_come_once_each(order: 
     assert seen == whole[: len(seen)] and len(seen) > 50
 
 
-def test_a_batch_keeps_its_number_and_the_length_stays() -> None:
-    again = resumed(CONFIGURATIONS["shuffled"], 3)
-    assert "epoch 0, resumes at batch 3" in repr(again)
-    iterator = iter(again)
-    assert len(iterator) == 6
-    assert (again.epoch, again.position, len(again)) == (0, 3, 6)
-    next(iterator)
-    assert again.position == 4 and "epoch 0, at batch 4" in repr(again)
-
-
 def test_a_batch_size_that_divides_differently_tells_a_length_that_fits() -> None:
     loader, again = (ShardedDataLoader(range(100), size, seed=0) for size in (5, 10))
     batches(iter(loader), 3)
@@ -587,13 +566,6 @@ def test_loading_leaves_a_live_iterator_alone() -> None:
     assert batches(loader) == expected[1]
 
 
-def test_peek_shows_the_batch_that_comes_and_keeps_the_place() -> None:
-    for make in CONFIGURATIONS.values():
-        again, expected = resumed(make, 2), batches(make())
-        assert plain(again.peek()) == expected[2]
-        assert batches(again) == expected[2:]
-
-
 def test_a_batch_that_was_left_out_is_done() -> None:
     loader = ShardedDataLoader(Drawing(23, range(4, 8)), 4, on_error="skip", seed=0)
     with pytest.warns(UserWarning, match="batch 1 was left out"):
@@ -641,34 +613,13 @@ def test_a_seed_that_was_drawn_or_given_comes_with_the_state(kind: str, seeds: A
         assert batches(again) + batches(again) == expected
 
 
-def test_a_state_survives_torch_save() -> None:
-    loader, file = CONFIGURATIONS["foreign"](), io.BytesIO()
-    batches(iter(loader), 2)
-    torch.save({"loader": loader.state_dict()}, file)
-    file.seek(0)
-    assert torch.load(file)["loader"] == loader.state_dict()
-
-
-class Changing(GluonStyle):
-    """Yields something else each time it is started."""
-
-    times = 0
-
-    def __iter__(self) -> Iterator[int]:
-        Changing.times += 1
-        return iter([(index + Changing.times) % self.length for index in range(self.length)])
-
-
 @pytest.mark.parametrize("batch", [False, True])
 def test_a_sampler_that_yields_others_is_refused_by_name(batch: bool) -> None:
-    def make() -> ShardedDataLoader:
-        given = (
-            {"batch_sampler": torch_data.BatchSampler(Changing(23), 4, False)} if batch else {"sampler": Changing(23)}
-        )
-        return ShardedDataLoader(range(23), None if batch else 4, seed=1, **given)
-
-    with pytest.raises(ValueError, match="the sampler, a .*(Changing|BatchSampler), yields other indices in epoch 0"):
-        next(iter(resumed(make, 2)))
+    turns = itertools.count()
+    changing = Foreign(lambda: [(index + turn) % 23 for turn in [next(turns)] for index in range(23)], 23)
+    given = {"batch_sampler": torch_data.BatchSampler(changing, 4, False)} if batch else {"sampler": changing}
+    with pytest.raises(ValueError, match="the sampler, a .*(Foreign|BatchSampler), yields other indices in epoch 0"):
+        next(iter(resumed(lambda: ShardedDataLoader(range(23), None if batch else 4, seed=1, **given), 2)))
 
 
 def test_a_sampler_that_has_become_shorter_is_refused_by_name() -> None:
@@ -819,3 +770,92 @@ def test_a_loaded_place_does_not_come_back_with_its_epoch() -> None:
     for epoch in (1, 0):
         loader.set_epoch(epoch)
     assert (loader.epoch, loader.position, next(iter(loader)).tolist()) == (0, 0, [0, 1, 2])
+
+
+def make(pool: Any = None, **options: Any) -> ShardedDataLoader:
+    options = {"batch_size": 4, "shuffle": True, "seed": 7} | options
+    return ShardedDataLoader(range(23), pool=pool, **options)
+
+
+EXPECTED = stream(make(), 4)
+
+
+def test_to_make_an_iterator_changes_nothing(pool: Pool) -> None:
+    with make(pool) as loader:
+        state = loader.state_dict()
+        iterators = [iter(loader) for _ in range(3)]
+        assert not pool.started
+        assert (loader.epoch, loader.position, len(loader), loader.state_dict()) == (0, 0, 6, state)
+        del iterators
+        iter(loader)
+        gc.collect()
+        assert (loader.epoch, loader.state_dict()) == (0, state)
+        assert stream(loader, 2) == EXPECTED[:2]
+
+
+def test_iterators_begin_epochs_in_the_order_of_their_first_batches(pool: Pool) -> None:
+    with make(pool) as loader:
+        first, second, third = iter(loader), iter(loader), iter(loader)
+        got = {2: batches(third, 1), 0: batches(first, 1)}
+        del second
+        assert got == {2: EXPECTED[0][:1], 0: EXPECTED[1][:1]}
+        assert (loader.epoch, loader.position) == (1, 1)
+        assert batches(third) == EXPECTED[0][1:]
+        assert batches(first) == EXPECTED[1][1:]
+        assert batches(loader) == EXPECTED[2]
+
+
+def test_an_iterator_that_gave_nothing_has_a_state_that_is_loaded_later_and_loses_no_loaded_place(pool: Pool) -> None:
+    with make(pool) as loader:
+        batches(iter(loader), 2)
+        state = loader.state_dict()
+        for _ in range(2):
+            iterator = iter(loader)
+            loader.load_state_dict(state)
+            iter(loader)
+            gc.collect()
+            assert (loader.epoch, loader.position, loader.state_dict()) == (0, 2, state)
+            assert batches(iterator) == EXPECTED[0][2:]
+
+
+def test_a_break_is_a_position_that_iterators_without_batches_leave_alone() -> None:
+    with make() as loader:
+        for _ in loader:
+            break
+        iter(loader)
+        assert (loader.epoch, loader.position) == (0, 1)
+        state = loader.state_dict()
+        assert batches(loader) == EXPECTED[1]
+        loader.load_state_dict(state)
+        assert batches(loader) == EXPECTED[0][1:]
+
+
+def test_an_error_in_place_of_the_first_batch_is_a_batch(pool: Pool) -> None:
+    with ShardedDataLoader(Bad(boom), 8, pool=pool) as loader:
+        iterator = iter(loader)
+        with pytest.raises(Exception, match="went wrong"):
+            next(iterator)
+        assert (loader.epoch, loader.position) == (0, 1)
+        assert [len(batch) for batch in iterator] == [8, 4]
+        assert loader.epoch == 1
+
+
+@pytest.mark.parametrize("again", ["the same iterator", "another one"])
+def test_an_epoch_whose_workers_did_not_start_has_not_begun(again: str, tmp_path: Path) -> None:
+    fails = Fails(raise_lookup, tmp_path / "count", times=1)
+    with make(make_pool("thread", 1, worker_init_fn=lambda number: fails())) as loader:
+        iterator = iter(loader)
+        with pytest.raises(LookupError):
+            next(iterator)
+        assert (loader.epoch, loader.position, loader.state_dict()["samples"]) == (0, 0, 0)
+        assert batches(iterator if again == "the same iterator" else iter(loader)) == EXPECTED[0]
+        assert batches(loader) == EXPECTED[1]
+
+
+def test_an_epoch_without_batches_counts_when_its_end_is_seen() -> None:
+    """Two samples rolled over into batches of three: of three epochs the first has no batch."""
+    loader = ShardedDataLoader(range(2), 3, last_batch="rollover")
+    assert [batches(loader) for _ in range(4)] == [[], [[0, 1, 0]], [[1, 0, 1]], []]
+    iterator = iter(loader)
+    assert loader.epoch == 4
+    assert batches(iterator) == [[0, 1, 0]]

@@ -1,23 +1,27 @@
-"""Workers start at once, and from a forkserver that has imported what they need."""
+"""Workers start at once, with what they need, also in a process that the user has spawned."""
 
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 import textwrap
+import types
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
-from conftest import PROCESS_POOLS
-from programs import run_script
+from conftest import METHODS, PROCESS_POOLS
+from programs import run_script, without_notices
 from samples import Uneven
 
 from sharded_loader import ProcessPool, ShardedDataLoader, SimpleDataset
-from sharded_loader.memory.publish import publish
+from sharded_loader.memory.publish import SCRIPT as SCRIPT_MODULE
+from sharded_loader.memory.publish import publish, script_by_value
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="POSIX only")
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux only")
@@ -162,7 +166,7 @@ def test_neither_the_main_process_nor_a_forked_worker_imports_what_it_does_not_n
 
 @posix
 @pytest.mark.slow
-def test_a_spawned_worker_imports_little(tmp_path: Path) -> None:
+def test_a_spawned_worker_imports_little_and_is_the_only_process_that_is_started(tmp_path: Path) -> None:
     (tmp_path / "data.py").write_text(
         "import sys\nclass Data:\n    def __len__(self): return 1\n    def __getitem__(self, i):\n"
         "        return list(sys.modules)\n"
@@ -170,10 +174,13 @@ def test_a_spawned_worker_imports_little(tmp_path: Path) -> None:
     run_script(
         tmp_path / "script.py",
         """
+        import psutil
         from data import Data
         from sharded_loader import ProcessPool, ShardedDataLoader
-        with ShardedDataLoader(Data(), 1, batchify_fn=max, pool=ProcessPool(1, start_method="spawn")) as loader:
+        pool = ProcessPool(2, start_method="spawn")
+        with ShardedDataLoader(Data(), 1, batchify_fn=max, pool=pool) as loader:
             loaded = set(next(iter(loader)))
+            assert {child.pid for child in psutil.Process().children(recursive=True)} == set(pool.pids)
         heavy = {"multiprocess", "dill", "cloudpickle", "threadpoolctl", "torch", "numpy.random", "hashlib", "json"}
         assert not loaded & heavy, loaded & heavy
         ours = [name for name in loaded if name.startswith("sharded_loader")]
@@ -182,17 +189,17 @@ def test_a_spawned_worker_imports_little(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("method", PROCESS_POOLS)
-def test_numpy_random_is_seeded_by_the_batch_whenever_it_is_imported(method: str) -> None:
-    def drawn(index: int) -> float:
-        return float(np.random.random())  # a spawned worker meets it in its first sample here
+@METHODS
+def test_global_generators_are_seeded_by_the_batch_whenever_they_are_imported(method: str) -> None:
+    def drawn(index: int) -> Any:  # a spawned worker meets them in its first sample here
+        return np.array([random.random(), np.random.random(), torch.rand(()).item()])
 
     def draw(pool: ProcessPool) -> list[float]:
         with ShardedDataLoader(SimpleDataset(range(12)).transform(drawn), 3, pool=pool, seed=5) as loader:
-            return torch.cat(list(loader)).tolist()
+            return torch.cat([*loader, *loader]).flatten().tolist()
 
     found = draw(ProcessPool(2, start_method=method))
-    assert len(set(found)) == 12
+    assert len(set(found)) == 2 * 12 * 3
     assert found == draw(ProcessPool(1, start_method=PROCESS_POOLS[0]))
 
 
@@ -214,18 +221,145 @@ def test_multiprocess_in_a_worker_finds_itself_in_a_child_process(method: str) -
     assert found == {"name": "sharded_loader-worker-0", "daemon": True, "key": key}
 
 
+SCRIPT = """
+import concurrent.futures, enum, multiprocessing, sys, typing
+from collections import namedtuple
+from dataclasses import dataclass
+
+import multiprocess
+import numpy as np
+
+METHODS = ["spawn"] if sys.platform == "win32" else ["fork", "spawn", "forkserver"]
+T = typing.TypeVar("T")
+Pair = namedtuple("Pair", "x y")
+SCALE = 10
+
+class Color(enum.Enum):
+    RED = 1
+
+@dataclass
+class Sample:
+    value: int
+    color: Color
+
+class MyError(Exception):
+    def __init__(self, a, b):
+        super().__init__(f"{a} and {b}")
+        self.b = b
+
+class Key:
+    def __init__(self, value): self.value = value
+    def __eq__(self, other): return type(other) is Key and other.value == self.value
+    def __hash__(self): return hash(self.value)
+
+class Base(typing.Generic[T]):
+    def __len__(self): return 8
+
+class Data(Base[T]):
+    def __getitem__(self, index):
+        if isinstance(index, Key): index = index.value
+        if index == 7: raise MyError(index, "seven")
+        return scaled(index)
+
+def scaled(index): return SCALE * index
+
+def batchify(samples): return Sample(sum(samples), Color.RED), Pair(*samples[:2])
+
+def init(number): global SCALE; SCALE = 100
+
+def use_loaders(*_):
+    from sharded_loader import ProcessPool, ShardedDataLoader
+    seen = []
+    for method in METHODS:
+        pool = ProcessPool(1, start_method=method)
+        with ShardedDataLoader(Data(), 2, batchify_fn=batchify, pool=pool) as loader:
+            batches = iter(loader)
+            for _ in range(3):
+                sample, pair = next(batches)
+                assert type(sample) is Sample and sample.color is Color.RED and type(pair) is Pair, (sample, pair)
+                seen.append(sample.value)
+            try:
+                next(batches)
+            except MyError as error:
+                assert error.args == ("7 and seven",) and error.b == "seven" and error.__cause__ is not None
+            else:
+                raise AssertionError("no error")
+        keys = [[Key(1), Key(2)]]
+        pool = ProcessPool(1, start_method=method, worker_init_fn=init)
+        with ShardedDataLoader(Data(), batch_sampler=keys, batchify_fn=lambda samples: samples, pool=pool) as loader:
+            assert list(loader) == [[100, 200]], list(loader)
+        with ShardedDataLoader(Data(), 8, on_error="skip", pool=ProcessPool(1, start_method=method)) as loader:
+            assert next(iter(loader)).tolist() == [0, 10, 20, 30, 40, 50, 60]
+            assert [(index, type(error)) for index, error in loader.skipped] == [(7, MyError)]
+    assert seen == [10, 50, 90] * len(METHODS), seen
+    print("read", __name__, flush=True)
+    return True
+
+def process(context):
+    child = context.Process(target=use_loaders)
+    child.start()
+    child.join()
+    assert child.exitcode == 0, child.exitcode
+
+def nested():
+    process(multiprocessing.get_context("spawn"))
+
+if __name__ == "__main__":
+    how, _, method = sys.argv[1].partition(" ")
+    if how == "torch":
+        import torch.multiprocessing
+        torch.multiprocessing.spawn(use_loaders, nprocs=1)
+    elif how == "multiprocessing":
+        process(multiprocessing.get_context(method))
+    elif how == "multiprocess":
+        process(multiprocess.get_context(method))
+    elif how == "executor":
+        context = multiprocessing.get_context(method)
+        with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as executor:
+            assert executor.submit(use_loaders).result()
+    elif how == "nested":
+        child = multiprocessing.get_context("spawn").Process(target=nested)
+        child.start()
+        child.join()
+        assert child.exitcode == 0
+    else:
+        use_loaders()
+"""
+
+FORKSERVER = () if sys.platform == "win32" else ("multiprocessing forkserver", "executor forkserver")
+HOW = ("torch", "alone", "multiprocessing spawn", "multiprocess spawn", "executor spawn", "nested", *FORKSERVER)
+
+
+@pytest.mark.slow  # each is a chain of programs
+@pytest.mark.parametrize("how", HOW)
+def test_what_the_script_defines_reaches_workers_of_a_spawned_process_and_comes_back(tmp_path: Path, how: str) -> None:
+    done = run_script(tmp_path / "script.py", SCRIPT, how)
+    assert done.stdout == ("read __main__\n" if how == "alone" else "read __mp_main__\n")
+
+
 @pytest.mark.slow
-@linux
-def test_a_spawned_worker_is_the_only_process_that_is_started(tmp_path: Path) -> None:
-    run_script(
-        tmp_path / "script.py",
-        """
-        import os
-        import psutil
-        from sharded_loader import ProcessPool, ShardedDataLoader
-        pool = ProcessPool(2, start_method="spawn")
-        with ShardedDataLoader(range(8), 1, pool=pool) as loader:
-            next(iter(loader))
-            assert {child.pid for child in psutil.Process().children(recursive=True)} == set(pool.pids)
-        """,
+def test_a_module_that_is_run_as_a_program_is_a_script_too(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("")
+    (tmp_path / "package" / "program.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "-m", "package.program", "executor spawn"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
     )
+    assert (done.returncode, done.stdout, without_notices(done.stderr)) == (0, "read __mp_main__\n", ""), done
+
+
+def test_the_user_s_own_use_of_cloudpickle_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = types.ModuleType(SCRIPT_MODULE)
+    monkeypatch.setitem(sys.modules, SCRIPT_MODULE, script)
+    for registered in (set(), {SCRIPT_MODULE}):
+        if registered:
+            cloudpickle.register_pickle_by_value(script)
+        with script_by_value(), script_by_value():
+            assert SCRIPT_MODULE in cloudpickle.list_registry_pickle_by_value()
+        assert cloudpickle.list_registry_pickle_by_value() == registered
+    cloudpickle.unregister_pickle_by_value(script)

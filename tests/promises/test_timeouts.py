@@ -1,4 +1,4 @@
-"""P8: a worker that stands still for ``timeout`` seconds is an error or a retry, never a wait for ever."""
+"""P8: a worker that stands still is an error or a retry after ``timeout`` seconds; a long wait says who is at what."""
 
 from __future__ import annotations
 
@@ -10,34 +10,30 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from conftest import METHODS, PROCESS_POOLS, ahead, make_pool, until
-from failures import Fails, hang, hangs_with_the_gil, nothing, stops_itself
+from conftest import METHODS, PROCESS_POOLS, ahead, covering, make_pool, until
+from failures import Fails, hang, hangs_with_the_gil, stops_itself
 from inside import transport_of
-from recovery_samples import BadStart, loader_arguments, until_the_end, values_of
-from samples import Random
+from recovery_samples import BadStart, loader_arguments, until_the_end
+from samples import Random, wait_for
+from test_recovery import BAD, BATCH_SIZE, expected
 
-from sharded_loader import ProcessPool, ShardedDataLoader, WorkerDiedError
+from sharded_loader import InlinePool, ProcessPool, ShardedDataLoader, SimpleDataset, WorkerDiedError
 from sharded_loader.base.errors import WorkerTimeoutError
+from sharded_loader.engine import pipeline
 from sharded_loader.engine.heartbeat import IDLE, SAMPLE
-from sharded_loader.pools import deaths as deaths_module
+from sharded_loader.pools import deaths
 from sharded_loader.pools.process import start, transport, worker
+from sharded_loader.torch import DataLoader
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="stops processes by signals")
 
 TIMEOUT = 0.5
-BATCH_SIZE = 5
-BAD = 3  # the batch of sample 17
-
-
-def expected(where: str) -> list[Any]:
-    with ShardedDataLoader(**loader_arguments(where, nothing), batch_size=BATCH_SIZE, seed=2) as loader:
-        return [values_of(batch) for batch in loader]
 
 
 @METHODS
@@ -107,7 +103,7 @@ def test_a_worker_that_hangs_shows_the_frames_of_the_user(
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at signals that are under way")
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_the_stacks_of_a_hang_are_written_however_late_the_worker_gets_to_it(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -145,17 +141,8 @@ def is_pending(pid: int, number: int) -> bool:
 
 
 @METHODS
-@pytest.mark.parametrize(
-    ("where", "how"),
-    [
-        ("reading", hangs_with_the_gil),
-        ("get_batch", hang),
-        ("batchify_fn", hang),
-        pytest.param("reading", hang, marks=pytest.mark.slow),
-        pytest.param("get_batch", hangs_with_the_gil, marks=pytest.mark.slow),
-        pytest.param("batchify_fn", hangs_with_the_gil, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("where", ["reading", "get_batch", "batchify_fn"])
+@pytest.mark.parametrize("how", [hang, hangs_with_the_gil])
 @pytest.mark.slow
 def test_a_hang_that_does_not_come_again_is_not_seen(
     method: str, where: str, how: Callable[[], Any], tmp_path: Path
@@ -168,27 +155,19 @@ def test_a_hang_that_does_not_come_again_is_not_seen(
 
 
 @pytest.mark.slow
-def test_a_worker_that_somebody_has_stopped_is_replaced() -> None:
-    pool = make_pool("fork", timeout=TIMEOUT)
-    assert isinstance(pool, ProcessPool)
+@METHODS
+def test_a_worker_that_somebody_has_stopped_is_replaced_in_an_epoch_and_between_two(method: str) -> None:
+    pool = ProcessPool(2, start_method=method, timeout=TIMEOUT)
     with ShardedDataLoader(Random(200, 0.001), 2, pool=pool) as loader:
         iterator = iter(loader)
         found = [next(iterator)]
         os.kill(pool.pids[0], signal.SIGSTOP)
         found += iterator
-        assert [index for batch in found for index in batch[:, 0].tolist()] == list(range(200))
-
-
-@pytest.mark.slow
-@METHODS
-def test_a_worker_that_was_stopped_between_batches_is_replaced_too(method: str) -> None:
-    pool = make_pool(method, 1, timeout=TIMEOUT)
-    assert isinstance(pool, ProcessPool)
-    with ShardedDataLoader(range(20), 2, pool=pool) as loader:
-        whole = [batch.tolist() for batch in loader]
-        until(lambda: transport_of(pool).workers[0].heartbeat[SAMPLE] == IDLE)
-        os.kill(pool.pids[0], signal.SIGSTOP)
-        assert [batch.tolist() for batch in loader] == whole
+        assert until(lambda: all(one.heartbeat[SAMPLE] == IDLE for one in transport_of(pool).workers))
+        for pid in pool.pids:
+            os.kill(pid, signal.SIGSTOP)
+        found += loader
+        assert [index for batch in found for index in batch[:, 0].tolist()] == [*range(200)] * 2
 
 
 @pytest.mark.parametrize("name", ["thread", *PROCESS_POOLS])
@@ -199,23 +178,18 @@ def test_a_slow_batch_of_quick_samples_is_no_error(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param("thread", marks=pytest.mark.slow), "fork"])
+@pytest.mark.parametrize("name", ["thread", "fork"])
 def test_a_trainer_that_is_away_makes_nobody_late(name: str, tmp_path: Path) -> None:
     done = tmp_path / "done"
 
-    class Slow:
-        """Sample 2 takes longer than the timeout."""
+    def slow(index: int) -> int:
+        if index == 2 and not done.exists():
+            time.sleep(2 * TIMEOUT)
+            done.touch()
+        return index
 
-        def __len__(self) -> int:
-            return 4
-
-        def __getitem__(self, index: int) -> int:
-            if index == 2 and not done.exists():
-                time.sleep(2 * TIMEOUT)
-                done.touch()
-            return index
-
-    with ShardedDataLoader(Slow(), 1, pool=make_pool(name, timeout=TIMEOUT), prefetch=4) as loader:
+    dataset = SimpleDataset(range(4)).transform(slow)
+    with ShardedDataLoader(dataset, 1, pool=make_pool(name, timeout=TIMEOUT), prefetch=4) as loader:
         for _ in range(2):
             iterator = iter(loader)
             first = next(iterator).tolist()
@@ -274,19 +248,13 @@ def test_a_program_that_is_stopped_makes_nobody_late_or_dead(method: str, tmp_pa
 def test_workers_that_hang_while_they_start_are_one_error(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deaths_module, "START_SECONDS", 0.3)
+    monkeypatch.setattr(deaths, "START_SECONDS", 0.3)
     fail = Fails(hang, tmp_path / "count")
     pool = make_pool(method, 1, timeout=0.1, worker_init_fn=BadStart(fail))
     with ShardedDataLoader(range(8), 2, pool=pool) as loader:
         with pytest.raises(WorkerDiedError, match="hung while it started, unpickled the dataset or ran worker_init_fn"):
             next(iter(loader))
         assert not pool.started
-
-
-@pytest.mark.slow
-def test_without_a_timeout_nobody_is_late() -> None:
-    with ShardedDataLoader(Random(2, 0.7), 1, pool=make_pool("fork")) as loader:
-        assert len(list(loader)) == 2
 
 
 @pytest.mark.parametrize("ending", ["a timeout", "close"])
@@ -314,3 +282,144 @@ def test_a_worker_that_not_even_a_kill_ends_is_left_behind(
             assert until(lambda: fail.count)  # the next one would not come
         loader.close()
     assert "was killed and does not end" in capfd.readouterr().err
+
+
+SEES = [name for name in PROCESS_POOLS if name != "forkserver"]
+"""Of a fork server's workers the output goes where its own goes."""
+
+
+class Said:
+    """What the program writes to stderr while ``next`` waits. A thread opens the gate when it has seen a text.
+
+    Attributes:
+        gate: a file, for which samples wait.
+        text: what was written.
+        last: what the thread waits for.
+    """
+
+    def __init__(self, gate: Path, capfd: pytest.CaptureFixture[str]) -> None:
+        self.gate, self.text, self.last, self._capfd = gate, "", "in wait_for", capfd
+
+    def _has_come(self) -> bool:
+        self.text += self._capfd.readouterr().err
+        return self.last in self.text
+
+    def during(self, waits: Callable[[], Any]) -> Any:
+        """What ``waits()`` returns. It tells of waits after a short time."""
+        thread = threading.Thread(target=lambda: (until(self._has_come), self.gate.touch()))
+        thread.start()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pipeline, "PATIENCE", 0.05)
+            try:
+                return waits()
+            finally:
+                self.gate.touch()
+                thread.join()
+                self.text += self._capfd.readouterr().err
+
+    def in_epoch(self, batches: Iterable[Any]) -> list[Any]:
+        """The batches of an epoch. Both workers have started when it begins to tell."""
+        iterator = iter(batches)
+        return [next(iterator), next(iterator), *self.during(lambda: list(iterator))]
+
+    def sample_5_waits(self) -> SimpleDataset:
+        gate = self.gate
+
+        def read(index: int) -> int:
+            if index == 5:
+                wait_for(gate)
+            return index
+
+        return SimpleDataset(range(12)).transform(read)
+
+
+@pytest.fixture
+def said(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Said:
+    monkeypatch.setattr(deaths, "LOOK_SECONDS", 0.02)
+    return Said(tmp_path / "open", capfd)
+
+
+@covering(pool=["thread", *SEES], timeout=[None, 60])
+def test_one_message_names_the_batch_the_sample_and_the_stack(pool: str, timeout: float | None, said: Said) -> None:
+    with ShardedDataLoader(said.sample_5_waits(), 2, pool=make_pool(pool, 2, timeout=timeout)) as loader:
+        found = said.in_epoch(loader)
+    assert [batch.tolist() for batch in found] == [[n, n + 1] for n in range(0, 12, 2)]
+    who = r"thread \d" if pool == "thread" else r"worker \d \(pid \d+\)"
+    text = (
+        rf"sharded_loader: next\(\) has waited 0 s for epoch 0, batch 2, which {who} has\. Its stack:\n"
+        r"It is reading sample 5 of epoch 0, batch 2, (for \d+ s|which it began \d+ s ago)\.\n"
+        r"The thread that reads \(most recent call last\):\n"
+    )
+    assert re.search(text, said.text), said.text
+    assert said.text.count("has waited") == said.text.count("in wait_for") == 1
+
+
+@covering(pool=["thread", *SEES], where=["bulk", "collate", "drop-in"])
+def test_also_of_what_is_no_single_sample_and_of_the_drop_in(pool: str, where: str, said: Said) -> None:
+    gate, data = said.gate, said.sample_5_waits()
+
+    def collate(samples: list[int]) -> list[int]:
+        if 5 in samples:
+            wait_for(gate)
+        return samples
+
+    if where == "drop-in":
+        given: dict[str, Any] = {"thread_pool": True} if pool == "thread" else {"start_method": pool}
+        assert len(said.in_epoch(DataLoader(data, 2, num_workers=2, **given))) == 6
+        doing = "reading sample 5"
+    elif where == "bulk":
+        bulk = type("InBulk", (SimpleDataset,), {"__getitems__": lambda self, indices: [self[i] for i in indices]})
+        with ShardedDataLoader(bulk(data), 2, pool=make_pool(pool, 2)) as loader:
+            assert len(said.in_epoch(loader)) == 6
+        doing = "reading several samples at once"
+    else:
+        with ShardedDataLoader(range(12), 2, collate_fn=collate, pool=make_pool(pool, 2)) as loader:
+            assert len(said.in_epoch(loader)) == 6
+        doing = r"making the batch \(collate_fn\)"
+    found = rf"batch 2, which (thread|worker) \d.* has\. Its stack:\nIt is {doing} of epoch 0, batch 2, .*\d+ s"
+    assert re.search(found, said.text), said.text
+
+
+@covering(pool=["thread", *SEES])
+def test_a_batch_that_is_held_behind_another_names_that_one(pool: str, said: Said) -> None:
+    with ShardedDataLoader(said.sample_5_waits(), 2, pool=make_pool(pool, 1), prefetch=3) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        second = iter(loader)
+        assert said.during(lambda: next(second)).tolist() == [0, 1]
+        assert len(list(iterator)) == 5
+    who = "thread 0" if pool == "thread" else r"worker 0 \(pid \d+\)"
+    has = rf"(\. No worker has it yet: all are busy, such as {who}|, which {who} has)"
+    assert re.search(rf"for epoch 1, batch 0{has}\. Its stack:", said.text)
+    assert "It is reading sample 5 of epoch 0, batch 2" in said.text
+
+
+@covering(method=SEES)
+def test_a_worker_that_has_not_started_is_named(method: str, said: Said) -> None:
+    gate, said.last = said.gate, "Its stack:"
+    pool = make_pool(method, 1, worker_init_fn=lambda number: wait_for(gate))
+    with ShardedDataLoader(range(4), 2, pool=pool) as loader:
+        assert len(said.during(lambda: list(loader))) == 2
+    assert "worker 0 (pid" in said.text and "It is not ready: it imports modules, unpickles the dataset" in said.text
+
+
+@pytest.mark.parametrize("pool", ["thread", "fork"])
+def test_quick_batches_say_nothing_and_iterations_after_a_message_say_it_again(
+    pool: str, said: Said, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # In the second epoch a worker keeps batch 1, and begins batch 2, which waits for the gate.
+    monkeypatch.setattr(worker, "GROUP_SECONDS", 60.0)
+    with ahead(ShardedDataLoader(said.sample_5_waits(), 2, pool=make_pool(pool, 2)), False) as loader:
+        for _ in range(2):
+            said.gate.unlink(missing_ok=True)
+            said.text = ""
+            said.in_epoch(loader)
+            assert said.text.count("has waited") == 1
+        monkeypatch.setattr(pipeline, "PATIENCE", 30.0)
+        list(loader)
+        assert capfd.readouterr().err == ""
+
+
+def test_a_pool_of_the_users_own_needs_to_know_nothing_of_it(capfd: pytest.CaptureFixture[str]) -> None:
+    assert InlinePool().tell_of_wait("next() has waited", None) is None
+    assert capfd.readouterr().err == "next() has waited\n"
