@@ -147,11 +147,11 @@ class Changing(Dataset[Any]):
 class Counting(Dataset[Any]):
     """Counts its reads, and says how many there were: its state is that count."""
 
-    def __init__(self) -> None:
-        self.reads = 0
+    def __init__(self, length: int = 13) -> None:
+        self.length, self.reads = length, 0
 
     def __len__(self) -> int:
-        return 13
+        return self.length
 
     def __getitem__(self, index: int) -> int:
         self.reads += 1

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import pickle
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from conftest import covering
-from drop_in_samples import DATA, SAMPLERS, TORCHS, Order, Reads, Resets, plain, seeded, some
+from drop_in_samples import DATA, SAMPLERS, TORCHS, Order, Reads, plain, seeded, some
+from injection import HANDLERS, InterruptAt, next_interrupted
 from samples import ByEpoch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
 
 from sharded_loader import sample_rng
-from sharded_loader.base.entries import to_state
-from sharded_loader.drop_in.sampler import EpochCount, SamplerStart, ShuffleSampler
+from sharded_loader.drop_in.sampler import EpochCount, SamplerStart, ShuffleSampler, TorchEpoch
 from sharded_loader.torch import DataLoader
-
-
-def test_it_is_torchs_sampler() -> None:
-    sampler = ShuffleSampler(range(7))
-    assert isinstance(sampler, RandomSampler)
-    assert len(sampler) == sampler.num_samples == 7
-    assert sampler.replacement is False
 
 
 @pytest.mark.parametrize("length", [1, 2, 6, 100])
@@ -130,19 +125,14 @@ def test_a_state_of_before_in_which_a_drawn_seed_decides_all_epochs_is_loaded() 
     assert [list(sampler), list(sampler)] == [list(seeded_by_4), list(seeded_by_4)]
 
 
-@pytest.mark.parametrize("make", [DataLoader, torch.utils.data.DataLoader])
-def test_a_look_at_the_batches_of_a_distributed_sampler_changes_nothing(make: Any) -> None:
-    loader = make(range(20), 2, sampler=DistributedSampler(range(20), 2, 0))  # type: ignore[arg-type]
-    loader.sampler.set_epoch(2)
-    expected = list(loader.batch_sampler)
-    assert [batch.tolist() for _ in range(2) for batch in loader] == expected * 2
-
-
-def test_a_look_at_the_batches_is_an_epoch_of_the_sampler_that_shuffles() -> None:
+def test_a_look_at_the_batches_is_an_epoch_of_the_sampler_that_shuffles_alone() -> None:
     loader: Any = DataLoader(range(20), 2, shuffle=True, seed=3)
     looked = [list(loader.batch_sampler) for _ in range(2)]
     loader.sampler.set_epoch(1)
-    assert [batch.tolist() for batch in loader] == looked[1] != looked[0]
+    assert plain(loader) == looked[1] != looked[0]
+    loader = DataLoader(range(20), 2, sampler=DistributedSampler(range(20), 2, 0))  # type: ignore[arg-type]
+    loader.sampler.set_epoch(2)
+    assert list(loader.batch_sampler) == plain(loader) == plain(loader)
 
 
 class PutsBack(Reads):
@@ -310,32 +300,6 @@ def test_what_a_loaded_epoch_draws_is_put_back() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "said"),
-    [
-        (
-            {"sampler": range(13)},
-            {"sampler": range(12, -1, -1)},
-            "the sampler, a BatchSampler, yields other indices in epoch 0 than the 3 before",
-        ),
-        (
-            {"batch_sampler": [[1], [2], [3], [4]], "batch_size": 1},
-            {"batch_sampler": [[1], [2]], "batch_size": 1},
-            "the sampler, a list, yields only 2 items in epoch 0, where it had yielded 3",
-        ),
-    ],
-    ids=["other indices", "fewer"],
-)
-def test_another_order_than_before_is_an_error_that_names_the_sampler(one: Any, other: Any, said: str) -> None:
-    loader, again = (DataLoader(DATA, **{"batch_size": 2, **given}) for given in (one, other))
-    some(iter(loader), 3)
-    again.load_state_dict(loader.state_dict())
-    batches = iter(again)
-    with pytest.raises(ValueError, match=said):
-        next(batches)
-    assert list(batches) == []
-
-
 def test_an_error_of_a_loaded_sampler_comes_as_it_is() -> None:
     def fail() -> Iterator[int]:
         raise OSError("no order")
@@ -360,15 +324,11 @@ def test_a_state_before_the_first_batch_settles_the_order() -> None:
     assert plain(other) == expected
 
 
-def test_only_samplers_that_may_draw_are_noted() -> None:
-    assert SamplerStart(BatchSampler(range(5), 2, False), None, False, EpochCount()).state.rng is None
-    assert SamplerStart([[1], [2]], None, False, EpochCount()).state.rng is None
-    assert SamplerStart(Resets(), None, False, EpochCount()).state.rng is None
-    shuffled = SamplerStart(BatchSampler(ShuffleSampler(DATA, seed=4), 2, False), None, False, EpochCount())
-    shuffled.draw_seed()
-    assert to_state(shuffled.state) == {"yielded": 0, "checksum": 0, "shuffle": {"seed": 4, "epoch": 0}}
-    drawing = SamplerStart(RandomSampler(DATA, generator=seeded()), None, False, EpochCount())
-    assert drawing.state.rng is not None and len(drawing.state.rng[0]) == 2
+@pytest.mark.parametrize("kind", ["in turn", "shuffle, seed", "listed batches", "stateful", "random, own generator"])
+def test_only_samplers_that_may_draw_are_noted(kind: str) -> None:
+    state = DataLoader(DATA, **SAMPLERS[kind]()).state_dict()["_sampler"]
+    assert {*state} - {"yielded", "checksum", "shuffle", "state"} == ({"rng"} if "random" in kind else set())
+    assert state.get("shuffle") == ({"seed": 4, "epoch": 0} if "shuffle" in kind else None)
 
 
 def with_a_private_generator() -> Any:
@@ -406,3 +366,81 @@ def test_a_sampler_that_draws_for_each_batch_is_asked_when_torch_asks_it(given: 
         return found
 
     assert run(DataLoader) == run(TORCHS)
+
+
+# -- one epoch of it ---------------------------------------------------------------------------------------------------
+
+
+def test_an_item_is_read_once_and_kept_until_it_is_forgotten() -> None:
+    drawn = list[int]()
+    items = Order(lambda: ([drawn.append(index) or index] for index in range(4)))  # type: ignore[func-returns-value]
+    start = SamplerStart(items, None, False, EpochCount())
+    start.begin()
+    reading = TorchEpoch(start, 2, True, {}, False, lambda number: ())
+    one, zero = reading.batch(1), reading.batch(0)
+    assert one and zero and (one.item, zero.item, drawn) == ([1], [0], [0, 1])
+    assert reading.batch(4) is None and drawn == [0, 1, 2, 3]
+    reading.forget(3)
+    assert reading.batch(0) is None
+    assert reading.batch(2) is not None  # the last one delivered may be taken back
+
+
+def test_batches_of_a_sampler_are_any_collections_or_one_list_that_is_filled_again() -> None:
+    def refilled() -> Iterator[list[int]]:
+        batch = [0]
+        for batch[0] in range(4):
+            yield batch
+
+    for sampler in ([range(1), {1: 1}, (2,), [3]], Order(refilled, 4)):
+        assert plain(DataLoader(range(4), batch_sampler=sampler, num_workers=2, thread_pool=True)) == [
+            [0],
+            [1],
+            [2],
+            [3],
+        ]
+
+
+def interrupted(at: int | None = None, name: str = "SIGINT") -> Order:
+    """Batches of two in random order, from a generator that interrupts itself before a batch, once; None: never."""
+    left = [at]
+
+    def items() -> Iterator[list[int]]:
+        for number, batch in enumerate(torch.randperm(12).reshape(6, 2).tolist()):
+            if left == [number]:
+                left.clear()
+                signal.raise_signal(getattr(signal, name))
+            yield batch
+
+    return Order(items, 6)
+
+
+def over(sampler: Order, **given: Any) -> DataLoader[Any]:
+    torch.manual_seed(5)
+    return DataLoader(range(12), batch_sampler=sampler, **given)
+
+
+# With workers, iter() draws the first batch, as torch's does: a signal in there leaves no iterator.
+@pytest.mark.parametrize(("at", "workers"), [(at, workers) for workers in (0, 2) for at in range(workers > 0, 6)])
+def test_a_sampler_that_a_signal_ended_is_started_again_where_it_was(at: int, workers: int, signal_name: str) -> None:
+    given: dict[str, Any] = {"num_workers": workers, "thread_pool": True} if workers else {}
+    expected = plain(over(interrupted(), **given))
+    iterator, found, interrupts = iter(over(interrupted(at, signal_name), **given)), list[Any](), 0
+    while len(found) < 7:
+        try:
+            found.append(next(iterator, None))
+        except HANDLERS[signal_name][0]:
+            interrupts += 1
+    assert interrupts == 1 and found.pop() is None
+    assert plain(found) == expected
+
+
+@pytest.mark.parametrize("step", [9, pytest.param(1, marks=pytest.mark.slow)])
+def test_an_interruption_at_any_line_that_reads_the_sampler_loses_no_batch(step: int, signal_name: str) -> None:
+    interrupt = functools.partial(InterruptAt, modules=("sampler.py", "third_party.py"), name=signal_name)
+    line, fired = 1, True
+    while fired:
+        whole, iterator = plain(over(interrupted())), iter(over(interrupted()))
+        found, fired = next_interrupted(iterator, line, interrupt)
+        assert plain([*found, *iterator]) == whole
+        line += step
+    assert line > 40

@@ -309,21 +309,33 @@ def fresh() -> Parts:
 
 
 BEGINNINGS = itertools.count(0, 100)
-OTHER_DATA: dict[str, tuple[Callable[[], Any], Callable[[], Any], int, str]] = {
-    "another batch size, iterable": (Shared, Shared, 4, "batch_size was 3, and is 4"),
-    "another batch size": (lambda: range(17), lambda: range(17), 4, "yields other indices"),
-    "another class": (Shared, Uneven, 3, "the dataset was a Shared, and is a Uneven"),
-    "other samples": (fresh, fresh, 3, "part 0 of the dataset, a Parts, yields other samples"),
+OTHER_DATA: dict[str, tuple[Callable[[], Any], Callable[[], Any], dict[str, Any], dict[str, Any], str]] = {
+    "another batch size, iterable": (Shared, Shared, {}, {"batch_size": 4}, "batch_size was 3, and is 4"),
+    "another batch size": (lambda: DATA, lambda: DATA, {}, {"batch_size": 4}, "yields other indices"),
+    "another class": (Shared, Uneven, {}, {}, "the dataset was a Shared, and is a Uneven"),
+    "other samples": (fresh, fresh, {}, {}, "part 0 of the dataset, a Parts, yields other samples"),
+    "other indices": (
+        *(lambda: DATA, lambda: DATA, {"sampler": DATA}, {"sampler": DATA[::-1]}),
+        "the sampler, a BatchSampler, yields other indices in epoch 0 than the 2 before",
+    ),
+    "fewer": (
+        *(lambda: DATA, lambda: DATA, {"batch_sampler": [[1], [2], [3]], "batch_size": 1}),
+        *(
+            {"batch_sampler": [[1]], "batch_size": 1},
+            "the sampler, a list, yields only 1 items in epoch 0",
+        ),
+    ),
 }
+"""The dataset and options before, those now, and what is said."""
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("kind", OTHER_DATA)
 def test_a_state_of_other_data_is_an_error_that_names_it(kind: str, workers: int) -> None:
-    first, second, size, said = OTHER_DATA[kind]
-    loader = DataLoader(first(), 3, num_workers=workers)
+    first, second, before, now, said = OTHER_DATA[kind]
+    usual: dict[str, Any] = {"batch_size": 3, "num_workers": workers}
+    loader, other = DataLoader(first(), **{**usual, **before}), DataLoader(second(), **{**usual, **now})
     some(iter(loader), 2)
-    other = DataLoader(second(), size, num_workers=workers)
     other.load_state_dict(loader.state_dict())
     with pytest.raises(ValueError, match=said):
         list(other)
@@ -544,5 +556,7 @@ def test_an_error_at_the_end_of_a_sampler_comes_after_the_last_batch() -> None:
 
     batches = iter(DataLoader(range(4), None, sampler=Order(items, 4)))
     assert [int(next(batches)) for _ in range(4)] == [0, 1, 2, 3]
-    with pytest.raises(RuntimeError, match="at its end"):
+    with pytest.raises(RuntimeError, match="at its end") as caught:
         next(batches)
+    assert "raised by the sampler at batch 4" in caught.value.__notes__[-1]
+    assert next(batches, None) is None

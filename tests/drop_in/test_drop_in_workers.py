@@ -27,6 +27,7 @@ from conftest import METHODS, _processes, here, remains, until
 from drop_in_samples import (
     TORCHS,
     Changing,
+    Counting,
     Order,
     Parts,
     Reads,
@@ -396,7 +397,7 @@ def test_prefetch_factor_bounds_how_far_the_sampler_is_read(given: dict[str, Any
 
 
 @METHODS
-@pytest.mark.parametrize("kind", ["map-style", "iterable"])
+@pytest.mark.parametrize("kind", ["map-style", "with a state", "iterable"])
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
 def test_in_any_order_finished_batches_come_first_and_each_comes_once(kind: str, method: str, tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
@@ -407,13 +408,26 @@ def test_in_any_order_finished_batches_come_first_and_each_comes_once(kind: str,
             pipe.read_text()  # until somebody opens it and closes it
         return index
 
-    parts = Parts(lambda number, count: map(read, range(8 * number, 8 * number + 8)))
-    dataset = Reads(read, 16) if kind == "map-style" else parts
-    batches = iter(DataLoader(dataset, 2, num_workers=2, in_order=False, start_method=method))
-    first = flat(next(batches) for _ in range(2))
+    class Waits(Counting):
+        def __getitem__(self, index: int) -> int:
+            return read(super().__getitem__(index) % 1000)
+
+    dataset: Any = {"map-style": Reads(read, 16), "with a state": Waits(16)}.get(kind)
+    dataset = dataset or Parts(lambda number, count: map(read, range(8 * number, 8 * number + 8)))
+    loader, resumed = (DataLoader(dataset, 2, num_workers=2, in_order=False, start_method=method) for _ in range(2))
+    batches = iter(loader)
+    first, state = flat(next(batches) for _ in range(2)), loader.state_dict()
     assert 0 not in first
+    if kind == "with a state":
+        told = state["_snapshot"]["_worker_snapshots"]
+        assert [told[name]["dataset_state"] for name in ("worker_0", "worker_1")] == [None, {"reads": 4}]
     pipe.write_text("")
     assert sorted(first + flat(batches)) == list(range(16))
+    resumed.load_state_dict(state)
+    after = iter(resumed)
+    found = flat([next(after)])
+    pipe.write_text("")
+    assert sorted(first + found + flat(after)) == list(range(16))
 
 
 # -- this library's own arguments ---------------------------------------------------------------------------
