@@ -69,6 +69,13 @@ def some(iterator: Iterator[Any], count: int) -> list[Any]:
     return plain(batch for _, batch in zip(range(count), iterator, strict=False))
 
 
+def workers(pool: str, count: int = 2) -> dict[str, Any]:
+    """The arguments of a pool by the name that tests are parametrised with."""
+    if pool == "inline":
+        return {}
+    return {"num_workers": count} | ({"thread_pool": True} if pool == "thread" else {"start_method": pool})
+
+
 def assert_resumes(
     make: Callable[[int], Any], *, saved: int, loaded: int, before: int, count: int | None, epochs: int = 3
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drop_in_samples import Parts, Reads
+from drop_in_samples import Parts, Reads, workers
 from simulated import Machine, SimulatedStreams
 
 from sharded_loader.devices.copies import CopyStream
@@ -30,13 +30,6 @@ DATASETS: dict[str, Any] = {
     "map-style": Reads(row, ROWS),
     "iterable": Parts(lambda number, count: map(row, range(number, ROWS, count))),
 }
-
-
-def workers(method: str, count: int = 2) -> dict[str, Any]:
-    if method == "inline":
-        return {"num_workers": 0}
-    how = {"thread_pool": True} if method == "thread" else {"start_method": method}
-    return {"num_workers": count, **how}
 
 
 def loader_on(machine: Machine, method: str = "fork", kind: str = "map-style", **options: Any) -> DataLoader[Any]:

@@ -385,19 +385,16 @@ def test_an_item_is_read_once_and_kept_until_it_is_forgotten() -> None:
     assert reading.batch(2) is not None  # the last one delivered may be taken back
 
 
-def test_batches_of_a_sampler_are_any_collections_or_one_list_that_is_filled_again() -> None:
+@pytest.mark.parametrize("again", [False, True])
+def test_batches_of_a_sampler_are_any_collections_or_one_list_that_is_filled_again(again: bool) -> None:
     def refilled() -> Iterator[list[int]]:
         batch = [0]
         for batch[0] in range(4):
             yield batch
 
-    for sampler in ([range(1), {1: 1}, (2,), [3]], Order(refilled, 4)):
-        assert plain(DataLoader(range(4), batch_sampler=sampler, num_workers=2, thread_pool=True)) == [
-            [0],
-            [1],
-            [2],
-            [3],
-        ]
+    batches: Any = Order(refilled, 4) if again else [range(1), {1: 1}, (2,), [3]]
+    loader = DataLoader(range(4), batch_sampler=batches, num_workers=2, thread_pool=True)
+    assert plain(loader) == [[0], [1], [2], [3]]
 
 
 def interrupted(at: int | None = None, name: str = "SIGINT") -> Order:

@@ -17,7 +17,6 @@ from drop_in_samples import (
     DATA,
     SAMPLERS,
     TORCHS,
-    Changing,
     Counting,
     Order,
     Parts,
@@ -36,9 +35,6 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Se
 
 from sharded_loader import FixedBucketSampler, GroupedBatchSampler, PackSampler, interleave, sample_rng
 from sharded_loader import RandomSampler as RandomSamplerOfEpochs
-from sharded_loader.drop_in.state import next_epoch
-from sharded_loader.engine.messages import PartPoint
-from sharded_loader.engine.order import Position
 from sharded_loader.torch import DataLoader
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -285,21 +281,17 @@ NO_STATE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         for name in ("_num_yielded", "_iterator_finished", "_base_seed", "_sampler")
     },
     "of iterable data": (lambda: DataLoader(Shared()).state_dict(), ValueError, "the state has no '_sampler'"),
+    "of data with indices": (lambda: DataLoader(range(3)).state_dict(), ValueError, "the state has no '_stream'"),
 }
 
 
 @pytest.mark.parametrize("kind", NO_STATE)
 def test_what_is_no_state_is_an_error_and_changes_nothing(kind: str) -> None:
     make, error, said = NO_STATE[kind]
-    loader = DataLoader(range(3))
+    loader: Any = DataLoader(Shared(3) if kind == "of data with indices" else range(3))
     with pytest.raises(error, match=said):
         loader.load_state_dict(make())
     assert flat(loader) == [0, 1, 2]
-
-
-def test_a_state_of_data_with_indices_is_none_of_iterable_data() -> None:
-    with pytest.raises(ValueError, match="the state has no '_stream'"):
-        DataLoader(Shared()).load_state_dict(DataLoader(range(3)).state_dict())
 
 
 def fresh() -> Parts:
@@ -309,32 +301,43 @@ def fresh() -> Parts:
 
 
 BEGINNINGS = itertools.count(0, 100)
-OTHER_DATA: dict[str, tuple[Callable[[], Any], Callable[[], Any], dict[str, Any], dict[str, Any], str]] = {
-    "another batch size, iterable": (Shared, Shared, {}, {"batch_size": 4}, "batch_size was 3, and is 4"),
-    "another batch size": (lambda: DATA, lambda: DATA, {}, {"batch_size": 4}, "yields other indices"),
-    "another class": (Shared, Uneven, {}, {}, "the dataset was a Shared, and is a Uneven"),
-    "other samples": (fresh, fresh, {}, {}, "part 0 of the dataset, a Parts, yields other samples"),
+OTHER_DATA: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
+    "another batch size": (dict, lambda: {"batch_size": 4}, "yields other indices"),
+    "another batch size, iterable": (
+        lambda: {"dataset": Shared()},
+        lambda: {"dataset": Shared(), "batch_size": 4},
+        "batch_size was 3, and is 4",
+    ),
+    "another class": (
+        lambda: {"dataset": Shared()},
+        lambda: {"dataset": Uneven()},
+        "the dataset was a Shared, and is a Uneven",
+    ),
+    "other samples": (
+        lambda: {"dataset": fresh()},
+        lambda: {"dataset": fresh()},
+        "part 0 of the dataset, a Parts, yields other samples",
+    ),
     "other indices": (
-        *(lambda: DATA, lambda: DATA, {"sampler": DATA}, {"sampler": DATA[::-1]}),
+        lambda: {"sampler": DATA},
+        lambda: {"sampler": DATA[::-1]},
         "the sampler, a BatchSampler, yields other indices in epoch 0 than the 2 before",
     ),
     "fewer": (
-        *(lambda: DATA, lambda: DATA, {"batch_sampler": [[1], [2], [3]], "batch_size": 1}),
-        *(
-            {"batch_sampler": [[1]], "batch_size": 1},
-            "the sampler, a list, yields only 1 items in epoch 0",
-        ),
+        lambda: {"batch_sampler": [[1], [2], [3]], "batch_size": 1},
+        lambda: {"batch_sampler": [[1]], "batch_size": 1},
+        "the sampler, a list, yields only 1 items in epoch 0, where it had yielded 2",
     ),
 }
-"""The dataset and options before, those now, and what is said."""
+"""Options before, options now, and what is said."""
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("kind", OTHER_DATA)
 def test_a_state_of_other_data_is_an_error_that_names_it(kind: str, workers: int) -> None:
-    first, second, before, now, said = OTHER_DATA[kind]
-    usual: dict[str, Any] = {"batch_size": 3, "num_workers": workers}
-    loader, other = DataLoader(first(), **{**usual, **before}), DataLoader(second(), **{**usual, **now})
+    *options, said = OTHER_DATA[kind]
+    usual: dict[str, Any] = {"dataset": DATA, "batch_size": 3, "num_workers": workers}
+    loader, other = (DataLoader(**{**usual, **make()}) for make in options)
     some(iter(loader), 2)
     other.load_state_dict(loader.state_dict())
     with pytest.raises(ValueError, match=said):
@@ -364,23 +367,6 @@ def test_a_state_over_data_of_another_length_is_an_error_with_a_way_on(shuffle: 
     part.load_state_dict(state)
     assert plain(part) == rest
     over(range(14)).load_state_dict(loader.state_dict())  # at the end of an epoch they may have grown
-
-
-def test_the_next_epoch_begins_behind_the_datasets_states() -> None:
-    ended = PartPoint(3, 0, 7, 12, True, ({"total": 7}, None))
-    begun = next_epoch(Position(0, 3, None, {0: 3}, {0: ended}))
-    assert (begun.done, begun.counts) == (0, {0: 0})
-    assert begun.points[0] == PartPoint(state=({"total": 7}, None, "next"))
-    assert next_epoch(Position(0, 3, None, {0: 3}, {0: ended._replace(state=None)})).points[0] == PartPoint()
-
-
-def test_attributes_of_the_dataset_are_no_part_of_a_state() -> None:
-    loader = DataLoader(Changing(), 2)
-    next(iter(loader))
-    state = loader.state_dict()
-    loader.dataset.scale = 5
-    loader.load_state_dict(state)
-    assert flat(loader) == [10, 15, 20, 25]
 
 
 TOLD: dict[str, Callable[[], dict[str, Any]]] = {
