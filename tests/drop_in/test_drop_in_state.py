@@ -20,6 +20,7 @@ from drop_in_samples import (
     Counting,
     Order,
     Parts,
+    Resets,
     Seeds,
     Shared,
     StatefulItems,
@@ -35,6 +36,9 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Se
 
 from sharded_loader import FixedBucketSampler, GroupedBatchSampler, PackSampler, interleave, sample_rng
 from sharded_loader import RandomSampler as RandomSamplerOfEpochs
+from sharded_loader.drop_in.state import next_epoch
+from sharded_loader.engine.messages import PartPoint
+from sharded_loader.engine.order import Position
 from sharded_loader.torch import DataLoader
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -369,6 +373,13 @@ def test_a_state_over_data_of_another_length_is_an_error_with_a_way_on(shuffle: 
     over(range(14)).load_state_dict(loader.state_dict())  # at the end of an epoch they may have grown
 
 
+def test_the_next_epoch_begins_behind_the_datasets_states() -> None:
+    ended = PartPoint(3, 0, 7, 12, True, ({"total": 7}, None))
+    begun = next_epoch(Position(0, 3, None, {0: 3}, {0: ended}))
+    assert (begun.done, begun.counts, begun.points[0]) == (0, {0: 0}, PartPoint(state=({"total": 7}, None, "next")))
+    assert next_epoch(Position(0, 3, None, {0: 3}, {0: ended._replace(state=None)})).points[0] == PartPoint()
+
+
 TOLD: dict[str, Callable[[], dict[str, Any]]] = {
     "distributed": lambda: {"sampler": DistributedSampler(range(20), 2, 0)},  # type: ignore[arg-type]
     "shuffle, seed": lambda: {"shuffle": True, "seed": 3},
@@ -486,6 +497,7 @@ def test_an_iterator_that_reads_nothing_counts_no_epoch(kind: str, given: str) -
 _ENDS: dict[str, Callable[[], dict[str, Any]]] = {
     "shuffle": lambda: {"shuffle": True},
     "generator": lambda: {"shuffle": True, "generator": seeded()},
+    "stateful": lambda: {"sampler": Resets(18)},
     "sampler": lambda: {"sampler": RandomSampler(range(18), generator=seeded())},
     "drop_last": lambda: {"sampler": RandomSampler(range(18), generator=seeded()), "drop_last": True},
     "batches": lambda: {
