@@ -256,7 +256,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "beyond the machine": (
         {"max_bytes": "100000 TB"},
         ValueError,
-        "leaves .* bytes: give less, or a share, such as '50%'",
+        "leaves .* bytes: give less, or a share",
     ),
     "beyond the disk": ({"max_bytes": "100000 TB", "path": "it"}, ValueError, "leaves .* bytes: give less, or a share"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import pickle
@@ -82,6 +83,20 @@ def test_set_epoch_of_the_loader_names_the_order_in_every_process(kind: str, giv
     resumed.load_state_dict(json.loads(json.dumps(stopped.state_dict())))
     assert plain(resumed) == epochs[1][1:]
     assert read(resumed, 2) == epochs[2]
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_the_epoch_can_be_set_on_the_loader_and_on_its_batch_sampler(copied: bool) -> None:
+    """transformers calls the first, and the second after it has wrapped the batch sampler."""
+    loader = DataLoader(range(8), batch_size=4, shuffle=True, seed=1)
+    epochs = [plain(loader) for _ in range(2)]
+    if copied:
+        loader = copy.deepcopy(loader)
+    assert type(loader.batch_sampler) is BatchSampler  # Lightning builds it again
+    for told in (loader, loader.batch_sampler):
+        for epoch in (1, 0):
+            told.set_epoch(epoch)  # type: ignore[attr-defined]
+            assert plain(loader) == epochs[epoch]
 
 
 @pytest.mark.parametrize("seed", [0, 7, 2**63 - 1, -3, 2**63, 2**64 - 1, 2**70])

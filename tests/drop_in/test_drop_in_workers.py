@@ -538,3 +538,30 @@ def test_fabric_goes_on_to_count_from_the_epoch_of_a_state(monkeypatch: pytest.M
     assert begin(wrapper) and wrapper._num_iter_calls == 4
     assert not counted_by_fabric(3)
     assert not begin(types.SimpleNamespace(count=wrapper.count))
+
+
+def refuse(*_: Any) -> Any:
+    raise NotImplementedError
+
+
+class ByColumn(Parts):
+    """As Hugging Face's: iterable, and ``dataset["name"]`` is a column."""
+
+    __getitem__ = refuse
+
+
+class ToldHowFar(Parts):
+    """As MosaicML's and litdata's: its own loader says how far it was read."""
+
+    load_state_dict = refuse
+
+    def state_dict(self, num_samples: int, from_beginning: bool) -> Any:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("make", [DataLoader, ShardedDataLoader])
+@pytest.mark.parametrize("kind", [ByColumn, ToldHowFar])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_iterable_data_may_have_what_other_libraries_give_it(make: Any, kind: Any, num_workers: int) -> None:
+    loader = make(kind(lambda number, count: range(6)), batch_size=4, num_workers=num_workers)
+    assert plain(loader) == [[0, 1, 2, 3], [4, 5]]
