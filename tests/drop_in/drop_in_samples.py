@@ -281,16 +281,25 @@ class ItsOwnIterator(Order):
 
 
 class Resets(Sampler[int]):
-    """A stateful sampler that starts over at its end. Each epoch begins with another index."""
+    """A stateful sampler that starts over at its end, with another index.
 
-    def __init__(self, length: int = 13) -> None:
-        self.length, self.place, self.epoch = length, 0, 0
+    Args:
+        length: how much it yields.
+        late: it starts over at its next beginning, unless it is loaded before.
+    """
+
+    def __init__(self, length: int = 13, late: bool = False) -> None:
+        self.length, self.place, self.epoch, self.late, self.goes_on = length, 0, 0, late, True
 
     def __iter__(self) -> Iterator[int]:
+        if not self.goes_on:
+            self.place, self.epoch = 0, self.epoch + 1
+        self.goes_on = not self.late
         while self.place < self.length:
             self.place += 1
             yield (self.place + 3 * self.epoch) % self.length
-        self.place, self.epoch = 0, self.epoch + 1
+        if not self.late:
+            self.place, self.epoch = 0, self.epoch + 1
 
     def __len__(self) -> int:
         return self.length
@@ -299,27 +308,7 @@ class Resets(Sampler[int]):
         return {"place": self.place, "epoch": self.epoch}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.place, self.epoch = state["place"], state["epoch"]
-
-
-class StartsOver(Resets):
-    """A stateful sampler that starts over at its beginning, unless it has been loaded."""
-
-    def __init__(self, length: int = 13) -> None:
-        super().__init__(length)
-        self.loaded = True
-
-    def __iter__(self) -> Iterator[int]:
-        if not self.loaded:
-            self.place, self.epoch = 0, self.epoch + 1
-        self.loaded = False
-        while self.place < self.length:
-            self.place += 1
-            yield (self.place + 3 * self.epoch) % self.length
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        super().load_state_dict(state)
-        self.loaded = True
+        self.place, self.epoch, self.goes_on = state["place"], state["epoch"], True
 
 
 class Pair(NamedTuple):
@@ -369,7 +358,7 @@ SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
     "eager batches": lambda: {"batch_sampler": Order(lambda: list(BatchSampler(permuted(), 3, False)), 5)},
     "eager, one by one": lambda: {"batch_size": None, "sampler": Order(permuted)},
     "stateful": lambda: {"sampler": Resets(), "batch_size": 3},
-    "stateful, over at its beginning": lambda: {"sampler": StartsOver(), "batch_size": 3},
+    "stateful, over at its beginning": lambda: {"sampler": Resets(late=True), "batch_size": 3},
     "stateful batches": lambda: {"batch_sampler": BatchSampler(Resets(), 3, False)},
     "stateful iterators": lambda: {"sampler": Order(lambda: Stateful(permuted())), "batch_size": None},
 }

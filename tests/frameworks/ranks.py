@@ -8,6 +8,7 @@ Each rank writes the batches that it has trained on: {loader: {step it began wit
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -160,17 +161,9 @@ def with_lightning(run: Run) -> None:
             return WITH_LIGHTNING[run.loader]()
 
     saving = ModelCheckpoint(run.folder, f"{run.loader}-{{step}}", every_n_train_steps=1, save_top_k=-1)
-    trainer = lightning.Trainer(
-        max_epochs=EPOCHS,
-        accelerator="cpu",
-        devices=2,
-        strategy="ddp",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=not run.start,
-        callbacks=[] if run.start else [saving],
-    )
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    saves = {"enable_checkpointing": not run.start, "callbacks": [] if run.start else [saving]}
+    trainer = lightning.Trainer(max_epochs=EPOCHS, accelerator="cpu", devices=2, strategy="ddp", **quiet, **saves)
     trainer.fit(Model(), ckpt_path=run.checkpoint(f"step={run.start}.ckpt") if run.start else None)
 
 
@@ -207,13 +200,9 @@ def with_trainer(run: Run) -> None:
 
     from sharded_loader.integrations.accelerate import prepare
 
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = torch.nn.Linear(1, 1)
-
+    class Model(torch.nn.Linear):
         def forward(self, x: Any) -> Any:
-            return {"loss": self.layer(x.reshape(-1, 1)).mean()}
+            return {"loss": super().forward(x.reshape(-1, 1)).mean()}
 
     class Trainer(transformers.Trainer):  # type: ignore[misc]
         def get_train_dataloader(self) -> Any:
@@ -223,60 +212,38 @@ def with_trainer(run: Run) -> None:
             run.note(inputs)
             return super().training_step(model, {"x": inputs[0]}, *args, **options)
 
+    quiet: dict[str, Any] = {"report_to": [], "disable_tqdm": True, "logging_strategy": "no", "use_cpu": True}
+    saves: dict[str, Any] = {"save_strategy": "no"} if run.start else {"save_strategy": "steps", "save_steps": 1}
     arguments = transformers.TrainingArguments(
-        output_dir=run.checkpoint(0),
-        per_device_train_batch_size=SIZE,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        logging_strategy="no",
-        num_train_epochs=EPOCHS,
-        save_strategy="no" if run.start else "steps",
-        save_steps=1,
+        run.checkpoint(0), per_device_train_batch_size=SIZE, num_train_epochs=EPOCHS, **quiet, **saves
     )
-    trainer = Trainer(model=Model(), args=arguments, train_dataset=Numbered(LENGTH))
+    trainer = Trainer(model=Model(1, 1), args=arguments, train_dataset=Numbered(LENGTH))
     trainer.train(resume_from_checkpoint=f"{run.checkpoint(0)}/checkpoint-{run.start}" if run.start else None)
 
 
-def with_ignite(run: Run) -> None:
-    """An `Engine` of Ignite, which tells the sampler the epoch."""
+def with_ignite(run: Run, deterministic: bool = False) -> None:
+    """An `Engine` tells the sampler the epoch. A deterministic one makes the loader again, and leaves batches out."""
     from ignite.engine import Engine, Events
+    from ignite.engine.deterministic import DeterministicEngine
 
     loader, model = WITH_TORCH[run.loader](), DistributedDataParallel(torch.nn.Linear(1, 1))
+    loads = not deterministic and run.loader != "torch"
 
     def step(engine: Any, batch: Any) -> None:
         train(model, batch)
-        if run.note(batch) and run.loader != "torch":
-            state = engine.state_dict()
-            run.save(engine=state | {"iteration": run.step}, loader=loader.state_dict())
+        if run.note(batch):
+            run.save(
+                engine={**engine.state_dict(), "iteration": run.step}, loader=loader.state_dict() if loads else None
+            )
 
-    engine = Engine(step)
+    engine = DeterministicEngine(step) if deterministic else Engine(step)
     told = loader if isinstance(loader, ShardedDataLoader) else loader.sampler
     engine.add_event_handler(Events.EPOCH_STARTED, lambda: told.set_epoch(engine.state.epoch - 1))
     state = run.load()
     if state is not None:
         engine.load_state_dict(state["engine"])
-        loader.load_state_dict(state["loader"])
-    engine.run(loader, max_epochs=EPOCHS)
-
-
-def with_deterministic(run: Run) -> None:
-    """A `DeterministicEngine` of Ignite builds the loader again, and leaves out batches itself."""
-    from ignite.engine import Events
-    from ignite.engine.deterministic import DeterministicEngine
-
-    loader, model = WITH_TORCH[run.loader](), DistributedDataParallel(torch.nn.Linear(1, 1))
-
-    def step(engine: Any, batch: Any) -> None:
-        train(model, batch)
-        if run.note(batch):
-            run.save(engine={**engine.state_dict(), "iteration": run.step})
-
-    engine = DeterministicEngine(step)
-    engine.add_event_handler(Events.EPOCH_STARTED, lambda: loader.sampler.set_epoch(engine.state.epoch - 1))
-    state = run.load()
-    if state is not None:
-        engine.load_state_dict(state["engine"])
+        if loads:
+            loader.load_state_dict(state["loader"])
     engine.run(loader, max_epochs=EPOCHS)
 
 
@@ -289,7 +256,7 @@ LIBRARIES: dict[str, tuple[Callable[[Run], None], list[str]]] = {
     "accelerate": (with_accelerate, list(WITH_BOTH)),
     "transformers": (with_trainer, list(WITH_BOTH)),
     "ignite": (with_ignite, list(WITH_TORCH)),
-    "ignite, deterministic": (with_deterministic, ["torch", *DROP_INS]),
+    "ignite, deterministic": (functools.partial(with_ignite, deterministic=True), ["torch", *DROP_INS]),
 }
 """What trains, and with which loaders."""
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -278,41 +279,26 @@ def test_tar_shards_of_webdataset(tmp_path: Path) -> None:
 def test_mds_shards_of_mosaicml_streaming(tmp_path: Path) -> None:
     streaming = pytest.importorskip("streaming")
     image = pytest.importorskip("PIL.Image").fromarray(np.arange(48, dtype=np.uint8).reshape(4, 4, 3))
-    columns = {
-        "label": "int",
-        "small": "uint16",
-        "weight": "float32",
-        "text": "str",
-        "raw": "bytes",
-        "free": "ndarray",
-        "typed": "ndarray:int32",
-        "fixed": "ndarray:float64:2,3",
-        "config": "json",
-        "exact": "str_decimal",
-        "image": "png",
-        "pixels": "pil",
+    columns: dict[str, tuple[str, Callable[[int], Any]]] = {
+        "label": ("int", lambda i: i - 3),
+        "small": ("uint16", lambda i: np.uint16(i * 1000)),
+        "weight": ("float32", lambda i: np.float32(i / 3)),
+        "text": ("str", lambda i: "é" * i),
+        "raw": ("bytes", lambda i: bytes([i]) * i),
+        "free": ("ndarray", lambda i: np.arange(i + 1, dtype=np.int8).reshape(1, -1)),
+        "typed": ("ndarray:int32", lambda i: np.arange((i + 1) * 300, dtype=np.int32).reshape(-1, i + 1)),
+        "fixed": ("ndarray:float64:2,3", lambda i: np.full((2, 3), i, dtype=np.float64)),
+        "config": ("json", lambda i: {"i": [i]}),
+        "exact": ("str_decimal", lambda i: Decimal(i) / 8),
+        "image": ("png", lambda i: image),
+        "pixels": ("pil", lambda i: image),
     }
 
     def sample(i: int) -> dict[str, Any]:
-        from decimal import Decimal
+        return {name: make(i) for name, (_, make) in columns.items()}
 
-        return {
-            "label": i - 3,
-            "small": np.uint16(i * 1000),
-            "weight": np.float32(i / 3),
-            "text": "é" * i,
-            "raw": bytes([i]) * i,
-            "free": np.arange(i + 1, dtype=np.int8).reshape(1, -1),
-            "typed": np.arange((i + 1) * 300, dtype=np.int32).reshape(-1, i + 1),
-            "fixed": np.full((2, 3), i, dtype=np.float64),
-            "config": {"i": [i]},
-            "exact": Decimal(i) / 8,
-            "image": image,
-            "pixels": image,
-        }
-
-    folder = str(tmp_path / "mds")
-    with streaming.MDSWriter(out=folder, columns=columns, size_limit=20_000) as writer:
+    folder, types = str(tmp_path / "mds"), {name: kind for name, (kind, _) in columns.items()}
+    with streaming.MDSWriter(out=folder, columns=types, size_limit=20_000) as writer:
         for i in range(SAMPLES):
             writer.write(sample(i))
     dataset = ShardDataset(f"{folder}/*.mds", index_folder=tmp_path / "indexes")

@@ -21,37 +21,20 @@ pytestmark = IN_FRAMEWORKS
 OPTIONS: dict[str, Any] = {"batch_size": 4, "shuffle": True, "seed": 3}
 
 
-@pytest.fixture(scope="module")
-def fastai() -> Any:
-    pytest.importorskip("fastai")
-    from fastai import learner
+def library(name: str) -> Any:
+    """A fixture, which is the library where it is installed."""
 
-    return learner
+    @pytest.fixture(scope="module")
+    def found() -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("KERAS_BACKEND", "torch")
+            return pytest.importorskip(name)
 
-
-@pytest.fixture(scope="module")
-def ignite() -> Any:
-    return pytest.importorskip("ignite.engine")
-
-
-@pytest.fixture(scope="module")
-def keras() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KERAS_BACKEND", "torch")
-        found = pytest.importorskip("keras")
-    assert found.backend.backend() == "torch"
     return found
 
 
-@pytest.fixture(scope="module")
-def opacus() -> Any:
-    return pytest.importorskip("opacus")
-
-
-@pytest.fixture(scope="module")
-def skorch() -> Any:
-    return pytest.importorskip("skorch")
-
+fastai, ignite, keras = map(library, ("fastai.learner", "ignite.engine", "keras"))
+opacus, skorch = map(library, ("opacus", "skorch"))
 
 # -- the epochs of a plain loop ----------------------------------------------------------------------------------------
 
@@ -82,6 +65,8 @@ def with_ignite(ignite: Any, make: Any, found: list[list[int]], **options: Any) 
 
 
 def compiled(keras: Any, found: list[list[int]]) -> Any:
+    assert keras.backend.backend() == "torch"
+
     class Model(keras.Sequential):  # type: ignore[misc]
         def train_step(self, data: Any) -> Any:
             found.append(numbers(data))
