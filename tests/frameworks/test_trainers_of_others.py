@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -172,36 +171,6 @@ def test_batches_are_shown_and_learners_exported_with_loaders_of_fastai_only(
         made.export(tmp_path / "learner.pkl")
 
 
-@BOTH
-def test_a_handler_of_ignite_sets_the_epoch(ignite: Any, make: Any) -> None:
-    found: list[list[int]] = []
-    loader = make(Numbered(), **OPTIONS)
-    run = ignite.Engine(lambda _, batch: found.append(numbers(batch)))
-    run.add_event_handler(ignite.Events.EPOCH_STARTED, lambda: loader.set_epoch(run.state.epoch + 4))
-    run.run(loader, max_epochs=2)
-    assert found == sum(epochs(make, 7, **OPTIONS)[5:7], [])
-
-
-@BOTH
-def test_training_with_ignite_goes_on_from_a_saved_state(ignite: Any, make: Any) -> None:
-    saved: dict[str, Any] = {}
-    found: list[list[int]] = []
-    loader, again = make(Numbered(), **OPTIONS), make(Numbered(), **OPTIONS)
-    run = ignite.Engine(lambda _, batch: found.append(numbers(batch)))
-
-    @run.on(ignite.Events.ITERATION_COMPLETED(once=8))  # type: ignore[untyped-decorator]
-    def stop() -> None:
-        saved.update(loader.state_dict())
-        run.terminate()
-
-    run.run(loader, max_epochs=3)
-    again.load_state_dict(saved)
-    # An epoch of Ignite has as many batches as it is told, or as the first one has.
-    for length, count in ((4, 1), (6, 1)):
-        ignite.Engine(lambda _, batch: found.append(numbers(batch))).run(again, max_epochs=count, epoch_length=length)
-    assert found == sum(epochs(make, 3, **OPTIONS), [])
-
-
 def test_keras_evaluates_and_predicts_every_sample_once_with_loaders_of_torch_only(keras: Any) -> None:
     model = compiled(keras, [])
     expected = sum((2 * i) ** 2 for i in range(10)) / 10
@@ -256,31 +225,6 @@ def test_tensorboard_has_every_number_of_every_epoch(make: Any, module: str, tmp
     for name, values in found.items():
         for epoch, value in values:
             assert value == pytest.approx(loader.stats(epoch).as_dict(prefix="data/")[name])
-
-
-@pytest.mark.filterwarnings("ignore::Warning:lightning", "ignore::Warning:torch", "ignore:.*num_workers.*")
-def test_lightning_logs_every_number_in_one_line(tmp_path: Path) -> None:
-    lightning = pytest.importorskip("lightning")
-    import recorder
-
-    loader = ShardedDataLoader(range(10), 4)
-    logged = []
-
-    class Model(recorder.Recorder):
-        def on_train_epoch_end(self) -> None:
-            self.log_dict(loader.stats(self.current_epoch).as_dict(prefix="data/"))
-
-        def on_train_end(self) -> None:
-            logged.append({name: float(value) for name, value in self.trainer.callback_metrics.items()})
-
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = lightning.Trainer(
-        max_epochs=2, accelerator="cpu", enable_checkpointing=False, default_root_dir=tmp_path, **options
-    )
-    trainer.fit(Model(), loader)
-    expected = loader.stats(1).as_dict(prefix="data/")
-    assert [{name: one[name] for name in expected} for one in logged] == [pytest.approx(expected)]
 
 
 @BOTH

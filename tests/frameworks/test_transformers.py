@@ -5,13 +5,14 @@ Packed rows hold what its collator makes of the same documents, and train a mode
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from indices import BOTH, IN_FRAMEWORKS
+from indices import BOTH, IN_FRAMEWORKS, LongStream, Stream
 
 from sharded_loader import PackSampler, ShardedDataLoader, SimpleDataset, sample_rng
 from sharded_loader.batchify import Pack
@@ -75,20 +76,12 @@ def run(
             return super().training_step(model, inputs, *args, **options)
 
     config = transformers.GPT2Config(vocab_size=32, n_positions=8, n_embd=8, n_layer=1, n_head=1)
-    arguments = transformers.TrainingArguments(
-        output_dir=str(root),
-        per_device_train_batch_size=4,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        logging_strategy="no",
-        **({"save_strategy": "no", "num_train_epochs": EPOCHS} | how),
-    )
+    quiet: dict[str, Any] = {"report_to": [], "disable_tqdm": True, "logging_strategy": "no", "use_cpu": True}
+    how = {"save_strategy": "no", "num_train_epochs": EPOCHS, "per_device_train_batch_size": 4} | quiet | how
+    arguments = transformers.TrainingArguments(str(root), **how)
     trainer = Trainer(model=transformers.GPT2LMHeadModel(config), args=arguments, train_dataset=SENTENCES)
-    try:
+    with contextlib.suppress(KilledError):
         trainer.train(resume_from_checkpoint=resume)
-    except KilledError:
-        pass
     return seen
 
 
@@ -135,25 +128,6 @@ def test_random_numbers_go_on_too(transformers: Any, make: Any, tmp_path: Path) 
     assert killed + train(resume=str(tmp_path / f"checkpoint-{STEPS + 3}")) == whole
 
 
-class Stream(torch.utils.data.IterableDataset[Any]):
-    """The sentences in their own order, another one in each epoch. It may have a length."""
-
-    epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Any:
-        part = torch.utils.data.get_worker_info()
-        first, step = (0, 1) if part is None else (part.id, part.num_workers)
-        return (sentence((index * 5 + self.epoch) % LENGTH) for index in range(first, LENGTH, step))
-
-
-class LongStream(Stream):
-    def __len__(self) -> int:
-        return LENGTH
-
-
 @BOTH
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("stop_at", [4, STEPS, STEPS + 3])
@@ -162,7 +136,7 @@ def test_iterable_data_is_resumed_exactly(
 ) -> None:
     def train(**how: Any) -> Any:
         # One part: the length of a loader of several is not known, and Trainer resumes by the length.
-        loader = make(LongStream(), batch_size=4, num_workers=num_workers, streams=1)
+        loader = make(LongStream(sentence), batch_size=4, num_workers=num_workers, streams=1)
         return run(transformers, tmp_path, loader, prepared=True, **how)
 
     whole, killed = train(), train(stop_at=stop_at, **SAVING)
@@ -176,7 +150,7 @@ def test_iterable_data_without_a_length_is_resumed_in_the_first_epoch_only(
     transformers: Any, make: Any, tmp_path: Path
 ) -> None:
     def train(**how: Any) -> Any:
-        return run(transformers, tmp_path, make(Stream(), batch_size=4), prepared=True, max_steps=9, **how)
+        return run(transformers, tmp_path, make(Stream(sentence), batch_size=4), prepared=True, max_steps=9, **how)
 
     whole = train(**SAVING)
     assert whole[:4] + train(resume=str(tmp_path / "checkpoint-4")) == whole
@@ -187,7 +161,7 @@ def test_iterable_data_without_a_length_is_resumed_in_the_first_epoch_only(
 @BOTH
 def test_iterable_data_is_not_resumed_with_torchs_loader(transformers: Any, make: Any, tmp_path: Path) -> None:
     def train(**how: Any) -> Any:
-        return run(transformers, tmp_path, make(LongStream(), batch_size=4), **how)
+        return run(transformers, tmp_path, make(LongStream(sentence), batch_size=4), **how)
 
     train(stop_at=4, **SAVING)
     with pytest.raises(TypeError, match=r"prepare\(\) of sharded_loader"):
