@@ -10,16 +10,16 @@ import subprocess
 import sys
 import threading
 import uuid
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import until
+from conftest import make_pool
+from samples import wait_for
 
-from sharded_loader import CacheMismatchError, SimpleDataset
+from sharded_loader import ShardedDataLoader, SimpleDataset
 from sharded_loader.caching import shared
 from sharded_loader.caching.dataset import JOB, job_of_ranks
 from sharded_loader.caching.shared import HAS_LINKS, Opened, links_of, meet, name_of, open_nameless
@@ -226,144 +226,92 @@ def test_where_processes_cannot_meet_each_makes_its_own(monkeypatch: pytest.Monk
 
 # -- ``cache(...)`` in the ranks of one machine ------------------------------------------------------------------------
 
-COUNT, RANKS, EPOCHS = 60, 3, 3  # as in the program
+COUNT, RANKS, EPOCHS = 60, 3, 3
 
-RANK = """
-import json, os, sys, time
-sys.path[:0] = sys.argv[1].split(os.pathsep)
-import numpy as np
-from sharded_loader import ProcessPool, ShardedDataLoader, SimpleDataset
 
-notes, how = sys.argv[2], json.loads(sys.argv[3])
+def rank(number: int, notes: Path, pool: str, ragged: bool, between: Callable[[str], Any]) -> None:
+    """What a rank does, with the variables that torchrun gives it. The file of its number says what it has counted."""
+    os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(RANKS), "MASTER_PORT": str(notes)}
 
-def decode(index):
-    with open(notes, "a") as file:
-        file.write(f"{index}\\n")
-    return np.full((20, 30), index), index, f"name {index}" if how.get("ragged") else "name"
+    def decode(index: int) -> Any:
+        with notes.open("a") as file:
+            file.write(f"{index} ")
+        return np.full((20, 30), index), index, f"name {index}" if ragged else "name"
 
-def main():
-    cached = SimpleDataset(range(60)).transform(decode).cache(how.get("max_bytes", "1 MB"), key=how.get("key"))
-    with open(notes + ".labels", "a") as file:
-        print(os.path.basename(os.readlink(cached._store.name)).split()[0], file=file)
-    say("made")
-    pool = ProcessPool(2, start_method=how["method"]) if how["method"] != "inline" else None
-    with ShardedDataLoader(cached, 4, shuffle=True, seed=1, num_replicas="auto", pool=pool, num_workers=0) as loader:
-        for epoch in range(3):
+    cached = SimpleDataset(range(COUNT)).transform(decode).cache("1 MB")
+    between("made")
+    options: dict[str, Any] = {"num_replicas": RANKS, "rank": number, "pool": make_pool(pool)}
+    with ShardedDataLoader(cached, 4, shuffle=True, seed=1, **options) as loader:
+        for epoch in range(EPOCHS):
             for pixels, labels, names in loader:
                 assert (pixels == labels[:, None, None]).all()
-                assert not how.get("ragged") or names == [f"name {index}" for index in labels.tolist()]
-            say(f"epoch {epoch}")
-    print(cached.cached, *cached.counts[:2], flush=True)
-
-def say(what):
-    print(what, flush=True)
-    if how["waits"]:
-        sys.stdin.readline()
-
-if __name__ == "__main__":
-    main()
-"""
-
-
-class Job:
-    """Ranks with the variables that torchrun gives them."""
-
-    def __init__(self, folder: Path) -> None:
-        self.script, self.notes = folder / "rank.py", folder / "notes"
-        self.script.write_text(RANK)
-        self.notes.touch()
-        self.port = str(uuid.uuid4().int % 60000)
-        self.running: list[subprocess.Popen[str]] = []
-
-    def start(self, rank: int, method: str = "inline", waits: bool = False, **how: Any) -> subprocess.Popen[str]:
-        given = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "MASTER_ADDR": "localhost"}
-        environ = {name: value for name, value in os.environ.items() if name not in JOB}
-        environ |= {name: str(value) for name, value in given.items()} | {"MASTER_PORT": self.port}
-        arguments = [os.pathsep.join(sys.path), str(self.notes), json.dumps({"method": method, "waits": waits, **how})]
-        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
-        started = subprocess.Popen([sys.executable, str(self.script), *arguments], env=environ, **pipes)
-        self.running.append(started)
-        return started
-
-    def end(self) -> None:
-        for rank in self.running:
-            rank.kill()
-            rank.communicate()
-
-    def reads(self) -> Counter[int]:
-        return Counter(map(int, self.notes.read_text().split()))
-
-
-def hear(rank: subprocess.Popen[str], what: str) -> None:
-    assert rank.stdout is not None
-    assert rank.stdout.readline() == f"{what}\n"
-
-
-def go_on(rank: subprocess.Popen[str]) -> None:
-    assert rank.stdin is not None
-    rank.stdin.write("\n")
-
-
-def finish(rank: subprocess.Popen[str]) -> list[int]:
-    """Let it run to its end: how many samples are stored, and how many it has found, and not found."""
-    with contextlib.suppress(BrokenPipeError):
-        for _ in range(EPOCHS + 1):
-            go_on(rank)
-    told = rank.communicate()[0].splitlines()[-1:]
-    assert rank.returncode == 0
-    return list(map(int, told[0].split()))
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
-    found = Job(tmp_path)
-    yield found
-    found.end()
-    labels = Path(f"{found.notes}.labels").read_text().split()
-    assert labels and all("sharded_loader-cache-" in label for label in labels)
-    assert until(lambda: not any(list(links_of(label)) for label in labels))  # its workers end
-
-
-PART = COUNT // RANKS
-"""How many samples a rank reads in an epoch."""
-
-MADE = 2
-"""How often each rank reads sample 0 when it makes the cache."""
+                assert not ragged or names == [f"name {index}" for index in labels.tolist()]
+            between(f"epoch {epoch}")
+    notes.with_name(f"{number}.json").write_text(json.dumps([cached.cached, *cached.counts[:2]]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ragged", [False, True], ids=["columns", "records"])
-@pytest.mark.parametrize("method", ["inline", "fork", "forkserver", "spawn"])
-def test_ranks_decode_each_sample_once(job: Job, method: str, ragged: bool) -> None:
-    ranks = [job.start(number, method, waits=True, ragged=ragged) for number in range(RANKS)]
-    for what in ("made", *(f"epoch {epoch}" for epoch in range(EPOCHS))):
-        for rank in ranks:
-            hear(rank, what)
-            go_on(rank)
-    found = [finish(rank) for rank in ranks]
+@pytest.mark.parametrize("pool", ["inline", "thread", "fork"])
+def test_ranks_decode_each_sample_once(processes: Processes, tmp_path: Path, pool: str, ragged: bool) -> None:
+    def work(number: int) -> None:
+        def wait(what: str) -> None:
+            (tmp_path / f"{what} {number}").touch()
+            for other in range(RANKS):
+                wait_for(tmp_path / f"{what} {other}")
+
+        rank(number, tmp_path / "notes", pool, ragged, wait)
+
+    pids = [processes.start(lambda number=number: work(number)) for number in range(RANKS)]  # type: ignore[misc]
+    assert [processes.wait(pid) for pid in pids] == [0] * RANKS
+    found = [json.loads((tmp_path / f"{number}.json").read_text()) for number in range(RANKS)]
     assert [stored for stored, _, _ in found] == [COUNT] * RANKS
-    # Two ranks read the same one now and then: of what is prefetched of the next epoch.
-    assert COUNT <= sum(missed for _, _, missed in found) == job.reads().total() - RANKS * MADE <= COUNT + 12
+    # Each reads sample 0 twice when it makes the cache, and two read the same one now and then, which is prefetched.
+    reads = len((tmp_path / "notes").read_text().split())
+    assert COUNT <= sum(missed for _, _, missed in found) == reads - RANKS * 2 <= COUNT + 12
 
 
 @pytest.mark.slow
-def test_the_others_go_on_when_the_first_rank_is_killed(job: Job) -> None:
+def test_the_others_go_on_when_the_first_rank_is_killed(processes: Processes, tmp_path: Path) -> None:
     """Also a rank that is started in its place finds what is there."""
-    first = job.start(0, "fork", waits=True)
-    hear(first, "made")
-    other = job.start(1, "fork", waits=True)
-    hear(other, "made")
-    go_on(first)
-    hear(first, "epoch 0")
-    first.kill()
-    first.wait()
-    before = set(job.reads())
-    assert len(before) >= PART
-    stored, hits, misses = finish(job.start(0))
-    assert hits >= PART and stored >= len(before)
-    reads = job.reads().total()
-    stored, hits, misses = finish(other)
-    assert hits > 0 and job.reads().total() == reads + misses
+    notes = tmp_path / "notes"
+
+    def reads() -> list[str]:
+        return notes.read_text().split()
+
+    def start(number: int, waits: bool = True) -> int:
+        wait = processes.say_and_wait if waits else lambda: None
+        pid = processes.start(lambda: rank(number, notes, "fork", False, lambda what: wait()))
+        if waits:
+            processes.hear()
+        return pid
+
+    first = start(0)
+    os.write(processes.go_on, b".")
+    processes.hear()
+    other, before = start(1), {*reads()}
+    processes.kill(first)
+    assert len(before) >= COUNT // RANKS
+    assert processes.wait(start(0, waits=False)) == 0
+    stored, hits, _ = json.loads((tmp_path / "0.json").read_text())
+    assert hits >= COUNT // RANKS and stored >= len(before)
+    done = len(reads())
+    os.write(processes.go_on, b"." * (EPOCHS + 1))
+    assert processes.wait(other) == 0
+    _, hits, misses = json.loads((tmp_path / "1.json").read_text())
+    assert hits > 0 and len(reads()) == done + misses
+
+
+@pytest.mark.slow
+def test_other_interpreters_ask_for_the_same_memory() -> None:
+    program = (
+        "import os, numpy\nfrom sharded_loader import SimpleDataset\n"
+        "cached = SimpleDataset(range(60)).transform(lambda index: (numpy.full(3, index), 'name')).cache('1 MB')\n"
+        "print(os.readlink(cached._store.name).split()[0])\n"
+    )
+    environ = {**os.environ, "RANK": "0", "MASTER_PORT": uuid.uuid4().hex}
+    found = [subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True) for _ in range(2)]
+    assert found[0].stdout == found[1].stdout and b"sharded_loader-cache-" in found[0].stdout
 
 
 @pytest.fixture
@@ -454,16 +402,6 @@ def test_each_rank_counts_its_own(as_rank: Callable[..., None], bound: str | Non
     other = decoding(bound, 10)
     assert other[3][0] == 3
     assert one.counts == (0, 10, 240) and other.counts == (1, 0, 240)
-    with pytest.raises(ValueError, match="such as '50%'"):
-        decoding("1 NB")
-
-
-def test_ranks_with_different_keys_of_one_file_are_an_error(as_rank: Callable[..., None], tmp_path: Path) -> None:
-    first = SimpleDataset(range(3)).cache(path=tmp_path / "it", key="a")
-    as_rank()
-    with pytest.raises(CacheMismatchError, match="with key='a', and now key='b' is given"):
-        SimpleDataset(range(3)).cache(path=tmp_path / "it", key="b")
-    assert list(first) == [0, 1, 2]
 
 
 RANK_OF: dict[str, tuple[dict[str, str], bool]] = {
