@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import json
 import pickle
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -23,23 +24,6 @@ from sharded_loader.drop_in.sampler import EpochCount, SamplerStart, ShuffleSamp
 from sharded_loader.torch import DataLoader
 
 
-@pytest.mark.parametrize("length", [1, 2, 6, 100])
-@pytest.mark.parametrize("with_generator", [False, True])
-def test_every_epoch_is_torchs_and_draws_when_torchs_does(length: int, with_generator: bool) -> None:
-    """Nothing is drawn before the first index. From a generator, torch's sampler draws once more at the end."""
-    found = []
-    for kind in (ShuffleSampler, RandomSampler):
-        torch.manual_seed(3)
-        generator = seeded() if with_generator else torch.default_generator
-        sampler: Any = kind(range(length), generator=generator if with_generator else None)
-        found.append([])
-        for _ in range(3):
-            batches = iter(BatchSampler(sampler, 2, False))
-            for _ in range(length // 2 + 2):
-                found[-1].append((generator.get_state().tolist(), next(batches, None)))
-    assert found[0] == found[1]
-
-
 @pytest.mark.parametrize("arguments", [dict, lambda: {"generator": seeded()}], ids=["drawn", "generator"])
 def test_without_a_seed_set_epoch_changes_nothing(arguments: Callable[[], dict[str, Any]]) -> None:
     left = []
@@ -53,38 +37,6 @@ def test_without_a_seed_set_epoch_changes_nothing(arguments: Callable[[], dict[s
     assert left[:3] == left[3:]
 
 
-NAMED: dict[str, Callable[[], dict[str, Any]]] = {
-    "seed": lambda: {"shuffle": True, "seed": 2},
-    "seed, generator": lambda: {"shuffle": True, "generator": seeded(), "seed": 2},
-    "own": lambda: {"sampler": ByEpoch(20)},
-}
-
-
-@pytest.mark.parametrize("when", ["before iter", "after iter"])
-@pytest.mark.parametrize("given", [{}, {"num_workers": 1, "thread_pool": True}], ids=["inline", "thread"])
-@pytest.mark.parametrize("kind", NAMED)
-def test_set_epoch_of_the_loader_names_the_order_in_every_process(kind: str, given: Any, when: str) -> None:
-    def made() -> DataLoader[Any]:
-        torch.manual_seed(3)
-        return DataLoader(range(20), 4, **NAMED[kind](), **given)
-
-    def read(loader: DataLoader[Any], epoch: int) -> list[Any]:
-        batches = iter(loader) if when == "after iter" else None
-        loader.set_epoch(epoch)
-        return plain(loader if batches is None else batches)
-
-    loader = made()
-    epochs = [read(loader, epoch) for epoch in range(3)]
-    assert epochs[0] != epochs[1] != epochs[2]
-    assert read(made(), 1) == epochs[1]  # as in another process
-    stopped, resumed = made(), made()
-    stopped.set_epoch(1)
-    next(iter(stopped))
-    resumed.load_state_dict(json.loads(json.dumps(stopped.state_dict())))
-    assert plain(resumed) == epochs[1][1:]
-    assert read(resumed, 2) == epochs[2]
-
-
 @pytest.mark.parametrize("copied", [False, True])
 def test_the_epoch_can_be_set_on_the_loader_and_on_its_batch_sampler(copied: bool) -> None:
     """transformers calls the first, and the second after it has wrapped the batch sampler."""
@@ -95,7 +47,7 @@ def test_the_epoch_can_be_set_on_the_loader_and_on_its_batch_sampler(copied: boo
     assert type(loader.batch_sampler) is BatchSampler  # Lightning builds it again
     for told in (loader, loader.batch_sampler):
         for epoch in (1, 0):
-            told.set_epoch(epoch)  # type: ignore[attr-defined]
+            told.set_epoch(epoch)  # type: ignore[union-attr]
             assert plain(loader) == epochs[epoch]
 
 
@@ -185,11 +137,6 @@ def drawn(index: int) -> list[float]:
     return [float(index), torch.rand(()).item(), float(torch.initial_seed() % 2**32)]
 
 
-def listed(batch: Any) -> list[Any]:
-    """What can be compared, and is made sooner than the repr of tensors."""
-    return [(column.dtype, column.tolist()) if isinstance(column, torch.Tensor) else column for column in batch]
-
-
 def epochs_and_draws(kind: Any, make: Callable[[], dict[str, Any]], reseeds: bool, **given: Any) -> list[Any]:
     """Three epochs of two loaders, read in turn, and what the default generator gives in between."""
     torch.manual_seed(3)
@@ -201,7 +148,7 @@ def epochs_and_draws(kind: Any, make: Callable[[], dict[str, Any]], reseeds: boo
         batches = [iter(loader) for loader in loaders]
         found.append(torch.rand(()).item())
         for rows in zip(*batches, strict=True):
-            found += [listed(batch) for batch in rows]
+            found += [plain(batch) for batch in rows]
         found.append(torch.rand(()).item())
     return found
 
@@ -221,98 +168,66 @@ def test_every_epoch_and_the_default_generator_are_torchs(kind: str, reseeds: bo
     assert own == torchs
 
 
-TOLD: dict[str, Callable[[], Any]] = {
-    "distributed": lambda: DistributedSampler(DATA, 2, 0, seed=1),
-    "of the user's": lambda: ByEpoch(13),
-    "shuffle": lambda: None,
+TOLD: dict[str, Callable[[], dict[str, Any]]] = {
+    "distributed": lambda: {"sampler": DistributedSampler(DATA, 2, 0, seed=1)},
+    "of the user's": lambda: {"sampler": ByEpoch(13)},
+    "shuffle": lambda: {"shuffle": True},
+    "in order": dict,
 }
+
+
+def told(kind: str, **given: Any) -> Any:
+    """A loader whose samples draw a number of the epoch."""
+    return DataLoader(Reads(lambda index: [index, sample_rng().random()], 13), seed=3, **{**TOLD[kind](), **given})
+
+
+def rows(batches: Iterable[Any]) -> list[tuple[str, str]]:
+    return [(str(indices), str(numbers)) for indices, numbers in batches]
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.costly)])
 @pytest.mark.parametrize("epoch", [0, 3])
 @pytest.mark.parametrize("kind", TOLD)
-@pytest.mark.parametrize("given", [{"batch_size": 2}, {"batch_size": None}], ids=["batches", "samples"])
+@pytest.mark.parametrize("size", [2, None], ids=["batches", "samples"])
+@pytest.mark.parametrize("of", [lambda loader: loader, lambda loader: loader.sampler], ids=["loader", "sampler"])
 def test_set_epoch_may_come_after_iter_and_before_the_first_batch(
-    kind: str, epoch: int, workers: int, given: dict[str, Any]
+    kind: str, epoch: int, workers: int, size: int | None, of: Callable[[Any], Any]
 ) -> None:
-    def make() -> Any:
-        sampler = TOLD[kind]()
-        return DataLoader(DATA, num_workers=workers, sampler=sampler, shuffle=sampler is None, seed=1, **given)
-
-    loader = make()
+    loader, other = (told(kind, batch_size=size, num_workers=workers) for _ in range(2))
+    seen: list[list[tuple[str, str]]] = []
     for number in range(epoch + 1):
         begun = iter(loader)
-        loader.sampler.set_epoch(number)
-        before = some(begun, 3)
-    state, rest = loader.state_dict(), plain(begun)
+        of(loader).set_epoch(number)
+        seen.append(rows(itertools.islice(begun, 3)))
+    assert len({*map(str, seen)}) == epoch + 1
+    state, rest = loader.state_dict(), rows(begun)
     assert rest
-    other = make()
     other.load_state_dict(state)
     begun = iter(other)
     assert other.state_dict() == state
-    other.sampler.set_epoch(epoch)
-    assert plain(begun) == rest
+    of(other).set_epoch(epoch)
+    assert rows(begun) == rest
     begun = iter(other)
-    other.sampler.set_epoch(epoch)
-    assert plain(begun) == before + rest
+    of(other).set_epoch(epoch)
+    assert [indices for indices, _ in rows(begun)] == [indices for indices, _ in seen[-1] + rest]
 
 
 @pytest.mark.parametrize("when", ["before iter", "after iter", "never"])
 @pytest.mark.parametrize("kind", TOLD)
 def test_a_state_within_an_epoch_says_the_epoch(kind: str, when: str) -> None:
     """Fabric names epoch 0 to the sampler after every resume."""
-
-    def make() -> Any:
-        sampler = TOLD[kind]()
-        return DataLoader(DATA, 2, sampler=sampler, shuffle=sampler is None, seed=4)
-
-    loader, other = make(), make()
+    loader, other = told(kind, batch_size=2), told(kind, batch_size=2)
     loader.sampler.set_epoch(2)
     batches = iter(loader)
-    some(batches, 2)
+    next(batches), next(batches)
     other.load_state_dict(loader.state_dict())
     if when == "before iter":
         other.sampler.set_epoch(0)
     begun = iter(other)
     if when == "after iter":
         other.sampler.set_epoch(0)
-    assert plain(begun) == plain(batches)
-    assert plain(other) == plain(loader)
-
-
-@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("order", ["shuffled", "in order", "distributed"])
-def test_with_a_seed_samples_draw_the_numbers_of_the_epoch_that_their_sampler_is_told(order: str, workers: int) -> None:
-    def made() -> Any:
-        sampler = DistributedSampler(DATA, 2, 0, seed=1) if order == "distributed" else None
-        options = {"shuffle": True} if order == "shuffled" else {"sampler": sampler}
-        dataset = Reads(lambda index: (index, sample_rng().random()), 13)
-        return DataLoader(dataset, 2, seed=3, num_workers=workers, **options)
-
-    def told(loader: Any, epoch: int) -> Any:
-        begun = iter(loader)
-        loader.sampler.set_epoch(epoch)
-        return begun
-
-    loader, other, resumed = made(), made(), made()
-    expected = [repr(list(told(loader, epoch))) for epoch in range(4)]
-    assert len(set(expected)) == 4
-    begun = told(other, 2)
-    first, state = next(begun), other.state_dict()
-    assert repr([first, *begun]) == expected[2] and repr(list(told(other, 3))) == expected[3]
-    resumed.load_state_dict(state)
-    assert repr([first, *told(resumed, 2)]) == expected[2]
-    if order != "distributed":  # torch's sampler counts nothing
-        assert repr(list(resumed)) == expected[3]
-
-
-def test_what_a_loaded_epoch_draws_is_put_back() -> None:
-    loader = DataLoader(DATA, 3, sampler=RandomSampler(DATA))
-    some(iter(loader), 2)
-    state, before = loader.state_dict(), torch.get_rng_state()
-    loader.load_state_dict(state)
-    list(loader)
-    assert torch.equal(torch.get_rng_state(), before)
+    assert rows(begun) == rows(batches)
+    assert rows(other) == rows(loader)
 
 
 def test_an_error_of_a_loaded_sampler_comes_as_it_is() -> None:
@@ -328,15 +243,18 @@ def test_an_error_of_a_loaded_sampler_comes_as_it_is() -> None:
         loader.load_state_dict(state)
 
 
-def test_a_state_before_the_first_batch_settles_the_order() -> None:
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_state_settles_the_order_and_what_a_loaded_epoch_draws_is_put_back(count: int) -> None:
     torch.manual_seed(1)
-    loader = DataLoader(DATA, 3, sampler=RandomSampler(DATA))
+    loader, other = (DataLoader(DATA, 3, sampler=RandomSampler(DATA)) for _ in range(2))
+    begun = iter(loader)
+    some(begun, count)
     state = loader.state_dict()
     torch.manual_seed(2)  # a model is made
-    expected = plain(loader)
-    other = DataLoader(DATA, 3, sampler=RandomSampler(DATA))
+    expected, before = plain(begun), torch.get_rng_state()
     other.load_state_dict(state)
     assert plain(other) == expected
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("kind", ["in turn", "shuffle, seed", "listed batches", "stateful", "random, own generator"])

@@ -5,7 +5,6 @@ Also who takes the place of torch's class, this library's own arguments, and wha
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import itertools
@@ -24,20 +23,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import METHODS, _processes, here, remains, until
-from drop_in_samples import (
-    TORCHS,
-    Changing,
-    Counting,
-    Order,
-    Parts,
-    Reads,
-    Seeds,
-    Shared,
-    assert_same,
-    flat,
-    plain,
-    told_and_drawn,
-)
+from drop_in_samples import SEEDS, TORCHS, Counting, Order, Parts, Reads, Seeds, Shared, assert_same, flat, plain
 from failures import Boom, boom, kill, leave
 from samples import Bad
 from torch.utils.data import get_worker_info
@@ -50,14 +36,24 @@ from sharded_loader.torch import DataLoader
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
+
+class Changing(torch.utils.data.Dataset[Any]):
+    """Samples that show an attribute."""
+
+    scale = 1
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> int:
+        return index * self.scale
+
+
 # -- what a worker sees -------------------------------------------------------------------------------------
 
 
-PARTS = Parts(lambda number, count: (told_and_drawn() for _ in range(4)))
-
-
 @METHODS
-@pytest.mark.parametrize("dataset", [Seeds(), PARTS], ids=["map-style", "iterable"])
+@pytest.mark.parametrize("dataset", [Seeds(), SEEDS], ids=["map-style", "iterable"])
 @pytest.mark.slow
 def test_ids_seeds_and_random_numbers_are_those_of_torchs_workers(method: str, dataset: Any) -> None:
     def epochs(kind: Any, **given: Any) -> list[Any]:
@@ -191,9 +187,6 @@ def test_a_timeout_turns_off_no_restarts_that_were_asked_for() -> None:
     assert found == [(3, None), (0, 5), (3, 5), (1, None)]
 
 
-# -- silence ------------------------------------------------------------------------------------------------
-
-
 def test_what_says_that_a_worker_hangs_is_torchs_error() -> None:
     def hang() -> None:
         raise WorkerTimeoutError("it hangs", batch=1, epoch=0)
@@ -204,9 +197,6 @@ def test_what_says_that_a_worker_hangs_is_torchs_error() -> None:
         next(batches)
     assert isinstance(caught.value.__cause__, WorkerTimeoutError)
     assert flat(batches) == list(range(8, 20))
-
-
-# -- errors of the dataset ----------------------------------------------------------------------------------
 
 
 @METHODS
@@ -255,19 +245,15 @@ def test_arguments_and_contexts_of_other_libraries_name_the_pool(
         assert plain(loader) == [[0, 1], [2, 3]]
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
-
-TORCHS_MODULES = (torch.utils.data, torch.utils.data.dataloader)
-
-
 # -- the place of torch's class -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("modules", [(torch.utils.data,), (torch.utils.data.dataloader,), TORCHS_MODULES])
+@pytest.mark.parametrize("which", [slice(1), slice(1, 2), slice(2)], ids=str)
 @pytest.mark.parametrize("arguments", [{}, {"num_workers": 1, "multiprocessing_context": "fork"}])
 def test_it_takes_the_place_of_torchs_class_under_its_name(
-    modules: Any, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    which: slice, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    modules: Any = (torch.utils.data, torch.utils.data.dataloader)[which]
     before = torch.utils.data.DataLoader(range(6), 4)
     with monkeypatch.context() as swapped:
         for module in modules:
@@ -311,34 +297,6 @@ def test_no_worker_starts_before_the_first_batch_and_none_is_left_after_the_last
     assert next(batches, None) is None
 
 
-def failing(loader: Any) -> None:
-    for _ in loader:
-        raise Boom("loop", 1)
-
-
-def never_begun(loader: Any) -> None:
-    loader.worker_init_fn = lambda number: boom()
-    for _ in range(2):
-        with pytest.raises(Boom):
-            next(iter(loader))
-
-
-@METHODS
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("end", [lambda loader: next(iter(loader)), failing, never_begun, list])
-@pytest.mark.slow
-def test_nothing_is_left_of_an_epoch_that_does_not_end(end: Any, persistent: bool, method: str) -> None:
-    before = here()
-    dataset: Any = Bad(boom) if end is list else range(40)
-    loader = DataLoader(dataset, 2, num_workers=2, persistent_workers=persistent, start_method=method)
-    with contextlib.suppress(Boom):
-        end(loader)
-    if persistent:
-        del loader
-    gc.collect()
-    assert until(lambda: not remains(*before))
-
-
 @pytest.mark.parametrize("dataset", [range(12), Shared(12)], ids=["map-style", "iterable"])
 def test_persistent_workers_begin_again_in_the_middle_of_an_epoch(dataset: Any) -> None:
     loader = DataLoader(dataset, 2, num_workers=2, persistent_workers=True)
@@ -347,6 +305,20 @@ def test_persistent_workers_begin_again_in_the_middle_of_an_epoch(dataset: Any) 
         batches = iter(loader)
         assert [next(batches).tolist() for _ in range(count)] == expected[:count]
     assert plain(loader) == expected
+
+
+@METHODS
+@pytest.mark.parametrize("persistent", [False, True])
+def test_an_error_of_worker_init_fn_is_raised_and_leaves_no_worker(method: str, persistent: bool) -> None:
+    before = here()
+    options: dict[str, Any] = {"num_workers": 2, "persistent_workers": persistent, "start_method": method}
+    loader = DataLoader(range(4), worker_init_fn=lambda number: boom(), **options)
+    for _ in range(2):
+        with pytest.raises(Boom, match="went wrong"):
+            next(iter(loader))
+    del loader
+    gc.collect()
+    assert until(lambda: not remains(*before))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -442,14 +414,6 @@ def test_what_an_own_collate_fn_returns_comes_as_it_is(workers: int) -> None:
 
     found = next(iter(DataLoader(range(4), 2, collate_fn=collate, num_workers=workers)))
     assert_same(found, {"numpy": np.array([0, 1]), "own": [0, 1], "none": None, "text": "x"})
-
-
-def test_snapshot_every_n_steps_changes_nothing() -> None:
-    loader = DataLoader(range(8), 2, snapshot_every_n_steps=3)
-    next(iter(loader))
-    other = DataLoader(range(8), 2)
-    other.load_state_dict(loader.state_dict())
-    assert flat(other) == [2, 3, 4, 5, 6, 7]
 
 
 @pytest.mark.parametrize("workers", [{}, {"num_workers": 1, "thread_pool": True}, {"num_workers": 1}], ids=str)
