@@ -57,9 +57,6 @@ def test_a_run_that_goes_on_from_a_checkpoint_ends_as_one_that_was_left_alone(tm
     assert shown == [1] * 16  # 46 steps in all
 
 
-# -- disturbed ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.timeout(300)
 def test_a_run_that_is_killed_and_resumed_ends_as_one_that_was_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--stop-resume", "--epochs", "2", "--seed", "2"]) == 0

@@ -109,7 +109,6 @@ def test_blocks_of_the_documentation_run_as_they_stand(tmp_path: Path) -> None:
 
 # -- docs/integrations.md ----------------------------------------------------------------------------------------------
 
-
 INTEGRATIONS = {
     section.partition("\n")[0]: block
     for section in (ROOT / "docs/integrations.md").read_text(encoding="utf-8").split("\n## ")[1:]
@@ -134,7 +133,6 @@ def test_the_code_about_other_libraries_runs(section: str, tmp_path: Path) -> No
 
 
 # -- recipes -----------------------------------------------------------------------------------------------------------
-
 
 FOLDER = ROOT / "docs/recipes"
 PAGES = {page.stem: page.read_text(encoding="utf-8") for page in sorted(FOLDER.glob("*.md")) if page.stem != "index"}

@@ -17,6 +17,8 @@ import pytest
 
 import sharded_loader
 from benchmarks.drawing import drawing
+from sharded_loader.batching.default import Batchify
+from sharded_loader.engine.pool import Pool
 from sharded_loader.loader.attributes import LoaderAttributes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,18 +30,16 @@ CONFIG = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
 @functools.cache
 def messages() -> str:
     """The texts in the library's code, docstrings apart, with a 1 between them; what is filled in is a NUL."""
-    return "\1".join(_messages())
-
-
-def _messages() -> Iterator[str]:
+    found = []
     for path in (ROOT / "sharded_loader").rglob("*.py"):
         nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
         docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
         for node in nodes:
             if isinstance(node, ast.JoinedStr):
-                yield "".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
+                found.append("".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
-                yield node.value
+                found.append(node.value)
+    return "\1".join(found)
 
 
 def is_said(quoted: str) -> bool:
@@ -57,14 +57,9 @@ def rows(page: str) -> list[str]:
 SYMPTOMS = rows("guides/troubleshooting.md")
 
 
-@pytest.mark.lint
-def test_there_are_symptoms_and_each_is_a_message() -> None:
-    assert len(SYMPTOMS) > 30
-    assert [cell for cell in SYMPTOMS if not re.fullmatch("`[^`]+`", cell)] == []
-
-
 def test_a_symptom_is_what_the_code_says() -> None:
-    assert [cell for cell in SYMPTOMS if not is_said(cell.strip("`"))] == []
+    assert len(SYMPTOMS) > 30
+    assert [cell for cell in SYMPTOMS if not re.fullmatch("`[^`]+`", cell) or not is_said(cell.strip("`"))] == []
     assert not is_said("the loader is ajar")
 
 
@@ -76,12 +71,9 @@ def test_messages_that_are_quoted_elsewhere_are_those_of_the_code() -> None:
 # -- reference ----------------------------------------------------------------------------------------------
 
 
-TYPES = "reference/types.md"  # names that signatures mention, and nobody has to import
-
-
 def documented(types: bool = False) -> list[str]:
-    """The names that have an entry, either those that one may import, or those of types."""
-    pages = [text for page, text in PAGES.items() if (page == TYPES) == types]
+    """The names that have an entry, either those that one may import, or those that signatures mention."""
+    pages = [text for page, text in PAGES.items() if (page == "reference/types.md") == types]
     return [name for text in pages for name in re.findall(r"^::: (\S+)$", text, re.MULTILINE)]
 
 
@@ -95,11 +87,8 @@ def test_the_reference_has_every_public_name_once() -> None:
     assert sorted(public.get(one, "not public") for one in shown) == sorted(public.values())
 
 
-def test_completion_offers_every_public_name_once() -> None:
+def test_completion_and_type_checkers_know_every_public_name_once_and_its_module() -> None:
     assert [name for name in sharded_loader.__all__ if dir(sharded_loader).count(name) != 1] == []
-
-
-def test_type_checkers_know_every_public_name_in_its_module() -> None:
     stub = (ROOT / "sharded_loader/__init__.pyi").read_text(encoding="utf-8")
     shown = {name: module for module, name in re.findall(r"^from (\S+) import (\w+) as \2$", stub, re.MULTILINE)}
     modules = dict.fromkeys(sharded_loader._MODULES, "sharded_loader")
@@ -163,18 +152,13 @@ def test_every_module_begins_with_a_sentence_for_the_list_of_modules() -> None:
 
 
 @pytest.mark.lint
-def test_the_drawing_of_the_folders_shows_what_they_import() -> None:
+def test_the_drawing_of_the_folders_shows_what_they_import_and_all_ten_promises_are_told() -> None:
     """``python -m benchmarks.drawing`` makes it anew."""
     assert (DOCS / "assets/folders.svg").read_text(encoding="utf-8") == drawing()
-
-
-@pytest.mark.lint
-def test_all_ten_promises_are_told() -> None:
     assert re.findall(r"^\| (P\d+) ", PAGES["how-it-works.md"], re.MULTILINE) == [f"P{n}" for n in range(1, 11)]
 
 
 # -- CONTRIBUTING.md ------------------------------------------------------------------------------------------
-
 
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
@@ -188,7 +172,11 @@ def test_files_and_folders_that_contributors_are_sent_to_are_there() -> None:
 
 
 @pytest.mark.lint
-def test_commands_that_contributors_are_given_exist() -> None:
+def test_commands_and_verbs_that_contributors_are_given_exist() -> None:
+    verbs = {"Sampler": re.findall(r"`Sampler\.(\w+)`", CONTRIBUTING), "Batchify": ["assemble"]}
+    verbs["Pool"] = ["start", "submit", "wait", "wake", "cancel", "close"]
+    for one in (Batchify, Pool, sharded_loader.Sampler):
+        assert [verb for verb in verbs[one.__name__] if not hasattr(one, verb)] == []
     targets = set(re.findall(r"make ([a-z-]+)", CONTRIBUTING))
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert len(targets) > 5
@@ -199,17 +187,6 @@ def test_commands_that_contributors_are_given_exist() -> None:
         assert found and found.origin, module
         source = Path(found.origin).read_text(encoding="utf-8")
         assert [option for option in re.findall(r"--\w+", options) if f'"{option}"' not in source] == [], module
-
-
-@pytest.mark.lint
-def test_names_that_contributors_have_to_implement_exist() -> None:
-    from sharded_loader.batching.default import Batchify
-    from sharded_loader.engine.pool import Pool
-    from sharded_loader.sampling.base import Sampler
-
-    assert [name for name in re.findall(r"`Sampler\.(\w+)`", CONTRIBUTING) if not hasattr(Sampler, name)] == []
-    assert hasattr(Batchify, "assemble")
-    assert [verb for verb in ("start", "submit", "wait", "wake", "cancel", "close") if not hasattr(Pool, verb)] == []
 
 
 def test_every_name_that_a_page_refers_to_exists_and_the_list_has_all() -> None:

@@ -121,8 +121,6 @@ def test_methods_come_before_properties_names_are_links_and_the_source_is_shown(
     assert source.count("def sample_rng(") == 1 and "sharded_loader/randomness/rng.py" in source
 
 
-# -- search -------------------------------------------------------------------------------------------------
-
 WORDS = ["parquet", "webdataset", "Lightning", "S3", "ImageFolder", "collate", "pretraining", "h5py", "logging"]
 WORDS += ["loss spike", "re-initialize CUDA"]
 
