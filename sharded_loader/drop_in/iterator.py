@@ -26,7 +26,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.utils.data import IterableDataset, _utils
@@ -411,6 +411,10 @@ class LoaderIterator(_BaseDataLoaderIter):
         try:
             data = next(self._inner)
         except StopIteration:
+            run, dataset = self.run, cast(Any, self._dataset)
+            if self._num_workers == 0 and run.job.keeps_state and 0 < run.epoch.first == run.delivered:
+                # Saved after the last batch, before the end was seen: no batch has brought the dataset there.
+                dataset.load_state_dict(copy.deepcopy(run.after()[0].state))
             if not self._persistent_workers:
                 self._shutdown_workers()
             raise

@@ -196,9 +196,9 @@ def test_a_host_far_ahead_holds_a_bounded_number_of_batches(cuda: torch.device) 
     with ShardedDataLoader(images(256, 1 / 32), 2, device=cuda, num_workers=2) as loader:
         for _ in loader:
             sleep(1_000_000)
-            assert len(copies_of(loader)[0].kept) <= HOST_AHEAD
+            assert len(copies_of(loader)[0].in_use) <= HOST_AHEAD
         # The epoch has ended: no host memory is held for copies.
-        assert len(copies_of(loader)[0].kept) == 0
+        assert len(copies_of(loader)[0].in_use) == 0
         torch.cuda.synchronize(cuda)
 
 
