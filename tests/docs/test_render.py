@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sharded_loader import ShardedDataLoader
+from sharded_loader import ShardedDataLoader, SimpleDataset
 from sharded_loader.torch import DataLoader
 from tests.docs import render
 from tests.docs.render import Fault
@@ -142,17 +142,6 @@ def test_what_runs_may_be_copied(language: str, text: str) -> None:
 WIDTHS = (1400, 400)
 
 
-class Photos:
-    """Every 40th sample takes long, and the argument of the loader with the longest name is this class's."""
-
-    def __len__(self) -> int:
-        return 240
-
-    def __getitem__(self, index: int) -> Any:
-        time.sleep(0.05 if index % 40 == 7 else 0.001)
-        return np.zeros(8, np.float32)
-
-
 async def seen(page: Path, scheme: str) -> list[dict[str, Any]]:
     """What a browser sees of a page at each width: `look`, what it asks for, the colours, the plots."""
     found = []
@@ -191,7 +180,13 @@ def brightness(colour: str) -> float:
 def test_a_report_fits_every_window_in_both_schemes_and_asks_no_network(
     kind: type, scheme: str, tmp_path: Path
 ) -> None:
-    loader = kind(Photos(), batch_size=8, num_workers=2, thread_pool=True)
+    def photo(index: int) -> Any:
+        """Every 40th sample takes long."""
+        time.sleep(0.05 if index % 40 == 7 else 0.001)
+        return np.zeros(8, np.float32)
+
+    photos = SimpleDataset(range(240)).transform(photo)
+    loader = kind(photos, batch_size=8, num_workers=2, thread_pool=True)
     for _ in loader:
         time.sleep(0.001)
     path = tmp_path / "report.html"
