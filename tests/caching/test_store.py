@@ -1,4 +1,4 @@
-"""A store of samples: no torn or foreign sample is ever read, whoever dies, and a full disk is no error."""
+"""A store of samples: none is torn, foreign or of another type, whoever dies, and a full disk is no error."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from sharded_loader import CacheMismatchError
 from sharded_loader.base.limits import Limit
 from sharded_loader.base.system import write_at
+from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.caching import store as stores
 from sharded_loader.caching.shared import locked
-from sharded_loader.caching.store import MAGIC, MISSING, UNFINISHED, Store, open_store
+from sharded_loader.caching.store import MISSING, Store, batched, fits_columns, flat, open_store, text_of, unflatten
 
 COUNT = 20
-HERE = Path(__file__).parent
 
 
 def sample(index: int) -> Any:
@@ -62,19 +63,14 @@ def size_of(*indices: int) -> int:
     return store.used_bytes
 
 
+@pytest.fixture(autouse=True)
+def _own_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger("sharded_loader"), "propagate", True)
+
+
 @pytest.fixture(params=["memory", "file"])
 def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path | None:
     return None if request.param == "memory" else tmp_path / "samples.cache"
-
-
-def test_what_was_written_is_read(path: Path | None) -> None:
-    store = make(path)
-    assert [store.read(index) for index in range(COUNT)] == [MISSING] * COUNT
-    fill(store)
-    assert has(store)
-    assert store.rows(np.array([0, 1])) is None  # 1 is no row
-    rows = store.rows(np.array([4, 2]))
-    assert rows is not None and [int(store.columns[0][row][0]) for row in rows] == [4, 2]
 
 
 def test_a_sample_that_was_read_is_ones_own() -> None:
@@ -124,34 +120,20 @@ class Deadly:
     __setitem__ = die
 
 
-def before_the_bytes(store: Store) -> None:
-    stores.write_at = die
+def half(fd: int, data: Any, offset: int) -> None:
+    write_at(fd, memoryview(data)[: len(data) // 2], offset)
+    die()
 
 
-def in_the_middle(store: Store) -> None:
-    def half(fd: int, data: Any, offset: int) -> None:
-        write_at(fd, memoryview(data)[: len(data) // 2], offset)
-        die()
+MOMENTS: dict[str, Callable[[Any], tuple[Any, str, Any]]] = {
+    "before the bytes": lambda store: (stores, "write_at", die),
+    "in the middle": lambda store: (stores, "write_at", half),
+    "before the checksum": lambda store: (store, "_entries", {"length": Deadly(store._entries["length"])}),
+    "before it is the last one": lambda store: (store, "_counters", Deadly(store._counters)),
+    "before the place": lambda store: (store, "places", Deadly(store.places)),
+}
+"""What is replaced, so that a writer dies there."""
 
-    stores.write_at = half
-
-
-def before_the_checksum(store: Store) -> None:
-    store._entries = {"length": Deadly(store._entries["length"])}  # type: ignore[assignment]
-
-
-def before_it_is_the_last_one(store: Store) -> None:
-    store._counters = Deadly(store._counters)  # type: ignore[assignment]
-
-
-def before_the_place(store: Store) -> None:
-    store.places = Deadly(store.places)  # type: ignore[assignment]
-
-
-MOMENTS = pytest.mark.parametrize(
-    "moment",
-    [before_the_bytes, in_the_middle, before_the_checksum, before_it_is_the_last_one, before_the_place],
-)
 INDICES = pytest.mark.parametrize("index", [4, 5], ids=["row", "record"])
 
 
@@ -168,13 +150,13 @@ def killed(work: Callable[[], Any]) -> bool:
     return os.waitpid(pid, 0)[1] == signal.SIGKILL
 
 
-def dies_writing(store: Store, index: int, moment: Callable[[Store], None]) -> bool:
-    return killed(lambda: (moment(store), store.write(index, sample(index))))
+def dies_writing(store: Store, index: int, moment: str) -> bool:
+    return killed(lambda: (setattr(*MOMENTS[moment](store)), store.write(index, sample(index))))
 
 
 @INDICES
-@MOMENTS
-def test_a_writer_killed_at_any_moment_leaves_no_torn_sample(path: Path | None, moment: Any, index: int) -> None:
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_writer_killed_at_any_moment_leaves_no_torn_sample(path: Path | None, moment: str, index: int) -> None:
     store = make(path)
     fill(store, [2])
     assert dies_writing(store, index, moment) and store.read(index) is MISSING
@@ -183,9 +165,9 @@ def test_a_writer_killed_at_any_moment_leaves_no_torn_sample(path: Path | None, 
 
 
 @INDICES
-@MOMENTS
+@pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("programs", [1, 2])
-def test_what_a_killed_writer_had_taken_is_given_back(tmp_path: Path, moment: Any, index: int, programs: int) -> None:
+def test_what_a_killed_writer_had_taken_is_given_back(tmp_path: Path, moment: str, index: int, programs: int) -> None:
     """There is room for each sample once. So each is stored, however often a writer dies."""
     total = size_of(*range(COUNT))
     path = None if programs == 1 else tmp_path / "samples.cache"
@@ -205,10 +187,10 @@ def test_a_sample_that_its_writer_could_not_count_is_counted_by_the_next_one(pat
     store = make(path)
     taken = store._taken
 
-    def before_it_counts(store: Store) -> None:
-        store._taken = lambda: die() if store.places[index] else taken()  # type: ignore[assignment,func-returns-value,method-assign]
+    def before_it_counts() -> Any:
+        return die() if store.places[index] else taken()  # type: ignore[func-returns-value]
 
-    assert dies_writing(store, index, before_it_counts)
+    assert killed(lambda: (setattr(store, "_taken", before_it_counts), store.write(index, sample(index))))
     assert has(store, [index]) and store.used_bytes == size_of(index)
     fill(store)
     assert has(store)
@@ -378,8 +360,8 @@ def test_an_empty_file_becomes_the_cache(tmp_path: Path) -> None:
     path = tmp_path / "samples.cache"
     path.touch(0o600)
     fill(make(path), [1])
-    assert path.read_bytes().startswith(MAGIC) and has(make(path), [1])
-    path.write_bytes(UNFINISHED)
+    assert path.read_bytes().startswith(stores.MAGIC) and has(make(path), [1])
+    path.write_bytes(stores.UNFINISHED)
     assert make(path).read(1) is MISSING
 
 
@@ -437,21 +419,20 @@ def test_a_cache_on_a_full_or_read_only_disk_is_an_error_and_leaves_no_file(
         make(tmp_path / "samples.cache")
 
 
-@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="forks")
 def test_a_limit_of_the_file_size_is_no_error(tmp_path: Path) -> None:
-    program = (
-        "import resource, sys; sys.path[:0] = sys.argv[2:]\n"
-        "import test_store as t\n"
-        "store = t.make(sys.argv[1], first=t.sample(1))\n"  # so that even ones are records, at the end of the file
-        "size = store._layout.log + 50_000\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))\n"
-        "t.fill(store)\n"
-        "print([index for index in range(20) if store.read(index) is not t.MISSING])\n"
-    )
-    command = [sys.executable, "-c", program, str(tmp_path / "samples.cache"), *map(str, (HERE, HERE.parent))]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout == "[0, 1, 2, 3]\n"
-    assert done.stderr.count("it takes no more samples") == 1
+    store = make(tmp_path / "samples.cache", first=sample(1))  # so that even ones are records, at the end of the file
+
+    def work() -> None:
+        import resource
+
+        size = store._layout.log + 50_000
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+        fill(store)
+        if [index for index in range(COUNT) if store.read(index) is not MISSING] == [0, 1, 2, 3]:
+            die()
+
+    assert killed(work)
 
 
 def test_full_memory_is_no_error(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -464,22 +445,6 @@ def test_full_memory_is_no_error(monkeypatch: pytest.MonkeyPatch, caplog: pytest
     assert "the cache in memory is full (the cgroup leaves 1,000 bytes)" in record.getMessage()
 
 
-BOUNDS: dict[str, tuple[Any, str]] = {
-    "a space": ("50 %", "give 0 or more, a share of what is free, such as '50%', or a text"),
-    "more than all": ("101%", "more than 0% and at most 100%"),
-    "nothing": ("0%", "more than 0% and at most 100%"),
-    "negative": (-1, "max_bytes is -1: give 0 or more"),
-    "word": ("half", "max_bytes is 'half'"),
-    "beyond the machine": ("100000 TB", "leaves .* bytes: give less, or a share, such as '50%'"),
-}
-
-
-@pytest.mark.parametrize(("bound", "text"), BOUNDS.values(), ids=BOUNDS)
-def test_a_bound_that_means_nothing_gets_advice(path: Path | None, bound: Any, text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        make(path, max_bytes=bound)
-
-
 def test_a_share_is_that_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "free_bytes", lambda: Limit(4_000_000, "the machine"))
     bounds = {"50%": 2_000_000, "0.5%": 20_000, None: 3_000_000}
@@ -487,9 +452,6 @@ def test_a_share_is_that_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> Non
     room = shutil.disk_usage("/")._replace(total=900_000, free=400_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: room)  # as of /dev/shm
     assert make(max_bytes=None).max_bytes == 300_000
-
-
-# -- locks -------------------------------------------------------------------------------------------------------------
 
 
 def test_what_runs_in_the_middle_of_a_write_stores_nothing() -> None:
@@ -503,10 +465,120 @@ def test_what_runs_in_the_middle_of_a_write_stores_nothing() -> None:
     assert has(store, [1])
 
 
-@pytest.fixture(autouse=True)
-def _own_log() -> Iterator[None]:
-    logger = logging.getLogger("sharded_loader")
-    before = logger.propagate
-    logger.propagate = True
-    yield
-    logger.propagate = before
+# -- a sample that was made flat comes back as it was ------------------------------------------------------------------
+
+Point = namedtuple("Point", "x y")
+
+
+def there_and_back(sample: Any) -> Any:
+    node, leaves = flat(sample)
+    rest = iter(leaves)
+    found = unflatten(json.loads(text_of(node)), lambda dtype, shape: np.array(next(rest), dtype).reshape(shape))
+    assert next(rest, None) is None
+    return found
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal types, values, dtypes and shapes."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and bool((a == b).all())
+    if isinstance(a, np.ndarray | np.generic):
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if isinstance(a, dict):
+        return same([*a.items()], [*b.items()])
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return repr(a) == repr(b)
+
+
+SAMPLES: dict[str, Any] = {
+    "array": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "array of another order": np.arange(6).reshape(2, 3).T.copy("F"),
+    "array without dimensions": np.array(3.5),
+    "empty array": np.zeros((0, 3), np.int16),
+    "big-endian array": np.arange(3, dtype=">i4"),
+    "array of texts": np.array(["a", "bcd"]),
+    "array of dates": np.array(["2020-01-01"], "M8[D]"),
+    "array of long doubles": np.arange(2, dtype=np.longdouble),
+    "view": np.arange(100)[10:20:3],
+    "NumPy numbers": [np.float32(1.5), np.bool_(True), np.datetime64("2020-01-01")],
+    "tensor": torch.arange(6).reshape(2, 3).T,
+    "bfloat16": torch.ones(2, 3, dtype=torch.bfloat16),
+    "number tensor": torch.tensor(2.5, dtype=torch.bfloat16),
+    "empty tensor": torch.zeros(0, 2),
+    "conjugated": torch.tensor([1 + 2j]).conj(),
+    "numbers": (1, -1.5, float("nan"), float("-inf"), -0.0, True, 1 + 2j, 2**70, -(2**63)),
+    "many numbers": [list(range(50)), tuple([0.5] * 9), [True] * 8, [1, 2.5] * 8, [2**70] * 9],
+    "texts": ["", "é\udc80\x00", "a" * 1000, b"", b"\x00\xff", None],
+    "dict": {"a": {"b": [1, (2,)]}, 3: None, None: [], True: {}},
+    "nothing": (),
+}
+
+
+@pytest.mark.parametrize("sample", SAMPLES.values(), ids=SAMPLES)
+def test_a_sample_comes_back_with_its_types_and_values(sample: Any) -> None:
+    found = there_and_back(sample)
+    assert same(found, there_and_back(found))
+    assert same(found, sample)
+    node = flat(sample)[0]
+    assert node == json.loads(text_of(node))
+
+
+def test_keys_that_are_equal_and_differ_are_told_apart() -> None:
+    assert flat({1: 2})[0] != flat({True: 2})[0] and flat({"1": 2})[0] != flat({1: 2})[0]
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "object": ({"a": [0, object()]}, r"field \['a'\]\[1\] of the sample is an object"),
+    "objects in an array": ((1, np.array([None])), r"field \[1\] of the sample is an? ndarray \(object\)"),
+    "structured array": (np.zeros(1, "i4,f4"), r"the sample is an? ndarray \(\[\('f0', '<i4'\)"),
+    "text that ends with a zero": (np.bytes_(b"ab\0"), "the sample is a bytes_"),
+    "masked array": (np.ma.array([1], mask=[True]), "the sample is a MaskedArray"),
+    "namedtuple": ([Point(1, 2)], r"field \[0\] of the sample is a Point"),
+    "subclass": (OrderedDict(a=1), "the sample is an OrderedDict"),
+    "set": ({1}, "the sample is a set"),
+    "key": ({"a": {(1, 2): 3}}, r"field \['a'\] of the sample is a dict with a tuple as a key"),
+    "parameter": (torch.nn.Parameter(torch.zeros(1)), "the sample is a Parameter"),
+    "requires grad": (
+        {"x": torch.zeros(2, requires_grad=True)},
+        r"field \['x'\] of the sample is a Tensor that requires grad \(call .detach\(\)\)",
+    ),
+    "sparse": (torch.eye(2).to_sparse(), r"the sample is a Tensor \(torch.float32, torch.sparse_coo, cpu\)"),
+    "without values": (torch.zeros(2, device="meta"), r"the sample is a Tensor \(torch.float32, torch.strided, meta\)"),
+    "class": (int, "the sample is a type"),
+}
+
+
+@pytest.mark.parametrize(("sample", "text"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_stored_is_named(sample: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=text + ".*cannot store.*make it an array"):
+        flat(sample)
+
+
+COLUMNS: dict[str, list[Any]] = {
+    "arrays": [np.full((2, 3), i, np.uint8) for i in range(3)],
+    "numbers": [(i, i / 2, bool(i), 1j * i, np.float32(i), np.int8(i)) for i in range(3)],
+    "tensors": [{"x": torch.full((2,), i), "y": (i, "same")} for i in range(3)],
+    "without dimensions": [(np.array(i), torch.tensor(i)) for i in range(3)],
+    "big-endian": [np.full(2, i, ">f4") for i in range(3)],
+}
+
+
+@pytest.mark.parametrize("samples", COLUMNS.values(), ids=COLUMNS)
+def test_columns_become_the_batch_of_the_samples(samples: list[Any]) -> None:
+    nodes, leaves = zip(*map(flat, samples), strict=True)
+    node = nodes[0]
+    assert all(one == node for one in nodes) and fits_columns(node)
+    columns = [np.array(column) for column in zip(*leaves, strict=True)]
+    columns = [column.astype(column.dtype.newbyteorder("=")) for column in columns]
+    batch = batched(node, iter(columns), len(samples))
+    assert same(batch, default_batchify_fn.assemble(samples, np.empty))
+
+
+@pytest.mark.parametrize(
+    "sample", [[1, 2], [0.5] * 9, None, b"a", np.array(["a"]), {}, (), torch.ones(1, dtype=torch.bfloat16)]
+)
+def test_what_is_batched_otherwise_is_read_one_by_one(sample: Any) -> None:
+    assert not fits_columns(flat(sample)[0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,34 +16,27 @@ from sharded_loader.demo import train
 from sharded_loader.demo.train import Report, stop_and_resume, train_and_test
 from sharded_loader.engine.pool import Pool
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 @pytest.mark.parametrize("seed", [1, 2])
 def test_the_accuracy_is_no_luck(seed: int) -> None:
     assert train_and_test(20, seed).accuracy > 0.97
 
 
-def trained(pool: Pool, seed: int = 5) -> tuple[float, list[float]]:
-    report = train_and_test(2, seed, pool=pool)
-    return report.accuracy, report.losses
+def test_same_seed_same_training_whoever_reads_and_torch_is_left_as_it_was() -> None:
+    def trained(pool: Pool, seed: int = 5) -> tuple[float, list[float]]:
+        report = train_and_test(2, seed, pool=pool)
+        return report.accuracy, report.losses
 
-
-@pytest.mark.slow
-def test_same_seed_same_training_whoever_reads() -> None:
+    before = torch.get_num_threads(), torch.backends.cudnn.deterministic
     inline = trained(InlinePool())
     for pool in (ThreadPool(3), ProcessPool(1), ProcessPool(2)):
         assert trained(pool) == inline, pool
     assert trained(InlinePool(), seed=6) != inline
-
-
-@pytest.mark.slow
-def test_the_demo_leaves_torch_as_it_was() -> None:
-    before = torch.get_num_threads(), torch.backends.cudnn.deterministic
-    trained(InlinePool())
     assert before == (torch.get_num_threads(), torch.backends.cudnn.deterministic)
 
 
-@pytest.mark.slow
 def test_each_batch_is_shown_once_and_waiting_is_that_of_the_last_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     shares = {None: 0.5, 0: 0.9, 1: 0.05}
     found = lambda epoch: SimpleNamespace(waiting_share=shares[epoch], samples_per_second=1.0)  # noqa: E731
@@ -54,7 +47,6 @@ def test_each_batch_is_shown_once_and_waiting_is_that_of_the_last_epoch(monkeypa
     assert report.waiting_share == 0.05
 
 
-@pytest.mark.slow
 def test_a_run_that_goes_on_from_a_checkpoint_ends_as_one_that_was_left_alone(tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoint.pt"
     whole = train_and_test(2, pool=InlinePool(), checkpoint=checkpoint, save_at=30)
@@ -65,10 +57,6 @@ def test_a_run_that_goes_on_from_a_checkpoint_ends_as_one_that_was_left_alone(tm
     assert shown == [1] * 16  # 46 steps in all
 
 
-# -- disturbed ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_run_that_is_killed_and_resumed_ends_as_one_that_was_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--stop-resume", "--epochs", "2", "--seed", "2"]) == 0
@@ -79,7 +67,6 @@ def test_a_run_that_is_killed_and_resumed_ends_as_one_that_was_left_alone(capsys
     assert compared.strip() == "the same accuracy and losses as in the first run"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("option", "function"), [("--stop-resume", "stop_and_resume"), ("--kill", "train_and_kill")])
 def test_a_disturbed_run_that_differs_is_an_exit_code(
     option: str, function: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -89,22 +76,16 @@ def test_a_disturbed_run_that_differs_is_an_exit_code(
     assert "NOT the same accuracy and losses" in capsys.readouterr().out
 
 
-def fails(*arguments: Any, **named: Any) -> None:
-    raise ArithmeticError("no training")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("save_at", ["never", "at once"])
 def test_a_process_that_fails_is_an_error(save_at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before it is killed, or after it was resumed."""
-    monkeypatch.setattr(train, "train_and_test", fails)
+    monkeypatch.setattr(train, "train_and_test", Mock(side_effect=ArithmeticError("no training")))
     if save_at == "at once":
         monkeypatch.setattr(Path, "exists", lambda path: True)
     with pytest.raises((RuntimeError, ArithmeticError), match="ended by itself, exit code 1|no training"):
         stop_and_resume(1, 0, lambda epoch, text: None)
 
 
-@pytest.mark.slow
 def test_a_run_whose_workers_are_killed_ends_as_one_that_was_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--kill", "--epochs", "2", "--seed", "2"]) == 0
     *before, shown, compared = capsys.readouterr().out.splitlines()

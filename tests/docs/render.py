@@ -35,18 +35,9 @@ HEIGHT = 900
 SCHEMES = ("light", "dark")
 AT_ONCE = 4  # pages that are open side by side
 
-FLAGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--hide-scrollbars",
-    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
-]
+FLAGS = ["headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-background-networking"]
+FLAGS += ["disable-component-update", "disable-sync", "hide-scrollbars"]
+FLAGS = [f"--{flag}" for flag in [*FLAGS, "host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]]
 LOOK = Path(__file__).with_name("look.js").read_text(encoding="utf-8")
 
 
@@ -108,7 +99,9 @@ async def browser() -> Any:
     from playwright.async_api import async_playwright
 
     async with async_playwright() as playwright:
-        running = await playwright.chromium.launch(executable_path=chromium() or None, args=FLAGS)
+        running = await playwright.chromium.launch(
+            executable_path=chromium() or None, args=[f"--{flag}" for flag in FLAGS]
+        )
         try:
             yield running
         finally:
@@ -241,12 +234,7 @@ def summed_up(faults: list[Fault]) -> list[Fault]:
 
 
 def render(site: Path, screenshots: Path | None = None) -> list[Fault]:
-    """The faults of every page of a built site.
-
-    Args:
-        site: The folder of the site.
-        screenshots: A folder for a picture of every page, or None.
-    """
+    """The faults of every page of a built site; a folder gets a picture of each."""
     if screenshots is not None:
         screenshots.mkdir(parents=True, exist_ok=True)
     return summed_up(asyncio.run(_render(site, screenshots)))

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from sharded_loader import ShardedDataLoader
+from sharded_loader import ShardedDataLoader, SimpleDataset
 from tests.docs import render
 
 FOLDER = render.ROOT / "docs/assets/reports"
@@ -29,24 +29,12 @@ COLOURS = 128
 """Of a picture: with so few, it has 30 KB."""
 
 
-class Samples:
-    """Samples that take a known time.
-
-    Args:
-        computes: seconds in which each sample keeps a core busy.
-    """
-
-    def __init__(self, computes: float = 0.0) -> None:
-        self.computes = computes
-
-    def __len__(self) -> int:
-        return 1600
-
-    def __getitem__(self, index: int) -> Any:
-        until = time.thread_time() + self.computes
-        while time.thread_time() < until:
-            pass
-        return index
+def computes(index: int) -> int:
+    """Keeps a core busy for 2 ms."""
+    until = time.thread_time() + 0.002
+    while time.thread_time() < until:
+        pass
+    return index
 
 
 def slow_collate(samples: list[int]) -> Any:
@@ -56,8 +44,8 @@ def slow_collate(samples: list[int]) -> Any:
 
 
 JOBS: dict[str, dict[str, Any]] = {
-    "too-few-workers": {"dataset": Samples(computes=0.002), "num_workers": 1},
-    "slow-collate": {"dataset": Samples(), "num_workers": 2, "collate_fn": slow_collate},
+    "too-few-workers": {"dataset": SimpleDataset(range(1600)).transform(computes), "num_workers": 1},
+    "slow-collate": {"dataset": range(1600), "num_workers": 2, "collate_fn": slow_collate},
 }
 """The arguments of a loader for each picture."""
 

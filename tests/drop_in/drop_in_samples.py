@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import json
 import random
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -11,16 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.utils.data
-from torch.utils.data import (
-    BatchSampler,
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-    get_worker_info,
-)
+from torch.utils.data import BatchSampler, Dataset, IterableDataset, RandomSampler, Sampler, get_worker_info
 
 TORCHS = torch.utils.data.DataLoader
 
@@ -32,32 +21,19 @@ def assert_same(found: Any, expected: Any, where: str = "batch") -> None:
     """The same values, dtypes and types, all the way down."""
     assert type(found) is type(expected), f"{where}: {type(found)} instead of {type(expected)}"
     if isinstance(expected, torch.Tensor):
-        assert found.dtype == expected.dtype and found.shape == expected.shape, (where, found, expected)
         assert found.requires_grad == expected.requires_grad, where
-        if expected.is_sparse:
-            found, expected = found.to_dense(), expected.to_dense()
-        assert torch.equal(_bits(found), _bits(expected)), (where, found, expected)
+        torch.testing.assert_close(found.detach(), expected.detach(), rtol=0, atol=0, equal_nan=True)
     elif isinstance(expected, np.ndarray):
-        assert found.dtype == expected.dtype and found.shape == expected.shape, (where, found, expected)
-        np.testing.assert_array_equal(found, expected)
-    elif isinstance(expected, dict):
-        assert list(found) == list(expected), where
-        for key in expected:
-            assert_same(found[key], expected[key], f"{where}[{key!r}]")
-    elif isinstance(expected, list | tuple):
+        assert found.dtype == expected.dtype, (where, found, expected)
+        np.testing.assert_array_equal(found, expected, strict=True)
+    elif isinstance(expected, dict | list | tuple):
         assert len(found) == len(expected), (where, found, expected)
-        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
-            assert_same(one, other, f"{where}[{number}]")
+        named = isinstance(expected, dict)
+        assert not named or list(found) == list(expected), where
+        for key in expected if named else range(len(expected)):
+            assert_same(found[key], expected[key], f"{where}[{key!r}]")
     else:
         assert found == expected or (found != found and expected != expected), (where, found, expected)
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Such that NaN equals itself."""
-    plain = tensor.detach().resolve_conj().resolve_neg().as_subclass(torch.Tensor)
-    if plain.is_floating_point():
-        plain = plain.to(torch.float64)
-    return torch.nan_to_num(plain, nan=77.0) if plain.is_floating_point() or plain.is_complex() else plain
 
 
 def outcome(make: Callable[[], Any]) -> tuple[Any, Exception | None]:
@@ -82,45 +58,11 @@ def some(iterator: Iterator[Any], count: int) -> list[Any]:
     return plain(batch for _, batch in zip(range(count), iterator, strict=False))
 
 
-def assert_resumes(
-    make: Callable[[int], Any],
-    *,
-    saved: int,
-    loaded: int,
-    before: int,
-    count: int | None,
-    epochs: int = 3,
-) -> None:
-    """A state goes on exactly: the rest of the epoch, and the epochs after it.
-
-    Args:
-        make: makes a loader of so many workers.
-        saved, loaded: how many workers the loader has that the state is taken from, and the one that loads it.
-        before: how many epochs there are before the state's.
-        count: how many batches of its epoch there are before the state. None: all of them, and the end is seen.
-        epochs: how many epochs are compared behind it.
-    """
-    torch.manual_seed(1)
-    loader = make(saved)
-    for _ in range(before):
-        list(loader)
-    begun = None
-    if count is None:
-        list(loader)
-    elif count:
-        begun = iter(loader)
-        if len(some(begun, count)) < count:
-            begun = None  # the end was seen
-    state = json.loads(json.dumps(loader.state_dict()))
-    generator = torch.get_rng_state()
-    expected = [] if begun is None else [plain(begun)]
-    expected += [plain(loader) for _ in range(epochs)]
-    torch.manual_seed(99)
-    other = make(loaded)
-    other.load_state_dict(copy.deepcopy(state))
-    torch.set_rng_state(generator)  # a trainer puts the global generator back
-    found = [plain(other) for _ in expected]
-    assert found == expected, f"{found} instead of {expected}"
+def workers(pool: str, count: int = 2) -> dict[str, Any]:
+    """The arguments of a pool by the name that tests are parametrised with."""
+    if pool == "inline":
+        return {}
+    return {"num_workers": count} | ({"thread_pool": True} if pool == "thread" else {"start_method": pool})
 
 
 # -- map-style datasets -------------------------------------------------------------------------------------------
@@ -156,43 +98,30 @@ class Seeds(Reads):
         super().__init__(told_and_drawn, 12)
 
 
-class Squares(Reads):
-    """Tuples of an array, a tensor and a number."""
+class Keeps:
+    """Has a state: these attributes."""
 
-    def __init__(self, length: int = 17) -> None:
-        super().__init__(lambda i: (np.full(3, i, np.float32), torch.tensor([i, i**2]), i), length)
+    kept: tuple[str, ...]
 
+    def state_dict(self) -> dict[str, Any]:
+        return {name: vars(self)[name] for name in self.kept}
 
-class Changing(Dataset[Any]):
-    """Samples that show an attribute."""
-
-    scale = 1
-
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, index: int) -> int:
-        return index * self.scale
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
 
 
-class Counting(Dataset[Any]):
-    """Counts its reads, and says how many there were: its state is that count."""
+class Counting(Keeps, Reads):
+    """Counts its reads: its state is that count."""
 
-    def __init__(self) -> None:
+    kept = ("reads",)
+
+    def __init__(self, length: int = 13) -> None:
+        super().__init__(self.count, length)
         self.reads = 0
 
-    def __len__(self) -> int:
-        return 13
-
-    def __getitem__(self, index: int) -> int:
+    def count(self, index: int) -> int:
         self.reads += 1
         return 1000 * self.reads + index
-
-    def state_dict(self) -> dict[str, int]:
-        return {"reads": self.reads}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.reads = state["reads"]
 
 
 # -- iterable datasets --------------------------------------------------------------------------------------------
@@ -209,11 +138,8 @@ class Parts(IterableDataset[Any]):
         return iter(self.read(*((0, 1) if info is None else (info.id, info.num_workers))))
 
 
-class Uneven(Parts):
-    """Parts of different lengths: worker i of any number yields 100 i, 100 i + 1, ..."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda number, count: range(100 * number, 100 * number + (11, 4, 7, 0, 5)[number]))
+SEEDS = Parts(lambda number, count: (told_and_drawn() for _ in range(4)))
+"""The same as iterable data."""
 
 
 class Shared(Parts):
@@ -227,29 +153,10 @@ class Shared(Parts):
         return self.length
 
 
-class StatefulStream(Parts):
-    """A stream that says where it is, and counts the samples of all its epochs."""
-
-    def __init__(self, length: int = 11) -> None:
-        super().__init__(self.samples)
-        self.length, self.place, self.total = length, 0, 0
-
-    def samples(self, number: int, count: int) -> Iterator[int]:
-        while self.place < self.length - number:
-            self.place += 1
-            self.total += 1
-            yield 10_000 * number + 100 * self.total + self.place
-        self.place = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"place": self.place, "total": self.total}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.place, self.total = state["place"], state["total"]
-
-
-class Stateful:
+class Stateful(Keeps):
     """An iterator with a state."""
+
+    kept = ("items", "place")
 
     def __init__(self, items: Iterable[int]) -> None:
         self.items, self.place = list(items), 0
@@ -262,19 +169,6 @@ class Stateful:
             raise StopIteration
         self.place += 1
         return self.items[self.place - 1]
-
-    def state_dict(self) -> dict[str, Any]:
-        return vars(self).copy()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-
-
-class StatefulItems(Parts):
-    """A stream whose iterators have a state."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda number, count: Stateful(range(100 * number + 1, 100 * number + 10)))
 
 
 # -- samplers -----------------------------------------------------------------------------------------------------
@@ -304,46 +198,35 @@ class ItsOwnIterator(Order):
         return next(self.begun)
 
 
-class Resets(Sampler[int]):
-    """A stateful sampler that starts over at its end. Each epoch begins with another index."""
+class Resets(Keeps, Sampler[int]):
+    """A stateful sampler that starts over at its end, with another index.
 
-    def __init__(self, length: int = 13) -> None:
-        self.length, self.place, self.epoch = length, 0, 0
+    Args:
+        length: how much it yields.
+        late: it starts over at its next beginning, unless it is loaded before.
+    """
+
+    kept = ("place", "epoch")
+
+    def __init__(self, length: int = 13, late: bool = False) -> None:
+        self.length, self.place, self.epoch, self.late, self.goes_on = length, 0, 0, late, True
 
     def __iter__(self) -> Iterator[int]:
+        if not self.goes_on:
+            self.place, self.epoch = 0, self.epoch + 1
+        self.goes_on = not self.late
         while self.place < self.length:
             self.place += 1
             yield (self.place + 3 * self.epoch) % self.length
-        self.place, self.epoch = 0, self.epoch + 1
+        if not self.late:
+            self.place, self.epoch = 0, self.epoch + 1
 
     def __len__(self) -> int:
         return self.length
 
-    def state_dict(self) -> dict[str, int]:
-        return {"place": self.place, "epoch": self.epoch}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.place, self.epoch = state["place"], state["epoch"]
-
-
-class StartsOver(Resets):
-    """A stateful sampler that starts over at its beginning, unless it has been loaded."""
-
-    def __init__(self, length: int = 13) -> None:
-        super().__init__(length)
-        self.loaded = True
-
-    def __iter__(self) -> Iterator[int]:
-        if not self.loaded:
-            self.place, self.epoch = 0, self.epoch + 1
-        self.loaded = False
-        while self.place < self.length:
-            self.place += 1
-            yield (self.place + 3 * self.epoch) % self.length
-
     def load_state_dict(self, state: dict[str, int]) -> None:
         super().load_state_dict(state)
-        self.loaded = True
+        self.goes_on = True
 
 
 class Pair(NamedTuple):
@@ -364,11 +247,6 @@ def permuted() -> list[int]:
     return torch.randperm(13).tolist()
 
 
-def of_one_generator() -> dict[str, Any]:
-    generator = seeded()
-    return {"generator": generator, "sampler": RandomSampler(DATA, generator=generator), "batch_size": 3}
-
-
 SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
     "in turn": lambda: {"batch_size": 3},
     "shuffle": lambda: {"shuffle": True, "batch_size": 3},
@@ -379,11 +257,15 @@ SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
     "backwards": lambda: {"sampler": Order(lambda: range(12, -1, -1)), "batch_size": 3},
     "random": lambda: {"sampler": RandomSampler(DATA), "batch_size": 3},
     "random, own generator": lambda: {"sampler": RandomSampler(DATA, generator=seeded()), "batch_size": 3},
-    "random, one generator": of_one_generator,
+    "random, one generator": lambda: {
+        "generator": (one := seeded()),
+        "sampler": RandomSampler(DATA, generator=one),
+        "batch_size": 3,
+    },
     "replacement": lambda: {"sampler": RandomSampler(DATA, True, 40, generator=seeded()), "batch_size": 3},
     "more than there are": lambda: {"sampler": RandomSampler(DATA, num_samples=40), "batch_size": 3},
-    "subset": lambda: {"sampler": SubsetRandomSampler([3, 9, 4, 1, 8]), "batch_size": 2},
-    "weighted": lambda: {"sampler": WeightedRandomSampler([1.0] * 13, 13), "batch_size": 3},
+    "subset": lambda: {"sampler": torch.utils.data.SubsetRandomSampler([3, 9, 4, 1, 8]), "batch_size": 2},
+    "weighted": lambda: {"sampler": torch.utils.data.WeightedRandomSampler([1.0] * 13, 13), "batch_size": 3},
     "batches": lambda: {"batch_sampler": BatchSampler(RandomSampler(DATA), 4, False)},
     "listed batches": lambda: {"batch_sampler": [[1, 2], [3], [7, 5, 2], [4]]},
     "its own iterator": lambda: {
@@ -393,7 +275,7 @@ SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
     "eager batches": lambda: {"batch_sampler": Order(lambda: list(BatchSampler(permuted(), 3, False)), 5)},
     "eager, one by one": lambda: {"batch_size": None, "sampler": Order(permuted)},
     "stateful": lambda: {"sampler": Resets(), "batch_size": 3},
-    "stateful, over at its beginning": lambda: {"sampler": StartsOver(), "batch_size": 3},
+    "stateful, over at its beginning": lambda: {"sampler": Resets(late=True), "batch_size": 3},
     "stateful batches": lambda: {"batch_sampler": BatchSampler(Resets(), 3, False)},
     "stateful iterators": lambda: {"sampler": Order(lambda: Stateful(permuted())), "batch_size": None},
 }

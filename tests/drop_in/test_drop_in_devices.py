@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from drop_in_samples import Parts, Reads
+from drop_in_samples import Parts, Reads, workers
 from simulated import Machine, SimulatedStreams
 
 from sharded_loader.devices.copies import CopyStream
@@ -32,13 +34,6 @@ DATASETS: dict[str, Any] = {
 }
 
 
-def workers(method: str, count: int = 2) -> dict[str, Any]:
-    if method == "inline":
-        return {"num_workers": 0}
-    how = {"thread_pool": True} if method == "thread" else {"start_method": method}
-    return {"num_workers": count, **how}
-
-
 def loader_on(machine: Machine, method: str = "fork", kind: str = "map-style", **options: Any) -> DataLoader[Any]:
     return DataLoader(DATASETS[kind], 4, device=machine.devices[0], **workers(method), **options)
 
@@ -49,7 +44,7 @@ class Watched:
     def __init__(self, machine: Machine) -> None:
         self.machine, self.wrong, self.seen = machine, [], []  # type: ignore[var-annotated]
 
-    def epoch(self, loader: DataLoader[Any], expected: list[list[int]] | None = None, most: int = 1000) -> None:
+    def epoch(self, loader: DataLoader[Any], most: int = 1000) -> None:
         """Read an epoch. The batches are dropped as soon as their work is given to the stream."""
         for number, (rows, labels) in enumerate(loader):
             self.machine.kernel(self.machine.devices[0], labels, lambda found: self.seen.append(found.tolist()))
@@ -64,18 +59,6 @@ class Watched:
     def _compare(self, found: np.ndarray) -> None:
         if (found != found[:, :1]).any() or found[:, 0].tolist() != self.seen[-1]:
             self.wrong.append(found[:, 0].tolist())
-
-
-def registrations(machine: Machine) -> list[int]:
-    """The sizes of segments that are pinned from now on."""
-    made, register = [], machine.cudaHostRegister
-
-    def noted(address: int, nbytes: int, flags: int) -> int:
-        made.append(nbytes)
-        return register(address, nbytes, flags)
-
-    machine.cudaHostRegister = noted  # type: ignore[method-assign]
-    return made
 
 
 def labels(loader: DataLoader[Any], epochs: int = 1) -> list[list[int]]:
@@ -117,17 +100,17 @@ def test_two_batches_are_copied_ahead(machine: Machine, kind: str) -> None:
 @pytest.mark.parametrize("ends", ["the end", "a break", "no batch"])
 @pytest.mark.costly
 def test_pinned_memory_lives_from_epoch_to_epoch(machine: Machine, method: str, ends: str) -> None:
-    made, watched = registrations(machine), Watched(machine)
-    loader = loader_on(machine, method)
+    register = machine.cudaHostRegister = Mock(wraps=machine.cudaHostRegister)  # type: ignore[method-assign]
+    watched, loader = Watched(machine), loader_on(machine, method)
     most = 7 if ends == "a break" else 1000
     for _ in range(2):  # in the first one nobody knows how large a batch is
         watched.epoch(loader, most=most)
-    before = len(made)
+    before = register.call_count
     for _ in range(6):
         if ends == "no batch":
             iter(loader)
         watched.epoch(loader, most=most)
-    assert before and len(made) <= before + 2  # more may be in flight than ever before, but not in each epoch
+    assert before and register.call_count <= before + 2  # more may be in flight than ever before, but not in each epoch
     assert len(machine.streams[machine.devices[0]]) == 2  # torch keeps memory for each: one copy stream is enough
     del loader
     assert machine.registered == {}
@@ -163,7 +146,7 @@ def test_ready_event_is_that_of_the_last_batch(machine: Machine) -> None:
     assert DataLoader(range(4)).ready_event is None
 
 
-def test_an_epoch_inside_another_has_memory_of_its_own(machine: Machine) -> None:
+def test_an_epoch_inside_another_has_memory_of_its_own_and_a_copy_of_the_loader_too(machine: Machine) -> None:
     loader = loader_on(machine)
     watched, outer = Watched(machine), []
     for _, found in loader:
@@ -171,48 +154,42 @@ def test_an_epoch_inside_another_has_memory_of_its_own(machine: Machine) -> None
         outer.append(found.tolist())
         if len(outer) in (2, 5):
             watched.epoch(loader)
-    assert watched.seen == outer * 2
+    copies = [copy.copy(loader), pickle.loads(pickle.dumps(loader))]
     del loader
     assert machine.registered == {}
+    for one in copies:
+        watched.epoch(one)
+    assert watched.seen == outer * 4
 
 
-def test_memory_goes_back_when_the_devices_are_others(machine: Machine) -> None:
+def test_memory_goes_back_when_the_devices_are_others_or_the_host(machine: Machine) -> None:
     """Also that of an iterator which goes on: what unregisters it waits for the copies to those devices only."""
-    made, loader = registrations(machine), loader_on(machine)
+    register = machine.cudaHostRegister = Mock(wraps=machine.cudaHostRegister)  # type: ignore[method-assign]
+    loader = loader_on(machine)
     labels(loader)
     machine.finish()
     batches = iter(loader)
     next(batches)
     loader.device = machine.devices[1]  # as Accelerate does
-    before = len(made)
+    before = register.call_count
     labels(loader)
-    ours = len(made) - before
+    ours = register.call_count - before
     assert before and ours and len(list(batches)) == 11
     machine.finish()
     assert len(machine.registered) == ours
-
-
-def test_batches_in_host_memory_do_not_lie_in_what_a_device_has_left(machine: Machine) -> None:
-    loader = loader_on(machine)
-    labels(loader)
-    machine.finish()
     loader.device = None
     for rows, _ in loader:
         assert not machine.holds(rows.data_ptr(), 1)
 
 
-class Thing:
-    def __init__(self, rows: Any) -> None:
-        self.rows = rows
-
-
-def things(samples: list[Any]) -> Any:
-    return Thing(np.stack([rows for rows, _ in samples])), torch.tensor([label for _, label in samples])
-
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 @pytest.mark.slow
 def test_what_a_process_that_is_forked_between_two_epochs_holds_stays_as_it_is(machine: Machine) -> None:
+
+    def things(samples: list[Any]) -> Any:
+        rows, numbers = zip(*samples, strict=True)
+        return SimpleNamespace(rows=np.stack(rows)), torch.tensor(numbers)
+
     machine.refuse = 2  # so objects stay in the slots
     with pytest.warns(UserWarning, match="could not be pinned"):
         loader = loader_on(machine, collate_fn=things, shuffle=True, seed=1)
@@ -268,14 +245,3 @@ def test_an_interruption_gives_the_memory_up(machine: Machine, monkeypatch: pyte
     watched = Watched(machine)
     watched.epoch(loader)
     assert len(watched.seen) == 12
-
-
-@pytest.mark.slow
-def test_a_copy_of_a_loader_has_memory_of_its_own(machine: Machine) -> None:
-    loader = loader_on(machine)
-    labels(loader)
-    machine.finish()
-    for other in (copy.copy(loader), pickle.loads(pickle.dumps(loader))):
-        watched = Watched(machine)
-        watched.epoch(other)
-        assert len(watched.seen) == 12

@@ -2,46 +2,26 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import itertools
 import json
 import pickle
-from collections.abc import Callable, Iterator
+import signal
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from conftest import covering
-from drop_in_samples import DATA, SAMPLERS, TORCHS, Order, Reads, Resets, plain, seeded, some
+from drop_in_samples import DATA, SAMPLERS, TORCHS, Order, Reads, Shared, plain, seeded, some
+from injection import HANDLERS, InterruptAt, next_interrupted
 from samples import ByEpoch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
 
 from sharded_loader import sample_rng
-from sharded_loader.base.entries import to_state
-from sharded_loader.drop_in.sampler import EpochCount, SamplerStart, ShuffleSampler
+from sharded_loader.drop_in.sampler import EpochCount, SamplerStart, ShuffleSampler, TorchEpoch
 from sharded_loader.torch import DataLoader
-
-
-def test_it_is_torchs_sampler() -> None:
-    sampler = ShuffleSampler(range(7))
-    assert isinstance(sampler, RandomSampler)
-    assert len(sampler) == sampler.num_samples == 7
-    assert sampler.replacement is False
-
-
-@pytest.mark.parametrize("length", [1, 2, 6, 100])
-@pytest.mark.parametrize("with_generator", [False, True])
-def test_every_epoch_is_torchs_and_draws_when_torchs_does(length: int, with_generator: bool) -> None:
-    """Nothing is drawn before the first index. From a generator, torch's sampler draws once more at the end."""
-    found = []
-    for kind in (ShuffleSampler, RandomSampler):
-        torch.manual_seed(3)
-        generator = seeded() if with_generator else torch.default_generator
-        sampler: Any = kind(range(length), generator=generator if with_generator else None)
-        found.append([])
-        for _ in range(3):
-            batches = iter(BatchSampler(sampler, 2, False))
-            for _ in range(length // 2 + 2):
-                found[-1].append((generator.get_state().tolist(), next(batches, None)))
-    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("arguments", [dict, lambda: {"generator": seeded()}], ids=["drawn", "generator"])
@@ -57,36 +37,18 @@ def test_without_a_seed_set_epoch_changes_nothing(arguments: Callable[[], dict[s
     assert left[:3] == left[3:]
 
 
-NAMED: dict[str, Callable[[], dict[str, Any]]] = {
-    "seed": lambda: {"shuffle": True, "seed": 2},
-    "seed, generator": lambda: {"shuffle": True, "generator": seeded(), "seed": 2},
-    "own": lambda: {"sampler": ByEpoch(20)},
-}
-
-
-@pytest.mark.parametrize("when", ["before iter", "after iter"])
-@pytest.mark.parametrize("given", [{}, {"num_workers": 1, "thread_pool": True}], ids=["inline", "thread"])
-@pytest.mark.parametrize("kind", NAMED)
-def test_set_epoch_of_the_loader_names_the_order_in_every_process(kind: str, given: Any, when: str) -> None:
-    def made() -> DataLoader[Any]:
-        torch.manual_seed(3)
-        return DataLoader(range(20), 4, **NAMED[kind](), **given)
-
-    def read(loader: DataLoader[Any], epoch: int) -> list[Any]:
-        batches = iter(loader) if when == "after iter" else None
-        loader.set_epoch(epoch)
-        return plain(loader if batches is None else batches)
-
-    loader = made()
-    epochs = [read(loader, epoch) for epoch in range(3)]
-    assert epochs[0] != epochs[1] != epochs[2]
-    assert read(made(), 1) == epochs[1]  # as in another process
-    stopped, resumed = made(), made()
-    stopped.set_epoch(1)
-    next(iter(stopped))
-    resumed.load_state_dict(json.loads(json.dumps(stopped.state_dict())))
-    assert plain(resumed) == epochs[1][1:]
-    assert read(resumed, 2) == epochs[2]
+@pytest.mark.parametrize("copied", [False, True])
+def test_the_epoch_can_be_set_on_the_loader_and_on_its_batch_sampler(copied: bool) -> None:
+    """transformers calls the first, and the second after it has wrapped the batch sampler."""
+    loader = DataLoader(range(8), batch_size=4, shuffle=True, seed=1)
+    epochs = [plain(loader) for _ in range(2)]
+    if copied:
+        loader = copy.deepcopy(loader)
+    assert type(loader.batch_sampler) is BatchSampler  # Lightning builds it again
+    for told in (loader, loader.batch_sampler):
+        for epoch in (1, 0):
+            told.set_epoch(epoch)  # type: ignore[union-attr]
+            assert plain(loader) == epochs[epoch]
 
 
 @pytest.mark.parametrize("seed", [0, 7, 2**63 - 1, -3, 2**63, 2**64 - 1, 2**70])
@@ -130,19 +92,14 @@ def test_a_state_of_before_in_which_a_drawn_seed_decides_all_epochs_is_loaded() 
     assert [list(sampler), list(sampler)] == [list(seeded_by_4), list(seeded_by_4)]
 
 
-@pytest.mark.parametrize("make", [DataLoader, torch.utils.data.DataLoader])
-def test_a_look_at_the_batches_of_a_distributed_sampler_changes_nothing(make: Any) -> None:
-    loader = make(range(20), 2, sampler=DistributedSampler(range(20), 2, 0))  # type: ignore[arg-type]
-    loader.sampler.set_epoch(2)
-    expected = list(loader.batch_sampler)
-    assert [batch.tolist() for _ in range(2) for batch in loader] == expected * 2
-
-
-def test_a_look_at_the_batches_is_an_epoch_of_the_sampler_that_shuffles() -> None:
+def test_a_look_at_the_batches_is_an_epoch_of_the_sampler_that_shuffles_alone() -> None:
     loader: Any = DataLoader(range(20), 2, shuffle=True, seed=3)
     looked = [list(loader.batch_sampler) for _ in range(2)]
     loader.sampler.set_epoch(1)
-    assert [batch.tolist() for batch in loader] == looked[1] != looked[0]
+    assert plain(loader) == looked[1] != looked[0]
+    loader = DataLoader(range(20), 2, sampler=DistributedSampler(range(20), 2, 0))  # type: ignore[arg-type]
+    loader.sampler.set_epoch(2)
+    assert list(loader.batch_sampler) == plain(loader) == plain(loader)
 
 
 class PutsBack(Reads):
@@ -180,11 +137,6 @@ def drawn(index: int) -> list[float]:
     return [float(index), torch.rand(()).item(), float(torch.initial_seed() % 2**32)]
 
 
-def listed(batch: Any) -> list[Any]:
-    """What can be compared, and is made sooner than the repr of tensors."""
-    return [(column.dtype, column.tolist()) if isinstance(column, torch.Tensor) else column for column in batch]
-
-
 def epochs_and_draws(kind: Any, make: Callable[[], dict[str, Any]], reseeds: bool, **given: Any) -> list[Any]:
     """Three epochs of two loaders, read in turn, and what the default generator gives in between."""
     torch.manual_seed(3)
@@ -196,7 +148,7 @@ def epochs_and_draws(kind: Any, make: Callable[[], dict[str, Any]], reseeds: boo
         batches = [iter(loader) for loader in loaders]
         found.append(torch.rand(()).item())
         for rows in zip(*batches, strict=True):
-            found += [listed(batch) for batch in rows]
+            found += [plain(batch) for batch in rows]
         found.append(torch.rand(()).item())
     return found
 
@@ -216,124 +168,76 @@ def test_every_epoch_and_the_default_generator_are_torchs(kind: str, reseeds: bo
     assert own == torchs
 
 
-TOLD: dict[str, Callable[[], Any]] = {
-    "distributed": lambda: DistributedSampler(DATA, 2, 0, seed=1),
-    "of the user's": lambda: ByEpoch(13),
-    "shuffle": lambda: None,
+TOLD: dict[str, Callable[[], dict[str, Any]]] = {
+    "distributed": lambda: {"sampler": DistributedSampler(DATA, 2, 0, seed=1)},
+    "of the user's": lambda: {"sampler": ByEpoch(13)},
+    "shuffle": lambda: {"shuffle": True},
+    "in order": dict,
 }
+
+
+def told(kind: str, **given: Any) -> Any:
+    """A loader whose samples draw a number of the epoch."""
+    return DataLoader(Reads(lambda index: [index, sample_rng().random()], 13), seed=3, **{**TOLD[kind](), **given})
+
+
+def rows(batches: Iterable[Any]) -> list[tuple[str, str]]:
+    return [(str(indices), str(numbers)) for indices, numbers in batches]
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.costly)])
 @pytest.mark.parametrize("epoch", [0, 3])
 @pytest.mark.parametrize("kind", TOLD)
-@pytest.mark.parametrize("given", [{"batch_size": 2}, {"batch_size": None}], ids=["batches", "samples"])
+@pytest.mark.parametrize("size", [2, None], ids=["batches", "samples"])
+@pytest.mark.parametrize("of", [lambda loader: loader, lambda loader: loader.sampler], ids=["loader", "sampler"])
 def test_set_epoch_may_come_after_iter_and_before_the_first_batch(
-    kind: str, epoch: int, workers: int, given: dict[str, Any]
+    kind: str, epoch: int, workers: int, size: int | None, of: Callable[[Any], Any]
 ) -> None:
-    def make() -> Any:
-        sampler = TOLD[kind]()
-        return DataLoader(DATA, num_workers=workers, sampler=sampler, shuffle=sampler is None, seed=1, **given)
-
-    loader = make()
+    loader, other = (told(kind, batch_size=size, num_workers=workers) for _ in range(2))
+    seen: list[list[tuple[str, str]]] = []
     for number in range(epoch + 1):
         begun = iter(loader)
-        loader.sampler.set_epoch(number)
-        before = some(begun, 3)
-    state, rest = loader.state_dict(), plain(begun)
+        of(loader).set_epoch(number)
+        seen.append(rows(itertools.islice(begun, 3)))
+    assert len({*map(str, seen)}) == epoch + 1
+    state, rest = loader.state_dict(), rows(begun)
     assert rest
-    other = make()
     other.load_state_dict(state)
     begun = iter(other)
     assert other.state_dict() == state
-    other.sampler.set_epoch(epoch)
-    assert plain(begun) == rest
+    of(other).set_epoch(epoch)
+    assert rows(begun) == rest
     begun = iter(other)
-    other.sampler.set_epoch(epoch)
-    assert plain(begun) == before + rest
+    of(other).set_epoch(epoch)
+    assert [indices for indices, _ in rows(begun)] == [indices for indices, _ in seen[-1] + rest]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("streams", [None, 4])
+def test_an_epoch_named_between_iter_and_the_first_batch_reads_iterable_data(workers: int, streams: int | None) -> None:
+    loader = DataLoader(Shared(), 4, num_workers=workers, seed=7, streams=streams, thread_pool=True)
+    expected = [batch.tolist() for batch in loader]
+    batches = iter(loader)
+    loader.set_epoch(0)  # back from a higher one
+    assert [batch.tolist() for batch in batches] == expected
 
 
 @pytest.mark.parametrize("when", ["before iter", "after iter", "never"])
 @pytest.mark.parametrize("kind", TOLD)
 def test_a_state_within_an_epoch_says_the_epoch(kind: str, when: str) -> None:
     """Fabric names epoch 0 to the sampler after every resume."""
-
-    def make() -> Any:
-        sampler = TOLD[kind]()
-        return DataLoader(DATA, 2, sampler=sampler, shuffle=sampler is None, seed=4)
-
-    loader, other = make(), make()
+    loader, other = told(kind, batch_size=2), told(kind, batch_size=2)
     loader.sampler.set_epoch(2)
     batches = iter(loader)
-    some(batches, 2)
+    next(batches), next(batches)
     other.load_state_dict(loader.state_dict())
     if when == "before iter":
         other.sampler.set_epoch(0)
     begun = iter(other)
     if when == "after iter":
         other.sampler.set_epoch(0)
-    assert plain(begun) == plain(batches)
-    assert plain(other) == plain(loader)
-
-
-@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("order", ["shuffled", "in order", "distributed"])
-def test_with_a_seed_samples_draw_the_numbers_of_the_epoch_that_their_sampler_is_told(order: str, workers: int) -> None:
-    def made() -> Any:
-        sampler = DistributedSampler(DATA, 2, 0, seed=1) if order == "distributed" else None
-        options = {"shuffle": True} if order == "shuffled" else {"sampler": sampler}
-        dataset = Reads(lambda index: (index, sample_rng().random()), 13)
-        return DataLoader(dataset, 2, seed=3, num_workers=workers, **options)
-
-    def told(loader: Any, epoch: int) -> Any:
-        begun = iter(loader)
-        loader.sampler.set_epoch(epoch)
-        return begun
-
-    loader, other, resumed = made(), made(), made()
-    expected = [repr(list(told(loader, epoch))) for epoch in range(4)]
-    assert len(set(expected)) == 4
-    begun = told(other, 2)
-    first, state = next(begun), other.state_dict()
-    assert repr([first, *begun]) == expected[2] and repr(list(told(other, 3))) == expected[3]
-    resumed.load_state_dict(state)
-    assert repr([first, *told(resumed, 2)]) == expected[2]
-    if order != "distributed":  # torch's sampler counts nothing
-        assert repr(list(resumed)) == expected[3]
-
-
-def test_what_a_loaded_epoch_draws_is_put_back() -> None:
-    loader = DataLoader(DATA, 3, sampler=RandomSampler(DATA))
-    some(iter(loader), 2)
-    state, before = loader.state_dict(), torch.get_rng_state()
-    loader.load_state_dict(state)
-    list(loader)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "said"),
-    [
-        (
-            {"sampler": range(13)},
-            {"sampler": range(12, -1, -1)},
-            "the sampler, a BatchSampler, yields other indices in epoch 0 than the 3 before",
-        ),
-        (
-            {"batch_sampler": [[1], [2], [3], [4]], "batch_size": 1},
-            {"batch_sampler": [[1], [2]], "batch_size": 1},
-            "the sampler, a list, yields only 2 items in epoch 0, where it had yielded 3",
-        ),
-    ],
-    ids=["other indices", "fewer"],
-)
-def test_another_order_than_before_is_an_error_that_names_the_sampler(one: Any, other: Any, said: str) -> None:
-    loader, again = (DataLoader(DATA, **{"batch_size": 2, **given}) for given in (one, other))
-    some(iter(loader), 3)
-    again.load_state_dict(loader.state_dict())
-    batches = iter(again)
-    with pytest.raises(ValueError, match=said):
-        next(batches)
-    assert list(batches) == []
+    assert rows(begun) == rows(batches)
+    assert rows(other) == rows(loader)
 
 
 def test_an_error_of_a_loaded_sampler_comes_as_it_is() -> None:
@@ -349,26 +253,25 @@ def test_an_error_of_a_loaded_sampler_comes_as_it_is() -> None:
         loader.load_state_dict(state)
 
 
-def test_a_state_before_the_first_batch_settles_the_order() -> None:
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_state_settles_the_order_and_what_a_loaded_epoch_draws_is_put_back(count: int) -> None:
     torch.manual_seed(1)
-    loader = DataLoader(DATA, 3, sampler=RandomSampler(DATA))
+    loader, other = (DataLoader(DATA, 3, sampler=RandomSampler(DATA)) for _ in range(2))
+    begun = iter(loader)
+    some(begun, count)
     state = loader.state_dict()
     torch.manual_seed(2)  # a model is made
-    expected = plain(loader)
-    other = DataLoader(DATA, 3, sampler=RandomSampler(DATA))
+    expected, before = plain(begun), torch.get_rng_state()
     other.load_state_dict(state)
     assert plain(other) == expected
+    assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_only_samplers_that_may_draw_are_noted() -> None:
-    assert SamplerStart(BatchSampler(range(5), 2, False), None, False, EpochCount()).state.rng is None
-    assert SamplerStart([[1], [2]], None, False, EpochCount()).state.rng is None
-    assert SamplerStart(Resets(), None, False, EpochCount()).state.rng is None
-    shuffled = SamplerStart(BatchSampler(ShuffleSampler(DATA, seed=4), 2, False), None, False, EpochCount())
-    shuffled.draw_seed()
-    assert to_state(shuffled.state) == {"yielded": 0, "checksum": 0, "shuffle": {"seed": 4, "epoch": 0}}
-    drawing = SamplerStart(RandomSampler(DATA, generator=seeded()), None, False, EpochCount())
-    assert drawing.state.rng is not None and len(drawing.state.rng[0]) == 2
+@pytest.mark.parametrize("kind", ["in turn", "shuffle, seed", "listed batches", "stateful", "random, own generator"])
+def test_only_samplers_that_may_draw_are_noted(kind: str) -> None:
+    state = DataLoader(DATA, **SAMPLERS[kind]()).state_dict()["_sampler"]
+    assert {*state} - {"yielded", "checksum", "shuffle", "state"} == ({"rng"} if "random" in kind else set())
+    assert state.get("shuffle") == ({"seed": 4, "epoch": 0} if "shuffle" in kind else None)
 
 
 def with_a_private_generator() -> Any:
@@ -406,3 +309,78 @@ def test_a_sampler_that_draws_for_each_batch_is_asked_when_torch_asks_it(given: 
         return found
 
     assert run(DataLoader) == run(TORCHS)
+
+
+# -- one epoch of it ---------------------------------------------------------------------------------------------------
+
+
+def test_an_item_is_read_once_and_kept_until_it_is_forgotten() -> None:
+    drawn = list[int]()
+    items = Order(lambda: ([drawn.append(index) or index] for index in range(4)))  # type: ignore[func-returns-value]
+    start = SamplerStart(items, None, False, EpochCount())
+    start.begin()
+    reading = TorchEpoch(start, 2, True, {}, False, lambda number: ())
+    one, zero = reading.batch(1), reading.batch(0)
+    assert one and zero and (one.item, zero.item, drawn) == ([1], [0], [0, 1])
+    assert reading.batch(4) is None and drawn == [0, 1, 2, 3]
+    reading.forget(3)
+    assert reading.batch(0) is None
+    assert reading.batch(2) is not None  # the last one delivered may be taken back
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_batches_of_a_sampler_are_any_collections_or_one_list_that_is_filled_again(again: bool) -> None:
+    def refilled() -> Iterator[list[int]]:
+        batch = [0]
+        for batch[0] in range(4):
+            yield batch
+
+    batches: Any = Order(refilled, 4) if again else [range(1), {1: 1}, (2,), [3]]
+    loader = DataLoader(range(4), batch_sampler=batches, num_workers=2, thread_pool=True)
+    assert plain(loader) == [[0], [1], [2], [3]]
+
+
+def interrupted(at: int | None = None, name: str = "SIGINT") -> Order:
+    """Batches of two in random order, from a generator that interrupts itself before a batch, once; None: never."""
+    left = [at]
+
+    def items() -> Iterator[list[int]]:
+        for number, batch in enumerate(torch.randperm(12).reshape(6, 2).tolist()):
+            if left == [number]:
+                left.clear()
+                signal.raise_signal(getattr(signal, name))
+            yield batch
+
+    return Order(items, 6)
+
+
+def over(sampler: Order, **given: Any) -> DataLoader[Any]:
+    torch.manual_seed(5)
+    return DataLoader(range(12), batch_sampler=sampler, **given)
+
+
+# With workers, iter() draws the first batch, as torch's does: a signal in there leaves no iterator.
+@pytest.mark.parametrize(("at", "workers"), [(at, workers) for workers in (0, 2) for at in range(workers > 0, 6)])
+def test_a_sampler_that_a_signal_ended_is_started_again_where_it_was(at: int, workers: int, signal_name: str) -> None:
+    given: dict[str, Any] = {"num_workers": workers, "thread_pool": True} if workers else {}
+    expected = plain(over(interrupted(), **given))
+    iterator, found, interrupts = iter(over(interrupted(at, signal_name), **given)), list[Any](), 0
+    while len(found) < 7:
+        try:
+            found.append(next(iterator, None))
+        except HANDLERS[signal_name][0]:
+            interrupts += 1
+    assert interrupts == 1 and found.pop() is None
+    assert plain(found) == expected
+
+
+@pytest.mark.parametrize("step", [9, pytest.param(1, marks=pytest.mark.slow)])
+def test_an_interruption_at_any_line_that_reads_the_sampler_loses_no_batch(step: int, signal_name: str) -> None:
+    interrupt = functools.partial(InterruptAt, modules=("sampler.py", "third_party.py"), name=signal_name)
+    line, fired = 1, True
+    while fired:
+        whole, iterator = plain(over(interrupted())), iter(over(interrupted()))
+        found, fired = next_interrupted(iterator, line, interrupt)
+        assert plain([*found, *iterator]) == whole
+        line += step
+    assert line > 40

@@ -1,43 +1,59 @@
-"""Workers see what torch's workers see. One that dies or hangs loses nothing, or is torch's error."""
+"""Epochs of the drop-in and their workers: they see what torch's see; one that dies or hangs is torch's error.
+
+Also who takes the place of torch's class, this library's own arguments, and what trainers do to a loader.
+"""
 
 from __future__ import annotations
 
+import copy
+import gc
+import itertools
 import multiprocessing
 import os
-import signal
+import pickle
+import sys
 import threading
+import types
 from collections.abc import Callable
 from multiprocessing.context import BaseContext, SpawnContext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from conftest import METHODS
-from drop_in_samples import TORCHS, Changing, Parts, Reads, Seeds, assert_same, flat, plain, told_and_drawn
+from conftest import METHODS, _processes, here, remains, until
+from drop_in_samples import SEEDS, TORCHS, Counting, Order, Parts, Reads, Seeds, Shared, assert_same, flat, plain
 from failures import Boom, boom, kill, leave
 from samples import Bad
 from torch.utils.data import get_worker_info
 
-from sharded_loader import WorkerDiedError, WorkerTimeoutError
-from sharded_loader.drop_in.iterator import WorkerView, in_torchs_words, make_pool
+from sharded_loader import ShardedDataLoader, WorkerDiedError, WorkerTimeoutError
+from sharded_loader.drop_in.iterator import WorkerView, make_pool
+from sharded_loader.drop_in.trainers import called_by, counted_by_fabric, fetched_by_lightning, refuse_skipping
 from sharded_loader.pools.process import transport
 from sharded_loader.torch import DataLoader
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+class Changing(torch.utils.data.Dataset[Any]):
+    """Samples that show an attribute."""
+
+    scale = 1
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> int:
+        return index * self.scale
+
 
 # -- what a worker sees -------------------------------------------------------------------------------------
 
 
-def which_worker(_: int) -> tuple[int, int]:
-    """The number of a sample's worker, and the worker's process."""
-    return get_worker_info().id, os.getpid()
-
-
-WHICH_WORKER = Reads(which_worker, 24)
-PARTS = Parts(lambda number, count: (told_and_drawn() for _ in range(4)))
-
-
 @METHODS
-@pytest.mark.parametrize("dataset", [Seeds(), PARTS], ids=["map-style", "iterable"])
+@pytest.mark.parametrize("dataset", [Seeds(), SEEDS], ids=["map-style", "iterable"])
 @pytest.mark.slow
 def test_ids_seeds_and_random_numbers_are_those_of_torchs_workers(method: str, dataset: Any) -> None:
     def epochs(kind: Any, **given: Any) -> list[Any]:
@@ -49,16 +65,13 @@ def test_ids_seeds_and_random_numbers_are_those_of_torchs_workers(method: str, d
     assert_same(persistent, epochs(TORCHS, persistent_workers=True))
 
 
-def test_seeds_come_from_the_global_generator_where_none_is_given() -> None:
+@pytest.mark.parametrize("workers", [0, 2])
+def test_seeds_come_from_the_global_generator_where_none_is_given(workers: int) -> None:
     epochs = []
     for kind in (DataLoader, TORCHS):
         torch.manual_seed(9)
-        epochs.append(list(kind(Seeds(), 2, num_workers=2)))
+        epochs.append(list(kind(Seeds(), 2, num_workers=workers)))
     assert_same(*epochs)
-
-
-def test_without_workers_nobody_is_a_worker() -> None:
-    assert_same(list(DataLoader(Seeds(), 3)), list(TORCHS(Seeds(), 3)))
 
 
 @METHODS
@@ -77,11 +90,14 @@ def test_worker_init_fn_runs_once_in_each_worker_and_may_change_its_dataset(meth
 
 
 @METHODS
-def test_batch_i_is_read_by_worker_i_modulo_their_number(method: str) -> None:
-    loader = DataLoader(WHICH_WORKER, 2, num_workers=2, start_method=method)
-    batches = list(loader)
-    assert [set(numbers.tolist()) for numbers, _ in batches] == [{i % 2} for i in range(12)]
-    assert len({pid for _, pids in batches for pid in pids.tolist()}) == 2
+@pytest.mark.parametrize("persistent", [False, True])
+def test_batch_i_is_read_by_worker_i_modulo_their_number(method: str, persistent: bool) -> None:
+    dataset = Reads(lambda _: (get_worker_info().id, os.getpid()), 24)
+    loader = DataLoader(dataset, 2, num_workers=2, persistent_workers=persistent, start_method=method)
+    epochs = [list(loader) for _ in range(2)]
+    assert [[set(numbers.tolist()) for numbers, _ in batches] for batches in epochs] == [[{0}, {1}] * 6] * 2
+    first, second = ({pid for _, pids in batches for pid in pids.tolist()} for batches in epochs)
+    assert len(first) == len(second) == 2 and len(first | second) == (2 if persistent else 4)
 
 
 @METHODS
@@ -92,16 +108,6 @@ def test_a_changed_dataset_is_seen_by_new_workers_only(method: str) -> None:
         assert flat(loader) == [0, 1, 2, 3, 4, 5]
         dataset.scale = 2
         assert flat(loader) == [seen * index for index in range(6)]
-
-
-def test_persistent_workers_are_the_same_processes_in_every_epoch() -> None:
-    def pids(loader: Any) -> set[int]:
-        return {pid for _, pids in loader for pid in pids.tolist()}
-
-    loader = DataLoader(WHICH_WORKER, 2, num_workers=2, persistent_workers=True)
-    assert pids(loader) == pids(loader) == {worker.pid for worker in loader._iterator._workers}
-    loader = DataLoader(WHICH_WORKER, 2, num_workers=2)
-    assert not pids(loader) & pids(loader)
 
 
 def test_a_worker_is_shown_as_torch_shows_it() -> None:
@@ -181,40 +187,16 @@ def test_a_timeout_turns_off_no_restarts_that_were_asked_for() -> None:
     assert found == [(3, None), (0, 5), (3, 5), (1, None)]
 
 
-# -- silence ------------------------------------------------------------------------------------------------
-
-
-def hang() -> None:
-    raise WorkerTimeoutError("it hangs", batch=1, epoch=0)
-
-
 def test_what_says_that_a_worker_hangs_is_torchs_error() -> None:
+    def hang() -> None:
+        raise WorkerTimeoutError("it hangs", batch=1, epoch=0)
+
     batches = iter(DataLoader(Bad(hang), 4, num_workers=1, thread_pool=True, timeout=5))
     next(batches)
     with pytest.raises(RuntimeError, match=r"^DataLoader timed out after 5 seconds\. it hangs") as caught:
         next(batches)
     assert isinstance(caught.value.__cause__, WorkerTimeoutError)
     assert flat(batches) == list(range(8, 20))
-
-
-def test_words_of_a_signal_and_of_a_code() -> None:
-    for code, said in ((-signal.SIGSEGV, "is killed by signal: Segmentation fault. "), (3, "exited unexpectedly. ")):
-        died = WorkerDiedError("it died", worker=0, exitcode=code, pid=12)
-        assert said in str(in_torchs_words(died, 0)) and "12" in str(in_torchs_words(died, 0))
-    hangs = WorkerTimeoutError("it hangs", batch=1, epoch=0)
-    assert str(in_torchs_words(hangs, 2.5)) == "DataLoader timed out after 2.5 seconds. it hangs"
-
-
-# -- errors of the dataset ----------------------------------------------------------------------------------
-
-
-@METHODS
-def test_an_error_of_worker_init_fn_is_raised(method: str) -> None:
-    def fail(number: int) -> None:
-        boom()
-
-    with pytest.raises(Boom, match="went wrong"):
-        next(iter(DataLoader(range(4), num_workers=2, worker_init_fn=fail, start_method=method)))
 
 
 @METHODS
@@ -261,3 +243,278 @@ def test_arguments_and_contexts_of_other_libraries_name_the_pool(
     pool.close()
     if kind == "ThreadPool":
         assert plain(loader) == [[0, 1], [2, 3]]
+
+
+# -- the place of torch's class -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", [slice(1), slice(1, 2), slice(2)], ids=str)
+@pytest.mark.parametrize("arguments", [{}, {"num_workers": 1, "multiprocessing_context": "fork"}])
+def test_it_takes_the_place_of_torchs_class_under_its_name(
+    which: slice, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modules: Any = (torch.utils.data, torch.utils.data.dataloader)[which]
+    before = torch.utils.data.DataLoader(range(6), 4)
+    with monkeypatch.context() as swapped:
+        for module in modules:
+            swapped.setattr(module, "DataLoader", DataLoader)
+
+        class Own(modules[0].DataLoader):  # type: ignore[misc]
+            def __init__(self, *given: Any, **named: Any) -> None:
+                self.early = True
+                super().__init__(*given, **named)
+
+        for kind in (modules[0].DataLoader, Own):
+            loader = kind(range(6), 4, **arguments)
+            assert isinstance(loader, modules[0].DataLoader)
+            assert plain(loader) == plain(copy.copy(loader)) == [[0, 1, 2, 3], [4, 5]]
+        assert plain(pickle.loads(pickle.dumps(modules[0].DataLoader(range(6), 4)))) == [[0, 1, 2, 3], [4, 5]]
+        assert plain(before) == [[0, 1, 2, 3], [4, 5]]
+    assert plain(Own(range(6), 4, **arguments)) == plain(torch.utils.data.DataLoader(range(6), 4))
+
+
+def test_a_subclass_without_our_constructor_has_a_length() -> None:
+    class Apart(DataLoader[Any]):  # as torchdata's class is, after the swap
+        def __init__(self, dataset: Any, batch_size: int) -> None:
+            torch.utils.data.DataLoader.__init__(self, dataset, batch_size)
+
+    assert len(Apart(range(6), 4)) == 2
+
+
+# -- workers come and go ------------------------------------------------------------------------------------
+
+
+@METHODS
+def test_no_worker_starts_before_the_first_batch_and_none_is_left_after_the_last(method: str) -> None:
+    before = here()
+    loader = DataLoader(range(8), 2, num_workers=2, start_method=method)
+    batches = iter(loader)
+    assert not _processes()
+    next(batches)
+    assert [worker.is_alive() for worker in batches._workers] == [True, True]
+    assert flat(batches) == [2, 3, 4, 5, 6, 7]
+    assert until(lambda: not remains(*before))
+    assert next(batches, None) is None
+
+
+@pytest.mark.parametrize("dataset", [range(12), Shared(12)], ids=["map-style", "iterable"])
+def test_persistent_workers_begin_again_in_the_middle_of_an_epoch(dataset: Any) -> None:
+    loader = DataLoader(dataset, 2, num_workers=2, persistent_workers=True)
+    expected = plain(loader)
+    for count in (1, 3):
+        batches = iter(loader)
+        assert [next(batches).tolist() for _ in range(count)] == expected[:count]
+    assert plain(loader) == expected
+
+
+@METHODS
+@pytest.mark.parametrize("persistent", [False, True])
+def test_an_error_of_worker_init_fn_is_raised_and_leaves_no_worker(method: str, persistent: bool) -> None:
+    before = here()
+    options: dict[str, Any] = {"num_workers": 2, "persistent_workers": persistent, "start_method": method}
+    loader = DataLoader(range(4), worker_init_fn=lambda number: boom(), **options)
+    for _ in range(2):
+        with pytest.raises(Boom, match="went wrong"):
+            next(iter(loader))
+    del loader
+    gc.collect()
+    assert until(lambda: not remains(*before))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_two_iterators_that_are_made_before_they_are_read_have_the_orders_of_torchs(workers: int) -> None:
+    found = []
+    for kind in (TORCHS, DataLoader):
+        torch.manual_seed(0)
+        loader: Any = kind(range(6), 3, shuffle=True, num_workers=workers)
+        pairs = [(one.tolist(), other.tolist()) for one, other in zip(loader, loader, strict=True)]
+        late, early = iter(loader), iter(loader)
+        rest = [[batch.tolist() for batch in batches] for batches in (early, late, loader)]
+        found.append((pairs, rest, torch.rand(1)))
+    assert found[0] == found[1]
+    second, first = iter(loader), iter(loader)
+    next(first)
+    seen = next(second).tolist()
+    other: Any = DataLoader(range(6), 3, shuffle=True)
+    other.load_state_dict(loader.state_dict())  # of the one that was read last
+    rest = plain(other)
+    assert rest == plain(second) and sorted(sum(rest, seen)) == list(range(6))
+
+
+# -- how far is read ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "given", [{}, *({"num_workers": 2, "prefetch_factor": factor} for factor in (1, 2, 5))], ids=str
+)
+@pytest.mark.costly(2)
+def test_prefetch_factor_bounds_how_far_the_sampler_is_read(given: dict[str, Any]) -> None:
+    read = list[int]()
+    sampler = Order(lambda: (read.append(index) or index for index in range(60)), 60)  # type: ignore[func-returns-value]
+    loader = DataLoader(range(60), 3, sampler=sampler, **given)
+    assert loader.prefetch_factor == given.get("prefetch_factor")
+    for count, _ in enumerate(itertools.islice(loader, 4), 1):
+        assert len(read) <= 3 * (count + (2 * loader.prefetch_factor if given else 1))
+
+
+@METHODS
+@pytest.mark.parametrize("kind", ["map-style", "with a state", "iterable"])
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+def test_in_any_order_finished_batches_come_first_and_each_comes_once(kind: str, method: str, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+
+    def read(index: int) -> int:
+        if index == 0 and not (tmp_path / "free").exists():
+            pipe.read_text()  # until somebody opens it and closes it
+        return index
+
+    class Waits(Counting):
+        def __getitem__(self, index: int) -> int:
+            return read(super().__getitem__(index) % 1000)
+
+    dataset: Any = {"map-style": Reads(read, 16), "with a state": Waits(16)}.get(kind)
+    dataset = dataset or Parts(lambda number, count: map(read, range(8 * number, 8 * number + 8)))
+    loader = DataLoader(dataset, 2, num_workers=2, in_order=False, start_method=method)
+    batches = iter(loader)
+    first, state = flat(next(batches) for _ in range(3)), loader.state_dict()
+    assert 0 not in first
+    if kind == "with a state":
+        told = state["_snapshot"]["_worker_snapshots"]
+        assert [told[name]["dataset_state"] for name in ("worker_0", "worker_1")] == [None, {"reads": 6}]
+    pipe.write_text("")
+    assert sorted(first + flat(batches)) == list(range(16))
+    (tmp_path / "free").touch()
+    for workers in (0, 1, 2):
+        resumed = DataLoader(dataset, 2, num_workers=workers, in_order=False)
+        resumed.load_state_dict(state)
+        assert sorted(first + flat(resumed)) == list(range(16))
+
+
+# -- this library's own arguments ---------------------------------------------------------------------------
+
+
+def test_a_batch_without_a_good_sample_is_left_out_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match="batch 7 was left out"):
+        assert flat(DataLoader(Bad(boom), 1, on_error="skip")) == [index for index in range(20) if index != 7]
+
+
+@pytest.mark.costly(2)
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("given", [{"device": "cpu"}, {"device": torch.device("cpu")}, {"max_bytes": 1 << 20}], ids=str)
+def test_batches_on_the_host_are_the_same(workers: int, given: dict[str, Any]) -> None:
+    squares = Reads(lambda i: (np.full(3, i, np.float32), torch.tensor([i, i**2]), i), 17)
+    assert_same(list(DataLoader(squares, 4, num_workers=workers, **given)), list(DataLoader(squares, 4)))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_an_own_collate_fn_returns_comes_as_it_is(workers: int) -> None:
+    def collate(samples: list[int]) -> Any:
+        return {"numpy": np.array(samples), "own": samples, "none": None, "text": "x"}
+
+    found = next(iter(DataLoader(range(4), 2, collate_fn=collate, num_workers=workers)))
+    assert_same(found, {"numpy": np.array([0, 1]), "own": [0, 1], "none": None, "text": "x"})
+
+
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 1, "thread_pool": True}, {"num_workers": 1}], ids=str)
+@pytest.mark.parametrize("on_error", ["raise", "skip", "replace"])
+@pytest.mark.parametrize("num_shards", [None, 2])
+def test_an_empty_batch_is_an_error_in_its_place(workers: Any, on_error: Any, num_shards: int | None) -> None:
+    kind, text = (IndexError, "out of range") if num_shards is None else (ValueError, "the batch is empty")
+    options = {"batch_sampler": [[0, 1], [], [2]], "on_error": on_error, **workers}
+    batches = iter(DataLoader(range(5), num_shards=num_shards, **options))
+    assert len(next(batches)) == 2
+    with pytest.raises(kind, match=text):
+        next(batches)
+    assert len(next(batches)) == 1 and not list(batches)
+    if on_error != "replace":  # an own function may take it
+        assert list(DataLoader(range(5), collate_fn=list, **options)) == [[0, 1], [], [2]]
+
+
+# -- what Lightning and Accelerate do is seen from the functions that have called a loader -----------------------------
+
+
+def library(name: str, function: str, result: str) -> Any:
+    """A function of a library of this name, which is not installed here."""
+    module = types.ModuleType(name)
+    exec(f"def {function}: return {result}", vars(module))
+    return getattr(module, function.partition("(")[0])
+
+
+def test_accelerate_may_skip_what_has_indices_and_no_iterable_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "accelerate", types.ModuleType("accelerate"))
+    skip = library("accelerate.data_loader", "skip_first_batches(function)", "function()")
+    frame = skip(lambda: called_by("skip_first_batches", "accelerate"))
+    assert frame.f_code.co_name == "skip_first_batches"
+    for name, package in (("prepare", "accelerate"), ("skip_first_batches", "lightning")):
+        assert skip(lambda name=name, package=package: called_by(name, package)) is None
+    stream, listed = ShardedDataLoader(lambda: range(4), 2), ShardedDataLoader(range(4), 2)
+    refuse_skipping(stream)
+    with pytest.raises(TypeError, match=r"prepare\(\)"):
+        skip(lambda: stream.multiprocessing_context)
+    assert skip(lambda: listed.multiprocessing_context) is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("make", [ShardedDataLoader, DataLoader])
+def test_what_lightning_has_fetched_ahead_is_not_done(monkeypatch: pytest.MonkeyPatch, make: Any, stream: bool) -> None:
+    monkeypatch.setitem(sys.modules, "lightning", types.ModuleType("lightning"))
+    save = library("lightning.pytorch.loops.fit_loop", "on_save_checkpoint(self)", "self.state_dict()")
+
+    def saved(ahead: int, is_over: bool) -> Any:
+        """What Lightning's loop knows while it saves a checkpoint."""
+        loop = types.SimpleNamespace(_num_ready_batches_reached=lambda: is_over)
+        fetcher = types.SimpleNamespace(batches=[None] * ahead)
+        return save(types.SimpleNamespace(_data_fetcher=fetcher, epoch_loop=loop, state_dict=loader.state_dict))
+
+    def rest(state: Any) -> list[list[int]]:
+        other = make(data, batch_size=2)
+        other.load_state_dict(state)
+        return plain(other)
+
+    data: Any = Parts(lambda number, count: range(8)) if stream else range(8)
+    loader = make(data, batch_size=2)
+    batches = iter(loader)
+    next(batches), next(batches)
+    assert rest(loader.state_dict()) == rest(saved(0, False)) == [[4, 5], [6, 7]]
+    assert rest(saved(1, False)) == [[2, 3], [4, 5], [6, 7]]
+    if stream or make is DataLoader:  # Lightning tells our samplers the epoch
+        assert rest(saved(0, True)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert fetched_by_lightning() == (0, False)
+
+
+@pytest.mark.parametrize("package", ["lightning.fabric", "lightning_fabric"])
+def test_fabric_goes_on_to_count_from_the_epoch_of_a_state(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    monkeypatch.setitem(sys.modules, package, types.ModuleType(package))
+    begin = library(f"{package}.wrappers", "__iter__(self)", "self.count()")
+    wrapper = types.SimpleNamespace(_num_iter_calls=1, count=lambda: counted_by_fabric(3))  # what it makes of a loader
+    assert begin(wrapper) and wrapper._num_iter_calls == 4
+    assert not counted_by_fabric(3)
+    assert not begin(types.SimpleNamespace(count=wrapper.count))
+
+
+def refuse(*_: Any) -> Any:
+    raise NotImplementedError
+
+
+class ByColumn(Parts):
+    """As Hugging Face's: iterable, and ``dataset["name"]`` is a column."""
+
+    __getitem__ = refuse
+
+
+class ToldHowFar(Parts):
+    """As MosaicML's and litdata's: its own loader says how far it was read."""
+
+    load_state_dict = refuse
+
+    def state_dict(self, num_samples: int, from_beginning: bool) -> Any:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("make", [DataLoader, ShardedDataLoader])
+@pytest.mark.parametrize("kind", [ByColumn, ToldHowFar])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_iterable_data_may_have_what_other_libraries_give_it(make: Any, kind: Any, num_workers: int) -> None:
+    loader = make(kind(lambda number, count: range(6)), batch_size=4, num_workers=num_workers)
+    assert plain(loader) == [[0, 1, 2, 3], [4, 5]]

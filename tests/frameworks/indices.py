@@ -7,12 +7,13 @@ seen(make(...))        [[sample, ...], ...] of one plain loop: what every librar
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.utils.data
 
 from sharded_loader import ShardedDataLoader
 from sharded_loader.torch import DataLoader
@@ -21,11 +22,8 @@ from sharded_loader.torch import DataLoader
 def without_operators() -> torch.library.Library | None:
     """Let torchvision be imported where its operators cannot be loaded: its build for CUDA beside torch for the CPU.
 
-    Its transforms are Python. All that its import asks for is that two operators have been declared. Lightning,
-    transformers, timm and fastai import torchvision where it is installed.
-
-    Returns:
-        What declares the operators as long as it lives; None if nothing was needed.
+    Its transforms are Python: its import asks that two operators are declared, as long as what is returned lives.
+    Lightning, transformers, timm and fastai import torchvision where it is installed.
     """
     found = importlib.util.find_spec("torchvision")
     if found is None or found.origin is None:
@@ -73,6 +71,28 @@ class Numbered:
         return torch.tensor([float(index)]), torch.tensor([2.0 * index])
 
 
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """Iterable data without a length: what a function gives for 0 to 23, in another order in each epoch."""
+
+    epoch = 0
+
+    def __init__(self, read: Callable[[int], Any] = int) -> None:
+        self.read = read
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        part: Any = torch.utils.data.get_worker_info()
+        first, step = (0, 1) if part is None else (part.id, part.num_workers)
+        return (self.read((index * 5 + self.epoch) % 24) for index in range(first, 24, step))
+
+
+class LongStream(Stream):
+    def __len__(self) -> int:
+        return 24
+
+
 def numbers(batch: Any) -> list[int]:
     """Which samples a batch of `Numbered` has."""
     first = batch[0] if isinstance(batch, list | tuple) else batch
@@ -88,3 +108,27 @@ def epochs(make: Any, count: int, **options: Any) -> list[list[list[int]]]:
     """The samples of the first epochs in a plain loop over a loader of its own."""
     loader = make(Numbered(), **options)
     return [seen(loader) for _ in range(count)]
+
+
+def recorder() -> Any:
+    """Lightning's model that notes what it is trained on and validated with. Lightning's import takes four seconds."""
+    import lightning
+
+    class Recorder(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+            self.seen: list[tuple[int, int, list[int]]] = []
+            self.validated: list[list[int]] = []
+
+        def training_step(self, batch: torch.Tensor, batch_index: int) -> torch.Tensor:
+            self.seen.append((self.current_epoch, self.global_step, [int(index) for index in batch]))
+            return self.layer(batch.float().reshape(-1, 1)).mean()
+
+        def validation_step(self, batch: torch.Tensor, batch_index: int) -> None:
+            self.validated.append([int(index) for index in batch])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    return Recorder

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from indices import BOTH, IN_FRAMEWORKS, seen
-from torch.utils.data import BatchSampler, IterableDataset
+from indices import BOTH, IN_FRAMEWORKS, LongStream, Stream, recorder, seen
+from torch.utils.data import BatchSampler
 from torch.utils.data import RandomSampler as TorchsSampler
 
 from sharded_loader import RandomSampler, ShardedDataLoader, SimpleDataset, sample_rng
@@ -37,9 +37,7 @@ def lightning() -> Any:
 @pytest.fixture
 def model() -> Any:
     """Makes models that note their batches."""
-    import recorder
-
-    return recorder.Recorder
+    return recorder()
 
 
 def trainer(root: Path, **options: Any) -> Any:
@@ -63,10 +61,9 @@ IN_ORDER = [list(range(begin, begin + SIZE)) for begin in range(0, LENGTH, SIZE)
 
 # -- one run -----------------------------------------------------------------------------------------------------------
 
-
 RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "workers": ({"num_workers": 2}, {}, STEPS),
-    "a sampler": ({"shuffle": False, "sampler": RandomSampler, "num_workers": 2}, {}, STEPS),
+    "a sampler": ({"shuffle": False, "seed": None, "num_workers": 2}, {}, STEPS),
     "validation in between": ({}, {"val_check_interval": 2}, STEPS),
     "validation before": ({}, {"val_check_interval": 2, "num_sanity_val_steps": 2}, STEPS),
     "one batch": ({}, {"limit_train_batches": 1}, 1),
@@ -84,8 +81,7 @@ def test_every_epoch_has_the_order_of_a_plain_loop_from_its_beginning(
     options, how, steps = RUNS[kind]
 
     def given() -> dict[str, Any]:
-        order = {"sampler": RandomSampler(LENGTH, seed=5), "seed": None} if "sampler" in options else {}
-        return SHUFFLED | options | order
+        return SHUFFLED | options | ({"sampler": RandomSampler(LENGTH, seed=5)} if kind == "a sampler" else {})
 
     trained, validation = model(), [make(range(LENGTH), SIZE)] if "validation" in kind else []
     trainer(tmp_path, **how).fit(trained, make(range(LENGTH), **given()), *validation)
@@ -125,6 +121,21 @@ def test_predictions_are_in_the_order_of_the_dataset(model: Any, make: Any, tmp_
         assert written == expected
 
 
+def test_every_number_of_an_epoch_is_logged_in_one_line(model: Any, tmp_path: Path) -> None:
+    loader, logged = ShardedDataLoader(range(10), 4), list[dict[str, float]]()
+
+    class Model(model):  # type: ignore[misc]
+        def on_train_epoch_end(self) -> None:
+            self.log_dict(loader.stats(self.current_epoch).as_dict(prefix="data/"))
+
+        def on_train_end(self) -> None:
+            logged.append({name: float(value) for name, value in self.trainer.callback_metrics.items()})
+
+    trainer(tmp_path, max_epochs=2).fit(Model(), loader)
+    expected = loader.stats(1).as_dict(prefix="data/")
+    assert [{name: one[name] for name in expected} for one in logged] == [pytest.approx(expected)]
+
+
 # -- Fabric ------------------------------------------------------------------------------------------------------------
 
 
@@ -136,34 +147,13 @@ def fabric(lightning: Any) -> Any:
 def test_fabric_leaves_the_order_alone_and_loads_a_saved_state(fabric: Any, tmp_path: Path) -> None:
     loader, other = DataLoader(range(LENGTH), **SHUFFLED), DataLoader(range(LENGTH), **SHUFFLED)
     made = fabric.setup_dataloaders(loader)
-    assert [batch for _ in range(2) for batch in seen(made)] == [at[2] for at in plain_loop(DataLoader, **SHUFFLED)][
-        :12
-    ]
+    expected = [batch for _, _, batch in plain_loop(DataLoader, **SHUFFLED)]
+    assert seen(made) + seen(made) == expected[: 2 * STEPS]
     batches = iter(made)
     next(batches)
     fabric.save(tmp_path / "state.ckpt", {"loader": loader.state_dict()})
     other.load_state_dict(fabric.load(tmp_path / "state.ckpt")["loader"])
     assert seen(fabric.setup_dataloaders(other)) == seen(batches)
-
-
-@pytest.mark.parametrize("ends", [False, True])
-@pytest.mark.parametrize("seed", [3, None])
-def test_fabric_goes_on_in_a_later_epoch(fabric: Any, seed: int | None, ends: bool, tmp_path: Path) -> None:
-    """It saves no count of epochs, and begins with epoch 0 again. Without a seed, later epochs are drawn anew."""
-    given: dict[str, Any] = {**SHUFFLED, "seed": seed, "num_workers": 1}
-    loader, other = (fabric.setup_dataloaders(DataLoader(range(LENGTH), **given)) for _ in range(2))
-    seen(loader)
-    batches = iter(loader)
-    for _ in range(STEPS if ends else 2):
-        next(batches)
-    if ends:
-        assert not seen(batches)
-    fabric.save(tmp_path / "state.ckpt", {"loader": loader})
-    rest = [seen(loader) if ends else seen(batches), seen(loader), seen(loader)]
-    torch.manual_seed(7)
-    fabric.load(tmp_path / "state.ckpt", {"loader": other})
-    again = [seen(other) for _ in rest]
-    assert again == rest if seed is not None else again[0] == rest[0]
 
 
 def test_loaders_that_are_not_of_torch_are_refused_by_fabric_and_overfit_batches(
@@ -178,23 +168,6 @@ def test_loaders_that_are_not_of_torch_are_refused_by_fabric_and_overfit_batches
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
-
-
-class Stream(IterableDataset[int]):
-    """Iterable data without a length, in another order in each epoch that it is told of."""
-
-    epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        return iter([(index * 5 + self.epoch) % LENGTH for index in range(LENGTH)])
-
-
-class LongStream(Stream):
-    def __len__(self) -> int:
-        return LENGTH
 
 
 class Counted(Stream):
@@ -213,11 +186,6 @@ class Counted(Stream):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.start = state["done"]
-
-
-class RandomStream(LongStream):
-    def __iter__(self) -> Iterator[int]:
-        return map(with_a_random_number, super().__iter__())
 
 
 def with_a_random_number(index: int) -> int:
@@ -249,7 +217,7 @@ LOADERS: dict[str, Any] = {
     "sharded": lambda: ShardedDataLoader(range(LENGTH), SIZE, shuffle=True, seed=3),
     "sharded, in order": lambda: ShardedDataLoader(range(LENGTH), SIZE),
     "sharded, in order, random": lambda: ShardedDataLoader(RANDOM, SIZE, seed=3),
-    "sharded, iterable, random": lambda: ShardedDataLoader(RandomStream(), SIZE, seed=3),
+    "sharded, iterable, random": lambda: ShardedDataLoader(LongStream(with_a_random_number), SIZE, seed=3),
     "sharded, iterable": lambda: ShardedDataLoader(Stream(), SIZE),
     "sharded, iterable, workers": lambda: ShardedDataLoader(Stream(), SIZE, num_workers=1),
     "sharded, iterable with a length": lambda: ShardedDataLoader(LongStream(), SIZE),
@@ -264,12 +232,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "the last": {"every_n_train_steps": 5, "save_last": True},
 }
 
-NOT_TOLD = {
-    "drop-in, a generator",
-    "drop-in, batches of a sampler",
-    "sharded, iterable",
-    "sharded, iterable, workers",
-}
+NOT_TOLD = {"drop-in, a generator", "drop-in, batches of a sampler", "sharded, iterable", "sharded, iterable, workers"}
 """At the end of an epoch Lightning loads no position of a loader, and says the epoch: too late, or to nobody."""
 
 

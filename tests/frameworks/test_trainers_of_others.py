@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from indices import BOTH, IN_FRAMEWORKS, Numbered, epochs, numbers, seen
 
-from sharded_loader import ShardedDataLoader
+from sharded_loader import LoaderStats, ShardedDataLoader
 from sharded_loader.torch import DataLoader
 
 pytestmark = IN_FRAMEWORKS
@@ -19,37 +20,20 @@ pytestmark = IN_FRAMEWORKS
 OPTIONS: dict[str, Any] = {"batch_size": 4, "shuffle": True, "seed": 3}
 
 
-@pytest.fixture(scope="module")
-def fastai() -> Any:
-    pytest.importorskip("fastai")
-    from fastai import learner
+def library(name: str) -> Any:
+    """A fixture, which is the library where it is installed."""
 
-    return learner
+    @pytest.fixture(scope="module")
+    def found() -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("KERAS_BACKEND", "torch")
+            return pytest.importorskip(name)
 
-
-@pytest.fixture(scope="module")
-def ignite() -> Any:
-    return pytest.importorskip("ignite.engine")
-
-
-@pytest.fixture(scope="module")
-def keras() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KERAS_BACKEND", "torch")
-        found = pytest.importorskip("keras")
-    assert found.backend.backend() == "torch"
     return found
 
 
-@pytest.fixture(scope="module")
-def opacus() -> Any:
-    return pytest.importorskip("opacus")
-
-
-@pytest.fixture(scope="module")
-def skorch() -> Any:
-    return pytest.importorskip("skorch")
-
+fastai, ignite, keras = map(library, ("fastai.learner", "ignite.engine", "keras"))
+opacus, skorch = map(library, ("opacus", "skorch"))
 
 # -- the epochs of a plain loop ----------------------------------------------------------------------------------------
 
@@ -80,6 +64,8 @@ def with_ignite(ignite: Any, make: Any, found: list[list[int]], **options: Any) 
 
 
 def compiled(keras: Any, found: list[list[int]]) -> Any:
+    assert keras.backend.backend() == "torch"
+
     class Model(keras.Sequential):  # type: ignore[misc]
         def train_step(self, data: Any) -> Any:
             found.append(numbers(data))
@@ -185,36 +171,6 @@ def test_batches_are_shown_and_learners_exported_with_loaders_of_fastai_only(
         made.export(tmp_path / "learner.pkl")
 
 
-@BOTH
-def test_a_handler_of_ignite_sets_the_epoch(ignite: Any, make: Any) -> None:
-    found: list[list[int]] = []
-    loader = make(Numbered(), **OPTIONS)
-    run = ignite.Engine(lambda _, batch: found.append(numbers(batch)))
-    run.add_event_handler(ignite.Events.EPOCH_STARTED, lambda: loader.set_epoch(run.state.epoch + 4))
-    run.run(loader, max_epochs=2)
-    assert found == sum(epochs(make, 7, **OPTIONS)[5:7], [])
-
-
-@BOTH
-def test_training_with_ignite_goes_on_from_a_saved_state(ignite: Any, make: Any) -> None:
-    saved: dict[str, Any] = {}
-    found: list[list[int]] = []
-    loader, again = make(Numbered(), **OPTIONS), make(Numbered(), **OPTIONS)
-    run = ignite.Engine(lambda _, batch: found.append(numbers(batch)))
-
-    @run.on(ignite.Events.ITERATION_COMPLETED(once=8))  # type: ignore[untyped-decorator]
-    def stop() -> None:
-        saved.update(loader.state_dict())
-        run.terminate()
-
-    run.run(loader, max_epochs=3)
-    again.load_state_dict(saved)
-    # An epoch of Ignite has as many batches as it is told, or as the first one has.
-    for length, count in ((4, 1), (6, 1)):
-        ignite.Engine(lambda _, batch: found.append(numbers(batch))).run(again, max_epochs=count, epoch_length=length)
-    assert found == sum(epochs(make, 3, **OPTIONS), [])
-
-
 def test_keras_evaluates_and_predicts_every_sample_once_with_loaders_of_torch_only(keras: Any) -> None:
     model = compiled(keras, [])
     expected = sum((2 * i) ** 2 for i in range(10)) / 10
@@ -239,3 +195,48 @@ def test_predictions_of_skorch_are_in_order(skorch: Any, make: Any) -> None:
     trained = net(skorch, make, [], iterator_valid__num_workers=2).initialize()
     expected = trained.module_(torch.from_numpy(X)).detach().numpy()
     assert np.allclose(trained.predict(X), expected)
+
+
+# -- the numbers of an epoch in TensorBoard, Lightning and tqdm --------------------------------------------------------
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """All scalars of a folder, as TensorBoard itself reads them."""
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = reader.EventAccumulator(str(folder)).Reload()
+    return {tag: [(one.step, one.value) for one in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+@BOTH
+@pytest.mark.parametrize("module", ["torch.utils.tensorboard", "tensorboardX"])
+def test_tensorboard_has_every_number_of_every_epoch(make: Any, module: str, tmp_path: Path) -> None:
+    if module == "torch.utils.tensorboard":
+        pytest.importorskip("tensorboard")
+    loader = make(range(10), 4)
+    writer = pytest.importorskip(module).SummaryWriter(str(tmp_path))
+    for epoch in range(2):
+        list(loader)
+        for name, value in loader.stats(epoch).as_dict(prefix="data/").items():
+            writer.add_scalar(name, value, epoch)
+    writer.close()
+    found = scalars(tmp_path)
+    assert set(found) >= set(LoaderStats().as_dict(prefix="data/"))
+    assert found["data/samples"] == [(0, 10.0), (1, 10.0)]
+    for name, values in found.items():
+        for epoch, value in values:
+            assert value == pytest.approx(loader.stats(epoch).as_dict(prefix="data/")[name])
+
+
+@BOTH
+def test_a_progress_bar_shows_the_numbers_while_the_epoch_runs(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tqdm = pytest.importorskip("tqdm").tqdm
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)  # no thread that stays
+    screen, shown = io.StringIO(), []
+    loader = make(range(10), 4)
+    with tqdm(loader, file=screen, mininterval=0, miniters=1) as bar:
+        assert bar.total == 3
+        for _batch in bar:
+            bar.set_postfix(loader.stats(0).as_dict("batches", "waiting_share"))
+            shown.append(bar.postfix)
+    assert [text.partition(",")[0] for text in shown] == ["batches=1", "batches=2", "batches=3"]
+    assert "waiting_share=" in screen.getvalue()

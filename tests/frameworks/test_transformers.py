@@ -1,15 +1,21 @@
-"""transformers' `Trainer` with a loader of ours: the batches of a plain loop, with resumes too."""
+"""transformers' `Trainer` with a loader of ours: the batches of a plain loop, with resumes too.
+
+Packed rows hold what its collator makes of the same documents, and train a model as they do alone.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from indices import BOTH, IN_FRAMEWORKS
+from indices import BOTH, IN_FRAMEWORKS, LongStream, Stream
 
-from sharded_loader import SimpleDataset, sample_rng
+from sharded_loader import PackSampler, ShardedDataLoader, SimpleDataset, sample_rng
+from sharded_loader.batchify import Pack
 
 pytestmark = IN_FRAMEWORKS
 
@@ -70,20 +76,12 @@ def run(
             return super().training_step(model, inputs, *args, **options)
 
     config = transformers.GPT2Config(vocab_size=32, n_positions=8, n_embd=8, n_layer=1, n_head=1)
-    arguments = transformers.TrainingArguments(
-        output_dir=str(root),
-        per_device_train_batch_size=4,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        logging_strategy="no",
-        **({"save_strategy": "no", "num_train_epochs": EPOCHS} | how),
-    )
+    quiet: dict[str, Any] = {"report_to": [], "disable_tqdm": True, "logging_strategy": "no", "use_cpu": True}
+    how = {"save_strategy": "no", "num_train_epochs": EPOCHS, "per_device_train_batch_size": 4} | quiet | how
+    arguments = transformers.TrainingArguments(str(root), **how)
     trainer = Trainer(model=transformers.GPT2LMHeadModel(config), args=arguments, train_dataset=SENTENCES)
-    try:
+    with contextlib.suppress(KilledError):
         trainer.train(resume_from_checkpoint=resume)
-    except KilledError:
-        pass
     return seen
 
 
@@ -130,25 +128,6 @@ def test_random_numbers_go_on_too(transformers: Any, make: Any, tmp_path: Path) 
     assert killed + train(resume=str(tmp_path / f"checkpoint-{STEPS + 3}")) == whole
 
 
-class Stream(torch.utils.data.IterableDataset[Any]):
-    """The sentences in their own order, another one in each epoch. It may have a length."""
-
-    epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Any:
-        part = torch.utils.data.get_worker_info()
-        first, step = (0, 1) if part is None else (part.id, part.num_workers)
-        return (sentence((index * 5 + self.epoch) % LENGTH) for index in range(first, LENGTH, step))
-
-
-class LongStream(Stream):
-    def __len__(self) -> int:
-        return LENGTH
-
-
 @BOTH
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("stop_at", [4, STEPS, STEPS + 3])
@@ -157,7 +136,7 @@ def test_iterable_data_is_resumed_exactly(
 ) -> None:
     def train(**how: Any) -> Any:
         # One part: the length of a loader of several is not known, and Trainer resumes by the length.
-        loader = make(LongStream(), batch_size=4, num_workers=num_workers, streams=1)
+        loader = make(LongStream(sentence), batch_size=4, num_workers=num_workers, streams=1)
         return run(transformers, tmp_path, loader, prepared=True, **how)
 
     whole, killed = train(), train(stop_at=stop_at, **SAVING)
@@ -171,7 +150,7 @@ def test_iterable_data_without_a_length_is_resumed_in_the_first_epoch_only(
     transformers: Any, make: Any, tmp_path: Path
 ) -> None:
     def train(**how: Any) -> Any:
-        return run(transformers, tmp_path, make(Stream(), batch_size=4), prepared=True, max_steps=9, **how)
+        return run(transformers, tmp_path, make(Stream(sentence), batch_size=4), prepared=True, max_steps=9, **how)
 
     whole = train(**SAVING)
     assert whole[:4] + train(resume=str(tmp_path / "checkpoint-4")) == whole
@@ -182,8 +161,61 @@ def test_iterable_data_without_a_length_is_resumed_in_the_first_epoch_only(
 @BOTH
 def test_iterable_data_is_not_resumed_with_torchs_loader(transformers: Any, make: Any, tmp_path: Path) -> None:
     def train(**how: Any) -> Any:
-        return run(transformers, tmp_path, make(LongStream(), batch_size=4), **how)
+        return run(transformers, tmp_path, make(LongStream(sentence), batch_size=4), **how)
 
     train(stop_at=4, **SAVING)
     with pytest.raises(TypeError, match=r"prepare\(\) of sharded_loader"):
         train(resume=str(tmp_path / "checkpoint-4"))
+
+
+# -- packed rows -------------------------------------------------------------------------------------------------------
+
+LENGTHS = np.random.default_rng(0).integers(2, 30, 60)
+
+
+def documents(labels: bool) -> list[dict[str, Any]]:
+    rng = np.random.default_rng(1)
+    found: list[dict[str, Any]] = [{"input_ids": rng.integers(3, 32, length).tolist()} for length in LENGTHS]
+    for document in found if labels else ():
+        document["labels"] = [-100] * (len(document["input_ids"]) // 2)
+        document["labels"] += document["input_ids"][len(document["labels"]) :]
+    return found
+
+
+@pytest.mark.parametrize("labels", [False, True])
+def test_the_values_are_those_of_the_flattening_collator(transformers: Any, labels: bool) -> None:
+    data = documents(labels)
+    flatten = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    sampler = PackSampler(LENGTHS, tokens=32, rows=4, seed=0)
+    loader = ShardedDataLoader(data, batch_sampler=sampler, batchify_fn=Pack(tokens=32))
+    for indices, batch in zip(sampler.iter_epoch(0), loader, strict=True):
+        expected = flatten([data[index] for index in indices])
+        is_real = batch["segment_ids"] > 0
+        for name in ("input_ids", "labels", "position_ids"):
+            assert batch[name][is_real].equal(expected[name][0]) and batch[name].dtype == expected[name].dtype
+        assert batch["cu_seqlens"].equal(expected["cu_seq_lens_q"])
+        assert (batch["labels"][~is_real] == -100).all()
+
+
+def test_packed_rows_give_the_loss_of_the_documents_alone(transformers: Any) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        eos_token_id=1,
+        use_cache=False,  # with a cache, transformers does not look for documents in a row
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).eval()
+    data = documents(labels=False)
+    sampler = PackSampler(LENGTHS, tokens=32, rows=4, seed=0)
+    loader = ShardedDataLoader(data, batch_sampler=sampler, batchify_fn=Pack(tokens=32))
+    batch, indices = next(iter(loader)), next(sampler.iter_epoch(0))
+    with torch.no_grad():
+        packed = model(**{name: batch[name] for name in ("input_ids", "position_ids", "labels")}).loss
+        alone = [torch.tensor([data[index]["input_ids"]]) for index in indices]
+        losses = [model(input_ids=ids, labels=ids).loss * (ids.shape[1] - 1) for ids in alone]
+    mean = torch.stack(losses).sum() / sum(ids.shape[1] - 1 for ids in alone)
+    torch.testing.assert_close(packed, mean)

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import ast
 import base64
+import importlib.util
 import io
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import nbformat
@@ -97,6 +100,16 @@ def defined_by(source: str) -> set[str]:
     return names
 
 
+@pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem)
+def path(request: pytest.FixtureRequest) -> Path:
+    return request.param
+
+
+@pytest.fixture
+def notebook(path: Path) -> Any:
+    return nbformat.read(path, as_version=4)
+
+
 def minutes_to_read(notebook: Any) -> float:
     """For a reader of 180 words and 25 lines of code a minute."""
     words = sum(len(cell.source.split()) for cell in notebook.cells if cell.cell_type == "markdown")
@@ -106,7 +119,6 @@ def minutes_to_read(notebook: Any) -> float:
 
 @pytest.mark.slow  # five to thirty seconds each
 @pytest.mark.timeout(LIMIT + 20)
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_the_notebook_runs_from_a_clean_kernel(path: Path, tmp_path: Path) -> None:
     execute(path, tmp_path / path.name, tmp_path)
     for output in outputs(nbformat.read(tmp_path / path.name, as_version=4)):
@@ -115,24 +127,21 @@ def test_the_notebook_runs_from_a_clean_kernel(path: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.lint
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_the_committed_outputs_are_whole_and_of_no_machine(path: Path) -> None:
-    notebook = nbformat.read(path, as_version=4)
+def test_the_committed_outputs_are_whole_light_and_of_no_machine(path: Path, notebook: Any) -> None:
     nbformat.validate(notebook)
     code = code_of(notebook)
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1)), "execute it once more, in order"
     assert notebook.metadata.kernelspec.name == "python3"
-    for output in outputs(notebook):
-        assert output.output_type != "error"
-        assert output.get("name") != "stderr"
+    assert not any(one.output_type == "error" or one.get("name") == "stderr" for one in outputs(notebook))
     text = path.read_text(encoding="utf-8")
     assert not re.search(r"/home/|/Users/|/work/|/tmp/|/root/|[A-Z]:\\\\|\bpid \d", text)
+    assert path.stat().st_size < 180_000
+    targets = re.findall(r"\]\(([^)]+)\)", "\n".join(cell.source for cell in notebook.cells))
+    assert [target for target in targets if not (path.parent / target).is_file()] == []
 
 
 @pytest.mark.lint
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_the_notebook_opens_with_what_and_how_long(path: Path) -> None:
-    notebook = nbformat.read(path, as_version=4)
+def test_the_notebook_opens_with_what_and_how_long(notebook: Any) -> None:
     opening, *others = notebook.cells
     assert opening.cell_type == "markdown"
     title, promise, needs, *_ = opening.source.split("\n\n")
@@ -146,18 +155,15 @@ def test_the_notebook_opens_with_what_and_how_long(path: Path) -> None:
 
 
 @pytest.mark.lint
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_the_code_is_as_wide_as_the_page(path: Path) -> None:
-    notebook = nbformat.read(path, as_version=4)
+def test_the_code_is_as_wide_as_the_page(notebook: Any) -> None:
     blocks = [cell.source for cell in code_of(notebook)]
     blocks += re.findall(r"```.*?```", "\n".join(cell.source for cell in notebook.cells), re.DOTALL)
     assert [line for block in blocks for line in block.splitlines() if len(line) > COLUMNS] == []
 
 
 @pytest.mark.lint
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_every_cell_shows_something_or_defines_what_the_next_one_uses(path: Path) -> None:
-    code = code_of(nbformat.read(path, as_version=4))
+def test_every_cell_shows_something_or_defines_what_the_next_one_uses(notebook: Any) -> None:
+    code = code_of(notebook)
     for cell, following in zip(code, [*code[1:], None], strict=True):
         if not cell.outputs:
             assert following is not None, cell.source
@@ -165,9 +171,8 @@ def test_every_cell_shows_something_or_defines_what_the_next_one_uses(path: Path
 
 
 @pytest.mark.lint
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_pictures_are_white_behind_on_light_and_on_dark_pages(path: Path) -> None:
-    coded = [output.data.get("image/png") for output in outputs(nbformat.read(path, as_version=4)) if "data" in output]
+def test_pictures_are_white_behind_on_light_and_on_dark_pages(notebook: Any) -> None:
+    coded = [output.data.get("image/png") for output in outputs(notebook) if "data" in output]
     pictures = [Image.open(io.BytesIO(base64.b64decode(one))) for one in coded if one]
     assert pictures, "the first picture is shown on the page of the tutorials"
     for picture in pictures:
@@ -175,19 +180,46 @@ def test_pictures_are_white_behind_on_light_and_on_dark_pages(path: Path) -> Non
         assert min(picture.convert("RGB").getpixel((0, 0))) > 250
 
 
-@pytest.mark.lint
-def test_links_between_notebooks_lead_somewhere() -> None:
-    for path in NOTEBOOKS:
-        targets = re.findall(
-            r"\]\(([^)]+)\)", "\n".join(cell.source for cell in nbformat.read(path, as_version=4).cells)
-        )
-        assert [target for target in targets if not (path.parent / target).is_file()] == [], path.name
+# -- the page of the tutorials shows a card for each notebook ----------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cards() -> Any:
+    """docs/cards.py, which no package holds."""
+    spec = importlib.util.spec_from_file_location("cards", ROOT / "docs" / "cards.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.mark.lint
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_the_notebook_is_light_to_download(path: Path) -> None:
-    assert path.stat().st_size < 180_000
+def test_every_notebook_is_on_the_page_in_its_order(cards: Any) -> None:
+    page = SimpleNamespace(file=SimpleNamespace(src_uri=cards.PAGE))
+    text = cards.on_page_markdown((ROOT / "docs" / cards.PAGE).read_text(encoding="utf-8"), page)
+    places = [text.find(f"]({path.relative_to(ROOT).as_posix()})") for path in NOTEBOOKS]
+    assert len(places) > 9
+    assert -1 not in places
+    assert places == sorted(places)
+    assert cards.MARK not in text
+
+
+@pytest.mark.lint
+def test_a_card_says_what_how_long_and_shows_a_picture(cards: Any) -> None:
+    for card in cards.cards():
+        assert card.title in card.markdown()
+        assert card.promise in card.markdown()
+        assert f"{card.minutes} minutes" in card.markdown()
+        assert Image.open(io.BytesIO(card.picture)).width > 200
+
+
+@pytest.mark.lint
+def test_a_notebook_without_a_picture_is_an_error(cards: Any, tmp_path: Path) -> None:
+    opening = "# Title\n\nAfter this notebook you can do it.\n\nIt takes about 3 minutes to read."
+    path = tmp_path / "01_plain.ipynb"
+    path.write_text(json.dumps({"cells": [{"source": [opening]}]}), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"01_plain\.ipynb.*picture"):
+        cards.card(path)
 
 
 if __name__ == "__main__":
