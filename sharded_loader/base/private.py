@@ -115,8 +115,7 @@ def interpreter_flags() -> list[str]:
     """Return the options of this interpreter, for starting another one. Without the name: none."""
     from multiprocess import util
 
-    flags: list[str] = getattr(util, "_args_from_interpreter_flags", list)()
-    return flags
+    return list(getattr(util, "_args_from_interpreter_flags", list)())
 
 
 def has_forkserver_preload() -> bool:

@@ -116,10 +116,9 @@ def attach(number: int, nbytes: int, fd: int | None, name: str | None, *, privat
         fd: its descriptor, which this call closes; None: open it by name.
         private: map copy-on-write, so that writes stay in this process.
     """
-    options: dict[str, Any] = {}
     if sys.platform == "win32":
-        options = {"tagname": name, "access": mmap.ACCESS_COPY if private else mmap.ACCESS_WRITE}
-        return Segment(number, nbytes, mmap.mmap(-1, nbytes, **options))
+        access = mmap.ACCESS_COPY if private else mmap.ACCESS_WRITE
+        return Segment(number, nbytes, mmap.mmap(-1, nbytes, tagname=name, access=access))
     if fd is None:
         assert name is not None  # a segment has one or the other
         fd = os.open(name, os.O_RDWR | os.O_CLOEXEC)

@@ -287,8 +287,7 @@ class WrapperSampler(Sampler[Item_co]):
 
     @property
     def epoch(self) -> int:
-        shared: int = self.inner.epoch if self._shares_epoch else self._epoch
-        return shared
+        return int(self.inner.epoch if self._shares_epoch else self._epoch)
 
     @epoch.setter
     def epoch(self, epoch: int) -> None:

@@ -371,14 +371,13 @@ class Leaks:
 
     def __getitem__(self, index: int) -> Any:
         self.kept.append(np.ones(self.nbytes, np.uint8))
-        return np.array([index, sample_rng().random(), psutil.Process().memory_info().rss])
+        return np.array([index, sample_rng().random(), psutil.Process().memory_info().rss, private_bytes()])
 
 
 def fresh(method: str) -> int:
     """What a worker takes that has read a batch."""
-    data = SimpleDataset([0]).transform(lambda _: private_bytes())
-    with ShardedDataLoader(data, 1, pool=ProcessPool(1, start_method=method)) as loader:
-        return int(next(iter(loader)))
+    with ShardedDataLoader(Leaks(0, 1), 1, pool=ProcessPool(1, start_method=method)) as loader:
+        return int(next(iter(loader))[0, 3])
 
 
 @pytest.mark.slow
