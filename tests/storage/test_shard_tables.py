@@ -316,6 +316,7 @@ def test_a_null_changes_no_other_row(tmp_path: Path, format: str, null: str) -> 
         assert batches[0] == batches[1]
 
 
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")  # torch says so once in a process
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("null", NULLS)
 def test_a_null_changes_no_other_batch_in_any_pool(tmp_path: Path, null: str, pool: str) -> None:
