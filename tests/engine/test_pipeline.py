@@ -261,6 +261,19 @@ def test_a_closed_pipeline_says_so_also_to_the_step_that_it_is_closed_in() -> No
         pipeline.next(run, lambda run, entry: bool(pipeline.close()) or deliver(run, entry))  # type: ignore[func-returns-value]
 
 
+def test_a_pool_that_a_step_starts_after_it_was_closed_in_is_closed_again() -> None:
+    """As by a signal handler that closes the loader while its workers start."""
+    pipeline, pool = pipeline_of()
+
+    def opens(run: Run) -> None:
+        pipeline.close()
+        pipeline.open(run, JOB)
+
+    with pytest.raises(LoaderClosedError):
+        pipeline.next(run_of(0), deliver, first=opens)
+    assert pool.calls[-2:] == ["start", "close"] and not pipeline.runs
+
+
 # -- cheap batches travel in groups; nobody sees it but the clock ------------------------------------------------------
 
 

@@ -473,6 +473,9 @@ def test_numbers_that_change_faster_than_workers_start_leave_few_of_them(method:
         assert (pool.num_workers, pool.wanted, pool._transport.draining) == (1, 3, started[::-1])
         for worker in started:
             worker.ready = True
+        pool.adopt()
+        rows = {one.row for one in (*pool.workers, *pool._transport.draining)}
+        assert len(rows) == 5, "who leaves keeps its place on the heartbeat"
         assert len(list(batches)) == SAMPLES // 4 - 1 and pool.num_workers == 3
 
 

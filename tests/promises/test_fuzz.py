@@ -150,6 +150,25 @@ def test_a_rank_that_has_another_sample_is_a_difference(seed: int, monkeypatch: 
     case.close()
 
 
+@pytest.mark.costly
+@pytest.mark.parametrize("other", ["never read", "read in vain"])
+def test_a_sample_that_is_not_read_or_too_often_is_a_difference(other: str) -> None:
+    for seed in range(100):
+        case = Ranks(seed)
+        whole = case.track.job.whole
+        if whole and not case.track.job.discards:
+            break
+        case.close()
+    assert whole
+    if other == "never read":
+        whole[other] = 1
+    else:
+        del whole[next(iter(whole))]
+    with pytest.raises(Difference, match="'never read': 1}.* not read" if other == "never read" else "too often"):
+        case.rest()
+    case.close()
+
+
 def lines(kind: str, seeds: range) -> list[dict[str, Any]]:
     return [line(kind, seed, processes=False) for seed in seeds]
 

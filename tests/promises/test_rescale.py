@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch.utils.data as torch_data
 from conftest import POOLS, make_pool
+from failures import Boom, boom
+from samples import Bad
 
 from sharded_loader import (
     BatchSampler,
@@ -381,6 +383,13 @@ def test_a_warning_of_rescale_that_is_an_error_changes_nothing() -> None:
     with pytest.raises(LoaderWarning):  # an error in these tests
         loader.rescale(1, 0)
     assert loader.state_dict() == state and loader.arguments["num_replicas"] == 2
+
+
+def test_a_batch_without_a_good_sample_is_then_an_error_as_among_ranks_from_the_beginning() -> None:
+    loader: ShardedDataLoader[Any] = ShardedDataLoader(Bad(boom), 2, on_error="skip", seed=5)
+    loader.rescale(2, 1, 1)
+    with pytest.raises(Boom):
+        list(loader)  # left out, it would be missing from the steps of this rank alone
 
 
 def test_wrong_calls_change_nothing() -> None:

@@ -356,8 +356,10 @@ def test_steps_are_left_out_on_other_ranks_with_the_same_steps() -> None:
     assert one.skip == [(5, 6)] and [len(list(one)) for _ in range(2)] == [4, 2]  # of 4 steps, as on two ranks
     other = skipping()
     with pytest.raises(ValueError, match="skip= counts steps, and the ranks or the batch size were different"):
-        other.load_state_dict(saved.state_dict())
+        other.load_state_dict(saved.state_dict(), skip=[(0, 1)])
     assert other.skip == []
+    other.load_state_dict(skipping().state_dict())
+    assert other.skip == [], "what was refused leaves nothing to the next state"
 
 
 def test_steps_that_were_done_already_are_a_warning() -> None:
