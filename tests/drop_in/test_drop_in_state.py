@@ -219,7 +219,7 @@ def test_set_epoch_after_a_state_from_the_end_of_an_epoch_decides(
 
 
 def test_a_state_shows_what_torchdatas_shows() -> None:
-    loader = DataLoader(Counting(), 3)
+    loader = DataLoader(Counting(), 3, snapshot_every_n_steps=5)  # torchdata's argument, which is not needed
     some(iter(loader), 2)
     state = loader.state_dict()
     assert (state["_num_yielded"], state["_iterator_finished"]) == (2, False)

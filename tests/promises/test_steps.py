@@ -157,6 +157,18 @@ class StatefulWithoutEnd:
         self.number = state["number"]
 
 
+class StatefulEpochs(StatefulWithoutEnd):
+    """Its epochs have an end, where it starts over."""
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(self.number % len(self), len(self)):
+            self.number = number + 1
+            yield self.number * 4 % LENGTH
+
+    def __len__(self) -> int:
+        return 12
+
+
 WITHOUT_END: dict[str, Callable[[], dict[str, Any]]] = {
     "samples": lambda: {"batch_size": SIZE, "sampler": NoLength(without_end)},
     "pure": lambda: {"batch_size": SIZE, "sampler": PureWithoutEnd()},
@@ -164,11 +176,19 @@ WITHOUT_END: dict[str, Callable[[], dict[str, Any]]] = {
     "copies": lambda: {"batch_size": SIZE, "sampler": RepeatedSampler(4, NoLength(without_end))},
     "endless batches": lambda: {"batch_sampler": NoLength(batches_without_end)},
 }
+WITH_END: dict[str, Callable[[], dict[str, Any]]] = {
+    "stateful epochs": lambda: {"batch_size": SIZE, "sampler": StatefulEpochs()},
+    "copies of ours": lambda: {"batch_size": SIZE, "sampler": RepeatedSampler(4, RandomSampler(6, seed=4))},
+    "copies of torch's": lambda: {
+        "batch_size": SIZE,
+        "sampler": RepeatedSampler(4, torch_data.RandomSampler(range(6))),
+    },
+}
 
 
 def shared(kind: str, replicas: int = 1, rank: int = 0, pool: str = "inline") -> ShardedDataLoader:
     """A loader of steps that have the same samples on any number of ranks."""
-    given = {**SAMPLERS, **WITHOUT_END}[kind]()
+    given = {**SAMPLERS, **WITHOUT_END, **WITH_END}[kind]()
     if "batch_size" in given:
         given["batch_size"] = 6 // replicas
     ranks = {"num_replicas": replicas, "rank": rank}
@@ -189,7 +209,8 @@ def in_turns(kind: str, loaders: list[ShardedDataLoader], epochs: int) -> list[A
     return found
 
 
-SHARED = [*WITHOUT_END, "in order", "shuffled", "random", "list", "foreign", "by epoch"]
+OURS = ["in order", "shuffled", "random", "copies of ours"]
+SHARED = [*WITHOUT_END, *OURS, "list", "foreign", "by epoch", "stateful epochs", "copies of torch's"]
 
 
 @covering(1, pool=POOLS, kind=SHARED)
@@ -219,7 +240,7 @@ def test_a_state_goes_on_after_any_step_on_other_ranks_too(kind: str) -> None:
             for _ in range(done):
                 next(batches)
         state = json.loads(json.dumps(ranks[done % 2].state_dict()))
-        for replicas in (1, 2, 3) if kind in SHARED[:4] + ["in order", "shuffled", "random"] else (2,):
+        for replicas in (1, 2, 3) if kind in [*SHARED[:4], *OURS] else (2,):
             resumed = [shared(kind, replicas, rank) for rank in range(replicas)]
             for loader in resumed:
                 loader.load_state_dict(state)
