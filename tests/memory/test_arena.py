@@ -5,6 +5,7 @@ import errno
 import gc
 import itertools
 import os
+import signal
 import sys
 import threading
 import warnings
@@ -17,6 +18,7 @@ from conftest import PROCESS_POOLS, make_pool
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+from injection import InterruptAt
 from memory_samples import SHAPE, arena_of
 from refusing import in_child
 from samples import Filled
@@ -288,6 +290,40 @@ def test_what_is_lent_at_a_fork_is_never_used_again_and_stays_lent_whatever_the_
     assert arena.lent == 1 and whole.pop() is not None
 
 
+def at_every_line(do, other):
+    """``do()``, once for each line of the arena in it. Before that line, as another thread might, ``other()`` runs."""
+    before, tracing, line, fired = signal.signal(signal.SIGUSR1, lambda *_: other()), sys.gettrace(), 0, True
+    try:
+        while fired:
+            line += 1
+            tracer = InterruptAt(line, ("arena.py",), "SIGUSR1")
+            sys.settrace(tracer)
+            do()
+            sys.settrace(tracing)
+            fired = tracer.fired
+    finally:
+        sys.settrace(tracing)
+        signal.signal(signal.SIGUSR1, before)
+    return line
+
+
+@posix
+def test_a_fork_in_one_thread_and_a_look_from_one_disturb_no_other_at_work(arena):
+    live = []
+
+    def work():
+        slot = take(arena, 64)
+        assert not any(_overlap(slot, other) for other, _ in live)
+        live.append((slot, lend(arena, slot)))
+
+    def go_on():
+        live.clear()
+        work(), work()
+
+    assert at_every_line(go_on, arena.retire_lent) > 30
+    assert at_every_line(lambda: arena.lent, lambda: len(live) < 9 and work()) > 3
+
+
 def _overlap(a, b):
     return a.segment == b.segment and a.offset < b.offset + b.nbytes and b.offset < a.offset + a.nbytes
 
@@ -469,6 +505,23 @@ def test_what_is_not_wanted_any_more_goes_and_what_is_held_when_it_is_cleared_st
     for other in [empty((LARGE,), U8) for _ in range(3)]:
         other[...] = 1
     assert (held == 7).all()
+
+
+@posix
+def test_threads_never_get_the_same_memory():
+    empty, live = ReusedMemory(), []
+
+    def one():
+        live.append(empty((LARGE,), U8))
+
+    def go_on():
+        live.clear()
+        one()
+        live.clear()  # its block is free
+        one()
+        assert len(set(map(address, live))) == len(live)
+
+    assert at_every_line(go_on, one) > 10
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
