@@ -27,7 +27,7 @@ MAY_WAIT = (
 
 SLOW = {"slow", "gpu", "frameworks", "ray", "stores"}
 
-PRIVATE_LEFT = 134
+PRIVATE_LEFT = 122
 """Uses of private attributes of the package."""
 
 
