@@ -412,9 +412,10 @@ class LoaderIterator(_BaseDataLoaderIter):
             data = next(self._inner)
         except StopIteration:
             run, dataset = self.run, cast(Any, self._dataset)
-            if self._num_workers == 0 and run.job.keeps_state and 0 < run.epoch.first == run.delivered:
-                # Saved after the last batch, before the end was seen: no batch has brought the dataset there.
-                dataset.load_state_dict(copy.deepcopy(run.after()[0].state))
+            is_unread = self._num_workers == 0 and run.job.keeps_state and 0 < run.epoch.first == run.delivered
+            # Saved after the last batch, before the end was seen: no batch has brought the dataset there.
+            if is_unread and (state := run.after()[0].state) is not None:
+                dataset.load_state_dict(copy.deepcopy(state))
             if not self._persistent_workers:
                 self._shutdown_workers()
             raise

@@ -121,6 +121,21 @@ def test_a_state_goes_on_without_workers(kind: str, count: int | None, before: i
     assert_resumes(lambda workers: made(kind), saved=0, loaded=0, before=before, count=count)
 
 
+@pytest.mark.parametrize("count", [2, 5])  # in the middle, and behind the last batch
+@pytest.mark.parametrize("had_state", [True, False])
+def test_a_dataset_has_the_state_that_it_had_if_it_had_one(count: int, had_state: bool) -> None:
+    saved = DataLoader(Counting() if had_state else range(13), 3)
+    batches = iter(saved)
+    some(batches, count)
+    state = json.loads(json.dumps(saved.state_dict()))
+    dataset = Counting()
+    loaded = DataLoader(dataset, 3)
+    loaded.load_state_dict(state)
+    rest = list(loaded)
+    assert len(rest) == 5 - count
+    assert dataset.reads == (13 if had_state else 13 - min(13, 3 * count))
+
+
 @covering(0, kind=MADE, count=[3, 0, 1, None], persistent=[True, False])
 def test_a_state_goes_on_with_workers_that_had_an_epoch_before(kind: str, count: int | None, persistent: bool) -> None:
     given = {"num_workers": 2, "persistent_workers": persistent}

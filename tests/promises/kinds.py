@@ -164,8 +164,6 @@ def until_the_end(iterator: Iterator[Any]) -> tuple[list[Any], list[Exception]]:
     raise AssertionError(f"the epoch does not end: {errors[-1]!r}")
 
 
-ASK_TORCH = (Own, Told, ItsOwnIterator, Stateful)
-"""Datasets that ask torch which part they are to yield."""
 WITHOUT_STATE = (Parts, GoOn, Own, Told, ItsOwnIterator)
 WITH_STATE = (WithStatefulRows, Stateful)
 STREAMS = (*WITHOUT_STATE, *WITH_STATE)
