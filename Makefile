@@ -78,7 +78,7 @@ test-ray:
 	$(RAY)/bin/python -m pytest -m ray tests/pools/ray/test_on_ray.py tests/storage/test_read_ahead.py
 	$(RAY)/bin/python -m pytest -m ray tests/pools/ray/test_cluster.py
 
-RAY_PROMISES = $(addprefix tests/promises/test_,promises.py resume.py iterable.py iteration.py)
+RAY_PROMISES = $(addprefix tests/promises/test_,promises.py resume.py iterable.py iteration.py kinds.py)
 
 # A server of S3 on this machine, s3fs and obstore; the examples with Lance and ArrayRecord.
 STORES = .venv-stores

@@ -68,7 +68,7 @@ def check_arguments(loader: Loader) -> None:
     if loader.max_worker_memory is not None and (loader.num_workers == 0 or _uses_threads(loader)):
         raise ValueError(
             f"max_worker_memory={loader.max_worker_memory!r} needs worker processes on this machine: give num_workers= "
-            f"without thread_pool and pool, or leave max_worker_memory out"
+            f"without thread_pool, or leave max_worker_memory out"
         )
     _process_pool(loader, max(1, loader.num_workers))
     for one in () if isinstance(loader.dataset, IterableDataset) else nested(loader._index_sampler):

@@ -749,7 +749,7 @@ def test_no_more_is_in_flight_than_prefetch_says(prefetch: int) -> None:
 
 
 def test_by_default_processes_read_ahead_and_threads_do_not() -> None:
-    for pool, expected in (("inline", False), ("thread", False), (PROCESS_POOLS[0], True)):
+    for pool, expected in (("inline", False), ("thread", False), *((name, True) for name in PROCESS_POOLS[:1])):
         with ShardedDataLoader(range(8), 2, pool=make_pool(pool)) as loader:
             assert loader.prefetch_epochs == expected
             lists(loader)
@@ -780,7 +780,7 @@ def test_another_epoch_is_another_epoch(pool: str) -> None:
         assert len(pipeline_of(loader).runs) <= 1
 
 
-@pytest.mark.parametrize("pool", ["thread", PROCESS_POOLS[0]])
+@pytest.mark.parametrize("pool", ["thread", *PROCESS_POOLS[:1]])
 def test_a_state_that_is_loaded_counts(pool: str) -> None:
     with ahead(ShardedDataLoader(range(LENGTH), 4, True, seed=5, pool=make_pool(pool)), True) as loader:
         iterator = iter(loader)
