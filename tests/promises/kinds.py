@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch.utils.data
 from conftest import made, make_pool
 from samples import Drawing
