@@ -5,113 +5,109 @@ part(run)  -> run.records
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
+import math
 import statistics
-import sys
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from benchmarks.gpu_feeds import (
-    EPOCH,
-    FIELDS,
-    ROW,
-    Blocks,
-    Depth,
-    Feed,
-    Fields,
-    Objects,
-    copied_ahead,
-    depth_for,
-    ours,
-    shared_room,
-)
+from benchmarks.gpu_feeds import FIELDS, ROW, Blocks, Depth, Feed, Fields, Objects, copied_ahead, ours
 from benchmarks.gpu_feeds import torch_loader as torchs
 from benchmarks.gpu_run import MB, ROW_BYTES, Run, Values, size_name
+
+RESTS = (0.0, 0.002, 0.034)
+"""Seconds in which the host sleeps before each call that is timed."""
 
 
 def host(run: Run) -> None:
     """Seconds of the host's time per ``next``, with batches that are finished, beyond torch's own calls."""
     large = 16 * MB if run.device.is_gpu else MB
-    cases: dict[str, tuple[int, Any, list[tuple[int, ...]]]] = {}
-    for nbytes in (ROW_BYTES, large):
-        size = max(1, round(nbytes / ROW_BYTES))
-        cases[f"host {size_name(nbytes)}"] = size, Blocks, [(size, ROW)]
-    cases[f"host {FIELDS} tensors"] = size, Fields, [(size, ROW // FIELDS)] * FIELDS
-    cases["host an object"] = size, Objects, [(size, ROW), (size,)]
-    for name, (size, kind, shapes) in cases.items():
-        feed: Feed | None = None
-        try:
-            depth = depth_for(size * ROW_BYTES, run.workers, shared_room(run.scale.room))
-            feed = ours(kind(size * EPOCH), size, depth, device=run.device.device)
-            next_calls(run, name, feed, depth, [run.device.host(shape) for shape in shapes])
-        except Exception as error:
-            traceback.print_exc(file=sys.stderr)
-            run.fail(name, "ours", 0, f"{type(error).__name__}: {error}")
-        finally:
-            if feed is not None:
-                feed.close()
+    cases: dict[str, tuple[int, Any, list[tuple[int, ...]]]] = {
+        f"host {size_name(ROW_BYTES)}": (ROW_BYTES, Blocks, [(ROW,)]),
+        f"host {size_name(large)}": (large, Blocks, [(ROW,)]),
+        f"host {FIELDS} tensors": (large, Fields, [(ROW // FIELDS,)] * FIELDS),
+        "host an object": (large, Objects, [(ROW,), ()]),
+    }
+
+    def once(name: str, nbytes: int, kind: Any, rows: list[tuple[int, ...]]) -> Values:
+        data, size, depth = run.blocks(nbytes, kind)
+        with contextlib.closing(ours(data, size, depth, device=run.device.device)) as feed:
+            next_calls(run, name, feed, depth, [run.device.host((size, *row)) for row in rows])
+        return {}  # what was measured is kept already
+
+    for name, case in cases.items():
+        run.measure(name, "ours", 0, functools.partial(once, name, *case))
 
 
 def next_calls(run: Run, name: str, feed: Feed, depth: Depth, hosts: list[torch.Tensor]) -> None:
-    """Time ``next`` call by call, in turn with torch's calls for such a copy, on a device that rests."""
+    """Time ``next`` call by call, in turn with torch's calls for such a copy, after equal rests of host and device."""
     device, stats = run.device, feed.loader.stats  # type: ignore[attr-defined]
     calls = device.copy_calls(hosts)
     # For the workers. They are not asked: what `next` has to do with their answers is its own time.
-    pause = 0.002 + 2e-9 * sum(host.nbytes for host in hosts)
+    pause = 0.004 + 4e-9 * sum(host.nbytes for host in hosts)
 
-    def timed(act: Callable[[], Any]) -> float:
+    def timed(act: Callable[[], Any], rest: float) -> float:
         device.sync()
-        time.sleep(pause)
+        time.sleep(rest)
         began = time.perf_counter()
         kept = act()
         took = time.perf_counter() - began
         del kept
         return took
 
+    def burst(rest: float) -> tuple[list[tuple[float, float]], float]:
+        """Pairs of calls, as many as batches that are finished allow, and `placing_seconds` of one."""
+        time.sleep(pause)
+        timed(feed.__next__, rest), timed(calls, rest)  # these come after the pause, and do not count
+        placing, count = stats().placing_seconds, max(1, depth.batches // 2)
+        pairs = [(timed(feed.__next__, rest), timed(calls, rest)) for _ in range(count)]
+        return pairs, (stats().placing_seconds - placing) / count
+
     for _ in range(2 * depth.batches):
         next(feed)
-        timed(calls)
-    for number in range(run.scale.rounds):
-        placing = stats().placing_seconds
-        pairs = [(timed(feed.__next__), timed(calls)) for _ in range(run.scale.calls)]
+        timed(calls, 0)
+    for number, rest in itertools.product(range(run.scale.rounds), RESTS):
+        bursts = [burst(rest) for _ in range(math.ceil(run.scale.calls / max(1, depth.batches // 2)))]
+        pairs = [pair for pairs, _ in bursts for pair in pairs]
         whole, alone = (statistics.median(column) for column in zip(*pairs, strict=True))
-        run.keep(name, "next()", number, whole)
-        run.keep(name, "torch's calls", number, alone)
-        run.keep(name, "ours", number, whole - alone)
-        run.keep(name, "placing", number, (stats().placing_seconds - placing) / run.scale.calls)
+        row = f"{name}, rest {1000 * rest:g} ms"
+        run.keep(row, "next()", number, whole)
+        run.keep(row, "torch's calls", number, alone)
+        run.keep(row, "ours", number, whole - alone)
+        run.keep(row, "placing", number, statistics.mean(placing for _, placing in bursts))
 
 
 PIN_STEP, BOUND_STEP = 0.03, 0.01
-"""Seconds of a step."""
+"""Seconds of a step, by which work is calibrated. How long it was is measured."""
 
 
 def pin(run: Run) -> None:
     """Steps per second of a loop that makes its copies itself, from batches of ``pin_memory=True``; and processors."""
-    device = run.device.device
+    device, busy = run.device.device, run.device.sleeper(PIN_STEP)
     for nbytes in run.scale.pinned:
         name = size_name(nbytes)
         if run.needs_gpu(f"pin {name}"):
             continue
-        size = max(1, round(nbytes / ROW_BYTES))
-        depth = depth_for(size * ROW_BYTES, run.workers, shared_room(run.scale.room))
-        data, busy = Blocks(size * EPOCH), run.device.sleeper(PIN_STEP)
+        data, size, depth = run.blocks(nbytes)
 
-        def step(batch: torch.Tensor, busy: Callable[[], None] = busy) -> None:
+        def step(batch: torch.Tensor) -> None:
             batch.to(device, non_blocking=True)
             busy()
             run.device.wait_asleep()
 
-        def take(feed: Feed, name: str = name, depth: Depth = depth, step: Any = step) -> Values:
+        def take(feed: Feed, name: str = name, depth: Depth = depth) -> Values:
             for _ in range(depth.batches):
                 step(next(feed))
             began, processor = time.perf_counter(), time.process_time()
             for _ in range(run.scale.steps):
                 step(next(feed))
             seconds, processor = time.perf_counter() - began, time.process_time() - processor
+            run.keep("pin step", "size", 0, run.device.timed(busy))
             return {f"pin {name}": run.scale.steps / seconds, f"pinning {name}": processor / run.scale.steps}
 
         pins = functools.partial(torchs, data, size, depth, device, iter)
@@ -128,9 +124,8 @@ def pin(run: Run) -> None:
 
 def bound(run: Run) -> None:
     """Who waits for whom in a loop that the device limits, and that nobody synchronises."""
-    size, device = max(1, round(4 * MB / ROW_BYTES)), run.device.device
-    depth = depth_for(size * ROW_BYTES, run.workers, shared_room(run.scale.room))
-    data, busy = Blocks(size * EPOCH), run.device.sleeper(BOUND_STEP)
+    data, size, depth = run.blocks(4 * MB)
+    device, busy = run.device.device, run.device.sleeper(BOUND_STEP)
 
     def take(feed: Feed) -> Values:
         def steps(count: int) -> None:
@@ -150,6 +145,7 @@ def bound(run: Run) -> None:
             found["bound waiting"] = (stats().waiting_seconds - before.waiting_seconds) / seconds
             next(feed)  # times of the device are read when the next batch is begun
             found["bound device"] = (stats().device_waiting_seconds - before.device_waiting_seconds) / seconds
+        run.keep("bound step", "size", 0, run.device.timed(busy))
         return found
 
     run.in_turn(
@@ -167,9 +163,8 @@ def memory(run: Run) -> None:
     """The most bytes of the device, and of pinned host memory, that a loop holds beside its step."""
     if run.needs_gpu("memory device"):
         return
-    size, device = max(1, round(run.scale.kept / ROW_BYTES)), run.device
-    depth = depth_for(size * ROW_BYTES, run.workers, shared_room(run.scale.room))
-    data, busy = Blocks(size * EPOCH), device.sleeper(BOUND_STEP)
+    data, size, depth = run.blocks(run.scale.kept)
+    device, busy = run.device, run.device.sleeper(BOUND_STEP)
     openers: dict[str, Callable[[], Feed]] = {
         "ours": functools.partial(ours, data, size, depth, device=device.device),
         "ours, threads": functools.partial(ours, data, size, depth, threads=True, device=device.device),
@@ -178,18 +173,14 @@ def memory(run: Run) -> None:
     }
 
     def once(open_feed: Callable[[], Feed]) -> Values:
-        with device.watched() as held:
-            feed = open_feed()
-            try:
-                for _ in range(2 * depth.batches + run.scale.steps):
-                    batch = next(feed)
-                    busy()
-                    held.look(feed)
-                del batch
-                device.sync()
-            finally:
-                feed.close()
-        return {"memory device": held.device, "memory pinned": held.pinned}
+        held = device.watch()
+        with contextlib.closing(open_feed()) as feed:
+            for _ in range(2 * depth.batches + run.scale.steps):
+                batch = next(feed)
+                busy()
+            del batch
+            device.sync()
+            return dict(zip(("memory device", "memory pinned"), held(feed), strict=True))
 
     run.keep("memory batch", "size", 0, size * ROW_BYTES)
     for name, open_feed in openers.items():  # one after the other: each alone
@@ -201,32 +192,22 @@ def lock(run: Run) -> None:
     from sharded_loader.devices.accelerator import Registrar, Streams
     from sharded_loader.memory.segments import create
 
+    def once(name: str, number: int, nbytes: int) -> float:
+        segment = create(0, nbytes)
+        try:
+            began = time.perf_counter()
+            undo = Registrar(Streams(run.device.device), lambda: None).register(segment.mapping)
+            locked = time.perf_counter()
+            if undo is None:
+                raise RuntimeError("page-locking was refused")
+            undo()
+            run.keep(name, "unlock", number, (time.perf_counter() - locked) / (nbytes / 1e9))
+            return (locked - began) / (nbytes / 1e9)
+        finally:
+            segment.close()
+
     for nbytes in run.scale.registered:
         name = f"lock {nbytes >> 20} MiB"
-        if not run.device.is_gpu:
-            run.fail(name, "lock", 0, "needs a GPU")
-            continue
-        for number in range(run.scale.rounds):
-            segment = create(0, nbytes)
-            undo: list[Callable[[], None]] = []
-
-            def take(segment: Any = segment, undo: list[Any] = undo, nbytes: int = nbytes) -> float:
-                began = time.perf_counter()
-                made = Registrar(Streams(run.device.device), lambda: None).register(segment.mapping)
-                took = time.perf_counter() - began
-                if made is None:
-                    raise RuntimeError("page-locking was refused")
-                undo.append(made)
-                return took / (nbytes / 1e9)
-
-            def give(undo: list[Any] = undo, nbytes: int = nbytes) -> float:
-                began = time.perf_counter()
-                undo.pop()()
-                return (time.perf_counter() - began) / (nbytes / 1e9)
-
-            run.measure(name, "lock", number, take)
-            if undo:
-                run.measure(name, "unlock", number, give)
-            for function in undo:  # there was no time left to measure it
-                function()
-            segment.close()
+        if not run.needs_gpu(name, "lock"):
+            for number in range(run.scale.rounds):
+                run.measure(name, "lock", number, functools.partial(once, name, number, nbytes))

@@ -2,8 +2,9 @@
 
     Device.sync()            all work that it was given is done
     Device.copies(nbytes)    -> a function that times so many bare copies to it, in seconds
+    Device.timed(work)       -> how long it takes for that
     Device.sleeper(seconds)  -> a function that gives it so much work
-    Device.watched()         -> what memory is held meanwhile
+    Device.watch()           -> a function that says how much memory was held since
     Device.about()           -> what it is called, its driver
 
 On the CPU nothing is asynchronous and nothing is learned about a GPU.
@@ -14,10 +15,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import math
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -57,27 +59,30 @@ class Device:
         """float32 in host memory, pinned for a GPU."""
         return torch.zeros(shape, pin_memory=self.is_gpu)
 
+    def timed(self, work: Callable[[], object]) -> float:
+        """Seconds that the current stream takes for ``work``, by events. On the CPU, that the caller takes."""
+        if not self.is_gpu:
+            began = time.perf_counter()
+            work()
+            return time.perf_counter() - began
+        cuda: Any = torch.cuda
+        first, last = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+        first.record()
+        work()
+        last.record()
+        last.synchronize()
+        return float(first.elapsed_time(last)) / 1000
+
     def copies(self, nbytes: int) -> Callable[[int], float]:
-        """What times a number of copies from one pinned buffer to one on the device: by events, on a GPU."""
+        """A function that times a number of copies from one pinned buffer to one on the device."""
         source = self.host((nbytes // 4,))
         target = torch.empty_like(source, device=self.device)
 
-        def run(count: int) -> float:
-            if not self.is_gpu:
-                began = time.perf_counter()
-                for _ in range(count):
-                    target.copy_(source)
-                return time.perf_counter() - began
-            cuda: Any = torch.cuda
-            first, last = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
-            first.record()
+        def copy(count: int) -> None:
             for _ in range(count):
                 target.copy_(source, non_blocking=True)
-            last.record()
-            last.synchronize()
-            return float(first.elapsed_time(last)) / 1000
 
-        return run
+        return lambda count: self.timed(functools.partial(copy, count))
 
     def copy_calls(self, hosts: Sequence[torch.Tensor]) -> Callable[[], None]:
         """What calls all of torch that copies of these tensors on a side stream take, once."""
@@ -102,17 +107,11 @@ class Device:
         return run
 
     def sleeper(self, seconds: float) -> Callable[[], None]:
-        """What keeps the current stream busy for so long, by the device's clock of now. On the CPU, the caller."""
+        """A function that keeps the current stream busy for so long; on the CPU, the caller."""
         if not self.is_gpu:
             return functools.partial(time.sleep, seconds)
-        cuda: Any = torch.cuda
-        tried = 20_000_000  # cycles: some 10 ms
-        first, last = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
-        first.record()
-        cuda._sleep(tried)
-        last.record()
-        last.synchronize()
-        return functools.partial(cuda._sleep, int(tried * seconds * 1000 / first.elapsed_time(last)))
+        spin: Callable[[int], None] = torch.cuda._sleep
+        return functools.partial(spin, cycles_for(seconds, lambda cycles: self.timed(functools.partial(spin, cycles))))
 
     def wait_asleep(self) -> None:
         """Wait until the current stream has done its work, and need no processor for it, as `sync` does."""
@@ -121,19 +120,27 @@ class Device:
             while not event.query():
                 time.sleep(0.0002)
 
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[Held]:
-        """What a GPU and its host hold while the block runs, beside what they held before."""
+    def watch(self) -> Callable[[Feed], tuple[int, int]]:
+        """A function that tells the most bytes held from now on, of a GPU and of pinned memory, before a feed closes.
+
+        Pinned memory is torch's and the segments of a pool. It only grows while a feed is open: its size is its peak.
+        """
         cuda: Any = torch.cuda
         gc.collect()
         self.sync()
         cuda.empty_cache()
-        before = cuda.memory_allocated(self.device)
+        with contextlib.suppress(AttributeError):  # an older torch
+            torch._C._host_emptyCache()  # else blocks of earlier feeds are used again, and do not count
+        before, pinned = cuda.memory_allocated(self.device), _pinned_bytes()
         cuda.reset_peak_memory_stats(self.device)
-        pinned = _pinned_bytes()
-        held = Held(lambda: _pinned_bytes() - pinned)
-        yield held
-        held.device = cuda.max_memory_allocated(self.device) - before
+
+        def held(feed: Feed) -> tuple[int, int]:
+            pool = getattr(feed.loader, "pool", None)
+            segments = pool._transport.arena.segments if isinstance(pool, ProcessPool) else ()
+            locked = sum(segment.nbytes for segment in segments if segment.unregister)
+            return cuda.max_memory_allocated(self.device) - before, _pinned_bytes() - pinned + locked
+
+        return held
 
     def about(self) -> dict[str, Any]:
         """Name, driver and the like."""
@@ -146,33 +153,35 @@ class Device:
         return found
 
 
-class Held:
-    """The most bytes that were held.
+TRIED = 20_000_000
+"""Cycles of a try: some 10 ms."""
+
+WARMING, AT_MOST = 0.5, 3.0
+"""Seconds of work that raise the clock of a device, and after which it is taken as it is."""
+
+
+def cycles_for(seconds: float, spin: Callable[[int], float]) -> int:
+    """The cycles of a stretch of work, by the clock of a busy device. The clock of one at rest is slower.
 
     Args:
-        pinned: how many torch has pinned.
-
-    Attributes:
-        device: of the device.
-        pinned: of pinned host memory: torch's, and the segments of a pool.
+        spin: gives the device so many cycles of work, and returns the seconds that they took.
     """
-
-    def __init__(self, pinned: Callable[[], int]) -> None:
-        self._pinned = pinned
-        self.device = self.pinned = 0
-
-    def look(self, feed: Feed) -> None:
-        """Note what is pinned now."""
-        pool = getattr(feed.loader, "pool", None)
-        segments = pool._transport.arena.segments if isinstance(pool, ProcessPool) else ()
-        self.pinned = max(self.pinned, self._pinned() + sum(one.nbytes for one in segments if one.unregister))
+    before, took = math.inf, spin(TRIED)
+    busy = took
+    while busy < WARMING or (abs(before / took - 1) > 0.01 and busy < AT_MOST):
+        before, took = took, spin(TRIED)
+        busy += took
+    return int(TRIED * seconds / took)
 
 
 def _pinned_bytes() -> int:
-    """What torch has handed out of pinned host memory, and not got back. A torch that does not tell: 0."""
+    """Pinned host memory of torch's allocator, in use or kept for later; 0 if this torch has no statistics.
+
+    Not ``active_bytes``: in torch 2.11 it grows by a block with each batch, whatever comes back.
+    """
     if not hasattr(torch.cuda, "host_memory_stats"):
         return 0
-    return int(torch.cuda.host_memory_stats().get("active_bytes.current", 0))
+    return int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
 
 
 def _driver(index: int) -> str:

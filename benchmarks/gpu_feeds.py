@@ -2,20 +2,26 @@
 
     Feed: next(feed) -> a batch on the device, or on its way there; without end.  feed.close() -> workers gone
     fill(feeds)      -> when the workers of each have finished what they were asked for
+    settle(feed)     -> when they write to memory that they have touched before
 
-Workers fill each batch: they gather its rows, or images, from a few that they hold in memory. torch's loader reads the
-data in bulk as well (``__getitems__``), and has persistent workers and pinned memory.
+Workers fill each batch: they gather its rows, or images, from a few in memory, which a dataset makes before its loader
+forks: processes and threads read the same ones. torch's loader reads the data in bulk as well (``__getitems__``), and
+has persistent workers and pinned memory.
 
 A worker of ours imports this module, and of it NumPy alone, but for `Objects`, which are torch's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 import shutil
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,7 +45,7 @@ EPOCH = 1 << 20
 
 @functools.cache
 def rows() -> Array:
-    """The different rows of this process."""
+    """The different rows: of this process and of those that it forks."""
     return np.random.default_rng(0).random((KINDS, ROW), np.float32)
 
 
@@ -48,6 +54,7 @@ class Blocks:
 
     def __init__(self, count: int) -> None:
         self._count = count
+        rows()  # before the fork: else each worker has its own, together more than the caches hold
 
     def __len__(self) -> int:
         return self._count
@@ -193,6 +200,16 @@ class Feed:
         except (AttributeError, NotImplementedError):  # no loader, or one of another version; a Mac
             return None
 
+    def faults(self) -> int | None:
+        """Minor page faults so far of the processes that fill its batches; None on a system without /proc."""
+        pids = getattr(getattr(self.loader, "pool", None), "pids", None)
+        pids = pids or [worker.pid for worker in getattr(self._epoch, "_workers", ())] or [os.getpid()]
+        try:
+            stats = [Path(f"/proc/{pid}/stat").read_text() for pid in pids]
+        except OSError:
+            return None
+        return sum(int(stat.rpartition(")")[2].split()[7]) for stat in stats)
+
     def close(self) -> None:
         """The iterators go first: torch's workers end with theirs."""
         self._batches = self._epoch = None
@@ -211,6 +228,43 @@ def fill(feeds: Iterable[Feed]) -> None:
             time.sleep(0.001)
         if full is None:
             time.sleep(REST)
+
+
+FAULTS, WINDOW = 0.01, 64
+"""Pages count as touched when so many batches cause fewer page faults than this, per page of a batch."""
+
+MANY = 5
+"""If batches went to workers at random, this many times workers x slots would leave 1 % of the pages untouched."""
+
+
+def settle(feed: Feed, pages: float, depth: Depth, patience: float) -> dict[str, float | str]:
+    """Take batches until the workers write to pages that they have touched before.
+
+    Each worker touches each slot once for the first time. Where faults are not counted, workers x slots batches are
+    taken. Otherwise at most `MANY` times as many and a window, for at most ``patience`` seconds: torch's workers
+    allocate each batch, and never get there.
+
+    Args:
+        pages: of a batch.
+
+    Returns:
+        "batches" that were taken before the last `WINDOW`, or a text if pages were not touched then; and, if they are
+        counted, "faults per page" of that window.
+    """
+    counts, until = deque([feed.faults()], WINDOW + 1), time.monotonic() + patience
+    taken, found = 0, dict[str, float | str]()
+    pairs = depth.workers * 2 * depth.batches  # slots: those in flight, those that the program holds, and spare ones
+    most = pairs if counts[0] is None else WINDOW + MANY * pairs
+    while taken < most and time.monotonic() < until:
+        next(feed)
+        counts.append(feed.faults())
+        taken += 1
+        first, last = counts[0], counts[-1]
+        if first is not None and last is not None:
+            found["faults per page"] = left = (last - first) / (len(counts) - 1) / pages
+            if len(counts) > WINDOW and left < FAULTS:
+                return {"batches": taken - WINDOW} | found
+    return {"batches": f"not after {taken}" if found or taken < most else taken} | found
 
 
 @dataclass(frozen=True)
@@ -233,18 +287,12 @@ class Depth:
 
 def depth_for(nbytes: int, workers: int, room: int) -> Depth:
     """Two batches per worker, fewer where they would take more than ``room`` bytes; never fewer than two."""
+    with contextlib.suppress(OSError):  # torch's workers need shared memory in /dev/shm
+        room = min(room, shutil.disk_usage("/dev/shm").free // 3)
     fitting = max(2, room // max(1, nbytes))
     if fitting >= 2 * workers:
         return Depth(workers, 2)
     return Depth(workers, 1) if fitting >= workers else Depth(fitting, 1)
-
-
-def shared_room(most: int) -> int:
-    """Bytes of shared memory for batches in flight: torch's workers need them in /dev/shm."""
-    try:
-        return min(most, shutil.disk_usage("/dev/shm").free // 3)
-    except OSError:
-        return most
 
 
 def ours(dataset: Any, batch_size: int, depth: Depth, threads: bool = False, **options: Any) -> Feed:
@@ -330,8 +378,3 @@ def copied_ahead(device: Any, batches: Iterator[Any]) -> Iterator[Any]:
         if ready is not None:
             yield ready
             del ready
-
-
-def always(batch: Any) -> Feed:
-    """The same batch again and again: it is there already."""
-    return Feed([batch])

@@ -6,62 +6,61 @@ part(run)  opens its contestants, measures them in turn, round after round -> ru
 from __future__ import annotations
 
 import functools
+import mmap
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.gpu_feeds import (
-    EPOCH,
-    Blocks,
-    Depth,
-    Feed,
-    Images,
-    always,
-    copied_ahead,
-    depth_for,
-    ours,
-    shared_room,
-)
+from benchmarks.gpu_feeds import Depth, Feed, Images, copied_ahead, ours, settle
 from benchmarks.gpu_feeds import torch_loader as torchs
-from benchmarks.gpu_run import MB, ROW_BYTES, Run, size_name
+from benchmarks.gpu_run import MB, ROW_BYTES, Run, Values, size_name
 
 
 def bus(run: Run) -> None:
-    """Bytes per second to the device."""
-    device, scale = run.device, run.scale
-    for nbytes in scale.sizes:
-        size = max(1, round(nbytes / ROW_BYTES))
-        real = size * ROW_BYTES
-        depth = depth_for(real, run.workers, shared_room(scale.room))
-        data = Blocks(size * EPOCH)
+    """Bytes per second to the device, from memory that the workers have touched before."""
+    for nbytes in run.scale.sizes:
+        bus_at(run, nbytes)
 
-        def bare(real: int = real) -> Callable[[int], float]:
-            copies = device.copies(real)
-            copies(3)
-            return copies
 
-        def take(one: Any, real: int = real, warm: int = 2 * depth.batches) -> float:
-            if isinstance(one, Feed):
-                return run.rate(one, warm) * real
+def bus_at(run: Run, nbytes: int) -> None:
+    """The same, for one size of batches."""
+    data, size, depth = run.blocks(nbytes)
+    name, device, settled = size_name(nbytes), run.device.device, set[Feed]()
+    nbytes = size * ROW_BYTES
+
+    def bare() -> Callable[[int], float]:
+        copies = run.device.copies(nbytes)
+        copies(3)
+        return copies
+
+    def take(one: Any) -> Values:
+        if not isinstance(one, Feed):
             single = one(3) / 3
-            count = max(3, min(20_000, int(scale.span / max(single, 1e-6))))
-            return count * real / float(one(count))
+            count = max(3, min(20_000, int(run.scale.span / max(single, 1e-6))))
+            return count * nbytes / float(one(count))
+        warmth: dict[str, float | str] = {}
+        if one not in settled:
+            settled.add(one)
+            warmth = settle(one, nbytes / mmap.PAGESIZE, depth, run.scale.patience)
+        found = {f"warm {name}, {what}": value for what, value in warmth.items()}
+        return found | {f"bus {name}": run.rate(one, 2 * depth.batches) * nbytes}
 
-        to: dict[str, Any] = {"device": device.device}
-        run.in_turn(
-            f"bus {size_name(nbytes)}",
-            {
-                "ours": functools.partial(ours, data, size, depth, **to),
-                "ours, threads": functools.partial(ours, data, size, depth, threads=True, **to),
-                "torch": functools.partial(torchs, data, size, depth, device.device),
-                "torch, ahead": functools.partial(torchs, data, size, depth, device.device, copied_ahead),
-                "workers": functools.partial(ours, data, size, depth),
-                "limit": bare,
-            },
-            take,
-        )
+    mine, theirs = functools.partial(ours, data, size, depth), functools.partial(torchs, data, size, depth, device)
+    run.in_turn(
+        f"bus {name}",
+        {
+            "ours": functools.partial(mine, device=device),
+            "ours, threads": functools.partial(mine, threads=True, device=device),
+            "torch": theirs,
+            "torch, ahead": functools.partial(theirs, copied_ahead),
+            "workers": mine,
+            "workers, threads": functools.partial(mine, threads=True),
+            "limit": bare,
+        },
+        take,
+    )
 
 
 class Network(torch.nn.Module):
@@ -108,7 +107,7 @@ def step(run: Run) -> None:
 
     def fixed(size: int) -> Feed:
         images, labels = data.get_batch(range(size))
-        return always([torch.from_numpy(images).to(device.device), torch.from_numpy(labels).to(device.device)])
+        return Feed([[torch.from_numpy(images).to(device.device), torch.from_numpy(labels).to(device.device)]])
 
     size = scale.images
     while size < 1024:
@@ -118,7 +117,7 @@ def step(run: Run) -> None:
         size *= 2
     run.say(f"steps of {size} images")
     run.keep("step batch", "size", 0, size)
-    depth = depth_for(size * 3 * scale.side**2, run.workers, shared_room(scale.room))
+    depth = run.depth(size * 3 * scale.side**2)
     warm = 2 * depth.batches
     run.in_turn(
         "step",
@@ -160,10 +159,8 @@ def resident(run: Run) -> None:
 
 def shards(run: Run) -> None:
     """Bytes per second of batches for one device, in one piece and in two shards."""
-    nbytes = 16 * MB if run.device.is_gpu else MB
-    size = 2 * max(1, round(nbytes / ROW_BYTES / 2))
-    depth = depth_for(size * ROW_BYTES, run.workers, shared_room(run.scale.room))
-    data, device = Blocks(size * EPOCH), run.device.device
+    data, size, depth = run.blocks(16 * MB if run.device.is_gpu else 16 * ROW_BYTES)  # an even number of rows
+    device = run.device.device
     run.in_turn(
         "shards",
         {

@@ -24,15 +24,15 @@ NO_GPU = (
 )
 
 BARS = (
-    *(Bar(f"bus {size} MB", "limit", 0.95) for size in (16, 64, 256)),
+    *(Bar(f"bus {size} MB", "limit", 0.9) for size in (16, 64, 256)),
     *(Bar(f"bus {size} MB", "torch, ahead", 1.5) for size in (16, 64, 256)),
+    *(Bar(f"warm {size} MB, batches", None, 64, at_most=True) for size in (16, 64, 256)),
     Bar("step", "ideal", 0.98),
     *(Bar(f"pin {size} MB", "torch", 0.98) for size in (4, 40)),
     Bar("bound processor", None, 0.2, at_most=True),
     Bar("bound waiting", None, 0.05, at_most=True),
-    Bar("host 65 KB", None, 150e-6, at_most=True),
-    Bar("host 16 MB", None, 150e-6, at_most=True),
-    Bar("resident 256", "streamed", 3),
+    *(Bar(f"host {size}, rest 2 ms", None, 100e-6, at_most=True) for size in ("65 KB", "16 MB")),
+    *(Bar(f"resident {size}", "streamed", 3) for size in (256, 4096)),
 )
 JUDGED = {"pin": "drop-in"}
 """Who has to reach the bars of a part; otherwise ours."""
@@ -56,44 +56,19 @@ class Table(NamedTuple):
     show: Callable[[float], str]
 
 
-def gigabytes(value: float) -> str:
-    """Of a rate in bytes per second.
+def in_units(factor: float, text: str) -> Callable[[float], str]:
+    """A function that shows a value times the factor.
 
     Example:
-        >>> gigabytes(24_510_000_000)
+        >>> in_units(1e-9, "{:.3g} GB/s")(24_510_000_000)
         '24.5 GB/s'
     """
-    return f"{value / 1e9:.3g} GB/s"
+    return lambda value: text.format(value * factor)
 
 
-def microseconds(value: float) -> str:
-    """Of seconds."""
-    return f"{value * 1e6:.0f} us"
-
-
-def milliseconds(value: float) -> str:
-    """Of seconds."""
-    return f"{value * 1e3:.3g} ms"
-
-
-def share(value: float) -> str:
-    """A part of the time.
-
-    Example:
-        >>> share(0.034)
-        '3.4%'
-    """
-    return f"{value:.1%}"
-
-
-def size(value: float) -> str:
-    """Of bytes."""
-    return f"{value / 1e6:.0f} MB"
-
-
-def per_gigabyte(value: float) -> str:
-    """Of seconds per GB."""
-    return f"{value:.3g} s/GB"
+gigabytes, megabytes = in_units(1e-9, "{:.3g} GB/s"), in_units(1e-6, "{:.0f} MB")
+microseconds, milliseconds = in_units(1e6, "{:.0f} us"), in_units(1e3, "{:.3g} ms")
+share, per_gigabyte = "{:.1%}".format, "{:.3g} s/GB".format
 
 
 def per_second(value: float) -> str:
@@ -109,20 +84,30 @@ def per_second(value: float) -> str:
     return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
+FEEDS = {
+    "ours": "ours",
+    "ours, threads": "ours, threads",
+    "torch": "torch",
+    "torch, ahead": "torch, prefetcher",
+    "workers": "our processes, to the host",
+    "workers, threads": "our threads, to the host",
+}
+"""Columns of what fills batches in `bus`."""
+
 TABLES = (
     Table(
         "Bytes per second to the device, by the size of a batch",
         "bus",
-        {
-            "ours": "ours",
-            "ours, threads": "ours, threads",
-            "torch": "torch",
-            "torch, ahead": "torch, prefetcher",
-            "workers": "our workers, to the host",
-            "limit": "bare copies",
-        },
+        {**FEEDS, "limit": "bare copies"},
         (("ours", "limit"), ("ours, threads", "limit"), ("ours", "torch, ahead")),
         gigabytes,
+    ),
+    Table(
+        "Before that: batches until pages are touched, and faults per page of the last 64 batches",
+        "warm",
+        FEEDS,
+        (),
+        per_second,
     ),
     Table(
         "Training steps per second",
@@ -132,7 +117,7 @@ TABLES = (
         per_second,
     ),
     Table(
-        "Steps per second with `pin_memory=True` and the loop's own copies, steps of 30 ms",
+        "Steps per second with `pin_memory=True` and the loop's own copies",
         "pin",
         {"ours": "ours", "drop-in": "the drop-in", "torch": "torch"},
         (("drop-in", "torch"), ("ours", "torch")),
@@ -153,7 +138,7 @@ TABLES = (
         share,
     ),
     Table(
-        "Host time per `next()`, batches finished",
+        "Host time per `next()`, batches finished, after a rest of the host",
         "host",
         {
             "next()": "next()",
@@ -169,7 +154,7 @@ TABLES = (
         "memory",
         {"ours": "ours", "ours, threads": "ours, threads", "torch": "torch", "torch, ahead": "torch, prefetcher"},
         (),
-        size,
+        megabytes,
     ),
     Table("Page-locking a segment", "lock", {"lock": "lock", "unlock": "unlock"}, (), per_gigabyte),
     Table(
@@ -187,6 +172,16 @@ TABLES = (
         gigabytes,
     ),
 )
+
+
+BUSY = "A step keeps the device busy for {}, measured right after such steps."
+NOTES: dict[str, tuple[str, Callable[[float], str]]] = {
+    "step batch": ("A step takes {} images.", "{:.0f}".format),
+    "pin step": (BUSY, milliseconds),
+    "bound step": (BUSY, milliseconds),
+    "memory batch": ("A batch takes {} bytes.", "{:,.0f}".format),
+}
+"""Below a table: the sizes that were measured, by workload."""
 
 
 def judge(bar: Bar, records: Sequence[Record]) -> Verdict:
@@ -215,55 +210,66 @@ WORKERS = 1.1
 """How many times what a bar asks for workers have to be able to make: otherwise they are the limit."""
 
 
-def bars_table(records: Sequence[Record]) -> str:
-    """All bars, measured or not."""
-    rows = [["work", "bar", "measured", ""]]
-    for verdict in (judge(bar, records) for bar in BARS):
-        bar = verdict.bar
-        unknown = "not measured" if verdict.measured is None else "the workers are the limit"
+def cause(workload: str, records: Sequence[Record]) -> str:
+    """Why not even our workers reach a bar of `bus`, as far as it was measured.
+
+    Example:
+        >>> cause("bus 16 MB", [Record(0, "warm 16 MB, faults per page", "workers", 0.3)])
+        'workers bring no more to the host, and may still touch pages for the first time'
+    """
+    settled, counted = (
+        values_of(records, f"{workload.replace('bus', 'warm')}, {what}", "workers")
+        for what in ("batches", "faults per page")
+    )
+    why = ", into touched pages" if settled else ", and may still touch pages for the first time"
+    return f"workers bring no more to the host{why if counted else ''}"
+
+
+def bars(spec: Table, workload: str, records: Sequence[Record]) -> str:
+    """The bars of a row, what was measured, and whether it is enough."""
+    texts = []
+    for verdict in (judge(bar, records) for bar in BARS if bar.workload == workload):
+        bar, who = verdict.bar, JUDGED.get(spec.prefix)
+        unknown = "not measured" if verdict.measured is None else cause(workload, records)
         met = {True: "met", False: "not met", None: unknown}[verdict.met]
-        named = f"<= {shown(bar, bar.limit)}" if bar.of is None else f">= {bar.limit:g} {bar.of}"
-        judged = JUDGED.get(bar.workload.split()[0])
-        rows.append([f"{bar.workload}, {judged}" if judged else bar.workload, named, measured(verdict), met])
-    return markdown(rows)
+        limit = f"{bar.limit:g} {spec.columns[bar.of].split(':')[0]}" if bar.of else spec.show(bar.limit)
+        named = f"{who + ' ' if who else ''}{'<=' if bar.at_most else '>='} {limit}"
+        texts.append(f"{named}: {measured(verdict, spec.show)}, {met}")
+    return "; ".join(texts)
 
 
-def shown(bar: Bar, value: float) -> str:
-    """What is measured for a bar that compares with nothing."""
-    return share(value) if bar.workload.startswith("bound") else microseconds(value)
-
-
-def measured(verdict: Verdict) -> str:
+def measured(verdict: Verdict, show: Callable[[float], str]) -> str:
     """With as many digits as the bars have.
 
     Example:
-        >>> measured(Verdict(Bar("step", "ideal", 0.98), 0.9786, False))
+        >>> measured(Verdict(Bar("step", "ideal", 0.98), 0.9786, False), str)
         '0.979'
     """
     value = verdict.measured
     if value is None:
         return "-"
     if verdict.bar.of is None:
-        return shown(verdict.bar, value)
+        return show(value)
     return f"{value:.3f}" if value < 2 else format_ratio(value)
 
 
 def table(spec: Table, records: Sequence[Record]) -> str:
     """The medians of one part, with what has failed in its place; empty if nothing of it was tried."""
-    workloads = list(dict.fromkeys(r.workload for r in records if r.workload.split()[0] == spec.prefix))
-    workloads = [name for name in workloads if name not in ("step batch", "memory batch")]
+    found = (r.workload for r in records if r.loader != "size")
+    workloads = [name for name in dict.fromkeys(found) if name.split()[0] == spec.prefix]
     if not workloads:
         return ""
     head = ["", *spec.columns.values()]
     head += [f"{spec.columns[one]} / {spec.columns[other].split(':')[0]}" for one, other in spec.ratios]
-    rows = [head]
+    judged = any(bar.workload in workloads for bar in BARS)
+    rows = [[*head, "bar"] if judged else head]
     for workload in workloads:
         row = [workload.removeprefix(spec.prefix).strip() or workload]
         row += [cell(records, workload, loader, spec.show) for loader in spec.columns]
         for one, other in spec.ratios:
             times = within_rounds(values_of(records, workload, one), values_of(records, workload, other))
             row.append(format_ratio(times))
-        rows.append(row)
+        rows.append([*row, bars(spec, workload, records)] if judged else row)
     return f"**{spec.title}**\n\n{markdown(rows)}"
 
 
@@ -280,15 +286,18 @@ def cell(records: Sequence[Record], workload: str, loader: str, show: Callable[[
 def whole(records: Sequence[Record], about: dict[str, Any], is_gpu: bool) -> str:
     """The report as Markdown, without a title."""
     device = ", ".join(f"{name} {about[name]}" for name in ("device", "cuda", "driver", "cpus") if name in about)
-    sizes = {record.workload: record.value for record in records if record.loader == "size" and record.value}
-    notes = {"step": "A step takes {:.0f} images.", "memory": "A batch takes {:,.0f} bytes."}
     parts = [] if is_gpu else [NO_GPU]
-    parts += [f"{device.removeprefix('device ')}  \n{about_lines(about)}", bars_table(records)]
+    parts.append(f"{device.removeprefix('device ')}  \n{about_lines(about)}")
     for spec in TABLES:
         if text := table(spec, records):
-            note = sizes.get(f"{spec.prefix} batch")
-            parts.append(text if note is None else f"{text}\n\n{notes[spec.prefix].format(note)}")
-    verdicts = [judge(bar, records).met for bar in BARS]
-    met, missed, unknown = (verdicts.count(kind) for kind in (True, False, None))
-    parts.append(f"Bars: {met} met, {missed} not met, {unknown} not measured.")
+            parts.append(text)
+            parts += [
+                note.format(cell(records, name, "size", show))
+                for name, (note, show) in NOTES.items()
+                if name.startswith(f"{spec.prefix} ") and values_of(records, name, "size")
+            ]
+    verdicts = [judge(bar, records) for bar in BARS]
+    met, missed, unknown = ([one.bar for one in verdicts if one.met is kind] for kind in (True, False, None))
+    names = "; ".join(dict.fromkeys(bar.workload for bar in unknown))
+    parts.append(f"Bars: {len(met)} met, {len(missed)} not met, {len(unknown)} not judged{names and ': '}{names}.")
     return "\n\n".join(parts)

@@ -13,20 +13,20 @@ import functools
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.gpu_device import Device
-from benchmarks.gpu_feeds import ROW, Feed, fill
+from benchmarks.gpu_feeds import EPOCH, ROW, Blocks, Depth, Feed, depth_for, fill
 from benchmarks.measure import Record
 
 MB = 1_000_000
 ROW_BYTES = 4 * ROW
 
 
-Values = float | dict[str, float]
-"""What is measured at once: a value, or several by the names of their workloads."""
+Values = float | Mapping[str, float | str]
+"""What is measured at once: a value, or several by the names of their workloads, or a text why there is none."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ class Scale:
         kept: bytes of the batches of `memory`.
         steps: of a loop that the device limits.
         room: bytes for batches in flight.
+        patience: seconds in which the workers of `bus` have to have touched their memory.
     """
 
     sizes: tuple[int, ...] = (1 * MB, 4 * MB, 16 * MB, 64 * MB, 256 * MB)
@@ -64,10 +65,17 @@ class Scale:
     kept: int = 64 * MB
     steps: int = 60
     room: int = 2_500 * MB
+    patience: float = 4
 
 
 QUICK = Scale(
-    sizes=(16 * MB, 64 * MB), rounds=3, span=0.2, calls=15, step=0.005, registered=(1 << 26, 1 << 28), steps=20
+    sizes=(16 * MB, 64 * MB, 256 * MB),
+    rounds=3,
+    span=0.2,
+    calls=15,
+    step=0.005,
+    registered=(1 << 26, 1 << 28),
+    steps=20,
 )
 SMOKE = Scale(
     sizes=(MB // 4, MB),
@@ -84,6 +92,7 @@ SMOKE = Scale(
     kept=MB,
     steps=4,
     room=8 * MB,
+    patience=0.2,
 )
 
 
@@ -124,8 +133,11 @@ class Run:
             self.fail(workload, loader, number, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
             return
         self._lasted[key] = time.monotonic() - began
-        for name, one in value.items() if isinstance(value, dict) else ((workload, value),):
-            self.keep(name, loader, number, one)
+        for name, one in value.items() if isinstance(value, Mapping) else ((workload, value),):
+            if isinstance(one, str):
+                self.fail(name, loader, number, one)
+            else:
+                self.keep(name, loader, number, one)
 
     def keep(self, workload: str, loader: str, number: int, value: float) -> None:
         """Record a value."""
@@ -180,10 +192,19 @@ class Run:
         self.device.sync()
         return count / (time.perf_counter() - began)
 
-    def needs_gpu(self, workload: str) -> bool:
+    def blocks(self, nbytes: int, kind: Callable[[int], Any] = Blocks) -> tuple[Any, int, Depth]:
+        """A dataset, how many of its rows make a batch of about so many bytes, and how many batches are in flight."""
+        size = max(1, round(nbytes / ROW_BYTES))
+        return kind(size * EPOCH), size, self.depth(size * ROW_BYTES)
+
+    def depth(self, nbytes: int) -> Depth:
+        """Batches in flight, for batches of so many bytes."""
+        return depth_for(nbytes, self.workers, self.scale.room)
+
+    def needs_gpu(self, workload: str, loader: str = "ours") -> bool:
         """Whether the CPU stands in for one, which cannot be measured; then a record says so."""
         if not self.device.is_gpu:
-            self.fail(workload, "ours", 0, "needs a GPU")
+            self.fail(workload, loader, 0, "needs a GPU")
         return not self.device.is_gpu
 
 

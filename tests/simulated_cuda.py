@@ -202,7 +202,7 @@ def install(gpus: int = 1) -> None:
         "memory_allocated": lambda device=None: of(device).allocated,
         "memory_reserved": lambda device=None: of(device).reserved,
         "max_memory_allocated": lambda device=None: of(device).peak,
-        "host_memory_stats": lambda: {"active_bytes.current": sum(machine.pinned.copy().values())},
+        "host_memory_stats": lambda: {"allocated_bytes.current": sum(machine.pinned.copy().values())},
         "reset_peak_memory_stats": lambda device=None: setattr(of(device), "peak", of(device).allocated),
         "empty_cache": lambda: (machine.reach(), machine.empty_cache()),
         "mem_get_info": lambda device=None: (TOTAL - of(device).reserved, TOTAL),
