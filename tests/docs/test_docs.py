@@ -19,7 +19,6 @@ import sharded_loader
 from benchmarks.drawing import drawing
 from sharded_loader.batching.default import Batchify
 from sharded_loader.engine.pool import Pool
-from sharded_loader.loader.attributes import LoaderAttributes
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -101,7 +100,8 @@ def test_every_attribute_of_a_loader_is_in_the_reference() -> None:
     assert "inherited_members: true" in PAGES["reference/loader.md"]
     # What the constructor sets hides the property below it from the reference.
     source = (ROOT / "sharded_loader/loader/loader.py").read_text(encoding="utf-8")
-    hidden = [name for name in vars(LoaderAttributes) if re.search(rf"^ +self\.{name} = ", source, re.MULTILINE)]
+    names = [name for name in vars(sharded_loader.ShardedDataLoader) if not name.startswith("_")]
+    hidden = [name for name in names if re.search(rf"^ +self\.{name} = ", source, re.MULTILINE)]
     assert hidden
     assert [name for name in hidden if f"\n    {name}: " not in shown.partition("Attributes:")[2]] == []
 
