@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Generic, Literal
+from typing import Any, Generic, Literal
 
 import torch
-from typing_extensions import TypedDict
+from typing_extensions import TypedDict, TypeVar
 
 from sharded_loader.base.checks import check_int, refuse_arguments, refuse_async_iterable, refuse_class
 from sharded_loader.base.described import an
@@ -35,14 +35,7 @@ from sharded_loader.engine.split import Split, check_shares
 from sharded_loader.pools.local import InlinePool, ThreadPool
 from sharded_loader.pools.process.pool import ProcessPool
 
-if TYPE_CHECKING:
-    from typing_extensions import TypeVar
-
-    Batch = TypeVar("Batch", default=Any)
-else:
-    from typing import TypeVar
-
-    Batch = TypeVar("Batch")
+Batch = TypeVar("Batch", default=Any)
 
 INSTEAD = {
     "generator": "write seed= (an int) instead",
