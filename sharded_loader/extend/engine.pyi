@@ -22,7 +22,6 @@ from sharded_loader.engine.heartbeat import is_at as is_at
 from sharded_loader.engine.messages import HELD as HELD
 from sharded_loader.engine.messages import Grouping as Grouping
 from sharded_loader.engine.messages import PartBatch as PartBatch
-from sharded_loader.engine.messages import RowIndices as RowIndices
 from sharded_loader.engine.messages import unpack_reply as unpack_reply
 from sharded_loader.engine.order import process_group as process_group
 from sharded_loader.engine.order import resolve_replicas as resolve_replicas
