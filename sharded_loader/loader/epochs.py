@@ -38,7 +38,7 @@ from sharded_loader.data.seeding import epoch_setter
 from sharded_loader.devices.placement import Placer
 from sharded_loader.engine.messages import Job
 from sharded_loader.engine.order import Epoch, Position
-from sharded_loader.engine.pipeline import CurrentRun, Pipeline, Run
+from sharded_loader.engine.pipeline import Pipeline, Run
 from sharded_loader.loader.arguments import length
 from sharded_loader.sampling.base import nested
 from sharded_loader.sampling.epoch import Ahead, MapEpoch
@@ -57,7 +57,7 @@ RollbackPoint = tuple[int, Any, Run | None]
 """Facts that decide a position: the next epoch, `pending` and `current_run`. Equal points mean equal positions."""
 
 
-class Place(CurrentRun):
+class Place:
     """Position of a loader in its epochs, as a state machine; `now` is its state.
 
                     set_epoch: another
@@ -80,12 +80,14 @@ class Place(CurrentRun):
     `TorchProgress` has an iterator waiting for its first ``next``, and a loaded state that fits any epoch.
 
     Attributes:
+        current_run: Run that handed out a batch, or its end, most recently.
         pending: Loaded position, or the start of the next epoch as the last one left it.
         live: Living iterators that have begun an epoch, by the numbers of their runs.
         keeps: True if ``set_epoch`` drops no position: no arrow from LOADED to BEGINNING, and none for ``left``.
     """
 
     keeps = False
+    current_run: Run | None = None
 
     def __init__(self, epochs: Any) -> None:
         self._order = epochs
@@ -509,29 +511,3 @@ class Epochs:
     def reading(self) -> list[Run]:
         """Return the runs in progress; all of one epoch if they share a dataset with ``set_epoch``."""
         return [run for run in self.progress.live_runs() if not run.ended and run.dead is None]
-
-
-class OneRun(CurrentRun):
-    """Stand-in for `Epochs` for an iterator whose run is known from the start."""
-
-    def __init__(self, pipeline: Pipeline, placement: Placer, run: Run, job: Job) -> None:
-        self.pipeline, self.placement, self._run, self._job = pipeline, placement, run, job
-
-    @property
-    def progress(self) -> OneRun:
-        """A property, because an object that holds itself would wait for the garbage collector."""
-        return self
-
-    def choose(self) -> Run:
-        return self._run
-
-    def open(self, run: Run, iterator: object) -> None:
-        self.pipeline.open(run, self._job)
-
-    def was_over(self, run: Run) -> bool:
-        return False
-
-    def begun(self, *_: object) -> None:
-        pass
-
-    keep = read_ahead = begun

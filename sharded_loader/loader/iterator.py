@@ -31,7 +31,7 @@ from sharded_loader.devices.placement import placement_error
 from sharded_loader.engine.messages import NOTHING, Result
 from sharded_loader.engine.pipeline import Entry, Observer, Run
 from sharded_loader.loader.arguments import Batch
-from sharded_loader.loader.epochs import Epochs, OneRun
+from sharded_loader.loader.epochs import Epochs
 from sharded_loader.streams.epoch import StreamEpoch
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class EpochIterator(Iterator[Batch]):
 
     run: Run | None = None
 
-    def __init__(self, epochs: Epochs | OneRun, observer: Observer, owner: Sized | None = None) -> None:
+    def __init__(self, epochs: Epochs, observer: Observer, owner: Sized | None = None) -> None:
         self._epochs, self._observer, self._owner = epochs, observer, owner
         self._pipeline, self._placement, self._progress = epochs.pipeline, epochs.placement, epochs.progress
         self._pipeline.scheduler.is_timed = observer.times
