@@ -31,6 +31,7 @@ PROVIDED = {
     ("sampler", "costs"): "sharded_loader.samplers.index_samplers:CostSampler",
     ("sampler", "mixture"): "sharded_loader.mixing.interleave:sampler_of",
     ("trainer", "fetched"): "sharded_loader.drop_in.trainers:fetched_by_lightning",
+    ("trainer", "named"): "sharded_loader.drop_in.trainers:name_epoch",
     ("trainer", "skipping"): "sharded_loader.drop_in.trainers:refuse_skipping",
 }
 """Objects of the satellites that the core looks up by kind and name, instead of importing them: `base.imports`."""

@@ -71,4 +71,4 @@ from sharded_loader.streams.order import NO_SKIP as NO_SKIP
 from sharded_loader.streams.order import StreamOrder as StreamOrder
 from sharded_loader.streams.reader import StreamReader as StreamReader
 from sharded_loader.streams.state import parse as parse
-from sharded_loader.streams.worker_info import this_worker as this_worker
+from sharded_loader.streams.worker_info import current_part as current_part
