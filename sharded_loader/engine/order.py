@@ -383,42 +383,6 @@ def resolve_replicas(
     return replicas, number
 
 
-_REPLICATED = ("dp", "ddp", "data", "data_parallel", "batch", "replicate", "dp_replicate")
-DATA_DIMS = (*_REPLICATED, "shard", "fsdp", "hsdp", "dp_shard")
-MODEL_DIMS = ("tp", "cp", "pp", "sp", "ep", "tensor", "context", "pipeline", "pipe", "sequence", "expert", "model")
-
-
-def ranks_of_mesh(mesh: Any) -> tuple[int, int]:
-    """Return the number of replicas, and the rank of this process, from a mesh of processes.
-
-    Args:
-        mesh: a `torch.distributed.device_mesh.DeviceMesh`, or one dimension of it, ``mesh["dp"]``. Dimensions named for
-            data parallelism (`DATA_DIMS`) give replicas; a one-dimensional mesh may have any name outside `MODEL_DIMS`.
-            Processes that differ only in other dimensions are one replica.
-
-    Raises:
-        TypeError, ValueError: it is no mesh, has no dimension of data parallelism, or does not include this process.
-    """
-    if not (hasattr(mesh, "get_coordinate") and hasattr(mesh, "mesh_dim_names")):
-        raise TypeError(f"mesh is {mesh!r}; it must be a DeviceMesh, or one dimension of it: mesh['dp']")
-    names = mesh.mesh_dim_names or ("",) * mesh.ndim
-    chosen = [place for place, name in enumerate(names) if name in DATA_DIMS]
-    if not chosen and mesh.ndim == 1 and names[0] not in MODEL_DIMS:
-        chosen = [0]
-    if not chosen:
-        raise ValueError(
-            f"mesh has the dimensions {', '.join(map(repr, names))}, and none is known as one of data parallelism "
-            f"({', '.join(DATA_DIMS)}): give that dimension, mesh=mesh[name]"
-        )
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        raise ValueError("this process is not in the mesh: make no loader here, or give num_replicas and rank")
-    replicas, rank = 1, 0
-    for place in chosen:
-        replicas, rank = replicas * mesh.size(place), rank * mesh.size(place) + coordinate[place]
-    return int(replicas), int(rank)
-
-
 def _replicas_from_environment(environ: Mapping[str, str]) -> tuple[int, int]:
     distributed = process_group()
     if distributed is not None:
