@@ -27,6 +27,7 @@ from typing import Any, Generic, TypeVar
 
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.errors import add_note, as_batch_error
+from sharded_loader.base.notices import Notices
 from sharded_loader.base.system import integer
 from sharded_loader.engine.epoch_requests import EpochRequests
 from sharded_loader.engine.messages import Nothing, PartPoint, Result, Stream, Task
@@ -123,6 +124,9 @@ class Epoch(ABC):
     @abstractmethod
     def state(self, position: Position) -> dict[str, Any]:
         """Return a position of this epoch, or the beginning of the next one, as a new state dict."""
+
+    def check_parts(self, delivered: int, at_end: bool, notices: Notices) -> None:  # noqa: B027 - iterable data has parts
+        """Warn, once, if the parts of iterable data give the same samples. ``at_end``: the epoch is over."""
 
     def is_over(self) -> bool:
         """Return True if no batch is known to be left at the position in mid-epoch that it began at."""

@@ -32,7 +32,6 @@ from sharded_loader.engine.messages import NOTHING, Result
 from sharded_loader.engine.pipeline import Entry, Observer, Run
 from sharded_loader.loader.arguments import Batch
 from sharded_loader.loader.epochs import Epochs
-from sharded_loader.streams.epoch import StreamEpoch
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -218,22 +217,8 @@ class EpochIterator(Iterator[Batch]):
             del result, entry  # the error of a batch that was not placed leads to this frame
 
     def _check_parts(self, run: Run, at_end: bool) -> None:
-        """Warn, once, if the parts of iterable data give the same samples."""
-        epoch, notices = run.epoch, self._observer.notices
-        divides = self._pipeline.pool.worker_init_fn is not None  # it may
-        if divides or not isinstance(epoch, StreamEpoch):
-            return
-        repeats = epoch.repeats(run.delivered, at_end)
-        if repeats is False:
-            notices.suppress("parts")
-        elif repeats:
-            parts, but = epoch.stream.parts, ", unless its samples are random" if at_end else ""
-            notices.warn(
-                "parts",
-                f"the iterable data is read in {parts} parts, but its __iter__ has not asked which part to read. So "
-                f"each part gives all samples, and you get each sample {parts} times{but}. Call get_worker_info() in "
-                f"__iter__, and yield only part .id of .num_workers; or give streams=1",
-            )
+        if self._pipeline.pool.worker_init_fn is None:  # otherwise it may divide them
+            run.epoch.check_parts(run.delivered, at_end, self._observer.notices)
 
     def _check_discarded(self, run: Run) -> None:
         """Count the samples that ``last_batch="discard"`` left out of an epoch; warn if whole parts are among them."""
