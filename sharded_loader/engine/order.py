@@ -207,7 +207,16 @@ class Order(ABC, Generic[Signature]):
         seed: object = None,
         steps_per_epoch: object = None,
     ) -> None:
-        self.steps = _check_steps(steps_per_epoch, last_batch)
+        self.steps: int | None = None
+        if steps_per_epoch is not None:
+            if last_batch not in (None, "keep"):
+                raise ValueError(
+                    f"last_batch={last_batch!r} and steps_per_epoch contradict each other: leave out last_batch. With "
+                    f"steps_per_epoch no batch is short, and the samples go on from epoch to epoch"
+                )
+            self.steps = check_int(
+                "steps_per_epoch", steps_per_epoch, 1, "give the number of batches in an epoch, or None"
+            )
         self.rolls_over: bool = last_batch == "rollover" or self.steps is not None
         self.drops_last: bool = last_batch == "discard"
         self._replicas: tuple[Any, Any] | None = None  # None: not divided among ranks
@@ -340,17 +349,6 @@ class Order(ABC, Generic[Signature]):
     @abstractmethod
     def _adopt(self, saved: Signature, position: Position) -> bool:
         """Take over the seeds of a state that fits, and return True if they changed."""
-
-
-def _check_steps(steps: object, last_batch: object) -> int | None:
-    if steps is None:
-        return None
-    if last_batch not in (None, "keep"):
-        raise ValueError(
-            f"last_batch={last_batch!r} and steps_per_epoch contradict each other: leave out last_batch. With "
-            f"steps_per_epoch no batch is short, and the samples go on from epoch to epoch"
-        )
-    return check_int("steps_per_epoch", steps, 1, "give the number of batches in an epoch, or None")
 
 
 def resolve_replicas(

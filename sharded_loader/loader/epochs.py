@@ -346,7 +346,11 @@ class Epochs:
             for iterator in list(progress.live.values()):
                 run = iterator.run
                 if run is not None and not run.ended and run.dead is None:
-                    iterator.run = self._go_on(run, iterator)
+                    rest = self._rest_of(run)
+                    progress.replace(run, rest, iterator)
+                    pipeline.replace(run, rest)
+                    self._tell_order(rest, iterator)
+                    iterator.run = rest
             if progress.run() is current is not None:
                 progress.current_run = self._rest_of(current)  # its iterator is gone, but states still refer to it
 
@@ -358,14 +362,6 @@ class Epochs:
         rest = self.new_run(self.order.epoch(position.epoch, position))
         rest.epoch.in_mid_epoch = False  # it ends where the epoch ends
         return rest
-
-    def _go_on(self, run: Run, iterator: object) -> Run:
-        """Let an iterator continue in the current order; return its new run."""
-        going_on = self._rest_of(run)
-        self.progress.replace(run, going_on, iterator)
-        self.pipeline.replace(run, going_on)
-        self._tell_order(going_on, iterator)
-        return going_on
 
     def read_ahead(self, run: Run) -> None:
         """Have the pool read the first batches of the next epoch behind a run whose batches are all planned.
