@@ -17,7 +17,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -32,9 +32,6 @@ from sharded_loader.engine.messages import NOTHING, Result
 from sharded_loader.engine.pipeline import Entry, Observer, Run
 from sharded_loader.loader.arguments import Batch
 from sharded_loader.loader.epochs import Epochs
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 profiler_enabled = find_profiler_enabled()
 """Function that tells if torch's profiler runs; looked up once, because each ``next`` calls it."""
@@ -64,9 +61,6 @@ class EpochIterator(Iterator[Batch]):
         # Not weakref.finalize: its registry is a root, and would keep alive all that the pipeline refers to.
         if self.run is not None and not _is_finalizing():
             self._pipeline.drop(self.run.number)
-
-    def __iter__(self) -> Self:
-        return self
 
     def __len__(self) -> int:
         """Return the number of batches in the epoch, delivered or not; a TypeError if the sampler has no length."""
@@ -254,20 +248,18 @@ class EpochIterator(Iterator[Batch]):
         """
         error = self._observer.skip(result.skipped, where, self._skipped)
         self._skipped += len(result.skipped)
-        if result.error is not None:
-            return result
-        message = None
+        message = ""
         if result.batch is NOTHING:
             message = f"{where} was left out"
         elif result.lost_shards:
             message = f"{where}: shard {', '.join(map(str, result.lost_shards))} was left out, those after it moved up"
-        if error is None and message is not None:
+        if message and error is None and result.error is None:
             try:
                 text = f"{message}: no sample of it could be read (shown once; see loader.skipped)"
                 self._observer.notices.warn("left out", text)
             except Warning as raised:
                 error = raised
-        return result if error is None else replace(result, batch=None, error=error)
+        return result if error is None or result.error is not None else replace(result, batch=None, error=error)
 
 
 exclude_from_compilation(EpochIterator.__next__, EpochIterator.__del__)
