@@ -5,51 +5,19 @@
     for shards in ShardedDataLoader(dataset, 256, shuffle=True, num_workers=8, devices="auto"):
         ...
 
-The names below are looked up when they are used: a worker process imports its own few modules and never pays
-for torch.
+The names stand in the stub ``__init__.pyi``, for type checkers too. They are looked up when they are used: a worker
+process imports its own few modules and never pays for torch.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
+import sys
+from collections.abc import Callable
 from typing import Any
 
 __version__ = "0.1.0"
-
-_HOMES = {
-    "base.errors": "LoaderClosedError SampleError SampleReadError TooManySkippedError "
-    "WorkerDiedError WorkerTimeoutError",
-    "base.notices": "LoaderWarning",
-    "batching.default": "default_batchify_fn",
-    "batching.protocol": "empty",
-    "mixing.in_order": "ShuffleBuffer",
-    "data.datasets": "ArrayDataset ConcatDataset Dataset SimpleDataset SubsetDataset",
-    "mixing.interleave": "interleave",
-    "mixing.tokens": "TokenWindows",
-    "loader.loader": "ShardedDataLoader",
-    "loader.arguments": "OnError Placement",
-    "instruments.report": "RankStats",
-    "instruments.stats": "LoaderStats",
-    "caching.store": "CacheMismatchError",
-    "parallel": "split_and_load split_data",
-    "pools.local": "InlinePool ThreadPool",
-    "pools.process.pool": "ProcessPool",
-    "ray.pool": "RayPool",
-    "randomness.rng": "sample_generator sample_rng sample_seed",
-    "recordio": "RecordFileDataset",
-    "sampling.base": "Sampler",
-    "sampling.own": "BatchSampler RandomSampler SequentialSampler",
-    "samplers.batch_samplers": "BoundedBudgetSampler ClassBalancedBatchSampler ShardedBatchSampler SortedBucketSampler",
-    "samplers.bucket_samplers": "BucketScheme ConstWidthBucket ExpWidthBucket FixedBucketSampler "
-    "GroupedBatchSampler LinearWidthBucket",
-    "samplers.index_samplers": "FilterSampler IntervalSampler SortedSampler SplitSampler SubsetRandomSampler "
-    "WeightedRandomSampler RepeatedSampler ShardShuffleSampler",
-    "samplers.packing": "PackSampler",
-    "storage.cache": "ShardCache",
-    "storage.dataset": "ShardDataset",
-    "storage.files": "ShardError",
-}
-"""The public names of each module; `__init__.pyi` has the same names for type checkers."""
 
 PROVIDED = {
     ("dataset", "cache"): "sharded_loader.caching.dataset:StoredDataset",
@@ -60,29 +28,32 @@ PROVIDED = {
     ("pinner", "thread"): "sharded_loader.drop_in.pinning:Pinner",
     ("pool on devices", "resident"): "sharded_loader.resident:make_resident",
     ("pool", "ray"): "sharded_loader.ray.pool:RayPool",
+    ("ranks", "mesh"): "sharded_loader.parallel:ranks_of_mesh",
     ("sampler", "costs"): "sharded_loader.samplers.index_samplers:CostSampler",
     ("sampler", "mixture"): "sharded_loader.mixing.interleave:sampler_of",
     ("trainer", "fetched"): "sharded_loader.drop_in.trainers:fetched_by_lightning",
+    ("trainer", "named"): "sharded_loader.drop_in.trainers:name_epoch",
     ("trainer", "skipping"): "sharded_loader.drop_in.trainers:refuse_skipping",
 }
 """Objects of the satellites that the core looks up by kind and name, instead of importing them: `base.imports`."""
 
-_HOME_OF = {name: f"sharded_loader.{home}" for home, names in _HOMES.items() for name in names.split()}
-_MODULES = ("batchify", "recordio")
 
-__all__ = sorted([*_HOME_OF, *_MODULES])
+def listed(module: str, file: str) -> tuple[list[str], Callable[[], list[str]], Callable[[str], Any]]:
+    """Return ``__all__``, ``__dir__`` and ``__getattr__`` of a module whose names stand in the stub beside its file."""
+    with open(f"{os.path.splitext(file)[0]}.pyi", encoding="utf-8") as stub:
+        lines = [line.split() for line in stub]
+    home_of = {words[3]: words[1] for words in lines if words[:1] == ["from"]}
+
+    def look_up(name: str) -> Any:
+        if name not in home_of:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        if home_of[name] == module:  # a module of this package
+            return importlib.import_module(f"{module}.{name}")
+        value = getattr(__import__(home_of[name], fromlist=[name]), name)
+        setattr(sys.modules[module], name, value)
+        return value
+
+    return sorted(home_of), lambda: sorted({*vars(sys.modules[module]), *home_of}), look_up
 
 
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return importlib.import_module(f"sharded_loader.{name}")
-    home = _HOME_OF.get(name)
-    if home is None:
-        raise AttributeError(f"module 'sharded_loader' has no attribute {name!r}")
-    value = getattr(importlib.import_module(home), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__all__, __dir__, __getattr__ = listed(__name__, __file__)

@@ -1,4 +1,4 @@
-"""The public names, for type checkers and editors. `__init__.py` has the same names in one table."""
+"""The public names, for type checkers and editors. `__init__.py` looks them up here when they are used."""
 
 from sharded_loader import batchify as batchify
 from sharded_loader import recordio as recordio

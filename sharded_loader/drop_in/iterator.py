@@ -37,7 +37,7 @@ from sharded_loader.drop_in import sampler as samplers
 from sharded_loader.drop_in.pinning import Pinner
 from sharded_loader.drop_in.sampler import Points, SamplerStart, Skips, TorchEpoch
 from sharded_loader.drop_in.state import LoaderState, TorchRun, TorchSteps, check_data, job_of, lives_on, stream_epoch
-from sharded_loader.extend import PartPoint, Pipeline, Pool, Task
+from sharded_loader.extend import Job, PartPoint, Pipeline, Pool, Run, Task
 from sharded_loader.extend import engine as core
 from sharded_loader.extend.data import TensorBatch, epoch_listeners, is_stateful, to_torch
 from sharded_loader.extend.order import nested
@@ -203,6 +203,34 @@ class Engine:
         self.placement.closer()()
 
 
+class OneRun:
+    """Stand-in for `loader.epochs.Epochs` and its `Progress`, for an iterator whose run is known from the start."""
+
+    current_run: Run | None = None
+
+    def __init__(self, pipeline: Pipeline, placement: core.Placer, run: Run, job: Job) -> None:
+        self.pipeline, self.placement, self._run, self._job = pipeline, placement, run, job
+
+    @property
+    def progress(self) -> OneRun:
+        """A property, because an object that holds itself would wait for the garbage collector."""
+        return self
+
+    def choose(self) -> Run:
+        return self._run
+
+    def open(self, run: Run, iterator: object) -> None:
+        self.pipeline.open(run, self._job)
+
+    def was_over(self, run: Run) -> bool:
+        return False
+
+    def begun(self, *_: object) -> None:
+        pass
+
+    keep = read_ahead = begun
+
+
 class LoaderIterator(_BaseDataLoaderIter):
     """One epoch of a `sharded_loader.torch.DataLoader`, from ``state`` on, or all of its epochs with persistent
     workers.
@@ -322,9 +350,8 @@ class LoaderIterator(_BaseDataLoaderIter):
         at: dict[str, Any] = {"points_at_start": points, "unread": unread, "epoch_of_dataset": of_epoch}
         at |= {"base_seed": drawn, "yielded": self._num_yielded}
         self.run = TorchRun(next(_numbers), epoch=epoch, job=job, **at)
-        self._inner = core.EpochIterator(
-            core.OneRun(self._engine.pipeline, self._engine.placement, self.run, job), loader._meter
-        )
+        one_run: Any = OneRun(self._engine.pipeline, self._engine.placement, self.run, job)
+        self._inner = core.EpochIterator(one_run, loader._meter)
         if workers == 0:
             self._prime(is_new)
         # The loader changes with the first `next`: an iterator that reads nothing has no effect.

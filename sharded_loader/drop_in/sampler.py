@@ -36,7 +36,7 @@ from torch.utils.data.sampler import SubsetRandomSampler, WeightedRandomSampler
 
 from sharded_loader.extend import NOTHING, Epoch, Nothing, PartPoint, Position, Result, Sampler, Task
 from sharded_loader.extend.data import is_stateful
-from sharded_loader.extend.engine import EpochRequest, PartBatch, RowIndices, new_request, sampler_error
+from sharded_loader.extend.engine import EpochRequest, PartBatch, new_request, sampler_error
 from sharded_loader.extend.order import (
     Checkpoint,
     ThirdPartyItems,
@@ -565,7 +565,7 @@ class TorchEpoch(Epoch):
         if planned is None or planned.left_out:
             return None if planned is None else NOTHING
         indices = planned.item if self._batched else (planned.item,)
-        if type(indices) is not tuple and not isinstance(indices, RowIndices):
+        if type(indices) is not tuple and not hasattr(indices, "cut"):
             indices = list(indices)  # a sampler may reuse its list
         # With any order, or a changing number of workers, a batch goes to the least busy worker.
         lane: int | None = seq % len(self._turns) if self.takes_turns and not self.any_order else None

@@ -2,11 +2,12 @@
 
     called_by("skip_first_batches", "accelerate")    frame of a calling function
     fetched_by_lightning()                           batches that Lightning has fetched but not trained on
+    name_epoch(order, 3)                             an epoch that Lightning names for iterable data
     refuse_skipping(loader)                          Accelerate would read the data in another order
 
 The names are not public, as in `base.private`: each use says what happens without them, and the same tests cover them.
-The core looks up two of these functions by name: for states, and before another library rebuilds the loader. Neither
-library is imported here.
+The core looks up three of these functions by name: for states, for epochs that Lightning names, and before another
+library rebuilds the loader. Neither library is imported here.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from __future__ import annotations
 import sys
 from types import FrameType
 from typing import Any
+
+from sharded_loader.extend.tools import warn
 
 
 def called_by(function: str, package: str) -> FrameType | None:
@@ -43,6 +46,18 @@ def fetched_by_lightning(function: str = "on_save_checkpoint") -> tuple[int, boo
     ahead = getattr(fetcher, "batches", ())
     is_over = getattr(getattr(loop, "epoch_loop", None), "_num_ready_batches_reached", bool)
     return len(ahead), is_over() or (getattr(fetcher, "done", False) and not ahead)
+
+
+def name_epoch(order: Any, epoch: int) -> None:
+    """Make ``epoch`` the next one of iterable data. Without a length, Lightning calls this after the first batch."""
+    ahead, _ = fetched_by_lightning("on_advance_start")
+    if not ahead or order.last is None:
+        order.set_epoch(epoch)
+    elif order.last.number != epoch:
+        warn(
+            f"Lightning goes on with epoch {epoch}, but it has read the first batch of epoch {order.last.number}: "
+            f"it loads no position at the end of an epoch. Give the loader steps_per_epoch="
+        )
 
 
 def counted_by_fabric(epoch: int) -> bool:

@@ -87,6 +87,10 @@ class PartBatch(NamedTuple):
 class PartIndices(Sequence[Any]):
     """Indices of consecutive samples of a part: ``(part, 0)``, ``(part, 1)``, ... Slices are `PartIndices` too.
 
+    Indices with a method `cut` divide themselves into shards. They have ``rows``, which shards do not break: here
+    samples, in a batch of a packing batch sampler rows of samples. The latter also have ``taken(positions)``, the
+    indices at these positions in the same rows.
+
     Example:
         >>> indices = PartIndices(3, range(8, 12))
         >>> indices[0], indices[1:3].places, len(indices)
@@ -103,6 +107,8 @@ class PartIndices(Sequence[Any]):
     def __len__(self) -> int:
         return len(self.places)
 
+    rows = property(__len__)
+
     def __getitem__(self, place: Any) -> Any:
         selected = self.places[place]
         return PartIndices(self.part, selected) if isinstance(place, slice) else (self.part, selected)
@@ -111,27 +117,12 @@ class PartIndices(Sequence[Any]):
         return zip(repeat(self.part), self.places)
 
     def cut(self, sizes: Iterable[int]) -> list[PartIndices]:
-        """Return consecutive slices of these sizes, without the empty ones."""
+        """Return shards of these numbers of rows, without the empty ones."""
         ends = list(accumulate(sizes, initial=0))
         return [self[begin:end] for begin, end in pairwise(ends) if begin < end]
 
     def __reduce__(self) -> Any:
         return PartIndices, (self.part, self.places)
-
-
-class RowIndices(list[int]):
-    """Indices of samples packed into ``rows`` that shards must not break: a batch of a packing batch sampler."""
-
-    __slots__ = ("rows",)
-    rows: int
-
-    def taken(self, positions: Sequence[int]) -> RowIndices:
-        """Return the indices at these positions, in the same rows."""
-        raise NotImplementedError
-
-    def cut(self, sizes: Iterable[int]) -> list[RowIndices]:
-        """Return shards of whole rows; ``sizes`` is the number of rows of each. Empty shards are left out."""
-        raise NotImplementedError
 
 
 class BatchTimes(SimpleNamespace):

@@ -27,6 +27,7 @@ from typing import Any, Generic, TypeVar
 
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.errors import add_note, as_batch_error
+from sharded_loader.base.notices import Notices
 from sharded_loader.base.system import integer
 from sharded_loader.engine.epoch_requests import EpochRequests
 from sharded_loader.engine.messages import Nothing, PartPoint, Result, Stream, Task
@@ -124,6 +125,9 @@ class Epoch(ABC):
     def state(self, position: Position) -> dict[str, Any]:
         """Return a position of this epoch, or the beginning of the next one, as a new state dict."""
 
+    def check_parts(self, delivered: int, at_end: bool, notices: Notices) -> None:  # noqa: B027 - iterable data has parts
+        """Warn, once, if the parts of iterable data give the same samples. ``at_end``: the epoch is over."""
+
     def is_over(self) -> bool:
         """Return True if no batch is known to be left at the position in mid-epoch that it began at."""
         return False
@@ -203,7 +207,16 @@ class Order(ABC, Generic[Signature]):
         seed: object = None,
         steps_per_epoch: object = None,
     ) -> None:
-        self.steps = _check_steps(steps_per_epoch, last_batch)
+        self.steps: int | None = None
+        if steps_per_epoch is not None:
+            if last_batch not in (None, "keep"):
+                raise ValueError(
+                    f"last_batch={last_batch!r} and steps_per_epoch contradict each other: leave out last_batch. With "
+                    f"steps_per_epoch no batch is short, and the samples go on from epoch to epoch"
+                )
+            self.steps = check_int(
+                "steps_per_epoch", steps_per_epoch, 1, "give the number of batches in an epoch, or None"
+            )
         self.rolls_over: bool = last_batch == "rollover" or self.steps is not None
         self.drops_last: bool = last_batch == "discard"
         self._replicas: tuple[Any, Any] | None = None  # None: not divided among ranks
@@ -338,17 +351,6 @@ class Order(ABC, Generic[Signature]):
         """Take over the seeds of a state that fits, and return True if they changed."""
 
 
-def _check_steps(steps: object, last_batch: object) -> int | None:
-    if steps is None:
-        return None
-    if last_batch not in (None, "keep"):
-        raise ValueError(
-            f"last_batch={last_batch!r} and steps_per_epoch contradict each other: leave out last_batch. With "
-            f"steps_per_epoch no batch is short, and the samples go on from epoch to epoch"
-        )
-    return check_int("steps_per_epoch", steps, 1, "give the number of batches in an epoch, or None")
-
-
 def resolve_replicas(
     num_replicas: object, rank: object = None, environ: Mapping[str, str] = os.environ
 ) -> tuple[int, int]:
@@ -381,42 +383,6 @@ def resolve_replicas(
     if number >= replicas:
         raise ValueError(f"rank is {number}, but there are {replicas} replicas: give 0 to {replicas - 1}")
     return replicas, number
-
-
-_REPLICATED = ("dp", "ddp", "data", "data_parallel", "batch", "replicate", "dp_replicate")
-DATA_DIMS = (*_REPLICATED, "shard", "fsdp", "hsdp", "dp_shard")
-MODEL_DIMS = ("tp", "cp", "pp", "sp", "ep", "tensor", "context", "pipeline", "pipe", "sequence", "expert", "model")
-
-
-def ranks_of_mesh(mesh: Any) -> tuple[int, int]:
-    """Return the number of replicas, and the rank of this process, from a mesh of processes.
-
-    Args:
-        mesh: a `torch.distributed.device_mesh.DeviceMesh`, or one dimension of it, ``mesh["dp"]``. Dimensions named for
-            data parallelism (`DATA_DIMS`) give replicas; a one-dimensional mesh may have any name outside `MODEL_DIMS`.
-            Processes that differ only in other dimensions are one replica.
-
-    Raises:
-        TypeError, ValueError: it is no mesh, has no dimension of data parallelism, or does not include this process.
-    """
-    if not (hasattr(mesh, "get_coordinate") and hasattr(mesh, "mesh_dim_names")):
-        raise TypeError(f"mesh is {mesh!r}; it must be a DeviceMesh, or one dimension of it: mesh['dp']")
-    names = mesh.mesh_dim_names or ("",) * mesh.ndim
-    chosen = [place for place, name in enumerate(names) if name in DATA_DIMS]
-    if not chosen and mesh.ndim == 1 and names[0] not in MODEL_DIMS:
-        chosen = [0]
-    if not chosen:
-        raise ValueError(
-            f"mesh has the dimensions {', '.join(map(repr, names))}, and none is known as one of data parallelism "
-            f"({', '.join(DATA_DIMS)}): give that dimension, mesh=mesh[name]"
-        )
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        raise ValueError("this process is not in the mesh: make no loader here, or give num_replicas and rank")
-    replicas, rank = 1, 0
-    for place in chosen:
-        replicas, rank = replicas * mesh.size(place), rank * mesh.size(place) + coordinate[place]
-    return int(replicas), int(rank)
 
 
 def _replicas_from_environment(environ: Mapping[str, str]) -> tuple[int, int]:

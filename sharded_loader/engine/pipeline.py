@@ -88,12 +88,6 @@ class Entry:
     placing: float = 0.0
 
 
-class CurrentRun:
-    """The run that handed out a batch, or its end, most recently: the loader reports its position."""
-
-    current_run: Run | None = None
-
-
 @dataclass(eq=False)
 class Run:
     """One iterator's pass over one epoch.

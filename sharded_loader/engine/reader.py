@@ -67,10 +67,6 @@ class BatchScope(SampleScope):
     began = collate_seconds = 0.0
     stamps: Sequence[float] = ()
 
-    def set_index(self, index: object) -> None:
-        """Leave the loop over single samples: `sample_rng()` uses ``index`` from here on."""
-        self.items, self.index, self.drawn = None, index, None
-
     @property
     def of_batch(self) -> OfBatch:
         """Key of the random numbers of ``batchify_fn``."""
@@ -288,7 +284,7 @@ class OneByOne:
     def collate(self, samples: Any, scope: BatchScope) -> Any:
         """Collate ``samples``: a list, or the object that ``__getitems__`` returned."""
         scope.heartbeat[SAMPLE] = IN_BATCHIFY
-        scope.items, scope.index, scope.drawn, scope.uncollatable = None, OF_BATCH, None, ()  # `set_index` inlined
+        scope.items, scope.index, scope.drawn, scope.uncollatable = None, OF_BATCH, None, ()
         began = 0.0 if scope.cpu_before is None else host_clock.now()
         is_list = type(samples) is list
         try:
@@ -348,7 +344,7 @@ class Bulk(OneByOne):
             samples = self.samples(number, scope)  # raises the error of the sample to blame, if one is
             if failed is None:
                 return self.collate(samples, scope)
-            scope.set_index(NO_SAMPLE)
+            scope.items, scope.index, scope.drawn = None, NO_SAMPLE, None
             scope.heartbeat[SAMPLE] = IN_BULK
             raise failed
         finally:
@@ -359,7 +355,7 @@ class Bulk(OneByOne):
         given = scope.task.shards[number]
         scope.indices = indices = given if self._takes_arrays else plain_indices(given)
         scope.heartbeat[SHARD], scope.heartbeat[SAMPLE] = number, IN_BULK
-        scope.items, scope.index, scope.drawn = None, NO_SAMPLE, None  # `set_index` inlined
+        scope.items, scope.index, scope.drawn = None, NO_SAMPLE, None  # `sample_rng()` is of no sample from here on
         if self.gather is not None:
             batch = self.gather(indices, scope.empty)
             if type(batch) in ASYNC:

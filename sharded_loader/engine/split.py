@@ -19,7 +19,7 @@ import numpy as np
 
 from sharded_loader.base.checks import check_int
 from sharded_loader.data.datasets import apportioned
-from sharded_loader.engine.messages import PartIndices, RowIndices, Task
+from sharded_loader.engine.messages import Task
 from sharded_loader.randomness.rng import RepeatedIndex
 
 
@@ -42,11 +42,7 @@ class Split:
         """Return the task with shards, by the current weights. A task with shards is returned unchanged."""
         if task.sharded or self.num_shards is None:
             return task
-        indices, shards = task.shards[0], list[Any]()
-        if type(indices) is PartIndices:
-            shards += indices.cut(shard_sizes(len(indices), self.num_shards, self.weights))
-        else:
-            shards += split_batch(indices, self.num_shards, self.weights, self.costs)
+        shards = split_batch(task.shards[0], self.num_shards, self.weights, self.costs)
         if not shards:
             raise ValueError("the batch is empty: the batch sampler must yield at least one index")
         return replace(task, shards=tuple(shards), sharded=True)
@@ -77,7 +73,7 @@ def plain_indices(indices: Any) -> list[Any]:
         plain = indices.tolist()
         return plain if isinstance(plain, list) else [plain]
     if are_plain(indices):
-        return indices if isinstance(indices, RowIndices) else list(indices)
+        return indices if hasattr(indices, "cut") else list(indices)
     return [plain_index(index) for index in indices]
 
 
@@ -165,12 +161,12 @@ def _apportion(n: int, weights: tuple[float, ...]) -> tuple[int, ...]:
 
 
 def split_batch(
-    indices: Sequence[object], num_shards: int, weights: Sequence[float] | None = None, costs: object = None
-) -> list[list[Any]]:
+    indices: Any, num_shards: int, weights: Sequence[float] | None = None, costs: object = None
+) -> list[Any]:
     """Split one flat batch into shards, none of them empty.
 
     Args:
-        indices: a list, tuple or 1-D array. `RowIndices` are split by rows, without costs.
+        indices: a list, tuple or 1-D array, or an object that has a method ``cut``, as `PartIndices`.
         num_shards: maximum number of shards.
         weights: one number per shard, those of 0 last; None for even shares. See `shard_sizes`.
         costs: ``costs[index]`` is the cost of a sample (its length, say), at least 0. Samples are assigned from the
@@ -188,10 +184,10 @@ def split_batch(
     Source of the idea: longest processing time first (Graham, 1969): the most expensive shard costs at most
     4/3 - 1/(3 * num_shards) of the best possible.
     """
-    if isinstance(indices, RowIndices):
+    if hasattr(indices, "cut"):
         if costs is not None:
             raise ValueError("rows of documents cannot be split by costs: leave out costs, because rows are full")
-        return [*indices.cut(shard_sizes(indices.rows, num_shards, weights))]
+        return list(indices.cut(shard_sizes(indices.rows, num_shards, weights)))
     batch = indices.tolist() if isinstance(indices, np.ndarray) else [plain_index(index) for index in indices]
     if costs is not None:
         return _split_by_cost(batch, num_shards, weights, costs)

@@ -40,31 +40,6 @@ Example:
 
 from __future__ import annotations
 
-import re
-import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
-
-def listed(module: str, file: str) -> tuple[list[str], Callable[[], list[str]], Callable[[str], Any]]:
-    """The ``__all__``, ``__dir__`` and ``__getattr__`` of a module whose names stand in the stub beside it.
-
-    Args:
-        module: its name.
-        file: its file; the stub has the same name, and ends in ``.pyi``.
-    """
-    stub = Path(file).with_suffix(".pyi").read_text(encoding="utf-8")
-    home_of = {name: home for home, name in re.findall(r"^from (\S+) import (\w+)", stub, re.MULTILINE)}
-
-    def look_up(name: str) -> Any:
-        if name not in home_of:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        value = getattr(__import__(home_of[name], fromlist=[name]), name)
-        setattr(sys.modules[module], name, value)
-        return value
-
-    return list(home_of), lambda: sorted({*vars(sys.modules[module]), *home_of}), look_up
-
+from sharded_loader import listed
 
 __all__, __dir__, __getattr__ = listed(__name__, __file__)

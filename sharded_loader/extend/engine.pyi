@@ -22,7 +22,6 @@ from sharded_loader.engine.heartbeat import is_at as is_at
 from sharded_loader.engine.messages import HELD as HELD
 from sharded_loader.engine.messages import Grouping as Grouping
 from sharded_loader.engine.messages import PartBatch as PartBatch
-from sharded_loader.engine.messages import RowIndices as RowIndices
 from sharded_loader.engine.messages import unpack_reply as unpack_reply
 from sharded_loader.engine.order import process_group as process_group
 from sharded_loader.engine.order import resolve_replicas as resolve_replicas
@@ -46,7 +45,6 @@ from sharded_loader.loader.arguments import make_split as make_split
 from sharded_loader.loader.arguments import number_of_workers as number_of_workers
 from sharded_loader.loader.arguments import placement_given as placement_given
 from sharded_loader.loader.arguments import refuse_streams as refuse_streams
-from sharded_loader.loader.epochs import OneRun as OneRun
 from sharded_loader.loader.epochs import Place as Place
 from sharded_loader.loader.epochs import warn_of_length as warn_of_length
 from sharded_loader.loader.iterator import EpochIterator as EpochIterator
@@ -73,4 +71,4 @@ from sharded_loader.streams.order import NO_SKIP as NO_SKIP
 from sharded_loader.streams.order import StreamOrder as StreamOrder
 from sharded_loader.streams.reader import StreamReader as StreamReader
 from sharded_loader.streams.state import parse as parse
-from sharded_loader.streams.worker_info import this_worker as this_worker
+from sharded_loader.streams.worker_info import current_part as current_part

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Generic, Literal
+from typing import Any, Generic, Literal
 
 import torch
-from typing_extensions import TypedDict
+from typing_extensions import TypedDict, TypeVar
 
 from sharded_loader.base.checks import check_int, refuse_arguments, refuse_async_iterable, refuse_class
 from sharded_loader.base.described import an
@@ -28,21 +28,13 @@ from sharded_loader.data.inspection import has_own, is_stream, takes_named, take
 from sharded_loader.devices.names import DeviceLike
 from sharded_loader.devices.transform import BatchTransform
 from sharded_loader.engine.messages import ErrorAction
-from sharded_loader.engine.order import ranks_of_mesh
 from sharded_loader.engine.pipeline import Pipeline
 from sharded_loader.engine.pool import Pool, check_init_fn, owners
 from sharded_loader.engine.split import Split, check_shares
 from sharded_loader.pools.local import InlinePool, ThreadPool
 from sharded_loader.pools.process.pool import ProcessPool
 
-if TYPE_CHECKING:
-    from typing_extensions import TypeVar
-
-    Batch = TypeVar("Batch", default=Any)
-else:
-    from typing import TypeVar
-
-    Batch = TypeVar("Batch")
+Batch = TypeVar("Batch", default=Any)
 
 INSTEAD = {
     "generator": "write seed= (an int) instead",
@@ -241,11 +233,13 @@ def ranks_given(num_replicas: object, rank: object, mesh: object) -> tuple[Any, 
     """Return ``num_replicas`` and ``rank``, taken from a mesh if one is given as ``mesh`` or as ``num_replicas``."""
     if hasattr(num_replicas, "get_coordinate"):
         num_replicas, mesh = None, one_of("num_replicas", num_replicas, "mesh", mesh)
-    if mesh is None:
-        return num_replicas, rank
-    if num_replicas is not None or rank is not None:
-        raise ValueError("the mesh says how many ranks there are, and which this is: leave out num_replicas and rank")
-    return ranks_of_mesh(mesh)
+    if mesh is not None:
+        if num_replicas is not None or rank is not None:
+            raise ValueError(
+                "the mesh says how many ranks there are, and which this is: leave out num_replicas and rank"
+            )
+        num_replicas, rank = provided("ranks", "mesh")(mesh)
+    return num_replicas, rank
 
 
 def placement_given(device: object, devices: object) -> tuple[Any, Any, Placement]:

@@ -38,7 +38,7 @@ from sharded_loader.data.seeding import epoch_setter
 from sharded_loader.devices.placement import Placer
 from sharded_loader.engine.messages import Job
 from sharded_loader.engine.order import Epoch, Position
-from sharded_loader.engine.pipeline import CurrentRun, Pipeline, Run
+from sharded_loader.engine.pipeline import Pipeline, Run
 from sharded_loader.loader.arguments import length
 from sharded_loader.sampling.base import nested
 from sharded_loader.sampling.epoch import Ahead, MapEpoch
@@ -57,7 +57,7 @@ RollbackPoint = tuple[int, Any, Run | None]
 """Facts that decide a position: the next epoch, `pending` and `current_run`. Equal points mean equal positions."""
 
 
-class Place(CurrentRun):
+class Place:
     """Position of a loader in its epochs, as a state machine; `now` is its state.
 
                     set_epoch: another
@@ -80,12 +80,14 @@ class Place(CurrentRun):
     `TorchProgress` has an iterator waiting for its first ``next``, and a loaded state that fits any epoch.
 
     Attributes:
+        current_run: Run that handed out a batch, or its end, most recently.
         pending: Loaded position, or the start of the next epoch as the last one left it.
         live: Living iterators that have begun an epoch, by the numbers of their runs.
         keeps: True if ``set_epoch`` drops no position: no arrow from LOADED to BEGINNING, and none for ``left``.
     """
 
     keeps = False
+    current_run: Run | None = None
 
     def __init__(self, epochs: Any) -> None:
         self._order = epochs
@@ -344,7 +346,11 @@ class Epochs:
             for iterator in list(progress.live.values()):
                 run = iterator.run
                 if run is not None and not run.ended and run.dead is None:
-                    iterator.run = self._go_on(run, iterator)
+                    rest = self._rest_of(run)
+                    progress.replace(run, rest, iterator)
+                    pipeline.replace(run, rest)
+                    self._tell_order(rest, iterator)
+                    iterator.run = rest
             if progress.run() is current is not None:
                 progress.current_run = self._rest_of(current)  # its iterator is gone, but states still refer to it
 
@@ -356,14 +362,6 @@ class Epochs:
         rest = self.new_run(self.order.epoch(position.epoch, position))
         rest.epoch.in_mid_epoch = False  # it ends where the epoch ends
         return rest
-
-    def _go_on(self, run: Run, iterator: object) -> Run:
-        """Let an iterator continue in the current order; return its new run."""
-        going_on = self._rest_of(run)
-        self.progress.replace(run, going_on, iterator)
-        self.pipeline.replace(run, going_on)
-        self._tell_order(going_on, iterator)
-        return going_on
 
     def read_ahead(self, run: Run) -> None:
         """Have the pool read the first batches of the next epoch behind a run whose batches are all planned.
@@ -509,29 +507,3 @@ class Epochs:
     def reading(self) -> list[Run]:
         """Return the runs in progress; all of one epoch if they share a dataset with ``set_epoch``."""
         return [run for run in self.progress.live_runs() if not run.ended and run.dead is None]
-
-
-class OneRun(CurrentRun):
-    """Stand-in for `Epochs` for an iterator whose run is known from the start."""
-
-    def __init__(self, pipeline: Pipeline, placement: Placer, run: Run, job: Job) -> None:
-        self.pipeline, self.placement, self._run, self._job = pipeline, placement, run, job
-
-    @property
-    def progress(self) -> OneRun:
-        """A property, because an object that holds itself would wait for the garbage collector."""
-        return self
-
-    def choose(self) -> Run:
-        return self._run
-
-    def open(self, run: Run, iterator: object) -> None:
-        self.pipeline.open(run, self._job)
-
-    def was_over(self, run: Run) -> bool:
-        return False
-
-    def begun(self, *_: object) -> None:
-        pass
-
-    keep = read_ahead = begun

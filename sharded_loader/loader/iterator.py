@@ -17,7 +17,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -31,11 +31,7 @@ from sharded_loader.devices.placement import placement_error
 from sharded_loader.engine.messages import NOTHING, Result
 from sharded_loader.engine.pipeline import Entry, Observer, Run
 from sharded_loader.loader.arguments import Batch
-from sharded_loader.loader.epochs import Epochs, OneRun
-from sharded_loader.streams.epoch import StreamEpoch
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from sharded_loader.loader.epochs import Epochs
 
 profiler_enabled = find_profiler_enabled()
 """Function that tells if torch's profiler runs; looked up once, because each ``next`` calls it."""
@@ -49,7 +45,7 @@ class EpochIterator(Iterator[Batch]):
 
     run: Run | None = None
 
-    def __init__(self, epochs: Epochs | OneRun, observer: Observer, owner: Sized | None = None) -> None:
+    def __init__(self, epochs: Epochs, observer: Observer, owner: Sized | None = None) -> None:
         self._epochs, self._observer, self._owner = epochs, observer, owner
         self._pipeline, self._placement, self._progress = epochs.pipeline, epochs.placement, epochs.progress
         self._pipeline.scheduler.is_timed = observer.times
@@ -65,9 +61,6 @@ class EpochIterator(Iterator[Batch]):
         # Not weakref.finalize: its registry is a root, and would keep alive all that the pipeline refers to.
         if self.run is not None and not _is_finalizing():
             self._pipeline.drop(self.run.number)
-
-    def __iter__(self) -> Self:
-        return self
 
     def __len__(self) -> int:
         """Return the number of batches in the epoch, delivered or not; a TypeError if the sampler has no length."""
@@ -218,22 +211,8 @@ class EpochIterator(Iterator[Batch]):
             del result, entry  # the error of a batch that was not placed leads to this frame
 
     def _check_parts(self, run: Run, at_end: bool) -> None:
-        """Warn, once, if the parts of iterable data give the same samples."""
-        epoch, notices = run.epoch, self._observer.notices
-        divides = self._pipeline.pool.worker_init_fn is not None  # it may
-        if divides or not isinstance(epoch, StreamEpoch):
-            return
-        repeats = epoch.repeats(run.delivered, at_end)
-        if repeats is False:
-            notices.suppress("parts")
-        elif repeats:
-            parts, but = epoch.stream.parts, ", unless its samples are random" if at_end else ""
-            notices.warn(
-                "parts",
-                f"the iterable data is read in {parts} parts, but its __iter__ has not asked which part to read. So "
-                f"each part gives all samples, and you get each sample {parts} times{but}. Call get_worker_info() in "
-                f"__iter__, and yield only part .id of .num_workers; or give streams=1",
-            )
+        if self._pipeline.pool.worker_init_fn is None:  # otherwise it may divide them
+            run.epoch.check_parts(run.delivered, at_end, self._observer.notices)
 
     def _check_discarded(self, run: Run) -> None:
         """Count the samples that ``last_batch="discard"`` left out of an epoch; warn if whole parts are among them."""
@@ -269,20 +248,18 @@ class EpochIterator(Iterator[Batch]):
         """
         error = self._observer.skip(result.skipped, where, self._skipped)
         self._skipped += len(result.skipped)
-        if result.error is not None:
-            return result
-        message = None
+        message = ""
         if result.batch is NOTHING:
             message = f"{where} was left out"
         elif result.lost_shards:
             message = f"{where}: shard {', '.join(map(str, result.lost_shards))} was left out, those after it moved up"
-        if error is None and message is not None:
+        if message and error is None and result.error is None:
             try:
                 text = f"{message}: no sample of it could be read (shown once; see loader.skipped)"
                 self._observer.notices.warn("left out", text)
             except Warning as raised:
                 error = raised
-        return result if error is None else replace(result, batch=None, error=error)
+        return result if error is None or result.error is not None else replace(result, batch=None, error=error)
 
 
 exclude_from_compilation(EpochIterator.__next__, EpochIterator.__del__)

@@ -36,10 +36,20 @@ from sharded_loader.extend.data import (
     known_parts,
     takes_two,
 )
-from sharded_loader.extend.engine import this_worker
+from sharded_loader.extend.engine import current_part
 from sharded_loader.extend.order import SampleScope, reading, shuffled
 from sharded_loader.extend.tools import an, brief, call_after_import, check_int, entries, pass_on, refuse_class
 from sharded_loader.mixing.schedule import ALL, EACH, FIRST, Plan
+
+
+def this_worker() -> tuple[int, int] | None:
+    """Return the number of this part or worker, and their total; None outside workers. Works without torch."""
+    if (part := current_part()) is not None:
+        return part.place
+    torchs: Any = sys.modules.get("torch.utils.data")
+    info = None if torchs is None else torchs.get_worker_info()
+    return None if info is None else (info.id, info.num_workers)
+
 
 # -- one dataset -------------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,6 @@ import numpy.typing as npt
 
 from sharded_loader.extend import Array, Batchify, BatchifyError, Empty, Int64s, Sampler, Table
 from sharded_loader.extend.data import as_array, check_not_empty
-from sharded_loader.extend.engine import RowIndices
 from sharded_loader.extend.order import EVERY, IN_MEMORY, SUM, parts, reading, resolve_seed, shuffle, shuffled
 from sharded_loader.extend.tools import an, call_of, check_choice, check_int
 from sharded_loader.samplers.index_samplers import Numbers, integers
@@ -335,7 +334,7 @@ IGNORED = -100
 """Label that PyTorch's losses ignore."""
 
 
-class Packed(RowIndices):
+class Packed(list[int]):
     """Indices of documents packed into rows, in the order of the rows; cut documents come several times.
 
     ``places`` has shape (documents, 4), see `Places`; ``rows`` is the number of rows.
@@ -346,7 +345,7 @@ class Packed(RowIndices):
         ([[7, 3], [5]], [0, 1])
     """
 
-    __slots__ = ("places",)
+    __slots__ = ("places", "rows")
 
     def __init__(self, documents: Iterable[int], places: Places, rows: int) -> None:
         super().__init__(documents)
@@ -355,8 +354,8 @@ class Packed(RowIndices):
     def taken(self, positions: Sequence[int]) -> Packed:
         return Packed([self[position] for position in positions], self.places[positions], self.rows)
 
-    def cut(self, sizes: Iterable[int]) -> list[RowIndices]:
-        found: list[RowIndices] = []
+    def cut(self, sizes: Iterable[int]) -> list[Packed]:
+        found: list[Packed] = []
         for begin, end in pairwise(accumulate(sizes, initial=0)):
             first, last = np.searchsorted(self.places[:, 0], [begin, end]).tolist()
             if begin < end:

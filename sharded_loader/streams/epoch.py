@@ -19,9 +19,10 @@ import heapq
 import itertools
 import weakref
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from sharded_loader.base.described import an
+from sharded_loader.base.notices import Notices
 from sharded_loader.engine.messages import NOTHING, PartBatch, PartIndices, PartPoint, Result, Stream, Task
 from sharded_loader.engine.order import Epoch, Position
 from sharded_loader.streams.state import StreamSignature, dump
@@ -51,13 +52,6 @@ class SharedParts:
 
 Dropped = tuple[int, dict[int, int], dict[int, PartPoint]]
 """Number of batches dropped, number of each part, and the progress of each part behind them."""
-
-
-class Ends(NamedTuple):
-    """Losses at the ends of parts: samples that filled no batch, by part; indices planned behind abandoned parts."""
-
-    discarded: dict[int, int]
-    empty: set[int]
 
 
 class StreamEpoch(Epoch):
@@ -90,7 +84,8 @@ class StreamEpoch(Epoch):
         # By index: the batch planned, and once read, the progress behind it.
         self._planned: dict[int, tuple[PartBatch, PartPoint | None]] = {}
         self.abandoned: dict[int, int] = {}
-        self._ends = Ends({}, set())
+        # At the ends of parts: samples that filled no batch, by part; indices planned behind abandoned parts.
+        self._discarded, self._empty = dict[int, int](), set[int]()
 
     @property
     def stream(self) -> Stream:
@@ -100,7 +95,7 @@ class StreamEpoch(Epoch):
     def _last(self) -> int | None:
         """Upper bound of the batch indices (exclusive), or None if unknown."""
         steps = self._signature.steps_per_epoch
-        return None if steps is None else steps + len(self._ends.empty)
+        return None if steps is None else steps + len(self._empty)
 
     def task(self, seq: int) -> Task | None:
         """Return batch ``seq`` as a task; None after the last one."""
@@ -141,7 +136,7 @@ class StreamEpoch(Epoch):
         part, progress = planned.number, self._progress[planned.number]
         if planned.batch > self.abandoned.get(part, planned.batch):
             result, point = Result(result.run, seq, NOTHING), progress
-            self._ends.empty.add(seq)
+            self._empty.add(seq)
         elif point is None:
             # The part's progress is lost, so nothing behind this batch can be read. A later batch that has already
             # returned, with an error of its own, is emptied when it is delivered (`Run.empty_if_abandoned`).
@@ -149,14 +144,14 @@ class StreamEpoch(Epoch):
             point = progress._replace(batches=planned.batch + 1, ended=True, state=None)
         self._planned[seq] = planned, point
         if point.ended and not progress.ended and result.batch is NOTHING and self.stream.drops_last:
-            self._ends.discarded[part] = point.samples - progress.samples
+            self._discarded[part] = point.samples - progress.samples
         if point.ended or point.batches > progress.batches:
             self._progress[part] = point
         self._shared.progress[part] = point
         return result
 
     def discarded(self) -> tuple[int, str]:
-        counts = self._ends.discarded
+        counts = self._discarded
         lost = sum(count == self._progress[part].samples for part, count in counts.items() if count)
         return sum(counts.values()), f"{lost} of its {self._signature.streams} parts" if lost else ""
 
@@ -183,20 +178,26 @@ class StreamEpoch(Epoch):
                 counts[batch.number], points[batch.number] = point.batches, point
         return done, counts, points
 
-    def repeats(self, delivered: int, at_end: bool) -> bool | None:
-        """Return True if the dataset ignores its part number, so that the parts give the same samples; None if unknown.
-
-        ``at_end`` means that the epoch is over.
-        """
-        if self.stream.parts == 1 or any(point.asked for point in self._progress.values()):
-            return False
+    def check_parts(self, delivered: int, at_end: bool, notices: Notices) -> None:
+        parts = self.stream.parts
+        if parts == 1 or any(point.asked for point in self._progress.values()):
+            notices.suppress("parts")
+            return
         read = [point for point in self.position(delivered).points.values() if point.batches or point.ended]
-        if not at_end:  # the dataset may still ask, but two equal beginnings prove a repetition
+        if at_end:
+            differ = self.resumed or len({point.samples for point in read if point.ended}) > 1
+            repeats = not differ and bool(read) and all(point.samples or self.stream.endless for point in read)
+        else:  # the dataset may still ask, but two equal beginnings prove a repetition
             beginnings = [(point.samples, point.checksum) for point in read if point.checksum]
-            return True if len(set(beginnings)) < len(beginnings) else None
-        if self.resumed or len({point.samples for point in read if point.ended}) > 1:
-            return None
-        return True if read and all(point.samples or self.stream.endless for point in read) else None
+            repeats = len(set(beginnings)) < len(beginnings)
+        if repeats:
+            but = ", unless its samples are random" if at_end else ""
+            notices.warn(
+                "parts",
+                f"the iterable data is read in {parts} parts, but its __iter__ has not asked which part to read. So "
+                f"each part gives all samples, and you get each sample {parts} times{but}. Call get_worker_info() in "
+                f"__iter__, and yield only part .id of .num_workers; or give streams=1",
+            )
 
     # -- positions ------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 from sharded_loader.base.checks import check_int
@@ -41,6 +42,7 @@ class StreamOrder(Order[StreamSignature]):
 
     Attributes:
         is_bound: reject states with another number of parts.
+        last: epoch that has begun last; None before the first, and after a state was loaded.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class StreamOrder(Order[StreamSignature]):
         self.is_bound = streams is not None
         self._requests.listen(epoch_listeners(dataset))
         self._dataset, self._workers, self._shared = dataset, num_workers, SharedParts(dataset)
-        self._last: StreamEpoch | None = None
+        self.last: StreamEpoch | None = None
         self._warned = False
         if streams is not None:
             self.parts  # noqa: B018 - each rank must have one
@@ -72,19 +74,7 @@ class StreamOrder(Order[StreamSignature]):
     @property
     def sampler(self) -> SimpleNamespace:
         """Object with the ``set_epoch`` that other libraries look for on a sampler."""
-        return SimpleNamespace(set_epoch=self._follow_lightning)
-
-    def _follow_lightning(self, epoch: int) -> None:
-        """Make ``epoch`` the next one. Without a length, Lightning calls this after the first batch."""
-        ahead, _ = provided("trainer", "fetched")("on_advance_start")
-        begun = self._last
-        if not ahead or begun is None:
-            self.set_epoch(epoch)
-        elif begun.number != epoch:
-            warn(
-                f"Lightning goes on with epoch {epoch}, but it has read the first batch of epoch {begun.number}: "
-                f"it loads no position at the end of an epoch. Give the loader steps_per_epoch="
-            )
+        return SimpleNamespace(set_epoch=partial(provided("trainer", "named"), self))
 
     # -- parts ----------------------------------------------------------------------------------------------
 
@@ -134,7 +124,7 @@ class StreamOrder(Order[StreamSignature]):
         """Keep the parts of an epoch open while its iterator lives; the next epoch follows this one."""
         if isinstance(epoch, StreamEpoch):
             self._shared.register(epoch)
-            self._last = epoch
+            self.last = epoch
 
     def _beginning(self, epoch: int, parts: range) -> Position:
         """Return the beginning of an epoch: in an endless order, the end of the one before."""
@@ -142,7 +132,7 @@ class StreamOrder(Order[StreamSignature]):
             return Position(epoch)
         done = epoch * self.steps
         counts: Mapping[int, int] = {part: max(0, -(-(done - i) // len(parts))) for i, part in enumerate(parts)}
-        last = self._last
+        last = self.last
         if last is not None and last.number + 1 == epoch:
             counts = last.counts_at_end()
         points = {part: point for part, point in self._shared.progress.items() if point.batches <= counts.get(part, 0)}
@@ -190,5 +180,5 @@ class StreamOrder(Order[StreamSignature]):
         changed = (saved.seed, saved.streams) != (self.seed, self._given)
         self.seed, self._given = saved.seed, saved.streams
         self._shared.progress.clear()
-        self._last = None
+        self.last = None
         return changed

@@ -23,7 +23,8 @@ import operator
 import pickle
 import types
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from inspect import isasyncgenfunction, iscoroutinefunction
 from itertools import accumulate, pairwise
@@ -209,20 +210,14 @@ class StreamReader(Reader):
             part, place = map(operator.index, index)
         except (TypeError, ValueError):
             raise TypeError(f"a sample of iterable data is read as (part, position), not as {index!r}") from None
-        parts, size, samples, previous_scope = self._stream.parts, self._stream.batch_size, list[Any](), reading.get()
+        parts, size, samples = self._stream.parts, self._stream.batch_size, list[Any]()
         if 0 <= part < parts and place >= 0:
             part_batch = PartBatch(0, 0, part, place // size, PartPoint())
             indices = PartIndices(part, range(place - place % size, place + 1))
             task = Task(0, 0, epoch, 0, (indices,), False, part=part_batch)
             reader = StreamReader(replace(self._job, on_error="raise"))
-            scope = reader._scope(task)
-            try:
-                reading.set(scope)
+            with suppress(EmptyPartError), reader._begun(task) as scope:
                 samples = reader._read_batch(reader._open_at(part_batch, scope), task.shards, scope)
-            except EmptyPartError:
-                pass
-            finally:
-                reading.set(previous_scope)
         if len(samples) != place % size + 1:
             raise IndexError(f"part {part} of epoch {epoch} has no sample {place}; there are {parts} parts")
         return samples[-1]
@@ -230,19 +225,21 @@ class StreamReader(Reader):
     def prime(self, task: Task) -> PartPoint:
         """Open the part of a task before its first batch, as torch does in the main process. Return its progress."""
         assert task.part is not None  # a task of iterable data has one
-        scope, previous_scope = self._scope(task), reading.get()
-        try:
-            reading.set(scope)  # the samples that are passed over may draw random numbers
+        with self._begun(task) as scope:  # the samples that are passed over may draw random numbers
             opened = self._open_at(task.part, scope)
-        finally:
-            reading.set(previous_scope)
         opened.busy = False
         return opened.point._replace(state=opened.state())
 
-    def _scope(self, task: Task) -> BatchScope:
-        scope = BatchScope(self._job.seed, 0 if self._stream.endless else task.epoch)
+    @contextmanager
+    def _begun(self, task: Task) -> Iterator[BatchScope]:
+        """Make a task the one that is being read inside the context, where no batch is made of it."""
+        scope, before = BatchScope(self._job.seed, 0 if self._stream.endless else task.epoch), reading.get()
         scope.task, scope.worker, scope.empty, scope.heartbeat = task, None, np.empty, list(UNUSED)
-        return scope
+        try:
+            reading.set(scope)
+            yield scope
+        finally:
+            reading.set(before)
 
     # -- one batch ------------------------------------------------------------------------------------------
 

@@ -11,7 +11,6 @@ function, parts get torch's own answer. Worker processes without torch import th
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from typing import Any
 
@@ -90,20 +89,6 @@ def current_part() -> Part | None:
     if part is None and _whole is not None and _whole[0] != threading.get_ident():
         part = _whole[1]
     return part
-
-
-def this_worker() -> tuple[int, int] | None:
-    """Return the number of this part or worker, and their total; None outside workers. Works without torch.
-
-    Example:
-        >>> this_worker() is None
-        True
-    """
-    if (part := current_part()) is not None:
-        return part.place
-    torchs: Any = sys.modules.get("torch.utils.data")
-    info = None if torchs is None else torchs.get_worker_info()
-    return None if info is None else (info.id, info.num_workers)
 
 
 def announce_worker(number: int, num_workers: int, seed: int, job: Job) -> None:

@@ -410,7 +410,7 @@ def test_samples_of_a_part_are_named_by_part_and_place() -> None:
     at.items = iter(range(4))
     next(at.items), next(at.items), next(at.items)
     assert "sample (3, 10)" in notes_of(at.locate_error(KeyError("x")))[0]
-    at.set_index(OF_BATCH)
+    at.items, at.index, at.drawn = None, OF_BATCH, None
     where, again = notes_of(at.locate_error(KeyError("x")))
     assert "sample" not in where.partition("batch 4")[2]
     assert again.endswith("[loader.read(i, epoch=2) for i in ((3, 8), (3, 9), (3, 10), (3, 11))]")

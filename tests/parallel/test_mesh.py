@@ -13,7 +13,7 @@ import torch.multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
 
 from sharded_loader import ShardedDataLoader
-from sharded_loader.engine.order import MODEL_DIMS, ranks_of_mesh
+from sharded_loader.parallel import MODEL_DIMS, ranks_of_mesh
 
 
 def mesh_of(place: tuple[int, ...] | None, shape: tuple[int, ...], *names: str) -> Any:
