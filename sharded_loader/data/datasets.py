@@ -44,20 +44,22 @@ from sharded_loader.data import seeding
 from sharded_loader.data.bulk import (
     Indices,
     Int64s,
+    Selection,
     await_each,
     bulk,
     bulk_method,
     check_one_index,
     checked_index,
     checked_indices,
+    composed,
     each_sample,
     gather,
     gather_rows,
     read_many,
+    taken,
 )
 from sharded_loader.data.columns import as_column, check_dataset, is_dataset, named_columns
 from sharded_loader.randomness import rng
-from sharded_loader.randomness.shuffle import Selection, composed, shuffle, taken
 
 if TYPE_CHECKING:
     from sharded_loader.caching.dataset import StoredDataset
@@ -199,7 +201,7 @@ class Dataset:
             raise TypeError(f"split({sizes_or_ratios!r}): give a list of sizes or ratios, such as [0.8, 0.2]")
         sizes = split_sizes(len(self), list(sizes_or_ratios))
         check_fits(8 * len(self), f"split() keeps all {len(self):,} indices", "cut it by take(), shard() or a slice")
-        order = shuffle(len(self), rng.draw_seed() if seed is None else operator.index(seed), "split")
+        order = rng.shuffle(len(self), rng.draw_seed() if seed is None else operator.index(seed), "split")
         ends = accumulate(sizes)
         return [SubsetDataset(self, order(np.arange(end - size, end))) for size, end in zip(sizes, ends, strict=True)]
 

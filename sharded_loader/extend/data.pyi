@@ -53,6 +53,7 @@ from sharded_loader.data.bulk import gather_rows as gather_rows
 from sharded_loader.data.bulk import is_gathered as is_gathered
 from sharded_loader.data.bulk import part_of as part_of
 from sharded_loader.data.bulk import read_many as read_many
+from sharded_loader.data.bulk import taken as taken
 from sharded_loader.data.columns import as_column as as_column
 from sharded_loader.data.columns import as_dataset as as_dataset
 from sharded_loader.data.columns import check_dataset as check_dataset

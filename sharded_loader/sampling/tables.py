@@ -32,7 +32,7 @@ import numpy as np
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.described import an
 from sharded_loader.engine.split import are_plain, plain_index
-from sharded_loader.randomness.shuffle import IN_MEMORY, Indices
+from sharded_loader.randomness.rng import IN_MEMORY, Indices
 
 BLOCK = 2**15
 """Indices computed at once: 256 KB and their temporaries stay in the L2 cache."""

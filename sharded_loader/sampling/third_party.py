@@ -45,8 +45,7 @@ from sharded_loader.base.errors import as_batch_error
 from sharded_loader.data.inspection import is_stateful
 from sharded_loader.engine.epoch_requests import last_requests, restore_requests
 from sharded_loader.engine.order import process_group
-from sharded_loader.randomness.rng import derive_key, seed_torch, seeded_globals
-from sharded_loader.randomness.shuffle import Indices
+from sharded_loader.randomness.rng import Indices, derive_key, seed_torch, seeded_globals
 from sharded_loader.sampling.base import ONE_SHOT, announce_epoch, depth, is_own, is_wrapper, nested
 from sharded_loader.sampling.state import Checkpoint
 from sharded_loader.sampling.tables import LazyTable, Table, as_numbers, bytes_of

@@ -20,7 +20,7 @@ from sharded_loader import BatchSampler, IntervalSampler, RandomSampler, Sampler
 from sharded_loader.engine.messages import Task
 from sharded_loader.engine.order import Position, resolve_replicas
 from sharded_loader.engine.split import plain_index
-from sharded_loader.randomness.shuffle import Bijection
+from sharded_loader.randomness.rng import Bijection
 from sharded_loader.sampling.epoch import MapEpoch, SamplerSource
 from sharded_loader.sampling.order import MapOrder
 from sharded_loader.sampling.own import ReplicaSampler
