@@ -156,10 +156,12 @@ class BatchSampler(WrapperSampler[list[int]]):
         return self.last_batch == "discard"
 
     def epoch_table(self, epoch: int) -> Table:
-        if self.last_batch != "rollover":
-            return BatchedTable(table_of(self.sampler, epoch, self.seed), self.batch_size, self.drop_last)
         open_epoch = partial(table_of, self.sampler, seed=self.seed)
-        return self._epoch_batches(epoch).table(open_epoch, 0, name_of(self.sampler))
+        if self.last_batch == "rollover":
+            table = self._epoch_batches(epoch).items(open_epoch, 0, name_of(self.sampler))
+        else:
+            table = open_epoch(epoch)
+        return BatchedTable(table, self.batch_size, self.drop_last)
 
     def len_epoch(self, epoch: int) -> int:
         if self.last_batch == "rollover":
