@@ -20,7 +20,7 @@ it is not loaded, none of its datasets exist.
 
 A wrapper has a bulk method exactly where the dataset inside has one, and ``hasattr`` reflects that (`bulk`). If a class
 overrides ``__getitem__``, inherited bulk methods are ignored, because they would bypass the override (see
-`sharded_loader.batching.protocol.fast_method`). So are methods that a wrapper finds through ``__getattr__``, and those
+`sharded_loader.base.checks.fast_method`). So are methods that a wrapper finds through ``__getattr__``, and those
 of a mixin behind the class that defines ``__getitem__``.
 
 Random numbers of a sample are keyed by the index that the loader's sampler yielded, however the sample is read. So
@@ -52,11 +52,11 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
-from sharded_loader.base.checks import check_int
+from sharded_loader.base.checks import check_int, fast_method
 from sharded_loader.base.described import an
 from sharded_loader.base.interrupts import uninterrupted
 from sharded_loader.batching.default import default_batchify_fn
-from sharded_loader.batching.protocol import Empty, call_with_empty, fast_method, in_fields
+from sharded_loader.batching.protocol import Empty, call_with_empty, in_fields
 from sharded_loader.batching.tree import as_numpy, check_no_grad, empty_tensor, is_column, is_tensor
 from sharded_loader.data.seeding import Keys, attach_keys, copy_indices, keys_of, map_with_keys
 from sharded_loader.randomness.rng import lent, reading

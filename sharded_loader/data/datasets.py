@@ -35,11 +35,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sharded_loader.base.checks import fast_method
 from sharded_loader.base.described import an, brief, briefs
 from sharded_loader.base.imports import provided
 from sharded_loader.base.limits import check_fits
 from sharded_loader.batching.default import default_batchify_fn
-from sharded_loader.batching.protocol import Empty, fast_method, new_array
+from sharded_loader.batching.protocol import Empty, new_array
 from sharded_loader.data import seeding
 from sharded_loader.data.bulk import (
     Indices,
@@ -163,7 +164,7 @@ class Dataset:
                 "indices use SubsetDataset(dataset, indices)"
             )
         # An __iter__ overridden in a subclass takes precedence over an inherited iter_epoch.
-        is_pure = any(fast_method(type(sampler), name, ["__iter__"]) for name in ("iter_epoch", "chunks"))
+        is_pure = fast_method(type(sampler), "iter_epoch", ["__iter__"]) is not None
         with contextlib.suppress(TypeError, NotImplementedError):  # the sampler has no length
             what = f"sample() keeps all {len(sampler):,} indices of the {type(sampler).__name__}"
             check_fits(8 * len(sampler), what, "give the sampler to the loader, which asks for a batch at a time")
