@@ -52,6 +52,7 @@ _HOMES = {
 """The public names of each module; `__init__.pyi` has the same names for type checkers."""
 
 PROVIDED = {
+    ("column", "values"): "sharded_loader.storage.tables:column_values",
     ("dataset", "cache"): "sharded_loader.caching.dataset:StoredDataset",
     ("function", "gather"): "sharded_loader.parallel:gather",
     ("methods", "instruments"): "sharded_loader.instruments.report:Instruments",
