@@ -715,12 +715,7 @@ def can_follow(dataset: object) -> bool:
 
 def _translate_batches(batches: Batches, translate: Translate) -> Batches:
     """Return ``batches`` with translated indices."""
-
-    def translated_batch(number: int) -> Any:
-        indices = batches(number)
-        return None if indices is None else translate(indices)
-
-    return translated_batch
+    return lambda number: None if (indices := batches(number)) is None else translate(indices)
 
 
 # -- columns in memory -------------------------------------------------------------------------------------------------
