@@ -1,4 +1,4 @@
-"""Validation of user arguments: each function returns the value, or raises an error that says what to pass instead."""
+"""Checks of what users pass: arguments, returned or rejected with advice, and classes that override methods."""
 
 from __future__ import annotations
 
@@ -113,3 +113,29 @@ def check_choice(name: str, value: object, known: Sequence[str], owner: str) -> 
         advice = f"{', '.join(map(repr, known[:-1]))} or {known[-1]!r}"
         raise ValueError(f"{name} is {value!r}, which {owner} does not know: choose {advice}")
     return str(value)
+
+
+def fast_method(kind: type, fast: str, plain: Sequence[str]) -> Any:
+    """Return a class's fast method, or None if a subclass overrides one of the plain methods that it replaces.
+
+    A subclass that overrides ``__getitem__`` changes the samples, of which a base class's bulk method does not know. So
+    a fast method counts only if the class that defines it also defines the plain method, or is more derived. The rule
+    holds for bulk methods of datasets, and for ``assemble`` and ``__call__`` of batchify functions.
+
+    Example:
+        >>> class Base:
+        ...     def one(self): ...
+        ...     def many(self): ...
+        >>> class Derived(Base):
+        ...     def one(self): ...
+        >>> fast_method(Base, "many", ["one"]) is Base.many, fast_method(Derived, "many", ["one"])
+        (True, None)
+    """
+    for cls in kind.__mro__:
+        own = vars(cls)
+        if fast in own:
+            return own[fast]
+        for name in plain:
+            if name in own:
+                return None
+    return None

@@ -25,6 +25,8 @@ from typing import Any
 
 import numpy as np
 
+from sharded_loader.base.checks import fast_method
+
 Dtype = np.dtype[Any]
 
 Array = np.ndarray[Any, Dtype]
@@ -72,32 +74,6 @@ class BatchifyError(ValueError):
     def __str__(self) -> str:
         where = f", in field {self.field}" if self.field else ""
         return f"{self.problem}{where}: {self.advice}"
-
-
-def fast_method(kind: type, fast: str, plain: Sequence[str]) -> Any:
-    """Return a class's fast method, or None if a subclass overrides one of the plain methods that it replaces.
-
-    A subclass that overrides ``__getitem__`` changes the samples, of which a base class's bulk method does not know. So
-    a fast method counts only if the class that defines it also defines the plain method, or is more derived. The rule
-    holds for bulk methods of datasets, and for ``assemble`` and ``__call__`` of batchify functions.
-
-    Example:
-        >>> class Base:
-        ...     def one(self): ...
-        ...     def many(self): ...
-        >>> class Derived(Base):
-        ...     def one(self): ...
-        >>> fast_method(Base, "many", ["one"]) is Base.many, fast_method(Derived, "many", ["one"])
-        (True, None)
-    """
-    for cls in kind.__mro__:
-        own = vars(cls)
-        if fast in own:
-            return own[fast]
-        for name in plain:
-            if name in own:
-                return None
-    return None
 
 
 def assembler(fn: BatchifyFn) -> Assemble:

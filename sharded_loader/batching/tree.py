@@ -420,9 +420,8 @@ if TYPE_CHECKING:
 
 dtype_of = attrgetter("dtype")
 
-NUMPY_NAMES = {"bool", "float16", "float32", "float64", "complex64", "complex128"} | {
-    f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)
-}
+NUMPY_NAMES = {np.dtype(name).name for name in _TORCH_HAS}
+"""Names of the dtypes that NumPy and torch have, which both call the same."""
 
 
 def stack_tensors(tensors: Samples, empty: Empty, dtype: Dtype | None = None) -> Any:

@@ -20,7 +20,7 @@ it is not loaded, none of its datasets exist.
 
 A wrapper has a bulk method exactly where the dataset inside has one, and ``hasattr`` reflects that (`bulk`). If a class
 overrides ``__getitem__``, inherited bulk methods are ignored, because they would bypass the override (see
-`sharded_loader.batching.protocol.fast_method`). So are methods that a wrapper finds through ``__getattr__``, and those
+`sharded_loader.base.checks.fast_method`). So are methods that a wrapper finds through ``__getattr__``, and those
 of a mixin behind the class that defines ``__getitem__``.
 
 Random numbers of a sample are keyed by the index that the loader's sampler yielded, however the sample is read. So
@@ -52,11 +52,11 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
-from sharded_loader.base.checks import check_int
+from sharded_loader.base.checks import check_int, fast_method
 from sharded_loader.base.described import an
 from sharded_loader.base.interrupts import uninterrupted
 from sharded_loader.batching.default import default_batchify_fn
-from sharded_loader.batching.protocol import Empty, call_with_empty, fast_method, in_fields
+from sharded_loader.batching.protocol import Empty, call_with_empty, in_fields
 from sharded_loader.batching.tree import as_numpy, check_no_grad, empty_tensor, is_column, is_tensor
 from sharded_loader.data.seeding import Keys, attach_keys, copy_indices, keys_of, map_with_keys
 from sharded_loader.randomness.rng import lent, reading
@@ -66,6 +66,9 @@ Indices = Sequence[int] | np.ndarray[Any, Any]
 
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
 """An array of int64."""
+
+Selection = range | Int64s
+"""Indices of a part of a dataset: a ``range``, which takes no memory, or an int64 array. Never modified."""
 
 
 class Indexed(Protocol):
@@ -447,7 +450,7 @@ def _gather_other_rows(column: Any, indices: Int64s, empty: Empty) -> Any:
     return default_batchify_fn.assemble(read_many(column, indices.tolist()), empty)
 
 
-# -- checked indices ---------------------------------------------------------------------------------------------------
+# -- indices -----------------------------------------------------------------------------------------------------------
 
 
 def check_one_index(index: Any) -> None:
@@ -501,6 +504,29 @@ def checked_indices(indices: object, length: int) -> Int64s:
     if low < -length or high >= length:
         checked_index(low if low < -length else high, length)
     return np.where(array < 0, array + length, array)
+
+
+def composed(outer: Selection, inner: Selection) -> Selection:
+    """Return the indices of a part of a part, ``outer[inner]``, unchecked; a range if both are ranges.
+
+    Example:
+        >>> composed(range(100, 200, 10), range(5, 0, -2)), composed(range(100, 200, 10), np.array([3, 0]))
+        (range(150, 100, -20), array([130, 100]))
+    """
+    if isinstance(inner, range):
+        selection: Selection = outer[slice(inner.start, inner.stop if inner.stop >= 0 else None, inner.step)]
+        return selection
+    return taken(outer, inner)
+
+
+def taken(indices: Selection, positions: Int64s) -> Int64s:
+    """Return the indices at these positions, unchecked.
+
+    Example:
+        >>> taken(range(10**12, 0, -2), np.array([0, 3]))
+        array([1000000000000,  999999999994])
+    """
+    return indices.start + indices.step * positions if isinstance(indices, range) else indices[positions]
 
 
 # -- async datasets ----------------------------------------------------------------------------------------------------

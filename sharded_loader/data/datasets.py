@@ -35,29 +35,32 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sharded_loader.base.checks import fast_method
 from sharded_loader.base.described import an, brief, briefs
 from sharded_loader.base.imports import provided
 from sharded_loader.base.limits import check_fits
 from sharded_loader.batching.default import default_batchify_fn
-from sharded_loader.batching.protocol import Empty, fast_method, new_array
+from sharded_loader.batching.protocol import Empty, new_array
 from sharded_loader.data import seeding
 from sharded_loader.data.bulk import (
     Indices,
     Int64s,
+    Selection,
     await_each,
     bulk,
     bulk_method,
     check_one_index,
     checked_index,
     checked_indices,
+    composed,
     each_sample,
     gather,
     gather_rows,
     read_many,
+    taken,
 )
 from sharded_loader.data.columns import as_column, check_dataset, is_dataset, named_columns
 from sharded_loader.randomness import rng
-from sharded_loader.randomness.shuffle import Selection, composed, shuffle, taken
 
 if TYPE_CHECKING:
     from sharded_loader.caching.dataset import StoredDataset
@@ -161,7 +164,7 @@ class Dataset:
                 "indices use SubsetDataset(dataset, indices)"
             )
         # An __iter__ overridden in a subclass takes precedence over an inherited iter_epoch.
-        is_pure = any(fast_method(type(sampler), name, ["__iter__"]) for name in ("iter_epoch", "chunks"))
+        is_pure = fast_method(type(sampler), "iter_epoch", ["__iter__"]) is not None
         with contextlib.suppress(TypeError, NotImplementedError):  # the sampler has no length
             what = f"sample() keeps all {len(sampler):,} indices of the {type(sampler).__name__}"
             check_fits(8 * len(sampler), what, "give the sampler to the loader, which asks for a batch at a time")
@@ -199,7 +202,7 @@ class Dataset:
             raise TypeError(f"split({sizes_or_ratios!r}): give a list of sizes or ratios, such as [0.8, 0.2]")
         sizes = split_sizes(len(self), list(sizes_or_ratios))
         check_fits(8 * len(self), f"split() keeps all {len(self):,} indices", "cut it by take(), shard() or a slice")
-        order = shuffle(len(self), rng.draw_seed() if seed is None else operator.index(seed), "split")
+        order = rng.shuffle(len(self), rng.draw_seed() if seed is None else operator.index(seed), "split")
         ends = accumulate(sizes)
         return [SubsetDataset(self, order(np.arange(end - size, end))) for size, end in zip(sizes, ends, strict=True)]
 
@@ -712,12 +715,7 @@ def can_follow(dataset: object) -> bool:
 
 def _translate_batches(batches: Batches, translate: Translate) -> Batches:
     """Return ``batches`` with translated indices."""
-
-    def translated_batch(number: int) -> Any:
-        indices = batches(number)
-        return None if indices is None else translate(indices)
-
-    return translated_batch
+    return lambda number: None if (indices := batches(number)) is None else translate(indices)
 
 
 # -- columns in memory -------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from sharded_loader.batching.protocol import Empty as Empty
 from sharded_loader.batching.protocol import Samples as Samples
 from sharded_loader.data.bulk import Indices as Indices
 from sharded_loader.data.bulk import Int64s as Int64s
+from sharded_loader.data.bulk import Selection as Selection
 from sharded_loader.data.datasets import Cache as Cache
 from sharded_loader.data.datasets import Dataset as Dataset
 from sharded_loader.data.datasets import Wrapper as Wrapper
@@ -41,7 +42,6 @@ from sharded_loader.pools.supervised import Transport as Transport
 from sharded_loader.pools.supervised import Worker as Worker
 from sharded_loader.pools.task_reader import TaskReader as TaskReader
 from sharded_loader.pools.task_reader import reader_for as reader_for
-from sharded_loader.randomness.shuffle import Selection as Selection
 from sharded_loader.sampling.base import Sampler as Sampler
 from sharded_loader.sampling.base import WrapperSampler as WrapperSampler
 from sharded_loader.sampling.tables import Table as Table

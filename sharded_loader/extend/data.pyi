@@ -41,6 +41,7 @@ from sharded_loader.batching.tree import stack_tensors as stack_tensors
 from sharded_loader.batching.tree import to_torch as to_torch
 from sharded_loader.batching.tree import torch_has as torch_has
 from sharded_loader.data.bulk import NOT_IN_BULK as NOT_IN_BULK
+from sharded_loader.data.bulk import NUMBERS as NUMBERS
 from sharded_loader.data.bulk import Gather as Gather
 from sharded_loader.data.bulk import are_rows as are_rows
 from sharded_loader.data.bulk import arrays_of as arrays_of
@@ -53,7 +54,7 @@ from sharded_loader.data.bulk import gather_rows as gather_rows
 from sharded_loader.data.bulk import is_gathered as is_gathered
 from sharded_loader.data.bulk import part_of as part_of
 from sharded_loader.data.bulk import read_many as read_many
-from sharded_loader.data.columns import as_column as as_column
+from sharded_loader.data.bulk import taken as taken
 from sharded_loader.data.columns import as_dataset as as_dataset
 from sharded_loader.data.columns import check_dataset as check_dataset
 from sharded_loader.data.datasets import Mixture as Mixture

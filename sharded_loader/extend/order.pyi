@@ -1,20 +1,18 @@
 """The names of this module, one a line. It reads them here, as type checkers and editors do."""
 
+from sharded_loader.randomness.rng import IN_MEMORY as IN_MEMORY
+from sharded_loader.randomness.rng import MAX_LENGTH as MAX_LENGTH
+from sharded_loader.randomness.rng import ROUNDS as ROUNDS
+from sharded_loader.randomness.rng import Bijection as Bijection
 from sharded_loader.randomness.rng import SampleScope as SampleScope
 from sharded_loader.randomness.rng import derive_key as derive_key
 from sharded_loader.randomness.rng import philox as philox
+from sharded_loader.randomness.rng import random_words as random_words
 from sharded_loader.randomness.rng import reading as reading
 from sharded_loader.randomness.rng import repeated_index as repeated_index
 from sharded_loader.randomness.rng import seeded_globals as seeded_globals
-from sharded_loader.randomness.shuffle import IN_MEMORY as IN_MEMORY
-from sharded_loader.randomness.shuffle import MAX_LENGTH as MAX_LENGTH
-from sharded_loader.randomness.shuffle import Bijections as Bijections
-from sharded_loader.randomness.shuffle import random_words as random_words
-from sharded_loader.randomness.shuffle import shuffle as shuffle
-from sharded_loader.randomness.shuffle import shuffled as shuffled
-from sharded_loader.randomness.shuffle import taken as taken
-from sharded_loader.randomness.shuffle import uniforms as uniforms
-from sharded_loader.randomness.shuffle import uniforms_at as uniforms_at
+from sharded_loader.randomness.rng import shuffle as shuffle
+from sharded_loader.randomness.rng import shuffled as shuffled
 from sharded_loader.sampling.base import EVERY as EVERY
 from sharded_loader.sampling.base import announce_epoch as announce_epoch
 from sharded_loader.sampling.base import is_own as is_own

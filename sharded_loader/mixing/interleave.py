@@ -25,10 +25,11 @@ import numpy as np
 from sharded_loader import ConcatDataset
 from sharded_loader.extend import Array, Dataset, Indices, Int64s, Table
 from sharded_loader.extend.data import Mixture, announce_epoch, checked_index, checked_indices, is_indexed, mixture_of
-from sharded_loader.extend.order import BLOCK, WEIGHTS_SET, Bijections, IndexSampler
+from sharded_loader.extend.order import BLOCK, WEIGHTS_SET, IndexSampler
 from sharded_loader.extend.tools import an, brief, check_int, refuse_arguments
 from sharded_loader.mixing import in_order
 from sharded_loader.mixing.schedule import ALL, EACH, FAR, FIRST, Plan, changes_of, whole_numbers
+from sharded_loader.samplers.bijections import Bijections
 
 CODED = FAR
 """First of the numbers that identify samples of a mixture in a loader; see `InterleavedDataset.codes`."""

@@ -1,4 +1,4 @@
-"""Randomness determined by (seed, epoch, sample) and nothing else.
+"""Randomness determined by (seed, epoch, sample) and nothing else: generators, and shuffles of any size.
 
 Every random number of the library is derived from a *key*, a 128-bit hash of a few integers and strings: (seed, epoch)
 for an epoch's order, (seed, epoch, index) for a sample's numbers, (seed, epoch, batch position) for a process worker's
@@ -7,6 +7,7 @@ built again is the same batch.
 
     derive_key(seed, label, ...) -> key -> philox(...)            our own order, ``sample_rng``
                                         -> seeded_globals(key)    ``random``, ``numpy.random``, torch (if imported)
+    shuffle(n, seed, label, ...)        -> positions -> indices   a permutation of ``range(n)``
 
 Each use of a key has its own label, since equal keys give equal numbers. A test compares this table with the code.
 
@@ -53,8 +54,18 @@ are seeded with all 128 bits of the key. The exception is each batch of a proces
 Twisters, so each gets its own bits: equal seeds would give equal numbers. While one thread has them seeded, others that
 want to seed them wait, even if it hangs in user code.
 
+*Shuffles.* Up to `IN_MEMORY` indices (16 M) a shuffle is a sorted array of random keys. Above, position p holds
+``bijection(p)``, which takes constant memory and time, so resuming at sample 10**12 costs nothing. The bijection mixes
+the b bits of a position by rounds of "add, multiply by an odd number, fold the upper half onto the lower". Each step is
+invertible modulo 2**b, the next power of two; results past the end are mixed again until they fall inside. It is not
+cryptographic: of (2**b)! orders it reaches at most 2**128. Positions are not range-checked. Only raw words of Philox
+are used, which NumPy guarantees to be stable; streams such as ``Generator.permutation``'s may change between releases,
+and a resumed run must not depend on that.
+
 Source of the idea: counter-based generators keyed by their position (Salmon et al., "Parallel random numbers: as easy
-as 1, 2, 3", SC 2011), as JAX and Grain use them.
+as 1, 2, 3", SC 2011), as JAX and Grain use them. Of the shuffles: cycle walking (Black and Rogaway, "Ciphers with
+arbitrary finite domains", 2002) over the multiply and xor-shift rounds of integer hash finalisers (Steele et al.,
+SplitMix, 2014).
 """
 
 from __future__ import annotations
@@ -65,7 +76,7 @@ import random
 import re
 import sys
 import threading
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -475,3 +486,96 @@ def draw_seed() -> int:
     import torch
 
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_(0, 2**62).item())
+
+
+# -- shuffles ----------------------------------------------------------------------------------------------------------
+
+Indices = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
+
+MAX_LENGTH = 2**62
+
+# Above this an array of the order (8 bytes per index, twice while sorting) takes more than 256 MB.
+IN_MEMORY = 2**24
+
+# With three rounds neighbours are correlated (chi-square of differences: 30 of 1,260 tests fail by more than 4 sigma,
+# the worst by 970); with four, five and six none are. So two more than needed.
+ROUNDS = 6
+
+
+def random_words(count: int, *key: Hashable) -> Words:
+    """Return ``count`` random 64-bit words keyed by ``key``."""
+    words: Words = philox(*key).bit_generator.random_raw(count)
+    return words
+
+
+def shuffled(length: int, *key: Hashable) -> Indices:
+    """Return a random permutation of ``range(length)`` as an int64 array, keyed by ``key``.
+
+    Example:
+        >>> sorted(shuffled(5, 7, "order").tolist())
+        [0, 1, 2, 3, 4]
+    """
+    # Random upper bits and the index in the lower bits, sorted as numbers: all differ, so any sorting algorithm gives
+    # the same order (one core: 1 M indices in 0.05 s, 16 M in 0.75 s; Generator.permutation takes 0.02 and 0.63 s).
+    index_bits = np.uint64((1 << max(length - 1, 0).bit_length()) - 1)
+    words = random_words(length, *key)
+    words &= ~index_bits
+    words |= np.arange(length, dtype=np.uint64)
+    words.sort()
+    words &= index_bits
+    return words.view(np.int64)
+
+
+class Bijection:
+    """A keyed permutation of ``range(length)``, for lengths of 1 to 2**62.
+
+    Example:
+        >>> shuffle = Bijection(10**15, 7, "order")
+        >>> positions = np.arange(3)
+        >>> bool((shuffle(positions) < 10**15).all())
+        True
+    """
+
+    def __init__(self, length: int, *key: Hashable) -> None:
+        bits = max((length - 1).bit_length(), 1)
+        words = random_words(2 * ROUNDS, *key)
+        self._length = np.uint64(length)
+        self._mask = np.uint64((1 << bits) - 1)
+        self._fold = np.uint64((bits + 1) // 2)
+        self._rounds = [(words[2 * i], words[2 * i + 1] | np.uint64(1)) for i in range(ROUNDS)]
+
+    def __call__(self, positions: npt.NDArray[Any]) -> Indices:
+        """Map positions (any integer dtype, 1-D) to indices (int64)."""
+        values = self._mix(positions.astype(np.uint64))
+        outside = np.flatnonzero(values >= self._length)
+        while outside.size:
+            remixed = self._mix(values[outside])
+            values[outside] = remixed
+            outside = outside[remixed >= self._length]
+        return values.view(np.int64)
+
+    def _mix(self, values: Words) -> Words:
+        """Mix values over the domain of 2**bits once, in place."""
+        folded = np.empty_like(values)
+        for addend, odd in self._rounds:
+            values += addend
+            values *= odd
+            values &= self._mask
+            np.right_shift(values, self._fold, out=folded)
+            values ^= folded
+        return values
+
+
+def shuffle(length: int, *key: Hashable) -> Callable[[Indices], Indices]:
+    """Return a random permutation of ``range(length)`` as a function from positions to indices (int64).
+
+    Above `IN_MEMORY` one core computes 54 M indices/s at worst, and 270 M/s if ``length`` is a power of two.
+
+    Example:
+        >>> shuffle(10**15, 7, "order")(np.array([0, 10**14])) < 10**15
+        array([ True,  True])
+    """
+    if length <= IN_MEMORY:
+        return shuffled(length, *key).take
+    return Bijection(length, *key)

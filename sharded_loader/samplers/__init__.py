@@ -3,6 +3,7 @@
     index_samplers.py     single indices: filtered, split, sorted, weighted, of equal cost, by shards, repeated
     batch_samplers.py     batches split among devices, of similar length, or of balanced classes
     bucket_samplers.py    `FixedBucketSampler`, `GroupedBatchSampler`: batches from one bucket
+    bijections.py         many small shuffles at once, for the samplers above
     packing.py            `PackSampler` and `batchify.Pack`: documents packed into rows of tokens
 
 The core treats them like a user's own sampler; it looks up ``costs=`` by name.

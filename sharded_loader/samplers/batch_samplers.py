@@ -15,8 +15,9 @@ import numpy as np
 
 from sharded_loader.extend import Int64s, Sampler, Table, WrapperSampler
 from sharded_loader.extend.engine import check_shares, is_sharded, split_batch
-from sharded_loader.extend.order import Bijections, len_epoch, parts, resolve_seed, shuffled, table_of
+from sharded_loader.extend.order import len_epoch, parts, resolve_seed, shuffled, table_of
 from sharded_loader.extend.tools import brief, check_int
+from sharded_loader.samplers.bijections import Bijections
 from sharded_loader.samplers.index_samplers import Numbers, integers, sort_order, sortable, underscored
 
 BATCHES = 64

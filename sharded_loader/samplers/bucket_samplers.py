@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 
 from sharded_loader.extend import Int64s
-from sharded_loader.extend.order import LAST_BATCH, Bijections, parts
+from sharded_loader.extend.order import LAST_BATCH, parts
 from sharded_loader.extend.tools import Described, check_choice, check_int
 from sharded_loader.samplers.batch_samplers import NumberedBatches, kinds_of, length_table
+from sharded_loader.samplers.bijections import Bijections
 from sharded_loader.samplers.index_samplers import Numbers, underscored
 
 

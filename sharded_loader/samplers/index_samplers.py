@@ -30,10 +30,9 @@ import numpy as np
 import numpy.typing as npt
 
 from sharded_loader.extend import Int64s, Sampler, Selection, Table, WrapperSampler
-from sharded_loader.extend.data import as_dataset
+from sharded_loader.extend.data import as_dataset, taken
 from sharded_loader.extend.order import (
     MAX_LENGTH,
-    Bijections,
     IndexSampler,
     check_length,
     checksum_of,
@@ -45,11 +44,9 @@ from sharded_loader.extend.order import (
     shuffle,
     shuffled,
     table_of,
-    taken,
-    uniforms,
-    uniforms_at,
 )
 from sharded_loader.extend.tools import brief, check_fits, check_int
+from sharded_loader.samplers.bijections import Bijections, uniforms, uniforms_at
 
 Numbers = Sequence[Any] | npt.NDArray[Any]
 """One number or label per sample."""

@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Generic, TypeGuard, TypeVar
 
 import numpy as np
 
-from sharded_loader.base.checks import check_int, refuse_class
+from sharded_loader.base.checks import check_int, fast_method, refuse_class
 from sharded_loader.base.described import Described
 from sharded_loader.engine.epoch_requests import EpochRequest, new_request
 from sharded_loader.randomness.rng import draw_seed
@@ -235,21 +235,11 @@ def _fixed_arguments(kind: type[Sampler[Any]]) -> frozenset[str]:
     return frozenset(name for name in names if getattr(kind, name, None) is getattr(base, name, None))
 
 
-_NEVER = 1 << 30
-
-
-def depth(sampler: object, method: str) -> int:
-    """Return how many classes up the MRO a method is defined; placeholders of `Sampler` do not count."""
-    for depth, cls in enumerate(type(sampler).__mro__):
-        if method in vars(cls):
-            return _NEVER if cls is Sampler and method != "__iter__" else depth
-    return _NEVER
-
-
 def is_own(sampler: object) -> bool:
     """Return True if a sampler has a pure `epoch_table` or `iter_epoch`, and no subclass overrides ``__iter__``."""
-    provides = min(depth(sampler, "iter_epoch"), depth(sampler, "epoch_table"))
-    return provides <= depth(sampler, "__iter__") and hasattr(sampler, "len_epoch")
+    methods = (fast_method(type(sampler), name, ["__iter__"]) for name in ("epoch_table", "iter_epoch"))
+    placeholders = (None, Sampler.epoch_table, Sampler.iter_epoch)
+    return any(method not in placeholders for method in methods) and hasattr(sampler, "len_epoch")
 
 
 class WrapperSampler(Sampler[Item_co]):

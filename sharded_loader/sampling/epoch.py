@@ -65,11 +65,6 @@ class SamplerSource:
     skips: tuple[range, ...] = ()
 
     @property
-    def batch_size(self) -> int | None:
-        """Batch size of this rank; None: items are batches, possibly lists of shards. Tuples are indices."""
-        return self.signature.batch_size
-
-    @property
     def cuts(self) -> bool:
         """True if the last items of an epoch may belong to none of its batches."""
         last_batches = (getattr(sampler, "last_batch", "keep") for sampler in nested(self.items))
@@ -216,7 +211,7 @@ class MapEpoch(Epoch):
         return self.first + self._span.length() - (self._count_skipped(0) if self.source.skips else 0)
 
     def discarded(self) -> tuple[int, str]:
-        source, span, size = self.source, self._span, self.source.batch_size
+        source, span, size = self.source, self._span, self.source.signature.batch_size
         end = span.items_from(0)
         if size is None or not source.signature.drops_last or end >= sys.maxsize:
             return 0, ""
@@ -228,7 +223,7 @@ class MapEpoch(Epoch):
         return sum(max(0, min(one.stop, end) - max(one.start, begin)) for one in self.source.skips)
 
     def real(self, task: Task) -> int:
-        before, size = self._span.items_from(task.position), self.source.batch_size
+        before, size = self._span.items_from(task.position), self.source.signature.batch_size
         if size is None:
             return sum(map(len, task.shards)) if before > 0 else 0
         return min(parts(max(before, 0), self.source.replicas, cut=False), size)
@@ -274,9 +269,9 @@ class _Batches:
     """
 
     def __init__(self, source: SamplerSource, span: _SeparateSpan | _RolloverSpan, begin: Checkpoint | None) -> None:
-        self._source, self._span, self.sequence = source, span, None
-        self.third_party, self._seed = find_third_party(source.items, source.signature.seed)
-        if type(source.items) in (list, tuple, range) and source.batch_size and isinstance(span, _SeparateSpan):
+        self._source, self._span, self.sequence, own = source, span, None, source.signature
+        self.third_party, self._seed = find_third_party(source.items, own.seed)
+        if type(source.items) in (list, tuple, range) and own.batch_size and isinstance(span, _SeparateSpan):
             self.third_party, self.sequence = None, ListSampler(source.items, begin)
         self._noted = [sampler for sampler, _ in last_requests(nested(self.third_party))]
         self._table: Table | None = None
@@ -338,7 +333,10 @@ class _Batches:
             self._recorded = RecordedSampler(self.third_party, self._seed, self.checkpoints[number], self._previous)
             self._previous = None
             items = self._recorded.in_wrappers(items)
-        return self._span.open(items)
+        table, own = self._span.open(items), self._source.signature
+        if own.batch_size is None:
+            return table
+        return BatchedTable(table, own.batch_size, own.drops_last, arrays=True, convert=self._source.arrays)
 
     def _read_third_party(self, number: int) -> None:
         """Read a third-party sampler up to a batch, with a checkpoint after each batch."""
@@ -391,7 +389,7 @@ class Ahead(NamedTuple):
 
 def _flat_indices(epoch: MapEpoch, number: int) -> Any:
     found = epoch.batch(number)
-    if found is None or not (epoch.source.batch_size is None and is_sharded(found[0])):
+    if found is None or not (epoch.source.signature.batch_size is None and is_sharded(found[0])):
         return found and found[0]
     return list(chain.from_iterable(found[0]))
 
@@ -403,9 +401,8 @@ class _SeparateSpan:
     length_of_epoch = 0
 
     def __init__(self, source: SamplerSource, position: Position) -> None:
-        self.source, self._epoch, self._done = source, position.epoch, position.done
-        self._step = source.replicas * (source.batch_size or 1)
-        length = source.signature.sampler_length
+        self.source, self._epoch, self._done, own = source, position.epoch, position.done, source.signature
+        self._step, length = source.replicas * (own.batch_size or 1), own.sampler_length
         if source.evaluates and length is None:
             length = len_epoch(source.items, position.epoch)
         # A third-party sampler may exceed its length.
@@ -423,15 +420,13 @@ class _SeparateSpan:
             table = PaddedTable(table, self._end, self._done, self._done + steps * self._step, stride)
         if source.strided or self._done:
             table = StridedTable(table, source.replicas, source.rank, self._done, source.strided and own.drops_last)
-        if source.batch_size is None:
-            return table
-        return BatchedTable(table, source.batch_size, own.drops_last, arrays=True, convert=source.arrays)
+        return table
 
     def length(self) -> int:
-        source = self.source
+        source, own = self.source, self.source.signature
         rest = max(len_epoch(source.items, self._epoch) - self._done, 0)
-        mine = parts(rest, source.replicas, source.strided and source.signature.drops_last)
-        return parts(mine, source.batch_size or 1, source.signature.drops_last)
+        mine = parts(rest, source.replicas, source.strided and own.drops_last)
+        return parts(mine, own.batch_size or 1, own.drops_last)
 
     def done(self, batches: int) -> int:
         """Return the items of the epoch done after a number of batches from the position on."""
@@ -449,20 +444,16 @@ class _RolloverSpan(Rollover):
     """Batches of an epoch in the endless sequence of epochs; same methods as `_SeparateSpan`."""
 
     def __init__(self, source: SamplerSource, epoch: int, position: Position | None) -> None:
-        self.source, steps = source, source.signature.steps_per_epoch
+        self.source, own, steps = source, source.signature, source.signature.steps_per_epoch
         self.is_endless = steps is not None and known_length(source.items, 0) is None
         length = ENDLESS if self.is_endless else len_epoch(source.items, 0)
-        size, done = source.batch_size or 1, None if position is None else position.done
-        super().__init__(length, size, epoch, source.replicas, done, steps, source.signature.shift)
+        size, done = own.batch_size or 1, None if position is None else position.done
+        super().__init__(length, size, epoch, source.replicas, done, steps, own.shift)
 
     def open(self, items: object) -> Table:
-        source, seed = self.source, self.source.signature.seed
-        open_epoch = partial(table_of, items, seed=seed)
-        if getattr(items, "counts_by_pass", False):
-            return self.items(lambda _: table_of(items, EVERY, seed), source.rank, name_of(items))
-        if source.batch_size is None:
-            return self.items(open_epoch, source.rank, name_of(items))
-        return self.table(open_epoch, source.rank, name_of(items), arrays=True, convert=source.arrays)
+        seed, counts_by_pass = self.source.signature.seed, getattr(items, "counts_by_pass", False)
+        open_epoch = (lambda _: table_of(items, EVERY, seed)) if counts_by_pass else partial(table_of, items, seed=seed)
+        return self.items(open_epoch, self.source.rank, name_of(items))
 
     def done(self, batches: int) -> int:
         return self.total(batches) - self.origin

@@ -180,8 +180,9 @@ class MapOrder(Order[Signature]):
         if phrases and text is not None:
             lengths = f"the dataset had {was} samples, and has {now}"
             phrases = [lengths, *(one for one in phrases if one != lengths), f"{text}."]
-        if sampling.costs is not None and position.done and saved.step != own.step:
-            phrases.append(f"a step of all ranks had {saved.step} samples, and has {own.step}: costs= needs it to stay")
+        if sampling.costs is not None and position.done and saved.items_in_step != own.items_in_step:
+            was_step, step = saved.items_in_step, own.items_in_step
+            phrases.append(f"a step of all ranks had {was_step} samples, and has {step}: costs= needs it to stay")
         if saved.skip and self.steps is None and _steps_differ(saved, own):
             phrases.append("skip= counts steps, and the ranks or the batch size were different")
         length = own.sampler_length
@@ -490,7 +491,8 @@ def checksums(order: MapOrder, number: object) -> list[str]:
 
     if not by_rank:  # one rank reads the steps of all ranks
         source = order.source(number)
-        signature = replace(source.signature, batch_size=source.batch_size and source.batch_size * replicas)
+        size = source.signature.batch_size
+        signature = replace(source.signature, batch_size=size and size * replicas)
         source = replace(source, signature=signature, replicas=1, rank=0, strided=False)
         return _read_twice(MapEpoch(source, number, None), read)
     epochs = (MapEpoch(order.source(number, rank), number, None) for rank in range(replicas))

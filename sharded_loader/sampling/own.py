@@ -21,7 +21,7 @@ from typing import Any
 
 from sharded_loader.base.checks import check_choice, check_int
 from sharded_loader.base.imports import provided
-from sharded_loader.randomness.shuffle import MAX_LENGTH, Indices, shuffle
+from sharded_loader.randomness.rng import MAX_LENGTH, Indices, shuffle
 from sharded_loader.sampling import base
 from sharded_loader.sampling.base import DrawnSeed, Sampler, WrapperSampler, is_own, nested, resolve_seed
 from sharded_loader.sampling.state import arguments_of
@@ -82,7 +82,7 @@ class RandomSampler(IndexSampler):
     """Every index once per epoch, in a new random order each epoch.
 
     Up to 2**24 (16 M) indices the order is one array; above, each position is computed in constant memory (see
-    `sharded_loader.randomness.shuffle`).
+    `sharded_loader.randomness.rng`).
 
     Args:
         length: number of samples, up to 2**62.
@@ -156,10 +156,12 @@ class BatchSampler(WrapperSampler[list[int]]):
         return self.last_batch == "discard"
 
     def epoch_table(self, epoch: int) -> Table:
-        if self.last_batch != "rollover":
-            return BatchedTable(table_of(self.sampler, epoch, self.seed), self.batch_size, self.drop_last)
         open_epoch = partial(table_of, self.sampler, seed=self.seed)
-        return self._epoch_batches(epoch).table(open_epoch, 0, name_of(self.sampler))
+        if self.last_batch == "rollover":
+            table = self._epoch_batches(epoch).items(open_epoch, 0, name_of(self.sampler))
+        else:
+            table = open_epoch(epoch)
+        return BatchedTable(table, self.batch_size, self.drop_last)
 
     def len_epoch(self, epoch: int) -> int:
         if self.last_batch == "rollover":

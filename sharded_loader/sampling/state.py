@@ -76,7 +76,7 @@ class Signature:
 
     Attributes:
         sampler_length: items of the global order; None for third-party samplers.
-        batch_size, last_batch: None with a batch sampler.
+        batch_size, last_batch: of one rank; None: items are batches, possibly lists of shards. Tuples are indices.
         sampler_arguments: other arguments that decide the order: numbers, and checksums of arrays.
         num_replicas: number of ranks; None: one rank, by default.
         step_ranks: number of ranks that the order is made for, until the epoch ends; None: 1, or any number.
@@ -105,11 +105,6 @@ class Signature:
     @property
     def drops_last(self) -> bool:
         return self.last_batch == "discard"
-
-    @property
-    def step(self) -> int | None:
-        """Samples in one step of all ranks; None with a batch sampler."""
-        return self.batch_size and self.batch_size * (self.num_replicas or 1)
 
     @property
     def items_in_step(self) -> int:
@@ -186,7 +181,8 @@ def differences(
         phrases.pop("sampler_length", None)  # a consequence
     stays = own.steps_per_epoch is None or shifted(position, saved, own, endless) is not None
     # In epoch 0 of `steps_per_epoch` positions count from the very beginning, so the batch size does not matter.
-    if saved.unit == own.unit and (saved.step == own.step or (not strict and (stays or not position.epoch))):
+    same_step = saved.items_in_step == own.items_in_step
+    if saved.unit == own.unit and (same_step or (not strict and (stays or not position.epoch))):
         phrases.pop("batch_size", None)
     if stays:
         phrases.pop("num_replicas", None)

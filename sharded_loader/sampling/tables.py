@@ -32,7 +32,7 @@ import numpy as np
 from sharded_loader.base.checks import check_int
 from sharded_loader.base.described import an
 from sharded_loader.engine.split import are_plain, plain_index
-from sharded_loader.randomness.shuffle import IN_MEMORY, Indices
+from sharded_loader.randomness.rng import IN_MEMORY, Indices
 
 BLOCK = 2**15
 """Indices computed at once: 256 KB and their temporaries stay in the L2 cache."""
@@ -376,9 +376,6 @@ class Rollover:
     def items(self, open: Callable[[int], Table], rank: int, name: str) -> Table:
         return EndlessTable(open, self._segment, rank, self._count, name)
 
-    def table(self, open: Callable[[int], Table], rank: int, name: str, **arrays: bool) -> Table:
-        return BatchedTable(self.items(open, rank, name), self._size, **arrays)
-
     def length(self) -> int:
         return parts(self._count, self._size, cut=False)
 
@@ -428,9 +425,7 @@ class EpochSegment:
 class EndlessTable(Table):
     """One rank's items of ``count`` steps of a segment; ``open`` returns the table of an epoch when it is needed."""
 
-    def __init__(
-        self, open: Callable[[int], Table], segment: EpochSegment, rank: int, count: int, name: str = "sampler"
-    ) -> None:
+    def __init__(self, open: Callable[[int], Table], segment: EpochSegment, rank: int, count: int, name: str) -> None:
         self._open, self._segment, self._rank, self._count, self._name = open, segment, rank, count, name
         self._epoch = -1  # no epoch is open
         self._items: Table

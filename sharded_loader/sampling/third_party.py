@@ -40,14 +40,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from sharded_loader.base.checks import fast_method
 from sharded_loader.base.described import an
 from sharded_loader.base.errors import as_batch_error
 from sharded_loader.data.inspection import is_stateful
 from sharded_loader.engine.epoch_requests import last_requests, restore_requests
 from sharded_loader.engine.order import process_group
-from sharded_loader.randomness.rng import derive_key, seed_torch, seeded_globals
-from sharded_loader.randomness.shuffle import Indices
-from sharded_loader.sampling.base import ONE_SHOT, announce_epoch, depth, is_own, is_wrapper, nested
+from sharded_loader.randomness.rng import Indices, derive_key, seed_torch, seeded_globals
+from sharded_loader.sampling.base import ONE_SHOT, announce_epoch, is_own, is_wrapper, nested
 from sharded_loader.sampling.state import Checkpoint
 from sharded_loader.sampling.tables import LazyTable, Table, as_numbers, bytes_of
 
@@ -74,7 +74,7 @@ def table_of(sampler: Any, epoch: int, seed: int) -> Table:
     """
     if not is_own(sampler):
         return ReplayTable(sampler, epoch, seed)
-    if depth(sampler, "epoch_table") <= depth(sampler, "iter_epoch"):
+    if fast_method(type(sampler), "epoch_table", ["iter_epoch"]) is not None:
         table: Table = sampler.epoch_table(epoch)
         return table
     return LazyTable(partial(sampler.iter_epoch, epoch))

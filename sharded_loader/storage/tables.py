@@ -1,8 +1,9 @@
-"""Shards of tables, Parquet and Arrow, which are read and decoded in groups of rows.
+"""Shards of tables, Parquet and Arrow, which are read and decoded in groups of rows; columns of other libraries.
 
     Parquet().read(file, index, rows) -> [{"image": b"...", "label": 3}, ...]
     Parquet().pick(file, index, ascending rows) -> the columns of these rows, per group
     batch_of(groups, positions, empty) -> {"image": [b"...", b"...", ...], "label": array}
+    column_values(series, name) -> array                       for `ArrayDataset`, and the columns of groups
 
 A group is a Parquet row group or an Arrow record batch. A row costs as much as its group, so each process caches
 decoded groups (`DecodedGroups`); shuffle such shards in windows (`ShardShuffleSampler`).
@@ -32,7 +33,8 @@ import numpy as np
 
 from sharded_loader import default_batchify_fn
 from sharded_loader.extend import Empty, Int64s
-from sharded_loader.extend.data import NOT_IN_BULK, as_column, elide, in_fields, is_gathered
+from sharded_loader.extend.data import NOT_IN_BULK, NUMBERS, checked_indices, elide, in_fields, is_gathered
+from sharded_loader.extend.tools import pass_on
 from sharded_loader.storage.files import ShardError, ShardFile
 from sharded_loader.storage.indexes import Index, by_part, in_order
 
@@ -252,9 +254,9 @@ def _column(column: Any, name: str) -> Any:
     """Decode a column. Numbers keep the schema's dtype, also where some are null."""
     if hasattr(column.type, "index_type"):  # a dictionary, whose values may be null
         column = column.cast(column.type.value_type)
-    if not column.null_count or not is_gathered(as_column(column[:0], name)):
-        return as_column(column, name)
-    values = iter(as_column(column.drop_null(), name))
+    if not column.null_count or not is_gathered(column_values(column[:0], name)):
+        return column_values(column, name)
+    values = iter(column_values(column.drop_null(), name))
     return [next(values) if has_value else None for has_value in column.is_valid().to_pylist()]
 
 
@@ -298,3 +300,109 @@ def _in_place(where: Int64s, parts: Sequence[Any], empty: Empty) -> Any:
         out[where] = parts[0] if len(parts) == 1 else np.concatenate(parts)
         return out
     return default_batchify_fn.assemble(in_order(where, chain.from_iterable(parts)), empty)
+
+
+# -- columns of other libraries ----------------------------------------------------------------------------------------
+
+
+def column_values(value: Any, name: str) -> Any:
+    """Convert a Series or an Arrow column to a NumPy array, or a list; any other array to `ArrayRows`.
+
+    ``name`` is its name in errors: ValueError for missing values, which an array of the dtype cannot hold.
+    """
+    kind = type(value)
+    if hasattr(kind, "to_numpy"):
+        if hasattr(kind, "iloc"):
+            return _pandas_values(value, name)
+        if hasattr(kind, "to_pylist"):
+            return _arrow_values(value, name)
+        if hasattr(kind, "null_count"):
+            return _polars_values(value, name)
+    return ArrayRows(value)
+
+
+class ArrayRows:
+    """Rows of another library's array (anything with ``shape`` and ``__getitem__``), as NumPy arrays.
+
+    A contiguous run of rows is read as a slice, other rows by one array of ascending indices, which h5py requires. If
+    the array does not support that, rows are read one by one.
+
+    Example:
+        >>> rows = ArrayRows(np.arange(5) * 10)
+        >>> len(rows), int(rows[-1]), [int(row) for row in rows.__getitems__([3, 1, 3])]
+        (5, 40, [30, 10, 30])
+    """
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def __len__(self) -> int:
+        return int(self.array.shape[0])
+
+    def __getitem__(self, index: Any) -> Any:
+        is_one = isinstance(index, (int, np.integer))
+        return self.__getitems__([index])[0] if is_one else np.asarray(self.array[index])
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        unique, inverse = np.unique(checked_indices(indices, len(self)), return_inverse=True)
+        try:
+            is_run = unique[-1] - unique[0] == len(unique) - 1
+            rows = np.asarray(self.array[slice(int(unique[0]), int(unique[-1]) + 1) if is_run else unique])
+            if rows.shape == (len(unique), *self.array.shape[1:]):
+                return list(rows[inverse])
+        except Exception as error:  # no indexing by arrays; any other error is raised again for its row
+            pass_on(error)
+        return [np.asarray(self.array[index])[()] for index in unique[inverse].tolist()]
+
+
+def _pandas_values(series: Any, name: str) -> Any:
+    # Nullable and Arrow dtypes have a matching NumPy dtype, which to_numpy() uses only if nothing is missing.
+    dtype = getattr(getattr(series, "dtype", None), "numpy_dtype", None)
+    if dtype is None or np.dtype(dtype).kind not in NUMBERS:
+        return series.to_numpy()
+    _check_complete(name, int(series.isna().sum()), np.dtype(dtype), "series.fillna(0)")
+    return series.to_numpy(dtype)
+
+
+def _polars_values(series: Any, name: str) -> Any:
+    dtype: Any = getattr(series, "dtype", None)
+    if hasattr(dtype, "is_nested") and dtype.is_nested():
+        return series.to_list()
+    array = series.to_numpy()
+    if array.dtype.kind in NUMBERS:
+        _check_complete(name, series.null_count(), dtype, "series.fill_null(0)")
+    return array
+
+
+def _arrow_values(column: Any, name: str) -> Any:
+    arrow_type = column.type
+    if hasattr(arrow_type, "index_type"):  # to_numpy() of a chunked dictionary array fills nulls with values
+        return _arrow_values(column.cast(arrow_type.value_type), name)
+    if getattr(arrow_type, "num_fields", 0):
+        return _arrow_list_values(column)
+    array = column.to_numpy(zero_copy_only=False)
+    if array.dtype.kind in NUMBERS:
+        _check_complete(name, column.null_count, arrow_type, "column.fill_null(0)")
+    return array
+
+
+def _arrow_list_values(column: Any) -> Any:
+    """Convert a list column, keeping its dtype. Lists with nulls or names inside become Python lists."""
+    if not hasattr(column.type, "value_type") or column.type.value_type.num_fields:
+        return column.to_pylist()
+    values = [chunk.flatten() for chunk in getattr(column, "chunks", [column])]
+    size = getattr(column.type, "list_size", None)
+    if column.null_count or any(chunk.null_count for chunk in values):
+        rows = ((row.values, row) for row in column)
+        return [row.as_py() if held is None or held.null_count else held.to_numpy(False) for held, row in rows]
+    if size is None or not values:
+        return column.to_numpy(zero_copy_only=False)
+    return np.concatenate([chunk.to_numpy(zero_copy_only=False) for chunk in values]).reshape(len(column), size)
+
+
+def _check_complete(name: str, missing: int, dtype: object, fill: str) -> None:
+    if missing:
+        raise ValueError(
+            f"{name} has {missing} missing values, which an array of {dtype} cannot hold: fill them, {fill}, or give "
+            "a column of its own that says which values are missing"
+        )

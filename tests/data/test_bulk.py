@@ -2,6 +2,7 @@
 
 import sys
 import types
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from sharded_loader import ArrayDataset, ShardedDataLoader, SimpleDataset, sampl
 from sharded_loader.base.errors import notes_of
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.batching.tree import map_leaves, to_torch
-from sharded_loader.data.bulk import NOT_IN_BULK, as_bulk, as_items, gather_rows
+from sharded_loader.data.bulk import NOT_IN_BULK, as_bulk, as_items, composed, gather_rows, taken
 from sharded_loader.data.datasets import SubsetDataset
 from sharded_loader.data.seeding import KeyedIndices, keys_of
 from sharded_loader.engine.messages import Job, Task
@@ -533,3 +534,25 @@ def test_a_batchify_function_may_empty_its_list_and_places_of_a_changed_one_are_
         assert keys_of(indices) is keys
         change(indices)
         assert keys_of(indices) is None
+
+
+def selections(draw: Any, length: int) -> Any:
+    """Some indices below ``length``: a range, or an array."""
+    if draw(st.booleans()) or not length:
+        return np.array(draw(st.lists(st.integers(0, length - 1), max_size=9)) if length else [], np.int64)
+    return range(length)[draw(st.slices(length))]
+
+
+@given(st.data())
+def test_a_part_of_a_part_of_a_part_is_plain_indexing(data: st.DataObject) -> None:
+    length = data.draw(st.integers(0, 40))
+    found: Any = range(length)
+    wanted = list(found)
+    for _ in range(data.draw(st.integers(1, 4))):
+        inner = selections(data.draw, len(found))
+        found, wanted = composed(found, inner), [wanted[index] for index in inner]
+        assert list(map(int, found)) == wanted and len(found) == len(wanted)
+        assert taken(found, np.arange(len(found))).tolist() == wanted
+    where = np.array([3, 0, 3])
+    for indices in (np.array([5, 6, 7, 8]), range(5, 9), range(20, 0, -5)):
+        assert taken(indices, where).tolist() == [indices[3], indices[0], indices[3]]

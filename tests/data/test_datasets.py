@@ -16,7 +16,7 @@ from sharded_loader import RandomSampler, SubsetRandomSampler
 from sharded_loader.base import limits
 from sharded_loader.base.limits import Limit
 from sharded_loader.data.datasets import ArrayDataset, ConcatDataset, Dataset, SimpleDataset, SubsetDataset
-from sharded_loader.randomness import shuffle
+from sharded_loader.randomness import rng
 from sharded_loader.randomness.rng import NO_SAMPLE, SampleScope, reading, sample_rng
 
 
@@ -236,7 +236,7 @@ def test_splits_by_size_and_by_torchs_seed_which_are_the_same_in_every_release(m
     assert [len(part) for part in SimpleDataset(range(100)).split([0.29, 0.71])] == [29, 71]
     pinned = {2**24: [[4, 5, 7, 6], [1, 2], [0, 3]], 0: [[7, 1, 6, 5], [4, 0], [3, 2]]}
     for in_memory, indices in pinned.items():
-        monkeypatch.setattr(shuffle, "IN_MEMORY", in_memory)
+        monkeypatch.setattr(rng, "IN_MEMORY", in_memory)
         parts = SimpleDataset(range(8)).split([0.5, 0.25, 0.25], seed=7)
         assert [part.indices.tolist() for part in parts] == indices
 

@@ -20,7 +20,7 @@ from sharded_loader import BatchSampler, IntervalSampler, RandomSampler, Sampler
 from sharded_loader.engine.messages import Task
 from sharded_loader.engine.order import Position, resolve_replicas
 from sharded_loader.engine.split import plain_index
-from sharded_loader.randomness.shuffle import Bijection
+from sharded_loader.randomness.rng import Bijection
 from sharded_loader.sampling.epoch import MapEpoch, SamplerSource
 from sharded_loader.sampling.order import MapOrder
 from sharded_loader.sampling.own import ReplicaSampler
@@ -452,7 +452,8 @@ def test_batches_are_made_a_block_at_a_time_where_indices_cost_nothing() -> None
     assert BatchedTable(numbers(10**6, block=BLOCK), 64).block == 512
     assert BatchedTable(StridedTable(numbers(10**6, block=BLOCK), 3, 1), 64).block == 512
     assert BatchedTable(streamed(10**6), 64).block == 1
-    endless = BatchedTable(EndlessTable(lambda epoch: numbers(10, block=BLOCK), EpochSegment(10, 1, 0, 0), 0, 100), 4)
+    items = EndlessTable(lambda epoch: numbers(10, block=BLOCK), EpochSegment(10, 1, 0, 0), 0, 100, "A")
+    endless = BatchedTable(items, 4)
     endless.at(asked(0))
     assert endless.block == BLOCK // 4
 
@@ -506,7 +507,7 @@ def dealt_endlessly(length: int, replicas: int, epochs: int) -> list[list[int]]:
 def test_the_endless_sequence_is_cut_anywhere(kind: str, length: int, replicas: int, size: int, skip: int) -> None:
     for rank, share in enumerate(dealt_endlessly(length, replicas, 90 // parts(length, replicas, False) + 2)):
         segment = EpochSegment(length, replicas, 0, 0)
-        endless = EndlessTable(lambda epoch: KINDS[kind](length, 100 * epoch), segment, rank, 80)
+        endless = EndlessTable(lambda epoch: KINDS[kind](length, 100 * epoch), segment, rank, 80, "A")
         got = list(BatchedTable(endless, size).items(skip // size))
         assert list(itertools.chain(*got)) == share[skip // size * size : 80]
         for step in range(0, 80, 7):
@@ -519,7 +520,7 @@ def test_a_stretch_may_begin_where_another_number_of_ranks_stopped() -> None:
     segment = EpochSegment(10, 3, 1, 4)  # 6 items are left in epoch 1: two steps
     assert [segment.where(step) for step in (0, 1, 2, 5, 6)] == [(1, 0), (1, 0), (2, 2), (2, 2), (3, 6)]
     assert [segment.total(step) for step in (0, 1, 2, 3, 6)] == [14, 17, 20, 23, 30]
-    endless = EndlessTable(lambda epoch: numbers(10, 100 * epoch), segment, 1, 7)
+    endless = EndlessTable(lambda epoch: numbers(10, 100 * epoch), segment, 1, 7, "A")
     assert endless.at(np.arange(7)).tolist() == [105, 108, 201, 204, 207, 200, 301]
 
 
