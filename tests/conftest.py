@@ -271,6 +271,12 @@ def made(*args: Any, prefetch_epochs: bool | None = None, **options: Any) -> Sha
     return ahead(ShardedDataLoader(*args, **options), prefetch_epochs)
 
 
+def let_workers_finish(loader: Any, batches: Any, at_least: int = 0) -> None:
+    """Wait until all batches in flight, and so many, are finished, and begin no copy."""
+    while len(batches.run.window) < at_least or any(entry.result is None for entry in batches.run.window):
+        loader._pipeline.runs.store(loader._pipeline.pool.wait(True))
+
+
 def ahead(loader: ShardedDataLoader, prefetch_epochs: bool | None) -> ShardedDataLoader:
     """A loader that reads the next epoch ahead, or not. None: by its pool."""
     loader.prefetch_epochs = prefetch_epochs

@@ -425,6 +425,9 @@ class Grouping:
         patient: ignore a single batch that takes eight times the mean; the second in a row counts. Set where processes
             outnumber cores, so that a batch may be slow because its worker waited for one.
 
+    Attributes:
+        mean: seconds per batch, of recent ones.
+
     Example:
         >>> grouping = Grouping()
         >>> for _ in range(100): size = grouping.note(190e-6)
@@ -439,19 +442,19 @@ class Grouping:
         self, seconds: float = GROUP_SECONDS, most: int = MAX_GROUP, *, most_bytes: float = inf, patient: bool = False
     ) -> None:
         self._seconds, self._most, self._most_bytes, self._patient = seconds, most, most_bytes, patient
-        self._mean = seconds
+        self.mean = seconds
         self._was_long = False
         self.size = 1
 
     def note(self, seconds: float, nbytes: int = 0) -> int:
         """Record the seconds that a worker took for a batch of ``nbytes``, and return the new group size."""
-        is_long, was_long = seconds > 8 * self._mean, self._was_long
+        is_long, was_long = seconds > 8 * self.mean, self._was_long
         self._was_long = is_long
         if is_long and (was_long or not self._patient):
             # Replaces the mean: the next ones may take as long, and the main process waits for them.
-            self._mean = seconds
+            self.mean = seconds
         elif not is_long:
-            self._mean += _MEMORY * (seconds - self._mean)
-        most = min(self._most, self._most_bytes / max(nbytes, 1), self._seconds / max(self._mean, 1e-9))
+            self.mean += _MEMORY * (seconds - self.mean)
+        most = min(self._most, self._most_bytes / max(nbytes, 1), self._seconds / max(self.mean, 1e-9))
         self.size = max(1, int(most))
         return self.size

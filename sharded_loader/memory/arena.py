@@ -2,18 +2,22 @@
 
     free -> a worker writes -> borrowed by the user -> free
 
-    RecentSizes.wanted -> nbytes            size of the next slot
-    Arena.returned -> leases                when a task is sent: of slots that are free again, first in, first out
-    Arena.take(nbytes) -> Slot              when none of these has that size
-    Arena.lend(slot, places) -> buffers     when its batch has arrived; the arrays over the buffers hold the lease
-    Arena.give(slot)                        when the slot is unreferenced and its writer has exited
+    RecentSizes.wanted -> nbytes              size of the next slot
+    Arena.returned[worker] -> leases          of slots that this worker wrote and that are free again
+    Arena.take(nbytes, worker) -> Slot        its own, else one that nobody has touched, else another worker's
+    Arena.lend(slot, places, worker) -> buffers    when its batch has arrived; the arrays over them hold the lease
+    Arena.give(slot)                          when the slot is unreferenced and its writer has exited
 
-A segment is mapped once, so a batch costs no system call and no page fault. Segments grow geometrically, because each
-holds a descriptor in every process. Slots are aligned to 64 bytes.
+A segment is mapped once, and a slot stays with the worker that touched its pages, so a batch costs no system call and
+no page fault. Segments grow by a few slots, and by an eighth when there are many, because each holds a descriptor in
+every process. Slots are aligned to 64 bytes.
 
 A lease is a weak reference to the borrowed array, the base of all its views and tensors. When that array dies, in any
-thread or inside the garbage collector, the lease is appended to ``returned``, and the slot's next batch takes it from
+thread or inside the garbage collector, the lease is appended to ``returned``, and the worker's next batch takes it from
 there. Appending needs no lock, so it is safe even in a signal handler.
+
+A child that the user forks can read the borrowed slots. They are held until the child has ended, which the kernel
+tells: it holds the writing end of a pipe (`hold_for_child`).
 
 `take` returns None, and the batch goes through the pipe, if all slots are borrowed at the bound. The same happens, with
 a warning and occasional retries, if descriptors or the mount are exhausted. If the machine or a cgroup is out of
@@ -30,9 +34,10 @@ import contextlib
 import errno
 import math
 import mmap
+import os
 import warnings
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -41,7 +46,7 @@ import numpy as np
 from sharded_loader.base import limits, system
 from sharded_loader.base.interrupts import uninterrupted
 from sharded_loader.batching.protocol import Array, Empty
-from sharded_loader.memory.codec import ALIGNMENT, MOVES, SIZE
+from sharded_loader.memory.codec import ALIGNMENT, MOVES, SIZE, aligned
 from sharded_loader.memory.segments import Segment, Slot, create
 
 T = TypeVar("T")
@@ -177,18 +182,21 @@ Register = Callable[[mmap.mmap], Callable[[], Any] | None]
 
 
 class RecentSizes:
-    """Predictor of slot sizes: the largest of the last ``window`` batches plus a sixteenth; 0 bytes before the first.
+    """Predictor of slot sizes: exactly the first batch, then what holds the largest one; 0 bytes before the first.
 
-    Not the mean: a slot that is too small costs a copy through the pipe, one that is too large only memory.
+    Not the mean: a batch that exceeds its slot waits for another one, a slot that is too large costs only memory. Sizes
+    are coarse once they vary, and shrink only by half, because a slot of another size is nobody's own.
 
     Example:
         >>> sizes = RecentSizes(window=2)
-        >>> for nbytes in (1600, 160, 160):
+        >>> for nbytes in (100_000, 90_000, 100_100, 40_000, 40_000):
         ...     sizes.note(nbytes)
         ...     print(sizes.wanted)
-        1728
-        1728
-        192
+        100032
+        100032
+        106496
+        106496
+        40960
     """
 
     def __init__(self, window: int = WINDOW) -> None:
@@ -198,8 +206,10 @@ class RecentSizes:
     def note(self, nbytes: int) -> None:
         """Record the size of a batch that has arrived."""
         self._sizes.append(nbytes)
-        largest = max(self._sizes)
-        self.wanted = -(-(largest + largest // 16) // ALIGNMENT) * ALIGNMENT  # a call of `aligned` less per batch
+        if nbytes > self.wanted:
+            self.wanted = _rounded(nbytes) if self.wanted else aligned(nbytes)
+        elif 2 * nbytes < self.wanted and 2 * (largest := max(self._sizes)) < self.wanted:
+            self.wanted = _rounded(max(1, largest))
 
 
 class Arena:
@@ -223,7 +233,8 @@ class Arena:
         self._free: list[list[tuple[int, int]]] = []
         self._take_count = 0
         self._borrowed: dict[Slot, Lease] = {}
-        self.returned: deque[Lease] = deque()
+        self.returned: defaultdict[int, deque[Lease]] = defaultdict(deque)
+        self._children: list[tuple[int, list[Any]]] = []
         self._warned = False
         self._paused_until = 0
 
@@ -234,20 +245,35 @@ class Arena:
 
     @property
     def lent(self) -> int:
-        """Number of batches that the user holds and received after the last `retire_lent`. Thread-safe."""
+        """Number of batches that the user holds, or a child of the user's program. Thread-safe."""
         return sum(lease() is not None for lease in list(self._borrowed.values()))
 
-    def take(self, nbytes: int) -> Slot | None:
-        """Return a free slot of at least ``nbytes``; None at the bound. MemoryError: the system is out of memory."""
+    def take(self, nbytes: int, worker: int = 0, waiting: int = 0) -> Slot | None:
+        """Return a free slot of at least ``nbytes``; None at the bound. MemoryError: the system is out of memory.
+
+        ``waiting`` batches under way have no slot yet. If free ones are fewer, the memory grows at once, so that no
+        worker touches a slot of another.
+        """
         self._take_count += 1
-        wanted = max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
-        while self.returned:
-            slot: Slot = self.returned.popleft().resource
+        wanted = max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT  # a call of `aligned` less
+        slot = self._reuse(self.returned[worker], wanted) or self._carve(wanted)
+        if slot is None:
+            if self._children:
+                self._release_children()
+            if waiting > sum(map(len, self.returned.values())) and self._grow(wanted):
+                return self._carve(wanted)
+            for returned in sorted(self.returned.values(), key=len, reverse=True):
+                slot = slot or self._reuse(returned, wanted)
+        return slot or self._carve(wanted) or (self._carve(wanted) if self._grow(wanted) else None)
+
+    def _reuse(self, returned: deque[Lease], nbytes: int) -> Slot | None:
+        while returned:
+            slot: Slot = returned.popleft().resource
             self._borrowed.pop(slot, None)
-            if slot.nbytes == wanted:
+            if slot.nbytes == nbytes:
                 return slot
             self.give(slot)
-        return self._carve(wanted) or (self._carve(wanted) if self._grow(wanted) else None)
+        return None
 
     def give(self, slot: Slot) -> None:
         """Free a slot that is not borrowed, and merge it with free neighbours."""
@@ -261,8 +287,8 @@ class Arena:
             start = free.pop(index)[0]
         free.insert(index, (start, end))
 
-    def lend(self, slot: Slot, places: Sequence[object]) -> list[Any]:
-        """Return the buffers of a batch. The slot is released when the last array over it dies.
+    def lend(self, slot: Slot, places: Sequence[object], worker: int = 0) -> list[Any]:
+        """Return the buffers of a batch that ``worker`` wrote. The slot is released when the last array over it dies.
 
         ``places`` holds (offset, size) in the slot for each buffer, or the buffer itself if it lies elsewhere. A
         negative size marks an object that the library does not copy to a device. If a device reads the segment, such a
@@ -271,7 +297,7 @@ class Arena:
         segment = self.segments[slot.segment]
         # A separate array per lease: NumPy makes it the base of all its views.
         memory = np.frombuffer(segment.mapping, np.uint8, slot.nbytes, slot.offset)
-        lease = Lease(memory, self.returned.append)
+        lease = Lease(memory, self.returned[worker].append)
         lease.resource = slot
         self._borrowed[slot] = lease
         buffers = []
@@ -289,26 +315,51 @@ class Arena:
             buffers.append(buffer)
         return buffers
 
-    def retire_lent(self) -> None:
-        """Exclude the borrowed slots from reuse: a child that the user is about to fork can read them. Thread-safe."""
-        self._borrowed.clear()  # a lease that is dropped never calls back
+    def hold_for_child(self) -> int | None:
+        """Hold the borrowed slots until a child that the user is about to fork has ended. Thread-safe.
+
+        Returns:
+            A descriptor for this process to close after the fork; None if there is nothing to hold.
+        """
+        arrays = [array for lease in list(self._borrowed.values()) if (array := lease()) is not None]
+        if not arrays:
+            return None
+        try:
+            reader, writer = os.pipe()
+        except OSError:  # the limit of open files
+            self._borrowed.clear()  # for good: a lease that is dropped never calls back
+            return None
+        self._children.append((reader, arrays))
+        return writer
+
+    def _release_children(self) -> None:
+        """Release what children that have ended held."""
+        for child in [child for child in self._children if system.is_readable(child[0])]:
+            self._children.remove(child)
+            os.close(child[0])
+            child[1].clear()
 
     def close_descriptors(self) -> None:
         """Close the main process's descriptors in a forked child."""
         for segment in self.segments:
             segment.close_descriptor()
+        for reader, _ in self._children:
+            os.close(reader)
+        self._children = []
 
     def close(self) -> None:
         """Close all segments. Memory under borrowed batches stays mapped until they die."""
         segments, self.segments, self._free = self.segments, [], []
         # New containers: a lease that ends later must not free a slot of a later segment.
-        self._borrowed, self.returned = {}, deque()
+        self._borrowed, self.returned = {}, defaultdict(deque)
+        children, self._children = self._children, []
         with contextlib.ExitStack() as steps:  # each step runs, even if another one raises
             for segment in (*segments, *STILL_READ):
                 steps.callback(_close_segment, segment)
+            for reader, _ in children:
+                steps.callback(os.close, reader)
 
     def _carve(self, nbytes: int) -> Slot | None:
-        # First fit: recently used memory before memory that was never touched.
         for number, free in enumerate(self._free):
             for index, (start, end) in enumerate(free):
                 if end - start >= nbytes:
@@ -327,7 +378,8 @@ class Arena:
         least = _pages(nbytes + PAGE - 1)
         if room < least:
             return False
-        size = min(_pages(max(FIRST_SEGMENT, 4 * nbytes, have) + PAGE - 1), room)
+        slots = max(4, FIRST_SEGMENT // nbytes, have // 8 // nbytes)
+        size = min(_pages(slots * nbytes + PAGE - 1), room)
         free = free or limits.free_bytes()  # 0.3 ms where cgroups nest
         if free.nbytes < size + size // 4:
             # Half of the allowed memory rather than one slot, to keep descriptors few even near a limit.

@@ -149,14 +149,22 @@ class TaskReader:
             job.worker_init_fn(number)
         self._reader = reader_for(job, readers=self._num_workers, seed=self._seed_globals)
 
-    def answer(self, run: int, seq: int, fields: object, memory: Array | None) -> tuple[bytes, Encoded, SlotWriter]:
-        """Read one task, unless its run is cancelled. Return the packed reply, its buffers, and their slot."""
+    def answer(
+        self, run: int, seq: int, fields: object, memory: Array | None, more: Callable[..., Array | None] | None = None
+    ) -> tuple[bytes, Encoded, SlotWriter]:
+        """Read one task, unless its run is cancelled. Return the packed reply, its buffers, and their slot.
+
+        ``more(run, seq, nbytes)`` is asked for a larger slot if the batch exceeds its own.
+        """
         result, slot, task = Result(run, seq), SlotWriter(None), None
         if run not in self.cancelled:
             result, slot, task = self.read(run, seq, fields, memory)
             if result.error is not None:
                 self.explain(result.error, in_start=False)
         encoded, times = self.pack(result, slot, task), result.times
+        if more is not None and encoded.buffers and (larger := more(run, seq, slot.wanted)) is not None:
+            slot = SlotWriter(larger)
+            encoded = self.pack(result, slot, task)
         if times is not None and self._reader is not None:
             self._reader.timing.free[self._number] = now = host_clock.now()
             times.write = now - result.began - result.seconds

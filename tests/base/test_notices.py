@@ -134,7 +134,7 @@ def test_batches_that_do_not_fit_into_shared_memory_are_told_and_counted(caplog)
         with ShardedDataLoader(ZEROS, 4, pool=ProcessPool(1, max_bytes=max_bytes)) as loader:
             assert [batch.shape for _ in range(3) for batch in loader] == [(4, 1 << 18)] * 6
             slow = loader.stats().slow_batches
-            assert 0 < slow <= 6 and f"{slow} batch" in str(loader.stats()) if max_bytes else slow == 0
+            assert 6 <= slow <= 8 and f"{slow} batch" in str(loader.stats()) if max_bytes else slow == 0
     assert levels(caplog, "bytes finds no room in shared memory (max_bytes=262144") == [logging.WARNING]
 
 

@@ -14,6 +14,8 @@
     READY                                                         worker -> main process: it has its dataset
     FAILED           pickled EncodedError   it could not take the job
     GROWN   bytes, batches                  it exceeds its memory limit after this many batches
+    TOUCH            slot that the worker has not written yet: touch its pages
+    SLOT    run, seq, bytes                 its batch needs a slot of this size; it waits for the slot, or None
     RESULTS          of each: run, seq, pickled reply; its buffers lie in the task's slot, or follow
 
 Cheap batches share messages: a system call, and waking the other process, costs more than a small batch
@@ -55,7 +57,10 @@ CHUNK = 65536
 """Bytes per read: two batches that go through the pipe, or hundreds of small ones."""
 
 TASKS, CANCEL, SEGMENT, JOB, READY, FAILED, RESULTS = b"T", b"C", b"S", b"J", b"Y", b"F", b"R"
-HEARTBEAT, GUARD, STACKS, LEAVE, GROWN, FLUSH = b"B", b"D", b"P", b"L", b"G", b"U"
+HEARTBEAT, GUARD, STACKS, LEAVE, GROWN, FLUSH, SLOT, TOUCH = b"B", b"D", b"P", b"L", b"G", b"U", b"A", b"O"
+
+SLOT_BYTES = 32768
+"""Smaller batches go through the pipe: the copy that a slot saves costs less than its bookkeeping."""
 
 NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
 """Send flag that makes a dead worker an error, even if SIGPIPE would end the program."""

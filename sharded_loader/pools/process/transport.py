@@ -29,6 +29,7 @@ import itertools
 import math
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -442,14 +443,29 @@ def _live_objects() -> tuple[list[ProcessTransport], list[Arena]]:
     return transports, [one for one in found if isinstance(one, Arena)] + [one.arena for one in transports]
 
 
+_ends: dict[int, list[int]] = {}
+"""By thread that forks: descriptors that the child is to hold as long as it lives, see `Arena.hold_for_child`."""
+
+
 def _before_fork() -> None:
     """Keep the memory of batches unchanged that a child forked by the user shares."""
     if not start.is_starting_worker():
+        ends = _ends[threading.get_ident()] = []
         for arena in _live_objects()[1]:
-            arena.retire_lent()
+            if (end := arena.hold_for_child()) is not None:
+                ends.append(end)
+
+
+def _after_fork_in_parent() -> None:
+    for end in _ends.pop(threading.get_ident(), ()):
+        os.close(end)
 
 
 def _after_fork_in_child() -> None:
+    if start.is_starting_worker():  # those of other threads
+        for end in itertools.chain(*_ends.values()):
+            os.close(end)
+    _ends.clear()
     transports, arenas = _live_objects()
     for arena in arenas:
         arena.close_descriptors()
@@ -464,4 +480,4 @@ def _after_fork_in_child() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import mmap
 import os
 import queue
 import signal
@@ -96,6 +97,7 @@ class WorkerThreads:
     def __init__(self, link: Link, number: int, num_workers: int) -> None:
         self._link = link
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()  # None marks the end of the pipe
+        self._slots: queue.SimpleQueue[tuple[int, int, int] | None] = queue.SimpleQueue()  # answers to `_larger_slot`
         self._is_idle = False  # the main thread waits for a message
         self._finished = threading.Event()
         self._reader = TaskReader(number, num_workers, f"worker {number} (pid {os.getpid()})")
@@ -118,6 +120,7 @@ class WorkerThreads:
             if self._is_idle and self._inbox.empty() and not self._finished.is_set():
                 _exit_process(0)  # here: waking the main thread would cost a scheduling delay
             self._inbox.put(None)
+            self._slots.put(None)
             if not self._finished.wait(GRACE):
                 os._exit(1)
         except BaseException:  # otherwise the main thread would wait forever
@@ -133,6 +136,11 @@ class WorkerThreads:
                     self._send_replies()
                 finally:
                     self._sending.release()
+        elif kind == wire.TOUCH:
+            if (memory := self._memory_at(decode(message.content))) is not None:
+                memory[:: mmap.PAGESIZE] = 0
+        elif kind == wire.SLOT:
+            self._slots.put(decode(message.content))
         elif kind == wire.STACKS:
             write_stacks(__file__)
             if run:  # told to end
@@ -222,14 +230,25 @@ class WorkerThreads:
             with self._sending:
                 self._link.send(wire.GROWN, nbytes, self._memory.batches)
 
-    def _answer_task(self, run: int, seq: int, place: tuple[int, int, int] | None, fields: object) -> None:
+    def _memory_at(self, slot: tuple[int, int, int] | None) -> Array | None:
+        """Return the memory of a slot; None if there is none, or its segment cannot be opened."""
+        if slot is None or not isinstance(whole := self._segments.get(slot[0]), np.ndarray):
+            return None
+        return whole[slot[1] : slot[1] + slot[2]]
+
+    def _larger_slot(self, run: int, seq: int, nbytes: int) -> Array | None:
+        """Ask the main process for a slot for a batch that is read, and wait for it."""
+        if nbytes < wire.SLOT_BYTES:
+            return None
+        with self._sending:
+            self._send_replies()  # it may wait for them
+            self._link.send(wire.SLOT, run, seq, b"%d" % nbytes)
+        return self._memory_at(self._slots.get())
+
+    def _answer_task(self, run: int, seq: int, slot: tuple[int, int, int] | None, fields: object) -> None:
         """Answer a task. The reply is sent at once if the main process may wait for it."""
-        memory = None
-        if place is not None:
-            segment, offset, nbytes = place
-            whole = self._segments.get(segment)
-            memory = whole[offset : offset + nbytes] if isinstance(whole, np.ndarray) else None
-        reply, encoded, _ = self._reader.answer(run, seq, fields, memory)
+        memory = self._memory_at(slot)
+        reply, encoded, _ = self._reader.answer(run, seq, fields, memory, self._larger_slot)
         with self._sending:
             self._replies.append(reply)
             self._places.extend(encoded.places)
