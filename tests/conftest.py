@@ -486,15 +486,18 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
     import simulated
 
     from sharded_loader import resident
-    from sharded_loader.devices import names, placement
+    from sharded_loader.devices import copies, names, placement
 
     made = simulated.Machine()
     monkeypatch.setattr(names, "accelerators", lambda: made.devices)
     monkeypatch.setattr(placement, "streams_of", made.streams_of)
     monkeypatch.setattr(placement, "indexed", lambda device: device)
+    monkeypatch.setattr(copies, "Background", made.background)
     for name, function in made.of_rows().items():
         monkeypatch.setattr(resident, name, function)
     yield made
+    for background in made.backgrounds:
+        background.close()
     assert made.faults == []
 
 

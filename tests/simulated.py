@@ -42,9 +42,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from sharded_loader.devices.background import Background
+
 KIND = "privateuseone"  # which torch leaves to others
 # Of a device: cycles per second, bytes per second of a copy to it, bytes of memory.
 CYCLES, BANDWIDTH, TOTAL = 1.5e9, 20e9, 16 << 30
+SOON = 5.0  # seconds in which a thread has begun all copies, unless it waits for the device
 ERRORS = {0: "no error", 1: "invalid argument", 712: "already registered", 713: "not registered"}
 
 
@@ -148,7 +151,7 @@ class Machine:
         self.usage = {one: SimpleNamespace(allocated=0, peak=0, reserved=0, limit=TOTAL) for one in self.devices}
         self.registered: dict[int, int] = {}
         self.pinned: dict[int, int] = {}
-        self.blocks = blocks
+        self.blocks, self.backgrounds = blocks, list[Background]()
         self.faults: list[str] = []
         self.log: list[tuple[Any, ...]] = []
         self.allocated = self.peak = self.blocked = self.cleared = self.caches_emptied = self.refuse = 0
@@ -158,6 +161,7 @@ class Machine:
         self.memory_bytes: tuple[int, int] | None = (1 << 30, 1 << 30)
         self.random = random.Random(seed)
         self.contexts: set[torch.device] = set()
+        self.beside_captures: set[int] = set()  # threads that no other thread's capture restricts
         self.pinned_blocks: dict[int, SimpleNamespace] = {}
         # As torch.cuda: a pending error of the runtime, the thread that captures and its mode.
         self.pending, self.sync_debug_mode, self.capture_failed, self.capturing = 0, "default", False, (0, "")
@@ -180,6 +184,12 @@ class Machine:
             "put_rows": lambda *tensors: self.put(*tensors),
             "memory_of": lambda streams: self.memory_of(streams.device),
         }
+
+    def background(self, name: str) -> Background:
+        """In the place of the thread that begins copies: before the device works, it has begun what it was given."""
+        made = Background(name)
+        self.backgrounds.append(made)
+        return made
 
     def current_device(self) -> torch.device | None:
         """That of the calling thread. Without one CUDA takes the first, and late work takes it for a fault."""
@@ -242,20 +252,29 @@ class Machine:
 
     def not_in_capture(self) -> None:
         """Called by what a capture forbids in its own thread, and in the mode "global" in every thread."""
-        if self.capturing[1] == "global" or self.capturing[0] == threading.get_ident():
+        me = threading.get_ident()
+        if self.capturing[0] == me or (self.capturing[1] == "global" and me not in self.beside_captures):
             self.capture_failed = True
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
     def run(self, steps: int) -> int:
         """Do up to so many pieces of work; how many there were."""
+        if threading.current_thread() is threading.main_thread():
+            for background in self.backgrounds:
+                background.wait(SOON)
         for done in range(steps):
-            able = [s for streams in self.streams.values() for s in streams if s.queue and s.queue[0][1]()]
-            if not able:
+            if not self._work_once():
                 return done
-            stream = self.random.choice(able)
-            stream.queue[0][0]()
-            stream.queue.popleft()
         return steps
+
+    def _work_once(self) -> bool:
+        with self._lock:
+            able = [s for streams in self.streams.values() for s in streams if s.queue and s.queue[0][1]()]
+            if able:
+                stream = self.random.choice(able)
+                stream.queue[0][0]()
+                stream.queue.popleft()
+            return bool(able)
 
     def finish(self) -> None:
         """Do all of it."""
@@ -486,7 +505,6 @@ class SimulatedStreams:
         self.current_device = lambda: -1  # so each call makes it current
         self.new_stream = functools.partial(machine.new_stream, device)
         self.caller_stream = functools.partial(machine.stream, device)
-        self.unallocated = functools.partial(torch.empty, 0)
 
     @contextmanager
     def current(self) -> Iterator[None]:
@@ -500,11 +518,15 @@ class SimulatedStreams:
     def empty_like(self, host: torch.Tensor) -> torch.Tensor:
         return self.machine.allocate(self.device, host)
 
+    def empty(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        host = torch.empty(size, dtype=dtype)
+        return self.machine.allocate(self.device, host) if size else host
+
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         machine, stream = self.machine, self.caller_stream()
         machine.log.append(("copy", stream.name))
         start, nbytes = source.data_ptr(), source.nbytes
-        if nbytes and not self.is_pinned(source):
+        if nbytes and not machine.is_pinned(source):
             machine.faults.append("a copy from memory that is not pinned: the host waits for it")
         if source.stride() != target.stride():
             machine.faults.append("a copy between layouts: the host makes one first, and waits")
@@ -539,6 +561,9 @@ class SimulatedStreams:
         self.machine.pins()
         return self.machine.pin(max(1, nbytes))[:nbytes]
 
+    def leave_captures_alone(self) -> None:
+        self.machine.beside_captures.add(threading.get_ident())
+
     def runtime(self) -> Any:
         return self.machine
 
@@ -551,7 +576,8 @@ class SimulatedStreams:
         if self.machine.hangs:
             self.machine.pass_time(seconds)
         else:
-            assert self.machine.run(1), "the host waits for an event that never passes"
+            stuck = not self.machine.run(1) and any(s.queue for one in self.machine.streams.values() for s in one)
+            assert not stuck, "the host waits for an event that never passes"
 
     def empty_cache(self) -> None:
         self.machine.asks(self.device)

@@ -21,7 +21,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from simulated import BANDWIDTH, CYCLES, ERRORS, TOTAL, Event, Machine, Stream
+from simulated import BANDWIDTH, CYCLES, ERRORS, TOTAL, Event, Machine, SimulatedStreams, Stream
+
+from sharded_loader.devices.accelerator import Streams
 
 cuda: Machine | None = None  # what this process has in the place of ``torch.cuda``
 HOST = {name: getattr(torch.Tensor, name) for name in ("to", "copy_")}
@@ -220,6 +222,8 @@ def install(gpus: int = 1) -> None:
         setattr(torch, name, factory(getattr(torch, name)))
     for name, method in {"to": to, "copy_": copy_, "pin_memory": pin_memory, "is_pinned": is_pinned}.items():
         setattr(torch.Tensor, name, method)
+    Streams.leave_captures_alone = SimulatedStreams.leave_captures_alone  # type: ignore[assignment]
+    Streams.machine = machine  # type: ignore[attr-defined]
     autocast = torch.autocast
     torch.autocast = lambda kind, *args, **options: autocast("cpu" if kind == "cuda" else kind, *args, **options)
     torch.__future__.set_overwrite_module_params_on_conversion(True)  # parameters become tensors on the device

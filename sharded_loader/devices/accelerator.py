@@ -22,11 +22,13 @@ Source of the idea: vLLM and SGLang register their host pools this way, and thei
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import mmap
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -40,6 +42,9 @@ from sharded_loader.base.notices import warn
 OUT_OF_MEMORY: tuple[type[BaseException], ...] = (torch.cuda.OutOfMemoryError,)
 """Errors of torch when an accelerator has no memory left; from 2.5 on also called torch.OutOfMemoryError."""
 
+
+THREAD_LOCAL = 1
+"""CU_STREAM_CAPTURE_MODE_THREAD_LOCAL: a thread is restricted by its own captures only."""
 
 LATE_NOTE = (
     "noticed while a batch was copied to a device. A device reports errors late, so the cause may be an earlier kernel "
@@ -62,7 +67,7 @@ class Streams:
         set_stream: makes a stream current for this thread. (Torch's context manager takes 12 us on an H200's host, two
             calls of this 3 us.)
         empty_like: allocates memory on the device in the layout of a host tensor, on the caller's stream.
-        unallocated: makes a tensor on the device without memory.
+        empty: makes a tensor on the device, as `torch.empty`.
         copy: ``copy(target, source)`` copies from pinned host memory, on the current stream.
         timed_event: makes an event that measures the time since another one.
         has_warned: a warning has said that torch cannot pin host memory.
@@ -81,7 +86,7 @@ class Streams:
         self.caller_stream: Callable[[], Any] = functools.partial(module.current_stream, device.index)
         self.set_stream: Callable[[Any], None] = module.set_stream
         self.empty_like: Callable[[torch.Tensor], torch.Tensor] = functools.partial(torch.empty_like, device=device)
-        self.unallocated: Callable[..., torch.Tensor] = functools.partial(torch.empty, 0, device=device)
+        self.empty: Callable[..., torch.Tensor] = functools.partial(torch.empty, device=device)
         self.copy: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
         self.copy = functools.partial(torch.Tensor.copy_, non_blocking=True)
         self.is_pinned: Callable[[torch.Tensor], bool] = torch.Tensor.is_pinned
@@ -118,6 +123,16 @@ class Streams:
     def pinned_bytes(self, nbytes: int) -> torch.Tensor:
         """Allocate pinned memory."""
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def leave_captures_alone(self) -> None:
+        """Let this thread query events and pin memory while another one captures a CUDA graph.
+
+        In the mode that threads begin with, that ends a capture of ``torch.cuda.graph`` with an error. PyTorch's
+        watchdog of NCCL does the same.
+        """
+        for driver in ("libcuda.so.1", "nvcuda.dll") if self.device.type == "cuda" else ():
+            with contextlib.suppress(OSError, AttributeError):
+                ctypes.CDLL(driver).cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(THREAD_LOCAL)))
 
     def runtime(self) -> Any:
         """Return the CUDA runtime, which pins memory in place (``cudaHostRegister``); None elsewhere."""
@@ -195,6 +210,9 @@ Drain = Callable[[], Any]
 Undo = Callable[[], bool]
 """Unregisters a segment. False: it is still registered, and its mapping must stay."""
 
+REGISTERED: dict[int, int] = {}
+"""Begin and end of each segment that is pinned, for all devices. Torch would ask the driver."""
+
 
 class Registrar:
     """Pins the segments of one pool.
@@ -222,6 +240,7 @@ class Registrar:
                 runtime = self._streams.runtime()
                 if runtime is None:
                     return None
+                touch(mapping)
                 code = int(runtime.cudaHostRegister(address, nbytes, PORTABLE))
                 reason = "" if code == 0 else _error_text(runtime, code)
                 if code in BROKEN_CONTEXT:
@@ -232,7 +251,7 @@ class Registrar:
                 reason = str(error)
             if not reason:
                 undo = functools.partial(_unregister, self._streams, runtime, address, self._drain, self._undos)
-                self._undos[address] = undo
+                self._undos[address], REGISTERED[address] = undo, address + nbytes
                 return undo
         self._rejected = True
         warnings.warn(
@@ -256,7 +275,15 @@ def _unregister(streams: Streams, runtime: Any, address: int, drain: Drain, regi
         if int(runtime.cudaHostUnregister(address)) != 0:
             clear_error(runtime)
     registered.pop(address, None)
+    REGISTERED.pop(address, None)
     return True
+
+
+def touch(mapping: mmap.mmap) -> None:
+    """Touch the pages of a new mapping, several at once: the driver, which does it too, has one thread."""
+    pages = np.frombuffer(mapping, np.uint8)[:: mmap.PAGESIZE]
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(lambda part: part.fill(0), np.array_split(pages, 8)))
 
 
 def address_of(mapping: mmap.mmap) -> tuple[int, int]:

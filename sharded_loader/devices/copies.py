@@ -1,6 +1,6 @@
 """Copies to one accelerator, ahead of the consumer and asynchronous to the host.
 
-    CopyStream.begin(batch) -> PendingCopy       allocate memory on the device, enqueue the copies on the copy stream
+    CopyStream.begin(batch) -> PendingCopy       allocate memory on the device; a thread enqueues copies and transform
     PendingCopy.finish()    -> batch             ready on the caller's current stream; objects move themselves now
     CopyStream.close()                           wait for the copies, with a limit
 
@@ -19,13 +19,16 @@
 Small tensors of a batch are packed on the host into one pinned buffer and share one buffer on the device, so a batch of
 256 columns costs one copy. A `PlacementPlan`, reused for the next batch, knows the small arrays of a flat batch.
 
-The user's ``device_transform`` runs on the copy stream, between the copy and e. So do the moves of objects that move
-themselves, if all their tensors can be found (containers, objects with ``record_stream``). The results are memory of
-the copy stream, so they are recorded on the caller's stream at f. Other objects move at f, on the caller's stream.
+Everything between g and e is done by a thread, so that none of it delays the caller: packing, copies from memory that
+is not pinned, the user's ``device_transform``, and the moves of objects that move themselves, if all their tensors can
+be found (containers, objects with ``record_stream``). What these return is memory of the copy stream, so it is recorded
+on the caller's stream at f. Other objects move at f, on the caller's stream. Only the thread makes the copy stream
+current. Without anything to copy there is no thread.
 
-The host waits in two places, while the device still has steps to do: for the oldest copy if those of `HOST_AHEAD`
-batches are under way, because they hold host memory, and for the last copies at the end of an epoch. It polls and
-sleeps, because a wait of the device's own would keep a core busy and could not be interrupted by Ctrl-C.
+The host waits in two places, while the device still has steps to do: the thread for the oldest copy if those of
+`HOST_AHEAD` batches are under way, because they hold host memory, and the caller for the last copies at the end of an
+epoch. They poll and sleep, because a wait of the device's own would keep a core busy and could not be interrupted by
+Ctrl-C.
 
 Two timed events on the caller's stream measure how long the device waits for data: one when ``next`` is called
 (`Clock`), one when the batch is ready. A busy device reaches both at once. They are read when the second has passed.
@@ -33,11 +36,10 @@ Two timed events on the caller's stream measure how long the device waits for da
 A `CopyStream` and its stream live as long as the loader, because torch would strand cached memory with each new stream.
 Any thread may call it.
 
-If the device has no memory, `begin` raises torch's error and has enqueued nothing. If a batch is never finished
-(``break``), its device memory is freed when its copy is done, its host memory at the next call. If `begin` is
-interrupted (Ctrl-C) after it has enqueued copies, the next `begin` or `drain` takes care of them. If a device hangs (a
-collective that waits for a dead rank), `close` leaves the memory alone after `CLOSING_SECONDS`, and each later `close`
-tries again.
+If the device has no memory, `begin` or `finish` raises torch's error. Errors of the thread are raised by `finish`. If a
+batch is never finished (``break``), its device memory is freed when its copy is done, its host memory with the next
+copy. If a device hangs (a collective that waits for a dead rank), or the transform, `close` leaves the memory alone
+after `CLOSING_SECONDS`, and each later `close` tries again.
 
 Source of the idea: the copy streams of NVIDIA's and TorchRec's prefetchers; PyTorch's notes on CUDA semantics recommend
 allocating on the consumer's stream for work on side streams.
@@ -66,17 +68,30 @@ from sharded_loader.base.errors import add_note, notes_of
 from sharded_loader.base.interrupts import program_ends, should_stop
 from sharded_loader.batching.protocol import BatchifyError
 from sharded_loader.batching.tree import ATOMS, TORCH_TAKES, children, has_method, is_plain, map_leaves, to_torch
-from sharded_loader.devices.accelerator import NOTHING, Streams, note_late, pinned_copy, pinned_empty
+from sharded_loader.devices.accelerator import NOTHING, REGISTERED, Streams, note_late, pinned_copy, pinned_empty
+from sharded_loader.devices.background import Background, Later, Unfinished, use_one_core
 from sharded_loader.devices.transform import TRANSFORM_NOTE, HostValue, unwrap_host_values
-from sharded_loader.memory.codec import aligned
+from sharded_loader.memory.codec import ALIGNMENT, aligned
 
 HOST_AHEAD = 4
 """Batches whose copies to one device may be under way. Each holds pinned host memory: 16 batches of 100 MB would hold
 1.6 GB per process. With four, the device has steps to do while the host waits. The number was not measured."""
 
+HOST_BYTES = 256 << 20
+"""Bytes of batches under way up to which there may be more of them, if more are begun ahead: with gradient accumulation
+trainers ask for all micro-batches of a step at once, and their copies wait for the step before."""
+
 SMALL = 32 * 1024
 """Size in bytes up to which tensors are packed. Copying 32 KB on the host takes 3 us, as long as torch's calls for a
 copy. The device's cost of a separate copy was not measured."""
+
+MANY, MEDIUM, ONE_COPY = 16, 256 << 10, 32 << 20
+"""So many tensors of at most so many bytes, and so many in all, are one copy where they lie side by side in a slot: 256
+of 62 KB took 4.3 ms of calls on an H200's host. Fewer are not, because one that is kept keeps all."""
+
+CLOCK_EVERY = 8
+"""Batches of which one is measured, for all of them, behind the first eight of an epoch: it takes three calls of torch,
+each of which may wait for the interpreter beside busy threads."""
 
 SHORTEST_REST, LONGEST_REST = 0.2e-3, 2e-3
 """Seconds between two queries of an event. The delay does not matter, because the device has steps to do meanwhile."""
@@ -96,13 +111,16 @@ second stream records an event; after such a failure torch cannot, and ends the 
 class DeviceTimes(Protocol):
     """Record that counts the seconds in which devices have waited for data."""
 
+    batches: int
     device_waiting_seconds: float
 
 
 class Clock:
-    """State shared by the iterator and its copy streams to measure who waits for whom.
+    """State shared by the iterator and its copy streams, such as who waits for whom.
 
     Attributes:
+        ahead: batches that are begun ahead.
+        timeout: seconds that the transform of a batch may take.
         behind: seconds in which the host has waited for a device.
         times: record of the epoch whose ``next`` was called; None before the first call.
         calls: number of calls of ``next``.
@@ -110,6 +128,7 @@ class Clock:
     """
 
     def __init__(self) -> None:
+        self.ahead, self.timeout = 0, math.inf
         self.behind = 0.0
         self.times: DeviceTimes | None = None
         self.calls = 0
@@ -127,6 +146,8 @@ class PendingCopy:
         sources: host tensors, and the objects that have moved themselves.
         targets: device memory, until `finish`. `CopyStream.in_use` holds this list.
         event: passes when the copies are done. None: nothing is copied.
+        enqueued: what the thread does; None: nothing.
+        behind: seconds in which the thread has waited for the device before.
         staged: wrappers of objects that move themselves. Their memory lies outside pinned slots.
         made: results in memory of the copy stream, which `finish` records on the caller's stream.
         small: small tensors, each with its device tensor, which has no memory yet.
@@ -138,6 +159,8 @@ class PendingCopy:
     sources: list[Any] = field(default_factory=list)
     targets: list[torch.Tensor] = field(default_factory=list)
     event: Any = None
+    enqueued: Later | None = None
+    behind: float = 0.0
     staged: list[HostValue] = field(default_factory=list)
     made: list[Any] = field(default_factory=list)
     small: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
@@ -145,7 +168,7 @@ class PendingCopy:
     def finish(self) -> Any:
         """Return the batch, ready on the current stream of this thread. Objects that move themselves may raise."""
         copies = self.copies
-        if copies is not None and (self.event is not None or self.staged):
+        if copies is not None and (self.enqueued is not None or self.staged):
             try:
                 copies.hand_out(self)
             except Exception as error:
@@ -154,7 +177,7 @@ class PendingCopy:
         return self.batch
 
     def drop(self) -> None:
-        """Discard the batch. Its device memory is freed when its copies are done."""
+        """Discard the batch. Its device memory is freed when its copies are done, or at the next one."""
         if self.copies is not None and self.event is not None:
             self.copies.drop(self.targets, self.event)
 
@@ -170,6 +193,7 @@ class PlacementPlan:
 
     Attributes:
         small: for each array, True if it is packed with others; empty for other structures.
+        is_one_copy: there are many arrays of medium size (`MANY`), which may lie side by side.
 
     Example:
         >>> PlacementPlan([np.zeros(2), np.zeros(3), np.zeros(9999)]).small, PlacementPlan([["text"]]).small
@@ -184,6 +208,8 @@ class PlacementPlan:
         self._layouts = [(array.dtype.num, array.shape) for array in arrays]
         small = [array.nbytes <= SMALL for array in arrays]
         self.small = small if sum(small) > 1 else [False] * len(small)
+        sizes = [array.nbytes for array in arrays]
+        self.is_one_copy = len(sizes) >= MANY and max(sizes) <= MEDIUM and sum(sizes) <= ONE_COPY
 
     def tensors(self, batch: Any) -> list[torch.Tensor]:
         """Return the arrays of a batch as tensors over the same memory; empty if its layout differs."""
@@ -199,6 +225,19 @@ class PlacementPlan:
                 return []
             tensors.append(torch.from_numpy(array))
         return tensors
+
+    def memory_of(self, tensors: Sequence[torch.Tensor], batch: Any) -> tuple[torch.Tensor, list[int]] | None:
+        """Return the memory that all tensors lie in, and where; None if it is not one slot, or has large gaps."""
+        base = next(iter(batch.values() if self._kind is dict else batch)).base
+        arrays = batch.values() if self._kind is dict else batch
+        if not (type(base) is np.ndarray and base.flags.carray and all(array.base is base for array in arrays)):
+            return None
+        memory, places = torch.from_numpy(base).view(torch.uint8), [tensor.data_ptr() for tensor in tensors]
+        first, end = min(places), max(place + tensor.nbytes for place, tensor in zip(places, tensors, strict=True))
+        start = first - memory.data_ptr()
+        if any((place - first) % ALIGNMENT for place in places) or 2 * sum(t.nbytes for t in tensors) < end - first:
+            return None
+        return memory[start : start + end - first], [place - first for place in places]
 
     def filled(self, batch: Any, leaves: Sequence[Any]) -> Any:
         """Return a batch with these leaves in place of its arrays."""
@@ -216,22 +255,22 @@ class CopyStream:
         shards: number of shards per batch for this device.
 
     Attributes:
-        kept: event, sources and `PendingCopy.targets` of each copy, until the event has passed.
+        in_use: event, sources and `PendingCopy.targets` of each copy, until the event has passed.
     """
 
     def __init__(self, streams: Streams, clock: Clock | None = None, shards: int = 1) -> None:
-        self.streams, self._clock, self._max_in_flight = streams, clock or Clock(), HOST_AHEAD * shards
+        self.streams, self._clock, self._shards = streams, clock or Clock(), shards
         self._plan = PlacementPlan([])  # of the last batch
         self._stream: Any = None
         self._lock = threading.RLock()
         self.in_use: deque[tuple[Any, list[Any]]] = deque()
         self._moved: deque[tuple[Any, list[Any]]] = deque()
-        self._unrecorded: list[Any] | None = None  # memory of enqueued copies that have no event yet
+        self._thread = Background(f"sharded_loader-copies-{streams.device}")
         self._pid = os.getpid()
         self._hung_event: Any = None  # the event for which `close` has timed out
         # The event that the next call of ``next`` records, its stream, and the number of calls before.
         self._call_event: tuple[Any, Any, int] | None = None
-        self._waits: deque[tuple[Any, Any, DeviceTimes]] = deque()  # events of a call and of its batch
+        self._waits: deque[tuple[Any, Any, DeviceTimes, int]] = deque()  # events of a call and of its batch, weight
         self._free_events: list[Any] = []  # timed events for reuse
 
     def begin(self, batch: Any, transform: Callable[[Any], Any] | None = None) -> PendingCopy:
@@ -243,84 +282,126 @@ class CopyStream:
 
         Raises:
             torch.OutOfMemoryError: the device has no memory for it.
-            Exception: ``transform``, or an object that moves itself, raises.
         """
         streams = self.streams
         # Leave the caller's inference mode, because the batch may be handed out after it.
         is_current = streams.current_device() == streams.device.index and not torch.is_inference_mode_enabled()
         with self._lock, NOTHING if is_current else streams.current():
             pending = PendingCopy(None, self, streams.caller_stream())
-            self._release_finished()
             if not (tensors := self._plan.tensors(batch)):
                 self._plan = PlacementPlan(batch)
                 tensors = self._plan.tensors(batch)
-            if tensors:
+            found = self._plan.memory_of(tensors, batch) if tensors and self._plan.is_one_copy else None
+            if found is not None:
+                parts = [streams.empty(0, dtype=tensor.dtype) for tensor in tensors]
+                self._share(pending, found[0], found[0].nbytes, tensors, parts, found[1])
+                pending.batch = self._plan.filled(batch, parts)
+            elif tensors:
                 pending.batch = self._plan.filled(batch, self._allocate(pending, tensors, self._plan.small))
             else:
                 pending.batch = map_leaves(functools.partial(self._place_leaf, pending), batch, own="to", skip=ATOMS)
             if pending.small:
-                self._pack_small(pending)
-            ahead = pending.staged and [
-                wrapper for wrapper in pending.staged if transform is not None or _can_move_ahead(wrapper.value)
-            ]
-            if not (pending.targets or ahead or transform is not None):
-                return pending
-            if self._stream is None:
-                self._stream = streams.new_stream()
-            # Must follow the allocation of the targets, whose memory may be that of a batch dropped just before.
-            self._stream.wait_event(pending.owner_stream.record_event())
-            self._unrecorded = memory = [pending.sources, pending.targets]
+                self._allocate_small(pending)
+            if pending.targets or pending.staged or transform is not None:
+                if self._stream is None:
+                    self._stream = streams.new_stream()
+                # Must follow the allocation of the targets, whose memory may be that of a batch dropped just before.
+                allocated = pending.owner_stream.record_event()
+                enqueue = functools.partial(self._enqueue, pending, allocated, transform)
+                pending.enqueued = self._thread.submit(enqueue, self._set_up_thread)
+            return pending
+
+    def _set_up_thread(self) -> None:
+        use_one_core()
+        self.streams.leave_captures_alone()
+
+    def _enqueue(self, pending: PendingCopy, allocated: Any, transform: Callable[[Any], Any] | None) -> None:
+        """Enqueue the copies of a batch and what follows them, in the thread. Waits for the device if it is behind."""
+        streams, sources, targets = self.streams, pending.sources, pending.targets
+        with streams.current():
+            pending.behind = self._release_finished()
+            for number, target in enumerate(targets):
+                sources[number] = self._pinned(sources[number], target)
+            for wrapper in pending.staged:
+                wrapper.value = self._stage(wrapper.value)
+            self._stream.wait_event(allocated)
+            streams.set_stream(self._stream)
             try:
-                streams.set_stream(self._stream)
-                for target, source in zip(pending.targets, pending.sources, strict=True):
+                for target, source in zip(targets, sources, strict=True):
                     streams.copy(target, source)
-                for wrapper in ahead:
-                    pending.sources.append(wrapper.value)
-                    pending.made.append(self._move(wrapper))
+                for wrapper in pending.staged:
+                    if transform is not None or _can_move_ahead(wrapper.value):
+                        sources.append(wrapper.value)
+                        pending.made.append(self._move(wrapper))
                 if transform is not None:
                     self._transform(pending, transform)
             finally:
-                streams.set_stream(pending.owner_stream)
-            pending.event = self._stream.record_event()
-            self.in_use.append((pending.event, memory))
-            self._unrecorded = None
-            return pending
+                self._record(pending, [sources, targets])
+
+    def _record(self, pending: PendingCopy, memory: list[Any]) -> None:
+        """Record that the copies of a batch are enqueued, and hold the memory that they use until they are done."""
+        try:
+            event = self._stream.record_event()
+        except RuntimeError:  # a kernel has failed: nothing is copied any more
+            LOST.append(memory)
+            raise
+        self.in_use.append((event, memory))
+        pending.event = event
 
     def _allocate(
         self, pending: PendingCopy, leaves: Sequence[torch.Tensor], small: Sequence[bool]
     ) -> list[torch.Tensor]:
-        """Allocate targets for plain tensors, to be copied later. `_pack_small` allocates the memory of small ones."""
+        """Allocate targets for plain tensors. `_allocate_small` follows for the small ones."""
         streams, targets = self.streams, []
         for leaf, is_small in zip(leaves, small, strict=True):
             if is_small:
-                target = streams.unallocated(dtype=leaf.dtype)
+                target = streams.empty(0, dtype=leaf.dtype)
                 pending.small.append((leaf, target))
             else:
                 target = streams.empty_like(leaf)
-                # Copies make the host wait unless the source is pinned and in the layout of its target.
-                is_ready = leaf.stride() == target.stride() and not (leaf.is_conj() or leaf.is_neg())
-                is_ready = is_ready and streams.is_pinned(leaf)
-                pending.sources.append(leaf if is_ready else pinned_copy(streams, leaf, target.stride()))
+                pending.sources.append(leaf)
                 pending.targets.append(target)
             targets.append(target)
         return targets
 
-    def _pack_small(self, pending: PendingCopy) -> None:
-        """Pack the small tensors into one pinned buffer, and give them memory in one buffer on the device."""
-        streams, (small, pending.small) = self.streams, (pending.small, [])
+    def _allocate_small(self, pending: PendingCopy) -> None:
+        """Give the small tensors memory in one buffer on the device."""
+        small, pending.small = pending.small, []
         if len(small) == 1:
             ((leaf, part),) = small
             part.set_(self._allocate(pending, [leaf], [False])[0].untyped_storage(), 0, leaf.shape, leaf.stride())
             return
-        ends = list(itertools.accumulate(aligned(leaf.nbytes) for leaf, _ in small))
-        source = torch.from_numpy(pinned_empty(streams, (ends[-1],), np.dtype(np.uint8)))
-        target, address = streams.empty_like(source), source.data_ptr()
-        for (leaf, part), start in zip(small, (0, *ends), strict=False):
-            ctypes.memmove(address + start, leaf.data_ptr(), leaf.nbytes)
+        leaves, parts = zip(*small, strict=True)
+        ends = list(itertools.accumulate(aligned(leaf.nbytes) for leaf in leaves))
+        self._share(pending, [*leaves], ends[-1], leaves, parts, (0, *ends))
+
+    def _share(
+        self, pending: PendingCopy, source: Any, nbytes: int, leaves: Sequence[torch.Tensor], parts: Any, starts: Any
+    ) -> None:
+        """Give tensors on the device memory in one buffer there, which is copied at once from ``source``."""
+        target = self.streams.empty(nbytes, dtype=torch.uint8)
+        for leaf, part, start in zip(leaves, parts, starts, strict=False):
             # Not a view: parts share no version counter, so one may change while autograd needs another.
             part.set_(target.untyped_storage(), start // leaf.element_size(), leaf.shape, leaf.stride())
         pending.sources.append(source)
         pending.targets.append(target)
+
+    def _pinned(self, source: Any, target: torch.Tensor) -> torch.Tensor:
+        """Return a source of a copy in pinned memory and in the layout of its target: otherwise the host waits."""
+        if type(source) is not list:
+            is_ready = source.stride() == target.stride() and not (source.is_conj() or source.is_neg())
+            is_ready = is_ready and self._is_pinned(source)
+            return source if is_ready else pinned_copy(self.streams, source, target.stride())
+        packed = torch.from_numpy(pinned_empty(self.streams, (target.nbytes,), np.dtype(np.uint8)))
+        address = packed.data_ptr()
+        for leaf in source:
+            ctypes.memmove(address, leaf.data_ptr(), leaf.nbytes)
+            address += aligned(leaf.nbytes)
+        return packed
+
+    def _is_pinned(self, source: torch.Tensor) -> bool:
+        address = source.data_ptr()
+        return any(begin <= address < end for begin, end in [*REGISTERED.items()]) or self.streams.is_pinned(source)
 
     def _transform(self, pending: PendingCopy, transform: Callable[[Any], Any]) -> None:
         """Replace the batch by the result of the user's function. Its input is held with the sources."""
@@ -342,12 +423,15 @@ class CopyStream:
         if type(leaf) is HostValue:
             return leaf.value
         if has_method(leaf, "to") and getattr(leaf, "device", None) != self.streams.device:
-            leaf = HostValue(self._stage(leaf))
+            leaf = HostValue(leaf)
             pending.staged.append(leaf)
         return leaf
 
     def hand_out(self, pending: PendingCopy) -> None:
         """Make the caller's stream wait for the copies of a batch, and insert the moved objects."""
+        enqueued = pending.enqueued
+        if enqueued is not None and (enqueued.error is not None or not enqueued.done.is_set()):
+            self._await_enqueued(enqueued, pending)
         streams, current = self.streams, self.streams.caller_stream()
         if pending.event is not None:
             current.wait_event(pending.event)
@@ -361,6 +445,17 @@ class CopyStream:
         if pending.staged:
             with streams.current():
                 self._move_remaining(pending, current)
+
+    def _await_enqueued(self, enqueued: Later, pending: PendingCopy) -> None:
+        began, timeout = host_clock.now(), self._clock.timeout
+        try:
+            enqueued.wait(timeout)
+        except Unfinished:
+            raise TimeoutError(
+                f"device_transform has not returned for {timeout:g} s, the timeout of the pool. Its thread cannot be "
+                f"ended, and later batches wait for it, too: look at what it does (py-spy dump)"
+            ) from None
+        self._clock.behind += min(pending.behind, host_clock.now() - began)
 
     def _move_remaining(self, pending: PendingCopy, current: Any) -> None:
         """Insert the moved objects. The remaining ones move now, on the caller's stream, and need no `record_use`."""
@@ -382,10 +477,14 @@ class CopyStream:
         # This order survives a Ctrl-C: no event is read after it was dropped, or recorded while it waits to be read.
         call_event, self._call_event = self._call_event, None
         clock.records.pop(device, None)
+        weight = 1 if times.batches < CLOCK_EVERY else CLOCK_EVERY
         if call_event is not None and call_event[1] == current and call_event[2] < clock.calls:
-            ready = self._free_events.pop() if self._free_events else self.streams.timed_event()
-            ready.record(current)
-            self._waits.append((call_event[0], ready, times))
+            if times.batches % weight == 0:
+                ready = self._free_events.pop() if self._free_events else self.streams.timed_event()
+                ready.record(current)
+                self._waits.append((call_event[0], ready, times, weight))
+            else:
+                self._free_events.append(call_event[0])
         event = self._free_events.pop() if self._free_events else self.streams.timed_event()
         clock.records[device] = functools.partial(event.record, current)
         self._call_event = event, current, clock.calls  # last, for the same reason
@@ -401,32 +500,28 @@ class CopyStream:
 
     # -- the end of copies ----------------------------------------------------------------------------------
 
-    def _release_finished(self) -> None:
-        """Release the memory of copies that are done. Waits for the oldest one at `HOST_AHEAD` batches."""
-        if self._unrecorded is not None:
-            self._hold_unrecorded()
+    def _release_finished(self) -> float:
+        """Release the memory of copies that are done. Waits for the oldest one at `HOST_AHEAD` batches.
+
+        Returns:
+            The seconds in which it has waited.
+        """
+        began, waited = host_clock.now(), 0.0
+        under_way = sum(getattr(source, "nbytes", 0) for _, memory in self.in_use for source in memory[0])
+        most = self._shards * (HOST_AHEAD if under_way > HOST_BYTES else max(HOST_AHEAD, self._clock.ahead + 2))
         if self._hung_event is not None and self._hung_event.query():
             self._hung_event = None
         for queue in (self.in_use, self._moved):
-            if len(queue) >= self._max_in_flight and self._hung_event is None:
-                started = host_clock.now()
+            if len(queue) >= most and self._hung_event is None:
                 self._wait(queue[0][0])
-                self._clock.behind += host_clock.now() - started
+                waited = host_clock.now() - began
             while queue and queue[0][0].query():
                 queue.popleft()
         while self._waits and self._waits[0][1].query():
-            call_event, ready, times = self._waits.popleft()
-            times.device_waiting_seconds += max(0.0, call_event.elapsed_time(ready) / 1000)
+            call_event, ready, times, weight = self._waits.popleft()
+            times.device_waiting_seconds += weight * max(0.0, call_event.elapsed_time(ready) / 1000)
             self._free_events += call_event, ready
-
-    def _hold_unrecorded(self) -> None:
-        """Hold the sources and targets of an interrupted `begin` until its copies are done."""
-        if self._unrecorded is not None:
-            try:
-                self.in_use.append((self._stream.record_event(), self._unrecorded))
-            except RuntimeError:  # a kernel has failed: nothing is copied any more
-                LOST.append(self._unrecorded)
-            self._unrecorded = None
+        return waited
 
     def drop(self, targets: list[torch.Tensor], event: Any) -> None:
         """Free the targets of an unused batch when its copy is done.
@@ -444,10 +539,11 @@ class CopyStream:
 
         If the device's context is broken, they count as done: nothing is copied any more.
         """
-        # Without the lock, `begin` in another thread would release what is waited for here.
+        # Without the lock, copies that another thread begins would release what is waited for here.
         with self._lock, self.streams.current():
-            self._hold_unrecorded()
             deadline = host_clock.now() + seconds
+            if not self._thread.wait(seconds):
+                return False
             for queue in (self.in_use, self._moved):
                 while queue:
                     first = queue[0]
@@ -480,7 +576,10 @@ class CopyStream:
         for other in () if is_ending else tuple(STILL_READ):
             if other is not self and other._drain_with_lock(0.0):
                 STILL_READ.discard(other)
-        if not is_ending and self._drain_with_lock(0.0 if has_hung else seconds):
+        is_done = not is_ending and self._drain_with_lock(0.0 if has_hung else seconds)
+        if not is_ending:
+            self._thread.close(CLOSING_SECONDS if is_done else 0.0)
+        if is_done:
             self._hung_event = None
             STILL_READ.discard(self)
             return True

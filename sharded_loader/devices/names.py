@@ -63,11 +63,6 @@ def find_devices(device: object, devices: object) -> tuple[list[torch.device] | 
     """Return the devices for the loader's arguments (None for host memory), and True if batches are lists of shards."""
     if device is not None and devices is not None:
         raise ValueError("give device (plain batches on it) or devices (a list: one shard for each), not both")
-    if isinstance(device, int):
-        raise ValueError(
-            f"device={device!r}: an int alone could be an index or a count; "
-            f'say device="cuda:{device}" for one device, devices=[0, 1] for several, devices="auto" for all'
-        )
     if device is not None:
         return [find_device(device)], False
     return (None, False) if devices is None else (_find_all(devices, "; device= takes one"), True)
@@ -90,7 +85,14 @@ def _find_all(devices: object, hint: str = "") -> list[torch.device]:
             f'or "auto" for all{hint}'
         )
     if isinstance(devices, str) and devices == "auto":
-        return accelerators() or [torch.device("cpu")]
+        found = accelerators() or [torch.device("cpu")]
+        if len(found) > 1 and (ranks := os.environ.get("LOCAL_WORLD_SIZE", "1")) != "1":
+            warnings.warn(
+                f'devices="auto" means all {len(found)} accelerators, and each of the {ranks} processes on this '
+                f"machine (LOCAL_WORLD_SIZE) would use all of them: give device=local_rank for one each",
+                stacklevel=4,
+            )
+        return found
     if isinstance(devices, (str, torch.device)) or not isinstance(devices, Sequence):
         raise TypeError(
             f'devices is {str(devices)!r}, and must be a list: give one such as ["cuda:0", "cuda:1"], '

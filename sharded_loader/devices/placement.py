@@ -130,6 +130,7 @@ class Placer:
     def copy_ahead(self, count: int) -> None:
         """Set `ahead`, which stays 0 if nothing is done in the background."""
         self._ahead = CopyDepth(count if self.asynchronous or self._pinner is not None else 0)
+        self.clock.ahead = count
 
     def check_not_capturing(self) -> None:
         """Raise RuntimeError inside a graph capture, before anything is done that would break it."""
@@ -215,8 +216,9 @@ class Placer:
                 if following is not None:
                     self._latest_events = events, task.sharded
                 return shards if task.sharded else shards[0]
-            except accelerator.OUT_OF_MEMORY:
-                if is_last_try or self._pinner is not None:
+            except Exception as error:
+                first.begun = None
+                if is_last_try or self._pinner is not None or not isinstance(error, accelerator.OUT_OF_MEMORY):
                     raise
             # Outside the handler, because the error's traceback holds the parts that were allocated.
             for entry in itertools.chain(itertools.islice(window, 1, None), following or ()):
@@ -271,7 +273,7 @@ class Placer:
         copies, transform, apply = self.copies[device], self._transform, None
         with torch.inference_mode(False):  # as in `CopyStream.begin`
             if transform is not None:
-                apply = functools.partial(transform.apply, task=task, number=number)
+                apply = functools.partial(transform.apply, task=task, number=number, kind=device.type)
                 shard = transform.keep_on_host(shard)
             if type(shard) is PendingCopy:
                 placed = shard.batch

@@ -22,8 +22,12 @@ from sharded_loader.base.described import an
 from sharded_loader.base.errors import add_note, notes_of
 from sharded_loader.batching.protocol import elide, refuse_async
 from sharded_loader.batching.tree import children, field_names, map_leaves, rebuild, to_torch
+from sharded_loader.devices.accelerator import NOTHING
 from sharded_loader.engine.messages import Task
 from sharded_loader.randomness.rng import philox
+
+_AUTOCAST = ("cpu", "cuda", "xpu")
+"""Kinds of devices that `torch.autocast` takes in every version."""
 
 TRANSFORM_NOTE = "raised by device_transform"
 """Note on an exception of the user's function."""
@@ -99,14 +103,18 @@ class BatchTransform:
             ],
         )
 
-    def apply(self, shard: object, task: Task, number: int) -> Any:
-        """Return the batch that the user's program receives. ``number`` is that of the shard, 0 for a plain batch."""
+    def apply(self, shard: object, task: Task, number: int, kind: str = "cpu") -> Any:
+        """Return the batch that the user's program receives. ``number`` is that of the shard, 0 for a plain batch.
+
+        ``kind`` is that of the device. Modes of the caller (no_grad, autocast) do not reach the function.
+        """
         if self._host_fields:
             shard = unwrap_host_values(shard)
         if self.fn is None:
             return shard
         try:
-            with torch.no_grad():  # regardless of the caller's mode; inference mode is left by the caller
+            autocast = torch.autocast(kind, enabled=False) if kind in _AUTOCAST else NOTHING
+            with torch.no_grad(), autocast:  # inference mode is left by the caller
                 if self._takes_rng:
                     rng = philox(self._seed(task.run), "device transform", task.epoch, task.position, number)
                 made = self.fn(shard, rng) if self._takes_rng else self.fn(shard)

@@ -4,6 +4,9 @@ from sharded_loader.devices.accelerator import OUT_OF_MEMORY as OUT_OF_MEMORY
 from sharded_loader.devices.accelerator import Streams as Streams
 from sharded_loader.devices.accelerator import note_rejected as note_rejected
 from sharded_loader.devices.accelerator import pinned_copy as pinned_copy
+from sharded_loader.devices.background import Background as Background
+from sharded_loader.devices.background import Later as Later
+from sharded_loader.devices.background import use_one_core as use_one_core
 from sharded_loader.devices.copies import CopyStream as CopyStream
 from sharded_loader.devices.copies import PendingCopy as PendingCopy
 from sharded_loader.devices.names import accelerators as accelerators

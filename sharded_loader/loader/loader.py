@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import multiprocessing
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -274,6 +275,7 @@ class ShardedDataLoader(Instruments, Generic[Batch]):
         arguments.claim(workers, pipeline)
         workers.use_memory(placement.empty, placement.register, pinned=placement.pinned)
         self.device_prefetch = placement.ahead
+        placement.clock.timeout = getattr(workers, "timeout", None) or math.inf
         workers.notices = observer.notices
         if isinstance(workers, ProcessPool):
             warn_of_workers(workers.num_workers)

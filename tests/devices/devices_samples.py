@@ -59,12 +59,6 @@ def place_now(placement: Placer, batch: object, task: Task = PLAIN) -> Any:
     return placement.place([Entry(0, task, Result(0, 0, batch))])
 
 
-def let_workers_finish(loader: Any, batches: Any) -> None:
-    """Wait until all batches in flight are finished, and begin no copy."""
-    while any(entry.result is None for entry in batches.run.window):
-        loader._pipeline.runs.store(loader._pipeline.pool.wait(True))
-
-
 class Checks:
     """Kernels of the first device that compare what they find, late.
 

@@ -8,21 +8,23 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from conftest import ahead, made
-from devices_samples import GOOD, Checks, copies_on, let_workers_finish, place_now, placer_on
+from conftest import ahead, let_workers_finish, made
+from devices_samples import GOOD, Checks, copies_on, place_now, placer_on
 from injection import InterruptAt, next_interrupted
 from simulated import Machine, SimulatedStreams, Stream
 from stress import rows, stress
 
-from sharded_loader import ArrayDataset, ShardedDataLoader
+from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader
 from sharded_loader.devices import copies as module
 from sharded_loader.devices import placement
+from sharded_loader.devices.accelerator import REGISTERED
 from sharded_loader.devices.copies import HOST_AHEAD, SMALL, PendingCopy
 from sharded_loader.devices.placement import Placer
 from sharded_loader.engine.pool import Pool
@@ -146,8 +148,7 @@ def test_the_first_batches_of_the_next_epoch_are_copied_ahead(machine: Machine, 
                 consumer.compare(batch, 8 * number)
                 if number == 6:  # the last batch is copied, and then
                     (coming,) = [run for run in loader._pipeline.runs.values() if run.is_ahead]
-                    while not coming.window or coming.window[0].result is None:
-                        loader._pipeline.runs.store(loader._pipeline.pool.wait(True))
+                    let_workers_finish(loader, SimpleNamespace(run=coming), at_least=1)
             assert coming.epoch.number == epoch + 1
             assert coming.window[0].begun is not None
         del batch, coming
@@ -243,7 +244,7 @@ def test_what_an_interrupted_begin_has_given_to_the_device_is_kept_until_it_was_
 
     with monkeypatch.context() as patch, pytest.raises(error):
         patch.setattr(SimulatedStreams, "copy", interrupted)
-        copies.begin([torch.arange(9)])
+        copies.begin([torch.arange(9)]).finish()
     gc.collect()
     assert len(machine.pinned) == 1
     machine.has_failed = broken
@@ -348,6 +349,41 @@ def test_only_devices_with_streams_are_copied_to_ahead(machine: Machine) -> None
             assert loader.device_prefetch == count
             with pytest.raises(TypeError, match="device_prefetch must be an integer, got 'many'"):
                 loader.device_prefetch = "many"  # type: ignore[assignment]
+
+
+def columns(count: int, width: int, rows: int = 8) -> ArrayDataset:
+    """Columns of which each differs."""
+    values = np.arange(rows * width, dtype=np.float32).reshape(rows, width)
+    return ArrayDataset({f"c{number}": values + number for number in range(count)})
+
+
+@pytest.mark.parametrize("count, width, copies", [(256, 4000, 1), (15, 4000, 15), (16, 20_000, 16)])
+def test_many_columns_of_medium_size_are_one_copy_where_they_lie_in_one_slot(
+    machine: Machine, worker_pool: Pool, count: int, width: int, copies: int
+) -> None:
+    data, device = columns(count, width), machine.devices[0]
+    in_slots = isinstance(worker_pool, ProcessPool)
+    with ShardedDataLoader(data, 4, device=device, pool=worker_pool) as loader:
+        for number, batch in enumerate(loader):
+            machine.finish()
+            for name, rows in batch.items():
+                assert torch.equal(rows, torch.from_numpy(data[4 * number : 4 * number + 4][name]))
+            batch["c0"] += 1  # changes no other
+    side = f"{device} 1"  # records an event behind each batch
+    of_one = machine.log.count(("copy", side)) / machine.log.count(("record", side))
+    assert of_one == (copies if in_slots else count)
+    assert not machine.faults
+
+
+def test_torch_is_not_asked_whether_our_own_segments_are_pinned(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(SimulatedStreams, "is_pinned", lambda streams, host: asked.append(host.nbytes))
+    with ShardedDataLoader(columns(1, 20_000), 4, device=machine.devices[0], num_workers=2) as loader:
+        for _ in loader:
+            machine.finish()
+    assert not asked and not REGISTERED and not machine.faults
 
 
 # -- small things of one copy stream ---------------------------------------------------------------------------

@@ -198,6 +198,7 @@ def test_they_move_ahead_if_their_tensors_can_be_found_and_another_stream_may_us
         is_late, transform = False, see
     batch = [make(kind), torch.arange(7)] if how == "beside a tensor" else [make(kind)]
     pending = copies.begin(batch, transform=transform)
+    machine.run(0)  # the thread has enqueued it
     assert set(moves(machine)) == (set() if is_late else {machine.streams[device][-1].name})
     with machine.on(device, other):
         batch = pending.finish()
@@ -364,7 +365,10 @@ def test_their_memory_is_let_go_when_a_later_batch_is_begun(machine: Machine, de
         gc.collect()
         assert len(machine.pinned) <= 3 * HOST_AHEAD
     machine.finish()
-    copies.begin([])
+    copies.begin([make("a namedtuple")]).finish()
+    gc.collect()
+    assert len(machine.pinned) <= 2
+    copies.drain()
     gc.collect()
     assert len(machine.pinned) == 0
 

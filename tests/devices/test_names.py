@@ -44,6 +44,7 @@ def test_a_device_has_a_name_an_index_or_is_one(two_gpus: Any, name: Any, found:
     [
         (None, None, (None, False)),
         ("cuda:1", None, ([SECOND], False)),
+        (1, None, ([SECOND], False)),
         (None, ["cuda:1", "cpu"], ([SECOND, CPU], True)),
         (None, (0, 1), ([FIRST, SECOND], True)),
         (None, "auto", ([FIRST, SECOND], True)),
@@ -62,7 +63,7 @@ def test_device_means_plain_batches_and_devices_shards(two_gpus: Any, device: An
         ("xpu", None, ValueError, "device 'xpu' does not exist"),
         ("meta", None, ValueError, "device 'meta' does not exist"),  # only the object means it
         (1.5, None, TypeError, "device 1.5 is a float"),
-        (0, None, ValueError, 'device=0: an int alone could be an index or a count; say device="cuda:0"'),
+        (7, None, ValueError, "there is no accelerator 7"),
         (None, [2], ValueError, "there is no accelerator 2"),
         (None, [-1], ValueError, "there is no accelerator -1"),
         (None, [True], TypeError, "device True is a bool; give a name, an index or a torch.device"),
@@ -91,6 +92,19 @@ def test_devices_in_a_list_have_their_numbers(two_gpus: Any) -> None:
     assert device_list(["cuda:1", "cpu", torch.device("cpu", 0)]) == [SECOND, CPU, CPU]
     assert indexed(SECOND) == SECOND
     assert indexed(META) == META
+
+
+def test_all_accelerators_for_each_of_several_processes_is_a_warning(
+    two_gpus: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    with pytest.warns(UserWarning, match="each of the 8 processes .* give device=local_rank"):
+        assert find_devices(None, "auto") == (two_gpus, True)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert find_devices(None, "auto") == (two_gpus, True)
+    del two_gpus[1]  # each process sees its own GPU
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert find_devices(None, "auto") == ([FIRST], True)
 
 
 # -- one process per GPU --------------------------------------------------------------------------------------

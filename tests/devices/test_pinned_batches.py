@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from conftest import until
-from devices_samples import let_workers_finish
+from conftest import let_workers_finish, until
 
 from sharded_loader import ShardedDataLoader
 from sharded_loader.base.errors import notes_of

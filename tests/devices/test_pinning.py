@@ -190,7 +190,7 @@ def test_an_error_of_another_cause_is_not_taken_for_a_lack_of_memory(
 ) -> None:
     monkeypatch.setattr(SimulatedStreams, "pinned_bytes", raising(FAILED))
     with pytest.raises(RuntimeError, match="device-side assert"):
-        copies_on(machine).begin([torch.ones(3)] * count)
+        copies_on(machine).begin([torch.ones(3)] * count).finish()
 
 
 # -- what is asked of torch: stand-ins say how they were called -------------------------------------------------

@@ -14,6 +14,7 @@ from devices_samples import copies_on, streams_on
 from simulated import Machine, SimulatedStreams
 
 from sharded_loader import ShardedDataLoader, SimpleDataset
+from sharded_loader.devices.background import Later
 from sharded_loader.devices.copies import LONGEST_REST, SHORTEST_REST, CopyStream
 from sharded_loader.engine.pool import Pool
 from sharded_loader.instruments.stats import Counts, Meter
@@ -141,7 +142,7 @@ def test_what_a_device_tells_of_an_epoch_that_is_not_kept_counts_in_the_sum(
         event.record(machine.stream(machine.devices[0]))
         machine.finish()
         clock.move(2.0)
-    copies._waits.append((called, ready, old))
+    copies._waits.append((called, ready, old, 1))
     copies.begin([np.ones(3)]).finish()
     assert meter.stats().device_waiting_seconds == 2.0
 
@@ -154,7 +155,8 @@ def test_ctrl_c_ends_the_wait_for_a_device_that_hangs(
     with counting(machine, pool=new_pool()) as loader:
         batches = iter(loader)
         with monkeypatch.context() as hangs:
-            hangs.setattr(SimulatedStreams, "rest", lambda *_: signal.raise_signal(signal.SIGINT))
+            hangs.setattr(machine, "hangs", True)
+            hangs.setattr(Later, "is_made", lambda later, _: later.done.wait(1) or signal.raise_signal(signal.SIGINT))
             got = []
             with pytest.raises(KeyboardInterrupt):
                 while len(got) < 16:
