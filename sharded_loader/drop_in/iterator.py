@@ -228,7 +228,7 @@ class OneRun:
     def begun(self, *_: object) -> None:
         pass
 
-    keep = read_ahead = begun
+    keep = read_ahead = open_ahead = begun
 
 
 class LoaderIterator(_BaseDataLoaderIter):

@@ -6,6 +6,7 @@
     each next(iterator):              current_run        the position is that of the iterator's run
     interrupted before a batch came:  keep               the epoch has not begun; the same run is chosen again
     all of an epoch is planned:       read_ahead         the run of the next epoch, if nothing changes before that
+    the first batch is handed out:    open_ahead         the same where no worker reads: a thread shuffles it
     load_state_dict:                  Progress.pending   the position is pending until an epoch begins
 
 The position belongs to the iterator that began or delivered last. Reading ahead needs an order that is a pure function
@@ -25,6 +26,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from enum import Enum
+from functools import partial
 from typing import Any
 
 from sharded_loader.base.imports import provided
@@ -35,6 +37,7 @@ from sharded_loader.data.bulk import takes_arrays
 from sharded_loader.data.datasets import can_follow, follow
 from sharded_loader.data.inspection import DataIdentity
 from sharded_loader.data.seeding import epoch_setter
+from sharded_loader.devices.background import Background, Later
 from sharded_loader.devices.placement import Placer
 from sharded_loader.engine.messages import Job
 from sharded_loader.engine.order import Epoch, Position
@@ -43,6 +46,7 @@ from sharded_loader.loader.arguments import length
 from sharded_loader.sampling.base import nested
 from sharded_loader.sampling.epoch import Ahead, MapEpoch
 from sharded_loader.sampling.order import MapOrder
+from sharded_loader.sampling.own import RandomSampler
 from sharded_loader.sampling.state import has_weights
 from sharded_loader.streams.order import StreamOrder
 
@@ -284,8 +288,9 @@ class Epochs:
         order.arrays = job.batchify_fn is None and takes_arrays(job.dataset)
         order.max_shards = pipeline.split.max_shards
         pipeline.split.costs = order.shard_costs
-        # A run that has delivered no batch, and the facts behind its batches if prefetched (None: they are final).
-        self._kept: tuple[Run, Any] | None = None
+        # A run that has delivered no batch, the facts behind its batches if prefetched (None: they are final), and the
+        # call of a thread that opens it.
+        self._kept: tuple[Run, Any, Later | None] | None = None
         self.stale = False
 
     def choose(self) -> Run:
@@ -322,7 +327,7 @@ class Epochs:
     def keep(self, run: Run) -> None:
         """Keep a run whose first ``next`` was interrupted: its epoch has not begun."""
         self.progress.roll_back(run.rollback_point, run)
-        before, self._kept = self._kept, (run, None)
+        before, self._kept = self._kept, (run, None, None)
         if before is not None:
             self._drop(before[0])
 
@@ -371,30 +376,49 @@ class Epochs:
         """
         pool = self.pipeline.pool
         shares_epoch = pool.shares_dataset and epoch_setter(self.dataset) is not None
-        if not (self.prefetch_epochs and pool.num_workers) or shares_epoch or self.stale or self._kept is not None:
+        if not (self.prefetch_epochs and pool.num_workers) or shares_epoch:
             return
+        if (ahead := self._plan_ahead(None)) is not None:
+            self.pipeline.open(ahead, self.job_now())
+            run.next = ahead
+
+    def open_ahead(self, run: Run) -> None:
+        """Have a thread shuffle the next epoch, if the batches are gathered on devices: nothing else takes as long.
+
+        Other samplers may run the user's code, or keep what they have read.
+        """
+        order, is_resident = self.order, self.resident is not None and self.pipeline.pool is self.resident
+        if is_resident and isinstance(order, MapOrder) and type(order.sampling.items) is RandomSampler:
+            self._plan_ahead(self.resident.background)
+
+    def _plan_ahead(self, thread: Background | None) -> Run | None:
+        """Keep a run of the next epoch, which the thread opens. Return None if there cannot be one yet."""
+        if self.stale or self._kept is not None:
+            return None
         point = self.progress.rollback_point()
         try:
             facts = self.order.facts(point[0])
             if facts is None:
-                return
+                return None
             ahead = self.new_run(self.progress.begin())
         except Exception as error:
             pass_on(error)
-            return  # raised when the epoch begins, if it still occurs
+            return None  # raised when the epoch begins, if it still occurs
         ahead.is_ahead, ahead.rollback_point = True, point
-        self._kept = ahead, (facts, self.pipeline.split.weights)
-        self.pipeline.open(ahead, self.job_now())
-        run.next = ahead
+        opening = None if thread is None else thread.submit(partial(ahead.epoch.task, ahead.epoch.first))
+        self._kept = ahead, (facts, self.pipeline.split.weights), opening
+        return ahead
 
     def _take_kept(self, point: RollbackPoint) -> Run | None:
         """Return the kept run if it is the one that begins now; otherwise drop it."""
         kept, self._kept = self._kept, None
         if kept is None:
             return None
-        run, order = kept
+        run, order, opening = kept
         is_wanted = run.rollback_point == point and not self.stale and run.dead is None
-        if is_wanted and order in (None, (self.order.facts(run.epoch.number), self.pipeline.split.weights)):
+        is_wanted = is_wanted and order in (None, (self.order.facts(run.epoch.number), self.pipeline.split.weights))
+        # An error of the thread is raised when the epoch begins, if it still occurs.
+        if is_wanted and (opening is None or not isinstance(opening.wait(), Exception)):
             run.is_ahead = False
             return run
         self._drop(run)

@@ -199,10 +199,11 @@ class EpochIterator(Iterator[Batch]):
         if self._observer.times:
             entry.placing = host_clock.now() - began
         run.delivered = entry.seq + 1
+        self._progress.current_run = run
         if self._is_first:
             self._is_first = False
             self._progress.begun(run, self)
-        self._progress.current_run = run
+            self._epochs.open_ahead(run)
         if result.skipped:
             entry.result = result = self._note_skipped(f"epoch {run.epoch.number}, batch {entry.seq}", result)
         try:

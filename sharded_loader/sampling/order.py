@@ -304,7 +304,8 @@ class MapOrder(Order[Signature]):
     def facts(self, number: int) -> tuple[object, ...] | None:
         if any(not type(sampler).__module__.startswith("sharded_loader.") for sampler in nested(self.batch_sampler)):
             return None
-        return self.signature(number), arguments_of(self.sampling.samplers), self.replicas(), self.arrays
+        made = seed_of(self.sampler)  # the signature has the seeds of samplers that were given
+        return self.signature(number), arguments_of(self.sampling.samplers), made, self.replicas(), self.arrays
 
     def length(self, number: int) -> int:
         return self.epoch(number).length()

@@ -6,7 +6,9 @@ import contextlib
 import gc
 import math
 import signal
+import threading
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +17,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from conftest import made
+from conftest import made, until
 from injection import InterruptAt, TimeIsUp, next_interrupted
 from simulated import Machine
 from torch.utils.data import Subset, TensorDataset
@@ -28,6 +30,7 @@ from sharded_loader.devices.copies import HOST_AHEAD, PendingCopy
 from sharded_loader.devices.placement import Placer
 from sharded_loader.engine.messages import Job, Task
 from sharded_loader.engine.pool import Pool
+from sharded_loader.randomness import rng as shuffle
 from sharded_loader.resident import ResidentPool, load_rows, memory_of, put_rows, take_rows
 
 N = 60
@@ -240,7 +243,7 @@ def test_a_host_that_runs_ahead_holds_pinned_memory_of_few_batches(machine: Mach
         machine.finish()
 
 
-def test_batches_come_on_the_stream_of_the_caller_and_none_is_gathered_ahead(machine: Machine) -> None:
+def test_batches_come_on_the_stream_of_the_caller(machine: Machine) -> None:
     """Iterators take turns on two streams: each batch belongs to the stream that asks for it."""
     device = machine.devices[0]
     home, mine = machine.stream(device), machine.new_stream(device)
@@ -298,6 +301,18 @@ def test_a_refreshed_dataset_is_copied_again_before_the_next_epoch(machine: Mach
         assert "resident" not in repr(loader)
 
 
+def test_batches_that_were_gathered_ahead_of_a_refresh_are_gathered_again(machine: Machine) -> None:
+    data = TensorDataset(torch.arange(12))
+    with kept(machine, data, 2, True) as loader:
+        list(islice(loader, 4))  # with the fourth batch the last two are gathered
+        machine.finish()
+        state = loader.state_dict()
+        data.tensors = (torch.arange(12) * 10,)
+        loader.refresh()
+        loader.load_state_dict(state, strict=False)
+        assert list(seen(machine, loader)) == [described([torch.arange(n, n + 2) * 10]) for n in (8, 10)]
+
+
 def test_close_gives_the_memory_back(machine: Machine) -> None:
     loader = kept(machine, np.arange(N), 7)
     batches = iter(loader)
@@ -310,7 +325,8 @@ def test_close_gives_the_memory_back(machine: Machine) -> None:
     assert machine.allocated <= 1  # the batch, until the collector comes
 
 
-MODULES = ("iterator.py", "loader.py", "pipeline.py", "placement.py", "copies.py", "local.py", "pool.py")
+_ROAD = "__init__ background copies epochs iterator loader local pipeline placement pool"
+MODULES = tuple(f"{name}.py" for name in _ROAD.split())
 
 
 @pytest.mark.parametrize(
@@ -368,6 +384,209 @@ def test_a_loader_that_is_closed_while_rows_are_copied_keeps_none(
         next(iter(loader))
     machine.empty_cache()
     assert machine.allocated == 0
+
+
+@pytest.mark.parametrize("step", [13, pytest.param(1, marks=pytest.mark.slow)])
+def test_an_interrupt_at_every_line_of_a_first_batch_changes_no_order(machine: Machine, step: int) -> None:
+    """While a thread shuffles the next epoch, or ``next`` waits for it."""
+    options: dict[str, Any] = {"shuffle": True, "seed": 1}
+    with kept(machine, np.arange(30), 10, True, **options) as loader, made(range(30), 10, **options) as sent:
+        line, has_fired = 0, True
+        while has_fired:
+            line += step
+            batches = iter(loader)
+            found, has_fired = next_interrupted(batches, line, lambda at: InterruptAt(at, MODULES))
+            found += batches
+            machine.finish()
+            assert [batch.tolist() for batch in found] == [batch.tolist() for batch in sent]
+    assert line > 100
+
+
+# -- several batches at once ------------------------------------------------------------------------------------
+
+
+def gathers(machine: Machine, loader: ShardedDataLoader, batches: Iterator[Any], count: int) -> tuple[list[int], Any]:
+    """How often rows are gathered for each of the next batches, and these."""
+    counts, found = [], []
+    for _ in range(count):
+        with mock.patch.object(machine, "take", wraps=machine.take) as take:
+            found.append(next(batches))
+            counts.append(take.call_count)
+    machine.finish()
+    return counts, found
+
+
+def test_once_the_order_was_foreseen_small_batches_are_gathered_by_eights(machine: Machine) -> None:
+    with kept(machine, np.arange(100), 4, True, shuffle=True, seed=1) as loader:
+        first, _ = gathers(machine, loader, iter(loader), 25)
+        second, _ = gathers(machine, loader, iter(loader), 25)
+    assert first == [1, 1, 0, 1, 0, 0, 0] + [1, 0, 0, 0, 0, 0, 0, 0] * 2 + [1, 0]
+    assert second == [1, 0, 0, 0, 0, 0, 0, 0] * 3 + [1]
+
+
+def test_a_wrong_guess_costs_one_gather_and_the_next_guess_is_careful(machine: Machine) -> None:
+    with kept(machine, np.arange(200), 2, True) as loader:
+        batches = iter(loader)
+        gathers(machine, loader, batches, 20)
+        loader.rescale(1, 0, batch_size=4)  # other batches of the same samples
+        counts, found = gathers(machine, loader, batches, 10)
+        assert [batch.tolist() for batch in found] == np.arange(40, 80).reshape(10, 4).tolist()
+        assert counts == [1, 1, 0, 1, 0, 0, 0, 1, 0, 0]
+
+
+@pytest.mark.parametrize("together", [1, 3, 8])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_batches_do_not_depend_on_how_many_are_gathered_at_once(
+    machine: Machine, options: dict[str, Any], together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loops that are left, and go on from a state in the middle of a gather, included."""
+    monkeypatch.setattr(module, "TOGETHER", together)
+    options = {**options, "batch_size": 3} if "batch_size" in options else options
+    loader, sent = both(machine, columns(), True, **options)
+    with loader, sent:
+        for is_left in (False, True, False, True):
+            found = list(seen(machine, islice(loader, 2 if is_left else None)))
+            if is_left:
+                state = loader.state_dict()
+                next(iter(loader))  # of the next epoch, which is left, too
+                loader.load_state_dict(state)
+                found += seen(machine, loader)
+            assert found == list(seen(None, sent))
+
+
+def test_a_batch_keeps_few_others_and_a_large_one_none(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "TOGETHER_BYTES", 2048)
+    with kept(machine, np.zeros((N, 8)), 16, True) as loader, kept(machine, np.zeros((N, 2)), 16, True) as small:
+        for batch in loader:  # 1024 bytes
+            assert batch.untyped_storage().nbytes() <= 2048
+        assert [batch.untyped_storage().nbytes() for batch in small] == [256, 512, 512, 192]
+        monkeypatch.setattr(module, "TOGETHER_BYTES", 1023)
+        assert [batch.untyped_storage().nbytes() // 64 for batch in loader] == [16, 16, 16, 12]
+
+
+@pytest.mark.parametrize("size", [16, 5, 1])
+def test_batches_of_one_gather_are_tensors_of_their_own(machine: Machine, size: int) -> None:
+    """One may change while autograd needs another."""
+    weight = torch.ones(3, requires_grad=True)
+    with kept(machine, TensorDataset(torch.rand(N, 3), torch.arange(N).to(torch.uint8)), size, True) as loader:
+        batches = list(loader)
+        machine.finish()
+        for x, y in batches:
+            assert x.data_ptr() % 16 == y.data_ptr() % 16 == 0
+            loss = (weight * x).sum()
+            for other, _ in batches:
+                if other is not x:
+                    other.mul_(1)
+            loss.backward()
+        before = [described(batch) for batch in batches]
+        for number, batch in enumerate(batches):
+            assert described(batch) == before[number]
+            for tensor in batch:
+                tensor.fill_(7)
+
+
+def test_a_loop_that_was_left_keeps_no_more_than_a_few_batches(machine: Machine) -> None:
+    with kept(machine, np.arange(1600), 16, True) as loader:
+        for _ in range(20):
+            for number, _batch in enumerate(loader):
+                if number == 5:
+                    break
+        del _batch
+        machine.finish()
+        gc.collect()
+        machine.empty_cache()
+        assert machine.in_use <= 2  # the column, and batches that were gathered ahead
+
+
+# -- the next order ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shuffles(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The threads that shuffle an epoch."""
+    names, real = list[str](), shuffle.shuffled
+
+    def noted(*arguments: Any) -> Any:
+        names.append(threading.current_thread().name)
+        return real(*arguments)
+
+    monkeypatch.setattr(shuffle, "shuffled", noted)
+    return names
+
+
+def orders(loader: ShardedDataLoader, count: int = 1, limit: int | None = None) -> list[list[int]]:
+    return [[int(i) for batch in islice(loader, limit) for i in batch] for _ in range(count)]
+
+
+def test_a_thread_shuffles_the_next_epoch_during_this_one(machine: Machine, shuffles: list[str]) -> None:
+    options: dict[str, Any] = {"shuffle": True, "seed": 4}
+    sent = orders(made(range(N), 7, **options), 3)
+    del shuffles[:]
+    with kept(machine, np.arange(N), 7, True, **options) as loader:
+        for number in range(3):
+            batches = list(loader)
+            machine.finish()
+            assert [i for batch in batches for i in batch.tolist()] == sent[number]
+    assert "sharded_loader-order" not in {thread.name for thread in threading.enumerate()}
+    assert shuffles == ["MainThread", *["sharded_loader-order"] * 3]
+
+
+SHUFFLED: dict[str, Any] = {"shuffle": True, "seed": 4}
+
+CHANGES: dict[str, Callable[[ShardedDataLoader], object]] = {
+    "another epoch": lambda loader: loader.set_epoch(7),
+    "a state": lambda loader: loader.load_state_dict(made(np.arange(N), 7, **SHUFFLED).state_dict()),
+    "other ranks": lambda loader: loader.rescale(7, 1, batch_size=1),
+    "a refresh": lambda loader: loader.refresh(),
+    "another seed": lambda loader: setattr(loader.sampler, "seed", 9),
+    "nothing": lambda loader: None,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_an_order_that_was_made_for_other_facts_is_made_again(
+    machine: Machine, change: Callable[..., object], shuffles: list[str]
+) -> None:
+    loader, sent = kept(machine, np.arange(N), 7, True, **SHUFFLED), made(np.arange(N), 7, **SHUFFLED)
+    with loader, sent:
+        for one in (loader, sent):
+            orders(one, limit=2)
+            until(lambda: "sharded_loader-order" in shuffles)
+            change(one)
+        for _ in range(3):
+            batches = list(loader)
+            machine.finish()
+            assert [[int(i) for batch in batches for i in batch]] == orders(sent)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_error_of_the_thread_is_raised_with_the_next_epoch_if_it_still_occurs(
+    machine: Machine, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, errors = shuffle.shuffled, iter([None, *[MemoryError("full")] * times])
+
+    def full(*key: Any) -> Any:
+        if (error := next(errors, None)) is not None:
+            raise error
+        return real(*key)
+
+    with kept(machine, np.arange(N), N, True, **SHUFFLED) as loader, made(np.arange(N), N, **SHUFFLED) as sent:
+        wanted = orders(sent, 2)
+        monkeypatch.setattr(shuffle, "shuffled", full)
+        found = list(loader)
+        with pytest.raises(MemoryError, match="full") if times == 2 else contextlib.nullcontext():
+            found += loader
+        machine.finish()
+        assert [batch.tolist() for batch in found] == wanted[: 3 - times]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"sampler": [3, 1, 2]}, {"shuffle": True, "resident": False}], ids=["in order", "a list", "sent"]
+)
+def test_there_is_no_thread_where_none_is_needed(machine: Machine, options: dict[str, Any]) -> None:
+    with made(np.arange(N), 7, **{"device": machine.devices[0], "resident": True} | options) as loader:
+        list(loader)
+        assert "sharded_loader-order" not in {thread.name for thread in threading.enumerate()}
 
 
 # -- how much fits --------------------------------------------------------------------------------------------
