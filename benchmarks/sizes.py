@@ -32,6 +32,7 @@ APART = ("cli", "demo", "__main__")
 OPTIONAL = (
     "storage",
     "recordio",
+    "vision",
     "ray",
     "caching",
     "resident",
@@ -60,6 +61,7 @@ FLOORS = (
     ("loader",),
     ("extend",),
     ("recordio", "parallel"),
+    ("vision",),
     ("storage", "caching", "samplers", "mixing", "batchify", "ray", "resident"),
     ("instruments",),
     ("drop_in",),

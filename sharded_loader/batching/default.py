@@ -49,6 +49,7 @@ class DefaultBatchify(Batchify):
     | a tuple, or a list with anything else | a list of fields, each by these rules |
     | a mapping, namedtuple, dataclass | the same type, each field by these rules |
     | a string, bytes, None, any other object | a list of the objects |
+    | an object whose class has a static method ``assemble_samples(samples, empty)`` | what that returns |
 
     Python ints become int64 (uint64 if only that holds them) and floats float64. Dtypes of NumPy and torch are
     preserved.
@@ -84,7 +85,8 @@ class DefaultBatchify(Batchify):
             return stack(samples, empty)
         if kind not in _TRAITS:
             protocol.refuse_async(samples, "a field of the samples")
-            return list(samples)
+            assemble = getattr(types.pop(), "assemble_samples", None) if len(types) == 1 else None
+            return list(samples) if assemble is None else assemble(samples, empty)
         for trait, noun, advice in _TRAITS[kind]:
             if len(set(map(trait, samples))) > 1:
                 raise unlike(samples, trait, noun, advice)

@@ -6,7 +6,8 @@
 
 Arrays, tensors, numbers, and tuples and lists of them are stacked into memory from ``empty``. torch's own function
 collates everything else: other types and shapes, samples that cannot be collated, and all samples if the program has
-changed ``default_collate_fn_map``. Only that function makes this module import torch.
+changed ``default_collate_fn_map``. Only that function makes this module import torch. What it rejects may have a class
+with ``assemble_samples(samples, empty)``, which then makes its part of the batch.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from sharded_loader.extend.data import (
     assembler,
     dtype_of,
     is_plain,
+    map_leaves,
     part_of,
     stack_arrays,
     stack_tensors,
@@ -64,7 +66,15 @@ class Collate:
                     return TensorBatch(fields if is_row else fields[0])
             except (BatchifyError, IndexError, OverflowError, ValueError):
                 pass  # leave the error to torch's function
-        return self(samples)
+        try:
+            return self(samples)
+        except TypeError:
+            own = _own_functions(next(iter(samples), None), empty)
+            if not own:
+                raise
+        from torch.utils.data._utils.collate import collate, default_collate_fn_map
+
+        return collate(list(samples), collate_fn_map={**default_collate_fn_map, **own})
 
     def bulk_of(self, dataset: object) -> Gather | None:
         """Return ``gather(indices, empty)``, as of `sharded_loader.data.bulk.as_bulk`, or None if samples must be read.
@@ -91,6 +101,23 @@ class Collate:
         from torch.utils.data import default_collate
 
         return default_collate(list(samples))
+
+
+def _own_functions(sample: object, empty: Empty) -> dict[Any, Callable[..., Any]]:
+    """Return the functions, for torch's table, of classes in a sample that make their own batch."""
+
+    found: dict[Any, Callable[..., Any]] = {}
+
+    def function_of(kind: Any) -> Callable[..., Any]:
+        return lambda objects, *, collate_fn_map: to_torch(kind.assemble_samples(objects, empty))
+
+    def look(leaf: Any) -> Any:
+        if hasattr(type(leaf), "assemble_samples"):
+            found[type(leaf)] = function_of(type(leaf))
+        return leaf
+
+    map_leaves(look, sample)
+    return found
 
 
 def _stacked(column: Sequence[Any], types: set[type], empty: Empty) -> Any:

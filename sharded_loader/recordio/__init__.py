@@ -4,9 +4,9 @@
     train.idx    key <TAB> offset of the record in train.rec, one line each
 
 Classes and functions are those of ``mxnet.recordio`` and ``mxnet.gluon.data``. `files` has the format, `images` MXNet's
-label header (`pack`, `unpack`). A reader serves any number of threads through one descriptor, and opens its own in each
-process. A writer belongs to the process that opened it. A damaged file raises `RecordIOError` at the damaged record;
-all records before it stay readable.
+label header (`pack`, `unpack`), `vision` the datasets of pictures. A reader serves any number of threads through one
+descriptor, and opens its own in each process. A writer belongs to the process that opened it. A damaged file raises
+`RecordIOError` at the damaged record; all records before it stay readable.
 """
 
 from __future__ import annotations
@@ -378,4 +378,4 @@ class RecordFileDataset(Closable, Dataset):
         self._file.close()
 
     def __repr__(self) -> str:
-        return f"RecordFileDataset({self.filename!r}, {len(self)} records)"
+        return f"{type(self).__name__}({self.filename!r}, {len(self)} records)"

@@ -183,14 +183,19 @@ def unpack_img(s: bytes, iscolor: int = -1) -> tuple[IRHeader, Pixels]:
     if iscolor not in (-1, 0, 1):
         raise ValueError(f"unknown iscolor {iscolor!r}, use 1 for RGB, 0 for grey, -1 for what is stored")
     header, payload = unpack(s)
+    return header, decode_image(payload, iscolor, f"record with id {header.id}", ". Was it written by pack_img()?")
+
+
+def decode_image(payload: bytes, iscolor: int, name: str, advice: str = "") -> Pixels:
+    """Decode an image as `unpack_img` does; ``name`` and ``advice`` are for its errors."""
     pillow = _pillow()
     try:
         image = pillow.open(io.BytesIO(payload))
         image.load()
     except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, struct.error, ... on bad bytes
-        text = f"its {len(payload)} bytes do not decode as an image ({error}). Was it written by pack_img()?"
-        raise ValueError(f"record with id {header.id}: {text}") from error
-    return header, _pixels(image, iscolor, f"record with id {header.id}: the {image.format} image")
+        text = f"its {len(payload)} bytes do not decode as an image ({error}){advice}"
+        raise ValueError(f"{name}: {text}") from error
+    return _pixels(image, iscolor, f"{name}: the {image.format} image")
 
 
 def _pixels(image: Any, iscolor: int, name: str) -> Pixels:

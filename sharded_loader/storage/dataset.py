@@ -45,6 +45,7 @@ from sharded_loader.storage.parts import UNKNOWN, is_same, with_tags
 from sharded_loader.storage.read_ahead import ReadAhead
 from sharded_loader.storage.stores import ObjectStore, RemoteFile
 from sharded_loader.storage.tables import TableFormat, batch_of
+from sharded_loader.vision import PictureDecoder
 
 MAX_OPEN = 32
 """Maximum number of shards that a process keeps open."""
@@ -82,6 +83,8 @@ class ShardDataset(Dataset):
         trust: places outside their own folder and host that lists and index files may refer to: a URL or path prefix, a
             list, or a dict with storage options for each; True allows all. ``storage_options`` are only sent to the
             hosts of ``urls``.
+        decode: ``"cpu"`` or ``"cuda"`` decodes the fields of tar samples that end in ``jpg``, ``jpeg``, ``png`` or
+            ``webp``, as `ImageRecordDataset` does.
 
     Attributes:
         retries: number of requests of this process that were retried.
@@ -89,7 +92,9 @@ class ShardDataset(Dataset):
     Raises:
         ShardError: A shard cannot be indexed. Also a FileNotFoundError if nothing matches or a shard is missing, and a
             PermissionError if access is denied.
-        TypeError, ValueError: ``columns`` is not a list of names, or the shards are not tables.
+        TypeError, ValueError: ``columns`` is not a list of names, or the shards are not tables. ``decode`` is unknown,
+            or the shards are not tar files. Reading raises it for a picture that does not decode.
+        ImportError: Pillow, or the decoder for CUDA, is not installed.
 
     Example:
         >>> import io, os, tarfile, tempfile
@@ -116,6 +121,7 @@ class ShardDataset(Dataset):
         index_folder: Place | None = None,
         columns: Iterable[str] | None = None,
         trust: bool | Place | Iterable[str] | Mapping[str, Options] = False,
+        decode: str | None = None,
         **unknown: NoReturn,
     ) -> None:
         refuse_arguments("ShardDataset", unknown, type(self).__init__)
@@ -129,6 +135,11 @@ class ShardDataset(Dataset):
                 name = found.format.name
                 raise ValueError(f"columns={columns!r}: shards of the format {name} have no columns; leave it out")
             found = found._replace(format=found.format.with_columns(columns))
+        self._decode = None if decode is None else PictureDecoder(decode)
+        if decode is not None and found.format.name != "tar":
+            raise ValueError(
+                f"decode={decode!r}: it is for tar shards, and these are {found.format.name}; leave it out"
+            )
         folder = cache.folder / "indexes" if cache is not None else indexes.default_folder()
         kept = Indexes(folder if index_folder is None else Path(index_folder))
         self._shards = shards = Shards(found, store, cache, kept)
@@ -183,9 +194,14 @@ class ShardDataset(Dataset):
     @bulk
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return many samples with one call of the format per shard."""
-        order, parts = by_part(checked_indices(indices, len(self)), self._ends)
+        numbers = checked_indices(indices, len(self))
+        order, parts = by_part(numbers, self._ends)
         rows = [(shard, rows.tolist()) for shard, rows in parts]
-        return in_order(order, self._shards.read(rows, self._shards.format.read))
+        samples = in_order(order, self._shards.read(rows, self._shards.format.read))
+        if self._decode is None:
+            return samples
+        places = [shown(self._shards.urls[shard]) for shard in np.searchsorted(self._ends, numbers, side="right")]
+        return list(map(self._decode.in_fields, samples, places))
 
     def _in_columns(self, indices: object, empty: Empty) -> Any:
         """Return a batch of table rows in memory from ``empty``, equal to the default batchify of its samples."""

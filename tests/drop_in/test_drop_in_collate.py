@@ -223,6 +223,36 @@ def test_the_memory_comes_from_who_asks() -> None:
     assert [array.shape for array in given] == [(2, 2), (2, 3)]
 
 
+class Text:
+    """An object whose class makes its part of a batch."""
+
+    def __init__(self, text: bytes) -> None:
+        self.text = text
+
+    @staticmethod
+    def assemble_samples(samples: list[Text], empty: Any) -> Any:
+        memory = empty((len(samples),), np.dtype(np.uint8))
+        memory[:] = [len(sample.text) for sample in samples]
+        return memory
+
+
+NESTED: dict[str, Callable[[Any], Any]] = {
+    "alone": lambda value: value,
+    "in a tuple": lambda value: (value, 1),
+    "in a dict beside a text": lambda value: {"name": "n", "value": value},
+    "deep": lambda value: {"a": [("x", {"value": value})]},
+}
+
+
+@pytest.mark.parametrize("where", NESTED)
+@pytest.mark.parametrize("make", [ShardedDataLoader, DataLoader])
+def test_a_class_makes_its_part_of_a_batch(make: Any, where: str) -> None:
+    nest = NESTED[where]
+    [batch] = make([nest(Text(b"a")), nest(Text(b"bcd"))], batch_size=2)
+    [expected] = make([nest(np.uint8(1)), nest(np.uint8(3))], batch_size=2)
+    assert_same(batch, expected)
+
+
 def test_a_batchify_function_of_this_library_gives_tensors() -> None:
     samples = [np.ones(2), np.ones(3)]
     found = Assembled(Pad(-1)).assemble(samples, np.empty)
