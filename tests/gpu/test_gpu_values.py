@@ -306,7 +306,8 @@ def test_a_slot_is_used_again_only_when_its_copy_is_done(cuda: torch.device, mon
     with loader_of(device=cuda, pool=pool) as loader:
         list(loader)
         (copies, stream), arena = copies_of(loader), pool._transport.arena
-        arena.returned, copy = Returned(arena.returned), copies.streams.copy
+        given = {worker: Returned(leases) for worker, leases in arena.returned.items()}
+        arena.returned, copy = collections.defaultdict(Returned, given), copies.streams.copy
         monkeypatch.setattr(copies.streams, "copy", noted)
         for _ in range(5):
             for _ in loader:
