@@ -17,9 +17,8 @@ import pytest
 
 from sharded_loader import SimpleDataset
 from sharded_loader.cli import main
-from sharded_loader.cli.bench import ROUNDS, Row, measure, recommend
+from sharded_loader.cli.bench import ROUNDS, Row, find_dataset, measure, recommend
 from sharded_loader.cli.output import CannotRun
-from sharded_loader.cli.target import find_dataset
 from sharded_loader.instruments.auto import START, Tuner
 from tests.samples import Drawing
 
