@@ -31,7 +31,7 @@ from sharded_loader.drop_in.state import ADVICE, LoaderState, TorchProgress, Tor
 from sharded_loader.drop_in.trainers import rebuilt_by_accelerate, refuse_skipping
 from sharded_loader.extend import NOTHING, Entry, ErrorAction, Pool, Task, reader_for
 from sharded_loader.extend import engine as core
-from sharded_loader.extend.data import as_dataset, epoch_listeners, fingerprint_of, warn_of_other_data
+from sharded_loader.extend.data import as_dataset, describe_change, epoch_listeners, fingerprint_of
 from sharded_loader.extend.engine import Batch
 from sharded_loader.extend.order import (
     announce_epoch,
@@ -42,7 +42,7 @@ from sharded_loader.extend.order import (
     text_if_ranks_repeat,
     warn_of_done_steps,
 )
-from sharded_loader.extend.tools import an, entries, exclude_from_compilation, refuse_arguments
+from sharded_loader.extend.tools import an, entries, exclude_from_compilation, refuse_arguments, warn
 from sharded_loader.instruments.auto import Tuner
 from sharded_loader.instruments.report import Instruments
 from sharded_loader.instruments.stats import Meter
@@ -578,7 +578,11 @@ class TorchReading(Generic[Batch]):
         if given and state.sampler is not None:
             before = progress.steps.before(state.epoch or 0, self._steps.length)
             warn_of_done_steps(given, saved, before + state.sampler.yielded)
-        warn_of_other_data(state_dict.get("_data"), fingerprint_of(loader.dataset))
+        if change := describe_change(state_dict.get("_data"), fingerprint_of(loader.dataset)):
+            warn(
+                f"the state was saved with other data: {change}. The loader continues at this position in its own "
+                f"data. Load the original data. If you mean the change, ignore this LoaderWarning"
+            )
         progress.given_skip, loader.skip = given, list(merged(given, saved))
         # A later `set_epoch` decides, as at the end of an epoch.
         progress.load(copy.deepcopy(dict(state_dict)), state.epoch_to_begin)

@@ -20,7 +20,6 @@ import select
 import socket
 import sys
 import tempfile
-import threading
 import time
 import uuid
 from collections.abc import Mapping
@@ -40,9 +39,6 @@ PREFIX = "sharded_loader"
 
 ALLOCATED_AT_ONCE = 32 << 20
 """Bytes per `posix_fallocate` (8 ms)."""
-
-LOCK_POLL = 0.005
-"""Seconds between attempts to acquire a file lock."""
 
 _NO_SPACE = {getattr(errno, name) for name in ("ENOSPC", "ENOMEM", "EDQUOT", "EFBIG", "EIO") if hasattr(errno, name)}
 """Allocation errors that mean a lack of space; all others mean that the call is not supported."""
@@ -137,43 +133,7 @@ def _write_zeros(fd: int, offset: int, size: int) -> None:
         offset += os.pwrite(fd, zeros[: end - offset], offset)
 
 
-# -- files that processes share -------------------------------------------------------------------------------
-
-_seek_lock = threading.Lock()
-"""Serializes seek and read or write on systems without `pread` and `pwrite`."""
-
-
-def lock_at(path: Any) -> Any:
-    """Return a new lock object, shared by all processes of this machine through the name of a file.
-
-    Acquiring it raises OSError or NotImplementedError if the file cannot be created, or its file system has no locks.
-    """
-    from filelock import FileLock
-
-    return FileLock(path, thread_local=False, poll_interval=LOCK_POLL)
-
-
-def write_at(fd: int, data: Any, offset: int) -> None:
-    """Write bytes, or a flat view of bytes, at an offset. Unlike a mapping, this raises OSError on a full disk."""
-    data = memoryview(data)
-    if not hasattr(os, "pwrite"):  # Windows
-        with _seek_lock:
-            os.lseek(fd, offset, os.SEEK_SET)
-            while data:
-                data = data[os.write(fd, data) :]
-        return
-    while data:
-        done = os.pwrite(fd, data, offset)
-        data, offset = data[done:], offset + done
-
-
-def read_at(fd: int, nbytes: int, offset: int) -> bytes:
-    """Read bytes at an offset; fewer at the end of the file."""
-    if hasattr(os, "pread"):
-        return os.pread(fd, nbytes, offset)
-    with _seek_lock:
-        os.lseek(fd, offset, os.SEEK_SET)
-        return os.read(fd, nbytes)
+# -- files ---------------------------------------------------------------------------------------------------
 
 
 def write_whole(path: Any, data: bytes) -> None:

@@ -29,7 +29,8 @@ import numpy as np
 
 from sharded_loader.extend import Array
 from sharded_loader.extend.engine import chosen_backend
-from sharded_loader.extend.tools import MAP_OPTIONS, PREFIX, lock_at, open_memory
+from sharded_loader.extend.tools import MAP_OPTIONS, PREFIX, open_memory
+from sharded_loader.recordio.positioned import lock_at
 
 if sys.platform != "win32":
     import fcntl

@@ -26,7 +26,7 @@ included, are a TypeError that names the field. Unlike a pickle, stored data can
 
 *Writers* hold the file lock, which ends with the process. They write sample, checksum, place (one 8-byte store) and
 then the counters. A writer that dies before the place has used nothing; after it, the next writer finds the place of
-the last sample and counts it. Samples are written by `system.write_at`, where a full disk is an error.
+the last sample and counts it. Samples are written by `write_at`, where a full disk is an error.
 
 *Readers* of a file share a `Session` with a byte for each sample whose checksum is verified or that one of them wrote,
 so other programs' samples are verified once. Memory needs no checksums. A corrupt sample counts as missing.
@@ -64,7 +64,8 @@ from sharded_loader.caching.shared import Opened, close_locked, is_own, locked, 
 from sharded_loader.extend import Array
 from sharded_loader.extend.data import NUMPY_NAMES, as_numpy, dtype_name, exact, is_plain, is_tensor
 from sharded_loader.extend.engine import aligned
-from sharded_loader.extend.tools import SMALL, Limit, an, blake2b, bytes_of_text, free_bytes, logger, read_at, write_at
+from sharded_loader.extend.tools import SMALL, Limit, an, blake2b, bytes_of_text, free_bytes, logger
+from sharded_loader.recordio.positioned import read_at, write_at
 
 VERSION = 1
 """Version of the layout. Files of other versions are rejected."""

@@ -48,7 +48,6 @@ from sharded_loader.base.described import brief
 from sharded_loader.base.errors import text_of
 from sharded_loader.base.interrupts import pass_on
 from sharded_loader.base.limits import private_bytes
-from sharded_loader.base.notices import warn
 from sharded_loader.base.private import blake2b
 from sharded_loader.batching import tree
 from sharded_loader.data.columns import is_dataset
@@ -397,19 +396,10 @@ def fingerprint_of(dataset: object) -> str | None:
     return f"{zlib.crc32(data):08x}" if data else None
 
 
-def _describe_change(saved: object, own: object) -> str:
+def describe_change(saved: object, own: object) -> str:
     """Describe how fingerprints differ; "" if they agree or one is missing, as in states of older versions."""
     differs = isinstance(saved, str) and own is not None and saved != own
     return f"the fingerprint of the dataset was {saved}, and is {own}" if differs else ""
-
-
-def warn_of_other_data(saved: object, own: str | None) -> None:
-    """Warn if a state was saved with other data."""
-    if change := _describe_change(saved, own):
-        warn(
-            f"the state was saved with other data: {change}. The loader continues at this position in its own data. "
-            f"Load the original data. If you mean the change, ignore this LoaderWarning"
-        )
 
 
 def _data_bytes(data: Any, depth: int) -> bytes:
@@ -473,7 +463,7 @@ class DataIdentity:
 
     def check(self, state: Mapping[str, Any], read: ReadDigest) -> None:
         """Raise ValueError if a state fits the loader but was saved with other data."""
-        change = _describe_change(state.get("data"), self.entries().get("data"))
+        change = describe_change(state.get("data"), self.entries().get("data"))
         digests = state.get("digests", ())
         for row in digests if isinstance(digests, list | tuple) else [digests]:
             if type(row) not in (list, tuple) or [type(part) for part in row] not in ([int, int, str], [int, str, str]):

@@ -65,6 +65,7 @@ from sharded_loader.data.datasets import follow as follow
 from sharded_loader.data.datasets import mixture_of as mixture_of
 from sharded_loader.data.datasets import nested as nested
 from sharded_loader.data.inspection import DataIdentity as DataIdentity
+from sharded_loader.data.inspection import describe_change as describe_change
 from sharded_loader.data.inspection import digest_of_read as digest_of_read
 from sharded_loader.data.inspection import exact as exact
 from sharded_loader.data.inspection import fingerprint_of as fingerprint_of
@@ -77,7 +78,6 @@ from sharded_loader.data.inspection import known_parts as known_parts
 from sharded_loader.data.inspection import look_in_worker as look_in_worker
 from sharded_loader.data.inspection import takes_two as takes_two
 from sharded_loader.data.inspection import text_with_type as text_with_type
-from sharded_loader.data.inspection import warn_of_other_data as warn_of_other_data
 from sharded_loader.data.seeding import epoch_listeners as epoch_listeners
 from sharded_loader.data.seeding import epoch_setter as epoch_setter
 from sharded_loader.data.seeding import generators as generators

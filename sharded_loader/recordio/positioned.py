@@ -1,4 +1,4 @@
-"""Local files: positioned reads, and detection of changes.
+"""Local files: positioned reads and writes, locks, and detection of changes.
 
 File systems with timestamps of a server may reveal changes only seconds later (NFS: 3 to 60).
 """
@@ -6,12 +6,12 @@ File systems with timestamps of a server may reveal changes only seconds later (
 from __future__ import annotations
 
 import os
+import threading
 import time
 import zlib
 from collections.abc import Callable
 from functools import partial
-
-from sharded_loader.extend.tools import read_at
+from typing import Any
 
 BINARY = getattr(os, "O_BINARY", 0)
 """Flag for `os.open`, without which Windows translates line ends."""
@@ -22,6 +22,41 @@ CHECKS, CHECKED = 8, 4096
 TICK, LONG_TICK = 0.03, 2.0
 """Seconds within which two changes may get the same timestamp: clocks advance in ticks of up to 16 ms, and some file
 systems store whole seconds, or two."""
+
+LOCK_POLL = 0.005
+"""Seconds between attempts to acquire a file lock."""
+
+_seek_lock = threading.Lock()
+"""Serializes seek and read or write on systems without `pread` and `pwrite`, such as Windows."""
+
+
+def lock_at(path: Any) -> Any:
+    """Return a new lock object, shared by all processes of this machine through the name of a file.
+
+    Acquiring it raises OSError or NotImplementedError if the file cannot be created, or its file system has no locks.
+    """
+    from filelock import FileLock
+
+    return FileLock(path, thread_local=False, poll_interval=LOCK_POLL)
+
+
+def write_at(fd: int, data: Any, offset: int) -> None:
+    """Write bytes, or a flat view of bytes, at an offset. Unlike a mapping, this raises OSError on a full disk."""
+    data = memoryview(data)
+    while data:
+        done = os.pwrite(fd, data, offset) if hasattr(os, "pwrite") else _seek_and(os.write, fd, data, offset)
+        data, offset = data[done:], offset + done
+
+
+def read_at(fd: int, nbytes: int, offset: int) -> bytes:
+    """Read bytes at an offset; fewer at the end of the file."""
+    return os.pread(fd, nbytes, offset) if hasattr(os, "pread") else _seek_and(os.read, fd, nbytes, offset)
+
+
+def _seek_and(call: Callable[[int, Any], Any], fd: int, value: object, offset: int) -> Any:
+    with _seek_lock:
+        os.lseek(fd, offset, os.SEEK_SET)
+        return call(fd, value)
 
 
 class PositionedFile:

@@ -32,7 +32,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from sharded_loader.extend.tools import bytes_of_text, host_clock, lock_at, logger, refuse_arguments
+from sharded_loader.extend.tools import bytes_of_text, host_clock, logger, refuse_arguments
+from sharded_loader.recordio.positioned import lock_at
 from sharded_loader.storage.files import LocalFile, ShardError, Stat, shown
 
 LOCKS = 1024

@@ -33,7 +33,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sharded_loader.extend import Int64s, Notices
-from sharded_loader.extend.tools import lock_at, logger, write_whole
+from sharded_loader.extend.tools import logger, write_whole
+from sharded_loader.recordio.positioned import lock_at
 from sharded_loader.storage.files import ShardError, ShardFile, Stat, joined, local_path, shown
 from sharded_loader.storage.parts import UNKNOWN, is_same
 from sharded_loader.storage.stores import ObjectStore

@@ -22,11 +22,11 @@ import torch
 
 from sharded_loader import CacheMismatchError
 from sharded_loader.base.limits import Limit
-from sharded_loader.base.system import write_at
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.caching import store as stores
 from sharded_loader.caching.shared import locked
 from sharded_loader.caching.store import MISSING, Store, batched, fits_columns, flat, open_store, text_of, unflatten
+from sharded_loader.recordio.positioned import write_at
 
 COUNT = 20
 
