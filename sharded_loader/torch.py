@@ -55,34 +55,14 @@ __all__ = ["DataLoader"]
 _TORCHS = torch.utils.data.DataLoader  # looked up once, because programs replace torch's class by this module's
 
 
-class OwnArguments:
-    """Arguments that torch's loader lacks, at least in torch 2.4 (``in_order``), as attributes: libraries rebuild
-    loaders.
-    """
-
-    seed: int | None
-    on_error: ErrorAction | OnError
-    device: Any
-    devices: Any
-    num_shards: int | None
-    start_method: Literal["fork", "forkserver", "spawn"] | None
-    thread_pool: bool
-    restarts: int | None
-    max_bytes: int | None
-    max_worker_memory: int | str | None
-    streams: int | None
-    snapshot_every_n_steps: int
-    in_order: bool
-
-
 SHARDED = ("num_replicas", "rank", "mesh", "costs", "evaluate", "steps_per_epoch")
 """Arguments of `ShardedDataLoader` that are incompatible with torch's order."""
 
-_TORCHS_TOO = {"in_order"} & inspect.signature(_TORCHS).parameters.keys()
-_OURS = {"self", "__class__", "skip", "unknown", *OwnArguments.__annotations__, *SHARDED} - _TORCHS_TOO
+_TORCHS_ARGUMENTS = tuple(inspect.signature(_TORCHS).parameters)
+"""Before torch 2.6 without ``in_order``."""
 
 
-class DataLoader(OwnArguments, Instruments, torch.utils.data.DataLoader[Batch]):
+class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
     """torch's ``DataLoader`` with this library's engine.
 
     Args:
@@ -180,8 +160,11 @@ class DataLoader(OwnArguments, Instruments, torch.utils.data.DataLoader[Batch]):
         is_auto, workers = core.number_of_workers(num_workers)
         self.num_replicas, self.rank, self.mesh = num_replicas, rank, mesh
         self.costs, self.evaluate, self.steps_per_epoch = costs, evaluate, steps_per_epoch
-        for name in OwnArguments.__annotations__:
-            setattr(self, name, given[name])
+        # As attributes, because libraries rebuild loaders.
+        self.seed, self.on_error, self.in_order, self.streams = seed, on_error, in_order, streams
+        self.device, self.devices, self.num_shards, self.thread_pool = device, devices, num_shards, thread_pool
+        self.start_method, self.restarts, self.max_bytes = start_method, restarts, max_bytes
+        self.max_worker_memory, self.snapshot_every_n_steps = max_worker_memory, snapshot_every_n_steps
         self._meter = Meter(dataset, core.action_and_limit(on_error)[1])
         self._tuner = Tuner(self._meter) if is_auto else None  # finds the number of workers
         if any(given[name] is not None and given[name] is not False for name in SHARDED):
@@ -200,7 +183,7 @@ class DataLoader(OwnArguments, Instruments, torch.utils.data.DataLoader[Batch]):
             elif seed is not None:
                 sampler = InOrderSampler(dataset)
         given |= {"dataset": dataset, "num_workers": workers, "shuffle": shuffle, "sampler": sampler}
-        super().__init__(**{name: value for name, value in given.items() if name not in _OURS})
+        super().__init__(**{name: given[name] for name in _TORCHS_ARGUMENTS if name in given})
         drop_in.check_arguments(self)
         if isinstance(self._reads, ShardedDataLoader):
             return

@@ -212,12 +212,8 @@ class TorchProgress(core.Place):
 
     def __init__(self, count: EpochCount, given_skip: tuple[tuple[int, int], ...]) -> None:
         super().__init__(count)
-        self.count, self.requests, self.given_skip, self.steps = (
-            count,
-            core.EpochRequests(),
-            given_skip,
-            StepCount(None),
-        )
+        self.count, self.given_skip = count, given_skip
+        self.requests, self.steps = core.EpochRequests(), StepCount(None)
 
     def __reduce__(self) -> Any:  # a copy of the loader has its own iterators and states
         kept = {"requests": self.requests, "data": self.data, "steps": self.steps}
