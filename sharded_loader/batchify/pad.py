@@ -167,15 +167,11 @@ class Pad(Batchify):
         if self._max_length is None:
             return samples
         kept = slice(self._max_length) if self._truncate == "end" else slice(-self._max_length, None)
-        cut = []
-        for sample in samples:
-            where = [slice(None) if self._axis is not None else kept] * sample.ndim
-            if self._axis is not None:
-                if not -sample.ndim <= self._axis < sample.ndim:
-                    return samples  # `_plan` says so
-                where[self._axis] = kept
-            cut.append(sample[tuple(where)])
-        return cut
+
+        def where(ndim: int) -> tuple[slice, ...]:
+            return tuple([kept if self._axis in (None, i, i - ndim) else slice(None) for i in range(ndim)])
+
+        return [sample[where(sample.ndim)] for sample in samples]
 
     def _plan(self, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], int | None, Sequence[Any]]:
         """The padded shape of one sample, the axis from 0, and each sample's length along it (all, with axis=None)."""
