@@ -82,16 +82,8 @@ class Notices:
 
 
 RETRIES: list[None] = []
-"""One item per retry in this process and, before a fork, its parent. Its length is read per batch, without a call."""
+"""One item per retried request to a server (`storage.stores`) in this process and, before a fork, its parent.
 
-
-def note_retry() -> None:
-    """Count a retried request to a server (`storage.stores`) in `RETRIES`. Thread-safe.
-
-    Example:
-        >>> before = len(RETRIES)
-        >>> note_retry()
-        >>> len(RETRIES) - before
-        1
-    """
-    RETRIES.append(None)  # atomic: a lock could be held by another thread when the process forks
+Its length is read per batch, without a call. ``append`` is atomic: a lock could be held by another thread when the
+process forks.
+"""

@@ -31,8 +31,8 @@ from sharded_loader.base.limits import processes_here as processes_here
 from sharded_loader.base.limits import ranks_here as ranks_here
 from sharded_loader.base.limits import ranks_on_cores as ranks_on_cores
 from sharded_loader.base.limits import usable_cores as usable_cores
+from sharded_loader.base.notices import RETRIES as RETRIES
 from sharded_loader.base.notices import logger as logger
-from sharded_loader.base.notices import note_retry as note_retry
 from sharded_loader.base.notices import warn as warn
 from sharded_loader.base.private import blake2b as blake2b
 from sharded_loader.base.private import close_session as close_session

@@ -148,12 +148,8 @@ class RayPool(SupervisedPool[ActorWorker]):
     @property
     def workers(self) -> tuple[RayWorker, ...]:
         """Number, state, process and node of each worker."""
-        return tuple(
-            RayWorker(worker.number, "starting", None, None, None)
-            if (said := worker.begun) is None
-            else RayWorker(worker.number, "ready", said.pid, said.node, said.host)
-            for worker in self._transport.workers
-        )
+        begun = [(one.number, one.begun) for one in self._transport.workers]
+        return tuple(RayWorker(n, "ready" if said else "starting", *(said or (None,) * 3)[:3]) for n, said in begun)
 
     # -- verbs ----------------------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from sharded_loader.extend.tools import host_clock, processes_here, warn
-from sharded_loader.storage.stores import CONNECTIONS, MAX_REQUESTS, piece_count
+from sharded_loader.storage.stores import CONNECTIONS, MAX_REQUESTS, PIECE
 
 if TYPE_CHECKING:
     from sharded_loader.storage.dataset import Shards
@@ -180,7 +180,8 @@ class ReadAhead:
         self.error: Exception | None = None
         self._stopped = threading.Event()
         self._requests: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        at_once = MAX_REQUESTS // max(1, min(piece_count(self._total_bytes // max(1, len(sizes))), CONNECTIONS))
+        pieces = -(-(self._total_bytes // max(1, len(sizes))) // PIECE)  # of a mean shard
+        at_once = MAX_REQUESTS // max(1, min(pieces, CONNECTIONS))
         self._threads = [threading.Thread(target=self._fetch_all, daemon=True) for _ in range(at_once)]
         self._threads.append(threading.Thread(target=self._run, name="sharded_loader-read-ahead", daemon=True))
 

@@ -30,7 +30,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from itertools import islice
 from typing import Any, BinaryIO, TypeVar
 
-from sharded_loader.extend.tools import close_session, note_retry, path_of, write_whole
+from sharded_loader.extend.tools import RETRIES, close_session, path_of, write_whole
 from sharded_loader.storage import files, parts
 from sharded_loader.storage.files import Options, ShardError, ShardFile, Stat, Trust, local_path, shown
 
@@ -220,7 +220,7 @@ class ObjectStore:
         piece = min(PIECE, max(LEAST_PIECE, -(-stat.size // CONNECTIONS))) if is_waited_for else PIECE
         begins, all_are_sure = iter(range(0, stat.size, piece)), True
         running: dict[Future[tuple[bytes, bool]], int] = {}
-        threads = ThreadPoolExecutor(max(1, min(piece_count(stat.size, piece), CONNECTIONS)))
+        threads = ThreadPoolExecutor(max(1, min(-(-stat.size // piece), CONNECTIONS)))
         try:
             while True:
                 for begin in islice(begins, CONNECTIONS - len(running)):  # bounds the memory
@@ -315,7 +315,7 @@ class ObjectStore:
             if number:
                 time.sleep(pause(number, headers))
                 self.retries += 1
-                note_retry()
+                RETRIES.append(None)
             self.requests += 1
             try:
                 with self._slots:
@@ -389,10 +389,6 @@ def existing_prefix(path: str, signs: str) -> str:
     while any(sign in path for sign in signs) and not os.path.exists(path):
         path = path.rpartition("/")[0]
     return path
-
-
-def piece_count(size: int, piece: int = PIECE) -> int:
-    return -(-size // piece)
 
 
 def _changed(url: str, how: str) -> ShardError:
