@@ -152,10 +152,7 @@ def sampler_error(raised: Exception, where: str) -> Exception:
     """Return the error for the place of a batch that the sampler failed on. ``where`` describes the batch."""
     error = as_batch_error(raised, "by the sampler")
     add_note(error, f"sharded_loader: raised by the sampler{where}")
-    try:
-        return error
-    finally:
-        del error  # breaks the cycle error -> traceback -> this frame -> error
+    return error
 
 
 def move_item(table: dict[int, Any], seq: int, to: int) -> None:
