@@ -50,7 +50,6 @@ from sharded_loader.base.interrupts import pass_on
 from sharded_loader.base.limits import private_bytes
 from sharded_loader.base.private import blake2b
 from sharded_loader.batching import tree
-from sharded_loader.data.columns import is_dataset
 from sharded_loader.data.seeding import epoch_setter
 
 MAX_LEVELS, MAX_ENTRIES, MAX_OBJECTS = 4, 8, 4000
@@ -67,16 +66,6 @@ def has_own(kind: type, name: str) -> bool:
     module = sys.modules.get("torch.utils.data")
     bases = (getattr(module, base, None) for base in ("Dataset", "IterableDataset"))
     return method is not None and all(method is not getattr(base, name, None) for base in bases)
-
-
-def is_indexed(dataset: object) -> bool:
-    """Return True if a dataset is read by index and has a length.
-
-    Example:
-        >>> is_indexed([1, 2]), is_indexed({1, 2})
-        (True, False)
-    """
-    return has_own(type(dataset), "__getitem__") and is_dataset(dataset)
 
 
 def is_stream(dataset: object) -> bool:

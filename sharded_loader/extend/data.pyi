@@ -57,6 +57,7 @@ from sharded_loader.data.bulk import read_many as read_many
 from sharded_loader.data.bulk import taken as taken
 from sharded_loader.data.columns import as_dataset as as_dataset
 from sharded_loader.data.columns import check_dataset as check_dataset
+from sharded_loader.data.columns import is_dataset as is_dataset
 from sharded_loader.data.datasets import Mixture as Mixture
 from sharded_loader.data.datasets import Translate as Translate
 from sharded_loader.data.datasets import announce_epoch as announce_epoch
@@ -70,7 +71,6 @@ from sharded_loader.data.inspection import digest_of_read as digest_of_read
 from sharded_loader.data.inspection import exact as exact
 from sharded_loader.data.inspection import fingerprint_of as fingerprint_of
 from sharded_loader.data.inspection import has_own as has_own
-from sharded_loader.data.inspection import is_indexed as is_indexed
 from sharded_loader.data.inspection import is_stateful as is_stateful
 from sharded_loader.data.inspection import is_stream as is_stream
 from sharded_loader.data.inspection import iterable_of as iterable_of

@@ -30,7 +30,8 @@ from typing import Any, Final
 from sharded_loader.extend.data import (
     announce_epoch,
     check_dataset,
-    is_indexed,
+    has_own,
+    is_dataset,
     is_stateful,
     iterable_of,
     known_parts,
@@ -52,6 +53,16 @@ def this_worker() -> tuple[int, int] | None:
 
 
 # -- one dataset -------------------------------------------------------------------------------------------------------
+
+
+def is_indexed(dataset: object) -> bool:
+    """Return True if a dataset is read by index and has a length.
+
+    Example:
+        >>> is_indexed([1, 2]), is_indexed({1, 2})
+        (True, False)
+    """
+    return has_own(type(dataset), "__getitem__") and is_dataset(dataset)
 
 
 def check_source(dataset: object, name: str) -> Any:

@@ -24,7 +24,7 @@ import numpy as np
 
 from sharded_loader import ConcatDataset
 from sharded_loader.extend import Array, Dataset, Indices, Int64s, Table
-from sharded_loader.extend.data import Mixture, announce_epoch, checked_index, checked_indices, is_indexed, mixture_of
+from sharded_loader.extend.data import Mixture, announce_epoch, checked_index, checked_indices, mixture_of
 from sharded_loader.extend.order import BLOCK, WEIGHTS_SET, IndexSampler
 from sharded_loader.extend.tools import an, brief, check_int, refuse_arguments
 from sharded_loader.mixing import in_order
@@ -120,7 +120,8 @@ def interleave(
     given = [in_order.check_source(dataset, in_order.name_of_source(number)) for number, dataset in enumerate(datasets)]
     if not given:
         raise ValueError("interleave was given no datasets: give at least one")
-    changes, level, indexed = changes_of(weights, len(given)), max(map(_levels, given)), list(map(is_indexed, given))
+    changes, level = changes_of(weights, len(given)), max(map(_levels, given))
+    indexed = list(map(in_order.is_indexed, given))
     if not all(indexed) and (shuffle or (stop == EACH and len(changes) > 1)):
         number = indexed.index(False)
         raise TypeError(

@@ -43,7 +43,6 @@ from sharded_loader.data.datasets import can_follow, follow
 from sharded_loader.data.inspection import (
     exact,
     fingerprint_of,
-    is_indexed,
     is_stateful,
     is_stream,
     keeps_place,
@@ -52,6 +51,7 @@ from sharded_loader.data.inspection import (
     sampled,
     takes_two,
 )
+from sharded_loader.mixing.in_order import is_indexed
 from sharded_loader.mixing.schedule import Schedule
 
 
