@@ -675,11 +675,6 @@ def mixture_of(dataset: object) -> Mixture | None:
     return dataset if isinstance(dataset, Mixture) else None
 
 
-def has_mixture(dataset: object) -> bool:
-    """Return True if a dataset is a mixture or contains one."""
-    return any(isinstance(inner, Mixture) for inner in nested(dataset))
-
-
 # -- announcing upcoming samples ---------------------------------------------------------------------------------------
 
 

@@ -29,7 +29,7 @@ from sharded_loader.base.imports import provided
 from sharded_loader.base.limits import warn_of_workers
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.data.bulk import Indexed
-from sharded_loader.data.datasets import has_mixture
+from sharded_loader.data.datasets import Mixture, nested
 from sharded_loader.data.inspection import is_stream
 from sharded_loader.devices.names import DeviceLike, find_devices
 from sharded_loader.devices.placement import Placer
@@ -45,7 +45,7 @@ from sharded_loader.pools.process.pool import ProcessPool
 from sharded_loader.sampling.order import MapOrder
 from sharded_loader.sampling.own import takes_order
 from sharded_loader.sampling.state import has_weights
-from sharded_loader.streams.order import NO_SKIP, StreamOrder
+from sharded_loader.streams.order import StreamOrder
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -229,25 +229,19 @@ class ShardedDataLoader(Instruments, Generic[Batch]):
         num_replicas, rank = arguments.ranks_given(num_replicas, rank, names.get("mesh"))
         device, devices, options = arguments.placement_given(device, devices)
         arguments.check_evaluate(evaluate, action)
-        common: dict[str, Any] = {
-            "batch_size": batch_size,
-            "last_batch": arguments.last_batch_of(last_batch, names.get("drop_last")),
-            "num_replicas": num_replicas,
-            "rank": rank,
-            "seed": seed,
-            "steps_per_epoch": steps_per_epoch,
-        }
+        last = arguments.last_batch_of(last_batch, names.get("drop_last"))
+        common: dict[str, Any] = {"batch_size": batch_size, "last_batch": last, "steps_per_epoch": steps_per_epoch}
+        common |= {"num_replicas": num_replicas, "rank": rank, "seed": seed}
         order: MapOrder | StreamOrder
         if is_stream(dataset):
             given = {"shuffle": shuffle, "sampler": sampler, "batch_sampler": batch_sampler, "costs": costs}
             arguments.check_stream(dataset, **given, evaluate=evaluate)
-            if skip is not None:
-                raise TypeError(NO_SKIP)
             order = StreamOrder(dataset, streams=streams, num_workers=workers.num_workers, **common)
+            order.add_skip(skip)
         else:
             arguments.refuse_streams(streams, dataset)
             size = arguments.length(dataset, needed=sampler is None and batch_sampler is None)
-            if has_mixture(dataset):
+            if any(isinstance(inner, Mixture) for inner in nested(dataset)):
                 is_given = bool(shuffle) or not takes_order(sampler) or batch_sampler is not None or costs is not None
                 rolls_over = steps_per_epoch is not None or last_batch == "rollover"
                 sampler = provided("sampler", "mixture")(dataset, sampler, is_given, rolls_over)
