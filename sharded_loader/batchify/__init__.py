@@ -21,7 +21,7 @@ It goes when: programs write these functions themselves.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
 from typing import Any, Literal
 
@@ -103,10 +103,12 @@ class List(Batchify):
 class _FieldWise(Batchify):
     """Base: each field of the samples goes through its own function.
 
-    Subclasses write `_problem`, which says what is wrong with a sample, and `_joined`, which makes the batch of fields.
+    Subclasses write `_problem`, which says what is wrong with a sample, and perhaps `_joined`, which makes the batch of
+    fields.
     """
 
     _advice: str
+    _problem: Callable[[object], str | None]
 
     def __init__(self, fns: Mapping[Any, BatchifyFn], label: str) -> None:
         name = type(self).__name__
@@ -126,14 +128,11 @@ class _FieldWise(Batchify):
                 raise BatchifyError(f"sample {position} of the batch {problem}", self._advice)
         return self._joined(in_fields(self._fns, self._label, self._makes, self._columns(samples), empty))
 
-    def _problem(self, sample: object) -> str | None:
-        raise NotImplementedError
-
     def _columns(self, samples: Samples) -> Iterable[Samples]:
         return map(list, zip(*samples, strict=True))
 
     def _joined(self, fields: list[Any]) -> Any:
-        raise NotImplementedError
+        return dict(zip(self._fns, fields, strict=True))
 
 
 class Tuple(_FieldWise):
@@ -258,9 +257,6 @@ class Dict(_FieldWise):
                     "rest='drop' to leave them out",
                 )
         return ([sample[key] for sample in samples] for key in self._fns)
-
-    def _joined(self, fields: list[Any]) -> Any:
-        return dict(zip(self._fns, fields, strict=True))
 
     def __repr__(self) -> str:
         return f"Dict({self._fns!r}{'' if self._rest is None else f', rest={self._rest!r}'})"

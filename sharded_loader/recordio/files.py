@@ -87,8 +87,7 @@ class RecordIOError(ValueError):
 class Closable(AbstractContextManager):  # type: ignore[type-arg]
     """Base class of context managers that call ``close``."""
 
-    def close(self) -> None:
-        raise NotImplementedError
+    close: Callable[[], None]
 
     def __exit__(self, *raised: object) -> None:
         self.close()

@@ -34,6 +34,8 @@ class NumberedBatches(Sampler[Any]):
     """Base class of batch samplers with random access. The ranks get similar batches in each step."""
 
     ranks = 1
+    _at: Callable[[int], Callable[[Int64s], list[Any]]]
+    """Returns a function from positions to batches of an epoch, after computing what the whole epoch needs."""
 
     def __init__(self, shuffle: bool, seed: int | None) -> None:
         self._shuffle = bool(shuffle)
@@ -48,10 +50,6 @@ class NumberedBatches(Sampler[Any]):
 
     def epoch_table(self, epoch: int) -> Table:
         return Table(self.len_epoch(epoch), self._at(epoch), BATCHES)
-
-    def _at(self, epoch: int) -> Callable[[Int64s], list[Any]]:
-        """Return a function from positions to batches of an epoch, after computing what the whole epoch needs."""
-        raise NotImplementedError
 
     def _order(self, count: int, *key: Hashable) -> Int64s:
         return shuffled(count, self.seed, *key) if self._shuffle else np.arange(count)

@@ -39,16 +39,14 @@ class IndexSampler(Sampler[int]):
     """Base class of samplers with a fixed length; subclasses map positions to indices."""
 
     _length: int
+    _order: Callable[[int], Callable[[Indices], Indices]]
+    """Returns a function from positions to indices of an epoch. Arrays for the whole epoch are computed then."""
 
     def epoch_table(self, epoch: int) -> Table:
         return Table(self.len_epoch(epoch), self._order(epoch), BLOCK)
 
     def len_epoch(self, epoch: int) -> int:
         return self._length
-
-    def _order(self, epoch: int) -> Callable[[Indices], Indices]:
-        """Return a function from positions to indices. Arrays for the whole epoch are computed now."""
-        raise NotImplementedError
 
 
 class SequentialSampler(IndexSampler):
