@@ -4,8 +4,6 @@ Import the module rather than the function, so that tests can replace `now` for 
 and the command line use the system's clocks directly.
 """
 
-from __future__ import annotations
-
 import time
 
 now = time.perf_counter

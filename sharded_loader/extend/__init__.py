@@ -38,8 +38,6 @@ Example:
     [[1, 3, 5], [0, 2, 4]]
 """
 
-from __future__ import annotations
-
 from sharded_loader import listed
 
 __all__, __dir__, __getattr__ = listed(__name__, __file__)

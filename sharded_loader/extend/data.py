@@ -3,8 +3,6 @@
 For the library's own satellites: these names may change in any version. They stand in ``data.pyi``.
 """
 
-from __future__ import annotations
-
 from sharded_loader import listed
 
 __all__, __dir__, __getattr__ = listed(__name__, __file__)
