@@ -222,13 +222,10 @@ class OneRun:
     def open(self, run: Run, iterator: object) -> None:
         self.pipeline.open(run, self._job)
 
-    def was_over(self, run: Run) -> bool:
-        return False
-
     def begun(self, *_: object) -> None:
-        pass
+        """Do nothing, and say no."""
 
-    keep = read_ahead = open_ahead = begun
+    was_over = keep = read_ahead = open_ahead = begun
 
 
 class LoaderIterator(_BaseDataLoaderIter):

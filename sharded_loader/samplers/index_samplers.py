@@ -306,7 +306,6 @@ class WeightedRandomSampler(IndexSampler):
     """
 
     decided_by = underscored("weights", "replacement")
-    shown = decided_by
 
     def __init__(self, weights: Numbers, num_samples: int, replacement: bool = True, seed: int | None = None) -> None:
         count, advice = operator.length_hint(weights), "mix groups of samples by weight, with interleave"

@@ -46,7 +46,6 @@ class RecordIO:
 
     name = "records"
     suffixes: tuple[str, ...] = (".rec",)
-    scans = True
 
     def index(self, file: ShardFile) -> Index:
         try:
@@ -223,7 +222,6 @@ class Lines:
 
     name = "lines"
     suffixes: tuple[str, ...] = (".txt", ".tsv", ".jsonl", ".ndjson")
-    scans = True
 
     def index(self, file: ShardFile) -> Index:
         [begin] = file.ranges([0], [min(file.size, 6)])

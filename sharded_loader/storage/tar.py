@@ -56,7 +56,6 @@ class Tar:
 
     name = "tar"
     suffixes: tuple[str, ...] = (".tar",)
-    scans = True
 
     def index(self, file: ShardFile) -> Index:
         """Read all headers, once."""
