@@ -118,7 +118,7 @@ def test_a_clock_is_found(source: str, count: int) -> None:
         (["tests/conftest.py", "sharded_loader/mixing/schedule.py"], {"mixing", "storage"}, set()),
         (["sharded_loader/mixing/schedule.py", "docs/index.md"], {"mixing"}, {"storage", "drop_in"}),
         (["sharded_loader/torch.py"], {"drop_in", "integrations"}, {"mixing"}),
-        (["tests/recordio/test_files.py"], {"recordio", "storage", "mixing", "cli"}, {"drop_in"}),
+        (["tests/recordio/test_files.py"], {"recordio", "storage", "caching", "mixing", "cli"}, {"batchify"}),
         (["CHANGELOG.md"], set(), {"mixing", "drop_in", "storage"}),
     ],
 )
