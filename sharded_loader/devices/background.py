@@ -62,7 +62,7 @@ class Later:
         return self.error is None
 
     def is_made(self, seconds: float) -> bool:
-        """Wait at most so many seconds for the call."""
+        """Wait for the call, at most ``seconds``, and return True if it was made."""
         deadline = host_clock.now() + seconds
         while not self.done.wait(min(POLL_SECONDS, seconds)):
             if host_clock.now() >= deadline or should_stop():
@@ -70,7 +70,7 @@ class Later:
         return True
 
     def wait(self, seconds: float = math.inf) -> Any:
-        """Return the result, or raise what the call has raised, once; `Unfinished` after so many seconds."""
+        """Return the result, or raise what the call has raised, once. Raises `Unfinished` after ``seconds``."""
         if not self.is_made(seconds):
             raise Unfinished
         if self.error is not None:
@@ -122,7 +122,7 @@ class Background:
         return later
 
     def wait(self, seconds: float) -> bool:
-        """Wait until the calls so far are made; return False after so many seconds."""
+        """Wait until the calls so far are made. Return False after ``seconds``."""
         last = self._last
         return last is None or self._thread is threading.current_thread() or last.is_made(seconds)
 

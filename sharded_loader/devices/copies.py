@@ -25,10 +25,9 @@ be found (containers, objects with ``record_stream``). What these return is memo
 on the caller's stream at f. Other objects move at f, on the caller's stream. Only the thread makes the copy stream
 current. Without anything to copy there is no thread.
 
-The host waits in two places, while the device still has steps to do: the thread for the oldest copy if those of
-`HOST_AHEAD` batches are under way, because they hold host memory, and the caller for the last copies at the end of an
-epoch. They poll and sleep, because a wait of the device's own would keep a core busy and could not be interrupted by
-Ctrl-C.
+The host waits in two places, while the device still has steps to do. The thread waits for the oldest copy if those of
+`HOST_AHEAD` batches are under way, because they hold host memory. The caller waits for the last copies of an epoch.
+They poll and sleep, because a wait of the device's own would keep a core busy and could not be interrupted by Ctrl-C.
 
 Two timed events on the caller's stream measure how long the device waits for data: one when ``next`` is called
 (`Clock`), one when the batch is ready. A busy device reaches both at once. They are read when the second has passed.
@@ -86,8 +85,8 @@ SMALL = 32 * 1024
 copy. The device's cost of a separate copy was not measured."""
 
 MANY, MEDIUM, ONE_COPY = 16, 256 << 10, 32 << 20
-"""So many tensors of at most so many bytes, and so many in all, are one copy where they lie side by side in a slot: 256
-of 62 KB took 4.3 ms of calls on an H200's host. Fewer are not, because one that is kept keeps all."""
+"""Least number of tensors, and their largest size in bytes, alone and together, to be one copy where they lie side by
+side in a slot. 256 of 62 KB took 4.3 ms of calls on an H200's host. Fewer are not, because one that is kept keeps all."""
 
 CLOCK_EVERY = 8
 """Batches of which one is measured, for all of them, behind the first eight of an epoch: it takes three calls of torch,

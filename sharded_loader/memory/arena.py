@@ -185,7 +185,7 @@ class RecentSizes:
     """Predictor of slot sizes: exactly the first batch, then what holds the largest one; 0 bytes before the first.
 
     Not the mean: a batch that exceeds its slot waits for another one, a slot that is too large costs only memory. Sizes
-    are coarse once they vary, and shrink only by half, because a slot of another size is nobody's own.
+    are coarse once they vary, and shrink only by half: a worker has no slot of a new size that it has touched.
 
     Example:
         >>> sizes = RecentSizes(window=2)

@@ -70,8 +70,8 @@ TOUCHED_BYTES = 1 << 20
 
 TOUCH_SECONDS = 0.3e-9
 """Seconds per byte of the first touch of memory, on an H200's host. A worker with a slot of its own gets a batch even
-if it has one more task than another, unless the program waits for batches, and touching would add less than a tenth to
-the reading: 23 touches of 20 slots instead of 40 (8 workers, 16 MB); for 1 MB that take 20 ms it would cost 7 %."""
+if it has one more task than another: 23 touches of 20 slots instead of 40 (8 workers, 16 MB). Not if the program waits
+for batches, and touching adds less than a tenth to the reading: 1 MB that takes 20 ms to read would cost 7 %."""
 
 ArenaInUse = tuple[Arena, RecentSizes]
 """Shared memory handed over by a pool, and the sizes of its batches."""
@@ -210,7 +210,7 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
             else:
                 chosen, least = workers[0], math.inf
                 for worker in workers:
-                    load = len(worker.tasks) // group
+                    load: float = len(worker.tasks) // group
                     if returned[worker.number]:
                         load -= 0.5 if is_late else 1.5
                     if load < least:
