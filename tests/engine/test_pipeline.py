@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -16,7 +18,17 @@ from conftest import ahead
 from sharded_loader import ShardedDataLoader
 from sharded_loader.base.errors import LoaderClosedError
 from sharded_loader.engine import reader
-from sharded_loader.engine.messages import GROUP_SECONDS, MAX_GROUP, NOTHING, Grouping, Job, Result, Task
+from sharded_loader.engine.messages import (
+    GROUP_SECONDS,
+    MAX_GROUP,
+    NOTHING,
+    Grouping,
+    Job,
+    PartBatch,
+    PartPoint,
+    Result,
+    Task,
+)
 from sharded_loader.engine.order import Epoch, Position
 from sharded_loader.engine.pipeline import Entry, Pipeline, Run
 from sharded_loader.engine.pool import Pool, PoolBroken, check_init_fn, check_num_workers, check_timeout
@@ -90,6 +102,14 @@ class Numbers(Epoch):
 
     def state(self, position: Position) -> dict[str, Any]:
         return {}
+
+
+class OfAPart(Numbers):
+    """The same as batches of one part of iterable data."""
+
+    def task(self, seq: int) -> Task | None:
+        task = super().task(seq)
+        return task and replace(task, part=PartBatch(0, 0, 0, seq, PartPoint()))
 
 
 def run_of(number: int, length: int = 10, first: int = 0) -> Run:
@@ -185,6 +205,16 @@ def test_a_result_that_comes_twice_or_of_no_run_counts_once() -> None:
     assert [step(pipeline, run) for _ in range(5)] == [0, late, 2, 3, None]
 
 
+def test_behind_the_end_of_a_part_no_batch_is_submitted_and_errors_that_came_early_are_empty() -> None:
+    run = Run(0, OfAPart(5, 0))
+    pipeline, pool = pipeline_of(run, prefetch=3)
+    assert step(pipeline, run) == 0
+    run.epoch.abandoned = {0: 1}
+    run.window[1].result = Result(0, 2, NOTHING, error=ValueError("of a worker that has lost its place"))
+    assert [step(pipeline, run) for _ in range(5)] == [1, NOTHING, 3, NOTHING, None]
+    assert (0, 4) not in pool.submitted()
+
+
 @pytest.mark.parametrize("strikes", ["deliver", "first", "ahead"])
 def test_after_an_interrupted_step_everything_is_planned_again_from_the_delivered_count(strikes: str) -> None:
     run, pipeline, pool = started(length=7)
@@ -197,6 +227,51 @@ def test_after_an_interrupted_step_everything_is_planned_again_from_the_delivere
     assert step(pipeline, run) == 3
     assert pool.calls[:2] == ["close", "start"] and pool.submitted()[0] == (0, 3)
     assert [step(pipeline, run) for _ in range(4)] == [4, 5, 6, None]
+
+
+def test_a_start_of_the_pool_after_an_interrupted_step_leaves_nothing_of_it() -> None:
+    """As of a drop-in iterator, made after a Ctrl-C: tasks that no worker has would be waited for."""
+    run, pipeline, pool = started(length=7)
+    step(pipeline, run)
+    pool.submit = Mock(side_effect=KeyboardInterrupt)  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.next(run, deliver)
+    pipeline.fail()
+    run.delivered = 1
+    del pool.submit
+    pipeline.start(JOB)
+    assert not run.window and not run.awaited
+    assert [step(pipeline, run) for _ in range(7)] == [1, 2, 3, 4, 5, 6, None]
+
+
+def test_in_any_order_a_step_blocks_only_while_no_batch_is_finished() -> None:
+    run, pipeline, pool = started(prefetch=2, length=4)
+    run.epoch.any_order = True
+    blocked = []
+
+    def wait(block: bool = True) -> list[Result]:
+        """Finish all that is submitted."""
+        blocked.append(block)
+        tasks, pool.tasks = pool.tasks, []
+        return [Result(task.run, task.seq, task.seq) for task in tasks]
+
+    pool.wait = wait  # type: ignore[method-assign]
+    assert [step(pipeline, run) for _ in range(5)] == [0, 1, 2, 3, None]
+    assert blocked == [True, False, False, False]
+
+
+@pytest.mark.parametrize("ends", ["its iterator is gone", "the pool is broken"])
+def test_copies_under_way_of_batches_that_nobody_gets_any_more_are_dropped(ends: str) -> None:
+    run, pipeline, pool = started()
+    step(pipeline, run)
+    copy = Mock()
+    run.window[0].begun = [copy]
+    if ends == "the pool is broken":
+        pool.broken, pipeline.min_ready = OSError("no memory"), 9
+        assert step(pipeline, run) is pool.broken
+    else:
+        pipeline.drop(run.number)
+    assert copy.drop.called and not run.window
 
 
 def test_what_strikes_while_the_pool_only_waits_costs_nothing() -> None:
@@ -254,6 +329,8 @@ def test_a_closed_pipeline_says_so_also_to_the_step_that_it_is_closed_in() -> No
     pipeline.close()
     pipeline.close()
     assert pool.calls.count("close") == 1
+    with ThreadPoolExecutor(1) as other:  # which may be in ``next``, and ends there
+        assert other.submit(pipeline.lock.acquire, blocking=False).result()
     with pytest.raises(LoaderClosedError):
         pipeline.check_open()
     pipeline, _ = pipeline_of(run := run_of(0))

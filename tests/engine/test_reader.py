@@ -21,7 +21,7 @@ from sharded_loader.batching.protocol import BatchifyError
 from sharded_loader.engine import heartbeat as beats
 from sharded_loader.engine import messages
 from sharded_loader.engine.heartbeat import IN_BATCHIFY, IN_BULK, ONE_BY_ONE, SAMPLE, SHARD, UNUSED, new_heartbeat
-from sharded_loader.engine.messages import NOTHING, Job, PartBatch, PartIndices, PartPoint, Result, Task
+from sharded_loader.engine.messages import NOTHING, BatchTimes, Job, PartBatch, PartIndices, PartPoint, Result, Task
 from sharded_loader.engine.reader import BatchScope, Reader
 from sharded_loader.memory.codec import SlotWriter, decode, encode
 from sharded_loader.randomness.rng import OF_BATCH, reading
@@ -163,6 +163,27 @@ def test_a_slow_sample_is_told_on_a_machine_on_which_the_first_batch_waited_for_
     reader.read(task_of([0, 1, 2]), WORKER)
     times = reader.read(task_of([1, 30, 2], seq=5), WORKER).times
     assert times is not None and times.slow[0] == (1, pytest.approx(0.03))
+
+
+@pytest.mark.usefixtures("clock_of_samples")
+def test_the_slowest_samples_are_those_of_an_epoch() -> None:
+    reader = Reader(Job(Waits(), None, 7))
+    reader.read(task_of(list(range(60, 90))), WORKER)
+    for epoch, seq, slow in ((0, 5, ()), (1, 0, ((0, 4.0),))):
+        times = reader.read(task_of([4], epoch=epoch, seq=seq), WORKER).times
+        assert times is not None and times.slow == slow
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.usefixtures("clock_of_samples")
+def test_a_worker_was_idle_from_the_end_of_its_last_batch_on(number: int) -> None:
+    reader, found = Reader(Job(Waits(), None, 7)), []
+    for _ in range(2):
+        found.append(result := reader.read(task_of([1, 2]), WORKER, number=number))
+        assert result.worker == number and result.retries == 0
+        Waits.now += 5.0
+    times = [(result.times.idle, result.times.is_first, result.times.weight) for result in found if result.times]
+    assert times == [(0.0, True, 1), (5.0, False, 1)]
 
 
 @pytest.mark.parametrize("bad", [1, 2])
@@ -355,7 +376,9 @@ def test_the_heartbeat_says_where_the_reader_is() -> None:
     assert seen_by(reader) == noted
     alone = [(0, ONE_BY_ONE), (0, ONE_BY_ONE), (0, IN_BATCHIFY), (1, ONE_BY_ONE), (1, IN_BATCHIFY)]
     assert seen_by(reader) == alone  # later ones are cheap, and are not timed
-    assert seen_by(Reader(Job(Looks(), look, 7)), is_suspect=True) == noted
+    assert seen_by(reader, is_suspect=True) == noted
+    noting = Reader(Job(Looks(), look, 7, notes_samples=True))
+    assert seen_by(noting) == noted and seen_by(noting) == noted
     in_items = type("LooksInItems", (InItems, Looks), {})
     in_bulk = [(0, IN_BULK), (0, IN_BULK), (0, IN_BATCHIFY), (1, IN_BULK), (1, IN_BATCHIFY)]
     assert seen_by(Reader(Job(in_items(), look, 7))) == in_bulk
@@ -441,16 +464,21 @@ def test_only_results_of_plain_arrays_alone_travel_without_their_classes() -> No
     failed = replace(plain, error=ValueError()), replace(plain, skipped=((1, ValueError()),))
     for result in (*failed, replace(plain, lost_shards=(1,)), *(replace(plain, batch=batch) for batch in with_class)):
         assert messages.pack_result(result, SlotWriter(None)) is None
-    assert messages.pack_result(plain, SlotWriter(None)) is not None
+    assert messages.pack_result(replace(plain, point=PartPoint(state={"at": 3})), SlotWriter(None)) is None
+    for result in (plain, replace(plain, point=PartPoint(3))):
+        assert messages.pack_result(result, SlotWriter(None)) is not None
 
 
 def test_several_replies_lie_one_behind_the_other_and_nothing_is_itself_in_every_process() -> None:
-    rest = memoryview(messages.pack_reply(1, 2, 30, encode("a")) + messages.pack_reply(4, 5, 60, encode(NOTHING)))
-    found = []
+    timed = messages.pack_reply(4, 5, 60, encode(NOTHING), BatchTimes(seconds=0.5))
+    rest = memoryview(messages.pack_reply(1, 2, 30, encode("a")) + timed)
+    found, seconds = [], []
     while len(rest):
-        run, seq, wanted, buffers, pickled, rest, _ = messages.unpack_reply(rest)
+        run, seq, wanted, buffers, pickled, rest, times = messages.unpack_reply(rest)
         found.append((run, seq, wanted, buffers, decode(pickled, [])))
+        seconds.append(times and times.seconds)
     assert found == [(1, 2, 30, 0, "a"), (4, 5, 60, 0, NOTHING)] and found[1][-1] is NOTHING
+    assert seconds == [None, 0.5]
 
 
 def test_indices_of_a_part_are_a_sequence_and_slices_are_again_and_travel_in_few_bytes() -> None:

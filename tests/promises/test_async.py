@@ -234,6 +234,15 @@ def test_an_error_names_the_first_sample_that_fails_and_the_epoch_goes_on(datase
     assert "SystemExit" in str(errors[3]) and "sample 20" in "\n".join(notes_of(errors[3]))
 
 
+def test_a_batch_method_cannot_be_async() -> None:
+    class InBatches(Direct):
+        async def get_batch(self, indices: list[int]) -> Any:
+            return indices
+
+    with closing(ShardedDataLoader(InBatches(), 6)) as loader, pytest.raises(TypeError, match=r"dataset\.get_batch"):
+        next(iter(loader))
+
+
 @pytest.mark.parametrize("pool", POOLS)
 def test_bad_samples_are_skipped_and_replaced(pool: str) -> None:
     dataset = SubsetDataset(Store(fails), range(20))
