@@ -199,6 +199,12 @@ def test_steps_that_other_ranks_or_other_batches_have_read_are_not_made_up() -> 
         loader.indices(0, 0)
     read = [batch.tolist() for batch in loader]
     assert [loader.indices(0, 1 + step) for step in range(len(read))] == read
+    later = ShardedDataLoader(range(24), 4, shuffle=True)
+    later.load_state_dict(first.state_dict(), strict=False)
+    next(iter(later))
+    later.load_state_dict(later.state_dict())  # of the same batches
+    with pytest.raises(ValueError, match="in other batches"):
+        later.indices(0, 0)
     loader.load_state_dict(ShardedDataLoader(range(24), 4, shuffle=True, seed=1).state_dict())
     assert loader.indices(0, 0) == first.indices(0, 0) + first.indices(0, 1)[:1]
 

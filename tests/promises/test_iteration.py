@@ -35,6 +35,7 @@ from sharded_loader import (
     FixedBucketSampler,
     InlinePool,
     LoaderClosedError,
+    LoaderWarning,
     Placement,
     ProcessPool,
     RandomSampler,
@@ -485,6 +486,14 @@ def test_ranks_agree_on_the_order_of_samplers_that_were_given_no_seed(make: Call
     assert sorted(set(sum(parts[0] + parts[1], []))) == list(range(100))
     again = [lists(ShardedDataLoader(range(100), seed=7, **make())) for _ in range(2)]
     assert again[0] == again[1]
+
+
+def test_ranks_of_the_environment_that_would_repeat_each_other_are_warned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    loader = ShardedDataLoader(range(4), 2)
+    with pytest.warns(LoaderWarning, match="one of 2 ranks") as warned:
+        assert lists(loader) == lists(loader)
+    assert len(warned) == 1
 
 
 @pytest.mark.slow

@@ -280,6 +280,30 @@ def test_batches_of_another_size_on_other_ranks_go_on_with_the_same_steps(name: 
             assert here <= there or there <= here
 
 
+def test_a_loader_without_ranks_goes_on_as_two_that_have_half_its_batches() -> None:
+    one = ShardedDataLoader(range(96), batch_sampler=OF_SIZE["batches"](8), collate_fn=list, seed=5)
+    iterator = iter(one)
+    next(iterator)
+    two = of_batches(lambda: OF_SIZE["batches"](4), 2, one.state_dict())
+    assert steps_of(two) == [set(batch) for batch in iterator]
+
+
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    [
+        (lambda size: BatchSampler(RandomSampler(20, seed=1), size), 8),  # the last batch is half of one
+        (lambda size: PackSampler(LENGTHS, 60, size, window=16, seed=1, last_batch="discard"), 2),
+    ],
+    ids=["batches", "rows, discard"],
+)
+def test_behind_the_last_batch_smaller_ones_begin_the_next_epoch(kind: Any, size: int) -> None:
+    [(loader, iterator)] = of_batches(lambda: kind(size), 1)
+    for _ in range(len(loader)):
+        next(iterator)
+    for other, _ in of_batches(lambda: kind(size // 2), 2, loader.state_dict()):
+        assert (other.epoch, other.position) == (1, 0)
+
+
 @pytest.mark.parametrize("name", ["sorted", "buckets", "packed"])
 def test_batches_of_another_size_go_on_with_steps_per_epoch(name: str) -> None:
     def made(replicas: int, size: int, state: Any = None) -> list[Rank]:

@@ -321,6 +321,16 @@ def test_every_sampler_resumes_after_every_batch(kind: str, every: int) -> None:
         assert rest[: len(whole) - delivered] == whole[delivered:], number
 
 
+def test_a_rank_that_a_state_has_taken_past_the_padding_reads_it_again() -> None:
+    make = configuration(sampler=lambda: StatefulShuffle(23), num_replicas=2, rank=1)
+    assert batches(resumed(make, 2)) == batches(make())[2:]
+
+
+def test_the_rest_of_an_epoch_of_unknown_length_is_read_with_discard() -> None:
+    loader = resumed(lambda: sampled("unsized, discard"), 1)
+    assert (loader.epoch, loader.position, next(iter(loader)).tolist()) == (0, 1, [4, 5, 6, 7])
+
+
 @covering(kind=SAMPLERS, told=[None, "next", "same"])
 def test_a_state_from_the_end_of_an_epoch_begins_the_next_one_whoever_looks_at_it(kind: str, told: str | None) -> None:
     expected = stream(sampled(kind), 4)
@@ -642,11 +652,16 @@ def test_a_fast_forward_reads_no_data_and_a_sampler_with_a_state_not_even_its_in
                 counts["yields"] += 1
                 yield index
 
-    for kind in (GluonStyle, Counted):
+    class CountedIterator(StatefulIterator):
+        def __next__(self) -> int:
+            counts["yields"] += 1
+            return super().__next__()
+
+    for kind in (GluonStyle, Counted, lambda length: Foreign(lambda: CountedIterator(length), length)):
         again = resumed(lambda: ShardedDataLoader(Counting(100), 4, sampler=kind(100), seed=1), 20)  # noqa: B023
         counts.clear()
         batches(iter(again), 1)
-        assert counts == {"reads": 4, **({"yields": 4} if kind is Counted else {})}
+        assert counts == {"reads": 4, **({} if kind is GluonStyle else {"yields": 4})}
 
 
 @pytest.mark.parametrize("kind", [ByEpoch, StatefulByEpoch])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -248,6 +249,12 @@ def test_a_state_goes_on_after_any_step_on_other_ranks_too(kind: str) -> None:
             assert rest == whole[done * per_step :][: len(rest)]
 
 
+def test_with_rollover_a_sampler_with_a_state_goes_on_from_epoch_to_epoch() -> None:
+    loader = ShardedDataLoader(range(LENGTH), 5, sampler=StatefulEpochs(), last_batch="rollover")
+    read = [index for _ in range(4) for batch in loader for index in batch.tolist()]
+    assert len(read) == 45 and read == [4 * (place % 12 + 1) % LENGTH for place in range(45)]
+
+
 ORDERS: dict[str, Callable[[], dict[str, Any]]] = {
     **SAMPLERS,
     "discard": lambda: {"batch_size": SIZE, "shuffle": True, "last_batch": "discard"},
@@ -389,6 +396,21 @@ def test_steps_that_were_done_already_are_a_warning() -> None:
     assert len(list(batches)) == 3
     with pytest.warns(LoaderWarning, match=r"skip has the steps \(2, 4\), and some of them were done before"):
         skipping().load_state_dict(loader.state_dict(), skip=[(2, 4)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LoaderWarning)
+        skipping().load_state_dict(loader.state_dict(), skip=[(3, 4)])
+
+
+def test_steps_are_counted_anew_once_the_dataset_has_grown() -> None:
+    data = list(range(6))
+    loader = ShardedDataLoader(data, 2, skip=[(7, 7)])
+    loader.set_epoch(2)
+    assert [batch.tolist() for batch in loader] == [[0, 1], [4, 5]]  # steps 6 to 8
+    loader.set_epoch(1)
+    data += [6, 7]
+    loader.refresh()
+    assert len(list(loader)) == 4  # steps 3 to 6
+    assert [batch.tolist() for batch in loader] == [[2, 3], [4, 5], [6, 7]]  # steps 7 to 10
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from sharded_loader.engine.messages import Task
 from sharded_loader.engine.order import Position, resolve_replicas
 from sharded_loader.engine.split import plain_index
 from sharded_loader.randomness.rng import Bijection
-from sharded_loader.sampling.epoch import MapEpoch, SamplerSource
+from sharded_loader.sampling.epoch import Ahead, MapEpoch, SamplerSource
 from sharded_loader.sampling.order import MapOrder
 from sharded_loader.sampling.own import ReplicaSampler
 from sharded_loader.sampling.state import Signature, dump, parse
@@ -31,6 +31,7 @@ from sharded_loader.sampling.tables import (
     EndlessTable,
     EpochSegment,
     LazyTable,
+    PaddedTable,
     Rollover,
     StridedTable,
     Table,
@@ -76,6 +77,12 @@ def test_a_signature_says_what_decides_the_order() -> None:
     arguments = ("BatchSampler.batch_size", 4), ("BatchSampler.last_batch", "keep")
     expected = Signature(1, 10, "BatchSampler(torch.RandomSampler)", None, (2, None), None, None, arguments)
     assert order(batch_sampler=BatchSampler(torch_data.RandomSampler(range(10)), 4, seed=2)).signature(0) == expected
+
+
+def test_the_sampler_of_a_batch_sampler_is_the_one_that_it_cuts() -> None:
+    indices = RandomSampler(10, seed=1)
+    assert order(batch_sampler=BatchSampler(indices, 4)).sampler is indices
+    assert order(batch_sampler=[[1, 2]]).sampler is None
 
 
 def test_the_open_iterator_of_a_sampler_without_a_length_goes_on_in_the_next_epoch() -> None:
@@ -129,7 +136,7 @@ ORDERS: dict[str, dict[str, Any]] = {
     "torch batches": {"batch_sampler": torch_data.BatchSampler(torch_data.RandomSampler(range(23)), 4, False)},
     "batches of torch's": {"batch_sampler": BatchSampler(torch_data.RandomSampler(range(23)), 4, "rollover", seed=2)},
     "reused list": {"batch_sampler": NoLength(one_list_again_and_again)},
-    "reused list, rank": {"batch_sampler": NoLength(one_list_again_and_again), "num_replicas": 2, "rank": 0},
+    "reused list, rank": {"batch_sampler": NoLength(one_list_again_and_again), "num_replicas": 2, "rank": 1},
 }
 FOREIGN = [kind for kind in ORDERS if any(word in kind for word in ("gluon", "torch", "reused"))]
 
@@ -165,6 +172,8 @@ def test_every_position_leads_on_to_the_same_batches(kind: str) -> None:
         assert at(one, number) == at(again, number) == expected[number]
         assert one.batch(number)[1] == again.batch(number)[1]
         assert (again.first, rest(reading(kind, 1, position))) == (number, expected[number:])
+        if not one.keeps:
+            assert rest(again.again()) == expected[number:]
     if kind != "reused list" and kind != "reused list, rank":
         assert one.length() == len(expected)
 
@@ -349,6 +358,18 @@ def test_batches_of_one_block_are_checked_together_and_a_bad_one_alone_is_an_err
         assert "the sampler yielded index" in str(epoch.task(seq))
     for seq in (4, 6):
         assert task_of(epoch, seq).shards[0].base is bad
+    of_another_type = np.array([10, 3], np.uint64).view(np.int64)
+    assert "the sampler yielded index 10" in str(epoch_of(of_another_type).task(0))
+
+
+@pytest.mark.parametrize("kind", ["shuffle", "own batches"])  # flat, and in two shards
+def test_a_dataset_that_looks_ahead_is_told_all_indices_of_a_batch_in_one_list(kind: str) -> None:
+    ahead = Ahead(reading(kind, 1), reading(kind, 2))
+    for epoch, told in ((1, ahead.batches), (2, ahead.later)):
+        batches = rest(reading(kind, epoch))
+        flat = [list(itertools.chain(*batch)) if kind == "own batches" else batch for batch in batches]
+        assert [list(told(number)) for number in range(len(batches))] == flat
+        assert told(len(batches)) is None
 
 
 @pytest.mark.parametrize(
@@ -445,6 +466,12 @@ def test_batches_are_slices(kind: str, length: int, size: int, drop: bool, start
     whole = asked(*range(0, len(expected), 2))
     if len(whole):
         assert BatchedTable(KINDS[kind](length), size, drop).at(whole) == expected[::2]
+
+
+@pytest.mark.parametrize(("place", "filler"), [(6, 2), (9, 5), (11, 3)])
+def test_a_rank_that_begins_behind_the_end_repeats_its_last_item(place: int, filler: int) -> None:
+    table = PaddedTable(Table(6, lambda positions: positions), 6, 0, 12, 4)  # each rank has every fourth item
+    assert list(table.at(np.array([place]))) == [filler]
 
 
 def test_batches_are_made_a_block_at_a_time_where_indices_cost_nothing() -> None:

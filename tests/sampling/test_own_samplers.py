@@ -2,6 +2,7 @@
 
 import itertools
 import pickle
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -478,6 +479,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     # a loader's order
     (lambda: ShardedDataLoader(range(9)), ValueError, "batch_size must be specified"),
     (lambda: ShardedDataLoader(range(9), batch_sampler=4), TypeError, "batch_sampler is 4, a number"),
+    (lambda: ShardedDataLoader(range(9), batch_sampler=4.5), TypeError, "batch_sampler must be a sampler.*got 4.5"),
     (
         lambda: ShardedDataLoader(range(9), batch_sampler=[[1]], shuffle=True),
         ValueError,
@@ -498,7 +500,9 @@ def test_what_cannot_be_an_order_is_refused_in_words(call: Any, error: Any, mess
 @pytest.mark.parametrize("weights", [[0, 1], [1, 0, 1], [0, 1, 0]])
 def test_a_weight_of_zero_before_a_positive_one_is_rejected_everywhere(weights: list[float]) -> None:
     count = len(weights)
-    message = r"weight \d is 0\. .* must come last: give the weights .* list the devices in the order"
+    order = sorted(range(count), key=lambda shard: not weights[shard])
+    given = re.escape(f"{sorted(weights, reverse=True)} and list the devices in the order {order}")
+    message = rf"weight \d is 0\. .* must come last: give the weights {given}"
     for make in (
         lambda: ShardedBatchSampler([[0, 1]], count, weights=weights),
         lambda: ShardedBatchSampler([[0, 1]], count, weights=weights, costs=[1, 1]),

@@ -12,7 +12,7 @@ import cloudpickle
 import pytest
 import torch
 import torch.utils.data as torch_data
-from samples import GluonStyle
+from samples import ByEpoch, GluonStyle
 from torch.utils.data import DistributedSampler
 
 from sharded_loader import (
@@ -232,6 +232,9 @@ def test_of_several_calls_the_latest_counts_also_after_the_dataset_has_grown() -
     assert loader.epoch == 3
     loader.sampler.set_epoch(4)
     assert loader.epoch == 4
+    loader.sampler.set_epoch(7)
+    loader.set_epoch(2)
+    assert loader.epoch == 2
 
 
 @pytest.mark.parametrize(
@@ -423,6 +426,17 @@ def test_a_call_of_a_loader_is_none_of_the_users_also_above_a_class_that_is_list
     assert (one.epoch, requests.take()) == (4, 4)
     del one.set_epoch
     assert one.set_epoch(5) == "now 5" and requests.take() == 5
+
+
+def test_a_sampler_that_calls_its_own_set_epoch_while_it_is_read_asks_for_nothing() -> None:
+    class Calls(ByEpoch):
+        def __iter__(self) -> Iterator[int]:
+            for index in range(self.length):
+                self.set_epoch(40 + index)
+                yield index
+
+    loader = ShardedDataLoader(range(4), 2, sampler=Calls(4))
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]] and loader.epoch == 1
 
 
 def test_what_has_no_set_epoch_is_left_alone_and_what_cannot_be_heard_is_an_error() -> None:

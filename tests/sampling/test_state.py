@@ -227,6 +227,8 @@ PASSED = {"epoch": 0, "items": 8, "checksum": 1, "rank": None, "finished": False
         (STATE | {"version": 2}, ValueError, "version 2, this sharded_loader reads up to version 1: update"),
         (STATE | {"samples": True}, ValueError, "'samples' must be an integer, got True"),
         (STATE | {"samples": 21}, ValueError, "samples 21, but the epoch has only 20"),
+        (STATE | {"sampler_arguments": {"x": [1]}}, ValueError, "has 'x': [1]; it must have names, and numbers or"),
+        (STATE | {"sampler_arguments": {3: 1}}, ValueError, "has 3: 1; it must have names, and numbers or strings"),
         (STATE | {"sampler_seeds": 3}, ValueError, "'sampler_seeds' is 3; it must be a list"),
         (STATE | {"passed": [1]}, ValueError, "'passed' is [1]; it must be a dict"),
         (STATE | {"passed": {"epoch": 0}}, ValueError, "no 'items'"),

@@ -382,6 +382,27 @@ def test_a_list_that_changes_between_two_epochs_is_read_as_it_is_then() -> None:
     assert [batch.tolist() for batch in loader] == [[1, 2], [3, 4]]
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"sampler": Foreign([5, 6, 7]), "batch_size": 1, "last_batch": "rollover"},
+        {"batch_sampler": Foreign([[5, 6], [7]]), "steps_per_epoch": 4},
+    ],
+    ids=["rollover", "steps"],
+)
+def test_a_state_after_the_first_batch_has_no_item_of_the_second(given: dict[str, Any]) -> None:
+    loader = ShardedDataLoader(range(9), **given)
+    next(iter(loader))
+    assert loader.state_dict()["passed"]["items"] == 1
+
+
+def test_ranks_are_padded_with_the_first_item_of_the_pass_that_they_have_read() -> None:
+    passes = itertools.count()
+    sampler = Foreign(lambda: [10 * (number := next(passes)), 10 * number + 1, 10 * number + 2], 3)
+    loader = ShardedDataLoader(range(30), 1, sampler=sampler, num_replicas=2, rank=1)
+    assert [[batch.tolist() for batch in loader] for _ in range(2)] == [[[1], [0]], [[11], [10]]]
+
+
 def test_a_sampler_of_another_library_may_have_ranks_of_its_own() -> None:
     theirs: Any = Foreign([[0, 1], [2, 3]])
     theirs.ranks = 4
