@@ -90,9 +90,8 @@ class MapEpoch(Epoch):
         self._checked_array: object = None  # last array without an index out of range
 
     def go_on_from(self, before: Epoch) -> None:
-        if not isinstance(before, MapEpoch) or before.source.signature != self.source.signature:
-            return
-        if before.number + 1 == self.number and isinstance(self._span, _RolloverSpan):
+        is_next = before.number + 1 == self.number
+        if is_next and isinstance(before, MapEpoch) and isinstance(self._span, _RolloverSpan):
             self._batches.go_on_from(before._batches, self._span.is_endless)
 
     def again(self) -> MapEpoch:

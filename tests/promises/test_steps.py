@@ -255,6 +255,21 @@ def test_with_rollover_a_sampler_with_a_state_goes_on_from_epoch_to_epoch() -> N
     assert len(read) == 45 and read == [4 * (place % 12 + 1) % LENGTH for place in range(45)]
 
 
+@pytest.mark.parametrize("change", ["half the batch", "a larger dataset"])
+def test_a_sampler_with_a_state_loses_no_item_when_the_next_epoch_is_another_one(change: str) -> None:
+    data = list(range(LENGTH))
+    given = {"num_replicas": 1, "rank": 0, "steps_per_epoch": 2}
+    loader = ShardedDataLoader(data, 4, sampler=StatefulWithoutEnd(), **given)
+    read = [index for batch in loader for index in batch.tolist()]
+    if change == "half the batch":
+        loader.rescale(1, 0, batch_size=2)
+    else:
+        data.append(0)
+        loader.refresh()
+    read += [index for batch in loader for index in batch.tolist()]
+    assert read == [4 * (place + 1) % LENGTH for place in range(12 if change == "half the batch" else 16)]
+
+
 ORDERS: dict[str, Callable[[], dict[str, Any]]] = {
     **SAMPLERS,
     "discard": lambda: {"batch_size": SIZE, "shuffle": True, "last_batch": "discard"},
