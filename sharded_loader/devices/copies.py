@@ -86,7 +86,7 @@ copy. The device's cost of a separate copy was not measured."""
 
 MANY, MEDIUM, ONE_COPY = 16, 256 << 10, 32 << 20
 """Least number of tensors, and their largest size in bytes, alone and together, to be one copy where they lie side by
-side in a slot. 256 of 62 KB took 4.3 ms of calls on an H200's host. If one of them is kept, all are."""
+side in a slot. 256 of 62 KB took 4.3 ms of calls on an H200's host. Fewer are not, because one that is kept keeps all."""
 
 CLOCK_EVERY = 8
 """Batches of which one is measured, for all of them, behind the first eight of an epoch: it takes three calls of torch,
@@ -136,16 +136,16 @@ class Clock:
 
 @dataclass(eq=False)
 class PendingCopy:
-    """A shard, or a plain batch, on its way to a device or into pinned memory, or already there.
+    """A shard, or a plain batch, on its way to a device, or already there because a pool made it there.
 
     Attributes:
         batch: of tensors on the device. Only `finish` may hand it out.
-        copies: the copy stream; None: nothing is copied to a device.
+        copies: the copy stream; None: the batch is already there.
         owner_stream: the stream that the targets belong to.
         sources: host tensors, and the objects that have moved themselves.
         targets: device memory, until `finish`. `CopyStream.in_use` holds this list.
         event: passes when the copies are done. None: nothing is copied.
-        enqueued: what the thread does; None: nothing. Without a copy stream, its result is the batch.
+        enqueued: what the thread does; None: nothing.
         behind: seconds in which the thread has waited for the device before.
         staged: wrappers of objects that move themselves. Their memory lies outside pinned slots.
         made: results in memory of the copy stream, which `finish` records on the caller's stream.
@@ -167,8 +167,6 @@ class PendingCopy:
     def finish(self) -> Any:
         """Return the batch, ready on the current stream of this thread. Objects that move themselves may raise."""
         copies = self.copies
-        if copies is None and self.enqueued is not None:
-            return self.enqueued.wait()
         if copies is not None and (self.enqueued is not None or self.staged):
             try:
                 copies.hand_out(self)

@@ -1,7 +1,7 @@
 """``pin_memory=True`` without a device: a thread copies batches into pinned memory.
 
-    Pinner.begin(batch) -> PendingCopy      a thread copies
-    PendingCopy.finish() -> batch           waits for the copy
+    Pinner.begin(batch) -> PinnedCopy      a thread copies
+    PinnedCopy.finish() -> batch           waits for the copy
 
 As in torch's loader, the program copies to the device itself. The thread holds no loader, and no batch while it waits;
 `Pinner.close` ends it. An object that cannot be pinned is its batch's error. If torch can pin no more memory, one
@@ -17,7 +17,23 @@ from typing import Any
 import torch
 
 from sharded_loader.extend.data import ATOMS, has_method, map_leaves
-from sharded_loader.extend.engine import Background, Later, PendingCopy, note_rejected, use_one_core
+from sharded_loader.extend.engine import Background, Later, note_rejected, use_one_core
+
+
+class PinnedCopy:
+    """Batch being copied into pinned memory; no device has to be waited for."""
+
+    event = None
+
+    def __init__(self, copy: Later) -> None:
+        self._copy = copy
+
+    def drop(self) -> None:
+        """Do nothing: the memory is freed with this object."""
+
+    def finish(self) -> Any:
+        """Return the batch in pinned memory, or raise the error of an object that cannot be pinned."""
+        return self._copy.wait()
 
 
 def pinned(batch: object) -> Any:
@@ -61,16 +77,15 @@ class Pinner:
         self._pin, self._kind = pin, kind
         self._background = Background("sharded_loader-pins") if in_thread else None
 
-    def begin(self, batch: object) -> PendingCopy:
+    def begin(self, batch: object) -> PinnedCopy:
         """Start the copy of a batch."""
         copy = functools.partial(self.pin, batch)
         if self._background is None:
             later = Later(copy)
             later.make()
-        else:
-            module: Any = torch.get_device_module(self._kind)
-            later = self._background.submit(copy, functools.partial(_set_up, module, module.current_device()))
-        return PendingCopy(enqueued=later)
+            return PinnedCopy(later)
+        module: Any = torch.get_device_module(self._kind)
+        return PinnedCopy(self._background.submit(copy, functools.partial(_set_up, module, module.current_device())))
 
     def pin(self, batch: object) -> Any:
         """Return the batch in pinned memory, or unchanged if torch cannot pin any more."""

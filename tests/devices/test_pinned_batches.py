@@ -19,9 +19,8 @@ from conftest import let_workers_finish, until
 from sharded_loader import ShardedDataLoader
 from sharded_loader.base.errors import notes_of
 from sharded_loader.devices import names, placement
-from sharded_loader.devices.copies import PendingCopy
 from sharded_loader.drop_in import iterator as drop_in
-from sharded_loader.drop_in.pinning import Pinner
+from sharded_loader.drop_in.pinning import PinnedCopy, Pinner
 from sharded_loader.engine.pool import Pool
 from sharded_loader.torch import DataLoader
 
@@ -239,9 +238,9 @@ def test_an_object_that_runs_out_of_memory_is_pinned_or_an_error(pins: Pins) -> 
 def test_ctrl_c_while_a_batch_is_pinned_loses_nothing(
     pins: Pins, monkeypatch: pytest.MonkeyPatch, worker_pool: Pool
 ) -> None:
-    begun, go_on, asked, finish = threading.Event(), threading.Event(), itertools.count(), PendingCopy.finish
+    begun, go_on, asked, finish = threading.Event(), threading.Event(), itertools.count(), PinnedCopy.finish
 
-    def interrupted(pending: PendingCopy) -> Any:
+    def interrupted(pending: PinnedCopy) -> Any:
         if next(asked) == 2:
             assert begun.wait(300)
             signal.raise_signal(signal.SIGINT)
@@ -253,7 +252,7 @@ def test_ctrl_c_while_a_batch_is_pinned_loses_nothing(
             go_on.wait(300)
 
     pins.before = before
-    monkeypatch.setattr(PendingCopy, "finish", interrupted)
+    monkeypatch.setattr(PinnedCopy, "finish", interrupted)
     with made("ours", worker_pool) as loader:
         batches, got = iter(loader), []
         with pytest.raises(KeyboardInterrupt):
