@@ -248,9 +248,6 @@ class EncodedPictures(Sequence[Any]):
             advice = 'The workers find such a picture, and on_error treats it, with decode="cpu"'
             raise ValueError(f"{error}, nor for {tried}. {advice}" if tried else str(error)) from error
 
-    def __repr__(self) -> str:
-        return f"EncodedPictures({len(self)} pictures, {self.buffer.nbytes:,} bytes)"
-
 
 def _decoded(data: bytes, flag: int, name: str) -> Bytes:
     """Decode a picture on the CPU."""

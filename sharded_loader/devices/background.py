@@ -70,9 +70,9 @@ class Later:
         return True
 
     def wait(self, seconds: float = math.inf) -> Any:
-        """Return the result, or raise what the call has raised, once. Raises `Unfinished` after ``seconds``."""
+        """Return the result, or raise what the call has raised, once. Raises TimeoutError after ``seconds``."""
         if not self.is_made(seconds):
-            raise Unfinished
+            raise TimeoutError
         if self.error is not None:
             error, self.error = self.error, None
             try:
@@ -80,10 +80,6 @@ class Later:
             finally:
                 del error  # otherwise error -> traceback -> this frame -> error, and the batch waits for the collector
         return self._result
-
-
-class Unfinished(TimeoutError):
-    """The call has not returned in time."""
 
 
 class Background:

@@ -68,7 +68,7 @@ from sharded_loader.base.interrupts import program_ends, should_stop
 from sharded_loader.batching.protocol import BatchifyError
 from sharded_loader.batching.tree import ATOMS, TORCH_TAKES, children, has_method, is_plain, map_leaves, to_torch
 from sharded_loader.devices.accelerator import NOTHING, REGISTERED, Streams, note_late, pinned_copy, pinned_empty
-from sharded_loader.devices.background import Background, Later, Unfinished, use_one_core
+from sharded_loader.devices.background import Background, Later, use_one_core
 from sharded_loader.devices.transform import TRANSFORM_NOTE, HostValue, unwrap_host_values
 from sharded_loader.memory.codec import ALIGNMENT, aligned
 
@@ -86,11 +86,11 @@ copy. The device's cost of a separate copy was not measured."""
 
 MANY, MEDIUM, ONE_COPY = 16, 256 << 10, 32 << 20
 """Least number of tensors, and their largest size in bytes, alone and together, to be one copy where they lie side by
-side in a slot. 256 of 62 KB took 4.3 ms of calls on an H200's host. Fewer are not, because one that is kept keeps all."""
+side in a slot. 256 of 62 KB took 4.3 ms of calls on an H200's host. If one of them is kept, all are."""
 
 CLOCK_EVERY = 8
-"""Batches of which one is measured, for all of them, behind the first eight of an epoch: it takes three calls of torch,
-each of which may wait for the interpreter beside busy threads."""
+"""Batches of which one is measured, for all of them, behind the first eight of an epoch: it takes three calls of
+torch, each of which may wait for the interpreter beside busy threads."""
 
 SHORTEST_REST, LONGEST_REST = 0.2e-3, 2e-3
 """Seconds between two queries of an event. The delay does not matter, because the device has steps to do meanwhile."""
@@ -388,8 +388,9 @@ class CopyStream:
     def _pinned(self, source: Any, target: torch.Tensor) -> torch.Tensor:
         """Return a source of a copy in pinned memory and in the layout of its target: otherwise the host waits."""
         if type(source) is not list:
-            is_ready = source.stride() == target.stride() and not (source.is_conj() or source.is_neg())
-            is_ready = is_ready and self._is_pinned(source)
+            address, is_ready = source.data_ptr(), not (source.is_conj() or source.is_neg())
+            is_ours = any(begin <= address < end for begin, end in [*REGISTERED.items()])
+            is_ready = is_ready and source.stride() == target.stride() and (is_ours or self.streams.is_pinned(source))
             return source if is_ready else pinned_copy(self.streams, source, target.stride())
         packed = torch.from_numpy(pinned_empty(self.streams, (target.nbytes,), np.dtype(np.uint8)))
         address = packed.data_ptr()
@@ -397,10 +398,6 @@ class CopyStream:
             ctypes.memmove(address, leaf.data_ptr(), leaf.nbytes)
             address += aligned(leaf.nbytes)
         return packed
-
-    def _is_pinned(self, source: torch.Tensor) -> bool:
-        address = source.data_ptr()
-        return any(begin <= address < end for begin, end in [*REGISTERED.items()]) or self.streams.is_pinned(source)
 
     def _transform(self, pending: PendingCopy, transform: Callable[[Any], Any]) -> None:
         """Replace the batch by the result of the user's function. Its input is held with the sources."""
@@ -447,13 +444,12 @@ class CopyStream:
 
     def _await_enqueued(self, enqueued: Later, pending: PendingCopy) -> None:
         began, timeout = host_clock.now(), self._clock.timeout
-        try:
-            enqueued.wait(timeout)
-        except Unfinished:
+        if not enqueued.is_made(timeout):
             raise TimeoutError(
                 f"device_transform has not returned for {timeout:g} s, the timeout of the pool. Its thread cannot be "
                 f"ended, and later batches wait for it, too: look at what it does (py-spy dump)"
-            ) from None
+            )
+        enqueued.wait()
         self._clock.behind += min(pending.behind, host_clock.now() - began)
 
     def _move_remaining(self, pending: PendingCopy, current: Any) -> None:
