@@ -160,10 +160,16 @@ def test_workers_that_share_an_open_file_are_warned_of(numbers, pool):
 
 
 @pytest.mark.parametrize("pool", [ProcessPool(1, start_method="fork"), ThreadPool(1), None])
-def test_a_single_worker_may_have_an_open_file(numbers, pool):
-    with warnings.catch_warnings(), ShardedDataLoader(numbers, 5, pool=pool) as loader:
-        warnings.simplefilter("error")
-        assert np.concatenate([batch.numpy() for batch in loader]).tolist() == list(range(20))
+def test_a_single_worker_may_have_an_open_file_until_others_join_it(numbers, pool):
+    with ShardedDataLoader(numbers, 5, pool=pool) as loader:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert np.concatenate([batch.numpy() for batch in loader]).tolist() == list(range(20))
+        if pool is not None:
+            next(iter(loader))
+            pool.resize(2)
+            with pytest.warns(RuntimeWarning, match=r"dataset\.file is an open file.*share its position"):
+                pool.adopt()
 
 
 def test_a_file_is_found_inside_of_anything_if_its_position_is_read(numbers, tmp_path):

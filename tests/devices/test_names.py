@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -88,10 +89,25 @@ def test_auto_is_the_cpu_where_there_is_no_accelerator(monkeypatch: pytest.Monke
     assert device_list("auto") == [CPU]
 
 
+@pytest.mark.parametrize("found", [[torch.device("mps:0")], []])
+def test_a_mac_with_an_older_torch_has_one_accelerator(
+    found: list[torch.device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch, "accelerator", None, raising=False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: bool(found))
+    assert names.accelerators() == found
+
+
 def test_devices_in_a_list_have_their_numbers(two_gpus: Any) -> None:
     assert device_list(["cuda:1", "cpu", torch.device("cpu", 0)]) == [SECOND, CPU, CPU]
     assert indexed(SECOND) == SECOND
     assert indexed(META) == META
+
+
+def test_a_device_without_an_index_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(current_device=lambda: 1))
+    assert indexed(CUDA) == SECOND and indexed(torch.device("mps")) == torch.device("mps:1")
 
 
 def test_all_accelerators_for_each_of_several_processes_is_a_warning(

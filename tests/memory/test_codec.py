@@ -323,6 +323,7 @@ def test_a_batch_made_in_its_slot_is_not_copied_unless_that_is_read_only():
     assert np.shares_memory(got["x"], memory) and np.shares_memory(got["part"], got["x"])
     assert_same(got, {"x": x, "part": x[2:4], "y": y, "elsewhere": elsewhere})
     assert writer.wanted == 12_160 + 4032  # whole cache lines
+    assert np.shares_memory(SlotWriter(memory[:6400]).empty((100, 16), "f4"), memory), "it fills the slot"
     memory = slot_of(1 << 16)
     encoded = encode(torch.ones(5000), SlotWriter(memory))
     memory.flags.writeable = False
@@ -492,6 +493,23 @@ class OwnNew(Exception):
         super().__init__(f"code {code}")
 
 
+class Prefixed(ValueError):
+    """Made again from its arguments, it would have another text."""
+
+    def __init__(self, text):
+        super().__init__(f"text: {text}")
+
+
+class EmptyNew(Exception):
+    """Its ``__new__`` does not keep the arguments."""
+
+    def __new__(cls, *_):
+        return super().__new__(cls)
+
+    def __init__(self, a, b):
+        super().__init__(f"{a} and {b}")
+
+
 class Nasty(Exception):
     """Every method of it raises."""
 
@@ -535,6 +553,9 @@ def sent(error):
         StopIteration(5),
         SystemExit(3),
         OwnNew(code=7),
+        Prefixed("x"),
+        EmptyNew(1, 2),
+        ModuleNotFoundError("No module named 'x'", name="x"),
         ValueError(np.arange(100_000)),
         ExceptionGroup("several", [ValueError(1)]) if sys.version_info >= (3, 11) else ValueError(1),  # noqa: F821
     ],
@@ -545,6 +566,7 @@ def test_an_exception_arrives_as_itself(error):
     assert type(got) is type(error)
     assert (str(got), [repr(arg) for arg in got.args]) == (str(error), [repr(arg) for arg in error.args])
     assert vars(got) == vars(error)
+    assert getattr(got, "name", None) == getattr(error, "name", None)  # not in ``vars``
 
 
 def test_what_cannot_be_pickled_stays_behind_alone_and_where_it_cannot_arrive_its_text_does():
@@ -574,3 +596,4 @@ def test_the_worker_s_traceback_and_the_notes_travel_and_the_remedy_for_cuda_aft
     assert type(arrived) is RuntimeError and str(arrived) == str(caught.value)
     (note,) = arrived.__notes__
     assert "give the loader device=" in note and 'start_method="spawn"' in note
+    assert notes_of(sent(ValueError("the repository was forked"))) == []

@@ -126,7 +126,7 @@ def test_a_dataset_too_deep_or_with_a_value_that_is_only_inherited_is_a_clear_er
         chain = [chain]
     inherited = r"dataset\['count'\].*through inheritance.*start_method=\"fork\""
     for dataset, text in (
-        (chain, "cannot send the dataset to worker processes: .* recursion"),
+        (chain, "cannot send the dataset to worker processes: it cannot be pickled .* recursion"),
         ({"count": KEPT}, inherited),
     ):
         with pytest.raises(TypeError, match=text):
@@ -267,6 +267,7 @@ VIEWS = {
     "other dtype": lambda m: m.view(np.uint8)[:, 1::4],
     "repeated": lambda m: np.broadcast_to(m[3], (7, 100)),
     "element": lambda m: m[2999:, 99:],
+    "from the first byte": lambda m: np.memmap(m.filename, np.uint8, m.mode),
     "windows": lambda m: np.lib.stride_tricks.sliding_window_view(m, 20, axis=0),
     "part of windows": lambda m: np.lib.stride_tricks.sliding_window_view(m.reshape(-1), 50)[1000::7],
     "strided": lambda m: np.lib.stride_tricks.as_strided(m, (20, 20), (800, 4)),
@@ -288,7 +289,8 @@ def test_views_arrive_the_same_and_go_by_name(file, mode, view):
 
 def test_views_of_one_mapping_stay_so_and_are_described_once_but_what_is_computed_goes_by_value(file):
     whole = mapped(file)
-    for array in (whole + 1, whole.copy(), np.sort(whole), whole[[1, 2, 3]], whole.sum(), whole[:0]):
+    computed = [whole + 1, whole.copy(), np.sort(whole), whole[[1, 2, 3]], whole.sum(), whole[:0]]
+    for array in (*computed, np.asarray(whole[:9]).view(np.recarray)):  # nor do the user's own kinds of arrays
         got = reopened(array)
         assert type(got) is type(array) and np.array_equal(got, array) and got.dtype == array.dtype
     whole = mapped(file, "r+")

@@ -67,6 +67,7 @@ def test_workers_that_die_idle_again_and_again_are_a_reason_to_stop_unless_a_bat
     deaths = Deaths(3)
     for _ in range(2):
         assert not any(deaths.record_idle_death(0) for _ in range(IDLE_DEATHS - 1))
+        assert deaths.unresolved, "the next batch that comes is to be told"
         deaths.resolve(0, 0)
     assert [deaths.record_idle_death(0) for _ in range(IDLE_DEATHS)] == [False] * (IDLE_DEATHS - 1) + [True]
 
@@ -273,6 +274,13 @@ def test_a_batch_that_kills_too_many_workers_is_given_up_and_its_sample_named() 
     assert pool.seqs == [5]
 
 
+def test_a_death_between_two_words_of_the_heartbeat_is_an_error_without_a_sample() -> None:
+    pool = Pool(restarts=1)
+    pool.give(0, task(3), heartbeat=[0, 3, 7, 1])  # the shard is still that of an earlier batch
+    [given_up] = pool.kill(0)
+    assert isinstance(given_up.error, WorkerDiedError) and given_up.error.index is None
+
+
 @pytest.mark.parametrize("at", [IN_BULK, ONE_BY_ONE, 1], ids=["in bulk", "one by one", "a sample"])
 def test_after_a_death_each_sample_is_noted(at: int, pool: Pool) -> None:
     pool.give(0, task(3), task(4), heartbeat=reading(3, at))
@@ -339,6 +347,14 @@ def test_workers_that_cannot_start_break_the_pool(said: dict[str, Any]) -> None:
         pool.kill(0, **said)
 
 
+def test_a_worker_that_starts_begins_the_count_of_those_that_cannot_anew() -> None:
+    pool = Pool(restarts=2)
+    for _ in range(5):
+        pool.transport.workers[0].ready = False
+        pool.kill(0)
+        pool.record_start(pool.transport.workers[0])
+
+
 def test_a_pool_may_go_on_without_a_worker_that_cannot_start(pool: Pool) -> None:
     pool.transport.needs_all, pool.transport.workers[0].ready = False, False
     assert pool.kill(0, is_final=True) == []
@@ -355,6 +371,7 @@ def test_a_worker_that_is_late_is_killed_once_and_its_batch_is_an_error(host_tim
     [given_up] = pool.kill(0)
     assert isinstance(given_up.error, WorkerTimeoutError)
     assert given_up.error.index == 11
+    assert "It was killed; its stack is on stderr" in str(given_up.error)
 
 
 def test_closed_it_has_neither_workers_nor_tasks_and_may_be_started_again() -> None:
@@ -436,15 +453,20 @@ def test_if_another_one_cannot_be_launched_there_are_those_that_could_be(pool: P
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="no such signal")
-def test_the_error_of_a_signal_handler_passes_while_a_key_is_pickled(signal_name: str) -> None:
+@pytest.mark.parametrize("forked", [True, False])
+def test_the_error_of_a_signal_handler_passes_while_a_key_is_pickled(signal_name: str, forked: bool) -> None:
     class Key:
+        rings = True
+
         def __reduce__(self) -> Any:
-            signal.raise_signal(getattr(signal, signal_name))
+            if self.rings:
+                Key.rings = False  # at the first attempt alone
+                signal.raise_signal(getattr(signal, signal_name))
             return Key, ()
 
     note_handlers()
     with pytest.raises(HANDLERS[signal_name][0]):
-        fields_of(Task(0, 0, 0, 0, ([Key()],), False), forked=True)
+        fields_of(Task(0, 0, 0, 0, ([Key()],), False), forked=forked)
     note_handlers()
 
 
@@ -452,6 +474,12 @@ def test_ints_strings_and_arrays_need_no_pickle_of_their_own() -> None:
     for shard in ([1, "a"], np.arange(3)):
         plain = Task(1, 2, 3, 4, (shard,), False)
         assert fields_of(plain, forked=True) == fields_of(plain, forked=False) == plain.fields
+
+
+def test_of_iterable_data_only_a_state_needs_a_pickle_of_its_own() -> None:
+    for state, kind in ((None, tuple), ({"at": 3}, bytes)):
+        part = PartBatch(0, 0, 0, 0, PartPoint(state=state))
+        assert type(fields_of(Task(0, 0, 0, 0, ([None],), False, part=part), forked=True)) is kind
 
 
 def test_exceptions_of_a_reply_are_exceptions_again_and_one_without_is_the_result() -> None:

@@ -305,6 +305,8 @@ def test_nothing_is_read_before_somebody_waits_and_then_one_task_and_none_that_w
     assert (result.seq, result.batch.tolist(), read) == (2, [20], [2])
     pool.close()
     assert not pool.started and list(pool.wait()) == [] and read == [2]
+    pool.start(job(range(10)))
+    assert list(pool.wait()) == [], "a task of the time before"
 
 
 def test_a_task_that_was_interrupted_is_read_again() -> None:
@@ -552,6 +554,28 @@ def test_if_the_system_cannot_start_another_one_the_pool_goes_on(monkeypatch: py
             assert loader.num_workers == 2
             found += [batch.tolist() for batch in batches]
             assert found == [one for one in expected if isinstance(one, list)]
+
+
+def test_each_thread_that_could_be_started_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, launch = ThreadPool(1), threading.Thread.start
+    pool.start(job([1]))
+    starts = iter([launch, Mock(side_effect=RuntimeError("there is no room"))])
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: next(starts)(thread))
+    with pytest.warns(LoaderWarning, match="cannot have more workers"):
+        pool.resize(4)
+    assert pool.num_workers == 2
+    pool.close()
+
+
+def test_each_thread_that_remains_reads_on() -> None:
+    gate, pool = Gate(), ThreadPool(3)
+    pool.start(job(gate))
+    pool.resize(2)
+    pool.submit([task(seq, seq) for seq in range(2)])
+    assert gate.begun.acquire(timeout=60) and gate.begun.acquire(timeout=60)
+    gate.open_for_all()
+    assert [result.batch.tolist() for result in results_of(pool, 2)] == [[0], [1]]
+    pool.close()
 
 
 def test_far_too_many_processes_are_a_warning() -> None:

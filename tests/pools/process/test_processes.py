@@ -204,6 +204,16 @@ def test_classes_of_a_function_keep_their_identity(process_pool: ProcessPool) ->
             next(iterator)
 
 
+def test_tasks_that_the_pipe_does_not_take_at_once_arrive_later(process_pool: ProcessPool) -> None:
+    class Lengths(dict[str, int]):
+        def __getitem__(self, key: str) -> int:
+            return len(key)
+
+    keys = [letter * (1 << 20) for letter in "abcdefgh"]
+    with ShardedDataLoader(Lengths(), 1, sampler=keys, pool=process_pool, prefetch=6) as loader:
+        assert [batch.tolist() for batch in loader] == [[1 << 20]] * 8
+
+
 @pytest.mark.slow
 @METHODS
 @pytest.mark.parametrize("portable", [False, True])
@@ -402,7 +412,6 @@ def test_a_dataset_that_leaks_reads_on_in_bounded_memory(method: str, caplog: An
 
 
 @pytest.mark.parametrize("method", PROCESS_POOLS[:1])
-@pytest.mark.slow
 def test_a_limit_below_what_a_new_worker_takes_is_an_error_with_both_numbers(method: str) -> None:
     pool = ProcessPool(2, start_method=method, max_worker_memory="1 MB")
     with ShardedDataLoader(Leaks(0, 100_000), 4, pool=pool) as loader:

@@ -28,10 +28,11 @@ from samples import Parents, Random
 
 from sharded_loader import ProcessPool, ShardedDataLoader, SimpleDataset
 from sharded_loader.base.system import ONE_THREAD
-from sharded_loader.engine.heartbeat import SAMPLE
+from sharded_loader.engine.heartbeat import IDLE, SAMPLE, heartbeat_in
 from sharded_loader.engine.messages import Job
+from sharded_loader.memory.codec import decode
 from sharded_loader.pools.process import spawned, start, transport
-from sharded_loader.pools.process.link import Link
+from sharded_loader.pools.process.link import Link, Poller
 from sharded_loader.pools.process.spawned import PRELOAD
 from sharded_loader.pools.process.start import ZygoteGone
 from sharded_loader.pools.process.transport import ProcessTransport, ProcessWorker
@@ -89,6 +90,59 @@ def test_a_forkserver_imports_what_it_is_told_with_one_thread_and_forgets_it(
     assert sys.modules.pop("wanted_module").threads == "1"
     assert sys.path == before and PRELOAD not in os.environ
     assert {name: os.environ[name] for name in ONE_THREAD if name in os.environ} == {"OMP_NUM_THREADS": "7"}
+
+
+@pytest.mark.parametrize("closes", [True, False])
+@pytest.mark.parametrize("raises", [True, False])
+def test_a_wait_in_which_a_signal_handler_closes_the_pool_has_no_results(
+    closes: bool, raises: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timeouts: list[float | None] = []
+
+    def wait(poller: Any, timeout: float | None) -> Any:
+        timeouts.append(timeout)
+        if closes:
+            pool.close()
+        if raises:
+            raise OSError("poll")
+        return [], set()
+
+    monkeypatch.setattr(Poller, "wait", wait)
+    pool = forked(1)
+    pool.start(JOB)
+    with pytest.raises(OSError, match="poll") if raises and not closes else contextlib.nullcontext():
+        assert list(pool.wait(block=False)) == []
+    assert timeouts == [0.0]
+    pool.close()
+
+
+@pytest.mark.parametrize(("options", "noted"), [({}, False), ({"timeout": 5.0}, True), ({"restarts": 1}, True)])
+def test_each_sample_is_noted_if_it_has_a_timeout_or_no_second_try_and_only_forked_workers_get_a_zygote(
+    options: dict[str, Any], noted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs: list[Job] = []
+    monkeypatch.setattr(ProcessTransport, "start", lambda owner, job: jobs.append(job) or [])
+    pools = forked(1, **options), ProcessPool(1, start_method="spawn", **options)
+    for pool in pools:
+        pool.start(JOB)
+    assert [job.notes_samples for job in jobs] == [noted] * 2
+    assert [pool.start_unfinished for pool in pools] == [True, False]
+
+
+def test_workers_that_run_are_sent_another_job_and_all_have_a_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(number: int, job: Job) -> Any:
+        return SimpleNamespace(link=Mock(), tasks={})
+
+    owner = ProcessTransport(2, "spawn", None)
+    monkeypatch.setattr(owner, "launch", launch)
+    for dataset in ([1, 2], [3, 4], [5, 6]):
+        assert owner.start(Job(dataset, None, 0)) == []
+        sent = [worker.link.send.call_args.kwargs["content"] for worker in owner.workers]
+        assert [decode(job).dataset for job in sent] == [dataset] * 2
+    assert owner.heartbeat is not None
+    heartbeat_in(owner.heartbeat.mapping, transport.ROWS - 1)[SAMPLE] = IDLE
+    owner.workers.clear()
+    owner.close()
 
 
 # -- the first forked workers come from the main process, and their zygote a step later --------------------------------

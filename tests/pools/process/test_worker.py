@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
+from multiprocessing import connection
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,7 @@ from sharded_loader.memory.codec import decode, decode_error, encode
 from sharded_loader.memory.segments import Slot
 from sharded_loader.pools import task_reader
 from sharded_loader.pools.process import link as wire
+from sharded_loader.pools.process import worker as worker_module
 from sharded_loader.pools.process.link import CANCEL, CHUNK, HEARTBEAT, RESULTS, SEGMENT, Link, Poller
 from sharded_loader.pools.process.worker import WorkerThreads, close_in_children, die_with
 from sharded_loader.pools.supervised import decode_result
@@ -204,12 +206,12 @@ def test_a_poller_tells_when_more_can_be_sent(polled: Any) -> None:
 class Trainer:
     """The other end of the pipe of a worker whose main thread is a thread here."""
 
-    def __init__(self, dataset: Any = None) -> None:
+    def __init__(self, dataset: Any = None, **options: Any) -> None:
         ours, theirs = multiprocess.Pipe()
         self.link, self._theirs = Link(ours, blocks=True), Link(theirs, blocks=True)
         self.worker = WorkerThreads(self._theirs, 4, 5)
         self.worker._finished.set()  # otherwise the end of the pipe may end this process
-        job = None if dataset is None else Job(dataset, None, 0)
+        job = None if dataset is None else Job(dataset, None, 0, **options)
         self._thread = threading.Thread(target=self.worker.run, args=[job])
         self._thread.start()
         if dataset is not None:
@@ -219,10 +221,13 @@ class Trainer:
     def send_tasks(self, *tasks: Any) -> None:
         self.link.send(wire.TASKS, content=pickle.dumps(tasks))
 
-    def answer(self) -> tuple[bytes, memoryview, Any]:
+    def message(self) -> wire.Message:
         while not self.link.inbox:
             self.link.read()
-        message = self.link.inbox.popleft()
+        return self.link.inbox.popleft()
+
+    def answer(self) -> tuple[bytes, memoryview, Any]:
+        message = self.message()
         return message.kind, message.content, message.buffers
 
     def results(self, count: int) -> list[Result]:
@@ -277,6 +282,33 @@ def test_the_tasks_of_a_cancelled_run_are_answered_and_not_read() -> None:
     trainer.close()
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="waits for a socket")
+def test_a_finished_batch_is_sent_on_request_while_the_worker_reads_the_next_one(
+    host_time: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "GROUP_SECONDS", 3600.0)  # all replies wait for the end of the message
+    trainer = Trainer(gate := Gate(free=0))
+    trainer.send_tasks(task(0, 0), task(1, 1), task(2, 2))
+    for seq in range(2):
+        assert all(gate.begun.acquire(timeout=60) for _ in range(2 - seq))  # it reads batch seq + 1
+        trainer.link.send(wire.FLUSH)
+        assert connection.wait([trainer.link.waitable], 60)
+        assert [result.seq for result in trainer.results(1)] == [seq]
+        gate.opened.release()
+    assert [result.seq for result in trainer.results(1)] == [2]
+    trainer.close()
+
+
+def test_a_worker_above_its_limit_says_so_after_its_start_and_after_its_first_batch() -> None:
+    trainer, said = Trainer(range(8), max_memory=1), []
+    for seq in range(2):
+        trainer.send_tasks(task(seq, seq))
+        while (message := trainer.message()).kind != RESULTS:
+            said.append((message.kind, message.seq))
+    trainer.close()
+    assert said[:2] == [(wire.GROWN, 0), (wire.GROWN, 1)]
+
+
 def test_indices_that_cannot_be_read_are_the_error_of_their_batch(trainer: Trainer) -> None:
     trainer.send_tasks((0, 0, None, b"no pickle"), task(1, 1))
     broken, good = trainer.results(2)
@@ -325,12 +357,37 @@ def test_the_batch_lies_in_the_memory_that_is_given() -> None:
     assert reader.heartbeat[SAMPLE] == SENDING
 
 
+def test_the_time_to_write_a_batch_is_measured_from_the_end_of_its_reading(host_time: Any) -> None:
+    class Slow:
+        def __reduce__(self) -> Any:
+            host_time.move(3.0)
+            return Slow, ()
+
+    def read(samples: list[int]) -> Slow:
+        host_time.move(5.0)
+        return Slow()
+
+    reader = TaskReader(0, 1, "worker 0")
+    reader.take(Job(range(3), read, 7))
+    (*_, times) = unpack_reply(memoryview(reader.answer(0, 0, fields(0, 1), None)[0]))
+    assert times is not None and times.write == 3.0
+
+
 def test_worker_init_fn_is_called_with_the_first_job_only() -> None:
     called: list[int] = []
     reader = reader_of(range(3), worker_init_fn=called.append)
     reader.take(Job(range(4), None, 7, worker_init_fn=called.append))
     assert called == [0]
     assert reader.read(0, 0, fields(0, 3), None)[0].batch.tolist() == [3]
+
+
+@pytest.mark.parametrize("sets_epoch", [True, False])
+def test_the_dataset_of_a_worker_is_told_the_epoch_but_in_the_drop_in(sets_epoch: bool) -> None:
+    told: list[int] = []
+    dataset = Bad(boom)
+    dataset.set_epoch = told.append  # type: ignore[attr-defined]
+    reader_of(dataset, sets_epoch=sets_epoch).read(0, 0, fields(0, 1), None)
+    assert told == [1] * sets_epoch
 
 
 def test_a_batch_that_cannot_be_pickled_is_an_error_that_says_so() -> None:
