@@ -151,6 +151,17 @@ def test_a_close_that_a_ctrl_c_interrupts_can_be_called_again(monkeypatch: pytes
     assert not [one for one in threading.enumerate() if one.name.startswith("sharded_loader-")]
 
 
+def test_a_close_waits_a_moment_for_threads_in_user_code(
+    pool: ThreadPool, monkeypatch: pytest.MonkeyPatch, host_time: Any
+) -> None:
+    waits: list[float] = []
+    pool.start(job([1]))
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "join", lambda thread, timeout: waits.append(timeout))
+        pool.close()
+    assert waits == pytest.approx([thread_pool.CLOSING_GRACE] * 2)
+
+
 # -- threads that hang --------------------------------------------------------------------------------------------
 
 
