@@ -13,7 +13,7 @@ import torch
 from conftest import PROCESS_POOLS, let_workers_finish, make_pool
 from memory_samples import arena_of
 
-from sharded_loader import ArrayDataset, ShardedDataLoader, SimpleDataset
+from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader, SimpleDataset, empty
 from sharded_loader.memory.arena import FIRST_SEGMENT, Arena
 
 MB = 1 << 20
@@ -208,3 +208,38 @@ def test_a_worker_that_dies_while_it_waits_for_a_slot_costs_no_batch(monkeypatch
     with ShardedDataLoader(data, 2, pool=make_pool("fork", 2)) as loader:
         assert [batch[:, 0].tolist() for batch in loader] == [[n, n + 1] for n in range(0, 12, 2)]
         assert loader.stats().replaced_workers == 1
+
+
+def halves(samples):
+    """The first half is written into the slot; with the second, a batch now and then exceeds it."""
+    rows = np.stack(samples)
+    first = empty(rows.shape, rows.dtype)
+    first[:] = rows
+    return first, np.repeat(rows, 1 + int(rows[0, 0]) // 16, axis=0)
+
+
+@pytest.mark.parametrize("method", PROCESS_POOLS)
+def test_a_slot_that_was_too_small_is_kept_until_the_worker_has_copied_out_of_it(monkeypatch, method):
+    outgrown, kept, give, lend, send = {}, [], Arena.give, Arena.lend, ProcessPool._send_slot
+
+    def sent(pool, worker, run, seq, nbytes):
+        outgrown[worker.number] = worker.slots.get((run, seq))
+        send(pool, worker, run, seq, nbytes)
+
+    def lent(arena, slot, places, worker=0):
+        outgrown.pop(worker, None)  # its result is here
+        return lend(arena, slot, places, worker)
+
+    def given(arena, slot):
+        kept.append(slot not in outgrown.values())
+        give(arena, slot)
+
+    monkeypatch.setattr(ProcessPool, "_send_slot", sent)
+    monkeypatch.setattr(Arena, "lend", lent)
+    data = ArrayDataset(np.repeat(np.arange(96.0)[:, None], 5000, axis=1))
+    with ShardedDataLoader(data, 2, pool=make_pool(method, 2), batchify_fn=halves) as loader:
+        monkeypatch.setattr(Arena, "give", given)
+        for number, (first, second) in enumerate(loader):
+            assert first[:, 0].tolist() == [2 * number, 2 * number + 1] and (first == first[:, :1]).all()
+            assert second[0, 0] == 2 * number and len(second) == 2 * (1 + 2 * number // 16)
+    assert all(kept) and len(kept) >= 5

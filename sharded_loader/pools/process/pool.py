@@ -307,6 +307,8 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
                 if slot is not None:
                     # Without buffers in it, the slot is free again at once.
                     buffers = self._transport.arena.lend(slot, buffers, worker.number)
+                if (smaller := worker.slots.pop((run, ~seq), None)) is not None:
+                    self._transport.arena.give(smaller)
                 if task is not None:  # otherwise cancelled
                     results.append(self._result(reply, buffers, task))
         if link.ended or (worker.has_ended and worker.is_over()):
@@ -336,9 +338,9 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
                 del worker.tasks[run, seq]
                 self._reject(task, error)
             if slot is not None:
-                before, worker.slots[run, seq] = worker.slots[run, seq], slot
-                if before is not None:
-                    arena.give(before)
+                if (smaller := worker.slots[run, seq]) is not None:
+                    worker.slots[run, ~seq] = smaller  # the worker copies from it until the result is here
+                worker.slots[run, seq] = slot
             else:
                 self.notices.record(
                     "slow_batches",
