@@ -151,7 +151,7 @@ class Machine:
         self.usage = {one: SimpleNamespace(allocated=0, peak=0, reserved=0, limit=TOTAL) for one in self.devices}
         self.registered: dict[int, int] = {}
         self.pinned: dict[int, int] = {}
-        self.blocks, self.backgrounds = blocks, list[Background]()
+        self.blocks, self.backgrounds = blocks, weakref.WeakSet[Background]()
         self.faults: list[str] = []
         self.log: list[tuple[Any, ...]] = []
         self.allocated = self.peak = self.blocked = self.cleared = self.caches_emptied = self.refuse = 0
@@ -188,7 +188,7 @@ class Machine:
     def background(self, name: str) -> Background:
         """In the place of the thread that begins copies: before the device works, it has begun what it was given."""
         made = Background(name)
-        self.backgrounds.append(made)
+        self.backgrounds.add(made)
         return made
 
     def current_device(self) -> torch.device | None:
@@ -260,7 +260,7 @@ class Machine:
     def run(self, steps: int) -> int:
         """Do up to so many pieces of work; how many there were."""
         if threading.current_thread() is threading.main_thread():
-            for background in self.backgrounds:
+            for background in [*self.backgrounds]:
                 background.wait(SOON)
         for done in range(steps):
             if not self._work_once():

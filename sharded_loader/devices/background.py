@@ -131,6 +131,8 @@ class Background:
         self._calls = queue.SimpleQueue()  # another thread takes nothing from one that is left behind
         if thread is not threading.current_thread():
             thread.join(seconds)
+        if not thread.is_alive():
+            self._last = None  # its error would hold its batch
         return not thread.is_alive()
 
 
