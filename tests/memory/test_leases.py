@@ -244,7 +244,7 @@ warnings.simplefilter("ignore")
 with ShardedDataLoader(data, batch_sampler=order, pool=ProcessPool(2, start_method=sys.argv[1])) as loader:
     held += loader
     arena = arena_of(loader)
-    print(len(held), len(arena.segments), arena.nbytes > 38 << 20)
+    print(len(held), len(arena.segments), arena.nbytes > 37 << 20)
     for number, batch in enumerate(held):
         assert bool((batch[:, ::512] == batch[:, :1]).all()) and batch[:, 0].tolist() == order[number]
     assert os.listdir("/dev/shm") == []
