@@ -239,7 +239,7 @@ def ms_text(ms: float) -> str:
 
 
 def find_dataset(target: str) -> Any:
-    """Return the dataset that the user has named; raise CannotRun if there is none, or it cannot be made or read.
+    """Import the user's dataset. Raises CannotRun if it does not exist, or cannot be created or read.
 
     After the colon of ``target`` stands a dataset, or a callable without arguments that makes one. The name may have
     dots.
@@ -274,7 +274,7 @@ def find_dataset(target: str) -> Any:
 
 
 def find_function(target: str) -> Callable[..., Any]:
-    """Return the function that the user has named, as in `find_dataset`; raise CannotRun if there is none.
+    """Import the user's function, named as in `find_dataset`. Raises CannotRun if it does not exist.
 
     Example:
         >>> find_function("operator:add")(1, 2)

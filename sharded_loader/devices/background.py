@@ -112,7 +112,8 @@ class Background:
                 args = self._calls, prepare
                 self._thread = threading.Thread(target=_make_all, args=args, name=self._name, daemon=True)
                 self._thread.start()
-                weakref.finalize(self, self._calls.put, None).atexit = False
+                self._end = weakref.finalize(self, self._calls.put, None)
+                self._end.atexit = False
         self._last = later
         self._calls.put(later)
         return later
@@ -127,7 +128,7 @@ class Background:
         thread, self._thread = self._thread, None
         if thread is None:
             return True
-        self._calls.put(None)
+        self._end()
         self._calls = queue.SimpleQueue()  # another thread takes nothing from one that is left behind
         if thread is not threading.current_thread():
             thread.join(seconds)

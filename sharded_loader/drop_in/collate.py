@@ -105,7 +105,6 @@ class Collate:
 
 def _own_functions(sample: object, empty: Empty) -> dict[Any, Callable[..., Any]]:
     """Return the functions, for torch's table, of classes in a sample that make their own batch."""
-
     found: dict[Any, Callable[..., Any]] = {}
 
     def function_of(kind: Any) -> Callable[..., Any]:

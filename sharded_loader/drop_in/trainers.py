@@ -6,8 +6,8 @@
     refuse_skipping(loader)                          Accelerate would read the data in another order
 
 The names are not public, as in `base.private`: each use says what happens without them, and the same tests cover them.
-The core looks up three of these functions by name: for states, for epochs that Lightning names, and before another
-library rebuilds the loader. Neither library is imported here.
+The core looks up three of these functions by name: to save states, to follow Lightning's ``set_epoch``, and before
+another library rebuilds the loader. Neither library is imported here.
 """
 
 from __future__ import annotations

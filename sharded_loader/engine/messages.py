@@ -117,7 +117,7 @@ class PartIndices(Sequence[Any]):
         return zip(repeat(self.part), self.places)
 
     def cut(self, sizes: Iterable[int]) -> list[PartIndices]:
-        """Return shards of these numbers of rows, without the empty ones."""
+        """Divide the rows into shards of the given sizes. Empty shards are left out."""
         ends = list(accumulate(sizes, initial=0))
         return [self[begin:end] for begin, end in pairwise(ends) if begin < end]
 

@@ -471,8 +471,8 @@ class ShardedDataLoader(Instruments, Generic[Batch]):
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last delivered batch, in a few microseconds; prefetched batches do not count.
 
-        With several iterators, the one that began or delivered last counts. The position is one in the order that all
-        ranks share: one rank saves, any number of ranks load.
+        With several iterators, it is the position of the one that began or delivered last. All ranks share the order,
+        so one rank saves, and any number of ranks load.
 
         Returns:
             A small JSON-serializable dict: ``epoch``, ``samples`` done in it (``batches`` with a ``batch_sampler``),

@@ -232,7 +232,7 @@ class StreamReader(Reader):
 
     @contextmanager
     def _begun(self, task: Task) -> Iterator[BatchScope]:
-        """Make a task the one that is being read inside the context, where no batch is made of it."""
+        """Read a task's samples inside the context, outside any batch."""
         scope, before = BatchScope(self._job.seed, 0 if self._stream.endless else task.epoch), reading.get()
         scope.task, scope.worker, scope.empty, scope.heartbeat = task, None, np.empty, list(UNUSED)
         try:

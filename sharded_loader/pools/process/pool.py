@@ -315,7 +315,7 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
             results += self.replace(worker)
 
     def _take_slot(self, worker: ProcessWorker, nbytes: int, waiting: int = 0) -> Slot | None:
-        """Return a slot that may be new to a worker (`Arena.take`), which is told to touch it before its task comes."""
+        """Take a slot for a worker, and have the worker touch its pages before the task arrives."""
         arena, link = self._transport.arena, worker.link
         slot = arena.take(nbytes, worker.number, waiting)
         if slot is not None:
@@ -327,28 +327,27 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
         return slot
 
     def _send_slot(self, worker: ProcessWorker, run: int, seq: int, nbytes: int) -> None:
-        """Answer a worker whose batch exceeds its slot, or is the first: it waits."""
+        """Send a slot, or None, to a worker that waits because its batch exceeds its own, or is the first."""
         arena, slot, task = self._transport.arena, None, worker.tasks.get((run, seq))
         if task is not None:  # otherwise cancelled
             self._sizes.note(nbytes)
             try:
                 waiting = sum(slot is None for each in self._transport.workers for slot in each.slots.values())
                 slot = self._take_slot(worker, self._sizes.wanted, waiting)
+                if slot is None:
+                    self.notices.record(
+                        "slow_batches",
+                        f"a batch of {nbytes:,} bytes finds no room in shared memory (max_bytes={self.max_bytes}, "
+                        f"{arena.nbytes:,} bytes in use, your program holds {arena.lent} batches), and goes through "
+                        f"the pipe, which is slower: look for a list or a graph that keeps batches, use smaller ones "
+                        f"or a smaller prefetch, or raise ProcessPool(max_bytes=)",
+                    )
+                elif (smaller := worker.slots[run, seq]) is not None:
+                    worker.slots[run, ~seq] = smaller  # the worker copies from it until the result is here
+                worker.slots[run, seq] = slot or worker.slots[run, seq]
             except MemoryError as error:
                 del worker.tasks[run, seq]
                 self._reject(task, error)
-            if slot is not None:
-                if (smaller := worker.slots[run, seq]) is not None:
-                    worker.slots[run, ~seq] = smaller  # the worker copies from it until the result is here
-                worker.slots[run, seq] = slot
-            else:
-                self.notices.record(
-                    "slow_batches",
-                    f"a batch of {nbytes:,} bytes finds no room in shared memory (max_bytes={self.max_bytes}, "
-                    f"{arena.nbytes:,} bytes in use, your program holds {arena.lent} batches), and goes through "
-                    f"the pipe, which is slower: look for a list or a graph that keeps batches, use smaller ones "
-                    f"or a smaller prefetch, or raise ProcessPool(max_bytes=)",
-                )
         worker.link.send(SLOT, content=pickle.dumps(None if slot is None else tuple(slot)))
 
     def _count_room(self) -> None:

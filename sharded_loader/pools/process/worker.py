@@ -231,7 +231,7 @@ class WorkerThreads:
                 self._link.send(wire.GROWN, nbytes, self._memory.batches)
 
     def _memory_at(self, slot: tuple[int, int, int] | None) -> Array | None:
-        """Return the memory of a slot; None if there is none, or its segment cannot be opened."""
+        """Return the memory of a slot, or None without a slot or if its segment could not be opened."""
         if slot is None or not isinstance(whole := self._segments.get(slot[0]), np.ndarray):
             return None
         return whole[slot[1] : slot[1] + slot[2]]
