@@ -7,10 +7,10 @@
 
     EncodedPictures.to(device) -> Pictures      a loader with ``device=`` calls it in the background (`devices.copies`)
 
-Only complete JPEGs that GPUs decode like Pillow travel as bytes: grey or YCbCr, of 8 bits per channel. The worker
-decodes all other pictures, so ``on_error`` treats those that are broken, and bytes that are no picture. In the main
-process the decoder of the GPU comes first, then Pillow for what it rejects. A picture that both reject is its batch's
-error.
+Only JPEGs that GPUs decode like Pillow travel as bytes: grey or YCbCr, of 8 bits per channel. Before, the worker checks
+them as far as Pillow's decoder would reject them (`is_common_jpeg`), and decodes all other pictures. So ``on_error``
+treats the same pictures as with "cpu". In the main process the decoder of the GPU comes first, then Pillow for what it
+rejects. If a picture passes the check and both reject it, that is the error of its batch.
 
 Workers import no torch for ``decode="cuda"``. The decoders read host memory, and work on the current stream.
 """
@@ -21,6 +21,7 @@ import functools
 import importlib
 import importlib.util
 import os
+import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
@@ -110,27 +111,50 @@ def _installed_decoder(kind: str) -> str:
     raise ImportError(_MISSING.format(kind, "; ".join(reasons)))
 
 
+_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
+"""A marker in or behind the data of a scan; those of restarts belong to the data."""
+
+_MOST_PIXELS = 1 << 26
+"""Pixels of the largest picture that travels. Pillow warns of larger ones, and then refuses them."""
+
+
 def is_common_jpeg(data: bytes) -> bool:
-    """Return True for a JPEG that seems complete, is grey or YCbCr and has 8 bits per channel. Reads only its header.
+    """Return True for a JPEG that Pillow decodes, is grey or YCbCr and has 8 bits per channel.
+
+    Pillow accepts damage in the data of scans, and no other. So this decodes the file without them, as a picture of
+    8 x 8 pixels. Measured (500 x 375 pixels, 84 KB): 140 us; decoding takes 2 ms.
 
     Example:
         >>> is_common_jpeg(b"GIF89a")
         False
     """
-    at, is_common = 2, False
-    while data.startswith(b"\xff\xd8") and at + 19 < len(data) and data[at] == 0xFF:
+    at, is_common, kept = 2, False, [data[:2]]
+    while data.startswith(b"\xff\xd8") and at + 2 <= len(data) and data[at] == 0xFF:
         marker, begin = data[at + 1], at + 4
-        if marker == 0xDA:
-            # The bytes of a scan contain no marker: if the file was cut off, no end (D9) is behind the last scan (DA).
-            end = data.rfind(b"\xff\xd9")
-            return is_common and end > at and data.find(b"\xff\xda", end) < 0
-        if marker == 0xEE and data[begin : begin + 5] == b"Adobe" and data[begin + 11] == 0:  # RGB or CMYK
+        if marker == 0xD9:
+            return is_common and _decodes(b"".join((*kept, b"\xff\xd9")))
+        end = at + 2 + int.from_bytes(data[at + 2 : begin], "big")
+        part = data[at:end]
+        if len(part) < 4 or (marker == 0xEE and part[4:9] == b"Adobe" and part[15:16] == b"\0"):  # RGB or CMYK
             return False
-        if marker in (0xC0, 0xC1, 0xC2):
-            is_rgb = data[begin + 6 : begin + 13 : 3] == b"RGB"
-            is_common = data[begin] == 8 and data[begin + 5] in (1, 3) and not is_rgb
-        at += 2 + int.from_bytes(data[at + 2 : begin], "big")
+        if marker in (0xC0, 0xC1, 0xC2) and len(part) > 9:
+            height, width = (int.from_bytes(part[place : place + 2], "big") for place in (5, 7))
+            is_common = part[4] == 8 and part[9] in (1, 3) and part[10:17:3] != b"RGB"
+            is_common = is_common and 0 < height * width <= _MOST_PIXELS
+            part = b"%b\0\x08\0\x08%b" % (part[:5], part[9:])
+        kept.append(part)
+        if marker == 0xDA:
+            found = _MARKER.search(data, end)
+            end = found.start() if found else len(data)
+        at = end
     return False
+
+
+def _decodes(data: bytes) -> bool:
+    try:
+        return bool(_decoded(data, 1, "").size)
+    except ValueError:
+        return False
 
 
 # -- samples and batches -----------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import random
 import sys
 import zlib
 from collections.abc import Callable
@@ -64,6 +65,9 @@ OTHERS = {
 }
 """Pictures that the workers decode."""
 
+TABLE = PLAIN["RGB"].index(b"\xff\xc4") + 7
+SECOND = PLAIN["progressive"].rindex(b"\xff\xda")
+
 BROKEN = {
     "no picture": b"no picture at all",
     "empty": b"",
@@ -71,6 +75,10 @@ BROKEN = {
     "cut off": truncated(encoded(0)),
     "cut off behind a thumbnail": truncated(encoded(0, exif=b"Exif\0\0" + b"\xff\xda\xff\xd9")),
     "PNG, cut off": truncated(encoded(2, "PNG")),
+    "a table that no file has": PLAIN["RGB"][:TABLE] + b"\xff" + PLAIN["RGB"][TABLE + 1 :],
+    "without a size": (part := PLAIN["RGB"].partition(b"\xff\xc0"))[0] + part[1] + part[2][:3] + bytes(4) + part[2][7:],
+    "a marker in a scan": PLAIN["RGB"][:-9] + b"\xff\xc0" + PLAIN["RGB"][-7:],
+    "a last scan of nothing": PLAIN["progressive"][: SECOND + 5] + b"\x09" + PLAIN["progressive"][SECOND + 6 :],
 }
 
 
@@ -334,6 +342,34 @@ def test_no_beginning_of_a_jpeg_travels() -> None:
     assert [end for end in range(len(whole)) if vision.is_common_jpeg(whole[:end])] == []
 
 
+def test_no_damaged_jpeg_travels_that_pillow_rejects() -> None:
+    rng, travelled = random.Random(7), 0
+    for _ in range(2000):
+        data = bytearray(PLAIN[rng.choice([*PLAIN])])
+        place = rng.randrange(2, len(data))
+        data[place : place + rng.choice((0, 1, 9))] = rng.choice(
+            (b"", b"\xff", b"\0", rng.randbytes(rng.randint(1, 9)))
+        )
+        if vision.is_common_jpeg(bytes(data)):
+            pixels_of(bytes(data))  # does not raise
+            travelled += 1
+    assert travelled > 500
+
+
+@pytest.mark.parametrize(
+    "on_error", ["replace", lambda failed: (vision.Picture(MANY["00"], "a name", "json:loads"), 0)]
+)
+@pytest.mark.parametrize("kind", LOADERS[:3])
+def test_a_damaged_jpeg_is_replaced_and_counted(gpu: Machine, kind: str, on_error: Any, tmp_path: Path) -> None:
+    pictures, seen = MANY | {"06": BROKEN["a table that no file has"]}, Seen(gpu)
+    loader = loader_of(kind, DATASETS["folder"](tmp_path, pictures, KIND), device=gpu.devices[0], on_error=on_error)
+    read(loader, lambda batch: seen.read(batch[0]))
+    found = seen.done()
+    others = EXPECTED[:1] if callable(on_error) else EXPECTED[4:6] + EXPECTED[7:8]
+    assert found[:6] + found[7:] == EXPECTED[:6] + EXPECTED[7:] and found[6] in others
+    assert [index for index, _ in loader.skipped] == [6] and loader.stats().skipped_samples == 1
+
+
 @pytest.mark.parametrize("kind", BROKEN)
 @pytest.mark.parametrize("where", ["cpu", KIND])
 @pytest.mark.parametrize("name", DATASETS)
@@ -381,12 +417,11 @@ def test_a_device_without_memory_decodes_a_batch_again(
     assert seen.done() == EXPECTED and len(calls) > 7
 
 
-def test_a_picture_that_nobody_decodes_is_the_error_of_its_batch(
+def test_a_picture_that_passes_and_that_nobody_decodes_is_the_error_of_its_batch(
     gpu: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    table = PLAIN["RGB"].index(b"\xff\xc4") + 7
-    hidden = PLAIN["RGB"][:table] + b"\xff" + PLAIN["RGB"][table + 1 :]  # a table that no file has
-    assert vision.is_common_jpeg(hidden)
+    hidden = BROKEN["a table that no file has"]
+    monkeypatch.setattr(vision, "is_common_jpeg", lambda data: True)
     pictures = MANY | {"06": hidden}
     monkeypatch.setitem(vision.DECODERS[KIND], "json:loads", decoder_of(gpu, [hidden]))
     loader, labels = loader_of("processes", DATASETS["records"](tmp_path, pictures, KIND), device=gpu.devices[0]), []
