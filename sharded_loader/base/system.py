@@ -4,6 +4,7 @@
     open_memory(label, kind)    memfd_create, else shm_open, else an unnamed file
     allocate(fd, nbytes)        posix_fallocate, else zeros are written
     can_pass_descriptors()      else the other process opens them by name, under /proc
+    after_fork(call)            else there are no forks
 
 A call is tried, and the fallback is used if it fails. ``hasattr`` reflects only the build of Python: an old kernel says
 ENOSYS, a container's seccomp profile says EPERM, EACCES or whatever its author chose. Callers own and close all
@@ -22,11 +23,13 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sharded_loader.base.private import posix_shared_memory
+
+Call = TypeVar("Call", bound=Callable[[], object])
 
 MAP_OPTIONS: dict[str, Any] = {} if sys.version_info < (3, 13) else {"trackfd": False}
 """Options of ``mmap.mmap`` that avoid a duplicate of the descriptor, where supported."""
@@ -131,6 +134,16 @@ def _write_zeros(fd: int, offset: int, size: int) -> None:
     end = offset + size
     while offset < end:
         offset += os.pwrite(fd, zeros[: end - offset], offset)
+
+
+# -- forks ----------------------------------------------------------------------------------------------------
+
+
+def after_fork(call: Call) -> Call:
+    """Call a function in each child that is forked from now on, and return it. A child has no other threads."""
+    if hasattr(os, "register_at_fork"):  # not on Windows
+        os.register_at_fork(after_in_child=call)
+    return call
 
 
 # -- files ---------------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 import operator
-import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -26,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from sharded_loader.base.checks import fast_method
+from sharded_loader.base.system import after_fork
 
 Dtype = np.dtype[Any]
 
@@ -160,13 +160,10 @@ class _Current(threading.local):
 _current = _Current()
 
 
+@after_fork
 def _reset_allocator() -> None:
     """In a forked child, forget the batch that the parent's thread was collating."""
     _current.allocator = np.empty
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_reset_allocator)
 
 
 def empty(shape: int | Iterable[int], dtype: Any = np.float64) -> Array:

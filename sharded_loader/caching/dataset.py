@@ -23,21 +23,7 @@ import numpy as np
 from sharded_loader import default_batchify_fn
 from sharded_loader.caching.store import MISSING, Node, Path, batched, open_store
 from sharded_loader.extend import Array, Cache, Empty, Indices
-from sharded_loader.extend.data import (
-    NOT_IN_BULK,
-    Translate,
-    bulk,
-    check_dataset,
-    checked_index,
-    checked_indices,
-    epoch_setter,
-    exact,
-    fingerprint_of,
-    gather_rows,
-    generators,
-    new_array,
-    read_many,
-)
+from sharded_loader.extend import data as core
 from sharded_loader.extend.order import SampleScope, reading
 from sharded_loader.extend.tools import LOCAL_RANKS, brief
 
@@ -57,10 +43,10 @@ class StoredDataset(Cache):
     _reads = ("get_batch",)
 
     def __init__(self, dataset: Any, max_bytes: int | str | None, path: Path = None, key: str | None = None) -> None:
-        self._dataset = check_dataset(dataset, "StoredDataset")
+        self._dataset = core.check_dataset(dataset, "StoredDataset")
         if not isinstance(key, (str, type(None))):
             raise TypeError(f"cache(key={key!r}): give a text, such as the version of your decoder")
-        if epoch_setter(dataset) is not None:
+        if core.epoch_setter(dataset) is not None:
             raise ValueError(
                 f"cache(...) keeps samples for all epochs, and {brief(dataset)} has set_epoch, so they depend on the "
                 "epoch: cache the datasets inside it"
@@ -68,7 +54,7 @@ class StoredDataset(Cache):
         self._length = len(dataset)
         first, job = self._first_sample() if self._length else None, job_of_ranks()
         text = re.sub(" at 0x[0-9a-fA-F]+", "", brief(dataset))  # the same in all processes
-        shared = None if job is None else f"{job} {fingerprint_of(dataset)} {text}"
+        shared = None if job is None else f"{job} {core.fingerprint_of(dataset)} {text}"
         self._store = open_store(path, max_bytes, self._length, key, first, shared)
         self._shown = [] if max_bytes is None else [str(self._store.max_bytes)]
         self._shown += [] if path is None else [f"path={self._store.path!r}"]
@@ -81,8 +67,8 @@ class StoredDataset(Cache):
             samples.append(self._read([0])[0])
             moved.append([name for name, state in global_states().items() if state != before.get(name, state)])
         drawn = ", ".join(name for name in moved[0] if name in moved[1])
-        if not drawn and exact(samples[0]) != exact(samples[1]):
-            held = ", ".join(path for path, _ in islice(generators(self._dataset, "dataset"), 3))
+        if not drawn and core.exact(samples[0]) != core.exact(samples[1]):
+            held = ", ".join(path for path, _ in islice(core.generators(self._dataset, "dataset"), 3))
             drawn = f"the generator of {held}" if held else "something of its own: two reads give two samples"
         if drawn:
             raise ValueError(
@@ -96,7 +82,7 @@ class StoredDataset(Cache):
         before = reading.get()
         try:
             reading.set(_KEPT)
-            return read_many(self._dataset, indices)
+            return core.read_many(self._dataset, indices)
         finally:
             reading.set(before)
 
@@ -128,7 +114,7 @@ class StoredDataset(Cache):
     def __getitem__(self, index: object) -> Any:
         if isinstance(index, slice):
             return self._part(index)
-        return self._samples([checked_index(index, self._checked())])[0]
+        return self._samples([core.checked_index(index, self._checked())])[0]
 
     def _samples(self, where: list[int]) -> list[object]:
         store = self._store
@@ -144,33 +130,33 @@ class StoredDataset(Cache):
                 raise TypeError(f"sample {index} cannot be cached: {error}") from None
         return found
 
-    @bulk
+    @core.bulk
     def __getitems__(self, indices: Sequence[int]) -> list[object]:
         """Return many samples; misses are read together."""
-        return self._samples(checked_indices(indices, self._checked()).tolist())
+        return self._samples(core.checked_indices(indices, self._checked()).tolist())
 
     def _in_columns(self, indices: Indices, empty: Empty) -> object:
         """Return a collated batch, or `NOT_IN_BULK` if some samples are not rows of the store."""
-        where, store = checked_indices(indices, self._checked()), self._store
+        where, store = core.checked_indices(indices, self._checked()), self._store
         if (rows := store.rows(where)) is None:
-            return NOT_IN_BULK
+            return core.NOT_IN_BULK
         store.session.count(len(where), 0)
-        return batched(store.node, iter(gather_rows(store.columns, rows, empty)), len(where))
+        return batched(store.node, iter(core.gather_rows(store.columns, rows, empty)), len(where))
 
-    @bulk
-    def get_batch(self, indices: Indices, empty: Empty = new_array) -> Any:
+    @core.bulk
+    def get_batch(self, indices: Indices, empty: Empty = core.new_array) -> Any:
         """Return a collated batch, in memory from ``empty``."""
         batch = self._in_columns(indices, empty)
-        if batch is NOT_IN_BULK:
-            where = checked_indices(indices, self._checked()).tolist()
+        if batch is core.NOT_IN_BULK:
+            where = core.checked_indices(indices, self._checked()).tolist()
             batch = default_batchify_fn.assemble(self._samples(where), empty)
         return batch
 
-    def _routes(self) -> Iterable[tuple[Any, Translate]]:
+    def _routes(self) -> Iterable[tuple[Any, core.Translate]]:
         return [(self._dataset, self._missing)]
 
     def _missing(self, indices: Indices) -> Array:
-        where = checked_indices(indices, self._length)
+        where = core.checked_indices(indices, self._length)
         missing: Array = where[self._store.places[where] == 0]
         return missing
 

@@ -22,22 +22,7 @@ import numpy as np
 from sharded_loader.caching.dataset import StoredDataset
 from sharded_loader.caching.store import fits_columns
 from sharded_loader.extend import Batchify, BatchifyError, Empty
-from sharded_loader.extend.data import (
-    JOINABLE,
-    NOT_IN_BULK,
-    Gather,
-    TensorBatch,
-    as_bulk,
-    assembler,
-    dtype_of,
-    is_plain,
-    map_leaves,
-    part_of,
-    stack_arrays,
-    stack_tensors,
-    to_torch,
-    torch_has,
-)
+from sharded_loader.extend import data as core
 
 _NUMBERS = {int: np.dtype(np.int64), float: np.dtype(np.float64), bool: np.dtype(bool)}
 
@@ -63,7 +48,7 @@ class Collate:
                 else:
                     fields = [_stacked(samples, types, empty)]
                 if fields and not any(field is None for field in fields):
-                    return TensorBatch(fields if is_row else fields[0])
+                    return core.TensorBatch(fields if is_row else fields[0])
             except (BatchifyError, IndexError, OverflowError, ValueError):
                 pass  # leave the error to torch's function
         try:
@@ -76,24 +61,24 @@ class Collate:
 
         return collate(list(samples), collate_fn_map={**default_collate_fn_map, **own})
 
-    def bulk_of(self, dataset: object) -> Gather | None:
+    def bulk_of(self, dataset: object) -> core.Gather | None:
         """Return ``gather(indices, empty)``, as of `sharded_loader.data.bulk.as_bulk`, or None if samples must be read.
 
         Works for a tensor, a ``TensorDataset``, a cache of arrays, or a part of one.
         """
         data: Any = sys.modules.get("torch.utils.data")
         inner = dataset
-        while (part := part_of(inner)) is not None:
+        while (part := core.part_of(inner)) is not None:
             inner = part[0]
         is_tensors = data is not None and type(inner) in (data.TensorDataset, sys.modules["torch"].Tensor)
         is_stored = type(inner) is StoredDataset and fits_columns(inner.structure) and _is_collated(inner.structure)
-        gather = as_bulk(dataset) if is_tensors or is_stored else None
+        gather = core.as_bulk(dataset) if is_tensors or is_stored else None
         if gather is None:
             return None
 
         def read(indices: object, empty: Empty) -> Any:
-            batch = NOT_IN_BULK if _is_changed() else gather(indices, empty)
-            return batch if batch is NOT_IN_BULK else TensorBatch(batch)
+            batch = core.NOT_IN_BULK if _is_changed() else gather(indices, empty)
+            return batch if batch is core.NOT_IN_BULK else core.TensorBatch(batch)
 
         return read
 
@@ -108,14 +93,14 @@ def _own_functions(sample: object, empty: Empty) -> dict[Any, Callable[..., Any]
     found: dict[Any, Callable[..., Any]] = {}
 
     def function_of(kind: Any) -> Callable[..., Any]:
-        return lambda objects, *, collate_fn_map: to_torch(kind.assemble_samples(objects, empty))
+        return lambda objects, *, collate_fn_map: core.to_torch(kind.assemble_samples(objects, empty))
 
     def look(leaf: Any) -> Any:
         if hasattr(type(leaf), "assemble_samples"):
             found[type(leaf)] = function_of(type(leaf))
         return leaf
 
-    map_leaves(look, sample)
+    core.map_leaves(look, sample)
     return found
 
 
@@ -125,14 +110,15 @@ def _stacked(column: Sequence[Any], types: set[type], empty: Empty) -> Any:
         return None
     [kind] = types
     if kind is np.ndarray:
-        if len(set(map(dtype_of, column))) > 1 or column[0].dtype.num not in JOINABLE or column[0].dtype.char in "gG":
+        dtypes, dtype = set(map(core.dtype_of, column)), column[0].dtype
+        if len(dtypes) > 1 or dtype.num not in core.JOINABLE or dtype.char in "gG":
             return None
-        return stack_arrays(column, empty) if column[0].dtype.isnative else None
+        return core.stack_arrays(column, empty) if dtype.isnative else None
     if kind in _NUMBERS:
         return np.array(column, _NUMBERS[kind])
-    torch: Any = sys.modules.get("torch")
-    if torch is not None and kind is torch.Tensor and is_plain(column) and len(set(map(dtype_of, column))) == 1:
-        return None if any(tensor.requires_grad for tensor in column) else stack_tensors(column, empty)
+    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
+    if kind is tensor and core.is_plain(column) and len(set(map(core.dtype_of, column))) == 1:
+        return None if any(tensor.requires_grad for tensor in column) else core.stack_tensors(column, empty)
     return None
 
 
@@ -145,7 +131,7 @@ def _is_collated(node: object) -> bool:
         parts = rest[0] if kind == "dict" else first
         return bool(parts) and all(map(_is_collated, parts))
     is_known = kind in ("array", "scalar", "tensor", "int", "float", "bool")
-    return is_known and np.dtype(first).isnative and torch_has(np.dtype(first))
+    return is_known and np.dtype(first).isnative and core.torch_has(np.dtype(first))
 
 
 def _is_changed() -> bool:
@@ -165,16 +151,16 @@ _TYPES = 7
 
 class Assembled:
     def __init__(self, batchify_fn: Batchify) -> None:
-        self._assemble = assembler(batchify_fn)
+        self._assemble = core.assembler(batchify_fn)
 
     def assemble(self, samples: Sequence[object], empty: Empty) -> Any:
         batch = self._assemble(samples, empty)
         kinds = set(map(type, batch)) if type(batch) is list else {type(batch)}
-        return TensorBatch(batch) if kinds == {np.ndarray} else to_torch(batch)
+        return core.TensorBatch(batch) if kinds == {np.ndarray} else core.to_torch(batch)
 
     def __call__(self, samples: Sequence[object]) -> Any:
         batch = self.assemble(samples, np.empty)
-        return batch.to_torch() if type(batch) is TensorBatch else batch
+        return batch.to_torch() if type(batch) is core.TensorBatch else batch
 
 
 def _of_one(collate_fn: Callable[[Any], object], samples: Sequence[object]) -> Any:

@@ -35,20 +35,9 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Se
 from torch.utils.data.sampler import SubsetRandomSampler, WeightedRandomSampler
 
 from sharded_loader.extend import NOTHING, Epoch, Nothing, PartPoint, Position, Result, Sampler, Task
+from sharded_loader.extend import order as core
 from sharded_loader.extend.data import is_stateful
 from sharded_loader.extend.engine import EpochRequest, PartBatch, new_request, sampler_error
-from sharded_loader.extend.order import (
-    Checkpoint,
-    ThirdPartyItems,
-    bytes_of_one,
-    derive_key,
-    first_of,
-    is_own,
-    known_length,
-    loaded,
-    nested,
-    rank_of,
-)
 from sharded_loader.extend.tools import check_int, entries, is_from_outside, pass_on
 
 
@@ -91,7 +80,7 @@ class ShuffleSampler(RandomSampler):
         generator = torch.Generator()
         # torch accepts seeds in this range only.
         is_torchs = epoch == 0 and -(1 << 63) <= seed < 1 << 64
-        generator.manual_seed(seed if is_torchs else derive_key(seed, "shuffle", epoch) >> 65)
+        generator.manual_seed(seed if is_torchs else core.derive_key(seed, "shuffle", epoch) >> 65)
         yield torch.randperm(len(self.data_source), generator=generator).tolist()
 
     def _decided(self) -> tuple[int, int]:
@@ -168,7 +157,7 @@ class EpochCount:
     def named(self, sampler: object) -> int | None:
         """Return the epoch newly named by ``set_epoch`` of an `InOrderSampler` or `DistributedSampler`, or None."""
         kinds = (InOrderSampler, DistributedSampler)
-        found = next((int(one.epoch) for one in nested(sampler) if isinstance(one, kinds)), self._seen)
+        found = next((int(one.epoch) for one in core.nested(sampler) if isinstance(one, kinds)), self._seen)
         is_new, self._seen = found != self._seen, found
         return found if is_new else None
 
@@ -216,7 +205,7 @@ _DRAW_ONCE = (*_PLAIN, ShuffleSampler, RandomSampler, DistributedSampler, Subset
 
 def keep_epochs(sampler: object) -> list[Any]:
     """Return the samplers that keep the epoch of their ``set_epoch``, such as torch's `DistributedSampler`."""
-    others = (one for one in nested(sampler) if hasattr(one, "set_epoch") and not isinstance(one, ShuffleSampler))
+    others = (one for one in core.nested(sampler) if hasattr(one, "set_epoch") and not isinstance(one, ShuffleSampler))
     return [one for one in others if isinstance(getattr(one, "epoch", None), int)]
 
 
@@ -257,17 +246,17 @@ class SamplerStart:
 
     def __init__(self, sampler: Any, state: SamplerState | None, finished: bool, epochs: EpochCount) -> None:
         self.sampler, self._epochs = sampler, epochs
-        self.shuffle = next((one for one in nested(sampler) if type(one) is ShuffleSampler), None)
-        plain = all(type(one) in _PLAIN or one is self.shuffle for one in nested(sampler))
-        self.stateful = None if plain else next(filter(is_stateful, nested(sampler)), None)
+        self.shuffle = next((one for one in core.nested(sampler) if type(one) is ShuffleSampler), None)
+        plain = all(type(one) in _PLAIN or one is self.shuffle for one in core.nested(sampler))
+        self.stateful = None if plain else next(filter(is_stateful, core.nested(sampler)), None)
         self._draws = not plain and self.stateful is None
-        self.may_draw = not all(type(one) in _DRAW_ONCE for one in nested(sampler))
-        self.has_set_epoch = any(hasattr(one, "set_epoch") for one in nested(sampler))
+        self.may_draw = not all(type(one) in _DRAW_ONCE for one in core.nested(sampler))
+        self.has_set_epoch = any(hasattr(one, "set_epoch") for one in core.nested(sampler))
         self._keep_epochs = keep_epochs(sampler)
         # Samplers of this library count on when asked for their items: keep the epoch that they begin.
-        self._counted = [(one, one.epoch) for one in self._keep_epochs if isinstance(one, Sampler) and is_own(one)]
+        self._counted = [(one, one.epoch) for one in self._keep_epochs if isinstance(one, Sampler) and core.is_own(one)]
         # ``generator`` comes first for each sampler, whatever the order of its attributes: states rely on this order.
-        others = [one for one in nested(sampler) if one is not self.shuffle]
+        others = [one for one in core.nested(sampler) if one is not self.shuffle]
         attributes = [(getattr(one, "generator", None), *getattr(one, "__dict__", {}).values()) for one in others]
         values = itertools.chain([torch.default_generator], *attributes)
         self._sources = list({id(value): value for value in values if isinstance(value, torch.Generator)}.values())
@@ -310,7 +299,7 @@ class SamplerStart:
         """Return a start that begins the epoch again and skips ``items``; the arguments are those of `SamplerState`."""
         if items == self.state.yielded and not self._has_begun:
             return self
-        state = replace(self.state, yielded=items, checksum=checksum, rank=rank_of(self.sampler), own=own)
+        state = replace(self.state, yielded=items, checksum=checksum, rank=core.rank_of(self.sampler), own=own)
         return SamplerStart(self.sampler, state, False, self._epochs)
 
     def _note(self) -> None:
@@ -359,7 +348,7 @@ class SamplerStart:
         if is_stateful(items) or not self._draws:
             return items
         try:
-            items = first_of(self._of_named_epoch(items))[1]
+            items = core.first_of(self._of_named_epoch(items))[1]
         except Exception as error:
             pass_on(error)
             items = raising(error)
@@ -401,7 +390,7 @@ class SamplerStart:
             state.generators = self._generator_states()[1:]
 
     @contextlib.contextmanager
-    def started(self, mark: Checkpoint | None) -> Iterator[tuple[Iterator[Any], Any]]:
+    def started(self, mark: core.Checkpoint | None) -> Iterator[tuple[Iterator[Any], Any]]:
         """Yield the items, and the object with the sampler's state or None; see `sampling.third_party.Start`."""
         if mark is None:
             items = self.first(self._asked)
@@ -414,12 +403,12 @@ class SamplerStart:
                 self._load_between(mark.state)
                 yield iter(() if mark.finished else self.sampler), self.stateful
             else:
-                yield loaded(self.sampler, self.stateful, copy.deepcopy(mark.state))
+                yield core.loaded(self.sampler, self.stateful, copy.deepcopy(mark.state))
             return
         saved = (self.state.rng if self._draws else None) or [[]]
         with torch.random.fork_rng(devices=[]):
             _set_all(self._sources, saved[0])
-            items, stateful = loaded(self.sampler, self.stateful, copy.deepcopy(mark.state))
+            items, stateful = core.loaded(self.sampler, self.stateful, copy.deepcopy(mark.state))
             if mark.state is None or stateful is None:
                 _set_all(self._sources, saved[-1])
                 items = self.first(items)
@@ -446,7 +435,7 @@ class DrawnItems:
         state = start.state
         self.start, self.number = start, state.yielded
         self.marks: dict[int, tuple[int, Any]] = {state.yielded: (state.checksum, state.own)}
-        self.items: ThirdPartyItems | None = None
+        self.items: core.ThirdPartyItems | None = None
         self.length: int | None = None
         self.is_started = self.has_ended = self.is_open = False
 
@@ -457,13 +446,13 @@ class DrawnItems:
         self.is_started = self.has_ended = self.is_open = True  # unless it starts
         mark, at = None, self.start.state
         if self.start.resumes:
-            mark = Checkpoint(epoch, at.yielded, at.checksum, at.rank, bool(at.over), at.own)
+            mark = core.Checkpoint(epoch, at.yielded, at.checksum, at.rank, bool(at.over), at.own)
         try:
-            self.items = ThirdPartyItems(self.start.sampler, self.start.started, mark)
+            self.items = core.ThirdPartyItems(self.start.sampler, self.start.started, mark)
         except Exception as error:
             self.is_open = is_from_outside(error)
             raise
-        self.length = known_length(self.start.sampler, epoch)
+        self.length = core.known_length(self.start.sampler, epoch)
         self.has_ended = self.is_open = False
 
     def again(self) -> None:
@@ -472,12 +461,12 @@ class DrawnItems:
         self.start.draw_seed()
         self.is_started = False
 
-    def draw(self, items: ThirdPartyItems) -> Any:
+    def draw(self, items: core.ThirdPartyItems) -> Any:
         """Return the next item, or `NOTHING` at the end; the draw is complete when `number` is set behind it."""
         self.is_open = True
         try:
             item = next(items.rest)
-            items.checksum = zlib.crc32(bytes_of_one(item), items.checksum)
+            items.checksum = zlib.crc32(core.bytes_of_one(item), items.checksum)
         except StopIteration:
             self.has_ended, self.is_open = True, False
             return NOTHING
@@ -487,7 +476,7 @@ class DrawnItems:
         self.marks[self.number + 1] = items.checksum, None if items.stateful is None else items.own_state()
         return item
 
-    def look_for_end(self, items: ThirdPartyItems) -> None:
+    def look_for_end(self, items: core.ThirdPartyItems) -> None:
         """Ask the sampler for its end, once as many items were drawn as it has.
 
         Some samplers draw at their end: a loop that never asks for more than the last batch, and a resumed loop, which
@@ -653,7 +642,7 @@ class TorchEpoch(Epoch):
         one = self.drawn.start.sampler
         # Only torch's own class: subclasses may choose batches differently, or lack these attributes.
         cuts = type(one) is BatchSampler and one.drop_last and self.drawn.has_ended
-        return ((known_length(one.sampler, 0) or 0) % one.batch_size if cuts else 0), ""
+        return ((core.known_length(one.sampler, 0) or 0) % one.batch_size if cuts else 0), ""
 
     def points_after(self, delivered: int) -> dict[int, PartPoint]:
         """Return the position of each worker after ``delivered`` batches, with the state of its dataset."""
@@ -678,7 +667,7 @@ class TorchEpoch(Epoch):
         while low in ahead:
             low += 1
         checksum, own = drawn.marks[low]
-        state = replace(start.state, yielded=low, checksum=checksum, rank=rank_of(start.sampler), own=own)
+        state = replace(start.state, yielded=low, checksum=checksum, rank=core.rank_of(start.sampler), own=own)
         state.ahead = sorted(number for number in ahead if number > low) or None
         state.over = state.generators = state.datasets = None  # leftovers of the loaded state
         if finished:

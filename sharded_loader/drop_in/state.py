@@ -33,22 +33,8 @@ from sharded_loader.drop_in.sampler import EpochCount, InOrderSampler, SamplerSt
 from sharded_loader.drop_in.trainers import counted_by_fabric, fetched_by_lightning
 from sharded_loader.extend import Job, PartPoint, Position, Run
 from sharded_loader.extend import engine as core
+from sharded_loader.extend import order as orders
 from sharded_loader.extend.data import DataIdentity, epoch_setter
-from sharded_loader.extend.order import (
-    LEFT_OUT,
-    Signature,
-    StepCount,
-    arguments_of,
-    dump,
-    kind_of,
-    len_epoch,
-    nested,
-    read_twice,
-    seed_of,
-    step_checksum,
-    table_of,
-    undisturbed,
-)
 from sharded_loader.extend.tools import check_int, entries, refuse_async_iterable, refuse_class
 
 if TYPE_CHECKING:
@@ -213,7 +199,7 @@ class TorchProgress(core.Place):
     def __init__(self, count: EpochCount, given_skip: tuple[tuple[int, int], ...]) -> None:
         super().__init__(count)
         self.count, self.given_skip = count, given_skip
-        self.requests, self.steps = core.EpochRequests(), StepCount(None)
+        self.requests, self.steps = core.EpochRequests(), orders.StepCount(None)
 
     def __reduce__(self) -> Any:  # a copy of the loader has its own iterators and states
         kept = {"requests": self.requests, "data": self.data, "steps": self.steps}
@@ -279,7 +265,7 @@ def at_named_epoch(state: LoaderState, sampler: Any, count: EpochCount) -> Loade
     kept = zip(samplers.keep_epochs(sampler), saved.epochs or (), strict=False)
     pairs += [(one.epoch, before) for one, before in kept if getattr(one, "epoch_request", before) is not None]
     if saved.shuffle is not None:
-        shuffles = [one for one in nested(sampler) if isinstance(one, ShuffleSampler) and one.is_named]
+        shuffles = [one for one in orders.nested(sampler) if isinstance(one, ShuffleSampler) and one.is_named]
         pairs += [(one.epoch, saved.shuffle.get("epoch", state.epoch or 0)) for one in shuffles]
     named = next((now for now, before in pairs if now != before), None)
     if named is None:
@@ -385,7 +371,7 @@ class TorchSteps(core.KnownSteps):
     def left_out(self) -> Callable[[int], tuple[range, ...]]:
         """Function from an epoch to the numbers of its left-out batches. It does not hold the loader."""
         within, skip = self._loader._progress.steps.within, tuple(self._loader.skip)
-        return partial(within, skip, length=partial(len_epoch, self._sampler))
+        return partial(within, skip, length=partial(orders.len_epoch, self._sampler))
 
     def job_now(self) -> Job:
         is_told, seed = self._loader._progress.count.request is not None, int(self._loader.seed or 0)
@@ -417,9 +403,9 @@ class TorchSteps(core.KnownSteps):
             return list(range(0, count, -(-count // (each * len(list(steps))))))
 
     def checksums(self, epoch: int) -> list[str]:
-        found = self._look_up(epoch, range(sys.maxsize), lambda indices: step_checksum([indices]))
+        found = self._look_up(epoch, range(sys.maxsize), lambda indices: orders.step_checksum([indices]))
         left_out = self.left_out(epoch)
-        return [LEFT_OUT if any(step in one for one in left_out) else text for step, text in enumerate(found)]
+        return [orders.LEFT_OUT if any(step in one for one in left_out) else text for step, text in enumerate(found)]
 
     def _look_up(self, epoch: object, steps: range, of: Callable[[list[Any]], object]) -> list[Any]:
         loader, epoch = self._loader, check_int("epoch", epoch, 0, "epochs count from 0")
@@ -433,16 +419,16 @@ class TorchSteps(core.KnownSteps):
         batched = loader._auto_collation
 
         def by_number(turn: int) -> list[Any]:
-            items = itertools.islice(table_of(self._sampler, epoch, turn).items(steps.start), len(steps))
+            items = itertools.islice(orders.table_of(self._sampler, epoch, turn).items(steps.start), len(steps))
             return [of(core.plain_indices(item if batched else [item])) for item in items]
 
-        with undisturbed(nested(self._sampler), but=self.dataset):
-            return read_twice(by_number, self._sampler, epoch)
+        with orders.undisturbed(orders.nested(self._sampler), but=self.dataset):
+            return orders.read_twice(by_number, self._sampler, epoch)
 
     def _check_by_number(self, epoch: int) -> None:
         """Reject a sampler whose epochs are not numbered as the loader's, because its order is unknown."""
         progress = self._loader._progress
-        if any(isinstance(one, ShuffleSampler) and one.seed is None for one in nested(self._sampler)):
+        if any(isinstance(one, ShuffleSampler) and one.seed is None for one in orders.nested(self._sampler)):
             drawn = "shuffle=True draws its order when the epoch begins. Give the loader a seed="
             raise ValueError(f"epoch {epoch} cannot be looked up: {drawn}")
         run, number, known = progress.current_run, None, None
@@ -459,13 +445,13 @@ class TorchSteps(core.KnownSteps):
             )
 
     def length(self, epoch: int) -> int:
-        return len_epoch(self._sampler, epoch)
+        return orders.len_epoch(self._sampler, epoch)
 
     def state_of(self, epoch: int) -> dict[str, Any]:
-        loader, samplers = self._loader, list(nested(self._sampler))
-        seeds, arguments = tuple(map(seed_of, samplers)), arguments_of(samplers)
-        kind, last_batch = kind_of(self._sampler), "discard" if loader.drop_last else "keep"
+        loader, samplers = self._loader, list(orders.nested(self._sampler))
+        seeds, arguments = tuple(map(orders.seed_of, samplers)), orders.arguments_of(samplers)
+        kind, last_batch = orders.kind_of(self._sampler), "discard" if loader.drop_last else "keep"
         data = int(loader.seed or 0), core.length(self.dataset), kind, None, seeds
-        return dump(
-            Position(epoch), Signature(*data, loader.batch_size, last_batch, arguments, skip=tuple(loader.skip))
+        return orders.dump(
+            Position(epoch), orders.Signature(*data, loader.batch_size, last_batch, arguments, skip=tuple(loader.skip))
         )

@@ -32,15 +32,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from sharded_loader.base import host_clock
-from sharded_loader.base.errors import (
-    HAS_ENDED,
-    LoaderClosedError,
-    TooManySkippedError,
-    leave_frames,
-    notes_of,
-    text_of,
-)
+from sharded_loader.base import errors, host_clock
 from sharded_loader.base.interrupts import note_handlers
 from sharded_loader.base.notices import Notices
 from sharded_loader.engine.messages import NOTHING, Job, Nothing, Result, Task
@@ -237,7 +229,7 @@ class Scheduler:
                 # The error's frames refer to the calling iterator, which could not be freed while the window holds
                 # them. Only the batch that this step waits for (``least``) leaves the window at once.
                 if error is not None and (window or run.is_ahead or not least):
-                    leave_frames(error)
+                    errors.leave_frames(error)
                 entry = Entry(seq, None, Result(run.number, seq, NOTHING, error=error))
                 del error
             window.append(entry)
@@ -440,7 +432,7 @@ class Pipeline:
                     self.pool.submit(tasks)
         if self.closed:
             self.fail()
-            raise LoaderClosedError()
+            raise errors.LoaderClosedError()
         self.is_open_step = self.pool.waiting = is_inner
         if is_inner:
             self.pool.wake()  # the outer step may wait for results that this one has received
@@ -455,7 +447,7 @@ class Pipeline:
         while True:
             pool = self.pool
             if self.closed:
-                return LoaderClosedError()
+                return errors.LoaderClosedError()
             if pool.wanted is not None and pool.wanted != pool.num_workers:
                 self._apply_resize(pool)
             if isinstance(failure := run.dead, Exception):
@@ -528,7 +520,7 @@ class Pipeline:
                 f"no workers: make a loader in the child"
             )
         if self.closed:
-            raise LoaderClosedError()
+            raise errors.LoaderClosedError()
 
 
 # -- the observer of all batches ---------------------------------------------------------------------------------------
@@ -579,9 +571,11 @@ class Observer:
         self.skipped.extend(skipped)
         del self.skipped[: -self.KEPT]
         for index, error in skipped:
-            why = f"{type(error).__name__}: {text_of(error)}"
-            for note in (note for note in notes_of(error) if note.endswith(HAS_ENDED)):
+            why = f"{type(error).__name__}: {errors.text_of(error)}"
+            for note in (note for note in errors.notes_of(error) if note.endswith(errors.HAS_ENDED)):
                 self.notices.warn(note, f"{note} (in {where}; {why})")
             self.notices.record("skipped_samples", f"on_error skipped or replaced sample {index!r} in {where}: {why}")
         count, limit = before + len(skipped), self.max_skipped
-        return None if limit is None or count <= limit else TooManySkippedError(count, limit, where, *skipped[-1])
+        if limit is None or count <= limit:
+            return None
+        return errors.TooManySkippedError(count, limit, where, *skipped[-1])

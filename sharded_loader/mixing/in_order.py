@@ -27,16 +27,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Final
 
-from sharded_loader.extend.data import (
-    announce_epoch,
-    check_dataset,
-    has_own,
-    is_dataset,
-    is_stateful,
-    iterable_of,
-    known_parts,
-    takes_two,
-)
+from sharded_loader.extend import data as core
 from sharded_loader.extend.engine import current_part
 from sharded_loader.extend.order import SampleScope, reading, shuffled
 from sharded_loader.extend.tools import an, brief, call_after_import, check_int, entries, pass_on, refuse_class
@@ -62,7 +53,7 @@ def is_indexed(dataset: object) -> bool:
         >>> is_indexed([1, 2]), is_indexed({1, 2})
         (True, False)
     """
-    return has_own(type(dataset), "__getitem__") and is_dataset(dataset)
+    return core.has_own(type(dataset), "__getitem__") and core.is_dataset(dataset)
 
 
 def check_source(dataset: object, name: str) -> Any:
@@ -74,7 +65,7 @@ def check_source(dataset: object, name: str) -> Any:
     if isinstance(dataset, (str, bytes)):
         why = "not a dataset: give what it names, or list(text) for its items"
     elif is_indexed(dataset):
-        return check_dataset(dataset, "interleave")
+        return core.check_dataset(dataset, "interleave")
     elif hasattr(kind, "__next__") and not starts_again:
         why = "which can be read only once: give a function that makes a new one, or an object that begins again"
     elif isinstance(dataset, Set):
@@ -104,7 +95,7 @@ END: Final = object()
 
 def is_divided(dataset: Any) -> bool:
     """Return True if a source divides the dataset among workers. Others divide themselves."""
-    return is_indexed(dataset) or (not hasattr(type(dataset), "__iter__") and takes_two(dataset))
+    return is_indexed(dataset) or (not hasattr(type(dataset), "__iter__") and core.takes_two(dataset))
 
 
 @dataclass(frozen=True)
@@ -165,7 +156,7 @@ class Source:
         point = SourcePoint(self.passes, self.taken)
         if is_indexed(self._opened):
             return point
-        if self._iterator is not self._opened and is_stateful(self._iterator):
+        if self._iterator is not self._opened and core.is_stateful(self._iterator):
             return replace(point, iterator=self._iterator.state_dict())
         return replace(point, dataset=self._opened.state_dict()) if self._has_own_state else point
 
@@ -182,7 +173,7 @@ class Source:
             indices = range(first + self.taken * step, len(dataset), step)
             iterator: Any = (dataset[index] for index in indices)
         else:
-            iterator = iter(iterable_of(dataset, lambda: self._worker))
+            iterator = iter(core.iterable_of(dataset, lambda: self._worker))
             if point.iterator is not None:
                 iterator.load_state_dict(point.iterator)
             elif point.dataset is None:
@@ -193,7 +184,7 @@ class Source:
                 "give the data that it was saved with"
             )
         self._opened, self._iterator = dataset, iterator
-        self._has_own_state = self._has_own_state and is_stateful(dataset)
+        self._has_own_state = self._has_own_state and core.is_stateful(dataset)
 
 
 class InOrder:
@@ -204,7 +195,7 @@ class InOrder:
 
     def __init__(self, inside: Sequence[object], iterable: Iterable[object]) -> None:
         self._inside = inside
-        shards = [number for number in map(known_parts, iterable) if number is not None]
+        shards = [number for number in map(core.known_parts, iterable) if number is not None]
         if shards:
             self.num_shards = min(shards)
 
@@ -277,7 +268,7 @@ class InterleavedIterable(InOrder):
     def set_epoch(self, epoch: Any) -> None:
         """Pass the epoch on to the datasets, and drop a loaded position of another epoch."""
         for dataset in self._inside:
-            announce_epoch(dataset, epoch)
+            core.announce_epoch(dataset, epoch)
         if epoch != self._epoch:
             self._epoch, self._loaded, self._last = epoch, None, None
 
@@ -399,7 +390,7 @@ class ShuffleBuffer(InOrder):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iterator, also for the dataset if it has ``set_epoch``."""
         self.epoch = epoch
-        announce_epoch(self._dataset, epoch)
+        core.announce_epoch(self._dataset, epoch)
 
     def __iter__(self) -> ShuffledIterator:
         return ShuffledIterator(self._dataset, _BufferPosition(self.size, self.seed, self.epoch, 0, 0, BEGINNING))

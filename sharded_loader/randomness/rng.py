@@ -71,7 +71,6 @@ SplitMix, 2014).
 from __future__ import annotations
 
 import operator
-import os
 import random
 import re
 import sys
@@ -89,6 +88,7 @@ import numpy.typing as npt
 
 from sharded_loader.base.imports import call_after_import
 from sharded_loader.base.private import SEED_BYTES, WORD_BYTES, blake2b, is_owned
+from sharded_loader.base.system import after_fork
 
 if TYPE_CHECKING:
     import torch
@@ -99,14 +99,11 @@ FOR_NUMPY, FOR_TORCH = 1, 2
 _lock = threading.RLock()
 
 
+@after_fork
 def _replace_lock() -> None:
     """In a forked child, replace the lock, which a thread of the parent may have held."""
     global _lock
     _lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_replace_lock)
 
 
 def seed_as_torch(base_seed: int, worker: int) -> None:
@@ -222,8 +219,7 @@ Restore the previous one in ``finally``, with a plain ``set``: Ctrl-C can strike
 manager begins.
 """
 
-if hasattr(os, "register_at_fork"):  # the child does not read the parent's sample
-    os.register_at_fork(after_in_child=lambda: reading.set(None))
+after_fork(lambda: reading.set(None))  # the child does not read the parent's sample
 
 
 def derive_key(*parts: Hashable) -> int:

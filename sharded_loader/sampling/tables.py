@@ -178,7 +178,17 @@ class LazyTable(Table):
         return LazyTable(self._open).at(positions)
 
 
-class PaddedTable(Table):
+class WrapperTable(Table):
+    """A table that is made of another one, and read in the blocks of that."""
+
+    _table: Table
+
+    @property
+    def block(self) -> int:
+        return self._table.block
+
+
+class PaddedTable(WrapperTable):
     """A table of ``length`` items, padded to ``total`` with copies of one item so that all ranks get whole batches.
 
     Items of one rank are ``replicas`` apart; 0 if the table cannot be read before position ``begin``.
@@ -192,10 +202,6 @@ class PaddedTable(Table):
         self._table, self._length, self._begin, self._total = table, length, begin, total
         self._replicas = replicas
         self._last: Any = None  # the last item read, in a list or array
-
-    @property
-    def block(self) -> int:
-        return self._table.block
 
     def upto(self, begin: int, end: int) -> int:
         return min(end, self._total)
@@ -216,7 +222,7 @@ class PaddedTable(Table):
         return concatenated([items, *padding] if len(within) else padding)
 
 
-class StridedTable(Table):
+class StridedTable(WrapperTable):
     """One rank's share of a table: positions ``rank``, ``rank + replicas``, ... after ``offset``. All shares are equal.
 
     An incomplete last group wraps around to the beginning of the epoch, or is dropped if ``truncate``.
@@ -230,10 +236,6 @@ class StridedTable(Table):
     def __init__(self, table: Table, replicas: int, rank: int, offset: int = 0, truncate: bool = False) -> None:
         self._table, self._replicas, self._rank = table, replicas, rank
         self._offset, self._truncate = offset, truncate
-
-    @property
-    def block(self) -> int:
-        return self._table.block
 
     def upto(self, begin: int, end: int) -> int:
         return parts(self._end(begin, end) - self._offset, self._replicas, self._truncate)

@@ -10,11 +10,11 @@ function, parts get torch's own answer. Worker processes without torch import th
 
 from __future__ import annotations
 
-import os
 import threading
 from typing import Any
 
 from sharded_loader.base.private import answer_for_torch, set_worker_info, worker_info
+from sharded_loader.base.system import after_fork
 from sharded_loader.engine.messages import Job
 
 
@@ -54,14 +54,11 @@ _whole: tuple[int, Part] | None = None
 """The last part read by a process with a single reader, and its thread."""
 
 
+@after_fork
 def _forget() -> None:
     """Forget the parent's part after a fork."""
     global _whole
     _whole, here.part = None, None
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
 
 
 def set_current_part(part: Part | None, *, alone: bool = False) -> Part | None:

@@ -50,7 +50,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from sharded_loader.base.system import PORTABLE
+from sharded_loader.base.system import PORTABLE, after_fork
 from sharded_loader.memory.segments import Segment
 
 CHUNK = 65536
@@ -253,6 +253,7 @@ class Link:
         self._socket.close()
 
 
+@after_fork
 def _close_all() -> None:
     """Close the parent's links in a forked child, a worker or the user's own.
 
@@ -260,10 +261,6 @@ def _close_all() -> None:
     """
     for link in list(Link.live):
         link.close()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_all)
 
 
 class PortableSocket:

@@ -49,18 +49,7 @@ from sharded_loader.memory.arena import Arena, RecentSizes, Register
 from sharded_loader.memory.codec import decode, decode_error
 from sharded_loader.memory.segments import Slot, chosen_backend
 from sharded_loader.pools.deaths import too_large
-from sharded_loader.pools.process.link import (
-    FAILED,
-    FLUSH,
-    GROWN,
-    READY,
-    RESULTS,
-    SLOT,
-    SLOT_BYTES,
-    TASKS,
-    TOUCH,
-    Poller,
-)
+from sharded_loader.pools.process import link as wire
 from sharded_loader.pools.process.start import choose_start_method
 from sharded_loader.pools.process.transport import ProcessTransport, ProcessWorker
 from sharded_loader.pools.supervised import SupervisedPool, fields_of
@@ -139,7 +128,7 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
                 raise ImportError("max_worker_memory needs psutil on this system: pip install psutil") from error
         self.start_method = choose_start_method(start_method)
         self._transport = ProcessTransport(self.num_workers, self.start_method, max_bytes)
-        self._poller: Poller | None = None  # keeps the workers alive, and is replaced with them
+        self._poller: wire.Poller | None = None  # keeps the workers alive, and is replaced with them
         self._empty_waits = 0  # consecutive waits without a message
         self._is_late = True  # the program waits for a batch
         # False: workers live for one epoch. A zygote takes as long to start as a worker, so it is made after a death.
@@ -225,7 +214,7 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
                     fields = fields_of(task, forked=self.start_method == "fork")
                 if (own := returned[chosen.number]) and own[0].resource.nbytes == wanted:
                     slot = own.popleft().resource
-                elif wanted >= SLOT_BYTES:
+                elif wanted >= wire.SLOT_BYTES:
                     slot = self._take_slot(chosen, wanted)
             except Exception as raised:
                 self._reject(task, raised)
@@ -235,7 +224,7 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
             unsent.setdefault(chosen, []).append((task.run, task.seq, None if slot is None else tuple(slot), fields))
             self.room -= 1
         for worker, packed in unsent.items():
-            worker.link.send(TASKS, content=pickle.dumps(packed, protocol=5))
+            worker.link.send(wire.TASKS, content=pickle.dumps(packed, protocol=5))
 
     def wait(self, block: bool = True) -> Sequence[Result]:
         transport = self._transport
@@ -247,7 +236,7 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
         self._poller = None
         if poller is None or poller.workers != watched:
             assert transport.waker is not None  # set while there are workers
-            poller = Poller(watched, transport.waker[0])
+            poller = wire.Poller(watched, transport.waker[0])
         self.waiting, self._is_late = True, block
         try:
             ready, ended = poller.wait(self._watch.step if block and not self._rejected else 0.0)
@@ -267,7 +256,7 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
         if block and self._empty_waits.bit_count() == 1:
             for worker in workers:
                 if len(worker.tasks) > 1:  # a finished task may wait there for a slow one
-                    worker.link.send(FLUSH)
+                    worker.link.send(wire.FLUSH)
         for worker in watched:
             worker.has_ended |= worker.sentinel in ended
             if worker.has_ended or worker in ready:
@@ -291,15 +280,15 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
         while link.inbox:
             message = link.inbox.popleft()
             kind, content, following = message.kind, message.content, iter(message.buffers)
-            if kind == FAILED:
+            if kind == wire.FAILED:
                 self.give_up_worker(worker, as_exception(decode_error(decode(content)), "while a worker started"))
-            elif kind == READY:
+            elif kind == wire.READY:
                 self.record_start(worker)
-            elif kind == GROWN:
+            elif kind == wire.GROWN:
                 self._replace_grown(worker, message.run, message.seq)
-            elif kind == SLOT:
+            elif kind == wire.SLOT:
                 self._send_slot(worker, message.run, message.seq, int(bytes(content)))
-            while kind == RESULTS and len(content):
+            while kind == wire.RESULTS and len(content):
                 reply = unpack_reply(content)
                 run, seq, _, count, _, content, _ = reply
                 buffers = list(itertools.islice(following, count))
@@ -323,7 +312,7 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
                 link.send_segment(segment)
                 link.segments += 1
             if nbytes >= TOUCHED_BYTES:
-                link.send(TOUCH, content=pickle.dumps(tuple(slot)))
+                link.send(wire.TOUCH, content=pickle.dumps(tuple(slot)))
         return slot
 
     def _send_slot(self, worker: ProcessWorker, run: int, seq: int, nbytes: int) -> None:
@@ -348,7 +337,7 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
             except MemoryError as error:
                 del worker.tasks[run, seq]
                 self._reject(task, error)
-        worker.link.send(SLOT, content=pickle.dumps(None if slot is None else tuple(slot)))
+        worker.link.send(wire.SLOT, content=pickle.dumps(None if slot is None else tuple(slot)))
 
     def _count_room(self) -> None:
         """Set `room`. Requeued tasks come first."""

@@ -57,7 +57,7 @@ from multiprocess.context import SpawnProcess
 from sharded_loader.base import private
 from sharded_loader.base.errors import describe_exit
 from sharded_loader.base.interrupts import python_handlers, should_stop, uninterrupted
-from sharded_loader.base.system import can_pass_descriptors
+from sharded_loader.base.system import after_fork, can_pass_descriptors
 from sharded_loader.engine.messages import Job
 from sharded_loader.pools.process import spawned, worker
 from sharded_loader.pools.process.link import send_descriptors
@@ -125,6 +125,7 @@ def starting_worker() -> Iterator[None]:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+@after_fork
 def _freeze_garbage() -> None:
     """Keep a forked worker from collecting garbage of the main process.
 
@@ -134,10 +135,6 @@ def _freeze_garbage() -> None:
     """
     if is_starting_worker():
         gc.freeze()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_freeze_garbage)
 
 
 class _ForkedPopen(popen_fork.Popen):  # type: ignore[misc]
@@ -408,14 +405,11 @@ def start_forkserver(modules: Iterable[str] = ()) -> None:
         os.environ.pop(spawned.PRELOAD, None)
 
 
+@after_fork
 def _forget_forkserver() -> None:
     alive = private.forget_forkserver()
     if alive is not None:
         os.close(alive)  # the forkserver lives while any process has this open
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_forkserver)
 
 
 def _without_script(data: dict[str, Any]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ import numpy as np
 from sharded_loader.base import host_clock
 from sharded_loader.base.interrupts import python_handlers
 from sharded_loader.base.private import end_compiling, limit_to_one_thread
-from sharded_loader.base.system import ONE_THREAD, is_readable, why_refused
+from sharded_loader.base.system import ONE_THREAD, after_fork, is_readable, why_refused
 from sharded_loader.engine.heartbeat import IDLE, SAMPLE, heartbeat_in
 from sharded_loader.engine.messages import GROUP_SECONDS, Job
 from sharded_loader.memory.codec import Array, decode
@@ -304,9 +304,8 @@ def main(
 
 def close_in_children(held: int) -> None:
     """Close the descriptor that signals the death of this process in all children that user code starts."""
-    if hasattr(os, "register_at_fork"):
-        os.set_inheritable(held, False)  # in other programs
-        os.register_at_fork(after_in_child=lambda: os.close(held))
+    os.set_inheritable(held, False)  # in other programs
+    after_fork(lambda: os.close(held))
 
 
 def die_with(path: str) -> None:
