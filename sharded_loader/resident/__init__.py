@@ -9,10 +9,10 @@ there, the batch is ready without waiting. The shards of a device without rows, 
 host; the placement sends them as always. Order, shards, ranks, state and errors are those of any other loader, and
 nothing is done on the host per sample. Indices that cannot be found are left to a `Reader`.
 
-Small batches are gathered several at once, because the calls for a gather cost the host more than the rows cost the
-device. The order arrives in blocks (`sampling.tables.BLOCK`), so the indices behind those of a task are probably those
-of the next tasks. They are a guess: a shard gathered ahead is handed out only for a task with exactly its indices, on
-the stream it was gathered on. After a wrong guess, one batch is gathered, then two, and so on.
+The indices of several batches are sent at once, and small batches are gathered at once, because the calls cost the host
+more than the rows cost the device. The order arrives in blocks (`sampling.tables.BLOCK`), so the indices behind those
+of a task are probably those of the next tasks. They are a guess: what was sent or gathered ahead is used only for a
+task with exactly these indices, on the same stream. After a wrong guess, one batch is sent, then two, and so on.
 
 Row i on a device is sample i of the dataset. Of a part of another dataset (``take``, ``split``) the devices keep the
 part's own rows: a device of each rank, or of each fold, then holds no rows that are never asked for, and a batch needs
@@ -68,8 +68,9 @@ LEAST = 0.5
 device does not keep are gathered by the main process, and sent inside ``next``. The number was not measured."""
 
 TOGETHER, TOGETHER_BYTES = 8, 4 << 20
-"""Limits of the batches that are gathered at once: their number, and their bytes on a device, because a batch that is
-kept keeps the others. With 8, the host's time for a batch of 256 rows is less than half of that with 1."""
+"""Limits of the batches whose indices are sent at once, or that are gathered at once: their number, and the bytes on a
+device, because a batch that is kept keeps the others. With 8, the host's time for a batch is less than half of that
+with 1."""
 
 ALIGNED = 16
 """Rows: the tensors of each batch begin at a multiple, so at a multiple of 16 bytes, as compiled code expects."""
@@ -198,9 +199,9 @@ class ResidentPool(InlinePool):
         self._share, self._insists, self._least = share, insists, least
         self._rows = as_rows(dataset)
         self._on: dict[torch.device, _OnDevice | None] = {}
-        # Shards that were gathered ahead, by number of the shard: their stream, and the bytes of the indices and the
-        # fields of each. The next one is last.
-        self._ahead: dict[int, tuple[object, list[tuple[bytes, list[torch.Tensor]]]]] = {}
+        # Shards that were gathered ahead, by number of the shard: their stream, and the bytes of the indices of each,
+        # with its fields, or with the indices on the device. The next one is last.
+        self._ahead: dict[int, tuple[object, list[tuple[bytes, Any]]]] = {}
         self._together = 1
         self.background = Background("sharded_loader-order")
         self.empty = placement.empty
@@ -311,27 +312,29 @@ class ResidentPool(InlinePool):
         stream, (of, ahead) = at.copies.streams.caller_stream(), self._ahead.get(number, (None, []))
         if ahead:
             if of == stream and ahead[-1][0] == where.tobytes():
-                return ahead.pop()[1]
+                found = ahead.pop()[1]
+                return found if type(found) is list else _gathered(at, found)
             ahead.clear()  # before memory is asked for
             self._together = 1
         width = -(-len(where) // ALIGNED) * ALIGNED
-        nbytes = width * sum(column.nbytes for column in at.columns) // at.kept
-        most = min(self._together, TOGETHER_BYTES // max(1, nbytes)) if at.kept == rows.length else 1
+        fits = TOGETHER_BYTES * at.kept // max(1, width * sum(column.nbytes for column in at.columns))
+        most = min(self._together, fits if fits > 1 else TOGETHER_BYTES // max(1, 8 * width))
         self._together = min(2 * self._together, TOGETHER)
-        lines = foreseen(where, step, most, rows.length)
+        lines = foreseen(where, step, most if at.kept == rows.length else 1, rows.length)
         if len(lines) == 1:
             return self._take(at, rows, where)
         numbers = np.zeros((len(lines), width), np.int64)
         numbers[:, : len(where)] = lines
         with at.copies.streams.current():
-            shards = []
-            for field in self._take(at, rows, numbers.ravel()):
-                parts = field.view(*numbers.shape, *field.shape[1:])[:, : len(where)].unbind()
+            places = _sent(at.copies.streams, numbers)
+            found = places[:, : len(where)].unbind()
+            if fits > 1:
+                fields = [field.view(*numbers.shape, *field.shape[1:]) for field in _gathered(at, places.view(-1))]
                 # Not views: the shards share no version counter, so one may change while autograd needs another.
-                shards.append([part.data for part in parts])
-        found = [(line.tobytes(), list(fields)) for line, fields in zip(lines, zip(*shards, strict=True), strict=True)]
-        self._ahead[number] = stream, found[:0:-1]
-        return found[0][1]
+                shards = ([part.data for part in field[:, : len(where)].unbind()] for field in fields)
+                found = list(map(list, zip(*shards, strict=True)))
+        self._ahead[number] = stream, [*zip(map(np.ndarray.tobytes, lines), found, strict=True)][:0:-1]
+        return found[0] if fits > 1 else _gathered(at, found[0])
 
     def _take(self, at: _OnDevice, rows: Rows, where: Int64s) -> list[torch.Tensor]:
         """The rows of each column, on the device, in order."""
@@ -345,17 +348,28 @@ class ResidentPool(InlinePool):
                 if len(absent) == len(where):
                     return sent
                 numbers = np.concatenate([np.where(where < at.kept, where, 0), absent])
-            current, host = streams.caller_stream(), torch.from_numpy(numbers)
-            # On the caller's stream, so the numbers' memory is used again after the gather without being recorded.
-            places = streams.empty_like(host)
-            streams.copy(places, pinned_copy(streams, host, (1,)))
-            asked = places[: len(where)] if sent else places
-            fields = [take_rows(column, asked) for column in at.columns]
+            places = _sent(streams, numbers)
+            fields = _gathered(at, places[: len(where)] if sent else places)
             for field, those in zip(fields, sent, strict=False):
                 put_rows(field, places[len(where) :], those)
-            if current != at.owner_stream:
-                streams.record_use(at.columns, current)
         return fields
+
+
+def _sent(streams: Streams, numbers: Int64s) -> torch.Tensor:
+    """Numbers of rows on a device, in memory of the caller's stream: it is used again after what that stream does."""
+    host = torch.from_numpy(numbers)
+    places = streams.empty_like(host)
+    return streams.copy(places, pinned_copy(streams, host, host.stride()))
+
+
+def _gathered(at: _OnDevice, places: torch.Tensor) -> list[torch.Tensor]:
+    """The rows of each column, on the device, in order."""
+    streams = at.copies.streams
+    with streams.current():
+        fields, current = [take_rows(column, places) for column in at.columns], streams.caller_stream()
+        if current != at.owner_stream:
+            streams.record_use(at.columns, current)
+    return fields
 
 
 def foreseen(where: Int64s, step: int, most: int, length: int) -> Int64s:

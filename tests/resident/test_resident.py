@@ -424,6 +424,23 @@ def test_once_the_order_was_foreseen_small_batches_are_gathered_by_eights(machin
     assert second == [1, 0, 0, 0, 0, 0, 0, 0] * 3 + [1]
 
 
+def test_large_batches_are_gathered_alone_and_their_indices_are_sent_by_eights(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "TOGETHER_BYTES", 8192)  # of one batch, with its rows up to a multiple of 16
+    with kept(machine, np.arange(6400).reshape(100, 64), 4, True) as loader:
+        for _ in range(2):
+            batches, sent = iter(loader), list[int]()
+            for number in range(25):
+                before = len(machine.log)
+                counts, [batch] = gathers(machine, loader, batches, 1)
+                sent.append([entry[0] for entry in machine.log[before:]].count("copy"))
+                assert (counts, batch.untyped_storage().nbytes()) == ([1], 4 * 64 * 8)
+                assert batch[:, 0].tolist() == [64 * index for index in range(4 * number, 4 * number + 4)]
+            assert list(batches) == []
+    assert sent == [1, 0, 0, 0, 0, 0, 0, 0] * 3 + [1]
+
+
 def test_a_wrong_guess_costs_one_gather_and_the_next_guess_is_careful(machine: Machine) -> None:
     with kept(machine, np.arange(200), 2, True) as loader:
         batches = iter(loader)
