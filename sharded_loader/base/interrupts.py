@@ -128,6 +128,10 @@ def _code_of(handler: object) -> CodeType | None:
     return None
 
 
+ENDING_SECONDS = 2.0
+"""Seconds that the end of a program waits for a thread of the library. Python ends the threads that are left as soon as
+they ask for the interpreter, and inside torch this aborts the process: C++ lets no exception of a thread's end pass."""
+
 _is_exiting = threading.Event()
 
 # atexit handlers run in reverse order. weakref registers its own here, so ours runs before any finalizer.

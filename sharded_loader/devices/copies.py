@@ -64,7 +64,7 @@ import torch
 
 from sharded_loader.base import host_clock
 from sharded_loader.base.errors import add_note, notes_of
-from sharded_loader.base.interrupts import program_ends, should_stop
+from sharded_loader.base.interrupts import ENDING_SECONDS, program_ends, should_stop
 from sharded_loader.batching.protocol import BatchifyError
 from sharded_loader.batching.tree import ATOMS, TORCH_TAKES, children, has_method, is_plain, map_leaves, to_torch
 from sharded_loader.devices.accelerator import NOTHING, REGISTERED, Streams, note_late, pinned_copy, pinned_empty
@@ -552,10 +552,10 @@ class CopyStream:
             return True
 
     def _wait(self, event: Any, deadline: float = math.inf) -> bool:
-        """Wait for an event. Returns False at the deadline, or after a Ctrl-C in an `uninterrupted` block."""
+        """Wait for an event. Returns False at the deadline, at the program's end, and after a deferred Ctrl-C."""
         rest = SHORTEST_REST
         while not event.query():
-            if host_clock.now() >= deadline or should_stop():
+            if host_clock.now() >= deadline or should_stop() or program_ends():
                 return False
             self.streams.rest(rest)
             rest = min(2 * rest, LONGEST_REST)
@@ -564,16 +564,15 @@ class CopyStream:
     def close(self, seconds: float = CLOSING_SECONDS) -> bool:
         """Wait at most ``seconds`` until all copies are done, and return True if they are.
 
-        If they are not, the memory that they read must stay as it is. Does not wait at the program's end, nor for a
-        device that has hung before.
+        If they are not, the memory that they read must stay as it is. Does not wait for the device at the program's
+        end, only for the thread; nor for a device that has hung before.
         """
         is_ending, has_hung = program_ends(), self._hung_event is not None
         for other in () if is_ending else tuple(STILL_READ):
             if other is not self and other._drain_with_lock(0.0):
                 STILL_READ.discard(other)
         is_done = not is_ending and self._drain_with_lock(0.0 if has_hung else seconds)
-        if not is_ending:
-            self._thread.close(CLOSING_SECONDS if is_done else 0.0)
+        self._thread.close(CLOSING_SECONDS if is_done else ENDING_SECONDS if is_ending else 0.0)
         if is_done:
             self._hung_event = None
             STILL_READ.discard(self)

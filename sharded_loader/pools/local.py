@@ -33,6 +33,7 @@ from typing import Any
 
 from sharded_loader.base import host_clock
 from sharded_loader.base.errors import add_note, as_exception
+from sharded_loader.base.interrupts import ENDING_SECONDS, program_ends
 from sharded_loader.base.system import write_to_stderr
 from sharded_loader.batching.protocol import Empty
 from sharded_loader.data.inspection import warn_of_open_file
@@ -44,7 +45,7 @@ from sharded_loader.pools.deaths import Watch, timed_out
 from sharded_loader.pools.task_reader import reader_for, stack_of
 
 CLOSING_GRACE = 0.2
-"""Seconds that `close` waits for threads in user code."""
+"""Seconds that `close` waits for threads in user code; the end of the program waits for `ENDING_SECONDS`."""
 
 _pool_numbers = itertools.count()
 
@@ -85,7 +86,7 @@ class _Shared:
             tasks.put(None)
         self.ring()
         left = [one for one in self.threads if one is not threading.current_thread() and one.ident is not None]
-        deadline = host_clock.now() + CLOSING_GRACE
+        deadline = host_clock.now() + (ENDING_SECONDS if program_ends() else CLOSING_GRACE)
         for thread in left:
             thread.join(max(0.0, deadline - host_clock.now()))
         self.threads.clear()

@@ -357,6 +357,23 @@ def test_at_the_programs_end_the_memory_is_left_to_the_driver(
     assert (machine.blocked, len(machine.pinned)) == (0, 1)
 
 
+def test_at_the_programs_end_no_thread_is_left_that_waits_for_a_busy_device(
+    machine: Machine, copies: CopyStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python would end it in the middle of a call of torch, which aborts the process."""
+    resting, ends = threading.Event(), threading.Event()
+    monkeypatch.setattr(copies.streams, "rest", lambda seconds: (resting.set(), ends.wait()))
+    monkeypatch.setattr(module, "program_ends", ends.is_set)
+    machine.hangs = True
+    for _ in range(HOST_AHEAD + 1):
+        copies.begin([torch.arange(9)])
+    assert resting.wait(60.0)
+    ends.set()
+    assert not copies.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("sharded_loader-copies")]
+    module.STILL_READ.discard(copies)
+
+
 @pytest.mark.parametrize("closes", [False, True])
 def test_who_waits_for_copies_waits_for_one_that_is_about_to_begin(
     machine: Machine, copies: CopyStream, monkeypatch: pytest.MonkeyPatch, closes: bool
