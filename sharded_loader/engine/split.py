@@ -1,7 +1,8 @@
 """Division of a batch's samples among shards: pure functions, and `Split`, which applies them to tasks.
 
-Shards are non-empty lists of indices. Shard i belongs to device i and weight i, so a batch with fewer samples than
-shards fills the first ones. Invalid weights, and costs that do not cover an index, are ValueErrors.
+Shards are non-empty lists of indices, or arrays where the batch is one. Shard i belongs to device i and weight i, so a
+batch with fewer samples than shards fills the first ones. Invalid weights, and costs that do not cover an index, are
+ValueErrors.
 """
 
 from __future__ import annotations
@@ -42,7 +43,12 @@ class Split:
         """Return the task with shards, by the current weights. A task with shards is returned unchanged."""
         if task.sharded or self.num_shards is None:
             return task
-        shards = split_batch(task.shards[0], self.num_shards, self.weights, self.costs)
+        indices = task.shards[0]
+        if type(indices) is np.ndarray and self.costs is None:  # parts of the same memory
+            ends = np.cumsum(shard_sizes(len(indices), self.num_shards, self.weights))
+            shards = [shard for shard in np.split(indices, ends[:-1]) if len(shard)]
+        else:
+            shards = split_batch(indices, self.num_shards, self.weights, self.costs)
         if not shards:
             raise ValueError("the batch is empty: the batch sampler must yield at least one index")
         return replace(task, shards=tuple(shards), sharded=True)

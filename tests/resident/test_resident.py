@@ -441,6 +441,19 @@ def test_large_batches_are_gathered_alone_and_their_indices_are_sent_by_eights(
     assert sent == [1, 0, 0, 0, 0, 0, 0, 0] * 3 + [1]
 
 
+def test_shards_are_gathered_by_eights_on_each_device(machine: Machine) -> None:
+    data = np.arange(100)
+    with made(data, 8, devices=machine.devices, resident=True, shard_weights=[3, 1]) as loader:
+        list(loader)
+        counts, found = gathers(machine, loader, iter(loader), 13)
+    assert counts == [2, 0, 0, 0, 0, 0, 0, 0, 2, 0, 0, 1, 2]  # at the end of the order, each shard is careful
+    assert [[shard.tolist() for shard in shards] for shards in found[:2]] == [
+        [[*range(6)], [6, 7]],
+        [[*range(8, 14)], [14, 15]],
+    ]
+    assert [len(shard) for shard in found[-1]] == [3, 1]
+
+
 def test_a_wrong_guess_costs_one_gather_and_the_next_guess_is_careful(machine: Machine) -> None:
     with kept(machine, np.arange(200), 2, True) as loader:
         batches = iter(loader)

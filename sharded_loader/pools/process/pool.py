@@ -206,7 +206,7 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
                         chosen, least = worker, load
             slot = None
             try:
-                if type(indices := task.shards[0]) is np.ndarray:
+                if type(indices := task.shards[0]) is np.ndarray and not task.sharded:
                     # Bytes pickle ten times as fast as an array.
                     of_batch = task.sharded, task.is_suspect, task.lane, task.part
                     fields: object = task.run, task.seq, task.epoch, task.position, (indices.tobytes(),), *of_batch
