@@ -88,9 +88,10 @@ MANY, MEDIUM, ONE_COPY = 16, 256 << 10, 32 << 20
 """Least number of tensors, and their largest size in bytes, alone and together, to be one copy where they lie side by
 side in a slot. 256 of 62 KB took 4.3 ms of calls on an H200's host. If one of them is kept, all are."""
 
-CLOCK_EVERY = 8
-"""Batches of which one is measured, for all of them, behind the first eight of an epoch: it takes three calls of
-torch, each of which may wait for the interpreter beside busy threads."""
+CLOCK_EVERY = 7
+"""Batches of which the middle one is measured, for all of them, behind the first seven of an epoch: it takes three calls
+of torch, each of which may wait for the interpreter beside busy threads. Two, four or eight slow workers finish as many
+batches at once, and the device waits for the first of these alone: every eighth would always, or never, be that one."""
 
 SHORTEST_REST, LONGEST_REST = 0.2e-3, 2e-3
 """Seconds between two queries of an event. The delay does not matter, because the device has steps to do meanwhile."""
@@ -474,7 +475,7 @@ class CopyStream:
         clock.records.pop(device, None)
         weight = 1 if times.batches < CLOCK_EVERY else CLOCK_EVERY
         if call_event is not None and call_event[1] == current and call_event[2] < clock.calls:
-            if times.batches % weight == 0:
+            if times.batches % weight == weight // 2:
                 ready = self._free_events.pop() if self._free_events else self.streams.timed_event()
                 ready.record(current)
                 self._waits.append((call_event[0], ready, times, weight))

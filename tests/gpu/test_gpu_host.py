@@ -109,8 +109,14 @@ def test_next_returns_while_the_device_is_busy(cuda: torch.device, pool: Pool) -
 
 
 def late_rows(seconds: float) -> SimpleDataset:
-    """Rows of 16 KB that take their time."""
-    return SimpleDataset(range(400)).transform(lambda index: (time.sleep(seconds), np.full(4096, index, np.float32))[1])
+    """Rows of 16 KB that take their time. Without any, they do not give up the core either."""
+
+    def read(index: int) -> np.ndarray[Any, Any]:
+        if seconds:
+            time.sleep(seconds)
+        return np.full(4096, index, np.float32)
+
+    return SimpleDataset(range(400)).transform(read)
 
 
 def train(loader: Any, cycles: int, cuda: torch.device) -> Any:
@@ -122,24 +128,27 @@ def train(loader: Any, cycles: int, cuda: torch.device) -> Any:
     total = torch.zeros((), device=cuda)
     for _ in range(2):
         torch.cuda.synchronize(cuda)
+        batches = iter(loader)
+        total += next(batches)[0, 0]  # which waits for workers to begin
         before = loader.stats()
         began, cpu = time.perf_counter(), time.thread_time()
-        for batch in loader:
+        for batch in batches:
             sleep(cycles)
             total += batch[0, 0]
         torch.cuda.synchronize(cuda)
-        seconds, cpu = time.perf_counter() - began, time.thread_time() - cpu
-    next(iter(loader))  # the times of the last batches are read when the next ones are begun
-    after = loader.stats()
-    assert total.item() == 2 * sum(range(0, 400, 8))
-    names = ("waiting_seconds", "device_seconds", "device_waiting_seconds")
-    shares = {name: (getattr(after, name) - getattr(before, name)) / seconds for name in names}
-    return SimpleNamespace(processor=cpu / seconds, **shares)
+        seconds, cpu, after = time.perf_counter() - began, time.thread_time() - cpu, loader.stats()
+    next(iter(loader))  # the device's times of the last batches are read when the next ones are begun
+    assert total.item() == 2 * sum(range(0, 400, SIZE))
+    shares = {name: (getattr(after, name) - getattr(before, name)) / seconds for name in HOSTS}
+    waited = loader.stats().device_waiting_seconds - before.device_waiting_seconds
+    return SimpleNamespace(processor=cpu / seconds, device_waiting_seconds=waited / seconds, **shares)
 
 
+HOSTS = "waiting_seconds", "device_seconds"
 KINDS = pytest.mark.parametrize("kind", [ShardedDataLoader, DataLoader], ids=["ours", "drop-in"])
-SLACK = 4 if PRETENDED else 1
-"""A pretended GPU copies with the main thread's processor."""
+SLACK, SIZE = (4, 20) if PRETENDED else (1, 8)
+"""A pretended GPU copies with the main thread's processor, and beside other programs: its batches, and the steps of a
+busy device, are long, so that what the others take of the time decides nothing."""
 
 
 @KINDS
@@ -148,18 +157,25 @@ def test_a_host_that_waits_for_the_device_sleeps_and_does_not_call_it_waiting_fo
 ) -> None:
     """Steps of 15 to 20 ms, batches that are there."""
     options = {"persistent_workers": True} if kind is DataLoader else {}
-    shares = train(kind(late_rows(0), 8, num_workers=2, device=cuda, **options), SECONDS // 50, cuda)
+    shares = train(kind(late_rows(0), SIZE, num_workers=2, device=cuda, **options), SLACK * SECONDS // 50, cuda)
     assert shares.processor <= 0.2 * SLACK
-    assert shares.waiting_seconds <= 0.05 * SLACK
+    assert shares.waiting_seconds <= (shares.device_seconds / 2 if PRETENDED else 0.05)
     assert shares.device_waiting_seconds <= 0.05 * SLACK
     assert shares.device_seconds >= 0.8 / SLACK
 
 
 @KINDS
-def test_a_device_that_has_nothing_to_do_says_so(cuda: torch.device, kind: Any) -> None:
-    """8 samples of 5 ms in each batch, two workers: 20 ms for a batch, and a step of 1 ms."""
-    shares = train(kind(late_rows(0.005), 8, num_workers=2, device=cuda), SECONDS // 1000, cuda)
-    assert shares.device_waiting_seconds >= 0.8 / SLACK
+def test_a_device_that_has_nothing_to_do_says_so(
+    cuda: torch.device, kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8 samples of 5 ms in each batch, two workers: 20 ms for a batch, and a step of 1 ms.
+
+    A host that other programs hold up does not wait for data meanwhile, nor does the device, as far as events tell.
+    """
+    if PRETENDED:  # few batches, each of which is measured
+        monkeypatch.setattr(copies, "CLOCK_EVERY", 1)
+    shares = train(kind(late_rows(0.005), SIZE, num_workers=2, device=cuda), SECONDS // 1000, cuda)
+    assert shares.device_waiting_seconds >= 0.8 * (shares.waiting_seconds / 2 if PRETENDED else 1)
     assert shares.device_seconds <= 0.1 * SLACK
 
 
