@@ -89,9 +89,10 @@ MANY, MEDIUM, ONE_COPY = 16, 256 << 10, 32 << 20
 side in a slot. 256 of 62 KB took 4.3 ms of calls on an H200's host. If one of them is kept, all are."""
 
 CLOCK_EVERY = 7
-"""Batches of which the middle one is measured, for all of them, behind the first seven of an epoch: it takes three calls
-of torch, each of which may wait for the interpreter beside busy threads. Two, four or eight slow workers finish as many
-batches at once, and the device waits for the first of these alone: every eighth would always, or never, be that one."""
+"""Batches of which the middle one is measured, for all of them, behind the first seven of an epoch: it takes three
+calls of torch, each of which may wait for the interpreter beside busy threads. Two, four or eight slow workers finish
+as many batches at once, and the device waits for the first of these alone: every eighth would always, or never, be that
+one."""
 
 SHORTEST_REST, LONGEST_REST = 0.2e-3, 2e-3
 """Seconds between two queries of an event. The delay does not matter, because the device has steps to do meanwhile."""
