@@ -41,24 +41,7 @@ from sharded_loader.base.imports import provided
 from sharded_loader.base.limits import check_fits
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.batching.protocol import Empty, new_array
-from sharded_loader.data import seeding
-from sharded_loader.data.bulk import (
-    Indices,
-    Int64s,
-    Selection,
-    await_each,
-    bulk,
-    bulk_method,
-    check_one_index,
-    checked_index,
-    checked_indices,
-    composed,
-    each_sample,
-    gather,
-    gather_rows,
-    read_many,
-    taken,
-)
+from sharded_loader.data import bulk, seeding
 from sharded_loader.data.columns import as_column, check_dataset, is_dataset, named_columns
 from sharded_loader.randomness import rng
 
@@ -116,7 +99,7 @@ class Dataset:
             >>> list(SimpleDataset(range(10)).filter(lambda x: x % 3 == 0))
             [0, 3, 6, 9]
         """
-        chosen = [index for index, sample in enumerate(each_sample(self)) if fn(sample)]
+        chosen = [index for index, sample in enumerate(bulk.each_sample(self)) if fn(sample)]
         return SubsetDataset(self, np.array(chosen, np.int64))
 
     def shard(self, num_shards: int, index: int) -> SubsetDataset:
@@ -280,7 +263,7 @@ class Dataset:
         return self.transform(partial(_apply_to_first, fn), lazy, seeded)
 
     def __iter__(self) -> Iterator[Any]:
-        return each_sample(self)
+        return bulk.each_sample(self)
 
     def __repr__(self) -> str:
         try:
@@ -317,7 +300,7 @@ class Wrapper(Dataset):
     def __len__(self) -> int:
         return len(self._dataset)
 
-    @bulk
+    @bulk.bulk
     def set_epoch(self, epoch: int) -> None:
         for inner in self._inside:
             announce_epoch(inner, epoch)
@@ -345,18 +328,20 @@ class View(Wrapper):
     """
 
     _one: Callable[[Any], Any]  # the sample at one index
-    _inner: Callable[[Indices], Int64s]  # translates to indices into the wrapped dataset
+    _inner: Callable[[bulk.Indices], bulk.Int64s]  # translates to indices into the wrapped dataset
 
     def __getitem__(self, index: Any) -> Any:
         return self._one(index)
 
-    @bulk
+    @bulk.bulk
     def __getitems__(self, indices: Sequence[int]) -> Any:
-        return bulk_method(self._dataset, "__getitems__")(seeding.attach_keys(self._inner(indices).tolist(), indices))
+        return bulk.bulk_method(self._dataset, "__getitems__")(
+            seeding.attach_keys(self._inner(indices).tolist(), indices)
+        )
 
-    @bulk
-    def get_batch(self, indices: Indices, empty: Empty = new_array) -> Any:
-        return gather(self._dataset, self._inner(indices), empty)
+    @bulk.bulk
+    def get_batch(self, indices: bulk.Indices, empty: Empty = new_array) -> Any:
+        return bulk.gather(self._dataset, self._inner(indices), empty)
 
     def _routes(self) -> Iterable[tuple[Any, Translate]]:
         return [(self._dataset, self._inner)]
@@ -382,11 +367,11 @@ class SimpleDataset(View):
 
     def _one(self, index: object) -> Any:
         if isinstance(index, (int, np.integer)):
-            index = checked_index(index, len(self._dataset))
+            index = bulk.checked_index(index, len(self._dataset))
         return self._dataset[index]
 
-    def _inner(self, indices: Indices) -> Int64s:
-        return checked_indices(indices, len(self._dataset))
+    def _inner(self, indices: bulk.Indices) -> bulk.Int64s:
+        return bulk.checked_indices(indices, len(self._dataset))
 
     def __repr__(self) -> str:
         return f"SimpleDataset({len(self)} samples of {type(self._dataset).__name__})"
@@ -416,18 +401,18 @@ class SubsetDataset(View):
 
     _is_part = True  # not inherited, see `bulk.part_of`
 
-    def __init__(self, dataset: Any, indices: Selection | Sequence[int]) -> None:
+    def __init__(self, dataset: Any, indices: bulk.Selection | Sequence[int]) -> None:
         dataset = check_dataset(dataset, "SubsetDataset")
-        chosen: Selection
+        chosen: bulk.Selection
         if isinstance(indices, range):
             if len(indices):
-                checked_indices([indices[0], indices[-1]], len(dataset))
+                bulk.checked_indices([indices[0], indices[-1]], len(dataset))
             chosen = indices
         else:
             # A copy, because the caller may reshuffle the array for another subset.
-            chosen = np.array(checked_indices(indices, len(dataset)))
+            chosen = np.array(bulk.checked_indices(indices, len(dataset)))
         if type(dataset) is SubsetDataset and vars(dataset).keys() == {"_dataset", "_indices"}:  # no own methods
-            dataset, chosen = dataset._dataset, composed(dataset._indices, chosen)
+            dataset, chosen = dataset._dataset, bulk.composed(dataset._indices, chosen)
         if isinstance(chosen, np.ndarray):
             chosen.flags.writeable = False
         self._dataset, self._indices = dataset, chosen
@@ -447,7 +432,7 @@ class SubsetDataset(View):
         return self._dataset
 
     @property
-    def indices(self) -> Selection:
+    def indices(self) -> bulk.Selection:
         """The indices of the samples in `dataset`: a range or an int64 array, both read-only.
 
         Use them to select labels, too: ``labels[subset.indices]``, for an array of the whole dataset's labels.
@@ -462,13 +447,13 @@ class SubsetDataset(View):
     def _one(self, index: object) -> Any:
         if isinstance(index, slice):
             return self._part(index)
-        return self._dataset[int(self._indices[checked_index(index, len(self._indices))])]
+        return self._dataset[int(self._indices[bulk.checked_index(index, len(self._indices))])]
 
-    def _inner(self, indices: Indices) -> Int64s:
-        where = checked_indices(indices, len(self._indices))
+    def _inner(self, indices: bulk.Indices) -> bulk.Int64s:
+        where = bulk.checked_indices(indices, len(self._indices))
         if isinstance(self._indices, range):  # `taken`, inlined
             return self._indices.start + self._indices.step * where
-        return taken(self._indices, where)
+        return bulk.taken(self._indices, where)
 
     def __repr__(self) -> str:
         return f"<{len(self)} of {brief(self._dataset)}>"
@@ -546,7 +531,7 @@ class TransformDataset(Wrapper):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return self._part(index)
-        check_one_index(index)
+        bulk.check_one_index(index)
         sample = self._dataset[index]
         is_coroutine = type(sample) is CoroutineType
         return self._apply_async(sample, is_coroutine) if is_coroutine or self._is_async else self._apply(sample)
@@ -562,13 +547,13 @@ class TransformDataset(Wrapper):
         with seeding.transform_seed(self._fn, self._level):
             return self._fn(*fields)
 
-    @bulk
+    @bulk.bulk
     def __getitems__(self, indices: Sequence[int]) -> Any:
         """Read many samples in bulk, then transform them one by one."""
         indices = seeding.attach_keys(indices, indices)
-        samples = read_many(self._dataset, indices)  # passes on a copy of `indices`, which are used again below
+        samples = bulk.read_many(self._dataset, indices)  # passes on a copy of `indices`, which are used again below
         if self._is_async:
-            return await_each(self._apply, samples, seeding.keys_of(indices))
+            return bulk.await_each(self._apply, samples, seeding.keys_of(indices))
         return seeding.map_with_keys(self._apply, samples, indices)
 
     def __repr__(self) -> str:
@@ -609,7 +594,7 @@ class ConcatDataset(Wrapper):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return self._part(index)
-        index = checked_index(index, self._length)
+        index = bulk.checked_index(index, self._length)
         number = bisect_right(self._begins, index) - 1
         return self._parts[number][index - self._begins[number]]
 
@@ -617,36 +602,36 @@ class ConcatDataset(Wrapper):
     def _inside(self) -> Any:
         return self._parts
 
-    def _chunks(self, indices: Indices) -> list[tuple[Any, Int64s, Int64s]]:
+    def _chunks(self, indices: bulk.Indices) -> list[tuple[Any, bulk.Int64s, bulk.Int64s]]:
         """Group indices by part: the part, the indices in the part, and their positions in the batch."""
-        where = checked_indices(indices, self._length)
+        where = bulk.checked_indices(indices, self._length)
         owners = np.searchsorted(self._begins, where, side="right") - 1
         positions = [(number, np.flatnonzero(owners == number)) for number in np.unique(owners).tolist()]
         return [(self._parts[number], where[chosen] - self._begins[number], chosen) for number, chosen in positions]
 
-    @bulk
-    def __getitems__(self, indices: Indices) -> Any:
+    @bulk.bulk
+    def __getitems__(self, indices: bulk.Indices) -> Any:
         outer = seeding.copy_indices(indices)
         outer = seeding.attach_keys(outer, outer)
         chunks = [(part, inner.tolist(), positions.tolist()) for part, inner, positions in self._chunks(indices)]
         samples: list[Any] = [None] * len(outer)
         for part, inner, positions in chunks:
-            part_samples = read_many(part, seeding.attach_keys(inner, outer, positions))
+            part_samples = bulk.read_many(part, seeding.attach_keys(inner, outer, positions))
             for position, sample in zip(positions, part_samples, strict=True):
                 samples[position] = sample
         return samples
 
-    @bulk
-    def get_batch(self, indices: Indices, empty: Empty = new_array) -> Any:
+    @bulk.bulk
+    def get_batch(self, indices: bulk.Indices, empty: Empty = new_array) -> Any:
         chunks = self._chunks(indices)
         if len(chunks) == 1:
-            return gather(chunks[0][0], chunks[0][1], empty)
+            return bulk.gather(chunks[0][0], chunks[0][1], empty)
         return default_batchify_fn.assemble(ConcatDataset.__getitems__(self, indices), empty)
 
     def _routes(self) -> Iterable[tuple[Any, Translate]]:
         return ((part, partial(self._indices_in_part, part)) for part in self._parts)
 
-    def _indices_in_part(self, part: object, indices: Indices) -> Int64s:
+    def _indices_in_part(self, part: object, indices: bulk.Indices) -> bulk.Int64s:
         """Return the indices that lie in one part, relative to the part."""
         chunks = [inner for owner, inner, _ in self._chunks(indices) if owner is part]
         return np.concatenate([np.zeros(0, np.int64), *chunks])
@@ -661,7 +646,7 @@ class ConcatDataset(Wrapper):
 class Mixture(View):
     """Base class of datasets that interleave several others in their own order: see `sharded_loader.mixing`."""
 
-    sources_of: Callable[[Any], Int64s]
+    sources_of: Callable[[Any], bulk.Int64s]
     """``sources_of(indices)``: the number of samples from each source."""
 
     pairs: Callable[[Any, int], list[tuple[int, int]]]
@@ -776,7 +761,7 @@ class ArrayDataset(Dataset):
 
     def __getitem__(self, index: Any) -> Any:
         if not isinstance(index, slice):
-            index = checked_index(index, self._length)
+            index = bulk.checked_index(index, self._length)
         if self._names is not None:
             return {name: column[index] for name, column in zip(self._names, self._columns, strict=True)}
         if len(self._columns) == 1:
@@ -793,8 +778,8 @@ class ArrayDataset(Dataset):
         """
         return self._columns if self._names is None else dict(zip(self._names, self._columns, strict=True))
 
-    @bulk
-    def get_batch(self, indices: Indices, empty: Empty = new_array) -> Any:
+    @bulk.bulk
+    def get_batch(self, indices: bulk.Indices, empty: Empty = new_array) -> Any:
         """Return a collated batch: one array, a list of fields, or a dict of fields.
 
         Args:
@@ -812,7 +797,7 @@ class ArrayDataset(Dataset):
             >>> ArrayDataset(np.arange(5), np.arange(5) * 10).get_batch([4, 0])
             [array([4, 0]), array([40,  0])]
         """
-        return self.as_batch(gather_rows(self._columns, checked_indices(indices, self._length), empty))
+        return self.as_batch(bulk.gather_rows(self._columns, bulk.checked_indices(indices, self._length), empty))
 
     def as_batch(self, fields: list[Any]) -> Any:
         """Build a batch from one field per column, in the dataset's order.
@@ -825,10 +810,10 @@ class ArrayDataset(Dataset):
             return dict(zip(self._names, fields, strict=True))
         return fields[0] if len(fields) == 1 else fields
 
-    @bulk
+    @bulk.bulk
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        where = seeding.attach_keys(checked_indices(indices, self._length).tolist(), indices)
-        columns = [read_many(column, where) for column in self._columns]
+        where = seeding.attach_keys(bulk.checked_indices(indices, self._length).tolist(), indices)
+        columns = [bulk.read_many(column, where) for column in self._columns]
         if self._names is not None:
             names = self._names
             return [dict(zip(names, fields, strict=True)) for fields in zip(*columns, strict=True)]
