@@ -80,7 +80,9 @@ def test_samples_that_are_left_out_are_said_once_and_counted(made, workers, capl
 
 
 @MAKERS
-@pytest.mark.parametrize("on_error", ["skip", "replace", lambda _: np.zeros(2)], ids=["skip", "replace", "function"])
+@pytest.mark.parametrize(
+    "on_error", ["skip", "replace", lambda _: np.int64([0, 0])], ids=["skip", "replace", "function"]
+)
 @pytest.mark.parametrize("workers", [0, 1])
 def test_more_samples_than_the_limit_of_an_epoch_are_an_error_with_its_cause(made, on_error, workers):
     loader = made(DAMAGED, 4, num_workers=workers, on_error=OnError(on_error, limit=3))
