@@ -24,6 +24,7 @@ PROVIDED = {
     ("dataset", "cache"): "sharded_loader.caching.dataset:StoredDataset",
     ("function", "gather"): "sharded_loader.parallel:gather",
     ("methods", "instruments"): "sharded_loader.instruments.report:Instruments",
+    ("methods", "leases"): "sharded_loader.leases:Leasing",
     ("num_workers", "auto"): "sharded_loader.instruments.auto:Tuner",
     ("observer", "instruments"): "sharded_loader.instruments.stats:Meter",
     ("pinner", "thread"): "sharded_loader.drop_in.pinning:Pinner",

@@ -19,6 +19,7 @@ from sharded_loader.data.datasets import SimpleDataset as SimpleDataset
 from sharded_loader.data.datasets import SubsetDataset as SubsetDataset
 from sharded_loader.instruments.report import RankStats as RankStats
 from sharded_loader.instruments.stats import LoaderStats as LoaderStats
+from sharded_loader.leases import Lease as Lease
 from sharded_loader.loader.arguments import OnError as OnError
 from sharded_loader.loader.arguments import Placement as Placement
 from sharded_loader.loader.loader import ShardedDataLoader as ShardedDataLoader

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch.utils.data
 from torch.utils.data import BatchSampler, IterableDataset, IterDataPipe, MapDataPipe
 
-from sharded_loader import OnError, ShardedDataLoader
+from sharded_loader import Lease, OnError, ShardedDataLoader
 from sharded_loader.drop_in import iterator as drop_in
 from sharded_loader.drop_in.collate import batchify_fn_of
 from sharded_loader.drop_in.iterator import LoaderIterator
@@ -430,6 +430,19 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
             ['b', 'b', 'b', 'b']
         """
         need_sharded(self._reads, "set_weights").set_weights(weights)
+
+    def lease(self) -> Lease[Batch] | None:
+        """Return the next batch as a `Lease`, which is finished in any order; see `ShardedDataLoader.lease`.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: As `rescale`, and as `ShardedDataLoader.lease`.
+
+        Example:
+            >>> loader = DataLoader(range(4), batch_size=2, num_replicas=1)
+            >>> loader.lease().batch
+            tensor([0, 1])
+        """
+        return need_sharded(self._reads, "lease").lease()
 
     # -- copies ---------------------------------------------------------------------------------------------
 

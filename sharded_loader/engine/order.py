@@ -81,6 +81,9 @@ class Epoch(ABC):
     second_pass = -1
     abandoned: Mapping[int, int] = MappingProxyType({})
 
+    def opened_by(self, iterator: object) -> None:  # noqa: B027 - most epochs may be read by any iterator
+        """Called when an iterator begins to read the epoch. An error changes nothing."""
+
     @abstractmethod
     def task(self, seq: int) -> Task | Exception | Nothing | None:
         """Return batch ``seq`` as a task; the error in its place; `NOTHING` if left out; None after the last one."""

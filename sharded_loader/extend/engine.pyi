@@ -48,12 +48,14 @@ from sharded_loader.loader.arguments import make_split as make_split
 from sharded_loader.loader.arguments import number_of_workers as number_of_workers
 from sharded_loader.loader.arguments import placement_given as placement_given
 from sharded_loader.loader.arguments import refuse_streams as refuse_streams
+from sharded_loader.loader.epochs import Epochs as Epochs
 from sharded_loader.loader.epochs import Place as Place
 from sharded_loader.loader.epochs import warn_of_length as warn_of_length
 from sharded_loader.loader.iterator import EpochIterator as EpochIterator
 from sharded_loader.loader.iterator import profiler_enabled as profiler_enabled
 from sharded_loader.loader.loader import call_all as call_all
 from sharded_loader.loader.lookup import KnownSteps as KnownSteps
+from sharded_loader.loader.lookup import LookUp as LookUp
 from sharded_loader.loader.lookup import in_epoch as in_epoch
 from sharded_loader.loader.lookup import shown_indices as shown_indices
 from sharded_loader.memory.arena import Leases as Leases

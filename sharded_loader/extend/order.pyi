@@ -15,10 +15,15 @@ from sharded_loader.randomness.rng import shuffle as shuffle
 from sharded_loader.randomness.rng import shuffled as shuffled
 from sharded_loader.sampling.base import EVERY as EVERY
 from sharded_loader.sampling.base import announce_epoch as announce_epoch
+from sharded_loader.sampling.base import find_third_party as find_third_party
+from sharded_loader.sampling.base import for_ranks as for_ranks
 from sharded_loader.sampling.base import is_own as is_own
 from sharded_loader.sampling.base import nested as nested
 from sharded_loader.sampling.base import resolve_seed as resolve_seed
+from sharded_loader.sampling.epoch import MapEpoch as MapEpoch
+from sharded_loader.sampling.epoch import SamplerSource as SamplerSource
 from sharded_loader.sampling.order import LEFT_OUT as LEFT_OUT
+from sharded_loader.sampling.order import MapOrder as MapOrder
 from sharded_loader.sampling.order import step_checksum as step_checksum
 from sharded_loader.sampling.order import warn_of_done_steps as warn_of_done_steps
 from sharded_loader.sampling.own import LAST_BATCH as LAST_BATCH
@@ -37,6 +42,7 @@ from sharded_loader.sampling.state import parse as parse
 from sharded_loader.sampling.state import seed_of as seed_of
 from sharded_loader.sampling.state import steps_to_skip as steps_to_skip
 from sharded_loader.sampling.tables import BLOCK as BLOCK
+from sharded_loader.sampling.tables import BatchedTable as BatchedTable
 from sharded_loader.sampling.tables import StepCount as StepCount
 from sharded_loader.sampling.tables import bytes_of_one as bytes_of_one
 from sharded_loader.sampling.tables import check_skip as check_skip

@@ -313,6 +313,7 @@ class Epochs:
 
     def open(self, run: Run, iterator: Any) -> None:
         """Have the pool read an iterator's run, within a step of the pipeline."""
+        run.epoch.opened_by(iterator)
         pool, resident = self._workers, self.resident
         if resident is not None and resident.load(again=self.stale):
             pool = resident

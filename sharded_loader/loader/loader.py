@@ -52,8 +52,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
     from sharded_loader.instruments.report import Instruments
+    from sharded_loader.leases import Leasing
 else:
-    Instruments = provided("methods", "instruments")
+    Instruments, Leasing = provided("methods", "instruments"), provided("methods", "leases")
 
 Given = ParamSpec("Given")
 
@@ -89,7 +90,7 @@ def keeps_arguments(init: Callable[Given, None]) -> Callable[Given, None]:
     return keep
 
 
-class ShardedDataLoader(Instruments, Generic[Batch]):
+class ShardedDataLoader(Instruments, Leasing[Batch], Generic[Batch]):
     """Batches of a dataset, in order, split over devices, prefetched by workers.
 
     For type checkers, ``ShardedDataLoader[Batch]`` or ``collate_fn`` determines the type of a batch.
@@ -516,7 +517,8 @@ class ShardedDataLoader(Instruments, Generic[Batch]):
             [[4, 5, 6, 7], [8, 9]]
         """
         self._pipeline.check_open()
-        self._epochs.load(state, strict, skip, self._known_steps.digest)
+        with self._taking_leases(state) as position:
+            self._epochs.load(position, strict, skip, self._known_steps.digest)
 
     # -- what it has done ----------------------------------------------------------------------------------
 

@@ -193,12 +193,15 @@ class LookUp(KnownSteps):
         return (indices, found.real(task)) if found.evaluates else indices
 
     def batch(self, epoch: Any, step: Any) -> Any:
-        self._placement.check_not_capturing()
-        found = self._looked_up(epoch, step)
-        self._epochs.new_run(found)
-        task, job = self._task_of(found, step), self.job_now()
-        with self.in_epoch(found.number), seeded_as_worker(job.seed, task):
-            batch = self._read_here(reader_for(job, readers=0), found, task)
+        batch = self.batch_of(self._looked_up(epoch, step), step)
         if batch is NOTHING:
             raise ValueError(f"epoch {epoch}, batch {step} was left out: on_error has skipped all of its samples")
         return batch
+
+    def batch_of(self, epoch: MapEpoch, step: int) -> Any:
+        """Return a batch of an epoch, read here; `NOTHING` if ``on_error`` has left out all its samples."""
+        self._placement.check_not_capturing()
+        self._epochs.new_run(epoch)
+        task, job = self._task_of(epoch, step), self.job_now()
+        with self.in_epoch(epoch.number), seeded_as_worker(job.seed, task):
+            return self._read_here(reader_for(job, readers=0), epoch, task)

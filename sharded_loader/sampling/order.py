@@ -75,7 +75,12 @@ class MapOrder(Order[Signature]):
     """Order of a loader: makes the samplers for its arguments (`Sampling`), and reads their epochs.
 
     Calls of the dataset's ``set_epoch`` count too.
+
+    Attributes:
+        make_epoch: makes an epoch of a source, a number and a position. Leases replace it.
     """
+
+    make_epoch: Callable[[SamplerSource, int, Position | None], MapEpoch] = MapEpoch
 
     def __init__(
         self,
@@ -289,7 +294,7 @@ class MapOrder(Order[Signature]):
 
     def epoch(self, number: int, position: Position | None = None) -> MapEpoch:
         skips = self._count.within(self.skip, number, self._length_with_skipped)
-        return MapEpoch(self.source(number, skips=skips), number, position)
+        return self.make_epoch(self.source(number, skips=skips), number, position)
 
     def epoch_at(self, number: int, step: int, rank: int | None = None) -> MapEpoch:
         """Return the epoch as a rank reads, or has read, it at a step. Skipped steps are included."""
