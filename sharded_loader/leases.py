@@ -105,11 +105,12 @@ def load(order: orders.MapOrder, states: list[Any]) -> tuple[list[Share], Any]:
     if not all(map(has_leases, states)):
         raise ValueError(f"load_state_dict: the state of a rank has no leases: {_ADVICE}")
     found = [saved.read_entry(one, "leases", saved.dict_of(RankState), _ADVICE) for one in states]
-    (position, signature), *others = map(orders.parse, states)
-    own = order.signature(position.epoch)
-    own = replace(own, num_replicas=signature.num_replicas, sampler_length=signature.sampler_length)
-    phrases = [*orders.differences(signature, own), *orders.other_arguments(signature, own)]
-    if phrases or any(other != signature for _, other in others):
+    own, *was = (
+        replace(signature, num_replicas=None, step_ranks=None, sampler_length=None)  # they may change
+        for signature in (order.signature(order.next_epoch), *(orders.parse(one)[1] for one in states))
+    )
+    phrases = [*orders.differences(was[0], own), *orders.other_arguments(was[0], own)]
+    if phrases or any(other != was[0] for other in was):
         text = f"load_state_dict: leases of other batches: {', '.join(phrases) or 'the states are of different runs'}"
         raise ValueError(f"{text}. The number of ranks may change, but nothing else")
     (ranks, rank), here = (found[0].ranks, found[0].rank), order.replicas()
@@ -125,17 +126,20 @@ def load(order: orders.MapOrder, states: list[Any]) -> tuple[list[Share], Any]:
 
 def merged(order: orders.MapOrder, found: list[RankState], replicas: int, rank: int) -> Iterator[Share]:
     """Iterate over the shares of a rank of today: every open batch of the ranks before is in one of them."""
-    ranks, newest = len(found), max(one.shares[-1].epoch for one in found)
-    for epoch in sorted({share.epoch for one in found for share in one.shares}):
+    ranks, currents = len(found), [one.shares[-1].epoch for one in found]
+    newest = max(currents)
+    # Between the epochs of the slowest and the fastest rank, the fastest may have nothing open.
+    for epoch in sorted({*range(min(currents), newest), *(share.epoch for one in found for share in one.shares)}):
         shares = {one.rank: share for one in found for share in one.shares if share.epoch == epoch}
-        offset, total = min(share.next for share in shares.values()) % ranks, total_of(order.source(epoch), epoch)
-        if any(share.next % ranks != offset for share in shares.values()):
+        nexts, total = [share.next for share in shares.values()] or [0], total_of(order.source(epoch), epoch)
+        if any((next - nexts[0]) % ranks for next in nexts):
             raise ValueError(f"load_state_dict: the states of the ranks do not belong together: {_ADVICE}")
-        end = offset + orders.parts(max(total - offset, 0), ranks, cut=False) * ranks
-        nexts = {one.rank: end if one.shares[-1].epoch > epoch else 0 for one in found}  # a rank that has left it
-        nexts |= {number: share.next for number, share in shares.items()}
-        begin = end if epoch < newest else max(nexts.values())
-        behind = chain(*(range(next + number, begin + number, ranks) for number, next in nexts.items()))
+        end = nexts[0] + orders.parts(max(total - nexts[0], 0), ranks, cut=False) * ranks
+        begin = end if epoch < newest else max(nexts)
+        # A rank without this epoch has left it, or not begun it.
+        begins = {one.rank: end if one.shares[-1].epoch > epoch else 0 for one in found}
+        begins |= {number: share.next for number, share in shares.items()}
+        behind = chain(*(range(next + number, begin + number, ranks) for number, next in begins.items()))
         undone = sorted(number for number in chain(behind, *(one.open for one in shares.values())) if number < total)
         yield Share(epoch, begin, set(undone[rank::replicas]))
 
@@ -145,16 +149,14 @@ def merged(order: orders.MapOrder, found: list[RankState], replicas: int, rank: 
 
 def total_of(source: orders.SamplerSource, epoch: int) -> int:
     """Return the number of batches of an epoch, of all ranks together."""
-    own = source.signature
-    return orders.parts(orders.len_epoch(source.items, epoch), own.batch_size or 1, own.drops_last)
+    own, items = source.signature, orders.for_ranks(source.items, 1)
+    return orders.parts(orders.len_epoch(items, epoch), own.batch_size or 1, own.drops_last)
 
 
 class LeaseEpoch(orders.MapEpoch):
     """The new batches of a share; with ``only``, just this batch. Only a `LeaseIterator` may begin it."""
 
     def __init__(self, ledger: Ledger, share: Share, source: orders.SamplerSource, only: int | None = None) -> None:
-        # Made for one rank: ranks take batches at their own pace, so nothing has to be equal in a step.
-        source = replace(source, items=orders.for_ranks(source.items, 1))
         super().__init__(source, share.epoch, None)
         begin, total = (share.next + source.rank, total_of(source, self.number)) if only is None else (only, only + 1)
         self.ledger, self.share, self._numbers = ledger, share, range(begin, total, source.replicas)
@@ -173,7 +175,8 @@ class LeaseEpoch(orders.MapEpoch):
 
     def _table(self) -> Table:
         own, arrays = self.source.signature, self.source.arrays
-        table = orders.table_of(self.source.items, self.number, own.seed)
+        # As for one rank: ranks take batches at their own pace, so nothing has to be equal in a step.
+        table = orders.table_of(orders.for_ranks(self.source.items, 1), self.number, own.seed)
         if own.batch_size is None:
             return table
         return orders.BatchedTable(table, self._size, own.drops_last, arrays=True, convert=arrays)

@@ -63,7 +63,7 @@ _STEPS = 8
 """Block sizes per factor of two, so that similar batches share blocks at a loss of at most an eighth."""
 
 
-class Lease(weakref.ref):  # type: ignore[type-arg]
+class MemoryLease(weakref.ref):  # type: ignore[type-arg]
     """Weak reference to a borrowed array, with the ``resource`` to release. Its callback, C code, is safe anywhere."""
 
     __slots__ = ("resource",)
@@ -82,12 +82,12 @@ class Leases(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._leases: dict[int, Lease] = {}  # by id; a lease that is dropped never calls back
-        self._ended: deque[Lease] = deque()
+        self._leases: dict[int, MemoryLease] = {}  # by id; a lease that is dropped never calls back
+        self._ended: deque[MemoryLease] = deque()
 
     def lend(self, array: object, resource: T) -> None:
         """Release ``resource`` when ``array`` dies."""
-        lease = Lease(array, self._ended.append)
+        lease = MemoryLease(array, self._ended.append)
         lease.resource = resource
         self._leases[id(lease)] = lease
 
@@ -232,8 +232,8 @@ class Arena:
         self._max_bytes = max_bytes
         self._free: list[list[tuple[int, int]]] = []
         self._take_count = 0
-        self._borrowed: dict[Slot, Lease] = {}
-        self.returned: defaultdict[int, deque[Lease]] = defaultdict(deque)
+        self._borrowed: dict[Slot, MemoryLease] = {}
+        self.returned: defaultdict[int, deque[MemoryLease]] = defaultdict(deque)
         self._children: list[tuple[int, list[Any]]] = []
         self._warned = False
         self._paused_until = 0
@@ -266,7 +266,7 @@ class Arena:
                 slot = slot or self._reuse(returned, wanted)
         return slot or self._carve(wanted) or (self._carve(wanted) if self._grow(wanted) else None)
 
-    def _reuse(self, returned: deque[Lease], nbytes: int) -> Slot | None:
+    def _reuse(self, returned: deque[MemoryLease], nbytes: int) -> Slot | None:
         while returned:
             slot: Slot = returned.popleft().resource
             self._borrowed.pop(slot, None)
@@ -297,7 +297,7 @@ class Arena:
         segment = self.segments[slot.segment]
         # A separate array per lease: NumPy makes it the base of all its views.
         memory = np.frombuffer(segment.mapping, np.uint8, slot.nbytes, slot.offset)
-        lease = Lease(memory, self.returned[worker].append)
+        lease = MemoryLease(memory, self.returned[worker].append)
         lease.resource = slot
         self._borrowed[slot] = lease
         buffers = []
