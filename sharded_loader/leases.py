@@ -27,7 +27,7 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Generic
@@ -161,25 +161,24 @@ class LeaseEpoch(orders.MapEpoch):
         begin, total = (share.next + source.rank, total_of(source, self.number)) if only is None else (only, only + 1)
         self.ledger, self.share, self._numbers = ledger, share, range(begin, total, source.replicas)
         self.resumed, self._size = True, source.signature.batch_size or 1
-        self._found: Table | None = None
+        self._table: Table | None = None
 
     def batch(self, seq: int) -> tuple[Any, int] | None:
         ready = self._batches.ready
         if seq not in ready:
-            self._found = table = self._found or self._table()
+            table = self._table = self._table or self._opened()
             numbers = self._numbers[seq : seq + table.block]
             found = table.at(np.array(numbers)) if numbers else ()
             ready.clear()
             ready.update(enumerate(zip(found, (number * self._size for number in numbers), strict=True), seq))
         return ready.get(seq)
 
-    def _table(self) -> Table:
+    def _opened(self) -> Table:
         own, arrays = self.source.signature, self.source.arrays
         # As for one rank: ranks take batches at their own pace, so nothing has to be equal in a step.
         table = orders.table_of(orders.for_ranks(self.source.items, 1), self.number, own.seed)
-        if own.batch_size is None:
-            return table
-        return orders.BatchedTable(table, self._size, own.drops_last, arrays=True, convert=arrays)
+        is_cut = own.batch_size is None
+        return table if is_cut else orders.BatchedTable(table, self._size, own.drops_last, arrays=True, convert=arrays)
 
     def again(self) -> LeaseEpoch:
         epoch = LeaseEpoch(self.ledger, self.share, self.source)
@@ -200,10 +199,8 @@ class LeaseEpoch(orders.MapEpoch):
                 self.ledger.finish(self.share, self._numbers[seq])
 
     def lease(self, batch: Any, task: Task, dataset: Any) -> Lease[Any]:
-        indices = core.shown_indices(dataset, [*chain(*task.shards)], self.number)
-        return Lease(
-            batch, indices, f"{self.number}-{task.position}", self.ledger, self.share, task.position // self._size
-        )
+        indices, place = core.shown_indices(dataset, [*chain(*task.shards)], self.number), task.position
+        return Lease(batch, indices, f"{self.number}-{place}", self.ledger, self.share, place // self._size)
 
     def length(self) -> int:
         return len(self._numbers)
@@ -264,8 +261,8 @@ class Ledger:
     def end(self) -> None:
         with self.lock:
             share, self.current = self.current, None
-            if share is not None:
-                self.finish(share)
+            assert share is not None  # it has begun
+            self.finish(share)
 
     def finish(self, share: Share, number: int = -1) -> None:
         share.open.discard(number)
@@ -360,30 +357,24 @@ class LeaseIterator(core.EpochIterator[Batch]):
         return run
 
     def _deliver(self, run: Run, entry: Entry) -> bool:
-        has_batch, self.task = super()._deliver(run, entry), entry.task
-        assert isinstance(run.epoch, LeaseEpoch)  # it was chosen
-        run.epoch.hand_out(entry.seq, has_batch)
+        has_batch, self.task, epoch = super()._deliver(run, entry), entry.task, run.epoch
+        assert isinstance(epoch, LeaseEpoch)  # it was chosen
+        epoch.hand_out(entry.seq, has_batch)
         return has_batch
 
     def lease(self, dataset: Any) -> Lease[Batch] | None:
         """Return the next batch as a lease; None at the end of the epoch."""
-        with suppress(StopIteration):
-            if self.run is None or not self.run.ended:
-                batch = next(self)
-                assert self.run is not None and isinstance(self.run.epoch, LeaseEpoch) and self.task is not None
-                return self.run.epoch.lease(batch, self.task, dataset)
-        return None
+        batch = None if self.run is not None and self.run.ended else next(self, None)
+        run: Any = self.run
+        return None if run.ended else run.epoch.lease(batch, self.task, dataset)
 
 
 class Leasing(Generic[Batch]):
     """Methods of a loader that hand out leases."""
 
     _epochs: core.Epochs
-    _order: orders.MapOrder | core.StreamOrder
     _meter: Any
     _known_steps: core.LookUp
-    _pipeline: Pipeline
-    dataset: Any
     _leases: Ledger | None = None
     _lease_iterator: LeaseIterator[Batch] | None = None
 
@@ -418,27 +409,22 @@ class Leasing(Generic[Batch]):
             0-2 tensor([2, 3])
             0-4 tensor([4, 5])
         """
-        self._pipeline.check_open()
-        epochs, pool = self._epochs, self._pipeline.pool
-        with self._pipeline.lock:
-            if self._lease_iterator is None and epochs.reading():
-                text = "lease() gives out the batches of this loader, and an iterator is in the middle of an epoch"
-                raise RuntimeError(f"{text}: finish its loop before, or make another loader for it")
+        epochs, pipeline = self._epochs, self._epochs.pipeline
+        pipeline.check_open()
+        with pipeline.lock:
             if self._leases is None:
-                order, self._leases = self._checked_order(), Ledger(self._pipeline)
+                order, self._leases = self._checked_order(alone=True), Ledger(pipeline)
                 order.make_epoch = self._leases.epoch
             ledger = self._leases
         with ledger.turn:
+            if self._lease_iterator is None:
+                self._checked_order(alone=True)
+                self._lease_iterator = LeaseIterator(epochs, self._meter)
             # While threads read a dataset that can be in one epoch only, batches of another one have to wait.
-            is_busy = pool.shares_dataset and pool.num_workers and epochs.set_epoch_of_data() and epochs.reading()
-            found = None if is_busy else self._again(ledger, ledger.first)
-            if found is None:
-                iterator = self._lease_iterator = self._lease_iterator or LeaseIterator(epochs, self._meter)
-                found = (
-                    iterator.lease(self.dataset)
-                    or self._again(ledger, ledger.first)
-                    or self._again(ledger, ledger.last)
-                )
+            is_shared = pipeline.pool.shares_dataset and pipeline.pool.num_workers and epochs.set_epoch_of_data()
+            found = None if is_shared and epochs.reading() else self._again(ledger, ledger.first)
+            found = found or self._lease_iterator.lease(self._known_steps.dataset)
+            found = found or self._again(ledger, ledger.first) or self._again(ledger, ledger.last)
             if found is None:
                 self._lease_iterator = None
                 ledger.end()
@@ -458,13 +444,14 @@ class Leasing(Generic[Batch]):
                 raise
             queue.popleft()
             if batch is not NOTHING:
-                return epoch.lease(batch, task, self.dataset)
+                return epoch.lease(batch, task, self._known_steps.dataset)
             with ledger.lock:
                 ledger.finish(share, number)
         return None
 
-    def _checked_order(self) -> orders.MapOrder:
-        order = self._order
+    def _checked_order(self, alone: bool = False) -> orders.MapOrder:
+        """Return the order, if it can give leases; with ``alone``, if no iterator over the loader is in progress."""
+        order = self._epochs.order
         if isinstance(order, core.StreamOrder):
             text = "lease() needs a dataset that is read by index: iterable data cannot give a sample a second time"
             raise TypeError(f"{text}. Give it __getitem__ and __len__, or write it to shards and read a ShardDataset")
@@ -476,19 +463,22 @@ class Leasing(Generic[Batch]):
         if other is not None or order.signature(order.next_epoch).sampler_length is None:
             text = f"lease() looks batches up by their position, which {type(order.sampling.given).__name__} cannot do"
             raise TypeError(f"{text}: give shuffle=True, or a sampler of this library with a length")
+        if alone and self._epochs.reading():
+            text = "lease() gives out the batches of this loader, and an iterator is in the middle of an epoch"
+            raise RuntimeError(f"{text}: finish its loop before, or make another loader for it")
         return order
 
     @contextmanager
     def _taking_leases(self, state: Any) -> Iterator[Any]:
         """Take over the leases of a state that is loaded inside the context, which gets the state of the position."""
-        order, before, ledger = self._order, self._leases, None
+        order, before, ledger = self._epochs.order, self._leases, None
         states = [*state] if isinstance(state, list | tuple) else [state]
         if isinstance(order, core.StreamOrder) or not (before or any(map(has_leases, states))):
             yield state
             return
         if any(map(has_leases, states)):
             shares, state = load(self._checked_order(), states)
-            ledger = Ledger(self._pipeline, shares)
+            ledger = Ledger(self._epochs.pipeline, shares)
         kept, order.make_epoch = order.make_epoch, orders.MapEpoch if ledger is None else ledger.epoch
         try:
             yield state

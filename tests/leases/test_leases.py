@@ -25,7 +25,9 @@ from sharded_loader import (
     ShardedDataLoader,
     SortedBucketSampler,
     interleave,
+    leases,
 )
+from tests.fuzz.run import Difference, run_case
 
 LENGTH = 23
 NAMES = [f"0-{position}" for position in range(0, LENGTH, 3)]
@@ -394,3 +396,20 @@ def test_the_drop_in_gives_out_leases_too() -> None:
     assert names(rest_of(other)) == ["0-0", "0-2", "0-4"]
     with pytest.raises(TypeError, match="lease needs the order of ShardedDataLoader"):
         sharded_loader.torch.DataLoader(range(6)).lease()
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("part", range(4))
+def test_random_leases_are_finished_once_whatever_is_killed(part: int) -> None:
+    for case in range(5 * part, 5 * part + 5):
+        run_case(case, "leases", processes=False)
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("broken", ["finish", "hand_out"])
+def test_the_random_leases_notice_one_that_is_lost_or_comes_twice(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    owner = {"finish": leases.Ledger, "hand_out": leases.LeaseEpoch}[broken]
+    monkeypatch.setattr(owner, broken, lambda *_: None)
+    with pytest.raises(Difference, match=r"again: python -m tests.fuzz --case \d+ --leases"):
+        for case in range(40):
+            run_case(case, "leases", processes=False)
