@@ -102,9 +102,9 @@ def has_leases(state: object) -> bool:
 
 def load(order: orders.MapOrder, states: list[Any]) -> tuple[list[Share], Any]:
     """Return this rank's shares from the states of all ranks, or its own, and the state of the newest epoch."""
-    if not all(map(has_leases, states)):
+    found = [saved.read_entry(one, "leases", saved.dict_of(RankState), _ADVICE) for one in states if has_leases(one)]
+    if len(found) < len(states) or not all(one.shares for one in found):
         raise ValueError(f"load_state_dict: the state of a rank has no leases: {_ADVICE}")
-    found = [saved.read_entry(one, "leases", saved.dict_of(RankState), _ADVICE) for one in states]
     own, *was = (
         replace(signature, num_replicas=None, step_ranks=None, sampler_length=None)  # they may change
         for signature in (order.signature(order.next_epoch), *(orders.parse(one)[1] for one in states))
@@ -132,7 +132,7 @@ def merged(order: orders.MapOrder, found: list[RankState], replicas: int, rank: 
     for epoch in sorted({*range(min(currents), newest), *(share.epoch for one in found for share in one.shares)}):
         shares = {one.rank: share for one in found for share in one.shares if share.epoch == epoch}
         nexts, total = [share.next for share in shares.values()] or [0], total_of(order.source(epoch), epoch)
-        if any((next - nexts[0]) % ranks for next in nexts):
+        if any((next - nexts[0]) % ranks or next > total + ranks for next in nexts):
             raise ValueError(f"load_state_dict: the states of the ranks do not belong together: {_ADVICE}")
         end = nexts[0] + orders.parts(max(total - nexts[0], 0), ranks, cut=False) * ranks
         begin = end if epoch < newest else max(nexts)
@@ -230,7 +230,7 @@ class Ledger:
         self.shares = {share.epoch: share for share in shares}
         self.first = deque((share, number) for share in self.shares.values() for number in sorted(share.open))
         self.last = deque[tuple[Share, int]]()
-        self.lock, self.turn, self.reason = threading.RLock(), threading.Lock(), ""
+        self.lock, self.turn, self.reason = threading.RLock(), threading.RLock(), ""
         self.current: Share | None = None
         self._pipeline: Any = weakref.ref(pipeline) if pipeline is not None else None
 
