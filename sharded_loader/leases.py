@@ -199,8 +199,9 @@ class LeaseEpoch(orders.MapEpoch):
                 self.ledger.finish(self.share, self._numbers[seq])
 
     def lease(self, batch: Any, task: Task, dataset: Any) -> Lease[Any]:
-        indices, place = core.shown_indices(dataset, [*chain(*task.shards)], self.number), task.position
-        return Lease(batch, indices, f"{self.number}-{place}", self.ledger, self.share, place // self._size)
+        indices = [one for shard in task.shards for one in core.shown_indices(dataset, shard, self.number)]
+        name = f"{self.number}-{task.position}"
+        return Lease(batch, indices, name, self.ledger, self.share, task.position // self._size)
 
     def length(self) -> int:
         return len(self._numbers)

@@ -138,6 +138,8 @@ def test_groups_stay_whole_and_nothing_is_padded(ranks: int) -> None:
     loaders = ranks_of(ranks, data=range(7), batch_size=4, sampler=RepeatedSampler(4))
     groups = [lease.indices for loader in loaders for lease in rest_of(loader)]
     assert sorted(groups) == [[prompt] * 4 for prompt in range(7)]
+    (lease, *_) = some(loader_of(range(LENGTH)), 1)
+    assert all(isinstance(index, int) for group in (*groups, lease.indices) for index in group)
 
 
 @pytest.mark.parametrize(
