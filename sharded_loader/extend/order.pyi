@@ -22,6 +22,7 @@ from sharded_loader.sampling.order import LEFT_OUT as LEFT_OUT
 from sharded_loader.sampling.order import step_checksum as step_checksum
 from sharded_loader.sampling.order import warn_of_done_steps as warn_of_done_steps
 from sharded_loader.sampling.own import LAST_BATCH as LAST_BATCH
+from sharded_loader.sampling.own import BatchSampler as BatchSampler
 from sharded_loader.sampling.own import IndexSampler as IndexSampler
 from sharded_loader.sampling.own import check_length as check_length
 from sharded_loader.sampling.state import SUM as SUM
