@@ -32,11 +32,13 @@ from sharded_loader.sampling.state import Signature as Signature
 from sharded_loader.sampling.state import arguments_of as arguments_of
 from sharded_loader.sampling.state import differences as differences
 from sharded_loader.sampling.state import dump as dump
+from sharded_loader.sampling.state import has_weights as has_weights
 from sharded_loader.sampling.state import kind_of as kind_of
 from sharded_loader.sampling.state import other_arguments as other_arguments
 from sharded_loader.sampling.state import parse as parse
 from sharded_loader.sampling.state import seed_of as seed_of
 from sharded_loader.sampling.state import steps_to_skip as steps_to_skip
+from sharded_loader.sampling.state import weights_set as weights_set
 from sharded_loader.sampling.tables import BLOCK as BLOCK
 from sharded_loader.sampling.tables import StepCount as StepCount
 from sharded_loader.sampling.tables import bytes_of_one as bytes_of_one

@@ -87,7 +87,7 @@ class WeightedRandomSampler(IndexSampler):
     def __init__(self, weights: Numbers, num_samples: int, replacement: bool = True, seed: int | None = None) -> None:
         count, advice = operator.length_hint(weights), "mix groups of samples by weight, with interleave"
         check_fits(16 * count, f"there are {count:,} weights", advice)
-        array = np.array(weights, dtype=np.float64)
+        array = np.asarray(_on_host(weights), np.float64).copy()  # yours may change
         if array.ndim != 1:
             raise ValueError(f"weights must be 1-D, got shape {array.shape}: give one number per sample")
         _check_numbers("weights", np.arange(len(array)), array)
@@ -196,7 +196,7 @@ class WeightedRandomSampler(IndexSampler):
 
     def _prepared(self, epoch: int, position: int, indices: Int64s, values: Floats) -> Callable[[], None]:
         """Return a function that changes the weights from a position on; a ValueError if they cannot be."""
-        history, length = self._history, self._length
+        history = self._history
         version = history.version(epoch, position)
         weights = history.weights_of(version)
         differ = weights[indices] != values
@@ -205,13 +205,7 @@ class WeightedRandomSampler(IndexSampler):
         update = _made(epoch, position, indices[differ], values[differ])
         weights = weights.copy()
         weights[indices] = values
-        _check_draws(weights, length, self._replacement)
-        if not self._replacement and 0 < position < length:
-            left = weights.copy()
-            left[history.first((self.seed, "weighted", epoch), epoch, length, position)[:position]] = 0
-            _check_draws(
-                left, length - position, False, f"after {position} draws of epoch {epoch}, num_samples is still"
-            )
+        _check_draws(weights, self._length, self._replacement)
         return partial(history.add, version, update, weights)
 
     # -- loaders --------------------------------------------------------------------------------------------
@@ -299,15 +293,13 @@ def _check_numbers(name: str, indices: Int64s, values: Floats) -> None:
         raise ValueError(f"{text}: give finite numbers, 0 for what is not drawn")
 
 
-def _check_draws(weights: Floats, draws: int, replacement: bool, text: str = "num_samples is") -> None:
+def _check_draws(weights: Floats, draws: int, replacement: bool) -> None:
     positive = int(np.count_nonzero(weights))
     if draws and not positive:
         raise ValueError("weights are all zero, nothing can be drawn: give a positive weight to some sample")
     if not replacement and draws > positive:
-        raise ValueError(
-            f"{text} {draws}, but only {positive} weights are positive: draw fewer, or set replacement=True to draw an "
-            "index more than once"
-        )
+        text = f"num_samples is {draws}, but only {positive} weights are positive"
+        raise ValueError(f"{text}: draw fewer, or set replacement=True to draw an index more than once")
 
 
 # -- the weights at any position ---------------------------------------------------------------------------------------
