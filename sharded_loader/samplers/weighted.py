@@ -215,16 +215,17 @@ class WeightedRandomSampler(IndexSampler):
         found: list[_Loader] = []
         for epochs in [epochs for one in self._readers if (epochs := one()) is not None]:
             samplers = epochs.order.sampling.samplers
-            depth = next(n for n, one in enumerate(samplers) if getattr(one, "_readers", None) is self._readers)
-            if not epochs.pipeline.closed:
-                found.append((epochs, samplers[:depth], samplers[depth]))
+            for depth, one in enumerate(samplers if not epochs.pipeline.closed else ()):
+                if getattr(one, "_readers", None) is self._readers:
+                    found.append((epochs, samplers[:depth], one))
         return found
 
     def read_by(self, epochs: Any) -> None:
         """Note a loader that reads this copy, by its `Epochs`. It begins with the current weights."""
+        weights = self._history.now
         if any(reader._history is self._history for _, _, reader in self._loaders()):
-            self._history = self._history.copy()  # the other loader is at another position
-        self._history.restart()
+            self._history = _History(self._weights, self._replacement)  # the other loader is at another position
+        self._history.restart(weights)
         self._readers[:] = [one for one in self._readers if one() is not None] + [weakref.ref(epochs)]
 
     def forgets(self, wrappers: Sequence[Any], epoch: int, position: int) -> bool:
@@ -244,8 +245,9 @@ class WeightedRandomSampler(IndexSampler):
             for one in updates:
                 weights[one.indices] = one.values
                 _check_numbers("weights", one.indices, one.values)
-            if any(before.place > after.place for before, after in pairwise(updates)):
+            if any(before[:2] > after[:2] for before, after in pairwise(updates)):
                 raise ValueError("the updates are not in order")
+            _check_draws(weights, self._length, self._replacement)
             epoch, position = map(int, forgotten.split(":"))
         except (ValueError, IndexError, zlib.error) as error:
             raise ValueError(f"load_state_dict: the weights of the state do not fit the sampler: {error}") from error
@@ -314,10 +316,6 @@ class _Update(NamedTuple):
     values: Floats
     text: str
 
-    @property
-    def place(self) -> tuple[int, int]:
-        return self.epoch, self.position
-
 
 def _made(epoch: int, position: int, indices: Int64s, values: Floats) -> _Update:
     """Return an update with its text: numbers of few bytes, ordered by byte, compressed."""
@@ -360,21 +358,16 @@ class _History:
         self._text: str | None = None
         self._cache: dict[Hashable, Any] = {}
 
-    def copy(self) -> _History:
-        twin = _History(self._initial, self._replacement)
-        twin.replace(list(self.updates), self.now, self.forgotten)
-        return twin
-
-    def restart(self) -> None:
-        """Let the current weights hold from the beginning."""
-        self.replace(self._joined(0, 0, self.now), self.now, (0, 0))
+    def restart(self, weights: Floats) -> None:
+        """Let these weights hold from the beginning, and forget all updates."""
+        self.replace(self._joined(0, 0, weights), weights, (0, 0))
 
     def _joined(self, epoch: int, position: int, weights: Floats) -> list[_Update]:
         changed = np.flatnonzero(weights != self._initial)
         return [_made(epoch, position, changed, weights[changed])] if len(changed) else []
 
     def version(self, epoch: int, position: float) -> int:
-        return bisect_right(self.updates, (epoch, position), key=lambda one: one.place)
+        return bisect_right(self.updates, (epoch, position), key=lambda one: one[:2])
 
     def weights_of(self, version: int) -> Floats:
         if version == len(self.updates):
@@ -396,12 +389,12 @@ class _History:
         """Join the older half of the updates, without replacement those of whole epochs."""
         sizes = np.cumsum([len(one.indices) for one in self.updates[1:]])
         count = 2 + int(np.searchsorted(sizes, sizes[-1] / 2))
-        forgotten = self.updates[count - 1].place
+        forgotten = self.updates[count - 1][:2]
         if not self._replacement:  # a draw depends on those before it
             forgotten = forgotten[0], 0
             count = self.version(*forgotten)
         if count > 1:
-            joined = self._joined(*self.updates[count - 1].place, self.weights_of(count))
+            joined = self._joined(*self.updates[count - 1][:2], self.weights_of(count))
             self.replace(joined + self.updates[count:], self.now, forgotten)
 
     def as_text(self) -> str | None:
