@@ -349,6 +349,12 @@ def test_without_replacement_enough_samples_must_keep_a_weight() -> None:
     assert [int(batch) for batch in batches] == [3]
 
 
+def test_weights_of_a_mixture_and_of_a_sampler_are_not_mistaken_for_each_other() -> None:
+    loader = ShardedDataLoader(range(3), 2, sampler=WeightedRandomSampler([1, 1, 1], 3))
+    with pytest.raises(TypeError, match=r"For a WeightedRandomSampler, call its update\(\)"):
+        loader.set_weights([1, 2, 3])
+
+
 def test_tensors_of_any_kind_are_taken() -> None:
     sampler = WeightedRandomSampler(torch.ones(3), 3)
     sampler.update(torch.tensor([0, 2]), torch.tensor([0.5, 2.0], dtype=torch.bfloat16, requires_grad=True))
