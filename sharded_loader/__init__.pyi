@@ -53,8 +53,8 @@ from sharded_loader.samplers.index_samplers import ShardShuffleSampler as ShardS
 from sharded_loader.samplers.index_samplers import SortedSampler as SortedSampler
 from sharded_loader.samplers.index_samplers import SplitSampler as SplitSampler
 from sharded_loader.samplers.index_samplers import SubsetRandomSampler as SubsetRandomSampler
-from sharded_loader.samplers.index_samplers import WeightedRandomSampler as WeightedRandomSampler
 from sharded_loader.samplers.packing import PackSampler as PackSampler
+from sharded_loader.samplers.weighted import WeightedRandomSampler as WeightedRandomSampler
 from sharded_loader.sampling.base import Sampler as Sampler
 from sharded_loader.sampling.own import BatchSampler as BatchSampler
 from sharded_loader.sampling.own import RandomSampler as RandomSampler

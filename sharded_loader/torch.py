@@ -36,6 +36,7 @@ from sharded_loader.extend.engine import Batch
 from sharded_loader.extend.order import (
     announce_epoch,
     check_skip,
+    has_weights,
     merged,
     nested,
     steps_to_skip,
@@ -582,6 +583,8 @@ class TorchReading(Generic[Batch]):
         progress.given_skip, loader.skip = given, list(merged(given, saved))
         # A later `set_epoch` decides, as at the end of an epoch.
         progress.load(copy.deepcopy(dict(state_dict)), state.epoch_to_begin)
+        for one in filter(has_weights, nested(loader._index_sampler)):
+            one.adopt((state.sampler and state.sampler.weights) or {})
         sampler, shuffle = loader.sampler, state.sampler and state.sampler.shuffle
         if isinstance(sampler, ShuffleSampler):
             sampler.is_named, sampler.seed = False, (shuffle or {}).get("seed", sampler.seed)

@@ -181,6 +181,7 @@ class SamplerState:
         own: The sampler's own state.
         generators: States of the sampler's own generators at the end of the epoch.
         datasets: State of each worker's dataset.
+        weights: Weights that were changed, of samplers of this library.
     """
 
     yielded: int = entries.entry(entries.integer(0))
@@ -194,6 +195,7 @@ class SamplerState:
     own: Any = entries.entry(entries.anything, write=copy.deepcopy, name="state", default=None)
     generators: list[str] | None = entries.entry(entries.anything, default=None)
     datasets: list[Any] | None = entries.entry(entries.anything, write=copy.deepcopy, default=None)
+    weights: dict[str, str] | None = entries.entry(entries.anything, default=None)
 
 
 _PLAIN = (BatchSampler, SequentialSampler, InOrderSampler, list, tuple, range)
@@ -670,6 +672,7 @@ class TorchEpoch(Epoch):
         state = replace(start.state, yielded=low, checksum=checksum, rank=core.rank_of(start.sampler), own=own)
         state.ahead = sorted(number for number in ahead if number > low) or None
         state.over = state.generators = state.datasets = None  # leftovers of the loaded state
+        state.weights = dict(core.weights_set(core.nested(start.sampler))) or None
         if finished:
             state.own = None if drawn.items is None else drawn.items.own_state()
             start.set_end(state)

@@ -27,6 +27,7 @@ from sharded_loader.sampling.order import MapOrder as MapOrder
 from sharded_loader.sampling.order import step_checksum as step_checksum
 from sharded_loader.sampling.order import warn_of_done_steps as warn_of_done_steps
 from sharded_loader.sampling.own import LAST_BATCH as LAST_BATCH
+from sharded_loader.sampling.own import BatchSampler as BatchSampler
 from sharded_loader.sampling.own import IndexSampler as IndexSampler
 from sharded_loader.sampling.own import check_length as check_length
 from sharded_loader.sampling.state import SUM as SUM
@@ -36,11 +37,13 @@ from sharded_loader.sampling.state import Signature as Signature
 from sharded_loader.sampling.state import arguments_of as arguments_of
 from sharded_loader.sampling.state import differences as differences
 from sharded_loader.sampling.state import dump as dump
+from sharded_loader.sampling.state import has_weights as has_weights
 from sharded_loader.sampling.state import kind_of as kind_of
 from sharded_loader.sampling.state import other_arguments as other_arguments
 from sharded_loader.sampling.state import parse as parse
 from sharded_loader.sampling.state import seed_of as seed_of
 from sharded_loader.sampling.state import steps_to_skip as steps_to_skip
+from sharded_loader.sampling.state import weights_set as weights_set
 from sharded_loader.sampling.tables import BLOCK as BLOCK
 from sharded_loader.sampling.tables import BatchedTable as BatchedTable
 from sharded_loader.sampling.tables import StepCount as StepCount

@@ -28,7 +28,7 @@ from sharded_loader import ProcessPool, ThreadPool, WorkerDiedError, WorkerTimeo
 from sharded_loader.extend import Pool, PoolBroken, Result, Task
 from sharded_loader.extend.data import digest_of_read, exact, generators, look_in_worker, text_with_type
 from sharded_loader.extend.engine import KnownSteps, publish
-from sharded_loader.extend.order import LEFT_OUT, differences, other_arguments, parse, seeded_globals
+from sharded_loader.extend.order import LEFT_OUT, WEIGHTS_SET, differences, other_arguments, parse, seeded_globals
 from sharded_loader.extend.tools import blake2b, brief, check_int, is_from_outside
 
 GLOBALS: dict[str, Callable[[], object]] = {
@@ -246,4 +246,8 @@ def other_facts(one: Fingerprint, other: Fingerprint) -> list[str]:
         for epoch, index, digest in other.state.get("digests", ()):
             pairs.append((f"the digest of sample {index}", digests.get((epoch, index), digest), digest))
     found = [f"{text} was {first}, and is {second}" for text, first, second in pairs if first != second]
+    for sampler, _, name in {name.partition(".") for name, _ in {*was.sampler_arguments} ^ {*now.sampler_arguments}}:
+        if name == WEIGHTS_SET and one.steps != other.steps:  # otherwise one run may only have gone further
+            advice = "make the same changes after the same steps, on all ranks"
+            found.append(f"the weights of the {sampler} were not changed alike during training: {advice}")
     return [*differences(was, now), *other_arguments(was, now), *found]

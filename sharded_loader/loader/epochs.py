@@ -292,6 +292,9 @@ class Epochs:
         # call of a thread that opens it.
         self._kept: tuple[Run, Any, Later | None] | None = None
         self.stale = False
+        for sampler in order.sampling.samplers if isinstance(order, MapOrder) else ():
+            if hasattr(type(sampler), "read_by"):  # its changes call `replan`
+                sampler.read_by(self)
 
     def choose(self) -> Run:
         """Return a run of the next epoch for an iterator's first ``next``; change nothing else.

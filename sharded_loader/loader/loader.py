@@ -44,7 +44,6 @@ from sharded_loader.loader.lookup import LookUp
 from sharded_loader.pools.process.pool import ProcessPool
 from sharded_loader.sampling.order import MapOrder
 from sharded_loader.sampling.own import takes_order
-from sharded_loader.sampling.state import has_weights
 from sharded_loader.streams.order import StreamOrder
 
 if TYPE_CHECKING:
@@ -61,7 +60,8 @@ Given = ParamSpec("Given")
 NO_WEIGHTS = (
     "set_weights needs what interleave() returned for datasets that are read by index, or a transform of it, as the "
     "dataset of a loader without a sampler and without shuffle=True. Make it with interleave(..., shuffle=True), or "
-    "with a schedule, weights=[(0, [...])]. Iterable data can only have a schedule that is given from the start"
+    "with a schedule, weights=[(0, [...])]. Iterable data can only have a schedule that is given from the start. For a "
+    "WeightedRandomSampler, call its update()"
 )
 
 
@@ -434,7 +434,7 @@ class ShardedDataLoader(Instruments, Leasing[Batch], Generic[Batch]):
         """
         self._pipeline.check_open()
         sampler: Any = self._order.sampler
-        if not has_weights(sampler):
+        if not hasattr(type(sampler), "set_weights"):
             raise TypeError(NO_WEIGHTS)
         self._epochs.replan(functools.partial(sampler.set_weights, weights))
 

@@ -338,6 +338,10 @@ class MixtureSampler(IndexSampler):
         self._plan(epoch, [*before, (epoch, position, found)])
         self._set = (*before, (epoch, position, found))
 
+    def forgets(self, wrappers: object, epoch: int, position: int) -> bool:
+        """Return True if the weights at a position are not known."""
+        return epoch <= self.forgotten
+
     @property
     def weights_set(self) -> str:
         """Changed weights for a state: those that affect the last epoch with changes, and the ones after it."""

@@ -1,6 +1,7 @@
 """Samplers for special orders: by length, label, weight or cost, in packed rows, in shards.
 
-    index_samplers.py     single indices: filtered, split, sorted, weighted, of equal cost, by shards, repeated
+    index_samplers.py     single indices: filtered, split, sorted, of equal cost, by shards, repeated
+    weighted.py           `WeightedRandomSampler`: single indices by weights that may change during training
     batch_samplers.py     batches split among devices, of similar length, or of balanced classes
     bucket_samplers.py    `FixedBucketSampler`, `GroupedBatchSampler`: batches from one bucket
     bijections.py         many small shuffles at once, for the samplers above

@@ -1,8 +1,7 @@
-"""Samplers of single indices: subsets, strides, parts, sorted, weighted, of equal cost, by shards, repeated.
+"""Samplers of single indices: subsets, strides, parts, sorted, of equal cost, by shards, repeated.
 
 Each epoch is a table of int64 indices, a pure function of (seed, epoch), with random access in constant time. Shuffles
-of up to 16 M indices are computed when the epoch is opened. Weighted draws with replacement depend on their position
-alone, so each rank computes only its own. All errors are raised by the constructors.
+of up to 16 M indices are computed when the epoch is opened. All errors are raised by the constructors.
 
 `CostSampler`: costs -> sorted once -> tuples of neighbours -> steps of several tuples -> rows of one sample per rank
 
@@ -22,7 +21,6 @@ or none if all lengths are equal. Compare the "canonical nodes" of Mosaic's stre
 from __future__ import annotations
 
 import copy
-import operator
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
@@ -46,7 +44,7 @@ from sharded_loader.extend.order import (
     table_of,
 )
 from sharded_loader.extend.tools import brief, check_fits, check_int
-from sharded_loader.samplers.bijections import Bijections, uniforms, uniforms_at
+from sharded_loader.samplers.bijections import Bijections
 
 Numbers = Sequence[Any] | npt.NDArray[Any]
 """One number or label per sample."""
@@ -277,83 +275,6 @@ class SortedSampler(_ListedSampler):
     def __init__(self, sort_keys: Numbers, reverse: bool = True) -> None:
         self._reverse = bool(reverse)
         super().__init__(sort_order(sortable(sort_keys), reverse))
-
-
-# -- drawn by weight ---------------------------------------------------------------------------------------------------
-
-
-class WeightedRandomSampler(IndexSampler):
-    """Indices drawn with given probabilities.
-
-    Args:
-        weights: one non-negative number per sample, 1-D; they need not sum to one.
-        num_samples: number of draws per epoch.
-        replacement: allow an index to be drawn several times per epoch. Its copies share one `sample_rng`, so they are
-            augmented alike. Without replacement, ratios of weights below 1e-300 or above 1e290 are not exact.
-        seed: decides the draws, together with the epoch; by default drawn from torch's default generator.
-
-    Raises:
-        ValueError: Weights are negative, not finite or all zero; without replacement, also if fewer than
-            ``num_samples`` are positive.
-        MemoryError: The weights do not fit into memory.
-
-    Example:
-        >>> set(WeightedRandomSampler([0, 1, 0, 3], 50, seed=7))
-        {1, 3}
-
-    Source of the idea: `torch.utils.data.WeightedRandomSampler`; without replacement, exponential races
-    (Efraimidis and Spirakis, 2006).
-    """
-
-    decided_by = underscored("weights", "replacement")
-
-    def __init__(self, weights: Numbers, num_samples: int, replacement: bool = True, seed: int | None = None) -> None:
-        count, advice = operator.length_hint(weights), "mix groups of samples by weight, with interleave"
-        check_fits(16 * count, f"there are {count:,} weights", advice)
-        array = np.asarray(weights, dtype=np.float64)
-        if array.ndim != 1:
-            raise ValueError(f"weights must be 1-D, got shape {array.shape}: give one number per sample")
-        bad = np.flatnonzero(~(np.isfinite(array) & (array >= 0)))
-        if bad.size:
-            raise ValueError(f"weights[{bad[0]}] is {array[bad[0]]}: give finite numbers, 0 for what is not drawn")
-        self._length = check_int("num_samples", num_samples, 0, "give how many indices an epoch draws")
-        positive = int(np.count_nonzero(array))
-        if self._length and not positive:
-            raise ValueError("weights are all zero, nothing can be drawn: give a positive weight to some sample")
-        if not replacement and self._length > positive:
-            text = f"num_samples is {self._length}, but only {positive} weights are positive"
-            raise ValueError(f"{text}: draw fewer, or set replacement=True to draw an index more than once")
-        self._weights, self._replacement = array, bool(replacement)
-        self._shares = array / (array.max(initial=0) or 1.0)  # weights up to 1.8e308: avoids overflow of their sum
-        self.order_version = 2 if replacement else 1
-        self.seed = resolve_seed(seed)
-
-    def _order(self, epoch: int) -> Callable[[Int64s], Int64s]:
-        key = (self.seed, "weighted", epoch)
-        if not self._replacement:
-            return self._without_replacement(key).take
-        bounds = np.cumsum(self._shares)
-        # Rounding may put a draw on the very end, which belongs to the last index with a positive weight.
-        last, draw = np.flatnonzero(self._weights)[-1:], uniforms_at(*key, "choice")
-
-        def at(positions: Int64s) -> Int64s:
-            draws = draw(positions) * bounds[-1]
-            # Searching in ascending order is four times as fast, among a million bounds.
-            ascending = np.argsort(draws)
-            found = np.empty(len(positions), np.int64)
-            found[ascending] = np.minimum(np.searchsorted(bounds, draws[ascending], side="right"), last)
-            return found
-
-        return at
-
-    def _without_replacement(self, key: tuple[object, ...]) -> Int64s:
-        candidates = np.flatnonzero(self._weights)
-        # A uniform of 0 is replaced by the middle of the first step, to avoid a race of 0.
-        races = np.maximum(-np.log1p(-uniforms(len(self._weights), *key)), 2.0**-54)
-        with np.errstate(over="ignore"):
-            first = np.argsort(races[candidates] / self._weights[candidates], kind="stable")[: self._length]
-        drawn: Int64s = candidates[first].astype(np.int64, copy=False)
-        return drawn
 
 
 # -- equal costs for all ranks -----------------------------------------------------------------------------------------

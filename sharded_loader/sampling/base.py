@@ -139,9 +139,7 @@ class Sampler(Described, Generic[Item_co]):
         is_read = kind.__module__.startswith("sharded_loader.") or vars(self).keys() & {"_epoch", "epoch_request"}
         if (is_read and name in _fixed_arguments(kind)) or (name in self.fixed and name in vars(self)):
             text = f"{name} of a {kind.__name__} was read when it was made, and a change would have no effect"
-            live = ". For weights that change, mix datasets with interleave, and call the loader's set_weights"
-            advice = f"make another {kind.__name__}, and a loader with it{live if name == 'weights' else ''}"
-            raise AttributeError(f"{text}: {advice}")
+            raise AttributeError(f"{text}: make another {kind.__name__}, and a loader with it")
         super().__setattr__(name, value)
 
     def check_dataset(self, length: int) -> None:

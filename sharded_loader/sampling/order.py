@@ -100,8 +100,8 @@ class MapOrder(Order[Signature]):
         self.drops_last |= bool(getattr(sampling.given, "drop_last", False)) and sampling.given_batches
         self._resume, self._dataset = _ResumePoint(), dataset
         self._count, self._has_begun = StepCount(self.steps), False
-        if seed is not None or self.replicated:  # passed by the user, or shared by all ranks
-            sampling.read = with_seeds(sampling.read, [self.seed if takes else None for takes in sampling.takes_seed])
+        seeds = seed is not None or self.replicated  # passed by the user, or shared by all ranks
+        sampling.read = with_seeds(sampling.read, [self.seed if seeds and one else None for one in sampling.takes_seed])
         self.resize(length)
         self.add_skip(skip)
         self.skip = self.given_skip
@@ -218,12 +218,12 @@ class MapOrder(Order[Signature]):
 
     def _adopt(self, saved: Signature, position: Position) -> bool:
         sampling, shift = self.sampling, self._resume.shift
+        for sampler in filter(has_weights, sampling.samplers):
+            sampler.adopt(dict(saved.sampler_arguments))
         if self.steps is not None:
             shift = shifted(position, saved, self.signature(position.epoch), sampling.is_endless) or 0
         rest = _rest_of(saved, position, None if self.rolls_over else self.dataset_length)
         self._resume = replace(self._resume, shift=shift, rest=rest if position.done else None)
-        for sampler in filter(has_weights, sampling.samplers):
-            sampler.adopt(dict(saved.sampler_arguments))
         self.skip = merged(self.given_skip, saved.skip)
         present = [seed_of(sampler) for sampler in sampling.samplers]
         seeds = [None if seed == before else seed for before, seed in zip(present, saved.sampler_seeds, strict=True)]
@@ -508,11 +508,12 @@ def checksums(order: MapOrder, number: object) -> list[str]:
 
 
 def _check_weights(epoch: MapEpoch, step: int) -> None:
-    """Reject an epoch of a mixture whose weights are no longer known."""
-    for sampler in filter(has_weights, nested(epoch.source.items)):
-        if epoch.reached(step)[0] <= sampler.forgotten:
-            text = f"the weights of the mixture in epoch {epoch.number} are not known"
-            raise ValueError(f"{text}: the loaded state has later ones. Ask a loader with the state of that epoch")
+    """Reject a step whose weights are no longer known."""
+    samplers = list(nested(epoch.source.items))
+    for depth, sampler in enumerate(samplers):
+        if has_weights(sampler) and sampler.forgets(samplers[:depth], *epoch.reached(step)):
+            text = f"the weights of step {step} in epoch {epoch.number} are not known: the loader has later ones only"
+            raise ValueError(f"{text}. Ask a loader with a state of that epoch")
 
 
 def _read_twice(epoch: MapEpoch, read: Callable[[MapEpoch], Found]) -> Found:

@@ -24,7 +24,7 @@ from sharded_loader.base.imports import provided
 from sharded_loader.randomness.rng import MAX_LENGTH, Indices, shuffle
 from sharded_loader.sampling import base
 from sharded_loader.sampling.base import DrawnSeed, Sampler, WrapperSampler, is_own, nested, resolve_seed
-from sharded_loader.sampling.state import arguments_of
+from sharded_loader.sampling.state import arguments_of, has_weights
 from sharded_loader.sampling.tables import BLOCK, BatchedTable, Rollover, StridedTable, Table, parts
 from sharded_loader.sampling.third_party import known_length, len_epoch, name_of, table_of
 
@@ -308,7 +308,7 @@ class Sampling:
         """Copy attributes that the user has changed, such as ``batch_size``, to the copies that are read."""
         for given, read in zip(nested(self.given), self.samplers, strict=False):
             if given is not read and is_own(given):
-                own = {"seed", "epoch_request", "_epoch", getattr(given, "_wraps", "")}
+                own = {"seed", "epoch_request", "_epoch", "_history", getattr(given, "_wraps", "")}
                 vars(read).update((name, value) for name, value in vars(given).items() if name not in own)
                 if not isinstance(getattr(given, "seed", None), DrawnSeed):
                     read.seed = given.seed
@@ -345,8 +345,8 @@ def _limit_length(sampler: Any, length: int, now: int | None) -> Any:
 def with_seeds(sampler: Any, seeds: Sequence[int | None]) -> Any:
     """Return the sampler with other seeds, one per sampler as in `nested`; None leaves a seed unchanged.
 
-    Samplers are copied, because other loaders may read them, except a library sampler inside a third-party one: the
-    outer one cannot be copied safely.
+    Samplers are copied, because other loaders may read them, and so are samplers whose changes belong to a loader. Not
+    copied is a library sampler inside a third-party one: the outer one cannot be copied safely.
     """
     if not seeds:
         return sampler
@@ -360,9 +360,9 @@ def with_seeds(sampler: Any, seeds: Sequence[int | None]) -> Any:
         for inner_sampler, inner_seed in zip(islice(nested(sampler), 1, None), inner_seeds, strict=True):
             if inner_seed is not None:
                 inner_sampler.seed = inner_seed
-    if seed is not None:
+    if seed is not None or (has_weights(sampler) and hasattr(sampler, "read_by")):
         twin = copy.copy(sampler) if twin is sampler else twin
-        twin.seed = seed
+        twin.seed = sampler.seed if seed is None else seed
     return twin
 
 

@@ -252,12 +252,14 @@ def arguments_of(samplers: Iterable[object]) -> tuple[tuple[str, Any], ...]:
 
 
 def weights_set(samplers: Iterable[Any]) -> tuple[tuple[str, str], ...]:
-    """Return the weights of mixtures set during training, in the form of `arguments_of`."""
-    return tuple((f"{type(one).__name__}.{WEIGHTS_SET}", one.weights_set) for one in samplers if has_weights(one))
+    """Return the weights set during training, in the form of `arguments_of`."""
+    found = ((f"{type(one).__name__}.{WEIGHTS_SET}", one.weights_set) for one in samplers if has_weights(one))
+    return tuple((name, text) for name, text in found if text is not None)
 
 
 def has_weights(sampler: object) -> bool:
-    return hasattr(type(sampler), "weights_set")
+    """Return True if weights of an own sampler may change during training. Each loader reads a copy of it."""
+    return hasattr(type(sampler), "weights_set") and is_own(sampler)
 
 
 def _summary(value: object) -> Any:

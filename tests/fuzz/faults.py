@@ -29,12 +29,20 @@ from typing import Any
 import psutil
 import pytest
 
-from sharded_loader import InlinePool, LoaderClosedError, ShardedDataLoader, SimpleDataset, interleave
+from sharded_loader import (
+    InlinePool,
+    LoaderClosedError,
+    ShardedDataLoader,
+    SimpleDataset,
+    WeightedRandomSampler,
+    interleave,
+)
 from sharded_loader.base.limits import private_bytes
 from sharded_loader.drop_in.iterator import LoaderIterator
 from sharded_loader.instruments.auto import Tuner
 from sharded_loader.loader.iterator import EpochIterator
 from sharded_loader.pools.deaths import Deaths
+from sharded_loader.sampling.base import nested
 from sharded_loader.torch import DataLoader
 from tests import conftest, failures, stream_samples
 from tests.fuzz import cases
@@ -450,7 +458,8 @@ class Twins(Disturbed):
         if self.drop_in:
             left_out += ["peek", "change_prefetch"]
         else:
-            steps += [(3, self.rescale), (5 if self.mixture else 1, self.weigh)]
+            has_weights = self.mixture or weighted_in(self.pair.naive)
+            steps += [(3, self.rescale), (5 if has_weights else 1, self.weigh)]
         steps += [(2, self.look_up), (2, self.report), *self.faults()]
         return [(weight, step) for weight, step in steps if step.__name__ not in left_out]
 
@@ -523,6 +532,12 @@ class Twins(Disturbed):
             self.batch_size = size
 
     def weigh(self, pair: Pair) -> None:
+        if weighted_in(pair.naive):
+            some = [self.rng.randrange(self.length + 1) for _ in range(self.rng.randrange(4))]
+            change = some, [self.rng.choice([0, 1, 2.5, 90]) for _ in some]
+            self.note(change)
+            self.both("update", lambda loader: weighted_in(loader)[0].update(*change))
+            return
         weights = self.rng.choice([None, [1, 1], [0, 1], [5, 1], [1, 9], [1, 2, 3]])
         self.note(weights)
         self.both("set_weights", lambda loader: loader.set_weights(weights))
@@ -538,6 +553,11 @@ class Twins(Disturbed):
     def refresh(self, pair: Pair) -> None:
         if not self.persistent:
             super().refresh(pair)
+
+
+def weighted_in(loader: Any) -> list[WeightedRandomSampler]:
+    """The innermost sampler of a loader, if its weights can be changed."""
+    return [one for one in nested(loader.batch_sampler) if isinstance(one, WeightedRandomSampler)]
 
 
 class Calm(Twins):

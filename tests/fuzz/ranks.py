@@ -14,6 +14,7 @@ the samples of its place, in any order. With ``steps_per_epoch`` all epochs are 
 import copy
 import itertools
 import json
+import math
 import random
 import time
 import warnings
@@ -30,6 +31,7 @@ from samples import Drawing, NoLength
 import sharded_loader as ours
 from sharded_loader import LoaderWarning, ShardedDataLoader
 from sharded_loader.batchify import Pack
+from sharded_loader.samplers.bijections import uniforms
 from sharded_loader.samplers.index_samplers import CostSampler
 from sharded_loader.sampling.third_party import table_of
 from tests import conftest
@@ -63,8 +65,9 @@ class Job:
     divides: int = 0  # the ranks must divide it
     fixed: bool = False  # the ranks and the batch size must not change
     shards: int | None = None  # ``num_shards``
-    log: list[tuple[int, int, list[int]]] | None = None  # weights that were set, where; None: they cannot be set
-    draw_weights: Callable[[random.Random], list[int]] = lambda rng: [1]
+    log: list[tuple[int, int, Any]] | None = None  # weights that were set, where; None: they cannot be set
+    draw_weights: Callable[[random.Random], Any] = lambda rng: [1]
+    set_weights: Callable[[Any, Any], None] = lambda loader, weights: loader.set_weights(weights)
     length: int = 0  # of an epoch of the sampler, under ``steps_per_epoch``
 
     def allows(self, replicas: int) -> bool:
@@ -83,16 +86,15 @@ class Drawn:
 
 def indices(drawn: Drawn) -> Job:
     """A sampler of single indices."""
-    length, seed, lengths = drawn.length, drawn.seed, drawn.lengths
-    name = drawn.rng.choice(["random", "subset", "weighted", "list", "torch"])
+    length, seed = drawn.length, drawn.seed
+    name = drawn.rng.choice(["random", "subset", "list", "torch"])
     make: Callable[[], Any] = {
         "random": lambda: ours.RandomSampler(length, seed=seed),
         "subset": lambda: ours.SubsetRandomSampler(range(0, length, 2), seed=seed),
-        "weighted": lambda: ours.WeightedRandomSampler(lengths, length, seed=seed),
         "list": lambda: list(range(length))[::-1],
         "torch": lambda: torch_data.SequentialSampler(range(length)),
     }[name]
-    whole = {"weighted": None, "subset": Counter(range(0, length, 2))}.get(name, drawn.all)
+    whole = {"subset": Counter(range(0, length, 2))}.get(name, drawn.all)
     return Job(
         name,
         lambda: range(length),
@@ -100,6 +102,74 @@ def indices(drawn: Drawn) -> Job:
         lambda epoch, ranks, size: list(table_of(make(), epoch, 0).items()),
         whole=whole,
     )
+
+
+def weighted(drawn: Drawn) -> Job:
+    """`WeightedRandomSampler`, whose weights change. Those of a place are the first ones, changed one by one."""
+    length, first, seed, rng = drawn.length, list(map(float, drawn.lengths)), drawn.seed, drawn.rng
+    replacement, around = rng.random() < 0.5, rng.choice(["", "", "batches", "copies"])
+    size_of_batch, copies, log = drawn.size, rng.randint(1, 3), []
+    per_item = {"batches": size_of_batch, "copies": copies}.get(around, 1)
+    draws = rng.randint(1, length * 2) if replacement else rng.randint(1, length)
+
+    def make() -> Any:
+        return ours.WeightedRandomSampler(first, draws, replacement, seed)
+
+    def given(size: int) -> dict[str, Any]:
+        if around == "batches":
+            return {"batch_sampler": ours.BatchSampler(make(), size_of_batch)}
+        return {"batch_size": size, "sampler": ours.RepeatedSampler(copies, make()) if around else make()}
+
+    def draw_weights(rng: random.Random) -> tuple[list[int], list[float]]:
+        least = 0.5 if not replacement or length == 1 else 0
+        some = [rng.randrange(length) for _ in range(rng.randint(1, 5))]
+        return some, [rng.choice([max(rng.randint(0, 3), least), rng.random() + 0.1]) for _ in some]
+
+    def weights_at(epoch: int, place: int) -> list[float]:
+        now = list(first)
+        for number, at, (indices, values) in log:
+            at = at * per_item if around == "batches" else -(-at // per_item)
+            if (number, at) <= (epoch, place):
+                for index, value in zip(indices, values, strict=True):
+                    now[index] = value
+        return now
+
+    def drawn_at(epoch: int) -> Iterator[int]:
+        """One draw after the other, each from the weights at its place."""
+        begins = {at * per_item if around == "batches" else -(-at // per_item) for e, at, _ in log if e == epoch}
+        left, race = set(range(length)), uniforms(length, seed, "weighted", epoch)
+        for place in range(draws):
+            now = weights_at(epoch, place)
+            if replacement:
+                yield list(ours.WeightedRandomSampler(now, draws, True, seed).iter_epoch(epoch))[place]
+                continue
+            if place in begins and place:
+                race = uniforms(length, seed, "weighted", epoch, place)
+            left.remove(winner := min(left, key=lambda n: -math.log1p(-race[n]) / now[n] if now[n] else math.inf))
+            yield winner
+
+    def sequence(epoch: int, ranks: int, size: int) -> list[Any]:
+        found = list(drawn_at(epoch))
+        if around == "batches":
+            return [found[n : n + size_of_batch] for n in range(0, draws, size_of_batch)]
+        return [index for index in found for _ in range(per_item)]
+
+    return Job(
+        f"weighted, {'repeatedly' if replacement else 'once'} {around}",
+        lambda: range(length),
+        given,
+        sequence,
+        in_batches=around == "batches",
+        log=log,
+        draw_weights=draw_weights,
+        set_weights=lambda loader, change: nested_last(loader).update(*change),
+    )
+
+
+def nested_last(loader: Any) -> Any:
+    """The innermost sampler of a loader."""
+    sampler = loader.sampler if loader.sampler is not None else loader.batch_sampler
+    return sampler.sampler if isinstance(sampler, ours.RepeatedSampler) else sampler
 
 
 def costs(drawn: Drawn) -> Job:
@@ -373,7 +443,8 @@ def mixture(drawn: Drawn) -> Job:
 def draw_job(rng: random.Random) -> Job:
     """Any order."""
     drawn = Drawn(rng)
-    kinds = [*[indices] * 2, costs, repeated, windows, endless, *[batches] * 3, *[packed] * 2, *[mixture] * 2]
+    kinds = [*[indices] * 2, *[weighted] * 2, costs, repeated, windows, endless]
+    kinds += [*[batches] * 3, *[packed] * 2, *[mixture] * 2]
     job = rng.choice(kinds)(drawn)
     job.evaluate = drawn.evaluate and job.steps is None
     vary(job, drawn)
@@ -538,7 +609,7 @@ class Track:
         if not (fits if has_fillers else sorted(read) == sorted(wanted)):
             raise Difference(f"epoch {self.epoch}, {self.done}: {read}, not {wanted}")
 
-    def set_weights(self, rng: random.Random) -> list[int]:
+    def set_weights(self, rng: random.Random) -> Any:
         """Other weights from here on."""
         job, weights = self.job, self.job.draw_weights(rng)
         if job.steps is None:
@@ -710,5 +781,5 @@ class Ranks(Program):
         if self.track.job.log is not None:
             weights = self.track.set_weights(self.rng)
             for owner, _ in self.ranks:
-                owner.set_weights(weights)
+                self.track.job.set_weights(owner, weights)
             self.counts["weights set"] += 1

@@ -174,7 +174,7 @@ def test_weights_that_were_set_count_for_the_steps_since_then() -> None:
     resumed = make()
     resumed.load_state_dict(json.loads(json.dumps(loader.state_dict())))
     assert of(resumed, 3) == read[18:]
-    with pytest.raises(ValueError, match="weights of the mixture in epoch 1 are not known"):
+    with pytest.raises(ValueError, match="weights of step 0 in epoch 1 are not known"):
         resumed.indices(1, 0)
 
 
