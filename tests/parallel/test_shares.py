@@ -172,11 +172,11 @@ def test_an_evaluation_counts_each_sample_once(name: str, ranks: int) -> None:
 def test_with_costs_ranks_have_equal_work_whether_or_not_they_divide_the_batch() -> None:
     costs = np.random.default_rng(1).lognormal(6, 0.8, 15 * 256 + 100)
     loader = ShardedDataLoader(range(len(costs)), global_batch=256, costs=costs, num_replicas=24, rank=0)
-    for ranks in (8, 7, 16):
+    for ranks, most in ((8, 1.05), (7, 1.05), (24, 1.3)):  # 10 samples, and one of them as costly as 8
         loader.rescale(ranks, 0)
         for number in range(15):  # whole steps
             loads = [costs[loader.indices(0, number, rank)].sum() for rank in range(ranks)]
-            assert max(loads) <= 1.10 * np.mean(loads)
+            assert max(loads) <= most * np.mean(loads)
 
 
 # -- micro-batches -----------------------------------------------------------------------------------------------------
