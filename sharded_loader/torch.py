@@ -432,7 +432,7 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
             >>> for batch in loader:
             ...     print(batch, loader.share)
             tensor([0, 2, 4]) 1.2
-            tensor([5, 7]) 1.3333333333333333
+            tensor([6]) 0.6666666666666666
         """
         return need_sharded(self._reads, "share").share
 

@@ -5,12 +5,12 @@
     Shares(task of a global batch) -> task             indices of the share, and the factor for its loss
 
 The order of the loader is that of one process with batches of all ranks. So positions, states and lengths count whole
-steps, and do not depend on the ranks: another number of ranks only cuts other shares. Rank r of R has the samples r,
-r + R, r + 2R, ... of a batch; of packed rows, as many adjacent rows; of shards, a share of each. With ``costs=`` it has
-as many samples, such that all ranks have nearly equal costs. Sizes differ by at most one.
+steps, and do not depend on the ranks: another number of ranks only cuts other shares. Rank r of R has the items r,
+r + R, r + 2R, ... of the epoch, as without global batches; of packed rows, as many adjacent rows; of shards, a share of
+each. With ``costs=`` it has as many samples, such that all ranks have nearly equal costs. Sizes differ by at most one.
 
-A batch with fewer samples than ranks, such as the last one of an epoch, gives the ranks behind its end a copy of one of
-its samples, whose share is 0: all ranks take equally many steps, no batch is empty, and the mean over all is exact.
+A batch with fewer samples than ranks, such as the last one of an epoch, gives the other ranks copies of its samples,
+whose share is 0: all ranks take equally many steps, no batch is empty, and the mean over all is exact.
 
 What can go wrong: arguments that contradict each other, and a global batch smaller than the ranks. ValueErrors say so
 when the loader is made, or by `rescale`.
@@ -62,9 +62,10 @@ class Shares:
         """Return the task of a share. The first ``counted`` samples of the whole batch are no padding; None: all."""
         sizes = [shard.rows if hasattr(shard, "cut") else len(shard) for shard in task.shards]
         total, own = sum(sizes), list[Any]()
-        count = min(self.ranks, total)
+        # By the position in the epoch, as items are divided among ranks; so ranks take turns with the larger shares.
+        turn, count = (self.rank - task.position) % self.ranks, min(self.ranks, total)
         for shard, begin in zip(task.shards, accumulate(sizes, initial=0), strict=False):
-            own += _share(shard, count, (self.rank - begin) % count, None if task.sharded else self.costs)
+            own += _share(shard, count, (turn - begin) % count, None if task.sharded else self.costs)
         if self.micro is not None:
             if task.sharded:
                 text = f"epoch {task.epoch}, batch {task.seq}: the batch sampler yields shards, and micro_batch others"
@@ -72,7 +73,7 @@ class Shares:
             # As many for the largest share, so that ranks stay in step inside a batch.
             own = split_batch(own[0], parts(parts(total, self.ranks, cut=False), self.micro, cut=False))
         real = total if counted is None else min(counted, total)
-        mine = len(range(self.rank, real, self.ranks))
+        mine = len(range(turn, real, self.ranks))
         position, sharded = task.position * self.ranks + self.rank, task.sharded or self.micro is not None
         share = mine, mine * self.ranks / real
         return replace(task, position=position, shards=tuple(own), sharded=sharded, share=share)

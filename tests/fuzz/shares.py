@@ -114,7 +114,9 @@ class Shares(Program):
     def now(self) -> tuple[Any, int, int]:
         """A state of any rank, as it comes back from a file, and the step that it stands for."""
         states = [json.loads(json.dumps(loader.state_dict())) for loader, _ in self.members]
-        if any({**state, "landmark": None} != {**states[0], "landmark": None} for state in states):
+        # Where to look for the position is known better by some.
+        facts = [{name: state[name] for name in state.keys() - {"landmark", "passed"}} for state in states]
+        if any(one != facts[0] for one in facts):
             raise Difference(f"ranks have different states: {states}")
         return self.rng.choice(states), self.epoch, self.done
 
@@ -139,9 +141,14 @@ class Shares(Program):
         """All ranks are lost, with what they did since the last state that was saved."""
         state, self.epoch, self.done = self.saved
         self.join(state)
+        self.follow_if_over()
 
     def resume(self) -> None:
         self.join(self.now()[0])
+        self.follow_if_over()
+
+    def follow_if_over(self) -> None:
+        """A state of the end of an epoch is one of the next epoch's beginning, unless the epoch has no steps."""
         if self.done == len(self.expected()) > 0:
             self.follow()
 
@@ -166,7 +173,7 @@ class Shares(Program):
     def follow(self) -> None:
         """The next epoch begins. This one was read to its end, perhaps by several generations of ranks."""
         if self.job.whole is not None:
-            read = [unit for rows in self.seen.pop(self.epoch, []) for row in rows for unit in self.units(row)]
+            read = [unit for rows in self.seen.get(self.epoch, []) for row in rows for unit in self.units(row)]
             if Counter(read) != self.job.whole:
                 raise Difference(f"epoch {self.epoch}: {Counter(read)}, not {self.job.whole}")
         self.epoch, self.done = self.epoch + 1, 0
@@ -189,7 +196,10 @@ class Shares(Program):
         evaluates, ranks = "evaluate" in self.given, len(self.members)
         batches = [self.rows_of(batch[0] if evaluates else batch) for batch in found]
         sizes, shares = list(map(len, batches)), [loader.share for loader, _ in self.members]
-        mine = [batch[1] if evaluates else size * (share > 0) for batch, size, share in zip(found, sizes, shares)]
+        mine = [
+            batch[1] if evaluates else size * (share > 0)
+            for batch, size, share in zip(found, sizes, shares, strict=True)
+        ]
         rows = sorted(row for batch, count in zip(batches, mine, strict=True) for row in batch[:count])
         if evaluates and self.job.name == "packed":  # documents are counted
             rows = sorted(row for batch, share in zip(batches, shares, strict=True) if share for row in batch)

@@ -141,8 +141,16 @@ def test_a_thousand_ranks_have_the_samples_of_one_process_in_their_turn() -> Non
         shares = [many.indices(0, number, rank) for rank in range(1000)]
         whole = one.indices(0, number)
         assert {len(share) for share in shares} <= {len(whole) // 1000, -(-len(whole) // 1000)}
-        assert all(share == whole[rank::1000] for rank, share in enumerate(shares) if rank < len(whole))
+        # As without global batches: every thousandth sample of the epoch. At its end some ranks have a copy.
+        own = [whole[(rank - 4100 * number) % 1000 :: 1000] for rank in range(1000)]
+        assert all(share == samples or not samples for share, samples in zip(shares, own, strict=True))
     assert len(many) == 3
+
+
+def test_ranks_take_turns_with_the_larger_shares() -> None:
+    sizes = np.array([[len(batch) for batch in loader] for loader in joined(7, {"shuffle": True}, dataset=range(336))])
+    assert sizes.sum(axis=1).tolist() == [48] * 7
+    assert sizes.sum(axis=0).tolist() == [48] * 7
 
 
 def test_a_step_of_fewer_samples_than_ranks_gives_some_of_them_a_copy_that_does_not_count() -> None:
@@ -263,7 +271,7 @@ def test_both_loaders_take_the_same_arguments_and_are_made_again_from_them(make:
     loader = make(range(20), global_batch=8, micro_batch=2, shuffle=True, seed=1, mesh=mesh)
     assert loader.batch_size is None
     assert [len(lists) for lists in loader] == [2, 2, 1]
-    assert loader.share == 3 / 4
+    assert loader.share == 2 * 3 / 4
     loader.rescale(2, 1)
     assert (loader.batch_size, len(loader)) == (None, 3)
     other = make(range(20), global_batch=8, micro_batch=2, shuffle=True, seed=1, num_replicas=2, rank=1)
@@ -286,8 +294,8 @@ def test_a_dataset_that_looks_ahead_is_told_of_the_samples_of_this_rank_alone() 
             told.append(list(map(batches, range(3))))
 
     loader = ShardedDataLoader(Ahead(range(10)), global_batch=6, num_replicas=4, rank=1)
-    assert [batch.tolist() for batch in loader] == [[1, 5], [7]]
-    assert told == [[[1, 5], [7], None]]
+    assert [batch.tolist() for batch in loader] == [[1, 5], [9]]
+    assert told == [[[1, 5], [9], None]]
 
 
 def test_a_step_is_looked_up_again_after_the_ranks_have_changed() -> None:
