@@ -94,7 +94,7 @@ class Prepared:
             while batch is not nothing:
                 # The position that the user knows: the batch ahead is not handed out.
                 self._state = super().state_dict()  # type: ignore[misc]
-                self._share = getattr(self._progress, "share", 1.0)  # type: ignore[attr-defined]
+                self._share = getattr(getattr(self, "_progress", None), "share", 1.0)
                 following = next(batches, nothing)
                 if following is nothing:  # as Accelerate's own loaders: the next epoch begins after a resume
                     self._is_last, self._state = True, super().state_dict()  # type: ignore[misc]
@@ -197,10 +197,8 @@ class PreparedDataLoader(Prepared, DataLoader[Any]):  # type: ignore[misc]
 class PreparedShardedDataLoader(Prepared, ShardedDataLoader):  # type: ignore[misc]
     """A `ShardedDataLoader` that Accelerate knows; `prepare` makes it."""
 
-    @property
-    def share(self) -> float:  # type: ignore[override]
-        """That of the batch that was handed out last."""
-        return self._share
+    share: Any = property(lambda prepared: prepared._share)
+    """That of the batch that was handed out last."""
 
     def _skip(self, count: int) -> int:
         if not count or self._order.stream is not None:

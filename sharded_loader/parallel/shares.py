@@ -91,7 +91,7 @@ def _share(shard: Any, count: int, number: int, costs: Any) -> list[Any]:
         [[[0, 1, 4]], [[2, 3]]]
     """
     if hasattr(shard, "cut"):
-        return shard.cut(shard_sizes(shard.rows, count))[number : number + 1]  # type: ignore[no-any-return]
+        return list(shard.cut(shard_sizes(shard.rows, count))[number : number + 1])
     places = np.arange(number, len(shard), count)
     if costs is not None:
         own, loads = costs[np.asarray(shard)], np.zeros(count)
