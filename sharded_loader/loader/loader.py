@@ -146,12 +146,6 @@ class ShardedDataLoader(Instruments, Generic[Batch]):
             count from the beginning of epoch 0, with the ranks and batch size of this loader. All other batches stay
             the same, and ``len(loader)`` gets smaller. States include them, and `load_state_dict` accepts more. Not for
             iterable data.
-        global_batch: Number of samples in a step of all ranks, in the place of ``batch_size``. Each rank has a share,
-            which differ by at most one sample; multiply the mean loss by `share`. The steps are the same on any number
-            of ranks, up to ``global_batch``. A last step of fewer samples than ranks has copies, with a share of 0.
-            True with a ``batch_sampler``, whose batches (or rows) are then those of all ranks. Not for iterable data.
-        micro_batch: Maximum number of samples in a micro-batch: each batch is a list of them, on one device, as many
-            on all ranks. (With ``micro_batch=1``, shares that are one sample smaller have one less.)
 
     Args: Workers
         thread_pool: Whether workers are threads instead of processes.
@@ -164,7 +158,13 @@ class ShardedDataLoader(Instruments, Generic[Batch]):
         num_shards: Number of shards to split each batch into, in host memory.
         pin_memory: Whether batches are in pinned host memory. Only without devices, which use pinned memory anyway.
         **names: Other names: torch's ``collate_fn`` (``batchify_fn``), ``drop_last`` (``last_batch="discard"``),
-            ``prefetch_factor`` (k is ``prefetch=k * num_workers``), and ``mesh`` (``num_replicas``). Options of the
+            ``prefetch_factor`` (k is ``prefetch=k * num_workers``), and ``mesh`` (``num_replicas``). In the place of
+            ``batch_size``, ``global_batch``: the number of samples in a step of all ranks. Each rank has a share, of
+            sizes that differ by at most one; multiply the mean loss by `share`. Steps and states are the same on any
+            number of ranks, up to ``global_batch``. A last step of fewer samples than ranks has copies, with a share of
+            0. True with a ``batch_sampler``, whose batches (or rows) are then those of all ranks. ``micro_batch``: the
+            maximum number of samples in a micro-batch. Each batch is a list of micro-batches on one device, as many on
+            all ranks (with ``micro_batch=1``, a share that is one sample smaller has one less). Options of the
             pool: ``worker_init_fn``, called by each worker when it starts, and ``timeout``, the seconds before a
             stalled worker is an error. ``persistent_workers`` has no effect: workers live as long as the loader.
 
@@ -223,8 +223,6 @@ class ShardedDataLoader(Instruments, Generic[Batch]):
         on_error: ErrorAction | OnError = "raise",
         streams: int | None = None,
         steps_per_epoch: int | None = None,
-        global_batch: int | None = None,
-        micro_batch: int | None = None,
         **names: Unpack[OtherNames[Batch]],
     ) -> None:
         arguments.refuse_names(names, type(self).__init__)
@@ -238,9 +236,9 @@ class ShardedDataLoader(Instruments, Generic[Batch]):
         device, devices, options = arguments.placement_given(device, devices)
         arguments.check_evaluate(evaluate, action)
         last, shares, size = arguments.last_batch_of(last_batch, names.get("drop_last")), None, batch_size
-        if global_batch is not None or micro_batch is not None:
+        if names.get("global_batch") is not None or names.get("micro_batch") is not None:
             several = devices is not None or num_shards is not None or options.resident is not False
-            shares = provided("batch", "shares")(dataset, batch_size, batch_sampler, global_batch, micro_batch, several)
+            shares = provided("batch", "shares")(dataset, batch_size, batch_sampler, names, several)
             size = shares.batch_size
         common: dict[str, Any] = {"batch_size": size, "last_batch": last, "steps_per_epoch": steps_per_epoch}
         common |= {"num_replicas": num_replicas, "rank": rank, "seed": seed}

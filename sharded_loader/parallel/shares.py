@@ -106,10 +106,12 @@ def _share(shard: Any, count: int, number: int, costs: Any) -> list[Any]:
     return [found] if len(found) else []
 
 
-def make_shares(
-    dataset: object, batch_size: Any, batch_sampler: object, global_batch: Any, micro_batch: Any, is_list: bool
-) -> Shares:
-    """Check the arguments of a loader. ``is_list``: others make lists of shards, or keep data on the device."""
+def make_shares(dataset: object, batch_size: Any, batch_sampler: object, names: Any, is_list: bool) -> Shares:
+    """Check the arguments of a loader, ``global_batch`` and ``micro_batch`` by their names.
+
+    ``is_list``: other arguments make lists of shards, or keep data on the device.
+    """
+    global_batch, micro_batch = names.get("global_batch"), names.get("micro_batch")
     if is_stream(dataset):
         text = f"the dataset, {an(type(dataset))}, is iterable data, and each rank reads parts of its own"
         raise ValueError(f"{text}: leave out global_batch and micro_batch, and give the batch_size of a rank")
