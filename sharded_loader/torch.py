@@ -56,7 +56,7 @@ __all__ = ["DataLoader"]
 _TORCHS = torch.utils.data.DataLoader  # looked up once, because programs replace torch's class by this module's
 
 
-SHARDED = ("num_replicas", "rank", "mesh", "costs", "evaluate", "steps_per_epoch")
+SHARDED = ("num_replicas", "rank", "mesh", "costs", "evaluate", "steps_per_epoch", "global_batch", "micro_batch")
 """Arguments of `ShardedDataLoader` that are incompatible with torch's order."""
 
 _TORCHS_ARGUMENTS = tuple(inspect.signature(_TORCHS).parameters)
@@ -89,10 +89,11 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         streams: Number of parts of iterable data; see `ShardedDataLoader`. None: one per worker, as in torch.
         skip: Steps to leave out, as batches of the sampler, whose length must be known; see `ShardedDataLoader`.
         num_replicas, rank, mesh: Number of ranks, and this rank; see `ShardedDataLoader`. With one of these or the next
-            three arguments, the loader reads as a `ShardedDataLoader` does: its order, states, `rescale` and
+            five arguments, the loader reads as a `ShardedDataLoader` does: its order, states, `rescale` and
             `set_weights`, and workers that live as long as the loader, whatever ``persistent_workers`` says.
             ``generator`` and ``in_order=False`` are then errors.
-        costs, evaluate, steps_per_epoch: As in `ShardedDataLoader`.
+        costs, evaluate, steps_per_epoch, micro_batch: As in `ShardedDataLoader`.
+        global_batch: As in `ShardedDataLoader`. ``batch_size`` stays 1, torch's default, and is None afterwards.
         snapshot_every_n_steps: Argument of torchdata's ``StatefulDataLoader``, without effect: states are always exact.
 
     Attributes:
@@ -151,6 +152,8 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         costs: Sequence[float] | npt.NDArray[Any] | Callable[[int], float] | None = None,
         evaluate: bool = False,
         steps_per_epoch: int | None = None,
+        global_batch: int | None = None,
+        micro_batch: int | None = None,
         snapshot_every_n_steps: int = 1,
         **unknown: NoReturn,
     ) -> None:
@@ -161,6 +164,7 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         is_auto, workers = core.number_of_workers(num_workers)
         self.num_replicas, self.rank, self.mesh = num_replicas, rank, mesh
         self.costs, self.evaluate, self.steps_per_epoch = costs, evaluate, steps_per_epoch
+        self.global_batch, self.micro_batch = global_batch, micro_batch
         # As attributes, because libraries rebuild loaders.
         self.seed, self.on_error, self.in_order, self.streams = seed, on_error, in_order, streams
         self.device, self.devices, self.num_shards, self.thread_pool = device, devices, num_shards, thread_pool
@@ -223,6 +227,7 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
 
     def _show_sharded(self, inner: ShardedDataLoader[Batch]) -> None:
         self._meter, self.skip = inner._meter, inner.skip
+        vars(self)["batch_size"] = inner.batch_size
         if not isinstance(self.dataset, IterableDataset):  # torch's class forbids setting these attributes
             vars(self).update(sampler=inner.sampler, batch_sampler=inner.batch_sampler)
 
@@ -396,8 +401,8 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         """Continue with other ranks from the next batch on; see `ShardedDataLoader.rescale`.
 
         Raises:
-            TypeError: The loader was made without ``num_replicas``, ``mesh``, ``costs``, ``evaluate`` and
-                ``steps_per_epoch``.
+            TypeError: The loader was made without all of ``num_replicas``, ``mesh``, ``costs``, ``evaluate``,
+                ``steps_per_epoch``, ``global_batch`` and ``micro_batch``.
             TypeError, ValueError, RuntimeError: As `ShardedDataLoader.rescale`.
 
         Example:
@@ -411,10 +416,26 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         """
         inner, order = need_sharded(self._reads, "rescale"), self._given_order
         inner.rescale(num_replicas, rank, batch_size)
-        vars(self).update(num_replicas=num_replicas, rank=rank, mesh=None, batch_size=inner.batch_size)
+        vars(self).update(num_replicas=num_replicas, rank=rank, mesh=None)
         if order["batch_sampler"] is not None:
             self._given_order = {**order, "batch_sampler": inner.batch_sampler}
         self._show_sharded(inner)
+
+    @property
+    def share(self) -> float:
+        """With ``global_batch``, the factor for the loss of the last batch; see `ShardedDataLoader.share`.
+
+        Raises:
+            TypeError: As `rescale`.
+
+        Example:
+            >>> loader = DataLoader(range(8), global_batch=5, num_replicas=2, rank=0)
+            >>> for batch in loader:
+            ...     print(batch, loader.share)
+            tensor([0, 2, 4]) 1.2
+            tensor([6]) 0.6666666666666666
+        """
+        return need_sharded(self._reads, "share").share
 
     def set_weights(self, weights: Sequence[float] | None) -> None:
         """Change the weights of the datasets in `interleave`; see `ShardedDataLoader.set_weights`.
@@ -607,12 +628,13 @@ def need_sharded(reads: object, method: str) -> ShardedDataLoader[Any]:
 
 def make_sharded(loader: DataLoader[Any]) -> ShardedDataLoader[Any]:
     """Return the `ShardedDataLoader` that reads for a drop-in, with the same arguments."""
-    batch_size = loader.batch_size if loader._given_order["batch_sampler"] is None else None
+    is_ours = loader._given_order["batch_sampler"] is None and (loader.global_batch is None or loader.batch_size != 1)
+    batch_size = loader.batch_size if is_ours else None
     wrong = {"generator": loader.generator is not None, "in_order": not loader.in_order}
     for name in (name for name, is_wrong in wrong.items() if is_wrong):
         text = f"{name} goes with torch's order, and {' and '.join(SHARDED)} with another"
         raise ValueError(f"{text}: {core.INSTEAD[name]}")
-    if batch_size is None and loader._given_order["batch_sampler"] is None:
+    if batch_size is None and loader._given_order["batch_sampler"] is None and loader.global_batch is None:
         raise ValueError("batch_size=None gives single samples, and this order is one of batches: give a batch_size")
     options = {name: getattr(loader, name) for name in (*SHARDED, *KEPT)} | loader._given_order
     return ShardedDataLoader(

@@ -253,7 +253,7 @@ class Placer:
         if self._ahead.count < self._ahead.wanted:
             self._ahead.retry()
         copies_begun: list[PendingCopy] = []
-        for number, (device, shard) in enumerate(zip(self.devices or itertools.repeat(_CPU), shards, strict=False)):
+        for number, (device, shard) in enumerate(zip(itertools.cycle(self.devices or [_CPU]), shards, strict=False)):
             try:
                 copies = self.copies[device]
                 if type(shard) is TensorBatch:
@@ -290,7 +290,7 @@ class Placer:
         if self._latest_events is None or not self.asynchronous:
             return None
         events, sharded = list(self._latest_events[0]), self._latest_events[1]
-        for number, (device, event) in enumerate(zip(self.devices or (), events, strict=False)):
+        for number, (device, event) in enumerate(zip(itertools.cycle(self.devices or ()), events, strict=False)):
             if event is None and (copies := self.copies[device]) is not None:
                 with copies.streams.current():  # the batch was made on this stream
                     events[number] = copies.streams.caller_stream().record_event()

@@ -228,6 +228,7 @@ class Task:
         is_suspect: a worker has died over the task. Each sample is recorded, and before a bulk read each is read alone.
         lane: worker ``lane % num_workers`` reads all tasks of a lane, in order. None: any worker.
         part: of iterable data, whose ``shards`` are `PartIndices`.
+        share: of a global batch: samples of it that count, and the factor for their loss; None: a batch of one rank.
     """
 
     run: int
@@ -239,6 +240,7 @@ class Task:
     is_suspect: bool = False
     lane: int | None = None
     part: PartBatch | None = None
+    share: tuple[int, float] | None = None
 
     @property
     def fields(self) -> tuple[Any, ...]:

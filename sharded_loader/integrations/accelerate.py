@@ -61,6 +61,7 @@ class Prepared:
     _state: dict[str, Any] | None = None
     _synchronized: torch.Generator | None = None
     _is_last = _is_shared = False
+    _share = 1.0
 
     @property
     def end_of_dataloader(self) -> bool:
@@ -93,6 +94,7 @@ class Prepared:
             while batch is not nothing:
                 # The position that the user knows: the batch ahead is not handed out.
                 self._state = super().state_dict()  # type: ignore[misc]
+                self._share = getattr(getattr(self, "_progress", None), "share", 1.0)
                 following = next(batches, nothing)
                 if following is nothing:  # as Accelerate's own loaders: the next epoch begins after a resume
                     self._is_last, self._state = True, super().state_dict()  # type: ignore[misc]
@@ -194,6 +196,9 @@ class PreparedDataLoader(Prepared, DataLoader[Any]):  # type: ignore[misc]
 
 class PreparedShardedDataLoader(Prepared, ShardedDataLoader):  # type: ignore[misc]
     """A `ShardedDataLoader` that Accelerate knows; `prepare` makes it."""
+
+    share: Any = property(lambda prepared: prepared._share)
+    """That of the batch that was handed out last."""
 
     def _skip(self, count: int) -> int:
         if not count or self._order.stream is not None:
@@ -318,7 +323,7 @@ def _prepare_sharded(loader: ShardedDataLoader, accelerator: Any, on_device: boo
     divided = any(given.get(name) is not None for name in ("num_replicas", "mesh"))
     if divided and not is_stream(loader.dataset):
         raise ValueError("num_replicas and prepare() would share out the samples twice: leave out num_replicas")
-    replicas = accelerator.num_processes
+    replicas, whole = accelerator.num_processes, given.get("global_batch")
     given["seed"] = broadcast_object_list([loader.seed])[0] if replicas > 1 else loader.seed
     loader.close()  # its pool, if it was given one, is the new loader's
     device, devices, placement = placement_given(given.get("device"), given.get("devices"))
@@ -329,13 +334,15 @@ def _prepare_sharded(loader: ShardedDataLoader, accelerator: Any, on_device: boo
         if replicas > 1 and not divided:
             given.pop("batchify_fn", None)
             given.update(_share(loader, accelerator, given))
+    elif replicas > 1 and whole is not None:
+        given.update(num_replicas=replicas, rank=accelerator.process_index)
     elif replicas > 1:
         none = dict.fromkeys(("pool", "device", "timeout"))
         order = ShardedDataLoader(**{**given, **none, "num_workers": 0, "thread_pool": False})
         for name in ("batch_size", "shuffle", "sampler", "last_batch", "drop_last"):
             given.pop(name, None)
         given["batch_sampler"] = _shard(order.batch_sampler, accelerator, loader.drop_last)
-    total = (loader.batch_size or 1) * (1 if accelerator.split_batches else replicas)
+    total = int(whole or 0) or (loader.batch_size or 1) * (1 if accelerator.split_batches else replicas)
     prepared: Any = _made(PreparedShardedDataLoader, given, total)
     prepared.prefetch_epochs = loader.prefetch_epochs
     return prepared

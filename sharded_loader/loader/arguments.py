@@ -137,6 +137,8 @@ class OtherNames(TypedDict, Generic[Batch], total=False):
     worker_init_fn: Callable[[int], Any] | None
     timeout: float | None
     mesh: Any
+    global_batch: int | None
+    micro_batch: int | None
 
 
 def refuse_names(names: Iterable[str], init: Callable[..., None]) -> None:

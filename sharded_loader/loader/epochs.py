@@ -131,6 +131,7 @@ class Progress(Place):
 
     _order: MapOrder | StreamOrder
     pending: Position | None
+    share = 1.0  # of the batch delivered last
 
     def __init__(self, order: MapOrder | StreamOrder, entries: Callable[[], dict[str, Any]] = dict) -> None:
         super().__init__(order)

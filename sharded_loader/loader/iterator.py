@@ -190,6 +190,8 @@ class EpochIterator(Iterator[Batch]):
                     entry.batch = to_torch(result.batch)
                 else:
                     entry.batch = placement.place(run.window, () if run.next is None else run.next.window)
+                if task.share is not None:
+                    self._progress.share = task.share[1]
                 if run.epoch.evaluates:
                     entry.batch = entry.batch, run.epoch.real(task)
             except Exception as raised:

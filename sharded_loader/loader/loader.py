@@ -99,7 +99,7 @@ class ShardedDataLoader(Instruments, Leasing[Batch], Generic[Batch]):
         dataset: Anything with ``__getitem__`` and ``__len__``: a list, a NumPy array, a torch or Hugging Face dataset,
             a `Dataset`. ``get_batch`` or ``__getitems__`` is used to read in bulk. Or iterable data: an object that
             only has ``__iter__``, or a function that returns an iterable.
-        batch_size: Number of samples per step of this process, in all its shards together.
+        batch_size: Number of samples per step of this process, in all its shards together. See ``global_batch``.
         shuffle: Whether every epoch has a new random order.
         batchify_fn: The collate function: list of samples -> batch. Default: `default_batchify_fn`.
         num_workers: Number of worker processes (threads with ``thread_pool``). 0 or less: the main process reads.
@@ -159,7 +159,13 @@ class ShardedDataLoader(Instruments, Leasing[Batch], Generic[Batch]):
         num_shards: Number of shards to split each batch into, in host memory.
         pin_memory: Whether batches are in pinned host memory. Only without devices, which use pinned memory anyway.
         **names: Other names: torch's ``collate_fn`` (``batchify_fn``), ``drop_last`` (``last_batch="discard"``),
-            ``prefetch_factor`` (k is ``prefetch=k * num_workers``), and ``mesh`` (``num_replicas``). Options of the
+            ``prefetch_factor`` (k is ``prefetch=k * num_workers``), and ``mesh`` (``num_replicas``). In the place of
+            ``batch_size``, ``global_batch``: the number of samples in a step of all ranks. Each rank has a share, of
+            sizes that differ by at most one; multiply the mean loss by `share`. Steps and states are the same on any
+            number of ranks, up to ``global_batch``. A last step of fewer samples than ranks has copies, with a share of
+            0. True with a ``batch_sampler``, whose batches (or rows) are then those of all ranks. ``micro_batch``: the
+            maximum number of samples in a micro-batch. Each batch is a list of micro-batches on one device, as many on
+            all ranks (with ``micro_batch=1``, a share that is one sample smaller has one less). Options of the
             pool: ``worker_init_fn``, called by each worker when it starts, and ``timeout``, the seconds before a
             stalled worker is an error. ``persistent_workers`` has no effect: workers live as long as the loader.
 
@@ -230,8 +236,12 @@ class ShardedDataLoader(Instruments, Leasing[Batch], Generic[Batch]):
         num_replicas, rank = arguments.ranks_given(num_replicas, rank, names.get("mesh"))
         device, devices, options = arguments.placement_given(device, devices)
         arguments.check_evaluate(evaluate, action)
-        last = arguments.last_batch_of(last_batch, names.get("drop_last"))
-        common: dict[str, Any] = {"batch_size": batch_size, "last_batch": last, "steps_per_epoch": steps_per_epoch}
+        last, shares, size = arguments.last_batch_of(last_batch, names.get("drop_last")), None, batch_size
+        if names.get("global_batch") is not None or names.get("micro_batch") is not None:
+            several = devices is not None or num_shards is not None or options.resident is not False
+            shares = provided("batch", "shares")(dataset, batch_size, batch_sampler, names, several)
+            size = shares.batch_size
+        common: dict[str, Any] = {"batch_size": size, "last_batch": last, "steps_per_epoch": steps_per_epoch}
         common |= {"num_replicas": num_replicas, "rank": rank, "seed": seed}
         order: MapOrder | StreamOrder
         if is_stream(dataset):
@@ -241,13 +251,13 @@ class ShardedDataLoader(Instruments, Leasing[Batch], Generic[Batch]):
             order.add_skip(skip)
         else:
             arguments.refuse_streams(streams, dataset)
-            size = arguments.length(dataset, needed=sampler is None and batch_sampler is None)
+            length = arguments.length(dataset, needed=sampler is None and batch_sampler is None)
             if any(isinstance(inner, Mixture) for inner in nested(dataset)):
                 is_given = bool(shuffle) or not takes_order(sampler) or batch_sampler is not None or costs is not None
                 rolls_over = steps_per_epoch is not None or last_batch == "rollover"
                 sampler = provided("sampler", "mixture")(dataset, sampler, is_given, rolls_over)
             common |= {"sampler": sampler, "batch_sampler": batch_sampler, "skip": skip}
-            order = MapOrder(size, dataset, shuffle=shuffle, costs=costs, evaluate=evaluate, **common)
+            order = MapOrder(length, dataset, shuffle=shuffle, costs=costs, evaluate=evaluate, shares=shares, **common)
         found, sharded = find_devices(device, devices)
         pipeline = Pipeline(workers, arguments.make_split(found, sharded, num_shards, options.shard_weights))
         transform = arguments.transform_of(options, lambda: order.seed, devices=found, pin_memory=pin_memory)
@@ -283,7 +293,10 @@ class ShardedDataLoader(Instruments, Leasing[Batch], Generic[Batch]):
     """Sampler of single indices."""
 
     batch_size: int | None = shown(lambda loader: loader._batch_size)
-    """Samples per step; None with a ``batch_sampler``. Read-only: `rescale` changes it."""
+    """Samples per step; None with a ``batch_sampler`` or ``global_batch``. Read-only: `rescale` changes it."""
+
+    share: float = shown(lambda loader: loader._progress.share)
+    """With ``global_batch``, the factor for the loss of the last batch: its samples * ranks / samples of all ranks."""
 
     num_workers: int = shown(lambda loader: loader._workers.num_workers)
     """Number of workers that read in parallel; 0 if the main process reads."""
@@ -704,7 +717,8 @@ class ShardedDataLoader(Instruments, Leasing[Batch], Generic[Batch]):
         Args:
             num_replicas, rank: As in the constructor.
             batch_size: Samples per step of each rank from now on, also of a batch sampler that has such a size.
-                Default: unchanged. A `LoaderWarning` reports a different total over all ranks.
+                Default: unchanged. A `LoaderWarning` reports a different total over all ranks. Not with
+                ``global_batch``, which stays.
 
         Raises:
             TypeError: The dataset is iterable data, whose parts belong to ranks.
@@ -729,7 +743,7 @@ class ShardedDataLoader(Instruments, Leasing[Batch], Generic[Batch]):
         self._epochs.rescale(num_replicas, rank, batch_size)
         given = {**self._arguments, "num_replicas": num_replicas, "rank": rank}
         given.pop("mesh", None)
-        if self._batch_size is None:
+        if given.get("batch_sampler") is not None:
             given["batch_sampler"] = self._order.batch_sampler
         elif batch_size is not None:
             given["batch_size"] = self._batch_size = batch_size

@@ -11,7 +11,7 @@ What can go wrong: an uneven split where it has to be even, parts of different l
 ValueErrors.
 
 For: programs that split a batch themselves, as with MXNet Gluon, and loaders with ``mesh=``.
-Costs: about 130 lines. A loader uses `gather` and `ranks_of_mesh` alone.
+Costs: about 130 lines. A loader uses `gather`, `ranks_of_mesh` and the module `shares` alone.
 Tests: tests/parallel.
 It goes when: programs have one process for each device, and torch says which dimensions of a mesh are data-parallel.
 

@@ -22,7 +22,7 @@ index out of range, or more shards than devices; later batches are not affected.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -52,6 +52,7 @@ class SamplerSource:
         max_shards: maximum number of shards per batch; None: unlimited.
         evaluates: pad to whole batches; `MapEpoch.real` returns the number of samples that are not padding.
         skips: numbers of skipped batches; they may reach beyond the epoch.
+        cut: function of a task, and of its number of real samples, that returns this rank's share; None: no shares.
     """
 
     items: Any
@@ -63,6 +64,7 @@ class SamplerSource:
     max_shards: int | None = None
     evaluates: bool = False
     skips: tuple[range, ...] = ()
+    cut: Callable[[Task, int | None], Task] | None = None
 
     @property
     def cuts(self) -> bool:
@@ -112,7 +114,8 @@ class MapEpoch(Epoch):
         if self.source.skips and any(seq in one for one in self.source.skips):
             return NOTHING
         try:
-            return self._make_task(seq, *found)
+            task, cut = self._make_task(seq, *found), self.source.cut
+            return task if cut is None else cut(task, self.real(task) if self.evaluates else None)
         except Exception as raised:
             return as_batch_error(raised, "by a batch of the sampler's")
 
@@ -222,6 +225,8 @@ class MapEpoch(Epoch):
         return sum(max(0, min(one.stop, end) - max(one.start, begin)) for one in self.source.skips)
 
     def real(self, task: Task) -> int:
+        if task.share is not None:
+            return task.share[0]
         before, size = self._span.items_from(task.position), self.source.signature.batch_size
         if size is None:
             return sum(map(len, task.shards)) if before > 0 else 0
@@ -388,6 +393,8 @@ class Ahead(NamedTuple):
 
 def _flat_indices(epoch: MapEpoch, number: int) -> Any:
     found = epoch.batch(number)
+    if epoch.source.cut is not None and isinstance(task := epoch.task(number), Task):
+        return list(chain.from_iterable(task.shards))
     if found is None or not (epoch.source.signature.batch_size is None and is_sharded(found[0])):
         return found and found[0]
     return list(chain.from_iterable(found[0]))

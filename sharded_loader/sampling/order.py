@@ -91,9 +91,11 @@ class MapOrder(Order[Signature]):
         rank: Any,
         seed: Any,
         skip: Any = None,
+        shares: Any = None,
         **given: Any,
     ) -> None:
         self.sampling = sampling = Sampling(**given)
+        self._shares, self._is_global = shares, shares is not None and shares.is_global
         super().__init__(given["last_batch"], num_replicas, rank, seed, sampling.steps_per_epoch)
         if self._replicas not in (None, (1, 0)):
             third_party.refuse_distributed_sampler(sampling.given)
@@ -113,7 +115,8 @@ class MapOrder(Order[Signature]):
     def resize(self, length: int | None) -> None:
         self._count.forget(self.next_epoch)
         self.dataset_length, sampling = length, self.sampling
-        sampling.make(length, self.seed, self.replicas if self.replicated else None)
+        sampling.make(length, self.seed, self.order_ranks if self.replicated else None)
+        self._cut()  # an error if it cannot be cut
         self.batch_sampler = sampling.batch_sampler
         # Padding must stay at the end of a batch, so its samples keep their order.
         self.shard_costs = None if sampling.costs is None or sampling.evaluate else sampling.sampler.costs
@@ -141,7 +144,7 @@ class MapOrder(Order[Signature]):
             last_batch=None if sampling.given_batches else sampling.last_batch or "keep",
             sampler_arguments=sampling.arguments + states.weights_set(sampling.samplers),
             steps_per_epoch=self.steps,
-            num_replicas=self.replicas()[0] if self.replicated or self.steps is not None else None,
+            num_replicas=self.order_ranks()[0] if self.replicated or self.steps is not None else None,
             step_ranks=None if made_for == 1 else made_for,
             shift=self._resume.shift,
             skip=self.skip,
@@ -149,7 +152,7 @@ class MapOrder(Order[Signature]):
 
     def _items_of(self, epoch: int, rest: _Rest | None) -> tuple[Any, int | None]:
         """Return the sampler of the global order in an epoch, and its number of samples."""
-        length, ranks = self.dataset_length, self.replicas()[0]
+        length, ranks = self.dataset_length, self.order_ranks()[0]
         if rest is not None and rest.epoch != epoch:
             rest = None
         if rest is not None and rest.length is not None:
@@ -248,6 +251,14 @@ class MapOrder(Order[Signature]):
 
     # -- replicas -------------------------------------------------------------------------------------------
 
+    def order_ranks(self) -> tuple[int, int]:
+        """Return the number of ranks that divide the order, and this rank: (1, 0) if they divide global batches."""
+        return (1, 0) if self._is_global else self.replicas()
+
+    def _cut(self, rank: int | None = None) -> Any:
+        """Return the function that cuts the share of a rank, by default this one, out of a task. None: no shares."""
+        return self._shares and self._shares.cut(self.replicas(), rank, self.sampling.size, self.shard_costs)
+
     def settle_replicas(self) -> None:
         """Fix the value of ``"auto"`` at the start of an epoch, and warn if ranks would read the same samples."""
         super().settle_replicas()
@@ -264,13 +275,16 @@ class MapOrder(Order[Signature]):
         third_party.refuse_distributed_sampler(self.sampling.given)
         if batch_size is not None:
             batch_size = check_int("batch_size", batch_size, 1, "give the number of samples per rank and step")
-        # The order continues here, unless then() loads a state.
-        resume = replace(self._resume, epoch=self.next_epoch, first=0, position=None, is_known=False)
+            if self._is_global:
+                raise ValueError("rescale: the global_batch stays, and ranks have shares of it: leave out batch_size")
+        # The order continues here, unless then() loads a state. With global batches it stays the same.
+        is_known = self._is_global and self._resume.is_known
+        resume = replace(self._resume, epoch=self.next_epoch, first=0, position=None, is_known=is_known)
         try:
             self._replicas, self._resume, self.sampling = replicas, resume, self.sampling.resized(batch_size)
             self.resize(self.dataset_length)
             found = then()
-            if batch_size is None and ranks != replicas[0]:
+            if batch_size is None and ranks != replicas[0] and not self._is_global:
                 warn(_step_size_warning(size, ranks, replicas[0]))
         except BaseException:
             self._replicas, self._resume, self.sampling = before
@@ -287,10 +301,10 @@ class MapOrder(Order[Signature]):
 
     def source(self, number: int, rank: int | None = None, skips: tuple[range, ...] = ()) -> SamplerSource:
         """Return the source of an epoch for a rank, by default this one. Without ``skips`` no step is skipped."""
-        (items, _), (replicas, own) = self._items_of(number, self._resume.rest), self.replicas()
-        signature, rank = self.signature(number), own if rank is None else rank
+        (items, _), (replicas, own) = self._items_of(number, self._resume.rest), self.order_ranks()
+        cut, rank = self._cut(rank), own if rank is None or self._is_global else rank
         form = self.arrays, self.max_shards, self.sampling.evaluate
-        return SamplerSource(items, signature, replicas, rank, self.replicated, *form, skips)
+        return SamplerSource(items, self.signature(number), replicas, rank, self.replicated, *form, skips, cut)
 
     def epoch(self, number: int, position: Position | None = None) -> MapEpoch:
         skips = self._count.within(self.skip, number, self._length_with_skipped)
@@ -369,7 +383,7 @@ def _convert_batches(order: MapOrder, position: Position, saved: Signature, cutt
     the sampler of the order that cuts it into batches.
     """
     sampling, number, has_steps = order.sampling, position.epoch, order.steps is not None
-    ranks, step_ranks, own_ranks = saved.num_replicas or 1, saved.step_ranks or 1, order.replicas()[0]
+    ranks, step_ranks, own_ranks = saved.num_replicas or 1, saved.step_ranks or 1, order.order_ranks()[0]
     before = now = 1  # ``now`` batches of the state equal ``before`` batches of this sampler
     twin = cutter
     if position.done or has_steps:
@@ -479,7 +493,7 @@ def checksums(order: MapOrder, number: object) -> list[str]:
     """
     number = check_int("epoch", number, 0, "epochs count from 0")
     _check_weights(order.epoch_at(number, 0), 0)
-    skips, is_batched, replicas = order.epoch(number).source.skips, order.sampling.given_batches, order.replicas()[0]
+    skips, is_batched, replicas = order.epoch(number).source.skips, order.sampling.given_batches, order.order_ranks()[0]
     # Each pass is split among the ranks separately, so steps of all ranks are not batches of a single rank.
     by_rank = order.rolls_over and order.replicated and replicas > 1
     in_step = replicas if is_batched and not by_rank else 1

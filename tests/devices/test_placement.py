@@ -49,6 +49,14 @@ def test_each_shard_goes_to_its_device(machine: Machine) -> None:
     machine.finish()
 
 
+def test_micro_batches_all_go_to_the_one_device(machine: Machine) -> None:
+    placed = placer_on(machine)
+    found = place_now(placed, [np.arange(2), np.arange(3), np.arange(4)], SHARDED)
+    machine.finish()
+    assert [batch.tolist() for batch in found] == [[0, 1], [0, 1, 2], [0, 1, 2, 3]]
+    assert copied(machine) == 3
+
+
 def test_what_is_on_its_device_passes_through(machine: Machine) -> None:
     placed, tensor = Placer(machine.devices, pin_memory=False), torch.arange(3)
     first, second = place_now(placed, [PendingCopy({"x": tensor}), np.arange(2)], SHARDED)

@@ -187,6 +187,14 @@ def test_machines_that_start_again_read_what_is_left_also_if_there_are_fewer(tmp
     assert run([one_machine], tmp_path) == ["epoch 1: 40 samples"]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_two_processes_go_on_with_the_global_batches_of_three(tmp_path: Path) -> None:
+    make_data("any-cluster", tmp_path)
+    three, two = (["torchrun", "--standalone", f"--nproc-per-node={n}", "train.py"] for n in (3, 2))
+    assert run([three], tmp_path) == run([two], tmp_path) == promised(blocks(PAGES["any-cluster"], "python")[0])
+
+
 @pytest.mark.lint
 @pytest.mark.parametrize("name", PAGES)
 def test_a_recipe_is_short_and_its_page_complete(name: str) -> None:

@@ -92,6 +92,19 @@ def test_every_epoch_has_the_order_of_a_plain_loop_from_its_beginning(
     assert trained.validated == IN_ORDER[: how.get("num_sanity_val_steps", 0)] + IN_ORDER * times
 
 
+@BOTH
+def test_a_step_knows_the_share_of_its_batch_in_the_global_one(model: Any, make: Any, tmp_path: Path) -> None:
+    loader, found = make(range(25), global_batch=10, num_replicas=2, rank=0), list[Any]()
+
+    class Shares(model):  # type: ignore[misc]
+        def training_step(self, batch: Any, number: int) -> Any:
+            found.append((len(batch), loader.share))
+            return super().training_step(batch, number)
+
+    trainer(tmp_path, max_epochs=2, use_distributed_sampler=False).fit(Shares(), loader)
+    assert found == [(5, 1.0), (5, 1.0), (3, 2 * 3 / 5)] * 2
+
+
 def test_overfit_batches_repeats_the_same_batches(model: Any, tmp_path: Path) -> None:
     trained = model()
     trainer(tmp_path, overfit_batches=2).fit(trained, DataLoader(range(LENGTH), **SHUFFLED))

@@ -26,6 +26,7 @@ from tests.fuzz.caches import Round
 from tests.fuzz.faults import Calm, Disturbed, Twins
 from tests.fuzz.leases import Leased
 from tests.fuzz.ranks import Ranks
+from tests.fuzz.shares import Shares
 from tests.fuzz.steps import Case, Difference
 from tests.fuzz.storm import Storm
 
@@ -35,6 +36,7 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "twins": ("draw every verb of both loaders", Calm),
     "ranks": ("ranks that leave and join", Ranks),
     "leases": ("leases that are finished at random, on ranks that are killed", Leased),
+    "shares": ("ranks that share global batches, and are killed", Shares),
     "records": ("damaged RecordIO files", DamagedFile),
     "caches": ("ranks that share a cache, and are killed", Round),
     "nodes": ("actors and nodes of a cluster of Ray that are killed", Storm),

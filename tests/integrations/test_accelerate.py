@@ -175,6 +175,15 @@ def kept(loaders: list[Any]) -> list[int]:
     return samples
 
 
+def test_ranks_have_shares_of_a_global_batch_and_the_factor_of_the_batch_that_was_handed_out() -> None:
+    for ranks in (1, 2, 3):
+        loaders = on_ranks(lambda: ShardedDataLoader(range(25), global_batch=10, shuffle=True, seed=1), ranks)
+        assert {loader.total_batch_size for loader in loaders} == {10}
+        for batches, total in zip(zip(*loaders, strict=True), (10, 10, 5), strict=True):
+            assert [loader.share for loader in loaders] == [len(batch) * ranks / total for batch in batches]
+            assert sum(map(len, batches)) == total
+
+
 @pytest.mark.parametrize("make", CLASSES.values(), ids=CLASSES)
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("ranks", [2, 3])

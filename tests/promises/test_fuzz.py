@@ -14,6 +14,7 @@ from samples import Bad
 
 from sharded_loader import ShardedDataLoader, ThreadPool
 from sharded_loader.engine.pool import Pool
+from sharded_loader.parallel import shares
 from sharded_loader.sampling import epoch as epochs
 from sharded_loader.sampling.third_party import table_of
 from tests import naive
@@ -148,6 +149,19 @@ def test_a_rank_that_has_another_sample_is_a_difference(seed: int, monkeypatch: 
     with pytest.raises(Difference, match="not"):
         case.rest()
     case.close()
+
+
+@pytest.mark.costly
+def test_shares_of_global_batches_are_the_steps_of_one_process_and_others_are_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counts = sum((run_case(seed, "shares", processes=False) for seed in range(8)), Counter[str]())
+    assert counts["epochs"] and counts["event: kill"] and counts["event: rescale"]
+    share = shares._share
+    monkeypatch.setattr(shares, "_share", lambda shard, count, number, costs: share(shard, count, 0, costs))
+    with pytest.raises(Difference, match="again: python -m tests.fuzz --case .* --shares"):
+        for seed in range(8):
+            run_case(seed, "shares", processes=False)
 
 
 @pytest.mark.costly
