@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sharded_loader.extend import Array, Batchify, BatchifyError, Empty, Int64s, Sampler, Table
-from sharded_loader.extend.data import as_array, check_not_empty
+from sharded_loader.extend.data import as_array, check_not_empty, common_dtype
 from sharded_loader.extend.order import EVERY, IN_MEMORY, SUM, parts, reading, resolve_seed, shuffle, shuffled
 from sharded_loader.extend.tools import an, call_of, check_choice, check_int
 from sharded_loader.samplers.index_samplers import Numbers, integers
@@ -61,7 +61,7 @@ class PackSampler(Sampler[list[int]]):
 
     Args:
         lengths: number of tokens of each document, 1-D integers. An array is not copied, so it may be memory-mapped:
-            ``np.load("lengths.npy", mmap_mode="r")``.
+            ``np.load("lengths.npy", mmap_mode="r")``. With ``limits``, a dict with one such array for each limit.
         tokens: tokens per row.
         rows: rows per batch.
         window: documents that are packed together; larger windows leave less space in rows. By default enough for about
@@ -71,6 +71,9 @@ class PackSampler(Sampler[list[int]]):
         shuffle: shuffle documents and rows. Otherwise windows follow the order of the dataset.
         last_batch: ``"keep"`` or ``"discard"`` a smaller last batch. With ``steps_per_epoch``, there is none.
         seed: decides the order, together with the epoch; by default drawn from torch's default generator.
+        limits: several limits of a row in the place of ``tokens``, such as ``{"tokens": 8192, "patches": 4096}``.
+            Documents with the greatest share of a limit come first. A document may have 0 of all but tokens. One above
+            a limit cannot be cut.
 
     Raises:
         TypeError, ValueError: An argument is invalid, or a length is not above 0, or above ``tokens`` with
@@ -95,8 +98,8 @@ class PackSampler(Sampler[list[int]]):
 
     def __init__(
         self,
-        lengths: Numbers,
-        tokens: int,
+        lengths: Numbers | Mapping[str, Numbers],
+        tokens: int | None = None,
         rows: int = 1,
         *,
         window: int | None = None,
@@ -104,8 +107,23 @@ class PackSampler(Sampler[list[int]]):
         shuffle: bool = True,
         last_batch: str = "keep",
         seed: int | None = None,
+        limits: Mapping[str, int] | None = None,
     ) -> None:
         advice = "give the number of tokens of each document"
+        self._more: dict[str, npt.NDArray[Any]] = {}
+        self._most = np.ones(0, np.int64)
+        if limits is not None:
+            lengths, tokens, self._more = _columns(lengths, tokens, limits, long)
+            self._most = np.array([limits[name] for name in self._more], np.int64)
+            self._limits = ", ".join(f"{name} {most}" for name, most in limits.items())
+            # A state without limits stays what it was.
+            for names in ("decided_by", "shown"):
+                vars(self)[names] = (*getattr(type(self), names), ("limits", "_limits"))
+            vars(self)["cut_by"] = (*self.cut_by, "limits")
+        if tokens is None or isinstance(lengths, Mapping):
+            raise TypeError(
+                "PackSampler packs to tokens=, or to several limits= with a dict of lengths: give one of them"
+            )
         self._lengths = integers("lengths", lengths, "integers of shape (n,)", advice)
         self.dataset_length = len(self._lengths)
         self.tokens = check_int("tokens", tokens, 1, "give the number of tokens in a row")
@@ -134,7 +152,8 @@ class PackSampler(Sampler[list[int]]):
             block = self._lengths[begin : begin + GROUP].astype(np.int64)
             if count <= IN_MEMORY:
                 self._check(block, np.arange(begin, begin + len(block)))
-            checksum = zlib.crc32(block.astype("<i8", copy=False).tobytes(), checksum)
+            for part in (block, *(one[begin : begin + GROUP].astype(np.int64) for one in self._more.values())):
+                checksum = zlib.crc32(part.astype("<i8", copy=False).tobytes(), checksum)
         return f"{SUM}{checksum:08x}"
 
     def _check(self, lengths: Int64s, documents: Int64s) -> None:
@@ -147,9 +166,20 @@ class PackSampler(Sampler[list[int]]):
                 f'{text}: cut long documents with long="cut", leave them out with "drop", or give more tokens='
             )
 
+        for (name, column), most in zip(self._more.items(), self._most.tolist(), strict=True):
+            values = column[documents]
+            wrong = (values < 0) | ((values > most) & (self.long == "error"))
+            for place in np.flatnonzero(wrong)[:1].tolist():
+                text = f"document {documents[place]} has {values[place]} {name}, and a row has 0 to {most}"
+                raise ValueError(f'{text}: leave long documents out with long="drop", or give a higher limit')
+
     def _default_window(self) -> int:
-        some = self._lengths[:: max(len(self._lengths) // 1024, 1)].astype(np.int64)
-        wanted = ROWS * self.tokens * len(some) // max(int(some.sum()), 1)
+        wanted = 1 << 62
+        for column, most in zip(
+            (self._lengths, *self._more.values()), (self.tokens, *self._most.tolist()), strict=True
+        ):
+            some = column[:: max(len(column) // 1024, 1)].astype(np.int64)
+            wanted = min(wanted, ROWS * most * len(some) // max(int(some.sum()), 1))
         return 1 << min(max(wanted.bit_length(), 10), 14)
 
     # -- epochs ---------------------------------------------------------------------------------------------
@@ -191,12 +221,19 @@ class PackSampler(Sampler[list[int]]):
         lengths = self._lengths[documents].astype(np.int64)
         self._check(lengths, documents)
         pieces = -(-lengths // self.tokens)
+        more = np.stack([column[documents] for column in self._more.values()], axis=1) if self._more else None
         if self.long == "drop":
-            pieces = np.where(pieces > 1, 0, 1)
+            fits = pieces < 2 if more is None else (pieces < 2) & (more <= self._most).all(axis=1)
+            pieces = fits.astype(np.int64)
         begins = self.tokens * (np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces))
         documents, windows, lengths = (np.repeat(one, pieces) for one in (documents, windows, lengths))
         ends, windows = np.minimum(begins + self.tokens, lengths), windows - window
-        rows, counts = best_fit((ends - begins).astype(np.int32), windows, end - window, self.tokens)
+        sizes = (ends - begins).astype(np.int32)
+        if more is None:
+            rows, counts = best_fit(sizes, windows, end - window, self.tokens)
+        else:
+            columns = np.concatenate([sizes[:, None], np.repeat(more, pieces, axis=0)], axis=1).astype(np.int64)
+            rows, counts = best_fit_of_several(columns, windows, end - window, np.append(self.tokens, self._most))
 
         borders = np.searchsorted(windows, np.arange(len(counts) + 1))
 
@@ -256,6 +293,65 @@ def best_fit(sizes: npt.NDArray[np.int32], windows: Int64s, count: int, tokens: 
     rows, real = np.empty(len(sizes), np.int64), table.T > 0
     rows[(begin[:, None] + (keys & (2**31 - 1)))[real]] = chosen.T[real]
     return rows, (spare < tokens).sum(axis=1)
+
+
+def best_fit_of_several(sizes: Int64s, windows: Int64s, count: int, limits: Int64s) -> tuple[Int64s, Int64s]:
+    """Pack as `best_fit` does, to several limits: ``sizes`` has shape (documents, limits), the first ones above 0.
+
+    Documents come by their greatest share of a limit, each into the row with the least room that it fits into.
+
+    Example:
+        >>> sizes = np.array([[1, 4], [4, 1], [4, 0], [1, 4]])
+        >>> best_fit_of_several(sizes, np.zeros(4, np.int64), 1, np.array([5, 5]))[0].tolist()
+        [0, 0, 1, 1]
+    """
+    unit = 1 << 30
+    per_window = np.bincount(windows, minlength=count)
+    begin = np.cumsum(per_window) - per_window
+    nth = np.arange(len(sizes)) - np.repeat(begin, per_window)
+    keys = np.full((count, int(per_window.max(initial=0))), 2 * unit << 31, np.int64)
+    keys[windows, nth] = (unit - np.rint((sizes / limits).max(axis=1) * unit).astype(np.int64)) << 31 | nth
+    keys.sort(axis=1)
+    real = keys < 2 * unit << 31  # smaller windows have fewer documents
+    documents = np.where(real, begin[:, None] + (keys & (2**31 - 1)), len(sizes))
+    table = np.append(sizes, np.zeros((1, len(limits)), np.int64), axis=0)[documents.T]
+    chosen, width = np.empty(table.shape[:2], np.int64), int((table.sum(axis=0) // limits).max(initial=0))
+    while True:
+        width += width // 8 + 8
+        spare = np.repeat(limits, count * width).reshape(-1, count, width)
+        for n, largest in enumerate(table):
+            rest = spare - largest.T[:, :, None]
+            room = rest[0] / limits[0]
+            for column, limit in zip(rest[1:], limits[1:], strict=True):
+                room += column / limit
+            chosen[n] = np.where((rest < 0).any(axis=0), np.inf, room).argmin(axis=1)
+            spare[:, np.arange(count), chosen[n]] -= largest.T
+        if spare.min(initial=0) >= 0:
+            break
+    rows = np.empty(len(sizes), np.int64)
+    rows[documents[real]] = chosen.T[real]
+    return rows, (spare[0] < limits[0]).sum(axis=1)
+
+
+def _columns(lengths: Any, tokens: object, limits: Any, long: str) -> tuple[Any, int, dict[str, npt.NDArray[Any]]]:
+    """Return the lengths in tokens, their limit, and the other lengths by name. Check the arguments."""
+    example = 'PackSampler({"tokens": lengths, "patches": patches}, limits={"tokens": 8192, "patches": 4096})'
+    if tokens is not None or not isinstance(limits, Mapping) or not isinstance(lengths, Mapping):
+        raise TypeError(f"limits= takes the place of tokens=, and both limits and lengths are dicts: {example}")
+    if "tokens" not in limits or lengths.keys() != limits.keys():
+        text = f"there are limits for {sorted(limits)} and lengths for {sorted(lengths)}"
+        raise ValueError(f"{text}: give both for the same names, 'tokens' among them: {example}")
+    if long == "cut" and len(limits) > 1:
+        raise ValueError('long="cut" cuts tokens, and other limits do not say where: give long="drop" or "error"')
+    for name, most in limits.items():
+        check_int(f"the limit of {name}", most, 1, "give the most that a row can have")
+    advice = "give one number for each document"
+    arrays = {name: integers(f"lengths[{name!r}]", lengths[name], "integers of shape (n,)", advice) for name in limits}
+    if len(set(map(len, arrays.values()))) > 1:
+        raise ValueError(
+            f"lengths have different numbers of documents, { {name: len(one) for name, one in arrays.items()} }"
+        )
+    return arrays.pop("tokens"), limits["tokens"], arrays
 
 
 FARTHEST = 1 << 30
@@ -380,6 +476,9 @@ class Pack(Batchify):
     Args:
         tokens: length of a row, the same as in `PackSampler`.
         pad_id: padding of ``input_ids``.
+        media: names of fields of a document that are joined along their first axis, such as ``("pixel_values",
+            "image_grid_thw")``: arrays of shape (patches, values) and (images, 3). Documents without pictures have
+            arrays of length 0, None, or no such field.
 
     Returns:
         Calling it returns a dict of tensors. The first four are int64, of shape (rows, tokens). Pieces of documents
@@ -393,6 +492,8 @@ class Pack(Batchify):
           are not shifted, because models of transformers do that.
         - ``cu_seqlens``: int32, shape (documents + 1,): where each document begins in ``input_ids[segment_ids > 0]``,
           and the end of the last one.
+        - each field of ``media``: of all documents in the order of ``input_ids``, as Qwen2-VL takes it; left out if no
+          document has it. Its name with ``_per_row``: int64, shape (rows,): its length in each row, to cut it.
 
     Raises:
         TypeError, ValueError: ``tokens`` is not an integer of at least 1, or ``pad_id`` not an integer. When called: a
@@ -409,8 +510,11 @@ class Pack(Batchify):
         tensor([0, 3, 5, 9], dtype=torch.int32)
     """
 
-    def __init__(self, tokens: int, pad_id: int = 0) -> None:
+    def __init__(self, tokens: int, pad_id: int = 0, media: Sequence[str] = ()) -> None:
         self._tokens = check_int("tokens", tokens, 1, "give the number of tokens in a row")
+        if isinstance(media, str) or not all(isinstance(name, str) for name in media):
+            raise TypeError(f"media is {media!r}: give names of fields, such as ('pixel_values', 'image_grid_thw')")
+        self._media = tuple(media)
         self._pad_id = check_int("pad_id", pad_id, -(2**63), "give the token that fills up a row")
 
     def assemble(self, samples: Sequence[object], empty: Empty) -> dict[str, Array]:
@@ -448,6 +552,8 @@ class Pack(Batchify):
                 done += count
         batch["cu_seqlens"] = empty(bounds.shape, np.dtype(np.int32))
         batch["cu_seqlens"][...] = bounds
+        for name in self._media:
+            batch |= _joined(name, samples, planned, empty)
         return batch
 
     def _labels(self, samples: Sequence[Any]) -> Sequence[Array] | None:
@@ -465,7 +571,33 @@ class Pack(Batchify):
         return labels
 
     def __repr__(self) -> str:
-        return call_of(self, tokens=(self._tokens, None), pad_id=(self._pad_id, 0))
+        return call_of(self, tokens=(self._tokens, None), pad_id=(self._pad_id, 0), media=(self._media, ()))
+
+
+def _joined(name: str, samples: Sequence[Any], planned: Packed, empty: Empty) -> dict[str, Array]:
+    """Return a field of all documents one after the other, and its length in each row."""
+    given = [sample.get(name) if isinstance(sample, Mapping) else None for sample in samples]
+    arrays = [None if value is None else as_array(value) for value in given]
+    sizes = np.array([0 if array is None or not array.ndim else len(array) for array in arrays])
+    is_cut = planned.places[:, 2] - planned.places[:, 1] < planned.places[:, 3]
+    for position in np.flatnonzero(is_cut & (sizes > 0))[:1].tolist():
+        text = f"document {planned[position]} is cut, and it has {name}, which may belong to another piece"
+        raise BatchifyError(text, 'leave long documents out with PackSampler(..., long="drop")')
+    batch = {f"{name}_per_row": empty((planned.rows,), np.dtype(np.int64))}
+    batch[f"{name}_per_row"][...] = np.bincount(planned.places[:, 0], sizes, planned.rows)
+    present = [(position, array) for position, array in enumerate(arrays) if array is not None]
+    # An empty list has no shape, and counts only if there is nothing else.
+    found = [one for one in present if len(one[1].shape) and sizes[one[0]]] or present[:1]
+    shapes = {array.shape[1:]: position for position, array in found}
+    if len(shapes) > 1 or any(not array.ndim for _, array in present):
+        first, *others = (f"{arrays[position].shape} in sample {position}" for position in shapes.values())  # type: ignore[union-attr]
+        text = f"{name} has the shapes {first}{''.join(f', {one}' for one in others)}"
+        raise BatchifyError(text, "give each document an array of shape (n, ...), with the same axes after the first")
+    if found:
+        values = [array for _, array in found]
+        batch[name] = empty((int(sizes.sum()), *values[0].shape[1:]), common_dtype(values))
+        np.concatenate(values, out=batch[name], casting="unsafe")
+    return batch
 
 
 def _ids_of(sample: object, key: str, position: int) -> Array:

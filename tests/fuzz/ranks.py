@@ -30,7 +30,7 @@ from samples import Drawing, NoLength
 import sharded_loader as ours
 from sharded_loader import LoaderWarning, ShardedDataLoader
 from sharded_loader.batchify import Pack
-from sharded_loader.samplers.index_samplers import CostSampler
+from sharded_loader.samplers.costs import sampler_of
 from sharded_loader.sampling.third_party import table_of
 from tests import conftest
 from tests.fuzz.steps import Difference, Program
@@ -79,6 +79,10 @@ class Drawn:
         self.lengths = [rng.randint(1, 60) for _ in range(self.length)]
         self.size, self.evaluate = rng.randint(1, 4), rng.random() < 0.4
         self.all = Counter(range(self.length))
+        # The second column, of ``costs=`` or of ``limits=``, is 0 for some samples, but not for all.
+        self.others = [rng.choice([0, 0, rng.randint(1, 30)]) for _ in self.lengths[1:]] + [7]
+        self.has_others = rng.random() < 0.5
+        self.costs: Any = {"length": self.lengths, "other": self.others} if self.has_others else self.lengths
 
 
 def indices(drawn: Drawn) -> Job:
@@ -103,17 +107,21 @@ def indices(drawn: Drawn) -> Job:
 
 
 def costs(drawn: Drawn) -> Job:
-    """``costs=``."""
-    length, lengths = drawn.length, drawn.lengths
+    """``costs=``, of one column or of two."""
+    length = drawn.length
     return Job(
         "costs",
         lambda: range(length),
-        lambda size: {"batch_size": size, "costs": lengths},
-        lambda epoch, ranks, size: list(CostSampler(lengths, size * ranks, length, SEED).iter_epoch(epoch)),
+        lambda size: {"batch_size": size, "costs": drawn.costs},
+        lambda epoch, ranks, size: list(cost_sampler(drawn, size * ranks).iter_epoch(epoch)),
         by_step=True,
         whole=drawn.all,
         step_size=drawn.rng.choice([2, 4, 6, 12]),
     )
+
+
+def cost_sampler(drawn: Drawn, size: int, whole_steps: bool = False) -> Any:
+    return sampler_of(drawn.costs, size, drawn.length, SEED, whole_steps, drawn.length)
 
 
 def repeated(drawn: Drawn) -> Job:
@@ -243,7 +251,10 @@ def batches(drawn: Drawn) -> Job:
 def packed(drawn: Drawn) -> Job:
     """`PackSampler` and `Pack`. A token says its document and its place there."""
     rng, lengths, tokens = drawn.rng, drawn.lengths, drawn.rng.choice([20, 60, 100])
+    most = rng.choice([7, 20, 60])  # of the second limit
     long = rng.choice(["cut", "drop"]) if max(lengths) > tokens else "error"
+    if drawn.has_others:
+        long = "drop" if max(lengths) > tokens or max(drawn.others) > most else "error"
     documents = [list(range(1000 * n, 1000 * n + count)) for n, count in enumerate(lengths)]
     last = rng.choice(["keep", "keep", "discard"])
     window, at_once, shuffle = rng.choice([None, 4, 16]), rng.choice([1, 3, 20]), rng.random() < 0.8
@@ -255,13 +266,20 @@ def packed(drawn: Drawn) -> Job:
         return drawn.size if step_size is None else size
 
     def make(rows: int, last: str) -> ours.PackSampler:
-        sampler = ours.PackSampler(lengths, tokens, rows, last_batch=last, **options)
+        if drawn.has_others:
+            limits = {"tokens": tokens, "others": most}
+            columns = {"tokens": lengths, "others": drawn.others}
+            sampler = ours.PackSampler(columns, rows=rows, last_batch=last, limits=limits, **options)
+        else:
+            sampler = ours.PackSampler(lengths, tokens, rows, last_batch=last, **options)
         sampler.at_once = at_once
         return sampler
 
     def pieces(batch: Any) -> list[Any]:
         rows = batch.places[:, 0].tolist()
         firsts = [n == 0 or row != rows[n - 1] for n, row in enumerate(rows)]
+        if drawn.has_others and max(np.bincount(rows, [drawn.others[document] for document in batch])) > most:
+            raise Difference(f"the rows of {list(batch)} have more than {most} of the second limit")
         return [
             (document, begin, end, first)
             for document, (_, begin, end, _), first in zip(batch, batch.places.tolist(), firsts, strict=True)
@@ -273,7 +291,8 @@ def packed(drawn: Drawn) -> Job:
         while True:
             yield list(itertools.chain.from_iterable(itertools.islice(rows, of_size(size))))
 
-    whole = Counter(token for document in documents for token in document if long != "drop" or len(document) <= tokens)
+    kept = [len(d) <= tokens and (not drawn.has_others or drawn.others[n] <= most) for n, d in enumerate(documents)]
+    whole = Counter(token for n, d in enumerate(documents) for token in d if long != "drop" or kept[n])
     return Job(
         "packed",
         lambda: documents,
@@ -397,7 +416,7 @@ def vary(job: Job, drawn: Drawn) -> None:
     if job.by_step:
 
         def whole_steps(ranks: int, size: int) -> Iterator[Any]:
-            sampler = CostSampler(drawn.lengths, size * ranks, drawn.length, SEED, True)
+            sampler = cost_sampler(drawn, size * ranks, True)
             return itertools.chain.from_iterable(map(sampler.iter_epoch, itertools.count()))
 
         job.endless = whole_steps
