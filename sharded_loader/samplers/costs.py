@@ -17,8 +17,8 @@ most samples, such as pictures beside text; a tuple then has it in all of its sa
 ranks get neighbours in turn, and pairs of ranks exchange samples while that makes them more alike (`assigned`). All
 decisions compare integers, so that ranks on different processors agree.
 
-What is random: which tuples of the four quarters of the line meet in a step, which samples of up to 16 neighbouring
-tuples are in one of them, and where the leftovers are taken out. Outliers keep their neighbours.
+Random are: the tuples that meet in a step, one of each quarter of the line; the samples of a tuple, among up to 16
+neighbouring tuples; the places of the leftovers. Outliers keep their neighbours.
 """
 
 from __future__ import annotations

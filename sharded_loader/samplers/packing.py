@@ -588,10 +588,12 @@ def _joined(name: str, samples: Sequence[Any], planned: Packed, empty: Empty) ->
     present = [(position, array) for position, array in enumerate(arrays) if array is not None]
     # An empty list has no shape, and counts only if there is nothing else.
     found = [one for one in present if len(one[1].shape) and sizes[one[0]]] or present[:1]
-    shapes = {array.shape[1:]: position for position, array in found}
-    if len(shapes) > 1 or any(not array.ndim for _, array in present):
-        first, *others = (f"{arrays[position].shape} in sample {position}" for position in shapes.values())  # type: ignore[union-attr]
-        text = f"{name} has the shapes {first}{''.join(f', {one}' for one in others)}"
+    for position, array in present:
+        if not array.ndim:
+            raise BatchifyError(f"{name} is a single number in sample {position}", "give an array of shape (n, ...)")
+    shapes = {array.shape[1:]: f"{array.shape} in sample {position}" for position, array in reversed(found)}
+    if len(shapes) > 1:
+        text = f"{name} has the shapes {', '.join(reversed(shapes.values()))}"
         raise BatchifyError(text, "give each document an array of shape (n, ...), with the same axes after the first")
     if found:
         values = [array for _, array in found]
