@@ -26,6 +26,7 @@ from sharded_loader.extend import Array, Batchify, BatchifyError, Empty, Int64s,
 from sharded_loader.extend.data import as_array, check_not_empty, common_dtype
 from sharded_loader.extend.order import EVERY, IN_MEMORY, SUM, parts, reading, resolve_seed, shuffle, shuffled
 from sharded_loader.extend.tools import an, call_of, check_choice, check_int
+from sharded_loader.samplers.context import Part, context_of, multiple_of
 from sharded_loader.samplers.index_samplers import Numbers, integers
 
 GROUP = 2**17
@@ -74,6 +75,8 @@ class PackSampler(Sampler[list[int]]):
         limits: several limits of a row in the place of ``tokens``, such as ``{"tokens": 8192, "patches": 4096}``.
             Documents with the greatest share of a limit come first. A document may have 0 of all but tokens. One above
             a limit cannot be cut.
+        multiple: number of tokens to a multiple of which documents are filled up: 2 * size for `Pack` with
+            ``context=(rank, size)``.
 
     Raises:
         TypeError, ValueError: An argument is invalid, or a length is not above 0, or above ``tokens`` with
@@ -108,6 +111,7 @@ class PackSampler(Sampler[list[int]]):
         last_batch: str = "keep",
         seed: int | None = None,
         limits: Mapping[str, int] | None = None,
+        multiple: int = 1,
     ) -> None:
         advice = "give the number of tokens of each document"
         self._more: dict[str, npt.NDArray[Any]] = {}
@@ -116,10 +120,7 @@ class PackSampler(Sampler[list[int]]):
             lengths, tokens, self._more = _columns(lengths, tokens, limits, long)
             self._most = np.array([limits[name] for name in self._more], np.int64)
             self._limits = ", ".join(f"{name} {most}" for name, most in limits.items())
-            # A state without limits stays what it was.
-            for names in ("decided_by", "shown"):
-                vars(self)[names] = (*getattr(type(self), names), ("limits", "_limits"))
-            vars(self)["cut_by"] = (*self.cut_by, "limits")
+            self._add("limits", "_limits")
         if tokens is None or isinstance(lengths, Mapping):
             raise TypeError(
                 "PackSampler packs to tokens=, or to several limits= with a dict of lengths: give one of them"
@@ -130,6 +131,12 @@ class PackSampler(Sampler[list[int]]):
         if self.tokens >= 2**31:
             raise ValueError(f"tokens is {tokens}: give a number below 2**31, the number of tokens in a row")
         self.rows = check_int("rows", rows, 1, "give the number of rows in a batch")
+        self._multiple = check_int("multiple", multiple, 1, "give 2 * the number of ranks that share a row")
+        if self.tokens % self._multiple:
+            text = f"multiple is {multiple}, and a row of {self.tokens} tokens is no multiple of it"
+            raise ValueError(f"{text}: give such a number of tokens")
+        if self._multiple > 1:
+            self._add("multiple", "_multiple")
         self.long: str = check_choice("long", long, ("error", "cut", "drop"), "PackSampler")
         self.last_batch = check_choice("last_batch", last_batch, ("keep", "discard"), "PackSampler")
         self.shuffle = bool(shuffle)
@@ -140,13 +147,19 @@ class PackSampler(Sampler[list[int]]):
         self.seed = resolve_seed(seed) if shuffle or seed is not None else None
         self._row_checkpoints: dict[Any, list[RowCheckpoint]] = {}
 
+    def _add(self, name: str, attribute: str) -> None:
+        """Add an argument to those that decide the order. Without it, states stay what they were."""
+        for names in ("decided_by", "shown"):
+            vars(self)[names] = (*getattr(self, names), (name, attribute))
+        vars(self)["cut_by"] = (*self.cut_by, name)
+
     @property
     def _shown_length(self) -> int:
         return len(self._lengths)  # counting batches may take a pass
 
     def _checked_sum(self) -> str:
         """Check the lengths and return their checksum. Beyond 16 M, only some are read: the file may be on a disk."""
-        count, checksum = len(self._lengths), 0
+        count, checksum = len(self._lengths), self._multiple - 1  # with another multiple, rows are others
         step = GROUP if count <= IN_MEMORY else count // 64
         for begin in range(0, count, step):
             block = self._lengths[begin : begin + GROUP].astype(np.int64)
@@ -228,7 +241,7 @@ class PackSampler(Sampler[list[int]]):
         begins = self.tokens * (np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces))
         documents, windows, lengths = (np.repeat(one, pieces) for one in (documents, windows, lengths))
         ends, windows = np.minimum(begins + self.tokens, lengths), windows - window
-        sizes = (ends - begins).astype(np.int32)
+        sizes = (-(-(ends - begins) // self._multiple) * self._multiple).astype(np.int32)
         if more is None:
             rows, counts = best_fit(sizes, windows, end - window, self.tokens)
         else:
@@ -480,6 +493,9 @@ class Pack(Batchify):
             "image_grid_thw")``: arrays of shape (patches, values) and (images, 3). Documents without pictures have
             arrays of length 0, None, or no such field.
 
+        context: rank and size of a group whose ranks share each row, or a `DeviceMesh` with the dimension ``"cp"``. The
+            batch is the part of this rank. Pass ``PackSampler(..., multiple=2 * size)``.
+
     Returns:
         Calling it returns a dict of tensors. The first four are int64, of shape (rows, tokens). Pieces of documents
         that `PackSampler` has cut count as documents:
@@ -495,9 +511,15 @@ class Pack(Batchify):
         - each field of ``media``: of all documents in the order of ``input_ids``, as Qwen2-VL takes it; left out if no
           document has it. Its name with ``_per_row``: int64, shape (rows,): its length in each row, to cut it.
 
+        With ``context``, the first four have shape (rows, tokens / size): chunks ``rank`` and ``2 * size - 1 - rank``
+        of each document, which is filled up to a multiple of ``2 * size``. ``labels`` are shifted: each position has
+        the next token of its document. ``cu_seqlens`` is that of whole rows. ``cu_seqlens_padded`` (int32, shape
+        (documents + 1,)) says where documents begin in whole rows, as Transformer Engine takes it. With one rank, the
+        part is the whole row.
+
     Raises:
-        TypeError, ValueError: ``tokens`` is not an integer of at least 1, or ``pad_id`` not an integer. When called: a
-            document is empty, too long, not integers, or does not match its length in `PackSampler`.
+        TypeError, ValueError: An argument is wrong, such as a row that ``context`` cannot cut into equal chunks. When
+            called: a document is empty, too long, not integers, or does not match its length in `PackSampler`.
 
     Example:
         >>> batch = Pack(tokens=6)([[11, 12, 13], [21, 22], [31, 32, 33, 34]])
@@ -510,11 +532,14 @@ class Pack(Batchify):
         tensor([0, 3, 5, 9], dtype=torch.int32)
     """
 
-    def __init__(self, tokens: int, pad_id: int = 0, media: Sequence[str] = ()) -> None:
+    def __init__(self, tokens: int, pad_id: int = 0, media: Sequence[str] = (), context: Any = None) -> None:
         self._tokens = check_int("tokens", tokens, 1, "give the number of tokens in a row")
         if isinstance(media, str) or not all(isinstance(name, str) for name in media):
             raise TypeError(f"media is {media!r}: give names of fields, such as ('pixel_values', 'image_grid_thw')")
         self._media = tuple(media)
+        self._context = None if context is None else context_of(context, self._tokens)
+        if media and context is not None:
+            raise ValueError("media cannot be cut among the ranks of context=: leave out one of them")
         self._pad_id = check_int("pad_id", pad_id, -(2**63), "give the token that fills up a row")
 
     def assemble(self, samples: Sequence[object], empty: Empty) -> dict[str, Array]:
@@ -525,16 +550,21 @@ class Pack(Batchify):
         if isinstance(planned, Packed) and len(planned) == len(samples):
             _check_lengths(tokens, planned)
         else:
-            planned = _planned_in_order(tokens, self._tokens)
+            planned = _planned_in_order(tokens, self._tokens, self._multiple)
         row, begin, end, _ = planned.places.T
         sizes = end - begin
         bounds = np.concatenate([[0], np.cumsum(sizes)])
-        filled = np.bincount(row, sizes, planned.rows).astype(np.int64)
+        padded = -(-sizes // self._multiple) * self._multiple
+        filled = np.bincount(row, padded, planned.rows).astype(np.int64)
         if (most := int(filled.max())) > self._tokens:
-            advice = f"write the same number in both, PackSampler(lengths, tokens={self._tokens}, ...)"
+            multiple = "" if self._multiple == 1 else f"multiple={self._multiple}, "
+            advice = f"write the same number in both, PackSampler(lengths, tokens={self._tokens}, {multiple}...)"
             text = f"PackSampler has planned a row of {most} tokens, and Pack makes rows of {self._tokens}"
             raise BatchifyError(text, advice)
-        ids, given = _concatenated(tokens, begin, end), self._labels(samples)
+        given = self._labels(samples)
+        if self._context is not None:
+            return self._part(planned, tokens, tokens if given is None else given, empty)
+        ids = _concatenated(tokens, begin, end)
         labels = ids.copy() if given is None else _concatenated(given, begin, end)
         labels[bounds[:-1]] = IGNORED
         in_row = np.arange(len(row)) - np.searchsorted(row, row)
@@ -556,6 +586,28 @@ class Pack(Batchify):
             batch |= _joined(name, samples, planned, empty)
         return batch
 
+    def _part(
+        self, planned: Packed, tokens: Sequence[Array], labels: Sequence[Array], empty: Empty
+    ) -> dict[str, Array]:
+        row, begin, end, _ = planned.places.T
+        # A row whose documents could not be read has one of length 0.
+        lost = np.setdiff1d(np.arange(planned.rows), row)
+        at = np.searchsorted(row, lost)
+        read = np.insert(np.arange(len(row)), at, 0).tolist()
+        row, begin, sizes = np.insert(row, at, lost), np.insert(begin, at, 0), np.insert(end - begin, at, 0)
+        part = Part(row, sizes, planned.rows, self._tokens, self._context or (0, 1))
+        owner = np.repeat(np.arange(len(row)), part.chunks)
+        chunks = [read[n] for n in owner.tolist()]
+        ids, targets = (
+            _concatenated([values[n] for n in chunks], begin[owner] + first, begin[owner] + last)
+            for values, (first, last) in ((tokens, part.edges(0)), (labels, part.edges(1)))
+        )
+        return part.batch(ids, targets, self._pad_id, IGNORED, empty)
+
+    @property
+    def _multiple(self) -> int:
+        return 1 if self._context is None else multiple_of(self._context[1])
+
     def _labels(self, samples: Sequence[Any]) -> Sequence[Array] | None:
         given = [isinstance(sample, Mapping) and "labels" in sample for sample in samples]
         if not any(given):
@@ -571,7 +623,13 @@ class Pack(Batchify):
         return labels
 
     def __repr__(self) -> str:
-        return call_of(self, tokens=(self._tokens, None), pad_id=(self._pad_id, 0), media=(self._media, ()))
+        return call_of(
+            self,
+            tokens=(self._tokens, None),
+            pad_id=(self._pad_id, 0),
+            media=(self._media, ()),
+            context=(self._context, None),
+        )
 
 
 def _joined(name: str, samples: Sequence[Any], planned: Packed, empty: Empty) -> dict[str, Array]:
@@ -628,13 +686,14 @@ def _check_lengths(tokens: Sequence[Array], planned: Packed) -> None:
             raise BatchifyError(text, "give PackSampler the lengths of this dataset's documents, in their order")
 
 
-def _planned_in_order(tokens: Sequence[Array], most: int) -> Packed:
+def _planned_in_order(tokens: Sequence[Array], most: int, multiple: int) -> Packed:
     """Plan documents row after row: one that does not fit begins the next row."""
     places, row, used = np.zeros((len(tokens), 4), np.int64), 0, 0
     for document, ids in enumerate(tokens):
         if len(ids) > most:
             advice = 'cut it, or let PackSampler(..., long="cut") do so and give Pack itself as batchify_fn'
             raise BatchifyError(f"sample {document} of the batch has {len(ids)} tokens, and a row has {most}", advice)
-        row, used = (row, used + len(ids)) if used + len(ids) <= most else (row + 1, len(ids))
+        size = -(-len(ids) // multiple) * multiple
+        row, used = (row, used + size) if used + size <= most else (row + 1, size)
         places[document] = row, 0, len(ids), len(ids)
     return Packed(range(len(tokens)), places, row + 1)

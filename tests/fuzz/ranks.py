@@ -260,7 +260,11 @@ def packed(drawn: Drawn) -> Job:
     window, at_once, shuffle = rng.choice([None, 4, 16]), rng.choice([1, 3, 20]), rng.random() < 0.8
 
     step_size = None if rng.random() < 0.4 else rng.choice([4, 8, 12])
-    options = {"window": window, "long": long, "shuffle": shuffle, "seed": drawn.seed}
+    options: dict[str, Any] = {"window": window, "long": long, "shuffle": shuffle, "seed": drawn.seed}
+    in_parts = rng.random() < 0.3
+    if in_parts:
+        options["multiple"] = 4
+    pack = Parts(tokens) if in_parts else Pack(tokens, pad_id=-1)
 
     def of_size(size: int) -> int:
         return drawn.size if step_size is None else size
@@ -296,7 +300,7 @@ def packed(drawn: Drawn) -> Job:
     return Job(
         "packed",
         lambda: documents,
-        lambda size: {"batch_sampler": make(of_size(size), last), "batchify_fn": Pack(tokens, pad_id=-1)},
+        lambda size: {"batch_sampler": make(of_size(size), last), "batchify_fn": pack},
         lambda epoch, ranks, size: [pieces(batch) for batch in make(of_size(size), last).iter_epoch(epoch)],
         in_batches=True,
         step_size=step_size,
@@ -306,6 +310,34 @@ def packed(drawn: Drawn) -> Job:
         discards=last == "discard",
         endless=all_epochs if whole else None,
     )
+
+
+class Parts:
+    """The parts of two ranks that share rows, put together as `Pack` would have made the rows without ``context``."""
+
+    def __init__(self, tokens: int) -> None:
+        self._packs = [Pack(tokens, pad_id=-1, context=(rank, 2)) for rank in range(2)]
+        self._tokens = tokens
+
+    def __call__(self, samples: Any) -> Any:
+        parts = [pack(samples) for pack in self._packs]
+        shape = len(parts[0]["input_ids"]), self._tokens
+        whole = {
+            name: np.full(shape, fill)
+            for name, fill in (("input_ids", -1), ("position_ids", 0), ("segment_ids", 0), ("labels", -100))
+        }
+        bounds, used, done = parts[0]["cu_seqlens_padded"].tolist(), [0] * shape[0], [0, 0]
+        for (begin, end), size in zip(itertools.pairwise(bounds), parts[0]["cu_seqlens"].diff().tolist(), strict=True):
+            row, half = begin // self._tokens, (end - begin) // 4
+            for name, value in whole.items():
+                mine = [part[name].flatten()[n : n + 2 * half].numpy() for part, n in zip(parts, done, strict=True)]
+                document = np.concatenate([mine[0][:half], *np.split(mine[1], [half]), mine[0][half:]])
+                if name == "labels":
+                    document = np.append(-100, document)
+                value[row, used[row] : used[row] + size] = document[:size]
+            used[row] += size
+            done = [n + 2 * half for n in done]
+        return {**whole, "cu_seqlens": parts[0]["cu_seqlens"]}
 
 
 def unpacked(batch: Any) -> list[Any]:
