@@ -216,7 +216,7 @@ class JointCostSampler(CostSampler):
         >>> sampler = JointCostSampler(np.array([vision, text], float).T, 2, 8, seed=0).for_ranks(4)
         >>> order = list(sampler)
         >>> [sum(vision[index] for index in order[rank::4]) for rank in range(4)]
-        [9, 9, 8, 8]
+        [8, 8, 9, 9]
     """
 
     decided_by = (("costs", "_columns"),)
@@ -235,46 +235,34 @@ class JointCostSampler(CostSampler):
         self._exact: Integers = np.rint(costs / np.maximum(costs.max(axis=0, initial=0), TINY) * UNIT).astype(np.int32)
         # The work in all columns, by which a batch is split into shards for several devices.
         self.costs = (self._exact / np.maximum(self._exact.sum(axis=0, dtype=np.int64), 1)).sum(axis=1)
-        self._lines: dict[int, tuple[Int64s, Floats]] = {}  # by the number of samples in a step
+        self._plans: dict[int, tuple[Int64s, tuple[Int64s, Int64s]]] = {}  # by the number of samples in a step
         self._whole_steps, self.seed = whole_steps, resolve_seed(seed)
 
     def epoch_table(self, epoch: int) -> Table:
         step, key = self._batch_size * self._ranks, (self.seed, "costs", epoch)
-        if step not in self._lines:
-            self._lines.clear()
-            self._lines[step] = similar_order(self._exact, step, levels_of(step, JOINT_LEVELS))
-        steps = _JointSteps(*self._lines[step], self._exact, step, self._ranks, key)
+        if step not in self._plans:
+            self._plans.clear()
+            levels = levels_of(step, JOINT_LEVELS)
+            order, rest = similar_order(self._exact, step, levels)
+            mixed = mixable(self._exact[order], rest, len(order) // step * levels, step // levels)
+            self._plans[step] = order, mixed
+        steps = _JointSteps(*self._plans[step], self._exact, step, self._ranks, key)
         return Table(self.len_epoch(epoch), steps.at, max(PLANNED // step, 1) * self._batch_size)
 
 
 class _JointSteps(_CostSteps):
-    """Steps of one epoch. ``order`` and ``rest`` are from `similar_order`."""
+    """Steps of one epoch: ``order`` is from `similar_order`, and ``mixed`` from `mixable`."""
 
     max_levels = JOINT_LEVELS
 
     def __init__(
-        self, order: Int64s, rest: Floats, costs: Integers, size: int, ranks: int, key: tuple[object, ...]
+        self, order: Int64s, mixed: tuple[Int64s, Int64s], costs: Integers, size: int, ranks: int, key: tuple[Any, ...]
     ) -> None:
-        self._others = rest
+        self._pair = mixed
         super().__init__(order, costs, size, ranks, key)
 
     def _mixable(self, count: int) -> tuple[Int64s, Int64s]:
-        first, mixed = np.arange(count), np.ones(count, np.int64)
-        if not count:
-            return first, mixed
-        # Tuples are a little shorter than this, because the leftovers have not been taken out.
-        begins, line = first * len(self._order) // count, self._costs[self._order]
-        most, least = np.maximum.reduceat(line, begins), np.minimum.reduceat(line, begins)
-        sums = np.add.reduceat(line, begins, dtype=np.int64)
-        for number in (2, 4, 8, MAX_MIXED):
-            end = count // number * number
-            groups = [one[:end].reshape(-1, number, one.shape[1]) for one in (most, least, sums)]
-            spread = (groups[0].max(axis=1) - groups[1].min(axis=1)).astype(np.int64)
-            mean = groups[2].sum(axis=1) / number + self._others
-            alike = np.repeat((spread * self._tuple <= MAX_SPREAD * mean).all(axis=1), number)
-            first[:end] = np.where(alike, np.arange(end) // number * number, first[:end])
-            mixed[:end] = np.where(alike, number, mixed[:end])
-        return first, mixed
+        return self._pair
 
     def _places(self, positions: Int64s) -> Int64s:
         step, within = np.divmod(positions, self._size)
@@ -304,7 +292,7 @@ def similar_order(costs: Integers, size: int, levels: int) -> tuple[Int64s, Floa
     Example:
         >>> costs = np.array([[0, 2], [6, 1], [0, 9], [7, 1]])
         >>> similar_order(costs, 4, 2)[0].tolist()
-        [0, 2, 1, 3]
+        [1, 3, 0, 2]
     """
     count, width = len(costs), size // levels
     depth = max((4 * count // width).bit_length() - 1, 0)
@@ -337,6 +325,30 @@ def similar_order(costs: Integers, size: int, levels: int) -> tuple[Int64s, Floa
     return order[order < count], rest
 
 
+def mixable(line: Integers, rest: Floats, count: int, width: int) -> tuple[Int64s, Int64s]:
+    """Return, for each of ``count`` tuples of a line of costs, the first one of those to mix it with, and their number.
+
+    Example:
+        >>> mixable(np.array([[5], [5], [5], [5], [5], [9]]), np.zeros(1), 3, 2)[1].tolist()
+        [2, 2, 1]
+    """
+    first, mixed = np.arange(count), np.ones(count, np.int64)
+    if not count:
+        return first, mixed
+    # Tuples are a little shorter than this, because an epoch takes out its leftovers.
+    begins = first * len(line) // count
+    most, least = np.maximum.reduceat(line, begins), np.minimum.reduceat(line, begins)
+    sums = np.add.reduceat(line, begins, dtype=np.int64)
+    for number in (2, 4, 8, MAX_MIXED):
+        end = count // number * number
+        groups = [one[:end].reshape(-1, number, line.shape[1]) for one in (most, least, sums)]
+        spread = (groups[0].max(axis=1) - groups[1].min(axis=1)).astype(np.int64)
+        alike = (spread * width <= MAX_SPREAD * (groups[2].sum(axis=1) / number + rest)).all(axis=1)
+        here = np.flatnonzero(np.repeat(alike, number))
+        first[here], mixed[here] = here // number * number, number
+    return first, mixed
+
+
 def assigned(costs: Int64s, ranks: int) -> Int64s:
     """Assign the samples of steps to ranks, equally many to each, and about equal sums in each column.
 
@@ -344,7 +356,7 @@ def assigned(costs: Int64s, ranks: int) -> Int64s:
 
     Example:
         >>> assigned(np.array([[[9, 1], [0, 5], [9, 1], [0, 5]]]), 2)
-        array([[0, 2, 3, 1]])
+        array([[0, 1, 3, 2]])
     """
     count, size, columns = costs.shape
     rows, half, total = size // ranks, ranks // 2, costs.sum(axis=1, keepdims=True)
@@ -395,21 +407,19 @@ def sampler_of(
 def checked_costs(costs: Costs, length: int) -> Floats:
     """Return the costs as float64, shape (length,) or (length, columns). TypeError or ValueError: they are invalid."""
     given: Any = [costs(index) for index in range(length)] if callable(costs) else costs
-    names = list(costs) if isinstance(costs, Mapping) else None
+    names: Any = list(costs) if isinstance(costs, Mapping) else range(1 << 31)
     try:
-        if names is not None:
-            columns = [np.asarray(column, np.float64) for column in given.values()]
-            shapes = {name: column.shape for name, column in zip(names, columns, strict=True)}
-            if not names or set(shapes.values()) != {(length,)}:
-                text = f"costs have columns of shapes {shapes}, but the dataset has {length} samples"
-                raise IndexError(f"{text}: give one number for each in every column")
-            given = np.stack(columns, axis=1)
-        array = np.asarray(given, np.float64)
+        columns = [np.asarray(column, np.float64) for column in given.values()] if isinstance(given, Mapping) else None
+        array = np.asarray(given if columns is None else [], np.float64)
     except (TypeError, ValueError):
         advice = "or several (shape (n, columns), a dict of columns), or a function of the index"
         raise TypeError(f"costs must be numbers, one for each sample, {advice}") from None
-    except IndexError as error:
-        raise ValueError(str(error)) from None
+    if columns is not None:
+        shapes = {name: column.shape for name, column in zip(names, columns, strict=True)}
+        if set(shapes.values()) != {(length,)}:
+            text = f"costs have columns of shapes {shapes}, but the dataset has {length} samples"
+            raise ValueError(f"{text}: give one number for each in every column")
+        array = np.stack(columns, axis=1)
     if array.ndim == 2 and array.shape[1] == 1:
         array = array[:, 0]
     if array.shape[:1] != (length,) or array.ndim > 2 or not all(array.shape[1:]):
@@ -421,12 +431,10 @@ def checked_costs(costs: Costs, length: int) -> Floats:
             raise ValueError(f"the cost of sample {wrong[0]} is {array[wrong[0]]}: costs are finite numbers above 0")
         return array
     for sample, column in np.argwhere(~((array >= 0) & (array < np.inf)))[:1].tolist():
-        text = (
-            f"the cost of sample {sample} is {array[sample, column]} in column {(names or range(column + 1))[column]!r}"
-        )
+        text = f"the cost of sample {sample} is {array[sample, column]} in column {names[column]!r}"
         raise ValueError(f"{text}: costs are finite, and at least 0 if there are several columns")
     for sample in np.flatnonzero(~array.any(axis=1))[:1].tolist():
         raise ValueError(f"all costs of sample {sample} are 0: one of them must be above 0")
     for column in np.flatnonzero(~array.any(axis=0))[:length].tolist():
-        raise ValueError(f"all costs in column {(names or range(column + 1))[column]!r} are 0: leave out the column")
+        raise ValueError(f"all costs in column {names[column]!r} are 0: leave out the column")
     return array
