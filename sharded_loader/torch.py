@@ -149,7 +149,7 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         num_replicas: int | Literal["auto"] | DeviceMesh | None = None,
         rank: int | None = None,
         mesh: DeviceMesh | None = None,
-        costs: Sequence[float] | npt.NDArray[Any] | Callable[[int], float] | None = None,
+        costs: Sequence[Any] | npt.NDArray[Any] | Mapping[str, Any] | Callable[[int], Any] | None = None,
         evaluate: bool = False,
         steps_per_epoch: int | None = None,
         global_batch: int | None = None,

@@ -139,7 +139,9 @@ class ShardedDataLoader(Instruments, Leasing[Batch], Generic[Batch]):
         rank: Number of this process, from 0. ``num_replicas="auto"`` finds it.
         costs: Cost of each sample, such as its length: an array, or a function of the index. The order is random, and
             in each step all ranks get samples of nearly the same total cost. Which samples a step has does not depend
-            on the number of ranks, if all ranks together read as many.
+            on the number of ranks, if all ranks together read as many. Several costs are an array of shape (samples,
+            columns), a dict of arrays, or a function that returns a tuple: ranks are then nearly equal in each column.
+            A sample may cost 0 in some columns, such as a text without pictures.
         evaluate: Whether iteration gives ``(batch, real)``, for an evaluation that counts each sample once. All ranks
             take equally many steps of ``batch_size`` samples. The first ``real`` samples of a batch count (perhaps 0);
             the others are padding at the end of the epoch.
@@ -217,7 +219,7 @@ class ShardedDataLoader(Instruments, Leasing[Batch], Generic[Batch]):
         num_shards: int | None = None,
         num_replicas: int | Literal["auto"] | DeviceMesh | None = None,
         rank: int | None = None,
-        costs: Sequence[float] | npt.NDArray[Any] | Callable[[int], float] | None = None,
+        costs: Sequence[Any] | npt.NDArray[Any] | Mapping[str, Any] | Callable[[int], Any] | None = None,
         evaluate: bool = False,
         skip: Sequence[tuple[int, int]] | None = None,
         seed: int | None = None,

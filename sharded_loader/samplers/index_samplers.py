@@ -1,15 +1,7 @@
-"""Samplers of single indices: subsets, strides, parts, sorted, of equal cost, by shards, repeated.
+"""Samplers of single indices: subsets, strides, parts, sorted, by shards, repeated.
 
 Each epoch is a table of int64 indices, a pure function of (seed, epoch), with random access in constant time. Shuffles
 of up to 16 M indices are computed when the epoch is opened. All errors are raised by the constructors.
-
-`CostSampler`: costs -> sorted once -> tuples of neighbours -> steps of several tuples -> rows of one sample per rank
-
-A step of all ranks takes one tuple of neighbours from each level of the sorted costs, chosen by a shuffle per level. A
-random shift moves the borders of tuples. Sorted by cost, the step is cut into rows of one sample per rank. From the
-most expensive row down, a row is reversed if the rows so far give the last rank more than the first (greedy snake
-order). Leftovers, taken at equal distances of the sorted costs, are the last step. With random steps, as in Graham
-(1969), a rank with one very expensive sample would be the slowest.
 
 `ShardShuffleSampler`: position -> lane -> position in the line of all samples -> window -> permuted position -> index
 
@@ -20,14 +12,13 @@ or none if all lengths are equal. Compare the "canonical nodes" of Mosaic's stre
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from sharded_loader.extend import Int64s, Sampler, Selection, Table, WrapperSampler
+from sharded_loader.extend import Int64s, Selection, Table, WrapperSampler
 from sharded_loader.extend.data import as_dataset, taken
 from sharded_loader.extend.order import (
     MAX_LENGTH,
@@ -36,7 +27,6 @@ from sharded_loader.extend.order import (
     checksum_of,
     len_epoch,
     parts,
-    random_words,
     repeated_index,
     resolve_seed,
     shuffle,
@@ -275,147 +265,6 @@ class SortedSampler(_ListedSampler):
     def __init__(self, sort_keys: Numbers, reverse: bool = True) -> None:
         self._reverse = bool(reverse)
         super().__init__(sort_order(sortable(sort_keys), reverse))
-
-
-# -- equal costs for all ranks -----------------------------------------------------------------------------------------
-
-
-MAX_LEVELS = 8
-"""Maximum tuples per step. More make steps more alike, but tuples smaller, so that fewer ranks share one."""
-MAX_COST_RATIO = 1.05
-"""Maximum ratio of costs within tuples that are mixed."""
-MAX_MIXED = 16
-"""Maximum number of tuples that are mixed."""
-COST_BLOCK = 2**13
-
-
-class CostSampler(Sampler[int]):
-    """All indices once per epoch, in random order, with nearly equal costs for all ranks in each step.
-
-    Args:
-        costs: cost of each sample, such as its length: finite numbers above 0, shape (length,), or a function of the
-            index.
-        batch_size: samples per step and rank.
-        length: number of samples.
-        seed: decides the order, together with the epoch; by default drawn from torch's default generator.
-        whole_steps: drop the samples that do not fill a step of all ranks, different ones each epoch.
-
-    Example:
-        >>> sampler = CostSampler([1, 9, 8, 1, 2, 9, 2, 8], 2, 8, seed=0).for_ranks(2)
-        >>> [sorted(step) for step in np.array(list(sampler)).reshape(2, 4).tolist()]
-        [[0, 1, 3, 5], [2, 4, 6, 7]]
-    """
-
-    decided_by = (("costs", "costs"),)
-    fixed = ("costs",)
-    order_version = 2
-    _ranks = 1
-
-    def __init__(
-        self,
-        costs: Numbers | Callable[[int], float],
-        batch_size: int,
-        length: int,
-        seed: int | None = None,
-        whole_steps: bool = False,
-    ) -> None:
-        self.costs = checked_costs(costs, length)
-        self._batch_size = check_int("batch_size", batch_size, 1, "give the number of samples in a batch")
-        self._sorted: Int64s = np.argsort(self.costs, kind="stable")
-        self._whole_steps = whole_steps
-        self.seed = resolve_seed(seed)
-
-    def for_ranks(self, ranks: int) -> CostSampler:
-        twin = copy.copy(self)
-        twin._ranks = ranks
-        return twin
-
-    def epoch_table(self, epoch: int) -> Table:
-        step, key = self._batch_size * self._ranks, (self.seed, "costs", epoch)
-        steps = _CostSteps(self._sorted, self.costs, step, self._ranks, key)
-        return Table(self.len_epoch(epoch), steps.at, COST_BLOCK)
-
-    def len_epoch(self, epoch: int) -> int:
-        length, step = len(self.costs), self._batch_size * self._ranks
-        return length // step * step if self._whole_steps else length
-
-
-class _CostSteps:
-    """Steps of one epoch: ``order`` has the indices by ascending cost, ``size`` is the number of samples in a step."""
-
-    def __init__(self, order: Int64s, costs: npt.NDArray[np.float64], size: int, ranks: int, key: tuple[object, ...]):
-        self._order, self._costs, self._size, self._ranks = order, costs, size, ranks
-        self._count = steps = len(order) // size
-        self._levels = max(n for n in range(1, MAX_LEVELS + 1) if size % n == 0 and n * n <= size)
-        self._tuple = size // self._levels
-        rest = len(order) - steps * size
-        shift = int(random_words(1, *key)[0]) % max(len(order), 1)
-        self._rest = (np.arange(rest) * len(order) + shift) // max(rest, 1)
-        self._passed = self._rest - np.arange(rest)
-        self._tuples = [shuffle(steps, *key, level) for level in range(self._levels)]
-        # For each tuple: the first one of those that are mixed with it, and their number.
-        count = steps * self._levels
-        grade = np.floor(np.log(costs[order[np.arange(count) * self._tuple]]) / np.log(MAX_COST_RATIO))
-        begins = np.flatnonzero(np.diff(grade, prepend=np.nan))
-        lengths = np.diff(np.append(begins, count))
-        begin, length = np.repeat(begins, lengths), np.repeat(lengths, lengths)
-        self._first: Int64s = begin + (np.arange(count) - begin) // MAX_MIXED * MAX_MIXED
-        self._mixed: Int64s = np.minimum(begin + length - self._first, MAX_MIXED)
-        self._shuffles = Bijections(*key, "mixed")
-
-    def at(self, positions: Int64s) -> Int64s:
-        whole = positions[: np.searchsorted(positions, self._count * self._size)]
-        places = self._places(whole) if len(whole) else whole
-        places = places + np.searchsorted(self._passed, places, side="right")
-        last = positions[len(whole) :] - self._count * self._size
-        found: Int64s = self._order[np.concatenate([places, self._rest[last]])]
-        return found
-
-    def _places(self, positions: Int64s) -> Int64s:
-        """Return places in the sorted order without the leftovers in `_rest`."""
-        size, ranks, width = self._size, self._ranks, self._tuple
-        step, within = np.divmod(positions, size)
-        steps, here = np.unique(step, return_inverse=True)
-        tuples = np.stack([level * self._count + tuples(steps) for level, tuples in enumerate(self._tuples)], axis=1)
-        row, rank = np.divmod(within, ranks)
-        turned = self._shuffles(np.zeros_like(steps), np.full_like(steps, ranks), -1 - steps)
-        rank = (rank + turned[here]) % ranks
-        rank = np.where(self._reversed_rows(tuples)[here, row], ranks - 1 - rank, rank)
-        level, member = np.divmod(row * ranks + rank, width)
-        number = tuples[here, level]
-        first, mixed = self._first[number], self._mixed[number]
-        found: Int64s = first * width + mixed * member + self._shuffles(number - first, mixed, first * width + member)
-        return found
-
-    def _reversed_rows(self, tuples: Int64s) -> npt.NDArray[np.bool_]:
-        """Return which rows of each step are reversed. ``tuples`` has shape (steps, levels)."""
-        rows, width = self._size // self._ranks, self._tuple
-        ends = np.arange(rows)[:, None] * self._ranks + np.array([0, self._ranks - 1])
-        number = tuples[:, ends // width]
-        first, mixed = self._first[number], self._mixed[number]
-        cost = self._costs[self._order[first * width + mixed * (ends % width) + (number - first)]]
-        gain = cost[:, :, 1] - cost[:, :, 0]
-        found, total = np.zeros(gain.shape, bool), np.zeros(len(gain))
-        for row in range(rows)[::-1]:
-            found[:, row] = total > 0
-            total += np.where(total > 0, -1, 1) * gain[:, row]
-        return found
-
-
-def checked_costs(costs: object, length: int) -> npt.NDArray[np.float64]:
-    """Return the costs as float64, shape (length,). Raise TypeError or ValueError if they are invalid."""
-    given = [costs(index) for index in range(length)] if callable(costs) else costs
-    try:
-        array = np.asarray(given, np.float64)
-    except (TypeError, ValueError):
-        raise TypeError("costs must be numbers, one for each sample, or a function of the index") from None
-    if array.shape != (length,):
-        text = f"costs have shape {array.shape}, but the dataset has {length} samples"
-        raise ValueError(f"{text}: give one number for each")
-    wrong = np.flatnonzero(~((array > 0) & (array < np.inf)))
-    if len(wrong):
-        raise ValueError(f"the cost of sample {wrong[0]} is {array[wrong[0]]}: costs are finite numbers above 0")
-    return array
 
 
 # -- shards in shuffled order, a few at a time -------------------------------------------------------------------------

@@ -23,9 +23,10 @@ import numpy as np
 import numpy.typing as npt
 
 from sharded_loader.extend import Array, Batchify, BatchifyError, Empty, Int64s, Sampler, Table
-from sharded_loader.extend.data import as_array, check_not_empty
+from sharded_loader.extend.data import as_array, check_not_empty, common_dtype
 from sharded_loader.extend.order import EVERY, IN_MEMORY, SUM, parts, reading, resolve_seed, shuffle, shuffled
 from sharded_loader.extend.tools import an, call_of, check_choice, check_int
+from sharded_loader.samplers.context import Part, context_of, multiple_of
 from sharded_loader.samplers.index_samplers import Numbers, integers
 
 GROUP = 2**17
@@ -61,7 +62,7 @@ class PackSampler(Sampler[list[int]]):
 
     Args:
         lengths: number of tokens of each document, 1-D integers. An array is not copied, so it may be memory-mapped:
-            ``np.load("lengths.npy", mmap_mode="r")``.
+            ``np.load("lengths.npy", mmap_mode="r")``. With ``limits``, a dict with one such array for each limit.
         tokens: tokens per row.
         rows: rows per batch.
         window: documents that are packed together; larger windows leave less space in rows. By default enough for about
@@ -71,6 +72,11 @@ class PackSampler(Sampler[list[int]]):
         shuffle: shuffle documents and rows. Otherwise windows follow the order of the dataset.
         last_batch: ``"keep"`` or ``"discard"`` a smaller last batch. With ``steps_per_epoch``, there is none.
         seed: decides the order, together with the epoch; by default drawn from torch's default generator.
+        limits: several limits of a row in the place of ``tokens``, such as ``{"tokens": 8192, "patches": 4096}``.
+            Documents with the greatest share of a limit come first. A document may have 0 of all but tokens. One above
+            a limit cannot be cut.
+        multiple: number of tokens to a multiple of which documents are filled up: 2 * size for `Pack` with
+            ``context=(rank, size)``.
 
     Raises:
         TypeError, ValueError: An argument is invalid, or a length is not above 0, or above ``tokens`` with
@@ -95,8 +101,8 @@ class PackSampler(Sampler[list[int]]):
 
     def __init__(
         self,
-        lengths: Numbers,
-        tokens: int,
+        lengths: Numbers | Mapping[str, Numbers],
+        tokens: int | None = None,
         rows: int = 1,
         *,
         window: int | None = None,
@@ -104,14 +110,33 @@ class PackSampler(Sampler[list[int]]):
         shuffle: bool = True,
         last_batch: str = "keep",
         seed: int | None = None,
+        limits: Mapping[str, int] | None = None,
+        multiple: int = 1,
     ) -> None:
         advice = "give the number of tokens of each document"
+        self._more: dict[str, npt.NDArray[Any]] = {}
+        self._most = np.ones(0, np.int64)
+        if limits is not None:
+            lengths, tokens, self._more = _columns(lengths, tokens, limits, long)
+            self._most = np.array([limits[name] for name in self._more], np.int64)
+            self._limits = ", ".join(f"{name} {most}" for name, most in limits.items())
+            self._add("limits", "_limits")
+        if tokens is None or isinstance(lengths, Mapping):
+            raise TypeError(
+                "PackSampler packs to tokens=, or to several limits= with a dict of lengths: give one of them"
+            )
         self._lengths = integers("lengths", lengths, "integers of shape (n,)", advice)
         self.dataset_length = len(self._lengths)
         self.tokens = check_int("tokens", tokens, 1, "give the number of tokens in a row")
         if self.tokens >= 2**31:
             raise ValueError(f"tokens is {tokens}: give a number below 2**31, the number of tokens in a row")
         self.rows = check_int("rows", rows, 1, "give the number of rows in a batch")
+        self._multiple = check_int("multiple", multiple, 1, "give 2 * the number of ranks that share a row")
+        if self.tokens % self._multiple:
+            text = f"multiple is {multiple}, and a row of {self.tokens} tokens is no multiple of it"
+            raise ValueError(f"{text}: give such a number of tokens")
+        if self._multiple > 1:
+            self._add("multiple", "_multiple")
         self.long: str = check_choice("long", long, ("error", "cut", "drop"), "PackSampler")
         self.last_batch = check_choice("last_batch", last_batch, ("keep", "discard"), "PackSampler")
         self.shuffle = bool(shuffle)
@@ -122,19 +147,26 @@ class PackSampler(Sampler[list[int]]):
         self.seed = resolve_seed(seed) if shuffle or seed is not None else None
         self._row_checkpoints: dict[Any, list[RowCheckpoint]] = {}
 
+    def _add(self, name: str, attribute: str) -> None:
+        """Add an argument to those that decide the order. Without it, states stay what they were."""
+        for names in ("decided_by", "shown"):
+            vars(self)[names] = (*getattr(self, names), (name, attribute))
+        vars(self)["cut_by"] = (*self.cut_by, name)
+
     @property
     def _shown_length(self) -> int:
         return len(self._lengths)  # counting batches may take a pass
 
     def _checked_sum(self) -> str:
         """Check the lengths and return their checksum. Beyond 16 M, only some are read: the file may be on a disk."""
-        count, checksum = len(self._lengths), 0
+        count, checksum = len(self._lengths), self._multiple - 1  # with another multiple, rows are others
         step = GROUP if count <= IN_MEMORY else count // 64
         for begin in range(0, count, step):
             block = self._lengths[begin : begin + GROUP].astype(np.int64)
             if count <= IN_MEMORY:
                 self._check(block, np.arange(begin, begin + len(block)))
-            checksum = zlib.crc32(block.astype("<i8", copy=False).tobytes(), checksum)
+            for part in (block, *(one[begin : begin + GROUP].astype(np.int64) for one in self._more.values())):
+                checksum = zlib.crc32(part.astype("<i8", copy=False).tobytes(), checksum)
         return f"{SUM}{checksum:08x}"
 
     def _check(self, lengths: Int64s, documents: Int64s) -> None:
@@ -147,9 +179,20 @@ class PackSampler(Sampler[list[int]]):
                 f'{text}: cut long documents with long="cut", leave them out with "drop", or give more tokens='
             )
 
+        for (name, column), most in zip(self._more.items(), self._most.tolist(), strict=True):
+            values = column[documents]
+            wrong = (values < 0) | ((values > most) & (self.long == "error"))
+            for place in np.flatnonzero(wrong)[:1].tolist():
+                text = f"document {documents[place]} has {values[place]} {name}, and a row has 0 to {most}"
+                raise ValueError(f'{text}: leave long documents out with long="drop", or give a higher limit')
+
     def _default_window(self) -> int:
-        some = self._lengths[:: max(len(self._lengths) // 1024, 1)].astype(np.int64)
-        wanted = ROWS * self.tokens * len(some) // max(int(some.sum()), 1)
+        wanted = 1 << 62
+        for column, most in zip(
+            (self._lengths, *self._more.values()), (self.tokens, *self._most.tolist()), strict=True
+        ):
+            some = column[:: max(len(column) // 1024, 1)].astype(np.int64)
+            wanted = min(wanted, ROWS * most * len(some) // max(int(some.sum()), 1))
         return 1 << min(max(wanted.bit_length(), 10), 14)
 
     # -- epochs ---------------------------------------------------------------------------------------------
@@ -191,12 +234,19 @@ class PackSampler(Sampler[list[int]]):
         lengths = self._lengths[documents].astype(np.int64)
         self._check(lengths, documents)
         pieces = -(-lengths // self.tokens)
+        more = np.stack([column[documents] for column in self._more.values()], axis=1) if self._more else None
         if self.long == "drop":
-            pieces = np.where(pieces > 1, 0, 1)
+            fits = pieces < 2 if more is None else (pieces < 2) & (more <= self._most).all(axis=1)
+            pieces = fits.astype(np.int64)
         begins = self.tokens * (np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces))
         documents, windows, lengths = (np.repeat(one, pieces) for one in (documents, windows, lengths))
         ends, windows = np.minimum(begins + self.tokens, lengths), windows - window
-        rows, counts = best_fit((ends - begins).astype(np.int32), windows, end - window, self.tokens)
+        sizes = (-(-(ends - begins) // self._multiple) * self._multiple).astype(np.int32)
+        if more is None:
+            rows, counts = best_fit(sizes, windows, end - window, self.tokens)
+        else:
+            columns = np.concatenate([sizes[:, None], np.repeat(more, pieces, axis=0)], axis=1).astype(np.int64)
+            rows, counts = best_fit_of_several(columns, windows, end - window, np.append(self.tokens, self._most))
 
         borders = np.searchsorted(windows, np.arange(len(counts) + 1))
 
@@ -256,6 +306,65 @@ def best_fit(sizes: npt.NDArray[np.int32], windows: Int64s, count: int, tokens: 
     rows, real = np.empty(len(sizes), np.int64), table.T > 0
     rows[(begin[:, None] + (keys & (2**31 - 1)))[real]] = chosen.T[real]
     return rows, (spare < tokens).sum(axis=1)
+
+
+def best_fit_of_several(sizes: Int64s, windows: Int64s, count: int, limits: Int64s) -> tuple[Int64s, Int64s]:
+    """Pack as `best_fit` does, to several limits: ``sizes`` has shape (documents, limits), the first ones above 0.
+
+    Documents come by their greatest share of a limit, each into the row with the least room that it fits into.
+
+    Example:
+        >>> sizes = np.array([[1, 4], [4, 1], [4, 0], [1, 4]])
+        >>> best_fit_of_several(sizes, np.zeros(4, np.int64), 1, np.array([5, 5]))[0].tolist()
+        [0, 0, 1, 1]
+    """
+    unit = 1 << 30
+    per_window = np.bincount(windows, minlength=count)
+    begin = np.cumsum(per_window) - per_window
+    nth = np.arange(len(sizes)) - np.repeat(begin, per_window)
+    keys = np.full((count, int(per_window.max(initial=0))), 2 * unit << 31, np.int64)
+    keys[windows, nth] = (unit - np.rint((sizes / limits).max(axis=1) * unit).astype(np.int64)) << 31 | nth
+    keys.sort(axis=1)
+    real = keys < 2 * unit << 31  # smaller windows have fewer documents
+    documents = np.where(real, begin[:, None] + (keys & (2**31 - 1)), len(sizes))
+    table = np.append(sizes, np.zeros((1, len(limits)), np.int64), axis=0)[documents.T]
+    chosen, width = np.empty(table.shape[:2], np.int64), int((table.sum(axis=0) // limits).max(initial=0))
+    while True:
+        width += width // 8 + 8
+        spare = np.repeat(limits, count * width).reshape(-1, count, width)
+        for n, largest in enumerate(table):
+            rest = spare - largest.T[:, :, None]
+            room = rest[0] / limits[0]
+            for column, limit in zip(rest[1:], limits[1:], strict=True):
+                room += column / limit
+            chosen[n] = np.where((rest < 0).any(axis=0), np.inf, room).argmin(axis=1)
+            spare[:, np.arange(count), chosen[n]] -= largest.T
+        if spare.min(initial=0) >= 0:
+            break
+    rows = np.empty(len(sizes), np.int64)
+    rows[documents[real]] = chosen.T[real]
+    return rows, (spare[0] < limits[0]).sum(axis=1)
+
+
+def _columns(lengths: Any, tokens: object, limits: Any, long: str) -> tuple[Any, int, dict[str, npt.NDArray[Any]]]:
+    """Return the lengths in tokens, their limit, and the other lengths by name. Check the arguments."""
+    example = 'PackSampler({"tokens": lengths, "patches": patches}, limits={"tokens": 8192, "patches": 4096})'
+    if tokens is not None or not isinstance(limits, Mapping) or not isinstance(lengths, Mapping):
+        raise TypeError(f"limits= takes the place of tokens=, and both limits and lengths are dicts: {example}")
+    if "tokens" not in limits or lengths.keys() != limits.keys():
+        text = f"there are limits for {sorted(limits)} and lengths for {sorted(lengths)}"
+        raise ValueError(f"{text}: give both for the same names, 'tokens' among them: {example}")
+    if long == "cut" and len(limits) > 1:
+        raise ValueError('long="cut" cuts tokens, and other limits do not say where: give long="drop" or "error"')
+    for name, most in limits.items():
+        check_int(f"the limit of {name}", most, 1, "give the most that a row can have")
+    advice = "give one number for each document"
+    arrays = {name: integers(f"lengths[{name!r}]", lengths[name], "integers of shape (n,)", advice) for name in limits}
+    if len(set(map(len, arrays.values()))) > 1:
+        raise ValueError(
+            f"lengths have different numbers of documents, { {name: len(one) for name, one in arrays.items()} }"
+        )
+    return arrays.pop("tokens"), limits["tokens"], arrays
 
 
 FARTHEST = 1 << 30
@@ -380,6 +489,12 @@ class Pack(Batchify):
     Args:
         tokens: length of a row, the same as in `PackSampler`.
         pad_id: padding of ``input_ids``.
+        media: names of fields of a document that are joined along their first axis, such as ``("pixel_values",
+            "image_grid_thw")``: arrays of shape (patches, values) and (images, 3). Documents without pictures have
+            arrays of length 0, None, or no such field.
+
+        context: rank and size of a group whose ranks share each row, or a `DeviceMesh` with the dimension ``"cp"``. The
+            batch is the part of this rank. Pass ``PackSampler(..., multiple=2 * size)``.
 
     Returns:
         Calling it returns a dict of tensors. The first four are int64, of shape (rows, tokens). Pieces of documents
@@ -393,10 +508,18 @@ class Pack(Batchify):
           are not shifted, because models of transformers do that.
         - ``cu_seqlens``: int32, shape (documents + 1,): where each document begins in ``input_ids[segment_ids > 0]``,
           and the end of the last one.
+        - each field of ``media``: of all documents in the order of ``input_ids``, as Qwen2-VL takes it; left out if no
+          document has it. Its name with ``_per_row``: int64, shape (rows,): its length in each row, to cut it.
+
+        With ``context``, the first four have shape (rows, tokens / size): chunks ``rank`` and ``2 * size - 1 - rank``
+        of each document, which is filled up to a multiple of ``2 * size``. ``labels`` are shifted: each position has
+        the next token of its document. ``cu_seqlens`` is that of whole rows. ``cu_seqlens_padded`` (int32, shape
+        (documents + 1,)) says where documents begin in whole rows, as Transformer Engine takes it. With one rank, the
+        part is the whole row.
 
     Raises:
-        TypeError, ValueError: ``tokens`` is not an integer of at least 1, or ``pad_id`` not an integer. When called: a
-            document is empty, too long, not integers, or does not match its length in `PackSampler`.
+        TypeError, ValueError: An argument is wrong, such as a row that ``context`` cannot cut into equal chunks. When
+            called: a document is empty, too long, not integers, or does not match its length in `PackSampler`.
 
     Example:
         >>> batch = Pack(tokens=6)([[11, 12, 13], [21, 22], [31, 32, 33, 34]])
@@ -409,8 +532,14 @@ class Pack(Batchify):
         tensor([0, 3, 5, 9], dtype=torch.int32)
     """
 
-    def __init__(self, tokens: int, pad_id: int = 0) -> None:
+    def __init__(self, tokens: int, pad_id: int = 0, media: Sequence[str] = (), context: Any = None) -> None:
         self._tokens = check_int("tokens", tokens, 1, "give the number of tokens in a row")
+        if isinstance(media, str) or not all(isinstance(name, str) for name in media):
+            raise TypeError(f"media is {media!r}: give names of fields, such as ('pixel_values', 'image_grid_thw')")
+        self._media = tuple(media)
+        self._context = None if context is None else context_of(context, self._tokens)
+        if media and context is not None:
+            raise ValueError("media cannot be cut among the ranks of context=: leave out one of them")
         self._pad_id = check_int("pad_id", pad_id, -(2**63), "give the token that fills up a row")
 
     def assemble(self, samples: Sequence[object], empty: Empty) -> dict[str, Array]:
@@ -421,16 +550,21 @@ class Pack(Batchify):
         if isinstance(planned, Packed) and len(planned) == len(samples):
             _check_lengths(tokens, planned)
         else:
-            planned = _planned_in_order(tokens, self._tokens)
+            planned = _planned_in_order(tokens, self._tokens, self._multiple)
         row, begin, end, _ = planned.places.T
         sizes = end - begin
         bounds = np.concatenate([[0], np.cumsum(sizes)])
-        filled = np.bincount(row, sizes, planned.rows).astype(np.int64)
+        padded = -(-sizes // self._multiple) * self._multiple
+        filled = np.bincount(row, padded, planned.rows).astype(np.int64)
         if (most := int(filled.max())) > self._tokens:
-            advice = f"write the same number in both, PackSampler(lengths, tokens={self._tokens}, ...)"
+            multiple = "" if self._multiple == 1 else f"multiple={self._multiple}, "
+            advice = f"write the same number in both, PackSampler(lengths, tokens={self._tokens}, {multiple}...)"
             text = f"PackSampler has planned a row of {most} tokens, and Pack makes rows of {self._tokens}"
             raise BatchifyError(text, advice)
-        ids, given = _concatenated(tokens, begin, end), self._labels(samples)
+        given = self._labels(samples)
+        if self._context is not None:
+            return self._part(planned, tokens, tokens if given is None else given, empty)
+        ids = _concatenated(tokens, begin, end)
         labels = ids.copy() if given is None else _concatenated(given, begin, end)
         labels[bounds[:-1]] = IGNORED
         in_row = np.arange(len(row)) - np.searchsorted(row, row)
@@ -448,7 +582,31 @@ class Pack(Batchify):
                 done += count
         batch["cu_seqlens"] = empty(bounds.shape, np.dtype(np.int32))
         batch["cu_seqlens"][...] = bounds
+        for name in self._media:
+            batch |= _joined(name, samples, planned, empty)
         return batch
+
+    def _part(
+        self, planned: Packed, tokens: Sequence[Array], labels: Sequence[Array], empty: Empty
+    ) -> dict[str, Array]:
+        row, begin, end, _ = planned.places.T
+        # A row whose documents could not be read has one of length 0.
+        lost = np.setdiff1d(np.arange(planned.rows), row)
+        at = np.searchsorted(row, lost)
+        read = np.insert(np.arange(len(row)), at, 0).tolist()
+        row, begin, sizes = np.insert(row, at, lost), np.insert(begin, at, 0), np.insert(end - begin, at, 0)
+        part = Part(row, sizes, planned.rows, self._tokens, self._context or (0, 1))
+        owner = np.repeat(np.arange(len(row)), part.chunks)
+        chunks = [read[n] for n in owner.tolist()]
+        ids, targets = (
+            _concatenated([values[n] for n in chunks], begin[owner] + first, begin[owner] + last)
+            for values, (first, last) in ((tokens, part.edges(0)), (labels, part.edges(1)))
+        )
+        return part.batch(ids, targets, self._pad_id, IGNORED, empty)
+
+    @property
+    def _multiple(self) -> int:
+        return 1 if self._context is None else multiple_of(self._context[1])
 
     def _labels(self, samples: Sequence[Any]) -> Sequence[Array] | None:
         given = [isinstance(sample, Mapping) and "labels" in sample for sample in samples]
@@ -465,7 +623,41 @@ class Pack(Batchify):
         return labels
 
     def __repr__(self) -> str:
-        return call_of(self, tokens=(self._tokens, None), pad_id=(self._pad_id, 0))
+        return call_of(
+            self,
+            tokens=(self._tokens, None),
+            pad_id=(self._pad_id, 0),
+            media=(self._media, ()),
+            context=(self._context, None),
+        )
+
+
+def _joined(name: str, samples: Sequence[Any], planned: Packed, empty: Empty) -> dict[str, Array]:
+    """Return a field of all documents one after the other, and its length in each row."""
+    given = [sample.get(name) if isinstance(sample, Mapping) else None for sample in samples]
+    arrays = [None if value is None else as_array(value) for value in given]
+    sizes = np.array([0 if array is None or not array.ndim else len(array) for array in arrays])
+    is_cut = planned.places[:, 2] - planned.places[:, 1] < planned.places[:, 3]
+    for position in np.flatnonzero(is_cut & (sizes > 0))[:1].tolist():
+        text = f"document {planned[position]} is cut, and it has {name}, which may belong to another piece"
+        raise BatchifyError(text, 'leave long documents out with PackSampler(..., long="drop")')
+    batch = {f"{name}_per_row": empty((planned.rows,), np.dtype(np.int64))}
+    batch[f"{name}_per_row"][...] = np.bincount(planned.places[:, 0], sizes, planned.rows)
+    present = [(position, array) for position, array in enumerate(arrays) if array is not None]
+    # An empty list has no shape, and counts only if there is nothing else.
+    found = [one for one in present if len(one[1].shape) and sizes[one[0]]] or present[:1]
+    for position, array in present:
+        if not array.ndim:
+            raise BatchifyError(f"{name} is a single number in sample {position}", "give an array of shape (n, ...)")
+    shapes = {array.shape[1:]: f"{array.shape} in sample {position}" for position, array in reversed(found)}
+    if len(shapes) > 1:
+        text = f"{name} has the shapes {', '.join(reversed(shapes.values()))}"
+        raise BatchifyError(text, "give each document an array of shape (n, ...), with the same axes after the first")
+    if found:
+        values = [array for _, array in found]
+        batch[name] = empty((int(sizes.sum()), *values[0].shape[1:]), common_dtype(values))
+        np.concatenate(values, out=batch[name], casting="unsafe")
+    return batch
 
 
 def _ids_of(sample: object, key: str, position: int) -> Array:
@@ -494,13 +686,14 @@ def _check_lengths(tokens: Sequence[Array], planned: Packed) -> None:
             raise BatchifyError(text, "give PackSampler the lengths of this dataset's documents, in their order")
 
 
-def _planned_in_order(tokens: Sequence[Array], most: int) -> Packed:
+def _planned_in_order(tokens: Sequence[Array], most: int, multiple: int) -> Packed:
     """Plan documents row after row: one that does not fit begins the next row."""
     places, row, used = np.zeros((len(tokens), 4), np.int64), 0, 0
     for document, ids in enumerate(tokens):
         if len(ids) > most:
             advice = 'cut it, or let PackSampler(..., long="cut") do so and give Pack itself as batchify_fn'
             raise BatchifyError(f"sample {document} of the batch has {len(ids)} tokens, and a row has {most}", advice)
-        row, used = (row, used + len(ids)) if used + len(ids) <= most else (row + 1, len(ids))
+        size = -(-len(ids) // multiple) * multiple
+        row, used = (row, used + size) if used + size <= most else (row + 1, size)
         places[document] = row, 0, len(ids), len(ids)
     return Packed(range(len(tokens)), places, row + 1)

@@ -299,8 +299,8 @@ class Sampling:
         if length is None:
             raise TypeError("the dataset has no __len__: give it one, or give the loader a sampler of its indices")
         if self.costs is not None:
-            costs = self.costs if callable(self.costs) or length == self._length else self.costs[:length]
-            return provided("sampler", "costs")(costs, self.batch_size, length, seed, self.steps_per_epoch is not None)
+            whole = self.steps_per_epoch is not None
+            return provided("sampler", "costs")(self.costs, self.batch_size, length, seed, whole, self._length)
         made = RandomSampler(length, seed=seed) if self.shuffle else SequentialSampler(length)
         return made if read is None else read.over(made)
 

@@ -32,7 +32,7 @@ import sharded_loader as ours
 from sharded_loader import LoaderWarning, ShardedDataLoader
 from sharded_loader.batchify import Pack
 from sharded_loader.samplers.bijections import uniforms
-from sharded_loader.samplers.index_samplers import CostSampler
+from sharded_loader.samplers.costs import sampler_of
 from sharded_loader.sampling.third_party import table_of
 from tests import conftest
 from tests.fuzz.steps import Difference, Program
@@ -82,6 +82,10 @@ class Drawn:
         self.lengths = [rng.randint(1, 60) for _ in range(self.length)]
         self.size, self.evaluate = rng.randint(1, 4), rng.random() < 0.4
         self.all = Counter(range(self.length))
+        # The second column, of ``costs=`` or of ``limits=``, is 0 for some samples, but not for all.
+        self.others = [rng.choice([0, 0, rng.randint(1, 30)]) for _ in self.lengths[1:]] + [7]
+        self.has_others = rng.random() < 0.5
+        self.costs: Any = {"length": self.lengths, "other": self.others} if self.has_others else self.lengths
 
 
 def indices(drawn: Drawn) -> Job:
@@ -173,17 +177,21 @@ def nested_last(loader: Any) -> Any:
 
 
 def costs(drawn: Drawn) -> Job:
-    """``costs=``."""
-    length, lengths = drawn.length, drawn.lengths
+    """``costs=``, of one column or of two."""
+    length = drawn.length
     return Job(
         "costs",
         lambda: range(length),
-        lambda size: {"batch_size": size, "costs": lengths},
-        lambda epoch, ranks, size: list(CostSampler(lengths, size * ranks, length, SEED).iter_epoch(epoch)),
+        lambda size: {"batch_size": size, "costs": drawn.costs},
+        lambda epoch, ranks, size: list(cost_sampler(drawn, size * ranks).iter_epoch(epoch)),
         by_step=True,
         whole=drawn.all,
         step_size=drawn.rng.choice([2, 4, 6, 12]),
     )
+
+
+def cost_sampler(drawn: Drawn, size: int, whole_steps: bool = False) -> Any:
+    return sampler_of(drawn.costs, size, drawn.length, SEED, whole_steps, drawn.length)
 
 
 def repeated(drawn: Drawn) -> Job:
@@ -313,25 +321,39 @@ def batches(drawn: Drawn) -> Job:
 def packed(drawn: Drawn) -> Job:
     """`PackSampler` and `Pack`. A token says its document and its place there."""
     rng, lengths, tokens = drawn.rng, drawn.lengths, drawn.rng.choice([20, 60, 100])
+    most = rng.choice([7, 20, 60])  # of the second limit
     long = rng.choice(["cut", "drop"]) if max(lengths) > tokens else "error"
+    if drawn.has_others:
+        long = "drop" if max(lengths) > tokens or max(drawn.others) > most else "error"
     documents = [list(range(1000 * n, 1000 * n + count)) for n, count in enumerate(lengths)]
     last = rng.choice(["keep", "keep", "discard"])
     window, at_once, shuffle = rng.choice([None, 4, 16]), rng.choice([1, 3, 20]), rng.random() < 0.8
 
     step_size = None if rng.random() < 0.4 else rng.choice([4, 8, 12])
-    options = {"window": window, "long": long, "shuffle": shuffle, "seed": drawn.seed}
+    options: dict[str, Any] = {"window": window, "long": long, "shuffle": shuffle, "seed": drawn.seed}
+    in_parts = rng.random() < 0.3
+    if in_parts:
+        options["multiple"] = 4
+    pack = Parts(tokens) if in_parts else Pack(tokens, pad_id=-1)
 
     def of_size(size: int) -> int:
         return drawn.size if step_size is None else size
 
     def make(rows: int, last: str) -> ours.PackSampler:
-        sampler = ours.PackSampler(lengths, tokens, rows, last_batch=last, **options)
+        if drawn.has_others:
+            limits = {"tokens": tokens, "others": most}
+            columns = {"tokens": lengths, "others": drawn.others}
+            sampler = ours.PackSampler(columns, rows=rows, last_batch=last, limits=limits, **options)
+        else:
+            sampler = ours.PackSampler(lengths, tokens, rows, last_batch=last, **options)
         sampler.at_once = at_once
         return sampler
 
     def pieces(batch: Any) -> list[Any]:
         rows = batch.places[:, 0].tolist()
         firsts = [n == 0 or row != rows[n - 1] for n, row in enumerate(rows)]
+        if drawn.has_others and max(np.bincount(rows, [drawn.others[document] for document in batch])) > most:
+            raise Difference(f"the rows of {list(batch)} have more than {most} of the second limit")
         return [
             (document, begin, end, first)
             for document, (_, begin, end, _), first in zip(batch, batch.places.tolist(), firsts, strict=True)
@@ -343,11 +365,12 @@ def packed(drawn: Drawn) -> Job:
         while True:
             yield list(itertools.chain.from_iterable(itertools.islice(rows, of_size(size))))
 
-    whole = Counter(token for document in documents for token in document if long != "drop" or len(document) <= tokens)
+    kept = [len(d) <= tokens and (not drawn.has_others or drawn.others[n] <= most) for n, d in enumerate(documents)]
+    whole = Counter(token for n, d in enumerate(documents) for token in d if long != "drop" or kept[n])
     return Job(
         "packed",
         lambda: documents,
-        lambda size: {"batch_sampler": make(of_size(size), last), "batchify_fn": Pack(tokens, pad_id=-1)},
+        lambda size: {"batch_sampler": make(of_size(size), last), "batchify_fn": pack},
         lambda epoch, ranks, size: [pieces(batch) for batch in make(of_size(size), last).iter_epoch(epoch)],
         in_batches=True,
         step_size=step_size,
@@ -357,6 +380,34 @@ def packed(drawn: Drawn) -> Job:
         discards=last == "discard",
         endless=all_epochs if whole else None,
     )
+
+
+class Parts:
+    """The parts of two ranks that share rows, put together as `Pack` would have made the rows without ``context``."""
+
+    def __init__(self, tokens: int) -> None:
+        self._packs = [Pack(tokens, pad_id=-1, context=(rank, 2)) for rank in range(2)]
+        self._tokens = tokens
+
+    def __call__(self, samples: Any) -> Any:
+        parts = [pack(samples) for pack in self._packs]
+        shape = len(parts[0]["input_ids"]), self._tokens
+        whole = {
+            name: np.full(shape, fill)
+            for name, fill in (("input_ids", -1), ("position_ids", 0), ("segment_ids", 0), ("labels", -100))
+        }
+        bounds, used, done = parts[0]["cu_seqlens_padded"].tolist(), [0] * shape[0], [0, 0]
+        for (begin, end), size in zip(itertools.pairwise(bounds), parts[0]["cu_seqlens"].diff().tolist(), strict=True):
+            row, half = begin // self._tokens, (end - begin) // 4
+            for name, value in whole.items():
+                mine = [part[name].flatten()[n : n + 2 * half].numpy() for part, n in zip(parts, done, strict=True)]
+                document = np.concatenate([mine[0][:half], *np.split(mine[1], [half]), mine[0][half:]])
+                if name == "labels":
+                    document = np.append(-100, document)
+                value[row, used[row] : used[row] + size] = document[:size]
+            used[row] += size
+            done = [n + 2 * half for n in done]
+        return {**whole, "cu_seqlens": parts[0]["cu_seqlens"]}
 
 
 def unpacked(batch: Any) -> list[Any]:
@@ -468,7 +519,7 @@ def vary(job: Job, drawn: Drawn) -> None:
     if job.by_step:
 
         def whole_steps(ranks: int, size: int) -> Iterator[Any]:
-            sampler = CostSampler(drawn.lengths, size * ranks, drawn.length, SEED, True)
+            sampler = cost_sampler(drawn, size * ranks, True)
             return itertools.chain.from_iterable(map(sampler.iter_epoch, itertools.count()))
 
         job.endless = whole_steps

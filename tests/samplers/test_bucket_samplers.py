@@ -25,7 +25,7 @@ from sharded_loader import (
     SortedBucketSampler,
 )
 from sharded_loader.samplers.batch_samplers import kinds_of
-from sharded_loader.samplers.index_samplers import CostSampler
+from sharded_loader.samplers.costs import CostSampler
 
 
 def ranks_of(replicas: int, make: Callable[..., ShardedDataLoader[Any]], state: Any = None) -> list[Any]:

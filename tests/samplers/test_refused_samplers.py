@@ -107,7 +107,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     ),
     # costs
     (lambda: costly([1, 2]), ValueError, "the dataset has 4 samples: give one number for each"),
-    (lambda: costly(np.ones((4, 1))), ValueError, "shape"),
+    (lambda: costly(np.ones((1, 4))), ValueError, "shape"),
     (lambda: costly([1, 0, 2, 3]), ValueError, "cost of sample 1 is 0.0"),
     (lambda: costly([1, 2, 3, float("nan")]), ValueError, "cost of sample 3 is nan"),
     (lambda: costly("abcd"), TypeError, "costs must be numbers"),
