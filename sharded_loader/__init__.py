@@ -20,6 +20,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 PROVIDED = {
+    ("batches", "sources"): "sharded_loader.mixing.sources:Sources",
     ("column", "values"): "sharded_loader.storage.tables:column_values",
     ("dataset", "cache"): "sharded_loader.caching.dataset:StoredDataset",
     ("function", "gather"): "sharded_loader.parallel:gather",

@@ -55,7 +55,7 @@ __all__ = ["DataLoader"]
 _TORCHS = torch.utils.data.DataLoader  # looked up once, because programs replace torch's class by this module's
 
 
-SHARDED = ("num_replicas", "rank", "mesh", "costs", "evaluate", "steps_per_epoch")
+SHARDED = ("num_replicas", "rank", "mesh", "costs", "evaluate", "with_source", "steps_per_epoch")
 """Arguments of `ShardedDataLoader` that are incompatible with torch's order."""
 
 _TORCHS_ARGUMENTS = tuple(inspect.signature(_TORCHS).parameters)
@@ -88,10 +88,10 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         streams: Number of parts of iterable data; see `ShardedDataLoader`. None: one per worker, as in torch.
         skip: Steps to leave out, as batches of the sampler, whose length must be known; see `ShardedDataLoader`.
         num_replicas, rank, mesh: Number of ranks, and this rank; see `ShardedDataLoader`. With one of these or the next
-            three arguments, the loader reads as a `ShardedDataLoader` does: its order, states, `rescale` and
+            four arguments, the loader reads as a `ShardedDataLoader` does: its order, states, `rescale` and
             `set_weights`, and workers that live as long as the loader, whatever ``persistent_workers`` says.
             ``generator`` and ``in_order=False`` are then errors.
-        costs, evaluate, steps_per_epoch: As in `ShardedDataLoader`.
+        costs, evaluate, with_source, steps_per_epoch: As in `ShardedDataLoader`.
         snapshot_every_n_steps: Argument of torchdata's ``StatefulDataLoader``, without effect: states are always exact.
 
     Attributes:
@@ -149,6 +149,7 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         mesh: DeviceMesh | None = None,
         costs: Sequence[float] | npt.NDArray[Any] | Callable[[int], float] | None = None,
         evaluate: bool = False,
+        with_source: bool = False,
         steps_per_epoch: int | None = None,
         snapshot_every_n_steps: int = 1,
         **unknown: NoReturn,
@@ -160,6 +161,7 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         is_auto, workers = core.number_of_workers(num_workers)
         self.num_replicas, self.rank, self.mesh = num_replicas, rank, mesh
         self.costs, self.evaluate, self.steps_per_epoch = costs, evaluate, steps_per_epoch
+        self.with_source = with_source
         # As attributes, because libraries rebuild loaders.
         self.seed, self.on_error, self.in_order, self.streams = seed, on_error, in_order, streams
         self.device, self.devices, self.num_shards, self.thread_pool = device, devices, num_shards, thread_pool
@@ -395,8 +397,8 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         """Continue with other ranks from the next batch on; see `ShardedDataLoader.rescale`.
 
         Raises:
-            TypeError: The loader was made without ``num_replicas``, ``mesh``, ``costs``, ``evaluate`` and
-                ``steps_per_epoch``.
+            TypeError: The loader was made without ``num_replicas``, ``mesh``, ``costs``, ``evaluate``,
+                ``with_source`` and ``steps_per_epoch``.
             TypeError, ValueError, RuntimeError: As `ShardedDataLoader.rescale`.
 
         Example:

@@ -19,6 +19,7 @@ from sharded_loader.sampling.base import is_own as is_own
 from sharded_loader.sampling.base import nested as nested
 from sharded_loader.sampling.base import resolve_seed as resolve_seed
 from sharded_loader.sampling.order import LEFT_OUT as LEFT_OUT
+from sharded_loader.sampling.order import MapOrder as MapOrder
 from sharded_loader.sampling.order import step_checksum as step_checksum
 from sharded_loader.sampling.order import warn_of_done_steps as warn_of_done_steps
 from sharded_loader.sampling.own import LAST_BATCH as LAST_BATCH
@@ -31,6 +32,7 @@ from sharded_loader.sampling.state import Signature as Signature
 from sharded_loader.sampling.state import arguments_of as arguments_of
 from sharded_loader.sampling.state import differences as differences
 from sharded_loader.sampling.state import dump as dump
+from sharded_loader.sampling.state import has_weights as has_weights
 from sharded_loader.sampling.state import kind_of as kind_of
 from sharded_loader.sampling.state import other_arguments as other_arguments
 from sharded_loader.sampling.state import parse as parse

@@ -272,8 +272,11 @@ class Epochs:
     """Epochs of one loader. Its pool reads, unless ``resident`` has room to gather the batches on the devices.
 
     ``stale`` is True if the dataset or the seed has changed since it was last sent to the workers. ``prefetch_epochs``
-    may be set at any time.
+    may be set at any time. ``sources`` makes the second part of each batch out of its task and result; None: there is
+    none.
     """
+
+    sources: Callable[[Any, Any], object] | None = None
 
     def __init__(
         self, job: Job, order: MapOrder | StreamOrder, pipeline: Pipeline, placement: Placer, resident: Any = None

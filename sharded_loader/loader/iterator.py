@@ -192,6 +192,8 @@ class EpochIterator(Iterator[Batch]):
                     entry.batch = placement.place(run.window, () if run.next is None else run.next.window)
                 if run.epoch.evaluates:
                     entry.batch = entry.batch, run.epoch.real(task)
+                if self._epochs.sources is not None:
+                    entry.batch = entry.batch, self._epochs.sources(task, result)
             except Exception as raised:
                 error = placement_error(task, raised, "while the batch was placed")
                 entry.result = result = replace(result, batch=None, error=error)

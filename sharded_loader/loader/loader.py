@@ -142,6 +142,8 @@ class ShardedDataLoader(Instruments, Generic[Batch]):
         evaluate: Whether iteration gives ``(batch, real)``, for an evaluation that counts each sample once. All ranks
             take equally many steps of ``batch_size`` samples. The first ``real`` samples of a batch count (perhaps 0);
             the others are padding at the end of the epoch.
+        with_source: Whether iteration gives pairs: what it gives without it, and the `SampleSource` of the samples,
+            which stays in host memory.
         skip: Steps to leave out, for instance after a loss spike: a list of pairs (first, last), last included. Steps
             count from the beginning of epoch 0, with the ranks and batch size of this loader. All other batches stay
             the same, and ``len(loader)`` gets smaller. States include them, and `load_state_dict` accepts more. Not for
@@ -212,6 +214,7 @@ class ShardedDataLoader(Instruments, Generic[Batch]):
         rank: int | None = None,
         costs: Sequence[float] | npt.NDArray[Any] | Callable[[int], float] | None = None,
         evaluate: bool = False,
+        with_source: bool = False,
         skip: Sequence[tuple[int, int]] | None = None,
         seed: int | None = None,
         on_error: ErrorAction | OnError = "raise",
@@ -257,6 +260,8 @@ class ShardedDataLoader(Instruments, Generic[Batch]):
         job = Job(dataset, batchify_fn, order.seed, action, order.replicated)
         observer = provided("observer", "instruments")(dataset, limit)
         epochs = Epochs(job, order, pipeline, placement, kept)
+        if with_source:
+            epochs.sources = provided("batches", "sources")(dataset, order)
         self._meter, self._epochs, self._known_steps = observer, epochs, LookUp(epochs)
         self._progress, self._order, self._pipeline, self._placement = epochs.progress, order, pipeline, placement
         self._workers, self._split = workers, pipeline.split

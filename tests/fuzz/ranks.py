@@ -3,7 +3,8 @@
     draw_job(rng) -> a `Job`: a loader's arguments, and what its global sequence must be; with discard, steps_per_epoch
          -> events: steps of all ranks; a state that goes through JSON to other ranks; rescale; weights that are set;
             the next epoch
-         -> after each step: each rank has exactly what stands at its places of the sequence; some steps are looked up
+         -> after each step: each rank has exactly what stands at its places of the sequence; some steps are looked up,
+            and found again from one of their samples
          -> at the end of an epoch: each sample, or each token, was read as often as it must be
 
 The expected sequence of an epoch is a list that one sampler without ranks has made, or that a few lines of Python
@@ -15,6 +16,7 @@ import copy
 import itertools
 import json
 import random
+import re
 import time
 import warnings
 from collections import Counter
@@ -662,6 +664,29 @@ class Ranks(Program):
         if job.name != "packed" and job.shards is None and len(job.read(flat)) != len(known):
             raise Difference(f"epoch {epoch}, batch {step}, rank {rank}: {indices} are not the samples of {flat}")
         self.counts["looked up"] += 1
+        real = [one for shard in known for one in shard] if job.shards is not None and job.in_batches else known
+        if real[: indices[1] if job.evaluate else None]:
+            place = self.look_rng.randrange(len(real[: indices[1] if job.evaluate else None]))
+            self.find(other, (epoch, step, rank, place), real[place])
+
+    def find(self, loader: Any, place: tuple[int, int, int, int], index: Any) -> None:
+        """The step again, from one of its samples: its order inverted. No other step that is named lacks the sample."""
+        try:
+            found = loader.when(index, place[0])
+        except (TypeError, ValueError) as error:  # there is no inverse, or a copy was read by the ranks before
+            if not re.search("no inverse|by other ranks|weights of", str(error)):
+                raise
+            self.counts["not found, and told why"] += 1
+            return
+        if place not in found:
+            raise Difference(f"sample {index} was read at {place}, and when() says {found}")
+        for one in self.look_rng.sample(found, min(3, len(found))):
+            indices = loader.indices(*one[:3])
+            flat = indices[0] if self.track.job.evaluate else indices
+            flat = [each for part in flat for each in part] if flat and isinstance(flat[0], list) else flat
+            if flat[one.place] != index:
+                raise Difference(f"sample {index} is not at {one}, as when() says: {flat}")
+        self.counts["found"] += 1
 
     def follow(self) -> None:
         """The next epoch begins."""
