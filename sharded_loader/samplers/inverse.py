@@ -147,10 +147,10 @@ def _places(epoch: Any, items: Callable[[int], list[tuple[int, int]]]) -> Iterat
     own, ranks, size = source.signature, source.replicas, source.signature.batch_size or 1
     (first, done), end = epoch.reached(epoch.first), epoch.reached(steps)
     for number in range(first, end[0] + 1):
-        length = len_epoch(source.items, number)
+        here, length = items(number), len_epoch(source.items, number)
         turns = parts(length - done, ranks, cut=False)  # of all ranks, in each of which a rank takes an item
         last = length if source.evaluates else done + turns * ranks  # the beginning comes again, for some ranks
-        for item, within in (one for one in items(number) if one[0] < length):
+        for item, within in (one for one in here if one[0] < length):
             for position in range(item, last, length):
                 turn, rank = divmod(position - done, ranks)
                 step, place = divmod(before + turn, size)
