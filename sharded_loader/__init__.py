@@ -32,6 +32,7 @@ PROVIDED = {
     ("pool", "ray"): "sharded_loader.ray.pool:RayPool",
     ("ranks", "mesh"): "sharded_loader.parallel:ranks_of_mesh",
     ("sampler", "costs"): "sharded_loader.samplers.index_samplers:CostSampler",
+    ("sampler", "grown"): "sharded_loader.samplers.growth:GrownSampler",
     ("sampler", "mixture"): "sharded_loader.mixing.interleave:sampler_of",
     ("trainer", "fetched"): "sharded_loader.drop_in.trainers:fetched_by_lightning",
     ("trainer", "named"): "sharded_loader.drop_in.trainers:name_epoch",

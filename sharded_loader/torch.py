@@ -433,6 +433,25 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         """
         need_sharded(self._reads, "set_weights").set_weights(weights)
 
+    def grow(self, dataset: Any = None) -> None:
+        """Take in samples that were appended to the dataset; see `ShardedDataLoader.grow`.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: As `rescale`, and as `ShardedDataLoader.grow`.
+        """
+        inner = need_sharded(self._reads, "grow")
+        inner.grow(dataset)
+        vars(self)["dataset"] = inner.dataset
+        self._show_sharded(inner)
+
+    def without(self, indices: Iterable[int]) -> None:
+        """Leave out samples from the next batch on; see `ShardedDataLoader.without`.
+
+        Raises:
+            TypeError, ValueError, IndexError, RuntimeError: As `rescale`, and as `ShardedDataLoader.without`.
+        """
+        need_sharded(self._reads, "without").without(indices)
+
     # -- copies ---------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:

@@ -738,6 +738,57 @@ class ShardedDataLoader(Instruments, Generic[Batch]):
             given["batch_size"] = self._batch_size = batch_size
         self._arguments = MappingProxyType(given)
 
+    def grow(self, dataset: Any = None) -> None:
+        """Take in samples that were appended to the dataset, from the next batch on; loops in progress go on.
+
+        Nothing that was read in this epoch comes again. The samples that are left and the new ones are mixed anew, or
+        come in order without ``shuffle``. Later epochs are ordinary ones over all. States contain the growth: load them
+        over the grown dataset. Call it on all ranks after the same step.
+
+        Args:
+            dataset: The old samples, then new ones. None: the same object has more samples now, or a state of the first
+                samples was loaded with ``strict=False``.
+
+        Raises:
+            TypeError: The loader has iterable data, a sampler, ``costs``, a mixture, or data resident on devices; or
+                the dataset is none.
+            ValueError: Fewer samples, other samples in front, or new samples of another structure; or epochs that share
+                passes, with ``steps_per_epoch`` or ``last_batch="rollover"``. Nothing has changed.
+            RuntimeError: Called inside ``next``.
+
+        Example:
+            >>> loader = ShardedDataLoader(range(6), 2)
+            >>> batches = iter(loader)
+            >>> next(batches)
+            tensor([0, 1])
+            >>> loader.grow(range(8))
+            >>> list(batches)
+            [tensor([2, 3]), tensor([4, 5]), tensor([6, 7])]
+        """
+        provided("sampler", "grown").grow(self._epochs, self._known_steps, dataset)
+        self._arguments = MappingProxyType({**self._arguments, "dataset": self.dataset})
+
+    def without(self, indices: Iterable[int]) -> None:
+        """Leave out samples from the next batch on, in this epoch and all later ones; loops in progress go on.
+
+        The other samples of the epoch still come once. States contain the indices. Call it on all ranks after the same
+        step.
+
+        Args:
+            indices: Indices of the samples.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: As `grow`.
+            IndexError: The dataset has no such sample.
+
+        Example:
+            >>> loader = ShardedDataLoader(range(6), 2)
+            >>> loader.without([1, 2])
+            >>> list(loader)
+            [tensor([0, 3]), tensor([4, 5])]
+        """
+        provided("sampler", "grown").without(self._epochs, indices)
+
     def close(self) -> None:
         """Stop the workers for good, from any thread, also twice; batches that you hold stay valid.
 

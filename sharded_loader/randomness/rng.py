@@ -29,6 +29,7 @@ Each use of a key has its own label, since equal keys give equal numbers. A test
     foreign sampler                the global generators while another library's sampler starts
     foreign generator              the generator that another library's sampler owns
     split                          Dataset.split
+    grown                          loader.grow(): the rest of an epoch and the new samples
     shuffle buffer                 ShuffleBuffer: the samples of a block
     interleave                     interleave(): which dataset comes first where several may
     interleave shuffle             interleave(shuffle=True): the samples of each dataset, in each pass
