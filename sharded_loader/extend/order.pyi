@@ -25,7 +25,6 @@ from sharded_loader.sampling.order import warn_of_done_steps as warn_of_done_ste
 from sharded_loader.sampling.own import LAST_BATCH as LAST_BATCH
 from sharded_loader.sampling.own import IndexSampler as IndexSampler
 from sharded_loader.sampling.own import check_length as check_length
-from sharded_loader.sampling.state import GROWN as GROWN
 from sharded_loader.sampling.state import SUM as SUM
 from sharded_loader.sampling.state import WEIGHTS_SET as WEIGHTS_SET
 from sharded_loader.sampling.state import Checkpoint as Checkpoint

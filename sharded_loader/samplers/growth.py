@@ -30,7 +30,6 @@ from sharded_loader.extend import Int64s, Position, reader_for
 from sharded_loader.extend.data import digest_of_read, takes_arrays
 from sharded_loader.extend.engine import At, dataset_given, length
 from sharded_loader.extend.order import (
-    GROWN,
     IN_MEMORY,
     Bijection,
     IndexSampler,
@@ -45,6 +44,13 @@ SMALL = 2**16
 """Items up to which a level is one shuffled array: its bijection mixes few bits badly, and it costs 4 ms."""
 
 
+GROWN = "grown"
+"""Name of the changes among the ``sampler_arguments`` of a state."""
+
+Grown = tuple[tuple[str, str], ...]
+"""The changes as JSON, with that name; empty: none."""
+
+
 class Change(NamedTuple):
     """Samples added or removed at a position of an epoch: the dataset's length before and after, indices removed."""
 
@@ -55,26 +61,26 @@ class Change(NamedTuple):
     removed: list[int]
 
 
-def changes_of(text: str) -> list[Change]:
-    """Return the changes in a state, or in `Sampling.grown`; a ValueError if they are damaged.
+def changes_of(grown: Grown) -> list[Change]:
+    """Return the changes of a state, or of `Sampling.grown`; a ValueError if they are damaged.
 
     Example:
-        >>> changes_of("[[2, 40, 100, 120, []]]")
+        >>> changes_of((("grown", "[[2, 40, 100, 120, []]]"),))
         [Change(epoch=2, position=40, before=100, after=120, removed=[])]
     """
     try:
-        found = [Change(*row) for row in json.loads(text or "[]")]
+        found = [Change(*row) for _, text in grown for row in json.loads(text)]
         if all(type(one) is int and one >= 0 for row in found for one in (*row[:4], *row.removed)):
             return found
     except (TypeError, ValueError):
         pass
-    raise ValueError(f"the state's {GROWN!r} is {brief(text)}: give what state_dict() of a ShardedDataLoader returned")
+    raise ValueError(f"the state's {GROWN!r} is {brief(grown)}: give what state_dict() of a ShardedDataLoader returned")
 
 
 class GrownSampler(IndexSampler):
     """Order of a loader whose dataset has changed in mid-epoch; ``sampler`` is the ordinary one over all samples."""
 
-    def __init__(self, sampler: RandomSampler | SequentialSampler, grown: str) -> None:
+    def __init__(self, sampler: RandomSampler | SequentialSampler, grown: Grown) -> None:
         self._sampler, self._changes, self._length = sampler, changes_of(grown), len(sampler)
         self.seed = sampler.seed
         self._chain = lru_cache(maxsize=2)(self._make_chain)
@@ -151,10 +157,10 @@ class GrownSampler(IndexSampler):
     @contextmanager
     def loading(order: Any, state: Any) -> Iterator[None]:
         """Take over the changes of a state inside the block, and go back to the own ones if the state does not fit."""
-        before = getattr(getattr(order, "sampling", None), "grown", "")
+        before = order.sampling.grown if isinstance(order, MapOrder) else ()
         saved = state.get("sampler_arguments") if isinstance(state, Mapping) else None
-        grown = saved.get(GROWN, "") if isinstance(saved, Mapping) else ""
-        if grown == before or not isinstance(order, MapOrder):
+        grown = ((GROWN, saved[GROWN]),) if isinstance(saved, Mapping) and GROWN in saved else ()
+        if grown == before:
             yield
             return
         changes_of(grown)
@@ -203,7 +209,7 @@ def _apply(epochs: Any, dataset: Any, change: Change) -> None:
     pending = progress.pending if progress.now is At.LOADED else None
     before = [one for one in changes_of(order.sampling.grown) if one[:2] <= change[:2]]
     after = [*before, change] if change.after > change.before or change.removed else before
-    grown = json.dumps(after, separators=(",", ":")) if after else ""
+    grown = ((GROWN, json.dumps(after, separators=(",", ":"))),) if after else ()
     order.grow(grown, dataset, length(dataset), Position(change.epoch, change.position))
     if pending is not None:
         progress.begin_at(pending)

@@ -134,9 +134,7 @@ class MapOrder(Order[Signature]):
             sampler_seeds=tuple(map(seed_of, sampling.samplers)),
             batch_size=None if sampling.given_batches else self.batch_sampler.batch_size,
             last_batch=None if sampling.given_batches else sampling.last_batch or "keep",
-            sampler_arguments=sampling.arguments
-            + states.weights_set(sampling.samplers)
-            + (((states.GROWN, sampling.grown),) if sampling.grown else ()),
+            sampler_arguments=sampling.arguments + states.weights_set(sampling.samplers) + sampling.grown,
             steps_per_epoch=self.steps,
             num_replicas=self.replicas()[0] if self.replicated or self.steps is not None else None,
             step_ranks=None if made_for == 1 else made_for,
@@ -243,14 +241,13 @@ class MapOrder(Order[Signature]):
             done = self._count.before(position.epoch, self._length_with_skipped) + first
             warn_of_done_steps(self.given_skip, saved.skip, done)
 
-    def grow(self, grown: str, dataset: object, length: int | None, position: Position) -> None:
+    def grow(self, grown: tuple[tuple[str, str], ...], dataset: object, length: int | None, position: Position) -> None:
         """Continue from a position in the order of `Sampling.grown`, over another dataset."""
         saved = self.signature(position.epoch)
         self.sampling.grown, self._dataset, self._resume = grown, dataset, replace(self._resume, rest=None)
         self.resize(length)
         if position.done:
-            own = self.signature(position.epoch)
-            self.goes_on(position, replace(saved, sampler_arguments=own.sampler_arguments))
+            self.goes_on(position, replace(saved, sampler_arguments=self.signature(position.epoch).sampler_arguments))
 
     # -- replicas -------------------------------------------------------------------------------------------
 

@@ -230,7 +230,7 @@ class Sampling:
         takes_seed: for each sampler, outermost first: its seed comes from the loader or a state.
         arguments: other arguments that decide the order, as in a state.
         sampler, batch_sampler: samplers that the loader exposes, after `make`.
-        grown: samples that were added and removed in mid-epoch; see `samplers.growth`.
+        grown: samples that were added and removed in mid-epoch, as in a state; see `samplers.growth`.
     """
 
     batch_size: Any
@@ -241,7 +241,7 @@ class Sampling:
     steps_per_epoch: int | None = None
     costs: Any = None
     evaluate: bool = False
-    grown: str = ""
+    grown: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         _check_arguments(self)

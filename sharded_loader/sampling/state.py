@@ -26,9 +26,6 @@ from sharded_loader.sampling.tables import Ranges, check_skip, checksum_of
 WEIGHTS_SET = "set_weights"
 """Name in ``sampler_arguments`` of weights set during training. A loader takes them over from a state."""
 
-GROWN = "grown"
-"""Name in ``sampler_arguments`` of samples added and removed during training."""
-
 SUM = "crc32 "
 """Prefix of array checksums in ``sampler_arguments``."""
 
