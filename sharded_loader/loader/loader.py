@@ -741,8 +741,8 @@ class ShardedDataLoader(Instruments, Generic[Batch]):
     def grow(self, dataset: Any = None) -> None:
         """Take in samples that were appended to the dataset, from the next batch on; loops in progress go on.
 
-        Nothing that was read in this epoch comes again. The samples that are left and the new ones are mixed anew, or
-        come in order without ``shuffle``. Later epochs are ordinary ones over all. States contain the growth: load them
+        Nothing that was read in this epoch comes again. The rest and the new samples are mixed, or come in order
+        without ``shuffle``. Later epochs are ordinary ones over all. States contain the growth: load them
         over the grown dataset. Call it on all ranks after the same step.
 
         Args:

@@ -1,14 +1,14 @@
 """`loader.grow` and `loader.without`: samples are added and removed in mid-epoch, and what was read stays read.
 
-    GrownSampler.grow(epochs, steps, dataset), .without(epochs, indices)   -> a `Change`, at the loader's position
+    GrownSampler.grow(epochs, steps, dataset), .without(epochs, indices)   -> a `SizeChange`, at the loader's position
     GrownSampler(sampler, changes)                                         -> the order of each epoch after them
     GrownSampler.loading(order, state)                                     -> the changes of a state, while it is loaded
 
 An epoch is a chain of levels, each a function of positions. Level 0 is the ordinary order of the samples that there
-were when the epoch began. At position p, a change begins the next level: the positions before p stay, and those from p
-on are a keyed shuffle of the rest of the level before and the new samples (in order without ``shuffle``), or the rest
-without the samples that were removed. So the order is a pure function of (seed, epoch, changes), for any number of
-ranks, and a state has only the changes. The sampler owns no data.
+were when the epoch began. A change at position p begins the next level. The positions before p stay. From p on, there
+is a keyed shuffle of the rest of the level before and the new samples, or both in order without ``shuffle``. After a
+removal, the rest comes without the samples that were removed. So the order is a pure function of (seed, epoch,
+changes), for any number of ranks, and a state has only the changes. The sampler owns no data.
 
 What can go wrong: an order that is not the loader's own, or epochs that share passes (TypeError, ValueError); a dataset
 that is not the old one with samples appended (ValueError).
@@ -51,7 +51,7 @@ Grown = tuple[tuple[str, str], ...]
 """The changes as JSON, with that name; empty: none."""
 
 
-class Change(NamedTuple):
+class SizeChange(NamedTuple):
     """Samples added or removed at a position of an epoch: the dataset's length before and after, indices removed."""
 
     epoch: int
@@ -61,15 +61,15 @@ class Change(NamedTuple):
     removed: list[int]
 
 
-def changes_of(grown: Grown) -> list[Change]:
+def changes_of(grown: Grown) -> list[SizeChange]:
     """Return the changes of a state, or of `Sampling.grown`; a ValueError if they are damaged.
 
     Example:
         >>> changes_of((("grown", "[[2, 40, 100, 120, []]]"),))
-        [Change(epoch=2, position=40, before=100, after=120, removed=[])]
+        [SizeChange(epoch=2, position=40, before=100, after=120, removed=[])]
     """
     try:
-        found = [Change(*row) for _, text in grown for row in json.loads(text)]
+        found = [SizeChange(*row) for _, text in grown for row in json.loads(text)]
         if all(type(one) is int and one >= 0 for row in found for one in (*row[:4], *row.removed)):
             return found
     except (TypeError, ValueError):
@@ -125,7 +125,7 @@ class GrownSampler(IndexSampler):
             epochs.job, epochs.dataset = replace(epochs.job, dataset=dataset), dataset
             steps.dataset, epochs.order.arrays = dataset, epochs.batchify_fn is None and takes_arrays(dataset)
             epochs.known.forget(dataset)
-            _apply(epochs, dataset, Change(epoch, position, before, now, []))
+            _apply(epochs, dataset, SizeChange(epoch, position, before, now, []))
 
         epochs.replan(change)
         job = epochs.job_now()
@@ -149,7 +149,7 @@ class GrownSampler(IndexSampler):
             gone = {one for row in changes_of(order.sampling.grown) for one in row.removed}
             if len(gone.union(removed)) >= before:
                 raise ValueError(f"without: none of the {before} samples would be left: keep at least one")
-            _apply(epochs, epochs.dataset, Change(epoch, position, before, before, [*set(removed) - gone]))
+            _apply(epochs, epochs.dataset, SizeChange(epoch, position, before, before, [*set(removed) - gone]))
 
         epochs.replan(change)
 
@@ -203,7 +203,7 @@ def _samples_at(order: MapOrder, epoch: int, position: int) -> int:
     return order.signature(epoch).dataset_length or 0
 
 
-def _apply(epochs: Any, dataset: Any, change: Change) -> None:
+def _apply(epochs: Any, dataset: Any, change: SizeChange) -> None:
     """Add a change at the loader's position. Those behind it, of epochs that are read again, are dropped."""
     order, progress = epochs.order, epochs.progress
     pending = progress.pending if progress.now is At.LOADED else None
@@ -288,7 +288,7 @@ class _Chain:
     def _base(self) -> Callable[[Int64s], Int64s]:
         return self._sampler.epoch_table(self._epoch).at
 
-    def add(self, change: Change) -> None:
+    def add(self, change: SizeChange) -> None:
         begin, added, order, skipped = change.position, change.after - change.before, None, np.zeros(0, np.int64)
         rest = self.length - begin
         if added and self._key is not None:
