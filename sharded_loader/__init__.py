@@ -21,6 +21,7 @@ __version__ = "0.1.0"
 
 PROVIDED = {
     ("batch", "shares"): "sharded_loader.parallel.shares:make_shares",
+    ("batches", "sources"): "sharded_loader.mixing.sources:Sources",
     ("column", "values"): "sharded_loader.storage.tables:column_values",
     ("dataset", "cache"): "sharded_loader.caching.dataset:StoredDataset",
     ("function", "gather"): "sharded_loader.parallel:gather",
@@ -33,6 +34,7 @@ PROVIDED = {
     ("pool", "ray"): "sharded_loader.ray.pool:RayPool",
     ("ranks", "mesh"): "sharded_loader.parallel:ranks_of_mesh",
     ("sampler", "costs"): "sharded_loader.samplers.costs:sampler_of",
+    ("sampler", "grown"): "sharded_loader.samplers.growth:GrownSampler",
     ("sampler", "mixture"): "sharded_loader.mixing.interleave:sampler_of",
     ("trainer", "fetched"): "sharded_loader.drop_in.trainers:fetched_by_lightning",
     ("trainer", "named"): "sharded_loader.drop_in.trainers:name_epoch",

@@ -25,6 +25,7 @@ from sharded_loader.loader.arguments import Placement as Placement
 from sharded_loader.loader.loader import ShardedDataLoader as ShardedDataLoader
 from sharded_loader.mixing.in_order import ShuffleBuffer as ShuffleBuffer
 from sharded_loader.mixing.interleave import interleave as interleave
+from sharded_loader.mixing.sources import SampleSource as SampleSource
 from sharded_loader.mixing.tokens import TokenWindows as TokenWindows
 from sharded_loader.parallel import split_and_load as split_and_load
 from sharded_loader.parallel import split_data as split_data
@@ -53,6 +54,7 @@ from sharded_loader.samplers.index_samplers import ShardShuffleSampler as ShardS
 from sharded_loader.samplers.index_samplers import SortedSampler as SortedSampler
 from sharded_loader.samplers.index_samplers import SplitSampler as SplitSampler
 from sharded_loader.samplers.index_samplers import SubsetRandomSampler as SubsetRandomSampler
+from sharded_loader.samplers.inverse import SamplePlace as SamplePlace
 from sharded_loader.samplers.packing import PackSampler as PackSampler
 from sharded_loader.samplers.weighted import WeightedRandomSampler as WeightedRandomSampler
 from sharded_loader.sampling.base import Sampler as Sampler

@@ -56,7 +56,10 @@ __all__ = ["DataLoader"]
 _TORCHS = torch.utils.data.DataLoader  # looked up once, because programs replace torch's class by this module's
 
 
-SHARDED = ("num_replicas", "rank", "mesh", "costs", "evaluate", "steps_per_epoch", "global_batch", "micro_batch")
+SHARDED = (
+    *("num_replicas", "rank", "mesh", "costs", "evaluate", "with_source", "steps_per_epoch"),
+    *("global_batch", "micro_batch"),
+)
 """Arguments of `ShardedDataLoader` that are incompatible with torch's order."""
 
 _TORCHS_ARGUMENTS = tuple(inspect.signature(_TORCHS).parameters)
@@ -89,10 +92,10 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         streams: Number of parts of iterable data; see `ShardedDataLoader`. None: one per worker, as in torch.
         skip: Steps to leave out, as batches of the sampler, whose length must be known; see `ShardedDataLoader`.
         num_replicas, rank, mesh: Number of ranks, and this rank; see `ShardedDataLoader`. With one of these or the next
-            five arguments, the loader reads as a `ShardedDataLoader` does: its order, states, `rescale` and
+            six arguments, the loader reads as a `ShardedDataLoader` does: its order, states, `rescale` and
             `set_weights`, and workers that live as long as the loader, whatever ``persistent_workers`` says.
             ``generator`` and ``in_order=False`` are then errors.
-        costs, evaluate, steps_per_epoch, micro_batch: As in `ShardedDataLoader`.
+        costs, evaluate, with_source, steps_per_epoch, micro_batch: As in `ShardedDataLoader`.
         global_batch: As in `ShardedDataLoader`. ``batch_size`` stays 1, torch's default, and is None afterwards.
         snapshot_every_n_steps: Argument of torchdata's ``StatefulDataLoader``, without effect: states are always exact.
 
@@ -151,6 +154,7 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         mesh: DeviceMesh | None = None,
         costs: Sequence[Any] | npt.NDArray[Any] | Mapping[str, Any] | Callable[[int], Any] | None = None,
         evaluate: bool = False,
+        with_source: bool = False,
         steps_per_epoch: int | None = None,
         global_batch: int | None = None,
         micro_batch: int | None = None,
@@ -165,6 +169,7 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         self.num_replicas, self.rank, self.mesh = num_replicas, rank, mesh
         self.costs, self.evaluate, self.steps_per_epoch = costs, evaluate, steps_per_epoch
         self.global_batch, self.micro_batch = global_batch, micro_batch
+        self.with_source = with_source
         # As attributes, because libraries rebuild loaders.
         self.seed, self.on_error, self.in_order, self.streams = seed, on_error, in_order, streams
         self.device, self.devices, self.num_shards, self.thread_pool = device, devices, num_shards, thread_pool
@@ -401,8 +406,7 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         """Continue with other ranks from the next batch on; see `ShardedDataLoader.rescale`.
 
         Raises:
-            TypeError: The loader was made without all of ``num_replicas``, ``mesh``, ``costs``, ``evaluate``,
-                ``steps_per_epoch``, ``global_batch`` and ``micro_batch``.
+            TypeError: The loader was made without ``num_replicas`` and the arguments described with it.
             TypeError, ValueError, RuntimeError: As `ShardedDataLoader.rescale`.
 
         Example:
@@ -465,6 +469,25 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
             tensor([0, 1])
         """
         return need_sharded(self._reads, "lease").lease()
+
+    def grow(self, dataset: Any = None) -> None:
+        """Take in samples that were appended to the dataset; see `ShardedDataLoader.grow`.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: As `rescale`, and as `ShardedDataLoader.grow`.
+        """
+        inner = need_sharded(self._reads, "grow")
+        inner.grow(dataset)
+        vars(self)["dataset"] = inner.dataset
+        self._show_sharded(inner)
+
+    def without(self, indices: Iterable[int]) -> None:
+        """Leave out samples from the next batch on; see `ShardedDataLoader.without`.
+
+        Raises:
+            TypeError, ValueError, IndexError, RuntimeError: As `rescale`, and as `ShardedDataLoader.without`.
+        """
+        need_sharded(self._reads, "without").without(indices)
 
     # -- copies ---------------------------------------------------------------------------------------------
 

@@ -433,8 +433,9 @@ class DataIdentity:
         self._dataset = dataset
         self.forget()
 
-    def forget(self) -> None:
-        """Reset after the data have changed."""
+    def forget(self, dataset: object = None) -> None:
+        """Reset after the data have changed, or are those of another ``dataset``."""
+        self._dataset = self._dataset if dataset is None else dataset
         self.data: str | None = ""
         self.digests: Digests = []
 

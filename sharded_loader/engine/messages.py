@@ -275,6 +275,7 @@ class Result:
         retries: requests of the dataset that were retried.
         worker: number of the worker; -1: the main process.
         rebuilt: a worker that had the batch before has ended.
+        read: indices of the samples in each shard, if they are others than those of the task; otherwise empty.
     """
 
     run: int
@@ -291,6 +292,7 @@ class Result:
     worker: int = -1
     rebuilt: bool = False
     times: BatchTimes | None = None
+    read: tuple[Any, ...] = ()
 
     def __reduce__(self) -> Any:
         return Result, _fields_of_result(self)
@@ -351,7 +353,7 @@ def pack_result(result: Result, slot: SlotWriter) -> Encoded | None:
     Takes 5 us; pickling the classes and the arrays' own reduction takes 25. Arrays go into ``slot`` if they fit.
     """
     point = result.point
-    if result.error is not None or result.skipped or result.lost_shards or result.retries:
+    if result.error is not None or result.skipped or result.lost_shards or result.retries or result.read:
         return None
     if point and point.state is not None:
         return None

@@ -339,6 +339,7 @@ class Pipeline:
     def start(self, job: Job) -> None:
         with self.lock:
             self._begin_step(is_nested=False)
+            self._job = job
             self.pool.start(job)
             self.is_open_step = False
 

@@ -44,6 +44,7 @@ class BatchScope(SampleScope):
         uncollatable: positions of the sample, or the two samples, that ``batchify_fn`` could not collate.
         skipped, dropped: samples left out or replaced, with their errors; number of those left out.
         lost: shards without any sample left.
+        read: indices of the samples in each batch, if they are others than the task's.
         records_samples, is_timed: record each sample in the heartbeat before it is read; and time it.
         cpu_before: `core_seconds` at the beginning; None: not measured.
         is_alone: samples are read one by one.
@@ -58,6 +59,7 @@ class BatchScope(SampleScope):
     uncollatable: tuple[int, ...] = ()
     skipped: tuple[tuple[Any, BaseException], ...] = ()
     lost: tuple[int, ...] = ()
+    read: tuple[Any, ...] = ()
     durations: Sequence[float] = ()
     dropped = 0
     error: BaseException | None = None
@@ -165,7 +167,7 @@ class Reader:
             times = timing.times(scope, samples, seconds, number, retries)
         if number >= 0:
             timing.free[number] = scope.began + seconds
-        rest = seconds, scope.point, 0, scope.began, number, False, times
+        rest = seconds, scope.point, 0, scope.began, number, False, times, scope.read
         try:
             return Result(task.run, task.seq, batch, samples, scope.error, scope.skipped, scope.lost, *rest)
         finally:
@@ -227,6 +229,8 @@ class Reader:
         batches = []
         for number, indices, samples in self._policy.apply(shards, scope):
             scope.heartbeat[SHARD], scope.indices = number, indices
+            if scope.skipped or scope.dropped:
+                scope.read += (indices,)
             batches.append(self._fetcher.collate(samples, scope))
         return batches
 

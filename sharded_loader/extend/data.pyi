@@ -55,6 +55,7 @@ from sharded_loader.data.bulk import is_gathered as is_gathered
 from sharded_loader.data.bulk import part_of as part_of
 from sharded_loader.data.bulk import read_many as read_many
 from sharded_loader.data.bulk import taken as taken
+from sharded_loader.data.bulk import takes_arrays as takes_arrays
 from sharded_loader.data.columns import as_dataset as as_dataset
 from sharded_loader.data.columns import check_dataset as check_dataset
 from sharded_loader.data.columns import is_dataset as is_dataset

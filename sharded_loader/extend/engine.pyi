@@ -49,6 +49,7 @@ from sharded_loader.loader.arguments import make_split as make_split
 from sharded_loader.loader.arguments import number_of_workers as number_of_workers
 from sharded_loader.loader.arguments import placement_given as placement_given
 from sharded_loader.loader.arguments import refuse_streams as refuse_streams
+from sharded_loader.loader.epochs import At as At
 from sharded_loader.loader.epochs import Epochs as Epochs
 from sharded_loader.loader.epochs import Place as Place
 from sharded_loader.loader.epochs import warn_of_length as warn_of_length

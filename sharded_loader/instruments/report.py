@@ -20,11 +20,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sharded_loader.extend import BatchTimes, Pool
+from sharded_loader.extend.data import mixture_of
 from sharded_loader.extend.engine import KnownSteps, process_group, resolve_replicas
+from sharded_loader.extend.order import MapOrder
 from sharded_loader.extend.tools import check_int, write_whole
 from sharded_loader.instruments import page
 from sharded_loader.instruments.check import Fingerprint, LoaderCheck, check_loader, fingerprint_of_epoch
 from sharded_loader.instruments.stats import LoaderStats, Meter
+from sharded_loader.samplers.inverse import SamplePlace, places_of
 
 
 class RankStats(NamedTuple):
@@ -228,6 +231,42 @@ class Instruments:
         """
         steps, now, _ = self._inspected()
         return fingerprint_of_epoch(steps, now if epoch is None else epoch)
+
+    def when(self, index: Any, epoch: int | None = None) -> list[SamplePlace]:
+        """Return the steps and ranks that read a sample in an epoch, past or to come, from the order alone.
+
+        Takes 0.3 ms for 10**10 samples where the order is a keyed bijection; shorter orders (up to 2**24 samples), and
+        lists, are searched. Steps left out by ``skip``, and the padding of ``evaluate``, do not count.
+
+        Args:
+            index: Index of the sample; for a mixture (`interleave`), (number of the dataset, index in it).
+            epoch: From 0. Default: `epoch`.
+
+        Returns:
+            A list of `SamplePlace`, by step and rank. Empty if the sample is not read; several places if it is
+            repeated, or fills up a rank.
+
+        Raises:
+            IndexError: The dataset has no such sample.
+            TypeError: The order has no known inverse: draws by weight, ``costs``, samplers of batches other than
+                `BatchSampler`, samplers of other libraries, iterable data, torch's own order in the drop-in.
+            ValueError: Other ranks have read the sample, before `rescale` or before the loaded state was saved.
+
+        Example:
+            >>> from sharded_loader import ShardedDataLoader
+            >>> loader = ShardedDataLoader(range(10**10), 256, shuffle=True, num_replicas=64, rank=0, seed=1)
+            >>> place, = loader.when(1234567890, epoch=5)
+            >>> place
+            SamplePlace(epoch=5, step=541938, rank=4, place=96)
+            >>> loader.indices(place.epoch, place.step, place.rank)[place.place]
+            1234567890
+        """
+        steps, now, _ = self._inspected()
+        order = getattr(steps, "order", None)
+        if not isinstance(order, MapOrder):
+            text = "when needs data that are read by index, in the order of ShardedDataLoader"
+            raise TypeError(f"{text}: in the drop-in, give num_replicas=1. Parts of iterable data have no indices")
+        return places_of(order, mixture_of(steps.dataset), index, now if epoch is None else epoch)
 
     def check(self, samples: int = 12) -> LoaderCheck:
         """Read some samples twice here, and once in a temporary worker; report which of them differ, and why.

@@ -273,13 +273,16 @@ class Epochs:
     """Epochs of one loader. Its pool reads, unless ``resident`` has room to gather the batches on the devices.
 
     ``stale`` is True if the dataset or the seed has changed since it was last sent to the workers. ``prefetch_epochs``
-    may be set at any time.
+    may be set at any time. ``sources`` makes the second part of each batch out of its task and result; None: there is
+    none.
     """
+
+    sources: Callable[[Any, Any], object] | None = None
 
     def __init__(
         self, job: Job, order: MapOrder | StreamOrder, pipeline: Pipeline, placement: Placer, resident: Any = None
     ) -> None:
-        self._job, self.dataset, self.batchify_fn = job, job.dataset, job.batchify_fn
+        self.job, self.dataset, self.batchify_fn = job, job.dataset, job.batchify_fn
         self.order, self.pipeline, self.placement, self.resident = order, pipeline, placement, resident
         self.known = DataIdentity(job.dataset)
         self.progress = Progress(order, self.known.entries)
@@ -461,8 +464,8 @@ class Epochs:
                 progress.begin_at(position)
 
         self.replan(change)
-        if not self._job.keep_batch:
-            self._job, self.stale = replace(self._job, keep_batch=True), True
+        if not self.job.keep_batch:
+            self.job, self.stale = replace(self.job, keep_batch=True), True
 
     def load(self, state: Any, strict: bool, skip: Any, digest: Callable[..., str]) -> None:
         """Continue at the position of a state, of these data if ``strict``; see `Progress.load` and
@@ -473,7 +476,8 @@ class Epochs:
             if strict:
                 self.known.check(state[0] if isinstance(state, list | tuple) else state, digest)
 
-        self.stale |= self.progress.load(state, strict, skip, check)  # a changed seed must reach the workers
+        with provided("sampler", "grown").loading(self.order, state):
+            self.stale |= self.progress.load(state, strict, skip, check)  # a changed seed must reach the workers
 
     def forget(self) -> None:
         """Release the kept run and the resident data when the loader is closed."""
@@ -488,7 +492,7 @@ class Epochs:
         return Run(next(self._numbers), epoch)
 
     def job_now(self) -> Job:
-        return replace(self._job, seed=self.order.seed, stream=self.order.stream)
+        return replace(self.job, seed=self.order.seed, stream=self.order.stream)
 
     # -- datasets that look ahead ---------------------------------------------------------------------------
 

@@ -194,6 +194,8 @@ class EpochIterator(Iterator[Batch]):
                     self._progress.share = task.share[1]
                 if run.epoch.evaluates:
                     entry.batch = entry.batch, run.epoch.real(task)
+                if self._epochs.sources is not None:
+                    entry.batch = entry.batch, self._epochs.sources(task, result)
             except Exception as raised:
                 error = placement_error(task, raised, "while the batch was placed")
                 entry.result = result = replace(result, batch=None, error=error)

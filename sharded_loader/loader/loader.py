@@ -145,6 +145,8 @@ class ShardedDataLoader(Instruments, Leasing[Batch], Generic[Batch]):
         evaluate: Whether iteration gives ``(batch, real)``, for an evaluation that counts each sample once. All ranks
             take equally many steps of ``batch_size`` samples. The first ``real`` samples of a batch count (perhaps 0);
             the others are padding at the end of the epoch.
+        with_source: Whether iteration gives pairs: what it gives without it, and the `SampleSource` of the samples,
+            which stays in host memory.
         skip: Steps to leave out, for instance after a loss spike: a list of pairs (first, last), last included. Steps
             count from the beginning of epoch 0, with the ranks and batch size of this loader. All other batches stay
             the same, and ``len(loader)`` gets smaller. States include them, and `load_state_dict` accepts more. Not for
@@ -221,6 +223,7 @@ class ShardedDataLoader(Instruments, Leasing[Batch], Generic[Batch]):
         rank: int | None = None,
         costs: Sequence[Any] | npt.NDArray[Any] | Mapping[str, Any] | Callable[[int], Any] | None = None,
         evaluate: bool = False,
+        with_source: bool = False,
         skip: Sequence[tuple[int, int]] | None = None,
         seed: int | None = None,
         on_error: ErrorAction | OnError = "raise",
@@ -270,6 +273,8 @@ class ShardedDataLoader(Instruments, Leasing[Batch], Generic[Batch]):
         job = Job(dataset, batchify_fn, order.seed, action, order.replicated)
         observer = provided("observer", "instruments")(dataset, limit)
         epochs = Epochs(job, order, pipeline, placement, kept)
+        if with_source:
+            epochs.sources = provided("batches", "sources")(dataset, order)
         self._meter, self._epochs, self._known_steps = observer, epochs, LookUp(epochs)
         self._progress, self._order, self._pipeline, self._placement = epochs.progress, order, pipeline, placement
         self._workers, self._split = workers, pipeline.split
@@ -750,6 +755,57 @@ class ShardedDataLoader(Instruments, Leasing[Batch], Generic[Batch]):
         elif batch_size is not None:
             given["batch_size"] = self._batch_size = batch_size
         self._arguments = MappingProxyType(given)
+
+    def grow(self, dataset: Any = None) -> None:
+        """Take in samples that were appended to the dataset, from the next batch on; loops in progress go on.
+
+        Nothing that was read in this epoch comes again. The rest and the new samples are mixed, or come in order
+        without ``shuffle``. Later epochs are ordinary ones over all. States contain the growth: load them
+        over the grown dataset. Call it on all ranks after the same step.
+
+        Args:
+            dataset: The old samples, then new ones. None: the same object has more samples now, or a state of the first
+                samples was loaded with ``strict=False``.
+
+        Raises:
+            TypeError: The loader has iterable data, a sampler, ``costs``, a mixture, or data resident on devices; or
+                the dataset is none.
+            ValueError: Fewer samples, other samples in front, or new samples of another structure; or epochs that share
+                passes, with ``steps_per_epoch`` or ``last_batch="rollover"``. Nothing has changed.
+            RuntimeError: Called inside ``next``.
+
+        Example:
+            >>> loader = ShardedDataLoader(range(6), 2)
+            >>> batches = iter(loader)
+            >>> next(batches)
+            tensor([0, 1])
+            >>> loader.grow(range(8))
+            >>> list(batches)
+            [tensor([2, 3]), tensor([4, 5]), tensor([6, 7])]
+        """
+        provided("sampler", "grown").grow(self._epochs, self._known_steps, dataset)
+        self._arguments = MappingProxyType({**self._arguments, "dataset": self.dataset})
+
+    def without(self, indices: Iterable[int]) -> None:
+        """Leave out samples from the next batch on, in this epoch and all later ones; loops in progress go on.
+
+        The other samples of the epoch still come once. States contain the indices. Call it on all ranks after the same
+        step.
+
+        Args:
+            indices: Indices of the samples.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: As `grow`.
+            IndexError: The dataset has no such sample.
+
+        Example:
+            >>> loader = ShardedDataLoader(range(6), 2)
+            >>> loader.without([1, 2])
+            >>> list(loader)
+            [tensor([0, 3]), tensor([4, 5])]
+        """
+        provided("sampler", "grown").without(self._epochs, indices)
 
     def close(self) -> None:
         """Stop the workers for good, from any thread, also twice; batches that you hold stay valid.

@@ -108,7 +108,7 @@ class KnownSteps(Protocol):
 
 class LookUp(KnownSteps):
     def __init__(self, epochs: Epochs) -> None:
-        self._epochs, self._order, self._placement = epochs, epochs.order, epochs.placement
+        self._epochs, self.order, self._placement = epochs, epochs.order, epochs.placement
         self.dataset, self.known = epochs.dataset, epochs.known
         self._pool, self._split = epochs.pipeline.pool, epochs.pipeline.split  # the pipeline may use another pool
 
@@ -135,7 +135,7 @@ class LookUp(KnownSteps):
                 seq += 1
         if epoch.in_mid_epoch and epoch.batches(seq) == epoch.first:  # the position lies at the end: noticed here
             position = epoch.following()
-            return self.first_batch(self._order.epoch(position.epoch, position))
+            return self.first_batch(self.order.epoch(position.epoch, position))
         raise IndexError(f"epoch {epoch.number} has no batches to peek at")
 
     def _read_here(self, reader: Reader, epoch: Epoch, planned: Any) -> Any:
@@ -151,11 +151,12 @@ class LookUp(KnownSteps):
         if result.batch is NOTHING:
             return NOTHING
         batch = self._placement.place([Entry(task.seq, task, result)])
-        return (batch, epoch.real(task)) if epoch.evaluates else batch
+        batch = (batch, epoch.real(task)) if epoch.evaluates else batch
+        return batch if (sources := self._epochs.sources) is None else (batch, sources(task, result))
 
     def _looked_up(self, epoch: object, step: object, rank: object = None) -> MapEpoch:
         """Return an epoch positioned at the step; the samplers are restored."""
-        order = self._order
+        order = self.order
         if isinstance(order, StreamOrder):
             raise TypeError(order.text_of_step(epoch, step))
         with order.undisturbed(but=self.dataset):
@@ -169,21 +170,21 @@ class LookUp(KnownSteps):
         return task
 
     def samples_of(self, epoch: int, step: int) -> list[Any]:
-        looked_up = self._looked_up(epoch, step, None if self._order.replicas()[0] == 1 else 0)
+        looked_up = self._looked_up(epoch, step, None if self.order.replicas()[0] == 1 else 0)
         return plain_indices(self._task_of(looked_up, step).shards[0])
 
     def checksums(self, epoch: int) -> list[str]:
-        order = self._order
+        order = self.order
         if isinstance(order, StreamOrder):
             raise TypeError(order.text_of_step(epoch, 0))
         with order.undisturbed(but=self.dataset):
             return checksums(order, epoch)
 
     def length(self, epoch: int) -> int:
-        return self._order.length(epoch)
+        return self.order.length(epoch)
 
     def state_of(self, epoch: int) -> dict[str, Any]:
-        return self._order.epoch(epoch).state(Position(epoch))
+        return self.order.epoch(epoch).state(Position(epoch))
 
     def indices(self, epoch: Any, step: Any, rank: Any) -> Any:
         found = self._looked_up(epoch, step, rank)

@@ -231,7 +231,8 @@ class InterleavedIterable(InOrder):
 
     def __init__(self, datasets: Sequence[object], schedule: Plan, stop: str | int) -> None:
         super().__init__(datasets, (one for one in map(datasets.__getitem__, schedule.sources) if not is_indexed(one)))
-        self._schedule, self._stop = schedule, stop
+        self._schedule, self.stop = schedule, stop
+        self.counts_all = not schedule.is_fixed or isinstance(stop, int)
         self._epoch: object = 0
         self._loaded: _MixPosition | None = None  # start of the next iteration
         self._last: _Iteration | None = None  # the most recently active iteration
@@ -242,9 +243,8 @@ class InterleavedIterable(InOrder):
     def __iter__(self) -> Iterator[Any]:
         """Yield the samples. The iteration begins with its first ``next``."""
         begin, self._loaded = self._loaded or self._beginning(), None
-        schedule, stop = self._schedule, self._stop
-        counts_all = not schedule.is_fixed or isinstance(stop, int)
-        self._last = reading = _Iteration(begin, self._inside, schedule.sources, counts_all)
+        schedule, stop = self._schedule, self.stop
+        self._last = reading = _Iteration(begin, self._inside, schedule.sources, self.counts_all)
         while not isinstance(stop, int) or reading.place < stop:
             source = reading.sources[schedule.owner(reading.position, reading.place)]
             has_dropped_out = stop == EACH and source.passes
@@ -264,6 +264,11 @@ class InterleavedIterable(InOrder):
                 yield sample
         if self._last is reading:
             self._last = None
+
+    def sources_at(self, positions: Iterable[int], part: int, parts: int) -> list[int]:
+        """Return the sources of samples of a part; not for ``stop="each_once"``, where streams drop out."""
+        places = [(one, one * parts + part if self.counts_all else one) for one in positions]
+        return [self._schedule.sources[self._schedule.owner(*one)] for one in places]
 
     def set_epoch(self, epoch: Any) -> None:
         """Pass the epoch on to the datasets, and drop a loaded position of another epoch."""
@@ -304,10 +309,10 @@ class InterleavedIterable(InOrder):
     def _beginning(self) -> _MixPosition:
         schedule = self._schedule
         sources = (BEGINNING,) * len(schedule.sources)
-        return _MixPosition(schedule.step, tuple(schedule.weights), schedule.seed, self._stop, self._epoch, 0, sources)
+        return _MixPosition(schedule.step, tuple(schedule.weights), schedule.seed, self.stop, self._epoch, 0, sources)
 
     def __repr__(self) -> str:
-        return f"interleave({brief(self._inside)}, weights={brief(self._schedule.weights)}, stop={self._stop!r})"
+        return f"interleave({brief(self._inside)}, weights={brief(self._schedule.weights)}, stop={self.stop!r})"
 
 
 class _Iteration:

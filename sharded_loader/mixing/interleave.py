@@ -196,14 +196,33 @@ class InterleavedDataset(Mixture):
         sources = np.array(self.schedule.sources)[places]
         return [*zip(sources.tolist(), (inner - self._begins[places]).tolist(), strict=True)]
 
+    def positions_of(self, source: int, index: int, epoch: int, plan: Plan | None = None) -> list[int]:
+        """Return the positions in an epoch of a sample of a source: one in each pass of it. ``plan``: as in `codes`."""
+        if not (0 <= source < self.number and source in self.schedule.sources):
+            return []
+        place = self.schedule.sources.index(source)
+        size, turn, found = int(self.sizes[place]), 0, list[int]()
+        if not 0 <= index < size:
+            raise IndexError(f"datasets[{source}] has {size} samples, and none has the number {index}")
+        shuffle = self._shuffle(epoch)
+        while True:
+            within = shuffle.inverse(index, size, turn * len(self.sizes) + place) if self.shuffles else index
+            position = (plan or self._schedule).position(turn * size + within, place)
+            if position >= self._length:
+                return found
+            found.append(int(position))
+            turn += 1
+
     def _placed(self, positions: Int64s, epoch: int, plan: Plan | None = None) -> tuple[Int64s, Int64s]:
         """Return places in the joined datasets, and the pass of each place's dataset."""
         sources, numbers = (plan or self._schedule).at_many(positions)
         passes, places = np.divmod(numbers, self.sizes[sources])
         if self.shuffles:
-            shuffle = Bijections(self._schedule.seed, "interleave shuffle", epoch)
-            places = shuffle(places, self.sizes[sources], passes * len(self.sizes) + sources)
+            places = self._shuffle(epoch)(places, self.sizes[sources], passes * len(self.sizes) + sources)
         return self._begins[sources] + places, passes
+
+    def _shuffle(self, epoch: int) -> Bijections:
+        return Bijections(self._schedule.seed, "interleave shuffle", epoch)
 
     def __len__(self) -> int:
         return self._length
@@ -317,6 +336,11 @@ class MixtureSampler(IndexSampler):
 
     def _order(self, epoch: int) -> Callable[[Int64s], Int64s]:
         return partial(self._mixture.codes, epoch=epoch, plan=self._plan(epoch, self._set))
+
+    def positions_of(self, index: tuple[int, int], epoch: int) -> list[int]:
+        if epoch <= self.forgotten:
+            raise ValueError(f"when: the weights of epoch {epoch} are not in the loaded state: ask an older one")
+        return self._mixture.positions_of(*index, epoch, self._plan(epoch, self._set))
 
     def _plan(self, epoch: int, given: Sequence[Moment]) -> Plan:
         """Return the plan of an epoch. The last one is cached, so that one more change takes 2 ms."""

@@ -29,6 +29,7 @@ Each use of a key has its own label, since equal keys give equal numbers. A test
     foreign sampler                the global generators while another library's sampler starts
     foreign generator              the generator that another library's sampler owns
     split                          Dataset.split
+    grown                          loader.grow(): the rest of an epoch and the new samples
     shuffle buffer                 ShuffleBuffer: the samples of a block
     interleave                     interleave(): which dataset comes first where several may
     interleave shuffle             interleave(shuffle=True): the samples of each dataset, in each pass
@@ -526,6 +527,9 @@ def shuffled(length: int, *key: Hashable) -> Indices:
 class Bijection:
     """A keyed permutation of ``range(length)``, for lengths of 1 to 2**62.
 
+    Attributes:
+        rounds: addend and odd factor of each round.
+
     Example:
         >>> shuffle = Bijection(10**15, 7, "order")
         >>> positions = np.arange(3)
@@ -536,25 +540,25 @@ class Bijection:
     def __init__(self, length: int, *key: Hashable) -> None:
         bits = max((length - 1).bit_length(), 1)
         words = random_words(2 * ROUNDS, *key)
-        self._length = np.uint64(length)
+        self.length = np.uint64(length)
         self._mask = np.uint64((1 << bits) - 1)
         self._fold = np.uint64((bits + 1) // 2)
-        self._rounds = [(words[2 * i], words[2 * i + 1] | np.uint64(1)) for i in range(ROUNDS)]
+        self.rounds = [(words[2 * i], words[2 * i + 1] | np.uint64(1)) for i in range(ROUNDS)]
 
     def __call__(self, positions: npt.NDArray[Any]) -> Indices:
         """Map positions (any integer dtype, 1-D) to indices (int64)."""
         values = self._mix(positions.astype(np.uint64))
-        outside = np.flatnonzero(values >= self._length)
+        outside = np.flatnonzero(values >= self.length)
         while outside.size:
             remixed = self._mix(values[outside])
             values[outside] = remixed
-            outside = outside[remixed >= self._length]
+            outside = outside[remixed >= self.length]
         return values.view(np.int64)
 
     def _mix(self, values: Words) -> Words:
         """Mix values over the domain of 2**bits once, in place."""
         folded = np.empty_like(values)
-        for addend, odd in self._rounds:
+        for addend, odd in self.rounds:
             values += addend
             values *= odd
             values &= self._mask

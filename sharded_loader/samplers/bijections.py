@@ -1,6 +1,7 @@
 """Many small shuffles at once, and random numbers by their position: pure functions of a key.
 
     Bijections(*key)(positions, n, by)  -> indices, by a permutation of ``range(n)`` for each number in ``by``
+    Bijections(*key).inverse(index, n, by)  -> the position that has an index; `unmixed` for a `Bijection`
     uniforms_at(*key)(positions)        -> floats in [0, 1), computed independently
     uniforms(count, *key)               -> floats in [0, 1), at once
 
@@ -10,7 +11,7 @@ each. They mix the bits of a position as `sharded_loader.randomness.rng.Bijectio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -59,11 +60,7 @@ class Bijections:
 
     def __call__(self, positions: Int64s, lengths: Int64s, numbers: Int64s) -> Int64s:
         """Map each position (int64, 1-D), below its length, through the permutation of its length and number."""
-        limits = lengths.view(np.uint64)
-        keys = numbers.view(np.uint64) + self._addend
-        for odd, fold in zip(self._odd[:2], (32, 29), strict=True):
-            keys = keys * odd
-            keys ^= keys >> np.uint64(fold)
+        limits, keys = lengths.view(np.uint64), self._keys(numbers)
         values = positions.astype(np.uint64)
         if not len(values):
             return values.view(np.int64)
@@ -78,6 +75,29 @@ class Bijections:
             here = np.flatnonzero(bits == count)
             values[here] = self._mixed(values[here], limits[here], keys[here], count)
         return values.view(np.int64)
+
+    def inverse(self, index: int, length: int, number: int) -> int:
+        """Return the position that the permutation of this length and number maps to an index: 20 us.
+
+        Example:
+            >>> shuffle = Bijections(7, "windows")
+            >>> [int(shuffle(np.array([shuffle.inverse(n, 20, 3)]), np.array([20]), np.array([3]))[0]) for n in (0, 19)]
+            [0, 19]
+        """
+        bits = max((length - 1).bit_length(), 1)
+        if 1 << bits <= FEW:
+            found = self(np.arange(length), np.full(length, length), np.full(length, number))
+            return int(np.flatnonzero(found == index)[0])
+        key = int(self._keys(np.array([number], np.int64))[0])
+        words = [(key * int(odd) & 0xFFFFFFFFFFFFFFFF) >> (64 - bits) for odd in self._odd[2:]]
+        return unmixed(index, length, [(addend, odd | 1) for addend, odd in zip(words[::2], words[1::2], strict=True)])
+
+    def _keys(self, numbers: Int64s) -> Words:
+        keys: Words = numbers.view(np.uint64) + self._addend
+        for odd, fold in zip(self._odd[:2], (32, 29), strict=True):
+            keys = keys * odd
+            keys ^= keys >> np.uint64(fold)
+        return keys
 
     def _mixed(self, values: Words, limits: Words, keys: Words, bits: int) -> Words:
         """Mix positions of ``bits`` bits, each through its own permutation."""
@@ -115,3 +135,25 @@ class Bijections:
             values &= mask
             values ^= values >> fold
         return values
+
+
+def unmixed(index: int, length: int, rounds: Iterable[tuple[int, int]]) -> int:
+    """Return the position below ``length`` that rounds of "add, multiply, fold" map to an index.
+
+    The rounds are inverted one by one, as often as results lie past the end: the way back along the walk that led here.
+    ``rounds`` has the addend and the odd factor of each.
+
+    Example:
+        >>> shuffle = Bijection(10**15, 7, "order")
+        >>> unmixed(int(shuffle(np.array([12345]))[0]), 10**15, shuffle.rounds)
+        12345
+    """
+    bits = max((length - 1).bit_length(), 1)
+    mask, fold = (1 << bits) - 1, (bits + 1) // 2
+    back = [(int(addend), pow(int(odd), -1, mask + 1)) for addend, odd in rounds][::-1]
+    while True:
+        for addend, factor in back:
+            index ^= index >> fold
+            index = (index * factor - addend) & mask
+        if index < length:
+            return index

@@ -35,6 +35,7 @@ from sharded_loader.extend.order import (
 )
 from sharded_loader.extend.tools import brief, check_fits, check_int
 from sharded_loader.samplers.bijections import Bijections
+from sharded_loader.samplers.inverse import found_in, inverted, positions_of
 
 Numbers = Sequence[Any] | npt.NDArray[Any]
 """One number or label per sample."""
@@ -63,6 +64,9 @@ class _ListedSampler(IndexSampler):
 
     def _order(self, epoch: int) -> Callable[[Int64s], Int64s]:
         return self._indices.take
+
+    def positions_of(self, index: int, epoch: int) -> list[int]:
+        return found_in(self._indices, index)
 
 
 class SubsetRandomSampler(IndexSampler):
@@ -98,8 +102,15 @@ class SubsetRandomSampler(IndexSampler):
         self.seed = resolve_seed(seed)
 
     def _order(self, epoch: int) -> Callable[[Int64s], Int64s]:
-        order = shuffle(self._length, self.seed, "subset", self._checksum, epoch)
+        order = self._permutation(epoch)
         return lambda positions: taken(self._indices, order(positions))
+
+    def _permutation(self, epoch: int) -> Callable[[Int64s], Int64s]:
+        return shuffle(self._length, self.seed, "subset", self._checksum, epoch)
+
+    def positions_of(self, index: int, epoch: int) -> list[int]:
+        order, given = self._permutation(epoch), found_in(self._indices, index)
+        return [position for one in given for position in inverted(order, one)]
 
 
 class FilterSampler(_ListedSampler):
@@ -162,6 +173,11 @@ class IntervalSampler(IndexSampler):
 
         return at
 
+    def positions_of(self, index: int, epoch: int) -> list[int]:
+        (short, long), (within, row) = divmod(self._length, self._interval), divmod(index, self._interval)
+        is_read = 0 <= index < self._length and (self._rollover or row == 0)
+        return [row * short + min(row, long) + within] if is_read else []
+
     def len_epoch(self, epoch: int) -> int:
         return self._length if self._rollover else -(-self._length // self._interval)
 
@@ -207,9 +223,18 @@ class SplitSampler(IndexSampler):
     def _order(self, epoch: int) -> Callable[[Int64s], Int64s]:
         if not self._shuffle:
             return lambda positions: positions + self._begin
-        # The part is in the key, so that parts of equal size are not shuffled alike.
-        order = shuffle(self._length, self.seed, "split sampler", self._part_index, epoch, "order", 0)
+        order = self._permutation(epoch)
         return lambda positions: order(positions) + self._begin
+
+    def positions_of(self, index: int, epoch: int) -> list[int]:
+        place = index - self._begin
+        if not 0 <= place < self._length:
+            return []
+        return inverted(self._permutation(epoch), place) if self._shuffle else [place]
+
+    def _permutation(self, epoch: int) -> Callable[[Int64s], Int64s]:
+        # The part is in the key, so that parts of equal size are not shuffled alike.
+        return shuffle(self._length, self.seed, "split sampler", self._part_index, epoch, "order", 0)
 
 
 # -- sorted by keys ----------------------------------------------------------------------------------------------------
@@ -323,30 +348,48 @@ class ShardShuffleSampler(IndexSampler):
         self.seed = resolve_seed(seed)
 
     def _order(self, epoch: int) -> Callable[[Int64s], Int64s]:
-        key = self.seed, "shard order", epoch
-        lanes, count = self.lanes, self._count
-        window = min(self.window, max(count, 1))  # fits into int64
-        line = _Line(self._lengths, self._size, count, *key)
-        mix = Bijections(self.seed, "shard window", epoch)
-        size, longer = divmod(self._length, lanes)  # the first `longer` lanes have one sample more
+        line, mix = self._shuffles(epoch)
 
         def at(positions: Int64s) -> Int64s:
             if not len(positions):
                 return positions
-            row = positions // lanes
-            lane = positions - row * lanes  # 7 times as fast as np.divmod
-            begin = lane * size + np.minimum(lane, longer)
-            end = begin + size + (lane < longer)
-            first = line.shard(begin)
-            starts, ends = windows_of(
-                line.shard(begin + row) - first, lambda at: line.shard(end[at] - 1) - first[at], window
-            )
-            low = np.maximum(line.begin(first + starts), begin)
-            high = np.minimum(line.begin(np.minimum(first + ends, count)), end)
+            row = positions // self.lanes
+            lane = positions - row * self.lanes  # 7 times as fast as np.divmod
+            begin, low, high = self._window(line, lane, row)
             # The begin of a window identifies it.
             return line.index(low + mix(begin + row - low, high - low, low))
 
         return at
+
+    def positions_of(self, index: int, epoch: int) -> list[int]:
+        if not 0 <= index < self._length:
+            return []
+        line, mix = self._shuffles(epoch)
+        place, (size, longer) = line.place(index), divmod(self._length, self.lanes)
+        before = longer * (size + 1)
+        lane = place // (size + 1) if place < before else longer + (place - before) // size
+        first = lane * size + min(lane, longer)
+        window = self._window(line, np.array([lane]), np.array([place - first]))
+        begin, low, high = (int(bound[0]) for bound in window)
+        return [(low + mix.inverse(place - low, high - low, low) - begin) * self.lanes + lane]
+
+    def _shuffles(self, epoch: int) -> tuple[_Line, Bijections]:
+        key = self.seed, "shard order", epoch
+        return _Line(self._lengths, self._size, self._count, *key), Bijections(self.seed, "shard window", epoch)
+
+    def _window(self, line: _Line, lane: Int64s, row: Int64s) -> tuple[Int64s, Int64s, Int64s]:
+        """Return where lanes begin in the line, and where the windows begin and end that contain their rows."""
+        size, longer = divmod(self._length, self.lanes)  # the first `longer` lanes have one sample more
+        begin = lane * size + np.minimum(lane, longer)
+        end = begin + size + (lane < longer)
+        first = line.shard(begin)
+        starts, ends = windows_of(
+            line.shard(begin + row) - first,
+            lambda at: line.shard(end[at] - 1) - first[at],
+            min(self.window, max(self._count, 1)),  # fits into int64
+        )
+        low = np.maximum(line.begin(first + starts), begin)
+        return begin, low, np.minimum(line.begin(np.minimum(first + ends, self._count)), end)
 
 
 def windows_of(shards: Int64s, last: Callable[[Int64s], Int64s], window: int) -> tuple[Int64s, Int64s]:
@@ -406,6 +449,14 @@ class _Line:
         originals = self._order(np.arange(low, high + 1))[shards - low] if is_dense else self._order(shards)
         return positions + (originals - shards) * self._size
 
+    def place(self, index: int) -> int:
+        """Return the position in the line of an index."""
+        if self._size:
+            shard, within = divmod(index, self._size)
+            return inverted(self._order, shard)[0] * self._size + within
+        places = index - self._shifts
+        return int(places[(places >= self._begins[:-1]) & (places < self._begins[1:])][0])
+
 
 def _sums(lengths: Int64s) -> Int64s:
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
@@ -455,6 +506,10 @@ class RepeatedSampler(WrapperSampler[int]):
     def len_epoch(self, epoch: int) -> int:
         self._check()
         return self.copies * len_epoch(self.sampler, epoch)
+
+    def positions_of(self, index: int, epoch: int) -> list[int]:
+        first = [position * self.copies for position in positions_of(self.sampler, index, epoch)]
+        return [position + copy for position in first for copy in range(self.copies)]
 
     def _check(self) -> None:
         if self.sampler is None:

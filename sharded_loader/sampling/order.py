@@ -142,7 +142,7 @@ class MapOrder(Order[Signature]):
             sampler_seeds=tuple(map(seed_of, sampling.samplers)),
             batch_size=None if sampling.given_batches else self.batch_sampler.batch_size,
             last_batch=None if sampling.given_batches else sampling.last_batch or "keep",
-            sampler_arguments=sampling.arguments + states.weights_set(sampling.samplers),
+            sampler_arguments=sampling.arguments + states.weights_set(sampling.samplers) + sampling.grown,
             steps_per_epoch=self.steps,
             num_replicas=self.order_ranks()[0] if self.replicated or self.steps is not None else None,
             step_ranks=None if made_for == 1 else made_for,
@@ -248,6 +248,14 @@ class MapOrder(Order[Signature]):
         if self.given_skip:
             done = self._count.before(position.epoch, self._length_with_skipped) + first
             warn_of_done_steps(self.given_skip, saved.skip, done)
+
+    def grow(self, grown: tuple[tuple[str, str], ...], dataset: object, length: int | None, position: Position) -> None:
+        """Continue from a position in the order of `Sampling.grown`, over another dataset."""
+        saved = self.signature(position.epoch)
+        self.sampling.grown, self._dataset, self._resume = grown, dataset, replace(self._resume, rest=None)
+        self.resize(length)
+        if position.done:
+            self.goes_on(position, replace(saved, sampler_arguments=self.signature(position.epoch).sampler_arguments))
 
     # -- replicas -------------------------------------------------------------------------------------------
 
@@ -359,7 +367,8 @@ def _length_advice(was: int, now: int, following: int, is_readable: bool) -> str
     if was > now:
         return f"Samples {now} to {was - 1} are missing: give them back, or begin with set_epoch({following})"
     if is_readable:
-        return f"With strict=False, the rest of the epoch is of the first {was}, and the next one of all"
+        text = f"With strict=False, the rest of the epoch is of the first {was}, and the next one of all"
+        return f"{text}; loader.grow() after that mixes the new ones into the rest"
     return f"Read the epoch to its end with the first {was} samples, or begin one with all, set_epoch({following})"
 
 

@@ -230,6 +230,7 @@ class Sampling:
         takes_seed: for each sampler, outermost first: its seed comes from the loader or a state.
         arguments: other arguments that decide the order, as in a state.
         sampler, batch_sampler: samplers that the loader exposes, after `make`.
+        grown: samples that were added and removed in mid-epoch, as in a state; see `samplers.growth`.
     """
 
     batch_size: Any
@@ -240,6 +241,7 @@ class Sampling:
     steps_per_epoch: int | None = None
     costs: Any = None
     evaluate: bool = False
+    grown: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         _check_arguments(self)
@@ -301,7 +303,9 @@ class Sampling:
         if self.costs is not None:
             whole = self.steps_per_epoch is not None
             return provided("sampler", "costs")(self.costs, self.batch_size, length, seed, whole, self._length)
-        made = RandomSampler(length, seed=seed) if self.shuffle else SequentialSampler(length)
+        made: Any = RandomSampler(length, seed=seed) if self.shuffle else SequentialSampler(length)
+        if self.grown:
+            made = provided("sampler", "grown")(made, self.grown)
         return made if read is None else read.over(made)
 
     def follow_given(self) -> None:

@@ -3,7 +3,8 @@
     draw_job(rng) -> a `Job`: a loader's arguments, and what its global sequence must be; with discard, steps_per_epoch
          -> events: steps of all ranks; a state that goes through JSON to other ranks; rescale; weights that are set;
             the next epoch
-         -> after each step: each rank has exactly what stands at its places of the sequence; some steps are looked up
+         -> after each step: each rank has exactly what stands at its places of the sequence; some steps are looked up,
+            and found again from one of their samples
          -> at the end of an epoch: each sample, or each token, was read as often as it must be
 
 The expected sequence of an epoch is a list that one sampler without ranks has made, or that a few lines of Python
@@ -16,6 +17,7 @@ import itertools
 import json
 import math
 import random
+import re
 import time
 import warnings
 from collections import Counter
@@ -673,6 +675,11 @@ class Track:
         return weights
 
 
+def flat_indices(indices: list[Any]) -> list[Any]:
+    """Indices of a batch, with its shards joined."""
+    return [one for part in indices for one in part] if indices and isinstance(indices[0], list) else indices
+
+
 class Ranks(Program):
     """One case: the ranks that there are, and where they must be."""
 
@@ -681,6 +688,7 @@ class Ranks(Program):
         self.look_rng = random.Random(seed)  # looking up changes no case
         self.track = Track(draw_job(self.rng))
         self.replicas, self.pool = 0, self.draw_pool()
+        self.sourced = self.look_rng.random() < 0.3  # ``with_source``
         self.draw_ranks()
         self.ranks = [self.joined(rank, None) for rank in range(self.replicas)]
         self.track.begin()
@@ -714,6 +722,7 @@ class Ranks(Program):
         """A rank that begins, or goes on from a state."""
         job = self.track.job
         given = {"seed": SEED, "evaluate": job.evaluate, "steps_per_epoch": job.steps, "num_shards": job.shards}
+        given |= {"with_source": True} if self.sourced else {}
         given |= {"last_batch": "discard"} if job.discards and not job.in_batches else {}
         given |= job.arguments(self.track.size)
         if self.pool is not None and self.rng.random() < 0.6:
@@ -721,7 +730,24 @@ class Ranks(Program):
         loader = ShardedDataLoader(job.dataset(), num_replicas=self.replicas, rank=rank, **given)
         if state is not None:
             loader.load_state_dict(state, strict=False)
-        return loader, iter(loader)
+        return loader, self.opened(loader)
+
+    def opened(self, loader: Any) -> Iterator[Any]:
+        """The batches of an epoch; their sources are compared with the indices, and left out."""
+        return self.without_sources(loader) if self.sourced else iter(loader)
+
+    def without_sources(self, loader: Any) -> Iterator[Any]:
+        for batch, sources in loader:
+            indices = loader.indices(loader.epoch, loader.position - 1)
+            named = sources if isinstance(sources, list) else [sources]
+            found = [one for each in named for one in zip(each.source.tolist(), each.index.tolist(), strict=True)]
+            known = flat_indices(indices[0] if self.track.job.evaluate else indices)
+            wanted = [one if isinstance(one, tuple) else (0, one) for one in known]
+            # Costs also decide which shard a sample goes to.
+            if wanted != found if not self.track.job.by_step else sorted(wanted) != sorted(found):
+                raise Difference(f"epoch {loader.epoch}, batch {loader.position - 1}: {indices}, and sources {found}")
+            self.counts["sources"] += 1
+            yield batch
 
     def run(self) -> None:
         """Some events, then the rest of the epoch."""
@@ -753,7 +779,7 @@ class Ranks(Program):
         """One step of all ranks; at the end of the epoch its end, and the next one begins."""
         if not self.track.has_step():
             self.check_end(self.ranks)
-            self.ranks = [(owner, iter(owner)) for owner, _ in self.ranks]
+            self.ranks = [(owner, self.opened(owner)) for owner, _ in self.ranks]
             self.follow()
             return
         self.last_sign = time.monotonic()
@@ -776,6 +802,7 @@ class Ranks(Program):
         (mine, _), (other, _) = self.ranks[rank], self.look_rng.choice(self.ranks)
         epoch, step, job, read = mine.epoch, mine.position - 1, self.track.job, found[rank]
         again, indices = mine.batch(epoch, step), mine.indices(epoch, step)
+        again = again[0] if self.sourced else again
         if repr(again) != repr(read):
             raise Difference(f"epoch {epoch}, batch {step}, rank {rank}: {read}, and looked up {again}")
         if other.indices(epoch, step, rank) != indices:
@@ -784,6 +811,27 @@ class Ranks(Program):
         if job.name != "packed" and job.shards is None and len(job.read(flat)) != len(known):
             raise Difference(f"epoch {epoch}, batch {step}, rank {rank}: {indices} are not the samples of {flat}")
         self.counts["looked up"] += 1
+        real = flat_indices(known)[: indices[1] if job.evaluate else None]
+        if real:
+            place = self.look_rng.randrange(len(real))
+            self.find(other, (epoch, step, rank, place), real[place])
+
+    def find(self, loader: Any, place: tuple[int, int, int, int], index: Any) -> None:
+        """The step again, from one of its samples: its order inverted. No other step that is named lacks the sample."""
+        try:
+            found = loader.when(index, place[0])
+        except (TypeError, ValueError) as error:  # there is no inverse, or a copy was read by the ranks before
+            if not re.search("no inverse|by other ranks|weights of", str(error)):
+                raise
+            self.counts["not found, and told why"] += 1
+            return
+        if place not in found:
+            raise Difference(f"sample {index} was read at {place}, and when() says {found}")
+        for one in self.look_rng.sample(found, min(3, len(found))):
+            indices = loader.indices(*one[:3])
+            if flat_indices(indices[0] if self.track.job.evaluate else indices)[one.place] != index:
+                raise Difference(f"sample {index} is not at {one}, as when() says: {indices}")
+        self.counts["found"] += 1
 
     def follow(self) -> None:
         """The next epoch begins."""
@@ -822,7 +870,7 @@ class Ranks(Program):
         joined = [self.joined(rank, state) for rank in range(len(stayed), self.replicas)]
         self.ranks = stayed[: self.replicas] + joined
         if over:
-            self.ranks = [(owner, iter(owner)) for owner, _ in self.ranks]
+            self.ranks = [(owner, self.opened(owner)) for owner, _ in self.ranks]
             self.follow()
         if not self.track.done:  # it may be another order for other ranks
             self.track.begin()

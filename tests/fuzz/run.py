@@ -24,6 +24,7 @@ from tests import conftest
 from tests.damaged_records import DamagedFile
 from tests.fuzz.caches import Round
 from tests.fuzz.faults import Calm, Disturbed, Twins
+from tests.fuzz.growth import Growing
 from tests.fuzz.leases import Leased
 from tests.fuzz.ranks import Ranks
 from tests.fuzz.shares import Shares
@@ -37,6 +38,7 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "ranks": ("ranks that leave and join", Ranks),
     "leases": ("leases that are finished at random, on ranks that are killed", Leased),
     "shares": ("ranks that share global batches, and are killed", Shares),
+    "growth": ("datasets that grow and lose samples", Growing),
     "records": ("damaged RecordIO files", DamagedFile),
     "caches": ("ranks that share a cache, and are killed", Round),
     "nodes": ("actors and nodes of a cluster of Ray that are killed", Storm),

@@ -1,0 +1,104 @@
+"""`with_source=True`: which source each sample of a batch comes from, and its index.
+
+    Sources(dataset, order)(task, result) -> SampleSource    of a batch; a list of them if it is a list of shards
+
+The main process knows the samples of a batch before it is read: the task has their indices, and the result has others
+where ``on_error`` left out or replaced some, or where a part of iterable data ended. So workers, collate functions and
+messages do no more than without it, whether samples are read one by one, in bulk, or gathered on devices.
+
+What can go wrong: the streams of a mixture drop out or start over, so its order is known only where it is read
+(TypeError, when the loader is made).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import ConcatDataset as TorchConcatDataset
+from torch.utils.data import Subset
+
+from sharded_loader import ConcatDataset
+from sharded_loader.extend import Int64s, Order, Result, Task, Wrapper
+from sharded_loader.extend.data import Mixture, mixture_of
+from sharded_loader.extend.engine import plain_indices
+from sharded_loader.mixing.in_order import InterleavedIterable
+from sharded_loader.mixing.schedule import EACH
+
+
+class SampleSource(NamedTuple):
+    """Source and index of each sample of a batch, in host memory; ``with_source=True`` gives it with the batch.
+
+    Attributes:
+        source: Number of the dataset in `interleave` or `ConcatDataset`, otherwise 0; of iterable data the part, or the
+            dataset of a mixture. An int64 tensor of shape (batch,).
+        index: Index of the sample as `ShardedDataLoader.indices` shows it, in a mixture that in its dataset; of
+            iterable data the running number in the part. An int64 tensor of shape (batch,), or a list if indices are no
+            numbers.
+
+    With `PackSampler`, the documents of the rows count, in their order, and a cut document several times.
+
+    Example:
+        >>> from sharded_loader import ConcatDataset, ShardedDataLoader
+        >>> both = ConcatDataset([[10, 11, 12], [20, 21, 22]])
+        >>> for batch, origin in ShardedDataLoader(both, 4, with_source=True):
+        ...     print(batch.tolist(), origin.source.tolist(), origin.index.tolist())
+        [10, 11, 12, 20] [0, 0, 0, 1] [0, 1, 2, 3]
+        [21, 22] [1, 1] [4, 5]
+    """
+
+    source: torch.Tensor
+    index: Any
+
+
+class Sources:
+    """Sources of the batches of a loader over a dataset, in an order."""
+
+    def __init__(self, dataset: Any, order: Order[Any]) -> None:
+        self._dataset, self._order, self._mixture = dataset, order, mixture_of(dataset)
+        if isinstance(dataset, InterleavedIterable) and (dataset.stop == EACH or order.steps is not None):
+            raise TypeError(
+                "with_source: the streams of this mixture drop out, or start over with steps_per_epoch=, so their "
+                "order is known only where they are read: let each stream yield its number with its samples"
+            )
+
+    def __call__(self, task: Task, result: Result) -> SampleSource | list[SampleSource]:
+        shards = [self._of_shard(task, indices) for indices in result.read or task.shards]
+        return shards if task.sharded or len(shards) > 1 else shards[0]
+
+    def _of_shard(self, task: Task, given: Any) -> SampleSource:
+        if task.part is not None:
+            return self._of_part(task.part.number, [place for _, place in given])
+        indices = plain_indices(given)
+        if self._mixture is not None:
+            pairs = np.array(self._mixture.pairs(np.array(indices), task.epoch), np.int64)
+            return SampleSource(*map(torch.from_numpy, pairs.T.copy()))
+        try:
+            array = np.array(indices, np.int64)
+        except (TypeError, ValueError):  # keys
+            return SampleSource(torch.zeros(len(indices), dtype=torch.int64), list(indices))
+        return SampleSource(torch.from_numpy(_sources_in(self._dataset, array, task.epoch)), torch.from_numpy(array))
+
+    def _of_part(self, part: int, places: list[int]) -> SampleSource:
+        found, mixed, stream = [part] * len(places), self._dataset, self._order.stream
+        if isinstance(mixed, InterleavedIterable) and stream is not None:
+            found = mixed.sources_at(places, part, stream.parts)
+        return SampleSource(torch.tensor(found), torch.tensor(places))
+
+
+def _sources_in(dataset: Any, indices: Int64s, epoch: int) -> Int64s:
+    """Return the number of the dataset that each sample comes from, in the mixture or concatenation inside; or 0."""
+    if isinstance(dataset, Mixture):
+        return np.array([source for source, _ in dataset.pairs(indices, epoch)], np.int64)
+    if isinstance(dataset, ConcatDataset | TorchConcatDataset):
+        parts = dataset.datasets if isinstance(dataset, TorchConcatDataset) else dataset._inside
+        ends = np.cumsum(list(map(len, parts)))
+        found: Int64s = np.searchsorted(ends, indices % ends[-1], side="right")
+        return found
+    if isinstance(dataset, Subset):
+        return _sources_in(dataset.dataset, np.asarray(dataset.indices)[indices], epoch)
+    if isinstance(dataset, Wrapper):
+        inner = dataset._inner(indices) if hasattr(dataset, "_inner") else indices
+        return _sources_in(dataset._dataset, inner, epoch)
+    return np.zeros(len(indices), np.int64)

@@ -1,0 +1,160 @@
+"""`loader.when`: the steps and ranks that read a sample, from the order alone, without a search.
+
+    positions_of(sampler, index, epoch)  -> positions in an epoch of a sampler: its order, inverted
+    places_of(order, index, epoch)       -> `SamplePlace`: epoch, step, rank, place in the batch
+
+A keyed bijection is inverted round by round, which takes 50 us for 10**12 samples; an order that is held in memory is
+searched. A position becomes a step, a rank and a place by the arithmetic with which the ranks take their samples:
+padding, steps that are left out, passes under ``steps_per_epoch``, and positions before a resume included.
+
+What can go wrong: the order has no known inverse, as that of draws with replacement (TypeError). Other ranks have read
+the sample, before the position that the loader continued from (ValueError).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sharded_loader import BatchSampler, RandomSampler, SequentialSampler
+from sharded_loader.extend.order import Bijection, MapOrder, has_weights, len_epoch, nested, parts
+from sharded_loader.extend.tools import an, check_int, fast_method
+from sharded_loader.samplers.bijections import unmixed
+
+_ORDERS = ("epoch_table", "iter_epoch", "__iter__", "_order")
+"""Methods that decide an order. A subclass that overrides one has another inverse."""
+
+
+def inverted(order: Any, index: int) -> list[int]:
+    """Return the positions that a `shuffle` maps to an index: the only one, or none of an order held in memory.
+
+    Example:
+        >>> order = shuffle(10**12, 7, "order")
+        >>> inverted(order, int(order(np.array([41]))[0]))
+        [41]
+    """
+    if isinstance(order, Bijection):
+        return [unmixed(index, int(order.length), order.rounds)]
+    return found_in(order.__self__, index)  # `take` of an array
+
+
+def found_in(items: Any, item: Any) -> list[int]:
+    """Return the positions of an item in a range, a list or an array.
+
+    Example:
+        >>> found_in(range(0, 10**12, 3), 9), found_in([4, 1, 4], 4)
+        ([3], [0, 2])
+    """
+    if isinstance(items, range):
+        return [items.index(item)] if item in items else []
+    return [int(place) for place in np.flatnonzero(np.asarray(items) == item)]
+
+
+def positions_of(sampler: Any, index: Any, epoch: int) -> list[int]:
+    """Return the positions of an index in an epoch of a sampler of single indices; a TypeError if none can be computed.
+
+    A sampler of your own has a method of this name, with the arguments ``index`` and ``epoch``.
+
+    Example:
+        >>> from sharded_loader import RandomSampler
+        >>> sampler = RandomSampler(10**12, seed=7)
+        >>> positions_of(sampler, next(sampler.iter_epoch(3, start=41)), epoch=3)
+        [41]
+    """
+    kind = type(sampler)
+    if fast_method(kind, "positions_of", _ORDERS) is not None:
+        return list(sampler.positions_of(index, epoch))
+    if kind in (range, list, tuple, np.ndarray):
+        return found_in(sampler, index)
+    if kind in (RandomSampler, SequentialSampler):
+        length, order = sampler.len_epoch(epoch), sampler._order(epoch)
+        place = index if kind is RandomSampler else index - int(order(np.zeros(1, np.int64))[0])
+        found = place if isinstance(place, int) and 0 <= place < length else None
+        return [] if found is None else inverted(order, found) if kind is RandomSampler else [found]
+    text = f"when: no inverse is known of the order of {an(kind)}, so only a search would find the sample"
+    raise TypeError(f"{text}: look for it in loader.indices(epoch, step), step by step")
+
+
+def items_of(sampler: Any, index: Any, epoch: int) -> list[tuple[int, int]]:
+    """Return the positions of the items of a sampler that have an index, and the place of the index in each item.
+
+    Items of a batch sampler are batches. One of your own may have this method, with ``index`` and ``epoch``.
+    """
+    if fast_method(type(sampler), "items_of", _ORDERS) is not None:
+        return list(sampler.items_of(index, epoch))
+    if type(sampler) is BatchSampler and sampler.last_batch != "rollover":
+        return [divmod(one, sampler.batch_size) for one in positions_of(sampler.sampler, index, epoch)]
+    return [(one, 0) for one in positions_of(sampler, index, epoch)]
+
+
+class SamplePlace(NamedTuple):
+    """Where a sample is read; returned by ``loader.when(index)``.
+
+    Attributes:
+        epoch, step: epoch and number of the batch in it, as in ``loader.indices(epoch, step)``.
+        rank: rank that reads it.
+        place: position in the batch of that rank, with its shards joined.
+
+    Example:
+        >>> from sharded_loader import ShardedDataLoader
+        >>> ShardedDataLoader(range(6), 2, num_replicas=2, rank=0).when(5)
+        [SamplePlace(epoch=0, step=1, rank=1, place=0)]
+    """
+
+    epoch: int
+    step: int
+    rank: int
+    place: int
+
+
+def places_of(order: MapOrder, mixture: Any, index: Any, number: object) -> list[SamplePlace]:
+    """Return the places of an index in an epoch of a loader, ascending; see `Instruments.when`."""
+    number, length = check_int("epoch", number, 0, "epochs count from 0"), order.dataset_length
+    late, whole = order.epoch_at(number, sys.maxsize), order.epoch(number)
+    sampler, targets = whole.source.items, [index]
+    if mixture is not None:
+        if not (isinstance(index, tuple) and len(index) == 2):
+            raise TypeError(f"when: {index!r} is no sample of a mixture: give (number of the dataset, index in it)")
+        if not any(map(has_weights, nested(sampler))):
+            targets = mixture.positions_of(*index, number)
+    elif isinstance(index, int) and length is not None and not 0 <= index < length:
+        raise IndexError(f"when: sample {index} does not exist: the dataset has {length} samples, from 0 on")
+
+    @cache
+    def items(epoch: int) -> list[tuple[int, int]]:
+        return sorted(item for one in targets for item in items_of(sampler, one, epoch))
+
+    found, (begin, now) = list(_places(late, items)), (one.reached(one.first) for one in (whole, late))
+    passes = range(begin[0], now[0] + 1)
+    # Where an epoch began for other ranks is not known if epochs share passes: then each question is about both parts.
+    is_in_both = late.first > 0 and whole.source.signature.rolls_over
+    if is_in_both or any(begin <= (epoch, item) < now for epoch in passes for item, _ in items(epoch)):
+        if not late.first:
+            text = f"when: sample {index} was read in epoch {number} by other ranks, or in other batches"
+            raise ValueError(f"{text}, before this loader went on: ask a loader with the original arguments")
+        early = _places(order.epoch_at(number, 0), items)
+        found += [one for one in early if one.step < late.first]
+    return sorted(one for one in found if not any(one.step in skipped for skipped in whole.source.skips))
+
+
+def _places(epoch: Any, items: Callable[[int], list[tuple[int, int]]]) -> Iterator[SamplePlace]:
+    """Yield the places in the steps from ``epoch.first`` on, by the passes over the sampler that these contain."""
+    source, steps, before = epoch.source, epoch.length(), 0
+    own, ranks, size = source.signature, source.replicas, source.signature.batch_size or 1
+    (first, done), end = epoch.reached(epoch.first), epoch.reached(steps)
+    for number in range(first, end[0] + 1):
+        here, length = items(number), len_epoch(source.items, number)
+        turns = parts(length - done, ranks, cut=False)  # of all ranks, in each of which a rank takes an item
+        last = length if source.evaluates else done + turns * ranks  # the beginning comes again, for some ranks
+        for item, within in (one for one in here if one[0] < length):
+            for position in range(item, last, length):
+                turn, rank = divmod(position - done, ranks)
+                step, place = divmod(before + turn, size)
+                is_read = epoch.first + step < steps and not (own.rolls_over and (number, position) >= end)
+                if turn >= 0 and is_read:
+                    yield SamplePlace(epoch.number, epoch.first + step, rank, place + within)
+        before, done = before + turns, 0
