@@ -23,6 +23,8 @@ Each use of a key has its own label, since equal keys give equal numbers. A test
     budget                         BoundedBudgetSampler
     pack                           PackSampler: the documents
     pack rows                      PackSampler: the rows of a window
+    pack stream                    PackStream: the documents
+    pack stream rows               PackStream: the rows of a window
     kinds                          GroupedBatchSampler: the samples of a kind
     class round                    ClassBalancedBatchSampler: the classes of a round
     class samples                  ClassBalancedBatchSampler: the samples of a class
