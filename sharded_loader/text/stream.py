@@ -123,7 +123,7 @@ class PackStream(in_order.InOrder):
     Example:
         >>> from sharded_loader import ShardedDataLoader
         >>> lines = ["to be", "or not to be", "that is", "the question"]
-        >>> rows = PackStream(lines, tokens=8, tokenize=lambda line: [len(word) for word in line.split()])
+        >>> rows = PackStream(lines, tokens=8, tokenize=lambda line: [*map(len, line.split())])
         >>> for batch in ShardedDataLoader(rows, batch_size=2):
         ...     print(batch["input_ids"].tolist())
         [[4, 2, 0, 0, 0, 0, 0, 0], [2, 2, 3, 8, 2, 3, 2, 2]]
@@ -287,7 +287,7 @@ class PackedRows(Iterator[dict[str, Array]]):
         return {name: batch[name][0] for name in batch if name != "cu_seqlens"}
 
     def _start_window(self) -> None:
-        """Start to yield the window that was read ahead; StopIteration after the last one."""
+        """Start to yield the next window; StopIteration after the last one."""
         window, stream = self._next, self._stream
         self._read(window, window.left)
         if window.is_empty:
