@@ -22,6 +22,7 @@ __version__ = "0.1.0"
 PROVIDED = {
     ("column", "values"): "sharded_loader.storage.tables:column_values",
     ("dataset", "cache"): "sharded_loader.caching.dataset:StoredDataset",
+    ("dataset", "refill"): "sharded_loader.mixing.refill:refilled",
     ("function", "gather"): "sharded_loader.parallel:gather",
     ("methods", "instruments"): "sharded_loader.instruments.report:Instruments",
     ("num_workers", "auto"): "sharded_loader.instruments.auto:Tuner",

@@ -55,7 +55,7 @@ __all__ = ["DataLoader"]
 _TORCHS = torch.utils.data.DataLoader  # looked up once, because programs replace torch's class by this module's
 
 
-SHARDED = ("num_replicas", "rank", "mesh", "costs", "evaluate", "steps_per_epoch")
+SHARDED = ("num_replicas", "rank", "mesh", "costs", "evaluate", "steps_per_epoch", "keep")
 """Arguments of `ShardedDataLoader` that are incompatible with torch's order."""
 
 _TORCHS_ARGUMENTS = tuple(inspect.signature(_TORCHS).parameters)
@@ -88,10 +88,11 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         streams: Number of parts of iterable data; see `ShardedDataLoader`. None: one per worker, as in torch.
         skip: Steps to leave out, as batches of the sampler, whose length must be known; see `ShardedDataLoader`.
         num_replicas, rank, mesh: Number of ranks, and this rank; see `ShardedDataLoader`. With one of these or the next
-            three arguments, the loader reads as a `ShardedDataLoader` does: its order, states, `rescale` and
-            `set_weights`, and workers that live as long as the loader, whatever ``persistent_workers`` says.
+            four arguments, or with ``on_error="refill"``, the loader reads as a `ShardedDataLoader` does: its order,
+            states, `rescale` and `set_weights`, and workers that live as long as the loader, whatever
+            ``persistent_workers`` says.
             ``generator`` and ``in_order=False`` are then errors.
-        costs, evaluate, steps_per_epoch: As in `ShardedDataLoader`.
+        costs, evaluate, steps_per_epoch, keep: As in `ShardedDataLoader`.
         snapshot_every_n_steps: Argument of torchdata's ``StatefulDataLoader``, without effect: states are always exact.
 
     Attributes:
@@ -150,6 +151,7 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         costs: Sequence[float] | npt.NDArray[Any] | Callable[[int], float] | None = None,
         evaluate: bool = False,
         steps_per_epoch: int | None = None,
+        keep: Callable[[Any], Any] | None = None,
         snapshot_every_n_steps: int = 1,
         **unknown: NoReturn,
     ) -> None:
@@ -159,7 +161,7 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
             dataset = as_dataset(dataset, "DataLoader", needs_length=sampler is None and batch_sampler is None)
         is_auto, workers = core.number_of_workers(num_workers)
         self.num_replicas, self.rank, self.mesh = num_replicas, rank, mesh
-        self.costs, self.evaluate, self.steps_per_epoch = costs, evaluate, steps_per_epoch
+        self.costs, self.evaluate, self.steps_per_epoch, self.keep = costs, evaluate, steps_per_epoch, keep
         # As attributes, because libraries rebuild loaders.
         self.seed, self.on_error, self.in_order, self.streams = seed, on_error, in_order, streams
         self.device, self.devices, self.num_shards, self.thread_pool = device, devices, num_shards, thread_pool
@@ -167,7 +169,8 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         self.max_worker_memory, self.snapshot_every_n_steps = max_worker_memory, snapshot_every_n_steps
         self._meter = Meter(dataset, core.action_and_limit(on_error)[1])
         self._tuner = Tuner(self._meter) if is_auto else None  # finds the number of workers
-        if any(given[name] is not None and given[name] is not False for name in SHARDED):
+        refills = core.action_and_limit(on_error)[0] == "refill"
+        if refills or any(given[name] is not None and given[name] is not False for name in SHARDED):
             self._sharded = 0
             self._given_order = {"shuffle": shuffle or False, "sampler": sampler, "batch_sampler": batch_sampler}
         self._scales_prefetch = prefetch_factor is None

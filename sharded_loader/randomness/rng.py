@@ -32,6 +32,7 @@ Each use of a key has its own label, since equal keys give equal numbers. A test
     foreign generator              the generator that another library's sampler owns
     split                          Dataset.split
     shuffle buffer                 ShuffleBuffer: the samples of a block
+    refill                         keep= and on_error="refill": the samples
     interleave                     interleave(): which dataset comes first where several may
     interleave shuffle             interleave(shuffle=True): the samples of each dataset, in each pass
     sample                         sample_rng() of a sample

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import numpy as np
 
 from sharded_loader.extend import Array
-from sharded_loader.extend.data import announce_epoch, as_array, bulk_method, keeps_place, read_many
+from sharded_loader.extend.data import announce_epoch, as_array, bulk_method, read_many
 from sharded_loader.extend.engine import current_part
 from sharded_loader.extend.order import Bijection, SampleScope, parts, reading, shuffled
 from sharded_loader.extend.tools import add_note, an, brief, call_of, check_choice, check_int, entries, pass_on
@@ -77,14 +77,6 @@ def _row_of(value: Any, name: str) -> Array | None:
 
 
 # -- the data ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Shared:
-    """An object that all parts in a process use, so that each of them does not copy it."""
-
-    dataset: Any
-    shared_by_parts = True
 
 
 class PackStream(in_order.InOrder):
@@ -159,16 +151,14 @@ class PackStream(in_order.InOrder):
         self.max_documents = max_documents
         self.shuffle, self.pad_id, self.epoch = bool(shuffle), pad_id, 0
         self.pack = Pack(tokens, pad_id)
-        # A dataset that keeps its epoch or position in itself belongs to one part.
-        self._dataset = Shared(dataset) if self.is_indexed and not keeps_place(dataset) else dataset
-        self._tokenize = Shared(tokenize)
+        self._dataset, self._tokenize = in_order.held(dataset), in_order.Shared(tokenize)
         if self.is_indexed and len(dataset):
             self.num_shards = parts(len(dataset), self.window, cut=False)
 
     @property
     def dataset(self) -> Any:
         """Documents, as they are read."""
-        return self._dataset.dataset if isinstance(self._dataset, Shared) else self._dataset
+        return self._dataset.dataset
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iterator, also for the dataset if it has ``set_epoch``."""

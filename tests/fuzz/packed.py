@@ -142,6 +142,8 @@ class Phases(Program):
             before = self.given(loader)
             for batch in islice(loader, count):
                 now = self.given(loader)
+                if loader.epoch and not self.steps:
+                    break  # the epoch before had no batch left
                 (part,) = (part for part in now if now[part] != before.get(part, 0))
                 found, expected = batch["input_ids"].tolist(), self.expected(part, now[part] - 1)
                 if found != expected:
