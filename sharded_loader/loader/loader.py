@@ -128,9 +128,9 @@ class ShardedDataLoader(Instruments, Generic[Batch]):
             to 32; otherwise one part per worker of each rank.
 
         keep: Function of a sample that was read. If it returns False, the next sample of the order takes the place, so
-            that batches stay full. The order is then that of iterable data over all epochs: each part reads every
-            ``streams``-th position, and a state has one number per part. ``seed`` is by default 0, and
-            ``steps_per_epoch`` the number of full batches that the order has without ``keep``.
+            that batches stay full. The order is then read in parts, without an end: of each ``streams`` positions, a
+            part has one, and a state has one number per part. ``seed`` is by default 0, and ``steps_per_epoch`` the
+            number of full batches that the order has without ``keep``.
 
     Args: Order
         sampler: Order of the samples: any sampler of this library or torch, or an iterable of indices.

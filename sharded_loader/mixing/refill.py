@@ -1,7 +1,7 @@
 """Batches that stay full: samples that fail or are rejected make room for the next ones of the order.
 
     ShardedDataLoader(dataset, keep=fn, on_error="refill") -> refilled(...) -> reads a `Refill` in place of the dataset
-    part i of n --positions i, i + n, ... of all epochs--> dataset[index] --keep--> samples without an end
+    part i of n --one of each n positions, of all epochs--> dataset[index] --keep--> samples without an end
 
 A `Refill` is iterable data: a batch is the next samples that a part yields, so it is full, and the state of a part is
 the number of samples that it has read. Positions are counted over all epochs of the sampler, so that parts never end,
@@ -153,7 +153,9 @@ class _Samples(Iterator[Any]):
         part, count = self._worker or (0, 1)
         if not self._refill.length:
             return part, self._read
-        self._epoch, position = divmod(part + self._read * count, self._refill.length)
+        # Places in a turn rotate: a fixed one would be the same few indices, if the parts divide the length.
+        turn = self._read * count + (part + self._read) % count
+        self._epoch, position = divmod(turn, self._refill.length)
         if self._opened != self._epoch:
             self._opened, self._indices = self._epoch, self._refill.indices_of(self._epoch)
             announce_epoch(self._dataset, self._epoch)

@@ -1,21 +1,24 @@
-"""Documents that are packed as they are read, by ranks that are killed, and that resume on other ranks.
+"""Documents packed as they are read, and filtered samples, by ranks that are killed, and that resume on other ranks.
 
 seed -> documents, the arguments of a `PackStream`, parts -> the batches of each part, as its iterator alone gives them
+     -> or an order and a filter                         -> the batches of each part, by a few lines of Python
      -> phases: some ranks, each in its own pool, read some steps; workers are killed over documents; the states of
         all ranks go through JSON to the next ranks
      -> after each batch: it is the next one of the part that has advanced in the rank's state
 """
 
+import itertools
 import json
 import os
 import signal
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
-from sharded_loader import PackStream, ShardedDataLoader
+from sharded_loader import PackStream, RandomSampler, SequentialSampler, ShardedDataLoader
 from sharded_loader.streams.worker_info import Part, here
 from tests.conftest import make_pool
 from tests.fuzz.steps import Difference, Program
@@ -89,6 +92,10 @@ class Phases(Program):
         self.known: dict[int, list[Any]] = defaultdict(list)
         self.epoch = 0
 
+    dataset: Any = property(lambda self: self.rows)
+    arguments: Mapping[str, Any] = MappingProxyType({"on_error": "skip"})
+    read_batch: Callable[[Any], Any] = staticmethod(lambda batch: batch["input_ids"].tolist())
+
     def __str__(self) -> str:
         return f"{self.rows!r}, {self.kind}, parts={self.parts}, size={self.size}, steps={self.steps}"
 
@@ -134,8 +141,8 @@ class Phases(Program):
         kinds = ["inline", "thread", *["fork"] * (2 * self.processes)]
         pool = make_pool(self.rng.choice(kinds if ranks < 3 else kinds[:2]), self.rng.randint(1, 3))
         given: dict[str, Any] = {"num_replicas": ranks, "rank": rank} if self.steps else {}
-        given |= {"streams": self.parts, "steps_per_epoch": self.steps, "seed": 5, "on_error": "skip", "pool": pool}
-        with ShardedDataLoader(self.rows, self.size, **given) as loader:
+        given |= {"streams": self.parts, "steps_per_epoch": self.steps, "seed": 5, "pool": pool, **self.arguments}
+        with ShardedDataLoader(self.dataset, self.size, **given) as loader:
             if states is not None:
                 loader.load_state_dict(json.loads(json.dumps(states)))
                 self.counts["states loaded"] += 1
@@ -145,7 +152,7 @@ class Phases(Program):
                 if loader.epoch and not self.steps:
                     break  # the epoch before had no batch left
                 (part,) = (part for part in now if now[part] != before.get(part, 0))
-                found, expected = batch["input_ids"].tolist(), self.expected(part, now[part] - 1)
+                found, expected = self.read_batch(batch), self.expected(part, now[part] - 1)
                 if found != expected:
                     raise Difference(
                         f"rank {rank} of {ranks}, batch {now[part] - 1} of part {part}: {found}, not {expected}"
@@ -157,3 +164,52 @@ class Phases(Program):
     def given(self, loader: Any) -> dict[int, int]:
         parts = loader.state_dict()["parts"]
         return dict(zip(parts["number"], parts["batches"], strict=True))
+
+
+class Numbers(list[int]):
+    """Samples by index: some fail, and some kill the worker that reads them, once."""
+
+    def __init__(self, length: int, tokenizer: Tokenizer) -> None:
+        super().__init__(range(length))
+        self.tokenizer = tokenizer
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.tokenizer(str(index))[0]
+
+
+class Filtered(Phases):
+    """``keep=`` and ``on_error="refill"``, on ranks that read one after the other."""
+
+    def __init__(self, seed: int, processes: bool = True) -> None:
+        Program.__init__(self, seed, processes)
+        rng, self.folder = self.rng, tempfile.TemporaryDirectory()
+        self.parts, self.size, self.steps = rng.choice([1, 2, 3, 6, 8]), rng.randint(1, 5), rng.choice([1, 5, 17])
+        length, self.factor, bad = rng.randint(12, 150), rng.randint(2, 5), rng.randrange(12)
+        deadly = set(map(str, rng.sample(range(length), 2))) - {str(bad)}
+        self.numbers = Numbers(length, Tokenizer(str(bad), self.folder.name, deadly))
+        sampler = RandomSampler(length, seed=rng.randrange(9)) if rng.random() < 0.7 else SequentialSampler(length)
+        self.arguments = {"sampler": sampler, "keep": self.keep, "on_error": "refill"}
+        self.is_left = lambda index: index != bad and self.keep(index)
+        self.sequences = {part: self.sequence(part) for part in range(self.parts)}
+        self.known = defaultdict(list)
+
+    dataset = property(lambda self: self.numbers)
+    read_batch = staticmethod(lambda batch: batch.tolist())
+
+    def __str__(self) -> str:
+        shown = f"{len(self.numbers)} numbers, parts={self.parts}, size={self.size}, steps={self.steps}"
+        return f"{self.arguments['sampler']}, {shown}"
+
+    def keep(self, number: int) -> bool:
+        return number % self.factor > 0
+
+    def sequence(self, part: int) -> Iterator[Any]:
+        indices = itertools.chain.from_iterable(map(self.arguments["sampler"].iter_epoch, itertools.count()))
+        batch = list[int]()
+        for place, index in enumerate(indices):
+            turn, number = divmod(place, self.parts)
+            if number == (part + turn) % self.parts and self.is_left(index):
+                batch.append(index)
+            if len(batch) == self.size:
+                yield batch
+                batch = []

@@ -24,7 +24,7 @@ from tests import conftest
 from tests.damaged_records import DamagedFile
 from tests.fuzz.caches import Round
 from tests.fuzz.faults import Calm, Disturbed, Twins
-from tests.fuzz.packed import Phases
+from tests.fuzz.packed import Filtered, Phases
 from tests.fuzz.ranks import Ranks
 from tests.fuzz.steps import Case, Difference
 from tests.fuzz.storm import Storm
@@ -34,7 +34,7 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "faults": ("disturb the loaders", Disturbed, Twins),
     "twins": ("draw every verb of both loaders", Calm),
     "ranks": ("ranks that leave and join", Ranks),
-    "packed": ("documents packed as they are read", Phases),
+    "packed": ("documents packed as they are read, and filtered samples", Phases, Filtered),
     "records": ("damaged RecordIO files", DamagedFile),
     "caches": ("ranks that share a cache, and are killed", Round),
     "nodes": ("actors and nodes of a cluster of Ray that are killed", Storm),

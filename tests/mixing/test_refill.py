@@ -59,12 +59,19 @@ ORDERS: dict[str, dict[str, Any]] = {
 }
 
 
+def of_part(items: Iterator[Any], part: int, streams: int) -> Iterator[Any]:
+    """One of each n items, in turn."""
+    for place, item in enumerate(items):
+        if place % streams == (part + place // streams) % streams:
+            yield item
+
+
 def expected(sampler: Any, streams: int, size: int) -> Iterator[list[int]]:
-    """What is left of the order of all epochs, of which part i has positions i, i + n, ..."""
+    """What is left of the order of all epochs, of which each part has one of each n positions, in turn."""
     parts = []
     for part in range(streams):
         indices = itertools.chain.from_iterable(map(sampler.iter_epoch, itertools.count()))
-        parts.append(filter(is_good, islice(indices, part, None, streams)))
+        parts.append(filter(is_good, of_part(indices, part, streams)))
     while True:
         yield from [list(islice(part, size)) for part in parts]
 
