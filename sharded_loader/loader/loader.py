@@ -116,10 +116,10 @@ class ShardedDataLoader(Instruments, Generic[Batch]):
             ``"cp"``, ``"pp"``) get equal batches.
         seed: Seed of everything random. None: drawn from torch's default generator; with ``num_replicas``, 0.
         on_error: Treatment of a sample that raises an error: ``"raise"`` it, ``"skip"`` the sample, ``"replace"`` it by
-            another sample of the batch, ``"refill"`` the batch with the next sample of the order (see ``keep``), or a
-            function ``(SampleError) -> sample``. `OnError` sets a limit. A batch or shard without samples is left out
-            with a warning, and later shards move up. With ``num_replicas`` it is an error, because ranks must stay in
-            step. A sample that ends or hangs its worker always raises `WorkerDiedError` or `WorkerTimeoutError`.
+            another sample of the batch, or ``"refill"`` the batch with the next sample (see ``keep``). Or a function
+            ``(SampleError) -> sample``. `OnError` sets a limit. A batch or shard without samples is left out with a
+            warning, and later shards move up. With ``num_replicas`` it is an error, because ranks must stay in step. A
+            sample that ends or hangs its worker always raises `WorkerDiedError` or `WorkerTimeoutError`.
 
     Args: Data
         streams: Number of parts that iterable data is divided into; batches come from them in turn. A part sees its

@@ -194,7 +194,7 @@ class Held:
     dataset: Any
 
 
-class Shared(Held):
+class SharedByParts(Held):
     """An object that all parts in a process use."""
 
     shared_by_parts = True
@@ -202,7 +202,7 @@ class Shared(Held):
 
 def held(dataset: Any) -> Held:
     """Return a holder of a dataset: one that keeps its position or epoch in itself cannot be shared by parts."""
-    return Shared(dataset) if is_indexed(dataset) and not core.keeps_place(dataset) else Held(dataset)
+    return SharedByParts(dataset) if is_indexed(dataset) and not core.keeps_place(dataset) else Held(dataset)
 
 
 class InOrder:

@@ -99,7 +99,7 @@ class Refill(InOrder):
 
 
 @dataclass(frozen=True)
-class _Place:
+class _RefillPosition:
     """State of `_Samples`: how many a part has read, in all epochs."""
 
     order: str = entries.entry(entries.string, "it was {was}, and is {now}")
@@ -113,9 +113,9 @@ class _Samples(Iterator[Any]):
     def __init__(self, refill: Refill) -> None:
         self._refill, self._dataset, self._epoch = refill, refill.dataset, refill.epoch
         self._worker = this_worker() if refill.length or is_divided(self._dataset) else None
-        self._begin_at(_Place(repr(refill), 0))
+        self._begin_at(_RefillPosition(repr(refill), 0))
 
-    def _begin_at(self, place: _Place) -> None:
+    def _begin_at(self, place: _RefillPosition) -> None:
         self._read, self._yields, self._opened = place.read, place.read > 0, -1
         self._source = Source("the dataset", self._dataset, place.source, self._worker)
 
@@ -164,11 +164,11 @@ class _Samples(Iterator[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as a small dict."""
-        return entries.to_state(_Place(repr(self._refill), self._read, self._source.state()))
+        return entries.to_state(_RefillPosition(repr(self._refill), self._read, self._source.state()))
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Continue at a saved position; a ValueError if it is that of another order."""
-        place = entries.from_state(_Place, state, "give what state_dict() of the loader returned")
-        if found := entries.differences(place, _Place(repr(self._refill), 0)):
+        place = entries.from_state(_RefillPosition, state, "give what state_dict() of the loader returned")
+        if found := entries.differences(place, _RefillPosition(repr(self._refill), 0)):
             raise ValueError(f"the state is that of another order: {', '.join(found.values())}")
         self._begin_at(place)

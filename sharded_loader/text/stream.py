@@ -151,7 +151,7 @@ class PackStream(in_order.InOrder):
         self.max_documents = max_documents
         self.shuffle, self.pad_id, self.epoch = bool(shuffle), pad_id, 0
         self.pack = Pack(tokens, pad_id)
-        self._dataset, self._tokenize = in_order.held(dataset), in_order.Shared(tokenize)
+        self._dataset, self._tokenize = in_order.held(dataset), in_order.SharedByParts(tokenize)
         if self.is_indexed and len(dataset):
             self.num_shards = parts(len(dataset), self.window, cut=False)
 
@@ -202,7 +202,7 @@ _read_source = entries.optional(entries.dict_of(in_order.SourcePoint))
 
 
 @dataclass(frozen=True)
-class _Place:
+class _PackPosition:
     """State of `PackedRows`: a window, and the rows of it that were yielded."""
 
     packing: str = entries.entry(entries.string, "it was {was}, and is {now}")
@@ -336,13 +336,13 @@ class PackedRows(Iterator[dict[str, Array]]):
     def state_dict(self) -> dict[str, Any]:
         """Return the position as a small dict, without documents."""
         window = self._now
-        return entries.to_state(_Place(repr(self._stream), self._epoch, window.number, self._row, window.source))
+        return entries.to_state(_PackPosition(repr(self._stream), self._epoch, window.number, self._row, window.source))
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Continue at a saved position, reading its window again; raise TypeError or ValueError for unfit states."""
         given = entries.instance(Mapping, "a dict")("the state", state, _ADVICE)
-        place = entries.from_state(_Place, given, _ADVICE)
-        now = _Place(repr(self._stream), place.epoch, 0, 0)
+        place = entries.from_state(_PackPosition, given, _ADVICE)
+        now = _PackPosition(repr(self._stream), place.epoch, 0, 0)
         if found := entries.differences(place, now):
             raise ValueError(f"PackStream: the state is that of another one: {', '.join(found.values())}")
         self._begin_at(place.window, place.source or in_order.BEGINNING)
