@@ -64,6 +64,8 @@ from sharded_loader.sampling.own import SequentialSampler as SequentialSampler
 from sharded_loader.storage.cache import ShardCache as ShardCache
 from sharded_loader.storage.dataset import ShardDataset as ShardDataset
 from sharded_loader.storage.files import ShardError as ShardError
+from sharded_loader.text.lengths import lengths_of as lengths_of
+from sharded_loader.text.stream import PackStream as PackStream
 from sharded_loader.vision import ImageFolderDataset as ImageFolderDataset
 from sharded_loader.vision import ImageRecordDataset as ImageRecordDataset
 

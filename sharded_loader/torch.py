@@ -58,7 +58,7 @@ _TORCHS = torch.utils.data.DataLoader  # looked up once, because programs replac
 
 SHARDED = (
     *("num_replicas", "rank", "mesh", "costs", "evaluate", "with_source", "steps_per_epoch"),
-    *("global_batch", "micro_batch"),
+    *("global_batch", "micro_batch", "keep"),
 )
 """Arguments of `ShardedDataLoader` that are incompatible with torch's order."""
 
@@ -92,10 +92,10 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         streams: Number of parts of iterable data; see `ShardedDataLoader`. None: one per worker, as in torch.
         skip: Steps to leave out, as batches of the sampler, whose length must be known; see `ShardedDataLoader`.
         num_replicas, rank, mesh: Number of ranks, and this rank; see `ShardedDataLoader`. With one of these or the next
-            six arguments, the loader reads as a `ShardedDataLoader` does: its order, states, `rescale` and
-            `set_weights`, and workers that live as long as the loader, whatever ``persistent_workers`` says.
-            ``generator`` and ``in_order=False`` are then errors.
-        costs, evaluate, with_source, steps_per_epoch, micro_batch: As in `ShardedDataLoader`.
+            seven arguments, or with ``on_error="refill"``, the loader reads as a `ShardedDataLoader` does: its order,
+            states, `rescale` and `set_weights`, and workers that live as long as the loader, whatever
+            ``persistent_workers`` says. ``generator`` and ``in_order=False`` are then errors.
+        costs, evaluate, with_source, steps_per_epoch, micro_batch, keep: As in `ShardedDataLoader`.
         global_batch: As in `ShardedDataLoader`. ``batch_size`` stays 1, torch's default, and is None afterwards.
         snapshot_every_n_steps: Argument of torchdata's ``StatefulDataLoader``, without effect: states are always exact.
 
@@ -158,6 +158,7 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         steps_per_epoch: int | None = None,
         global_batch: int | None = None,
         micro_batch: int | None = None,
+        keep: Callable[[Any], Any] | None = None,
         snapshot_every_n_steps: int = 1,
         **unknown: NoReturn,
     ) -> None:
@@ -168,7 +169,7 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         is_auto, workers = core.number_of_workers(num_workers)
         self.num_replicas, self.rank, self.mesh = num_replicas, rank, mesh
         self.costs, self.evaluate, self.steps_per_epoch = costs, evaluate, steps_per_epoch
-        self.global_batch, self.micro_batch = global_batch, micro_batch
+        self.global_batch, self.micro_batch, self.keep = global_batch, micro_batch, keep
         self.with_source = with_source
         # As attributes, because libraries rebuild loaders.
         self.seed, self.on_error, self.in_order, self.streams = seed, on_error, in_order, streams
@@ -177,7 +178,8 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         self.max_worker_memory, self.snapshot_every_n_steps = max_worker_memory, snapshot_every_n_steps
         self._meter = Meter(dataset, core.action_and_limit(on_error)[1])
         self._tuner = Tuner(self._meter) if is_auto else None  # finds the number of workers
-        if any(given[name] is not None and given[name] is not False for name in SHARDED):
+        refills = core.action_and_limit(on_error)[0] == "refill"
+        if refills or any(given[name] is not None and given[name] is not False for name in SHARDED):
             self._sharded = 0
             self._given_order = {"shuffle": shuffle or False, "sampler": sampler, "batch_sampler": batch_sampler}
         self._scales_prefetch = prefetch_factor is None

@@ -208,7 +208,7 @@ def unpack_reply(content: memoryview) -> tuple[int, int, int, int, memoryview, m
     return run, seq, wanted, buffers, content[begin : begin + size], content[begin + size :], times
 
 
-ErrorAction = Literal["raise", "skip", "replace"] | Callable[[Any], Any]
+ErrorAction = Literal["raise", "skip", "replace", "refill"] | Callable[[Any], Any]
 """Action for a bad sample: ``"raise"``, ``"skip"``, ``"replace"``, or a function ``(SampleError) -> sample``."""
 
 

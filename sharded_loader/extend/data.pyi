@@ -75,6 +75,7 @@ from sharded_loader.data.inspection import has_own as has_own
 from sharded_loader.data.inspection import is_stateful as is_stateful
 from sharded_loader.data.inspection import is_stream as is_stream
 from sharded_loader.data.inspection import iterable_of as iterable_of
+from sharded_loader.data.inspection import keeps_place as keeps_place
 from sharded_loader.data.inspection import known_parts as known_parts
 from sharded_loader.data.inspection import look_in_worker as look_in_worker
 from sharded_loader.data.inspection import takes_two as takes_two

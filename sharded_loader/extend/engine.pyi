@@ -33,6 +33,7 @@ from sharded_loader.engine.pipeline import PER_WORKER as PER_WORKER
 from sharded_loader.engine.pipeline import Stamps as Stamps
 from sharded_loader.engine.pool import check_timeout as check_timeout
 from sharded_loader.engine.reader import KEPT_SAMPLES as KEPT_SAMPLES
+from sharded_loader.engine.reader import BatchScope as BatchScope
 from sharded_loader.engine.split import check_shares as check_shares
 from sharded_loader.engine.split import is_sharded as is_sharded
 from sharded_loader.engine.split import plain_indices as plain_indices

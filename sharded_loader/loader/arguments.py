@@ -309,10 +309,10 @@ def transform_of(
 def action_and_limit(on_error: Any) -> tuple[Any, int | None]:
     """Return the action for a sample that fails, and the maximum number per epoch (None: unlimited)."""
     given = on_error if isinstance(on_error, OnError) else OnError(on_error)
-    if not callable(given.action) and given.action not in ("raise", "skip", "replace"):
+    if not callable(given.action) and given.action not in ("raise", "skip", "replace", "refill"):
         raise ValueError(
-            f'on_error is {given.action!r}; it must be "raise", "skip", "replace", or a callable (SampleError) -> '
-            f"sample"
+            f'on_error is {given.action!r}; it must be "raise", "skip", "replace", "refill", or a callable '
+            f"(SampleError) -> sample"
         )
     return given.action, given.limit
 

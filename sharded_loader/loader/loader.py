@@ -117,16 +117,21 @@ class ShardedDataLoader(Instruments, Leasing[Batch], Generic[Batch]):
             ``"cp"``, ``"pp"``) get equal batches.
         seed: Seed of everything random. None: drawn from torch's default generator; with ``num_replicas``, 0.
         on_error: Treatment of a sample that raises an error: ``"raise"`` it, ``"skip"`` the sample, ``"replace"`` it by
-            another sample of the batch, or a function ``(SampleError) -> sample``. `OnError` sets a limit. A batch or
-            shard without samples is left out with a warning, and later shards move up. With ``num_replicas`` it is an
-            error, because ranks must stay in step. A sample that ends or hangs its worker always raises
-            `WorkerDiedError` or `WorkerTimeoutError`.
+            another sample of the batch, or ``"refill"`` the batch with the next sample (see ``keep``). Or a function
+            ``(SampleError) -> sample``. `OnError` sets a limit. A batch or shard without samples is left out with a
+            warning, and later shards move up. With ``num_replicas`` it is an error, because ranks must stay in step. A
+            sample that ends or hangs its worker always raises `WorkerDiedError` or `WorkerTimeoutError`.
 
     Args: Data
         streams: Number of parts that iterable data is divided into; batches come from them in turn. A part sees its
             number as ``get_worker_info().id`` and the number of parts as ``num_workers``; a function may take both as
             arguments. The order depends on ``streams``, not on the workers. Default: the dataset's ``num_shards``, up
             to 32; otherwise one part per worker of each rank.
+
+        keep: Function of a sample that was read. If it returns False, the next sample of the order takes the place, so
+            that batches stay full. The order is then read in parts, without an end: of each ``streams`` positions, a
+            part has one, and a state has one number per part. ``seed`` is by default 0, and ``steps_per_epoch`` the
+            number of full batches that the order has without ``keep``.
 
     Args: Order
         sampler: Order of the samples: any sampler of this library or torch, or an iterable of indices.
@@ -227,6 +232,7 @@ class ShardedDataLoader(Instruments, Leasing[Batch], Generic[Batch]):
         skip: Sequence[tuple[int, int]] | None = None,
         seed: int | None = None,
         on_error: ErrorAction | OnError = "raise",
+        keep: Callable[[Any], Any] | None = None,
         streams: int | None = None,
         steps_per_epoch: int | None = None,
         **names: Unpack[OtherNames[Batch]],
@@ -242,6 +248,11 @@ class ShardedDataLoader(Instruments, Leasing[Batch], Generic[Batch]):
         device, devices, options = arguments.placement_given(device, devices)
         arguments.check_evaluate(evaluate, action)
         last, shares, size = arguments.last_batch_of(last_batch, names.get("drop_last")), None, batch_size
+        if keep is not None or action == "refill":
+            refilled, order_given = provided("dataset", "refill"), (keep, action == "refill", seed, shuffle, sampler)
+            ranks, shuffle, sampler = (num_replicas, rank), False, None
+            dataset, steps_per_epoch = refilled(dataset, order_given, batch_size, steps_per_epoch, ranks)
+            action = "raise" if action == "refill" else action
         if names.get("global_batch") is not None or names.get("micro_batch") is not None:
             several = devices is not None or num_shards is not None or options.resident is not False
             shares = provided("batch", "shares")(dataset, batch_size, batch_sampler, names, several)

@@ -187,6 +187,24 @@ class Source:
         self._has_own_state = self._has_own_state and core.is_stateful(dataset)
 
 
+@dataclass(frozen=True)
+class Held:
+    """A dataset of which each part has a copy."""
+
+    dataset: Any
+
+
+class SharedByParts(Held):
+    """An object that all parts in a process use."""
+
+    shared_by_parts = True
+
+
+def held(dataset: Any) -> Held:
+    """Return a holder of a dataset: one that keeps its position or epoch in itself cannot be shared by parts."""
+    return SharedByParts(dataset) if is_indexed(dataset) and not core.keeps_place(dataset) else Held(dataset)
+
+
 class InOrder:
     """Base class of iterable data. torch's DataLoader recognizes it as an IterableDataset by ``isinstance``."""
 

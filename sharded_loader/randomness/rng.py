@@ -23,6 +23,8 @@ Each use of a key has its own label, since equal keys give equal numbers. A test
     budget                         BoundedBudgetSampler
     pack                           PackSampler: the documents
     pack rows                      PackSampler: the rows of a window
+    pack stream                    PackStream: the documents
+    pack stream rows               PackStream: the rows of a window
     kinds                          GroupedBatchSampler: the samples of a kind
     class round                    ClassBalancedBatchSampler: the classes of a round
     class samples                  ClassBalancedBatchSampler: the samples of a class
@@ -31,6 +33,7 @@ Each use of a key has its own label, since equal keys give equal numbers. A test
     split                          Dataset.split
     grown                          loader.grow(): the rest of an epoch and the new samples
     shuffle buffer                 ShuffleBuffer: the samples of a block
+    refill                         keep= and on_error="refill": the samples
     interleave                     interleave(): which dataset comes first where several may
     interleave shuffle             interleave(shuffle=True): the samples of each dataset, in each pass
     sample                         sample_rng() of a sample

@@ -98,6 +98,8 @@ class PackSampler(Sampler[list[int]]):
     fixed = ("tokens", "window", "long", "shuffle")
     cut_by, sized_by = ("tokens", "rows", "window", "long"), ("rows",)
     counts_by_pass = yields_batches = True
+    max_documents: int | None = None
+    """Maximum number of documents in a row; `PackStream` sets it."""
 
     def __init__(
         self,
@@ -243,7 +245,7 @@ class PackSampler(Sampler[list[int]]):
         ends, windows = np.minimum(begins + self.tokens, lengths), windows - window
         sizes = (-(-(ends - begins) // self._multiple) * self._multiple).astype(np.int32)
         if more is None:
-            rows, counts = best_fit(sizes, windows, end - window, self.tokens)
+            rows, counts = best_fit(sizes, windows, end - window, self.tokens, self.max_documents)
         else:
             columns = np.concatenate([sizes[:, None], np.repeat(more, pieces, axis=0)], axis=1).astype(np.int64)
             rows, counts = best_fit_of_several(columns, windows, end - window, np.append(self.tokens, self._most))
@@ -270,11 +272,13 @@ class PackSampler(Sampler[list[int]]):
         return np.concatenate(documents), np.concatenate(windows)
 
 
-def best_fit(sizes: npt.NDArray[np.int32], windows: Int64s, count: int, tokens: int) -> tuple[Int64s, Int64s]:
+def best_fit(
+    sizes: npt.NDArray[np.int32], windows: Int64s, count: int, tokens: int, most: int | None = None
+) -> tuple[Int64s, Int64s]:
     """Pack many windows at once by best fit decreasing: longest document first, into the fullest row that has room.
 
-    ``sizes`` are 1 to ``tokens``, and ``windows`` ascend from 0 to below ``count``. Returns the row of each document in
-    its window, and the number of rows of each window.
+    ``sizes`` are 1 to ``tokens``, and ``windows`` ascend from 0 to below ``count``. A row has at most ``most``
+    documents. Returns the row of each document in its window, and the number of rows of each window.
 
     Example:
         >>> rows, counts = best_fit(np.array([3, 5, 2, 4, 7], np.int32), np.array([0, 0, 0, 0, 1]), 2, tokens=7)
@@ -291,16 +295,22 @@ def best_fit(sizes: npt.NDArray[np.int32], windows: Int64s, count: int, tokens: 
     table = np.ascontiguousarray((tokens - (keys >> 31)).astype(np.int32).T)  # n-th longest document, window
     chosen, large = np.empty(table.shape, np.int64), (table > tokens // 2).sum(axis=0)
     width = int(np.maximum(table.sum(axis=0, dtype=np.int64) // tokens, large).max(initial=0))
+    most = len(table) + 1 if most is None else most
+    width = max(width, len(table) // most)
     while True:
         width += width // 8 + 8
         spare, first = np.full((count, width), tokens, np.int32), np.arange(count) * width
-        rest = np.empty_like(spare)
+        rest, held = np.empty_like(spare), np.zeros(spare.size, np.int64)
         flat_spare, flat_rest, unsigned = spare.reshape(-1), rest.reshape(-1), rest.view(np.uint32)
         for n, longest in enumerate(table):
             # Rows without room have a negative rest, large as an unsigned number. Empty rows come last.
             np.subtract(spare, longest[:, None], out=rest)
             place = unsigned.argmin(axis=1, out=chosen[n]) + first
             flat_spare[place] = flat_rest[place]
+            if most < len(table):
+                held[place] += longest > 0
+                full = place[held[place] >= most]
+                flat_spare[full] = np.minimum(flat_spare[full], 0)  # below 0: there was no room, see below
         if spare.min(initial=0) >= 0:  # otherwise there were too few rows
             break
     rows, real = np.empty(len(sizes), np.int64), table.T > 0
@@ -481,10 +491,10 @@ class Pack(Batchify):
     """Collate documents side by side into rows of ``tokens`` tokens, as planned by `PackSampler`.
 
     A document is a 1-D array, list or tensor of token ids, or a mapping with ``"input_ids"`` and optionally
-    ``"labels"``, as in tokenised Hugging Face datasets. Pass `Pack` as ``batchify_fn`` with
-    ``batch_sampler=PackSampler(...)``, or call it in a function of your own with all samples. Outside a loader, a
-    document that does not fit begins the next row. Source of the idea: ``transformers.DataCollatorWithFlattening``,
-    which yields the same values.
+    ``"labels"``, as in tokenised Hugging Face datasets. Rows of `PackStream` are stacked. Pass `Pack` as
+    ``batchify_fn`` with ``batch_sampler=PackSampler(...)``, or call it in a function of your own with all samples.
+    Outside a loader, a document that does not fit begins the next row. Source of the idea:
+    ``transformers.DataCollatorWithFlattening``, which yields the same values.
 
     Args:
         tokens: length of a row, the same as in `PackSampler`.
@@ -544,6 +554,8 @@ class Pack(Batchify):
 
     def assemble(self, samples: Sequence[object], empty: Empty) -> dict[str, Array]:
         check_not_empty(samples)
+        if isinstance(samples[0], Mapping) and "segment_ids" in samples[0]:
+            return _stacked(samples, empty)
         tokens = [_ids_of(sample, "input_ids", position) for position, sample in enumerate(samples)]
         scope = reading.get()
         planned = None if scope is None else scope.indices
@@ -657,6 +669,19 @@ def _joined(name: str, samples: Sequence[Any], planned: Packed, empty: Empty) ->
         values = [array for _, array in found]
         batch[name] = empty((int(sizes.sum()), *values[0].shape[1:]), common_dtype(values))
         np.concatenate(values, out=batch[name], casting="unsafe")
+    return batch
+
+
+def _stacked(rows: Sequence[Any], empty: Empty) -> dict[str, Array]:
+    """Stack rows of `PackStream`."""
+    batch: dict[str, Array] = {}
+    for name in ("input_ids", "position_ids", "segment_ids", "labels"):
+        batch[name] = empty((len(rows), len(rows[0][name])), np.dtype(np.int64))
+        np.stack([row[name] for row in rows], out=batch[name])
+    is_begin = batch["position_ids"][batch["segment_ids"] > 0] == 0
+    bounds = np.append(np.flatnonzero(is_begin), len(is_begin))
+    batch["cu_seqlens"] = empty(bounds.shape, np.dtype(np.int32))
+    batch["cu_seqlens"][...] = bounds
     return batch
 
 

@@ -45,7 +45,8 @@ from sharded_loader.randomness.rng import derive_key, reading
 from sharded_loader.streams.worker_info import Part, here, set_current_part
 
 SHARED_BYTES = 64 << 20
-"""Size from which arrays are shared by all parts, as data. A smaller one may be an order that is shuffled in place."""
+"""Size from which arrays are shared by all parts, as data. A smaller one may be an order that is shuffled in place.
+Objects whose class has ``shared_by_parts`` are shared, too."""
 
 
 class Copies:
@@ -83,7 +84,8 @@ class _Copier(pickle.Pickler):
 
     def persistent_id(self, obj: object) -> int | None:
         large = getattr(obj, "nbytes", 0) if hasattr(obj, "__array__") else 0
-        if not isinstance(obj, type | types.FunctionType | types.ModuleType) and large < SHARED_BYTES:
+        is_shared = large >= SHARED_BYTES or hasattr(type(obj), "shared_by_parts")
+        if not is_shared and not isinstance(obj, type | types.FunctionType | types.ModuleType):
             return None
         self.shared.append(obj)
         return len(self.shared) - 1

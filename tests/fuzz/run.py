@@ -26,6 +26,7 @@ from tests.fuzz.caches import Round
 from tests.fuzz.faults import Calm, Disturbed, Twins
 from tests.fuzz.growth import Growing
 from tests.fuzz.leases import Leased
+from tests.fuzz.packed import Filtered, Phases
 from tests.fuzz.ranks import Ranks
 from tests.fuzz.shares import Shares
 from tests.fuzz.steps import Case, Difference
@@ -39,6 +40,7 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "leases": ("leases that are finished at random, on ranks that are killed", Leased),
     "shares": ("ranks that share global batches, and are killed", Shares),
     "growth": ("datasets that grow and lose samples", Growing),
+    "packed": ("documents packed as they are read, and filtered samples", Phases, Filtered),
     "records": ("damaged RecordIO files", DamagedFile),
     "caches": ("ranks that share a cache, and are killed", Round),
     "nodes": ("actors and nodes of a cluster of Ray that are killed", Storm),

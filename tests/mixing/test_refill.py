@@ -1,0 +1,195 @@
+"""Batches that stay full: rejected and failed samples make room for the next ones of the order, on all ranks."""
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import POOLS, make_pool
+
+from sharded_loader import (
+    OnError,
+    RandomSampler,
+    ShardedDataLoader,
+    TooManySkippedError,
+    WeightedRandomSampler,
+    interleave,
+    sample_rng,
+)
+from sharded_loader.torch import DataLoader
+
+LENGTH = 97
+
+
+class Damaged(list[int]):
+    """Some samples cannot be read."""
+
+    def __getitem__(self, index: Any) -> Any:
+        if index % 10 == 3:
+            raise OSError(f"sample {index} is damaged")
+        return super().__getitem__(index)
+
+
+def keep(sample: int) -> bool:
+    return sample % 3 > 0
+
+
+def is_good(index: int) -> bool:
+    return keep(index) and index % 10 != 3
+
+
+def loader(given: Any = None, size: int = 4, dataset: Any = None, **named: Any) -> ShardedDataLoader[Any]:
+    data = Damaged(range(LENGTH)) if dataset is None else dataset
+    return ShardedDataLoader(data, size, keep=keep, on_error="refill", **{"streams": 6, **(given or {}), **named})
+
+
+def values(batches: Any, count: int | None = None) -> list[Any]:
+    return [batch.tolist() for batch in islice(batches, count)]
+
+
+ORDERS: dict[str, dict[str, Any]] = {
+    "in order": {},
+    "shuffled": {"shuffle": True, "seed": 3},
+    "sampler": {"sampler": RandomSampler(LENGTH, seed=5)},
+    "weights": {"sampler": WeightedRandomSampler(np.arange(LENGTH), 50, seed=1)},
+}
+
+
+def of_part(items: Iterator[Any], part: int, streams: int) -> Iterator[Any]:
+    """One of each n items, in turn."""
+    for place, item in enumerate(items):
+        if place % streams == (part + place // streams) % streams:
+            yield item
+
+
+def expected(sampler: Any, streams: int, size: int) -> Iterator[list[int]]:
+    """What is left of the order of all epochs, of which each part has one of each n positions, in turn."""
+    parts = []
+    for part in range(streams):
+        indices = itertools.chain.from_iterable(map(sampler.iter_epoch, itertools.count()))
+        parts.append(filter(is_good, of_part(indices, part, streams)))
+    while True:
+        yield from [list(islice(part, size)) for part in parts]
+
+
+@pytest.mark.parametrize("order", ["sampler", "weights"])
+@pytest.mark.parametrize("streams", [1, 6])
+def test_batches_are_full_with_the_next_samples_of_the_order(order: str, streams: int) -> None:
+    found = loader(ORDERS[order], streams=streams, steps_per_epoch=30)
+    assert values(found) + values(found) == list(islice(expected(ORDERS[order]["sampler"], streams, 4), 60))
+    assert {index % 10 for index, _ in found.skipped} == {3}
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("order", ORDERS)
+def test_they_are_the_same_in_every_pool(order: str, pool: str) -> None:
+    with loader(ORDERS[order], pool=make_pool(pool)) as found:
+        assert values(found) == values(loader(ORDERS[order]))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_ranks_stay_in_step_and_continue_from_each_others_states(order: str) -> None:
+    def ranks(count: int) -> list[ShardedDataLoader[Any]]:
+        given = {**ORDERS[order], "streams": 24, "steps_per_epoch": 50, "num_replicas": count}
+        return [loader(given, 2, rank=rank) for rank in range(count)]
+
+    (one,) = ranks(1)
+    whole, found, states = values(one), list[Any](), list[Any]()
+    for count, steps in ((1, 5), (3, 7), (8, 2), (1, 6)):
+        loaders = ranks(count)
+        for loaded in loaders if states else ():
+            loaded.load_state_dict(json.loads(json.dumps(states)))
+        batches = [batch for each in loaders for batch in values(each, steps)]
+        assert len(batches) == count * steps and all(len(batch) == 2 for batch in batches)
+        found, states = found + batches, [each.state_dict() for each in loaders]
+        assert Counter(map(tuple, found)) == Counter(map(tuple, whole[: len(found)]))
+
+
+def test_an_epoch_has_as_many_steps_as_without_a_filter_on_all_ranks() -> None:
+    assert len(loader()) == 24
+    lengths = [len(values(loader(num_replicas=3, rank=rank))) for rank in range(3)]
+    assert lengths == [8, 8, 8]
+    assert len(ShardedDataLoader(range(3), 5, keep=keep)) == 1
+
+
+def test_both_loaders_and_no_other_arguments() -> None:
+    for named in ({"keep": keep}, {"on_error": "refill"}, {"keep": keep, "on_error": "refill"}):
+        options: dict[str, Any] = {"dataset": list(range(40)), "batch_size": 4, "shuffle": True, "seed": 1, **named}
+        assert values(DataLoader(num_workers=2, **options)) == values(ShardedDataLoader(**options))
+
+
+class Drawing(list[int]):
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(index), int(sample_rng().integers(1 << 30))
+
+
+def test_a_sample_has_the_random_numbers_that_it_has_without_a_filter() -> None:
+    plain, filtered = (ShardedDataLoader(Drawing(range(40)), 4, seed=1, **named) for named in ({}, {"keep": bool}))
+    pairs = (pair for batch in plain for pair in zip(*(one.tolist() for one in batch), strict=True))
+    numbers = dict(pairs)
+    samples, many = next(iter(filtered))
+    assert [numbers[sample] for sample in samples.tolist()] == many.tolist()
+
+
+@pytest.mark.parametrize("on_error", ["refill", "skip"])
+def test_iterable_data_is_filtered_in_its_order(on_error: Any) -> None:
+    def rows(part: int, parts: int) -> Iterator[int]:
+        yield from range(part, 40, parts)
+
+    found = ShardedDataLoader(rows, 4, keep=keep, on_error=on_error, streams=2)
+    batches = values(found)
+    assert [len(batch) for batch in batches] == [4, 4, 4, 4, 4, 4, 1, 1]
+    assert sorted(sum(batches, [])) == [index for index in range(40) if keep(index)]
+    resumed = ShardedDataLoader(rows, 4, keep=keep, on_error=on_error, streams=2)
+    values(found, 3)
+    resumed.load_state_dict(json.loads(json.dumps(found.state_dict())))
+    assert values(resumed) == batches[3:]
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("named", [{}, {"dataset": lambda: iter(range(50))}])
+def test_rejecting_everything_is_an_error_that_says_how_many_were_read(named: dict[str, Any]) -> None:
+    given: dict[str, Any] = {"dataset": range(20), "streams": 1, **named}
+    with pytest.raises(
+        ValueError, match=r"keep has rejected (1000|50) samples in a row.*part 0, which has read (1000|50)"
+    ):
+        values(ShardedDataLoader(batch_size=4, keep=lambda sample: False, **given))
+
+
+def test_the_limit_of_failed_samples_holds() -> None:
+    with pytest.raises(TooManySkippedError):
+        values(ShardedDataLoader(Damaged(range(LENGTH)), 4, on_error=OnError("refill", limit=2)))
+    with pytest.raises(OSError, match="sample 3 is damaged"):
+        values(ShardedDataLoader(Damaged(range(LENGTH)), 4, keep=keep, streams=1))
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "text"),
+    [
+        ({"keep": 3}, TypeError, "keep is 3; it must be a function of a sample"),
+        ({"sampler": [1, 2]}, TypeError, "the sampler is a list: give shuffle=True alone"),
+        ({"dataset": interleave([[1], [2]], shuffle=True)}, TypeError, "Filter the datasets of a mixture one by one"),
+        ({"dataset": []}, ValueError, "has no samples, so that no batch can be full"),
+        ({"batch_sampler": [[1, 2]], "batch_size": None}, ValueError, "leave out batch_sampler"),
+        ({"evaluate": True}, ValueError, "leave out evaluate"),
+        ({"skip": [(1, 2)]}, TypeError, "skip leaves out steps of a dataset that is read by index"),
+    ],
+)
+def test_what_does_not_fit_is_refused(given: dict[str, Any], kind: Any, text: str) -> None:
+    with pytest.raises(kind, match=text):
+        ShardedDataLoader(**{"dataset": range(9), "batch_size": 2, "keep": keep, **given})
+
+
+def test_a_state_of_another_order_is_refused() -> None:
+    found = loader(ORDERS["shuffled"])
+    values(found, 3)
+    for other in (loader(ORDERS["shuffled"], seed=4), loader(ORDERS["shuffled"], dataset=Damaged(range(96)))):
+        other.load_state_dict(found.state_dict())
+        with pytest.raises(ValueError, match="the state is that of another order: it was Refill of 97 samples, seed=3"):
+            values(other)
