@@ -11,6 +11,7 @@ from sharded_loader.base.errors import WorkerTimeoutError as WorkerTimeoutError
 from sharded_loader.base.notices import LoaderWarning as LoaderWarning
 from sharded_loader.batching.default import default_batchify_fn as default_batchify_fn
 from sharded_loader.batching.protocol import empty as empty
+from sharded_loader.caching.groups import GroupReads as GroupReads
 from sharded_loader.caching.store import CacheMismatchError as CacheMismatchError
 from sharded_loader.data.datasets import ArrayDataset as ArrayDataset
 from sharded_loader.data.datasets import ConcatDataset as ConcatDataset

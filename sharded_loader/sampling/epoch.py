@@ -22,7 +22,7 @@ index out of range, or more shards than devices; later batches are not affected.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -73,7 +73,12 @@ class SamplerSource:
 
 
 class MapEpoch(Epoch):
-    """One epoch of a sampler, from a position on (None: its beginning). ``third_party``: its third-party sampler."""
+    """One epoch of a sampler, from a position on (None: its beginning).
+
+    ``third_party`` is its third-party sampler, and ``announced`` the functions that are told of each task (`follow`).
+    """
+
+    announced: Sequence[Callable[[int], object]] = ()
 
     def __init__(self, source: SamplerSource, epoch: int, position: Position | None) -> None:
         self.number, self.resumed, self.evaluates = epoch, position is not None, source.evaluates
@@ -109,6 +114,8 @@ class MapEpoch(Epoch):
                 return sampler_error(raised, f", in epoch {self.number} at batch {seq}")
             if found is None:
                 return None
+        for announce in self.announced:
+            announce(seq)
         if self.source.skips and any(seq in one for one in self.source.skips):
             return NOTHING
         try:
