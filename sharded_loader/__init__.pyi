@@ -62,6 +62,7 @@ from sharded_loader.sampling.own import SequentialSampler as SequentialSampler
 from sharded_loader.storage.cache import ShardCache as ShardCache
 from sharded_loader.storage.dataset import ShardDataset as ShardDataset
 from sharded_loader.storage.files import ShardError as ShardError
+from sharded_loader.storage.frames import FrameWindows as FrameWindows
 from sharded_loader.vision import ImageFolderDataset as ImageFolderDataset
 from sharded_loader.vision import ImageRecordDataset as ImageRecordDataset
 

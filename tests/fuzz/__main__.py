@@ -28,7 +28,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float)
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 20), help="cases begin at a million x this")
     parser.add_argument("--case", type=int, metavar="SEED", help="this one alone")
-    for name in ("--faults", "--twins", "--ranks", "--records", "--caches", "--nodes"):
+    for name in ("--faults", "--twins", "--ranks", "--records", "--caches", "--groups", "--nodes"):
         kind = name[2:]
         parser.add_argument(name, dest="kind", action="store_const", const=kind, default="plain", help=KINDS[kind][0])
     parser.add_argument("--record", type=Path, metavar="FILE", help="write down what the loaders do")

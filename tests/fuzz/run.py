@@ -24,6 +24,7 @@ from tests import conftest
 from tests.damaged_records import DamagedFile
 from tests.fuzz.caches import Round
 from tests.fuzz.faults import Calm, Disturbed, Twins
+from tests.fuzz.groups import Groups
 from tests.fuzz.ranks import Ranks
 from tests.fuzz.steps import Case, Difference
 from tests.fuzz.storm import Storm
@@ -35,6 +36,7 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "ranks": ("ranks that leave and join", Ranks),
     "records": ("damaged RecordIO files", DamagedFile),
     "caches": ("ranks that share a cache, and are killed", Round),
+    "groups": ("samples that are read by group, ahead of their batches", Groups),
     "nodes": ("actors and nodes of a cluster of Ray that are killed", Storm),
 }
 """What each is, and its programs: a seed runs one of them."""
