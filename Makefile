@@ -7,7 +7,7 @@
 #   make test-gpu      the tests that need a GPU, on a machine that has one
 #   make test-frameworks  the tests with other libraries, in an environment of their own
 #   make test-ray      the tests on Ray, in an environment of their own
-#   make test-stores   the tests with S3, Lance, ArrayRecord and videos, in an environment of their own
+#   make test-stores   the tests with S3, Lance and ArrayRecord, in an environment of their own
 #   make lint          ruff, mypy, and the tests that read words, pages and structure
 #   make docs          the documentation, as a site in site/ (begin at site/index.html)
 #   make test-docs     the tests of the documentation, with every page in Chromium if there is one
@@ -66,7 +66,7 @@ NEEDED = apsw apswutils anyio beautifulsoup4 boto3 botocore brotli beartype cata
 
 test-frameworks:
 	$(MAKE) $(FRAMEWORKS)/frameworks.stamp VENV=$(FRAMEWORKS)
-	$(FRAMEWORKS)/bin/python -m pytest -m frameworks tests/frameworks tests/integrations tests/docs/test_blocks.py tests/test_packaging.py
+	$(FRAMEWORKS)/bin/python -m pytest -m frameworks tests/frameworks tests/integrations tests/docs/test_blocks.py tests/test_packaging.py tests/storage/test_frames.py
 	$(FRAMEWORKS)/bin/python -m pytest tests/storage/test_shard_tables.py tests/storage/test_opening.py  # with pyarrow
 
 # The promises over RayPool, then what is Ray's own. Each process of tests has a Ray; one at a time.
@@ -80,7 +80,7 @@ test-ray:
 
 RAY_PROMISES = $(addprefix tests/promises/test_,promises.py resume.py iterable.py iteration.py kinds.py)
 
-# A server of S3 on this machine, s3fs and obstore; the examples with Lance and ArrayRecord; videos by PyAV.
+# A server of S3 on this machine, s3fs and obstore; the examples with Lance and ArrayRecord.
 STORES = .venv-stores
 
 test-stores:

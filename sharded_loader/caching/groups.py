@@ -5,17 +5,16 @@
 
 A *window* is ``batches`` batches. Those of different groups begin at different batches, so that the work is even. The
 worker that first needs a group in its window claims it, reads all its samples of the window in ascending order, and
-puts them onto the *shelf*. Others first read the groups that nobody has claimed, then wait for the rest. A claim lasts
-while its holder reads, and a holder waits for no other claim: there is no deadlock. It ends with its process.
+puts them onto the *shelf*. Others first read groups without a claim, then wait for the rest. A claim lasts while its
+holder reads, and a holder waits for no other claim: there is no deadlock. The claim ends with its process.
 
 All shared memory is a cache: a sample that is not there is read. So no death of a worker and no error of the plan
-changes a batch. The main process alone writes the plan, without locks: it may be overwritten or torn, and only says
-what to read ahead. Samples have checksums, as a worker that was stopped may write into memory that another group has
-meanwhile. A piece is freed when the user has the batches of its window, or drops the iterator. Without room, fewer
-batches are read ahead, in the end none.
+changes a batch. The main process alone writes the plan, so it waits for no worker. Samples have checksums, as a worker
+that was stopped may write into memory that another group has meanwhile. A piece is freed when the user has the batches
+of its window, or drops the iterator. Without room, samples of fewer batches are read together, in the end of one.
 
-If reading ahead raises, or the worker dies, the group is read by batch until its window ends: errors and deaths are
-those of the batch that has the sample. Samples that draw random numbers are an error, as in a cache.
+If that read raises, or the worker dies, the group is read by batch until its window ends: errors and deaths are those
+of the batch that has the sample. Samples that draw random numbers are an error, as in a cache.
 
 Source of the idea: reading in the order of the disk for an order known in advance, from external sorting.
 """
@@ -213,8 +212,8 @@ class GroupReads(Cache):
     """The samples of a dataset, read by group: those of the next batches that share a group are read together, once.
 
     Batches and errors stay what they are. Random steps come behind it: ``GroupReads(dataset).transform(augment)``. All
-    workers of a loader share the samples that are read ahead, and each rank has its own. Groups are read ahead in the
-    order of ``shuffle=``, ``seed=`` or this library's samplers. With another library's sampler, and on other machines
+    workers of a loader share what is read, and each rank has its own. Groups are prefetched in the order of
+    ``shuffle=``, ``seed=`` or this library's samplers. With another library's sampler, and on other machines
     (`RayPool`), samples are grouped within a batch.
 
     Args:
@@ -226,7 +225,8 @@ class GroupReads(Cache):
 
     Raises:
         TypeError: The dataset has no ``group_of``.
-        ValueError: An argument is out of range. Reading raises it if samples draw random numbers.
+        ValueError: An argument is out of range. Reading raises it if samples draw from `sample_rng`, and in
+            worker processes from the global generators.
 
     Example:
         >>> from sharded_loader import ShardedDataLoader, SimpleDataset
@@ -235,7 +235,7 @@ class GroupReads(Cache):
         >>> videos = GroupReads(Videos(range(100)), batches=5)
         >>> with ShardedDataLoader(videos, 20, shuffle=True, seed=1) as loader:
         ...     numbers = sorted(number for batch in loader for number in batch.tolist())
-        >>> numbers == list(range(100)), videos.reads  # two videos, each with the end of one window and another one
+        >>> numbers == list(range(100)), videos.reads
         (True, 4)
     """
 
@@ -386,14 +386,18 @@ class GroupReads(Cache):
 
     def _read(self, indices: list[int]) -> list[object]:
         """Read samples of one group; drawing random numbers meanwhile is an error."""
-        scope, before = reading.get(), global_states()
+        scope = reading.get()
+        # In the main process, other threads may draw meanwhile.
+        is_alone = getattr(scope, "worker", None) and threading.current_thread() is threading.main_thread()
+        before = global_states() if is_alone else {}
         try:
             reading.set(KEPT)
             samples = read_many(self._dataset, indices)
         finally:
             reading.set(scope)
         self._count(0, len(indices), 1)
-        drawn = ", ".join(name for name, state in global_states().items() if state != before.get(name, state))
+        after = global_states() if before else {}
+        drawn = ", ".join(name for name, state in after.items() if state != before.get(name, state))
         has_read, self._has_read = self._has_read, True
         if drawn and has_read:  # the first read may import a library, which may draw
             raise ValueError(

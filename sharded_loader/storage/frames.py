@@ -118,9 +118,12 @@ def installed_reader() -> str:
 class FrameWindows(Dataset):
     """Map-style dataset of windows of video frames: sample i is around frame i, counted over all episodes.
 
-    A sample is a dict: ``frames``, uint8 of shape (len(deltas), 3, height, width); ``is_pad``, bool of shape
-    (len(deltas),), True where the window reaches beyond its episode and the frame is the first or last one; ``episode``
-    and ``time``, its number and the time of frame i in the file, in seconds.
+    A sample is a dict:
+
+        frames    uint8, (len(deltas), 3, height, width), in RGB
+        is_pad    bool, (len(deltas),): the window reaches beyond its episode, and the first or last frame stands there
+        episode   number of the episode
+        time      time of frame i in the file, in seconds
 
     Read it by `GroupReads`: otherwise almost each sample decodes its video from a keyframe on.
 

@@ -193,7 +193,7 @@ def test_samples_that_draw_are_an_error(fn: Any, words: str) -> None:
             return fn(index)
 
     with pytest.raises(ValueError, match=words):
-        for _ in ShardedDataLoader(GroupReads(Drawing(), WINDOW), BATCH, shuffle=True):
+        for _ in ShardedDataLoader(GroupReads(Drawing(), WINDOW), BATCH, shuffle=True, pool=make_pool("fork")):
             pass
 
 

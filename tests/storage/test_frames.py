@@ -19,7 +19,7 @@ import sharded_loader
 from sharded_loader import FrameWindows, GroupReads, ShardedDataLoader
 from sharded_loader.storage import frames
 
-with_decoder = pytest.mark.stores
+with_decoder = pytest.mark.frameworks
 LENGTH, GOP = 60, 10
 
 
@@ -51,7 +51,7 @@ class Video:
 @pytest.fixture(autouse=True)
 def fake(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     Video.seen.clear()
-    if request.node.get_closest_marker("stores") is None:
+    if request.node.get_closest_marker("frameworks") is None:
         monkeypatch.setattr(frames, "READERS", {"json": Video})
 
 
