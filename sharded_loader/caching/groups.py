@@ -374,14 +374,15 @@ class GroupReads(Cache):
             room = min(shelf.room(), shelf.max_bytes // SHARE) // max(1, int(shelf.largest[0]))
             extra = extra[: max(0, room - len(wanted))]
         if extra and not any(shelf.find(tried := key_of(key, end))):  # not tried in vain before
-            note, chosen = shelf.put(tried, iterator, end, {}), sorted([*wanted, *extra])
+            note, chosen, samples = shelf.put(tried, iterator, end, {}), sorted([*wanted, *extra]), dict[int, Any]()
             try:
                 samples = dict(zip(chosen, self._read(chosen), strict=True))
                 shelf.put(key, iterator, end, samples)
                 shelf.drop(note)
+            except Exception as error:  # samples of other batches may be to blame, or the memory is full
+                pass_on(error)
+            if samples:
                 return {index: samples[index] for index in wanted}
-            except Exception as error:
-                pass_on(error)  # samples of other batches may be to blame
         return dict(zip(wanted, self._read(wanted), strict=True))
 
     def _read(self, indices: list[int]) -> list[object]:
