@@ -213,7 +213,7 @@ class GroupReads(Cache):
 
     Batches and errors stay what they are. Random steps come behind it: ``GroupReads(dataset).transform(augment)``. All
     workers of a loader share what is read, and each rank has its own. Groups are prefetched in the order of
-    ``shuffle=``, ``seed=`` or this library's samplers. With another library's sampler, and on other machines
+    ``shuffle=`` or this library's samplers. With another library's sampler, in the drop-in, and on other machines
     (`RayPool`), samples are grouped within a batch.
 
     Args:
