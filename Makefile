@@ -66,7 +66,7 @@ NEEDED = apsw apswutils anyio beautifulsoup4 boto3 botocore brotli beartype cata
 
 test-frameworks:
 	$(MAKE) $(FRAMEWORKS)/frameworks.stamp VENV=$(FRAMEWORKS)
-	$(FRAMEWORKS)/bin/python -m pytest -m frameworks tests/frameworks tests/integrations tests/docs/test_blocks.py tests/test_packaging.py
+	$(FRAMEWORKS)/bin/python -m pytest -m frameworks tests/frameworks tests/integrations tests/docs/test_blocks.py tests/test_packaging.py tests/storage/test_frames.py
 	$(FRAMEWORKS)/bin/python -m pytest tests/storage/test_shard_tables.py tests/storage/test_opening.py  # with pyarrow
 
 # The promises over RayPool, then what is Ray's own. Each process of tests has a Ray; one at a time.

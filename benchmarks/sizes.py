@@ -33,6 +33,8 @@ OPTIONAL = (
     "storage",
     "recordio",
     "vision",
+    "leases",
+    "text",
     "ray",
     "caching",
     "resident",

@@ -11,6 +11,7 @@ from sharded_loader.base.errors import WorkerTimeoutError as WorkerTimeoutError
 from sharded_loader.base.notices import LoaderWarning as LoaderWarning
 from sharded_loader.batching.default import default_batchify_fn as default_batchify_fn
 from sharded_loader.batching.protocol import empty as empty
+from sharded_loader.caching.groups import GroupReads as GroupReads
 from sharded_loader.caching.store import CacheMismatchError as CacheMismatchError
 from sharded_loader.data.datasets import ArrayDataset as ArrayDataset
 from sharded_loader.data.datasets import ConcatDataset as ConcatDataset
@@ -64,6 +65,7 @@ from sharded_loader.sampling.own import SequentialSampler as SequentialSampler
 from sharded_loader.storage.cache import ShardCache as ShardCache
 from sharded_loader.storage.dataset import ShardDataset as ShardDataset
 from sharded_loader.storage.files import ShardError as ShardError
+from sharded_loader.storage.frames import FrameWindows as FrameWindows
 from sharded_loader.text.lengths import lengths_of as lengths_of
 from sharded_loader.text.stream import PackStream as PackStream
 from sharded_loader.vision import ImageFolderDataset as ImageFolderDataset

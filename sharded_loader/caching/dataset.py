@@ -27,7 +27,8 @@ from sharded_loader.extend import data as core
 from sharded_loader.extend.order import SampleScope, reading
 from sharded_loader.extend.tools import LOCAL_RANKS, brief
 
-_KEPT = SampleScope(0, 0, is_cached=True)
+KEPT = SampleScope(0, 0, is_cached=True)
+"""Scope while a sample is read that several batches get: drawing random numbers is an error."""
 
 
 class StoredDataset(Cache):
@@ -81,7 +82,7 @@ class StoredDataset(Cache):
         """Read samples that are not stored; drawing random numbers meanwhile is an error."""
         before = reading.get()
         try:
-            reading.set(_KEPT)
+            reading.set(KEPT)
             return core.read_many(self._dataset, indices)
         finally:
             reading.set(before)

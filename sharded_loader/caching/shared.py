@@ -72,23 +72,25 @@ def locked(fd: int) -> Iterator[bool]:
             return
         _has_lock = True
         try:
-            _set_lock(fd, True)
+            set_lock(fd, True)
             try:
                 yield True
             finally:
-                _set_lock(fd, False)
+                set_lock(fd, False)
         finally:
             _has_lock = False
 
 
-def _set_lock(fd: int, is_taken: bool) -> None:
+def set_lock(fd: int, is_taken: bool, byte: int = LOCKED_BYTE, block: bool = True) -> None:
+    """Take or release the lock of a byte. It ends with the process. OSError: another process holds it, or no locks."""
     if sys.platform == "win32":
         import msvcrt
 
-        os.lseek(fd, LOCKED_BYTE, os.SEEK_SET)
-        msvcrt.locking(fd, msvcrt.LK_LOCK if is_taken else msvcrt.LK_UNLCK, 1)
+        os.lseek(fd, byte, os.SEEK_SET)
+        msvcrt.locking(fd, (msvcrt.LK_LOCK if block else msvcrt.LK_NBLCK) if is_taken else msvcrt.LK_UNLCK, 1)
     else:
-        fcntl.lockf(fd, fcntl.LOCK_EX if is_taken else fcntl.LOCK_UN, 1, LOCKED_BYTE)
+        taken = fcntl.LOCK_EX if block else fcntl.LOCK_EX | fcntl.LOCK_NB
+        fcntl.lockf(fd, taken if is_taken else fcntl.LOCK_UN, 1, byte)
 
 
 def close_locked(fd: int) -> None:

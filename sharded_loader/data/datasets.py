@@ -663,7 +663,7 @@ def mixture_of(dataset: object) -> Mixture | None:
 # -- announcing upcoming samples ---------------------------------------------------------------------------------------
 
 
-def follow(dataset: object, batches: Batches, position: NextBatch, later: Batches) -> None:
+def follow(dataset: object, batches: Batches, position: NextBatch, later: Batches) -> list[Callable[[int], object]]:
     """Announce upcoming samples to the datasets inside that have a method ``follow``, such as `ShardDataset`.
 
     Args:
@@ -673,19 +673,27 @@ def follow(dataset: object, batches: Batches, position: NextBatch, later: Batche
         position: returns the number of the batch that the user receives next, or None when the epoch is no longer read.
         later: as ``batches``, for the next epoch, counted from 0.
 
+    Returns:
+        The functions that the methods returned. They are called in this process with the number of each batch, before
+        a worker is sent it.
+
     Example:
         >>> class Shards(SimpleDataset):
         ...     def follow(self, batches, position, later): print(batches(0).tolist(), position(), later(0).tolist())
         >>> follow(SimpleDataset(Shards(range(9))).take(5), lambda number: [4, 0], lambda: 0, lambda number: [3])
         [4, 0] 0 [3]
+        []
     """
     method = getattr(dataset, "follow", None)
     if callable(method):
-        method(batches, position, later)
-    elif isinstance(dataset, Wrapper):
-        for inner, translate in dataset._routes():
-            if can_follow(inner):
-                follow(inner, _translate_batches(batches, translate), position, _translate_batches(later, translate))
+        planned = method(batches, position, later)
+        return [planned] if callable(planned) else []
+    found = []
+    for inner, translate in dataset._routes() if isinstance(dataset, Wrapper) else ():
+        if can_follow(inner):
+            both = _translate_batches(batches, translate), _translate_batches(later, translate)
+            found += follow(inner, both[0], position, both[1])
+    return found
 
 
 def can_follow(dataset: object) -> bool:

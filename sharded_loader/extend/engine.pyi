@@ -65,6 +65,7 @@ from sharded_loader.memory.arena import Leases as Leases
 from sharded_loader.memory.arena import RecentSizes as RecentSizes
 from sharded_loader.memory.codec import ON_HOST as ON_HOST
 from sharded_loader.memory.codec import SIZE as SIZE
+from sharded_loader.memory.codec import ReplyPickler as ReplyPickler
 from sharded_loader.memory.codec import aligned as aligned
 from sharded_loader.memory.codec import decode as decode
 from sharded_loader.memory.codec import decode_error as decode_error

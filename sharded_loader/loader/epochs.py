@@ -511,7 +511,7 @@ class Epochs:
             return None if seen is None or seen.ended or seen.dead is not None else int(seen.delivered)
 
         if self._workers.is_here:
-            follow(self.dataset, ahead.batches, position, ahead.later)
+            epoch.announced = follow(self.dataset, ahead.batches, position, ahead.later)
         else:  # each remote machine has its own cache
             self._workers.follow(run.number, ahead, position)
 

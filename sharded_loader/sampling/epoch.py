@@ -75,7 +75,12 @@ class SamplerSource:
 
 
 class MapEpoch(Epoch):
-    """One epoch of a sampler, from a position on (None: its beginning). ``third_party``: its third-party sampler."""
+    """One epoch of a sampler, from a position on (None: its beginning).
+
+    ``third_party`` is its third-party sampler, and ``announced`` the functions that are told of each task (`follow`).
+    """
+
+    announced: Sequence[Callable[[int], object]] = ()
 
     def __init__(self, source: SamplerSource, epoch: int, position: Position | None) -> None:
         self.number, self.resumed, self.evaluates = epoch, position is not None, source.evaluates
@@ -111,6 +116,8 @@ class MapEpoch(Epoch):
                 return sampler_error(raised, f", in epoch {self.number} at batch {seq}")
             if found is None:
                 return None
+        for announce in self.announced:
+            announce(seq)
         if self.source.skips and any(seq in one for one in self.source.skips):
             return NOTHING
         try:

@@ -9,6 +9,7 @@
     read_ahead.py    prefetching of shards
     lists.py         discovery of shards and their format
     dataset.py       `ShardDataset`
+    frames.py        `FrameWindows`: windows of frames of local videos
 
-Nothing here imports torch, pyarrow or fsspec before a shard needs it.
+Nothing here imports torch, pyarrow, fsspec or a decoder before it is needed.
 """

@@ -136,7 +136,7 @@ def test_the_code_about_other_libraries_runs(section: str, tmp_path: Path) -> No
 
 FOLDER = ROOT / "docs/recipes"
 PAGES = {page.stem: page.read_text(encoding="utf-8") for page in sorted(FOLDER.glob("*.md")) if page.stem != "index"}
-FRAMEWORKS = {"accelerate", "datasets", "pandas", "pyarrow", "torchmetrics", "torchvision", "transformers"}
+FRAMEWORKS = {"accelerate", "av", "datasets", "pandas", "pyarrow", "torchmetrics", "torchvision", "transformers"}
 """What needs the extra ``frameworks``. The other recipes need the extra ``test``."""
 
 

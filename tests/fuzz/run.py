@@ -24,6 +24,7 @@ from tests import conftest
 from tests.damaged_records import DamagedFile
 from tests.fuzz.caches import Round
 from tests.fuzz.faults import Calm, Disturbed, Twins
+from tests.fuzz.groups import Groups
 from tests.fuzz.growth import Growing
 from tests.fuzz.leases import Leased
 from tests.fuzz.packed import Filtered, Phases
@@ -43,6 +44,7 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "packed": ("documents packed as they are read, and filtered samples", Phases, Filtered),
     "records": ("damaged RecordIO files", DamagedFile),
     "caches": ("ranks that share a cache, and are killed", Round),
+    "groups": ("samples that are read by group, ahead of their batches", Groups),
     "nodes": ("actors and nodes of a cluster of Ray that are killed", Storm),
 }
 """What each is, and its programs: a seed runs one of them."""
