@@ -65,6 +65,7 @@ FLOORS = (
     ("recordio", "parallel"),
     ("vision",),
     ("storage", "caching", "samplers", "mixing", "batchify", "ray", "resident"),
+    ("text", "leases"),
     ("instruments",),
     ("drop_in",),
     ("torch",),

@@ -28,10 +28,12 @@ def main() -> int:
     parser.add_argument("--minutes", type=float)
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 20), help="cases begin at a million x this")
     parser.add_argument("--case", type=int, metavar="SEED", help="this one alone")
-    for kind in KINDS:
-        parser.add_argument(
-            f"--{kind}", dest="kind", action="store_const", const=kind, default="plain", help=KINDS[kind][0]
-        )
+    for name in (
+        *("--faults", "--twins", "--ranks", "--leases", "--shares", "--growth", "--packed"),
+        *("--records", "--caches", "--groups", "--nodes"),
+    ):
+        kind = name[2:]
+        parser.add_argument(name, dest="kind", action="store_const", const=kind, default="plain", help=KINDS[kind][0])
     parser.add_argument("--record", type=Path, metavar="FILE", help="write down what the loaders do")
     parser.add_argument("--check", type=Path, metavar="FILE", help="compare with what was written down")
     arguments = parser.parse_args()
