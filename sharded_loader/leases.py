@@ -132,14 +132,14 @@ def merged(order: orders.MapOrder, found: list[RankState], replicas: int, rank: 
     for epoch in sorted({*range(min(currents), newest), *(share.epoch for one in found for share in one.shares)}):
         shares = {one.rank: share for one in found for share in one.shares if share.epoch == epoch}
         nexts, total = [share.next for share in shares.values()] or [0], total_of(order.source(epoch), epoch)
-        if any((next - nexts[0]) % ranks or next > total + ranks for next in nexts):
+        if any((next - nexts[0]) % ranks for next in nexts):
             raise ValueError(f"load_state_dict: the states of the ranks do not belong together: {_ADVICE}")
         end = nexts[0] + orders.parts(max(total - nexts[0], 0), ranks, cut=False) * ranks
         begin = end if epoch < newest else max(nexts)
         # A rank without this epoch has left it, or not begun it.
         begins = {one.rank: end if one.shares[-1].epoch > epoch else 0 for one in found}
         begins |= {number: share.next for number, share in shares.items()}
-        behind = chain(*(range(next + number, begin + number, ranks) for number, next in begins.items()))
+        behind = chain(*(range(next + one, min(begin + one, total), ranks) for one, next in begins.items()))
         undone = sorted(number for number in chain(behind, *(one.open for one in shares.values())) if number < total)
         yield Share(epoch, begin, set(undone[rank::replicas]))
 

@@ -363,10 +363,6 @@ WRONG_STATES: dict[str, tuple[Callable[[list[Any]], Any], str]] = {
     "size": (lambda states: [{**one, "batch_size": 4} for one in states], "batch_size was 4, and is 3"),
     "data": (lambda states: [{**one, "dataset_length": 40} for one in states], "had 40 samples, and has 23"),
     "empty": (lambda states: [changed(one, shares=[]) for one in states], "the state of a rank has no leases"),
-    "too far": (
-        lambda states: [changed(one, shares=[{**one["leases"]["shares"][0], "next": 10**15}]) for one in states],
-        "do not belong together",
-    ),
     "damaged": (
         lambda states: [changed(one, shares=[{"epoch": 0, "next": 0, "open": "?"}]) for one in states],
         "damaged",
