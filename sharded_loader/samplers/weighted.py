@@ -90,7 +90,7 @@ class WeightedRandomSampler(IndexSampler):
         array = np.asarray(_on_host(weights), np.float64).copy()  # yours may change
         if array.ndim != 1:
             raise ValueError(f"weights must be 1-D, got shape {array.shape}: give one number per sample")
-        _check_numbers("weights", np.arange(len(array)), array)
+        _check_numbers("weights", array)
         self._length = check_int("num_samples", num_samples, 0, "give how many indices an epoch draws")
         _check_draws(array, self._length, bool(replacement))
         self._weights, self._replacement = array, bool(replacement)
@@ -136,9 +136,9 @@ class WeightedRandomSampler(IndexSampler):
         weights. Steps before stay known: ``loader.indices(epoch, step)`` draws them from the weights of that time, for
         the last million changes or more.
 
-        Without a `ShardedDataLoader` (``for index in sampler``, or torch's order in the drop-in), the new weights hold
-        from the sampler's next epoch on, and under another wrapper than `BatchSampler`, `ShardedBatchSampler` and
-        `RepeatedSampler`, too.
+        In two cases, the new weights hold from the sampler's next epoch on: without a `ShardedDataLoader` (``for index
+        in sampler``, or torch's order in the drop-in), and inside a wrapper other than `BatchSampler` (without
+        rollover), `ShardedBatchSampler` and `RepeatedSampler`.
 
         Args:
             indices: numbers of samples, 1-D: an array, list or tensor. If one comes twice, its last value counts.
@@ -168,8 +168,8 @@ class WeightedRandomSampler(IndexSampler):
         bad = found[(found < 0) | (found >= len(self._weights))]
         if bad.size:
             raise ValueError(f"index {bad[0]} is unknown, there are {len(self._weights)} weights: {advice}")
-        _check_numbers("values", np.arange(len(found)), np.broadcast_to(numbers, found.shape))
         numbers = np.broadcast_to(numbers, found.shape)
+        _check_numbers("values", numbers)
         found, last = np.unique(found[::-1], return_index=True)  # the last value of each
         self._change(self._loaders(), found, numbers[::-1][last])
 
@@ -244,7 +244,7 @@ class WeightedRandomSampler(IndexSampler):
             updates, weights = list(map(_parsed, texts)), self._weights.copy()
             for one in updates:
                 weights[one.indices] = one.values
-                _check_numbers("weights", one.indices, one.values)
+                _check_numbers("values", one.values)
             if any(before[:2] > after[:2] for before, after in pairwise(updates)):
                 raise ValueError("the updates are not in order")
             _check_draws(weights, self._length, self._replacement)
@@ -288,11 +288,10 @@ def _on_host(numbers: Any) -> Any:
     return numbers.double() if numbers.is_floating_point() else numbers  # NumPy has no bfloat16
 
 
-def _check_numbers(name: str, indices: Int64s, values: Floats) -> None:
+def _check_numbers(name: str, values: Floats) -> None:
     bad = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
     if bad.size:
-        text = f"{name}[{indices[bad[0]]}] is {values[bad[0]]}"
-        raise ValueError(f"{text}: give finite numbers, 0 for what is not drawn")
+        raise ValueError(f"{name}[{bad[0]}] is {values[bad[0]]}: give finite numbers, 0 for what is not drawn")
 
 
 def _check_draws(weights: Floats, draws: int, replacement: bool) -> None:
