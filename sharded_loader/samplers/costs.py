@@ -116,11 +116,15 @@ class _CostSteps:
         self._tuple = size // self._levels
         rest = len(order) - steps * size
         shift = int(random_words(1, *key)[0]) % max(len(order), 1)
-        self._rest = (np.arange(rest) * len(order) + shift) // max(rest, 1)
+        self._rest = self._leftovers(rest, shift)
         self._passed = self._rest - np.arange(rest)
         self._tuples = [shuffle(steps, *key, level) for level in range(self._levels)]
         self._first, self._mixed = self._mixable(steps * self._levels)
         self._shuffles = Bijections(*key, "mixed")
+
+    def _leftovers(self, count: int, shift: int) -> Int64s:
+        """Return the places of samples that are in no whole step, ascending."""
+        return (np.arange(count) * len(self._order) + shift) // max(count, 1)
 
     def _mixable(self, count: int) -> tuple[Int64s, Int64s]:
         """Return, for each tuple, the first one of those that are mixed with it, and their number."""
@@ -189,7 +193,7 @@ def levels_of(size: int, most: int) -> int:
 
 
 JOINT_LEVELS = 4
-"""`MAX_LEVELS` for several costs. With 8, 3 % of the steps of 8 ranks x 8 samples were above 1.1; with 4, under 1 %."""
+"""`MAX_LEVELS` for several costs. More levels make narrower tuples, which more ranks have to share."""
 MAX_SPREAD = 0.5
 """Maximum difference within mixed tuples, relative to the mean of a step for as many ranks as a tuple has samples."""
 ROUNDS = 12
@@ -261,6 +265,16 @@ class _JointSteps(_CostSteps):
         self._pair = mixed
         super().__init__(order, costs, size, ranks, key)
 
+    def _leftovers(self, count: int, shift: int) -> Int64s:
+        # From tuples that have more samples than fit, so that the others keep theirs.
+        sizes = np.diff(borders(len(self._order), self._count * self._levels))
+        extra = np.maximum(sizes - self._tuple, 0)
+        if not len(sizes):
+            return super()._leftovers(count, shift)
+        number = np.repeat(np.arange(len(sizes)), extra)
+        nth = np.arange(count) - np.repeat(np.cumsum(extra) - extra, extra)
+        return np.sort((np.cumsum(sizes) - sizes)[number] + (shift + nth) % sizes[number])
+
     def _mixable(self, count: int) -> tuple[Int64s, Int64s]:
         return self._pair
 
@@ -287,42 +301,49 @@ class _JointSteps(_CostSteps):
 def similar_order(costs: Integers, size: int, levels: int) -> tuple[Int64s, Floats]:
     """Return an order in which neighbours are alike in all columns, for tuples of ``size // levels`` samples.
 
-    Also return how much of each column the rest of a step has at least, in most steps. Takes O(n log n).
+    Also return how much of each column the rest of a step has at least, in most steps. Takes O(n log n) for each
+    column.
 
     Example:
         >>> costs = np.array([[0, 2], [6, 1], [0, 9], [7, 1]])
         >>> similar_order(costs, 4, 2)[0].tolist()
         [1, 3, 0, 2]
     """
-    count, width = len(costs), size // levels
-    depth = max((4 * count // width).bit_length() - 1, 0)
-    # Copies of samples at equal distances make all halves equally long, and are left out at the end.
-    copies = -count % (1 << depth)
-    copied = np.argsort(costs.sum(axis=1, dtype=np.int64), kind="stable")[np.arange(copies) * count // max(copies, 1)]
-    padded, order = np.concatenate([costs, costs[copied]]), np.arange(count + copies)
-    ranks = np.empty(padded.shape, np.int64)
-    for column, values in enumerate(padded.T):
-        ranks[np.argsort(values, kind="stable"), column] = np.arange(len(order))
-    rest = (size - width) * (padded.sum(axis=0, dtype=np.int64) / max(len(padded), 1))
-    rising = np.ones((1, costs.shape[1]), bool)
-    for level in range(depth):
-        nodes = order.reshape(1 << level, -1)
-        values = padded[nodes]
-        if level == 2:
-            low = np.partition(values, nodes.shape[1] // 10, axis=1)[:, nodes.shape[1] // 10]
-            rest = (size - width) * (low.sum(axis=0, dtype=np.int64) / len(low))
-        spread = values.max(axis=1) - values.min(axis=1)
-        mean = width * (values.sum(axis=1, dtype=np.int64) / nodes.shape[1]) + rest
-        column = (spread / np.maximum(mean, 1)).argmax(axis=1)
-        keys, half = ranks[nodes, column[:, None]], nodes.shape[1] // 2
-        is_first = keys < np.partition(keys, half, axis=1)[:, half, None]
+    count, width, columns = len(costs), size // levels, np.arange(costs.shape[1])[:, None]
+    edges = borders(count, count // size * levels)
+    lines = np.stack([np.argsort(column, kind="stable") for column in costs.T])  # each is sorted within its nodes
+    nodes, rising = np.array([0, len(edges) - 1]), np.ones((1, len(columns)), bool)
+    rest = (size - width) * (costs.sum(axis=0, dtype=np.int64) / max(count, 1))
+    while (several := np.diff(nodes) > 1).any():
+        begin, sizes = edges[nodes[:-1]], np.diff(edges[nodes])
+        if len(nodes) == 5:
+            low = costs[lines[:, begin + sizes // 10], columns]
+            rest = (size - width) * (low.sum(axis=1, dtype=np.int64) / 4)
+        spread = costs[lines[:, begin + sizes - 1], columns] - costs[lines[:, begin], columns]
+        sums = np.add.reduceat(costs[lines[0]], begin, dtype=np.int64)
+        column = (spread.T / np.maximum(width * (sums / sizes[:, None]) + rest, 1)).argmax(axis=1)
+        middle = (nodes[:-1] + nodes[1:] + 1) // 2
+        half, owner = edges[middle] - begin, np.repeat(np.arange(len(begin)), sizes)
+        place, first = np.arange(count) - begin[owner], np.empty(count, bool)
         # Where the line comes back through a column it falls, so that the ends of halves are neighbours too.
-        is_first ^= ~np.take_along_axis(rising, column[:, None], axis=1)
-        order = np.stack([nodes[is_first].reshape(-1, half), nodes[~is_first].reshape(-1, half)], axis=1)
-        turned = rising ^ (np.arange(rising.shape[1]) != column[:, None])
-        rising = np.stack([rising, turned], axis=1).reshape(-1, rising.shape[1])
-    order = order.ravel()
-    return order[order < count], rest
+        rises = rising[np.arange(len(column)), column][owner]
+        first[lines[column[owner], np.arange(count)]] = np.where(
+            rises, place < half[owner], place >= (sizes - half)[owner]
+        )
+        for line in lines:
+            is_first = first[line]
+            passed = np.cumsum(is_first) - is_first
+            before = passed - passed[begin][owner]
+            line[begin[owner] + np.where(is_first, before, half[owner] + place - before)] = line.copy()
+        turned = rising ^ (column[:, None] != columns.T)
+        rising = np.stack([rising, turned], axis=1)[np.stack([several | True, several], axis=1)]
+        nodes = np.unique(np.concatenate([nodes, middle]))
+    return lines[0], rest
+
+
+def borders(count: int, tuples: int) -> Int64s:
+    """Return where each of ``tuples`` parts of ``count`` samples begins, and the end of the last one."""
+    return np.arange(tuples + 1) * count // max(tuples, 1)
 
 
 def mixable(line: Integers, rest: Floats, count: int, width: int) -> tuple[Int64s, Int64s]:
@@ -335,8 +356,7 @@ def mixable(line: Integers, rest: Floats, count: int, width: int) -> tuple[Int64
     first, mixed = np.arange(count), np.ones(count, np.int64)
     if not count:
         return first, mixed
-    # Tuples are a little shorter than this, because an epoch takes out its leftovers.
-    begins = first * len(line) // count
+    begins = borders(len(line), count)[:-1]
     most, least = np.maximum.reduceat(line, begins), np.minimum.reduceat(line, begins)
     sums = np.add.reduceat(line, begins, dtype=np.int64)
     for number in (2, 4, 8, MAX_MIXED):
