@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from conftest import POOLS, covering, make_pool
+from conftest import make_pool
 
 import sharded_loader
 from sharded_loader import FrameWindows, GroupReads, ShardedDataLoader
@@ -104,7 +104,7 @@ def test_at_a_variable_rate_the_frame_is_the_nearest_in_time() -> None:
     assert numbers(FrameWindows([path_of([0.5])], [0.0])[0]) == [0]
 
 
-@covering(pool=POOLS)
+@pytest.mark.parametrize("pool", ["inline", "thread", "fork"])  # of spawned workers, the test of PyAV has some
 def test_windows_are_the_same_by_group_in_every_pool(pool: str) -> None:
     def read(grouped: bool, pool: str) -> list[Any]:
         windows: Any = FrameWindows([steady(n) for n in range(4)], [-0.1, 0.0])
@@ -112,8 +112,6 @@ def test_windows_are_the_same_by_group_in_every_pool(pool: str) -> None:
         with ShardedDataLoader(GroupReads(windows, 8) if grouped else windows, 16, **options) as loader:
             return [{name: value.tolist() for name, value in batch.items()} for batch in loader]
 
-    if pool in ("spawn", "forkserver", "ray"):
-        pytest.skip("the decoder that stands for others is known to this process alone")
     assert read(True, pool) == read(False, "inline")
 
 
