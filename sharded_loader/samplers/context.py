@@ -1,7 +1,7 @@
 """Context parallelism: the part of packed rows that one rank of a group reads.
 
     (rank, size), or a mesh -> `context_of`
-    documents and their places in rows -> `Part` -> tokens, labels and positions of this rank; where documents begin
+    documents and their places in rows -> `RankPart` -> tokens, labels and positions of this rank; where documents begin
 
 The ranks of a group share a row. Each document is filled up to a multiple of 2 * size tokens and cut into as many equal
 chunks. Rank r has chunks r and 2 * size - 1 - r, so that all ranks compute equally much causal attention. The filler at
@@ -57,13 +57,13 @@ def multiple_of(size: int) -> int:
     return 2 * size if size > 1 else 1
 
 
-class Part:
+class RankPart:
     """The part of rows of ``tokens`` tokens that the rank of ``context`` reads.
 
     ``row`` and ``sizes``, int64, are those of the documents, in the order of the rows; each row has a document.
 
     Example:
-        >>> part = Part(np.array([0, 0]), np.array([5, 2]), 1, 12, (0, 2))
+        >>> part = RankPart(np.array([0, 0]), np.array([5, 2]), 1, 12, (0, 2))
         >>> part.padded.tolist(), part.place.tolist()
         ([8, 4], [0, 1, 6, 7, 0, 3])
     """
