@@ -26,7 +26,7 @@ from sharded_loader.extend import Array, Batchify, BatchifyError, Empty, Int64s,
 from sharded_loader.extend.data import as_array, check_not_empty, common_dtype
 from sharded_loader.extend.order import EVERY, IN_MEMORY, SUM, parts, reading, resolve_seed, shuffle, shuffled
 from sharded_loader.extend.tools import an, call_of, check_choice, check_int
-from sharded_loader.samplers.context import Part, context_of, multiple_of
+from sharded_loader.samplers.context import RankPart, context_of, multiple_of
 from sharded_loader.samplers.index_samplers import Numbers, integers
 
 GROUP = 2**17
@@ -607,7 +607,7 @@ class Pack(Batchify):
         at = np.searchsorted(row, lost)
         read = np.insert(np.arange(len(row)), at, 0).tolist()
         row, begin, sizes = np.insert(row, at, lost), np.insert(begin, at, 0), np.insert(end - begin, at, 0)
-        part = Part(row, sizes, planned.rows, self._tokens, self._context or (0, 1))
+        part = RankPart(row, sizes, planned.rows, self._tokens, self._context or (0, 1))
         owner = np.repeat(np.arange(len(row)), part.chunks)
         chunks = [read[n] for n in owner.tolist()]
         ids, targets = (
