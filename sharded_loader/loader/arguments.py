@@ -128,7 +128,7 @@ class OnError:
 
 
 class OtherNames(TypedDict, Generic[Batch], total=False):
-    """Keyword arguments that stand for another argument of the loader, or for an option of its pool."""
+    """Keyword arguments that stand for another argument of the loader, or for an option of its pool, and ``keep``."""
 
     collate_fn: Callable[[list[Any]], Batch] | None
     drop_last: bool | None
@@ -137,8 +137,12 @@ class OtherNames(TypedDict, Generic[Batch], total=False):
     worker_init_fn: Callable[[int], Any] | None
     timeout: float | None
     mesh: Any
+<<<<<<< HEAD
     global_batch: int | None
     micro_batch: int | None
+=======
+    keep: Callable[[Any], Any] | None
+>>>>>>> h-text
 
 
 def refuse_names(names: Iterable[str], init: Callable[..., None]) -> None:

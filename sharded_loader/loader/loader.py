@@ -128,11 +128,6 @@ class ShardedDataLoader(Instruments, Leasing[Batch], Generic[Batch]):
             arguments. The order depends on ``streams``, not on the workers. Default: the dataset's ``num_shards``, up
             to 32; otherwise one part per worker of each rank.
 
-        keep: Function of a sample that was read. If it returns False, the next sample of the order takes the place, so
-            that batches stay full. The order is then read in parts, without an end: of each ``streams`` positions, a
-            part has one, and a state has one number per part. ``seed`` is by default 0, and ``steps_per_epoch`` the
-            number of full batches that the order has without ``keep``.
-
     Args: Order
         sampler: Order of the samples: any sampler of this library or torch, or an iterable of indices.
         batch_sampler: Sampler that yields lists of indices, or lists of such lists, which are shards. Excludes
@@ -177,6 +172,10 @@ class ShardedDataLoader(Instruments, Leasing[Batch], Generic[Batch]):
             all ranks (with ``micro_batch=1``, a share that is one sample smaller has one less). Options of the
             pool: ``worker_init_fn``, called by each worker when it starts, and ``timeout``, the seconds before a
             stalled worker is an error. ``persistent_workers`` has no effect: workers live as long as the loader.
+            ``keep``, a function of a sample that was read: if it returns False, the next sample of the order takes the
+            place, so that batches stay full. The order is then read in parts, without an end: of each ``streams``
+            positions, a part has one, and a state has one number per part. ``seed`` is by default 0, and
+            ``steps_per_epoch`` the number of full batches that the order has without ``keep``.
 
     Attributes:
         arguments: Arguments of the loader, by name, to create another one like it. Read-only.
@@ -232,7 +231,6 @@ class ShardedDataLoader(Instruments, Leasing[Batch], Generic[Batch]):
         skip: Sequence[tuple[int, int]] | None = None,
         seed: int | None = None,
         on_error: ErrorAction | OnError = "raise",
-        keep: Callable[[Any], Any] | None = None,
         streams: int | None = None,
         steps_per_epoch: int | None = None,
         **names: Unpack[OtherNames[Batch]],
@@ -247,7 +245,12 @@ class ShardedDataLoader(Instruments, Leasing[Batch], Generic[Batch]):
         num_replicas, rank = arguments.ranks_given(num_replicas, rank, names.get("mesh"))
         device, devices, options = arguments.placement_given(device, devices)
         arguments.check_evaluate(evaluate, action)
+<<<<<<< HEAD
         last, shares, size = arguments.last_batch_of(last_batch, names.get("drop_last")), None, batch_size
+=======
+        last = arguments.last_batch_of(last_batch, names.get("drop_last"))
+        keep = names.get("keep")
+>>>>>>> h-text
         if keep is not None or action == "refill":
             refilled, order_given = provided("dataset", "refill"), (keep, action == "refill", seed, shuffle, sampler)
             ranks, shuffle, sampler = (num_replicas, rank), False, None
