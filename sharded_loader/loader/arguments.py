@@ -137,12 +137,9 @@ class OtherNames(TypedDict, Generic[Batch], total=False):
     worker_init_fn: Callable[[int], Any] | None
     timeout: float | None
     mesh: Any
-<<<<<<< HEAD
     global_batch: int | None
     micro_batch: int | None
-=======
     keep: Callable[[Any], Any] | None
->>>>>>> h-text
 
 
 def refuse_names(names: Iterable[str], init: Callable[..., None]) -> None:

@@ -245,12 +245,8 @@ class ShardedDataLoader(Instruments, Leasing[Batch], Generic[Batch]):
         num_replicas, rank = arguments.ranks_given(num_replicas, rank, names.get("mesh"))
         device, devices, options = arguments.placement_given(device, devices)
         arguments.check_evaluate(evaluate, action)
-<<<<<<< HEAD
-        last, shares, size = arguments.last_batch_of(last_batch, names.get("drop_last")), None, batch_size
-=======
-        last = arguments.last_batch_of(last_batch, names.get("drop_last"))
-        keep = names.get("keep")
->>>>>>> h-text
+        last, keep = arguments.last_batch_of(last_batch, names.get("drop_last")), names.get("keep")
+        shares, size = None, batch_size
         if keep is not None or action == "refill":
             refilled, order_given = provided("dataset", "refill"), (keep, action == "refill", seed, shuffle, sampler)
             ranks, shuffle, sampler = (num_replicas, rank), False, None
