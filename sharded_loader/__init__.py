@@ -24,6 +24,7 @@ PROVIDED = {
     ("batches", "sources"): "sharded_loader.mixing.sources:Sources",
     ("column", "values"): "sharded_loader.storage.tables:column_values",
     ("dataset", "cache"): "sharded_loader.caching.dataset:StoredDataset",
+    ("dataset", "groups"): "sharded_loader.caching.groups:GroupReads",
     ("dataset", "refill"): "sharded_loader.mixing.refill:refilled",
     ("function", "gather"): "sharded_loader.parallel:gather",
     ("methods", "instruments"): "sharded_loader.instruments.report:Instruments",

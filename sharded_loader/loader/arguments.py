@@ -218,7 +218,8 @@ def dataset_given(dataset: Any, has_sampler: bool = False) -> Any:
             f"asks for the keys 0 to {len(dataset) - 1}: give ArrayDataset(data) for a dict of columns, or "
             f"sampler=list(data)"
         )
-    return as_dataset(dataset, "ShardedDataLoader", needs_length=not has_sampler)
+    dataset = as_dataset(dataset, "ShardedDataLoader", needs_length=not has_sampler)
+    return provided("dataset", "groups")(dataset) if callable(getattr(dataset, "group_of", None)) else dataset
 
 
 def check_stream(dataset: object, **given: object) -> None:

@@ -245,8 +245,8 @@ class ShardedDataLoader(Instruments, Leasing[Batch], Generic[Batch]):
         num_replicas, rank = arguments.ranks_given(num_replicas, rank, names.get("mesh"))
         device, devices, options = arguments.placement_given(device, devices)
         arguments.check_evaluate(evaluate, action)
-        last, keep = arguments.last_batch_of(last_batch, names.get("drop_last")), names.get("keep")
-        shares, size = None, batch_size
+        last, keep, shares = arguments.last_batch_of(last_batch, names.get("drop_last")), names.get("keep"), None
+        size = batch_size = getattr(dataset, "rows", None) if batch_size is None and is_stream(dataset) else batch_size
         if keep is not None or action == "refill":
             refilled, order_given = provided("dataset", "refill"), (keep, action == "refill", seed, shuffle, sampler)
             ranks, shuffle, sampler = (num_replicas, rank), False, None

@@ -82,7 +82,7 @@ def _row_of(value: Any, name: str) -> Array | None:
 class PackStream(in_order.InOrder):
     """Rows of ``tokens`` tokens, packed from documents as they are read: lengths need not be known beforehand.
 
-    A loader takes it as iterable data; its ``batch_size`` is the number of rows in a batch, and its workers tokenise.
+    A loader takes it as iterable data, whose samples are rows, and its workers tokenise.
     Each window of documents is packed by best fit, as in `PackSampler`, and its rows are shuffled. Rows are the same
     for any number of workers, and a loader's state has two numbers per part: window and row.
 
@@ -90,11 +90,12 @@ class PackStream(in_order.InOrder):
         dataset: documents. Read by index, they come in a random order, each once per epoch. Iterable data comes in its
             own order; each part of it is packed on its own.
         tokens: tokens per row.
+        rows: rows per batch of a `ShardedDataLoader` without ``batch_size``.
+        window: documents that are packed together. Larger windows leave less padding, and take more memory and longer
+            to resume. Default: ``tokens // 8``, from 1,024 to 16,384.
         tokenize: function of a document. It returns token ids (list, array or 1-D tensor), a pair (ids, labels), or a
             mapping with ``input_ids`` and perhaps ``labels``, or ``assistant_masks`` as from ``apply_chat_template(...,
             return_assistant_tokens_mask=True)``: other tokens then get the label -100. None: documents are such values.
-        window: documents that are packed together. Larger windows leave less padding, and take more memory and longer
-            to resume. Default: ``tokens // 8``, from 1,024 to 16,384.
         shuffle: shuffle documents (only of data that is read by index), and the rows of a window.
         seed: decides the order, together with the epoch.
         long: treatment of documents longer than a row: ``"cut"`` them into pieces of ``tokens`` tokens and a rest,
@@ -115,8 +116,8 @@ class PackStream(in_order.InOrder):
     Example:
         >>> from sharded_loader import ShardedDataLoader
         >>> lines = ["to be", "or not to be", "that is", "the question"]
-        >>> rows = PackStream(lines, tokens=8, tokenize=lambda line: [*map(len, line.split())])
-        >>> for batch in ShardedDataLoader(rows, batch_size=2):
+        >>> rows = PackStream(lines, 8, rows=2, tokenize=lambda line: [*map(len, line.split())])
+        >>> for batch in ShardedDataLoader(rows):
         ...     print(batch["input_ids"].tolist())
         [[4, 2, 0, 0, 0, 0, 0, 0], [2, 2, 3, 8, 2, 3, 2, 2]]
 
@@ -128,9 +129,10 @@ class PackStream(in_order.InOrder):
         self,
         dataset: Any,
         tokens: int = 8192,
+        rows: int = 4,
+        window: int | None = None,
         tokenize: Callable[[Any], Any] | None = None,
         *,
-        window: int | None = None,
         shuffle: bool = True,
         seed: int = 0,
         long: Literal["cut", "drop", "error"] = "cut",
@@ -142,6 +144,7 @@ class PackStream(in_order.InOrder):
         if tokenize is not None and not callable(tokenize):
             raise TypeError(f"tokenize is {brief(tokenize)}; it must be a function of a document -> token ids")
         self.tokens = check_int("tokens", tokens, 1, "give the number of tokens in a row")
+        self.rows = check_int("rows", rows, 1, "give the number of rows in a batch")
         usual = min(max(self.tokens // 8, 1024), 16384)
         self.window = usual if window is None else check_int("window", window, 1, "give the number of documents")
         self.seed = check_int("seed", seed, -(1 << 128), "give an integer")

@@ -49,6 +49,12 @@ class Videos(Dataset):
         return {"x": np.full((2, 3), index, np.int16), "i": index}
 
 
+class Plain(Videos):
+    """Without groups: a loader reads it sample by sample."""
+
+    group_of: Any = None
+
+
 class InOrder(Videos):
     """Reads in bulk: samples of one group, in ascending order, as a decoder wants them."""
 
@@ -82,7 +88,7 @@ def noisy(sample: Any) -> Any:
 @covering(pool=POOLS, kind=(Videos, InOrder))
 def test_batches_are_those_of_plain_reading_and_each_group_is_read_once_in_a_window(pool: str, kind: Any) -> None:
     grouped = GroupReads(kind(), batches=WINDOW)
-    assert read(grouped, 2, pool) == read(Videos(), 2, pool)
+    assert read(grouped, 2, pool) == read(Plain(), 2, pool)
     found, samples, _ = grouped.counts
     # Of each group, a window more than fit, as it may begin in the middle of one. A group has samples in each batch
     # but a few, and a worker may come late to one that another has read for later batches.
@@ -96,14 +102,14 @@ def test_random_numbers_behind_it_are_those_of_plain_reading(pool: str) -> None:
     def dataset(base: Any) -> Any:
         return base.transform(noisy, seeded=True)
 
-    assert read(dataset(GroupReads(Videos(), WINDOW)), 2, pool) == read(dataset(Videos()), 2, pool)
+    assert read(dataset(GroupReads(Videos(), WINDOW)), 2, pool) == read(dataset(Plain()), 2, pool)
 
 
 @pytest.mark.parametrize("max_bytes", [0, 1, 700, 3000, "20 kB"])
 @pytest.mark.parametrize("pool", ["inline", "thread", "fork"])
 def test_too_little_memory_costs_reads_and_nothing_else(pool: str, max_bytes: int | str) -> None:
     grouped = GroupReads(Videos(), 3 * WINDOW, max_bytes)
-    assert read(grouped, 2, pool) == read(Videos(), 2, pool)
+    assert read(grouped, 2, pool) == read(Plain(), 2, pool)
     assert grouped.counts[2] <= 20_000 and grouped.reads > 2 * GROUPS
 
 
@@ -112,7 +118,7 @@ def test_states_resume_in_the_middle_of_a_window_on_other_ranks(pool: str) -> No
     def numbers(grouped: bool, ranks: int, state: Any, steps: int | None) -> Any:
         loaders, found = [], []
         for rank in range(ranks):
-            dataset = GroupReads(Videos(), WINDOW) if grouped else Videos()
+            dataset = GroupReads(Videos(), WINDOW) if grouped else Plain()
             options = {"num_replicas": ranks, "rank": rank, "pool": make_pool(pool)}
             loaders.append(ShardedDataLoader(dataset, BATCH, shuffle=True, seed=3, **options))
             if state is not None:
@@ -129,7 +135,7 @@ def test_states_resume_in_the_middle_of_a_window_on_other_ranks(pool: str) -> No
 
 
 def test_broken_off_epochs_leave_no_samples_that_keep_others_out() -> None:
-    grouped, plain = GroupReads(InOrder(), WINDOW, "40 kB"), Videos()
+    grouped, plain = GroupReads(InOrder(), WINDOW, "40 kB"), Plain()
     with ShardedDataLoader(grouped, BATCH, shuffle=True, seed=3) as loader:
         for epoch in range(70):
             loader.set_epoch(2 * epoch % 7)
@@ -146,7 +152,7 @@ def test_two_loaders_at_once_get_their_own_batches() -> None:
     pairs = [[batch["i"].tolist() for batch in pair] for pair in zip(*loaders, strict=True)]
     for loader in loaders:
         loader.close()
-    assert [one for one, _ in pairs] == [batch["i"] for batch in read(Videos())]
+    assert [one for one, _ in pairs] == [batch["i"] for batch in read(Plain())]
     assert sorted(i for _, batch in pairs for i in batch) == list(range(COUNT))
 
 
@@ -157,21 +163,21 @@ def test_two_loaders_at_once_get_their_own_batches() -> None:
 @pytest.mark.parametrize("pool", ["inline", "thread", "fork"])
 def test_a_bad_sample_fails_in_its_own_batch_alone(pool: str, on_error: str) -> None:
     bad = (7, 90, 91, 200)
-    found, plain = (read(one, 1, pool, on_error=on_error) for one in (GroupReads(InOrder(bad), WINDOW), Videos(bad)))
+    found, plain = (read(one, 1, pool, on_error=on_error) for one in (GroupReads(InOrder(bad), WINDOW), Plain(bad)))
     assert found == plain and (on_error != "raise" or "sample 7 is damaged" in str(plain))
 
 
 @METHODS
 def test_a_killed_worker_changes_nothing(method: str, tmp_path: Path) -> None:
     deadly: dict[int, Path | None] = {index: tmp_path / str(index) for index in (5, 50, 130)}
-    assert read(GroupReads(InOrder(deadly=deadly), WINDOW), 2, method) == read(Videos(), 2)
+    assert read(GroupReads(InOrder(deadly=deadly), WINDOW), 2, method) == read(Plain(), 2)
     assert len(os.listdir(tmp_path)) == 3
 
 
 def test_a_sample_that_always_kills_is_the_error_of_its_own_batch() -> None:
     found = read(GroupReads(InOrder(deadly={130: None}), WINDOW), pool="fork")
     errors = [(number, one) for number, one in enumerate(found) if isinstance(one, tuple)]
-    plain = [one["i"] for one in read(Videos())]
+    plain = [one["i"] for one in read(Plain())]
     assert [(number, one[0]) for number, one in errors] == [
         (next(number for number, batch in enumerate(plain) if 130 in batch), "WorkerDiedError")
     ]
@@ -220,7 +226,7 @@ def test_it_works_under_wrappers_that_translate_indices() -> None:
         return (base + base.take(30)).transform(noisy, seeded=True).take(200)
 
     grouped = GroupReads(InOrder(), WINDOW)
-    assert read(odd(grouped)) == read(odd(Videos()))
+    assert read(odd(grouped)) == read(odd(Plain()))
     assert grouped.reads < 100
 
 
@@ -228,7 +234,7 @@ def test_a_sample_that_comes_twice_is_two_objects() -> None:
     grouped = GroupReads(Videos(), WINDOW)
     one, other = grouped.__getitems__([3, 3])
     one["x"][:] = 0
-    assert other["x"].tolist() == Videos()[3]["x"].tolist() == grouped[-COUNT + 3]["x"].tolist()
+    assert other["x"].tolist() == Plain()[3]["x"].tolist() == grouped[-COUNT + 3]["x"].tolist()
     assert grouped[2:4][1]["i"] == 3
 
 
@@ -253,7 +259,7 @@ def iter_of(order: list[int]) -> Any:
 
 def test_the_drop_in_groups_within_a_batch() -> None:
     grouped = GroupReads(InOrder(), WINDOW)
-    loaders = [DataLoader(one, BATCH, shuffle=True, seed=5, num_workers=2) for one in (grouped, Videos())]
+    loaders = [DataLoader(one, BATCH, shuffle=True, seed=5, num_workers=2) for one in (grouped, Plain())]
     batches = [[batch["i"].tolist() for batch in loader] for loader in loaders]
     assert batches[0] == batches[1] and grouped.counts[0] == 0 and grouped.reads <= GROUPS * BATCHES
 

@@ -109,20 +109,21 @@ def test_windows_are_the_same_by_group_in_every_pool(pool: str) -> None:
     def read(grouped: bool, pool: str) -> list[Any]:
         windows: Any = FrameWindows([steady(n) for n in range(4)], [-0.1, 0.0])
         options = {"shuffle": True, "seed": 1, "pool": make_pool(pool)}
-        with ShardedDataLoader(GroupReads(windows, 8) if grouped else windows, 16, **options) as loader:
+        with ShardedDataLoader(GroupReads(windows, 8) if grouped else windows.transform(dict), 16, **options) as loader:
             return [{name: value.tolist() for name, value in batch.items()} for batch in loader]
 
     assert read(True, pool) == read(False, "inline")
 
 
 def test_few_frames_are_decoded_in_vain_when_groups_are_read_together() -> None:
-    """300 frames, a keyframe each 30: the case of robots, with 8 episodes and 32 batches of 32 windows."""
+    """300 frames, a keyframe each 30: the case of robots, with 8 episodes and 32 batches of 32 windows. A loader groups
+    what has ``group_of`` by itself; a transform hides it."""
     ratios = []
-    for grouped in (False, True):
+    for dataset in (lambda windows: windows.transform(dict), GroupReads, lambda windows: windows):
         windows = FrameWindows([path_of((n + np.arange(300)) / 30) for n in range(8)], [-0.1, 0.0])
-        with ShardedDataLoader(GroupReads(windows) if grouped else windows, 32, shuffle=True, seed=0) as loader:
+        with ShardedDataLoader(dataset(windows), 32, shuffle=True, seed=0) as loader:
             ratios.append(windows_decoded(windows, loader) / (2 * len(windows)))
-    assert ratios[1] < 2.5 and ratios[1] < ratios[0] / 2
+    assert max(ratios[1:]) < 2.5 and max(ratios[1:]) < ratios[0] / 2
 
 
 def windows_decoded(windows: FrameWindows, loader: Any) -> int:
