@@ -128,7 +128,7 @@ class OnError:
 
 
 class OtherNames(TypedDict, Generic[Batch], total=False):
-    """Keyword arguments that stand for another argument of the loader, or for an option of its pool, and ``keep``."""
+    """Keyword arguments that stand for another argument of the loader, or for an option; and those of few programs."""
 
     collate_fn: Callable[[list[Any]], Batch] | None
     drop_last: bool | None
@@ -140,6 +140,7 @@ class OtherNames(TypedDict, Generic[Batch], total=False):
     global_batch: int | None
     micro_batch: int | None
     keep: Callable[[Any], Any] | None
+    with_source: bool
 
 
 def refuse_names(names: Iterable[str], init: Callable[..., None]) -> None:

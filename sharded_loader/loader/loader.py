@@ -227,7 +227,6 @@ class ShardedDataLoader(Instruments, Leasing[Batch], Generic[Batch]):
         rank: int | None = None,
         costs: Sequence[Any] | npt.NDArray[Any] | Mapping[str, Any] | Callable[[int], Any] | None = None,
         evaluate: bool = False,
-        with_source: bool = False,
         skip: Sequence[tuple[int, int]] | None = None,
         seed: int | None = None,
         on_error: ErrorAction | OnError = "raise",
@@ -283,7 +282,7 @@ class ShardedDataLoader(Instruments, Leasing[Batch], Generic[Batch]):
         job = Job(dataset, batchify_fn, order.seed, action, order.replicated)
         observer = provided("observer", "instruments")(dataset, limit)
         epochs = Epochs(job, order, pipeline, placement, kept)
-        if with_source:
+        if names.get("with_source"):
             epochs.sources = provided("batches", "sources")(dataset, order)
         self._meter, self._epochs, self._known_steps = observer, epochs, LookUp(epochs)
         self._progress, self._order, self._pipeline, self._placement = epochs.progress, order, pipeline, placement

@@ -95,9 +95,12 @@ class CostSampler(Sampler[int]):
         return twin
 
     def epoch_table(self, epoch: int) -> Table:
-        step, key = self._batch_size * self._ranks, (self.seed, "costs", epoch)
+        step, key = self._batch_size * self._ranks, self._key(epoch)
         steps = _CostSteps(self._sorted, self.costs, step, self._ranks, key)
         return Table(self.len_epoch(epoch), steps.at, COST_BLOCK)
+
+    def _key(self, epoch: int) -> tuple[object, ...]:
+        return self.seed, "costs", epoch
 
     def len_epoch(self, epoch: int) -> int:
         length, step = len(self.costs), self._batch_size * self._ranks
@@ -243,7 +246,7 @@ class JointCostSampler(CostSampler):
         self._whole_steps, self.seed = whole_steps, resolve_seed(seed)
 
     def epoch_table(self, epoch: int) -> Table:
-        step, key = self._batch_size * self._ranks, (self.seed, "costs", epoch)
+        step, key = self._batch_size * self._ranks, self._key(epoch)
         if step not in self._plans:
             self._plans.clear()
             levels = levels_of(step, JOINT_LEVELS)

@@ -257,7 +257,7 @@ def test_every_argument_of_torchs_loader_is_one_of_ours_or_gives_our_spelling() 
     assert all(line.startswith(("write ", "leave it out")) for line in advice.values())
 
 
-def test_a_loader_has_at_most_24_arguments_and_36_public_attributes_beside_those_of_torch() -> None:
+def test_a_loader_has_at_most_24_arguments_and_40_public_attributes_beside_those_of_torch() -> None:
     parameters = [name for name in inspect.signature(ShardedDataLoader.__init__).parameters if name != "self"]
     assert len(parameters) - 1 <= 24 and parameters[-1] == "names"
     assert parameters[:11] == [
@@ -266,7 +266,7 @@ def test_a_loader_has_at_most_24_arguments_and_36_public_attributes_beside_those
     ]  # Gluon's, in their places
     public = {name for name in dir(ShardedDataLoader) if not name.startswith("_")}
     of_torch = inspect.signature(torch.utils.data.DataLoader).parameters.keys()
-    assert len(public - of_torch) + 4 <= 36, "dataset, sampler, batch_size and num_workers are ours, too"
+    assert len(public - of_torch) + 4 <= 40, "dataset, sampler, batch_size and num_workers are ours, too"
 
 
 def test_options_are_given_in_one_place() -> None:

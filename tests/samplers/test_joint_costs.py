@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -158,6 +159,11 @@ def test_columns_are_given_in_many_ways_and_one_column_is_todays_order() -> None
     for way in (text[:, None], {"text": text}, lambda index: (text[index],)):
         one = ShardedDataLoader(range(50), 5, costs=way, seed=1).sampler
         assert type(one) is CostSampler and list(one) == list(CostSampler(text, 5, 50, seed=1))
+
+
+def test_the_order_of_one_column_is_that_of_earlier_releases() -> None:
+    sampler = CostSampler(np.arange(1, 1001) * 7919 % 997 + 1, 8, 1000, seed=3).for_ranks(4)
+    assert zlib.crc32(np.array(list(sampler.iter_epoch(2)), "<i8").tobytes()) == 1978858073
 
 
 def test_the_shards_of_a_batch_have_equal_work_too() -> None:
