@@ -257,7 +257,7 @@ class Instruments:
             >>> loader = ShardedDataLoader(range(10**10), 256, shuffle=True, num_replicas=64, rank=0, seed=1)
             >>> place, = loader.when(1234567890, epoch=5)
             >>> place
-            SamplePlace(epoch=5, step=541938, rank=4, place=96)
+            SamplePlace(epoch=5, step=408543, rank=8, place=106)
             >>> loader.indices(place.epoch, place.step, place.rank)[place.place]
             1234567890
         """
