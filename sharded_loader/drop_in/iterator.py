@@ -207,7 +207,7 @@ class OneRun:
     """Stand-in for `loader.epochs.Epochs` and its `Progress`, for an iterator whose run is known from the start."""
 
     current_run: Run | None = None
-    sources = None
+    sources = None  # batches come alone
 
     def __init__(self, pipeline: Pipeline, placement: core.Placer, run: Run, job: Job) -> None:
         self.pipeline, self.placement, self._run, self._job = pipeline, placement, run, job

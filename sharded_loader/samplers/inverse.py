@@ -33,7 +33,7 @@ def inverted(order: Any, index: int) -> list[int]:
     """Return the positions that a `shuffle` maps to an index: the only one, or none of an order held in memory.
 
     Example:
-        >>> order = shuffle(10**12, 7, "order")
+        >>> order = Bijection(10**12, 7, "order")
         >>> inverted(order, int(order(np.array([41]))[0]))
         [41]
     """

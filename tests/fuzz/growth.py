@@ -103,8 +103,6 @@ class Growing(Program):
         joined = self.joined(range(count), state)
         self.close(joined[: len(stayed)])
         self.ranks = stayed + joined[len(stayed) :]
-        if joined[-1][0].epoch != self.epoch and any(next(iterator, None) is not None for _, iterator in stayed):
-            raise Difference(f"epoch {self.epoch} is over by its state, and a rank that stayed reads on")
         if joined[-1][0].epoch != self.epoch:
             self.ranks = [(loader, iter(loader)) for loader, _ in self.ranks]
             self.follow()
@@ -117,6 +115,8 @@ class Growing(Program):
             self.ranks = [(loader, iter(loader)) for loader, _ in self.ranks]
             self.follow()
             return
+        if self.ranks[0][0].epoch != self.epoch:  # nothing was left behind a loaded position
+            self.follow()
         for rank, ((loader, _), one) in enumerate(zip(self.ranks, found, strict=True)):
             batch, real = (one[0].tolist(), one[1]) if self.evaluate else (one.tolist(), len(one))
             self.look_up((self.epoch, loader.position - 1, rank), batch, real)
