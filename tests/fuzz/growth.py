@@ -26,6 +26,7 @@ class Growing(Program):
         self.total, self.size, self.shuffle = rng.randint(1, 40), rng.randint(1, 5), rng.random() < 0.7
         self.evaluate, self.pool = rng.random() < 0.5, rng.choice([*[None] * 8, "thread", "fork"])
         self.epoch, self.gone, self.log = 0, set[int](), list[str]()
+        self.begun = False  # the iterators have given a batch
         self.ranks = self.joined(range(rng.randint(1, 4)))
         self.begin()
 
@@ -88,7 +89,7 @@ class Growing(Program):
     def resume(self) -> None:
         state = self.state()
         self.close(self.ranks)
-        self.ranks = self.joined(range(self.rng.randint(1, 4)), state)
+        self.ranks, self.begun = self.joined(range(self.rng.randint(1, 4)), state), False
         if self.ranks[0][0].epoch != self.epoch:
             self.follow()
 
@@ -103,16 +104,26 @@ class Growing(Program):
         joined = self.joined(range(count), state)
         self.close(joined[: len(stayed)])
         self.ranks = stayed + joined[len(stayed) :]
-        if joined[-1][0].epoch != self.epoch:
+        is_over = joined[-1][0].epoch != self.epoch
+        if is_over and self.begun and any(next(iterator, None) is not None for _, iterator in stayed):
+            raise Difference(f"epoch {self.epoch} is over by its state, and a rank that stayed reads on")
+        if is_over:
             self.ranks = [(loader, iter(loader)) for loader, _ in self.ranks]
             self.follow()
 
     def step(self) -> None:
         found = [next(iterator, None) for _, iterator in self.ranks]
+        self.begun = True
+        ahead = [loader for (loader, _), one in zip(self.ranks, found, strict=True) if one is not None]
+        if None in found and ahead and all(loader.epoch == self.epoch + 1 for loader in ahead):
+            # They joined, and nothing is left behind their position: the others follow into the next epoch.
+            both = zip(self.ranks, found, strict=True)
+            self.ranks = [(rank[0], iter(rank[0])) if one is None else rank for rank, one in both]
+            found = [next(rank[1], None) if one is None else one for rank, one in zip(self.ranks, found, strict=True)]
         if None in found:
             if any(one is not None for one in found):
                 raise Difference(f"epoch {self.epoch} is over for some ranks only: {found}")
-            self.ranks = [(loader, iter(loader)) for loader, _ in self.ranks]
+            self.ranks, self.begun = [(loader, iter(loader)) for loader, _ in self.ranks], False
             self.follow()
             return
         if self.ranks[0][0].epoch != self.epoch:  # nothing was left behind a loaded position
