@@ -203,3 +203,9 @@ def test_weights_do_not_change_while_a_filter_reads_the_sampler() -> None:
     assert set(sampler.weights) == {1}
     del filtered
     sampler.update([1], [2])
+
+
+def test_an_order_without_a_seed_is_that_of_the_seed_that_the_loader_shows() -> None:
+    first, other = (ShardedDataLoader(range(200), 8, shuffle=True, keep=keep) for _ in range(2))
+    read = values(first)
+    assert read == values(ShardedDataLoader(**first.arguments, seed=first.seed)) != values(other)
