@@ -457,7 +457,11 @@ class Leasing(Generic[Batch]):
             text = "lease() needs a dataset that is read by index: iterable data cannot give a sample a second time"
             raise TypeError(f"{text}. Give it __getitem__ and __len__, or write it to shards and read a ShardDataset")
         wrong = {"costs": order.sampling.costs is not None, "evaluate": order.sampling.evaluate, "skip": order.skip}
-        wrong |= {"steps_per_epoch": order.steps is not None, "last_batch='rollover'": order.rolls_over}
+        wrong |= {
+            "global_batch": order.order_ranks() != order.replicas(),
+            "steps_per_epoch": order.steps is not None,
+            "last_batch='rollover'": order.rolls_over,
+        }
         if found := [name for name, is_wrong in wrong.items() if is_wrong]:
             raise ValueError(f"lease() gives batches without steps, so {found[0]} has no meaning: leave it out")
         other = orders.find_third_party(order.sampling.items, 0)[0]

@@ -387,18 +387,24 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         """
         return self._reads.state_dict()
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], skip: Sequence[tuple[int, int]] | None = None) -> None:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], skip: Sequence[tuple[int, int]] | None = None, strict: bool = True
+    ) -> None:
         """Make the next ``iter()`` continue where `state_dict` was called, with any number of workers.
 
         Args:
             state_dict: Result of `state_dict`.
             skip: Steps to leave out, in addition to those of the loader and of the state.
+            strict: As in `ShardedDataLoader.load_state_dict`; False needs its order.
 
         Raises:
             TypeError, ValueError: The argument is not a state of such a loader.
         """
         reads = self._reads
-        reads.load_state_dict(state_dict, skip=skip)
+        if strict:
+            reads.load_state_dict(state_dict, skip=skip)
+        else:
+            need_sharded(reads, "strict=False").load_state_dict(state_dict, False, skip)
         if isinstance(reads, ShardedDataLoader):
             self._show_sharded(reads)
 

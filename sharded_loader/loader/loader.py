@@ -42,6 +42,7 @@ from sharded_loader.loader.epochs import At, Epochs
 from sharded_loader.loader.iterator import EpochIterator
 from sharded_loader.loader.lookup import LookUp
 from sharded_loader.pools.process.pool import ProcessPool
+from sharded_loader.sampling.base import resolve_seed
 from sharded_loader.sampling.order import MapOrder
 from sharded_loader.sampling.own import takes_order
 from sharded_loader.streams.order import StreamOrder
@@ -247,6 +248,7 @@ class ShardedDataLoader(Instruments, Leasing[Batch], Generic[Batch]):
         last, keep, shares = arguments.last_batch_of(last_batch, names.get("drop_last")), names.get("keep"), None
         size = batch_size = getattr(dataset, "rows", None) if batch_size is None and is_stream(dataset) else batch_size
         if keep is not None or action == "refill":
+            seed = resolve_seed(seed) if num_replicas is None else seed
             refilled, order_given = provided("dataset", "refill"), (keep, action == "refill", seed, shuffle, sampler)
             ranks, shuffle, sampler = (num_replicas, rank), False, None
             dataset, steps_per_epoch = refilled(dataset, order_given, batch_size, steps_per_epoch, ranks)

@@ -67,6 +67,9 @@ class Refill(InOrder):
         super().__init__((), (dataset,) if is_stream(dataset) else ())
         self.keep, self.leaves_out, self.length, self.epoch = keep, leaves_out, 0, 0
         self.seed, self.shuffle, self.sampler = seed or 0, shuffle, sampler
+        for one in () if sampler is None else nested(sampler):
+            if hasattr(one, "read_in_parts"):
+                one.read_in_parts(self)
         self._dataset = held(dataset)
         if not is_stream(dataset):
             self.length = len(dataset) if sampler is None else sampler.len_epoch(0)

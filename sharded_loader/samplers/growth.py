@@ -27,7 +27,7 @@ import numpy as np
 
 from sharded_loader import RandomSampler, SequentialSampler
 from sharded_loader.extend import Int64s, Position, reader_for
-from sharded_loader.extend.data import digest_of_read, takes_arrays
+from sharded_loader.extend.data import digest_of_read, mixture_of, takes_arrays
 from sharded_loader.extend.engine import At, dataset_given, length
 from sharded_loader.extend.order import (
     IN_MEMORY,
@@ -180,6 +180,8 @@ def _check(epochs: Any, doing: str) -> None:
     if epochs.resident is not None:
         raise TypeError(f"{doing}: the rows of the dataset stay on the devices: make the loader without resident=")
     _check_order(epochs.order, doing)
+    if mixture_of(epochs.dataset) is not None:
+        raise TypeError(f"{doing}: the dataset is a mixture, whose order would change: make another loader")
 
 
 def _check_order(order: Any, doing: str) -> None:

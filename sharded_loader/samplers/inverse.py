@@ -13,8 +13,10 @@ the sample, before the position that the loader continued from (ValueError).
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -71,9 +73,10 @@ def positions_of(sampler: Any, index: Any, epoch: int) -> list[int]:
     if kind in (range, list, tuple, np.ndarray):
         return found_in(sampler, index)
     if kind in (RandomSampler, SequentialSampler):
+        index = check_int("when: the index", index, 0, "give the index of a sample, as loader.indices shows it")
         length, order = sampler.len_epoch(epoch), sampler._order(epoch)
         place = index if kind is RandomSampler else index - int(order(np.zeros(1, np.int64))[0])
-        found = place if isinstance(place, int) and 0 <= place < length else None
+        found = place if 0 <= place < length else None
         return [] if found is None else inverted(order, found) if kind is RandomSampler else [found]
     text = f"when: no inverse is known of the order of {an(kind)}, so only a search would find the sample"
     raise TypeError(f"{text}: look for it in loader.indices(epoch, step), step by step")
@@ -115,6 +118,7 @@ def places_of(order: MapOrder, mixture: Any, index: Any, number: object) -> list
     """Return the places of an index in an epoch of a loader, ascending; see `Instruments.when`."""
     number, length = check_int("epoch", number, 0, "epochs count from 0"), order.dataset_length
     late, whole = order.epoch_at(number, sys.maxsize), order.epoch(number)
+    index = tuple(map(_plain, index)) if isinstance(index, tuple) else _plain(index)
     sampler, targets = whole.source.items, [index]
     if mixture is not None:
         if not (isinstance(index, tuple) and len(index) == 2):
@@ -138,7 +142,25 @@ def places_of(order: MapOrder, mixture: Any, index: Any, number: object) -> list
             raise ValueError(f"{text}, before this loader went on: ask a loader with the original arguments")
         early = _places(order.epoch_at(number, 0), items)
         found += [one for one in early if one.step < late.first]
-    return sorted(one for one in found if not any(one.step in skipped for skipped in whole.source.skips))
+    found = [one for one in found if not any(one.step in skipped for skipped in whole.source.skips)]
+    is_cut = order.order_ranks() != order.replicas()  # global batches
+    return sorted(place for one in found for place in (_in_shares(order, one) if is_cut else [one]))
+
+
+def _plain(index: Any) -> Any:
+    """Return the integer that an index is, such as one of NumPy or torch, or anything else unchanged."""
+    return operator.index(index) if hasattr(index, "__index__") and not getattr(index, "ndim", 0) else index
+
+
+def _in_shares(order: MapOrder, one: SamplePlace) -> list[SamplePlace]:
+    """Return the places in the shares of a global batch for a place in the whole batch; see `parallel.shares`."""
+    epoch, ranks = order.epoch_at(one.epoch, one.step).again(), order.replicas()[0]
+    epoch.source = replace(epoch.source, cut=None)
+    task: Any = epoch.task(one.step)
+    count = min(ranks, sum(map(len, task.shards)))
+    place, number = divmod(one.place, count)
+    turns = ((rank, (rank - task.position) % ranks) for rank in range(ranks))
+    return [one._replace(rank=rank, place=place) for rank, turn in turns if turn % count == number]
 
 
 def _places(epoch: Any, items: Callable[[int], list[tuple[int, int]]]) -> Iterator[SamplePlace]:

@@ -35,7 +35,7 @@ import numpy.typing as npt
 
 from sharded_loader.extend import Int64s, Table
 from sharded_loader.extend.order import BLOCK, WEIGHTS_SET, BatchSampler, IndexSampler, parts, resolve_seed
-from sharded_loader.extend.tools import check_fits, check_int
+from sharded_loader.extend.tools import brief, check_fits, check_int
 from sharded_loader.samplers.batch_samplers import ShardedBatchSampler
 from sharded_loader.samplers.bijections import uniforms, uniforms_at
 from sharded_loader.samplers.index_samplers import Numbers, RepeatedSampler, integers, underscored
@@ -214,6 +214,9 @@ class WeightedRandomSampler(IndexSampler):
         """Return the open loaders that read the sampler, or a copy of it."""
         found: list[_Loader] = []
         for epochs in [epochs for one in self._readers if (epochs := one()) is not None]:
+            if not hasattr(epochs, "order"):
+                text = f"a loader with keep= or on_error='refill' reads {brief(epochs)}"
+                raise TypeError(f"{text}, and cannot follow changes of its weights: make another sampler and loader")
             samplers = epochs.order.sampling.samplers
             for depth, one in enumerate(samplers if not epochs.pipeline.closed else ()):
                 if getattr(one, "_readers", None) is self._readers:
@@ -227,6 +230,10 @@ class WeightedRandomSampler(IndexSampler):
             self._history = _History(self._weights, self._replacement)  # the other loader is at another position
         self._history.restart(weights)
         self._readers[:] = [one for one in self._readers if one() is not None] + [weakref.ref(epochs)]
+
+    def read_in_parts(self, reader: Any) -> None:
+        """Note a reader that cannot follow changes: `update` is an error while it lives."""
+        self._readers.append(weakref.ref(reader))
 
     def forgets(self, wrappers: Sequence[Any], epoch: int, position: int) -> bool:
         """Return True if the weights at a position of the outermost sampler are not known any more."""

@@ -156,6 +156,8 @@ class FrameWindows(Dataset):
         if isinstance(videos, (str, os.PathLike)) or not len(videos) or not len(deltas):
             raise ValueError(f"FrameWindows({videos!r}, {deltas!r}): give a list of videos, and one delta or more")
         self._deltas, self._tolerance, self._library = np.array(deltas), tolerance, installed_reader()
+        if self._deltas.ndim != 1 or self._deltas.dtype.kind not in "if" or not np.isfinite(self._deltas).all():
+            raise ValueError(f"FrameWindows: deltas are {deltas!r}: give finite numbers, of seconds or of frames")
         self._max_open = check_int("max_open", max_open, 1, "a video is open while it is read")
         self._readers, self._pid, self.decoded = OrderedDict[str, Any](), os.getpid(), 0
         self._indexes, self._episodes = dict[str, Index](), list[tuple[str, int, int]]()

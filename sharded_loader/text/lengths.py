@@ -80,7 +80,7 @@ def lengths_of(
         Path(f"{path}.lock").unlink(missing_ok=True)  # those that wait for it find the finished file
     try:
         lengths: npt.NDArray[np.int32] = np.load(path, mmap_mode="r" if count else None)
-    except ValueError as error:
+    except (ValueError, EOFError) as error:
         raise ValueError(f"lengths_of: {path} is no file of lengths: give another path, or delete it") from error
     if lengths.shape != (count,):
         text = f"lengths_of: {path} has {lengths.size} lengths, and the dataset {count} documents"

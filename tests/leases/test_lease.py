@@ -320,6 +320,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "evaluate": ({"evaluate": True}, ValueError, "evaluate"),
     "costs": ({"costs": np.ones(LENGTH), "shuffle": False}, ValueError, "costs"),
     "steps": ({"steps_per_epoch": 3}, ValueError, "steps_per_epoch"),
+    "global": ({"batch_size": None, "global_batch": 4, "num_replicas": 2, "rank": 0}, ValueError, "global_batch"),
     "rollover": ({"last_batch": "rollover"}, ValueError, "rollover"),
     "skip": ({"skip": [(1, 2)]}, ValueError, "skip"),
     "list": ({"sampler": [3, 4], "shuffle": None}, TypeError, "list cannot do: give shuffle=True"),

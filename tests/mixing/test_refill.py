@@ -193,3 +193,19 @@ def test_a_state_of_another_order_is_refused() -> None:
         other.load_state_dict(found.state_dict())
         with pytest.raises(ValueError, match="the state is that of another order: it was Refill of 97 samples, seed=3"):
             values(other)
+
+
+def test_weights_do_not_change_while_a_filter_reads_the_sampler() -> None:
+    sampler = WeightedRandomSampler(np.ones(40), 40, seed=1)
+    filtered = ShardedDataLoader(range(40), 4, sampler=sampler, keep=keep)
+    with pytest.raises(TypeError, match="keep= or on_error='refill'.*cannot follow changes"):
+        sampler.update([1], [2])
+    assert set(sampler.weights) == {1}
+    del filtered
+    sampler.update([1], [2])
+
+
+def test_an_order_without_a_seed_is_that_of_the_seed_that_the_loader_shows() -> None:
+    first, other = (ShardedDataLoader(range(200), 8, shuffle=True, keep=keep) for _ in range(2))
+    read = values(first)
+    assert read == values(ShardedDataLoader(**first.arguments, seed=first.seed)) != values(other)

@@ -112,6 +112,18 @@ def test_a_state_of_fewer_samples_is_loaded_over_more_and_grows_from_there() -> 
     assert sorted(flat(loader)) == list(range(30))
 
 
+def test_in_the_drop_in_too_a_state_of_fewer_samples_grows() -> None:
+    saved = DataLoader(range(8), 2, shuffle=True, seed=1, num_replicas=1)  # type: ignore[arg-type]
+    early = flat([next(iter(saved))])
+    loader = DataLoader(range(11), 2, shuffle=True, seed=1, num_replicas=1)  # type: ignore[arg-type]
+    loader.load_state_dict(saved.state_dict(), strict=False)
+    loader.grow()
+    assert sorted(early + flat(loader)) == list(range(11))
+    plain = DataLoader(range(8), 2)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="strict=False needs the order of ShardedDataLoader.*give num_replicas=1"):
+        plain.load_state_dict(plain.state_dict(), strict=False)
+
+
 def test_the_same_object_may_have_grown() -> None:
     data = list(range(10))
     loader = loader_of(data)
@@ -263,6 +275,7 @@ def test_inside_next_it_is_an_error() -> None:
         ({"last_batch": "rollover"}, "epochs share passes"),
         ({"dataset": lambda: iter(range(5)), "streams": 1}, "iterable data"),
         ({"dataset": interleave([range(5), range(5)], shuffle=True)}, "a MixtureSampler decides the order"),
+        ({"dataset": interleave([range(5), range(5)])}, "the dataset is a mixture"),
         ({"dataset": ArrayDataset(np.arange(10)), "device": Placement("cpu", resident=True)}, "stay on the devices"),
     ],
 )

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.utils.data as torch_data
 
 from sharded_loader import (
@@ -214,6 +215,16 @@ class Reversed(RandomSampler):
         return super().epoch_table(epoch + 1)
 
 
+@pytest.mark.parametrize("ranks", [1, 3, 5])
+@pytest.mark.parametrize("given", [{}, {"micro_batch": 2}, {"steps_per_epoch": 4}, {"last_batch": "discard"}])
+def test_in_global_batches_the_shares_of_the_ranks_count(given: dict[str, Any], ranks: int) -> None:
+    common: Any = {"global_batch": 7, "shuffle": True, "seed": 5, "collate_fn": list, "num_replicas": ranks, **given}
+    made = [ShardedDataLoader(range(LENGTH), rank=rank, **common) for rank in range(ranks)]
+    read = read_places(made, range(3))
+    for index in range(LENGTH):
+        assert [place for epoch in range(3) for place in made[0].when(index, epoch)] == read.get(index, [])
+
+
 def test_an_order_of_your_own_has_the_inverse_that_you_write() -> None:
     assert ShardedDataLoader(range(10), 4, sampler=Inverted()).when(2) == [(0, 1, 0, 3)]
 
@@ -241,6 +252,9 @@ def test_wrong_questions_say_what_to_ask() -> None:
             loader.when(index)
     with pytest.raises(ValueError, match="epochs count from 0"):
         loader.when(0, -1)
+    assert loader.when(np.int64(3)) == loader.when(torch.tensor(3)) == loader.when(3) != []
+    with pytest.raises(TypeError, match="the index must be an integer, got '3'"):
+        loader.when("3")
     mixed = ShardedDataLoader(interleave([range(5), range(5)]), 2)
     with pytest.raises(TypeError, match=r"give \(number of the dataset, index in it\)"):
         mixed.when(3)

@@ -112,8 +112,9 @@ def test_files_of_other_data_are_refused(tmp_path: Path) -> None:
     path.rename(f"{path}.part")
     with pytest.raises(ValueError, match="was begun for other data than these 999 documents"):
         lengths_of(TEXTS[:-1], path)
-    path.write_text("some text")
-    with pytest.raises(ValueError, match="is no file of lengths"):
-        lengths_of(TEXTS, path)
+    for content in ("some text", ""):
+        path.write_text(content)
+        with pytest.raises(ValueError, match="is no file of lengths"):
+            lengths_of(TEXTS, path)
     with pytest.raises(TypeError, match="lengths_of needs an object with __getitem__ and __len__"):
         lengths_of(iter(TEXTS), tmp_path / "other.npy")
