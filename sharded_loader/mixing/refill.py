@@ -53,9 +53,7 @@ class Refill(InOrder):
         seed, shuffle, sampler: of the order.
     """
 
-    def __init__(
-        self, dataset: Any, keep: Any, leaves_out: bool, seed: int | None, shuffle: bool, sampler: Any
-    ) -> None:
+    def __init__(self, dataset: Any, keep: Any, leaves_out: bool, seed: Any, shuffle: Any, sampler: Any) -> None:
         if keep is not None and not callable(keep):
             raise TypeError(f"keep is {brief(keep)}; it must be a function of a sample that returns False to reject it")
         has_no_order = is_stream(dataset) or any(isinstance(inner, Mixture) for inner in nested(dataset))
@@ -75,6 +73,9 @@ class Refill(InOrder):
     def dataset(self) -> Any:
         """Dataset that is read."""
         return self._held.dataset
+
+    def set_epoch(self, epoch: int) -> None:
+        """Do nothing: there is one order over all epochs, and each part tells the dataset which one it reads."""
 
     def indices_of(self, epoch: int) -> Callable[[Any], Any]:
         """Return a function from positions in an epoch to indices."""
