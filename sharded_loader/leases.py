@@ -279,11 +279,10 @@ class Lease(Generic[Batch]):
         RuntimeError: done() of lease 0-2: it was finished before, by done()
     """
 
-    def __init__(self, batch: Batch, seq: int, epoch: LeaseEpoch, dataset: Any) -> None:
-        task: Any = epoch.task(seq)
+    def __init__(self, batch: Batch, task: Any, epoch: LeaseEpoch, dataset: Any) -> None:
         self.indices = [one for shard in task.shards for one in core.shown_indices(dataset, shard, epoch.number)]
         self.batch, self.epoch, self.name, self.ended = batch, epoch.number, f"{epoch.number}-{task.position}", ""
-        self._ledger, self._share, self._number = epoch.ledger, epoch.share, epoch.numbers[seq]
+        self._ledger, self._share, self._number = epoch.ledger, epoch.share, epoch.numbers[task.seq]
 
     def __repr__(self) -> str:
         return f"Lease({self.name}{self.ended and f', {self.ended}'}: {brief(self.indices)})"
@@ -326,7 +325,7 @@ class LeaseIterator(core.EpochIterator[Lease[Batch]]):
             if has_batch:
                 epoch.share.open.add(number)
         if entry.result is not None and entry.result.error is None and has_batch:
-            entry.batch = Lease(entry.batch, entry.seq, epoch, self._epochs.dataset)
+            entry.batch = Lease(entry.batch, entry.task, epoch, self._epochs.dataset)
         return has_batch
 
 
@@ -405,7 +404,7 @@ class Leasing(Generic[Batch]):
                 raise
             queue.popleft()
             if batch is not NOTHING:
-                return Lease(batch, 0, epoch, self._known_steps.dataset)
+                return Lease(batch, epoch.task(0), epoch, self._known_steps.dataset)
             with ledger.lock:
                 share.open.discard(number)
         return None
