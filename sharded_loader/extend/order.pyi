@@ -15,7 +15,6 @@ from sharded_loader.randomness.rng import shuffle as shuffle
 from sharded_loader.randomness.rng import shuffled as shuffled
 from sharded_loader.sampling.base import EVERY as EVERY
 from sharded_loader.sampling.base import announce_epoch as announce_epoch
-from sharded_loader.sampling.base import find_third_party as find_third_party
 from sharded_loader.sampling.base import for_ranks as for_ranks
 from sharded_loader.sampling.base import is_own as is_own
 from sharded_loader.sampling.base import nested as nested

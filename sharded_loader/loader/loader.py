@@ -173,7 +173,7 @@ class ShardedDataLoader(Instruments, Leasing[Batch], Generic[Batch]):
             all ranks (with ``micro_batch=1``, a share that is one sample smaller has one less). Options of the
             pool: ``worker_init_fn``, called by each worker when it starts, and ``timeout``, the seconds before a
             stalled worker is an error. ``persistent_workers`` has no effect: workers live as long as the loader.
-            ``keep``, a function of a sample that was read: if it returns False, the next sample of the order takes the
+            ``keep``, a function of a sample, read by index: if it returns False, the next sample of the order takes the
             place, so that batches stay full. The order is then read in parts, without an end: of each ``streams``
             positions, a part has one, and a state has one number per part. ``seed`` is by default 0, and
             ``steps_per_epoch`` the number of full batches that the order has without ``keep``.

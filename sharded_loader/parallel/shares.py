@@ -28,7 +28,7 @@ from sharded_loader.extend import Task
 from sharded_loader.extend.data import is_stream
 from sharded_loader.extend.engine import shard_sizes, split_batch
 from sharded_loader.extend.order import parts
-from sharded_loader.extend.tools import an, check_int
+from sharded_loader.extend.tools import check_int
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,7 @@ class Shares:
         if not self.is_global:
             return self
         if isinstance(size, int) and size < replicas[0]:
-            text = f"global_batch is {size}, and there are {replicas[0]} ranks: a rank would have no sample in a step"
-            raise ValueError(f"{text}. Give a larger global batch, or fewer ranks")
+            raise ValueError(f"global_batch is {size}, and there are {replicas[0]} ranks: give each of them a sample")
         return replace(self, ranks=replicas[0], rank=replicas[1] if rank is None else rank, costs=costs)
 
     def __call__(self, task: Task, counted: int | None = None) -> Task:
@@ -68,8 +67,7 @@ class Shares:
             own += _share(shard, count, (turn - begin) % count, None if task.sharded else self.costs)
         if self.micro is not None:
             if task.sharded:
-                text = f"epoch {task.epoch}, batch {task.seq}: the batch sampler yields shards, and micro_batch others"
-                raise ValueError(f"{text}: leave out micro_batch")
+                raise ValueError(f"epoch {task.epoch}, batch {task.seq} is a list of shards: leave out micro_batch")
             # As many for the largest share, so that ranks stay in step inside a batch.
             own = split_batch(own[0], parts(parts(total, self.ranks, cut=False), self.micro, cut=False))
         real = total if counted is None else min(counted, total)
@@ -96,8 +94,7 @@ def _share(shard: Any, count: int, number: int, costs: Any) -> list[Any]:
     if costs is not None:
         own, loads = costs[np.asarray(shard)], np.zeros(count)
         order, chosen = np.argsort(-own, kind="stable"), []
-        for begin in range(0, len(order), count):
-            some = order[begin : begin + count]
+        for some in np.split(order, range(count, len(order), count)):
             shares = np.argsort(loads[: len(some)], kind="stable")  # the first shares are larger
             loads[shares] += own[some]
             chosen.append(some[shares == number])
@@ -111,24 +108,20 @@ def make_shares(dataset: object, batch_size: Any, batch_sampler: object, names: 
 
     ``is_list``: other arguments make lists of shards, or keep data on the device.
     """
-    global_batch, micro_batch = names.get("global_batch"), names.get("micro_batch")
+    size, micro, given = names.get("global_batch"), names.get("micro_batch"), type(batch_sampler).__name__
     if is_stream(dataset):
-        text = f"the dataset, {an(type(dataset))}, is iterable data, and each rank reads parts of its own"
-        raise ValueError(f"{text}: leave out global_batch and micro_batch, and give the batch_size of a rank")
-    if micro_batch is not None:
-        check_int("micro_batch", micro_batch, 1, "give the maximum number of samples in a micro-batch")
+        raise ValueError("each rank reads parts of iterable data: leave out global_batch and micro_batch")
+    if micro is not None:
+        check_int("micro_batch", micro, 1, "give the maximum number of samples in a micro-batch")
         if is_list:
-            text = "micro_batch makes a list of batches for one device: leave out devices, num_shards and resident"
-            raise ValueError(f"{text}, and name the device with device=")
-    if global_batch is not None and batch_size is not None:
-        text = f"batch_size={batch_size!r} is of one rank, and global_batch={global_batch!r} of all ranks"
-        raise ValueError(f"{text}: leave out batch_size")
-    if global_batch is not None and batch_sampler is None:
+            raise ValueError("micro_batch makes batches for one device: leave out devices, num_shards and resident")
+    if size is not None and batch_size is not None:
+        raise ValueError(f"batch_size={batch_size!r} is of one rank, and global_batch={size!r} of all: give one")
+    if size is not None and batch_sampler is None:
         advice = "give the number of samples in a step of all ranks. True is for a batch_sampler="
-        batch_size = check_int("global_batch", global_batch, 1, advice)
-    elif global_batch not in (None, True) and global_batch != (
-        size := getattr(batch_sampler, "samples_in_batch", None)
-    ):
-        text = f"global_batch is {global_batch!r}, but a batch of the {type(batch_sampler).__name__} has {size} samples"
-        raise ValueError(f"{text}: write global_batch=True, and give the sampler the batch size of all ranks")
-    return Shares(batch_size, global_batch is not None, micro_batch)
+        batch_size = check_int("global_batch", size, 1, advice)
+    elif size not in (None, True, samples := getattr(batch_sampler, "samples_in_batch", None)):
+        raise ValueError(
+            f"global_batch is {size!r}, but the {given} makes batches of {samples}: give global_batch=True"
+        )
+    return Shares(batch_size, size is not None, micro)

@@ -135,31 +135,12 @@ def test_a_sample_has_the_random_numbers_that_it_has_without_a_filter() -> None:
     assert [numbers[sample] for sample in samples.tolist()] == many.tolist()
 
 
-@pytest.mark.parametrize("on_error", ["refill", "skip"])
-def test_iterable_data_is_filtered_in_its_order(on_error: Any) -> None:
-    def rows(part: int, parts: int) -> Iterator[int]:
-        yield from range(part, 40, parts)
-
-    found = ShardedDataLoader(rows, 4, keep=keep, on_error=on_error, streams=2)
-    batches = values(found)
-    assert [len(batch) for batch in batches] == [4, 4, 4, 4, 4, 4, 1, 1]
-    assert sorted(sum(batches, [])) == [index for index in range(40) if keep(index)]
-    resumed = ShardedDataLoader(rows, 4, keep=keep, on_error=on_error, streams=2)
-    values(found, 3)
-    resumed.load_state_dict(json.loads(json.dumps(found.state_dict())))
-    assert values(resumed) == batches[3:]
-
-
 # -- bad input ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("named", [{}, {"dataset": lambda: iter(range(50))}])
-def test_rejecting_everything_is_an_error_that_says_how_many_were_read(named: dict[str, Any]) -> None:
-    given: dict[str, Any] = {"dataset": range(20), "streams": 1, **named}
-    with pytest.raises(
-        ValueError, match=r"keep has rejected (1000|50) samples in a row.*part 0, which has read (1000|50)"
-    ):
-        values(ShardedDataLoader(batch_size=4, keep=lambda sample: False, **given))
+def test_rejecting_everything_is_an_error_that_says_how_many_were_read() -> None:
+    with pytest.raises(ValueError, match=r"keep has rejected 1000 samples in a row.*part 0, which has read 1000"):
+        values(ShardedDataLoader(range(20), batch_size=4, keep=lambda sample: False, streams=1))
 
 
 def test_the_limit_of_failed_samples_holds() -> None:
@@ -173,8 +154,13 @@ def test_the_limit_of_failed_samples_holds() -> None:
     ("given", "kind", "text"),
     [
         ({"keep": 3}, TypeError, "keep is 3; it must be a function of a sample"),
-        ({"sampler": [1, 2]}, TypeError, "the sampler is a list: give shuffle=True alone"),
-        ({"dataset": interleave([[1], [2]], shuffle=True)}, TypeError, "Filter the datasets of a mixture one by one"),
+        ({"sampler": [1, 2]}, TypeError, "give shuffle=True alone, or a sampler of this library"),
+        (
+            {"dataset": interleave([[1], [2]], shuffle=True)},
+            TypeError,
+            "Filter iterable data, and the datasets of a mixture",
+        ),
+        ({"dataset": lambda: iter(range(9))}, TypeError, "Filter iterable data"),
         ({"dataset": []}, ValueError, "has no samples, so that no batch can be full"),
         ({"batch_sampler": [[1, 2]], "batch_size": None}, ValueError, "leave out batch_sampler"),
         ({"evaluate": True}, ValueError, "leave out evaluate"),

@@ -325,8 +325,8 @@ def test_a_state_of_ranks_with_batches_of_their_own_goes_on_with_a_global_batch_
         ({"global_batch": 2.5}, TypeError, "global_batch must be an integer"),
         ({"global_batch": True}, TypeError, "step of all ranks. True is for a batch_sampler="),
         ({"global_batch": 8, "batch_size": 4}, ValueError, "batch_size=4 is of one rank, and global_batch=8 of all"),
-        ({"global_batch": 8, "batch_sampler": PACKED}, ValueError, "a batch of the PackSampler has 48 samples: write"),
-        ({"global_batch": 8, "batch_sampler": [[0], [1]]}, ValueError, "a batch of the list has None samples: write"),
+        ({"global_batch": 8, "batch_sampler": PACKED}, ValueError, "the PackSampler makes batches of 48: give"),
+        ({"global_batch": 8, "batch_sampler": [[0], [1]]}, ValueError, "the list makes batches of None: give"),
         ({"batch_size": 4, "micro_batch": 0}, ValueError, "micro_batch must be at least 1"),
         ({"batch_size": 4, "micro_batch": 2, "num_shards": 2}, ValueError, "leave out devices, num_shards"),
         ({"global_batch": 4, "micro_batch": 2, "devices": ["cpu", "cpu"]}, ValueError, "leave out devices"),
@@ -344,10 +344,10 @@ def test_what_cannot_be_cut_is_refused_where_it_is_met() -> None:
     def stream() -> Iterator[int]:
         return iter(range(4))
 
-    with pytest.raises(ValueError, match="is iterable data, and each rank reads parts of its own: leave out"):
+    with pytest.raises(ValueError, match="each rank reads parts of iterable data: leave out"):
         ShardedDataLoader(stream, global_batch=4)
     loader = ShardedDataLoader(range(4), batch_sampler=[[[0, 1], [2, 3]]], micro_batch=1)
-    with pytest.raises(ValueError, match="epoch 0, batch 0: the batch sampler yields shards, and micro_batch others"):
+    with pytest.raises(ValueError, match="epoch 0, batch 0 is a list of shards: leave out micro_batch"):
         next(iter(loader))
     loader = ShardedDataLoader(range(40), global_batch=8, num_replicas=8, rank=1)
     batches = iter(loader)
