@@ -19,12 +19,11 @@ states or fingerprints shows.
 
 from __future__ import annotations
 
-import base64
 import copy
+import json
 import math
 import operator
 import weakref
-import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
@@ -33,8 +32,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sharded_loader.extend import Int64s
-from sharded_loader.extend.order import WEIGHTS_SET, BatchSampler, IndexSampler, parts, resolve_seed
+from sharded_loader.extend import Int64s, Table
+from sharded_loader.extend.order import BLOCK, WEIGHTS_SET, BatchSampler, IndexSampler, parts, resolve_seed
 from sharded_loader.extend.tools import check_fits, check_int, fast_method
 from sharded_loader.samplers.batch_samplers import ShardedBatchSampler
 from sharded_loader.samplers.bijections import uniforms, uniforms_at
@@ -44,6 +43,12 @@ Floats = npt.NDArray[np.float64]
 
 KEPT, UPDATES = 2**21, 2**12
 """Changed weights, and updates, that are kept one by one at most. If there are more, the older half is joined."""
+
+FEW = 2**6
+"""Indices computed at once after an update: with frequent updates, most of a larger block would be dropped."""
+
+UNCHANGED = "[[0,0,[],[]]]"
+"""Text of a history without changes."""
 
 ORDERS = ("__iter__", "iter_epoch", "epoch_table", "_order")
 """Methods that decide the order; a subclass that overrides one may keep the weights for itself."""
@@ -102,6 +107,9 @@ class WeightedRandomSampler(IndexSampler):
             text = f"num_samples is {self._length}, but only {positive} weights are positive"
             raise ValueError(f"{text}: draw fewer, or set replacement=True to draw an index more than once")
 
+    def epoch_table(self, epoch: int) -> Table:
+        return Table(self.len_epoch(epoch), self._order(epoch), FEW if self._history.updates[1:] else BLOCK)
+
     def _order(self, epoch: int) -> Callable[[Int64s], Int64s]:
         key = (self.seed, "weighted", epoch)
         if not self._replacement:
@@ -130,7 +138,7 @@ class WeightedRandomSampler(IndexSampler):
         Prefetched batches are dropped and drawn again, so collect the changes of several steps if reading is slow. Call
         it in the main process, on all ranks, after the same step and with the same arguments. Later states have the new
         weights. Steps before stay known: ``loader.indices(epoch, step)`` draws them from the weights of that time, for
-        the last million changes or more.
+        the last 2,000 updates, or the last million changed weights. Each open loader follows at its own position.
 
         In two cases, the new weights hold from the sampler's next epoch on: without a `ShardedDataLoader` (``for index
         in sampler``, or torch's order in the drop-in), and inside a wrapper other than `BatchSampler` (without
@@ -142,7 +150,7 @@ class WeightedRandomSampler(IndexSampler):
 
         Raises:
             ValueError: Unknown indices, values that are negative or not finite, different lengths, or too few positive
-                weights for the draws that are left. Nothing has changed.
+                weights for the draws that are left. The loader has not changed.
             RuntimeError: Called inside ``next`` of a loader.
 
         Example:
@@ -194,7 +202,7 @@ class WeightedRandomSampler(IndexSampler):
         for *_, reader in self._loaders():  # at other positions: they go on with histories of their own
             reader._history = copy.copy(reader._history)
         self._history.restart()
-        _READERS.add(epochs)
+        _READERS[epochs] = None
 
     def forgets(self, wrappers: Sequence[Any], epoch: int, position: int) -> bool:
         """Return True if the weights at a position of the outermost sampler are not known any more."""
@@ -203,24 +211,23 @@ class WeightedRandomSampler(IndexSampler):
     @property
     def weights_set(self) -> str | None:
         """The updates as text for a state, or None."""
-        text = ",".join(one.text for one in self._history.updates)
-        return None if text == self._history.unchanged else text
+        text = f"[{','.join(one.text for one in self._history.updates)}]"
+        return None if text == UNCHANGED else text
 
     def adopt(self, arguments: Mapping[str, str]) -> None:
         """Replace the updates by those of a state; raise ValueError, changing nothing, if they are invalid."""
-        history, weights = self._history, self._weights.copy()
-        text = arguments.get(f"{type(self).__name__}.{WEIGHTS_SET}", history.unchanged)
+        text, weights = arguments.get(f"{type(self).__name__}.{WEIGHTS_SET}", UNCHANGED), self._weights.copy()
         try:
-            updates = list(map(_parsed, text.split(",")))
+            updates = [_update(int(epoch), int(position), *changes) for epoch, position, *changes in json.loads(text)]
             for one in updates:
                 weights[one.indices] = one.values
             self._check(weights)
-        except (ValueError, IndexError, zlib.error) as error:
+        except (TypeError, ValueError, IndexError) as error:
             raise ValueError(f"load_state_dict: the weights of the state do not fit the sampler: {error}") from error
-        history.replace(updates, weights)
+        self._history.replace(updates, weights)
 
 
-_READERS: weakref.WeakSet[Any] = weakref.WeakSet()
+_READERS: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
 """`Epochs` of the loaders that read a weighted sampler."""
 
 
@@ -257,22 +264,15 @@ class _Update(NamedTuple):
     text: str
 
 
+def _update(epoch: int, position: int, indices: list[int], values: list[float]) -> _Update:
+    text = json.dumps([epoch, position, indices, values], separators=(",", ":"))
+    return _Update(epoch, position, np.array(indices, np.int64), np.array(values, np.float64), text)
+
+
 def _made(epoch: int, position: int, before: Floats, after: Floats) -> _Update:
-    """Return the update that makes other weights of those before."""
-    indices = np.flatnonzero(before != after)
-    values = after[indices]
-    # Two rows of numbers, ordered by byte, which compresses better.
-    data = np.stack([indices, values]).astype("<f8").view(np.uint8).reshape(-1, 8).T.tobytes()
-    packed = base64.b64encode(zlib.compress(data, 1)).decode()
-    return _Update(epoch, position, indices, values, f"{epoch}:{position}:{packed}")
-
-
-def _parsed(text: str) -> _Update:
-    """Return the update of a text from `_made`."""
-    epoch, position, packed = text.split(":")
-    data = np.frombuffer(zlib.decompress(base64.b64decode(packed, validate=True)), np.uint8)
-    indices, values = np.ascontiguousarray(data.reshape(8, -1).T).view("<f8").reshape(2, -1)
-    return _Update(int(epoch), int(position), indices.astype(np.int64), values, text)
+    """Return the update that turns weights into others."""
+    changed = np.flatnonzero(before != after)
+    return _update(epoch, position, changed.tolist(), after[changed].tolist())
 
 
 class _History:
@@ -282,14 +282,13 @@ class _History:
         updates: in the order of their positions. The first one turns the weights given first into the oldest weights
             that are known.
         now: the weights after all updates, read-only.
-        unchanged: text of the first update if no weights have changed.
     """
 
     def __init__(self, weights: Floats) -> None:
         self._first = self.now = weights
         self.restart()
-        self.unchanged = self.updates[0].text
         self._bounds: tuple[Floats, Floats, int] = np.empty(0), weights, 0
+        self._drawn: tuple[Hashable, _Update, Int64s] = None, self.updates[0], np.empty(0, np.int64)
 
     def restart(self) -> None:
         """Let the current weights hold from the beginning."""
@@ -298,7 +297,6 @@ class _History:
     def replace(self, updates: list[_Update], weights: Floats) -> None:
         weights.flags.writeable = False
         self.updates, self.now = updates, weights
-        self._drawn: tuple[Hashable, int, Int64s] = None, 0, np.empty(0, np.int64)
 
     def version(self, epoch: int, position: float) -> int:
         return bisect_right(self.updates, (epoch, position), key=lambda one: one[:2])
@@ -313,19 +311,14 @@ class _History:
 
     def add(self, update: _Update, weights: Floats, replacement: bool) -> None:
         """Add an update. Those of later positions, which come again, are dropped."""
-        version, drawn = self.version(*update[:2]), self._drawn
-        is_last = version == len(self.updates)
-        self.replace([*self.updates[:version], update], weights)
+        self.replace([*self.updates[: self.version(*update[:2])], update], weights)
         changes = sum(len(one.indices) for one in self.updates[1:])
         if changes > max(KEPT, len(weights)) or len(self.updates) > UPDATES:
             # Join the older half, without replacement of whole epochs, as a draw depends on those before it.
-            epoch, position = self.updates[version // 2][:2]
-            position = position if replacement else 0
-            count = self.version(epoch, position)
-            joined = _made(epoch, position, self._first, self.weights_of(count))
-            self.replace([joined, *self.updates[count:]], weights)
-        elif is_last:
-            self._drawn = drawn
+            middle = self.updates[len(self.updates) // 2]
+            place = middle.epoch, middle.position if replacement else 0
+            count = self.version(*place)
+            self.updates = [_made(*place, self._first, self.weights_of(count)), *self.updates[count:]]
 
     # -- draws ----------------------------------------------------------------------------------------------
 
@@ -356,16 +349,15 @@ class _History:
     def draws(self, key: tuple[Hashable, ...], epoch: int, length: int) -> Int64s:
         """Return the draws of an epoch without replacement. After each update, a race among those left goes on."""
         first, end = self.version(epoch, 0), self.version(epoch, math.inf)
-        known, version, drawn = self._drawn
-        if known != key or version < first:
-            version, drawn = first - 1, drawn[:0]
-        for number in range(version + 1, end + 1):
-            begin = self.updates[number - 1].position if number > first else 0
-            weights = self.weights_of(number).copy()
+        known, last, drawn = self._drawn  # those of before are known up to an update
+        done = [n for n in range(first, end + 1) if known == key and self.updates[n - 1] is last]
+        for version in range(done[0] + 1 if done else first, end + 1):
+            begin = self.updates[version - 1].position if version > first else 0
+            weights = self.weights_of(version).copy()
             weights[drawn[:begin]] = 0
             raced = _raced(weights, (*key, begin) if begin else key)
             drawn = np.concatenate([drawn[:begin], raced])[:length]
-        self._drawn = key, end, drawn
+        self._drawn = key, self.updates[end - 1], drawn
         return drawn
 
 

@@ -377,7 +377,9 @@ def test_a_state_without_updates_is_as_before_and_one_of_before_an_update_undoes
     assert sampler.weights.tolist() == FIRST.tolist()
 
 
-@pytest.mark.parametrize("spoilt", ["", "0:0", "x:0:", "0:0:AAAA", "0:0:!", "0:0:eJwDAAAAAAE=,", "other length"])
+@pytest.mark.parametrize(
+    "spoilt", ["", "0", "[[0,0]]", '[["x",0,[],[]]]', "[[0,0,[0],[1,2]]]", "[[0,0,[0],[-1]]]", "other length"]
+)
 def test_a_spoilt_state_is_an_error_that_changes_nothing(spoilt: str) -> None:
     ranks, state = Ranks(), json.loads(STATES[5])
     [loader], [sampler] = ranks.loaders, ranks.samplers
