@@ -281,6 +281,23 @@ def test_two_loaders_of_one_sampler_follow_each_at_its_place_and_a_failure_chang
     assert next(behind).tolist() != []
 
 
+def test_the_sampler_shows_the_weights_of_the_newest_loader_while_an_older_one_goes_on_with_its_own() -> None:
+    sampler = WeightedRandomSampler([1, 1, 1], 12, seed=1)
+    old = ShardedDataLoader(range(3), 2, sampler=sampler)
+    batches = iter(old)
+    first = next(batches).tolist()
+    sampler.update([0, 1], 0)
+    new = ShardedDataLoader(range(3), 2, sampler=sampler)
+    assert next(batches).tolist() == [2, 2] == new.indices(0, 0)
+    assert old.indices(0, 0) == first
+    old.close()
+    sampler.update([1, 2], [4, 0])
+    assert sampler.weights.tolist() == [0, 4, 0] and next(iter(new)).tolist() == [1, 1]
+    new.close()
+    sampler.update([0, 1], [5, 0])
+    assert sampler.weights.tolist() == [5, 0, 0]
+
+
 def test_an_update_from_another_thread_holds_and_one_inside_next_is_an_error() -> None:
     sampler = WeightedRandomSampler([1, 1, 1], 12, seed=1)
     loader = ShardedDataLoader(range(3), 2, sampler=sampler)
