@@ -7,11 +7,11 @@
 
 A draw is a pure function of (seed, epoch, position, updates), so any rank computes any step, before or after an update.
 
-Each loader reads a copy of the user's sampler, with a `_History`: the weights given first, and all updates since. An
-update enters the history at the loader's position, and states contain it. All copies share the list of loaders. If an
-update fails in one of them, none has changed. The memory is that of two arrays of weights, the cumulative sums or draws
-of the last versions, and the updates. Beyond `KEPT` changed weights, or the number of samples, the older half of the
-updates is joined: steps before it are forgotten.
+Each loader reads a copy of the user's sampler. The copy has a `_History`: the weights given first, and a list of
+updates, each with the place from which it holds. An update enters the history at the loader's position, and states
+contain it. The copy of the newest loader shares its history with the user's sampler. The memory is that of two arrays
+of weights, the cumulative sums or draws of one version, and the updates. Beyond `KEPT` changed weights, or the number
+of samples, the older half of the updates becomes one: steps before it are forgotten.
 
 What can go wrong: ranks that make different updates draw from different weights, which only a comparison of their
 states or fingerprints shows.
@@ -19,40 +19,39 @@ states or fingerprints shows.
 
 from __future__ import annotations
 
-import base64
+import copy
+import json
 import math
 import operator
 import weakref
-import zlib
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from sharded_loader.extend import Int64s, Table
-from sharded_loader.extend.order import BLOCK, WEIGHTS_SET, BatchSampler, IndexSampler, parts, resolve_seed
-from sharded_loader.extend.tools import brief, check_fits, check_int
+from sharded_loader.extend.order import BLOCK, WEIGHTS_SET, BatchSampler, IndexSampler, nested, parts, resolve_seed
+from sharded_loader.extend.tools import brief, check_fits, check_int, fast_method
 from sharded_loader.samplers.batch_samplers import ShardedBatchSampler
 from sharded_loader.samplers.bijections import uniforms, uniforms_at
 from sharded_loader.samplers.index_samplers import Numbers, RepeatedSampler, integers, underscored
 
 Floats = npt.NDArray[np.float64]
 
-KEPT = 2**20
-"""Changed weights that are kept one by one, at least."""
+KEPT, UPDATES = 2**21, 2**12
+"""Changed weights, and updates, that are kept one by one at most. If there are more, the older half is joined."""
 
-SMALL_BLOCK = 2**6
+FEW = 2**6
 """Indices computed at once after an update: with frequent updates, most of a larger block would be dropped."""
 
-FEW = 2**14
-"""Draws made at once after an update, without replacement."""
+UNCHANGED = "[[0,0,[],[]]]"
+"""Text of a history without changes."""
 
-CACHED = 4
-"""Versions of the weights whose cumulative sums, or draws, are cached."""
+ORDERS = ("__iter__", "iter_epoch", "epoch_table", "_order")
+"""Methods that decide the order; a subclass that overrides one may keep the weights for itself."""
 
 
 class WeightedRandomSampler(IndexSampler):
@@ -87,27 +86,36 @@ class WeightedRandomSampler(IndexSampler):
     def __init__(self, weights: Numbers, num_samples: int, replacement: bool = True, seed: int | None = None) -> None:
         count, advice = operator.length_hint(weights), "mix groups of samples by weight, with interleave"
         check_fits(16 * count, f"there are {count:,} weights", advice)
-        array = np.asarray(_on_host(weights), np.float64).copy()  # yours may change
+        array = np.asarray(weights, np.float64).copy()  # yours may change
         if array.ndim != 1:
             raise ValueError(f"weights must be 1-D, got shape {array.shape}: give one number per sample")
-        _check_numbers("weights", array)
         self._length = check_int("num_samples", num_samples, 0, "give how many indices an epoch draws")
-        _check_draws(array, self._length, bool(replacement))
         self._weights, self._replacement = array, bool(replacement)
-        self._history, self._readers = _History(array, self._replacement), _Readers()
+        self._check(array)
+        self._history = _History(array)
         self.order_version = 2 if replacement else 1
         self.seed = resolve_seed(seed)
 
+    def _check(self, weights: Floats) -> None:
+        bad = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
+        if bad.size:
+            raise ValueError(f"weights[{bad[0]}] is {weights[bad[0]]}: give finite numbers, 0 for what is not drawn")
+        positive = int(np.count_nonzero(weights))
+        if self._length and not positive:
+            raise ValueError("weights are all zero, nothing can be drawn: give a positive weight to some sample")
+        if not self._replacement and self._length > positive:
+            text = f"num_samples is {self._length}, but only {positive} weights are positive"
+            raise ValueError(f"{text}: draw fewer, or set replacement=True to draw an index more than once")
+
     def epoch_table(self, epoch: int) -> Table:
-        return Table(self.len_epoch(epoch), self._order(epoch), SMALL_BLOCK if self._history.updates else BLOCK)
+        return Table(self.len_epoch(epoch), self._order(epoch), FEW if self._history.updates[1:] else BLOCK)
 
     def _order(self, epoch: int) -> Callable[[Int64s], Int64s]:
-        history, key = self._history, (self.seed, "weighted", epoch)
+        key = (self.seed, "weighted", epoch)
         if not self._replacement:
-            first = partial(history.first, key, epoch, self._length)
-            return lambda positions: first(int(positions.max(initial=-1)) + 1).take(positions)
+            return self._history.draws(key, epoch, self._length).take
         draw = uniforms_at(*key, "choice")
-        return lambda positions: history.chosen(epoch, positions, draw(positions))
+        return lambda positions: self._history.chosen(epoch, positions, draw(positions))
 
     # -- changes --------------------------------------------------------------------------------------------
 
@@ -115,16 +123,12 @@ class WeightedRandomSampler(IndexSampler):
     def weights(self) -> Any:
         if "weights" in vars(self):  # a subclass has an attribute of its own
             return vars(self)["weights"]
-        view = self._history.now.view()
-        view.flags.writeable = False
-        return view
+        return self._history.now
 
     @weights.setter
     def weights(self, weights: Any) -> None:
-        names = ("__iter__", "iter_epoch", "epoch_table", "_order")
-        kind, own = type(self), WeightedRandomSampler
-        if "_history" in vars(self) and all(getattr(kind, name) is getattr(own, name) for name in names):
-            self.update(np.arange(len(self._weights)), np.atleast_1d(_on_host(weights)))
+        if "_history" in vars(self) and fast_method(type(self), "update", ORDERS):
+            self.update(np.arange(len(self._weights)), weights)
         else:
             vars(self)["weights"] = weights
 
@@ -134,7 +138,7 @@ class WeightedRandomSampler(IndexSampler):
         Prefetched batches are dropped and drawn again, so collect the changes of several steps if reading is slow. Call
         it in the main process, on all ranks, after the same step and with the same arguments. Later states have the new
         weights. Steps before stay known: ``loader.indices(epoch, step)`` draws them from the weights of that time, for
-        the last million changes or more.
+        the last 2,000 updates, or the last million changed weights. Each open loader follows at its own position.
 
         In two cases, the new weights hold from the sampler's next epoch on: without a `ShardedDataLoader` (``for index
         in sampler``, or torch's order in the drop-in), and inside a wrapper other than `BatchSampler` (without
@@ -146,7 +150,7 @@ class WeightedRandomSampler(IndexSampler):
 
         Raises:
             ValueError: Unknown indices, values that are negative or not finite, different lengths, or too few positive
-                weights for the draws that are left. Nothing has changed.
+                weights for the draws that are left. The loader has not changed.
             RuntimeError: Called inside ``next`` of a loader.
 
         Example:
@@ -168,108 +172,74 @@ class WeightedRandomSampler(IndexSampler):
         bad = found[(found < 0) | (found >= len(self._weights))]
         if bad.size:
             raise ValueError(f"index {bad[0]} is unknown, there are {len(self._weights)} weights: {advice}")
-        numbers = np.broadcast_to(numbers, found.shape)
-        _check_numbers("values", numbers)
-        found, last = np.unique(found[::-1], return_index=True)  # the last value of each
-        self._change(self._loaders(), found, numbers[::-1][last])
+        loaders = list(self._loaders())
+        for epochs, wrappers, reader in loaders:
+            epochs.replan(partial(reader._change, found, numbers, wrappers))
+        if all(reader._history is not self._history for *_, reader in loaders):
+            self._change(found, numbers, (), self.epoch, 0)
 
-    def _change(self, loaders: list[_Loader], indices: Int64s, values: Floats) -> None:
-        """Change the weights in these loaders: first check all of them, then change all of them."""
-        commits: list[Callable[[], None]] = []
-
-        def change(others: list[_Loader]) -> None:
-            if not others:
-                for commit in commits:
-                    commit()
-                return
-
-            def at(epoch: int, position: int) -> None:
-                commits.append(reader._prepared(*_inside(wrappers, epoch, position), indices, values))
-                change(rest)
-
-            (epochs, wrappers, reader), *rest = others
-            epochs.replan(at)
-
-        if not loaders:
-            commits.append(self._prepared(self.epoch, 0, indices, values))
-        change(loaders)
-
-    def _prepared(self, epoch: int, position: int, indices: Int64s, values: Floats) -> Callable[[], None]:
-        """Return a function that changes the weights from a position on; a ValueError if they cannot be."""
-        history = self._history
-        version = history.version(epoch, position)
-        weights = history.weights_of(version)
-        differ = weights[indices] != values
-        if not differ.any():
-            return lambda: None
-        update = _made(epoch, position, indices[differ], values[differ])
-        weights = weights.copy()
-        weights[indices] = values
-        _check_draws(weights, self._length, self._replacement)
-        return partial(history.add, version, update, weights)
+    def _change(self, indices: Int64s, values: Floats, wrappers: Sequence[Any], epoch: int, position: int) -> None:
+        """Change weights from a position of the outermost sampler on, or raise a ValueError."""
+        history, place = self._history, _inside(wrappers, epoch, position)
+        before = history.weights_of(history.version(*place))
+        after = before.copy()
+        after[indices] = values
+        self._check(after)
+        history.add(_made(*place, before, after), after, self._replacement)
 
     # -- loaders --------------------------------------------------------------------------------------------
 
-    def _loaders(self) -> list[_Loader]:
-        """Return the open loaders that read the sampler, or a copy of it."""
-        found: list[_Loader] = []
-        for epochs in [epochs for one in self._readers if (epochs := one()) is not None]:
+    def _loaders(self) -> Iterator[tuple[Any, list[Any], WeightedRandomSampler]]:
+        """Yield the open loaders that read a copy of the sampler: `Epochs`, the samplers around the copy, the copy."""
+        for epochs in list(_READERS):
             if not hasattr(epochs, "order"):
-                text = f"a loader with keep= or on_error='refill' reads {brief(epochs)}"
-                raise TypeError(f"{text}, and cannot follow changes of its weights: make another sampler and loader")
+                if any(getattr(one, "_weights", None) is self._weights for one in nested(epochs.sampler)):
+                    text = f"a loader with keep= or on_error='refill' reads {brief(epochs)}"
+                    raise TypeError(
+                        f"{text}, and cannot follow changes of its weights: make another sampler and loader"
+                    )
+                continue
             samplers = epochs.order.sampling.samplers
             for depth, one in enumerate(samplers if not epochs.pipeline.closed else ()):
-                if getattr(one, "_readers", None) is self._readers:
-                    found.append((epochs, samplers[:depth], one))
-        return found
+                if getattr(one, "_weights", None) is self._weights:  # copies share the weights given first
+                    yield epochs, samplers[:depth], one
 
     def read_by(self, epochs: Any) -> None:
         """Note a loader that reads this copy, by its `Epochs`. It begins with the current weights."""
-        weights = self._history.now
-        if any(reader._history is self._history for _, _, reader in self._loaders()):
-            self._history = _History(self._weights, self._replacement)  # the other loader is at another position
-        self._history.restart(weights)
-        self._readers[:] = [one for one in self._readers if one() is not None] + [weakref.ref(epochs)]
+        for *_, reader in self._loaders():  # at other positions: they go on with histories of their own
+            reader._history = copy.copy(reader._history)
+        self._history.restart()
+        _READERS[epochs] = None
 
     def read_in_parts(self, reader: Any) -> None:
         """Note a reader that cannot follow changes: `update` is an error while it lives."""
-        self._readers.append(weakref.ref(reader))
+        _READERS[reader] = None
 
     def forgets(self, wrappers: Sequence[Any], epoch: int, position: int) -> bool:
         """Return True if the weights at a position of the outermost sampler are not known any more."""
-        return _inside(wrappers, epoch, position, following=0) < self._history.forgotten
+        return _inside(wrappers, epoch, position, following=0) < self._history.updates[0][:2]
 
     @property
     def weights_set(self) -> str | None:
         """The updates as text for a state, or None."""
-        return self._history.as_text()
+        text = f"[{','.join(one.text for one in self._history.updates)}]"
+        return None if text == UNCHANGED else text
 
     def adopt(self, arguments: Mapping[str, str]) -> None:
         """Replace the updates by those of a state; raise ValueError, changing nothing, if they are invalid."""
-        forgotten, *texts = arguments.get(f"{type(self).__name__}.{WEIGHTS_SET}", "0:0").split(",")
+        text, weights = arguments.get(f"{type(self).__name__}.{WEIGHTS_SET}", UNCHANGED), self._weights.copy()
         try:
-            updates, weights = list(map(_parsed, texts)), self._weights.copy()
+            updates = [_update(int(epoch), int(position), *changes) for epoch, position, *changes in json.loads(text)]
             for one in updates:
                 weights[one.indices] = one.values
-                _check_numbers("values", one.values)
-            if any(before[:2] > after[:2] for before, after in pairwise(updates)):
-                raise ValueError("the updates are not in order")
-            _check_draws(weights, self._length, self._replacement)
-            epoch, position = map(int, forgotten.split(":"))
-        except (ValueError, IndexError, zlib.error) as error:
+            self._check(weights)
+        except (TypeError, ValueError, IndexError) as error:
             raise ValueError(f"load_state_dict: the weights of the state do not fit the sampler: {error}") from error
-        self._history.replace(updates, weights, (epoch, position))
+        self._history.replace(updates, weights)
 
 
-_Loader = tuple[Any, Sequence[Any], WeightedRandomSampler]
-"""`Epochs` of a loader, the samplers around the weighted one, outermost first, and the copy that the loader reads."""
-
-
-class _Readers(list["weakref.ref[Any]"]):
-    """The loaders that read a sampler or its copies, as weak references to their `Epochs`. Not pickled."""
-
-    def __reduce__(self) -> Any:
-        return _Readers, ()
+_READERS: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
+"""`Epochs` of the loaders that read a weighted sampler."""
 
 
 def _inside(wrappers: Sequence[Any], epoch: int, position: int, following: int = 1) -> tuple[int, int]:
@@ -288,33 +258,15 @@ def _inside(wrappers: Sequence[Any], epoch: int, position: int, following: int =
 
 
 def _on_host(numbers: Any) -> Any:
-    """Return a tensor as an array or a tensor that NumPy takes; anything else unchanged."""
-    if not hasattr(numbers, "detach"):
-        return numbers
-    numbers = numbers.detach().cpu()
-    return numbers.double() if numbers.is_floating_point() else numbers  # NumPy has no bfloat16
-
-
-def _check_numbers(name: str, values: Floats) -> None:
-    bad = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
-    if bad.size:
-        raise ValueError(f"{name}[{bad[0]}] is {values[bad[0]]}: give finite numbers, 0 for what is not drawn")
-
-
-def _check_draws(weights: Floats, draws: int, replacement: bool) -> None:
-    positive = int(np.count_nonzero(weights))
-    if draws and not positive:
-        raise ValueError("weights are all zero, nothing can be drawn: give a positive weight to some sample")
-    if not replacement and draws > positive:
-        text = f"num_samples is {draws}, but only {positive} weights are positive"
-        raise ValueError(f"{text}: draw fewer, or set replacement=True to draw an index more than once")
+    """Return a tensor of any device and dtype as a list; anything else unchanged."""
+    return numbers.tolist() if hasattr(numbers, "detach") else numbers
 
 
 # -- the weights at any position ---------------------------------------------------------------------------------------
 
 
 class _Update(NamedTuple):
-    """Weights that hold from a position of an epoch on, in ascending order of the indices; ``text`` is for states."""
+    """Weights that hold from a position of an epoch on; ``text`` is for states."""
 
     epoch: int
     position: int
@@ -323,54 +275,39 @@ class _Update(NamedTuple):
     text: str
 
 
-def _made(epoch: int, position: int, indices: Int64s, values: Floats) -> _Update:
-    """Return an update with its text: numbers of few bytes, ordered by byte, compressed."""
-    steps = np.diff(indices, prepend=0)
-    steps = steps.astype(f"<u{np.min_scalar_type(int(steps.max())).itemsize}")
-    with np.errstate(over="ignore"):
-        numbers = values.astype("<f4")
-    if (numbers != values).any():
-        numbers = values.astype("<f8")
-    columns = [one.view(np.uint8).reshape(len(one), -1).T.tobytes() for one in (steps, numbers)]
-    packed = base64.b64encode(zlib.compress(b"".join(columns), 1)).decode()  # base85: 6 % shorter, far slower
-    return _Update(epoch, position, indices, values, f"{epoch}:{position}:{steps.itemsize}{numbers.itemsize}:{packed}")
+def _update(epoch: int, position: int, indices: list[int], values: list[float]) -> _Update:
+    text = json.dumps([epoch, position, indices, values], separators=(",", ":"))
+    return _Update(epoch, position, np.array(indices, np.int64), np.array(values, np.float64), text)
 
 
-def _parsed(text: str) -> _Update:
-    """Return the update of a text from `_made`."""
-    epoch, position, sizes, packed = text.split(":")
-    step, number = map(int, sizes)
-    data = np.frombuffer(zlib.decompress(base64.b64decode(packed, validate=True)), np.uint8)
-    end = step * (len(data) // (step + number))
-    steps = np.ascontiguousarray(data[:end].reshape(step, -1).T).view(f"<u{step}").ravel()
-    values = np.ascontiguousarray(data[end:].reshape(number, -1).T).view(f"<f{number}").ravel()
-    return _Update(int(epoch), int(position), np.cumsum(steps, dtype=np.int64), values.astype(np.float64), text)
+def _made(epoch: int, position: int, before: Floats, after: Floats) -> _Update:
+    """Return the update that turns weights into others."""
+    changed = np.flatnonzero(before != after)
+    return _update(epoch, position, changed.tolist(), after[changed].tolist())
 
 
 class _History:
-    """Weights of a sampler at any position: the first ones, and all updates since. Version v has the first v updates.
+    """Weights of a sampler at any position. Version v has the first v updates.
 
     Attributes:
-        now: the weights after all updates; never changed in place.
-        forgotten: epoch and position before which the weights are not known any more.
+        updates: in the order of their positions. The first one turns the weights given first into the oldest weights
+            that are known.
+        now: the weights after all updates, read-only.
     """
 
-    def __init__(self, weights: Floats, replacement: bool) -> None:
-        self._initial, self._replacement = weights, replacement
-        self.replace([], weights, (0, 0))
+    def __init__(self, weights: Floats) -> None:
+        self._first = self.now = weights
+        self.restart()
+        self._bounds: tuple[Floats, Floats, int] = np.empty(0), weights, 0
+        self._drawn: tuple[Hashable, _Update, Int64s] = None, self.updates[0], np.empty(0, np.int64)
 
-    def replace(self, updates: list[_Update], weights: Floats, forgotten: tuple[int, int]) -> None:
-        self.updates, self.now, self.forgotten = updates, weights, forgotten
-        self._text: str | None = None
-        self._cache: dict[Hashable, Any] = {}
+    def restart(self) -> None:
+        """Let the current weights hold from the beginning."""
+        self.replace([_made(0, 0, self._first, self.now)], self.now)
 
-    def restart(self, weights: Floats) -> None:
-        """Let these weights hold from the beginning, and forget all updates."""
-        self.replace(self._joined(0, 0, weights), weights, (0, 0))
-
-    def _joined(self, epoch: int, position: int, weights: Floats) -> list[_Update]:
-        changed = np.flatnonzero(weights != self._initial)
-        return [_made(epoch, position, changed, weights[changed])] if len(changed) else []
+    def replace(self, updates: list[_Update], weights: Floats) -> None:
+        weights.flags.writeable = False
+        self.updates, self.now = updates, weights
 
     def version(self, epoch: int, position: float) -> int:
         return bisect_right(self.updates, (epoch, position), key=lambda one: one[:2])
@@ -378,60 +315,41 @@ class _History:
     def weights_of(self, version: int) -> Floats:
         if version == len(self.updates):
             return self.now
-        weights = self._initial.copy()
+        weights = self._first.copy()
         for one in self.updates[:version]:
             weights[one.indices] = one.values
         return weights
 
-    def add(self, version: int, update: _Update, weights: Floats) -> None:
-        """Add an update after the first ``version`` ones. Later ones, of positions that come again, are dropped."""
-        if version < len(self.updates):
-            self._cache.clear()
-        self.updates[version:], self.now, self._text = [update], weights, None
-        if sum(len(one.indices) for one in self.updates[1:]) > max(KEPT, len(weights)):
-            self._join()
-
-    def _join(self) -> None:
-        """Join the older half of the updates, without replacement those of whole epochs."""
-        sizes = np.cumsum([len(one.indices) for one in self.updates[1:]])
-        count = 2 + int(np.searchsorted(sizes, sizes[-1] / 2))
-        forgotten = self.updates[count - 1][:2]
-        if not self._replacement:  # a draw depends on those before it
-            forgotten = forgotten[0], 0
-            count = self.version(*forgotten)
-        if count > 1:
-            joined = self._joined(*self.updates[count - 1][:2], self.weights_of(count))
-            self.replace(joined + self.updates[count:], self.now, forgotten)
-
-    def as_text(self) -> str | None:
-        if self._text is None and self.updates:
-            begin = ":".join(map(str, self.forgotten))
-            self._text = ",".join([begin, *(one.text for one in self.updates)])
-        return self._text
-
-    def _cached(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        if key not in self._cache:
-            while len(self._cache) >= CACHED:
-                self._cache.pop(next(iter(self._cache)), None)
-            self._cache[key] = make()
-        return self._cache[key]
+    def add(self, update: _Update, weights: Floats, replacement: bool) -> None:
+        """Add an update. Those of later positions, which come again, are dropped."""
+        self.replace([*self.updates[: self.version(*update[:2])], update], weights)
+        changes = sum(len(one.indices) for one in self.updates[1:])
+        if changes > max(KEPT, len(weights)) or len(self.updates) > UPDATES:
+            # Join the older half, without replacement of whole epochs, as a draw depends on those before it.
+            middle = self.updates[len(self.updates) // 2]
+            place = middle.epoch, middle.position if replacement else 0
+            count = self.version(*place)
+            self.updates = [_made(*place, self._first, self.weights_of(count)), *self.updates[count:]]
 
     # -- draws ----------------------------------------------------------------------------------------------
 
     def chosen(self, epoch: int, positions: Int64s, draws: Floats) -> Int64s:
         """Return the indices at positions of an epoch, with replacement, from a uniform number for each."""
         first, end = self.version(epoch, 0), self.version(epoch, math.inf)
-        if first == end:
-            return self._found(first, draws)
         begins = [one.position for one in self.updates[first:end]]
         versions, found = first + np.searchsorted(begins, positions, side="right"), np.empty(len(positions), np.int64)
         for version in np.unique(versions).tolist():
             here = versions == version
-            found[here] = self._found(version, draws[here])
+            found[here] = self._found(self.weights_of(version), draws[here])
         return found
 
-    def _found(self, version: int, draws: Floats) -> Int64s:
-        bounds, last = self._cached(version, lambda: _bounds(self.weights_of(version)))
+    def _found(self, weights: Floats, draws: Floats) -> Int64s:
+        known, bounds, last = self._bounds
+        if known is not weights:
+            shares = weights / (weights.max(initial=0) or 1.0)  # weights up to 1.8e308: avoids overflow of their sum
+            # Rounding may put a draw on the very end, which belongs to the last index with a positive weight.
+            bounds, last = np.cumsum(shares), int(np.flatnonzero(weights)[-1:].sum())
+            self._bounds = weights, bounds, last
         draws = draws * bounds[-1]
         # Searching in ascending order is four times as fast, among a million bounds.
         ascending = np.argsort(draws)
@@ -439,42 +357,26 @@ class _History:
         found[ascending] = np.minimum(np.searchsorted(bounds, draws[ascending], side="right"), last)
         return found
 
-    def first(self, key: tuple[Hashable, ...], epoch: int, length: int, end: int) -> Int64s:
-        """Return at least the first ``end`` draws of an epoch without replacement, in segments between updates."""
-        updates = self.updates[self.version(epoch, 0) : self.version(epoch, math.inf)]
-        begins = sorted({0, *(one.position for one in updates if one.position < length)})
-        segments = [(*pair, self.version(epoch, pair[0])) for pair in pairwise([*begins, length]) if pair[0] < end]
-        known = len(segments)
-        while known and len(self._cache.get((key, segments[known - 1][2]), ())) < min(segments[known - 1][1], end):
-            known -= 1
-        drawn = self._cache[key, segments[known - 1][2]] if known else np.empty(0, np.int64)
-        for begin, stop, version in segments[known:]:
-            if begin and stop == length and (key, version) not in self._cache:
-                stop = min(stop, max(end, begin + FEW))  # the next update may drop the others
-            own_key = (*key, begin) if begin else key
-            drawn = np.concatenate([drawn[:begin], self._raced(version, drawn[:begin], stop - begin, own_key)])
-            self._cache.pop((key, version), None)
-            self._cached((key, version), drawn.view)
-        return drawn
-
-    def _raced(self, version: int, before: Int64s, count: int, key: tuple[Hashable, ...]) -> Int64s:
-        """Return the first indices of a race, in which those drawn before take no part."""
-        weights = self.weights_of(version)
-        takes_part = weights > 0
-        takes_part[before] = False
-        candidates = np.flatnonzero(takes_part)
-        # A uniform of 0 is replaced by the middle of the first step, to avoid a race of 0.
-        races = np.maximum(-np.log1p(-uniforms(len(weights), *key)), 2.0**-54)[candidates]
-        with np.errstate(over="ignore"):
-            races /= weights[candidates]
-        if count < len(races):  # a partition is ten times as fast as sorting all
-            near = np.flatnonzero(races <= np.partition(races, count - 1)[count - 1])
-            candidates, races = candidates[near], races[near]
-        drawn: Int64s = candidates[np.argsort(races, kind="stable")[:count]].astype(np.int64, copy=False)
+    def draws(self, key: tuple[Hashable, ...], epoch: int, length: int) -> Int64s:
+        """Return the draws of an epoch without replacement. After each update, a race among those left goes on."""
+        first, end = self.version(epoch, 0), self.version(epoch, math.inf)
+        known, last, drawn = self._drawn  # those of before are known up to an update
+        done = [n for n in range(first, end + 1) if known == key and self.updates[n - 1] is last]
+        for version in range(done[0] + 1 if done else first, end + 1):
+            begin = self.updates[version - 1].position if version > first else 0
+            weights = self.weights_of(version).copy()
+            weights[drawn[:begin]] = 0
+            raced = _raced(weights, (*key, begin) if begin else key)
+            drawn = np.concatenate([drawn[:begin], raced])[:length]
+        self._drawn = key, self.updates[end - 1], drawn
         return drawn
 
 
-def _bounds(weights: Floats) -> tuple[Floats, int]:
-    """Return cumulative sums, and the last positive weight's index: rounding may put a draw on the very end."""
-    shares = weights / (weights.max(initial=0) or 1.0)  # weights up to 1.8e308: avoids overflow of their sum
-    return np.cumsum(shares), int(np.flatnonzero(weights)[-1:].sum())
+def _raced(weights: Floats, key: tuple[Hashable, ...]) -> Int64s:
+    """Return the indices with positive weights in the order of their exponential races."""
+    candidates = np.flatnonzero(weights)
+    # A uniform of 0 is replaced by the middle of the first step, to avoid a race of 0.
+    races = np.maximum(-np.log1p(-uniforms(len(weights), *key)), 2.0**-54)
+    with np.errstate(over="ignore"):
+        order = np.argsort(races[candidates] / weights[candidates], kind="stable")
+    return candidates[order].astype(np.int64, copy=False)
