@@ -1,7 +1,7 @@
 """`GroupReads`: samples of one group, such as the frames of a video, are read together for many batches.
 
-    main process --Shelf.plan--> indices of the coming batches --planned--> the worker that reads a group
-    a worker     --Shelf.put-->  samples of a group            --take-->    the workers that read the batches
+    main process --Shelf.put--> indices and groups of the coming batches --take--> the worker that reads a group
+    a worker     --Shelf.put--> samples of a group                       --take--> the workers that read the batches
 
 A *window* is ``batches`` batches. Those of different groups begin at different batches, so that the work is even. The
 worker that first needs a group in its window claims it, reads all its samples of the window in ascending order, and
@@ -11,7 +11,7 @@ holder reads, and a holder waits for no other claim: there is no deadlock. The c
 All shared memory is a cache: a sample that is not there is read. So no death of a worker and no error of the plan
 changes a batch. The main process alone writes the plan, so it waits for no worker. Samples have checksums, as a worker
 that was stopped may write into memory that another group has meanwhile. A piece is freed when the user has the batches
-of its window, or drops the iterator. Without room, samples of fewer batches are read together, in the end of one.
+that it is for, or drops the iterator. Without room, samples of fewer batches are read together, in the end of one.
 
 If that read raises, or the worker dies, the group is read by batch until its window ends: errors and deaths are those
 of the batch that has the sample. Samples that draw random numbers are an error, as in a cache.
@@ -68,8 +68,6 @@ _STATE = np.dtype(
         ("pieces", _PIECE, PIECES),
     ]
 )
-_NOTHING: Array = np.empty((3, 0), np.int64)
-
 _claims: defaultdict[tuple[int, int], threading.RLock] = defaultdict(threading.RLock)
 """Claims of the threads of a process, as the system's locks are between processes. A forked child has its own."""
 
@@ -109,13 +107,12 @@ class Shelf(Opened):
 
     def kept(self, key: int | None = None) -> Array:
         """Return the pieces, of a key or all, that have batches to come; rows of `_PIECE`."""
-        kept: Array = self.pieces[~self._is_free()]
-        return kept if key is None else kept[kept["key"] == key]
+        pieces: Array = self.pieces if key is None else self.pieces[self.pieces["key"] == key]
+        return pieces[~self._are_free(pieces)]
 
-    def _is_free(self) -> Array:
-        ends = self.pieces["end"]
-        is_free: Array = ends <= self.done[ends // EPOCH % ITERATORS]
-        return is_free
+    def _are_free(self, pieces: Array) -> Array:
+        are_free: Array = pieces["end"] <= self.done[pieces["end"] // EPOCH % ITERATORS]
+        return are_free
 
     def gaps(self) -> tuple[Array, Array]:
         """Return begins and sizes of the free parts."""
@@ -137,12 +134,8 @@ class Shelf(Opened):
                     found[index] = pickle.loads(raw)
         return found
 
-    def put(self, key: int, end: int, objects: dict[int, Any]) -> int:
-        """Keep objects, one or more, until the user has the batches before the clock ``end``.
-
-        Returns:
-            The number of the piece; -1 if there is no room.
-        """
+    def put(self, key: int, end: int, objects: dict[int, Any]) -> bool:
+        """Keep objects, one or more, until the user has the batches before the clock ``end``; False without room."""
         stream, ends = io.BytesIO(), [0]
         for value in objects.values():
             ReplyPickler(stream, protocol=5).dump(value)
@@ -153,14 +146,14 @@ class Shelf(Opened):
         self.largest[:] = max(self.largest[0], sizes.max())
         with locked(self.fd) as alone:
             begins, rooms = self.gaps()
-            free, fitting = np.flatnonzero(self._is_free()), np.flatnonzero(rooms >= len(table) + len(data))
+            free, fitting = np.flatnonzero(self._are_free(self.pieces)), np.flatnonzero(rooms >= len(table) + len(data))
             if not (alone and free.size and fitting.size):
-                return -1
-            piece, begin = int(free[0]), int(begins[fitting[0]])
-            self.pieces[piece] = key, end, begin, len(table), len(table) + len(data), zlib.crc32(table)
+                return False
+            begin = int(begins[fitting[0]])
+            self.pieces[free[0]] = key, end, begin, len(table), len(table) + len(data), zlib.crc32(table)
         write_at(self.fd, table, begin)
         write_at(self.fd, data, begin + len(table))
-        return piece
+        return True
 
     @contextlib.contextmanager
     def claim(self, key: int, block: bool) -> Iterator[bool]:
@@ -277,18 +270,14 @@ class GroupReads(ReadOnce):
         return announce
 
     def _planned(self, begin: int, batches: Callable[[int], Any], first: int) -> Iterator[None]:
-        """Put one batch after the other onto the plan: indices, keys of their groups, and the batch's clock."""
+        """Put one batch after the other onto the plan: its indices and the keys of their groups."""
         for number in count(first):
             try:
                 if (found := batches(number)) is None:
                     return
                 where = checked_indices(found, len(self)).tolist()
-                rows = [
-                    where,
-                    [key_of(self._dataset.group_of(index)) for index in where],
-                    [begin + number] * len(where),
-                ]
-                self._plan.put(number, begin + number + 1, {begin: np.array(rows, np.int64)})
+                groups = [key_of(self._dataset.group_of(index)) for index in where]
+                self._plan.put(number, begin + number + 1, {begin: np.array([where, groups])})
             except Exception as error:  # the batch itself raises it
                 pass_on(error)
             yield
@@ -318,23 +307,22 @@ class GroupReads(ReadOnce):
         return [index for index in wanted if index not in found]
 
     def _coming(self, key: int, group: int, batch: int, some: set[int]) -> dict[int, int]:
-        """Return the indices of a group in the window of a batch, in order, each with the clock of its first batch.
+        """Return the indices of a group in the window of a batch, in order, each with the clock behind its batch.
 
         Earlier batches of the window are those that other workers read now. There are none if the batch with these
         indices is not planned, for instance with another library's sampler, or if they were read together, perhaps in
         vain.
         """
         found = dict[int, int]()
-        for begin, rows in self._plan.take(batch).items():
-            if some.issubset(rows[0].tolist()):
+        for begin, (indices, _) in self._plan.take(batch).items():
+            if some.issubset(indices.tolist()):
                 end = batch + self._window - (batch + group) % self._window
-                ends = [one - begin for one in self._shelf.kept(key)["end"].tolist() if one <= begin + end]
-                numbers = range(max(end - self._window, *ends, 0), end)
-                if batch in numbers:
-                    parts = [self._plan.take(number, [begin]).get(begin, _NOTHING) for number in numbers]
-                    for index, one, clock in np.concatenate(parts, axis=1).T.tolist():
-                        if one == group:
-                            found.setdefault(index, clock)
+                ends = self._shelf.kept(key)["end"] - begin
+                numbers = range(max(0, end - self._window, *ends[ends <= end].tolist()), end)
+                for number in numbers if batch in numbers else ():
+                    for where, groups in self._plan.take(number, [begin]).values():
+                        for index in where[groups == group].tolist():
+                            found.setdefault(index, begin + number + 1)
         return found
 
     def _read_group(self, key: int, wanted: list[int], coming: dict[int, int]) -> dict[int, Any]:
@@ -343,7 +331,7 @@ class GroupReads(ReadOnce):
         room = min(int(shelf.gaps()[1].max()), shelf.max_bytes // SHARE) // max(1, int(shelf.largest[0]))
         extra = [index for index in coming if index not in wanted][: max(0, room - len(wanted))]
         # A piece without samples says that it was tried, until it is freed.
-        if extra and shelf.put(key, end := coming[extra[-1]] + 1, {-1: None}) >= 0:
+        if extra and shelf.put(key, end := coming[extra[-1]], {-1: None}):
             chosen = sorted([*wanted, *extra])
             try:
                 samples = dict(zip(chosen, self._read(chosen), strict=True))
