@@ -185,7 +185,8 @@ class GroupReads(ReadOnce):
 
     Args:
         dataset: has ``group_of(index)``: the video, chunk, row group or archive of a sample, as an int, a text, or a
-            tuple of them. Its ``__getitems__(indices)``, if it has one, gets samples of one group, in ascending order.
+            tuple of them. The main process calls it as well, for each sample ahead, so it must be fast. The dataset's
+            ``__getitems__(indices)``, if it has one, gets samples of one group, in ascending order.
         batches: number of batches in a window, 1 to 1024: samples of a group in one window are read together.
         max_bytes: limit of the samples in shared memory, in bytes or as a text such as "2 GB". A worker reads up to a
             quarter of it at once. If it is too small, groups are read more often.
@@ -249,7 +250,6 @@ class GroupReads(ReadOnce):
         """Plan an epoch; see `data.datasets.follow`. Return the function that plans ahead of a batch."""
         inside, planned, done = follow(self._dataset, batches, position, later), position() or 0, self._plan.done
         begin = int(done.max()) // EPOCH * EPOCH  # its first batches may have been read as those of `later`
-        self._plan.pieces["end"][self._plan.pieces["end"] > begin] = 0
         self._followed = [(begin, position), *self._followed[: ITERATORS // 2]]
         for clock in (begin, begin + EPOCH):
             done[clock // EPOCH % ITERATORS] = clock
@@ -277,7 +277,9 @@ class GroupReads(ReadOnce):
                     return
                 where = checked_indices(found, len(self)).tolist()
                 groups = [key_of(self._dataset.group_of(index)) for index in where]
-                self._plan.put(number, begin + number + 1, {begin: np.array([where, groups])})
+                ends, end = self._plan.pieces["end"], begin + number + 1
+                ends[ends == end] = 0  # planned as a batch of `later`, perhaps before the order changed
+                self._plan.put(number, end, {begin: np.array([where, groups])})
             except Exception as error:  # the batch itself raises it
                 pass_on(error)
             yield
@@ -285,16 +287,16 @@ class GroupReads(ReadOnce):
     # -- reading ---------------------------------------------------------------------------------------------
 
     def _samples(self, where: list[int]) -> list[Any]:
-        task, groups, found = getattr(reading.get(), "task", None), defaultdict[Any, list[int]](list), dict[int, Any]()
+        task, groups, found = getattr(reading.get(), "task", None), defaultdict[int, list[int]](list), dict[int, Any]()
         for index in sorted({*where}):
-            groups[self._dataset.group_of(index)].append(index)
-        for block, group in product((False, True), groups):
+            groups[key_of(self._dataset.group_of(index))].append(index)
+        for block, (group, wanted) in product((False, True), groups.items()):
             key = key_of(-1 if task is None else task.epoch, group)
-            if self._missing(key, groups[group], found):
+            if self._missing(key, wanted, found):
                 with self._shelf.claim(key, block) as is_mine:
                     # Another worker may have read them meanwhile.
-                    if (is_mine or block) and (missing := self._missing(key, groups[group], found)):
-                        coming = {} if task is None else self._coming(key, key_of(group), task.seq, {*where})
+                    if (is_mine or block) and (missing := self._missing(key, wanted, found)):
+                        coming = {} if task is None else self._coming(key, group, task.seq, {*where})
                         found |= self._read_group(key, missing, coming)
         # One that comes twice is two objects, because the user may modify a sample.
         return [found.pop(index) if index in found else self._read([index])[0] for index in where]
