@@ -14,7 +14,7 @@ import os
 import random
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -31,7 +31,35 @@ KEPT = SampleScope(0, 0, is_cached=True)
 """Scope while a sample is read that several batches get: drawing random numbers is an error."""
 
 
-class StoredDataset(Cache):
+class ReadOnce(Cache):
+    """Base of the caches here: ``_samples`` returns samples, those that are not there by `_read`."""
+
+    _samples: Callable[[list[int]], list[Any]]
+
+    def _checked(self) -> int:
+        return len(self)
+
+    def __getitem__(self, index: object) -> Any:
+        if isinstance(index, slice):
+            return self._part(index)
+        return self._samples([core.checked_index(index, self._checked())])[0]
+
+    @core.bulk
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Return many samples; those that are not there are read together."""
+        return self._samples(core.checked_indices(indices, self._checked()).tolist())
+
+    def _read(self, indices: list[int]) -> list[object]:
+        """Read samples of the dataset inside; drawing random numbers meanwhile is an error."""
+        before = reading.get()
+        try:
+            reading.set(KEPT)
+            return core.read_many(self._dataset, indices)
+        finally:
+            reading.set(before)
+
+
+class StoredDataset(ReadOnce):
     """A dataset whose samples are cached in one memory or file for all workers; made by `Dataset.cache`.
 
     Sample 0 is read twice at construction, to find the structure of samples and to detect randomness.
@@ -66,7 +94,7 @@ class StoredDataset(Cache):
         for _ in range(2):
             before = global_states()
             samples.append(self._read([0])[0])
-            moved.append([name for name, state in global_states().items() if state != before.get(name, state)])
+            moved.append(drawn_since(before))
         drawn = ", ".join(name for name in moved[0] if name in moved[1])
         if not drawn and core.exact(samples[0]) != core.exact(samples[1]):
             held = ", ".join(path for path, _ in islice(core.generators(self._dataset, "dataset"), 3))
@@ -77,15 +105,6 @@ class StoredDataset(Cache):
                 "draws behind the cache, dataset.cache(...).transform(fn)"
             )
         return samples[0]
-
-    def _read(self, indices: list[int]) -> list[object]:
-        """Read samples that are not stored; drawing random numbers meanwhile is an error."""
-        before = reading.get()
-        try:
-            reading.set(KEPT)
-            return core.read_many(self._dataset, indices)
-        finally:
-            reading.set(before)
 
     def _checked(self) -> int:
         length = len(self._dataset)
@@ -112,11 +131,6 @@ class StoredDataset(Cache):
         hits, misses = self._store.session.counts.sum(0).tolist()
         return hits, misses, self._store.used_bytes
 
-    def __getitem__(self, index: object) -> Any:
-        if isinstance(index, slice):
-            return self._part(index)
-        return self._samples([core.checked_index(index, self._checked())])[0]
-
     def _samples(self, where: list[int]) -> list[object]:
         store = self._store
         found = [store.read(index) for index in where]  # a separate object for each position: the user may modify it
@@ -130,11 +144,6 @@ class StoredDataset(Cache):
             except TypeError as error:
                 raise TypeError(f"sample {index} cannot be cached: {error}") from None
         return found
-
-    @core.bulk
-    def __getitems__(self, indices: Sequence[int]) -> list[object]:
-        """Return many samples; misses are read together."""
-        return self._samples(core.checked_indices(indices, self._checked()).tolist())
 
     def _in_columns(self, indices: Indices, empty: Empty) -> object:
         """Return a collated batch, or `NOT_IN_BULK` if some samples are not rows of the store."""
@@ -182,6 +191,11 @@ def global_states() -> dict[str, bytes]:
     if generator is not None:
         found["torch"] = generator.get_state().numpy().tobytes()
     return found
+
+
+def drawn_since(before: dict[str, bytes]) -> list[str]:
+    """Return the names of the global generators that have drawn since `global_states` returned these."""
+    return [name for name, state in global_states().items() if state != before.get(name, state)]
 
 
 JOB = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "MASTER_ADDR", "MASTER_PORT")

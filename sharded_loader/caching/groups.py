@@ -1,7 +1,7 @@
 """`GroupReads`: samples of one group, such as the frames of a video, are read together for many batches.
 
-    main process --Shelf.plan--> indices of the coming batches --planned--> the worker that reads a group
-    a worker     --Shelf.put-->  samples of a group            --take-->    the workers that read the batches
+    main process --Shelf.put--> indices and groups of the coming batches --take--> the worker that reads a group
+    a worker     --Shelf.put--> samples of a group                       --take--> the workers that read the batches
 
 A *window* is ``batches`` batches. Those of different groups begin at different batches, so that the work is even. The
 worker that first needs a group in its window claims it, reads all its samples of the window in ascending order, and
@@ -11,7 +11,7 @@ holder reads, and a holder waits for no other claim: there is no deadlock. The c
 All shared memory is a cache: a sample that is not there is read. So no death of a worker and no error of the plan
 changes a batch. The main process alone writes the plan, so it waits for no worker. Samples have checksums, as a worker
 that was stopped may write into memory that another group has meanwhile. A piece is freed when the user has the batches
-of its window, or drops the iterator. Without room, samples of fewer batches are read together, in the end of one.
+that it is for, or drops the iterator. Without room, samples of fewer batches are read together, in the end of one.
 
 If that read raises, or the worker dies, the group is read by batch until its window ends: errors and deaths are those
 of the batch that has the sample. Samples that draw random numbers are an error, as in a cache.
@@ -22,27 +22,25 @@ Source of the idea: reading in the order of the disk for an order known in advan
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import os
 import pickle
-import sys
 import threading
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, count
+from collections.abc import Callable, Collection, Iterator
+from itertools import chain, count, pairwise, product
 from typing import Any
 
 import numpy as np
 
-from sharded_loader.caching.dataset import KEPT, global_states
+from sharded_loader.caching.dataset import ReadOnce, drawn_since, global_states
 from sharded_loader.caching.shared import LOCKED_BYTE, Opened, locked, open_named, open_nameless, set_lock
-from sharded_loader.extend import Array, Cache
-from sharded_loader.extend.data import bulk, check_dataset, checked_index, checked_indices, follow, read_many
+from sharded_loader.extend import Array
+from sharded_loader.extend.data import check_dataset, checked_indices, follow
 from sharded_loader.extend.engine import ReplyPickler
-from sharded_loader.extend.order import reading
-from sharded_loader.extend.tools import blake2b, brief, bytes_of_text, check_int, pass_on
+from sharded_loader.extend.order import derive_key, reading
+from sharded_loader.extend.tools import brief, bytes_of_text, check_int, pass_on
 from sharded_loader.recordio.positioned import read_at, write_at
 
 MOST_BATCHES = 1024
@@ -57,35 +55,26 @@ SHARE = 4
 ITERATORS = 64
 """Iterators in progress, of all loaders of one dataset, whose samples are kept. Older ones read by batch."""
 
-NEVER = sys.maxsize
+EPOCH = 1 << 40
+"""The *clock* of a batch is its number, plus this for each iterator before its own."""
 
-_PIECE = np.dtype([("key", "i8"), ("iterator", "i8"), ("end", "i8"), ("begin", "i8"), ("size", "i8")])
+_PIECE = np.dtype([(name, np.int64) for name in ("key", "end", "begin", "head", "size", "checksum")])
 _STATE = np.dtype(
     [
         ("token", "S16"),
-        ("largest", "i8", 1),  # bytes of a sample
-        ("done", "i8", (ITERATORS, 2)),  # an iterator, and the number of batches that its user has
-        ("counts", "i8", (1024, 3)),  # by process: samples found, samples read, reads
+        ("done", np.int64, ITERATORS),  # clocks of the batches that the users get next
+        ("largest", np.int64, (1,)),  # bytes of a sample
+        ("counts", np.int64, (1024, 3)),  # by process: samples found, samples read, reads
         ("pieces", _PIECE, PIECES),
     ]
 )
-_BEGIN = _STATE.itemsize  # of the pieces
-_HEAD, _ROW = 24, 32  # bytes of key, number of rows, and checksum; of a sample's index, offset, size and checksum
-
-_NOTHING: Array = np.empty(0, np.int64)
-
 _claims: defaultdict[tuple[int, int], threading.RLock] = defaultdict(threading.RLock)
 """Claims of the threads of a process, as the system's locks are between processes. A forked child has its own."""
 
 
-def key_of(*parts: object) -> int:
-    """Return a positive key that is the same in all processes.
-
-    Example:
-        >>> key_of(0, "video 7") == key_of(0, "video 7") != key_of(1, "video 7")
-        True
-    """
-    return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1 or 1
+def key_of(*parts: Any) -> int:
+    """Return a positive key that is the same in all processes."""
+    return derive_key(*parts) >> 66
 
 
 class Shelf(Opened):
@@ -95,9 +84,10 @@ class Shelf(Opened):
         max_bytes: limit of the pieces.
         token: 16 bytes that no other shelf has.
         name: of the shelf, to open it in another process. One that is out of reach is replaced by an empty one.
+        clock: the shelf whose ``done`` says which pieces are free; None: its own.
     """
 
-    def __init__(self, max_bytes: int, token: bytes, name: str = "") -> None:
+    def __init__(self, max_bytes: int, token: bytes, name: str = "", clock: Shelf | None = None) -> None:
         fd = -1
         with contextlib.suppress(OSError):  # its process has ended, or runs on another machine
             fd = open_named(name)
@@ -106,86 +96,64 @@ class Shelf(Opened):
             fd = -1
         super().__init__(*(open_nameless("groups") if fd < 0 else (fd, name)), is_temporary=fd < 0)
         if fd < 0:
-            write_at(self.fd, token.ljust(_BEGIN, b"\0"), 0)
-        self.max_bytes, self.token = max_bytes, token
-        state: Any = self.map(_BEGIN).view(_STATE)[0]
-        self.largest, self.done, self.counts, self._pieces = (state[name] for name in list(_STATE.fields or ())[1:])
+            write_at(self.fd, token.ljust(_STATE.itemsize, b"\0"), 0)
+        self.max_bytes, self.token, self.clock = max_bytes, token, clock
+        state: Any = self.map(_STATE.itemsize).view(_STATE)[0]
+        self.done, self.largest, self.counts, self.pieces = (state[name] for name in list(_STATE.fields or ())[1:])
+        self.done = self.done if clock is None else clock.done
 
     def __reduce__(self) -> Any:
-        return Shelf, (self.max_bytes, self.token, self.name)
+        return Shelf, (self.max_bytes, self.token, self.name, self.clock)
 
-    def find(self, key: int) -> Iterator[tuple[int, Array]]:
-        """Yield begin and table of each piece with a key. Its rows: index, offset, size and checksum of an object."""
-        for *_, begin, size in self._pieces[self._pieces["key"] == key].tolist():
-            head = np.frombuffer(read_at(self.fd, _HEAD, _BEGIN + begin).ljust(_HEAD, b"\0"), np.int64).tolist()
-            if head[0] == key and 0 <= head[1] * _ROW < size:
-                table = read_at(self.fd, head[1] * _ROW, _BEGIN + begin + _HEAD)
-                if zlib.crc32(table) == head[2]:
-                    yield begin, np.frombuffer(table, np.int64).reshape(-1, 4)
+    def kept(self, key: int | None = None) -> Array:
+        """Return the pieces, of a key or all, that have batches to come; rows of `_PIECE`."""
+        pieces: Array = self.pieces if key is None else self.pieces[self.pieces["key"] == key]
+        return pieces[~self._are_free(pieces)]
 
-    def indices(self, key: int) -> list[int]:
-        return [index for _, table in self.find(key) for index in table[:, 0].tolist()]
+    def _are_free(self, pieces: Array) -> Array:
+        are_free: Array = pieces["end"] <= self.done[pieces["end"] // EPOCH % ITERATORS]
+        return are_free
 
-    def take(self, key: int, wanted: Iterable[int]) -> dict[int, Any]:
-        """Return those objects that are there, as new ones."""
+    def gaps(self) -> tuple[Array, Array]:
+        """Return begins and sizes of the free parts."""
+        kept = np.sort(self.kept(), order="begin")
+        begins = np.append(_STATE.itemsize, kept["begin"] + kept["size"])
+        return begins, np.append(kept["begin"], _STATE.itemsize + self.max_bytes) - begins
+
+    def take(self, key: int, wanted: Collection[int] | None = None) -> dict[int, Any]:
+        """Return those objects that are there, or all of a key, as new ones."""
         found = dict[int, Any]()
-        for begin, table in self.find(key):
-            for index, offset, size, checksum in table[np.isin(table[:, 0], [*wanted])].tolist():
-                raw = read_at(self.fd, size, _BEGIN + begin + offset)
-                if index not in found and zlib.crc32(raw) == checksum:
+        for _, _, begin, head, _, checksum in self.kept(key).tolist():
+            raw = read_at(self.fd, head, begin)
+            table = np.frombuffer(raw if zlib.crc32(raw) == checksum else b"", np.int64).reshape(-1, 4)
+            if wanted is not None:
+                table = table[np.isin(table[:, 0], [*wanted])]
+            for index, offset, size, checksum in table.tolist():
+                raw = read_at(self.fd, size, begin + head + offset)
+                if zlib.crc32(raw) == checksum:
                     found[index] = pickle.loads(raw)
         return found
 
-    def put(self, key: int, iterator: int, end: int, objects: dict[int, Any]) -> int:
-        """Keep objects until an iterator's user has the batches before ``end``.
-
-        Returns:
-            The number of the piece; -1 if there is no room.
-        """
-        streams = [io.BytesIO() for _ in objects]
-        for stream, value in zip(streams, objects.values(), strict=True):
+    def put(self, key: int, end: int, objects: dict[int, Any]) -> bool:
+        """Keep objects, one or more, until the user has the batches before the clock ``end``; False without room."""
+        stream, ends = io.BytesIO(), [0]
+        for value in objects.values():
             ReplyPickler(stream, protocol=5).dump(value)
-        parts = [stream.getbuffer() for stream in streams]
-        ends = np.cumsum([_HEAD + _ROW * len(parts), *map(len, parts)])
-        table = np.array([[*objects], ends[:-1], np.diff(ends), [*map(zlib.crc32, parts)]], np.int64).T.tobytes()
-        head = np.array([key, len(parts), zlib.crc32(table)], np.int64).tobytes()
-        self.largest[:] = max([*self.largest, *map(len, parts)])
-        piece = -1
+            ends.append(stream.tell())
+        data, sizes = stream.getbuffer(), np.diff(ends)
+        checksums = [zlib.crc32(data[begin:end]) for begin, end in pairwise(ends)]
+        table = np.array([[*objects], ends[:-1], sizes, checksums], np.int64).T.tobytes()
+        self.largest[:] = max(self.largest[0], sizes.max())
         with locked(self.fd) as alone:
-            if alone:
-                kept = self._is_kept()
-                begins, lasts = self._gaps(kept)
-                fitting, free = np.flatnonzero(begins - lasts >= ends[-1]), np.flatnonzero(~kept)
-                self._pieces[free] = 0
-                if fitting.size and free.size:
-                    piece, begin = int(free[0]), int(lasts[fitting[0]])
-                    self._pieces[piece] = 0, iterator, end, begin, ends[-1]
-        if piece >= 0:
-            for part, at in zip((head, table, *parts), (0, _HEAD, *ends.tolist()), strict=False):
-                write_at(self.fd, part, _BEGIN + begin + at)
-            self._pieces["key"][piece] = key  # from here on it is found
-        return piece
-
-    def drop(self, piece: int) -> None:
-        """Free a piece that this process has put."""
-        self._pieces[piece] = 0
-
-    def room(self) -> int:
-        """Return the bytes of the largest gap between the pieces."""
-        return int(np.max(np.subtract(*self._gaps(self._is_kept()))))
-
-    @property
-    def used_bytes(self) -> int:
-        return int(self._pieces["size"][self._is_kept()].sum())
-
-    def _is_kept(self) -> Array:
-        pieces, done = self._pieces, self.done[self._pieces["iterator"] % ITERATORS]
-        kept: Array = (pieces["size"] > 0) & (done[:, 0] == pieces["iterator"]) & (pieces["end"] > done[:, 1])
-        return kept
-
-    def _gaps(self, kept: Array) -> tuple[Array, Array]:
-        begins, ends = self._pieces["begin"][kept], (self._pieces["begin"] + self._pieces["size"])[kept]
-        return np.append(np.sort(begins), self.max_bytes), np.append(0, np.sort(ends))
+            begins, rooms = self.gaps()
+            free, fitting = np.flatnonzero(self._are_free(self.pieces)), np.flatnonzero(rooms >= len(table) + len(data))
+            if not (alone and free.size and fitting.size):
+                return False
+            begin = int(begins[fitting[0]])
+            self.pieces[free[0]] = key, end, begin, len(table), len(table) + len(data), zlib.crc32(table)
+        write_at(self.fd, table, begin)
+        write_at(self.fd, data, begin + len(table))
+        return True
 
     @contextlib.contextmanager
     def claim(self, key: int, block: bool) -> Iterator[bool]:
@@ -193,22 +161,20 @@ class Shelf(Opened):
 
         With ``block``, wait for the other. False then says that the system has no locks, or suspects a deadlock.
         """
-        lock, byte, is_taken = _claims[os.getpid(), key % 64], LOCKED_BYTE + 1 + key % (1 << 40), False
-        if not lock.acquire(blocking=block):
-            yield False
-            return
-        try:
-            with contextlib.suppress(OSError):
-                set_lock(self.fd, True, byte, block)
-                is_taken = True
-            yield is_taken
-        finally:
-            if is_taken:
-                set_lock(self.fd, False, byte)
-            lock.release()
+        lock, byte = _claims[os.getpid(), key % 64], LOCKED_BYTE + 1 + key % (1 << 40)
+        with contextlib.ExitStack() as held:
+            is_mine = lock.acquire(blocking=block)
+            try:
+                if is_mine:
+                    held.callback(lock.release)
+                    set_lock(self.fd, True, byte, block)
+                    held.callback(set_lock, self.fd, False, byte)
+            except OSError:
+                is_mine = False
+            yield is_mine
 
 
-class GroupReads(Cache):
+class GroupReads(ReadOnce):
     """The samples of a dataset, read by group: those of the next batches that share a group are read together, once.
 
     Loaders wrap a dataset with ``group_of`` in it; wrap it yourself before transforms, and for other limits. Batches
@@ -219,7 +185,8 @@ class GroupReads(Cache):
 
     Args:
         dataset: has ``group_of(index)``: the video, chunk, row group or archive of a sample, as an int, a text, or a
-            tuple of them. Its ``__getitems__(indices)``, if it has one, gets samples of one group, in ascending order.
+            tuple of them. The main process calls it as well, for each sample ahead, so it must be fast. The dataset's
+            ``__getitems__(indices)``, if it has one, gets samples of one group, in ascending order.
         batches: number of batches in a window, 1 to 1024: samples of a group in one window are read together.
         max_bytes: limit of the samples in shared memory, in bytes or as a text such as "2 GB". A worker reads up to a
             quarter of it at once. If it is too small, groups are read more often.
@@ -250,32 +217,30 @@ class GroupReads(Cache):
         self._window = check_int("batches", batches, 1, f"and at most {MOST_BATCHES}")
         if self._window > MOST_BATCHES:
             raise ValueError(f"batches is {batches}: give at most {MOST_BATCHES}")
-        size, token = bytes_of_text(max_bytes, 0, "0 or more"), os.urandom(8).hex().encode()
-        self._shelf, self._plan = Shelf(size, token), Shelf(NEVER, token)
+        token = os.urandom(8).hex().encode()
+        self._plan = Shelf(EPOCH, token)
+        self._shelf = Shelf(bytes_of_text(max_bytes, 0, "0 or more"), token, clock=self._plan)
         self._followed: list[tuple[int, Callable[[], int | None]]] = []
-        self._has_read = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in vars(self).items() if key != "_group"} | {"_followed": []}
-
-    @functools.cached_property
-    def _group(self) -> Callable[[int], Any]:
-        return functools.lru_cache(1 << 16)(self._dataset.group_of)
+        return vars(self) | {"_followed": []}
 
     @property
     def counts(self) -> tuple[int, int, int]:
         """Samples found in shared memory, samples read, and bytes in it; of all processes."""
         found, read, _ = self._shelf.counts.sum(0).tolist()
-        return found, read, self._shelf.used_bytes
+        return found, read, int(self._shelf.kept()["size"].sum())
 
     @property
     def reads(self) -> int:
         """Number of reads, each of one group, by all processes."""
         return int(self._shelf.counts[:, 2].sum())
 
-    def _count(self, *numbers: int) -> None:
+    def _count(self, *numbers: int) -> int:
+        """Count samples found, samples read, and reads. Return the reads of this process."""
         mine = self._shelf.counts[os.getpid() % len(self._shelf.counts)]
         mine += numbers  # at once, so threads need no lock
+        return int(mine[2])
 
     # -- the plan --------------------------------------------------------------------------------------------
 
@@ -283,128 +248,112 @@ class GroupReads(Cache):
         self, batches: Callable[[int], Any], position: Callable[[], int | None], later: Callable[[int], Any]
     ) -> Callable[[int], None]:
         """Plan an epoch; see `data.datasets.follow`. Return the function that plans ahead of a batch."""
-        inside, first = follow(self._dataset, batches, position, later), position() or 0
-        iterator = int(self._plan.done[:, 0].max())  # its first batches may have been read as those of `later`
-        self._followed = [(iterator, position), *self._followed[: ITERATORS // 2]]
-        for shelf in (self._plan, self._shelf):
-            for number in (iterator, iterator + 1):
-                shelf.done[number % ITERATORS] = number, -1
-        order = chain(self._planned(iterator, batches, first), self._planned(iterator + 1, later, 0))
-        planned = first
+        inside, planned, done = follow(self._dataset, batches, position, later), position() or 0, self._plan.done
+        begin = int(done.max()) // EPOCH * EPOCH  # its first batches may have been read as those of `later`
+        self._followed = [(begin, position), *self._followed[: ITERATORS // 2]]
+        for clock in (begin, begin + EPOCH):
+            done[clock // EPOCH % ITERATORS] = clock
+        order = chain(self._planned(begin, batches, planned), self._planned(begin + EPOCH, later, 0))
 
         def announce(batch: int) -> None:
             nonlocal planned
             while planned <= batch + 2 * self._window:
                 planned += 1
-                if coming := next(order, None):
-                    owner, number, indices = coming
-                    self._plan.put(key_of(number), owner, number + 1, {owner: indices})
-            for one, where in self._followed:
-                reached = where()
-                for shelf in (self._plan, self._shelf):
-                    if shelf.done[one % ITERATORS, 0] == one:
-                        shelf.done[one % ITERATORS, 1] = NEVER if reached is None else reached
+                next(order, None)
+            for clock, where in self._followed:
+                place = clock // EPOCH % ITERATORS
+                if done[place] // EPOCH == clock // EPOCH:
+                    done[place] = clock + (EPOCH - 1 if (reached := where()) is None else reached)
             for tell in inside:
                 tell(batch)
 
         return announce
 
-    def _planned(self, iterator: int, batches: Callable[[int], Any], first: int) -> Iterator[tuple[int, int, Array]]:
+    def _planned(self, begin: int, batches: Callable[[int], Any], first: int) -> Iterator[None]:
+        """Put one batch after the other onto the plan: its indices and the keys of their groups."""
         for number in count(first):
             try:
                 if (found := batches(number)) is None:
                     return
-                yield iterator, number, checked_indices(found, len(self))
+                where = checked_indices(found, len(self)).tolist()
+                groups = [key_of(self._dataset.group_of(index)) for index in where]
+                ends, end = self._plan.pieces["end"], begin + number + 1
+                ends[ends == end] = 0  # planned as a batch of `later`, perhaps before the order changed
+                self._plan.put(number, end, {begin: np.array([where, groups])})
             except Exception as error:  # the batch itself raises it
                 pass_on(error)
-
-    def _members(self, batch: int, window: range, some: set[int]) -> tuple[int, list[int]]:
-        """Return the iterator whose batch has these indices, and those of its batches in the window, in order.
-
-        Earlier batches of the window are those that other workers read now. Returns 0 and no indices if the batch is
-        not planned, for instance with another library's sampler.
-        """
-        for iterator in sorted(self._plan.indices(key_of(batch)), reverse=True):
-            parts = {number: self._plan.take(key_of(number), [iterator]).get(iterator, _NOTHING) for number in window}
-            if some.issubset(parts[batch].tolist()):
-                return iterator, np.concatenate(list(parts.values())).tolist()
-        return 0, []
+            yield
 
     # -- reading ---------------------------------------------------------------------------------------------
 
-    def __getitem__(self, index: object) -> Any:
-        if isinstance(index, slice):
-            return self._part(index)
-        return self._samples([checked_index(index, len(self))])[0]
-
-    @bulk
-    def __getitems__(self, indices: Sequence[int]) -> list[object]:
-        """Return many samples."""
-        return self._samples(checked_indices(indices, len(self)).tolist())
-
-    def _samples(self, where: list[int]) -> list[object]:
-        task, groups = getattr(reading.get(), "task", None), dict[Any, list[int]]()
+    def _samples(self, where: list[int]) -> list[Any]:
+        task, groups, found = getattr(reading.get(), "task", None), defaultdict[int, list[int]](list), dict[int, Any]()
         for index in sorted({*where}):
-            groups.setdefault(self._group(index), []).append(index)
-        keys = {group: key_of(-1 if task is None else task.epoch, group) for group in groups}
-        found = self._taken(keys, groups)
-        for block in (False, True):
-            for group in [one for one, wanted in groups.items() if not found.keys() >= {*wanted}]:
-                with self._shelf.claim(keys[group], block) as is_mine:
-                    if is_mine or block:
-                        missing = [index for index in groups[group] if index not in found]
-                        found |= self._taken(keys, {group: missing})  # another worker may have read them meanwhile
-                        if missing := [index for index in missing if index not in found]:
-                            found |= self._read_group(keys[group], group, missing, where, task)
+            groups[key_of(self._dataset.group_of(index))].append(index)
+        for block, (group, wanted) in product((False, True), groups.items()):
+            key = key_of(-1 if task is None else task.epoch, group)
+            if self._missing(key, wanted, found):
+                with self._shelf.claim(key, block) as is_mine:
+                    # Another worker may have read them meanwhile.
+                    if (is_mine or block) and (missing := self._missing(key, wanted, found)):
+                        coming = {} if task is None else self._coming(key, group, task.seq, {*where})
+                        found |= self._read_group(key, missing, coming)
         # One that comes twice is two objects, because the user may modify a sample.
         return [found.pop(index) if index in found else self._read([index])[0] for index in where]
 
-    def _taken(self, keys: dict[Any, int], groups: dict[Any, list[int]]) -> dict[int, Any]:
-        found = {index: one for group in groups for index, one in self._shelf.take(keys[group], groups[group]).items()}
-        self._count(len(found), 0, 0)
+    def _missing(self, key: int, wanted: list[int], found: dict[int, Any]) -> list[int]:
+        """Take samples from the shelf to those found; return the indices of those that are not there."""
+        taken = self._shelf.take(key, [index for index in wanted if index not in found])
+        self._count(len(taken), 0, 0)
+        found |= taken
+        return [index for index in wanted if index not in found]
+
+    def _coming(self, key: int, group: int, batch: int, some: set[int]) -> dict[int, int]:
+        """Return the indices of a group in the window of a batch, in order, each with the clock behind its batch.
+
+        Earlier batches of the window are those that other workers read now. There are none if the batch with these
+        indices is not planned, for instance with another library's sampler, or if they were read together, perhaps in
+        vain.
+        """
+        found = dict[int, int]()
+        for begin, (indices, _) in self._plan.take(batch).items():
+            if some.issubset(indices.tolist()):
+                end = batch + self._window - (batch + group) % self._window
+                ends = self._shelf.kept(key)["end"] - begin
+                numbers = range(max(0, end - self._window, *ends[ends <= end].tolist()), end)
+                for number in numbers if batch in numbers else ():
+                    for where, groups in self._plan.take(number, [begin]).values():
+                        for index in where[groups == group].tolist():
+                            found.setdefault(index, begin + number + 1)
         return found
 
-    def _read_group(self, key: int, group: object, wanted: list[int], where: list[int], task: Any) -> dict[int, Any]:
-        """Read samples of a group for this batch, and those for the batches of its window if there is room."""
-        shelf, extra = self._shelf, list[int]()
-        if task is not None:
-            end = task.seq + self._window - (task.seq + key_of(group)) % self._window
-            iterator, coming = self._members(task.seq, range(end - self._window, end), {*where})
-            known = {*wanted, *shelf.indices(key)}
-            extra = [index for index in dict.fromkeys(coming) if index not in known and self._group(index) == group]
-            room = min(shelf.room(), shelf.max_bytes // SHARE) // max(1, int(shelf.largest[0]))
-            extra = extra[: max(0, room - len(wanted))]
-        if extra and not any(shelf.find(tried := key_of(key, end))):  # not tried in vain before
-            note, chosen, samples = shelf.put(tried, iterator, end, {}), sorted([*wanted, *extra]), dict[int, Any]()
+    def _read_group(self, key: int, wanted: list[int], coming: dict[int, int]) -> dict[int, Any]:
+        """Read samples of a group for this batch, and as many of the coming ones as there is room for."""
+        shelf = self._shelf
+        room = min(int(shelf.gaps()[1].max()), shelf.max_bytes // SHARE) // max(1, int(shelf.largest[0]))
+        extra = [index for index in coming if index not in wanted][: max(0, room - len(wanted))]
+        # A piece without samples says that it was tried, until it is freed.
+        if extra and shelf.put(key, end := coming[extra[-1]], {-1: None}):
+            chosen = sorted([*wanted, *extra])
             try:
                 samples = dict(zip(chosen, self._read(chosen), strict=True))
-                shelf.put(key, iterator, end, samples)
-                shelf.drop(note)
+                shelf.put(key, end, samples)
+                return {index: samples[index] for index in wanted}
             except Exception as error:  # samples of other batches may be to blame, or the memory is full
                 pass_on(error)
-            if samples:
-                return {index: samples[index] for index in wanted}
         return dict(zip(wanted, self._read(wanted), strict=True))
 
     def _read(self, indices: list[int]) -> list[object]:
         """Read samples of one group; drawing random numbers meanwhile is an error."""
-        scope = reading.get()
         # In the main process, other threads may draw meanwhile.
-        is_alone = getattr(scope, "worker", None) and threading.current_thread() is threading.main_thread()
+        is_alone = getattr(reading.get(), "worker", None) and threading.current_thread() is threading.main_thread()
         before = global_states() if is_alone else {}
-        try:
-            reading.set(KEPT)
-            samples = read_many(self._dataset, indices)
-        finally:
-            reading.set(scope)
-        self._count(0, len(indices), 1)
-        after = global_states() if before else {}
-        drawn = ", ".join(name for name, state in after.items() if state != before.get(name, state))
-        has_read, self._has_read = self._has_read, True
-        if drawn and has_read:  # the first read may import a library, which may draw
+        samples = super()._read(indices)
+        drawn = drawn_since(before) if before else []
+        if self._count(0, len(indices), 1) > 1 and drawn:  # the first read may import a library, which may draw
             raise ValueError(
-                f"GroupReads reads the samples of many batches at once, and {brief(self._dataset)} draws from {drawn}: "
-                "move the transform that draws behind it, GroupReads(...).transform(fn)"
+                f"GroupReads reads the samples of many batches at once, and {brief(self._dataset)} draws from "
+                f"{', '.join(drawn)}: move the transform that draws behind it, GroupReads(...).transform(fn)"
             )
         return samples
 

@@ -5,7 +5,7 @@
 
 A frame is found by its own timestamp, so the rate may vary. Frames are read in ascending order: a reader decodes on
 from the frame before, and seeks only to a keyframe that lies between. So samples of one video that are read together
-(`caching.groups`) cost one pass over it. A process keeps the last ``max_open`` readers. One is used by one thread at a
+(`caching.groups`) cost one pass over it. A process keeps the last `MAX_OPEN` readers. One is used by one thread at a
 time, and none survives a fork or a pickle. Decoders have one thread each: the workers are the threads.
 
 What can go wrong: a file without frames is an error when the dataset is made. A frame that is missing, or does not
@@ -25,7 +25,9 @@ import numpy as np
 
 from sharded_loader.extend import Array, Dataset
 from sharded_loader.extend.data import checked_index
-from sharded_loader.extend.tools import check_int
+
+MAX_OPEN = 8
+"""Number of videos that a process keeps open."""
 
 Path = str | os.PathLike[str]
 Index = tuple[Array, Array, Array]
@@ -79,18 +81,15 @@ class TorchcodecReader:
     def __init__(self, path: str, index: Index | None) -> None:
         from torchcodec.decoders import VideoDecoder
 
-        self._decoder, self.decoded = VideoDecoder(path, num_ffmpeg_threads=1), 0
+        self._decoder = VideoDecoder(path, num_ffmpeg_threads=1)
         known = self._decoder.metadata
         times = known.begin_stream_seconds + np.arange(known.num_frames) / known.average_fps
         self.index: Index = times, np.arange(0), np.arange(0)
 
     def read(self, number: int) -> Array:
         frame = self._decoder.get_frame_at(number)
-        self.decoded += 1
         if abs(frame.pts_seconds - self.index[0][number]) * self._decoder.metadata.average_fps > 0.5:
-            raise ValueError(
-                f"it is at {frame.pts_seconds:.3f} s, as the rate varies: pip install av, which allows that"
-            )
+            raise ValueError(f"it is at {frame.pts_seconds:.3f} s, as the rate varies: pip install av for that")
         pixels: Array = frame.data.numpy()
         return pixels
 
@@ -104,15 +103,14 @@ READERS: dict[str, Callable[..., Any]] = {"av": AvReader, "torchcodec.decoders":
 
 def installed_reader() -> str:
     """Return the key of the first reader whose library can be imported."""
-    reasons = []
+    reasons = ""
     for name in READERS:
         try:
             importlib.import_module(name)
             return name
         except (ImportError, OSError, RuntimeError) as error:  # also if a shared library is missing
-            reasons.append(f"{name}: {error}".partition("\n")[0])
-    what = "FrameWindows needs a library that decodes videos, and none can be imported"
-    raise ImportError(f"{what} ({'; '.join(reasons)}): pip install av, or torchcodec")
+            reasons += f"; {name}: {error}".partition("\n")[0]
+    raise ImportError(f"FrameWindows needs a library that decodes videos{reasons}: pip install av, or torchcodec")
 
 
 class FrameWindows(Dataset):
@@ -131,13 +129,11 @@ class FrameWindows(Dataset):
         videos: paths; or episodes of longer files, (path, begin, end) in seconds: the frames from begin to before end.
         deltas: offsets of a window's frames from frame i. Floats are seconds, and mean the nearest frame; if all are
             ints, they are frames.
-        tolerance: seconds by which the nearest frame may be off. None: half the median distance of an episode's frames.
-        max_open: number of videos that a process keeps open.
 
     Raises:
         ImportError: Neither PyAV nor torchcodec is installed.
         ValueError: A file is no video, or an episode has no frames. Reading raises it, with file and time, for a frame
-            that does not decode, and where no frame is near enough.
+            that does not decode, and where the nearest is off by more than half the median distance of the episode's.
 
     Example:
         >>> FrameWindows(["a.mp4", "b.mp4"], deltas=[-0.1, 0.0])  # doctest: +SKIP
@@ -146,20 +142,12 @@ class FrameWindows(Dataset):
     Source of the idea: ``delta_timestamps`` of lerobot.
     """
 
-    def __init__(
-        self,
-        videos: Sequence[Path | tuple[Path, float, float]],
-        deltas: Sequence[float] = (0,),
-        tolerance: float | None = None,
-        max_open: int = 8,
-    ) -> None:
+    def __init__(self, videos: Sequence[Path | tuple[Path, float, float]], deltas: Sequence[float] = (0,)) -> None:
         if isinstance(videos, (str, os.PathLike)) or not len(videos) or not len(deltas):
             raise ValueError(f"FrameWindows({videos!r}, {deltas!r}): give a list of videos, and one delta or more")
-        self._deltas, self._tolerance, self._library = np.array(deltas), tolerance, installed_reader()
+        self._deltas, self._library, self._readers = np.array(deltas), installed_reader(), OrderedDict[Any, Any]()
         if self._deltas.ndim != 1 or self._deltas.dtype.kind not in "if" or not np.isfinite(self._deltas).all():
             raise ValueError(f"FrameWindows: deltas are {deltas!r}: give finite numbers, of seconds or of frames")
-        self._max_open = check_int("max_open", max_open, 1, "a video is open while it is read")
-        self._readers, self._pid, self.decoded = OrderedDict[str, Any](), os.getpid(), 0
         self._indexes, self._episodes = dict[str, Index](), list[tuple[str, int, int]]()
         for one in videos:
             given, begin, end = one if isinstance(one, tuple) else (one, -np.inf, np.inf)
@@ -198,29 +186,24 @@ class FrameWindows(Dataset):
             numbers = (frame + deltas).clip(0, last - first - 1)
             is_pad = numbers != frame + deltas
         else:
-            wanted, tolerance = times[frame] + deltas, self._tolerance
-            if tolerance is None:
-                tolerance = 0.501 * float(np.median(np.diff(times))) if len(times) > 1 else 0.0
+            wanted, near = times[frame] + deltas, 0.501 * np.median(np.diff(times)) if len(times) > 1 else 0.0
             numbers = np.searchsorted((times[1:] + times[:-1]) / 2, wanted)
-            is_pad = (wanted < times[0] - tolerance) | (wanted > times[-1] + tolerance)
-            for at in np.flatnonzero(~is_pad & (np.abs(times[numbers] - wanted) > tolerance))[:1].tolist():
-                near = f"the nearest is at {times[numbers[at]]:.3f} s: give a larger tolerance= than {tolerance:.3f} s"
+            is_pad = (wanted < times[0] - near) | (wanted > times[-1] + near)
+            for at in np.flatnonzero(~is_pad & (np.abs(times[numbers] - wanted) > near))[:1].tolist():
+                asked, found = f"{wanted[at]:.3f} s ({times[frame]:.3f} {deltas[at]:+})", f"{times[numbers[at]]:.3f} s"
                 raise ValueError(
-                    f"{path} has no frame at {wanted[at]:.3f} s ({times[frame]:.3f} {deltas[at]:+}): {near}"
+                    f"{path} has no frame at {asked}, the nearest is at {found}: give deltas as ints, in frames"
                 )
         return path, first + numbers, {"is_pad": is_pad, "episode": episode, "time": float(times[frame])}
 
     @contextlib.contextmanager
     def _reader(self, path: str) -> Iterator[Any]:
         """Lend a reader of a video to this thread. One that raises is not used again."""
-        if self._pid != os.getpid():  # in a forked child: the position of an open file is the parent's, too
-            self._readers, self._pid = OrderedDict(), os.getpid()
-        reader = self._readers.pop(path, None) or READERS[self._library](path, self._indexes.get(path))
-        before = reader.decoded
+        key = os.getpid(), path  # in a forked child, the position of an open file is the parent's, too
+        reader = self._readers.pop(key, None) or READERS[self._library](path, self._indexes.get(path))
         yield reader
-        self.decoded += reader.decoded - before
-        self._readers[path] = reader
-        while len(self._readers) > self._max_open:
+        self._readers[key] = reader
+        while len(self._readers) > MAX_OPEN:
             self._readers.popitem(last=False)[1].close()
 
     def __getitem__(self, index: Any) -> Any:
