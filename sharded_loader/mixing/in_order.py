@@ -485,7 +485,7 @@ class ShuffledIterator(Iterator[Any]):
         if self._next_position is not None:
             self._position, self._given = self._next_position, 0
         number = self._position.block + self._given // self._position.size
-        key = self._position.seed, "shuffle buffer", self._position.epoch, _part(), number
+        key = self._position.seed, "shuffle buffer", self._position.epoch, part_here(), number
         self._block, self._next_block = self._next_block, []
         self._order = shuffled(len(self._block), *key)[::-1].tolist()
         point = self._source.state()
@@ -496,7 +496,7 @@ class ShuffledIterator(Iterator[Any]):
 
     def _fill_next_block(self, count: int) -> None:
         """Read samples of the next block, until there are ``count``."""
-        scope, part = reading.get(), _part()
+        scope, part = reading.get(), part_here()
         try:
             while len(self._next_block) < count:
                 if scope is not None:
@@ -534,7 +534,7 @@ class ShuffledIterator(Iterator[Any]):
                 )
 
 
-def _part() -> int:
+def part_here() -> int:
     """Return the number of this part; inside a loader, without a call of ``get_worker_info``."""
     part = getattr(getattr(reading.get(), "indices", None), "part", None)
     return int((this_worker() or (0, 1))[0] if part is None else part)

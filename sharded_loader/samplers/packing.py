@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sharded_loader.extend import Array, Batchify, BatchifyError, Empty, Int64s, Sampler, Table
-from sharded_loader.extend.data import as_array, check_not_empty, common_dtype
+from sharded_loader.extend.data import as_array, check_not_empty, common_dtype, stack_arrays
 from sharded_loader.extend.order import EVERY, IN_MEMORY, SUM, parts, reading, resolve_seed, shuffle, shuffled
 from sharded_loader.extend.tools import an, call_of, check_choice, check_int
 from sharded_loader.samplers.context import RankPart, context_of, multiple_of
@@ -674,10 +674,8 @@ def _joined(name: str, samples: Sequence[Any], planned: Packed, empty: Empty) ->
 
 def _stacked(rows: Sequence[Any], empty: Empty) -> dict[str, Array]:
     """Stack rows of `PackStream`."""
-    batch: dict[str, Array] = {}
-    for name in ("input_ids", "position_ids", "segment_ids", "labels"):
-        batch[name] = empty((len(rows), len(rows[0][name])), np.dtype(np.int64))
-        np.stack([row[name] for row in rows], out=batch[name])
+    names = ("input_ids", "position_ids", "segment_ids", "labels")
+    batch = {name: stack_arrays([row[name] for row in rows], empty) for name in names}
     is_begin = batch["position_ids"][batch["segment_ids"] > 0] == 0
     bounds = np.append(np.flatnonzero(is_begin), len(is_begin))
     batch["cu_seqlens"] = empty(bounds.shape, np.dtype(np.int32))

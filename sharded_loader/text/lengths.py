@@ -1,18 +1,18 @@
 """`lengths_of`: the number of tokens of each document, found by the workers of a loader in one pass, kept in a file.
 
-    dataset --ShardedDataLoader, _lengths--> lengths, in order --> path.part --os.replace--> path
+    dataset --_Lengths, ShardedDataLoader--> lengths, in order --> path.part, zeros before --os.replace--> path
 
-``path.part`` is the array's header, and the lengths so far: its size is the position. A process that is killed at any
-moment leaves a file that the next call continues. One process writes, under the lock of ``path.lock``; others on this
-machine wait for it, and take over if it dies. A full disk is an OSError, after which a call goes on as well.
+A document has at least one token, so ``path.part`` says by its zeros where the pass has stopped. A process that is
+killed at any moment leaves a file that the next call continues. One process writes, under the lock of ``path.lock``;
+others on this machine wait for it, and take over if it dies. The file has its full size from the beginning: a full disk
+is an OSError then, after which a call goes on as well.
 """
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,6 @@ import numpy.typing as npt
 
 from sharded_loader import ShardedDataLoader
 from sharded_loader.extend.data import check_dataset
-from sharded_loader.extend.order import reading
-from sharded_loader.extend.tools import add_note, pass_on
 from sharded_loader.recordio.positioned import lock_at
 from sharded_loader.text.stream import tokenised
 
@@ -30,17 +28,15 @@ AT_ONCE = 256
 """Documents in a batch, which are lost if the process is killed."""
 
 
-def _lengths(tokenize: Callable[[Any], Any] | None, documents: list[Any]) -> npt.NDArray[np.int32]:
-    """Collate documents into an array of their numbers of tokens."""
-    lengths, scope = np.empty(len(documents), np.int32), reading.get()
-    for place, document in enumerate(documents):
-        try:
-            lengths[place] = len(tokenised(document, tokenize)["input_ids"])
-        except Exception as error:
-            pass_on(error)
-            add_note(error, f"raised for document {scope.indices[place] if scope else place} in lengths_of")
-            raise
-    return lengths
+@dataclass(frozen=True)
+class _Lengths:
+    """The lengths of documents, as a dataset, so that the loader names the document that fails."""
+
+    documents: Any
+    tokenize: Callable[[Any], Any] | None
+
+    def __getitem__(self, index: int) -> int:
+        return len(tokenised(self.documents[index], self.tokenize)["input_ids"])
 
 
 def lengths_of(
@@ -72,14 +68,17 @@ def lengths_of(
         memmap([3, 2], dtype=int32)
     """
     dataset, path = check_dataset(dataset, "lengths_of"), Path(path)
-    count = len(dataset)
     if not path.exists():
         with lock_at(f"{path}.lock"):
             if not path.exists():
-                _write(dataset, path, num_workers, partial(_lengths, tokenize))
+                _write(_Lengths(dataset, tokenize), len(dataset), path, num_workers)
         Path(f"{path}.lock").unlink(missing_ok=True)  # those that wait for it find the finished file
+    return _opened(path, len(dataset), "r")
+
+
+def _opened(path: Path, count: int, mode: Any) -> npt.NDArray[np.int32]:
     try:
-        lengths: npt.NDArray[np.int32] = np.load(path, mmap_mode="r" if count else None)
+        lengths: npt.NDArray[np.int32] = np.load(path, mmap_mode=mode if count else None)
     except (ValueError, EOFError) as error:
         raise ValueError(f"lengths_of: {path} is no file of lengths: give another path, or delete it") from error
     if lengths.shape != (count,):
@@ -88,25 +87,17 @@ def lengths_of(
     return lengths
 
 
-def _write(dataset: Any, path: Path, num_workers: int, batchify_fn: Callable[[list[Any]], Any]) -> None:
+def _write(dataset: _Lengths, count: int, path: Path, num_workers: int) -> None:
     """Write the file, from where an earlier process has stopped."""
-    count, part, made = len(dataset), Path(f"{path}.part"), io.BytesIO()
-    np.lib.format.write_array_header_1_0(made, {"descr": "<i4", "fortran_order": False, "shape": (count,)})
-    header = made.getvalue()
-    part.touch()
-    with open(part, "r+b", buffering=0) as file:
-        found = file.read(len(header))
-        if not header.startswith(found):
-            text = f"lengths_of: {part} was begun for other data than these {count} documents"
-            raise ValueError(f"{text}: give the dataset that it was begun for, another path, or delete it")
-        file.seek(0)
-        file.write(header)
-        done = max(0, os.fstat(file.fileno()).st_size - len(header)) // 4
-        file.truncate(file.seek(len(header) + 4 * done))
-        given: dict[str, Any] = {"batchify_fn": batchify_fn, "num_workers": num_workers, "seed": 0}
-        with ShardedDataLoader(dataset, AT_ONCE, sampler=range(done, count), **given) as loader:
-            for lengths in loader:
-                data = memoryview(np.asarray(lengths, "<i4").tobytes())
-                while data:
-                    data = data[file.write(data) :]
+    part, new = Path(f"{path}.part"), Path(f"{path}.new.npy")
+    if not part.exists():
+        np.save(new, np.zeros(count, "<i4"))
+        os.replace(new, part)
+    lengths = _opened(part, count, "r+")
+    done = count if lengths.all() else int(lengths.argmin())  # the first zero
+    with ShardedDataLoader(dataset, AT_ONCE, sampler=range(done, count), num_workers=num_workers, seed=0) as loader:
+        for batch in loader:
+            lengths[done : done + len(batch)] = batch
+            done += len(batch)
+    del lengths  # Windows renames no file that is mapped
     os.replace(part, path)

@@ -1,6 +1,6 @@
 """`PackStream`: rows of tokens, packed from documents of unknown lengths as they are read. Iterable data for a loader.
 
-    part i of n --windows i, i + n, ...--> documents, tokenised --PackSampler--> rows, shuffled --Pack--> dict of arrays
+    part i of n --windows i, i + n, ...--> documents, tokenised and cut --PackSampler--> rows --Pack--> dicts of arrays
     PackedRows.state_dict() -> window and row            load_state_dict reads and packs that window again
 
 A *window* is a number of documents that are packed together. Of a dataset that is read by index, it is a stretch of the
@@ -8,72 +8,52 @@ epoch's permutation, and parts take turns: an epoch has each document once, and 
 window), for any number of parts. Of iterable data, each part packs its own documents, in the order they come, and a
 state also has the point of the source at which the window begins.
 
-An iterator owns the documents of its window, and those of the next one that it has read so far: with each row it reads
-its share of the next window, so that only the first batch waits for a whole one. A document that fails takes the place
-of a row, at the beginning of its window; the others are packed without it.
+An iterator owns the rows of its window, and the documents of the next one that it has read so far: with each row it
+reads its share of the next window, because parts begin together, and would all read a whole one at the same time. A
+document that fails takes the place of a row, at the beginning of its window; the others are packed without it.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
 from sharded_loader.extend import Array
-from sharded_loader.extend.data import announce_epoch, as_array, bulk_method, read_many
-from sharded_loader.extend.engine import current_part
-from sharded_loader.extend.order import Bijection, SampleScope, parts, reading, shuffled
-from sharded_loader.extend.tools import add_note, an, brief, call_of, check_choice, check_int, entries, pass_on
+from sharded_loader.extend.data import announce_epoch, as_array
+from sharded_loader.extend.order import Bijection, SampleScope, derive_key, parts, reading
+from sharded_loader.extend.tools import add_note, brief, call_of, check_choice, check_int, entries, pass_on
 from sharded_loader.mixing import in_order
-from sharded_loader.samplers.packing import IGNORED, Pack, Packed, PackSampler
+from sharded_loader.mixing.in_order import BEGINNING, SourcePoint
+from sharded_loader.samplers.packing import IGNORED, Pack, PackSampler
 
 _DATA = "PackStream: the dataset"
-_ADVICE = "give what state_dict() of an iterator of a PackStream returned"
 
 Document = dict[str, Array]
-"""``input_ids`` and ``labels`` of one document."""
-
-
-# -- one document ------------------------------------------------------------------------------------------------------
+"""``input_ids`` and ``labels`` of a document, or of a piece of one."""
 
 
 def tokenised(document: Any, tokenize: Callable[[Any], Any] | None) -> Document:
-    """Return tokens and labels of a document; see `PackStream`. TypeError or ValueError: it has none.
+    """Return tokens and labels of a document; see `PackStream`. ValueError: it has none.
 
     Example:
         >>> tokenised("ab", lambda text: {"input_ids": [5, 6, 7], "assistant_masks": [0, 1, 1]})["labels"].tolist()
         [-100, 6, 7]
     """
     found = document if tokenize is None else tokenize(document)
-    if isinstance(found, tuple) and len(found) == 2 and not all(map(np.isscalar, found)):
-        found = dict(zip(("input_ids", "labels"), found, strict=True))
     fields = found if isinstance(found, Mapping) else {"input_ids": found}
-    ids, labels, mask = (_row_of(fields.get(name), name) for name in ("input_ids", "labels", "assistant_masks"))
-    if ids is None:
-        text = f"has no input_ids, but is {brief(found)}" if tokenize is None else f"became {brief(found)} by tokenize="
-        raise TypeError(f"a document {text}: give token ids, a pair (ids, labels), or a mapping with 'input_ids'")
-    lengths = [len(ids) if one is None else len(one) for one in (labels, mask)]
-    if lengths != [len(ids)] * 2:
-        text = f"a document has {len(ids)} input_ids, and {lengths[0]} labels or {lengths[1]} assistant_masks"
-        raise ValueError(f"{text}: give equally many")
-    if labels is None:
-        labels = ids if mask is None else np.where(mask, ids, IGNORED)
-    return {"input_ids": ids, "labels": labels}
-
-
-def _row_of(value: Any, name: str) -> Array | None:
-    if value is None:
-        return None
-    array = as_array(np.array(value) if isinstance(value, str | bytes) else value)
-    if not array.size:
-        raise ValueError("a document has no tokens: leave it out of the dataset, or let tokenize= add special tokens")
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        text = f"the {name} of a document, {an(type(value))}, have shape {array.shape} and dtype {array.dtype}"
-        raise ValueError(f"{text}: give a list or 1-D array of integers. Tokenise texts with tokenize=")
-    return array
+    names = ("input_ids", "labels", "assistant_masks")
+    arrays = {name: as_array(fields[name]) for name in names if fields.get(name) is not None}
+    ids = arrays.get("input_ids", np.empty(0))
+    if not ids.size or any(one.shape != (ids.size,) or one.dtype.kind not in "iu" for one in arrays.values()):
+        shapes = {name: (one.shape, one.dtype.name) for name, one in arrays.items()}
+        text = f"a document {'is' if tokenize is None else 'became'} {brief(found)}, with {shapes}: give token ids"
+        raise ValueError(f"{text} (1-D, at least one), or a mapping with 'input_ids' and perhaps as many 'labels'")
+    masked = np.where(arrays["assistant_masks"], ids, np.int64(IGNORED)) if "assistant_masks" in arrays else ids
+    return {"input_ids": ids, "labels": arrays.get("labels", masked)}
 
 
 # -- the data ----------------------------------------------------------------------------------------------------------
@@ -93,8 +73,8 @@ class PackStream(in_order.InOrder):
         rows: rows per batch of a `ShardedDataLoader` without ``batch_size``.
         window: documents that are packed together. Larger windows leave less padding, and take more memory and longer
             to resume. Default: ``tokens // 8``, from 1,024 to 16,384.
-        tokenize: function of a document. It returns token ids (list, array or 1-D tensor), a pair (ids, labels), or a
-            mapping with ``input_ids`` and perhaps ``labels``, or ``assistant_masks`` as from ``apply_chat_template(...,
+        tokenize: function of a document. It returns token ids (list, array or 1-D tensor), or a mapping with
+            ``input_ids`` and perhaps ``labels``, or ``assistant_masks`` as from ``apply_chat_template(...,
             return_assistant_tokens_mask=True)``: other tokens then get the label -100. None: documents are such values.
         shuffle: shuffle documents (only of data that is read by index), and the rows of a window.
         seed: decides the order, together with the epoch.
@@ -149,14 +129,13 @@ class PackStream(in_order.InOrder):
         self.window = usual if window is None else check_int("window", window, 1, "give the number of documents")
         self.seed = check_int("seed", seed, -(1 << 128), "give an integer")
         self.long: str = check_choice("long", long, ("cut", "drop", "error"), "PackStream")
-        most = 1 if max_documents is None else max_documents
-        check_int("max_documents", most, 1, "give the number of documents in a row")
-        self.max_documents = max_documents
-        self.shuffle, self.pad_id, self.epoch = bool(shuffle), pad_id, 0
+        check_int("max_documents", 1 if max_documents is None else max_documents, 1, "count the documents of a row")
+        self.max_documents, self.shuffle, self.epoch = max_documents, bool(shuffle), 0
         self.pack = Pack(tokens, pad_id)
         self._dataset, self._tokenize = in_order.held(dataset), in_order.SharedByParts(tokenize)
-        if self.is_indexed and len(dataset):
-            self.num_shards = parts(len(dataset), self.window, cut=False)
+        self.length = len(dataset) if self.is_indexed else 0
+        if self.is_indexed:
+            self.num_shards = parts(self.length, self.window, cut=False)
 
     @property
     def dataset(self) -> Any:
@@ -171,189 +150,133 @@ class PackStream(in_order.InOrder):
     def __iter__(self) -> PackedRows:
         return PackedRows(self)
 
-    def tokenised(self, document: Any) -> Document | None:
-        """Return tokens and labels of a document; None if it is left out."""
-        made = tokenised(document, self._tokenize.dataset)
-        if self.long == "cut" or (length := len(made["input_ids"])) <= self.tokens:
-            return made
-        if self.long == "drop":
-            return None
-        text = f"a document has {length} tokens, and a row has {self.tokens}"
-        raise ValueError(f'{text}: cut long documents with long="cut", leave them out with "drop", or give more tokens')
+    def order(self, epoch: int) -> Callable[[Any], Any]:
+        """Return a function from positions in an epoch to documents, for data that is read by index."""
+        return Bijection(self.length, self.seed, "pack stream", epoch) if self.shuffle and self.length else np.asarray
 
-    def packed(self, documents: list[Document], key: tuple[Any, ...]) -> list[Packed]:
-        """Plan the rows of a window, which ``key`` shuffles."""
-        if not documents:
+    def pieces_of(self, document: Any) -> list[Document]:
+        """Tokenise a document, and cut it into pieces that fit into a row."""
+        made, size = tokenised(document, self._tokenize.dataset), self.tokens
+        length = len(made["input_ids"])
+        if length > size and self.long == "error":
+            text = f"a document has {length} tokens, and a row has {size}"
+            raise ValueError(f'{text}: cut it with long="cut", leave it out with "drop", or give more tokens')
+        if length > size and self.long == "drop":
             return []
-        lengths = np.array([len(one["input_ids"]) for one in documents])
-        sampler = PackSampler(lengths, self.tokens, window=len(lengths), long="cut", shuffle=False)
+        return [{name: made[name][n : n + size] for name in made} for n in range(0, length, size)]
+
+    def packed(self, pieces: list[Document], *key: Any) -> list[list[Document]]:
+        """Return the rows of a window, which ``key`` shuffles."""
+        lengths = np.array([len(one["input_ids"]) for one in pieces], np.int64)
+        seed = derive_key(self.seed, "pack stream rows", *key)
+        sampler = PackSampler(lengths, self.tokens, window=max(1, len(lengths)), shuffle=self.shuffle, seed=seed)
         sampler.max_documents = self.max_documents
-        rows: list[Any] = list(sampler.iter_epoch(0))
-        order = shuffled(len(rows), self.seed, "pack stream rows", *key) if self.shuffle else range(len(rows))
-        return [rows[place] for place in order]
+        return [[pieces[number] for number in row] for row in sampler.iter_epoch(0)]
 
     def __repr__(self) -> str:
         names = ("tokens", "window", "seed", "long", "shuffle", "max_documents")
-        documents = [len(self.dataset)] if self.is_indexed else []
-        return call_of(self, documents, **{name: (getattr(self, name), None) for name in names})
+        options = {name: (getattr(self, name), None) for name in names}
+        return call_of(self, [self.length] if self.is_indexed else [], **options)
 
 
 # -- one iteration -----------------------------------------------------------------------------------------------------
 
 
-_read_source = entries.optional(entries.dict_of(in_order.SourcePoint))
-
-
 @dataclass(frozen=True)
 class _PackPosition:
-    """State of `PackedRows`: a window, and the rows of it that were yielded."""
+    """State of `PackedRows`: a window, the rows of it that were yielded, and where iterable data begins it."""
 
     packing: str = entries.entry(entries.string, "it was {was}, and is {now}")
     epoch: int = entries.entry(entries.integer(0))
     window: int = entries.entry(entries.integer(0))
     row: int = entries.entry(entries.integer(0))
-    source: Any = entries.entry(_read_source, write=entries.to_state, default=None)  # noqa: RUF009 - it makes a field
-
-
-class _Window:
-    """Documents of a window that were read so far.
-
-    Attributes:
-        source: point at which iterable data begins; None: it is read by index.
-        left: documents that are still to be read.
-        errors: those of documents that failed.
-    """
-
-    def __init__(self, number: int, left: int, source: in_order.SourcePoint | None) -> None:
-        self.number, self.left, self.source = number, left, source
-        self.documents, self.errors, self.is_empty = list[Document](), list[Exception](), True
+    source: Any = entries.entry(entries.dict_of(SourcePoint), write=entries.to_state, default=BEGINNING)  # noqa: RUF009
 
 
 class PackedRows(Iterator[dict[str, Array]]):
     """Iteration over a `PackStream`."""
 
     def __init__(self, stream: PackStream) -> None:
-        self._stream, self._epoch = stream, stream.epoch
-        # Others call it themselves.
+        self._stream = stream
+        # Others ask for their part themselves.
         self._worker = in_order.this_worker() if in_order.is_divided(stream.dataset) else None
-        part, self._parts = self._worker or (0, 1)
-        self._part = getattr(current_part(), "number", part)
-        begin = self._length = self._windows = 0
-        self._order: Callable[[Any], Any] = np.asarray
+        part, self._turns = self._worker or (0, 1) if stream.is_indexed else (0, 1)
+        self._part = None if stream.is_indexed else in_order.part_here()
+        # Windows are counted over all epochs, so that parts that begin again have equally many.
+        window = (part - stream.epoch * parts(stream.length, stream.window, cut=False)) % self._turns
+        self._begin_at(_PackPosition(repr(stream), stream.epoch, window, 0))
+
+    def _begin_at(self, at: _PackPosition) -> None:
+        self._source = in_order.Source(_DATA, self._stream.dataset, at.source, self._worker)
+        self._at, self._row, self._items = at, 0, list[list[Document] | Exception]()
+        self._prepare(at)
+
+    def _prepare(self, at: _PackPosition) -> None:
+        """Prepare to read a window."""
+        stream = self._stream
+        self._next, self._documents, self._errors = at, list[list[Document]](), list[Exception]()
+        self._names: Sequence[int] = range(at.source.taken, at.source.taken + stream.window)
         if stream.is_indexed:
-            self._length = len(stream.dataset)
-            self._windows = parts(self._length, stream.window, cut=False)
-            if stream.shuffle and self._length:
-                key = stream.seed, "pack stream", self._epoch
-                self._order = Bijection(self._length, *key)
-            # Windows are counted over all epochs, so that parts that begin again have equally many.
-            begin = (part - self._epoch * self._windows) % self._parts
-        self._has_rows = False
-        self._begin_at(begin, in_order.BEGINNING)
-
-    def _begin_at(self, window: int, source: in_order.SourcePoint) -> None:
-        self._source = in_order.Source(_DATA, self._stream.dataset, source, self._worker)
-        self._row, self._items = 0, list[Packed | Exception]()
-        self._now = self._next = self._opened(window)
-
-    def _opened(self, number: int) -> _Window:
-        if not self._stream.is_indexed:
-            return _Window(number, self._stream.window, copy.deepcopy(self._source.state()))
-        begin = number * self._stream.window
-        return _Window(number, max(0, min(self._stream.window, self._length - begin)), None)
+            places = np.arange(at.window * stream.window, min((at.window + 1) * stream.window, stream.length))
+            self._names = stream.order(at.epoch)(places).tolist()
 
     def __next__(self) -> dict[str, Array]:
         while self._row == len(self._items):
-            self._start_window()
-        # A share of the next window for each row, so that no row waits for a whole window.
-        self._read(self._next, -(-self._next.left // (len(self._items) - self._row)))
+            if not self._start_window():
+                raise StopIteration
+        done, left = len(self._documents), len(self._items) - self._row
+        self._read(done + -(-(len(self._names) - done) // left))  # a share of the next window
         item, self._row = self._items[self._row], self._row + 1
         if isinstance(item, Exception):
             raise item
-        before, scope = reading.get(), SampleScope(0, 0)
-        scope.indices = item  # `Pack` finds the plan there
-        try:
-            reading.set(scope)
-            batch = self._stream.pack.assemble([self._now.documents[number] for number in item], np.empty)
-        finally:
-            reading.set(before)
+        batch = self._stream.pack.assemble(item, np.empty)
         return {name: batch[name][0] for name in batch if name != "cu_seqlens"}
 
-    def _start_window(self) -> None:
-        """Start to yield the next window; StopIteration after the last one."""
-        window, stream = self._next, self._stream
-        self._read(window, window.left)
-        if window.is_empty:
-            if not self._has_rows and self._now is not window:
-                text = f"all documents of part {self._part} have more than {stream.tokens} tokens"
-                raise ValueError(f'{text}, and are left out. Give more tokens=, or cut them with long="cut"')
-            raise StopIteration
-        key = self._epoch, window.number, None if stream.is_indexed else self._part
-        self._now, self._row, self._items = window, 0, [*window.errors, *stream.packed(window.documents, key)]
-        self._has_rows = self._has_rows or bool(self._items)
-        self._next = self._opened(window.number + (self._parts if stream.is_indexed else 1))
+    def _start_window(self) -> bool:
+        """Start to yield the next window. False: there is none."""
+        self._read(len(self._names))
+        at, pieces = self._next, [piece for document in self._documents for piece in document]
+        if not self._documents:
+            return False
+        rows = self._stream.packed(pieces, at.epoch, at.window, self._part)
+        self._at, self._row, self._items = at, 0, [*self._errors, *rows]
+        # A copy, because some datasets keep changing the dict that they return.
+        self._prepare(replace(at, window=at.window + self._turns, source=copy.deepcopy(self._source.state())))
+        return True
 
-    def _read(self, window: _Window, count: int) -> None:
-        """Read and tokenise documents of a window, at most ``count``. Each has random numbers of its own."""
-        outer, stream = reading.get(), self._stream
+    def _read(self, count: int) -> None:
+        """Read the next window until it has ``count`` documents. Each has random numbers of its own."""
+        outer, stream, at = reading.get(), self._stream, self._next
         try:
-            reading.set(self._scope_of(None, outer))
-            read, names = self._reader(window, min(count, window.left))
-            for name in names:
-                reading.set(self._scope_of(name, outer))
+            while len(self._documents) < count:
+                name, pieces = self._names[len(self._documents)], list[Document]()
+                index = name if stream.is_indexed else (self._part, name)
+                reading.set(outer and SampleScope(outer.seed, at.epoch, index, outer.owners, outer.is_cached))
                 try:
-                    document = read(name)
+                    document = stream.dataset[name] if stream.is_indexed else self._source.read()
                     if document is in_order.END:
-                        window.left = 0
                         return
-                    if (made := stream.tokenised(document)) is not None:
-                        window.documents.append(made)
+                    pieces = stream.pieces_of(document)
                 except Exception as error:
                     pass_on(error)
-                    where = f"document {name}" if stream.is_indexed else f"document {name[1]} of part {name[0]}"
-                    add_note(error, f"raised for {where} of epoch {self._epoch}, window {window.number} of PackStream")
-                    window.errors.append(error)
-                window.left, window.is_empty = window.left - 1, False
+                    add_note(error, f"raised for document {index} of PackStream in epoch {at.epoch}")
+                    self._errors.append(error)
+                self._documents.append(pieces)
         finally:
             reading.set(outer)
 
-    def _scope_of(self, name: Any, outer: SampleScope | None) -> SampleScope | None:
-        return outer and SampleScope(outer.seed, self._epoch, name, outer.owners, outer.is_cached)
-
-    def _reader(self, window: _Window, count: int) -> tuple[Callable[[Any], Any], Iterable[Any]]:
-        """Return a function that reads a document by its name, and the names of the next ones."""
-        source, size, dataset = self._source, self._stream.window, self._stream.dataset
-        if not self._stream.is_indexed:
-            return lambda name: source.read(), ((self._part, source.taken, self._epoch) for _ in range(count))
-        begin = min((window.number + 1) * size, self._length) - window.left
-        names = self._order(np.arange(begin, begin + count)).tolist()
-        if count and bulk_method(dataset, "__getitems__") is not None:
-            try:
-                return dict(zip(names, read_many(dataset, names), strict=True)).__getitem__, names
-            except Exception as error:  # that of one document, which is found when they are read one by one
-                pass_on(error)
-        return dataset.__getitem__, names
-
-    # -- state ----------------------------------------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
         """Return the position as a small dict, without documents."""
-        window = self._now
-        return entries.to_state(_PackPosition(repr(self._stream), self._epoch, window.number, self._row, window.source))
+        return entries.to_state(replace(self._at, row=self._row))
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Continue at a saved position, reading its window again; raise TypeError or ValueError for unfit states."""
-        given = entries.instance(Mapping, "a dict")("the state", state, _ADVICE)
-        place = entries.from_state(_PackPosition, given, _ADVICE)
-        now = _PackPosition(repr(self._stream), place.epoch, 0, 0)
-        if found := entries.differences(place, now):
+        place = entries.dict_of(_PackPosition)("the state", state, "give what state_dict() of an iterator returned")
+        if found := entries.differences(place, self._at):
             raise ValueError(f"PackStream: the state is that of another one: {', '.join(found.values())}")
-        self._begin_at(place.window, place.source or in_order.BEGINNING)
-        if place.row:
-            self._start_window()
-        if place.row > len(self._items):
-            raise ValueError(
-                f"{_DATA} has {len(self._items)} rows in window {place.window} of part {self._part}, and the state was "
-                f"saved after {place.row}: give the documents, and the tokenizer, that it was saved with"
-            )
-        self._row, self._has_rows = place.row, True
+        self._begin_at(place)
+        self._source.open()  # raises here, not in place of a row
+        if place.row and (not self._start_window() or place.row > len(self._items)):
+            text = f"{_DATA} has {len(self._items)} rows in window {place.window}, and the state says {place.row}"
+            raise ValueError(f"{text}: give the documents, and the tokenizer, that it was saved with")
+        self._row = place.row
