@@ -198,20 +198,17 @@ class InterleavedDataset(Mixture):
 
     def positions_of(self, source: int, index: int, epoch: int, plan: Plan | None = None) -> list[int]:
         """Return the positions in an epoch of a sample of a source: one in each pass of it. ``plan``: as in `codes`."""
-        if not (0 <= source < self.number and source in self.schedule.sources):
-            return []
-        place = self.schedule.sources.index(source)
-        size, turn, found = int(self.sizes[place]), 0, list[int]()
-        if not 0 <= index < size:
-            raise IndexError(f"datasets[{source}] has {size} samples, and none has the number {index}")
-        shuffle = self._shuffle(epoch)
-        while True:
+        place = self.schedule.sources.index(source) if source in self.schedule.sources else -1
+        size, shuffle, found = int(self.sizes[place]), self._shuffle(epoch), list[int]()
+        while place >= 0 and 0 <= index < size:
+            turn = len(found)
             within = shuffle.inverse(index, size, turn * len(self.sizes) + place) if self.shuffles else index
-            position = (plan or self._schedule).position(turn * size + within, place)
+            numbers = [turn * size + within] * len(self.sizes)
+            position = (plan or self._schedule).positions(numbers)[place]
             if position >= self._length:
-                return found
+                break
             found.append(int(position))
-            turn += 1
+        return found
 
     def _placed(self, positions: Int64s, epoch: int, plan: Plan | None = None) -> tuple[Int64s, Int64s]:
         """Return places in the joined datasets, and the pass of each place's dataset."""

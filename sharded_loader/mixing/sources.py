@@ -17,11 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch.utils.data import ConcatDataset as TorchConcatDataset
-from torch.utils.data import Subset
 
 from sharded_loader import ConcatDataset
 from sharded_loader.extend import Int64s, Order, Result, Task, Wrapper
-from sharded_loader.extend.data import Mixture, mixture_of
+from sharded_loader.extend.data import mixture_of, part_of
 from sharded_loader.extend.engine import plain_indices
 from sharded_loader.mixing.in_order import InterleavedIterable
 from sharded_loader.mixing.schedule import EACH
@@ -64,41 +63,32 @@ class Sources:
             )
 
     def __call__(self, task: Task, result: Result) -> SampleSource | list[SampleSource]:
-        shards = [self._of_shard(task, indices) for indices in result.read or task.shards]
+        shards = [SampleSource(*self._of_shard(task, indices)) for indices in result.read or task.shards]
         return shards if task.sharded or len(shards) > 1 else shards[0]
 
-    def _of_shard(self, task: Task, given: Any) -> SampleSource:
+    def _of_shard(self, task: Task, given: Any) -> tuple[torch.Tensor, Any]:
         if task.part is not None:
-            return self._of_part(task.part.number, [place for _, place in given])
-        indices = plain_indices(given)
+            part, places, stream = task.part.number, [place for _, place in given], self._order.stream
+            found = [part] * len(places)
+            if isinstance(self._dataset, InterleavedIterable) and stream is not None:
+                found = self._dataset.sources_at(places, part, stream.parts)
+            return torch.tensor(found), torch.tensor(places)
+        indices = np.array(plain_indices(given))
         if self._mixture is not None:
-            pairs = np.array(self._mixture.pairs(np.array(indices), task.epoch), np.int64)
-            return SampleSource(*map(torch.from_numpy, pairs.T.copy()))
-        try:
-            array = np.array(indices, np.int64)
-        except (TypeError, ValueError):  # keys
-            return SampleSource(torch.zeros(len(indices), dtype=torch.int64), list(indices))
-        return SampleSource(torch.from_numpy(_sources_in(self._dataset, array, task.epoch)), torch.from_numpy(array))
-
-    def _of_part(self, part: int, places: list[int]) -> SampleSource:
-        found, mixed, stream = [part] * len(places), self._dataset, self._order.stream
-        if isinstance(mixed, InterleavedIterable) and stream is not None:
-            found = mixed.sources_at(places, part, stream.parts)
-        return SampleSource(torch.tensor(found), torch.tensor(places))
+            source, index = torch.tensor(self._mixture.pairs(indices, task.epoch)).T
+            return source, index
+        if indices.dtype.kind not in "iu":  # keys
+            return torch.zeros(len(indices), dtype=torch.int64), indices.tolist()
+        return torch.from_numpy(_sources_in(self._dataset, indices)), torch.from_numpy(indices)
 
 
-def _sources_in(dataset: Any, indices: Int64s, epoch: int) -> Int64s:
-    """Return the number of the dataset that each sample comes from, in the mixture or concatenation inside; or 0."""
-    if isinstance(dataset, Mixture):
-        return np.array([source for source, _ in dataset.pairs(indices, epoch)], np.int64)
+def _sources_in(dataset: Any, indices: Int64s) -> Int64s:
+    """Return the number of the dataset that each sample comes from, in the concatenation inside; or 0."""
+    if (part := part_of(dataset)) is not None:
+        return _sources_in(part[0], np.asarray(part[1](indices)))
     if isinstance(dataset, ConcatDataset | TorchConcatDataset):
         parts = dataset.datasets if isinstance(dataset, TorchConcatDataset) else dataset._inside
         ends = np.cumsum(list(map(len, parts)))
         found: Int64s = np.searchsorted(ends, indices % ends[-1], side="right")
         return found
-    if isinstance(dataset, Subset):
-        return _sources_in(dataset.dataset, np.asarray(dataset.indices)[indices], epoch)
-    if isinstance(dataset, Wrapper):
-        inner = dataset._inner(indices) if hasattr(dataset, "_inner") else indices
-        return _sources_in(dataset._dataset, inner, epoch)
-    return np.zeros(len(indices), np.int64)
+    return _sources_in(dataset._dataset, indices) if isinstance(dataset, Wrapper) else np.zeros(len(indices), np.int64)

@@ -19,7 +19,6 @@ from sharded_loader import (
     RandomSampler,
     RepeatedSampler,
     Sampler,
-    ShardedBatchSampler,
     ShardedDataLoader,
     ShardShuffleSampler,
     SortedSampler,
@@ -58,9 +57,6 @@ ORDERS: dict[str, Callable[[], dict[str, Any]]] = {
     "batches, steps": lambda: {
         "batch_sampler": BatchSampler(RandomSampler(LENGTH, seed=4), 4),
         "steps_per_epoch": 5,
-    },
-    "batches in shards": lambda: {
-        "batch_sampler": ShardedBatchSampler(BatchSampler(RandomSampler(LENGTH, seed=4), 4), 2)
     },
 }
 
@@ -155,11 +151,12 @@ def test_after_a_resume_on_other_ranks_the_past_is_an_error_and_the_rest_is_know
             for place, index in enumerate(batch.tolist()):
                 rest[index].append((0, loader.position - 1, rank, place))
     for index in range(24):
-        if index in sum(past, []) or steps:  # where the epoch began for the ranks before is not known
+        if rest[index]:
+            assert made[0].when(index, 0) == sorted(rest[index])
+        else:
+            assert index in sum(past, []) or steps
             with pytest.raises(ValueError, match="other ranks"):
                 made[0].when(index, 0)
-        else:
-            assert made[0].when(index, 0) == rest[index]
     assert made[0].when(0, 1) == made[3].when(0, 1) != []
     same = ShardedDataLoader(range(24), 2, num_replicas=2, rank=1, **given)
     same.load_state_dict(state)
@@ -244,9 +241,7 @@ def test_wrong_questions_say_what_to_ask() -> None:
     mixed = ShardedDataLoader(interleave([range(5), range(5)]), 2)
     with pytest.raises(TypeError, match=r"give \(number of the dataset, index in it\)"):
         mixed.when(3)
-    with pytest.raises(IndexError, match=r"datasets\[1\] has 5 samples, and none has the number 5"):
-        mixed.when((1, 5))
-    assert mixed.when((2, 0)) == []
+    assert mixed.when((2, 0)) == mixed.when((1, 5)) == []
     with pytest.raises(TypeError, match="read by index"):
         ShardedDataLoader(lambda: iter(range(5)), 2, streams=1).when(0)
     with pytest.raises(TypeError, match="num_replicas=1"):
