@@ -16,11 +16,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import ConcatDataset as TorchConcatDataset
 
-from sharded_loader import ConcatDataset
-from sharded_loader.extend import Int64s, Order, Result, Task, Wrapper
-from sharded_loader.extend.data import mixture_of, part_of
+from sharded_loader.extend import Order, Result, Task
+from sharded_loader.extend.data import mixture_of
 from sharded_loader.extend.engine import plain_indices
 from sharded_loader.mixing.in_order import InterleavedIterable
 from sharded_loader.mixing.schedule import EACH
@@ -30,8 +28,8 @@ class SampleSource(NamedTuple):
     """Source and index of each sample of a batch, in host memory; ``with_source=True`` gives it with the batch.
 
     Attributes:
-        source: Number of the dataset in `interleave` or `ConcatDataset`, otherwise 0; of iterable data the part, or the
-            dataset of a mixture. An int64 tensor of shape (batch,).
+        source: Number of the dataset in `interleave`, otherwise 0; of iterable data the part, or the dataset of a
+            mixture. An int64 tensor of shape (batch,).
         index: Index of the sample as `ShardedDataLoader.indices` shows it, in a mixture that in its dataset; of
             iterable data the running number in the part. An int64 tensor of shape (batch,), or a list if indices are no
             numbers.
@@ -39,12 +37,12 @@ class SampleSource(NamedTuple):
     With `PackSampler`, the documents of the rows count, in their order, and a cut document several times.
 
     Example:
-        >>> from sharded_loader import ConcatDataset, ShardedDataLoader
-        >>> both = ConcatDataset([[10, 11, 12], [20, 21, 22]])
+        >>> from sharded_loader import ShardedDataLoader, interleave
+        >>> both = interleave([[10, 11, 12], [20, 21, 22]])
         >>> for batch, origin in ShardedDataLoader(both, 4, with_source=True):
         ...     print(batch.tolist(), origin.source.tolist(), origin.index.tolist())
-        [10, 11, 12, 20] [0, 0, 0, 1] [0, 1, 2, 3]
-        [21, 22] [1, 1] [4, 5]
+        [10, 20, 11, 21] [0, 1, 0, 1] [0, 0, 1, 1]
+        [12, 22] [0, 1] [2, 2]
     """
 
     source: torch.Tensor
@@ -57,10 +55,8 @@ class Sources:
     def __init__(self, dataset: Any, order: Order[Any]) -> None:
         self._dataset, self._order, self._mixture = dataset, order, mixture_of(dataset)
         if isinstance(dataset, InterleavedIterable) and (dataset.stop == EACH or order.steps is not None):
-            raise TypeError(
-                "with_source: the streams of this mixture drop out, or start over with steps_per_epoch=, so their "
-                "order is known only where they are read: let each stream yield its number with its samples"
-            )
+            text = "with_source: streams that drop out, or start over with steps_per_epoch=, have an order known only"
+            raise TypeError(f"{text} where they are read: let each stream yield its number with its samples")
 
     def __call__(self, task: Task, result: Result) -> SampleSource | list[SampleSource]:
         shards = [SampleSource(*self._of_shard(task, indices)) for indices in result.read or task.shards]
@@ -77,18 +73,5 @@ class Sources:
         if self._mixture is not None:
             source, index = torch.tensor(self._mixture.pairs(indices, task.epoch)).T
             return source, index
-        if indices.dtype.kind not in "iu":  # keys
-            return torch.zeros(len(indices), dtype=torch.int64), indices.tolist()
-        return torch.from_numpy(_sources_in(self._dataset, indices)), torch.from_numpy(indices)
-
-
-def _sources_in(dataset: Any, indices: Int64s) -> Int64s:
-    """Return the number of the dataset that each sample comes from, in the concatenation inside; or 0."""
-    if (part := part_of(dataset)) is not None:
-        return _sources_in(part[0], np.asarray(part[1](indices)))
-    if isinstance(dataset, ConcatDataset | TorchConcatDataset):
-        parts = dataset.datasets if isinstance(dataset, TorchConcatDataset) else dataset._inside
-        ends = np.cumsum(list(map(len, parts)))
-        found: Int64s = np.searchsorted(ends, indices % ends[-1], side="right")
-        return found
-    return _sources_in(dataset._dataset, indices) if isinstance(dataset, Wrapper) else np.zeros(len(indices), np.int64)
+        is_key = indices.dtype.kind not in "iu"
+        return torch.zeros(len(indices), dtype=torch.int64), indices.tolist() if is_key else torch.from_numpy(indices)

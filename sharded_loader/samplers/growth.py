@@ -5,18 +5,19 @@
     GrownSampler.loading(order, state)                                     -> the changes of a state, while it is loaded
 
 An epoch is a chain of levels, each a function of positions. Level 0 is the ordinary order of the samples that there
-were when the epoch began. A change at position p begins the next level. The positions before p stay. From p on, there
-is a keyed shuffle of the rest of the level before and the new samples, or both in order without ``shuffle``. After a
-removal, the rest comes without the samples that were removed. So the order is a pure function of (seed, epoch,
-changes), for any number of ranks, and a state has only the changes. The sampler owns no data.
+were when the epoch began, less those removed before. A change at position p begins the next level. The positions before
+p stay. From p on, there is a keyed shuffle of the rest of the level before and the new samples, or both in order
+without ``shuffle``. After a removal, the rest comes without the samples that were removed. So the order is a pure
+function of (seed, epoch, changes), for any number of ranks, and a state has only the changes. The sampler owns no data.
 
-What can go wrong: an order that is not the loader's own, or epochs that share passes (TypeError, ValueError); a dataset
-that is not the old one with samples appended (ValueError).
+What can go wrong: an order that is not the loader's own, or epochs that share passes (TypeError); fewer samples, or new
+ones with other fields (ValueError).
 """
 
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,7 +31,7 @@ from sharded_loader.extend import Int64s, Position, reader_for
 from sharded_loader.extend.data import digest_of_read, takes_arrays
 from sharded_loader.extend.engine import At, dataset_given, length
 from sharded_loader.extend.order import Bijection, IndexSampler, MapOrder, seeded_globals, shuffle
-from sharded_loader.extend.tools import an, brief, check_int
+from sharded_loader.extend.tools import an, brief
 from sharded_loader.samplers.inverse import inverted
 
 SMALL = 2**16
@@ -120,15 +121,13 @@ class GrownSampler(IndexSampler):
     @staticmethod
     def without(epochs: Any, indices: Iterable[int]) -> None:
         """Leave out samples; see `ShardedDataLoader.without`."""
-        advice = "give the indices of samples, as loader.indices shows them"
-        removed = {check_int("an index of without", one, 0, advice) for one in indices}
+        removed = set(map(operator.index, indices))
 
         def change(before: int) -> tuple[int, list[int]]:
-            if removed and max(removed) >= before:
-                raise IndexError(f"without: there is no sample {max(removed)}: the dataset has {before}, from 0 on")
             gone = {one for row in changes_of(epochs.order.sampling.grown) for one in row.removed}
-            if len(gone | removed) >= before:
-                raise ValueError(f"without: none of the {before} samples would be left: keep at least one")
+            if not all(0 <= one < before for one in removed) or len(gone | removed) == before:
+                text = f"without: the dataset has {before} samples, from 0 on"
+                raise IndexError(f"{text}: give indices of some, but not all: {brief(sorted(removed))}")
             return before, sorted(removed - gone)
 
         _replan(epochs, "without", change)
@@ -157,11 +156,8 @@ class GrownSampler(IndexSampler):
 def _check(order: Any, doing: str, is_resident: bool = False) -> None:
     sampling = getattr(order, "sampling", None)
     if sampling is None or order.rolls_over or is_resident or not sampling.read is sampling.costs is None:
-        raise TypeError(
-            f"{doing}: only the order of shuffle=True or False can change in mid-epoch, not that of iterable data, a "
-            'sampler, a mixture or costs=, and not with steps_per_epoch=, last_batch="rollover" or Placement(resident='
-            "True). Begin the next epoch with another loader"
-        )
+        text = f"{doing}: only the order of shuffle=True or False can change: no sampler, mixture, costs="
+        raise TypeError(f"{text}, steps_per_epoch=, rollover, iterable data, or data resident on devices")
 
 
 def _replan(epochs: Any, doing: str, change: Callable[[int], tuple[int, list[int]]]) -> None:
@@ -193,7 +189,9 @@ def _check_fields(epochs: Any, steps: Any, dataset: Any, before: int) -> None:
     reader = reader_for(replace(epochs.job_now(), dataset=dataset), readers=0)
 
     def read(index: int) -> None:
-        forms.append(_form(reader.read_sample(index, epoch)))
+        sample = reader.read_sample(index, epoch)
+        fields = sorted(map(str, sample)) if isinstance(sample, Mapping) else isinstance(sample, tuple) and len(sample)
+        forms.append(f"{an(type(sample))} with the fields {fields or 'none'}")
 
     with steps.in_epoch(epoch), seeded_globals(1):
         digest_of_read(partial(read, 0)), digest_of_read(partial(read, before))
@@ -202,35 +200,22 @@ def _check_fields(epochs: Any, steps: Any, dataset: Any, before: int) -> None:
         raise ValueError(f"{text}: give samples of the same fields")
 
 
-def _form(sample: Any) -> str:
-    """Return the type and the fields of a sample as text."""
-    if isinstance(sample, Mapping):
-        return f"{an(type(sample))} of {sorted(map(str, sample))}"
-    return f"{an(type(sample))} of {len(sample)}" if isinstance(sample, tuple) else an(type(sample))
-
-
 # -- one epoch ---------------------------------------------------------------------------------------------------------
 
 
-class _Level(NamedTuple):
-    """The positions of the level before from ``begin`` on, and ``added`` behind its ``end``: samples ``first``, ...
+Level = tuple[int, int, int, int, Any, Int64s]
+"""The positions of the level before from ``begin`` on, and ``added`` ones behind its ``end``: samples ``first``, ...
 
-    ``order()`` shuffles them; without ``order`` they stay. ``skipped``: places among them that are left out, ascending.
-    """
-
-    begin: int
-    end: int
-    first: int
-    added: int
-    order: Any
-    skipped: Int64s
+``order()`` shuffles them; without ``order`` they stay. ``skipped``: places among them that are left out, ascending. It
+is a tuple (begin, end, first, added, order, skipped).
+"""
 
 
 class _Chain:
     """One epoch: the level of its ordinary order, which takes in all samples at position 0, and those above it."""
 
     def __init__(self, sampler: RandomSampler | SequentialSampler, changes: Iterable[SizeChange]) -> None:
-        self.length, self._levels, is_random = 0, list[_Level](), isinstance(sampler, RandomSampler)
+        self.length, self._levels, is_random = 0, list[Level](), isinstance(sampler, RandomSampler)
         for epoch, begin, before, after, removed in changes:
             gone = np.array(removed, np.int64)
             places = np.append(self.positions_of(gone[gone < before]), self.length + gone[gone >= before] - before)
@@ -242,7 +227,7 @@ class _Chain:
                 order = cache(partial(make, rest - begin, *key))
                 if not self._levels:
                     order = cache(partial(RandomSampler(rest, sampler.seed)._order, epoch))
-            self._levels.append(_Level(begin, self.length, before, after - before, order, skipped))
+            self._levels.append((begin, self.length, before, after - before, order, skipped))
             self.length = rest
 
     def at(self, positions: Int64s) -> Int64s:

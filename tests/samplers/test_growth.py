@@ -204,9 +204,9 @@ class Fields(Dataset):
         (Fields(9), "has 9 samples, and had 10"),
         (
             Fields(11, last={"x": 1}),
-            r"sample 10, the first new one, is a dict of \['x'\], and sample 0 is a dict of \['x', 'y'\]",
+            r"sample 10, the first new one, is a dict with the fields \['x'\], and sample 0 is .* \['x', 'y'\]",
         ),
-        (Fields(11, last=(1, 2)), "is a tuple of 2"),
+        (Fields(11, last=(1, 2)), "is a tuple with the fields 2"),
     ],
 )
 def test_a_dataset_that_is_not_the_old_one_with_more_is_an_error_and_changes_nothing(dataset: Any, text: str) -> None:
@@ -221,13 +221,12 @@ def test_a_dataset_that_is_not_the_old_one_with_more_is_an_error_and_changes_not
 
 def test_wrong_indices_and_wrong_moments_are_errors() -> None:
     loader = loader_of(range(10))
-    with pytest.raises(IndexError, match="there is no sample 10: the dataset has 10"):
-        loader.without([3, 10])
-    for wrong in ([-1], ["a"], [1.5]):
-        with pytest.raises((TypeError, ValueError), match="an index of without"):
+    for wrong in ([3, 10], [-1], range(10)):
+        with pytest.raises(IndexError, match="the dataset has 10 samples, from 0 on: give indices of some"):
+            loader.without(wrong)
+    for wrong in (["a"], [1.5]):
+        with pytest.raises(TypeError, match="integer"):
             loader.without(wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="none of the 10 samples would be left"):
-        loader.without(range(10))
     with pytest.raises(TypeError, match="dataset"):
         loader.grow(3)
     assert sorted(flat(loader)) == list(range(10))
