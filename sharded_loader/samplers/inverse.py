@@ -123,9 +123,10 @@ def places_of(order: MapOrder, mixture: Any, index: Any, number: object) -> list
         return [divmod(one, size) for target in targets for one in positions_of(sampler, target, epoch)]
 
     known: Any = None
-    for step in (sys.maxsize, -1):  # the rest of the epoch, and all of it if its beginning was for these ranks too
-        with suppress(ValueError):
-            known = order.epoch_at(number, step)
+    with suppress(ValueError):  # the rest of the epoch, or all of it if its beginning was for these ranks too
+        known = order.epoch_at(number, sys.maxsize)
+        whole = order.epoch_at(number, -1)
+        known = whole if whole.reached(known.first) == known.reached(known.first) else known
     found = [] if known is None else sorted(_places(known, items))
     if not found and (known is None or known.in_mid_epoch):
         text = f"when: sample {index} was read in epoch {number} by other ranks, or in other batches"
