@@ -428,8 +428,8 @@ class SampleSource(NamedTuple):
         >>> both = interleave([[10, 11, 12], [20, 21, 22]])
         >>> for batch, origin in ShardedDataLoader(both, 4, with_source=True):
         ...     print(batch.tolist(), origin.source.tolist(), origin.index.tolist())
-        [10, 20, 11, 21] [0, 1, 0, 1] [0, 0, 1, 1]
-        [12, 22] [0, 1] [2, 2]
+        [20, 10, 11, 21] [1, 0, 0, 1] [0, 0, 1, 1]
+        [22, 12] [1, 0] [2, 2]
     """
 
     source: torch.Tensor
