@@ -249,8 +249,9 @@ class Instruments:
         Raises:
             IndexError: The dataset has no such sample.
             TypeError: The order has no known inverse: draws by weight, ``costs``, samplers of batches other than
-                `BatchSampler`, samplers of other libraries, iterable data, torch's own order in the drop-in.
-            ValueError: Other ranks have read the sample, before `rescale` or before the loaded state was saved.
+                `BatchSampler`, `RepeatedSampler`, samplers of other libraries, iterable data, torch's own order in the
+                drop-in.
+            ValueError: Only other ranks have read the sample, before `rescale` or before the loaded state was saved.
 
         Example:
             >>> from sharded_loader import ShardedDataLoader

@@ -780,9 +780,8 @@ class ShardedDataLoader(Instruments, Leasing[Batch], Generic[Batch]):
 
         Raises:
             TypeError: The loader has iterable data, a sampler, ``costs``, a mixture, or data resident on devices; or
-                the dataset is none.
-            ValueError: Fewer samples, other samples in front, or new samples of another structure; or epochs that share
-                passes, with ``steps_per_epoch`` or ``last_batch="rollover"``. Nothing has changed.
+                epochs share passes, with ``steps_per_epoch`` or ``last_batch="rollover"``; or the dataset is none.
+            ValueError: Fewer samples, or the first new sample has other fields than sample 0. Nothing has changed.
             RuntimeError: Called inside ``next``.
 
         Example:
@@ -807,8 +806,8 @@ class ShardedDataLoader(Instruments, Leasing[Batch], Generic[Batch]):
             indices: Indices of the samples.
 
         Raises:
-            TypeError, ValueError, RuntimeError: As `grow`.
-            IndexError: The dataset has no such sample.
+            TypeError, RuntimeError: As `grow`.
+            IndexError: The dataset has no such sample, or none would be left.
 
         Example:
             >>> loader = ShardedDataLoader(range(6), 2)

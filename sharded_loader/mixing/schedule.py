@@ -343,15 +343,11 @@ class Plan:
     def positions(self, numbers: list[int]) -> list[float]:
         """Return for each source the position of the sample with this number; infinity if it never comes."""
         befores = np.array([segment.counts(segment.begin) for segment in self._segments]).T.tolist()
-        return [self._position(*one) for one in zip(numbers, range(len(numbers)), befores, strict=True)]
-
-    def position(self, number: int, source: int) -> float:
-        """Return the same for one source."""
-        return self._position(number, source, [int(one.counts(one.begin)[source]) for one in self._segments])
-
-    def _position(self, number: int, source: int, befores: list[int]) -> float:
-        segment = self._segments[bisect(befores, number) - 1]
-        return segment.position(number, source) if segment.weights[source] else math.inf
+        found: list[float] = []
+        for source, (before, number) in enumerate(zip(befores, numbers, strict=True)):
+            segment = self._segments[bisect(before, number) - 1]
+            found.append(segment.position(number, source) if segment.weights[source] else math.inf)
+        return found
 
 
 def _floor_sum(step: int, count: Any, shift: Any) -> Any:

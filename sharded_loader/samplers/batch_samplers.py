@@ -19,7 +19,6 @@ from sharded_loader.extend.order import len_epoch, parts, resolve_seed, shuffled
 from sharded_loader.extend.tools import brief, check_int
 from sharded_loader.samplers.bijections import Bijections
 from sharded_loader.samplers.index_samplers import Numbers, integers, sort_order, sortable, underscored
-from sharded_loader.samplers.inverse import items_of
 
 BATCHES = 64
 """Batches to compute at once: a call takes 12 us, whatever its size."""
@@ -140,11 +139,6 @@ class ShardedBatchSampler(WrapperSampler[list[list[int]]]):
         if len(batch) == 0:
             raise ValueError(f"batch {number} is empty: batches have at least one index, correct the batch_sampler")
         return split_batch(batch, self.num_shards, self.weights, self.costs)
-
-    def items_of(self, index: int, epoch: int) -> list[tuple[int, int]]:
-        if self.costs is not None:
-            raise TypeError("when: costs decide the places in a batch; look for the sample in loader.indices")
-        return items_of(self.batch_sampler, index, epoch)
 
     def len_epoch(self, epoch: int) -> int:
         return len_epoch(self.batch_sampler, epoch)

@@ -35,7 +35,7 @@ from sharded_loader.extend.order import (
 )
 from sharded_loader.extend.tools import brief, check_fits, check_int
 from sharded_loader.samplers.bijections import Bijections
-from sharded_loader.samplers.inverse import found_in, inverted, positions_of
+from sharded_loader.samplers.inverse import found_in, inverted
 
 Numbers = Sequence[Any] | npt.NDArray[Any]
 """One number or label per sample."""
@@ -57,19 +57,25 @@ def underscored(*names: str) -> tuple[tuple[str, str], ...]:
 
 
 class _ListedSampler(IndexSampler):
-    """Base class of samplers that store all indices in order."""
+    """Base class of samplers of given indices, in order or in a permutation."""
 
-    def __init__(self, indices: Int64s) -> None:
+    _indices: Selection
+
+    def __init__(self, indices: Selection) -> None:
         self._indices, self._length = indices, len(indices)
 
+    def _permutation(self, epoch: int) -> Callable[[Int64s], Int64s] | None:
+        return None
+
     def _order(self, epoch: int) -> Callable[[Int64s], Int64s]:
-        return self._indices.take
+        order = self._permutation(epoch)
+        return lambda positions: taken(self._indices, positions if order is None else order(positions))
 
     def positions_of(self, index: int, epoch: int) -> list[int]:
-        return found_in(self._indices, index)
+        return [*inverted(self._permutation(epoch), found_in(self._indices, [index])).tolist()]
 
 
-class SubsetRandomSampler(IndexSampler):
+class SubsetRandomSampler(_ListedSampler):
     """The given indices once per epoch, in a new random order each epoch.
 
     Samplers over different indices have different orders, even with the same seed. Source of the idea:
@@ -92,25 +98,15 @@ class SubsetRandomSampler(IndexSampler):
         if isinstance(indices, range) and len(indices[: MAX_LENGTH + 1]) > MAX_LENGTH:
             raise ValueError(f"SubsetRandomSampler shuffles up to 2**62 samples, got {indices}: give a shorter range")
         advice = "give a list of sample indices (np.flatnonzero(mask) for a mask)"
-        self._indices: Selection
-        if isinstance(indices, range):
-            self._indices = indices
-        else:
-            self._indices = integers("indices", indices, "a 1-D sequence of integers", advice).astype(np.int64)
+        if not isinstance(indices, range):
+            indices = integers("indices", indices, "a 1-D sequence of integers", advice).astype(np.int64)
+        super().__init__(indices)
         # Part of the key, so that different subsets of equal size are not shuffled alike by one seed.
-        self._length, self._checksum = len(self._indices), checksum_of(self._indices)
+        self._checksum = checksum_of(self._indices)
         self.seed = resolve_seed(seed)
-
-    def _order(self, epoch: int) -> Callable[[Int64s], Int64s]:
-        order = self._permutation(epoch)
-        return lambda positions: taken(self._indices, order(positions))
 
     def _permutation(self, epoch: int) -> Callable[[Int64s], Int64s]:
         return shuffle(self._length, self.seed, "subset", self._checksum, epoch)
-
-    def positions_of(self, index: int, epoch: int) -> list[int]:
-        order, given = self._permutation(epoch), found_in(self._indices, index)
-        return [position for one in given for position in inverted(order, one)]
 
 
 class FilterSampler(_ListedSampler):
@@ -182,7 +178,7 @@ class IntervalSampler(IndexSampler):
         return self._length if self._rollover else -(-self._length // self._interval)
 
 
-class SplitSampler(IndexSampler):
+class SplitSampler(_ListedSampler):
     """One of ``num_parts`` contiguous parts of the dataset, each shuffled in an order of its own.
 
     To divide data equally among ranks, use ``num_replicas`` of the loader instead. Source of the idea:
@@ -216,23 +212,14 @@ class SplitSampler(IndexSampler):
         if 0 < self._total < parts:
             raise ValueError(f"{self._total} samples cannot fill {parts} parts: give fewer parts")
         size, longer = divmod(self._total, parts)
-        self._begin, self._length = size * part + min(part, longer), size + (part < longer)
+        begin = size * part + min(part, longer)
+        super().__init__(range(begin, begin + size + (part < longer)))
         self._num_parts, self._part_index, self._shuffle = parts, part, bool(shuffle)
         self.seed = resolve_seed(seed) if shuffle or seed is not None else None
 
-    def _order(self, epoch: int) -> Callable[[Int64s], Int64s]:
+    def _permutation(self, epoch: int) -> Callable[[Int64s], Int64s] | None:
         if not self._shuffle:
-            return lambda positions: positions + self._begin
-        order = self._permutation(epoch)
-        return lambda positions: order(positions) + self._begin
-
-    def positions_of(self, index: int, epoch: int) -> list[int]:
-        place = index - self._begin
-        if not 0 <= place < self._length:
-            return []
-        return inverted(self._permutation(epoch), place) if self._shuffle else [place]
-
-    def _permutation(self, epoch: int) -> Callable[[Int64s], Int64s]:
+            return None
         # The part is in the key, so that parts of equal size are not shuffled alike.
         return shuffle(self._length, self.seed, "split sampler", self._part_index, epoch, "order", 0)
 
@@ -366,11 +353,9 @@ class ShardShuffleSampler(IndexSampler):
             return []
         line, mix = self._shuffles(epoch)
         place, (size, longer) = line.place(index), divmod(self._length, self.lanes)
-        before = longer * (size + 1)
-        lane = place // (size + 1) if place < before else longer + (place - before) // size
-        first = lane * size + min(lane, longer)
-        window = self._window(line, np.array([lane]), np.array([place - first]))
-        begin, low, high = (int(bound[0]) for bound in window)
+        lane = max(place // (size + 1), (place - longer) // max(size, 1))
+        row = place - lane * size - min(lane, longer)
+        begin, low, high = np.concatenate(self._window(line, np.array([lane]), np.array([row]))).tolist()
         return [(low + mix.inverse(place - low, high - low, low) - begin) * self.lanes + lane]
 
     def _shuffles(self, epoch: int) -> tuple[_Line, Bijections]:
@@ -453,7 +438,7 @@ class _Line:
         """Return the position in the line of an index."""
         if self._size:
             shard, within = divmod(index, self._size)
-            return inverted(self._order, shard)[0] * self._size + within
+            return int(inverted(self._order, np.array([shard]))[0]) * self._size + within
         places = index - self._shifts
         return int(places[(places >= self._begins[:-1]) & (places < self._begins[1:])][0])
 
@@ -506,10 +491,6 @@ class RepeatedSampler(WrapperSampler[int]):
     def len_epoch(self, epoch: int) -> int:
         self._check()
         return self.copies * len_epoch(self.sampler, epoch)
-
-    def positions_of(self, index: int, epoch: int) -> list[int]:
-        first = [position * self.copies for position in positions_of(self.sampler, index, epoch)]
-        return [position + copy for position in first for copy in range(self.copies)]
 
     def _check(self) -> None:
         if self.sampler is None:

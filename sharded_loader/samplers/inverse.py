@@ -16,13 +16,14 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
-from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from sharded_loader import BatchSampler, RandomSampler, SequentialSampler
+from sharded_loader.extend import Int64s
 from sharded_loader.extend.order import Bijection, MapOrder, has_weights, len_epoch, nested, parts
 from sharded_loader.extend.tools import an, check_int, fast_method
 from sharded_loader.samplers.bijections import unmixed
@@ -31,29 +32,30 @@ _ORDERS = ("epoch_table", "iter_epoch", "__iter__", "_order")
 """Methods that decide an order. A subclass that overrides one has another inverse."""
 
 
-def inverted(order: Any, index: int) -> list[int]:
-    """Return the positions that a `shuffle` maps to an index: the only one, or none of an order held in memory.
+def inverted(order: Any, indices: Int64s) -> Int64s:
+    """Return the positions that a `shuffle` maps to some indices, ascending; those themselves if it is None.
 
     Example:
         >>> order = Bijection(10**12, 7, "order")
-        >>> inverted(order, int(order(np.array([41]))[0]))
-        [41]
+        >>> inverted(order, order(np.array([41])))
+        array([41])
     """
     if isinstance(order, Bijection):
-        return [unmixed(index, int(order.length), order.rounds)]
-    return found_in(order.__self__, index)  # `take` of an array
+        found = (unmixed(index, int(order.length), order.rounds) for index in indices.tolist())
+        return np.array(sorted(found), np.int64)
+    return indices if order is None else found_in(order.__self__, indices)  # `take` of an array
 
 
-def found_in(items: Any, item: Any) -> list[int]:
-    """Return the positions of an item in a range, a list or an array.
+def found_in(items: Any, indices: Any) -> Int64s:
+    """Return the positions in a range, a list or an array that have one of some indices, ascending.
 
     Example:
-        >>> found_in(range(0, 10**12, 3), 9), found_in([4, 1, 4], 4)
-        ([3], [0, 2])
+        >>> found_in(range(0, 10**12, 3), [9]), found_in([4, 1, 4], [4])
+        (array([3]), array([0, 2]))
     """
     if isinstance(items, range):
-        return [items.index(item)] if item in items else []
-    return [int(place) for place in np.flatnonzero(np.asarray(items) == item)]
+        return np.array(sorted(items.index(index) for index in indices if index in items), np.int64)
+    return np.flatnonzero(np.isin(items, indices))
 
 
 def positions_of(sampler: Any, index: Any, epoch: int) -> list[int]:
@@ -67,31 +69,21 @@ def positions_of(sampler: Any, index: Any, epoch: int) -> list[int]:
         >>> positions_of(sampler, next(sampler.iter_epoch(3, start=41)), epoch=3)
         [41]
     """
-    kind = type(sampler)
+    kind, order = type(sampler), None
     if fast_method(kind, "positions_of", _ORDERS) is not None:
         return list(sampler.positions_of(index, epoch))
-    if kind in (range, list, tuple, np.ndarray):
-        return found_in(sampler, index)
     if kind in (RandomSampler, SequentialSampler):
-        index = check_int("when: the index", index, 0, "give the index of a sample, as loader.indices shows it")
-        length, order = sampler.len_epoch(epoch), sampler._order(epoch)
-        place = index if kind is RandomSampler else index - int(order(np.zeros(1, np.int64))[0])
-        found = place if 0 <= place < length else None
-        return [] if found is None else inverted(order, found) if kind is RandomSampler else [found]
-    text = f"when: no inverse is known of the order of {an(kind)}, so only a search would find the sample"
-    raise TypeError(f"{text}: look for it in loader.indices(epoch, step), step by step")
-
-
-def items_of(sampler: Any, index: Any, epoch: int) -> list[tuple[int, int]]:
-    """Return the positions of the items of a sampler that have an index, and the place of the index in each item.
-
-    Items of a batch sampler are batches. One of your own may have this method, with ``index`` and ``epoch``.
-    """
-    if fast_method(type(sampler), "items_of", _ORDERS) is not None:
-        return list(sampler.items_of(index, epoch))
-    if type(sampler) is BatchSampler and sampler.last_batch != "rollover":
-        return [divmod(one, sampler.batch_size) for one in positions_of(sampler.sampler, index, epoch)]
-    return [(one, 0) for one in positions_of(sampler, index, epoch)]
+        check_int("when: the index", index, 0, "give the index of a sample, as loader.indices shows it")
+    if kind is RandomSampler:
+        given, order = range(len(sampler)), sampler._order(epoch)
+    elif kind is SequentialSampler:
+        given = range(sampler._first, sampler._first + len(sampler))
+    elif kind in (range, list, tuple, np.ndarray):
+        given = sampler
+    else:
+        text = f"when: no inverse is known of the order of {an(kind)}, so only a search would find the sample"
+        raise TypeError(f"{text}: look for it in loader.indices(epoch, step), step by step")
+    return [*inverted(order, found_in(given, [index])).tolist()]
 
 
 class SamplePlace(NamedTuple):
@@ -117,32 +109,34 @@ class SamplePlace(NamedTuple):
 def places_of(order: MapOrder, mixture: Any, index: Any, number: object) -> list[SamplePlace]:
     """Return the places of an index in an epoch of a loader, ascending; see `Instruments.when`."""
     number, length = check_int("epoch", number, 0, "epochs count from 0"), order.dataset_length
-    late, whole = order.epoch_at(number, sys.maxsize), order.epoch(number)
     index = tuple(map(_plain, index)) if isinstance(index, tuple) else _plain(index)
-    sampler, targets = whole.source.items, [index]
+    source, targets = order.epoch(number).source, [index]
     if mixture is not None:
         if not (isinstance(index, tuple) and len(index) == 2):
             raise TypeError(f"when: {index!r} is no sample of a mixture: give (number of the dataset, index in it)")
-        if not any(map(has_weights, nested(sampler))):
+        if not any(map(has_weights, nested(source.items))):
             targets = mixture.positions_of(*index, number)
     elif isinstance(index, int) and length is not None and not 0 <= index < length:
         raise IndexError(f"when: sample {index} does not exist: the dataset has {length} samples, from 0 on")
 
-    @cache
     def items(epoch: int) -> list[tuple[int, int]]:
-        return sorted(item for one in targets for item in items_of(sampler, one, epoch))
+        """Return the items of the order that have the sample, and its place in each: items may be batches."""
+        sampler: Any = source.items
+        size = 1
+        if type(sampler) is BatchSampler and sampler.last_batch != "rollover":
+            sampler, size = sampler.sampler, sampler.batch_size
+        return [divmod(one, size) for target in targets for one in positions_of(sampler, target, epoch)]
 
-    found, (begin, now) = list(_places(late, items)), (one.reached(one.first) for one in (whole, late))
-    passes = range(begin[0], now[0] + 1)
-    # Where an epoch began for other ranks is not known if epochs share passes: then each question is about both parts.
-    is_in_both = late.first > 0 and whole.source.signature.rolls_over
-    if is_in_both or any(begin <= (epoch, item) < now for epoch in passes for item, _ in items(epoch)):
-        if not late.first:
-            text = f"when: sample {index} was read in epoch {number} by other ranks, or in other batches"
-            raise ValueError(f"{text}, before this loader went on: ask a loader with the original arguments")
-        early = _places(order.epoch_at(number, 0), items)
-        found += [one for one in early if one.step < late.first]
-    found = [one for one in found if not any(one.step in skipped for skipped in whole.source.skips)]
+    known: Any = None
+    with suppress(ValueError):  # the rest of the epoch, or all of it if its beginning was for these ranks too
+        known = order.epoch_at(number, sys.maxsize)
+        whole = order.epoch_at(number, -1)
+        known = whole if whole.reached(known.first) == known.reached(known.first) else known
+    found = [] if known is None else sorted(_places(known, items))
+    if not found and (known is None or known.in_mid_epoch):
+        text = f"when: sample {index} was read in epoch {number} by other ranks, or in other batches"
+        raise ValueError(f"{text}, before this loader went on: ask a loader with the original arguments")
+    found = [one for one in found if not any(one.step in skipped for skipped in source.skips)]
     is_cut = order.order_ranks() != order.replicas()  # global batches
     return sorted(place for one in found for place in (_in_shares(order, one) if is_cut else [one]))
 

@@ -251,11 +251,12 @@ class MapOrder(Order[Signature]):
 
     def grow(self, grown: tuple[tuple[str, str], ...], dataset: object, length: int | None, position: Position) -> None:
         """Continue from a position in the order of `Sampling.grown`, over another dataset."""
-        saved = self.signature(position.epoch)
+        saved, is_known = self.signature(position.epoch), self._resume.is_known
         self.sampling.grown, self._dataset, self._resume = grown, dataset, replace(self._resume, rest=None)
         self.resize(length)
         if position.done:
             self.goes_on(position, replace(saved, sampler_arguments=self.signature(position.epoch).sampler_arguments))
+            self._resume = replace(self._resume, is_known=is_known)
 
     # -- replicas -------------------------------------------------------------------------------------------
 

@@ -7,12 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.utils.data as torch_data
 from conftest import POOLS, make_pool
 
 from sharded_loader import (
     ArrayDataset,
-    ConcatDataset,
     Dataset,
     LoaderWarning,
     PackSampler,
@@ -68,25 +66,6 @@ def test_the_batches_stay_what_they_are_and_their_sources_are_true(pool: str, ki
             again, same = loader.batch(0, step)
             assert again.tolist() == batch.tolist() and same.index.tolist() == source.index.tolist()
             assert list(zip(source.source.tolist(), source.index.tolist(), strict=True)) == loader.indices(0, step)
-
-
-@pytest.mark.parametrize(
-    "joined",
-    [
-        ConcatDataset([Named(0, 5), Named(1, 9)]),
-        ConcatDataset([Named(0, 5), Named(1, 9)]).transform(int),
-        torch_data.ConcatDataset([Named(0, 5), Named(1, 9)]),  # type: ignore[list-item]
-        ConcatDataset([Named(0, 8), Named(1, 9)]).shard(2, 0).take(14)[3:],
-        torch_data.Subset(ConcatDataset([Named(0, 8), Named(1, 9)]), range(3, 17)),  # type: ignore[arg-type]
-    ],
-    ids=["joined", "transformed", "of torch", "part", "part of torch"],
-)
-def test_the_source_in_joined_datasets_is_the_number_and_the_index_is_the_loaders(joined: Any) -> None:
-    loader = ShardedDataLoader(joined, 4, shuffle=True, seed=1, with_source=True)
-    for batch, (source, index) in loader:
-        assert source.tolist() == [int(one) // 1000 for one in batch]
-        assert index.tolist() == loader.indices(0, loader.position - 1)
-        assert [loader.when(one)[0].place for one in index.tolist()] == list(range(len(batch)))
 
 
 @pytest.mark.parametrize("pool", ["inline", "fork"])

@@ -199,15 +199,15 @@ def test_ten_billion_samples_grow_twenty_times_and_lose_some() -> None:
 
 
 class Fields(Dataset):
-    def __init__(self, length: int, last: Any = None, first: int = 0) -> None:
-        self.length, self.last, self.first = length, last, first
+    def __init__(self, length: int, last: Any = None) -> None:
+        self.length, self.last = length, last
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: int) -> Any:
         is_last = self.last is not None and index == self.length - 1
-        return self.last if is_last else {"x": index + self.first, "y": 2 * index}
+        return self.last if is_last else {"x": index, "y": 2 * index}
 
 
 @pytest.mark.parametrize(
@@ -216,10 +216,9 @@ class Fields(Dataset):
         (Fields(9), "has 9 samples, and had 10"),
         (
             Fields(11, last={"x": 1}),
-            r"sample 10, the first new one, is a dict of \['x'\], and sample 0 is a dict of \['x', 'y'\]",
+            r"sample 10, the first new one, is a dict with the fields \['x'\], and sample 0 is .* \['x', 'y'\]",
         ),
-        (Fields(11, last=(1, 2)), "is a tuple of 2"),
-        (Fields(12, first=1), "sample 0 is another one than before"),
+        (Fields(11, last=(1, 2)), "is a tuple with the fields 2"),
     ],
 )
 def test_a_dataset_that_is_not_the_old_one_with_more_is_an_error_and_changes_nothing(dataset: Any, text: str) -> None:
@@ -234,13 +233,12 @@ def test_a_dataset_that_is_not_the_old_one_with_more_is_an_error_and_changes_not
 
 def test_wrong_indices_and_wrong_moments_are_errors() -> None:
     loader = loader_of(range(10))
-    with pytest.raises(IndexError, match="there is no sample 10: the dataset has 10"):
-        loader.without([3, 10])
-    for wrong in ([-1], ["a"], [1.5]):
-        with pytest.raises((TypeError, ValueError), match="an index of without"):
+    for wrong in ([3, 10], [-1], range(10)):
+        with pytest.raises(IndexError, match="the dataset has 10 samples, from 0 on: give indices of some"):
+            loader.without(wrong)
+    for wrong in (["a"], [1.5]):
+        with pytest.raises(TypeError, match="integer"):
             loader.without(wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="none of the 10 samples would be left"):
-        loader.without(range(10))
     with pytest.raises(TypeError, match="dataset"):
         loader.grow(3)
     assert sorted(flat(loader)) == list(range(10))
@@ -265,24 +263,24 @@ def test_inside_next_it_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "text"),
+    "given",
     [
-        ({"sampler": RandomSampler(10)}, "a RandomSampler decides the order"),
-        ({"sampler": RepeatedSampler(2), "shuffle": True}, "a RepeatedSampler decides the order"),
-        ({"batch_sampler": PackSampler([1] * 10, 4), "batch_size": None}, "a PackSampler decides the order"),
-        ({"costs": [1] * 10}, "costs= decides the order"),
-        ({"steps_per_epoch": 3}, "epochs share passes"),
-        ({"last_batch": "rollover"}, "epochs share passes"),
-        ({"dataset": lambda: iter(range(5)), "streams": 1}, "iterable data"),
-        ({"dataset": interleave([range(5), range(5)], shuffle=True)}, "a MixtureSampler decides the order"),
-        ({"dataset": interleave([range(5), range(5)])}, "the dataset is a mixture"),
-        ({"dataset": ArrayDataset(np.arange(10)), "device": Placement("cpu", resident=True)}, "stay on the devices"),
+        {"sampler": RandomSampler(10)},
+        {"sampler": RepeatedSampler(2), "shuffle": True},
+        {"batch_sampler": PackSampler([1] * 10, 4), "batch_size": None},
+        {"costs": np.ones(10)},
+        {"steps_per_epoch": 3},
+        {"last_batch": "rollover"},
+        {"dataset": lambda: iter(range(5)), "streams": 1},
+        {"dataset": interleave([range(5), range(5)], shuffle=True)},
+        {"dataset": interleave([range(5), range(5)])},
+        {"dataset": ArrayDataset(np.arange(10)), "device": Placement("cpu", resident=True)},
     ],
 )
-def test_other_orders_say_that_they_cannot_change(given: Any, text: str) -> None:
+def test_other_orders_say_that_they_cannot_change(given: Any) -> None:
     loader = ShardedDataLoader(**{"dataset": range(10), "batch_size": 2, **given})
     for change in (lambda: loader.grow(range(12)), lambda: loader.without([1])):
-        with pytest.raises((TypeError, ValueError), match=text):
+        with pytest.raises(TypeError, match="only the order of shuffle=True or False can change"):
             change()
 
 

@@ -20,7 +20,6 @@ from sharded_loader import (
     RandomSampler,
     RepeatedSampler,
     Sampler,
-    ShardedBatchSampler,
     ShardedDataLoader,
     ShardShuffleSampler,
     SortedSampler,
@@ -42,7 +41,6 @@ ORDERS: dict[str, Callable[[], dict[str, Any]]] = {
     "steps": lambda: {"batch_size": 3, "shuffle": True, "steps_per_epoch": 4},
     "many passes": lambda: {"batch_size": 3, "shuffle": True, "steps_per_epoch": 20},
     "skip": lambda: {"batch_size": 3, "shuffle": True, "skip": [(1, 2)]},
-    "repeated": lambda: {"batch_size": 4, "shuffle": True, "sampler": RepeatedSampler(3)},
     "list": lambda: {"batch_size": 3, "sampler": [4, 8, 1, 10, 2, 4]},
     "range": lambda: {"batch_size": 3, "sampler": range(22, 1, -2)},
     "subset": lambda: {"batch_size": 3, "sampler": SubsetRandomSampler(range(1, LENGTH, 2), seed=3)},
@@ -59,9 +57,6 @@ ORDERS: dict[str, Callable[[], dict[str, Any]]] = {
     "batches, steps": lambda: {
         "batch_sampler": BatchSampler(RandomSampler(LENGTH, seed=4), 4),
         "steps_per_epoch": 5,
-    },
-    "batches in shards": lambda: {
-        "batch_sampler": ShardedBatchSampler(BatchSampler(RandomSampler(LENGTH, seed=4), 4), 2)
     },
 }
 
@@ -156,11 +151,12 @@ def test_after_a_resume_on_other_ranks_the_past_is_an_error_and_the_rest_is_know
             for place, index in enumerate(batch.tolist()):
                 rest[index].append((0, loader.position - 1, rank, place))
     for index in range(24):
-        if index in sum(past, []) or steps:  # where the epoch began for the ranks before is not known
+        if rest[index]:
+            assert made[0].when(index, 0) == sorted(rest[index])
+        else:
+            assert index in sum(past, []) or steps
             with pytest.raises(ValueError, match="other ranks"):
                 made[0].when(index, 0)
-        else:
-            assert made[0].when(index, 0) == rest[index]
     assert made[0].when(0, 1) == made[3].when(0, 1) != []
     same = ShardedDataLoader(range(24), 2, num_replicas=2, rank=1, **given)
     same.load_state_dict(state)
@@ -235,6 +231,7 @@ def test_an_order_of_your_own_has_the_inverse_that_you_write() -> None:
         ({"batch_size": 2, "sampler": WeightedRandomSampler([1] * 10, 10, seed=0)}, "WeightedRandomSampler"),
         ({"batch_size": 2, "costs": [1] * 10}, "CostSampler"),
         ({"batch_size": 2, "sampler": Backwards()}, "Backwards"),
+        ({"batch_size": 2, "sampler": RepeatedSampler(2)}, "RepeatedSampler"),
         ({"batch_size": 2, "sampler": Reversed(10, seed=0)}, "Reversed"),
         ({"batch_size": 2, "sampler": torch_data.RandomSampler(range(10))}, "RandomSampler"),  # type: ignore[arg-type]
         ({"batch_sampler": FixedBucketSampler(list(range(1, 11)), 2, num_buckets=2, seed=4)}, "FixedBucketSampler"),
@@ -258,9 +255,7 @@ def test_wrong_questions_say_what_to_ask() -> None:
     mixed = ShardedDataLoader(interleave([range(5), range(5)]), 2)
     with pytest.raises(TypeError, match=r"give \(number of the dataset, index in it\)"):
         mixed.when(3)
-    with pytest.raises(IndexError, match=r"datasets\[1\] has 5 samples, and none has the number 5"):
-        mixed.when((1, 5))
-    assert mixed.when((2, 0)) == []
+    assert mixed.when((2, 0)) == mixed.when((1, 5)) == []
     with pytest.raises(TypeError, match="read by index"):
         ShardedDataLoader(lambda: iter(range(5)), 2, streams=1).when(0)
     with pytest.raises(TypeError, match="num_replicas=1"):
