@@ -138,7 +138,8 @@ class _CostSteps:
         whole = positions[: np.searchsorted(positions, self._count * self._size)]
         last = positions[len(whole) :] - self._count * self._size
         places = self._whole(self._places(whole) if len(whole) else whole)
-        return self._order[np.concatenate([places, self._rest[last]])]
+        found: Int64s = self._order[np.concatenate([places, self._rest[last]])]
+        return found
 
     def _whole(self, places: Int64s) -> Int64s:
         """Convert places among the samples of whole steps to places among all."""
@@ -240,7 +241,8 @@ class JointCostSampler(CostSampler):
     def _work(self, costs: Floats) -> Floats:
         self._columns, highest = costs, costs.max(axis=0, initial=0)
         self._exact: Int64s = np.rint(costs * (UNIT / np.where(highest > 0, highest, 1))).astype(np.int64)
-        return (self._exact / np.maximum(self._exact.sum(axis=0), 1)).sum(axis=1)
+        work: Floats = (self._exact / np.maximum(self._exact.sum(axis=0), 1)).sum(axis=1)
+        return work
 
     def _plan(self, step: int) -> Plan:
         levels = levels_of(step, JOINT_LEVELS)
@@ -300,7 +302,7 @@ def similar_order(costs: Int64s, edges: Int64s, least: Int64s) -> Int64s:
     Example:
         >>> costs = np.array([[0, 2], [6, 1], [0, 9], [7, 1]])
         >>> similar_order(costs, np.array([0, 2, 4]), np.zeros(2)).tolist()
-        [0, 2, 1, 3]
+        [1, 3, 0, 2]
     """
     order, nodes = np.arange(len(costs)), np.array([0, len(edges) - 1])
     while (np.diff(nodes) > 1).any():

@@ -186,8 +186,10 @@ class PackStream(in_order.InOrder):
         if not documents:
             return []
         lengths = np.array([len(one["input_ids"]) for one in documents])
-        sampler = PackSampler(lengths, self.tokens, window=len(lengths), long="cut", shuffle=False)
-        sampler.max_documents = self.max_documents
+        columns, limits = {"tokens": lengths}, {"tokens": self.tokens}
+        if self.max_documents is not None:
+            columns["documents"], limits["documents"] = np.ones_like(lengths), min(self.max_documents, len(lengths))
+        sampler = PackSampler(columns, limits=limits, window=len(lengths), long="cut", shuffle=False)
         rows: list[Any] = list(sampler.iter_epoch(0))
         order = shuffled(len(rows), self.seed, "pack stream rows", *key) if self.shuffle else range(len(rows))
         return [rows[place] for place in order]
