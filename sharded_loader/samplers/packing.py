@@ -589,26 +589,22 @@ class Pack(Batchify):
 def _joined(name: str, samples: Sequence[Any], planned: Packed, empty: Empty) -> dict[str, Array]:
     """Return a field of all documents one after the other, and its length in each row."""
     given = [sample.get(name) if isinstance(sample, Mapping) else None for sample in samples]
-    arrays = [None if value is None else as_array(value) for value in given]
-    sizes = np.array([0 if array is None or not array.ndim else len(array) for array in arrays])
+    arrays = [None if value is None else np.atleast_1d(as_array(value)) for value in given]
+    sizes = np.array([0 if array is None else len(array) for array in arrays])
     is_cut = planned.places[:, 2] - planned.places[:, 1] < planned.places[:, 3]
     for position in np.flatnonzero(is_cut & (sizes > 0))[:1].tolist():
         text = f"document {planned[position]} is cut, and it has {name}, which may belong to another piece"
         raise BatchifyError(text, 'leave long documents out with PackSampler(..., long="drop")')
     batch = {f"{name}_per_row": empty((planned.rows,), np.dtype(np.int64))}
     batch[f"{name}_per_row"][...] = np.bincount(planned.places[:, 0], sizes, planned.rows)
-    present = [(position, array) for position, array in enumerate(arrays) if array is not None]
     # An empty list has no shape, and counts only if there is nothing else.
-    found = [one for one in present if len(one[1].shape) and sizes[one[0]]] or present[:1]
-    for position, array in present:
-        if not array.ndim:
-            raise BatchifyError(f"{name} is a single number in sample {position}", "give an array of shape (n, ...)")
-    shapes = {array.shape[1:]: f"{array.shape} in sample {position}" for position, array in reversed(found)}
+    named = [(array, f"{array.shape} in sample {n}") for n, array in enumerate(arrays) if array is not None]
+    found = [one for one in named if len(one[0])] or named[:1]
+    values, shapes = [array for array, _ in found], {array.shape[1:]: text for array, text in found}
     if len(shapes) > 1:
-        text = f"{name} has the shapes {', '.join(reversed(shapes.values()))}"
+        text = f"{name} has the shapes {', '.join(shapes.values())}"
         raise BatchifyError(text, "give each document an array of shape (n, ...), with the same axes after the first")
-    if found:
-        values = [array for _, array in found]
+    if values:
         batch[name] = empty((int(sizes.sum()), *values[0].shape[1:]), common_dtype(values))
         np.concatenate(values, out=batch[name], casting="unsafe")
     return batch
@@ -616,9 +612,9 @@ def _joined(name: str, samples: Sequence[Any], planned: Packed, empty: Empty) ->
 
 def _stacked(rows: Sequence[Any], empty: Empty) -> dict[str, Array]:
     """Stack rows of `PackStream`."""
-    batch: dict[str, Array] = {}
-    for name in ("input_ids", "position_ids", "segment_ids", "labels"):
-        batch[name] = empty((len(rows), len(rows[0][name])), np.dtype(np.int64))
+    names = ("input_ids", "position_ids", "segment_ids", "labels")
+    batch = {name: empty((len(rows), len(rows[0][name])), np.dtype(np.int64)) for name in names}
+    for name in names:
         np.stack([row[name] for row in rows], out=batch[name])
     is_begin = batch["position_ids"][batch["segment_ids"] > 0] == 0
     bounds = np.append(np.flatnonzero(is_begin), len(is_begin))

@@ -192,8 +192,6 @@ def test_wrong_media_are_refused_in_words() -> None:
         Pack(8, media="pixels")
     with pytest.raises(ValueError, match=r"pixels has the shapes \(3, 2\) in sample 0, \(3, 4\) in sample 1"):
         Pack(8, media=["pixels"])([text | {"pixels": np.ones((3, 2))}, text | {"pixels": np.ones((3, 4))}])
-    with pytest.raises(ValueError, match="pixels is a single number in sample 0"):
-        Pack(8, media=["pixels"])([text | {"pixels": 5}])
     cut = PackSampler([5], 4, long="cut", seed=0)
     data = [{"input_ids": [1] * 5, "pixels": np.ones((3, 2))}]
     loader = ShardedDataLoader(data, batch_sampler=cut, batchify_fn=Pack(4, media=["pixels"]))
