@@ -67,8 +67,8 @@ def part_of(
 ) -> dict[str, Array]:
     """Return the part of a batch that the rank of ``context`` reads.
 
-    ``ids`` and ``labels`` are those of all documents, one after the other; ``row`` and ``sizes``, int64, those of each
-    document, in the order of the rows; ``shape`` is that of whole rows.
+    ``ids`` and ``labels`` are those of all documents, one after the other. ``row`` and ``sizes``, int64, are those of
+    each document, in the order of the rows. ``shape`` is that of whole rows.
 
     Example:
         >>> ids, fills = np.arange(11, 18), dict.fromkeys(("input_ids", "position_ids", "segment_ids", "labels"), -1)
