@@ -1,7 +1,7 @@
 """Context parallelism: the part of packed rows that one rank of a group reads.
 
     (rank, size), or a mesh -> `context_of`
-    documents and their places in rows -> `RankPart` -> tokens, labels and positions of this rank; where documents begin
+    documents and their places in rows -> `part_of` -> tokens, labels and positions of this rank; where documents begin
 
 The ranks of a group share a row. Each document is filled up to a multiple of 2 * size tokens and cut into as many equal
 chunks. Rank r has chunks r and 2 * size - 1 - r, so that all ranks compute equally much causal attention. The filler at
@@ -13,15 +13,13 @@ Only the part is copied. All errors are raised when `Pack` is made, or name the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from sharded_loader.extend import Array, Empty, Int64s
 from sharded_loader.extend.tools import check_int
-
-DIMS = ("cp", "context")
-"""Names of the dimension of a mesh whose processes share rows."""
 
 
 def context_of(context: Any, tokens: int) -> tuple[int, int]:
@@ -33,13 +31,13 @@ def context_of(context: Any, tokens: int) -> tuple[int, int]:
     """
     if hasattr(context, "get_coordinate"):
         names = context.mesh_dim_names or ()
-        dims = [place for place, name in enumerate(names) if name in DIMS]
-        if not dims:
+        if "cp" not in names:
             text = f"the mesh of context= has the dimensions {', '.join(map(repr, names)) or 'none'}"
             raise ValueError(f"{text}, and none is called 'cp': give context=(rank, size)")
+        dim = names.index("cp")
         if context.get_coordinate() is None:
             raise ValueError("this process is not in the mesh of context=: make no loader here, or give (rank, size)")
-        context = context.get_coordinate()[dims[0]], context.size(dims[0])
+        context = context.get_coordinate()[dim], context.size(dim)
     if not isinstance(context, tuple | list) or len(context) != 2:
         raise TypeError(f"context is {context!r}: give (rank, size), or a mesh with the dimension 'cp'")
     size = check_int("the size of context", context[1], 1, "give the number of ranks that share a row")
@@ -57,56 +55,54 @@ def multiple_of(size: int) -> int:
     return 2 * size if size > 1 else 1
 
 
-class RankPart:
-    """The part of rows of ``tokens`` tokens that the rank of ``context`` reads.
+def part_of(
+    ids: Int64s,
+    labels: Int64s,
+    row: Int64s,
+    sizes: Int64s,
+    shape: tuple[int, int],
+    context: tuple[int, int],
+    fills: Mapping[str, int],
+    empty: Empty,
+) -> dict[str, Array]:
+    """Return the part of a batch that the rank of ``context`` reads.
 
-    ``row`` and ``sizes``, int64, are those of the documents, in the order of the rows; each row has a document.
+    ``ids`` and ``labels`` are those of all documents, one after the other. ``row`` and ``sizes``, int64, are those of
+    each document, in the order of the rows. ``shape`` is that of whole rows.
 
     Example:
-        >>> part = RankPart(np.array([0, 0]), np.array([5, 2]), 1, 12, (0, 2))
-        >>> part.padded.tolist(), part.place.tolist()
-        ([8, 4], [0, 1, 6, 7, 0, 3])
+        >>> ids, fills = np.arange(11, 18), dict.fromkeys(("input_ids", "position_ids", "segment_ids", "labels"), -1)
+        >>> part = part_of(ids, ids, np.array([0, 0]), np.array([5, 2]), (1, 12), (0, 2), fills, np.empty)
+        >>> part["input_ids"].tolist(), part["cu_seqlens_padded"].tolist()
+        ([[11, 12, -1, -1, 16, -1]], [0, 8, 12])
     """
-
-    def __init__(self, row: Int64s, sizes: Int64s, rows: int, tokens: int, context: tuple[int, int]) -> None:
-        rank, size = context
-        multiple = multiple_of(size)
-        self._row, self._sizes, self._shape = row, sizes, (rows, tokens // size)
-        self.padded = -(-sizes // multiple) * multiple
-        is_last = np.append(row[1:] != row[:-1], True)
-        self.padded[is_last] += tokens - np.bincount(row, self.padded, rows).astype(np.int64)[row[is_last]]
-        self._chunk = self.padded // multiple
-        self._first = self._chunk[:, None] * np.unique([rank, multiple - 1 - rank])
-        self.chunks: int = self._first.shape[1]  # of each document
-        lengths = np.repeat(self._chunk, self.chunks)
-        within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        self.place: Int64s = np.repeat(self._first.ravel(), lengths) + within
-        """Position in its document of each token of the part."""
-        self._number = np.repeat(np.arange(len(sizes)), self._chunk * self.chunks)
-
-    def edges(self, ahead: int) -> tuple[Int64s, Int64s]:
-        """Return where this rank's chunks begin and end in their documents, ``ahead`` tokens later. Both are flat."""
-        ends = self._first + self._chunk[:, None]
-        first, last = (np.minimum(edge + ahead, self._sizes[:, None]).ravel() for edge in (self._first, ends))
-        return first, last
-
-    def batch(self, ids: Array, labels: Array, pad_id: int, ignored: int, empty: Empty) -> dict[str, Array]:
-        """Return the batch. ``ids`` and ``labels`` are those of `edges` of 0 and 1, one chunk after the other."""
-        size, in_row = self._sizes[self._number], np.arange(len(self._row)) - np.searchsorted(self._row, self._row)
-        real, has_next = self.place < size, self.place + 1 < size
-        values = {
-            "input_ids": (pad_id, real, ids),
-            "position_ids": (0, real, self.place[real]),
-            "segment_ids": (0, real, in_row[self._number][real] + 1),
-            "labels": (ignored, has_next, labels),
-        }
-        batch: dict[str, Array] = {}
-        for name, (fill, mask, value) in values.items():
-            batch[name] = empty(self._shape, np.dtype(np.int64))
-            flat = batch[name].reshape(-1)
-            flat[...] = fill
-            flat[mask] = value
-        for name, lengths in ("cu_seqlens", self._sizes), ("cu_seqlens_padded", self.padded):
-            batch[name] = empty((len(lengths) + 1,), np.dtype(np.int32))
-            batch[name][...] = np.append(0, np.cumsum(lengths))
-        return batch
+    (rows, tokens), (rank, size), multiple = shape, context, multiple_of(context[1])
+    lost = np.setdiff1d(np.arange(rows), row)  # rows whose documents could not be read have one of length 0
+    at = np.searchsorted(row, lost)
+    row, sizes = np.insert(row, at, lost), np.insert(sizes, at, 0)
+    padded = -(-sizes // multiple) * multiple
+    is_last = np.append(row[1:] != row[:-1], True)
+    padded[is_last] += tokens - np.bincount(row, padded, rows).astype(np.int64)[row[is_last]]
+    number, bounds = np.repeat(np.arange(len(row)), padded), np.append(0, np.cumsum(padded))
+    place = np.arange(len(number)) - bounds[number]
+    chunk = place // (padded // multiple)[number]
+    mine = (chunk == rank) | (chunk == multiple - 1 - rank)
+    number, place = number[mine], place[mine]
+    real, has_next = place < sizes[number], place + 1 < sizes[number]
+    token = (np.cumsum(sizes) - sizes)[number] + place
+    in_row = np.arange(len(row)) - np.searchsorted(row, row)
+    values = {
+        "input_ids": (real, ids[token[real]]),
+        "position_ids": (real, place[real]),
+        "segment_ids": (real, in_row[number[real]] + 1),
+        "labels": (has_next, labels[token[has_next] + 1]),
+    }
+    batch: dict[str, Array] = {}
+    for name, (mask, value) in values.items():
+        batch[name] = empty((rows, tokens // size), np.dtype(np.int64))
+        batch[name][...] = fills[name]
+        batch[name].reshape(-1)[mask] = value
+    for name, lengths in ("cu_seqlens", sizes), ("cu_seqlens_padded", padded):
+        batch[name] = empty((len(lengths) + 1,), np.dtype(np.int32))
+        batch[name][...] = np.append(0, np.cumsum(lengths))
+    return batch

@@ -41,8 +41,8 @@ Costs = Numbers | Mapping[str, Numbers] | Callable[[int], Any]
 
 Floats = npt.NDArray[np.float64]
 
-Integers = npt.NDArray[Any]
-"""Costs as integers, of shape (samples, columns)."""
+Plan = tuple[Int64s, int, Int64s, Int64s]
+"""Samples in a line of similar ones; levels of a step; the first tuple that each is mixed with, and how many are."""
 
 MAX_LEVELS = 8
 """Maximum tuples per step. More make steps more alike, but tuples smaller, so that fewer ranks share one."""
@@ -77,17 +77,21 @@ class CostSampler(Sampler[int]):
 
     def __init__(
         self,
-        costs: Numbers | Callable[[int], float],
+        costs: Costs,
         batch_size: int,
         length: int,
         seed: int | None = None,
         whole_steps: bool = False,
     ) -> None:
-        self.costs = checked_costs(costs, length)
+        self.costs = self._work(checked_costs(costs, length))
         self._batch_size = check_int("batch_size", batch_size, 1, "give the number of samples in a batch")
-        self._sorted: Int64s = np.argsort(self.costs, kind="stable")
+        self._plans: dict[int, Plan] = {}  # by the number of samples in a step; only the last one is kept
         self._whole_steps = whole_steps
         self.seed = resolve_seed(seed)
+
+    def _work(self, costs: Floats) -> Floats:
+        """Return one cost for each sample, by which a batch is split into shards for several devices."""
+        return costs
 
     def for_ranks(self, ranks: int) -> CostSampler:
         twin = copy.copy(self)
@@ -95,12 +99,18 @@ class CostSampler(Sampler[int]):
         return twin
 
     def epoch_table(self, epoch: int) -> Table:
-        step, key = self._batch_size * self._ranks, self._key(epoch)
-        steps = _CostSteps(self._sorted, self.costs, step, self._ranks, key)
-        return Table(self.len_epoch(epoch), steps.at, COST_BLOCK)
+        step = self._batch_size * self._ranks
+        if step not in self._plans:
+            self._plans.clear()
+            self._plans[step] = self._plan(step)
+        return self._table(step, self._plans[step], (self.seed, "costs", epoch), self.len_epoch(epoch))
 
-    def _key(self, epoch: int) -> tuple[object, ...]:
-        return self.seed, "costs", epoch
+    def _plan(self, step: int) -> Plan:
+        order, levels = np.argsort(self.costs, kind="stable"), levels_of(step, MAX_LEVELS)
+        return order, levels, *mixable(self.costs[order], len(order) // step * levels, step // levels)
+
+    def _table(self, step: int, plan: Plan, key: tuple[object, ...], length: int) -> Table:
+        return Table(length, _CostSteps(plan, self.costs, step, self._ranks, key).at, COST_BLOCK)
 
     def len_epoch(self, epoch: int) -> int:
         length, step = len(self.costs), self._batch_size * self._ranks
@@ -108,47 +118,36 @@ class CostSampler(Sampler[int]):
 
 
 class _CostSteps:
-    """Steps of one epoch: ``order`` has the indices by ascending cost, ``size`` is the number of samples in a step."""
+    """Steps of one epoch, each of ``size`` samples of the plan."""
 
-    max_levels = MAX_LEVELS
-
-    def __init__(self, order: Int64s, costs: Floats, size: int, ranks: int, key: tuple[object, ...]):
-        self._order, self._costs, self._size, self._ranks = order, costs, size, ranks
-        self._count = steps = len(order) // size
-        self._levels = levels_of(size, self.max_levels)
-        self._tuple = size // self._levels
-        rest = len(order) - steps * size
-        shift = int(random_words(1, *key)[0]) % max(len(order), 1)
-        self._rest = self._leftovers(rest, shift)
-        self._passed = self._rest - np.arange(rest)
-        self._tuples = [shuffle(steps, *key, level) for level in range(self._levels)]
-        self._first, self._mixed = self._mixable(steps * self._levels)
+    def __init__(self, plan: Plan, costs: npt.NDArray[Any], size: int, ranks: int, key: tuple[object, ...]) -> None:
+        self._order, levels, self._first, self._mixed = plan
+        self._costs, self._size, self._ranks = costs, size, ranks
+        self._count, self._tuple = len(self._order) // size, size // levels
+        shift = int(random_words(1, *key)[0]) % max(len(self._order), 1)
+        self._rest = self._leftovers(len(self._order) - self._count * size, shift)
+        self._passed = self._rest - np.arange(len(self._rest))
+        self._tuples = [shuffle(self._count, *key, level) for level in range(levels)]
         self._shuffles = Bijections(*key, "mixed")
 
     def _leftovers(self, count: int, shift: int) -> Int64s:
         """Return the places of samples that are in no whole step, ascending."""
         return (np.arange(count) * len(self._order) + shift) // max(count, 1)
 
-    def _mixable(self, count: int) -> tuple[Int64s, Int64s]:
-        """Return, for each tuple, the first one of those that are mixed with it, and their number."""
-        costs = self._costs[self._order[np.arange(count) * self._tuple]]
-        grade = np.floor(np.log(costs) / np.log(MAX_COST_RATIO))
-        begins = np.flatnonzero(np.diff(grade, prepend=np.nan))
-        lengths = np.diff(np.append(begins, count))
-        begin, length = np.repeat(begins, lengths), np.repeat(lengths, lengths)
-        first = begin + (np.arange(count) - begin) // MAX_MIXED * MAX_MIXED
-        return first, np.minimum(begin + length - first, MAX_MIXED)
-
     def at(self, positions: Int64s) -> Int64s:
         whole = positions[: np.searchsorted(positions, self._count * self._size)]
-        places = self._places(whole) if len(whole) else whole
-        places = places + np.searchsorted(self._passed, places, side="right")
         last = positions[len(whole) :] - self._count * self._size
+        places = self._whole(self._places(whole) if len(whole) else whole)
         found: Int64s = self._order[np.concatenate([places, self._rest[last]])]
         return found
 
+    def _whole(self, places: Int64s) -> Int64s:
+        """Convert places among the samples of whole steps to places among all."""
+        found: Int64s = places + np.searchsorted(self._passed, places, side="right")
+        return found
+
     def _places(self, positions: Int64s) -> Int64s:
-        """Return places in the sorted order without the leftovers in `_rest`."""
+        """Return places among the samples of whole steps."""
         size, ranks, width = self._size, self._ranks, self._tuple
         step, within = np.divmod(positions, size)
         steps, here = np.unique(step, return_inverse=True)
@@ -192,22 +191,31 @@ def levels_of(size: int, most: int) -> int:
     return max(n for n in range(1, most + 1) if size % n == 0 and n * n <= size)
 
 
+def mixable(line: Floats, count: int, width: int) -> tuple[Int64s, Int64s]:
+    """Return, for each of ``count`` tuples of sorted costs, the first one of those to mix it with, and their number."""
+    grade = np.floor(np.log(line[np.arange(count) * width]) / np.log(MAX_COST_RATIO))
+    begins = np.flatnonzero(np.diff(grade, prepend=np.nan))
+    lengths = np.diff(np.append(begins, count))
+    begin, length = np.repeat(begins, lengths), np.repeat(lengths, lengths)
+    first = begin + (np.arange(count) - begin) // MAX_MIXED * MAX_MIXED
+    return first, np.minimum(begin + length - first, MAX_MIXED)
+
+
 # -- several costs -----------------------------------------------------------------------------------------------------
 
 
 JOINT_LEVELS = 4
 """`MAX_LEVELS` for several costs. More levels make narrower tuples, which more ranks have to share."""
 MAX_SPREAD = 0.5
-"""Maximum difference within mixed tuples, relative to the mean of a step for as many ranks as a tuple has samples."""
+"""Maximum of `differences` within tuples that are mixed."""
 ROUNDS = 12
 """Rounds in which each rank of a step exchanges a sample with another one."""
 CANDIDATES = 16
 """Maximum samples of a rank that are tried in a round."""
 UNIT = 2**30
 """The highest cost of a column, as an integer."""
-MEAN = 2**16
-"""The mean of ranks in a step, as an integer. Samples above 64 times the mean count as 64 times."""
-TINY = float(np.finfo(float).tiny)
+MEAN = 2**12
+"""The mean of ranks in a step, as an integer."""
 PLANNED = 2**12
 """Samples that are assigned at once: 64 steps of 64 samples."""
 
@@ -230,118 +238,81 @@ class JointCostSampler(CostSampler):
     shown = (("costs", "costs"),)
     order_version = 1
 
-    def __init__(
-        self,
-        costs: Floats,
-        batch_size: int,
-        length: int,
-        seed: int | None = None,
-        whole_steps: bool = False,
-    ) -> None:
-        self._columns, self._batch_size = costs, batch_size
-        self._exact: Integers = np.rint(costs / np.maximum(costs.max(axis=0, initial=0), TINY) * UNIT).astype(np.int32)
-        # The work in all columns, by which a batch is split into shards for several devices.
-        self.costs = (self._exact / np.maximum(self._exact.sum(axis=0, dtype=np.int64), 1)).sum(axis=1)
-        self._plans: dict[int, tuple[Int64s, tuple[Int64s, Int64s]]] = {}  # by the number of samples in a step
-        self._whole_steps, self.seed = whole_steps, resolve_seed(seed)
+    def _work(self, costs: Floats) -> Floats:
+        self._columns, highest = costs, costs.max(axis=0, initial=0)
+        self._exact: Int64s = np.rint(costs * (UNIT / np.where(highest > 0, highest, 1))).astype(np.int64)
+        work: Floats = (self._exact / np.maximum(self._exact.sum(axis=0), 1)).sum(axis=1)
+        return work
 
-    def epoch_table(self, epoch: int) -> Table:
-        step, key = self._batch_size * self._ranks, self._key(epoch)
-        if step not in self._plans:
-            self._plans.clear()
-            levels = levels_of(step, JOINT_LEVELS)
-            order, rest = similar_order(self._exact, step, levels)
-            mixed = mixable(self._exact[order], rest, len(order) // step * levels, step // levels)
-            self._plans[step] = order, mixed
-        steps = _JointSteps(*self._plans[step], self._exact, step, self._ranks, key)
-        return Table(self.len_epoch(epoch), steps.at, max(PLANNED // step, 1) * self._batch_size)
+    def _plan(self, step: int) -> Plan:
+        levels = levels_of(step, JOINT_LEVELS)
+        edges = borders(len(self._exact), len(self._exact) // step * levels)
+        count = len(self._exact)
+        quarters = np.sort(self._exact, axis=0)[count // 40 :: max(count // 4, 1)]  # near the low end of each
+        least = (levels - 1) * quarters.sum(axis=0) // 4
+        order = similar_order(self._exact, edges, least)
+        return order, levels, *similar_tuples(self._exact[order], edges, least)
+
+    def _table(self, step: int, plan: Plan, key: tuple[object, ...], length: int) -> Table:
+        at = _JointSteps(plan, self._exact, step, self._ranks, key).at
+        return Table(length, at, max(PLANNED // step, 1) * self._batch_size)
 
 
 class _JointSteps(_CostSteps):
-    """Steps of one epoch: ``order`` is from `similar_order`, and ``mixed`` from `mixable`."""
-
-    max_levels = JOINT_LEVELS
-
-    def __init__(
-        self, order: Int64s, mixed: tuple[Int64s, Int64s], costs: Integers, size: int, ranks: int, key: tuple[Any, ...]
-    ) -> None:
-        self._pair = mixed
-        super().__init__(order, costs, size, ranks, key)
+    """Steps of one epoch, whose samples are `assigned` to ranks."""
 
     def _leftovers(self, count: int, shift: int) -> Int64s:
         # From tuples that have more samples than fit, so that the others keep theirs.
-        sizes = np.diff(borders(len(self._order), self._count * self._levels))
-        extra = np.maximum(sizes - self._tuple, 0)
-        if not len(sizes):
-            return super()._leftovers(count, shift)
-        number = np.repeat(np.arange(len(sizes)), extra)
-        nth = np.arange(count) - np.repeat(np.cumsum(extra) - extra, extra)
-        return np.sort((np.cumsum(sizes) - sizes)[number] + (shift + nth) % sizes[number])
-
-    def _mixable(self, count: int) -> tuple[Int64s, Int64s]:
-        return self._pair
+        edges = borders(len(self._order), len(self._first))
+        if len(edges) == 1:
+            return np.arange(count)
+        sizes = np.diff(edges)
+        number = np.repeat(np.arange(len(sizes)), sizes - self._tuple)
+        return np.sort(edges[number] + (shift + np.arange(count)) % sizes[number])
 
     def _places(self, positions: Int64s) -> Int64s:
         step, within = np.divmod(positions, self._size)
         steps, here = np.unique(step, return_inverse=True)
-        at_once = max(PLANNED // self._size, 1)
-        planned = [self._planned(steps[begin : begin + at_once]) for begin in range(0, len(steps), at_once)]
-        found: Int64s = np.concatenate(planned)[here, within]
+        level, member = np.divmod(np.arange(self._size), self._tuple)
+        places = self._members(self._tuples_of(steps)[:, level].ravel(), np.tile(member, len(steps)))
+        costs = self._costs[self._order[self._whole(places)]]
+        chosen = assigned(costs.reshape(len(steps), self._size, -1), self._ranks)
+        row, rank = np.divmod(within, self._ranks)
+        rank = (rank + self._turned(steps)[here]) % self._ranks
+        found: Int64s = places.reshape(len(steps), -1)[here, chosen[here, row, rank]]
         return found
 
-    def _planned(self, steps: Int64s) -> Int64s:
-        """Return the places of all samples of steps, shape (steps, size): first those of row 0, by rank."""
-        count, members = len(steps), np.arange(self._size)
-        tuples = self._tuples_of(steps)[:, members // self._tuple]
-        places = self._members(tuples.ravel(), np.tile(members % self._tuple, count))
-        costs = self._costs[self._order[places + np.searchsorted(self._passed, places, side="right")]]
-        chosen = assigned(costs.reshape(count, self._size, -1).astype(np.int64), self._ranks)
-        row, rank = np.divmod(members, self._ranks)
-        slots = row * self._ranks + (rank + self._turned(steps)[:, None]) % self._ranks
-        return np.take_along_axis(places.reshape(count, -1), np.take_along_axis(chosen, slots, axis=1), axis=1)
+
+def differences(line: Int64s, begins: Int64s, least: Int64s) -> Floats:
+    """Return how much the samples of each part of a line differ in each column, relative to their mean.
+
+    ``least`` is added to the mean: what the other tuples of a step have at least, for each of this one's samples.
+    """
+    sizes = np.diff(np.append(begins, len(line)))[:, None]
+    spread = np.maximum.reduceat(line, begins) - np.minimum.reduceat(line, begins)
+    found: Floats = spread / np.maximum(np.add.reduceat(line, begins) / sizes + least, 1)
+    return found
 
 
-def similar_order(costs: Integers, size: int, levels: int) -> tuple[Int64s, Floats]:
-    """Return an order in which neighbours are alike in all columns, for tuples of ``size // levels`` samples.
+def similar_order(costs: Int64s, edges: Int64s, least: Int64s) -> Int64s:
+    """Return an order in which neighbours are alike in all columns, for tuples between ``edges``; see `differences`.
 
-    Also return how much of each column the rest of a step has at least, in most steps. Takes O(n log n) for each
-    column.
+    Parts are halved until each is a tuple, at the median of the column in which their samples differ most.
 
     Example:
         >>> costs = np.array([[0, 2], [6, 1], [0, 9], [7, 1]])
-        >>> similar_order(costs, 4, 2)[0].tolist()
+        >>> similar_order(costs, np.array([0, 2, 4]), np.zeros(2)).tolist()
         [1, 3, 0, 2]
     """
-    count, width, columns = len(costs), size // levels, np.arange(costs.shape[1])[:, None]
-    edges = borders(count, count // size * levels)
-    lines = np.stack([np.argsort(column, kind="stable") for column in costs.T])  # each is sorted within its nodes
-    nodes, rising = np.array([0, len(edges) - 1]), np.ones((1, len(columns)), bool)
-    rest = (size - width) * (costs.sum(axis=0, dtype=np.int64) / max(count, 1))
-    while (several := np.diff(nodes) > 1).any():
-        begin, sizes = edges[nodes[:-1]], np.diff(edges[nodes])
-        if len(nodes) == 5:
-            low = costs[lines[:, begin + sizes // 10], columns]
-            rest = (size - width) * (low.sum(axis=1, dtype=np.int64) / 4)
-        spread = costs[lines[:, begin + sizes - 1], columns] - costs[lines[:, begin], columns]
-        sums = np.add.reduceat(costs[lines[0]], begin, dtype=np.int64)
-        column = (spread.T / np.maximum(width * (sums / sizes[:, None]) + rest, 1)).argmax(axis=1)
-        middle = (nodes[:-1] + nodes[1:] + 1) // 2
-        half, owner = edges[middle] - begin, np.repeat(np.arange(len(begin)), sizes)
-        place, first = np.arange(count) - begin[owner], np.empty(count, bool)
-        # Where the line comes back through a column it falls, so that the ends of halves are neighbours too.
-        rises = rising[np.arange(len(column)), column][owner]
-        first[lines[column[owner], np.arange(count)]] = np.where(
-            rises, place < half[owner], place >= (sizes - half)[owner]
-        )
-        for line in lines:
-            is_first = first[line]
-            passed = np.cumsum(is_first) - is_first
-            before = passed - passed[begin][owner]
-            line[begin[owner] + np.where(is_first, before, half[owner] + place - before)] = line.copy()
-        turned = rising ^ (column[:, None] != columns.T)
-        rising = np.stack([rising, turned], axis=1)[np.stack([several | True, several], axis=1)]
-        nodes = np.unique(np.concatenate([nodes, middle]))
-    return lines[0], rest
+    order, nodes = np.arange(len(costs)), np.array([0, len(edges) - 1])
+    while (np.diff(nodes) > 1).any():
+        begin, line = edges[nodes[:-1]], costs[order]
+        owner = np.repeat(np.arange(len(begin)), np.diff(edges[nodes]))
+        value = line[np.arange(len(line)), differences(line, begin, least).argmax(axis=1)[owner]]
+        # Every other part falls, so that ends of parts are neighbours too.
+        order = order[np.lexsort([np.where(owner % 2, -value, value), owner])]
+        nodes = np.unique(np.concatenate([nodes, (nodes[:-1] + nodes[1:] + 1) // 2]))
+    return order
 
 
 def borders(count: int, tuples: int) -> Int64s:
@@ -349,70 +320,58 @@ def borders(count: int, tuples: int) -> Int64s:
     return np.arange(tuples + 1) * count // max(tuples, 1)
 
 
-def mixable(line: Integers, rest: Floats, count: int, width: int) -> tuple[Int64s, Int64s]:
-    """Return, for each of ``count`` tuples of a line of costs, the first one of those to mix it with, and their number.
+def similar_tuples(line: Int64s, edges: Int64s, least: Int64s) -> tuple[Int64s, Int64s]:
+    """Return for each tuple of a line the first one of those to mix it with, and their number, a power of two.
 
     Example:
-        >>> mixable(np.array([[5], [5], [5], [5], [5], [9]]), np.zeros(1), 3, 2)[1].tolist()
+        >>> similar_tuples(np.array([[5], [5], [5], [5], [5], [9]]), np.array([0, 2, 4, 6]), np.zeros(1))[1].tolist()
         [2, 2, 1]
     """
-    first, mixed = np.arange(count), np.ones(count, np.int64)
-    if not count:
-        return first, mixed
-    begins = borders(len(line), count)[:-1]
-    most, least = np.maximum.reduceat(line, begins), np.minimum.reduceat(line, begins)
-    sums = np.add.reduceat(line, begins, dtype=np.int64)
-    for number in (2, 4, 8, MAX_MIXED):
-        end = count // number * number
-        groups = [one[:end].reshape(-1, number, line.shape[1]) for one in (most, least, sums)]
-        spread = (groups[0].max(axis=1) - groups[1].min(axis=1)).astype(np.int64)
-        alike = (spread * width <= MAX_SPREAD * (groups[2].sum(axis=1) / number + rest)).all(axis=1)
-        here = np.flatnonzero(np.repeat(alike, number))
+    count = len(edges) - 1
+    first, mixed, number = np.arange(count), np.ones(count, np.int64), 2
+    while number <= min(MAX_MIXED, count):
+        begins = edges[: count // number * number : number]
+        differ = differences(line[: edges[count // number * number]], begins, least)
+        here = np.flatnonzero(np.repeat((differ <= MAX_SPREAD).all(axis=1), number))
         first[here], mixed[here] = here // number * number, number
+        number *= 2
     return first, mixed
 
 
 def assigned(costs: Int64s, ranks: int) -> Int64s:
     """Assign the samples of steps to ranks, equally many to each, and about equal sums in each column.
 
-    ``costs`` has shape (steps, samples, columns). Return the samples by row and rank, shape (steps, samples).
+    ``costs`` has shape (steps, samples, columns). Return the samples, shape (steps, rows, ranks). Ranks get neighbours
+    in turn. Then, in each round, ranks with more than others, of one column after the other, exchange samples with
+    those that have less: the two that make their work most alike.
 
     Example:
-        >>> assigned(np.array([[[9, 1], [0, 5], [9, 1], [0, 5]]]), 2)
-        array([[0, 1, 3, 2]])
+        >>> assigned(np.array([[[9, 1], [0, 5], [9, 1], [0, 5]]]), 2).tolist()
+        [[[0, 1], [3, 2]]]
     """
     count, size, columns = costs.shape
-    rows, half, total = size // ranks, ranks // 2, costs.sum(axis=1, keepdims=True)
-    shares = np.rint(np.minimum(costs * (ranks / np.maximum(total, 1)), 64) * MEAN).astype(np.int64)
-    order = np.tile(np.arange(size), (count, 1)).reshape(count, rows, ranks)
-    order[:, 1::2] = order[:, 1::2, ::-1]
-    if rows == 1:
-        return order.reshape(count, size)
-    members = order.transpose(0, 2, 1).copy()
-    step = np.arange(count)[:, None]
-    loads = shares[step[:, :, None], members].sum(axis=2)
+    rows, half, step = size // ranks, ranks // 2, np.arange(count)[:, None, None]
+    shares = costs * (MEAN * ranks) // np.maximum(costs.sum(axis=1, keepdims=True), 1)
+    members = np.tile(np.arange(size).reshape(rows, ranks), (count, 1, 1))
+    members[:, 1::2] = members[:, 1::2, ::-1].copy()
+    members = members.transpose(0, 2, 1)
     tried = min(rows, CANDIDATES)
-    for n in range(ROUNDS * (half > 0)):
-        excess = loads - loads.sum(axis=1, keepdims=True) // ranks
-        # Pair the highest rank with the lowest, of one column after the other, or of all.
+    for n in range(ROUNDS if half and rows > 1 else 0):
+        loads = shares[step, members].sum(axis=2)
         which = n % (columns + 1)
-        key = excess[:, :, which] if which < columns else np.abs(excess).max(axis=2)
-        by_load = np.argsort(key, axis=1, kind="stable")
-        low, high = by_load[:, :half], np.roll(by_load[:, ::-1][:, :half], n // 2 * (n % 2), axis=1)
+        key = loads[:, :, which] if which < columns else np.abs(loads - MEAN).max(axis=2)
+        by_load = np.argsort(key, axis=1, kind="stable")[:, :, None]
+        members, loads = np.take_along_axis(members, by_load, 1), np.take_along_axis(loads, by_load, 1)
+        low, high = members[:, :half], members[:, ::-1][:, :half]
         some = (np.arange(tried) * rows // tried + n) % rows
-        gain = shares[step[:, :, None], members[step, high][:, :, some]][:, :, None]
-        gain = gain - shares[step[:, :, None], members[step, low][:, :, some]][:, :, :, None]
-        gap = (excess[step, low] - excess[step, high])[:, :, None, None]
+        gain = shares[step, high[:, :, some]][:, :, None] - shares[step, low[:, :, some]][:, :, :, None]
+        gap = (loads[:, :half] - loads[:, ::-1][:, :half])[:, :, None, None]
         change = ((gain + gap) * gain).sum(axis=4).reshape(count, half, -1)
         best = change.argmin(axis=2)
-        at, pair = np.nonzero(np.take_along_axis(change, best[:, :, None], axis=2)[:, :, 0] < 0)
+        at, pair = np.nonzero(change.min(axis=2) < 0)
         mine, other = (some[one] for one in np.divmod(best[at, pair], tried))
-        low, high = low[at, pair], high[at, pair]
-        moved = gain.reshape(count, half, -1, columns)[at, pair, best[at, pair]]
-        loads[at, low] += moved
-        loads[at, high] -= moved
-        members[at, low, mine], members[at, high, other] = members[at, high, other], members[at, low, mine]
-    return members.transpose(0, 2, 1).reshape(count, size)
+        low[at, pair, mine], high[at, pair, other] = high[at, pair, other], low[at, pair, mine]
+    return members.transpose(0, 2, 1)
 
 
 # -- the argument ------------------------------------------------------------------------------------------------------
@@ -430,34 +389,19 @@ def sampler_of(
 def checked_costs(costs: Costs, length: int) -> Floats:
     """Return the costs as float64, shape (length,) or (length, columns). TypeError or ValueError: they are invalid."""
     given: Any = [costs(index) for index in range(length)] if callable(costs) else costs
-    names: Any = list(costs) if isinstance(costs, Mapping) else range(1 << 31)
     try:
-        columns = [np.asarray(column, np.float64) for column in given.values()] if isinstance(given, Mapping) else None
-        array = np.asarray(given if columns is None else [], np.float64)
+        columns = [*given.values()] if isinstance(given, Mapping) else None
+        array = np.asarray(given, np.float64) if columns is None else np.array(columns, np.float64).T
     except (TypeError, ValueError):
-        advice = "or several (shape (n, columns), a dict of columns), or a function of the index"
-        raise TypeError(f"costs must be numbers, one for each sample, {advice}") from None
-    if columns is not None:
-        shapes = {name: column.shape for name, column in zip(names, columns, strict=True)}
-        if set(shapes.values()) != {(length,)}:
-            text = f"costs have columns of shapes {shapes}, but the dataset has {length} samples"
-            raise ValueError(f"{text}: give one number for each in every column")
-        array = np.stack(columns, axis=1)
-    if array.ndim == 2 and array.shape[1] == 1:
-        array = array[:, 0]
+        text = "costs must be numbers, one for each sample, or equally many: shape (n,) or (n, columns)"
+        raise TypeError(f"{text}, a dict of columns of shape (n,), or a function of the index") from None
     if array.shape[:1] != (length,) or array.ndim > 2 or not all(array.shape[1:]):
         text = f"costs have shape {array.shape}, but the dataset has {length} samples"
         raise ValueError(f"{text}: give one number for each, or several, shape ({length}, columns)")
-    if array.ndim == 1:
-        wrong = np.flatnonzero(~((array > 0) & (array < np.inf)))
-        if len(wrong):
-            raise ValueError(f"the cost of sample {wrong[0]} is {array[wrong[0]]}: costs are finite numbers above 0")
-        return array
-    for sample, column in np.argwhere(~((array >= 0) & (array < np.inf)))[:1].tolist():
-        text = f"the cost of sample {sample} is {array[sample, column]} in column {names[column]!r}"
-        raise ValueError(f"{text}: costs are finite, and at least 0 if there are several columns")
-    for sample in np.flatnonzero(~array.any(axis=1))[:1].tolist():
-        raise ValueError(f"all costs of sample {sample} are 0: one of them must be above 0")
-    for column in np.flatnonzero(~array.any(axis=0))[:length].tolist():
-        raise ValueError(f"all costs in column {names[column]!r} are 0: leave out the column")
-    return array
+    several = array.shape[1:] not in ((), (1,))
+    wrong = np.argwhere(~((array >= 0) & (array < np.inf) & (several | (array > 0))))
+    for sample, *column in wrong[:1].tolist():
+        text = f"the cost of sample {sample} is {array[(sample, *column)]}"
+        where = f" in column {list(costs)[column[0]] if isinstance(costs, Mapping) else column[0]!r}" if several else ""
+        raise ValueError(f"{text}{where}: costs are finite numbers above 0, or at least 0 if there are several columns")
+    return array if several else array.reshape(length)

@@ -26,7 +26,7 @@ from sharded_loader.extend import Array, Batchify, BatchifyError, Empty, Int64s,
 from sharded_loader.extend.data import as_array, check_not_empty, common_dtype, stack_arrays
 from sharded_loader.extend.order import EVERY, IN_MEMORY, SUM, parts, reading, resolve_seed, shuffle, shuffled
 from sharded_loader.extend.tools import an, call_of, check_choice, check_int
-from sharded_loader.samplers.context import RankPart, context_of, multiple_of
+from sharded_loader.samplers.context import context_of, multiple_of, part_of
 from sharded_loader.samplers.index_samplers import Numbers, integers
 
 GROUP = 2**17
@@ -73,8 +73,8 @@ class PackSampler(Sampler[list[int]]):
         last_batch: ``"keep"`` or ``"discard"`` a smaller last batch. With ``steps_per_epoch``, there is none.
         seed: decides the order, together with the epoch; by default drawn from torch's default generator.
         limits: several limits of a row in the place of ``tokens``, such as ``{"tokens": 8192, "patches": 4096}``.
-            Documents with the greatest share of a limit come first. A document may have 0 of all but tokens. One above
-            a limit cannot be cut.
+            Documents with the greatest share of a limit come first. A document may have 0 of all but tokens. Only
+            tokens are cut: each piece counts with all that its document has of the other limits.
         multiple: number of tokens to a multiple of which documents are filled up: 2 * size for `Pack` with
             ``context=(rank, size)``.
 
@@ -98,8 +98,6 @@ class PackSampler(Sampler[list[int]]):
     fixed = ("tokens", "window", "long", "shuffle")
     cut_by, sized_by = ("tokens", "rows", "window", "long"), ("rows",)
     counts_by_pass = yields_batches = True
-    max_documents: int | None = None
-    """Maximum number of documents in a row; `PackStream` sets it."""
 
     def __init__(
         self,
@@ -119,7 +117,7 @@ class PackSampler(Sampler[list[int]]):
         self._more: dict[str, npt.NDArray[Any]] = {}
         self._most = np.ones(0, np.int64)
         if limits is not None:
-            lengths, tokens, self._more = _columns(lengths, tokens, limits, long)
+            lengths, tokens, self._more = _columns(lengths, tokens, limits)
             self._most = np.array([limits[name] for name in self._more], np.int64)
             self._limits = ", ".join(f"{name} {most}" for name, most in limits.items())
             self._add("limits", "_limits")
@@ -183,7 +181,7 @@ class PackSampler(Sampler[list[int]]):
 
         for (name, column), most in zip(self._more.items(), self._most.tolist(), strict=True):
             values = column[documents]
-            wrong = (values < 0) | ((values > most) & (self.long == "error"))
+            wrong = (values < 0) | ((values > most) & (self.long != "drop"))
             for place in np.flatnonzero(wrong)[:1].tolist():
                 text = f"document {documents[place]} has {values[place]} {name}, and a row has 0 to {most}"
                 raise ValueError(f'{text}: leave long documents out with long="drop", or give a higher limit')
@@ -244,12 +242,8 @@ class PackSampler(Sampler[list[int]]):
         documents, windows, lengths = (np.repeat(one, pieces) for one in (documents, windows, lengths))
         ends, windows = np.minimum(begins + self.tokens, lengths), windows - window
         sizes = (-(-(ends - begins) // self._multiple) * self._multiple).astype(np.int32)
-        if more is None:
-            rows, counts = best_fit(sizes, windows, end - window, self.tokens, self.max_documents)
-        else:
-            columns = np.concatenate([sizes[:, None], np.repeat(more, pieces, axis=0)], axis=1).astype(np.int64)
-            rows, counts = best_fit_of_several(columns, windows, end - window, np.append(self.tokens, self._most))
-
+        columns = [sizes] if more is None else [sizes, *np.repeat(more, pieces, axis=0).T]
+        rows, counts = best_fit(columns, windows, end - window, [self.tokens, *self._most.tolist()])
         borders = np.searchsorted(windows, np.arange(len(counts) + 1))
 
         def layout(n: int) -> Layout:
@@ -273,90 +267,62 @@ class PackSampler(Sampler[list[int]]):
 
 
 def best_fit(
-    sizes: npt.NDArray[np.int32], windows: Int64s, count: int, tokens: int, most: int | None = None
+    columns: Sequence[npt.NDArray[Any]], windows: Int64s, count: int, limits: Sequence[int]
 ) -> tuple[Int64s, Int64s]:
-    """Pack many windows at once by best fit decreasing: longest document first, into the fullest row that has room.
+    """Pack many windows at once by best fit decreasing: greatest document first, into the fullest row that has room.
 
-    ``sizes`` are 1 to ``tokens``, and ``windows`` ascend from 0 to below ``count``. A row has at most ``most``
-    documents. Returns the row of each document in its window, and the number of rows of each window.
+    ``columns`` are sizes, one for each limit of a row. Documents come by their greatest share of a limit, and rows are
+    as full as the first column says. It is 1 to its limit, others from 0; ``windows`` ascend from 0 to below ``count``.
+    Returns the row of each document in its window, and the number of rows of each window.
 
     Example:
-        >>> rows, counts = best_fit(np.array([3, 5, 2, 4, 7], np.int32), np.array([0, 0, 0, 0, 1]), 2, tokens=7)
+        >>> sizes, windows = np.array([3, 5, 2, 4, 7], np.int32), np.array([0, 0, 0, 0, 1])
+        >>> rows, counts = best_fit([sizes], windows, 2, [7])
         >>> rows.tolist(), counts.tolist()
         ([1, 0, 0, 1, 0], [2, 1])
     """
+    tokens = limits[0]
     per_window = np.bincount(windows, minlength=count)
     begin = np.cumsum(per_window) - per_window
-    nth = np.arange(len(sizes)) - np.repeat(begin, per_window)
-    # Missing documents of smaller windows have size 0.
+    nth = np.arange(len(windows)) - np.repeat(begin, per_window)
+    greatest = columns[0].astype(np.int64)
+    for sizes, limit in zip(columns[1:], limits[1:], strict=True):
+        greatest = np.maximum(greatest, np.rint(sizes * (tokens / limit)).astype(np.int64))
+    # Smaller windows have fewer documents; the others have size 0.
     keys = np.full((count, int(per_window.max(initial=0))), tokens << 31, np.int64)
-    keys[windows, nth] = (tokens - sizes.astype(np.int64)) << 31 | nth
+    keys[windows, nth] = (tokens - greatest) << 31 | nth
     keys.sort(axis=1)
-    table = np.ascontiguousarray((tokens - (keys >> 31)).astype(np.int32).T)  # n-th longest document, window
-    chosen, large = np.empty(table.shape, np.int64), (table > tokens // 2).sum(axis=0)
-    width = int(np.maximum(table.sum(axis=0, dtype=np.int64) // tokens, large).max(initial=0))
-    most = len(table) + 1 if most is None else most
-    width = max(width, len(table) // most)
+    real = keys < tokens << 31
+    documents = (begin[:, None] + (keys & (2**31 - 1)))[real]
+    tables = [np.zeros(keys.shape[::-1], np.int32) for _ in columns]  # n-th greatest document, window
+    for one, sizes in zip(tables, columns, strict=True):
+        one.T[real] = sizes[documents]
+    table, chosen = tables[0], np.empty(keys.shape[::-1], np.int64)
+    least = [one.sum(axis=0, dtype=np.int64) // limit for one, limit in zip(tables, limits, strict=True)]
+    width = int(np.max([*least, (table > tokens // 2).sum(axis=0)], initial=0))
     while True:
         width += width // 8 + 8
         spare, first = np.full((count, width), tokens, np.int32), np.arange(count) * width
-        rest, held = np.empty_like(spare), np.zeros(spare.size, np.int64)
+        others = [np.full_like(spare, limit) for limit in limits[1:]]
+        rest = np.empty_like(spare)
         flat_spare, flat_rest, unsigned = spare.reshape(-1), rest.reshape(-1), rest.view(np.uint32)
         for n, longest in enumerate(table):
             # Rows without room have a negative rest, large as an unsigned number. Empty rows come last.
             np.subtract(spare, longest[:, None], out=rest)
+            for other, sizes in zip(others, tables[1:], strict=True):
+                rest[other < sizes[n][:, None]] = -1
             place = unsigned.argmin(axis=1, out=chosen[n]) + first
             flat_spare[place] = flat_rest[place]
-            if most < len(table):
-                held[place] += longest > 0
-                full = place[held[place] >= most]
-                flat_spare[full] = np.minimum(flat_spare[full], 0)  # below 0: there was no room, see below
+            for other, sizes in zip(others, tables[1:], strict=True):
+                other.reshape(-1)[place] -= sizes[n]
         if spare.min(initial=0) >= 0:  # otherwise there were too few rows
             break
-    rows, real = np.empty(len(sizes), np.int64), table.T > 0
-    rows[(begin[:, None] + (keys & (2**31 - 1)))[real]] = chosen.T[real]
+    rows = np.empty(len(windows), np.int64)
+    rows[documents] = chosen.T[real]
     return rows, (spare < tokens).sum(axis=1)
 
 
-def best_fit_of_several(sizes: Int64s, windows: Int64s, count: int, limits: Int64s) -> tuple[Int64s, Int64s]:
-    """Pack as `best_fit` does, to several limits: ``sizes`` has shape (documents, limits), the first ones above 0.
-
-    Documents come by their greatest share of a limit, each into the row with the least room that it fits into.
-
-    Example:
-        >>> sizes = np.array([[1, 4], [4, 1], [4, 0], [1, 4]])
-        >>> best_fit_of_several(sizes, np.zeros(4, np.int64), 1, np.array([5, 5]))[0].tolist()
-        [0, 0, 1, 1]
-    """
-    unit = 1 << 30
-    per_window = np.bincount(windows, minlength=count)
-    begin = np.cumsum(per_window) - per_window
-    nth = np.arange(len(sizes)) - np.repeat(begin, per_window)
-    keys = np.full((count, int(per_window.max(initial=0))), 2 * unit << 31, np.int64)
-    keys[windows, nth] = (unit - np.rint((sizes / limits).max(axis=1) * unit).astype(np.int64)) << 31 | nth
-    keys.sort(axis=1)
-    real = keys < 2 * unit << 31  # smaller windows have fewer documents
-    documents = np.where(real, begin[:, None] + (keys & (2**31 - 1)), len(sizes))
-    table = np.append(sizes, np.zeros((1, len(limits)), np.int64), axis=0)[documents.T]
-    chosen, width = np.empty(table.shape[:2], np.int64), int((table.sum(axis=0) // limits).max(initial=0))
-    while True:
-        width += width // 8 + 8
-        spare = np.repeat(limits, count * width).reshape(-1, count, width)
-        for n, largest in enumerate(table):
-            rest = spare - largest.T[:, :, None]
-            room = rest[0] / limits[0]
-            for column, limit in zip(rest[1:], limits[1:], strict=True):
-                room += column / limit
-            chosen[n] = np.where((rest < 0).any(axis=0), np.inf, room).argmin(axis=1)
-            spare[:, np.arange(count), chosen[n]] -= largest.T
-        if spare.min(initial=0) >= 0:
-            break
-    rows = np.empty(len(sizes), np.int64)
-    rows[documents[real]] = chosen.T[real]
-    return rows, (spare[0] < limits[0]).sum(axis=1)
-
-
-def _columns(lengths: Any, tokens: object, limits: Any, long: str) -> tuple[Any, int, dict[str, npt.NDArray[Any]]]:
+def _columns(lengths: Any, tokens: object, limits: Any) -> tuple[Any, int, dict[str, npt.NDArray[Any]]]:
     """Return the lengths in tokens, their limit, and the other lengths by name. Check the arguments."""
     example = 'PackSampler({"tokens": lengths, "patches": patches}, limits={"tokens": 8192, "patches": 4096})'
     if tokens is not None or not isinstance(limits, Mapping) or not isinstance(lengths, Mapping):
@@ -364,10 +330,9 @@ def _columns(lengths: Any, tokens: object, limits: Any, long: str) -> tuple[Any,
     if "tokens" not in limits or lengths.keys() != limits.keys():
         text = f"there are limits for {sorted(limits)} and lengths for {sorted(lengths)}"
         raise ValueError(f"{text}: give both for the same names, 'tokens' among them: {example}")
-    if long == "cut" and len(limits) > 1:
-        raise ValueError('long="cut" cuts tokens, and other limits do not say where: give long="drop" or "error"')
     for name, most in limits.items():
-        check_int(f"the limit of {name}", most, 1, "give the most that a row can have")
+        if check_int(f"the limit of {name}", most, 1, "give the most that a row can have") >= 2**31:
+            raise ValueError(f"the limit of {name} is {most}: give a number below 2**31")
     advice = "give one number for each document"
     arrays = {name: integers(f"lengths[{name!r}]", lengths[name], "integers of shape (n,)", advice) for name in limits}
     if len(set(map(len, arrays.values()))) > 1:
@@ -573,11 +538,11 @@ class Pack(Batchify):
             advice = f"write the same number in both, PackSampler(lengths, tokens={self._tokens}, {multiple}...)"
             text = f"PackSampler has planned a row of {most} tokens, and Pack makes rows of {self._tokens}"
             raise BatchifyError(text, advice)
-        given = self._labels(samples)
-        if self._context is not None:
-            return self._part(planned, tokens, tokens if given is None else given, empty)
-        ids = _concatenated(tokens, begin, end)
+        ids, given = _concatenated(tokens, begin, end), self._labels(samples)
         labels = ids.copy() if given is None else _concatenated(given, begin, end)
+        if self._context is not None:
+            fills = {"input_ids": self._pad_id, "position_ids": 0, "segment_ids": 0, "labels": IGNORED}
+            return part_of(ids, labels, row, sizes, (planned.rows, self._tokens), self._context, fills, empty)
         labels[bounds[:-1]] = IGNORED
         in_row = np.arange(len(row)) - np.searchsorted(row, row)
         values = {
@@ -598,24 +563,6 @@ class Pack(Batchify):
             batch |= _joined(name, samples, planned, empty)
         return batch
 
-    def _part(
-        self, planned: Packed, tokens: Sequence[Array], labels: Sequence[Array], empty: Empty
-    ) -> dict[str, Array]:
-        row, begin, end, _ = planned.places.T
-        # A row whose documents could not be read has one of length 0.
-        lost = np.setdiff1d(np.arange(planned.rows), row)
-        at = np.searchsorted(row, lost)
-        read = np.insert(np.arange(len(row)), at, 0).tolist()
-        row, begin, sizes = np.insert(row, at, lost), np.insert(begin, at, 0), np.insert(end - begin, at, 0)
-        part = RankPart(row, sizes, planned.rows, self._tokens, self._context or (0, 1))
-        owner = np.repeat(np.arange(len(row)), part.chunks)
-        chunks = [read[n] for n in owner.tolist()]
-        ids, targets = (
-            _concatenated([values[n] for n in chunks], begin[owner] + first, begin[owner] + last)
-            for values, (first, last) in ((tokens, part.edges(0)), (labels, part.edges(1)))
-        )
-        return part.batch(ids, targets, self._pad_id, IGNORED, empty)
-
     @property
     def _multiple(self) -> int:
         return 1 if self._context is None else multiple_of(self._context[1])
@@ -635,38 +582,29 @@ class Pack(Batchify):
         return labels
 
     def __repr__(self) -> str:
-        return call_of(
-            self,
-            tokens=(self._tokens, None),
-            pad_id=(self._pad_id, 0),
-            media=(self._media, ()),
-            context=(self._context, None),
-        )
+        usual = {"tokens": None, "pad_id": 0, "media": (), "context": None}
+        return call_of(self, **{name: (getattr(self, f"_{name}"), value) for name, value in usual.items()})
 
 
 def _joined(name: str, samples: Sequence[Any], planned: Packed, empty: Empty) -> dict[str, Array]:
     """Return a field of all documents one after the other, and its length in each row."""
     given = [sample.get(name) if isinstance(sample, Mapping) else None for sample in samples]
-    arrays = [None if value is None else as_array(value) for value in given]
-    sizes = np.array([0 if array is None or not array.ndim else len(array) for array in arrays])
+    arrays = [None if value is None else np.atleast_1d(as_array(value)) for value in given]
+    sizes = np.array([0 if array is None else len(array) for array in arrays])
     is_cut = planned.places[:, 2] - planned.places[:, 1] < planned.places[:, 3]
     for position in np.flatnonzero(is_cut & (sizes > 0))[:1].tolist():
         text = f"document {planned[position]} is cut, and it has {name}, which may belong to another piece"
         raise BatchifyError(text, 'leave long documents out with PackSampler(..., long="drop")')
     batch = {f"{name}_per_row": empty((planned.rows,), np.dtype(np.int64))}
     batch[f"{name}_per_row"][...] = np.bincount(planned.places[:, 0], sizes, planned.rows)
-    present = [(position, array) for position, array in enumerate(arrays) if array is not None]
     # An empty list has no shape, and counts only if there is nothing else.
-    found = [one for one in present if len(one[1].shape) and sizes[one[0]]] or present[:1]
-    for position, array in present:
-        if not array.ndim:
-            raise BatchifyError(f"{name} is a single number in sample {position}", "give an array of shape (n, ...)")
-    shapes = {array.shape[1:]: f"{array.shape} in sample {position}" for position, array in reversed(found)}
+    named = [(array, f"{array.shape} in sample {n}") for n, array in enumerate(arrays) if array is not None]
+    found = [one for one in named if len(one[0])] or named[:1]
+    values, shapes = [array for array, _ in found], {array.shape[1:]: text for array, text in found}
     if len(shapes) > 1:
-        text = f"{name} has the shapes {', '.join(reversed(shapes.values()))}"
+        text = f"{name} has the shapes {', '.join(shapes.values())}"
         raise BatchifyError(text, "give each document an array of shape (n, ...), with the same axes after the first")
-    if found:
-        values = [array for _, array in found]
+    if values:
         batch[name] = empty((int(sizes.sum()), *values[0].shape[1:]), common_dtype(values))
         np.concatenate(values, out=batch[name], casting="unsafe")
     return batch

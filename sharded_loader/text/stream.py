@@ -168,9 +168,12 @@ class PackStream(in_order.InOrder):
     def packed(self, pieces: list[Document], *key: Any) -> list[list[Document]]:
         """Return the rows of a window, which ``key`` shuffles."""
         lengths = np.array([len(one["input_ids"]) for one in pieces], np.int64)
+        columns, limits = {"tokens": lengths}, {"tokens": self.tokens}
+        if self.max_documents is not None:
+            columns["documents"], limits["documents"] = np.ones_like(lengths), self.max_documents
         seed = derive_key(self.seed, "pack stream rows", *key)
-        sampler = PackSampler(lengths, self.tokens, window=max(1, len(lengths)), shuffle=self.shuffle, seed=seed)
-        sampler.max_documents = self.max_documents
+        window = max(1, len(lengths))
+        sampler = PackSampler(columns, limits=limits, window=window, shuffle=self.shuffle, seed=seed)
         return [[pieces[number] for number in row] for row in sampler.iter_epoch(0)]
 
     def __repr__(self) -> str:

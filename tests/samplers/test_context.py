@@ -166,11 +166,7 @@ def mesh_of(place: tuple[int, ...] | None, shape: tuple[int, ...], *names: str) 
 
 
 def test_a_mesh_says_rank_and_size_and_is_not_sent_to_workers() -> None:
-    for mesh in (
-        mesh_of((1, 2, 0), (2, 4, 2), "dp", "cp", "tp"),
-        mesh_of((2,), (4,), "cp"),
-        mesh_of((2,), (4,), "context"),
-    ):
+    for mesh in mesh_of((1, 2, 0), (2, 4, 2), "dp", "cp", "tp"), mesh_of((2,), (4,), "cp"):
         pack = Pack(16, context=mesh)
         assert repr(pickle.loads(pickle.dumps(pack))) == repr(pack) == "Pack(tokens=16, context=[2, 4])"
 

@@ -104,7 +104,7 @@ def simple_best_fit(sizes: list[int], tokens: int) -> list[list[int]]:
 def test_windows_side_by_side_are_packed_as_each_is_alone(windows: list[list[int]]) -> None:
     sizes = np.array([size for window in windows for size in window], np.int32)
     numbers = np.repeat(np.arange(len(windows)), [len(window) for window in windows])
-    rows, counts = best_fit(sizes, numbers, len(windows), TOKENS)
+    rows, counts = best_fit([sizes], numbers, len(windows), [TOKENS])
     for number, window in enumerate(windows):
         expected = simple_best_fit(window, TOKENS)
         assert counts[number] == len(expected)
@@ -116,7 +116,7 @@ def test_windows_side_by_side_are_packed_as_each_is_alone(windows: list[list[int
 
 @pytest.mark.parametrize("size", [11, 17, 32])
 def test_documents_that_leave_much_of_a_row_empty_get_rows_enough(size: int) -> None:
-    _, counts = best_fit(np.full(600, size, np.int32), np.repeat(np.arange(2), 300), 2, TOKENS)
+    _, counts = best_fit([np.full(600, size, np.int32)], np.repeat(np.arange(2), 300), 2, [TOKENS])
     assert counts.tolist() == [300 // (TOKENS // size)] * 2
 
 
