@@ -108,7 +108,7 @@ class SourcePoint:
     iterator: object = entries.entry(entries.anything, default=None)
 
 
-BEGINNING = SourcePoint(0, 0)
+BEGINNING: SourcePoint = SourcePoint(0, 0)
 """Point before the first sample."""
 
 
