@@ -99,7 +99,7 @@ class PackStream(in_order.InOrder):
         >>> rows = PackStream(lines, 8, rows=2, tokenize=lambda line: [*map(len, line.split())])
         >>> for batch in ShardedDataLoader(rows):
         ...     print(batch["input_ids"].tolist())
-        [[4, 2, 0, 0, 0, 0, 0, 0], [2, 2, 3, 8, 2, 3, 2, 2]]
+        [[4, 2, 0, 0, 0, 0, 0, 0], [3, 8, 2, 3, 2, 2, 2, 2]]
 
     Source of the idea: best-fit packing (Ding et al., "Fewer truncations improve language modeling", ICML 2024), as
     TRL and Grain pack streams; windows of a pure order in place of a buffer.
