@@ -21,7 +21,7 @@ __version__ = "0.1.0"
 
 PROVIDED = {
     ("batch", "shares"): "sharded_loader.parallel.shares:make_shares",
-    ("batches", "sources"): "sharded_loader.mixing.interleave:Sources",
+    ("batches", "sources"): "sharded_loader.mixing.sources:Sources",
     ("column", "values"): "sharded_loader.storage.tables:column_values",
     ("dataset", "cache"): "sharded_loader.caching.dataset:StoredDataset",
     ("dataset", "groups"): "sharded_loader.caching.groups:GroupReads",

@@ -25,8 +25,8 @@ from sharded_loader.loader.arguments import OnError as OnError
 from sharded_loader.loader.arguments import Placement as Placement
 from sharded_loader.loader.loader import ShardedDataLoader as ShardedDataLoader
 from sharded_loader.mixing.in_order import ShuffleBuffer as ShuffleBuffer
-from sharded_loader.mixing.interleave import SampleSource as SampleSource
 from sharded_loader.mixing.interleave import interleave as interleave
+from sharded_loader.mixing.sources import SampleSource as SampleSource
 from sharded_loader.mixing.tokens import TokenWindows as TokenWindows
 from sharded_loader.parallel import split_and_load as split_and_load
 from sharded_loader.parallel import split_data as split_data
