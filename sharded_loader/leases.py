@@ -202,7 +202,7 @@ class LeaseEpoch(orders.MapEpoch):
 
 
 class Ledger:
-    """What is open on this rank. It knows no loader and no iterator, so it keeps none of them alive.
+    """Open leases of this rank. Holds no reference to the loader or an iterator, so it keeps neither alive.
 
     Attributes:
         shares: by epoch, the current one and those with open batches.
@@ -341,11 +341,11 @@ class Leasing(Generic[Batch]):
     def lease(self) -> Lease[Batch] | None:
         """Return the next batch as a `Lease`, which is finished in any order; from any thread.
 
-        First come leases that were open when the loaded state was saved. Then come the new ones of the epoch,
-        prefetched, and at last those that were put back. Each batch of an epoch
-        is finished once, by `Lease.done` or `Lease.refuse`, on one of the ranks, whatever is killed: a lease that was
-        open when a state was saved comes again after `load_state_dict`. Each rank saves its own state, and a list of
-        the states of all ranks loads on any number of ranks.
+        First come leases that were open when the loaded state was saved, then the new ones of the epoch, prefetched,
+        and at last those that were put back. Each batch of an epoch is finished once, by `Lease.done` or
+        `Lease.refuse`, on one of the ranks, whatever is killed: a lease that was open when a state was saved comes
+        again after `load_state_dict`. Each rank saves its own state, and a list of the states of all ranks loads on any
+        number of ranks.
 
         Returns:
             None once at the end of each epoch, when nothing waits to come again. The next call begins the next epoch,
@@ -354,8 +354,8 @@ class Leasing(Generic[Batch]):
 
         Raises:
             TypeError: Iterable data, or a sampler of another library: their batches cannot be looked up again.
-            ValueError: ``evaluate``, ``costs``, ``steps_per_epoch``, ``skip`` or ``last_batch="rollover"``, which need
-                steps.
+            ValueError: ``evaluate``, ``costs``, ``steps_per_epoch``, ``skip``, ``last_batch="rollover"``, or
+                ``global_batch`` on several ranks, which need steps.
             RuntimeError: An iterator over the loader is in the middle of an epoch.
             Exception: Any error of the samples. That batch stays open, and comes again when a state is loaded.
 

@@ -271,6 +271,17 @@ def made(*args: Any, prefetch_epochs: bool | None = None, **options: Any) -> Sha
     return ahead(ShardedDataLoader(*args, **options), prefetch_epochs)
 
 
+def with_errors(batches: Iterator[Any]) -> Iterator[Any]:
+    """The batches of an iterator, and its errors in their places."""
+    while True:
+        try:
+            yield next(batches)
+        except StopIteration:
+            return
+        except Exception as error:
+            yield error
+
+
 def let_workers_finish(loader: Any, batches: Any, at_least: int = 0) -> None:
     """Wait until all batches in flight, and so many, are finished, and begin no copy."""
     while len(batches.run.window) < at_least or any(entry.result is None for entry in batches.run.window):

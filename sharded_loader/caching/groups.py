@@ -311,9 +311,9 @@ class GroupReads(ReadOnce):
     def _coming(self, key: int, group: int, batch: int, some: set[int]) -> dict[int, int]:
         """Return the indices of a group in the window of a batch, in order, each with the clock behind its batch.
 
-        Earlier batches of the window are those that other workers read now. There are none if the batch with these
-        indices is not planned, for instance with another library's sampler, or if they were read together, perhaps in
-        vain.
+        Includes earlier batches of the window, which other workers read at the same time. Empty if the batch with these
+        indices is not planned, for instance with another library's sampler, or if the group was prefetched before, with
+        or without success.
         """
         found = dict[int, int]()
         for begin, (indices, _) in self._plan.take(batch).items():

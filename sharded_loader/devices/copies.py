@@ -91,8 +91,8 @@ side in a slot. 256 of 62 KB took 4.3 ms of calls on an H200's host. If one of t
 CLOCK_EVERY = 7
 """Batches of which the middle one is measured, for all of them, behind the first seven of an epoch: it takes three
 calls of torch, each of which may wait for the interpreter beside busy threads. Two, four or eight slow workers finish
-as many batches at once, and the device waits for the first of these alone: every eighth would always, or never, be that
-one."""
+as many batches at once, and the device waits only for the first of them. With a measurement of every eighth batch, that
+would be the first one always, or never."""
 
 SHORTEST_REST, LONGEST_REST = 0.2e-3, 2e-3
 """Seconds between two queries of an event. The delay does not matter, because the device has steps to do meanwhile."""

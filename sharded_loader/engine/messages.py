@@ -209,7 +209,7 @@ def unpack_reply(content: memoryview) -> tuple[int, int, int, int, memoryview, m
 
 
 ErrorAction = Literal["raise", "skip", "replace", "refill"] | Callable[[Any], Any]
-"""Action for a bad sample: ``"raise"``, ``"skip"``, ``"replace"``, or a function ``(SampleError) -> sample``."""
+"""Action for a bad sample; a function is ``(SampleError) -> sample``."""
 
 
 @dataclass(slots=True)
@@ -275,7 +275,7 @@ class Result:
         retries: requests of the dataset that were retried.
         worker: number of the worker; -1: the main process.
         rebuilt: a worker that had the batch before has ended.
-        read: indices of the samples in each shard, if they are others than those of the task; otherwise empty.
+        read: indices of the samples in each shard, if they differ from those of the task; otherwise empty.
     """
 
     run: int

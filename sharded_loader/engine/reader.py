@@ -44,7 +44,7 @@ class BatchScope(SampleScope):
         uncollatable: positions of the sample, or the two samples, that ``batchify_fn`` could not collate.
         skipped, dropped: samples left out or replaced, with their errors; number of those left out.
         lost: shards without any sample left.
-        read: indices of the samples in each batch, if they are others than the task's.
+        read: indices of the samples in each batch, if they differ from those of the task.
         records_samples, is_timed: record each sample in the heartbeat before it is read; and time it.
         cpu_before: `core_seconds` at the beginning; None: not measured.
         is_alone: samples are read one by one.

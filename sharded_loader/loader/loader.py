@@ -780,7 +780,8 @@ class ShardedDataLoader(Instruments, Leasing[Batch], Generic[Batch]):
 
         Raises:
             TypeError: The loader has iterable data, a sampler, ``costs``, a mixture, or data resident on devices; or
-                epochs share passes, with ``steps_per_epoch`` or ``last_batch="rollover"``; or the dataset is none.
+                epochs share passes, with ``steps_per_epoch`` or ``last_batch="rollover"``; or ``dataset`` cannot be
+                read by index.
             ValueError: Fewer samples, or the first new sample has other fields than sample 0. Nothing has changed.
             RuntimeError: Called inside ``next``.
 

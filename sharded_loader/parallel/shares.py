@@ -33,7 +33,7 @@ from sharded_loader.extend.tools import check_int
 
 @dataclass(frozen=True)
 class Shares:
-    """How batches are cut: a function of tasks.
+    """Function from the task of a global batch to the task of a rank's share.
 
     Attributes:
         batch_size: of the loader's order; None: a batch sampler decides it.

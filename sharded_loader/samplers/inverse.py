@@ -87,7 +87,7 @@ def positions_of(sampler: Any, index: Any, epoch: int) -> list[int]:
 
 
 class SamplePlace(NamedTuple):
-    """Where a sample is read; returned by ``loader.when(index)``.
+    """Place of a sample in an epoch; returned by ``loader.when(index)``.
 
     Attributes:
         epoch, step: epoch and number of the batch in it, as in ``loader.indices(epoch, step)``.

@@ -62,9 +62,9 @@ def tokenised(document: Any, tokenize: Callable[[Any], Any] | None) -> Document:
 class PackStream(in_order.InOrder):
     """Rows of ``tokens`` tokens, packed from documents as they are read: lengths need not be known beforehand.
 
-    A loader takes it as iterable data, whose samples are rows, and its workers tokenise.
-    Each window of documents is packed by best fit, as in `PackSampler`, and its rows are shuffled. Rows are the same
-    for any number of workers, and a loader's state has two numbers per part: window and row.
+    A loader takes it as iterable data, whose samples are rows, and its workers tokenise. Each window of documents is
+    packed by best fit, as in `PackSampler`, and its rows are shuffled. Rows are the same for any number of workers, and
+    a loader's state has two numbers per part: window and row.
 
     Args:
         dataset: documents. Read by index, they come in a random order, each once per epoch. Iterable data comes in its
@@ -90,8 +90,8 @@ class PackStream(in_order.InOrder):
 
     Raises:
         TypeError, ValueError: Arguments are wrong. When iterated: a document has no tokens, or is too long for
-            ``long="error"``; a note names it. With the loader's ``on_error="skip"``, it is left out, and takes the
-            place of a row in a batch.
+            ``long="error"``, and a note names it; or ``long="drop"`` leaves no document of a part. With the loader's
+            ``on_error="skip"``, a document is left out, and takes the place of a row in a batch.
 
     Example:
         >>> from sharded_loader import ShardedDataLoader
@@ -211,7 +211,7 @@ class PackedRows(Iterator[dict[str, Array]]):
 
     def _begin_at(self, at: _PackPosition) -> None:
         self._source = in_order.Source(_DATA, self._stream.dataset, at.source, self._worker)
-        self._at, self._row, self._items = at, 0, list[list[Document] | Exception]()
+        self._at, self._row, self._items, self._is_empty = at, 0, list[list[Document] | Exception](), True
         self._prepare(at)
 
     def _prepare(self, at: _PackPosition) -> None:
@@ -226,6 +226,10 @@ class PackedRows(Iterator[dict[str, Array]]):
     def __next__(self) -> dict[str, Array]:
         while self._row == len(self._items):
             if not self._start_window():
+                is_empty, self._is_empty = self._is_empty and self._at is not self._next, False
+                if is_empty:
+                    text = f"all documents of a part have more than {self._stream.tokens} tokens, and are left out"
+                    raise ValueError(f'{text}: give PackStream more tokens=, or cut them with long="cut"')
                 raise StopIteration
         done, left = len(self._documents), len(self._items) - self._row
         self._read(done + -(-(len(self._names) - done) // left))  # a share of the next window
@@ -236,13 +240,14 @@ class PackedRows(Iterator[dict[str, Array]]):
         return {name: batch[name][0] for name in batch if name != "cu_seqlens"}
 
     def _start_window(self) -> bool:
-        """Start to yield the next window. False: there is none."""
+        """Pack the next window, to yield its rows. Return False if there is none."""
         self._read(len(self._names))
         at, pieces = self._next, [piece for document in self._documents for piece in document]
         if not self._documents:
             return False
         rows = self._stream.packed(pieces, at.epoch, at.window, self._part)
         self._at, self._row, self._items = at, 0, [*self._errors, *rows]
+        self._is_empty = self._is_empty and not self._items
         # A copy, because some datasets keep changing the dict that they return.
         self._prepare(replace(at, window=at.window + self._turns, source=copy.deepcopy(self._source.state())))
         return True
@@ -282,4 +287,4 @@ class PackedRows(Iterator[dict[str, Array]]):
         if place.row and (not self._start_window() or place.row > len(self._items)):
             text = f"{_DATA} has {len(self._items)} rows in window {place.window}, and the state says {place.row}"
             raise ValueError(f"{text}: give the documents, and the tokenizer, that it was saved with")
-        self._row = place.row
+        self._row, self._is_empty = place.row, False

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import METHODS, POOLS, covering, make_pool
+from conftest import METHODS, POOLS, covering, make_pool, with_errors
 
 import sharded_loader
 from sharded_loader import ShardedDataLoader, ThreadPool, sample_rng
@@ -68,14 +68,9 @@ def read(dataset: Any, epochs: int = 1, pool: str = "inline", **options: Any) ->
     found = []
     with ShardedDataLoader(dataset, BATCH, shuffle=True, seed=3, pool=make_pool(pool), **options) as loader:
         for _ in range(epochs):
-            batches = iter(loader)
-            while True:
-                try:
-                    batch = next(batches)
-                except StopIteration:
-                    break
-                except Exception as error:
-                    found.append((type(error).__name__, str(error)))
+            for batch in with_errors(iter(loader)):
+                if isinstance(batch, Exception):
+                    found.append((type(batch).__name__, str(batch)))
                 else:
                     found.append({name: value.tolist() for name, value in batch.items()})
     return found

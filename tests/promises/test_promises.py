@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.utils.data as torch_data
-from conftest import POOLS, PROCESS_POOLS, covering, make_pool
+from conftest import POOLS, PROCESS_POOLS, covering, make_pool, with_errors
 from failures import Boom, boom, exit_, kill, same_again, stop
 from odd_samples import (
     HOSTILE,
@@ -329,14 +329,9 @@ def tolerated(dataset: Any, pool: Pool, on_error: Any, **options: Any) -> Any:
         ShardedDataLoader(dataset, 4, pool=pool, on_error=on_error, seed=1, **options) as loader,
     ):
         warnings.simplefilter("always")
-        batches = iter(loader)
-        while True:
-            try:
-                batch = next(batches)
-            except StopIteration:
-                break
-            except ValueError as error:
-                seen.append(str(error))
+        for batch in with_errors(iter(loader)):
+            if isinstance(batch, ValueError):
+                seen.append(str(batch))
             else:
                 seen.append([part.tolist() for part in batch] if isinstance(batch, list) else batch.tolist())
         skipped = sorted(index for index, _ in loader.skipped)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from conftest import make_pool
+from conftest import make_pool, with_errors
 
 import sharded_loader
 from sharded_loader import FrameWindows, GroupReads, ShardedDataLoader
@@ -152,14 +152,9 @@ def test_a_video_that_is_cut_is_the_error_of_its_samples(on_error: str) -> None:
     windows = FrameWindows([path_of(np.arange(LENGTH) / 30, 50), steady()], [-0.1, 0.0])
     seen, errors = set(), []
     with ShardedDataLoader(GroupReads(windows, 8), 8, on_error=on_error) as loader:
-        batches = iter(loader)
-        while True:
-            try:
-                batch = next(batches)
-            except StopIteration:
-                break
-            except ValueError as error:
-                errors.append(str(error))
+        for batch in with_errors(iter(loader)):
+            if isinstance(batch, ValueError):
+                errors.append(str(batch))
             else:
                 seen |= {(int(e), round(float(t) * 30)) for e, t in zip(batch["episode"], batch["time"], strict=True)}
         skipped = loader.skipped if on_error == "skip" else None

@@ -206,6 +206,13 @@ def test_long_documents_are_cut_left_out_or_an_error() -> None:
     assert "document 0 of PackStream in epoch 0" in caught.value.__notes__[0]
 
 
+def test_a_part_whose_documents_are_all_left_out_is_an_error() -> None:
+    loader = ShardedDataLoader(stream([[1] * 7] * 4, 3, long="drop"), 2)
+    with pytest.raises(ValueError, match="all documents of a part have more than 3 tokens"):
+        list(loader)
+    assert list(ShardedDataLoader(stream([], 3, long="drop"), 2, streams=1)) == []
+
+
 def add_noise(text: str) -> list[int]:
     return [int(sample_rng().integers(1000)), *words(text)]
 
