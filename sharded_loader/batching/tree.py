@@ -343,6 +343,8 @@ def to_torch(tree: Any) -> Any:
         >>> to_torch({"x": np.ones(2, np.float32), "name": ["a", "b"]})
         {'x': tensor([1., 1.]), 'name': ['a', 'b']}
     """
+    if type(tree) is TensorBatch:
+        tree = tree.arrays
     kind = type(tree)
     # Fast path for most batches: 2 us for two arrays instead of 9.
     arrays: Any = (tree,) if kind is np.ndarray else ()

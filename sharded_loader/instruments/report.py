@@ -179,7 +179,7 @@ class Instruments:
         """Write a Chrome trace of the last 1,000 batches, for https://ui.perfetto.dev or ``chrome://tracing``.
 
         It shows when each was read, waited for and delivered, in lanes of the main process and the workers. Batches
-        that take less than 0.2 ms are sampled.
+        that take less than 1 ms are sampled.
 
         Args:
             path: the file, such as ``trace.json``.

@@ -59,8 +59,10 @@ CHUNK = 65536
 TASKS, CANCEL, SEGMENT, JOB, READY, FAILED, RESULTS = b"T", b"C", b"S", b"J", b"Y", b"F", b"R"
 HEARTBEAT, GUARD, STACKS, LEAVE, GROWN, FLUSH, SLOT, TOUCH = b"B", b"D", b"P", b"L", b"G", b"U", b"A", b"O"
 
-SLOT_BYTES = 32768
-"""Smaller batches go through the pipe: the copy that a slot saves costs less than its bookkeeping."""
+SLOT_BYTES = 4096
+"""Smaller batches go through the pipe: the copies that a slot saves cost less than its bookkeeping.
+
+Time per batch with a slot, as a share of the time without one: 1.12 at 2.3 KB, 0.9 at 4.6, 0.8 at 7, 0.67 at 18."""
 
 NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
 """Send flag that makes a dead worker an error, even if SIGPIPE would end the program."""
