@@ -235,8 +235,8 @@ COUNTED = "retries", *reversed(SUMS)
 """Numbers that each batch adds to. Read in this order by another thread, a part never exceeds its whole."""
 
 NOTED_SECONDS = 1e-3
-"""Minimum reading time of a recorded batch, unless measured or waited for long. A record takes 8 us of the main process,
-a tenth of what a batch of `images` takes there."""
+"""Minimum reading time of a recorded batch, unless measured or waited for long. A record takes 8 us, a tenth of what
+the main process spends on a batch of `images`."""
 
 KEPT_BATCHES = 1000
 """Batches whose times are kept. Those of an epoch are added up 1,000 at a time, in a third of the time."""
