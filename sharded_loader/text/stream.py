@@ -23,12 +23,12 @@ from typing import Any, Literal
 import numpy as np
 
 from sharded_loader.extend import Array
-from sharded_loader.extend.data import announce_epoch, as_array
+from sharded_loader.extend.data import announce_epoch
 from sharded_loader.extend.order import Bijection, SampleScope, derive_key, parts, reading
 from sharded_loader.extend.tools import add_note, brief, call_of, check_choice, check_int, entries, pass_on
 from sharded_loader.mixing import in_order
 from sharded_loader.mixing.in_order import BEGINNING, SourcePoint
-from sharded_loader.samplers.packing import IGNORED, Pack, PackSampler
+from sharded_loader.samplers.packing import IGNORED, Pack, PackSampler, fields_of
 
 _DATA = "PackStream: the dataset"
 
@@ -44,14 +44,9 @@ def tokenised(document: Any, tokenize: Callable[[Any], Any] | None) -> Document:
         [-100, 6, 7]
     """
     found = document if tokenize is None else tokenize(document)
-    fields = found if isinstance(found, Mapping) else {"input_ids": found}
     names = ("input_ids", "labels", "assistant_masks")
-    arrays = {name: as_array(fields[name]) for name in names if fields.get(name) is not None}
-    ids = arrays.get("input_ids", np.empty(0))
-    if not ids.size or any(one.shape != (ids.size,) or one.dtype.kind not in "iu" for one in arrays.values()):
-        shapes = {name: (one.shape, one.dtype.name) for name, one in arrays.items()}
-        text = f"a document {'is' if tokenize is None else 'became'} {brief(found)}, with {shapes}: give token ids"
-        raise ValueError(f"{text} (1-D, at least one), or a mapping with 'input_ids' and perhaps as many 'labels'")
+    arrays = fields_of(found, names, f"a document {'is' if tokenize is None else 'became'}")
+    ids = arrays["input_ids"]
     masked = np.where(arrays["assistant_masks"], ids, np.int64(IGNORED)) if "assistant_masks" in arrays else ids
     return {"input_ids": ids, "labels": arrays.get("labels", masked)}
 

@@ -170,13 +170,13 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"limits": None}, TypeError, "PackSampler packs to tokens=, or to several limits="),
     ({"limits": {"tokens": 64}}, ValueError, r"limits for \['tokens'\] and lengths for \['patches', 'tokens'\]"),
     ({"limits": {"patches": 40}, "lengths": {"patches": PATCHES}}, ValueError, "'tokens' among them"),
-    ({"limits": {"tokens": 64, "patches": 0}}, ValueError, "the limit of patches"),
+    ({"limits": {"tokens": 64, "patches": 0}}, ValueError, "patches must be at least 1"),
     ({"limits": LIMITS | {"patches": 2**31}}, ValueError, "below 2"),
     ({"limits": LIMITS | {"patches": 5}, "long": "cut"}, ValueError, "patches, and a row has 0 to 5"),
     ({"lengths": LENGTHS | {"patches": PATCHES[1:]}}, ValueError, "different numbers of documents"),
     ({"lengths": LENGTHS | {"patches": -PATCHES}}, ValueError, "patches, and a row has 0 to 40"),
-    ({"lengths": LENGTHS | {"patches": PATCHES / 2}}, ValueError, r"lengths\['patches'\] must be integers"),
-    ({"lengths": LENGTHS | {"tokens": PATCHES}}, ValueError, "lengths must be above 0"),
+    ({"lengths": LENGTHS | {"patches": PATCHES / 2}}, ValueError, "lengths of patches must be integers"),
+    ({"lengths": LENGTHS | {"tokens": PATCHES}}, ValueError, "has 0 tokens, and a row has 1 to 64"),
 ]
 
 

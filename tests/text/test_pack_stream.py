@@ -369,7 +369,7 @@ def plain_arrays(batch: Any) -> Any:
         (None, "a document became None, with {}: give token ids"),
         ([], r"a document became \[\], with {'input_ids': \(\(0,\)"),
         ({"ids": [1]}, "with {}: give token ids"),
-        ("text", "cannot become an array of numbers"),
+        ("text", "a document became 'text', with .*no text"),
         ([[1, 2]], r"{'input_ids': \(\(1, 2\), 'int64'\)}: give token ids"),
         ([0.5], "'float64'"),
         ({"input_ids": [1, 2], "labels": [1]}, r"'input_ids': \(\(2,\), 'int64'\), 'labels': \(\(1,\)"),
