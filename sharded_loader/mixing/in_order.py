@@ -22,7 +22,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Final
@@ -304,14 +304,10 @@ class InterleavedIterable(InOrder):
         """Let the next iteration continue at a saved position.
 
         Raises:
-            ValueError, TypeError: The state is invalid, or of another mixture; the message lists the differences.
-                Nothing has changed then.
+            ValueError: The state is invalid, or of another mixture; the message lists the differences. Nothing has
+                changed then.
         """
-        if not isinstance(state, Mapping):
-            raise TypeError(
-                f"interleave: the state is {brief(state)}, {an(type(state))}; it must be a dict: {_MIXTURES}"
-            )
-        position = entries.from_state(_MixPosition, state, _MIXTURES, "interleave: the state")
+        position = entries.dict_of(_MixPosition)("interleave: the state", state, _MIXTURES)
         differences = list(entries.differences(position, self._beginning()).values())
         if not differences and len(position.sources) != len(self._schedule.sources):
             differences.append(f"it was one of {len(position.sources)} datasets")
@@ -362,11 +358,119 @@ def name_of_source(number: int) -> str:
     return f"interleave: datasets[{number}]"
 
 
+# -- read by windows ---------------------------------------------------------------------------------------------------
+
+
+class FailedRead:
+    """Error of the dataset in place of a sample."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+class Windows(Iterator[Any]):
+    """Iteration over a dataset by windows: while the items of one are yielded, the next is read, a share with each.
+
+    A position has the ``epoch``, the ``window`` and the ``source`` where it begins, and the number of items ``given``
+    since. Each sample has random numbers of its own.
+
+    Args:
+        name: of the class in errors.
+        dataset: as for `Source`.
+        at: where to begin.
+    """
+
+    names_of: Callable[[Any], Sequence[int]]
+    """Returns a name for each sample of the window at a position."""
+    scope_of: Callable[[int, Any, int], tuple[int, Any]]
+    """Returns epoch and index of a sample, for its random numbers: from its name, the scope around it, and the part."""
+    items_of: Callable[[list[Any]], list[Any]]
+    """Returns the items of the window at ``_at``, of which samples and errors were read."""
+    following: Callable[[SourcePoint], Any]
+    """Returns the position of the next window, or None: it has no point of its own, and is counted in ``given``."""
+
+    def __init__(self, name: str, dataset: Any) -> None:
+        self._name, self._dataset = name, dataset
+        self._worker = this_worker() if is_divided(dataset) else None  # others call it themselves
+
+    def read(self, name: int) -> Any:
+        """Return a sample, or `END`."""
+        return self._source.read()
+
+    def _begin_at(self, at: Any) -> None:
+        self._source = Source(f"{self._name}: the dataset", self._dataset, at.source, self._worker)
+        self._at, self._next, self._given = at, at, 0
+        self._names, self._read, self._items = self.names_of(at), list[Any](), list[Any]()
+
+    def __next__(self) -> Any:
+        item = self._advance()
+        if item is END:
+            raise StopIteration
+        if isinstance(item, FailedRead):
+            raise item.error
+        return item
+
+    def _advance(self) -> Any:
+        """Return the next item or error, or `END`."""
+        while not self._items:
+            if not self._start():
+                return END
+        done = len(self._read)
+        self._fill(done - (done - len(self._names)) // len(self._items))
+        self._given += 1
+        return self._items.pop()
+
+    def _start(self) -> bool:
+        """Begin to yield the next window. Return False if there is none."""
+        self._fill(len(self._names))
+        if not self._read:
+            return False
+        if self._next is not None:
+            self._at, self._given = self._next, 0
+        self._items = self.items_of(self._read)[::-1]
+        # A copy, because some datasets keep changing the dict that they return.
+        self._next = self.following(copy.deepcopy(self._source.state()))
+        self._names, self._read = self.names_of(self._next or self._at), []
+        return True
+
+    def _fill(self, count: int) -> None:
+        """Read the next window until it has ``count`` samples."""
+        outer, part = reading.get(), part_here()
+        try:
+            while len(self._read) < count:
+                name = self._names[len(self._read)]
+                if outer is not None:
+                    place = self.scope_of(name, outer, part)
+                    reading.set(SampleScope(outer.seed, *place, outer.owners, outer.is_cached))
+                try:
+                    sample = self.read(name)
+                except Exception as error:
+                    pass_on(error)
+                    sample = FailedRead(error)
+                if sample is END:
+                    return
+                self._read.append(sample)
+        finally:
+            reading.set(outer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position as a small dict, without samples."""
+        return entries.to_state(replace(self._at, given=self._given))
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Continue at a saved position, reading its window again; a ValueError if the state does not fit."""
+        at = entries.dict_of(type(self._at))("the state", state, "give what state_dict() of an iterator returned")
+        if found := entries.differences(at, self._at):
+            raise ValueError(f"{self._name}: the state is that of another one: {', '.join(found.values())}")
+        self._begin_at(at)
+        self._source.open()  # raises here, not in place of a sample
+        for _ in range(at.given):
+            if self._advance() is END or self._at is not at:
+                text = f"{self._name}: the dataset, {an(type(self._dataset))}, has fewer samples"
+                raise ValueError(f"{text} than when the state was saved: give the data that it was saved with")
+
+
 # -- shuffled ----------------------------------------------------------------------------------------------------------
-
-
-_BUFFERED = "ShuffleBuffer: the dataset"
-_BUFFERS = "give what state_dict() of an iterator of a ShuffleBuffer returned"
 
 
 class ShuffleBuffer(InOrder):
@@ -404,7 +508,7 @@ class ShuffleBuffer(InOrder):
     """
 
     def __init__(self, dataset: object, size: int, seed: int = 0) -> None:
-        self._dataset = check_source(dataset, _BUFFERED)
+        self._dataset = check_source(dataset, "ShuffleBuffer: the dataset")
         super().__init__((dataset,), (dataset,))
         self.size = check_int("size", size, 1, "give the number of samples in the buffer")
         self.seed = check_int("seed", seed, -(1 << 128), "give an integer")
@@ -432,106 +536,34 @@ class _BufferPosition:
     size: int = entries.entry(entries.integer(1), "size was {was}, and is {now}")
     seed: int = entries.entry(entries.integer(), "seed was {was}, and is {now}")
     epoch: int = entries.entry(entries.integer(0))
-    block: int = entries.entry(entries.integer(0))
+    window: int = entries.entry(entries.integer(0), name="block")
     given: int = entries.entry(entries.integer(0))
     source: SourcePoint = entries.entry(entries.dict_of(SourcePoint), write=entries.to_state)  # noqa: RUF009 - it makes a field
 
 
-class _FailedRead:
-    """Error of the dataset in place of a sample."""
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-
-class ShuffledIterator(Iterator[Any]):
+class ShuffledIterator(Windows):
     """Iteration over a `ShuffleBuffer`, which begins with its first ``next``."""
 
     def __init__(self, dataset: object, at: _BufferPosition) -> None:
-        self._dataset = dataset
-        self._worker = this_worker() if is_divided(dataset) else None  # others call it themselves
+        super().__init__("ShuffleBuffer", dataset)
         self._begin_at(at)
 
-    def _begin_at(self, at: _BufferPosition) -> None:
-        self._source = Source(_BUFFERED, self._dataset, at.source, self._worker)
-        self._position, self._given = at, 0
-        self._block: list[object] = []
-        self._order: list[int] = []  # remaining samples of the block, in reverse
-        self._next_block: list[object] = []
-        self._next_position: _BufferPosition | None = at
+    def names_of(self, at: _BufferPosition) -> Sequence[int]:
+        return range(at.size)
 
-    def __next__(self) -> Any:
-        sample = self._next_item()
-        if sample is END:
-            raise StopIteration
-        if isinstance(sample, _FailedRead):
-            raise sample.error
-        return sample
+    def scope_of(self, name: int, outer: Any, part: int) -> tuple[int, Any]:
+        return outer.epoch, (part, self._source.taken, self._at.epoch)
 
-    def _next_item(self) -> object:
-        """Return the next sample or error, or `END`."""
-        if not self._order:
-            self._start_block()
-        if not self._order:
-            return END
-        self._fill_next_block(len(self._block) - len(self._order) + 1)
-        place, self._given = self._order.pop(), self._given + 1
-        sample, self._block[place] = self._block[place], None
-        return sample
+    def items_of(self, read: list[Any]) -> list[Any]:
+        order = shuffled(len(read), self._at.seed, "shuffle buffer", self._at.epoch, part_here(), self._block())
+        return [read[place] for place in order.tolist()]
 
-    def _start_block(self) -> None:
-        """Start to yield the block that was read last."""
-        self._fill_next_block(self._position.size)
-        if self._next_position is not None:
-            self._position, self._given = self._next_position, 0
-        number = self._position.block + self._given // self._position.size
-        key = self._position.seed, "shuffle buffer", self._position.epoch, part_here(), number
-        self._block, self._next_block = self._next_block, []
-        self._order = shuffled(len(self._block), *key)[::-1].tolist()
-        point = self._source.state()
-        has_state = is_indexed(self._dataset) or point.dataset is not None or point.iterator is not None
-        # A copy, because some datasets keep changing the dict that they return.
-        following = replace(self._position, block=number + 1, source=copy.deepcopy(point))
-        self._next_position = following if has_state else None
+    def following(self, source: SourcePoint) -> _BufferPosition | None:
+        has_state = is_indexed(self._dataset) or source.dataset is not None or source.iterator is not None
+        return replace(self._at, window=self._block() + 1, source=source) if has_state else None
 
-    def _fill_next_block(self, count: int) -> None:
-        """Read samples of the next block, until there are ``count``."""
-        scope, part = reading.get(), part_here()
-        try:
-            while len(self._next_block) < count:
-                if scope is not None:
-                    index = part, self._source.taken, self._position.epoch
-                    reading.set(SampleScope(scope.seed, scope.epoch, index, scope.owners, scope.is_cached))
-                try:
-                    sample = self._source.read()
-                except Exception as error:
-                    pass_on(error)
-                    sample = _FailedRead(error)
-                if sample is END:
-                    return
-                self._next_block.append(sample)
-        finally:
-            reading.set(scope)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position as a small dict, without samples."""
-        return entries.to_state(replace(self._position, given=self._given))
-
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Continue at a saved position, reading its block again; raise TypeError or ValueError for unfit states."""
-        at = entries.from_state(
-            _BufferPosition, entries.instance(Mapping, "a dict")("the state", state, _BUFFERS), _BUFFERS
-        )
-        if found := entries.differences(at, self._position):
-            raise ValueError(f"ShuffleBuffer: the state is that of another one: {', '.join(found.values())}")
-        self._begin_at(replace(at, given=0))
-        self._source.open()  # raises here, not in place of a sample
-        for _ in range(at.given):
-            if self._next_item() is END:
-                raise ValueError(
-                    f"{_BUFFERED}, {an(type(self._dataset))}, has fewer samples than when the state was saved: give "
-                    "the data that it was saved with"
-                )
+    def _block(self) -> int:
+        return int(self._at.window + self._given // self._at.size)
 
 
 def part_here() -> int:

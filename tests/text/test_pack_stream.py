@@ -295,7 +295,7 @@ def test_a_state_of_other_arguments_or_documents_is_refused() -> None:
     for other in (stream(tokens=31), stream(DOCUMENTS[:-1]), stream(seed=4), stream(long="drop"), stream(window=13)):
         with pytest.raises(ValueError, match="PackStream: the state is that of another one: it was PackStream"):
             iter(other).load_state_dict(state)
-    with pytest.raises(ValueError, match="has 1 rows in window 0, and the state says 3"):
+    with pytest.raises(ValueError, match="has fewer samples than when the state was saved"):
         iter(stream(tokenize=lambda document: document[:1])).load_state_dict(state)
     with pytest.raises(ValueError, match="the state has no 'window'"):
         iter(stream()).load_state_dict({"packing": "", "epoch": 0})
