@@ -20,6 +20,7 @@ Errors: TypeError for data that can be read only once; ValueError for empty data
 from __future__ import annotations
 
 import copy
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -77,13 +78,12 @@ def check_source(dataset: object, name: str) -> Any:
     raise TypeError(f"{name} is {an(kind)}, {why}")
 
 
-def no_samples(name: str, dataset: object, passes: int = 0) -> ValueError:
+def no_samples(name: str, dataset: object) -> ValueError:
     """Return the error for a dataset that yields no sample in a pass."""
-    if passes:
-        why = "gave no samples when it was read again: its __iter__ must start at the beginning"
-    else:
-        why = "has no samples: leave it out, or give it weight 0. With several workers, each one needs a sample of it"
-    return ValueError(f"{name}, {an(type(dataset))}, {why}")
+    text = (
+        f"{name}, {an(type(dataset))}, gave no samples: leave it out, or give it weight 0. Each worker needs a sample"
+    )
+    return ValueError(f"{text} of it, and if it is read again, its __iter__ must start at the beginning")
 
 
 Part = tuple[int, int] | None
@@ -253,7 +253,7 @@ class InterleavedIterable(InOrder):
         self.counts_all = not schedule.is_fixed or isinstance(stop, int)
         self._epoch: object = 0
         self._loaded: _MixPosition | None = None  # start of the next iteration
-        self._last: _Iteration | None = None  # the most recently active iteration
+        self._last: Callable[[], _MixPosition] | None = None  # position of the most recently active iteration
 
     def __getstate__(self) -> dict[str, object]:
         return vars(self) | {"_last": None}  # iterators cannot be copied
@@ -261,27 +261,45 @@ class InterleavedIterable(InOrder):
     def __iter__(self) -> Iterator[Any]:
         """Yield the samples. The iteration begins with its first ``next``."""
         begin, self._loaded = self._loaded or self._beginning(), None
-        schedule, stop = self._schedule, self.stop
-        self._last = reading = _Iteration(begin, self._inside, schedule.sources, self.counts_all)
-        while not isinstance(stop, int) or reading.place < stop:
-            source = reading.sources[schedule.owner(reading.position, reading.place)]
+        schedule, stop, position = self._schedule, self.stop, begin.position
+        # Calling this_worker declares that the data is divided here. Iterable datasets call it themselves, or are not.
+        worker = this_worker() if self.counts_all or any(map(is_divided, self._inside)) else None
+        part, parts = (worker or (0, 1)) if self.counts_all else (0, 1)
+        sources = self._sources(begin, worker)
+
+        def state() -> _MixPosition:
+            return replace(begin, position=position, sources=tuple(source.state() for source in sources))
+
+        self._last = state
+        end = stop if isinstance(stop, int) else math.inf
+        # `place` counts the samples of all workers, if they all have read equally many.
+        while (place := position * parts + part) < end:
+            source = sources[schedule.owner(position, place)]
             has_dropped_out = stop == EACH and source.passes
             sample = END if has_dropped_out else source.read()
             if sample is END and not has_dropped_out:
                 if not source.taken and stop != EACH:
-                    raise no_samples(source.name, source.dataset, source.passes)
-                is_last = all(one.passes or one is source for one in reading.sources)
+                    raise no_samples(source.name, source.dataset)
+                is_last = all(one.passes or one is source for one in sources)
                 if stop == FIRST or (is_last and stop in (ALL, EACH)):
                     break
                 source.start_over()
                 if stop != EACH:
                     continue
-            reading.position += 1
+            position += 1
             if sample is not END:
-                self._last = reading
+                self._last = state
                 yield sample
-        if self._last is reading:
+        if self._last is state:
             self._last = None
+
+    def _sources(self, begin: _MixPosition, worker: Part) -> list[Source]:
+        numbers, datasets = self._schedule.sources, self._inside
+        times = Counter(map(id, datasets))  # two iterators of one object share its state
+        return [
+            Source(name_of_source(number), datasets[number], point, worker, times[id(datasets[number])] == 1)
+            for number, point in zip(numbers, begin.sources, strict=True)
+        ]
 
     def sources_at(self, positions: Iterable[int], part: int, parts: int) -> list[int]:
         """Return the sources of samples of a part; not for ``stop="each_once"``, where streams drop out."""
@@ -298,7 +316,7 @@ class InterleavedIterable(InOrder):
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the most recently active iterator; see `interleave`."""
         position = self._loaded or self._beginning()
-        return entries.to_state(position if self._last is None else self._last.state())
+        return entries.to_state(position if self._last is None else self._last())
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Let the next iteration continue at a saved position.
@@ -327,31 +345,6 @@ class InterleavedIterable(InOrder):
 
     def __repr__(self) -> str:
         return f"interleave({brief(self._inside)}, weights={brief(self._schedule.weights)}, stop={self.stop!r})"
-
-
-class _Iteration:
-    """Iteration over a mixture; ``counts_all``: `place` counts the samples of all workers."""
-
-    def __init__(
-        self, begin: _MixPosition, datasets: Sequence[object], numbers: Sequence[int], counts_all: bool
-    ) -> None:
-        self._begin, self.position = begin, begin.position
-        # Calling this_worker declares that the data is divided here. Iterable datasets call it themselves, or are not.
-        worker = this_worker() if counts_all or any(map(is_divided, datasets)) else None
-        self._part, self._parts = (worker or (0, 1)) if counts_all else (0, 1)
-        times = Counter(map(id, datasets))  # two iterators of one object share its state
-        self.sources = [
-            Source(name_of_source(number), datasets[number], point, worker, times[id(datasets[number])] == 1)
-            for number, point in zip(numbers, begin.sources, strict=True)
-        ]
-
-    @property
-    def place(self) -> int:
-        """Position among the samples of all workers, if they all have read equally many."""
-        return self.position * self._parts + self._part
-
-    def state(self) -> _MixPosition:
-        return replace(self._begin, position=self.position, sources=tuple(source.state() for source in self.sources))
 
 
 def name_of_source(number: int) -> str:

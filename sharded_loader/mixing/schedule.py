@@ -74,19 +74,15 @@ def whole_numbers(weights: Any, count: int, name: str = "interleave", place: str
         >>> whole_numbers([0.5, 1 / 3, 0], 3), whole_numbers([10**9, 1], 2)
         ([3, 2, 0], [65535, 1])
     """
-    if weights is None:
-        weights = [1] * count
     try:
-        found = [_fraction(weight) for weight in weights]
+        found = [_fraction(weight) for weight in ([1] * count if weights is None else weights)]
     except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{name}(weights={weights!r}){place}: give a list of finite numbers of 0 or more") from None
     if len(found) != count:
         raise ValueError(f"{name}: {len(found)} weights for {count} datasets{place}: give one weight per dataset")
-    positive = sum(map(bool, found))
-    if not positive:
-        raise ValueError(f"{name}: all weights are 0{place}: give at least one dataset a positive weight")
-    if positive > MOST:
-        raise ValueError(f"{name}: {positive:,} datasets have a weight: give at most {MOST:,}, or join some first")
+    if not 0 < (positive := sum(map(bool, found))) <= MOST:
+        text = f"{name}: {positive:,} datasets have a weight above 0{place}"
+        raise ValueError(f"{text}: give at least one dataset such a weight, and at most {MOST:,}, or join some first")
     total = sum(found)
     shares = [weight / total for weight in found]
     period = math.lcm(*(share.denominator for share in shares))

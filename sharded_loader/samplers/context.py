@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from sharded_loader.extend import Array, Empty, Int64s
-from sharded_loader.extend.tools import check_int
+from sharded_loader.extend.tools import brief, check_int
 
 
 def context_of(context: Any, tokens: int) -> tuple[int, int]:
@@ -30,14 +30,11 @@ def context_of(context: Any, tokens: int) -> tuple[int, int]:
         (1, 2)
     """
     if hasattr(context, "get_coordinate"):
-        names = context.mesh_dim_names or ()
-        if "cp" not in names:
-            text = f"the mesh of context= has the dimensions {', '.join(map(repr, names)) or 'none'}"
-            raise ValueError(f"{text}, and none is called 'cp': give context=(rank, size)")
-        dim = names.index("cp")
-        if context.get_coordinate() is None:
-            raise ValueError("this process is not in the mesh of context=: make no loader here, or give (rank, size)")
-        context = context.get_coordinate()[dim], context.size(dim)
+        names, place = context.mesh_dim_names or (), context.get_coordinate()
+        if "cp" not in names or place is None:
+            text = f"this process has no place in the mesh of context=, with the dimensions {brief(names)}"
+            raise ValueError(f"{text}: give context=(rank, size), or a mesh with the dimension 'cp'")
+        context = place[names.index("cp")], context.size(names.index("cp"))
     if not isinstance(context, tuple | list) or len(context) != 2:
         raise TypeError(f"context is {context!r}: give (rank, size), or a mesh with the dimension 'cp'")
     size = check_int("the size of context", context[1], 1, "give the number of ranks that share a row")

@@ -113,15 +113,18 @@ class PackSampler(Sampler[list[int]]):
         limits: Mapping[str, int] | None = None,
         multiple: int = 1,
     ) -> None:
-        if limits is None and (tokens is None or isinstance(lengths, Mapping)):
-            raise TypeError(
-                "PackSampler packs to tokens=, or to several limits= with a dict of lengths: give one of them"
-            )
+        is_one = limits is None
+        if (
+            (tokens is None) == is_one
+            or isinstance(lengths, Mapping) == is_one
+            or not isinstance(limits or {}, Mapping)
+        ):
+            text = "PackSampler packs to tokens=, or to several limits=, where both limits and lengths are dicts"
+            raise TypeError(f"{text}: {_LIMITS}")
+        given, most = ({"tokens": lengths}, {"tokens": tokens}) if is_one else (lengths, limits)
         if limits is not None:
-            _check_limits(lengths, tokens, limits)
             self._limits = ", ".join(f"{name} {most}" for name, most in limits.items())
             self._add("limits", "_limits")
-        given, most = ({"tokens": lengths}, {"tokens": tokens}) if limits is None else (lengths, limits)
         self._columns = _columns(given, most)
         self._most = np.array([most[name] for name in self._columns], np.int64)
         self._lengths, self.tokens = self._columns["tokens"], int(self._most[0])
@@ -157,23 +160,21 @@ class PackSampler(Sampler[list[int]]):
         count, checksum = len(self._lengths), self._multiple - 1  # with another multiple, rows are others
         step = GROUP if count <= IN_MEMORY else count // 64
         for begin in range(0, count, step):
+            blocks = [column[begin : begin + GROUP].astype("<i8", copy=False) for column in self._columns.values()]
             if count <= IN_MEMORY:
-                self._checked(np.arange(begin, min(begin + GROUP, count)))
-            for column in self._columns.values():
-                block = column[begin : begin + GROUP].astype("<i8")
-                checksum = zlib.crc32(block.tobytes(), checksum)
+                self._check(blocks, range(begin, begin + GROUP))
+            for block in blocks:
+                checksum = zlib.crc32(np.ascontiguousarray(block), checksum)
         return f"{SUM}{checksum:08x}"
 
-    def _checked(self, documents: Int64s) -> Int64s:
-        """Return the lengths of documents, shape (documents, limits); a ValueError if one is wrong, or too great."""
-        found = np.stack([column[documents].astype(np.int64) for column in self._columns.values()], axis=1)
-        for name, values, most in zip(self._columns, found.T, self._most.tolist(), strict=True):
+    def _check(self, lengths: list[Int64s], documents: Int64s | range) -> None:
+        for name, values, most in zip(self._columns, lengths, self._most.tolist(), strict=True):
             least, fits = int(name == "tokens"), self.long == "drop" or (name == "tokens" and self.long == "cut")
-            for place in np.flatnonzero((values < least) | ((values > most) & (not fits)))[:1].tolist():
+            if values.min(initial=least) < least or (values.max(initial=most) > most and not fits):
+                place = int(np.flatnonzero((values < least) | ((values > most) & (not fits)))[0])
                 text = f"document {documents[place]} has {values[place]} {name}, and a row has {least} to {most}"
                 advice = 'leave it out of the dataset, leave long ones out with long="drop", or give a higher limit'
                 raise ValueError(f'{text}: {advice}. long="cut" cuts those with many tokens')
-        return found
 
     def _default_window(self) -> int:
         wanted = 1 << 62
@@ -218,16 +219,17 @@ class PackSampler(Sampler[list[int]]):
         """Pack up to `at_once` windows, from ``window`` on and before ``last``, numbered over all epochs."""
         end = min(window + self.at_once, last)
         documents, windows = self._documents(window, end, order)
-        found = self._checked(documents)
-        lengths, more = found[:, 0], found[:, 1:]
+        found = [column[documents].astype(np.int64) for column in self._columns.values()]
+        self._check(found, documents)
+        lengths, *more = found
         pieces = -(-lengths // self.tokens)
         if self.long == "drop":
-            pieces = (found <= self._most).all(axis=1).astype(np.int64)
+            pieces = (np.stack(found, axis=1) <= self._most).all(axis=1).astype(np.int64)
         begins = self.tokens * (np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces))
         documents, windows, lengths = (np.repeat(one, pieces) for one in (documents, windows, lengths))
         ends, windows = np.minimum(begins + self.tokens, lengths), windows - window
         sizes = (-(-(ends - begins) // self._multiple) * self._multiple).astype(np.int32)
-        columns = [sizes, *np.repeat(more, pieces, axis=0).T]
+        columns = [sizes, *(np.repeat(one, pieces) for one in more)]
         rows, counts = best_fit(columns, windows, end - window, self._most.tolist())
         borders = np.searchsorted(windows, np.arange(len(counts) + 1))
 
@@ -282,42 +284,37 @@ def best_fit(
     tables = [np.zeros(keys.shape[::-1], np.int32) for _ in columns]  # n-th greatest document, window
     for one, sizes in zip(tables, columns, strict=True):
         one.T[real] = sizes[documents]
-    table, chosen = tables[0], np.empty(keys.shape[::-1], np.int64)
+    chosen = np.empty(keys.shape[::-1], np.int64)
     least = [one.sum(axis=0, dtype=np.int64) // limit for one, limit in zip(tables, limits, strict=True)]
-    width = int(np.max([*least, (table > tokens // 2).sum(axis=0)], initial=0))
+    width = int(np.max([*least, (tables[0] > tokens // 2).sum(axis=0)], initial=0))
     while True:
         width += width // 8 + 8
-        spare, first = np.full((count, width), tokens, np.int32), np.arange(count) * width
-        others = [np.full_like(spare, limit) for limit in limits[1:]]
-        rest = np.empty_like(spare)
-        flat_spare, flat_rest, unsigned = spare.reshape(-1), rest.reshape(-1), rest.view(np.uint32)
-        for n, longest in enumerate(table):
+        spare, first = [np.full((count, width), limit, np.int32) for limit in limits], np.arange(count) * width
+        rest = np.empty_like(spare[0])
+        unsigned, flat = rest.view(np.uint32), [one.reshape(-1) for one in spare]
+        for n, (longest, *others) in enumerate(zip(*tables, strict=True)):
             # Rows without room have a negative rest, large as an unsigned number. Empty rows come last.
-            np.subtract(spare, longest[:, None], out=rest)
-            for other, sizes in zip(others, tables[1:], strict=True):
-                rest[other < sizes[n][:, None]] = -1
+            np.subtract(spare[0], longest[:, None], out=rest)
+            for one, sizes in zip(spare[1:], others, strict=True):
+                rest[one < sizes[:, None]] = -1
             place = unsigned.argmin(axis=1, out=chosen[n]) + first
-            flat_spare[place] = flat_rest[place]
-            for other, sizes in zip(others, tables[1:], strict=True):
-                other.reshape(-1)[place] -= sizes[n]
-        if spare.min(initial=0) >= 0:  # otherwise there were too few rows
+            for one, sizes in zip(flat, (longest, *others), strict=True):
+                one[place] -= sizes
+        if spare[0].min(initial=0) >= 0:  # otherwise there were too few rows
             break
     rows = np.empty(len(windows), np.int64)
     rows[documents] = chosen.T[real]
-    return rows, (spare < tokens).sum(axis=1)
+    return rows, (spare[0] < tokens).sum(axis=1)
 
 
-def _check_limits(lengths: Any, tokens: object, limits: Any) -> None:
-    example = 'PackSampler({"tokens": lengths, "patches": patches}, limits={"tokens": 8192, "patches": 4096})'
-    if tokens is not None or not isinstance(limits, Mapping) or not isinstance(lengths, Mapping):
-        raise TypeError(f"limits= takes the place of tokens=, and both limits and lengths are dicts: {example}")
+_LIMITS = 'PackSampler({"tokens": lengths, "patches": patches}, limits={"tokens": 8192, "patches": 4096})'
+
+
+def _columns(lengths: Any, limits: Any) -> dict[str, npt.NDArray[Any]]:
+    """Return the lengths of documents by name, tokens first. Check them and the limits."""
     if "tokens" not in limits or lengths.keys() != limits.keys():
         text = f"there are limits for {sorted(limits)} and lengths for {sorted(lengths)}"
-        raise ValueError(f"{text}: give both for the same names, 'tokens' among them: {example}")
-
-
-def _columns(lengths: Any, limits: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
-    """Return the lengths of documents by name, tokens first. Check them and the limits."""
+        raise ValueError(f"{text}: give both for the same names, 'tokens' among them: {_LIMITS}")
     found: dict[str, npt.NDArray[Any]] = {}
     for name in sorted(limits, key=lambda name: name != "tokens"):
         if check_int(name, limits[name], 1, "give the most that a row has") >= 2**31:
@@ -574,15 +571,14 @@ def _joined(name: str, samples: Sequence[Any], planned: Packed, empty: Empty) ->
     batch = {f"{name}_per_row": empty((planned.rows,), np.dtype(np.int64))}
     batch[f"{name}_per_row"][...] = np.bincount(planned.places[:, 0], sizes, planned.rows)
     # An empty list has no shape, and counts only if there is nothing else.
-    named = [(array, f"{array.shape} in sample {n}") for n, array in enumerate(arrays) if array is not None]
-    found = [one for one in named if len(one[0])] or named[:1]
-    values, shapes = [array for array, _ in found], {array.shape[1:]: text for array, text in found}
-    if len(shapes) > 1:
-        text = f"{name} has the shapes {', '.join(shapes.values())}"
-        raise BatchifyError(text, "give each document an array of shape (n, ...), with the same axes after the first")
-    if values:
-        batch[name] = empty((int(sizes.sum()), *values[0].shape[1:]), common_dtype(values))
-        np.concatenate(values, out=batch[name], casting="unsafe")
+    some = [array for array in arrays if array is not None]
+    if found := [array for array in some if len(array)] or some[:1]:
+        batch[name] = empty((int(sizes.sum()), *found[0].shape[1:]), common_dtype(found))
+        try:
+            np.concatenate(found, out=batch[name], casting="unsafe")
+        except ValueError as error:
+            advice = "give each document an array of shape (n, ...), with the same axes after the first"
+            raise BatchifyError(f"{name} of the documents cannot be joined: {error}", advice) from None
     return batch
 
 
