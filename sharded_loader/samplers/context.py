@@ -53,23 +53,21 @@ def multiple_of(size: int) -> int:
 
 
 def part_of(
-    ids: Int64s,
-    labels: Int64s,
+    values: Mapping[str, tuple[int, Int64s]],
     row: Int64s,
     sizes: Int64s,
     shape: tuple[int, int],
     context: tuple[int, int],
-    fills: Mapping[str, int],
     empty: Empty,
 ) -> dict[str, Array]:
     """Return the part of a batch that the rank of ``context`` reads.
 
-    ``ids`` and ``labels`` are those of all documents, one after the other. ``row`` and ``sizes``, int64, are those of
-    each document, in the order of the rows. ``shape`` is that of whole rows.
+    ``values`` are filler and values of each field, of the tokens of all documents, one after the other. ``row`` and
+    ``sizes``, int64, are those of each document, in the order of the rows. ``shape`` is that of whole rows.
 
     Example:
-        >>> ids, fills = np.arange(11, 18), dict.fromkeys(("input_ids", "position_ids", "segment_ids", "labels"), -1)
-        >>> part = part_of(ids, ids, np.array([0, 0]), np.array([5, 2]), (1, 12), (0, 2), fills, np.empty)
+        >>> values = {"input_ids": (-1, np.arange(11, 18))}
+        >>> part = part_of(values, np.array([0, 0]), np.array([5, 2]), (1, 12), (0, 2), np.empty)
         >>> part["input_ids"].tolist(), part["cu_seqlens_padded"].tolist()
         ([[11, 12, -1, -1, 16, -1]], [0, 8, 12])
     """
@@ -85,20 +83,12 @@ def part_of(
     chunk = place // (padded // multiple)[number]
     mine = (chunk == rank) | (chunk == multiple - 1 - rank)
     number, place = number[mine], place[mine]
-    real, has_next = place < sizes[number], place + 1 < sizes[number]
-    token = (np.cumsum(sizes) - sizes)[number] + place
-    in_row = np.arange(len(row)) - np.searchsorted(row, row)
-    values = {
-        "input_ids": (real, ids[token[real]]),
-        "position_ids": (real, place[real]),
-        "segment_ids": (real, in_row[number[real]] + 1),
-        "labels": (has_next, labels[token[has_next] + 1]),
-    }
-    batch: dict[str, Array] = {}
-    for name, (mask, value) in values.items():
+    real, batch = place < sizes[number], dict[str, Array]()
+    token = ((np.cumsum(sizes) - sizes)[number] + place)[real]
+    for name, (filler, value) in values.items():
         batch[name] = empty((rows, tokens // size), np.dtype(np.int64))
-        batch[name][...] = fills[name]
-        batch[name].reshape(-1)[mask] = value
+        batch[name][...] = filler
+        batch[name].reshape(-1)[real] = value[token]
     for name, lengths in ("cu_seqlens", sizes), ("cu_seqlens_padded", padded):
         batch[name] = empty((len(lengths) + 1,), np.dtype(np.int32))
         batch[name][...] = np.append(0, np.cumsum(lengths))

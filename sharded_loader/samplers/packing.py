@@ -113,15 +113,13 @@ class PackSampler(Sampler[list[int]]):
         limits: Mapping[str, int] | None = None,
         multiple: int = 1,
     ) -> None:
-        is_one = limits is None
-        if (
-            (tokens is None) == is_one
-            or isinstance(lengths, Mapping) == is_one
-            or not isinstance(limits or {}, Mapping)
+        if not (
+            (tokens is None) == (limits is not None) == isinstance(lengths, Mapping) == isinstance(limits, Mapping)
         ):
             text = "PackSampler packs to tokens=, or to several limits=, where both limits and lengths are dicts"
             raise TypeError(f"{text}: {_LIMITS}")
-        given, most = ({"tokens": lengths}, {"tokens": tokens}) if is_one else (lengths, limits)
+        given: Any = {"tokens": lengths} if limits is None else lengths
+        most: Any = {"tokens": tokens} if limits is None else limits
         if limits is not None:
             self._limits = ", ".join(f"{name} {most}" for name, most in limits.items())
             self._add("limits", "_limits")
@@ -164,7 +162,7 @@ class PackSampler(Sampler[list[int]]):
             if count <= IN_MEMORY:
                 self._check(blocks, range(begin, begin + GROUP))
             for block in blocks:
-                checksum = zlib.crc32(np.ascontiguousarray(block), checksum)
+                checksum = zlib.crc32(block.tobytes(), checksum)
         return f"{SUM}{checksum:08x}"
 
     def _check(self, lengths: list[Int64s], documents: Int64s | range) -> None:
@@ -222,7 +220,7 @@ class PackSampler(Sampler[list[int]]):
         found = [column[documents].astype(np.int64) for column in self._columns.values()]
         self._check(found, documents)
         lengths, *more = found
-        pieces = -(-lengths // self.tokens)
+        pieces: Any = -(-lengths // self.tokens)
         if self.long == "drop":
             pieces = (np.stack(found, axis=1) <= self._most).all(axis=1).astype(np.int64)
         begins = self.tokens * (np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces))
@@ -527,9 +525,6 @@ class Pack(Batchify):
             raise BatchifyError(text, advice)
         ids = _concatenated(tokens, begin, end)
         labels = _concatenated([document.get("labels", document["input_ids"]) for document in documents], begin, end)
-        if self._context is not None:
-            fills = {"input_ids": self._pad_id, "position_ids": 0, "segment_ids": 0, "labels": IGNORED}
-            return part_of(ids, labels, row, sizes, (planned.rows, self._tokens), self._context, fills, empty)
         labels[bounds[:-1]] = IGNORED
         in_row = np.arange(len(row)) - np.searchsorted(row, row)
         values = {
@@ -538,6 +533,9 @@ class Pack(Batchify):
             "segment_ids": (0, np.repeat(in_row + 1, sizes)),
             "labels": (IGNORED, labels),
         }
+        if self._context is not None:  # each position has the next label
+            values["labels"] = IGNORED, np.append(labels[1:], IGNORED)
+            return part_of(values, row, sizes, (planned.rows, self._tokens), self._context, empty)
         batch: dict[str, Array] = {}
         for name, (fill, value) in values.items():
             batch[name], done = empty((planned.rows, self._tokens), np.dtype(np.int64)), 0
