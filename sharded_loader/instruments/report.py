@@ -249,8 +249,7 @@ class Instruments:
         Raises:
             IndexError: The dataset has no such sample.
             TypeError: The order has no known inverse: draws by weight, ``costs``, samplers of batches other than
-                `BatchSampler`, `RepeatedSampler`, samplers of other libraries, iterable data, torch's own order in the
-                drop-in.
+                `BatchSampler`, samplers of other libraries, iterable data, torch's own order in the drop-in.
             ValueError: Only other ranks have read the sample, before `rescale` or before the loaded state was saved.
 
         Example:

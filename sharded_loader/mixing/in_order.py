@@ -20,9 +20,10 @@ Errors: TypeError for data that can be read only once; ValueError for empty data
 from __future__ import annotations
 
 import copy
+import math
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Final
@@ -77,13 +78,12 @@ def check_source(dataset: object, name: str) -> Any:
     raise TypeError(f"{name} is {an(kind)}, {why}")
 
 
-def no_samples(name: str, dataset: object, passes: int = 0) -> ValueError:
+def no_samples(name: str, dataset: object) -> ValueError:
     """Return the error for a dataset that yields no sample in a pass."""
-    if passes:
-        why = "gave no samples when it was read again: its __iter__ must start at the beginning"
-    else:
-        why = "has no samples: leave it out, or give it weight 0. With several workers, each one needs a sample of it"
-    return ValueError(f"{name}, {an(type(dataset))}, {why}")
+    text = (
+        f"{name}, {an(type(dataset))}, gave no samples: leave it out, or give it weight 0. Each worker needs a sample"
+    )
+    return ValueError(f"{text} of it, and if it is read again, its __iter__ must start at the beginning")
 
 
 Part = tuple[int, int] | None
@@ -253,7 +253,7 @@ class InterleavedIterable(InOrder):
         self.counts_all = not schedule.is_fixed or isinstance(stop, int)
         self._epoch: object = 0
         self._loaded: _MixPosition | None = None  # start of the next iteration
-        self._last: _Iteration | None = None  # the most recently active iteration
+        self._last: Callable[[], _MixPosition] | None = None  # position of the most recently active iteration
 
     def __getstate__(self) -> dict[str, object]:
         return vars(self) | {"_last": None}  # iterators cannot be copied
@@ -261,27 +261,45 @@ class InterleavedIterable(InOrder):
     def __iter__(self) -> Iterator[Any]:
         """Yield the samples. The iteration begins with its first ``next``."""
         begin, self._loaded = self._loaded or self._beginning(), None
-        schedule, stop = self._schedule, self.stop
-        self._last = reading = _Iteration(begin, self._inside, schedule.sources, self.counts_all)
-        while not isinstance(stop, int) or reading.place < stop:
-            source = reading.sources[schedule.owner(reading.position, reading.place)]
+        schedule, stop, position = self._schedule, self.stop, begin.position
+        # Calling this_worker declares that the data is divided here. Iterable datasets call it themselves, or are not.
+        worker = this_worker() if self.counts_all or any(map(is_divided, self._inside)) else None
+        part, parts = (worker or (0, 1)) if self.counts_all else (0, 1)
+        sources = self._sources(begin, worker)
+
+        def state() -> _MixPosition:
+            return replace(begin, position=position, sources=tuple(source.state() for source in sources))
+
+        self._last = state
+        end = stop if isinstance(stop, int) else math.inf
+        # `place` counts the samples of all workers, if they all have read equally many.
+        while (place := position * parts + part) < end:
+            source = sources[schedule.owner(position, place)]
             has_dropped_out = stop == EACH and source.passes
             sample = END if has_dropped_out else source.read()
             if sample is END and not has_dropped_out:
                 if not source.taken and stop != EACH:
-                    raise no_samples(source.name, source.dataset, source.passes)
-                is_last = all(one.passes or one is source for one in reading.sources)
+                    raise no_samples(source.name, source.dataset)
+                is_last = all(one.passes or one is source for one in sources)
                 if stop == FIRST or (is_last and stop in (ALL, EACH)):
                     break
                 source.start_over()
                 if stop != EACH:
                     continue
-            reading.position += 1
+            position += 1
             if sample is not END:
-                self._last = reading
+                self._last = state
                 yield sample
-        if self._last is reading:
+        if self._last is state:
             self._last = None
+
+    def _sources(self, begin: _MixPosition, worker: Part) -> list[Source]:
+        numbers, datasets = self._schedule.sources, self._inside
+        times = Counter(map(id, datasets))  # two iterators of one object share its state
+        return [
+            Source(name_of_source(number), datasets[number], point, worker, times[id(datasets[number])] == 1)
+            for number, point in zip(numbers, begin.sources, strict=True)
+        ]
 
     def sources_at(self, positions: Iterable[int], part: int, parts: int) -> list[int]:
         """Return the sources of samples of a part; not for ``stop="each_once"``, where streams drop out."""
@@ -298,20 +316,16 @@ class InterleavedIterable(InOrder):
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the most recently active iterator; see `interleave`."""
         position = self._loaded or self._beginning()
-        return entries.to_state(position if self._last is None else self._last.state())
+        return entries.to_state(position if self._last is None else self._last())
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Let the next iteration continue at a saved position.
 
         Raises:
-            ValueError, TypeError: The state is invalid, or of another mixture; the message lists the differences.
-                Nothing has changed then.
+            ValueError: The state is invalid, or of another mixture; the message lists the differences. Nothing has
+                changed then.
         """
-        if not isinstance(state, Mapping):
-            raise TypeError(
-                f"interleave: the state is {brief(state)}, {an(type(state))}; it must be a dict: {_MIXTURES}"
-            )
-        position = entries.from_state(_MixPosition, state, _MIXTURES, "interleave: the state")
+        position = entries.dict_of(_MixPosition)("interleave: the state", state, _MIXTURES)
         differences = list(entries.differences(position, self._beginning()).values())
         if not differences and len(position.sources) != len(self._schedule.sources):
             differences.append(f"it was one of {len(position.sources)} datasets")
@@ -333,40 +347,123 @@ class InterleavedIterable(InOrder):
         return f"interleave({brief(self._inside)}, weights={brief(self._schedule.weights)}, stop={self.stop!r})"
 
 
-class _Iteration:
-    """Iteration over a mixture; ``counts_all``: `place` counts the samples of all workers."""
-
-    def __init__(
-        self, begin: _MixPosition, datasets: Sequence[object], numbers: Sequence[int], counts_all: bool
-    ) -> None:
-        self._begin, self.position = begin, begin.position
-        # Calling this_worker declares that the data is divided here. Iterable datasets call it themselves, or are not.
-        worker = this_worker() if counts_all or any(map(is_divided, datasets)) else None
-        self._part, self._parts = (worker or (0, 1)) if counts_all else (0, 1)
-        times = Counter(map(id, datasets))  # two iterators of one object share its state
-        self.sources = [
-            Source(name_of_source(number), datasets[number], point, worker, times[id(datasets[number])] == 1)
-            for number, point in zip(numbers, begin.sources, strict=True)
-        ]
-
-    @property
-    def place(self) -> int:
-        """Position among the samples of all workers, if they all have read equally many."""
-        return self.position * self._parts + self._part
-
-    def state(self) -> _MixPosition:
-        return replace(self._begin, position=self.position, sources=tuple(source.state() for source in self.sources))
-
-
 def name_of_source(number: int) -> str:
     return f"interleave: datasets[{number}]"
 
 
+# -- read by windows ---------------------------------------------------------------------------------------------------
+
+
+class FailedRead:
+    """Error of the dataset in place of a sample."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+class Windows(Iterator[Any]):
+    """Iteration over a dataset by windows: while the items of one are yielded, the next is read, a share with each.
+
+    A position has the ``epoch``, the ``window`` and the ``source`` where it begins, and the number of items ``given``
+    since. Each sample has random numbers of its own.
+
+    Args:
+        name: of the class in errors.
+        dataset: as for `Source`.
+        at: where to begin.
+    """
+
+    names_of: Callable[[Any], Sequence[int]]
+    """Returns a name for each sample of the window at a position."""
+    scope_of: Callable[[int, Any, int], tuple[int, Any]]
+    """Returns epoch and index of a sample, for its random numbers: from its name, the scope around it, and the part."""
+    items_of: Callable[[list[Any]], list[Any]]
+    """Returns the items of the window at ``_at``, of which samples and errors were read."""
+    following: Callable[[SourcePoint], Any]
+    """Returns the position of the next window, or None: it has no point of its own, and is counted in ``given``."""
+
+    def __init__(self, name: str, dataset: Any) -> None:
+        self._name, self._dataset = name, dataset
+        self._worker = this_worker() if is_divided(dataset) else None  # others call it themselves
+
+    def read(self, name: int) -> Any:
+        """Return a sample, or `END`."""
+        return self._source.read()
+
+    def _begin_at(self, at: Any) -> None:
+        self._source = Source(f"{self._name}: the dataset", self._dataset, at.source, self._worker)
+        self._at, self._next, self._given = at, at, 0
+        self._names, self._read, self._items = self.names_of(at), list[Any](), list[Any]()
+
+    def __next__(self) -> Any:
+        item = self._advance()
+        if item is END:
+            raise StopIteration
+        if isinstance(item, FailedRead):
+            raise item.error
+        return item
+
+    def _advance(self) -> Any:
+        """Return the next item or error, or `END`."""
+        while not self._items:
+            if not self._start():
+                return END
+        done = len(self._read)
+        self._fill(done - (done - len(self._names)) // len(self._items))
+        self._given += 1
+        return self._items.pop()
+
+    def _start(self) -> bool:
+        """Begin to yield the next window. Return False if there is none."""
+        self._fill(len(self._names))
+        if not self._read:
+            return False
+        if self._next is not None:
+            self._at, self._given = self._next, 0
+        self._items = self.items_of(self._read)[::-1]
+        # A copy, because some datasets keep changing the dict that they return.
+        self._next = self.following(copy.deepcopy(self._source.state()))
+        self._names, self._read = self.names_of(self._next or self._at), []
+        return True
+
+    def _fill(self, count: int) -> None:
+        """Read the next window until it has ``count`` samples."""
+        outer, part = reading.get(), part_here()
+        try:
+            while len(self._read) < count:
+                name = self._names[len(self._read)]
+                if outer is not None:
+                    place = self.scope_of(name, outer, part)
+                    reading.set(SampleScope(outer.seed, *place, outer.owners, outer.is_cached))
+                try:
+                    sample = self.read(name)
+                except Exception as error:
+                    pass_on(error)
+                    sample = FailedRead(error)
+                if sample is END:
+                    return
+                self._read.append(sample)
+        finally:
+            reading.set(outer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position as a small dict, without samples."""
+        return entries.to_state(replace(self._at, given=self._given))
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Continue at a saved position, reading its window again; a ValueError if the state does not fit."""
+        at = entries.dict_of(type(self._at))("the state", state, "give what state_dict() of an iterator returned")
+        if found := entries.differences(at, self._at):
+            raise ValueError(f"{self._name}: the state is that of another one: {', '.join(found.values())}")
+        self._begin_at(at)
+        self._source.open()  # raises here, not in place of a sample
+        for _ in range(at.given):
+            if self._advance() is END or self._at is not at:
+                text = f"{self._name}: the dataset, {an(type(self._dataset))}, has fewer samples"
+                raise ValueError(f"{text} than when the state was saved: give the data that it was saved with")
+
+
 # -- shuffled ----------------------------------------------------------------------------------------------------------
-
-
-_BUFFERED = "ShuffleBuffer: the dataset"
-_BUFFERS = "give what state_dict() of an iterator of a ShuffleBuffer returned"
 
 
 class ShuffleBuffer(InOrder):
@@ -404,7 +501,7 @@ class ShuffleBuffer(InOrder):
     """
 
     def __init__(self, dataset: object, size: int, seed: int = 0) -> None:
-        self._dataset = check_source(dataset, _BUFFERED)
+        self._dataset = check_source(dataset, "ShuffleBuffer: the dataset")
         super().__init__((dataset,), (dataset,))
         self.size = check_int("size", size, 1, "give the number of samples in the buffer")
         self.seed = check_int("seed", seed, -(1 << 128), "give an integer")
@@ -432,106 +529,34 @@ class _BufferPosition:
     size: int = entries.entry(entries.integer(1), "size was {was}, and is {now}")
     seed: int = entries.entry(entries.integer(), "seed was {was}, and is {now}")
     epoch: int = entries.entry(entries.integer(0))
-    block: int = entries.entry(entries.integer(0))
+    window: int = entries.entry(entries.integer(0), name="block")
     given: int = entries.entry(entries.integer(0))
     source: SourcePoint = entries.entry(entries.dict_of(SourcePoint), write=entries.to_state)  # noqa: RUF009 - it makes a field
 
 
-class _FailedRead:
-    """Error of the dataset in place of a sample."""
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-
-class ShuffledIterator(Iterator[Any]):
+class ShuffledIterator(Windows):
     """Iteration over a `ShuffleBuffer`, which begins with its first ``next``."""
 
     def __init__(self, dataset: object, at: _BufferPosition) -> None:
-        self._dataset = dataset
-        self._worker = this_worker() if is_divided(dataset) else None  # others call it themselves
+        super().__init__("ShuffleBuffer", dataset)
         self._begin_at(at)
 
-    def _begin_at(self, at: _BufferPosition) -> None:
-        self._source = Source(_BUFFERED, self._dataset, at.source, self._worker)
-        self._position, self._given = at, 0
-        self._block: list[object] = []
-        self._order: list[int] = []  # remaining samples of the block, in reverse
-        self._next_block: list[object] = []
-        self._next_position: _BufferPosition | None = at
+    def names_of(self, at: _BufferPosition) -> Sequence[int]:
+        return range(at.size)
 
-    def __next__(self) -> Any:
-        sample = self._next_item()
-        if sample is END:
-            raise StopIteration
-        if isinstance(sample, _FailedRead):
-            raise sample.error
-        return sample
+    def scope_of(self, name: int, outer: Any, part: int) -> tuple[int, Any]:
+        return outer.epoch, (part, self._source.taken, self._at.epoch)
 
-    def _next_item(self) -> object:
-        """Return the next sample or error, or `END`."""
-        if not self._order:
-            self._start_block()
-        if not self._order:
-            return END
-        self._fill_next_block(len(self._block) - len(self._order) + 1)
-        place, self._given = self._order.pop(), self._given + 1
-        sample, self._block[place] = self._block[place], None
-        return sample
+    def items_of(self, read: list[Any]) -> list[Any]:
+        order = shuffled(len(read), self._at.seed, "shuffle buffer", self._at.epoch, part_here(), self._block())
+        return [read[place] for place in order.tolist()]
 
-    def _start_block(self) -> None:
-        """Start to yield the block that was read last."""
-        self._fill_next_block(self._position.size)
-        if self._next_position is not None:
-            self._position, self._given = self._next_position, 0
-        number = self._position.block + self._given // self._position.size
-        key = self._position.seed, "shuffle buffer", self._position.epoch, part_here(), number
-        self._block, self._next_block = self._next_block, []
-        self._order = shuffled(len(self._block), *key)[::-1].tolist()
-        point = self._source.state()
-        has_state = is_indexed(self._dataset) or point.dataset is not None or point.iterator is not None
-        # A copy, because some datasets keep changing the dict that they return.
-        following = replace(self._position, block=number + 1, source=copy.deepcopy(point))
-        self._next_position = following if has_state else None
+    def following(self, source: SourcePoint) -> _BufferPosition | None:
+        has_state = is_indexed(self._dataset) or source.dataset is not None or source.iterator is not None
+        return replace(self._at, window=self._block() + 1, source=source) if has_state else None
 
-    def _fill_next_block(self, count: int) -> None:
-        """Read samples of the next block, until there are ``count``."""
-        scope, part = reading.get(), part_here()
-        try:
-            while len(self._next_block) < count:
-                if scope is not None:
-                    index = part, self._source.taken, self._position.epoch
-                    reading.set(SampleScope(scope.seed, scope.epoch, index, scope.owners, scope.is_cached))
-                try:
-                    sample = self._source.read()
-                except Exception as error:
-                    pass_on(error)
-                    sample = _FailedRead(error)
-                if sample is END:
-                    return
-                self._next_block.append(sample)
-        finally:
-            reading.set(scope)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position as a small dict, without samples."""
-        return entries.to_state(replace(self._position, given=self._given))
-
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Continue at a saved position, reading its block again; raise TypeError or ValueError for unfit states."""
-        at = entries.from_state(
-            _BufferPosition, entries.instance(Mapping, "a dict")("the state", state, _BUFFERS), _BUFFERS
-        )
-        if found := entries.differences(at, self._position):
-            raise ValueError(f"ShuffleBuffer: the state is that of another one: {', '.join(found.values())}")
-        self._begin_at(replace(at, given=0))
-        self._source.open()  # raises here, not in place of a sample
-        for _ in range(at.given):
-            if self._next_item() is END:
-                raise ValueError(
-                    f"{_BUFFERED}, {an(type(self._dataset))}, has fewer samples than when the state was saved: give "
-                    "the data that it was saved with"
-                )
+    def _block(self) -> int:
+        return int(self._at.window + self._given // self._at.size)
 
 
 def part_here() -> int:

@@ -204,8 +204,7 @@ class InterleavedDataset(Mixture):
         while place >= 0 and 0 <= index < size:
             turn = len(found)
             within = shuffle.inverse(index, size, turn * len(self.sizes) + place) if self.shuffles else index
-            numbers = [turn * size + within] * len(self.sizes)
-            position = (plan or self._schedule).positions(numbers)[place]
+            position = (plan or self._schedule).position(turn * size + within, place)
             if position >= self._length:
                 break
             found.append(int(position))
@@ -271,8 +270,8 @@ def _length(schedule: Plan, sizes: list[int], stop: str | int) -> float:
     if schedule.length is not None:
         return schedule.length
     if stop == FIRST:
-        return min(schedule.positions(sizes))
-    lasts = schedule.positions([size - 1 for size in sizes])
+        return min(map(schedule.position, sizes, range(len(sizes))))
+    lasts = [schedule.position(size - 1, source) for source, size in enumerate(sizes)]
     if math.inf in lasts:
         number = schedule.sources[lasts.index(math.inf)]
         raise ValueError(

@@ -59,7 +59,7 @@ class Refill(InOrder):
         has_no_order = is_stream(dataset) or any(isinstance(inner, Mixture) for inner in nested(dataset))
         if has_no_order or (sampler is not None and (shuffle or not isinstance(sampler, Sampler))):
             text = (
-                "keep= and on_error='refill' look up the order at any position: give shuffle=True alone, or a sampler"
+                "keep= and on_error='refill' look up any position of the order: give shuffle=True alone, or a sampler"
             )
             raise TypeError(f"{text} of this library. Filter iterable data, and the datasets of a mixture, themselves")
         super().__init__((), ())
@@ -119,9 +119,7 @@ class _Samples(Iterator[Any]):
                         outer.skipped += ((index, error.with_traceback(None)),)
         finally:
             reading.set(outer)
-        text = (
-            f"keep has rejected {self._read - begin} samples in a row, or they could not be read, in part {self._part}"
-        )
+        text = f"keep has rejected {self._read - begin} samples in a row, or reading failed, in part {self._part}"
         advice = "Look at what keep returns, and at loader.skipped"
         raise ValueError(f"{text}, which has read {self._read}: the batch cannot be filled. {advice}")
 

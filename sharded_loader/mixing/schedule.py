@@ -25,7 +25,7 @@ from bisect import bisect
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from fractions import Fraction
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -59,6 +59,10 @@ off its shares. With these it is up to 30, as in random order. Strides after whi
 7, 17, 41,
 99, 239: few rank counts are multiples of the large ones. For sqrt(3), they are 15, 56, 209."""
 
+MOST_OFF = 168
+"""More than any source is off its share, at any position: more than twice the sum of the partial quotients of the
+continued fraction of a step / 2^32 (83, 58, 74; inequality of Denjoy and Koksma)."""
+
 
 def whole_numbers(weights: Any, count: int, name: str = "interleave", place: str = "") -> list[int]:
     """Convert weights to the smallest whole numbers in their ratio, with a sum of up to `MOST`.
@@ -70,19 +74,15 @@ def whole_numbers(weights: Any, count: int, name: str = "interleave", place: str
         >>> whole_numbers([0.5, 1 / 3, 0], 3), whole_numbers([10**9, 1], 2)
         ([3, 2, 0], [65535, 1])
     """
-    if weights is None:
-        weights = [1] * count
     try:
-        found = [_fraction(weight) for weight in weights]
+        found = [_fraction(weight) for weight in ([1] * count if weights is None else weights)]
     except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{name}(weights={weights!r}){place}: give a list of finite numbers of 0 or more") from None
     if len(found) != count:
         raise ValueError(f"{name}: {len(found)} weights for {count} datasets{place}: give one weight per dataset")
-    positive = sum(map(bool, found))
-    if not positive:
-        raise ValueError(f"{name}: all weights are 0{place}: give at least one dataset a positive weight")
-    if positive > MOST:
-        raise ValueError(f"{name}: {positive:,} datasets have a weight: give at most {MOST:,}, or join some first")
+    if not 0 < (positive := sum(map(bool, found))) <= MOST:
+        text = f"{name}: {positive:,} datasets have a weight above 0{place}"
+        raise ValueError(f"{text}: give at least one dataset such a weight, and at most {MOST:,}, or join some first")
     total = sum(found)
     shares = [weight / total for weight in found]
     period = math.lcm(*(share.denominator for share in shares))
@@ -146,7 +146,7 @@ class Schedule:
         seed: decides the start and the order of the intervals.
         level: depth of nested mixtures below this one.
         begin: position from which it holds.
-        before: number of samples of each source before ``begin``; by default as if it held from 0 on.
+        before: number of samples of each source before ``begin``, kept; by default as if it held from 0 on.
 
     Example:
         >>> schedule = Schedule([2, 0, 1], seed=0)
@@ -167,8 +167,8 @@ class Schedule:
         self._bounds = np.zeros((2, len(weights)), np.int64)  # begin and end of each source's interval
         self._bounds[:, order] = edges[:-1], edges[1:]
         self._offset = np.zeros(len(weights), np.int64)  # added to sample numbers
-        if before is not None:
-            self._offset = before - self.counts(begin)
+        self.before = self.counts(begin) if before is None else before
+        self._offset = self.before - self.counts(begin)
         self._lists: tuple[list[int], list[int], list[list[int]], list[int]]  # faster for one position
         self._lists = self._ends.tolist(), order.tolist(), self._bounds.T.tolist(), self._offset.tolist()
 
@@ -186,7 +186,9 @@ class Schedule:
         begin, end = self._lists[2][source]
         period, rest = divmod(number - self._lists[3][source], end - begin)
         before = partial(self._before_one, begin=begin, end=end)
-        return period * CIRCLE + bisect(range(CIRCLE + 1), rest, key=before) - 1
+        low, high = (CIRCLE * (rest + off) // (end - begin) for off in (-MOST_OFF, MOST_OFF))
+        near = range(max(low, 0), min(high, CIRCLE) + 1)
+        return period * CIRCLE + near[bisect(near, rest, key=before) - 1]
 
     def _before_one(self, slot: int, begin: int, end: int) -> int:
         shift = self._start + CIRCLE
@@ -340,14 +342,10 @@ class Plan:
         for each in np.unique(where).tolist():
             yield self._segments[each], where == each
 
-    def positions(self, numbers: list[int]) -> list[float]:
-        """Return for each source the position of the sample with this number; infinity if it never comes."""
-        befores = np.array([segment.counts(segment.begin) for segment in self._segments]).T.tolist()
-        found: list[float] = []
-        for source, (before, number) in enumerate(zip(befores, numbers, strict=True)):
-            segment = self._segments[bisect(before, number) - 1]
-            found.append(segment.position(number, source) if segment.weights[source] else math.inf)
-        return found
+    def position(self, number: int, source: int) -> float:
+        """Return the position of a sample of a source; infinity if it never comes."""
+        segment = self._segments[bisect(self._segments, number, key=lambda one: one.before[source]) - 1]
+        return segment.position(number, source) if segment.weights[source] else math.inf
 
 
 def _floor_sum(step: int, count: Any, shift: Any) -> Any:
@@ -357,15 +355,20 @@ def _floor_sum(step: int, count: Any, shift: Any) -> Any:
         >>> _floor_sum(5**13, 1000, 7) == sum((5**13 * k + 7) // CIRCLE for k in range(1000))
         True
     """
-    some = np.any if isinstance(count, np.ndarray) else bool
-    number = np.uint64 if isinstance(count, np.ndarray) else int
-    factor, divisor, total = step, CIRCLE, 0 * count
-    while some(count):
-        quotient, factor = divmod(factor, divisor)
-        over = shift // number(divisor)
-        total = total + count * (count - number(1)) // number(2) * number(quotient) + count * over
-        highest = number(factor) * count + shift - over * number(divisor)
-        count = highest // number(divisor)
-        shift = highest - count * number(divisor)
-        factor, divisor = divisor, factor
+    some, total = np.any if isinstance(count, np.ndarray) else bool, 0 * count
+    for quotient, factor, divisor in _divisions(step, CIRCLE):
+        over = shift // divisor
+        total = total + count * (count - 1) // 2 * quotient + count * over
+        highest = factor * count + shift - over * divisor
+        count = highest // divisor
+        if not some(count):
+            break
+        shift = highest - count * divisor
     return total
+
+
+@cache
+def _divisions(factor: int, divisor: int) -> list[tuple[int, int, int]]:
+    """Return quotient, rest and divisor of each step of the Euclidean algorithm."""
+    quotient, rest = divmod(factor, divisor)
+    return [(quotient, rest, divisor), *(_divisions(divisor, rest) if rest else [])]

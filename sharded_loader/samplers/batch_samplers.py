@@ -409,18 +409,16 @@ def kinds_of(labels: Any, name: str) -> tuple[list[Any], Int64s]:
         if labels.ndim != 1:
             raise ValueError(f"{name} has shape {labels.shape}: give one label per sample, of shape (samples,)")
         labels = labels.tolist()
-    seen: dict[Any, int] = {}
     try:
-        numbers = np.fromiter((seen.setdefault(label, len(seen)) for label in labels), np.int64)
+        seen = dict.fromkeys(labels)
     except TypeError as error:
         raise TypeError(f"{name} must be a sequence of hashable labels, one per sample: {error}") from None
     try:
         kinds = sorted(seen)
     except TypeError:  # not comparable
-        return list(seen), numbers
-    ranks = np.empty(len(kinds), np.int64)
-    ranks[[seen[kind] for kind in kinds]] = np.arange(len(kinds))
-    return kinds, ranks[numbers]
+        kinds = [*seen]
+    numbers = {kind: number for number, kind in enumerate(kinds)}
+    return kinds, np.fromiter(map(numbers.__getitem__, labels), np.int64)
 
 
 def length_table(lengths: object, advice: str) -> Int64s:

@@ -93,11 +93,14 @@ class Bijections:
         return unmixed(index, length, [(addend, odd | 1) for addend, odd in zip(words[::2], words[1::2], strict=True)])
 
     def _keys(self, numbers: Int64s) -> Words:
-        keys: Words = numbers.view(np.uint64) + self._addend
-        for odd, fold in zip(self._odd[:2], (32, 29), strict=True):
-            keys = keys * odd
-            keys ^= keys >> np.uint64(fold)
-        return keys
+        return self._stirred(numbers.view(np.uint64) + self._addend, 0)
+
+    def _stirred(self, words: Words, first: int) -> Words:
+        """Return words that depend on all bits of the given ones, by two of the odd factors."""
+        for odd, fold in zip(self._odd[first : first + 2], (32, 29), strict=True):
+            words = words * odd
+            words ^= words >> np.uint64(fold)
+        return words
 
     def _mixed(self, values: Words, limits: Words, keys: Words, bits: int) -> Words:
         """Mix positions of ``bits`` bits, each through its own permutation."""
@@ -114,16 +117,10 @@ class Bijections:
     def _ranked(self, values: Words, limits: Words, keys: Words, bits: int) -> Words:
         """Map each position to the rank of its random word among those of its permutation. All words are distinct."""
         steps = np.arange(1 << bits, dtype=np.uint64) * self._odd[2]
-        words, ranks = self._words(keys + steps[values]), np.zeros_like(values)
+        words, ranks = self._stirred(keys + steps[values], 3), np.zeros_like(values)
         for position, step in enumerate(steps):
-            ranks += (self._words(keys + step) < words) & (np.uint64(position) < limits)
+            ranks += (self._stirred(keys + step, 3) < words) & (np.uint64(position) < limits)
         return ranks
-
-    def _words(self, words: Words) -> Words:
-        for odd, fold in zip(self._odd[3:5], (32, 29), strict=True):
-            words = words * odd
-            words ^= words >> np.uint64(fold)
-        return words
 
     def _mix(self, values: Words, keys: Words, bits: int) -> Words:
         """Mix each value over its domain of 2**bits once, in place. A product's top bits depend on the whole key."""

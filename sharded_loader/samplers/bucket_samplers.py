@@ -218,7 +218,10 @@ class FixedBucketSampler(NumberedBatches):
             text = f"lengths must be above 0, but lengths[{index}] is {np.asarray(lengths)[index]}"
             raise ValueError(f"{text}: leave that sample out")
         self.dataset_length = len(table)
-        self._batch_size, size, sizes = _batch_sizes(batch_size, bucket_keys, ratio, use_average_length)
+        given, advice = np.ravel(batch_size).tolist(), "give the number of samples in a batch"
+        sizes = [check_int("batch_size", one, 1, advice) for one in given]
+        self._batch_size: Any = sizes if np.ndim(batch_size) else sizes[0]
+        takes_list = bucket_keys is not None and not ratio and not use_average_length
         self._num_shards = check_int("num_shards", num_shards, 0, "0 gives plain batches, k groups of k batches")
         if not 0 <= ratio < float("inf"):
             raise ValueError(f"ratio must be a finite number of at least 0, got {ratio}: give 0 for equal batches")
@@ -234,9 +237,12 @@ class FixedBucketSampler(NumberedBatches):
             bucket_keys = bucket_scheme(*limits, num_buckets)
         elif bucket_keys is not None and num_buckets not in (None, _DEFAULT_BUCKETS):
             warnings.warn(f"num_buckets={num_buckets} is not used, because bucket_keys are given", stacklevel=2)
-        keys = _check_keys([] if bucket_keys is None else bucket_keys, table.shape[1])
-        if sizes is not None and len(sizes) != len(keys):
-            raise ValueError("two bucket keys are equal: with a list as batch_size give each key once")
+        rows = _rows([] if bucket_keys is None else bucket_keys, table.shape[1])
+        keys = np.array(sorted(set(rows)), np.int64).reshape(-1, table.shape[1])
+        by_key = dict(zip(rows, sizes, strict=False)) if np.ndim(batch_size) else None
+        if by_key is not None and not (takes_list and len(by_key) == len(rows) == len(sizes)):
+            text = f"batch_size is a list of {len(sizes)} numbers, and there are {len(set(rows))} bucket keys"
+            raise ValueError(f"{text}: give one number for each of bucket_keys, without ratio and use_average_length")
         bucket_of = _match(table, keys)
         counts = np.bincount(bucket_of, minlength=len(keys))
         members = np.split(np.argsort(bucket_of, kind="stable"), np.cumsum(counts)[:-1])
@@ -249,14 +255,16 @@ class FixedBucketSampler(NumberedBatches):
         self._members: list[Int64s] = [members[bucket] for bucket in used]
         if use_average_length and ratio > 0:
             warnings.warn(f"ratio={ratio} is not used, because use_average_length is set", stacklevel=2)
-        if sizes is not None:
-            self.bucket_batch_sizes = [sizes[bucket] for bucket in used]
+        if by_key is not None:
+            self.bucket_batch_sizes = [by_key[tuple(key)] for key in keys[used].tolist()]
         elif use_average_length:
             lengths_in = (table[members] for members in self._members)
-            self.bucket_batch_sizes = [max(int(size / (part.mean() + part.std())), 1) for part in lengths_in]
+            self.bucket_batch_sizes = [max(int(sizes[0] / (part.mean() + part.std())), 1) for part in lengths_in]
         else:
             scales = keys[used].sum(axis=1).tolist()
-            self.bucket_batch_sizes = [max(int(max(scales) / one * float(ratio) * size), size) for one in scales]
+            self.bucket_batch_sizes = [
+                max(int(max(scales) / one * float(ratio) * sizes[0]), sizes[0]) for one in scales
+            ]
 
     @property
     def plan(self) -> list[int]:
@@ -406,22 +414,7 @@ class GroupedBatchSampler(FixedBucketSampler):
         return lambda places, buckets, passes: shuffle(places, counts[buckets], passes)
 
 
-def _batch_sizes(given: Any, keys: Any, ratio: float, by_tokens: bool) -> tuple[Any, int, list[int] | None]:
-    advice = "give the number of samples in a batch"
-    if np.ndim(given) == 0:
-        size = check_int("batch_size", given, 1, advice)
-        return size, size, None
-    if keys is None or ratio or by_tokens:
-        advice = "give bucket_keys, and leave out ratio and use_average_length"
-        raise ValueError(f"batch_size is a list, one number for each bucket: {advice}")
-    sizes = [check_int(f"batch_size[{place}]", size, 1, advice) for place, size in enumerate(given)]
-    if len(sizes) != len(keys):
-        raise ValueError(f"batch_size has {len(sizes)} numbers for {len(keys)} bucket keys: give one for each key")
-    order = sorted(range(len(sizes)), key=lambda place: tuple(np.atleast_1d(keys[place])))
-    return sizes, 0, [sizes[place] for place in order]
-
-
-def _check_keys(keys: Numbers, parts: int) -> Int64s:
+def _rows(keys: Numbers, parts: int) -> list[tuple[int, ...]]:
     try:
         rows = [tuple(map(operator.index, np.atleast_1d(key))) for key in keys]
     except TypeError:
@@ -430,7 +423,7 @@ def _check_keys(keys: Numbers, parts: int) -> Int64s:
     wrong = next((row for row in rows if len(row) != parts), None)
     if wrong is not None:
         raise ValueError(f"bucket key {wrong} has {len(wrong)} numbers, but a length has {parts}: give as many")
-    return np.array(sorted(set(rows)), np.int64).reshape(-1, parts)
+    return rows
 
 
 def _match(table: Int64s, bounds: Int64s) -> Int64s:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from sharded_loader.extend import Array, Empty, Int64s
-from sharded_loader.extend.tools import check_int
+from sharded_loader.extend.tools import brief, check_int
 
 
 def context_of(context: Any, tokens: int) -> tuple[int, int]:
@@ -30,14 +30,11 @@ def context_of(context: Any, tokens: int) -> tuple[int, int]:
         (1, 2)
     """
     if hasattr(context, "get_coordinate"):
-        names = context.mesh_dim_names or ()
-        if "cp" not in names:
-            text = f"the mesh of context= has the dimensions {', '.join(map(repr, names)) or 'none'}"
-            raise ValueError(f"{text}, and none is called 'cp': give context=(rank, size)")
-        dim = names.index("cp")
-        if context.get_coordinate() is None:
-            raise ValueError("this process is not in the mesh of context=: make no loader here, or give (rank, size)")
-        context = context.get_coordinate()[dim], context.size(dim)
+        names, place = context.mesh_dim_names or (), context.get_coordinate()
+        if "cp" not in names or place is None:
+            text = f"this process has no place in the mesh of context=, with the dimensions {brief(names)}"
+            raise ValueError(f"{text}: give context=(rank, size), or a mesh with the dimension 'cp'")
+        context = place[names.index("cp")], context.size(names.index("cp"))
     if not isinstance(context, tuple | list) or len(context) != 2:
         raise TypeError(f"context is {context!r}: give (rank, size), or a mesh with the dimension 'cp'")
     size = check_int("the size of context", context[1], 1, "give the number of ranks that share a row")
@@ -56,23 +53,21 @@ def multiple_of(size: int) -> int:
 
 
 def part_of(
-    ids: Int64s,
-    labels: Int64s,
+    values: Mapping[str, tuple[int, Int64s]],
     row: Int64s,
     sizes: Int64s,
     shape: tuple[int, int],
     context: tuple[int, int],
-    fills: Mapping[str, int],
     empty: Empty,
 ) -> dict[str, Array]:
     """Return the part of a batch that the rank of ``context`` reads.
 
-    ``ids`` and ``labels`` are those of all documents, one after the other. ``row`` and ``sizes``, int64, are those of
-    each document, in the order of the rows. ``shape`` is that of whole rows.
+    ``values`` are filler and values of each field, of the tokens of all documents, one after the other. ``row`` and
+    ``sizes``, int64, are those of each document, in the order of the rows. ``shape`` is that of whole rows.
 
     Example:
-        >>> ids, fills = np.arange(11, 18), dict.fromkeys(("input_ids", "position_ids", "segment_ids", "labels"), -1)
-        >>> part = part_of(ids, ids, np.array([0, 0]), np.array([5, 2]), (1, 12), (0, 2), fills, np.empty)
+        >>> values = {"input_ids": (-1, np.arange(11, 18))}
+        >>> part = part_of(values, np.array([0, 0]), np.array([5, 2]), (1, 12), (0, 2), np.empty)
         >>> part["input_ids"].tolist(), part["cu_seqlens_padded"].tolist()
         ([[11, 12, -1, -1, 16, -1]], [0, 8, 12])
     """
@@ -88,20 +83,12 @@ def part_of(
     chunk = place // (padded // multiple)[number]
     mine = (chunk == rank) | (chunk == multiple - 1 - rank)
     number, place = number[mine], place[mine]
-    real, has_next = place < sizes[number], place + 1 < sizes[number]
-    token = (np.cumsum(sizes) - sizes)[number] + place
-    in_row = np.arange(len(row)) - np.searchsorted(row, row)
-    values = {
-        "input_ids": (real, ids[token[real]]),
-        "position_ids": (real, place[real]),
-        "segment_ids": (real, in_row[number[real]] + 1),
-        "labels": (has_next, labels[token[has_next] + 1]),
-    }
-    batch: dict[str, Array] = {}
-    for name, (mask, value) in values.items():
+    real, batch = place < sizes[number], dict[str, Array]()
+    token = ((np.cumsum(sizes) - sizes)[number] + place)[real]
+    for name, (filler, value) in values.items():
         batch[name] = empty((rows, tokens // size), np.dtype(np.int64))
-        batch[name][...] = fills[name]
-        batch[name].reshape(-1)[mask] = value
+        batch[name][...] = filler
+        batch[name].reshape(-1)[real] = value[token]
     for name, lengths in ("cu_seqlens", sizes), ("cu_seqlens_padded", padded):
         batch[name] = empty((len(lengths) + 1,), np.dtype(np.int32))
         batch[name][...] = np.append(0, np.cumsum(lengths))

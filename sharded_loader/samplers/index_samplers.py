@@ -35,7 +35,7 @@ from sharded_loader.extend.order import (
 )
 from sharded_loader.extend.tools import brief, check_fits, check_int
 from sharded_loader.samplers.bijections import Bijections
-from sharded_loader.samplers.inverse import found_in, inverted
+from sharded_loader.samplers.inverse import found_in, inverted, positions_of
 
 Numbers = Sequence[Any] | npt.NDArray[Any]
 """One number or label per sample."""
@@ -491,6 +491,10 @@ class RepeatedSampler(WrapperSampler[int]):
     def len_epoch(self, epoch: int) -> int:
         self._check()
         return self.copies * len_epoch(self.sampler, epoch)
+
+    def positions_of(self, index: Any, epoch: int) -> list[int]:
+        found = positions_of(self.sampler, index, epoch)
+        return [self.copies * position + copy for position in found for copy in range(self.copies)]
 
     def _check(self) -> None:
         if self.sampler is None:

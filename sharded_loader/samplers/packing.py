@@ -25,7 +25,7 @@ import numpy.typing as npt
 from sharded_loader.extend import Array, Batchify, BatchifyError, Empty, Int64s, Sampler, Table
 from sharded_loader.extend.data import as_array, check_not_empty, common_dtype, stack_arrays
 from sharded_loader.extend.order import EVERY, IN_MEMORY, SUM, parts, reading, resolve_seed, shuffle, shuffled
-from sharded_loader.extend.tools import an, call_of, check_choice, check_int
+from sharded_loader.extend.tools import brief, call_of, check_choice, check_int
 from sharded_loader.samplers.context import context_of, multiple_of, part_of
 from sharded_loader.samplers.index_samplers import Numbers, integers
 
@@ -96,7 +96,7 @@ class PackSampler(Sampler[list[int]]):
     shown = tuple((name, name) for name in ("tokens", "rows", "window", "long", "shuffle", "last_batch"))
     decided_by = (("lengths", "_checksum"), *shown)
     fixed = ("tokens", "window", "long", "shuffle")
-    cut_by, sized_by = ("tokens", "rows", "window", "long"), ("rows",)
+    cut_by, sized_by = ("tokens", "rows", "window", "long", "limits", "multiple"), ("rows",)
     counts_by_pass = yields_batches = True
 
     def __init__(
@@ -113,23 +113,20 @@ class PackSampler(Sampler[list[int]]):
         limits: Mapping[str, int] | None = None,
         multiple: int = 1,
     ) -> None:
-        advice = "give the number of tokens of each document"
-        self._more: dict[str, npt.NDArray[Any]] = {}
-        self._most = np.ones(0, np.int64)
+        if not (
+            (tokens is None) == (limits is not None) == isinstance(lengths, Mapping) == isinstance(limits, Mapping)
+        ):
+            text = "PackSampler packs to tokens=, or to several limits=, where both limits and lengths are dicts"
+            raise TypeError(f"{text}: {_LIMITS}")
+        given: Any = {"tokens": lengths} if limits is None else lengths
+        most: Any = {"tokens": tokens} if limits is None else limits
         if limits is not None:
-            lengths, tokens, self._more = _columns(lengths, tokens, limits)
-            self._most = np.array([limits[name] for name in self._more], np.int64)
             self._limits = ", ".join(f"{name} {most}" for name, most in limits.items())
             self._add("limits", "_limits")
-        if tokens is None or isinstance(lengths, Mapping):
-            raise TypeError(
-                "PackSampler packs to tokens=, or to several limits= with a dict of lengths: give one of them"
-            )
-        self._lengths = integers("lengths", lengths, "integers of shape (n,)", advice)
+        self._columns = _columns(given, most)
+        self._most = np.array([most[name] for name in self._columns], np.int64)
+        self._lengths, self.tokens = self._columns["tokens"], int(self._most[0])
         self.dataset_length = len(self._lengths)
-        self.tokens = check_int("tokens", tokens, 1, "give the number of tokens in a row")
-        if self.tokens >= 2**31:
-            raise ValueError(f"tokens is {tokens}: give a number below 2**31, the number of tokens in a row")
         self.rows = check_int("rows", rows, 1, "give the number of rows in a batch")
         self._multiple = check_int("multiple", multiple, 1, "give 2 * the number of ranks that share a row")
         if self.tokens % self._multiple:
@@ -151,7 +148,6 @@ class PackSampler(Sampler[list[int]]):
         """Add an argument to those that decide the order. Without it, states stay what they were."""
         for names in ("decided_by", "shown"):
             vars(self)[names] = (*getattr(self, names), (name, attribute))
-        vars(self)["cut_by"] = (*self.cut_by, name)
 
     @property
     def _shown_length(self) -> int:
@@ -162,35 +158,25 @@ class PackSampler(Sampler[list[int]]):
         count, checksum = len(self._lengths), self._multiple - 1  # with another multiple, rows are others
         step = GROUP if count <= IN_MEMORY else count // 64
         for begin in range(0, count, step):
-            block = self._lengths[begin : begin + GROUP].astype(np.int64)
+            blocks = [column[begin : begin + GROUP].astype("<i8", copy=False) for column in self._columns.values()]
             if count <= IN_MEMORY:
-                self._check(block, np.arange(begin, begin + len(block)))
-            for part in (block, *(one[begin : begin + GROUP].astype(np.int64) for one in self._more.values())):
-                checksum = zlib.crc32(part.astype("<i8", copy=False).tobytes(), checksum)
+                self._check(blocks, range(begin, begin + GROUP))
+            for block in blocks:
+                checksum = zlib.crc32(block.tobytes(), checksum)
         return f"{SUM}{checksum:08x}"
 
-    def _check(self, lengths: Int64s, documents: Int64s) -> None:
-        if (least := lengths.min(initial=1)) < 1:
-            text = f"lengths must be above 0, but lengths[{documents[lengths.argmin()]}] is {least}"
-            raise ValueError(f"{text}: leave that document out of the dataset")
-        if self.long == "error" and (most := lengths.max(initial=0)) > self.tokens:
-            text = f"document {documents[lengths.argmax()]} has {most} tokens, and a row has {self.tokens}"
-            raise ValueError(
-                f'{text}: cut long documents with long="cut", leave them out with "drop", or give more tokens='
-            )
-
-        for (name, column), most in zip(self._more.items(), self._most.tolist(), strict=True):
-            values = column[documents]
-            wrong = (values < 0) | ((values > most) & (self.long != "drop"))
-            for place in np.flatnonzero(wrong)[:1].tolist():
-                text = f"document {documents[place]} has {values[place]} {name}, and a row has 0 to {most}"
-                raise ValueError(f'{text}: leave long documents out with long="drop", or give a higher limit')
+    def _check(self, lengths: list[Int64s], documents: Int64s | range) -> None:
+        for name, values, most in zip(self._columns, lengths, self._most.tolist(), strict=True):
+            least, fits = int(name == "tokens"), self.long == "drop" or (name == "tokens" and self.long == "cut")
+            if values.min(initial=least) < least or (values.max(initial=most) > most and not fits):
+                place = int(np.flatnonzero((values < least) | ((values > most) & (not fits)))[0])
+                text = f"document {documents[place]} has {values[place]} {name}, and a row has {least} to {most}"
+                advice = 'leave it out of the dataset, leave long ones out with long="drop", or give a higher limit'
+                raise ValueError(f'{text}: {advice}. long="cut" cuts those with many tokens')
 
     def _default_window(self) -> int:
         wanted = 1 << 62
-        for column, most in zip(
-            (self._lengths, *self._more.values()), (self.tokens, *self._most.tolist()), strict=True
-        ):
+        for column, most in zip(self._columns.values(), self._most.tolist(), strict=True):
             some = column[:: max(len(column) // 1024, 1)].astype(np.int64)
             wanted = min(wanted, ROWS * most * len(some) // max(int(some.sum()), 1))
         return 1 << min(max(wanted.bit_length(), 10), 14)
@@ -231,19 +217,18 @@ class PackSampler(Sampler[list[int]]):
         """Pack up to `at_once` windows, from ``window`` on and before ``last``, numbered over all epochs."""
         end = min(window + self.at_once, last)
         documents, windows = self._documents(window, end, order)
-        lengths = self._lengths[documents].astype(np.int64)
-        self._check(lengths, documents)
-        pieces = -(-lengths // self.tokens)
-        more = np.stack([column[documents] for column in self._more.values()], axis=1) if self._more else None
+        found = [column[documents].astype(np.int64) for column in self._columns.values()]
+        self._check(found, documents)
+        lengths, *more = found
+        pieces: Any = -(-lengths // self.tokens)
         if self.long == "drop":
-            fits = pieces < 2 if more is None else (pieces < 2) & (more <= self._most).all(axis=1)
-            pieces = fits.astype(np.int64)
+            pieces = (np.stack(found, axis=1) <= self._most).all(axis=1).astype(np.int64)
         begins = self.tokens * (np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces))
         documents, windows, lengths = (np.repeat(one, pieces) for one in (documents, windows, lengths))
         ends, windows = np.minimum(begins + self.tokens, lengths), windows - window
         sizes = (-(-(ends - begins) // self._multiple) * self._multiple).astype(np.int32)
-        columns = [sizes] if more is None else [sizes, *np.repeat(more, pieces, axis=0).T]
-        rows, counts = best_fit(columns, windows, end - window, [self.tokens, *self._most.tolist()])
+        columns = [sizes, *(np.repeat(one, pieces) for one in more)]
+        rows, counts = best_fit(columns, windows, end - window, self._most.tolist())
         borders = np.searchsorted(windows, np.arange(len(counts) + 1))
 
         def layout(n: int) -> Layout:
@@ -297,49 +282,47 @@ def best_fit(
     tables = [np.zeros(keys.shape[::-1], np.int32) for _ in columns]  # n-th greatest document, window
     for one, sizes in zip(tables, columns, strict=True):
         one.T[real] = sizes[documents]
-    table, chosen = tables[0], np.empty(keys.shape[::-1], np.int64)
+    chosen = np.empty(keys.shape[::-1], np.int64)
     least = [one.sum(axis=0, dtype=np.int64) // limit for one, limit in zip(tables, limits, strict=True)]
-    width = int(np.max([*least, (table > tokens // 2).sum(axis=0)], initial=0))
+    width = int(np.max([*least, (tables[0] > tokens // 2).sum(axis=0)], initial=0))
     while True:
         width += width // 8 + 8
-        spare, first = np.full((count, width), tokens, np.int32), np.arange(count) * width
-        others = [np.full_like(spare, limit) for limit in limits[1:]]
-        rest = np.empty_like(spare)
-        flat_spare, flat_rest, unsigned = spare.reshape(-1), rest.reshape(-1), rest.view(np.uint32)
-        for n, longest in enumerate(table):
+        spare, first = [np.full((count, width), limit, np.int32) for limit in limits], np.arange(count) * width
+        rest = np.empty_like(spare[0])
+        unsigned, flat = rest.view(np.uint32), [one.reshape(-1) for one in spare]
+        for n, (longest, *others) in enumerate(zip(*tables, strict=True)):
             # Rows without room have a negative rest, large as an unsigned number. Empty rows come last.
-            np.subtract(spare, longest[:, None], out=rest)
-            for other, sizes in zip(others, tables[1:], strict=True):
-                rest[other < sizes[n][:, None]] = -1
+            np.subtract(spare[0], longest[:, None], out=rest)
+            for one, sizes in zip(spare[1:], others, strict=True):
+                rest[one < sizes[:, None]] = -1
             place = unsigned.argmin(axis=1, out=chosen[n]) + first
-            flat_spare[place] = flat_rest[place]
-            for other, sizes in zip(others, tables[1:], strict=True):
-                other.reshape(-1)[place] -= sizes[n]
-        if spare.min(initial=0) >= 0:  # otherwise there were too few rows
+            for one, sizes in zip(flat, (longest, *others), strict=True):
+                one[place] -= sizes
+        if spare[0].min(initial=0) >= 0:  # otherwise there were too few rows
             break
     rows = np.empty(len(windows), np.int64)
     rows[documents] = chosen.T[real]
-    return rows, (spare < tokens).sum(axis=1)
+    return rows, (spare[0] < tokens).sum(axis=1)
 
 
-def _columns(lengths: Any, tokens: object, limits: Any) -> tuple[Any, int, dict[str, npt.NDArray[Any]]]:
-    """Return the lengths in tokens, their limit, and the other lengths by name. Check the arguments."""
-    example = 'PackSampler({"tokens": lengths, "patches": patches}, limits={"tokens": 8192, "patches": 4096})'
-    if tokens is not None or not isinstance(limits, Mapping) or not isinstance(lengths, Mapping):
-        raise TypeError(f"limits= takes the place of tokens=, and both limits and lengths are dicts: {example}")
+_LIMITS = 'PackSampler({"tokens": lengths, "patches": patches}, limits={"tokens": 8192, "patches": 4096})'
+
+
+def _columns(lengths: Any, limits: Any) -> dict[str, npt.NDArray[Any]]:
+    """Return the lengths of documents by name, tokens first. Check them and the limits."""
     if "tokens" not in limits or lengths.keys() != limits.keys():
         text = f"there are limits for {sorted(limits)} and lengths for {sorted(lengths)}"
-        raise ValueError(f"{text}: give both for the same names, 'tokens' among them: {example}")
-    for name, most in limits.items():
-        if check_int(f"the limit of {name}", most, 1, "give the most that a row can have") >= 2**31:
-            raise ValueError(f"the limit of {name} is {most}: give a number below 2**31")
-    advice = "give one number for each document"
-    arrays = {name: integers(f"lengths[{name!r}]", lengths[name], "integers of shape (n,)", advice) for name in limits}
-    if len(set(map(len, arrays.values()))) > 1:
-        raise ValueError(
-            f"lengths have different numbers of documents, { {name: len(one) for name, one in arrays.items()} }"
-        )
-    return arrays.pop("tokens"), limits["tokens"], arrays
+        raise ValueError(f"{text}: give both for the same names, 'tokens' among them: {_LIMITS}")
+    found: dict[str, npt.NDArray[Any]] = {}
+    for name in sorted(limits, key=lambda name: name != "tokens"):
+        if check_int(name, limits[name], 1, "give the most that a row has") >= 2**31:
+            raise ValueError(f"the limit of {name} in a row is {limits[name]}: give a number below 2**31")
+        advice = f"give the number of {name} of each document"
+        found[name] = integers(f"lengths of {name}", lengths[name], "integers of shape (n,)", advice)
+    if len({*map(len, found.values())}) > 1:
+        counts = {name: len(one) for name, one in found.items()}
+        raise ValueError(f"lengths have different numbers of documents, {counts}")
+    return found
 
 
 FARTHEST = 1 << 30
@@ -521,7 +504,9 @@ class Pack(Batchify):
         check_not_empty(samples)
         if isinstance(samples[0], Mapping) and "segment_ids" in samples[0]:
             return _stacked(samples, empty)
-        tokens = [_ids_of(sample, "input_ids", position) for position, sample in enumerate(samples)]
+        names = "input_ids", "labels"
+        documents = [fields_of(sample, names, f"sample {n} of the batch is") for n, sample in enumerate(samples)]
+        tokens = [document["input_ids"] for document in documents]
         scope = reading.get()
         planned = None if scope is None else scope.indices
         if isinstance(planned, Packed) and len(planned) == len(samples):
@@ -538,11 +523,8 @@ class Pack(Batchify):
             advice = f"write the same number in both, PackSampler(lengths, tokens={self._tokens}, {multiple}...)"
             text = f"PackSampler has planned a row of {most} tokens, and Pack makes rows of {self._tokens}"
             raise BatchifyError(text, advice)
-        ids, given = _concatenated(tokens, begin, end), self._labels(samples)
-        labels = ids.copy() if given is None else _concatenated(given, begin, end)
-        if self._context is not None:
-            fills = {"input_ids": self._pad_id, "position_ids": 0, "segment_ids": 0, "labels": IGNORED}
-            return part_of(ids, labels, row, sizes, (planned.rows, self._tokens), self._context, fills, empty)
+        ids = _concatenated(tokens, begin, end)
+        labels = _concatenated([document.get("labels", document["input_ids"]) for document in documents], begin, end)
         labels[bounds[:-1]] = IGNORED
         in_row = np.arange(len(row)) - np.searchsorted(row, row)
         values = {
@@ -551,6 +533,9 @@ class Pack(Batchify):
             "segment_ids": (0, np.repeat(in_row + 1, sizes)),
             "labels": (IGNORED, labels),
         }
+        if self._context is not None:  # each position has the next label
+            values["labels"] = IGNORED, np.append(labels[1:], IGNORED)
+            return part_of(values, row, sizes, (planned.rows, self._tokens), self._context, empty)
         batch: dict[str, Array] = {}
         for name, (fill, value) in values.items():
             batch[name], done = empty((planned.rows, self._tokens), np.dtype(np.int64)), 0
@@ -566,20 +551,6 @@ class Pack(Batchify):
     @property
     def _multiple(self) -> int:
         return 1 if self._context is None else multiple_of(self._context[1])
-
-    def _labels(self, samples: Sequence[Any]) -> Sequence[Array] | None:
-        given = [isinstance(sample, Mapping) and "labels" in sample for sample in samples]
-        if not any(given):
-            return None
-        if not all(given):
-            text = f"sample {given.index(False)} of the batch has no labels, and sample {given.index(True)} has some"
-            raise BatchifyError(text, "give all documents labels, or none")
-        labels = [_ids_of(sample, "labels", position) for position, sample in enumerate(samples)]
-        wanted, found = [len(sample["input_ids"]) for sample in samples], list(map(len, labels))
-        if found != wanted:
-            advice = "give each token one label; -100 leaves it out of the loss"
-            raise BatchifyError(f"documents of {wanted} input_ids have {found} labels", advice)
-        return labels
 
     def __repr__(self) -> str:
         usual = {"tokens": None, "pad_id": 0, "media": (), "context": None}
@@ -598,15 +569,14 @@ def _joined(name: str, samples: Sequence[Any], planned: Packed, empty: Empty) ->
     batch = {f"{name}_per_row": empty((planned.rows,), np.dtype(np.int64))}
     batch[f"{name}_per_row"][...] = np.bincount(planned.places[:, 0], sizes, planned.rows)
     # An empty list has no shape, and counts only if there is nothing else.
-    named = [(array, f"{array.shape} in sample {n}") for n, array in enumerate(arrays) if array is not None]
-    found = [one for one in named if len(one[0])] or named[:1]
-    values, shapes = [array for array, _ in found], {array.shape[1:]: text for array, text in found}
-    if len(shapes) > 1:
-        text = f"{name} has the shapes {', '.join(shapes.values())}"
-        raise BatchifyError(text, "give each document an array of shape (n, ...), with the same axes after the first")
-    if values:
-        batch[name] = empty((int(sizes.sum()), *values[0].shape[1:]), common_dtype(values))
-        np.concatenate(values, out=batch[name], casting="unsafe")
+    some = [array for array in arrays if array is not None]
+    if found := [array for array in some if len(array)] or some[:1]:
+        batch[name] = empty((int(sizes.sum()), *found[0].shape[1:]), common_dtype(found))
+        try:
+            np.concatenate(found, out=batch[name], casting="unsafe")
+        except ValueError as error:
+            advice = "give each document an array of shape (n, ...), with the same axes after the first"
+            raise BatchifyError(f"{name} of the documents cannot be joined: {error}", advice) from None
     return batch
 
 
@@ -621,18 +591,24 @@ def _stacked(rows: Sequence[Any], empty: Empty) -> dict[str, Array]:
     return batch
 
 
-def _ids_of(sample: object, key: str, position: int) -> Array:
-    if isinstance(sample, Mapping):
-        if key not in sample:
-            advice = "give documents as arrays, lists or tensors of token ids, or as mappings with 'input_ids'"
-            raise BatchifyError(f"sample {position} of the batch has no {key!r} (it has keys {list(sample)})", advice)
-        sample = sample[key]
-    array = None if isinstance(sample, str | bytes) else as_array(sample)
-    if array is None or array.ndim != 1 or array.dtype.kind not in "iu" or not len(array):
-        what = "" if array is None else f" of shape {array.shape} and dtype {array.dtype}"
-        advice = "give each document as a list, 1-D array or tensor of at least one integer. Tokenise texts first"
-        raise BatchifyError(f"sample {position} of the batch is {an(type(sample))}{what}", advice)
-    return array
+def fields_of(document: Any, names: Sequence[str], what: str) -> dict[str, Array]:
+    """Return token ids of a document, and those other fields that it has, of as many integers.
+
+    Example:
+        >>> fields_of({"input_ids": [5, 6], "labels": [-100, 6], "text": "to be"}, ("input_ids", "labels"), "it is")
+        {'input_ids': array([5, 6]), 'labels': array([-100,    6])}
+    """
+    fields = document if isinstance(document, Mapping) else {"input_ids": document}
+    given = {name: fields[name] for name in names if fields.get(name) is not None}
+    arrays = {name: as_array(() if isinstance(one, str | bytes) else one) for name, one in given.items()}
+    ids = arrays.get("input_ids", np.empty(0))
+    if not ids.size or any(one.shape != (ids.size,) or one.dtype.kind not in "iu" for one in arrays.values()):
+        shapes = {name: (one.shape, one.dtype.name) for name, one in arrays.items()}
+        advice = (
+            "give token ids (1-D, at least one), or a mapping with 'input_ids' and perhaps as many 'labels', no text"
+        )
+        raise BatchifyError(f"{what} {brief(document)}, with {shapes}", advice)
+    return arrays
 
 
 def _concatenated(arrays: Sequence[Array], begin: Places, end: Places) -> Array:

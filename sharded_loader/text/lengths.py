@@ -79,10 +79,10 @@ def lengths_of(
 def _opened(path: Path, count: int, mode: Any) -> npt.NDArray[np.int32]:
     try:
         lengths: npt.NDArray[np.int32] = np.load(path, mmap_mode=mode if count else None)
-    except (ValueError, EOFError) as error:
-        raise ValueError(f"lengths_of: {path} is no file of lengths: give another path, or delete it") from error
+    except (ValueError, EOFError):
+        lengths = np.empty((0, 0), np.int32)
     if lengths.shape != (count,):
-        text = f"lengths_of: {path} has {lengths.size} lengths, and the dataset {count} documents"
+        text = f"lengths_of: {path} is no file of {count} lengths, one for each document of the dataset"
         raise ValueError(f"{text}: give the dataset that the file was made from, another path, or delete the file")
     return lengths
 

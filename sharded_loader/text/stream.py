@@ -15,20 +15,19 @@ document that fails takes the place of a row, at the beginning of its window; th
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
 from sharded_loader.extend import Array
-from sharded_loader.extend.data import announce_epoch, as_array
-from sharded_loader.extend.order import Bijection, SampleScope, derive_key, parts, reading
-from sharded_loader.extend.tools import add_note, brief, call_of, check_choice, check_int, entries, pass_on
+from sharded_loader.extend.data import announce_epoch
+from sharded_loader.extend.order import Bijection, derive_key, parts
+from sharded_loader.extend.tools import add_note, brief, call_of, check_choice, check_int, entries
 from sharded_loader.mixing import in_order
 from sharded_loader.mixing.in_order import BEGINNING, SourcePoint
-from sharded_loader.samplers.packing import IGNORED, Pack, PackSampler
+from sharded_loader.samplers.packing import IGNORED, Pack, PackSampler, fields_of
 
 _DATA = "PackStream: the dataset"
 
@@ -44,14 +43,9 @@ def tokenised(document: Any, tokenize: Callable[[Any], Any] | None) -> Document:
         [-100, 6, 7]
     """
     found = document if tokenize is None else tokenize(document)
-    fields = found if isinstance(found, Mapping) else {"input_ids": found}
     names = ("input_ids", "labels", "assistant_masks")
-    arrays = {name: as_array(fields[name]) for name in names if fields.get(name) is not None}
-    ids = arrays.get("input_ids", np.empty(0))
-    if not ids.size or any(one.shape != (ids.size,) or one.dtype.kind not in "iu" for one in arrays.values()):
-        shapes = {name: (one.shape, one.dtype.name) for name, one in arrays.items()}
-        text = f"a document {'is' if tokenize is None else 'became'} {brief(found)}, with {shapes}: give token ids"
-        raise ValueError(f"{text} (1-D, at least one), or a mapping with 'input_ids' and perhaps as many 'labels'")
+    arrays = fields_of(found, names, f"a document {'is' if tokenize is None else 'became'}")
+    ids = arrays["input_ids"]
     masked = np.where(arrays["assistant_masks"], ids, np.int64(IGNORED)) if "assistant_masks" in arrays else ids
     return {"input_ids": ids, "labels": arrays.get("labels", masked)}
 
@@ -192,99 +186,62 @@ class _PackPosition:
     packing: str = entries.entry(entries.string, "it was {was}, and is {now}")
     epoch: int = entries.entry(entries.integer(0))
     window: int = entries.entry(entries.integer(0))
-    row: int = entries.entry(entries.integer(0))
+    given: int = entries.entry(entries.integer(0), name="row")
     source: Any = entries.entry(entries.dict_of(SourcePoint), write=entries.to_state, default=BEGINNING)  # noqa: RUF009
 
 
-class PackedRows(Iterator[dict[str, Array]]):
+class PackedRows(in_order.Windows):
     """Iteration over a `PackStream`."""
 
     def __init__(self, stream: PackStream) -> None:
-        self._stream = stream
-        # Others ask for their part themselves.
-        self._worker = in_order.this_worker() if in_order.is_divided(stream.dataset) else None
+        super().__init__("PackStream", stream.dataset)
+        self._stream, self._is_empty = stream, True
         part, self._turns = self._worker or (0, 1) if stream.is_indexed else (0, 1)
         self._part = None if stream.is_indexed else in_order.part_here()
         # Windows are counted over all epochs, so that parts that begin again have equally many.
         window = (part - stream.epoch * parts(stream.length, stream.window, cut=False)) % self._turns
         self._begin_at(_PackPosition(repr(stream), stream.epoch, window, 0))
 
-    def _begin_at(self, at: _PackPosition) -> None:
-        self._source = in_order.Source(_DATA, self._stream.dataset, at.source, self._worker)
-        self._at, self._row, self._items, self._is_empty = at, 0, list[list[Document] | Exception](), True
-        self._prepare(at)
-
-    def _prepare(self, at: _PackPosition) -> None:
-        """Prepare to read a window."""
+    def names_of(self, at: _PackPosition) -> Sequence[int]:
         stream = self._stream
-        self._next, self._documents, self._errors = at, list[list[Document]](), list[Exception]()
-        self._names: Sequence[int] = range(at.source.taken, at.source.taken + stream.window)
-        if stream.is_indexed:
-            places = np.arange(at.window * stream.window, min((at.window + 1) * stream.window, stream.length))
-            self._names = stream.order(at.epoch)(places).tolist()
+        if not stream.is_indexed:
+            return range(at.source.taken, at.source.taken + stream.window)
+        places = np.arange(at.window * stream.window, min((at.window + 1) * stream.window, stream.length))
+        found: list[int] = stream.order(at.epoch)(places).tolist()
+        return found
+
+    def scope_of(self, name: int, outer: Any, part: int) -> tuple[int, Any]:
+        return self._at.epoch, name if self._stream.is_indexed else (self._part, name)
+
+    def read(self, name: int) -> Any:
+        document = self._dataset[name] if self._stream.is_indexed else self._source.read()
+        return document if document is in_order.END else self._stream.pieces_of(document)
+
+    def items_of(self, read: list[Any]) -> list[Any]:
+        at, errors, pieces = self._at, list[Any](), list[Document]()
+        for name, one in zip(self._names, read, strict=False):  # iterable data may end in the window
+            if isinstance(one, in_order.FailedRead):
+                epoch, index = self.scope_of(name, None, 0)
+                add_note(one.error, f"raised for document {index} of PackStream in epoch {epoch}")
+                errors.append(one)
+            else:
+                pieces += one
+        return [*errors, *self._stream.packed(pieces, at.epoch, at.window, self._part)]
+
+    def following(self, source: SourcePoint) -> _PackPosition:
+        following: _PackPosition = replace(self._at, window=self._at.window + self._turns, source=source)
+        return following
 
     def __next__(self) -> dict[str, Array]:
-        while self._row == len(self._items):
-            if not self._start_window():
-                is_empty, self._is_empty = self._is_empty and self._at is not self._next, False
-                if is_empty:
-                    text = f"all documents of a part have more than {self._stream.tokens} tokens, and are left out"
-                    raise ValueError(f'{text}: give PackStream more tokens=, or cut them with long="cut"')
-                raise StopIteration
-        done, left = len(self._documents), len(self._items) - self._row
-        self._read(done + -(-(len(self._names) - done) // left))  # a share of the next window
-        item, self._row = self._items[self._row], self._row + 1
-        if isinstance(item, Exception):
-            raise item
-        batch = self._stream.pack.assemble(item, np.empty)
+        batch = self._stream.pack.assemble(super().__next__(), np.empty)
         return {name: batch[name][0] for name in batch if name != "cu_seqlens"}
 
-    def _start_window(self) -> bool:
-        """Pack the next window, to yield its rows. Return False if there is none."""
-        self._read(len(self._names))
-        at, pieces = self._next, [piece for document in self._documents for piece in document]
-        if not self._documents:
-            return False
-        rows = self._stream.packed(pieces, at.epoch, at.window, self._part)
-        self._at, self._row, self._items = at, 0, [*self._errors, *rows]
-        self._is_empty = self._is_empty and not self._items
-        # A copy, because some datasets keep changing the dict that they return.
-        self._prepare(replace(at, window=at.window + self._turns, source=copy.deepcopy(self._source.state())))
-        return True
-
-    def _read(self, count: int) -> None:
-        """Read the next window until it has ``count`` documents. Each has random numbers of its own."""
-        outer, stream, at = reading.get(), self._stream, self._next
-        try:
-            while len(self._documents) < count:
-                name, pieces = self._names[len(self._documents)], list[Document]()
-                index = name if stream.is_indexed else (self._part, name)
-                reading.set(outer and SampleScope(outer.seed, at.epoch, index, outer.owners, outer.is_cached))
-                try:
-                    document = stream.dataset[name] if stream.is_indexed else self._source.read()
-                    if document is in_order.END:
-                        return
-                    pieces = stream.pieces_of(document)
-                except Exception as error:
-                    pass_on(error)
-                    add_note(error, f"raised for document {index} of PackStream in epoch {at.epoch}")
-                    self._errors.append(error)
-                self._documents.append(pieces)
-        finally:
-            reading.set(outer)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position as a small dict, without documents."""
-        return entries.to_state(replace(self._at, row=self._row))
-
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Continue at a saved position, reading its window again; raise TypeError or ValueError for unfit states."""
-        place = entries.dict_of(_PackPosition)("the state", state, "give what state_dict() of an iterator returned")
-        if found := entries.differences(place, self._at):
-            raise ValueError(f"PackStream: the state is that of another one: {', '.join(found.values())}")
-        self._begin_at(place)
-        self._source.open()  # raises here, not in place of a row
-        if place.row and (not self._start_window() or place.row > len(self._items)):
-            text = f"{_DATA} has {len(self._items)} rows in window {place.window}, and the state says {place.row}"
-            raise ValueError(f"{text}: give the documents, and the tokenizer, that it was saved with")
-        self._row, self._is_empty = place.row, False
+    def _start(self) -> bool:
+        if super()._start():
+            self._is_empty = self._is_empty and not self._items
+            return True
+        is_empty, self._is_empty = self._is_empty and self._at is not self._next, False
+        if is_empty:
+            text = f"all documents of a part have more than {self._stream.tokens} tokens, and are left out"
+            raise ValueError(f'{text}: give PackStream more tokens=, or cut them with long="cut"')
+        return False

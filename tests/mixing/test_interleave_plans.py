@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Subset
 from sharded_loader import ArrayDataset, RandomSampler, ShardedDataLoader, interleave, sample_rng
 from sharded_loader.engine.pipeline import Run
 from sharded_loader.instruments.stats import Counts, Meter
-from sharded_loader.mixing.schedule import CIRCLE, MOST, Plan, Schedule, changes_of, whole_numbers
+from sharded_loader.mixing.schedule import CIRCLE, MOST, MOST_OFF, STEPS, Plan, Schedule, changes_of, whole_numbers
 
 SEEDS = st.integers(-(2**70), 2**70)
 SIZES = st.lists(st.integers(1, 60), min_size=1, max_size=5)
@@ -61,8 +61,8 @@ def test_a_change_of_weights_skips_no_sample_and_repeats_none(case):
         own = numbers[sources == source]
         assert own.tolist() == list(range(len(own)))
     for wanted in (0, 7, 30):
-        for source, position in enumerate(plan.positions([wanted] * len(sizes))):
-            if position < 500:
+        for source in range(len(sizes)):
+            if (position := plan.position(wanted, source)) < 500:
                 assert (sources[position], numbers[position]) == (source, wanted)
             else:
                 assert (sources == source).sum() <= wanted
@@ -87,7 +87,7 @@ def test_the_shares_of_each_piece_are_those_of_its_weights():
     counts = [np.bincount(sources[begin:end], minlength=3) for begin, end in ((0, 400), (400, 1000), (1000, 2000))]
     assert np.abs(np.array(counts) - [[100, 0, 300], [300, 300, 0], [0, 100, 900]]).max() <= 4
     # A source that never gets so far stands nowhere.
-    assert Plan(changes_of([(0, [1, 1]), (10, [1, 0])], 2), 0).positions([9, 9])[1] == math.inf
+    assert Plan(changes_of([(0, [1, 1]), (10, [1, 0])], 2), 0).position(9, 1) == math.inf
     # Those that are left when one has dropped out go on in the ratio of their weights.
     late = interleave([column(0, 100), column(1, 3000), column(2, 1000)], [2, 3, 1], stop="each_once")[300:2300]
     counts = Counter(source for source, _ in late)
@@ -357,6 +357,14 @@ def test_the_samples_of_each_source_come_in_order_without_a_gap_and_are_found_in
             assert (source, number) == (sources[position], numbers[position])
             assert schedule.owner(start + position) == source
             assert schedule.position(number, source) == start + position
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_no_source_is_ever_so_far_off_its_share_that_the_search_for_a_sample_misses_it(step):
+    quotients, one, other = 0, step, CIRCLE
+    while one:
+        quotients, one, other = quotients + other // one, other % one, one
+    assert 2 * quotients < MOST_OFF
 
 
 def test_2_to_the_32_samples_have_exactly_the_shares():

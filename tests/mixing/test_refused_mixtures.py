@@ -75,12 +75,12 @@ REFUSED = [
     (lambda: interleave([(n for n in [1])]), TypeError, "a generator, which can be read only once.*begins again"),
     (lambda: interleave([{1}]), TypeError, r"datasets\[0\] is a set, whose order is not defined: give sorted\("),
     *((partial(interleave, [one]), TypeError, "which cannot be read: give") for one in (object(), OnlyItems())),
-    (lambda: interleave([[1], []]), ValueError, r"datasets\[1\], a list, has no samples: leave it out, or give it"),
+    (lambda: interleave([[1], []]), ValueError, r"datasets\[1\], a list, gave no samples: leave it out, or give it"),
     *(
-        (partial(read, [NoLength([1]), NoLength([])], stop=stop), ValueError, r"\[1\], a NoLength, has no samples")
+        (partial(read, [NoLength([1]), NoLength([])], stop=stop), ValueError, r"\[1\], a NoLength, gave no samples")
         for stop in ("first_exhausted", "all_exhausted")
     ),
-    (partial(read, [range(9), ONCE], stop="all_exhausted"), ValueError, "gave no samples when it was read again"),
+    (partial(read, [range(9), ONCE], stop="all_exhausted"), ValueError, "gave no samples: .*read again"),
     # arguments
     (lambda: mixed(stop="never"), ValueError, 'stop=\'never\'.: give "first_exhausted", "all_exhausted" or "each'),
     *(
@@ -99,14 +99,16 @@ REFUSED = [
         (partial(whole_numbers, weights, 3), ValueError, "give a list of finite numbers of 0 or more")
         for weights in ([1, -1, 1], [1, math.nan, 1], [1, math.inf, 1], [1, None, 1], "123", 5)
     ),
-    pytest.param(partial(whole_numbers, None, MOST + 1), ValueError, "65,537 .*: give at most", marks=pytest.mark.slow),
-    (lambda: whole_numbers([0, 0.0, 0], 3), ValueError, "all weights are 0: give at least one dataset a positive"),
+    pytest.param(
+        partial(whole_numbers, None, MOST + 1), ValueError, "65,537 .*: give .* at most", marks=pytest.mark.slow
+    ),
+    (lambda: whole_numbers([0, 0.0, 0], 3), ValueError, "0 datasets have a weight above 0: give at least one"),
     (lambda: interleave([[1]] * 501, stop="each_once"), ValueError, "501 datasets, .*: give up to 500, or join"),
     # schedules
     (schedule((5, ONES)), ValueError, r"weights\[0\] begins at sample 5, and is the first one: a schedule"),
     (schedule((0, ONES), (9, [1, 0]), (3, ONES)), ValueError, r"\[2\] begins at sample 3, after 9: .*back"),
     (schedule((0, ONES), (0, [1, 0])), ValueError, r"weights\[1\] begins at sample 0, after 0"),
-    (schedule((0, ONES), (9, [0, 0])), ValueError, "all weights are 0 from sample 9 on: give"),
+    (schedule((0, ONES), (9, [0, 0])), ValueError, "0 datasets have a weight above 0 from sample 9 on: give"),
     (schedule((0, ONES), (9, [1])), ValueError, "1 weights for 2 datasets"),
     (schedule((0, ONES), 5), ValueError, r"weights\[1\] is 5: in a schedule, give pairs \(sample, weights\)"),
     (schedule((0, ONES), (1.5, ONES)), ValueError, r"weights\[1\] is \(1.5, \[1, 1\]\): in a schedule"),
@@ -200,7 +202,7 @@ def test_a_shuffled_mixture_that_cannot_know_its_epoch_is_rejected(options):
     ("weights", "said"),
     [
         ([1, 2], "set_weights: 2 weights for 3 datasets"),
-        ([0, 0, 0], "set_weights: all weights are 0"),
+        ([0, 0, 0], "set_weights: 0 datasets have a weight above 0"),
         ([1, -1, 1], r"set_weights\(weights=\[1, -1, 1\]\): give a list of finite numbers of 0 or more"),
         ([1, 1, 1], r"datasets\[2\] had the weight 0 when the mixture was made, and is never read"),
     ],
@@ -246,7 +248,7 @@ def test_a_state_of_another_mixture_is_rejected_and_changes_nothing():
         ({"sources": []}, ValueError, "it was one of 0 datasets"),
         ({"sources": None}, ValueError, "its 'sources' is None; it must be a list"),
         ({"sources": [{}, {}]}, ValueError, "its 'sources' has no 'pass'"),
-        (None, TypeError, "the state is None, a NoneType; it must be a dict"),
+        (None, ValueError, "the state is None; it must be a dict"),
     ],
 )
 def test_a_state_that_does_not_fit_a_mixture_in_order_is_rejected_and_changes_nothing(change, error, said):

@@ -52,6 +52,8 @@ ORDERS: dict[str, Callable[[], dict[str, Any]]] = {
     "shards": lambda: {"batch_size": 2, "sampler": ShardShuffleSampler([5, 0, 7, 3, 8], 2, lanes=3, seed=4)},
     "equal shards": lambda: {"batch_size": 2, "sampler": ShardShuffleSampler([11, 11], lanes=2, seed=4)},
     "sorted": lambda: {"batch_size": 2, "sampler": SortedSampler([n * 7 % LENGTH for n in range(LENGTH)])},
+    "repeated": lambda: {"batch_size": 4, "shuffle": True, "sampler": RepeatedSampler(3)},
+    "repeated subset": lambda: {"batch_size": 4, "sampler": RepeatedSampler(2, SubsetRandomSampler([4, 1, 9], seed=3))},
     "batches": lambda: {"batch_sampler": BatchSampler(RandomSampler(LENGTH, seed=4), 4)},
     "whole batches": lambda: {"batch_sampler": BatchSampler(RandomSampler(LENGTH, seed=4), 4, "discard")},
     "batches, steps": lambda: {
@@ -100,12 +102,13 @@ def test_when_names_exactly_the_places_where_a_sample_comes(order: str, replicas
 
 
 @pytest.mark.parametrize("replicas", [1, 3])
-@pytest.mark.parametrize("given", [{}, {"shuffle": True}], ids=["own order", "shuffled"])
+@pytest.mark.parametrize("given", ["own order", "shuffled", "repeated"])
 @pytest.mark.parametrize("mixture", MIXTURES)
-def test_a_sample_of_a_mixture_is_found_by_dataset_and_index(mixture: str, given: Any, replicas: int) -> None:
+def test_a_sample_of_a_mixture_is_found_by_dataset_and_index(mixture: str, given: str, replicas: int) -> None:
     mixed = interleave([range(9), range(100, 114)], seed=3, **MIXTURES[mixture])
+    order: Any = {"shuffle": given == "shuffled", "sampler": RepeatedSampler(2) if given == "repeated" else None}
     made = [
-        ShardedDataLoader(mixed, 4, collate_fn=list, seed=5, num_replicas=replicas, rank=rank, **given)
+        ShardedDataLoader(mixed, 4, collate_fn=list, seed=5, num_replicas=replicas, rank=rank, **order)
         for rank in range(replicas)
     ]
     read = read_places(made, range(2))
@@ -231,7 +234,6 @@ def test_an_order_of_your_own_has_the_inverse_that_you_write() -> None:
         ({"batch_size": 2, "sampler": WeightedRandomSampler([1] * 10, 10, seed=0)}, "WeightedRandomSampler"),
         ({"batch_size": 2, "costs": [1] * 10}, "CostSampler"),
         ({"batch_size": 2, "sampler": Backwards()}, "Backwards"),
-        ({"batch_size": 2, "sampler": RepeatedSampler(2)}, "RepeatedSampler"),
         ({"batch_size": 2, "sampler": Reversed(10, seed=0)}, "Reversed"),
         ({"batch_size": 2, "sampler": torch_data.RandomSampler(range(10))}, "RandomSampler"),  # type: ignore[arg-type]
         ({"batch_sampler": FixedBucketSampler(list(range(1, 11)), 2, num_buckets=2, seed=4)}, "FixedBucketSampler"),

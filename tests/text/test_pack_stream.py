@@ -295,7 +295,7 @@ def test_a_state_of_other_arguments_or_documents_is_refused() -> None:
     for other in (stream(tokens=31), stream(DOCUMENTS[:-1]), stream(seed=4), stream(long="drop"), stream(window=13)):
         with pytest.raises(ValueError, match="PackStream: the state is that of another one: it was PackStream"):
             iter(other).load_state_dict(state)
-    with pytest.raises(ValueError, match="has 1 rows in window 0, and the state says 3"):
+    with pytest.raises(ValueError, match="has fewer samples than when the state was saved"):
         iter(stream(tokenize=lambda document: document[:1])).load_state_dict(state)
     with pytest.raises(ValueError, match="the state has no 'window'"):
         iter(stream()).load_state_dict({"packing": "", "epoch": 0})
@@ -369,7 +369,7 @@ def plain_arrays(batch: Any) -> Any:
         (None, "a document became None, with {}: give token ids"),
         ([], r"a document became \[\], with {'input_ids': \(\(0,\)"),
         ({"ids": [1]}, "with {}: give token ids"),
-        ("text", "cannot become an array of numbers"),
+        ("text", "a document became 'text', with .*no text"),
         ([[1, 2]], r"{'input_ids': \(\(1, 2\), 'int64'\)}: give token ids"),
         ([0.5], "'float64'"),
         ({"input_ids": [1, 2], "labels": [1]}, r"'input_ids': \(\(2,\), 'int64'\), 'labels': \(\(1,\)"),
