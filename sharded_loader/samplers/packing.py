@@ -524,7 +524,9 @@ class Pack(Batchify):
             text = f"PackSampler has planned a row of {most} tokens, and Pack makes rows of {self._tokens}"
             raise BatchifyError(text, advice)
         ids = _concatenated(tokens, begin, end)
-        labels = _concatenated([document.get("labels", document["input_ids"]) for document in documents], begin, end)
+        labels = ids.copy()
+        if any("labels" in document for document in documents):
+            labels = _concatenated([document.get("labels", document["input_ids"]) for document in documents], begin, end)
         labels[bounds[:-1]] = IGNORED
         in_row = np.arange(len(row)) - np.searchsorted(row, row)
         values = {
@@ -599,10 +601,15 @@ def fields_of(document: Any, names: Sequence[str], what: str) -> dict[str, Array
         {'input_ids': array([5, 6]), 'labels': array([-100,    6])}
     """
     fields = document if isinstance(document, Mapping) else {"input_ids": document}
-    given = {name: fields[name] for name in names if fields.get(name) is not None}
-    arrays = {name: as_array(() if isinstance(one, str | bytes) else one) for name, one in given.items()}
-    ids = arrays.get("input_ids", np.empty(0))
-    if not ids.size or any(one.shape != (ids.size,) or one.dtype.kind not in "iu" for one in arrays.values()):
+    arrays, size = dict[str, Array](), 0
+    for name in names:
+        if (given := fields.get(name)) is not None:
+            arrays[name] = array = as_array(() if isinstance(given, str | bytes) else given)
+            size = size or array.size
+            if array.shape != (size,) or array.dtype.kind not in "iu":
+                size = 0
+                break
+    if not size or "input_ids" not in arrays:
         shapes = {name: (one.shape, one.dtype.name) for name, one in arrays.items()}
         advice = (
             "give token ids (1-D, at least one), or a mapping with 'input_ids' and perhaps as many 'labels', no text"
