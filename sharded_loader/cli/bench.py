@@ -34,7 +34,7 @@ import click
 
 from sharded_loader import LoaderWarning
 from sharded_loader.cli import output
-from sharded_loader.cli.output import CannotRun, Steps, one_line
+from sharded_loader.cli.output import CannotRun, Steps, ms_text, say_error
 from sharded_loader.extend.tools import cores_for_workers
 
 if TYPE_CHECKING:
@@ -82,8 +82,8 @@ def bench(dataset: str, collate: str | None, pools: str, quiet: bool, **options:
         order = "random order" if options["shuffle"] else "the dataset's own order"
         kind = f"{type(data).__name__}, {'iterable data' if is_stream(data) else f'{len(data):,} samples'}"
         click.echo(f"{dataset}: {kind}, in {order}; batches of {options['batch_size']}.")
-    with Steps("measuring", len(listed), quiet) as steps:
-        rows = [measure(pool, seconds, options, partial(steps.update, done, pool)) for done, pool in enumerate(listed)]
+    steps = Steps("measuring", len(listed), quiet)
+    rows = [measure(pool, seconds, options, partial(steps.update, done, pool)) for done, pool in enumerate(listed)]
     if all(row.error for row in rows):
         raise CannotRun(f"reading the dataset failed: {rows[0].error}")
     inline = rows[0].samples_per_second if rows[0].pool == "inline" else None
@@ -223,16 +223,6 @@ def recommend(rows: list[Row]) -> str:
     return f"Use {chosen.arguments}: {times:.1f} times as fast as inline; {then}"
 
 
-def ms_text(ms: float) -> str:
-    """Format milliseconds with three digits.
-
-    Example:
-        >>> ms_text(0.01234), ms_text(12.345), ms_text(1234.5)
-        ('0.0123', '12.3', '1,234')
-    """
-    return f"{ms:.3g}" if ms < 100 else f"{ms:,.0f}"
-
-
 # -- the dataset, by its name ------------------------------------------------------------------------------------------
 
 
@@ -279,19 +269,6 @@ def find_function(target: str) -> Callable[..., Any]:
 
         raise CannotRun(f"{target} is {an(type(named))}, not a function: name a function")
     return named  # type: ignore[no-any-return]
-
-
-def say_error(error: BaseException) -> str:
-    """Format an exception of the user's code in one line, with the loader's notes: epoch, batch, sample.
-
-    Example:
-        >>> say_error(KeyError("label"))
-        "KeyError: 'label'"
-    """
-    from sharded_loader.extend.tools import notes_of
-
-    where = [note.partition(" in ")[2] for note in notes_of(error) if note.startswith("sharded_loader: in ")]
-    return one_line(error) + (f" (in {where[-1]})" if where else "")
 
 
 def _find(target: str, what: str) -> Any:
