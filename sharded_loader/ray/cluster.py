@@ -117,13 +117,24 @@ def alive() -> set[str]:
 
 
 def what_there_is(wanted: Wanted) -> str:
-    """Describe the resources that a worker requests, and the cluster's, in total and free."""
+    """Describe the resources that a worker requests, and the cluster's, in total and free.
+
+    Example:
+        >>> _amounts({"CPU": 1.0, "reader": 0.5})
+        '1 CPU, 0.5 reader'
+    """
     import ray
 
-    asked = {"CPU": wanted["num_cpus"], **wanted["resources"]}
     total, free = ray.cluster_resources(), ray.available_resources()
-    has, left = ({name: some.get(name, 0.0) for name in asked} for some in (total, free))
-    return f"a worker asks for {asked}; the cluster has {has} on {len(alive())} node(s), and {left} is free"
+    amounts = {"CPU": wanted["num_cpus"], **wanted["resources"]}
+    has, left = ({name: some.get(name, 0.0) for name in amounts} for some in (total, free))
+    nodes = len(alive())
+    text = f"a worker asks for {_amounts(amounts)}; the cluster has {_amounts(has)} on {nodes} node{'s' * (nodes != 1)}"
+    return f"{text}, and {_amounts(left)} of that is free"
+
+
+def _amounts(resources: dict[str, float]) -> str:
+    return ", ".join(f"{amount:g} {name}" for name, amount in resources.items()) or "nothing"
 
 
 # -- actors ------------------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ import queue
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 from sharded_loader.extend import Death, Job, Task, Transport, Worker
@@ -45,31 +46,41 @@ ANSWER_SECONDS = 1.0
 """Seconds to wait for an actor to write its stacks."""
 
 
-Call = list[Task] | str
-"""A pending call of an actor: the tasks of a group, or the name of another method."""
+@dataclass(eq=False)
+class Call:
+    """A pending call of an actor with its tasks. ``alone``: the actor gets no other tasks meanwhile."""
+
+    tasks: list[Task]
+    alone: bool
 
 
 class ActorWorker(Worker):
     """One actor, with Ray's handle ``actor``; ``listen`` is `RayTransport.listen`.
 
     Attributes:
-        is_alone: it reads a task that was sent alone, and gets no other one meanwhile.
+        calls: pending calls, oldest first.
         begun: its reply to `begin`; None until ready.
         heartbeat: last known heartbeat; while ``asked``, a newer one is requested.
         failed: it could not begin, and is not replaced.
     """
 
-    def __init__(self, number: int, actor: Any, listen: Callable[[Any, ActorWorker, Call], None]) -> None:
+    def __init__(self, number: int, actor: Any, listen: Callable[[Any, ActorWorker, Call | str], None]) -> None:
         super().__init__(number)
         self.actor, self._listen = actor, listen
+        self.calls: list[Call] = []
         self.begun: Begun | None = None
         self.heartbeat: Sequence[int] = UNUSED
-        self.asked = self.failed = self.is_alone = False
+        self.asked = self.failed = False
 
     @property
     def who(self) -> str:
         said = self.begun
         return super().who + ("" if said is None else f" (pid {said.pid} on {said.host})")
+
+    @property
+    def is_alone(self) -> bool:
+        """True if it reads a task that was sent alone."""
+        return any(call.alone for call in self.calls)
 
     def control(self, name: str, *arguments: object) -> Any:
         """Call a method of the actor in its second thread."""
@@ -77,7 +88,7 @@ class ActorWorker(Worker):
 
     def where(self) -> Sequence[int] | None:
         """Return the last known heartbeat, and request a new one. None while the actor starts, or is idle."""
-        if not self.ready or not self.tasks:
+        if not self.ready or not self.calls:
             return None
         if not self.asked:
             self.asked = True
@@ -96,12 +107,14 @@ class ActorWorker(Worker):
         ray.wait([self.control("stacks")], timeout=ANSWER_SECONDS)  # one that holds the GIL cannot write them
         cluster.stop([self.actor])
 
-    def end_call(self, call: Call) -> list[Task]:
-        """Remove the tasks of a call that has ended, and return them."""
-        if isinstance(call, str):
+    def end_call(self, call: Call | str) -> list[Task]:
+        """Remove a call that has ended, and return its tasks."""
+        if not isinstance(call, Call) or call not in self.calls:
             return []
-        self.is_alone = False
-        return [task for task in call if self.tasks.pop((task.run, task.seq), None) is not None]
+        self.calls.remove(call)
+        for task in call.tasks:
+            self.tasks.pop((task.run, task.seq), None)
+        return call.tasks
 
 
 Followed = tuple[int, object, Callable[[], "int | None"]]
@@ -158,12 +171,12 @@ class FetchAhead:
 
 Bell = queue.SimpleQueue[None]
 
-Event = tuple[ActorWorker, Call, "Future[Any]"]
-"""A call that has ended: its actor, the call, and its outcome."""
+Event = tuple[ActorWorker, "Call | str", "Future[Any]"]
+"""A call that has ended: its actor, the call (or its name, if it was not a group), and its outcome."""
 
 
 class Absence:
-    """The time without any ready actor, and its warning. ``wanted``, ``start_timeout``: of the `RayPool`."""
+    """The time without any ready actor, and its warnings. ``wanted``, ``start_timeout``: of the `RayPool`."""
 
     def __init__(self, wanted: cluster.Wanted, start_timeout: float) -> None:
         self._wanted, self._start_timeout = wanted, start_timeout
@@ -182,8 +195,11 @@ class Absence:
         passed = host_clock.now() - self.since
         if passed > PATIENCE and not self._is_told:
             self._is_told = True
-            room = cluster.what_there_is(self._wanted)
-            logger.warning("RayPool: no worker for %g s. The loader goes on when there is room: %s", PATIENCE, room)
+            fate = f"after {PATIENCE:g} s no worker has begun, perhaps for want of room (start_timeout="
+            fate += f"{self._start_timeout:g})"
+            if self._had_one:
+                fate = "all workers have ended, and there is no room for others. The loader goes on when there is"
+            logger.warning("RayPool: %s: %s", fate, cluster.what_there_is(self._wanted))
         if passed > self._start_timeout and not self._had_one:
             return TimeoutError(
                 f"no worker could start within {self._start_timeout:g} s (start_timeout=): "
@@ -253,7 +269,7 @@ class RayTransport(Transport[ActorWorker]):
     def _begin(self, worker: ActorWorker) -> None:
         self.listen(worker.actor.begin.remote(self._published), worker, "begin")
 
-    def listen(self, ref: Any, worker: ActorWorker, what: Call) -> None:
+    def listen(self, ref: Any, worker: ActorWorker, what: Call | str) -> None:
         """Turn the end of a call into an `Event`."""
         ref.future().add_done_callback(functools.partial(_note, self.events, self.bell, worker, what))
 
@@ -299,15 +315,16 @@ class RayTransport(Transport[ActorWorker]):
         if worker is None:
             return None
         self._holders[task.lane] = worker
-        return None if worker.is_alone or (alone and worker.tasks) else worker
+        return None if worker.is_alone or (alone and worker.calls) else worker
 
     def send(self, worker: ActorWorker, tasks: Sequence[tuple[Task, object]], *, alone: bool) -> None:
         """Send tasks to an actor in one call, each with its `fields_of`."""
         content = pickle.dumps([(task.run, task.seq, fields) for task, fields in tasks], protocol=5)
-        worker.is_alone = alone
-        worker.tasks.update({(task.run, task.seq): task for task, _ in tasks})
+        call = Call([task for task, _ in tasks], alone)
+        worker.calls.append(call)
+        worker.tasks.update({(task.run, task.seq): task for task in call.tasks})
         progress = self.ahead.progress_for(worker, self.workers)
-        self.listen(worker.actor.read.remote(content, *progress), worker, [task for task, _ in tasks])
+        self.listen(worker.actor.read.remote(content, *progress), worker, call)
 
     def drain(self, worker: ActorWorker) -> None:
         cluster.stop(self.actors, worker.actor)
@@ -317,14 +334,14 @@ class RayTransport(Transport[ActorWorker]):
 
     def explain_death(self, worker: ActorWorker, error: BaseException | None) -> Death:
         said = worker.begun or Begun(0, "", "")
-        tasks = list(worker.tasks.values())
+        first = next(iter(worker.calls), None)
         heartbeat: Sequence[int] | None = None
-        if not tasks:
+        if first is None:
             heartbeat = UNUSED
-        elif worker.hung and any(is_at(worker.heartbeat, task) for task in tasks):
+        elif worker.hung and any(is_at(worker.heartbeat, task) for task in worker.tasks.values()):
             heartbeat = worker.heartbeat
-        elif worker.is_alone:
-            heartbeat = tasks[0].run, tasks[0].seq, 0, IN_BATCH
+        elif first.alone:
+            heartbeat = first.tasks[0].run, first.tasks[0].seq, 0, IN_BATCH
         has_gone = error is not None and cluster.is_of_node(error)
         death = Death(worker.number, said.pid, None, None, said.host, cluster.cause_of(error), worker.hung, heartbeat)
         return death._replace(
@@ -361,7 +378,7 @@ class RayTransport(Transport[ActorWorker]):
         return None if self.ready else self._absence.error()
 
 
-def _note(events: deque[Event], bell: Bell, worker: ActorWorker, what: Call, future: Future[Any]) -> None:
+def _note(events: deque[Event], bell: Bell, worker: ActorWorker, what: Call | str, future: Future[Any]) -> None:
     """Record the end of a call; runs in a thread of Ray's."""
     events.append((worker, what, future))
     if bell.empty():

@@ -124,7 +124,7 @@ def test_without_room_for_any_there_is_a_warning_and_then_an_error(
     with loader_of(RayPool(2, resources={"reader": 1}, start_timeout=2)) as loader:
         with pytest.raises(TimeoutError, match=r"within 2 s \(start_timeout=\).*num_cpus="):
             next(iter(loader))
-    assert re.search(r"no worker for 0.5 s.*'reader': 1.*'reader': 0", caplog.text)
+    assert re.search(r"no worker has begun.*1 CPU, 1 reader.*0 reader", caplog.text)
 
 
 def test_when_all_have_gone_it_is_said_once_and_waited(
@@ -139,12 +139,12 @@ def test_when_all_have_gone_it_is_said_once_and_waited(
         nodes.kill(first)
         rest = threading.Thread(target=lambda: found.extend(bytes_of(batches)))
         rest.start()
-        assert until(lambda: "goes on when there is room" in caplog.text)  # and the loop still waits
+        assert until(lambda: "goes on" in caplog.text)  # and the loop still waits
         assert rest.is_alive()
         nodes(2)
         rest.join()
     assert found == expected
-    assert caplog.text.count("goes on when there is room") == 1
+    assert caplog.text.count("goes on when there is") == 1
 
 
 def test_a_module_that_the_nodes_lack_is_told_with_the_remedy(nodes: Any, tmp_path: Any) -> None:
