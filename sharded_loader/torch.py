@@ -517,19 +517,16 @@ exclude_from_compilation(DataLoader.__iter__)
 # -- torch's order -----------------------------------------------------------------------------------------------------
 
 
-class TorchReading(Generic[Batch]):
+class TorchReading(TorchSteps, Generic[Batch]):
     """Methods of `ShardedDataLoader` in torch's order. Created per call: a reference cycle would delay the loader's
     end.
     """
-
-    def __init__(self, loader: DataLoader[Batch]) -> None:
-        self._loader, self._steps = loader, TorchSteps(loader)
 
     def check_skip(self, skip: Any) -> None:
         if skip and isinstance(self._loader.dataset, IterableDataset | IterDataPipe | MapDataPipe):
             raise TypeError(core.NO_SKIP)
         try:
-            self._loader._progress.steps.within(skip, 1, self._steps.length)
+            self._loader._progress.steps.within(skip, 1, self.length)
         except TypeError as error:
             raise ValueError(f"skip counts the steps of all epochs: {error}") from error
 
@@ -559,19 +556,19 @@ class TorchReading(Generic[Batch]):
     def read(self, index: Any, epoch: int) -> Any:
         if self._loader._progress.current_run is None and isinstance(self._loader.dataset, IterableDataset):
             raise RuntimeError("there are no parts before an epoch has begun: call next(iter(loader)) first")
-        return reader_for(self._steps.job, readers=0).read_sample(index, epoch)
+        return reader_for(self.job, readers=0).read_sample(index, epoch)
 
     def indices(self, epoch: int, step: int) -> list[Any]:
-        return core.shown_indices(self._loader.dataset, self._steps.samples_of(epoch, step), epoch)
+        return core.shown_indices(self.dataset, self.samples_of(epoch, step), epoch)
 
     def batch(self, epoch: int, step: int) -> Batch:
-        loader, steps = self._loader, self._steps
+        loader = self._loader
         devices, sharded = core.find_devices(loader.device, loader.devices)
         placement = drop_in.as_collated(None) if devices is None else loader._memory.placement(devices)
         placement.check_not_capturing()
-        job, split = replace(steps.job, keeps_state=False), core.make_split(devices, sharded, loader.num_shards)
-        task = split.sharded(Task(0, step, epoch, step, (steps.samples_of(epoch, step),), False))
-        with steps.in_epoch(epoch), core.seeded_as_worker(job.seed, task):
+        job, split = replace(self.job, keeps_state=False), core.make_split(devices, sharded, loader.num_shards)
+        task = split.sharded(Task(0, step, epoch, step, (self.samples_of(epoch, step),), False))
+        with self.in_epoch(epoch), core.seeded_as_worker(job.seed, task):
             result = reader_for(job, readers=0).read(task)
             if result.error is not None:
                 raise result.error
@@ -580,18 +577,17 @@ class TorchReading(Generic[Batch]):
             return placement.place([Entry(step, task, result)])  # type: ignore[no-any-return]
 
     def _inspected(self) -> tuple[core.KnownSteps, int, Pool]:
-        return self._steps, self._loader._progress.epoch, drop_in.make_pool(self._loader)
+        return self, self._loader._progress.epoch, drop_in.make_pool(self._loader)
 
     def __len__(self) -> int:
-        loader, steps = self._loader, self._steps
-        parts = steps.parts
+        loader, parts = self._loader, self.parts
         if parts > 1 and (loader.batch_size or 1) > 1:
             raise TypeError(
                 f"the loader has no length: {an(type(loader.dataset).__name__)} decides how many samples each of its "
                 f"{parts} parts has. Give streams=1, or steps_per_epoch="
             )
         whole = _TORCHS.__len__(loader)
-        left_out = steps.left_out(loader._progress.epoch) if loader.skip else ()
+        left_out = self.left_out(loader._progress.epoch) if loader.skip else ()
         return whole - sum(len(range(whole)[one.start : one.stop]) for one in left_out)
 
     def state_dict(self) -> dict[str, Any]:
@@ -625,7 +621,7 @@ class TorchReading(Generic[Batch]):
         saved = entries.read_entry({"_skip": (), **state_dict}, "_skip", steps_to_skip, advice)
         self.check_skip(given)
         if given and state.sampler is not None:
-            before = progress.steps.before(state.epoch or 0, self._steps.length)
+            before = progress.steps.before(state.epoch or 0, self.length)
             warn_of_done_steps(given, saved, before + state.sampler.yielded)
         if change := describe_change(state_dict.get("_data"), fingerprint_of(loader.dataset)):
             warn(

@@ -212,7 +212,7 @@ class Dict(_FieldWise):
     Source of the idea: ``gluonnlp.data.batchify.Dict``.
     """
 
-    _advice = "give Dict only keys that every sample has"
+    _advice = "give Dict the keys that every sample has, and say with rest='keep' or rest='drop' what others become"
 
     def __init__(
         self, fn_dict: Mapping[Any, BatchifyFn], *, rest: Literal["keep", "drop"] | BatchifyFn | None = None
@@ -245,17 +245,12 @@ class Dict(_FieldWise):
         for key in self._fns:
             if key not in sample:
                 return f"has no key {key!r} (it has keys {elide(list(map(repr, sample)), 8)})"
+        if self._rest is None and len(sample) > len(self._fns):
+            others = [repr(key) for key in sample if key not in self._fns]
+            return f"has keys for which Dict has no function: {elide(others, 8)}"
         return None
 
     def _columns(self, samples: Samples) -> Iterable[Samples]:
-        for position, sample in enumerate(samples if self._rest is None else ()):
-            if len(sample) > len(self._fns):
-                others = elide([repr(key) for key in sample if key not in self._fns], 8)
-                raise BatchifyError(
-                    f"sample {position} of the batch has keys for which Dict has no function: {others}",
-                    "give each a function, or write Dict(..., rest='keep') to batchify them by the default rules, "
-                    "rest='drop' to leave them out",
-                )
         return ([sample[key] for sample in samples] for key in self._fns)
 
     def __repr__(self) -> str:
@@ -287,19 +282,15 @@ class NamedTuple(_FieldWise):
         fields: tuple[str, ...] = getattr(container, "_fields", ())
         if not (isinstance(container, type) and issubclass(container, tuple) and fields):
             raise ValueError(f"NamedTuple was given {container!r} as container: give a namedtuple class")
-        if isinstance(fn_info, Mapping):
-            fits, given = set(fn_info) == set(fields), f"functions for {list(fn_info)}"
-        elif isinstance(fn_info, (list, tuple)):
-            fits, given = len(fn_info) == len(fields), f"{len(fn_info)} functions"
-            fn_info = dict(zip(fields, fn_info, strict=False))
-        else:
-            raise ValueError(f"NamedTuple was given {fn_info!r}: give a dict, list or tuple of functions")
-        if not fits:
+        given = fn_info
+        if isinstance(given, (list, tuple)) and len(given) == len(fields):
+            given = dict(zip(fields, given, strict=True))
+        if not isinstance(given, Mapping) or set(given) != set(fields):
             raise ValueError(
-                f"NamedTuple: {container.__name__} has {len(fields)} fields, {given} were given: "
-                f"give exactly one function for each of {list(fields)}"
+                f"NamedTuple was given {fn_info!r} for the fields of {container.__name__}: give a dict, list or tuple "
+                f"with exactly one function for each of {list(fields)}"
             )
-        super().__init__({name: fn_info[name] for name in fields}, ".{}")
+        super().__init__({name: given[name] for name in fields}, ".{}")
         self._container: Any = container
 
     def _problem(self, sample: object) -> str | None:

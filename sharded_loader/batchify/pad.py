@@ -176,13 +176,9 @@ class Pad(Batchify):
     def _plan(self, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], int | None, Sequence[Any]]:
         """The padded shape of one sample, the axis from 0, and each sample's length along it (all, with axis=None)."""
         first, axis = shapes[0], self._axis
-        if axis is None:
-            axes, why = set(range(len(first))), "pads samples of the same number of axes"
-            advice = "give every sample the same number of axes in the dataset"
-        else:
-            axis += len(first) if axis < 0 else 0
-            axes, why = {axis}, "makes that axis equal only"
-            advice = "pad along the axis that differs, or along every axis with Pad(axis=None)"
+        if axis is not None and axis < 0:
+            axis += len(first)
+        axes = set(range(len(first))) if axis is None else {axis}
         if not axes or not axes <= set(range(len(first))):
             raise BatchifyError(
                 f"samples of shape {first} have no axis {'' if axis is None else f'{self._axis} '}to pad",
@@ -191,7 +187,8 @@ class Pad(Batchify):
         sizes = list(zip(*shapes, strict=False))  # by axis
         alike = (len(set(sizes[i])) == 1 for i in range(len(first)) if i not in axes)
         if len(set(map(len, shapes))) > 1 or not all(alike):
-            raise core.ragged(shapes, f"; Pad(axis={self._axis}) {why}", advice)
+            advice = "pad along the axis that differs, or, if all have as many, along every axis with Pad(axis=None)"
+            raise core.ragged(shapes, f"; Pad(axis={self._axis}) makes only what it pads equal", advice)
         padded = tuple([self._rounded(max(found)) if i in axes else first[i] for i, found in enumerate(sizes)])
         return padded, axis, shapes if axis is None else sizes[axis]
 

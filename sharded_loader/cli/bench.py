@@ -3,8 +3,8 @@
     find_dataset --> measure, for each pool --> a table, recommend
 
 The dataset is named as ``module:dataset`` or ``path/to/file.py:dataset``. The module is imported under its own name, so
-that spawned workers find its classes; its folder stays first in ``sys.path``. Errors of the user's code become one line
-that says what to do (`CannotRun`).
+that spawned workers find its classes; its folder stays first in ``sys.path``. An error of the module, or of the
+function that makes the dataset, keeps its traceback, which shows the user's line.
 
 A row is measured in rounds once ``num_workers="auto"`` has settled, so workers have started and prefetched. A round has
 at least as many batches as there are workers, even if that takes longer. `measure` owns one loader and closes it.
@@ -15,7 +15,6 @@ Exit code 1: a row failed, as said below the table; 2: the dataset cannot be fou
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import math
 import operator
@@ -23,7 +22,6 @@ import os
 import statistics
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +34,7 @@ import click
 
 from sharded_loader import LoaderWarning
 from sharded_loader.cli import output
-from sharded_loader.cli.output import CannotRun, Steps, one_line
+from sharded_loader.cli.output import CannotRun, Steps, ms_text, say_error
 from sharded_loader.extend.tools import cores_for_workers
 
 if TYPE_CHECKING:
@@ -84,8 +82,8 @@ def bench(dataset: str, collate: str | None, pools: str, quiet: bool, **options:
         order = "random order" if options["shuffle"] else "the dataset's own order"
         kind = f"{type(data).__name__}, {'iterable data' if is_stream(data) else f'{len(data):,} samples'}"
         click.echo(f"{dataset}: {kind}, in {order}; batches of {options['batch_size']}.")
-    with Steps("measuring", len(listed), quiet) as steps:
-        rows = [measure(pool, seconds, options, partial(steps.update, done, pool)) for done, pool in enumerate(listed)]
+    steps = Steps("measuring", len(listed), quiet)
+    rows = [measure(pool, seconds, options, partial(steps.update, done, pool)) for done, pool in enumerate(listed)]
     if all(row.error for row in rows):
         raise CannotRun(f"reading the dataset failed: {rows[0].error}")
     inline = rows[0].samples_per_second if rows[0].pool == "inline" else None
@@ -225,21 +223,11 @@ def recommend(rows: list[Row]) -> str:
     return f"Use {chosen.arguments}: {times:.1f} times as fast as inline; {then}"
 
 
-def ms_text(ms: float) -> str:
-    """Format milliseconds with three digits.
-
-    Example:
-        >>> ms_text(0.01234), ms_text(12.345), ms_text(1234.5)
-        ('0.0123', '12.3', '1,234')
-    """
-    return f"{ms:.3g}" if ms < 100 else f"{ms:,.0f}"
-
-
 # -- the dataset, by its name ------------------------------------------------------------------------------------------
 
 
 def find_dataset(target: str) -> Any:
-    """Import the user's dataset. Raises CannotRun if it does not exist, or cannot be created or read.
+    """Import the user's dataset. Raises CannotRun if it does not exist or cannot be read, and any error of its module.
 
     After the colon of ``target`` stands a dataset, or a callable without arguments that makes one. The name may have
     dots.
@@ -255,12 +243,7 @@ def find_dataset(target: str) -> Any:
     is_class = isinstance(data, type)
     is_dataset = not is_class and any(has_own(type(data), name) for name in ("__getitem__", "__iter__"))
     if callable(data) and not is_dataset and (is_class or not takes_two(data)):  # two: it gives a part of iterable data
-        try:
-            made = data()
-        except Exception as error:
-            lacks = isinstance(error, TypeError) and "argument" in str(error)
-            advice = ": write a function without arguments that returns the dataset, and name that function" * lacks
-            raise CannotRun(f"calling {target} failed: {_with_line(error)}{advice}") from None
+        made = data()
         data = data if isinstance(made, Iterator) and not is_class else made  # a generator function is iterable data
     try:
         data = dataset_given(data)
@@ -288,29 +271,15 @@ def find_function(target: str) -> Callable[..., Any]:
     return named  # type: ignore[no-any-return]
 
 
-def say_error(error: BaseException) -> str:
-    """Format an exception of the user's code in one line, with the loader's notes: epoch, batch, sample.
-
-    Example:
-        >>> say_error(KeyError("label"))
-        "KeyError: 'label'"
-    """
-    from sharded_loader.extend.tools import notes_of
-
-    where = [note.partition(" in ")[2] for note in notes_of(error) if note.startswith("sharded_loader: in ")]
-    return one_line(error) + (f" (in {where[-1]})" if where else "")
-
-
 def _find(target: str, what: str) -> Any:
     module_name, _, name = target.rpartition(":")
     if not module_name or not name or name.endswith(".py"):
         raise CannotRun(f"{target!r} does not name a {what}: write module:NAME or path/to/file.py:NAME")
+    module = _import(module_name)
     try:
-        return operator.attrgetter(name)(_import(module_name))
+        return operator.attrgetter(name)(module)
     except AttributeError as error:
-        close = difflib.get_close_matches(error.name or "", dir(error.obj), 1)
-        advice = f"did you mean {close[0]!r}?" if close else "look for the name in the file"
-        raise CannotRun(f"{module_name} has no {name!r}: {advice}") from None
+        raise CannotRun(f"{module_name} has no {error.name!r}: look for the name in the file") from None
 
 
 def _import(where: str) -> ModuleType:
@@ -326,24 +295,10 @@ def _import(where: str) -> ModuleType:
     sys.path.insert(0, folder)  # as `python` and `python -m` have it
     try:
         return importlib.import_module(name)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # a script may exit
-        absent = error.name if isinstance(error, ModuleNotFoundError) else None
-        if absent and f"{name}.".startswith(f"{absent}."):  # the module, or a package that contains it
-            raise CannotRun(
-                f"there is no module {absent!r} in {folder} or among the installed ones: "
-                f"change to the folder that contains it, or write path/to/file.py:NAME"
-            ) from None
-        relative = isinstance(error, ImportError) and "relative import" in str(error)
-        hint = ": write package.module:NAME instead of a path" if relative else ""
-        raise CannotRun(f"importing {where} failed: {_with_line(error)}{hint}") from None
-
-
-def _with_line(error: BaseException) -> str:
-    """Format an error with the line of the user's code that raised it."""
-    ours = os.path.dirname(__file__)
-    frames = traceback.extract_tb(error.__traceback__)
-    theirs = [one for one in frames if "importlib" not in one.filename and not one.filename.startswith(ours)]
-    where = f" ({os.path.basename(theirs[-1].filename)}, line {theirs[-1].lineno})" if theirs else ""
-    return say_error(error) + where
+    except ModuleNotFoundError as error:
+        if not f"{name}.".startswith(f"{error.name}."):  # neither the module nor a package that contains it
+            raise
+        raise CannotRun(
+            f"there is no module {error.name!r} in {folder} or among the installed ones: "
+            f"change to the folder that contains it, or write path/to/file.py:NAME"
+        ) from None

@@ -1,32 +1,24 @@
 """Output shared by the verbs: results on stdout, progress and complaints on stderr, checks of files.
 
     complain(text)                                  --> stderr
-    with Steps("packing", total) as steps:
-        steps.update(done)                          --> stderr: a line that changes in a terminal, lines in a pipe
+    Steps("packing", total).update(done)            --> stderr: a line now and then
 
-`Steps` is silent for the first two seconds and removes its line at the end. It starts no thread, so workers may fork
-and speed be measured meanwhile. If the reader of a pipe goes away, click ends the command with exit code 1.
+`Steps` is silent for the first two seconds. It starts no thread, so workers may fork and speed be measured meanwhile.
+If the reader of a pipe goes away, click ends the command with exit code 1.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import click
 
-PATIENCE = 2.0
-"""Seconds before progress is shown."""
-
-LINES_EVERY, FRAMES_EVERY = 5.0, 0.1
-"""Seconds between two lines in a pipe, and between two updates of the line in a terminal."""
-
-_TO_THE_END = "\x1b[K"
-"""Erases the rest of a terminal's line."""
+PATIENCE, EVERY = 2.0, 5.0
+"""Seconds before progress is shown, and between two lines of it."""
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
@@ -73,6 +65,29 @@ def one_line(error: BaseException) -> str:
     return ": ".join(filter(None, [type(error).__name__, " ".join(str(error).split())]))
 
 
+def say_error(error: BaseException) -> str:
+    """Format an exception of the user's code in one line, with the loader's notes: epoch, batch, sample.
+
+    Example:
+        >>> say_error(KeyError("label"))
+        "KeyError: 'label'"
+    """
+    from sharded_loader.extend.tools import notes_of
+
+    where = [note.partition(" in ")[2] for note in notes_of(error) if note.startswith("sharded_loader: in ")]
+    return one_line(error) + (f" (in {where[-1]})" if where else "")
+
+
+def ms_text(ms: float) -> str:
+    """Format milliseconds with three digits.
+
+    Example:
+        >>> ms_text(0.01234), ms_text(12.345), ms_text(1234.5)
+        ('0.0123', '12.3', '1,234')
+    """
+    return f"{ms:.3g}" if ms < 100 else f"{ms:,.0f}"
+
+
 def size_text(nbytes: float) -> str:
     """Format a number of bytes.
 
@@ -84,26 +99,19 @@ def size_text(nbytes: float) -> str:
     return f"{nbytes / 1024**power:,.{min(power, 1)}f} {('bytes', 'KiB', 'MiB', 'GiB')[power]}"
 
 
-class Steps(contextlib.AbstractContextManager["Steps"]):
+class Steps:
     """Progress of one long job, named ``what``, such as ``packing``. ``total`` is None if unknown."""
 
     def __init__(self, what: str, total: int | None, quiet: bool = False) -> None:
-        self._what, self._total, self._quiet = what, total, quiet
-        self._next = time.monotonic() + PATIENCE
-        self._in_place = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+        self._what, self._total = what, total
+        self._next = math.inf if quiet else time.monotonic() + PATIENCE
 
     def update(self, done: int, note: str = "") -> None:
         """Show the number of steps done, with a note of a few words, if it is time to."""
-        now = time.monotonic()
-        if not self._quiet and now >= self._next:
-            self._next = now + (FRAMES_EVERY if self._in_place else LINES_EVERY)
+        if (now := time.monotonic()) >= self._next:
+            self._next = now + EVERY
             of = "" if self._total is None else f"{done:,} of {self._total:,}"
-            line = f"{self._what}: {', '.join(filter(None, [of, note]))}"
-            click.echo(f"\r{line}{_TO_THE_END}" if self._in_place else line, err=True, nl=not self._in_place)
-
-    def __exit__(self, *raised: object) -> None:
-        if self._in_place and not self._quiet:
-            click.echo(f"\r{_TO_THE_END}", err=True, nl=False)
+            click.echo(f"{self._what}: {', '.join(filter(None, [of, note]))}", err=True)
 
 
 def check_output(*files: Path, force: bool) -> None:

@@ -45,10 +45,8 @@ def pack(folder: Path, out: Path, force: bool, quiet: bool) -> None:
     check_output(out, out.with_suffix(".idx"), force=force)
     with os_errors_in_one_line(out):
         files, classes = find_folder(folder)
-        with (
-            tempfile.TemporaryDirectory(prefix=".", dir=out.parent) as partial,
-            Steps("packing", len(files), quiet) as steps,
-        ):
+        steps = Steps("packing", len(files), quiet)
+        with tempfile.TemporaryDirectory(prefix=".", dir=out.parent) as partial:
             idx, rec = (Path(partial, file.name) for file in (out.with_suffix(".idx"), out))
             with recordio.MXIndexedRecordIO(idx, rec, "w") as packed:
                 for key, (path, label) in enumerate(files):
@@ -95,7 +93,8 @@ def index(file: Path, force: bool, quiet: bool) -> int:
 
     idx, lines, offset = file.with_suffix(".idx"), list[str](), 0
     check_output(idx, force=force)
-    with os_errors_in_one_line(file), Steps("reading", file.stat().st_size, quiet) as steps:
+    with os_errors_in_one_line(file):
+        steps = Steps("reading", file.stat().st_size, quiet)
         try:
             with MXRecordIO(str(file), "r") as records_in_file:
                 while records_in_file.read() is not None:
@@ -136,8 +135,8 @@ def index_shards(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", LoaderWarning)  # the file that is there is about to be replaced
             dataset = ShardDataset(urls, format, options, trust=trust)
-        with Steps("shards indexed", None, quiet) as steps:
-            written = dataset.write_index(where, lambda done: steps.update(done, f"{done:,}"))
+        steps = Steps("shards indexed", None, quiet)
+        written = dataset.write_index(where, lambda done: steps.update(done, f"{done:,}"))
         again = ShardDataset(written, format, options, trust=True)  # it was just written
     except (OSError, TypeError, ValueError) as error:
         raise CannotRun(" ".join(str(error).split())) from None

@@ -36,16 +36,14 @@ def demo(epochs: int, seed: int, stop_resume: bool, kill: bool, quiet: bool) -> 
     if not quiet:
         shards = f"a shard of each batch on {', '.join(map(str, train.devices()))}"
         click.echo(f"Training on handwritten digits: {shards}; read by {train.WORKERS} process workers; seed {seed}.")
-    with Steps("training", epochs, quiet) as steps:
-        report = train.train_and_test(epochs, seed, steps.update)
+    report = train.train_and_test(epochs, seed, Steps("training", epochs, quiet).update)
     click.echo(f"held-out accuracy   {report.accuracy:.2%} of 359 scans")
     click.echo(f"samples per second  {report.samples_per_second:,.0f}")
     click.echo(f"waiting for data    {report.waiting_share:.1%} of the last epoch")
     runs, differ = {"killed and resumed": stop_resume, "with workers killed": kill}, False
     for name, run in zip(runs, (train.stop_and_resume, train.train_and_kill), strict=True):
         if runs[name]:
-            with Steps(name, None, quiet) as steps:
-                disturbed, how = run(epochs, seed, steps.update)
+            disturbed, how = run(epochs, seed, Steps(name, None, quiet).update)
             is_same = (disturbed.accuracy, disturbed.losses) == (report.accuracy, report.losses)
             differ |= not is_same
             click.echo(f"{name:20}{disturbed.accuracy:.2%}: {how}")

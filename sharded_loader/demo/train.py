@@ -10,11 +10,10 @@ Everything random follows from the seed: the weights (``torch.manual_seed``), th
 shift of each image (`sample_rng`, keyed by seed, epoch and index). So the losses are the same to the last bit, in any
 pool. Two functions disturb the run to show this:
 
-    stop_and_resume  starts a process that trains, and saves after half of the steps; kills it; starts another one,
-                     which goes on from the file
+    stop_and_resume  starts a process that trains, and saves after half of the steps; kills it; goes on from the file
     train_and_kill   trains; after a step, now and then: a worker of its pool is killed
 
-The processes are spawned: they share nothing with this one, as after the restart of a machine. No worker is killed
+The process is spawned: it shares nothing with this one, as after the restart of a machine. No worker is killed
 without a step since the last one, so that training comes to its end even where workers start more slowly than they are
 killed. The loader is not warned: it finds out as it would about the kernel's out-of-memory killer.
 
@@ -32,7 +31,6 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -209,10 +207,11 @@ def stop_and_resume(epochs: int, seed: int, on_batch: OnBatch) -> tuple[Report, 
         RuntimeError: a run failed, or ended too soon to be killed.
     """
     steps_per_epoch = -(-len(load_digits_split()[0]) // BATCH_SIZE)
-    step, spawn = epochs // 2 * steps_per_epoch + steps_per_epoch // 2, multiprocessing.get_context("spawn")
+    step = epochs // 2 * steps_per_epoch + steps_per_epoch // 2
     with tempfile.TemporaryDirectory(prefix="sharded_loader-") as folder:
         path = Path(folder) / "checkpoint.pt"
-        first = spawn.Process(target=train_and_test, args=(epochs, seed), kwargs={"checkpoint": path, "save_at": step})
+        given = {"checkpoint": path, "save_at": step}
+        first = multiprocessing.get_context("spawn").Process(target=train_and_test, args=(epochs, seed), kwargs=given)
         first.start()
         try:
             while first.is_alive() and not path.exists():
@@ -223,11 +222,8 @@ def stop_and_resume(epochs: int, seed: int, on_batch: OnBatch) -> tuple[Report, 
             first.join()
         if not path.exists() or first.exitcode == 0:
             raise RuntimeError(f"the training run ended by itself, exit code {first.exitcode}; see above")
-        with ProcessPoolExecutor(1, spawn) as second:
-            report = second.submit(train_and_test, epochs, seed, checkpoint=path)
-            while not wait([report], 0.1).done:
-                on_batch(0, "training on from the checkpoint")
-            return report.result(), f"saved after step {step}, killed in mid-epoch, resumed in a new process"
+        report = train_and_test(epochs, seed, on_batch, checkpoint=path)
+        return report, f"saved after step {step}, killed in mid-epoch, resumed in another process"
 
 
 def train_and_kill(epochs: int, seed: int, on_batch: OnBatch) -> tuple[Report, str]:

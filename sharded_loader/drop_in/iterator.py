@@ -100,11 +100,8 @@ def _process_pool(loader: Loader, count: int) -> ProcessPool:
     context = loader.multiprocessing_context
     method: Any = loader.start_method
     if method is None and context is not None:
-        # Other libraries' contexts may have names that are not start methods.
-        methods = multiprocessing.get_all_start_methods()
-        kinds = [name for name in methods if isinstance(context, type(multiprocessing.get_context(name)))]
-        name = context.get_start_method()
-        method = name if name in methods else [*kinds, "spawn"][0]
+        name = context.get_start_method()  # other libraries' contexts may have names that are no start methods
+        method = name if name in multiprocessing.get_all_start_methods() else "spawn"
     restarts = (0 if loader.timeout else 3) if loader.restarts is None else loader.restarts
     given = {name: getattr(loader, name) for name in ("worker_init_fn", "max_bytes", "max_worker_memory")}
     return ProcessPool(count, start_method=method, timeout=loader.timeout or None, restarts=restarts, **given)

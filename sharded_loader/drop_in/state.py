@@ -255,11 +255,8 @@ def at_named_epoch(state: LoaderState, sampler: Any, count: EpochCount) -> Loade
 
     This happens when a training loop loads a checkpoint of the last step and starts at ``step // len(loader)``.
     """
-    saved = state.sampler
-    try:
-        if saved is None or state.finished or saved.yielded < len(sampler):
-            return state
-    except (TypeError, NotImplementedError):  # a sampler without a length
+    saved, length = state.sampler, orders.known_length(sampler, state.epoch or 0)
+    if saved is None or state.finished or length is None or saved.yielded < length:
         return state
     pairs = [(count.next_epoch, count.next_epoch if state.epoch is None else state.epoch)]
     kept = zip(samplers.keep_epochs(sampler), saved.epochs or (), strict=False)

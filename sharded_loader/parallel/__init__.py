@@ -32,7 +32,7 @@ from sharded_loader import default_batchify_fn
 from sharded_loader.extend import DeviceLike
 from sharded_loader.extend.data import children, is_dataclass_instance, is_numbers, map_leaves, rebuild, to_torch
 from sharded_loader.extend.engine import device_list
-from sharded_loader.extend.tools import an, brief
+from sharded_loader.extend.tools import an, brief, check_int
 
 
 def split_data(data: object, num_slice: int, batch_axis: int = 0, even_split: bool = True) -> list[Any]:
@@ -55,8 +55,7 @@ def split_data(data: object, num_slice: int, batch_axis: int = 0, even_split: bo
         >>> [len(part) for part in split_data(torch.arange(10), 4, even_split=False)]
         [3, 3, 2, 2]
     """
-    if isinstance(num_slice, bool) or not isinstance(num_slice, (int, np.integer)) or num_slice < 1:
-        raise ValueError(f"num_slice is {num_slice!r}: give an int of 1 or more")
+    num_slice = check_int("num_slice", num_slice, 1, "give the number of slices", ValueError)
     tree = _as_batch(data)
     shapes = list(_row_shapes(tree, batch_axis))
     if not shapes:

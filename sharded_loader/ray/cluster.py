@@ -258,9 +258,7 @@ class _Writable:
 
     def __init__(self, memory: Array) -> None:
         self._memory = memory
-        interface = dict(memory.__array_interface__)
-        interface["data"] = interface["data"][0], False
-        self.__array_interface__ = interface
+        self.__array_interface__ = {**memory.__array_interface__, "data": (memory.ctypes.data, False)}
 
 
 class Lent:

@@ -104,7 +104,7 @@ REFUSED = [
     (lambda: Dict({"a": Stack()})([3]), "sample 0.*is an int.*'a'"),
     (lambda: Dict({}, rest="all"), r"rest='all'.*'keep', 'drop', a function, or None"),
     (lambda: Dict({}, rest=True), "rest=True"),
-    (lambda: NamedTuple(MyNT, [Stack()]), "2 fields, 1 functions"),
+    (lambda: NamedTuple(MyNT, [Stack()]), r"exactly one function for each of \['data', 'label'\]"),
     (lambda: NamedTuple(tuple, [Stack()]), "namedtuple class"),
     (lambda: Tuple(Stack(), Dict({"k": Stack()}))([(0, {"k": [1]}), (0, {"k": [1, 2]})]), r"\[1\]\['k'\]"),
     (lambda: Stack()([(np.zeros(3), 1), (np.ones(3), 2)]), r"tuples of 2 fields, .*Tuple\(Stack\(\), Stack\(\)\)"),
@@ -126,7 +126,7 @@ REFUSED = [
     (lambda: Pad(2, max_length=4)([np.zeros((1, 2))]), "no axis 2"),
     (lambda: Pad(-3, max_length=4)([np.zeros((1, 2))]), "no axis -3"),
     (lambda: Pad(None, max_length=4)([1, 2]), "no axis to pad: use Stack"),
-    (lambda: Pad(axis=None)([[1], [[1]]]), r"Pad\(axis=None\) pads samples of the same number of axes"),
+    (lambda: Pad(axis=None)([[1], [[1]]]), r"Pad\(axis=None\) makes only what it pads equal"),
     (lambda: Pad()([np.zeros((2, 3)), np.zeros((3, 2))]), r"along every axis with Pad\(axis=None\)"),
     (lambda: Pad(max_length=1)([np.zeros((2, 2)), np.zeros((2, 3))]), "different shapes"),
 ]

@@ -105,7 +105,7 @@ def test_a_row_that_fails_is_shown_beside_the_others(capsys: pytest.CaptureFixtu
         (["benched_data:numbers", "--seconds", "0"], "0.0 is not in the range"),
         (["benched_data:numbers", "--batch-size", "0"], "0 is not in the range"),
         (["benched_data:stream", "--shuffle"], "has only __iter__ and comes in its own order: leave out --shuffle"),
-        (["benched_data:numbrs"], "did you mean 'numbers'?"),
+        (["benched_data:numbrs"], "benched_data has no 'numbrs': look for the name in the file"),
         ([], "Missing argument"),
     ],
 )
@@ -356,19 +356,12 @@ def test_a_dataset_is_found(place: str, name: str, kind: str, folder: Path) -> N
         ("users_data.py", r"does not name a dataset: write module:NAME"),
         ("users_data:", r"does not name a dataset: write module:NAME"),
         (":numbers", r"does not name a dataset: write module:NAME"),
-        ("users_data:number", r"users_data has no 'number': did you mean 'numbers'\?"),
         ("users_data:xyz", r"users_data has no 'xyz': look for the name in the file"),
         ("nowhere_at_all:x", r"there is no module 'nowhere_at_all' in .*: change to the folder that contains it"),
         ("users_data.inner:x", r"there is no module 'users_data.inner'"),
         ("nowhere.py:x", r"there is no file nowhere.py: write the path of a Python file"),
         ("some/where:x", "or write path/to/file.py:NAME"),
-        ("users_broken:x", r"ModuleNotFoundError: .*'not_installed_anywhere' \(users_broken.py, line 3\)"),
-        ("users_script:x", r"importing users_script failed: SystemExit: 3"),
-        ("users_package/data.py:x", r"relative import.*: write package.module:NAME instead of a path"),
         ("json.py:data", r"'json' is also the name of a module that Python has imported: rename the file"),
-        ("users_data:needs", r"missing 1 required.*write a function without arguments that returns the dataset"),
-        ("users_data:Folder", r"missing 1 required.*write a function without arguments that returns the dataset"),
-        ("users_data:fails", r"calling users_data:fails failed: OSError: no such disk \(users_data.py, line 23\)"),
         ("users_data:nothing", r"users_data:nothing is not a dataset: a dataset needs __getitem__ and __len__"),
         ("users_data:five", r"users_data:five is not a dataset: a dataset needs __getitem__ and __len__"),
         ("users_data:used_up", r"users_data:used_up is not a dataset: .*which can be read once"),
@@ -381,3 +374,19 @@ def test_what_is_no_dataset_is_said_in_one_line(target: str, said: str, folder: 
     with pytest.raises(CannotRun, match=said) as raised:
         find_dataset(target)
     assert "\n" not in raised.value.message
+
+
+@pytest.mark.parametrize(
+    ("target", "kind", "file"),
+    [
+        ("users_broken:x", ModuleNotFoundError, "users_broken.py"),
+        ("users_script:x", SystemExit, "users_script.py"),
+        ("users_package/data.py:x", ImportError, "data.py"),
+        ("users_data:fails", OSError, "users_data.py"),
+        ("users_data:needs", TypeError, "bench.py"),
+    ],
+)
+def test_an_error_of_the_users_code_keeps_its_traceback(target: str, kind: Any, file: str, folder: Path) -> None:
+    with pytest.raises(kind) as raised:
+        find_dataset(target)
+    assert raised.traceback[-1].path.name == file

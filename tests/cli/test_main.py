@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import re
 import shlex
@@ -161,13 +160,13 @@ def progress_of(seconds_per_step: float, steps: int, quiet: bool = False) -> Non
     now = [100.0]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(output.time, "monotonic", lambda: now[0])
-        with Steps("packing", steps, quiet) as progress:
-            for done in range(1, steps + 1):
-                now[0] += seconds_per_step
-                progress.update(done, "a note")
+        progress = Steps("packing", steps, quiet)
+        for done in range(1, steps + 1):
+            now[0] += seconds_per_step
+            progress.update(done, "a note")
 
 
-def test_in_a_pipe_progress_is_a_line_now_and_then_if_it_takes_long(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_a_line_now_and_then_if_it_takes_long(capsys: pytest.CaptureFixture[str]) -> None:
     progress_of(1.0, 1200)
     lines = capsys.readouterr().err.splitlines()
     assert lines[:2] == ["packing: 2 of 1,200, a note", "packing: 7 of 1,200, a note"] and len(lines) == 240
@@ -178,21 +177,6 @@ def test_in_a_pipe_progress_is_a_line_now_and_then_if_it_takes_long(capsys: pyte
         patch.setattr(output, "PATIENCE", 0.0)
         Steps("resuming", None).update(0, "training")
     assert capsys.readouterr().err == "resuming: training\n"  # of unknown length
-
-
-def test_in_a_terminal_progress_is_a_line_that_is_taken_away_if_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    for kind in ("xterm", "dumb"):
-        terminal = io.StringIO()
-        monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
-        monkeypatch.setattr(sys, "stderr", terminal)
-        monkeypatch.setenv("TERM", kind)
-        progress_of(1.0, 10 if kind == "xterm" else 3)
-        if kind == "dumb":
-            assert terminal.getvalue() == "packing: 2 of 3, a note\n"
-        else:
-            first, *_, last, empty = terminal.getvalue().split("\r")[1:]
-            assert (first, last) == ("packing: 2 of 10, a note\x1b[K", "packing: 10 of 10, a note\x1b[K")
-            assert empty == "\x1b[K"
 
 
 DEMO = [sys.executable, "-m", "sharded_loader", "demo"]
