@@ -207,8 +207,8 @@ class LoaderStats(Totals, Sums):
         ]
         if self.device_seconds:
             parts.append(f"{self.device_seconds / self.seconds:.0%} of it waiting for the device")
-        parts += [f"{count} {name.replace('_', ' ')}" for name in QUIET if (count := getattr(self, name))]
-        return "\n".join(filter(None, [", ".join(parts), self.verdict, self.advice]))
+        numbers = ", ".join([*parts, *quiet_counts(self)])
+        return "\n".join(filter(None, [numbers, self.verdict, self.advice]))
 
 
 SUMS, TOTALS = (tuple(one.name for one in dataclasses.fields(kind)) for kind in (Sums, Totals))
@@ -216,8 +216,20 @@ NUMBERS = *SUMS[:6], *TOTALS[:4], *SUMS[6:], *TOTALS[4:]
 """Numeric attributes of `LoaderStats`. Files and tables of users depend on their order."""
 
 
-QUIET = "replaced_workers", "skipped_samples", "slow_batches"
-"""Counts of what went wrong without an error; ``str`` of a `LoaderStats` shows them."""
+def quiet_counts(stats: LoaderStats) -> list[str]:
+    """Describe what went wrong without an error.
+
+    Example:
+        >>> quiet_counts(LoaderStats(replaced_workers=1, skipped_samples=20))
+        ['1 worker replaced', '20 samples skipped or replaced']
+    """
+    words = (
+        (stats.replaced_workers, "worker", "workers", "replaced"),
+        (stats.skipped_samples, "sample", "samples", "skipped or replaced"),
+        (stats.slow_batches, "batch", "batches", "too large for shared memory"),
+    )
+    return [f"{count} {one if count == 1 else many} {fate}" for count, one, many, fate in words if count]
+
 
 COUNTED = "retries", *reversed(SUMS)
 """Numbers that each batch adds to. Read in this order by another thread, a part never exceeds its whole."""

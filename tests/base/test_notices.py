@@ -73,7 +73,7 @@ def test_samples_that_are_left_out_are_said_once_and_counted(made, workers, capl
     assert "skipped or replaced sample 1 in epoch 0, batch 0: ValueError: bad 1" in warned(caplog)
     if made is ShardedDataLoader:
         assert loader.stats().as_dict("skipped_samples") == {"skipped_samples": 4.0}
-        assert "4 skipped samples" in str(loader.stats())
+        assert "4 samples skipped or replaced" in str(loader.stats())
         list(loader)
         assert [loader.stats(epoch).skipped_samples for epoch in (0, 1)] == [4, 4]
         loader.close()
@@ -125,7 +125,7 @@ def test_a_killed_worker_is_told_and_counted(method, caplog):
         next(batches)
         os.kill(loader.pool.pids[0], signal.SIGKILL)
         assert len(list(batches)) == 15
-        assert loader.stats().replaced_workers == 1 and "1 replaced workers" in str(loader.stats())
+        assert loader.stats().replaced_workers == 1 and "1 worker replaced" in str(loader.stats())
     said = warned(caplog)
     assert said.startswith("worker 0 (pid ") and "SIGKILL" in said and "Another worker has its place" in said
 
@@ -136,7 +136,7 @@ def test_batches_that_do_not_fit_into_shared_memory_are_told_and_counted(caplog)
         with ShardedDataLoader(ZEROS, 4, pool=ProcessPool(1, max_bytes=max_bytes)) as loader:
             assert [batch.shape for _ in range(3) for batch in loader] == [(4, 1 << 18)] * 6
             slow = loader.stats().slow_batches
-            assert 6 <= slow <= 8 and f"{slow} slow batches" in str(loader.stats()) if max_bytes else slow == 0
+            assert 6 <= slow <= 8 and f"{slow} batch" in str(loader.stats()) if max_bytes else slow == 0
     assert levels(caplog, "bytes finds no room in shared memory (max_bytes=262144") == [logging.WARNING]
 
 
