@@ -342,7 +342,7 @@ class RecordFileDataset(Closable, Dataset):
         else:
             offsets = self._file.scan(stacklevel=3)
         self._offsets = np.array(offsets, dtype=np.int64)
-        self._sizes = files.guessed_sizes(self._offsets)
+        self._sizes = files.guessed_sizes(self._offsets, self._file.size)
 
     def __len__(self) -> int:
         return len(self._offsets)
@@ -366,11 +366,8 @@ class RecordFileDataset(Closable, Dataset):
         record, or an IndexError.
         """
         numbers = checked_indices(indices, len(self))
-        guesses = self._sizes[numbers]
-        records, sizes = files.read_records(self._file, self._offsets[numbers], guesses)
+        records = files.read_records(self._file, self._offsets[numbers], self._sizes[numbers])
         self._file.check()
-        if sizes is not guesses and self._sizes.flags.writeable:  # only on change: writes copy pages after a fork
-            self._sizes[numbers] = np.minimum(sizes, files.LARGE)
         return records
 
     def close(self) -> None:
