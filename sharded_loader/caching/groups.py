@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 
 from sharded_loader.caching.dataset import ReadOnce, drawn_since, global_states
-from sharded_loader.caching.shared import LOCKED_BYTE, Opened, locked, open_named, open_nameless, set_lock
+from sharded_loader.caching.shared import LOCKED_BYTE, Shared, locked, set_lock
 from sharded_loader.extend import Array
 from sharded_loader.extend.data import check_dataset, checked_indices, follow
 from sharded_loader.extend.engine import ReplyPickler
@@ -77,33 +77,24 @@ def key_of(*parts: Any) -> int:
     return derive_key(*parts) >> 66
 
 
-class Shelf(Opened):
+class Shelf(Shared):
     """Shared memory with pieces, each of some objects with an index.
 
     Args:
         max_bytes: limit of the pieces.
-        token: 16 bytes that no other shelf has.
-        name: of the shelf, to open it in another process. One that is out of reach is replaced by an empty one.
         clock: the shelf whose ``done`` says which pieces are free; None: its own.
+        name, token: of the shelf, to open it in another process.
     """
 
-    def __init__(self, max_bytes: int, token: bytes, name: str = "", clock: Shelf | None = None) -> None:
-        fd = -1
-        with contextlib.suppress(OSError):  # its process has ended, or runs on another machine
-            fd = open_named(name)
-        if fd >= 0 and read_at(fd, 16, 0) != token:
-            os.close(fd)
-            fd = -1
-        super().__init__(*(open_nameless("groups") if fd < 0 else (fd, name)), is_temporary=fd < 0)
-        if fd < 0:
-            write_at(self.fd, token.ljust(_STATE.itemsize, b"\0"), 0)
-        self.max_bytes, self.token, self.clock = max_bytes, token, clock
-        state: Any = self.map(_STATE.itemsize).view(_STATE)[0]
+    def __init__(self, max_bytes: int, clock: Shelf | None = None, name: str = "", token: bytes = b"") -> None:
+        super().__init__("groups", _STATE.itemsize, name, token)
+        self.max_bytes, self.clock = max_bytes, clock
+        state: Any = self.memory.view(_STATE)[0]
         self.done, self.largest, self.counts, self.pieces = (state[name] for name in list(_STATE.fields or ())[1:])
         self.done = self.done if clock is None else clock.done
 
     def __reduce__(self) -> Any:
-        return Shelf, (self.max_bytes, self.token, self.name, self.clock)
+        return Shelf, (self.max_bytes, self.clock, self.name, self.token)
 
     def kept(self, key: int | None = None) -> Array:
         """Return the pieces, of a key or all, that have batches to come; rows of `_PIECE`."""
@@ -217,9 +208,8 @@ class GroupReads(ReadOnce):
         self._window = check_int("batches", batches, 1, f"and at most {MOST_BATCHES}")
         if self._window > MOST_BATCHES:
             raise ValueError(f"batches is {batches}: give at most {MOST_BATCHES}")
-        token = os.urandom(8).hex().encode()
-        self._plan = Shelf(EPOCH, token)
-        self._shelf = Shelf(bytes_of_text(max_bytes, 0, "0 or more"), token, clock=self._plan)
+        self._plan = Shelf(EPOCH)
+        self._shelf = Shelf(bytes_of_text(max_bytes, 0, "0 or more"), self._plan)
         self._followed: list[tuple[int, Callable[[], int | None]]] = []
 
     def __getstate__(self) -> dict[str, Any]:
