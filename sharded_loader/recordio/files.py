@@ -27,7 +27,6 @@ import io
 import os
 import stat
 import struct
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from itertools import pairwise
@@ -36,6 +35,7 @@ from typing import Any, BinaryIO, TypeVar
 import numpy as np
 
 from sharded_loader.extend import Int64s
+from sharded_loader.extend.tools import warn
 from sharded_loader.recordio.positioned import BINARY, PositionedFile, checksums, stable_stat
 
 MAGIC_NUMBER = 0xCED7230A
@@ -263,11 +263,11 @@ class RecordFile:
     def read(self, begin: int) -> tuple[bytes, int]:
         return read_record(self._open(), begin)
 
-    def scan(self, stacklevel: int) -> list[int]:
+    def scan(self) -> list[int]:
         """Return the offset of each record.
 
-        A damaged record ends the scan with a warning, at this ``stacklevel``. Its offset is the last, so reading it
-        raises the error; if it is the first record, the error is raised here.
+        A damaged record ends the scan with a warning. Its offset is the last, so reading it raises the error; if it is
+        the first record, the error is raised here.
         """
         offsets: list[int] = []
         try:
@@ -277,7 +277,7 @@ class RecordFile:
             if not error.offset:
                 raise
             text = f"While its index was rebuilt, {len(offsets) - 1} records were found before; the next one raises"
-            warnings.warn(f"{error} {text} when it is read.", stacklevel=stacklevel)
+            warn(f"{error} {text} when it is read.")
         return offsets
 
 
