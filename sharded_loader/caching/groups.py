@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 
 from sharded_loader.caching.dataset import ReadOnce, drawn_since, global_states
-from sharded_loader.caching.shared import LOCKED_BYTE, Shared, locked, set_lock
+from sharded_loader.caching.shared import LOCKED_BYTE, PROCESSES, Shared, locked, set_lock, tally
 from sharded_loader.extend import Array
 from sharded_loader.extend.data import check_dataset, checked_indices, follow
 from sharded_loader.extend.engine import ReplyPickler
@@ -64,7 +64,7 @@ _STATE = np.dtype(
         ("token", "S16"),
         ("done", np.int64, ITERATORS),  # clocks of the batches that the users get next
         ("largest", np.int64, (1,)),  # bytes of a sample
-        ("counts", np.int64, (1024, 3)),  # by process: samples found, samples read, reads
+        ("counts", np.int64, (PROCESSES, 3)),  # by process: samples found, samples read, reads
         ("pieces", _PIECE, PIECES),
     ]
 )
@@ -226,12 +226,6 @@ class GroupReads(ReadOnce):
         """Number of reads, each of one group, by all processes."""
         return int(self._shelf.counts[:, 2].sum())
 
-    def _count(self, *numbers: int) -> int:
-        """Count samples found, samples read, and reads. Return the reads of this process."""
-        mine = self._shelf.counts[os.getpid() % len(self._shelf.counts)]
-        mine += numbers  # at once, so threads need no lock
-        return int(mine[2])
-
     # -- the plan --------------------------------------------------------------------------------------------
 
     def follow(
@@ -294,7 +288,7 @@ class GroupReads(ReadOnce):
     def _missing(self, key: int, wanted: list[int], found: dict[int, Any]) -> list[int]:
         """Take samples from the shelf to those found; return the indices of those that are not there."""
         taken = self._shelf.take(key, [index for index in wanted if index not in found])
-        self._count(len(taken), 0, 0)
+        tally(self._shelf.counts, len(taken), 0, 0)
         found |= taken
         return [index for index in wanted if index not in found]
 
@@ -340,7 +334,8 @@ class GroupReads(ReadOnce):
         before = global_states() if is_alone else {}
         samples = super()._read(indices)
         drawn = drawn_since(before) if before else []
-        if self._count(0, len(indices), 1) > 1 and drawn:  # the first read may import a library, which may draw
+        reads = int(tally(self._shelf.counts, 0, len(indices), 1)[2])
+        if reads > 1 and drawn:  # the first read may import a library, which may draw
             raise ValueError(
                 f"GroupReads reads the samples of many batches at once, and {brief(self._dataset)} draws from "
                 f"{', '.join(drawn)}: move the transform that draws behind it, GroupReads(...).transform(fn)"

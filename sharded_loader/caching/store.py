@@ -54,12 +54,13 @@ import struct
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from sharded_loader.caching.shared import Opened, Shared, is_own, join_first, locked, meet, open_nameless
+from sharded_loader.caching.shared import PROCESSES, Opened, Shared, is_own, join_first, locked, meet, open_nameless
 from sharded_loader.extend import Array
 from sharded_loader.extend.data import NUMPY_NAMES, as_numpy, dtype_name, exact, is_plain, is_tensor
 from sharded_loader.extend.engine import aligned
@@ -306,22 +307,14 @@ class Session(Shared):
         sound: per sample, 1 if its checksum has been verified.
     """
 
-    PROCESSES = 1024
-    """Rows of `counts`. Processes whose numbers share a row may lose a count."""
-
     def __init__(self, length: int, name: str = "", token: bytes = b"") -> None:
-        begin = 16 * (self.PROCESSES + 2)
+        begin = 16 * (PROCESSES + 2)
         super().__init__("cache-session", begin + length, name, token)
         numbers = self.memory[16:begin].view(np.int64).reshape(-1, 2)
         self.full, self.counts, self.sound = numbers[0, :1], numbers[1:], self.memory[begin:]
 
     def __reduce__(self) -> Any:
         return Session, (self.sound.size, self.name, self.token)
-
-    def count(self, found: int, missed: int) -> None:
-        """Count hits and misses. NumPy adds them at once, so threads need no lock."""
-        mine = self.counts[os.getpid() % self.PROCESSES]
-        mine += (found, missed)
 
 
 class Header(NamedTuple):
@@ -543,11 +536,6 @@ def open_store(
         bound = bound_of(max_bytes, None, opened.name)
         return Store(opened, make_header(opened.fd, with_bound(bound)), bound)
 
-    def join(opened: Opened) -> Store | None:
-        layout = read_layout(opened.fd)
-        is_this = layout is not None and layout.header[:OWN] == header[:OWN]
-        return Store(opened, layout, layout.header.bound) if layout is not None and is_this else None
-
     if path is not None:
         place = os.path.abspath(os.fspath(path))
         bound = bound_of(max_bytes, place)
@@ -557,7 +545,7 @@ def open_store(
     asked = json.dumps([shared, header, str(max_bytes)])
     _calls[asked] += 1
     told = f"{_calls[asked]} {asked}".encode(errors="replace")
-    return meet(f"cache-{blake2b(told, digest_size=16).hexdigest()}", join, make)
+    return meet(f"cache-{blake2b(told, digest_size=16).hexdigest()}", partial(join, header[:OWN]), make)
 
 
 def bound_of(max_bytes: int | str | None, path: str | None, memory: str = "") -> int:
@@ -577,9 +565,8 @@ def bound_of(max_bytes: int | str | None, path: str | None, memory: str = "") ->
     if max_bytes is None:
         return int(free * SHARE) if path is None else free
     allowed = "0 or more, a share of what is free, such as '50%'"
-    if isinstance(max_bytes, str) and (share := re.fullmatch(r"(\d+(?:\.\d+)?)%", max_bytes)) is not None:
-        if not 0 < float(share[1]) <= 100:
-            raise ValueError(f"max_bytes is {max_bytes!r}: give more than 0% and at most 100%")
+    share = re.fullmatch(r"(\d+(?:\.\d+)?)%", str(max_bytes))
+    if share is not None and 0 < float(share[1]) <= 100:
         return int(free * float(share[1]) / 100)
     bound = bytes_of_text(max_bytes, 0, allowed)
     if bound > free:
@@ -661,16 +648,18 @@ def _checked_layout(fd: int, path: str, header: Header) -> Layout:
     return layout
 
 
+def join(header: tuple[Any, ...], opened: Opened, *more: Any) -> Store | None:
+    """Return the store in opened memory, if its header begins with these values; ``more`` goes to `Store`."""
+    layout = read_layout(opened.fd)
+    if layout is None or layout.header[: len(header)] != header or os.fstat(opened.fd).st_size < layout.log:
+        return None
+    return Store(opened, layout, *(more or [layout.header.bound]))
+
+
 def attach(name: str, header: Header, max_bytes: int, path: str | None, session: Session) -> Store:
     """Open the store of another process, or one that keeps nothing if it is out of reach."""
-
-    def join(opened: Opened) -> Store | None:
-        layout = read_layout(opened.fd)
-        is_this = layout is not None and layout.header == header and os.fstat(opened.fd).st_size >= layout.log
-        return Store(opened, layout, max_bytes, path, session) if layout is not None and is_this else None
-
-    def nothing() -> Store:
+    found = join_first([name], lambda opened: join(header, opened, max_bytes, path, session))
+    if found is None:
         opened = open_nameless("cache")
-        return Store(opened, make_header(opened.fd, header._replace(rows=0, bound=0)), 0)
-
-    return join_first([name], join) or nothing()
+        found = Store(opened, make_header(opened.fd, header._replace(rows=0, bound=0)), 0)
+    return found
