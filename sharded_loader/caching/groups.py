@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 
 from sharded_loader.caching.dataset import ReadOnce, drawn_since, global_states
-from sharded_loader.caching.shared import LOCKED_BYTE, PROCESSES, Shared, locked, set_lock, tally
+from sharded_loader.caching.shared import LOCKED_BYTE, PROCESSES, Zeros, locked, set_lock, tally
 from sharded_loader.extend import Array
 from sharded_loader.extend.data import check_dataset, checked_indices, follow
 from sharded_loader.extend.engine import ReplyPickler
@@ -77,7 +77,7 @@ def key_of(*parts: Any) -> int:
     return derive_key(*parts) >> 66
 
 
-class Shelf(Shared):
+class Shelf(Zeros):
     """Shared memory with pieces, each of some objects with an index.
 
     Args:

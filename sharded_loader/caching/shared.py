@@ -4,7 +4,7 @@
     open_nameless(label)            # new memory
     join_first(names, join)         # another process's memory, by its name
     meet(label, join, make)         # memory of a label: another process's of this user, or new
-    Shared(label, nbytes)           # memory that comes along when it is pickled
+    Zeros(label, nbytes)            # memory that comes along when it is pickled
 
 Memory is found through its holders' links in ``/proc/<pid>/fd``, so it survives the process that made it. It has no
 name in a file system: the kernel frees it with its last holder, even if all are killed. Search and creation are
@@ -31,7 +31,7 @@ import numpy as np
 
 from sharded_loader.extend import Array
 from sharded_loader.extend.engine import chosen_backend
-from sharded_loader.extend.tools import MAP_OPTIONS, PREFIX, open_memory
+from sharded_loader.extend.tools import MAP_OPTIONS, PREFIX, after_fork, open_memory
 from sharded_loader.recordio.positioned import lock_at, read_at, write_at
 
 if sys.platform != "win32":
@@ -43,14 +43,12 @@ _file_lock = threading.RLock()
 _has_lock = False
 
 
+@after_fork
 def _begin_afresh() -> None:
     """Reset the lock in a forked child, where the thread that held it is gone."""
     global _file_lock, _has_lock
     _file_lock, _has_lock = threading.RLock(), False
 
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_afresh)
 
 LOCKED_BYTE = 1 << 60
 """Locked byte, beyond all data: on Windows other processes cannot read a locked one."""
@@ -156,7 +154,7 @@ def join_first(names: Iterable[str], join: Callable[[Opened], Found | None]) -> 
     return None
 
 
-class Shared:
+class Zeros:
     """Memory of zeros, mapped by each process that inherits or unpickles this object.
 
     It begins with a ``token``, so other memory is never taken for it. Memory that is out of reach is replaced by new.

@@ -60,7 +60,16 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from sharded_loader.caching.shared import PROCESSES, Opened, Shared, is_own, join_first, locked, meet, open_nameless
+from sharded_loader.caching.shared import (
+    PROCESSES,
+    Opened,
+    Zeros,
+    is_own,
+    join_first,
+    locked,
+    meet,
+    open_nameless,
+)
 from sharded_loader.extend import Array
 from sharded_loader.extend.data import NUMPY_NAMES, as_numpy, dtype_name, exact, is_plain, is_tensor
 from sharded_loader.extend.engine import aligned
@@ -298,7 +307,7 @@ def batched(node: Node, columns: Iterator[Array], count: int) -> object:
 # -- the store ---------------------------------------------------------------------------------------------------------
 
 
-class Session(Shared):
+class Session(Zeros):
     """State shared by processes that have inherited or unpickled one store.
 
     Attributes:

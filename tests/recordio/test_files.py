@@ -242,7 +242,7 @@ def test_negative_key_is_a_key_like_any_other_and_an_unknown_one_is_named(tmp_pa
     ("kind", "kept", "refused"),
     [
         (str, ["Straße 1"], {"a\tb": "tab or a line end", "a\nb": "tab or a line end", " ": "tab or a line end"}),
-        (int, ["5", 6.0, np.int64(7)], dict.fromkeys((5.7, "five", None), r"cannot be a key of type int: .*key_type=str")),
+        (int, ["5", 6.0, np.int64(7)], dict.fromkeys((5.7, "five", None), r"be a key of type int: .*key_type=str")),
     ],
 )
 def test_a_key_that_would_become_another_one_is_refused(tmp_path: Path, kind: Any, kept: Any, refused: Any) -> None:
