@@ -60,16 +60,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from sharded_loader.caching.shared import (
-    PROCESSES,
-    Opened,
-    Zeros,
-    is_own,
-    join_first,
-    locked,
-    meet,
-    open_nameless,
-)
+from sharded_loader.caching.shared import PROCESSES, Opened, Zeros, is_own, join_first, locked, meet, open_nameless
 from sharded_loader.extend import Array
 from sharded_loader.extend.data import NUMPY_NAMES, as_numpy, dtype_name, exact, is_plain, is_tensor
 from sharded_loader.extend.engine import aligned
