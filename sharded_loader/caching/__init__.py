@@ -7,7 +7,7 @@
 
 For: decoded samples that fit into memory or onto the disk, and are read more than once; samples whose group
 is costly to open, such as frames of videos.
-Costs: about 930 lines. The core has `Dataset.cache`, which imports it by name.
+Costs: about 870 lines. The core has `Dataset.cache`, which imports it by name.
 Tests: tests/caching.
 It goes when: decoding no longer limits anybody's epochs.
 """

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from sharded_loader import default_batchify_fn
+from sharded_loader.caching.shared import tally
 from sharded_loader.caching.store import MISSING, Node, Path, batched, open_store
 from sharded_loader.extend import Array, Cache, Empty, Indices
 from sharded_loader.extend import data as core
@@ -136,7 +137,7 @@ class StoredDataset(ReadOnce):
         found = [store.read(index) for index in where]  # a separate object for each position: the user may modify it
         places = [place for place, sample in enumerate(found) if sample is MISSING]
         missing = [where[place] for place in places]
-        store.session.count(len(where) - len(missing), len(missing))
+        tally(store.session.counts, len(where) - len(missing), len(missing))
         for place, index, sample in zip(places, missing, self._read(missing) if missing else (), strict=True):
             found[place] = sample
             try:
@@ -150,7 +151,7 @@ class StoredDataset(ReadOnce):
         where, store = core.checked_indices(indices, self._checked()), self._store
         if (rows := store.rows(where)) is None:
             return core.NOT_IN_BULK
-        store.session.count(len(where), 0)
+        tally(store.session.counts, len(where), 0)
         return batched(store.node, iter(core.gather_rows(store.columns, rows, empty)), len(where))
 
     @core.bulk

@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 
 from sharded_loader.caching.dataset import ReadOnce, drawn_since, global_states
-from sharded_loader.caching.shared import LOCKED_BYTE, Opened, locked, open_named, open_nameless, set_lock
+from sharded_loader.caching.shared import LOCKED_BYTE, PROCESSES, Zeros, locked, set_lock, tally
 from sharded_loader.extend import Array
 from sharded_loader.extend.data import check_dataset, checked_indices, follow
 from sharded_loader.extend.engine import ReplyPickler
@@ -64,7 +64,7 @@ _STATE = np.dtype(
         ("token", "S16"),
         ("done", np.int64, ITERATORS),  # clocks of the batches that the users get next
         ("largest", np.int64, (1,)),  # bytes of a sample
-        ("counts", np.int64, (1024, 3)),  # by process: samples found, samples read, reads
+        ("counts", np.int64, (PROCESSES, 3)),  # by process: samples found, samples read, reads
         ("pieces", _PIECE, PIECES),
     ]
 )
@@ -77,33 +77,24 @@ def key_of(*parts: Any) -> int:
     return derive_key(*parts) >> 66
 
 
-class Shelf(Opened):
+class Shelf(Zeros):
     """Shared memory with pieces, each of some objects with an index.
 
     Args:
         max_bytes: limit of the pieces.
-        token: 16 bytes that no other shelf has.
-        name: of the shelf, to open it in another process. One that is out of reach is replaced by an empty one.
         clock: the shelf whose ``done`` says which pieces are free; None: its own.
+        name, token: of the shelf, to open it in another process.
     """
 
-    def __init__(self, max_bytes: int, token: bytes, name: str = "", clock: Shelf | None = None) -> None:
-        fd = -1
-        with contextlib.suppress(OSError):  # its process has ended, or runs on another machine
-            fd = open_named(name)
-        if fd >= 0 and read_at(fd, 16, 0) != token:
-            os.close(fd)
-            fd = -1
-        super().__init__(*(open_nameless("groups") if fd < 0 else (fd, name)), is_temporary=fd < 0)
-        if fd < 0:
-            write_at(self.fd, token.ljust(_STATE.itemsize, b"\0"), 0)
-        self.max_bytes, self.token, self.clock = max_bytes, token, clock
-        state: Any = self.map(_STATE.itemsize).view(_STATE)[0]
+    def __init__(self, max_bytes: int, clock: Shelf | None = None, name: str = "", token: bytes = b"") -> None:
+        super().__init__("groups", _STATE.itemsize, name, token)
+        self.max_bytes, self.clock = max_bytes, clock
+        state: Any = self.memory.view(_STATE)[0]
         self.done, self.largest, self.counts, self.pieces = (state[name] for name in list(_STATE.fields or ())[1:])
         self.done = self.done if clock is None else clock.done
 
     def __reduce__(self) -> Any:
-        return Shelf, (self.max_bytes, self.token, self.name, self.clock)
+        return Shelf, (self.max_bytes, self.clock, self.name, self.token)
 
     def kept(self, key: int | None = None) -> Array:
         """Return the pieces, of a key or all, that have batches to come; rows of `_PIECE`."""
@@ -217,9 +208,8 @@ class GroupReads(ReadOnce):
         self._window = check_int("batches", batches, 1, f"and at most {MOST_BATCHES}")
         if self._window > MOST_BATCHES:
             raise ValueError(f"batches is {batches}: give at most {MOST_BATCHES}")
-        token = os.urandom(8).hex().encode()
-        self._plan = Shelf(EPOCH, token)
-        self._shelf = Shelf(bytes_of_text(max_bytes, 0, "0 or more"), token, clock=self._plan)
+        self._plan = Shelf(EPOCH)
+        self._shelf = Shelf(bytes_of_text(max_bytes, 0, "0 or more"), self._plan)
         self._followed: list[tuple[int, Callable[[], int | None]]] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -235,12 +225,6 @@ class GroupReads(ReadOnce):
     def reads(self) -> int:
         """Number of reads, each of one group, by all processes."""
         return int(self._shelf.counts[:, 2].sum())
-
-    def _count(self, *numbers: int) -> int:
-        """Count samples found, samples read, and reads. Return the reads of this process."""
-        mine = self._shelf.counts[os.getpid() % len(self._shelf.counts)]
-        mine += numbers  # at once, so threads need no lock
-        return int(mine[2])
 
     # -- the plan --------------------------------------------------------------------------------------------
 
@@ -304,7 +288,7 @@ class GroupReads(ReadOnce):
     def _missing(self, key: int, wanted: list[int], found: dict[int, Any]) -> list[int]:
         """Take samples from the shelf to those found; return the indices of those that are not there."""
         taken = self._shelf.take(key, [index for index in wanted if index not in found])
-        self._count(len(taken), 0, 0)
+        tally(self._shelf.counts, len(taken), 0, 0)
         found |= taken
         return [index for index in wanted if index not in found]
 
@@ -350,7 +334,8 @@ class GroupReads(ReadOnce):
         before = global_states() if is_alone else {}
         samples = super()._read(indices)
         drawn = drawn_since(before) if before else []
-        if self._count(0, len(indices), 1) > 1 and drawn:  # the first read may import a library, which may draw
+        reads = int(tally(self._shelf.counts, 0, len(indices), 1)[2])
+        if reads > 1 and drawn:  # the first read may import a library, which may draw
             raise ValueError(
                 f"GroupReads reads the samples of many batches at once, and {brief(self._dataset)} draws from "
                 f"{', '.join(drawn)}: move the transform that draws behind it, GroupReads(...).transform(fn)"

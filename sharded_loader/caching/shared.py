@@ -1,8 +1,10 @@
 """Memory and files shared by processes: mutual exclusion, and rendezvous by label.
 
     with locked(fd): ...            # one process, and one of its threads, writes to a file
+    open_nameless(label)            # new memory
+    join_first(names, join)         # another process's memory, by its name
     meet(label, join, make)         # memory of a label: another process's of this user, or new
-    Opened(fd, name, ...)           # a descriptor, and the name by which other processes open it
+    Zeros(label, nbytes)            # memory that comes along when it is pickled
 
 Memory is found through its holders' links in ``/proc/<pid>/fd``, so it survives the process that made it. It has no
 name in a file system: the kernel frees it with its last holder, even if all are killed. Search and creation are
@@ -22,15 +24,15 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 import numpy as np
 
 from sharded_loader.extend import Array
 from sharded_loader.extend.engine import chosen_backend
-from sharded_loader.extend.tools import MAP_OPTIONS, PREFIX, open_memory
-from sharded_loader.recordio.positioned import lock_at
+from sharded_loader.extend.tools import MAP_OPTIONS, PREFIX, after_fork, open_memory
+from sharded_loader.recordio.positioned import lock_at, read_at, write_at
 
 if sys.platform != "win32":
     import fcntl
@@ -41,14 +43,12 @@ _file_lock = threading.RLock()
 _has_lock = False
 
 
+@after_fork
 def _begin_afresh() -> None:
     """Reset the lock in a forked child, where the thread that held it is gone."""
     global _file_lock, _has_lock
     _file_lock, _has_lock = threading.RLock(), False
 
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_afresh)
 
 LOCKED_BYTE = 1 << 60
 """Locked byte, beyond all data: on Windows other processes cannot read a locked one."""
@@ -105,43 +105,28 @@ HAS_LINKS = os.path.isdir("/proc/self/fd")
 """True if other processes can open this process's descriptors."""
 
 
-def open_named(name: str) -> int:
-    """Open a file, or another process's memory, by name."""
-    return os.open(name, os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
-
-
-def name_of(fd: int) -> str:
-    """Return the name by which other processes open a descriptor while it is open here. Linux."""
-    return f"/proc/{os.getpid()}/fd/{fd}"
-
-
-def open_nameless(label: str) -> tuple[int, str]:
-    """Create memory for this user only, a temporary file without /proc. Return its descriptor and its name."""
-    if HAS_LINKS:
-        backend = chosen_backend()
-        fd, _ = open_memory(f"{PREFIX}-{label}", None if backend == "named" else backend)
-        os.fchmod(fd, 0o600)
-        return fd, name_of(fd)
-    return tempfile.mkstemp(prefix=f"{PREFIX}-{label}-")
-
-
-def is_own(found: os.stat_result) -> bool:
-    """Return True if a file belongs to this user and no other user may write to it."""
-    return sys.platform == "win32" or (found.st_uid == os.getuid() and not found.st_mode & 0o022)
-
-
 class Opened:
-    """A descriptor that this object owns and closes; with ``is_temporary``, the temporary file is deleted as well."""
+    """A descriptor that this object owns and closes, and the name by which other processes open it meanwhile."""
 
-    def __init__(self, fd: int, name: str, is_temporary: bool) -> None:
-        self.fd, self.name = fd, name
+    def __init__(self, fd: int, name: str) -> None:
+        self.fd, self.name = fd, f"/proc/{os.getpid()}/fd/{fd}" if not name or name.startswith("/proc/") else name
         weakref.finalize(self, close_locked, fd).atexit = False  # at the end of the program the system closes it
-        if is_temporary and not name.startswith("/proc/"):
-            weakref.finalize(self, _remove, name, os.getpid())
 
     def map(self, nbytes: int) -> Array:
         """Map the first bytes."""
         return np.frombuffer(mmap.mmap(self.fd, nbytes, **MAP_OPTIONS), np.uint8)
+
+
+def open_nameless(label: str) -> Opened:
+    """Create memory for this user only; without /proc, a temporary file that is deleted with the object."""
+    if HAS_LINKS:
+        backend = chosen_backend()
+        fd, _ = open_memory(f"{PREFIX}-{label}", None if backend == "named" else backend)
+        os.fchmod(fd, 0o600)
+        return Opened(fd, "")
+    opened = Opened(*tempfile.mkstemp(prefix=f"{PREFIX}-{label}-"))
+    weakref.finalize(opened, _remove, opened.name, os.getpid())
+    return opened
 
 
 def _remove(name: str, pid: int) -> None:
@@ -150,7 +135,50 @@ def _remove(name: str, pid: int) -> None:
             os.unlink(name)
 
 
+def is_own(found: os.stat_result) -> bool:
+    """Return True if a file belongs to this user and no other user may write to it."""
+    return sys.platform == "win32" or (found.st_uid == os.getuid() and not found.st_mode & 0o022)
+
+
 Found = TypeVar("Found")
+
+
+def join_first(names: Iterable[str], join: Callable[[Opened], Found | None]) -> Found | None:
+    """Return what ``join`` makes of the first of these files that is what it looks for; None if there is none."""
+    for name in names:
+        with contextlib.suppress(OSError):  # its process has ended, or runs on another machine
+            fd = os.open(name, os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
+            opened = Opened(fd, name)
+            if is_own(os.fstat(fd)) and (found := join(opened)) is not None:
+                return found
+    return None
+
+
+class Zeros:
+    """Memory of zeros, mapped by each process that inherits or unpickles this object.
+
+    It begins with a ``token``, so other memory is never taken for it. Memory that is out of reach is replaced by new.
+    """
+
+    def __init__(self, label: str, nbytes: int, name: str = "", token: bytes = b"") -> None:
+        self.token = token or os.urandom(16)
+        found = join_first([name], lambda one: one if read_at(one.fd, 16, 0) == token else None)
+        self._opened = found or open_nameless(label)
+        self.fd, self.name = self._opened.fd, self._opened.name
+        if found is None:
+            write_at(self.fd, self.token.ljust(nbytes, b"\0"), 0)
+        self.memory = self._opened.map(nbytes)
+
+
+PROCESSES = 1024
+"""Rows of shared counts. Processes whose numbers share a row may lose a count."""
+
+
+def tally(counts: Array, *numbers: int) -> Array:
+    """Add to this process's row of shared counts, and return it. NumPy adds them at once, so threads need no lock."""
+    mine: Array = counts[os.getpid() % PROCESSES]
+    mine += numbers
+    return mine
 
 
 def links_of(label: str) -> Iterator[str]:
@@ -164,17 +192,15 @@ def links_of(label: str) -> Iterator[str]:
                             yield name
 
 
-def meet(label: str, join: Callable[[int], Found | None], make: Callable[[str], Found]) -> Found:
+def meet(label: str, join: Callable[[Opened], Found | None], make: Callable[[str], Found]) -> Found:
     """Return the memory that another process of this user holds under a label (a word), or else make it.
 
-    ``join`` takes over a descriptor, and returns None if it is not what was looked for. ``make`` runs in one process at
+    ``join`` takes over an `Opened`, and returns None if it is not what was looked for. ``make`` runs in one process at
     a time; if it raises, the next process calls its own.
 
     Example:
-        >>> def make(label):
-        ...     return Opened(*open_nameless(label), is_temporary=True)
-        >>> one = meet("doctest", lambda fd: None, make)
-        >>> other = meet("doctest", lambda fd: Opened(fd, name_of(fd), is_temporary=False), make)
+        >>> one = meet("doctest", lambda opened: None, open_nameless)
+        >>> other = meet("doctest", lambda opened: opened, open_nameless)
         >>> os.path.sameopenfile(one.fd, other.fd)
         True
     """
@@ -183,15 +209,5 @@ def meet(label: str, join: Callable[[int], Found | None], make: Callable[[str], 
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError, NotImplementedError):  # without locks, two processes may both make it
             stack.enter_context(lock_at(os.path.join(tempfile.gettempdir(), f"{PREFIX}-{os.getuid()}.lock")))
-        for name in links_of(label):
-            try:
-                fd, found = open_named(name), None
-            except OSError:  # its process has ended
-                continue
-            try:
-                if is_own(os.fstat(fd)) and (found := join(fd)) is not None:
-                    return found
-            finally:
-                if found is None:
-                    close_locked(fd)
-        return make(label)
+        found = join_first(links_of(label), join)
+        return make(label) if found is None else found

@@ -50,17 +50,17 @@ import math
 import os
 import re
 import shutil
-import stat as modes
 import struct
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from sharded_loader.caching.shared import Opened, close_locked, is_own, locked, meet, name_of, open_named, open_nameless
+from sharded_loader.caching.shared import PROCESSES, Opened, Zeros, is_own, join_first, locked, meet, open_nameless
 from sharded_loader.extend import Array
 from sharded_loader.extend.data import NUMPY_NAMES, as_numpy, dtype_name, exact, is_plain, is_tensor
 from sharded_loader.extend.engine import aligned
@@ -298,8 +298,8 @@ def batched(node: Node, columns: Iterator[Array], count: int) -> object:
 # -- the store ---------------------------------------------------------------------------------------------------------
 
 
-class Session(Opened):
-    """State shared by processes that have inherited or unpickled one store; ``name`` is that of an existing session.
+class Session(Zeros):
+    """State shared by processes that have inherited or unpickled one store.
 
     Attributes:
         full: an array of one number: 1 if the store accepts no more samples.
@@ -307,23 +307,14 @@ class Session(Opened):
         sound: per sample, 1 if its checksum has been verified.
     """
 
-    PROCESSES = 1024
-    """Rows of `counts`. Processes whose numbers share a row may lose a count."""
+    def __init__(self, length: int, name: str = "", token: bytes = b"") -> None:
+        begin = 16 * (PROCESSES + 2)
+        super().__init__("cache-session", begin + length, name, token)
+        numbers = self.memory[16:begin].view(np.int64).reshape(-1, 2)
+        self.full, self.counts, self.sound = numbers[0, :1], numbers[1:], self.memory[begin:]
 
-    def __init__(self, length: int, name: str | None = None) -> None:
-        opened = open_nameless("cache-session") if name is None else (open_named(name), name)
-        super().__init__(*opened, is_temporary=name is None)
-        begin = 16 * (self.PROCESSES + 1)
-        if name is None:
-            write_at(self.fd, bytes(begin + length), 0)
-        memory = self.map(begin + length)
-        numbers = memory[:begin].view(np.int64).reshape(-1, 2)
-        self.full, self.counts, self.sound = numbers[0, :1], numbers[1:], memory[begin:]
-
-    def count(self, found: int, missed: int) -> None:
-        """Count hits and misses. NumPy adds them at once, so threads need no lock."""
-        mine = self.counts[os.getpid() % self.PROCESSES]
-        mine += (found, missed)
+    def __reduce__(self) -> Any:
+        return Session, (self.sound.size, self.name, self.token)
 
 
 class Header(NamedTuple):
@@ -344,6 +335,10 @@ class Header(NamedTuple):
     least_free: int = 0
 
 
+OWN = 6
+"""Number of fields of a header that say what the samples are, and not how many have room."""
+
+
 class Layout:
     """Offsets of the parts of a store. The log ends the header and the mapping. ``text_bytes``: size of the header."""
 
@@ -356,20 +351,20 @@ class Layout:
         self.entries, *self.columns, self.log = begins
 
 
-class Store(Opened):
-    """Samples, by index. Takes over ``fd``, whose header is written; other processes open it by ``name``.
+class Store:
+    """Samples, by index, in a file or memory whose header is written.
 
-    ``max_bytes`` limits the samples; ``path`` is None for memory, and ``session`` another process's session or None.
+    ``max_bytes`` limits the samples; ``path`` is None for memory, and ``session`` None for a new one.
     """
 
     def __init__(
-        self, fd: int, name: str, layout: Layout, max_bytes: int, path: str | None = None, session: str | None = None
+        self, opened: Opened, layout: Layout, max_bytes: int, path: str | None = None, session: Session | None = None
     ) -> None:
-        super().__init__(fd, name, is_temporary=path is None and session is None)
+        self._opened, self.fd, self.name = opened, opened.fd, opened.name
         self.max_bytes, self.path, self._layout, header = max_bytes, path, layout, layout.header
         self.node: Node = json.loads(header.structure)
         self._in_bulk = fits_columns(self.node)
-        memory = self.map(layout.log)
+        memory = opened.map(layout.log)
         self._counters = memory[_COUNTERS : _COUNTERS + 24].view(np.int64)
         self._entries = np.ndarray(header.length, _ENTRY, memory, layout.entries)
         self.places = self._entries["place"]
@@ -377,15 +372,12 @@ class Store(Opened):
             np.ndarray((header.rows, *shape), dtype, memory, begin)
             for (dtype, shape), begin in zip(header.leaves, layout.columns, strict=True)
         ]
-        try:
-            self.session = Session(header.length, session)
-        except (OSError, ValueError):  # its process has exited
-            self.session = Session(header.length)
+        self.session = session or Session(header.length)
         if path is None:
             self.session.sound[:] = 1
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return attach, (self.name, self._layout.header, self.max_bytes, self.path, self.session.name)
+        return attach, (self.name, self._layout.header, self.max_bytes, self.path, self.session)
 
     @property
     def used_bytes(self) -> int:
@@ -530,9 +522,6 @@ def open_store(
         OSError: the file cannot be created.
     """
     node, leaves = flat(first)
-    place = None if path is None else os.path.abspath(os.fspath(path))
-    if place is not None and not os.path.isdir(folder := os.path.dirname(place)):
-        raise FileNotFoundError(f"path={path!r} of the cache: there is no folder {folder}: create it first")
     structure, row_bytes = text_of(node), sum(leaf.nbytes for leaf in leaves)
     specs = [[leaf.dtype.str, list(leaf.shape)] for leaf in leaves]
     header = Header(VERSION, length, key, exact((structure, leaves)), structure, specs)
@@ -543,22 +532,12 @@ def open_store(
         return header._replace(rows=min(length, bound // max(1, row_bytes)), bound=bound, least_free=least_free)
 
     def make(label: str) -> Store:
-        fd, name = open_nameless(label)
-        try:
-            bound = bound_of(max_bytes, None, name)
-            layout = make_header(fd, with_bound(bound))
-        except BaseException:
-            close_locked(fd)
-            raise
-        return Store(fd, name, layout, bound)
+        opened = open_nameless(label)
+        bound = bound_of(max_bytes, None, opened.name)
+        return Store(opened, make_header(opened.fd, with_bound(bound)), bound)
 
-    def join(fd: int) -> Store | None:
-        layout = read_layout(fd)
-        if layout is None or layout.header._replace(rows=0, bound=0, least_free=0) != header:
-            return None
-        return Store(fd, name_of(fd), layout, layout.header.bound)
-
-    if place is not None:
+    if path is not None:
+        place = os.path.abspath(os.fspath(path))
         bound = bound_of(max_bytes, place)
         return open_file(place, with_bound(bound), bound)
     if shared is None:
@@ -566,7 +545,7 @@ def open_store(
     asked = json.dumps([shared, header, str(max_bytes)])
     _calls[asked] += 1
     told = f"{_calls[asked]} {asked}".encode(errors="replace")
-    return meet(f"cache-{blake2b(told, digest_size=16).hexdigest()}", join, make)
+    return meet(f"cache-{blake2b(told, digest_size=16).hexdigest()}", partial(join, header[:OWN]), make)
 
 
 def bound_of(max_bytes: int | str | None, path: str | None, memory: str = "") -> int:
@@ -586,9 +565,8 @@ def bound_of(max_bytes: int | str | None, path: str | None, memory: str = "") ->
     if max_bytes is None:
         return int(free * SHARE) if path is None else free
     allowed = "0 or more, a share of what is free, such as '50%'"
-    if isinstance(max_bytes, str) and (share := re.fullmatch(r"(\d+(?:\.\d+)?)%", max_bytes)) is not None:
-        if not 0 < float(share[1]) <= 100:
-            raise ValueError(f"max_bytes is {max_bytes!r}: give more than 0% and at most 100%")
+    share = re.fullmatch(r"(\d+(?:\.\d+)?)%", str(max_bytes))
+    if share is not None and 0 < float(share[1]) <= 100:
         return int(free * float(share[1]) / 100)
     bound = bytes_of_text(max_bytes, 0, allowed)
     if bound > free:
@@ -626,78 +604,62 @@ def read_layout(fd: int) -> Layout | None:
 def open_file(path: str, header: Header, max_bytes: int) -> Store:
     """Open the store in a file, and create it if absent."""
     flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+    is_new = False
     try:
-        fd = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o600)
+        opened = Opened(os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o600), path)
+        is_mine = is_own(os.fstat(opened.fd))
+        with locked(opened.fd):
+            head = read_at(opened.fd, len(MAGIC), 0)
+            is_new = is_mine and head in (b"", UNFINISHED)
+            layout = make_header(opened.fd, header) if is_new else None
     except OSError as error:
-        why = f"the cache file cannot be opened ({error.strerror}): give a path that you can write to"
+        if is_new:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+        why = f"the cache file cannot be opened ({error.strerror}): give a path that you can write to, with free space"
         raise type(error)(error.errno, why, path) from None
-    try:
-        found = os.fstat(fd)
-        if not modes.S_ISREG(found.st_mode):
-            raise CacheMismatchError(f"{path} is no file: give another path for the cache")
-        if not is_own(found):
-            raise PermissionError(
-                f"the cache file {path} belongs to another user, or other users may write to it: give a path in a "
-                "folder of your own"
-            )
-        with locked(fd):
-            head = read_at(fd, len(MAGIC), 0)
-            if head in (b"", UNFINISHED):
-                try:
-                    layout = make_header(fd, header)
-                except OSError as error:
-                    with contextlib.suppress(OSError):
-                        os.ftruncate(fd, 0)
-                        os.unlink(path)
-                    why = f"the cache has no room ({error.strerror}): free some, or give another path"
-                    raise OSError(error.errno, why, path) from None
-            elif head != MAGIC:
-                raise CacheMismatchError(f"{path} is there, and is no cache of samples: give another path")
-            else:
-                layout = _checked_layout(fd, path, header)
-    except BaseException:
-        close_locked(fd)
-        raise
-    return Store(fd, path, layout, max_bytes, path)
+    if not is_mine:
+        raise PermissionError(
+            f"the cache file {path} belongs to another user, or other users may write to it: give a path in a folder "
+            "of your own"
+        )
+    if layout is None and head != MAGIC:
+        raise CacheMismatchError(f"{path} is there, and is no cache of samples: give another path")
+    return Store(opened, layout or _checked_layout(opened.fd, path, header), max_bytes, path)
 
 
 def _checked_layout(fd: int, path: str, header: Header) -> Layout:
     """Return the layout of an existing file. Raises a CacheMismatchError that says how it differs from this dataset."""
-    layout, clear = read_layout(fd), "delete it, or give another path"
-    if layout is None:
-        raise CacheMismatchError(f"the cache file {path} is damaged: {clear}")
-    names = {
-        "version": "in version {} of the layout, and this library writes version {}",
-        "length": "for a dataset of {} samples, and this one has {}",
-        "key": "with key={!r}, and now key={!r} is given",
-        "first": "for another dataset: the digest of its first sample is {}, and now it is {}",
-    }
-    for name, text in names.items():
-        was, now = getattr(layout.header, name), getattr(header, name)
+    layout, size, clear = read_layout(fd), os.fstat(fd).st_size, "delete it, or give another path"
+    if layout is None or size < layout.log:
+        raise CacheMismatchError(f"the cache file {path} is damaged, or was cut off: {clear}")
+    facts = ("version of the layout", "number of samples", "key", "digest of the first sample")
+    for fact, was, now in zip(facts, layout.header, header, strict=False):
         if was != now:
-            raise CacheMismatchError(f"the cache file {path} was made {text.format(was, now)}: {clear}")
-    size = os.fstat(fd).st_size
-    if size < layout.log:
-        raise CacheMismatchError(f"the cache file {path} was cut off: {clear}")
+            raise CacheMismatchError(f"the {fact} of the cache file {path} is {was!r}, and here {now!r}: {clear}")
     # After a power failure, the places of samples may be on disk without the counters.
-    entries = np.frombuffer(read_at(fd, header.length * _ENTRY.itemsize, layout.entries), _ENTRY)
-    places, ends = entries["place"], entries["length"] - entries["place"] - 1
-    rows = places[(places > 0) & (places <= layout.header.rows)].max(initial=0)
-    end = ends[(places < 0) & (ends >= 0) & (ends <= size - layout.log)].max(initial=0)
-    counted = np.frombuffer(read_at(fd, 16, _COUNTERS), np.int64)
-    write_at(fd, bytes_of(np.array([*np.maximum(counted, [rows, end]), 0], np.int64)), _COUNTERS)
+    with locked(fd):
+        entries = np.frombuffer(read_at(fd, header.length * _ENTRY.itemsize, layout.entries), _ENTRY)
+        places, ends = entries["place"], entries["length"] - entries["place"] - 1
+        rows = places[(places > 0) & (places <= layout.header.rows)].max(initial=0)
+        end = ends[(places < 0) & (ends >= 0) & (ends <= size - layout.log)].max(initial=0)
+        counted = np.frombuffer(read_at(fd, 16, _COUNTERS), np.int64)
+        write_at(fd, bytes_of(np.array([*np.maximum(counted, [rows, end]), 0], np.int64)), _COUNTERS)
     return layout
 
 
-def attach(name: str, header: Header, max_bytes: int, path: str | None, session: str) -> Store:
+def join(header: tuple[Any, ...], opened: Opened, *more: Any) -> Store | None:
+    """Return the store in opened memory, if its header begins with these values; ``more`` goes to `Store`."""
+    layout = read_layout(opened.fd)
+    if layout is None or layout.header[: len(header)] != header or os.fstat(opened.fd).st_size < layout.log:
+        return None
+    return Store(opened, layout, *(more or [layout.header.bound]))
+
+
+def attach(name: str, header: Header, max_bytes: int, path: str | None, session: Session) -> Store:
     """Open the store of another process, or one that keeps nothing if it is out of reach."""
-    fd, layout = -1, None
-    with contextlib.suppress(OSError):
-        fd = open_named(name)
-        layout = read_layout(fd)
-    if layout is not None and layout.header == header and os.fstat(fd).st_size >= layout.log:
-        return Store(fd, name, layout, max_bytes, path, session)
-    if fd >= 0:  # something else, on another machine
-        close_locked(fd)
-    fd, name = open_nameless("cache")
-    return Store(fd, name, make_header(fd, header._replace(rows=0, bound=0)), 0)
+    found = join_first([name], lambda opened: join(header, opened, max_bytes, path, session))
+    if found is None:
+        opened = open_nameless("cache")
+        found = Store(opened, make_header(opened.fd, header._replace(rows=0, bound=0)), 0)
+    return found

@@ -42,5 +42,6 @@ from sharded_loader.base.private import path_of as path_of
 from sharded_loader.base.system import LOCAL_RANKS as LOCAL_RANKS
 from sharded_loader.base.system import MAP_OPTIONS as MAP_OPTIONS
 from sharded_loader.base.system import PREFIX as PREFIX
+from sharded_loader.base.system import after_fork as after_fork
 from sharded_loader.base.system import open_memory as open_memory
 from sharded_loader.base.system import write_whole as write_whole

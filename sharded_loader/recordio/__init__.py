@@ -14,7 +14,6 @@ from __future__ import annotations
 import io
 import os
 import threading
-import warnings
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
@@ -22,6 +21,7 @@ import numpy as np
 
 from sharded_loader.extend import Dataset, Empty, Indices
 from sharded_loader.extend.data import bulk, checked_index, checked_indices
+from sharded_loader.extend.tools import warn
 from sharded_loader.recordio import files
 from sharded_loader.recordio.files import MAX_LENGTH, Closable, RecordFile, RecordIOError, Writer
 from sharded_loader.recordio.images import IRHeader, pack, pack_img, unpack, unpack_img
@@ -229,13 +229,13 @@ class MXIndexedRecordIO(MXRecordIO):
         if os.path.exists(self._path_of_index):
             self.keys, offsets = files.load_index(self._path_of_index, self.key_type)
         else:
-            offsets = self._opened("read").scan(stacklevel=6)
+            offsets = self._opened("read").scan()
             self.keys = [self.key_type(str(number)) for number in range(len(offsets))]
         self._opened("read").watch()
         self.idx = dict(zip(self.keys, offsets, strict=True))
         if len(self.idx) < len(self.keys):
             text = "keys occur more than once: read_idx gives the last record of a key, as MXNet does"
-            warnings.warn(f"{self.idx_path}: {len(self.keys) - len(self.idx)} {text}", stacklevel=5)
+            warn(f"{self.idx_path}: {len(self.keys) - len(self.idx)} {text}")
 
     def close(self) -> None:
         super().close()
@@ -274,26 +274,25 @@ class MXIndexedRecordIO(MXRecordIO):
         A key that exists, contains a tab or line end, or is changed by ``key_type`` (5.7 to 5) is a ValueError. Also
         raises what `write` does.
         """
-        try:
-            key = self.key_type(idx)
-            if isinstance(idx, float) and key != idx and not isinstance(key, str):
-                raise ValueError(f"it would become {key!r}")
-        except (ValueError, TypeError) as error:
-            name = getattr(self.key_type, "__name__", self.key_type)
-            text = f"{idx!r} is not a key of type {name} ({error}): give another key, or key_type=str"
-            raise ValueError(f"{self.idx_path}: {text}") from error
-        text = str(key)
-        if any(mark in text for mark in "\t\r\n") or not text.strip():
-            raise ValueError(f"{self.idx_path}: the key {key!r} is blank or has a tab or a line end: use another")
-        self._opened("write").check()
+        file = self._opened("write")
+        file.check()
         with self._turn:
-            if key in self.idx:
-                text = f"the key {key!r} was written before, at offset {self.idx[key]}: give each record its own"
-                raise ValueError(f"{self.idx_path}: {text}")
-            offset = self.tell()
+            offset = int(file.offset)
+            try:
+                key = self.key_type(idx)
+                why = f"it was written before, at offset {self.idx[key]}" if key in self.idx else ""
+                if isinstance(idx, float) and key != idx and not isinstance(key, str):
+                    why = f"it would become {key!r}"
+                if any(mark in str(key) for mark in "\t\r\n") or not str(key).strip():
+                    why = "it is blank, or has a tab or a line end"
+            except (ValueError, TypeError) as error:
+                why = str(error)
+            if why:
+                name, advice = getattr(self.key_type, "__name__", self.key_type), "give another key, or key_type=str"
+                raise ValueError(f"{self.idx_path}: {idx!r} cannot be a key of type {name}: {why}: {advice}")
             self.write(buf)
             assert self._index_writer is not None
-            self._index_writer.write(files.index_line(text, offset).encode("utf-8", "surrogateescape"))
+            self._index_writer.write(files.index_line(key, offset).encode("utf-8", "surrogateescape"))
             self.idx[key] = offset
             self.keys.append(key)
 
@@ -340,9 +339,9 @@ class RecordFileDataset(Closable, Dataset):
                 text = f"{self.filename} has {self._file.size} bytes: delete the .idx to have it rebuilt"
                 raise ValueError(f"{idx_path} is empty, {text}")
         else:
-            offsets = self._file.scan(stacklevel=3)
+            offsets = self._file.scan()
         self._offsets = np.array(offsets, dtype=np.int64)
-        self._sizes = files.guessed_sizes(self._offsets)
+        self._sizes = files.guessed_sizes(self._offsets, self._file.size)
 
     def __len__(self) -> int:
         return len(self._offsets)
@@ -366,11 +365,8 @@ class RecordFileDataset(Closable, Dataset):
         record, or an IndexError.
         """
         numbers = checked_indices(indices, len(self))
-        guesses = self._sizes[numbers]
-        records, sizes = files.read_records(self._file, self._offsets[numbers], guesses)
+        records = files.read_records(self._file, self._offsets[numbers], self._sizes[numbers])
         self._file.check()
-        if sizes is not guesses and self._sizes.flags.writeable:  # only on change: writes copy pages after a fork
-            self._sizes[numbers] = np.minimum(sizes, files.LARGE)
         return records
 
     def close(self) -> None:

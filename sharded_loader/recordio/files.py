@@ -12,9 +12,9 @@ Flag 0 is a whole record. Payloads that contain the magic at a multiple of 4 are
 reference. `Writer` uses one unbuffered ``os.write`` per record and index line: a killed writer leaves at most its last
 record incomplete, and a forked child has nothing buffered to write twice.
 
-`read_records` merges records that are at most `GAP` bytes apart into one read. Sizes are guessed from the index and
-corrected by headers; records that do not fit their guess, exceed `LARGE` or are damaged are read again one by one. If
-records are large on average, all are read one by one.
+`read_records` merges records that are at most `GAP` bytes apart into one read. Sizes are guessed from the index;
+records that do not fit their guess, or are damaged, are read again one by one. If guesses are large on average, because
+the records are, or because the index lists few of them, all are read one by one.
 
 Damage is a `RecordIOError` at the damaged record. Lengths are checked against the file size before memory is allocated.
 Files that are read by offsets are watched: it is an error if they are replaced or rewritten, but not if they grow.
@@ -27,7 +27,6 @@ import io
 import os
 import stat
 import struct
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from itertools import pairwise
@@ -36,6 +35,7 @@ from typing import Any, BinaryIO, TypeVar
 import numpy as np
 
 from sharded_loader.extend import Int64s
+from sharded_loader.extend.tools import warn
 from sharded_loader.recordio.positioned import BINARY, PositionedFile, checksums, stable_stat
 
 MAGIC_NUMBER = 0xCED7230A
@@ -50,11 +50,8 @@ Key = TypeVar("Key")
 GAP = 256
 """Maximum bytes between two records that are read together: a read costs 0.6 us."""
 
-LARGE = 1 << 18
-"""Maximum guess of a record's size; an index may list only a few records of a file."""
-
 LARGE_MEAN = 1 << 15
-"""Mean record size above which records are read one by one: memory for a large buffer costs more than the calls."""
+"""Mean size above which records are read one by one: memory for a large buffer costs more than the calls."""
 
 
 def padded(length: Any) -> Any:
@@ -266,11 +263,11 @@ class RecordFile:
     def read(self, begin: int) -> tuple[bytes, int]:
         return read_record(self._open(), begin)
 
-    def scan(self, stacklevel: int) -> list[int]:
+    def scan(self) -> list[int]:
         """Return the offset of each record.
 
-        A damaged record ends the scan with a warning, at this ``stacklevel``. Its offset is the last, so reading it
-        raises the error; if it is the first record, the error is raised here.
+        A damaged record ends the scan with a warning. Its offset is the last, so reading it raises the error; if it is
+        the first record, the error is raised here.
         """
         offsets: list[int] = []
         try:
@@ -280,7 +277,7 @@ class RecordFile:
             if not error.offset:
                 raise
             text = f"While its index was rebuilt, {len(offsets) - 1} records were found before; the next one raises"
-            warnings.warn(f"{error} {text} when it is read.", stacklevel=stacklevel)
+            warn(f"{error} {text} when it is read.")
         return offsets
 
 
@@ -291,86 +288,52 @@ def _stat_key(found: os.stat_result) -> tuple[int, ...]:
 # -- many records at once ----------------------------------------------------------------------------------------------
 
 
-def guessed_sizes(offsets: Int64s) -> Int64s:
-    """Return the bytes to read for each record: up to the next one of the index, at most `LARGE`.
+def guessed_sizes(offsets: Int64s, size: int) -> Int64s:
+    """Return the bytes to read for each record: up to the next one of the index, or to the end of a file of this size.
 
     Example:
-        >>> guessed_sizes(np.array([40, 0, 12])).tolist()
-        [262144, 12, 28]
+        >>> guessed_sizes(np.array([40, 0, 12, 70]), 60).tolist()
+        [20, 12, 28, 0]
     """
-    begins = np.unique(offsets)
-    gaps: Int64s = np.minimum(np.diff(begins, append=begins[-1:]), LARGE)
-    gaps[-1:] = LARGE
-    return gaps[np.searchsorted(begins, offsets)]
+    inside = np.minimum(offsets, size)
+    begins = np.unique(np.append(inside, size))
+    gaps: Int64s = np.diff(begins, append=size)
+    return gaps[np.searchsorted(begins, inside)]
 
 
-def read_records(file: RecordFile, offsets: Int64s, sizes: Int64s) -> tuple[list[bytes], Int64s]:
-    """Read many records, in the order of ``offsets``, which may repeat.
+def read_records(file: RecordFile, offsets: Int64s, sizes: Int64s) -> list[bytes]:
+    """Read many records, in the order of ``offsets``, which may repeat; ``sizes`` are those of `guessed_sizes`.
 
-    Returns the records, and their sizes in the file, with header and padding. If the guesses ``sizes`` were right, that
-    is the same array. Raises the `RecordIOError` of the first damaged record.
+    Raises the `RecordIOError` of the first damaged record.
     """
-    if not len(offsets):
-        return [], sizes
-    limits = np.minimum(sizes, file.size - offsets)
-    if np.add.reduce(limits) > LARGE_MEAN * len(limits):
-        found = [file.read(offset) for offset in offsets.tolist()]
-        return [record for record, _ in found], np.array([following for _, following in found]) - offsets
-    if not (offsets[1:] - offsets[:-1] - limits[:-1]).any() and limits[-1] >= HEAD_SIZE:  # contiguous
-        begin, order = int(offsets[0]), None
-        buffer = file.read_ranges([begin], [int(offsets[-1] + limits[-1]) - begin])[0]
-        begins = offsets - begin
-    else:
-        inside = np.flatnonzero(limits >= HEAD_SIZE)
-        order = inside[np.argsort(offsets[inside], kind="stable")]
-        limits = limits[order]
-        buffer, begins = _read_merged(file, offsets[order], limits)
-    lengths, all_as_guessed = _stored_lengths(buffer, begins, limits)
-    starts = begins + HEAD_SIZE
-    if order is not None:
-        starts, lengths = _scattered(starts, order, len(offsets)), _scattered(lengths, order, len(offsets))
-    records = [buffer[start:end] for start, end in zip(starts.tolist(), (starts + lengths).tolist(), strict=True)]
-    if all_as_guessed and len(begins) == len(offsets):
-        return records, sizes
-    sizes = padded(lengths) + HEAD_SIZE
-    for number in np.flatnonzero(lengths < 0).tolist():
-        records[number], following = file.read(int(offsets[number]))
-        sizes[number] = following - offsets[number]
-    return records, sizes
+    if not len(offsets) or np.minimum.reduce(sizes) < HEAD_SIZE or np.add.reduce(sizes) > LARGE_MEAN * len(sizes):
+        return [file.read(offset)[0] for offset in offsets.tolist()]
+    order = offsets.argsort(kind="stable")
+    begins, sizes = offsets[order], sizes[order]
+    is_first = np.ones(len(order), bool)  # of those that are read together
+    np.greater(begins[1:], (begins + sizes)[:-1] + GAP, out=is_first[1:])
+    firsts = is_first.nonzero()[0]
+    starts = begins[firsts]
+    counts = np.maximum.reduceat(begins + sizes, firsts) - starts
+    buffer = b"".join(file.read_ranges(starts.tolist(), counts.tolist()))
+    begins += (counts.cumsum() - counts - starts)[is_first.cumsum() - 1]
+    places = np.empty((2, len(order)), np.int64)
+    places[:, order] = begins + HEAD_SIZE, _stored_lengths(buffer, begins, sizes)
+    return [
+        buffer[begin : begin + length] if length >= 0 else file.read(offset)[0]
+        for offset, begin, length in zip(offsets.tolist(), *places.tolist(), strict=True)
+    ]
 
 
-def _scattered(values: Int64s, places: Int64s, length: int) -> Int64s:
-    out = np.full(length, -1, np.int64)
-    out[places] = values
-    return out
-
-
-def _read_merged(file: RecordFile, begins: Int64s, sizes: Int64s) -> tuple[bytes, Int64s]:
-    """Read ranges at ascending offsets into one buffer. Return it, and where each range begins there."""
-    if not len(begins):
-        return b"", begins
-    ends = begins + sizes
-    first = np.concatenate(([0], np.flatnonzero(begins[1:] > ends[:-1] + GAP) + 1))
-    offsets = begins[first]
-    counts = np.maximum.reduceat(ends, first) - offsets
-    buffer = b"".join(file.read_ranges(offsets.tolist(), counts.tolist()))
-    moved = np.cumsum(counts) - counts - offsets
-    return buffer, begins + np.repeat(moved, np.diff(first, append=len(begins)))
-
-
-def _stored_lengths(buffer: bytes, begins: Int64s, limits: Int64s) -> tuple[Int64s, bool]:
-    """Return the payload length of each complete record, otherwise -1, and True if all fill their limits."""
-    if not len(begins) or len(buffer) < begins[-1] + limits[-1] or np.bitwise_or.reduce(begins) & 3:
-        # Empty, truncated meanwhile, or not aligned.
-        return np.full_like(begins, -1), False
+def _stored_lengths(buffer: bytes, begins: Int64s, sizes: Int64s) -> Int64s:
+    """Return the payload length of each whole record that fits its size, otherwise -1."""
+    if len(buffer) < begins[-1] + sizes[-1] or np.bitwise_or.reduce(begins) & 3:  # truncated meanwhile, or not aligned
+        return np.full_like(begins, -1)
     words = np.frombuffer(buffer, "<u4", len(buffer) // 4)
     heads = begins >> 2
-    lengths = words[heads + 1].astype(np.int64)  # flags of parts, in the upper bits, exceed any limit
-    is_head = words[heads] == MAGIC_NUMBER
-    taken = padded(lengths) + HEAD_SIZE
-    if np.logical_and.reduce(is_head & (taken == limits)):
-        return lengths, True
-    return np.where(is_head & (taken <= limits), lengths, -1), False
+    lengths = words[heads + 1].astype(np.int64)  # flags of parts, in the upper bits, exceed any size
+    is_whole = (words[heads] == MAGIC_NUMBER) & (padded(lengths) + HEAD_SIZE <= sizes)
+    return np.where(is_whole, lengths, -1)
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------

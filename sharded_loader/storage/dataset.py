@@ -387,7 +387,6 @@ class Shards:
             return np.diff(index["ends"], prepend=0)
         except Exception as error:
             self._raise_naming_index(shard, error)
-            raise
 
     # -- samples ------------------------------------------------------------------------------------------------------
 
@@ -402,7 +401,6 @@ class Shards:
                 except Exception as error:
                     if self._check(shard, file, index):  # first: errors of a changed shard are meaningless
                         self._raise_naming_index(shard, error)
-                        raise
                 else:
                     if self._check(shard, file, index):
                         yield from found
@@ -413,11 +411,11 @@ class Shards:
                 advice = "give another cache folder"
                 raise ShardError(f"{file.name} is written to again and again by another program: {advice}")
 
-    def _raise_naming_index(self, shard: int, error: Exception) -> None:
-        """If the shard was read through an index file, raise the format's error as one that also names that file."""
+    def _raise_naming_index(self, shard: int, error: Exception) -> NoReturn:
+        """Raise a format's error; if the shard was read through an index file, as one that also names that file."""
         entry = self._entries.get(self.urls[shard])
         if entry is None or type(self.format) not in FORMATS or isinstance(error, ImportError):
-            return
+            raise error
         kind, said = (type(error), error) if isinstance(error, ShardError) else (ShardError, repr(error))
         advice = "if the shard is whole, write that file again (sharded-loader index), or delete it"
         name, file = shown(self.urls[shard]), shown(entry.file)

@@ -143,11 +143,11 @@ class FrameWindows(Dataset):
     """
 
     def __init__(self, videos: Sequence[Path | tuple[Path, float, float]], deltas: Sequence[float] = (0,)) -> None:
-        if isinstance(videos, (str, os.PathLike)) or not len(videos) or not len(deltas):
-            raise ValueError(f"FrameWindows({videos!r}, {deltas!r}): give a list of videos, and one delta or more")
         self._deltas, self._library, self._readers = np.array(deltas), installed_reader(), OrderedDict[Any, Any]()
-        if self._deltas.ndim != 1 or self._deltas.dtype.kind not in "if" or not np.isfinite(self._deltas).all():
-            raise ValueError(f"FrameWindows: deltas are {deltas!r}: give finite numbers, of seconds or of frames")
+        is_right = self._deltas.ndim == 1 and len(deltas) > 0 and self._deltas.dtype.kind in "if"
+        if isinstance(videos, (str, os.PathLike)) or not (len(videos) and is_right and np.isfinite(self._deltas).all()):
+            advice = "give a list of videos, and deltas that are finite numbers, of seconds or of frames, one or more"
+            raise ValueError(f"FrameWindows({videos!r}, {deltas!r}): {advice}")
         self._indexes, self._episodes = dict[str, Index](), list[tuple[str, int, int]]()
         for one in videos:
             given, begin, end = one if isinstance(one, tuple) else (one, -np.inf, np.inf)

@@ -208,8 +208,6 @@ def _shards(listed: Any) -> list[tuple[str, int]]:
         if any(shard.get("raw_data") is None or shard.get("zip_data") for shard in listed["shards"]):
             raise ValueError("its shards are compressed, or of several files each: decompress them first")
         shards = [(shard["raw_data"]["basename"], int(shard.get("samples", UNCOUNTED))) for shard in listed["shards"]]
-    if not all(isinstance(name, str) for name, _ in shards):
-        raise TypeError("a name is not a string")
-    if not all(UNCOUNTED <= count < 1 << 48 for _, count in shards):
-        raise ValueError("a number of samples is impossible")
+    if not all(isinstance(name, str) and UNCOUNTED <= count < 1 << 48 for name, count in shards):
+        raise ValueError("a name is not a string, or a number of samples is impossible")
     return shards

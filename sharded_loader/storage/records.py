@@ -28,7 +28,7 @@ import numpy.typing as npt
 from sharded_loader.recordio.files import RecordBytes, RecordIOError, is_written, read_record, scan_records
 from sharded_loader.storage.files import ShardError, ShardFile
 from sharded_loader.storage.indexes import Index, decode_texts, encode_texts
-from sharded_loader.storage.tar import COMPRESSED
+from sharded_loader.storage.tar import kind_of
 
 
 def _samples_at(file: ShardFile, index: Index, rows: list[int]) -> Iterator[tuple[int, int, int, bytes]]:
@@ -214,8 +214,6 @@ _DECODERS: dict[str, Callable[[bytes], object]] = {
 PIECE = 1 << 20
 """Bytes to search for line ends at a time."""
 
-_UTF_16 = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
-
 
 class Lines:
     """Format of text files; a sample is a line without its line end."""
@@ -224,19 +222,17 @@ class Lines:
     suffixes: tuple[str, ...] = (".txt", ".tsv", ".jsonl", ".ndjson")
 
     def index(self, file: ShardFile) -> Index:
-        [begin] = file.ranges([0], [min(file.size, 6)])
-        for sign, name in (COMPRESSED | _UTF_16).items():
-            if begin.startswith(sign):
-                raise ShardError(f"{file.name} is {name}, no plain text: decompress it, or write it as UTF-8")
-        kind = np.dtype("<u4" if file.size < 1 << 32 else "<i8")
-        found, offset = [np.zeros(1, kind)], 0
+        if kind := kind_of(file):
+            raise ShardError(f"{file.name} is {kind}, no plain text: decompress it, or write it as UTF-8")
+        dtype = np.dtype("<u4" if file.size < 1 << 32 else "<i8")
+        found, offset = [np.zeros(1, dtype)], 0
         with file.stream() as stream:
             while piece := stream.read(PIECE):
-                found.append((np.flatnonzero(np.frombuffer(piece, np.uint8) == 10) + (offset + 1)).astype(kind))
+                found.append((np.flatnonzero(np.frombuffer(piece, np.uint8) == 10) + (offset + 1)).astype(dtype))
                 offset += len(piece)
         offsets = np.concatenate(found)
         if offsets[-1] < file.size:  # the last line has no line end
-            offsets = np.append(offsets, np.array([file.size], kind))
+            offsets = np.append(offsets, np.array([file.size], dtype))
         return {"offsets": offsets, "length": np.array(len(offsets) - 1)}
 
     def read(self, file: ShardFile, index: Index, rows: list[int]) -> list[str]:

@@ -60,17 +60,17 @@ class DecodedGroups:
 
     def find(self, key: object) -> Columns | None:
         with self._lock:
-            if key not in self._groups:
-                return None
-            self._groups.move_to_end(key)
-            return self._groups[key][0]
+            if key in self._groups:
+                self._groups.move_to_end(key)
+            return self._groups.get(key, (None, 0))[0]
 
-    def keep(self, key: object, columns: Columns, nbytes: int) -> None:
+    def keep(self, key: object, columns: Columns, nbytes: int) -> Columns:
         with self._lock:
             self._groups[key] = columns, nbytes
             self._bytes += nbytes
             while len(self._groups) > KEPT and self._bytes > KEPT_BYTES:
                 self._bytes -= self._groups.popitem(last=False)[1][1]
+        return columns
 
 
 class TableFormat:
@@ -119,11 +119,8 @@ class TableFormat:
         key = lock, number  # unique to this open file: a later one may have other bytes
         found = kept.find(key)
         if found is None:
-            with lock:
-                found = kept.find(key)  # decoded by another thread meanwhile?
-                if found is None:
-                    found, nbytes = self._decoded(file, index, number)
-                    kept.keep(key, found, nbytes)
+            with lock:  # decoded by another thread meanwhile?
+                found = kept.find(key) or kept.keep(key, *self._decoded(file, index, number))
         return found
 
     def _decoded(self, file: ShardFile, index: Index, number: int) -> tuple[Columns, int]:
@@ -141,11 +138,11 @@ class TableFormat:
 
     def _check_names(self, file: ShardFile, names: Sequence[str]) -> None:
         for name in self.columns or names:
-            if names.count(name) != 1:
-                found = "several columns" if name in names else "no column"
+            if (found := names.count(name)) != 1:
                 known = elide(sorted(one for one in set(names) if names.count(one) == 1), 20)
-                advice = f"give columns= names of its columns, {known}"
-                raise ShardError(f"{file.name} has {found} {name!r}: {advice}")
+                raise ShardError(
+                    f"{file.name} has {found} columns {name!r}: give columns= names of its columns, {known}"
+                )
 
 
 class Parquet(TableFormat):
@@ -311,14 +308,8 @@ def column_values(value: Any, name: str) -> Any:
     ``name`` is its name in errors: ValueError for missing values, which an array of the dtype cannot hold.
     """
     kind = type(value)
-    if hasattr(kind, "to_numpy"):
-        if hasattr(kind, "iloc"):
-            return _pandas_values(value, name)
-        if hasattr(kind, "to_pylist"):
-            return _arrow_values(value, name)
-        if hasattr(kind, "null_count"):
-            return _polars_values(value, name)
-    return ArrayRows(value)
+    convert = next((convert for method, convert in _SERIES.items() if hasattr(kind, method)), None)
+    return ArrayRows(value) if convert is None or not hasattr(kind, "to_numpy") else convert(value, name)
 
 
 class ArrayRows:
@@ -398,6 +389,10 @@ def _arrow_list_values(column: Any) -> Any:
     if size is None or not values:
         return column.to_numpy(zero_copy_only=False)
     return np.concatenate([chunk.to_numpy(zero_copy_only=False) for chunk in values]).reshape(len(column), size)
+
+
+_SERIES = {"iloc": _pandas_values, "to_pylist": _arrow_values, "null_count": _polars_values}
+"""How a column is converted, by a method that only that library's columns have."""
 
 
 def _check_complete(name: str, missing: int, dtype: object, fill: str) -> None:

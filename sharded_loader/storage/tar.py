@@ -44,8 +44,9 @@ _DAMAGE = (
 )
 """Exceptions of tarfile for damaged headers."""
 
-COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
-"""First bytes of compressed files, and the programs that decompress them."""
+SIGNS = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+SIGNS |= {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
+"""First bytes of files that are compressed, or texts of another encoding."""
 
 _Span = tuple[int, int, int]
 """Offset and size of a member, and the checksum of its header."""
@@ -143,20 +144,17 @@ def _members(file: ShardFile) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
             _check_end(stream, end, file.size)
     except _DAMAGE as error:
         if not end:
-            kind, advice = _describe_start(file.ranges([0], [min(file.size, 6)])[0])
-            raise ShardError(f"{file.name} is not a plain tar file (offset 0: {kind or error}): {advice}") from None
+            kind, advice = kind_of(file), "give format= if it has another format; otherwise copy or write it again"
+            why, advice = (f"it is {kind}", "decompress it") if kind else (error, advice)
+            raise ShardError(f"{file.name} is not a plain tar file (offset 0: {why}): {advice}") from None
         advice = "it is damaged or cut. Copy or write it again"
         raise ShardError(f"{file.name} is not a complete tar file (offset {end}: {error}): {advice}") from None
 
 
-def _describe_start(begin: bytes) -> tuple[str, str]:
-    """Describe a file that is not tar, by its first bytes, and give advice."""
-    if not begin:
-        return "it is empty", "copy or write it again, or leave it out"
-    for sign, name in COMPRESSED.items():
-        if begin.startswith(sign):
-            return f"it is compressed with {name}", f"decompress it with {name} -d. Shards are read by index"
-    return "", "give format= if it has another format; otherwise copy or write it again"
+def kind_of(file: ShardFile) -> str:
+    """Return what a file is by its first bytes, one of `SIGNS`; empty if it is none of them."""
+    [begin] = file.ranges([0], [min(file.size, 6)])
+    return next((name for sign, name in SIGNS.items() if begin.startswith(sign)), "")
 
 
 def _check_end(stream: BinaryIO, offset: int, size: int) -> None:

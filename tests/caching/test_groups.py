@@ -271,16 +271,16 @@ def test_statistics_count_the_samples_found() -> None:
 
 
 def test_a_shelf_is_one_memory_and_one_that_is_gone_is_empty() -> None:
-    shelf = Shelf(10_000, b"a token of bytes")
+    shelf = Shelf(10_000)
     assert shelf.put(5, 1, {7: "seven", 8: np.arange(3)})
     twin = pickle.loads(pickle.dumps(shelf))
     assert twin.take(5, [7, 9]) == {7: "seven"} and twin.take(5)[8].tolist() == [0, 1, 2] and twin.take(6) == {}
-    assert Shelf(10_000, b"another token 16", shelf.name).take(5) == {}
-    assert Shelf(10_000, b"a token of bytes", "/proc/1/fd/x").take(5) == {}
+    assert Shelf(10_000, None, shelf.name, b"another token 16").take(5) == {}
+    assert Shelf(10_000, None, "/proc/1/fd/x", shelf.token).take(5) == {}
 
 
 def test_memory_written_over_by_another_worker_is_not_read() -> None:
-    shelf = Shelf(10_000, b"a token of bytes")
+    shelf = Shelf(10_000)
     shelf.put(5, 1, {7: "seven", 8: "eight"})
     raw = os.pread(shelf.fd, 1 << 20, 0)
     for word in (b"seven", (8).to_bytes(8, "little")):
@@ -291,7 +291,7 @@ def test_memory_written_over_by_another_worker_is_not_read() -> None:
 
 
 def test_pieces_go_when_their_batches_are_done_and_leave_no_gap() -> None:
-    shelf, piece = Shelf(4096, b"a token of bytes"), {1: np.zeros(1000, np.uint8)}
+    shelf, piece = Shelf(4096), {1: np.zeros(1000, np.uint8)}
     assert [shelf.put(key, key, piece) for key in (1, 2, 3, 4)] == [True, True, True, False]
     shelf.done[0] = 2
     assert [shelf.put(key, key, piece) for key in (5, 6, 7)] == [True, True, False]
@@ -300,7 +300,7 @@ def test_pieces_go_when_their_batches_are_done_and_leave_no_gap() -> None:
 
 
 def test_keys_are_claimed_by_one() -> None:
-    shelf, taken = Shelf(0, b"a token of bytes"), []
+    shelf, taken = Shelf(0), []
     with shelf.claim(7, block=False) as mine:
         pid = os.fork()
         if pid == 0:

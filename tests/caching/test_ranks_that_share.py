@@ -22,17 +22,17 @@ from samples import wait_for
 from sharded_loader import ShardedDataLoader, SimpleDataset
 from sharded_loader.caching import shared
 from sharded_loader.caching.dataset import JOB, job_of_ranks
-from sharded_loader.caching.shared import HAS_LINKS, Opened, links_of, meet, name_of, open_nameless
+from sharded_loader.caching.shared import HAS_LINKS, Opened, links_of, meet, open_nameless
 
 pytestmark = pytest.mark.skipif(not HAS_LINKS, reason="elsewhere each process has its own")
 
 
-def join(fd: int) -> Opened:
-    return Opened(fd, name_of(fd), is_temporary=False)
+def join(opened: Opened) -> Opened:
+    return opened
 
 
 def make(label: str) -> Opened:
-    opened = Opened(*open_nameless(label), is_temporary=True)
+    opened = open_nameless(label)
     os.write(opened.fd, b"made\n")
     return opened
 
@@ -191,7 +191,7 @@ def test_threads_make_it_once(label: str, tmp_path: Path) -> None:
 
 def test_memory_that_is_something_else_or_that_others_may_write_to_is_left_alone(label: str) -> None:
     first = meet(label, join, make)
-    assert not os.path.sameopenfile(first.fd, meet(label, lambda fd: None, make).fd)
+    assert not os.path.sameopenfile(first.fd, meet(label, lambda opened: None, make).fd)
     os.fchmod(first.fd, 0o666)
     assert not os.path.sameopenfile(first.fd, meet(label, join, make).fd)
 

@@ -20,7 +20,7 @@ from sharded_loader import RecordFileDataset, ShardedDataLoader
 from sharded_loader.engine.pool import Pool
 from sharded_loader.recordio import MXIndexedRecordIO, MXRecordIO, RecordIOError, positioned
 from sharded_loader.recordio import files as recordfile
-from sharded_loader.recordio.files import LARGE, LARGE_MEAN, framed
+from sharded_loader.recordio.files import LARGE_MEAN, framed
 from sharded_loader.recordio.positioned import checksums, stable_stat, tag_of
 from tests import reference_recordio as reference
 from tests.damaged_records import reads_within
@@ -29,7 +29,7 @@ rng = random.Random(3)
 KINDS = {
     "small": [rng.randbytes(rng.randrange(40)) for _ in range(50)],
     "cut at magics": [reference.random_record(rng) for _ in range(50)],
-    "one larger than LARGE": [b"a", rng.randbytes(LARGE + 5), b"b", b"", *[b"c" * 99] * 40],
+    "one large": [b"a", rng.randbytes(9 * LARGE_MEAN), b"b", b"", *[b"c" * 99] * 40],
     "all large": [rng.randbytes(LARGE_MEAN + number) for number in range(1, 9)],
     "none": [],
 }
@@ -80,15 +80,14 @@ def test_a_batch_is_what_one_by_one_gives(tmp_path: Path, kind: str, index: bool
                 assert list(map(dataset.__getitem__, order)) == wanted
 
 
-def test_an_index_that_lists_a_few_records_costs_no_more_once_they_were_read(tmp_path: Path, reads: list[int]) -> None:
-    records = [bytes([number]) * 100 for number in range(200)]
+def test_an_index_that_lists_a_few_records_costs_little_more(tmp_path: Path, reads: list[int]) -> None:
+    records = [bytes([number]) * 1000 for number in range(200)]
     offsets = write(tmp_path / "a.rec", records)
     (tmp_path / "a.idx").write_text("".join(f"{number}\t{offsets[number]}\n" for number in (150, 20, 70)))
     with RecordFileDataset(tmp_path / "a.rec") as dataset:
-        assert dataset.get_batch([0, 1, 2]) == [records[150], records[20], records[70]]
         reads.clear()
         assert dataset.get_batch([0, 1, 2]) == [records[150], records[20], records[70]]
-        assert reads == [108, 108, 108]
+        assert sum(reads) == 3 * 1008  # not all that lies between
 
 
 def test_offsets_that_are_no_multiples_of_4_are_read_where_a_record_begins_there(tmp_path: Path) -> None:

@@ -122,9 +122,9 @@ NO_TAR: dict[str, tuple[bytes, str]] = {
     "rest": (TEN[:10240] + bytes(1024) + b"x", WHOLE.format(10240)),
     "a copied member": (TEN[:1024] + TEN, "the sample '0000' has two members"),
     "some copied members": (TEN[: 7 * 1024] + TEN[4 * 1024 :], "the sample '0004' has two members"),
-    "empty": (b"", PLAIN.format("it is empty.*: copy or write it again")),
-    "gzip": (gzip.compress(TEN), PLAIN.format("it is compressed with gzip.*: decompress it with gzip -d")),
-    "xz": (lzma.compress(TEN), PLAIN.format("it is compressed with xz")),
+    "empty": (b"", PLAIN.format("empty file.*: give format= .*copy or write it again")),
+    "gzip": (gzip.compress(TEN), PLAIN.format("it is gzip.*: decompress it")),
+    "xz": (lzma.compress(TEN), PLAIN.format("it is xz")),
     "a page": (b"<html>" * 200, PLAIN.format("invalid header.*: give format= if it has another format")),
 }
 
