@@ -505,7 +505,7 @@ class Pack(Batchify):
         if isinstance(samples[0], Mapping) and "segment_ids" in samples[0]:
             return _stacked(samples, empty)
         names = "input_ids", "labels"
-        documents = [fields_of(sample, names, f"sample {n} of the batch is") for n, sample in enumerate(samples)]
+        documents = [fields_of(sample, names, "sample {} of the batch is", n) for n, sample in enumerate(samples)]
         tokens = [document["input_ids"] for document in documents]
         scope = reading.get()
         planned = None if scope is None else scope.indices
@@ -526,7 +526,9 @@ class Pack(Batchify):
         ids = _concatenated(tokens, begin, end)
         labels = ids.copy()
         if any("labels" in document for document in documents):
-            labels = _concatenated([document.get("labels", document["input_ids"]) for document in documents], begin, end)
+            labels = _concatenated(
+                [document.get("labels", document["input_ids"]) for document in documents], begin, end
+            )
         labels[bounds[:-1]] = IGNORED
         in_row = np.arange(len(row)) - np.searchsorted(row, row)
         values = {
@@ -593,7 +595,7 @@ def _stacked(rows: Sequence[Any], empty: Empty) -> dict[str, Array]:
     return batch
 
 
-def fields_of(document: Any, names: Sequence[str], what: str) -> dict[str, Array]:
+def fields_of(document: Any, names: Sequence[str], what: str, number: int = 0) -> dict[str, Array]:
     """Return token ids of a document, and those other fields that it has, of as many integers.
 
     Example:
@@ -601,10 +603,11 @@ def fields_of(document: Any, names: Sequence[str], what: str) -> dict[str, Array
         {'input_ids': array([5, 6]), 'labels': array([-100,    6])}
     """
     fields = document if isinstance(document, Mapping) else {"input_ids": document}
-    arrays, size = dict[str, Array](), 0
+    arrays: dict[str, Array] = {}
+    size = 0
     for name in names:
         if (given := fields.get(name)) is not None:
-            arrays[name] = array = as_array(() if isinstance(given, str | bytes) else given)
+            arrays[name] = array = as_array(() if isinstance(given, (str, bytes)) else given)
             size = size or array.size
             if array.shape != (size,) or array.dtype.kind not in "iu":
                 size = 0
@@ -614,7 +617,7 @@ def fields_of(document: Any, names: Sequence[str], what: str) -> dict[str, Array
         advice = (
             "give token ids (1-D, at least one), or a mapping with 'input_ids' and perhaps as many 'labels', no text"
         )
-        raise BatchifyError(f"{what} {brief(document)}, with {shapes}", advice)
+        raise BatchifyError(f"{what.format(number)} {brief(document)}, with {shapes}", advice)
     return arrays
 
 
