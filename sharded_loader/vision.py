@@ -33,8 +33,9 @@ import numpy.typing as npt
 from sharded_loader.extend import Dataset, Empty
 from sharded_loader.extend import engine as core
 from sharded_loader.extend.data import bulk, checked_index, elide
+from sharded_loader.extend.tools import check_int
 from sharded_loader.recordio import RecordFileDataset
-from sharded_loader.recordio.images import decode_image, unpack
+from sharded_loader.recordio.images import MOST_PIXELS, Size, decode_image, unpack
 
 if TYPE_CHECKING:
     import torch
@@ -114,9 +115,6 @@ def _installed_decoder(kind: str) -> str:
 _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
 """A marker in or behind the data of a scan; those of restarts belong to the data."""
 
-_MOST_PIXELS = 1 << 26
-"""Pixels of the largest picture that travels. Pillow warns of larger ones, and then refuses them."""
-
 
 def is_common_jpeg(data: bytes) -> bool:
     """Return True for a JPEG that Pillow decodes, is grey or YCbCr and has 8 bits per channel.
@@ -140,7 +138,7 @@ def is_common_jpeg(data: bytes) -> bool:
         if marker in (0xC0, 0xC1, 0xC2) and len(part) > 9:
             height, width = (int.from_bytes(part[place : place + 2], "big") for place in (5, 7))
             is_common = part[4] == 8 and part[9] in (1, 3) and part[10:17:3] != b"RGB"
-            is_common = is_common and 0 < height * width <= _MOST_PIXELS
+            is_common = is_common and 0 < height * width <= MOST_PIXELS
             part = b"%b\0\x08\0\x08%b" % (part[:5], part[9:])
         kept.append(part)
         if marker == 0xDA:
@@ -273,10 +271,20 @@ class EncodedPictures(Sequence[Any]):
             raise ValueError(f"{error}, nor for {tried}. {advice}" if tried else str(error)) from error
 
 
-def _decoded(data: bytes, flag: int, name: str) -> Bytes:
+def _decoded(data: bytes, flag: int, name: str, size: Size = None) -> Bytes:
     """Decode a picture on the CPU."""
-    pixels = decode_image(data, flag, name)
+    pixels = decode_image(data, flag, name, size=size)
     return np.ascontiguousarray(pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1))
+
+
+def _checked_size(size: Any) -> int | tuple[int, int]:
+    advice = "give the length of the shorter side in pixels, or (height, width)"
+    if not isinstance(size, tuple | list):
+        return check_int("size", size, 1, advice, ValueError)
+    if len(size) != 2:
+        raise ValueError(f"size={size!r}: {advice}")
+    height, width = (check_int("size", side, 1, advice, ValueError) for side in size)
+    return height, width
 
 
 class PictureDecoder:
@@ -285,9 +293,10 @@ class PictureDecoder:
     Args:
         decode: ``"cpu"`` or ``"cuda"``.
         flag: 1 for RGB, 0 for grey, which the workers decode.
+        size: as in `ImageFolderDataset`.
 
     Raises:
-        ValueError: ``decode`` or ``flag`` is unknown.
+        ValueError: ``decode``, ``flag`` or ``size`` is unknown, or the decoder cannot resize.
         ImportError: No decoder is installed.
 
     Example:
@@ -297,15 +306,20 @@ class PictureDecoder:
         torch.Size([3, 2, 3])
     """
 
-    def __init__(self, decode: str, flag: int = 1) -> None:
+    def __init__(self, decode: str, flag: int = 1, size: Size = None) -> None:
         if decode != "cpu" and decode not in DECODERS:
             advice = 'give "cpu" or "cuda". The loader\'s device= says which GPU'
             raise ValueError(f"decode={decode!r} is unknown: {advice}")
         if flag not in (0, 1):
             raise ValueError(f"flag={flag!r} is unknown: give 1 for RGB, 0 for grey")
+        if size is not None:
+            size = _checked_size(size)
+            if decode != "cpu":
+                instead = 'give decode="cpu", or leave it out and resize in device_transform='
+                raise ValueError(f"size={size!r}: GPUs decode pictures of any size as they are; {instead}")
         if importlib.util.find_spec("PIL") is None:
             raise ImportError(f"decode={decode!r} needs Pillow: pip install pillow")
-        self._flag, self._is_lazy = flag, decode != "cpu"
+        self._flag, self._size, self._is_lazy = flag, size, decode != "cpu"
         has_device = self._is_lazy and any(device.type == decode for device in core.accelerators())
         self._decoder = _installed_decoder(decode) if has_device else ""
 
@@ -313,7 +327,7 @@ class PictureDecoder:
         """Return the sample for a picture; a ValueError names it if it does not decode."""
         if self._decoder and self._flag and is_common_jpeg(data):
             return Picture(data, name, self._decoder)
-        pixels = _decoded(data, self._flag, name)
+        pixels = _decoded(data, self._flag, name, self._size)
         if self._is_lazy:
             return Picture(_packed(pixels), name, self._decoder)
         import torch
@@ -342,6 +356,7 @@ class ImageRecordDataset(RecordFileDataset):
         filename: path of the ``.rec`` file, whose records `pack_img` or MXNet has made.
         flag: 1 for RGB, 0 for grey.
         decode: ``"cpu"``: the workers decode. ``"cuda"``: the loader's GPU does; without CUDA, the workers.
+        size: as in `ImageFolderDataset`.
 
     Raises:
         ImportError: Pillow, or the decoder for CUDA, is not installed; the message says what to install.
@@ -364,8 +379,8 @@ class ImageRecordDataset(RecordFileDataset):
     Source: ``mxnet.gluon.data.vision.ImageRecordDataset``.
     """
 
-    def __init__(self, filename: str | os.PathLike[str], flag: int = 1, decode: str = "cpu") -> None:
-        self._decode = PictureDecoder(decode, flag)
+    def __init__(self, filename: str | os.PathLike[str], flag: int = 1, decode: str = "cpu", size: Size = None) -> None:
+        self._decode = PictureDecoder(decode, flag, size)
         super().__init__(filename)
 
     def __getitem__(self, index: int) -> Any:
@@ -391,6 +406,10 @@ class ImageFolderDataset(Dataset):
         root: path of the folder.
         flag: 1 for RGB, 0 for grey.
         decode: as in `ImageRecordDataset`.
+        size: resize to exactly this many pixels, as torchvision's ``Resize(size)`` does: an int is the shorter side,
+            and the ratio stays; (height, width) is the whole shape. Smaller pictures are enlarged. Large JPEGs are
+            decoded at a half, a quarter or an eighth of their sides, but not below ``size``, which takes less than half
+            of the time. Only with ``decode="cpu"``.
 
     Attributes:
         synsets: names of the subfolders, sorted; a label is a position in it.
@@ -411,13 +430,15 @@ class ImageFolderDataset(Dataset):
         >>> dataset = ImageFolderDataset(folder.name)
         >>> dataset.synsets, dataset[1][0].shape, dataset[1][1]
         (['cat', 'dog'], torch.Size([3, 4, 6]), 1)
+        >>> ImageFolderDataset(folder.name, size=2)[1][0].shape
+        torch.Size([3, 2, 3])
         >>> folder.cleanup()
 
     Source: ``mxnet.gluon.data.vision.ImageFolderDataset``.
     """
 
-    def __init__(self, root: str | os.PathLike[str], flag: int = 1, decode: str = "cpu") -> None:
-        self._decode = PictureDecoder(decode, flag)
+    def __init__(self, root: str | os.PathLike[str], flag: int = 1, decode: str = "cpu", size: Size = None) -> None:
+        self._decode = PictureDecoder(decode, flag, size)
         self.root = os.path.expanduser(os.fspath(root))
         shown = [entry for entry in os.scandir(self.root) if not entry.name.startswith(".")]
         self.synsets = sorted(entry.name for entry in shown if entry.is_dir())

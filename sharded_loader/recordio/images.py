@@ -46,6 +46,13 @@ class IRHeader(NamedTuple):
 
 _HEADER = struct.Struct("<IfQQ")
 Pixels = npt.NDArray[Any]
+Size = int | tuple[int, int] | None
+
+MOST_PIXELS = 1 << 26
+"""Pixels of the largest picture that is made by resizing, or decoded by a GPU. Of larger ones, Pillow warns."""
+
+_ORIENTATION, _BILINEAR = 0x112, 2
+"""A tag of EXIF, and a filter of Pillow that averages all pixels where it makes a picture smaller."""
 
 
 def pack(header: IRHeader | tuple[int, object, int, int], s: bytes) -> bytes:
@@ -186,25 +193,34 @@ def unpack_img(s: bytes, iscolor: int = -1) -> tuple[IRHeader, Pixels]:
     return header, decode_image(payload, iscolor, f"record with id {header.id}", ". Was it written by pack_img()?")
 
 
-def decode_image(payload: bytes, iscolor: int, name: str, advice: str = "") -> Pixels:
-    """Decode an image as `unpack_img` does; ``name`` and ``advice`` are for its errors."""
+def decode_image(payload: bytes, iscolor: int, name: str, advice: str = "", size: Size = None) -> Pixels:
+    """Decode an image as `unpack_img` does; ``name`` and ``advice`` are for its errors.
+
+    With ``size``, and an ``iscolor`` of 0 or 1, the image has the shape of torchvision's ``Resize(size)``. Of a JPEG,
+    libjpeg then computes a half, a quarter or an eighth of each side, if no side gets shorter than ``size``.
+    """
     pillow = _pillow()
     try:
         image = pillow.open(io.BytesIO(payload))
+        stored = image.size
+        if size is not None:
+            image.draft(None, (max(size),) * 2 if isinstance(size, tuple) else (size, size))
         image.load()
     except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, struct.error, ... on bad bytes
-        text = f"its {len(payload)} bytes do not decode as an image ({error}){advice}"
+        cause = "no format that Pillow knows" if isinstance(error, pillow.UnidentifiedImageError) else error
+        text = f"its {len(payload)} bytes do not decode as an image ({cause}){advice}"
         raise ValueError(f"{name}: {text}") from error
-    return _pixels(image, iscolor, f"{name}: the {image.format} image")
+    return _pixels(image, iscolor, f"{name}: the {image.format} image", stored, size)
 
 
-def _pixels(image: Any, iscolor: int, name: str) -> Pixels:
-    from PIL import ImageOps
+def _pixels(image: Any, iscolor: int, name: str, stored: tuple[int, int], size: Size) -> Pixels:
+    from PIL import Image, ImageOps
 
     mode, is_png = image.mode, image.format == "PNG"
     if iscolor >= 0:
         with contextlib.suppress(Exception):  # ignore damaged EXIF data
-            image = ImageOps.exif_transpose(image)
+            if image.getexif().get(_ORIENTATION, 1) != 1:  # exif_transpose copies every image
+                image = ImageOps.exif_transpose(image)
     if mode.startswith("I") or mode == "F":  # more than 8 bits: Pillow's convert() clips them
         pixels = np.array(image)
         if mode == "I" and is_png:  # 16 bits in Pillow before 11
@@ -215,11 +231,23 @@ def _pixels(image: Any, iscolor: int, name: str) -> Pixels:
         if pixels.dtype != np.uint16:
             advice = "give iscolor=-1 for what is stored, and scale it"
             raise ValueError(f"{name} has pixels of {pixels.dtype}, which do not fit 8 bits: {advice}")
-        grey = (pixels >> 8).astype(np.uint8)
-        return np.stack([grey] * 3, axis=-1) if iscolor else grey
+        image = Image.fromarray((pixels >> 8).astype(np.uint8))
     if iscolor >= 0:
-        return np.array(image.convert("RGB" if iscolor else "L"))
+        wanted = "RGB" if iscolor else "L"
+        image = image if image.mode == wanted else image.convert(wanted)
+        return np.array(image if size is None else _resized(image, name, stored, size))
     if mode not in ("L", "LA", "RGB", "RGBA"):  # such as indices into a palette
         has_alpha = mode in ("PA", "La", "RGBa") or (mode == "P" and "transparency" in image.info)
         image = image.convert("RGBA" if has_alpha else "RGB")
     return np.array(image)
+
+
+def _resized(image: Any, name: str, stored: tuple[int, int], size: int | tuple[int, int]) -> Any:
+    short, long = sorted(stored)  # the exact ratio; ``image`` is upright, and may have rounded sides
+    height, width = size if isinstance(size, tuple) else (size, size * long // short)
+    if not isinstance(size, tuple) and image.width < image.height:
+        height, width = width, height
+    if height * width > MOST_PIXELS:
+        text = f"has {stored[0]} x {stored[1]} pixels, and would have {width} x {height} with size={size}"
+        raise ValueError(f"{name} {text}: leave it out, or give (height, width)")
+    return image.resize((width, height), resample=_BILINEAR)

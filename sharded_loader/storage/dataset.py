@@ -85,6 +85,7 @@ class ShardDataset(Dataset):
             hosts of ``urls``.
         decode: ``"cpu"`` or ``"cuda"`` decodes the fields of tar samples that end in ``jpg``, ``jpeg``, ``png`` or
             ``webp``, as `ImageRecordDataset` does.
+        size: with ``decode="cpu"``, as in `ImageFolderDataset`; it resizes each of these fields, masks too.
 
     Attributes:
         retries: number of requests of this process that were retried.
@@ -122,6 +123,7 @@ class ShardDataset(Dataset):
         columns: Iterable[str] | None = None,
         trust: bool | Place | Iterable[str] | Mapping[str, Options] = False,
         decode: str | None = None,
+        size: int | tuple[int, int] | None = None,
         **unknown: NoReturn,
     ) -> None:
         refuse_arguments("ShardDataset", unknown, type(self).__init__)
@@ -135,7 +137,9 @@ class ShardDataset(Dataset):
                 name = found.format.name
                 raise ValueError(f"columns={columns!r}: shards of the format {name} have no columns; leave it out")
             found = found._replace(format=found.format.with_columns(columns))
-        self._decode = None if decode is None else PictureDecoder(decode)
+        if size is not None and decode is None:
+            raise ValueError(f'size={size!r} is for pictures of tar shards: give decode="cpu", or leave it out')
+        self._decode = None if decode is None else PictureDecoder(decode, size=size)
         if decode is not None and found.format.name != "tar":
             raise ValueError(
                 f"decode={decode!r}: it is for tar shards, and these are {found.format.name}; leave it out"
