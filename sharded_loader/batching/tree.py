@@ -375,10 +375,8 @@ def _atoms_and_tensors() -> frozenset[type]:
 
 
 def _leaf_to_torch(leaf: object) -> Any:
-    if type(leaf) is np.ndarray:
+    if type(leaf) in (np.ndarray, TensorBatch):
         return to_torch(leaf)
-    if type(leaf) is TensorBatch:
-        return leaf.to_torch()
     return _other_to_torch(leaf) if isinstance(leaf, (np.ndarray, np.generic)) else leaf
 
 

@@ -19,7 +19,6 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, repeat
-from math import inf
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
@@ -446,7 +445,7 @@ class Grouping:
     """
 
     def __init__(
-        self, seconds: float = GROUP_SECONDS, most: int = MAX_GROUP, *, most_bytes: float = inf, patient: bool = False
+        self, seconds: float = GROUP_SECONDS, most: int = MAX_GROUP, *, most_bytes: int = GROUP_BYTES, patient: bool = False
     ) -> None:
         self._seconds, self._most, self._most_bytes, self._patient = seconds, most, most_bytes, patient
         self.mean = seconds

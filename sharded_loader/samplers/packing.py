@@ -397,6 +397,7 @@ class _PackTable(Table):
 # -- rows ------------------------------------------------------------------------------------------------------------
 
 
+FIELDS = "input_ids", "labels"
 IGNORED = -100
 """Label that PyTorch's losses ignore."""
 
@@ -504,8 +505,7 @@ class Pack(Batchify):
         check_not_empty(samples)
         if isinstance(samples[0], Mapping) and "segment_ids" in samples[0]:
             return _stacked(samples, empty)
-        names = "input_ids", "labels"
-        documents = [fields_of(sample, names, "sample {} of the batch is", n) for n, sample in enumerate(samples)]
+        documents = [fields_of(sample, FIELDS, "sample {} of the batch is", n) for n, sample in enumerate(samples)]
         tokens = [document["input_ids"] for document in documents]
         scope = reading.get()
         planned = None if scope is None else scope.indices

@@ -43,7 +43,7 @@ from sharded_loader.base.limits import own_bytes, processes_here, warn_of_worker
 from sharded_loader.base.notices import logger
 from sharded_loader.batching.protocol import Empty
 from sharded_loader.data.inspection import warn_of_open_file
-from sharded_loader.engine.messages import GROUP_BYTES, HELD, Grouping, Job, Result, Task, unpack_reply
+from sharded_loader.engine.messages import HELD, Grouping, Job, Result, Task, unpack_reply
 from sharded_loader.engine.pool import check_num_workers
 from sharded_loader.memory.arena import Arena, RecentSizes, Register
 from sharded_loader.memory.codec import decode, decode_error
@@ -112,7 +112,7 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
         max_bytes: int | None = None,
         max_worker_memory: int | str | None = None,
     ) -> None:
-        super().__init__(num_workers, worker_init_fn, timeout, restarts, Grouping(most_bytes=GROUP_BYTES))
+        super().__init__(num_workers, worker_init_fn, timeout, restarts, Grouping())
         chosen_backend()  # both read the environment: report errors there now rather than in mid-epoch
         if max_bytes is None:
             processes_here()
