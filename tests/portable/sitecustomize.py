@@ -44,24 +44,24 @@ class StandIn(ModuleType):
 
     def __init__(self, real: ModuleType, **own: object) -> None:
         super().__init__(real.__name__, real.__doc__)
-        self.__dict__.update(own, _real=real)
+        self.__dict__.update(own, real_one=real)
 
     def __getattr__(self, name: str) -> object:
-        if MISSING[SYSTEM].fullmatch(f"{self._real.__name__}.{name}"):
-            raise AttributeError(f"module {self._real.__name__!r} has no attribute {name!r} on {SYSTEM}")
-        return getattr(self._real, name)
+        if MISSING[SYSTEM].fullmatch(f"{self.real_one.__name__}.{name}"):
+            raise AttributeError(f"module {self.real_one.__name__!r} has no attribute {name!r} on {SYSTEM}")
+        return getattr(self.real_one, name)
 
     def __setattr__(self, name: str, value: object) -> None:
-        super().__setattr__(name, value) if name in self.__dict__ else setattr(self._real, name, value)
+        super().__setattr__(name, value) if name in self.__dict__ else setattr(self.real_one, name, value)
 
     def __delattr__(self, name: str) -> None:
-        super().__delattr__(name) if name in self.__dict__ else delattr(self._real, name)
+        super().__delattr__(name) if name in self.__dict__ else delattr(self.real_one, name)
 
     def __dir__(self) -> list[str]:
-        return [name for name in dir(self._real) if hasattr(self, name)]
+        return [name for name in dir(self.real_one) if hasattr(self, name)]
 
     def __reduce__(self) -> tuple:
-        return importlib.import_module, (self._real.__name__,)
+        return importlib.import_module, (self.real_one.__name__,)
 
 
 def asks(through: str = "multiprocess") -> bool:
@@ -183,12 +183,12 @@ class Names:
     """``shm_open`` of macOS: at most 31 characters."""
 
     def __init__(self, real: ModuleType) -> None:
-        self.shm_unlink, self._open = real.shm_unlink, real.shm_open
+        self.shm_unlink, self.opened = real.shm_unlink, real.shm_open
 
     def shm_open(self, name: str, *args: object, **options: object) -> int:
         if len(name) > 31:
             raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), name)
-        return self._open(name, *args, **options)
+        return self.opened(name, *args, **options)
 
 
 def stand_in(real: ModuleType) -> object:

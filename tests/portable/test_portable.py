@@ -133,8 +133,7 @@ def test_a_worker_reads_on_while_it_sends_what_was_asked_for(host_time: Any, mon
         with socket.socket(fileno=os.dup(end.fileno())) as one:
             one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     link, data = wire.Link(ours, blocks=True), Large()
-    worker = worker_module.WorkerThreads(wire.Link(theirs, blocks=True), 4, 5)
-    worker._finished.set()
+    worker = worker_module.WorkerThreads(other := wire.Link(theirs, blocks=True), 4, 5)
     runs = threading.Thread(target=worker.run, args=[Job(data, None, 0)], daemon=True)
     runs.start()
     link.send(wire.JOB)
@@ -148,10 +147,12 @@ def test_a_worker_reads_on_while_it_sends_what_was_asked_for(host_time: Any, mon
     sends.join(60)
     assert not sends.is_alive(), "the program waits for the worker to read, and the worker for the program"
     data.may_go_on.set()
-    while not link.inbox or link.inbox[-1].kind != wire.RESULTS:
+    while sum(len(message.content) for message in link.inbox) < 60_000:  # both texts
         link.read()
-    link.close()
+    link.send(wire.LEAVE)
     runs.join()
+    link.close()
+    other.close()
 
 
 @linux
