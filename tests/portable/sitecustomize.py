@@ -127,8 +127,9 @@ def find_by_tag(tag: str) -> int | None:
         for pid in (os.getpid(), os.getppid(), *filter(str.isdigit, os.listdir("/proc"))):
             with contextlib.suppress(OSError):
                 for fd in os.listdir(folder := f"/proc/{pid}/fd"):
-                    if os.readlink(f"{folder}/{fd}") == f"/memfd:{tag} (deleted)":
-                        return os.open(f"{folder}/{fd}", os.O_RDWR)
+                    with contextlib.suppress(OSError):  # closed meanwhile, as that of the list is
+                        if os.readlink(f"{folder}/{fd}") == f"/memfd:{tag} (deleted)":
+                            return os.open(f"{folder}/{fd}", os.O_RDWR)
     return None
 
 

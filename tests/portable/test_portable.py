@@ -6,6 +6,7 @@ import math
 import os
 import pickle
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -191,3 +192,51 @@ def test_a_lock_of_windows_moves_no_reader_s_position_and_is_waited_for(monkeypa
         asked.clear()
         with pytest.raises(PermissionError):
             shared.set_lock(file.fileno(), True, byte=1000, block=False)
+
+
+PROGRAM = """
+import os, signal
+import numpy as np
+from sharded_loader.engine.messages import Job, Task
+from sharded_loader.pools.process.pool import ProcessPool
+
+class Rows:
+    def __init__(self, first):
+        self.rows = np.full((200, 500), first)  # published in a segment; batches of 400 KB lie in slots
+
+    def __len__(self):
+        return 800
+
+    def __getitem__(self, index):
+        return self.rows[index % 200] + index
+
+pool, found = ProcessPool(2), {}
+for first in (0.0, 1000.0):
+    pool.start(Job(Rows(first), None, 0))
+left = [Task(0, seq, 1, seq, (list(range(100 * seq, 100 * seq + 100)),), False) for seq in range(8)]
+while len(found) < 8:
+    room = max(0, pool.room)
+    pool.submit(left[:room])
+    del left[:room]
+    for result in pool.wait(True):
+        assert result.error is None, result.error
+        found[result.seq] = np.array(result.batch)
+        if len(found) == 2:
+            os.kill(pool.pids[0], signal.SIGKILL)
+assert all((found[seq][:, 7] == np.arange(1000 + 100 * seq, 1100 + 100 * seq)).all() for seq in range(8))
+pool.close()
+print("read", pool.start_method)
+"""
+
+
+@linux
+@pytest.mark.costly
+@pytest.mark.parametrize("system", ["windows", "macos"])
+def test_spawned_workers_read_and_one_that_is_killed_is_replaced_as_there(system: str, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM, encoding="utf-8")
+    here = Path(__file__).parent
+    environment = os.environ | {"SHARDED_LOADER_TEST_PORTABLE": system}
+    environment["PYTHONPATH"] = os.pathsep.join([str(here), str(here.parent.parent)])
+    command = [sys.executable, "-W", "error", str(tmp_path / "program.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.stdout == "read spawn\n", done.stderr
