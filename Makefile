@@ -4,7 +4,7 @@
 #   make test-changed  the same, of satellites only those that have changed since BASE
 #   make test-all      all tests
 #   make test-pythons  the tests but the slow ones, on each Python of PYTHONS
-#   make test-portable  the promises as on Windows and macOS, which Linux stands in for
+#   make test-portable  what Windows and macOS do otherwise, with Linux in the place of both
 #   make test-gpu      the tests that need a GPU, on a machine that has one
 #   make test-frameworks  the tests with other libraries, in an environment of their own
 #   make test-ray      the tests on Ray, in an environment of their own
@@ -61,7 +61,7 @@ test-portable: $(VENV)/test.stamp
 			$(BIN)/python -m pytest -m "not slow and not lint" $(PARALLEL) $(PORTABLE) || exit; \
 	done
 
-PORTABLE = $(addprefix tests/,portable memory)
+PORTABLE = tests/portable tests/memory/test_codec.py
 
 test-gpu: $(VENV)/test.stamp
 	$(BIN)/python -m pytest tests/gpu --session-timeout 480

@@ -1,4 +1,4 @@
-"""What Windows and macOS do otherwise than Linux, one difference at a time (all promises: ``make test-portable``)."""
+"""What Windows and macOS do otherwise than Linux, one difference at a time: ``make test-portable``."""
 
 from __future__ import annotations
 
