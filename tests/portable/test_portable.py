@@ -59,6 +59,7 @@ def test_macos_has_a_dataset_in_a_file_which_workers_map_for_themselves(monkeypa
     assert kinds == ["file", None]
 
 
+@pytest.mark.skipif(sys.platform == "darwin", reason="memory has no name there")
 def test_the_memory_of_a_job_has_its_name_until_each_worker_has_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows would give a worker that starts slowly empty memory under the name that is gone."""
     monkeypatch.setenv("SHARDED_LOADER_MEMORY", "named")
