@@ -4,6 +4,7 @@
 #   make test-changed  the same, of satellites only those that have changed since BASE
 #   make test-all      all tests
 #   make test-pythons  the tests but the slow ones, on each Python of PYTHONS
+#   make test-portable  what Windows and macOS do otherwise, with Linux in the place of both
 #   make test-gpu      the tests that need a GPU, on a machine that has one
 #   make test-frameworks  the tests with other libraries, in an environment of their own
 #   make test-ray      the tests on Ray, in an environment of their own
@@ -30,7 +31,7 @@ PARALLEL = -n logical --maxprocesses 4 --dist worksteal
 export PYTHONDONTWRITEBYTECODE =
 PIP = PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq -c constraints.txt
 
-.PHONY: help demo test test-changed test-all test-pythons test-gpu test-frameworks test-ray test-stores lint docs test-docs test-lowest dist clean
+.PHONY: help demo test test-changed test-all test-pythons test-portable test-gpu test-frameworks test-ray test-stores lint docs test-docs test-lowest dist clean
 
 help:
 	@sed -n "s/^#   //p" Makefile
@@ -52,6 +53,15 @@ test-all: $(VENV)/test.stamp
 # An environment for each, .venv-python3.10 and so on: from PyPI each brings a torch with CUDA, of 5 GB.
 test-pythons:
 	for python in $(PYTHONS); do $(MAKE) test PYTHON=$$python VENV=.venv-$$python || exit; done
+
+# Each process of the tests begins with tests/portable/sitecustomize.py, which takes away what the other system lacks.
+test-portable: $(VENV)/test.stamp
+	for system in windows macos; do \
+		PYTHONPATH=$(CURDIR)/tests/portable SHARDED_LOADER_TEST_PORTABLE=$$system \
+			$(BIN)/python -m pytest -m "not slow and not lint" $(PARALLEL) $(PORTABLE) || exit; \
+	done
+
+PORTABLE = tests/portable tests/memory/test_codec.py
 
 test-gpu: $(VENV)/test.stamp
 	$(BIN)/python -m pytest tests/gpu --session-timeout 480

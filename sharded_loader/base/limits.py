@@ -96,7 +96,11 @@ def _machine_limit(root: Path) -> Limit:
                 return Limit(int(line.split()[1]) * 1024, "the machine's memory")
     with contextlib.suppress(AttributeError, ValueError, OSError):
         return Limit(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2, "half of the machine's memory")
-    return Limit(2 << 30, "2 GiB, for want of a way to ask this system")
+    with contextlib.suppress(ImportError):  # Windows
+        import psutil
+
+        return Limit(int(psutil.virtual_memory().available), "the machine's memory")
+    return Limit(2 << 30, "2 GiB, for want of a way to ask this system (pip install psutil)")
 
 
 def groups(root: Path, controller: str = "memory") -> Iterator[tuple[Path, Path, int]]:

@@ -31,7 +31,7 @@ from sharded_loader.base.private import posix_shared_memory
 
 Call = TypeVar("Call", bound=Callable[[], object])
 
-MAP_OPTIONS: dict[str, Any] = {} if sys.version_info < (3, 13) else {"trackfd": False}
+MAP_OPTIONS: dict[str, Any] = {} if sys.version_info < (3, 13) or sys.platform == "win32" else {"trackfd": False}
 """Options of ``mmap.mmap`` that avoid a duplicate of the descriptor, where supported."""
 
 NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
@@ -74,8 +74,9 @@ def _open_memfd(label: str) -> tuple[int, None]:
     return os.memfd_create(label, os.MFD_CLOEXEC), None
 
 
-def _open_shm(label: str) -> tuple[int, str]:
-    shared, name = posix_shared_memory(), f"/{label}-{os.getpid()}-{os.urandom(8).hex()}"
+def _open_shm(_label: str) -> tuple[int, str]:
+    # macOS takes at most 31 characters, and pids of five digits; Linux has seven.
+    shared, name = posix_shared_memory(), f"/{PREFIX}-{os.getpid()}-{os.urandom(3).hex()}"
     try:
         fd: int = shared.shm_open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode=0o600)
     finally:  # also on Ctrl-C
@@ -95,7 +96,7 @@ def open_memory(label: str, kind: str | None = None) -> tuple[int, str | None]:
     """Open new, empty shared memory without a name that could outlive the process.
 
     Args:
-        label: name shown by system tools.
+        label: name of a memfd or a file, shown by system tools.
         kind: ``"memfd"``, ``"shm"`` or ``"file"``; None: the first that works. OSError if none does.
 
     Returns:

@@ -23,6 +23,7 @@ import os
 import sys
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
@@ -32,7 +33,7 @@ import numpy as np
 from sharded_loader.extend import Array
 from sharded_loader.extend.engine import chosen_backend
 from sharded_loader.extend.tools import MAP_OPTIONS, PREFIX, after_fork, open_memory
-from sharded_loader.recordio.positioned import lock_at, read_at, write_at
+from sharded_loader.recordio.positioned import LOCK_POLL, lock_at, read_at, seek_lock, write_at
 
 if sys.platform != "win32":
     import fcntl
@@ -86,8 +87,12 @@ def set_lock(fd: int, is_taken: bool, byte: int = LOCKED_BYTE, block: bool = Tru
     if sys.platform == "win32":
         import msvcrt
 
-        os.lseek(fd, byte, os.SEEK_SET)
-        msvcrt.locking(fd, (msvcrt.LK_LOCK if block else msvcrt.LK_NBLCK) if is_taken else msvcrt.LK_UNLCK, 1)
+        while True:
+            with seek_lock, contextlib.suppress(PermissionError if is_taken and block else ()):  # held elsewhere
+                os.lseek(fd, byte, os.SEEK_SET)
+                msvcrt.locking(fd, msvcrt.LK_NBLCK if is_taken else msvcrt.LK_UNLCK, 1)
+                return
+            time.sleep(LOCK_POLL)  # LK_LOCK would give up after 10 s, and readers would wait for it
     else:
         taken = fcntl.LOCK_EX if block else fcntl.LOCK_EX | fcntl.LOCK_NB
         fcntl.lockf(fd, taken if is_taken else fcntl.LOCK_UN, 1, byte)

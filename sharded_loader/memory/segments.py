@@ -8,7 +8,8 @@ The first back end that the system supports is used (`system.open_memory`), unle
 
     memfd   Linux. Anonymous: no name to leak, and not counted against a container's small shm mount.
             The descriptor is sent to running workers through the pipe (SCM_RIGHTS).
-    shm     POSIX without memfd. ``shm_open``, unlinked at once, then like memfd.
+    shm     POSIX without memfd. ``shm_open``, unlinked at once, then like memfd. macOS maps it as shared memory only,
+            so what a worker maps for itself (a dataset, with a negative number) lies in a file there.
     file    Fallback: a temporary file, unlinked at once. Slower, because the system writes it to disk.
     named   Windows: a named mapping, which disappears with its last handle. Elsewhere, for tests and where descriptors
             cannot be passed, the main process's descriptor under /proc, which disappears with that process.
@@ -93,8 +94,9 @@ def create(number: int, nbytes: int) -> Segment:
     if sys.platform == "win32":
         name = f"{PREFIX}-{os.getpid()}-{os.urandom(8).hex()}"
         return Segment(number, nbytes, mmap.mmap(-1, nbytes, tagname=name), name=name)
+    kind = "file" if sys.platform == "darwin" and number < 0 else None if backend == "named" else backend
     with uninterrupted():
-        fd, folder = open_memory(f"{PREFIX}-{number}", None if backend == "named" else backend)
+        fd, folder = open_memory(f"{PREFIX}-{number}", kind)
         try:
             os.ftruncate(fd, nbytes)
             allocate(fd, nbytes)
@@ -116,15 +118,13 @@ def attach(number: int, nbytes: int, fd: int | None, name: str | None, *, privat
         fd: its descriptor, which this call closes; None: open it by name.
         private: map copy-on-write, so that writes stay in this process.
     """
+    access = mmap.ACCESS_COPY if private else mmap.ACCESS_WRITE
     if sys.platform == "win32":
-        access = mmap.ACCESS_COPY if private else mmap.ACCESS_WRITE
         return Segment(number, nbytes, mmap.mmap(-1, nbytes, tagname=name, access=access))
     if fd is None:
         assert name is not None  # a segment has one or the other
         fd = os.open(name, os.O_RDWR | os.O_CLOEXEC)
-    flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
     try:
-        prot = mmap.PROT_READ | mmap.PROT_WRITE
-        return Segment(number, nbytes, mmap.mmap(fd, nbytes, flags=flags, prot=prot, **MAP_OPTIONS))
+        return Segment(number, nbytes, mmap.mmap(fd, nbytes, access=access, **MAP_OPTIONS))
     finally:
         os.close(fd)

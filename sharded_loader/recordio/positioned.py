@@ -26,7 +26,7 @@ systems store whole seconds, or two."""
 LOCK_POLL = 0.005
 """Seconds between attempts to acquire a file lock."""
 
-_seek_lock = threading.Lock()
+seek_lock = threading.Lock()
 """Serializes seek and read or write on systems without `pread` and `pwrite`, such as Windows."""
 
 
@@ -54,7 +54,7 @@ def read_at(fd: int, nbytes: int, offset: int) -> bytes:
 
 
 def _seek_and(call: Callable[[int, Any], Any], fd: int, value: object, offset: int) -> Any:
-    with _seek_lock:
+    with seek_lock:
         os.lseek(fd, offset, os.SEEK_SET)
         return call(fd, value)
 

@@ -10,6 +10,7 @@ is an OSError then, after which a call goes on as well.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -72,7 +73,8 @@ def lengths_of(
         with lock_at(f"{path}.lock"):
             if not path.exists():
                 _write(_Lengths(dataset, tokenize), len(dataset), path, num_workers)
-        Path(f"{path}.lock").unlink(missing_ok=True)  # those that wait for it find the finished file
+        with contextlib.suppress(OSError):  # on Windows, one that waits for it may have it open
+            Path(f"{path}.lock").unlink()  # those that wait for it find the finished file
     return _opened(path, len(dataset), "r")
 
 

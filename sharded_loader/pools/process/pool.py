@@ -283,6 +283,7 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
             if kind == wire.FAILED:
                 self.give_up_worker(worker, as_exception(decode_error(decode(content)), "while a worker started"))
             elif kind == wire.READY:
+                del worker.unread[:1]
                 self.record_start(worker)
             elif kind == wire.GROWN:
                 self._replace_grown(worker, message.run, message.seq)

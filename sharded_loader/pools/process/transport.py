@@ -94,6 +94,7 @@ class ProcessWorker(Worker):
         self.pid: int = process.pid
         self.link = link
         self.slots: dict[tuple[int, int], Slot | None] = {}
+        self.unread: list[Segment | None] = []  # of jobs sent: a name is gone with the last that has the memory open
         self.row = -1  # row on the heartbeat
         self.heartbeat: Heartbeat = new_heartbeat()
         self.has_grown = False  # above its memory limit
@@ -236,20 +237,15 @@ class ProcessTransport(Transport[ProcessWorker]):
     def _publish(self, job: Job) -> frozenset[str]:
         """Pickle the job for workers that do not inherit it. Return the modules that they need."""
         encoded = publish.publish(job, **job.parts)
-        with uninterrupted():
-            self._unpublish()
+        with uninterrupted():  # workers keep their mappings of the one before
             self.published = (number := next(_numbers)), *publish.share(encoded, number)
         return encoded.modules
-
-    def _unpublish(self) -> None:
-        published, self.published = self.published, None
-        if published is not None and (segment := published[2]) is not None:
-            segment.close()  # workers keep their mappings
 
     def _send_job(self, *workers: ProcessWorker) -> None:
         if self.published is not None:
             number, job, segment = self.published
             for worker in workers:
+                worker.unread.append(segment)
                 if segment is not None:
                     worker.link.send_segment(segment)
                 worker.link.send(JOB, number, content=job.pickled, buffers=job.buffers, places=job.places)
@@ -305,10 +301,8 @@ class ProcessTransport(Transport[ProcessWorker]):
                 worker.heartbeat[SAMPLE] = IDLE
                 link.send_segment(self.heartbeat, HEARTBEAT, worker.row)
             if (parent_guard := self.parent_guard) is not None and not PORTABLE:
-                if can_pass_descriptors():
-                    link.send(GUARD, descriptor=parent_guard[0])
-                else:
-                    link.send(GUARD, content=f"/proc/{os.getpid()}/fd/{parent_guard[0]}".encode())
+                name = "" if can_pass_descriptors() else f"/proc/{os.getpid()}/fd/{parent_guard[0]}"
+                link.send(GUARD, content=name.encode(), descriptor=None if name else parent_guard[0])
             # A forked worker has its job, but waits for a message. By then it has received the parent guard, so it ends
             # with the main process even if user code holds the GIL from its first line on.
             if self.start_method == "fork":
@@ -346,7 +340,8 @@ class ProcessTransport(Transport[ProcessWorker]):
         """Wake the thread that waits for the workers. May be called from any thread."""
         waker = self.waker
         if waker is not None:
-            with contextlib.suppress(OSError):  # just closed by another thread
+            # Just closed by another thread; or, on Windows since Python 3.12, another thread wakes it now.
+            with contextlib.suppress(OSError, ValueError):
                 waker[1].send_bytes(b"")
 
     # -- workers that end, or stand still -------------------------------------------------------------------
@@ -383,7 +378,7 @@ class ProcessTransport(Transport[ProcessWorker]):
         steps: list[Any] = [worker.link.close for worker in workers]  # this ends the workers
         steps += [worker.slots.clear for worker in workers]
         # Meanwhile free the memory: 150 MB take as long as the end of a process. Workers have their own mappings.
-        steps += [self._unpublish, self.arena.close, self.stop_workers]
+        steps += [functools.partial(setattr, self, "published", None), self.arena.close, self.stop_workers]
         steps += [one.close for one in (*(self.waker or ()), self.heartbeat) if one is not None]
         steps += [functools.partial(os.close, end) for end in self.parent_guard or ()]
         with uninterrupted(), contextlib.ExitStack() as stack:  # run all steps, even if some raise

@@ -46,11 +46,6 @@ from sharded_loader.pools.process import link as wire
 from sharded_loader.pools.process.link import Link, Message
 from sharded_loader.pools.task_reader import TaskReader, write_stacks
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    pass
-
 CHECK_SHARE = 50
 """Pause after a check, as a multiple of its duration: at most 2 % of the worker's time. `own_bytes` takes 40 us,
 `private_bytes` 17 ms at 740 MB."""
@@ -131,11 +126,8 @@ class WorkerThreads:
         if kind in (wire.HEARTBEAT, wire.GUARD, wire.SEGMENT):
             self._open_shared(message)
         elif kind == wire.FLUSH:
-            if self._sending.acquire(blocking=False):  # otherwise the main thread sends; this one must keep reading
-                try:
-                    self._send_replies()
-                finally:
-                    self._sending.release()
+            # This one must keep reading: where links block, the main process may be sending to it.
+            threading.Thread(target=self._send_replies, daemon=True).start()
         elif kind == wire.TOUCH:
             if (memory := self._memory_at(decode(message.content))) is not None:
                 memory[:: mmap.PAGESIZE] = 0
@@ -156,11 +148,10 @@ class WorkerThreads:
         try:
             fd = None if name else self._link.take_descriptor()
             if kind == wire.GUARD:
-                try:
-                    die_with(name or f"/proc/self/fd/{fd}")
-                finally:
+                with contextlib.ExitStack() as stack:
                     if fd is not None:
-                        os.close(fd)
+                        stack.callback(os.close, fd)
+                    die_with(name or f"/proc/self/fd/{fd}")
             elif kind == wire.HEARTBEAT:
                 self._reader.heartbeat = heartbeat_in(attach(0, nbytes, fd, name).mapping, number)
             else:
@@ -314,6 +305,8 @@ def die_with(path: str) -> None:
     PDEATHSIG fires when the *thread* that started this process ends. The signal's owner belongs to the open file, which
     workers share, so the pipe is opened again by its path under /proc.
     """
+    import fcntl
+
     own = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         fcntl.fcntl(own, fcntl.F_SETOWN, os.getpid())

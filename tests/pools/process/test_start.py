@@ -131,7 +131,7 @@ def test_each_sample_is_noted_if_it_has_a_timeout_or_no_second_try_and_only_fork
 
 def test_workers_that_run_are_sent_another_job_and_all_have_a_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
     def launch(number: int, job: Job) -> Any:
-        return SimpleNamespace(link=Mock(), tasks={})
+        return SimpleNamespace(link=Mock(), tasks={}, unread=[])
 
     owner = ProcessTransport(2, "spawn", None)
     monkeypatch.setattr(owner, "launch", launch)
