@@ -445,7 +445,11 @@ class Grouping:
     """
 
     def __init__(
-        self, seconds: float = GROUP_SECONDS, most: int = MAX_GROUP, *, most_bytes: int = GROUP_BYTES, patient: bool = False
+        self,
+        seconds: float = GROUP_SECONDS,
+        most: int = MAX_GROUP,
+        most_bytes: int = GROUP_BYTES,
+        patient: bool = False,
     ) -> None:
         self._seconds, self._most, self._most_bytes, self._patient = seconds, most, most_bytes, patient
         self.mean = seconds

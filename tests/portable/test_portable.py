@@ -130,6 +130,7 @@ def test_a_worker_reads_on_while_it_sends_what_was_asked_for(host_time: Any, mon
     """Both ends of a pipe of Windows block: each would wait for the other one to read."""
     monkeypatch.setattr(wire, "PORTABLE", True)
     monkeypatch.setattr(worker_module, "GROUP_SECONDS", math.inf)
+    monkeypatch.setattr("sharded_loader.streams.worker_info.announce_worker", lambda *_: None)  # this is no worker
     ours, theirs = multiprocess.Pipe()
     for end in (ours, theirs):
         with socket.socket(fileno=os.dup(end.fileno())) as one:

@@ -66,7 +66,7 @@ SLOT_BYTES = 4096
 Time per batch with a slot, as a share of the time without one: 1.12 at 2.3 KB, 0.9 at 4.6, 0.8 at 7, 0.67 at 18."""
 
 HANDLES, TURN = 63, 0.002
-"""Handles that Windows waits for at once, and seconds for so many if there are more: 31 workers and more."""
+"""Handles that Windows waits for at once. From 32 workers on there are more, which take turns, in seconds."""
 
 NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
 """Send flag that makes a dead worker an error, even if SIGPIPE would end the program."""
