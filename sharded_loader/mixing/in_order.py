@@ -298,7 +298,8 @@ class InterleavedIterable(InOrder):
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the most recently active iterator; see `interleave`."""
         position = self._loaded or self._beginning()
-        return entries.to_state(position if self._last is None else self._last.state())
+        position = position if self._last is None else self._last.state()
+        return {"version": entries.VERSION, **entries.to_state(position)}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Let the next iteration continue at a saved position.
@@ -307,10 +308,7 @@ class InterleavedIterable(InOrder):
             ValueError, TypeError: The state is invalid, or of another mixture; the message lists the differences.
                 Nothing has changed then.
         """
-        if not isinstance(state, Mapping):
-            raise TypeError(
-                f"interleave: the state is {brief(state)}, {an(type(state))}; it must be a dict: {_MIXTURES}"
-            )
+        entries.check_version(state, _MIXTURES, unnumbered=1)
         position = entries.from_state(_MixPosition, state, _MIXTURES, "interleave: the state")
         differences = list(entries.differences(position, self._beginning()).values())
         if not differences and len(position.sources) != len(self._schedule.sources):
@@ -515,13 +513,12 @@ class ShuffledIterator(Iterator[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as a small dict, without samples."""
-        return entries.to_state(replace(self._position, given=self._given))
+        return {"version": entries.VERSION, **entries.to_state(replace(self._position, given=self._given))}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Continue at a saved position, reading its block again; raise TypeError or ValueError for unfit states."""
-        at = entries.from_state(
-            _BufferPosition, entries.instance(Mapping, "a dict")("the state", state, _BUFFERS), _BUFFERS
-        )
+        entries.check_version(state, _BUFFERS, unnumbered=1)
+        at = entries.from_state(_BufferPosition, state, _BUFFERS)
         if found := entries.differences(at, self._position):
             raise ValueError(f"ShuffleBuffer: the state is that of another one: {', '.join(found.values())}")
         self._begin_at(replace(at, given=0))

@@ -275,11 +275,13 @@ class PackedRows(Iterator[dict[str, Array]]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as a small dict, without documents."""
-        return entries.to_state(replace(self._at, row=self._row))
+        return {"version": entries.VERSION, **entries.to_state(replace(self._at, row=self._row))}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Continue at a saved position, reading its window again; raise TypeError or ValueError for unfit states."""
-        place = entries.dict_of(_PackPosition)("the state", state, "give what state_dict() of an iterator returned")
+        advice = "give what state_dict() of an iterator returned"
+        entries.check_version(state, advice, unnumbered=1)
+        place = entries.from_state(_PackPosition, state, advice)
         if found := entries.differences(place, self._at):
             raise ValueError(f"PackStream: the state is that of another one: {', '.join(found.values())}")
         self._begin_at(place)
