@@ -13,6 +13,7 @@
 #   make docs          the documentation, as a site in site/ (begin at site/index.html)
 #   make test-docs     the tests of the documentation, with every page in Chromium if there is one
 #   make test-lowest   the core of the tests, with the lowest versions that setup.cfg allows, in an environment of its own
+#   make test-wheel    the code of README, pages, docstrings and notebooks, with the wheel installed and without the checkout
 #   make dist          sdist and wheel, in dist/, checked as a package index does
 #   make clean         remove everything that the others made
 # For one other Python: make test PYTHON=python3.13 VENV=.venv-python3.13
@@ -31,7 +32,7 @@ PARALLEL = -n logical --maxprocesses 4 --dist worksteal
 export PYTHONDONTWRITEBYTECODE =
 PIP = PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq -c constraints.txt
 
-.PHONY: help demo test test-changed test-all test-pythons test-portable test-gpu test-frameworks test-ray test-stores lint docs test-docs test-lowest dist clean
+.PHONY: help demo test test-changed test-all test-pythons test-portable test-gpu test-frameworks test-ray test-stores lint docs test-docs test-lowest test-wheel dist clean
 
 help:
 	@sed -n "s/^#   //p" Makefile
@@ -127,8 +128,27 @@ dist: $(VENV)/dist.stamp
 	$(BIN)/python -m build --no-isolation
 	$(BIN)/python -m twine check --strict dist/*
 
+# The wheel is made of the sdist, as `make dist` does, in the environment that it is installed in. The tests run in a
+# folder of the sdist's files without the package.
+WHEEL = .venv-wheel
+WITHOUT = build/without-package
+
+test-wheel:
+	$(MAKE) $(WHEEL)/wheel.stamp VENV=$(WHEEL)
+	rm -rf dist sharded_loader.egg-info $(WITHOUT)
+	$(WHEEL)/bin/python -m build --no-isolation
+	PIP_DISABLE_PIP_VERSION_CHECK=1 $(WHEEL)/bin/python -m pip install -qq --force-reinstall --no-deps dist/*.whl
+	mkdir -p $(WITHOUT)
+	tar -xzf dist/*.tar.gz -C $(WITHOUT) --strip-components 1
+	rm -r $(WITHOUT)/sharded_loader
+	cd $(WITHOUT) && env -u PYTHONPATH $(abspath $(WHEEL))/bin/python -c "$$IN_SITE_PACKAGES"
+	cd $(WITHOUT) && env -u PYTHONPATH $(abspath $(WHEEL))/bin/python -m pytest -m "not lint" tests/docs/test_blocks.py tests/tutorials
+	cd $(WITHOUT) && env -u PYTHONPATH $(abspath $(WHEEL))/bin/python -m pytest --pyargs sharded_loader --ignore-glob "*/integrations/*"
+
+export IN_SITE_PACKAGES = import sharded_loader, sysconfig; assert sharded_loader.__file__.startswith(sysconfig.get_path("purelib"))
+
 clean:
-	rm -rf $(VENV) $(PYTHONS:%=.venv-%) $(FRAMEWORKS) $(RAY) $(STORES) $(LOWEST) build dist site sharded_loader.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PYTHONS:%=.venv-%) $(FRAMEWORKS) $(RAY) $(STORES) $(LOWEST) $(WHEEL) build dist site sharded_loader.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # pip is what `venv` makes last: an interrupted one is made again.
@@ -194,4 +214,11 @@ $(VENV)/dist.stamp: $(INPUTS) | $(BIN)/pip
 	@echo "Installing into $(VENV) (once, a minute or two) ..."
 	$(PIP) setuptools
 	$(PIP) --no-build-isolation -e ".[dist]"
+	touch $@
+
+# What the wheel's extra "test" requires, not the package itself: an editable install would be found before the wheel.
+$(VENV)/wheel.stamp: $(INPUTS) | $(BIN)/pip
+	@echo "Installing into $(VENV) (once, a minute or two) ..."
+	$(PIP) setuptools build
+	$(PIP) --no-build-isolation ".[test]"
 	touch $@

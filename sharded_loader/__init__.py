@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "1.0.0rc1"
 
 PROVIDED = {
     ("batch", "shares"): "sharded_loader.parallel.shares:make_shares",

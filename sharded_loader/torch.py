@@ -411,7 +411,9 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
     # -- the order of `ShardedDataLoader` -------------------------------------------------------------------
 
     def rescale(self, num_replicas: int, rank: int, batch_size: int | None = None) -> None:
-        """Continue with other ranks from the next batch on; see `ShardedDataLoader.rescale`.
+        """Continue as rank ``rank`` of ``num_replicas`` from the next batch on; see `ShardedDataLoader.rescale`.
+
+        ``batch_size`` is that of each rank; None: as before.
 
         Raises:
             TypeError: The loader was made without ``num_replicas`` and the arguments described with it.
@@ -490,7 +492,7 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         self._show_sharded(inner)
 
     def without(self, indices: Iterable[int]) -> None:
-        """Leave out samples from the next batch on; see `ShardedDataLoader.without`.
+        """Leave out the samples ``indices`` from the next batch on; see `ShardedDataLoader.without`.
 
         Raises:
             TypeError, ValueError, IndexError, RuntimeError: As `rescale`, and as `ShardedDataLoader.without`.
@@ -607,12 +609,15 @@ class TorchReading(TorchSteps, Generic[Batch]):
             state, progress.data = run.state_dict(loader), progress.data or fingerprint_of(loader.dataset)
             if progress.data is not None:
                 state["_data"] = progress.data
+        state["_version"] = entries.VERSION
         return {**state, "_skip": list(map(list, loader.skip))} if loader.skip else state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], skip: Sequence[tuple[int, int]] | None) -> None:
         loader, progress, advice = self._loader, self._loader._progress, ADVICE
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"the state is {an(type(state_dict))}; give what state_dict() has returned")
+        numbered = {"version": state_dict.get("_version", 1), "epoch": state_dict.get("_epoch")}
+        entries.check_version(numbered, advice)
         kind = "_stream" if isinstance(loader.dataset, IterableDataset) else "_sampler"
         state = entries.from_state(LoaderState, state_dict, advice)
         entries.read_entry(state_dict, kind, entries.anything, advice)

@@ -21,7 +21,7 @@ from sharded_loader.base.checks import check_int
 from sharded_loader.base.described import an, brief
 
 VERSION = 1
-"""Format version of loader states (their entry ``version``)."""
+"""Format version of states (their entry ``version``); `docs/versions.md` says which versions of the library read it."""
 
 Reader = Callable[[str, Any, str], Any]
 """``read(what, value, advice)`` validates and converts the value in a state; ``what`` names the entry in errors."""
@@ -161,13 +161,16 @@ def differences(saved: T, now: T, **words: str) -> dict[str, str]:
     return messages
 
 
-def check_version(state: object, advice: str) -> None:
-    """Raise a TypeError or ValueError unless ``state`` is a loader state that this version can read."""
+def check_version(state: object, advice: str, unnumbered: int | None = None) -> None:
+    """Raise a TypeError or ValueError unless ``state`` is a state that this version of the library can read.
+
+    ``unnumbered`` is the version of states without the entry; None: they are none.
+    """
     if not isinstance(state, Mapping):
         raise TypeError(f"the state is {brief(state)}, {an(type(state))}; it must be a dict: {advice}")
-    if "version" not in state:
+    if "version" not in state and unnumbered is None:
         raise ValueError(f"the state has no 'version', its keys are {brief(sorted(map(str, state)))}: {advice}")
-    version = read_entry(state, "version", integer(1), advice)
+    version = read_entry({"version": unnumbered, **state}, "version", integer(1), advice)
     if version > VERSION:
         raise ValueError(
             f"the state is of version {brief(version)}, this sharded_loader reads up to version {VERSION}: update "

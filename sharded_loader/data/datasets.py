@@ -255,6 +255,8 @@ class Dataset:
     def transform_first(self, fn: Callable[[Any], Any], lazy: bool = True, seeded: bool = False) -> Dataset:
         """Pass the first field of every tuple sample through ``fn``, or the sample itself if it is not a tuple.
 
+        ``lazy`` and ``seeded`` as in `transform`.
+
         Example:
             >>> from sharded_loader import ArrayDataset
             >>> list(ArrayDataset([1, 2], [10, 20]).transform_first(lambda a: -a))
@@ -808,7 +810,7 @@ class ArrayDataset(Dataset):
         return self.as_batch(bulk.gather_rows(self._columns, bulk.checked_indices(indices, self._length), empty))
 
     def as_batch(self, fields: list[Any]) -> Any:
-        """Build a batch from one field per column, in the dataset's order.
+        """Build a batch from ``fields``, one per column, in the dataset's order.
 
         Example:
             >>> ArrayDataset(x=[1], y=[2]).as_batch(["xs", "ys"])

@@ -316,16 +316,18 @@ class InterleavedIterable(InOrder):
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the most recently active iterator; see `interleave`."""
         position = self._loaded or self._beginning()
-        return entries.to_state(position if self._last is None else self._last())
+        position = position if self._last is None else self._last()
+        return {"version": entries.VERSION, **entries.to_state(position)}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Let the next iteration continue at a saved position.
 
         Raises:
-            ValueError: The state is invalid, or of another mixture; the message lists the differences. Nothing has
-                changed then.
+            ValueError, TypeError: The state is invalid, or of another mixture; the message lists the differences.
+                Nothing has changed then.
         """
-        position = entries.dict_of(_MixPosition)("interleave: the state", state, _MIXTURES)
+        entries.check_version(state, _MIXTURES, unnumbered=1)
+        position = entries.from_state(_MixPosition, state, _MIXTURES, "interleave: the state")
         differences = list(entries.differences(position, self._beginning()).values())
         if not differences and len(position.sources) != len(self._schedule.sources):
             differences.append(f"it was one of {len(position.sources)} datasets")
@@ -448,11 +450,13 @@ class Windows(Iterator[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as a small dict, without samples."""
-        return entries.to_state(replace(self._at, given=self._given))
+        return {"version": entries.VERSION, **entries.to_state(replace(self._at, given=self._given))}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Continue at a saved position, reading its window again; a ValueError if the state does not fit."""
-        at = entries.dict_of(type(self._at))("the state", state, "give what state_dict() of an iterator returned")
+        advice = "give what state_dict() of an iterator returned"
+        entries.check_version(state, advice, unnumbered=1)
+        at = entries.from_state(type(self._at), state, advice)
         if found := entries.differences(at, self._at):
             raise ValueError(f"{self._name}: the state is that of another one: {', '.join(found.values())}")
         self._begin_at(at)

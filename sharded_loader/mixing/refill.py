@@ -137,10 +137,11 @@ class _Samples(Iterator[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as a small dict."""
-        return {"order": repr(self._refill), "read": self._read}
+        return {"version": entries.VERSION, "order": repr(self._refill), "read": self._read}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Continue at a saved position; a ValueError if it is that of another order."""
+        entries.check_version(state, _ADVICE, unnumbered=1)
         order = entries.read_entry(state, "order", entries.string, _ADVICE)
         if order != repr(self._refill):
             raise ValueError(f"the state is that of another order: it was {order}, and is {self._refill!r}")

@@ -124,7 +124,7 @@ class MXRecordIO(Closable):
             return record
 
     def write(self, buf: bytes | bytearray | memoryview) -> None:
-        """Append one record.
+        """Append ``buf`` as one record.
 
         Raises:
             ValueError, TypeError: The record has 2**29 bytes or more, or is not bytes.
@@ -269,7 +269,7 @@ class MXIndexedRecordIO(MXRecordIO):
         return record
 
     def write_idx(self, idx: Any, buf: bytes | bytearray | memoryview) -> None:
-        """Append one record under the key ``key_type(idx)``.
+        """Append ``buf`` as one record under the key ``key_type(idx)``.
 
         A key that exists, contains a tab or line end, or is changed by ``key_type`` (5.7 to 5) is a ValueError. Also
         raises what `write` does.

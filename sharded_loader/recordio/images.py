@@ -100,7 +100,7 @@ def _check_exact(values: Any, stored: Any) -> None:
 
 
 def unpack(s: bytes) -> tuple[IRHeader, bytes]:
-    """Split a record made by `pack` into header and payload, as ``mxnet.recordio.unpack``.
+    """Split ``s``, a record made by `pack`, into header and payload, as ``mxnet.recordio.unpack``.
 
     The label is a float, or a writable float32 array of shape (flag,). A record that is too short for its header or
     label is a ValueError.

@@ -62,7 +62,7 @@ class BucketScheme(Described):
     def __call__(
         self, max_lengths: int | Sequence[int], min_lengths: int | Sequence[int], num_buckets: int
     ) -> list[Any]:
-        """Return ``num_buckets`` keys, from greatest and smallest lengths: ints, or tuples of one int per part.
+        """Return ``num_buckets`` keys from ``max_lengths`` and ``min_lengths``: ints, or tuples of one int per part.
 
         Example:
             >>> ConstWidthBucket()([100, 10], [1, 1], 2)

@@ -143,6 +143,7 @@ class Sampler(Described, Generic[Item_co]):
         super().__setattr__(name, value)
 
     def check_dataset(self, length: int) -> None:
+        """Raise a ValueError unless the sampler fits a dataset of ``length`` samples."""
         if self.dataset_length not in (None, length):
             text = f"the {type(self).__name__} has {self.dataset_length} {self.of_each}s, but the dataset has {length}"
             raise ValueError(f"{text} samples: give one {self.of_each} per sample, in the order of the dataset")

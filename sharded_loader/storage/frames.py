@@ -168,7 +168,7 @@ class FrameWindows(Dataset):
         return int(self._ends[-1])
 
     def group_of(self, index: int) -> str:
-        """Return the path of the video that a sample is in."""
+        """Return the path of the video that sample ``index`` is in."""
         return self._episodes[self._place(index)[0]][0]
 
     def _place(self, index: int) -> tuple[int, int]:

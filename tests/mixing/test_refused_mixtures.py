@@ -134,7 +134,7 @@ REFUSED = [
     (lambda: buffered({"given": 3, **BLOCK}, 9), ValueError, "fewer samples"),
     (lambda: buffered({"given": 13}, 12), ValueError, "fewer samples"),
     (lambda: buffered(BLOCK, 7), ValueError, "ShuffleBuffer: the dataset"),
-    (lambda: iter(ShuffleBuffer(Parts(), 2)).load_state_dict(None), ValueError, "must be a dict"),
+    (lambda: iter(ShuffleBuffer(Parts(), 2)).load_state_dict(None), TypeError, "must be a dict"),
     (lambda: len(ShuffleBuffer(Parts(), 2)), TypeError, "has no len"),
     (lambda: ShardedDataLoader(Parts(), 2, shuffle=True), ValueError, "ShuffleBuffer"),
     # token windows
@@ -248,7 +248,7 @@ def test_a_state_of_another_mixture_is_rejected_and_changes_nothing():
         ({"sources": []}, ValueError, "it was one of 0 datasets"),
         ({"sources": None}, ValueError, "its 'sources' is None; it must be a list"),
         ({"sources": [{}, {}]}, ValueError, "its 'sources' has no 'pass'"),
-        (None, ValueError, "the state is None; it must be a dict"),
+        (None, TypeError, "the state is None, NoneType; it must be a dict"),
     ],
 )
 def test_a_state_that_does_not_fit_a_mixture_in_order_is_rejected_and_changes_nothing(change, error, said):
