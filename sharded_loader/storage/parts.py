@@ -100,14 +100,25 @@ def read(
 
     async def look(answer: Any) -> None:
         seen.append(answer)
-        if landing is not None and answer.status == 206:
+        if landing is None or answer.status != 206:
+            return
+        try:
             check_answer(answer.status, answer.headers, begin, end, stat)
+            if stat is not None and is_same(stat.tag, tag_of(answer.headers)) is False:
+                return
             async for chunk in answer.content.iter_any():
                 landing.take(chunk)
+        except BaseException:
+            answer.close()  # aiohttp does not, so early
+            raise
 
     how.update(headers={**system.kwargs.get("headers", {}), "Accept-Encoding": "identity"}, raise_for_status=look)
     try:
         found = system.cat_file(path, start=begin, end=end, **how)
+    except BaseException:
+        if landing is not None:
+            landing.is_over = True
+        raise
     finally:
         for answer in seen:
             check_answer(answer.status, answer.headers, begin, end, stat)
@@ -127,15 +138,18 @@ class NotWritten(Exception):
 class Landing:
     """Place of a byte range in a file, for one attempt to read it. Chunks are written as they come.
 
-    ``write`` is called with a position in the file and bytes. ``checksum`` is the CRC-32 of all bytes so far.
+    ``write`` is called with a position in the file and bytes. ``checksum`` is the CRC-32 of all bytes so far. Once the
+    attempt ``is_over``, nothing is written: fsspec's thread may go on for a while with a request that was given up.
     """
+
+    is_over = False
 
     def __init__(self, write: Callable[[int, bytes], object], begin: int, end: int) -> None:
         self._write, self.at, self._end = write, begin, end
         self.checksum = 0
 
     def take(self, chunk: bytes) -> None:
-        if len(chunk) > self._end - self.at:
+        if self.is_over or len(chunk) > self._end - self.at:
             raise BadResponse(f"more bytes came than were asked for, up to {self._end:,}")
         try:
             self._write(self.at, chunk)

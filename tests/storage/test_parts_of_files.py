@@ -23,9 +23,9 @@ from hypothesis import strategies as st
 from shards import Served, closed, serves, tar  # noqa: F401
 
 from sharded_loader import ShardCache, ShardDataset
-from sharded_loader.storage import stores
+from sharded_loader.storage import parts, stores
 from sharded_loader.storage.files import ShardError, Stat
-from sharded_loader.storage.parts import is_same, joined, tag_of, with_tags
+from sharded_loader.storage.parts import BadResponse, Landing, is_same, joined, tag_of, with_tags
 from sharded_loader.storage.stores import ObjectStore
 
 OLD = random.Random(1).randbytes(500_000)
@@ -260,6 +260,38 @@ def test_a_file_that_cannot_be_written_is_no_fault_of_the_server(served: Served)
     with pytest.raises(OSError, match="No space left on device") as caught:
         store.fetch(url, Full(), stat)
     assert type(caught.value) is OSError and caught.value.errno == errno.ENOSPC and store.retries == 0
+
+
+def test_an_attempt_that_was_given_up_writes_nothing_more(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, kept, landings = HTTPFileSystem._cat_file, [1], list[Landing]()
+
+    async def fails_once(*arguments: Any, **named: Any) -> bytes:
+        found: bytes = await reads(*arguments, **named)
+        if kept and kept.pop():
+            raise TimeoutError("it took too long")
+        return found
+
+    class Noted(Landing):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            landings.append(self)
+
+    monkeypatch.setattr(parts, "Landing", Noted)
+    monkeypatch.setattr(HTTPFileSystem, "_cat_file", fails_once)
+    store, url, stat = known(served)
+    assert fetched(store, url, stat) == OLD and store.retries == 1
+    assert [landing.is_over for landing in landings] == [True, False]
+    with pytest.raises(BadResponse):
+        landings[0].take(b"late")
+
+
+def test_bytes_of_another_version_never_reach_the_file(served: Served) -> None:
+    store, url, stat = known(served)
+    replace(served)
+    file = io.BytesIO()
+    with pytest.raises(ShardError, match=r"a\.bin has changed since"):
+        store.fetch(url, file, stat)
+    assert file.getvalue() == b""
 
 
 @given(st.lists(st.binary(max_size=100), max_size=5))
