@@ -8,8 +8,8 @@ server's ``Retry-After``. Missing or changed files and denied access are not ret
 switched off: together, one failure would cost up to 150 requests.
 
 Answers of web servers are written into a fetched file chunk by chunk, in the thread of fsspec, and are summed up there:
-0.8 ms of processor time per MB. To join the chunks, write them in another thread and read the file again for its
-checksum took 2.2 ms. So a cache on a slow disk slows down all requests of the process.
+1.7 ms of processor time per MB, all of a cached shard included. To join the chunks, write them in another thread and
+read the file again for its checksum took 2.6 ms. But a cache on a slow disk slows down all requests of the process.
 
 At first, `CONNECTIONS` requests run in parallel, one more after each answer, up to `MAX_REQUESTS`: small servers drop
 connections beyond their backlog, and each of these would take a second longer.
