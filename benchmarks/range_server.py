@@ -128,11 +128,13 @@ def serve(folder: Path, speed: float | None, fault: str, ports: Any, sent: Any) 
         def send(self, content: memoryview) -> None:
             with sent.get_lock():
                 sent[0] += len(content)
+            due = time.perf_counter()
             for at in range(0, len(content), 1 << 18):
                 piece = content[at : at + (1 << 18)]
                 self.wfile.write(piece)
-                if speed:
-                    time.sleep(len(piece) / speed)
+                if speed:  # sleeping for each piece alone would add the time that writing took
+                    due = max(due, time.perf_counter() - 0.01) + len(piece) / speed
+                    time.sleep(max(0.0, due - time.perf_counter()))
 
     class Server(ThreadingHTTPServer):
         request_queue_size = 128  # of 5, connections beyond them are tried again after a second

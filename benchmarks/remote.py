@@ -26,6 +26,13 @@ groups, beside the same table in memory.
     columns       `ShardDataset`, as it is
     rows          the same with a transform, which needs a dict of each row
 
+With ``--connections``, only a table of megabytes per second over 16 connections of 50 MB/s each is printed: medians of
+five rounds, each measured one after the other, and the processor time of the main process.
+
+    bare          `http.client` in 16 threads, into files, and nothing else
+    inline        an epoch in windows of 16 shards, which are fetched ahead; samples are read by the main process
+    2 workers     the same, read by two workers
+
 With ``--sizes``, only a table of an epoch in shards of several sizes is printed, 1 GB in all. With ``--ray``, only one
 of epochs with two workers of `ProcessPool` and of `RayPool`, at 20 MB/s per connection.
 """
@@ -33,8 +40,11 @@ of epochs with two workers of `ProcessPool` and of `RayPool`, at 20 MB/s per con
 from __future__ import annotations
 
 import argparse
+import http.client
 import importlib.util
 import json
+import queue
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -297,6 +307,73 @@ def sizes() -> None:
                 print(f"| {count} of {megabytes} MB | {sent[1] - before} | {first:.2f} | {seconds:.1f} |", flush=True)
 
 
+# -- many connections --------------------------------------------------------------------------------------------------
+
+MANY, ROUNDS = 16, 5
+
+
+def over_http(urls: list[str], folder: Path) -> None:
+    """Fetch every shard into a file by threads of `http.client`: as little as Python can do."""
+    host = urls[0].split("/")[2]
+    rest = queue.SimpleQueue[str | None]()
+    for url in [*urls, *[None] * MANY]:
+        rest.put(url)
+
+    def fetch() -> None:
+        connection, buffer = http.client.HTTPConnection(host), memoryview(bytearray(1 << 20))
+        while (url := rest.get()) is not None:
+            name = url.rpartition("/")[2]
+            connection.request("GET", f"/{name}")
+            answer = connection.getresponse()
+            with open(folder / name, "wb", buffering=0) as file:
+                while size := answer.readinto(buffer):
+                    file.write(buffer[:size])
+        connection.close()
+
+    with ThreadPoolExecutor(MANY) as threads:
+        for done in [threads.submit(fetch) for _ in range(MANY)]:
+            done.result()
+
+
+def all_batches(urls: list[str], folder: Path, workers: int, room: int) -> None:
+    """Read an epoch of shards that are fetched ahead."""
+    dataset = ShardDataset(urls, cache=ShardCache(folder / "cache", room), index_folder=folder / "indexes")
+    order = ShardShuffleSampler(dataset.lengths, MANY, seed=1)
+    with ShardedDataLoader(dataset.transform(_first_byte), 64, sampler=order, num_workers=workers) as loader:
+        assert sum(map(len, loader)) == len(dataset)
+    dataset.close()
+
+
+def connections() -> None:
+    """Print the table of many connections."""
+    found: dict[str, list[tuple[float, float]]] = {}  # by way: MB/s, and milliseconds of processor time for a MB
+    with tempfile.TemporaryDirectory() as name:
+        (shards_in := Path(name) / "shards").mkdir()
+        for number in range(4 * MANY):
+            write_tar(shards_in / f"{number:03}.tar", number, MEGABYTES // (4 * MANY) * 10, 100_000)
+        ShardDataset(f"{shards_in}/*.tar", index_folder=Path(name) / "local").write_index()
+        nbytes = sum(path.stat().st_size for path in shards_in.glob("*.tar"))
+        with serving(shards_in, SPEEDS[-1]) as (url, _):
+            urls, index = [f"{url}/{number:03}.tar" for number in range(4 * MANY)], [f"{url}/shards.index"]
+            ways: dict[str, Callable[[Path], None]] = {
+                "bare": lambda folder: over_http(urls, folder),
+                "inline": lambda folder: all_batches(index, folder, 0, nbytes * 5 // 8),
+                "2 workers": lambda folder: all_batches(index, folder, 2, nbytes * 5 // 8),
+            }
+            for _ in range(ROUNDS):
+                for way, read in ways.items():
+                    with tempfile.TemporaryDirectory(dir=name) as own:
+                        began, used = time.perf_counter(), time.process_time()
+                        read(Path(own))
+                        seconds, cpu = time.perf_counter() - began, time.process_time() - used
+                    found.setdefault(way, []).append((nbytes / 1e6 / seconds, cpu * 1e9 / nbytes))
+    print("| how | MB/s | of bare | main process, ms of processor time per MB |\n|---|---|---|---|")
+    limit = statistics.median(rate for rate, _ in found["bare"])
+    for way, rounds in found.items():
+        rate, cpu = (statistics.median(column) for column in zip(*rounds, strict=True))
+        print(f"| {way} | {rate:.0f} | {rate / limit:.2f} | {cpu:.2f} |", flush=True)
+
+
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 ROWS, GROUP = 50_000, 5_000
@@ -367,6 +444,7 @@ def main() -> None:
         "opening": "the table of opening",
         "beside": "the tables with other libraries",
         "tables": "the table of Parquet and Arrow files",
+        "connections": "the table of 16 connections",
         "sizes": "the table of the size of shards",
         "ray": "the table of epochs over Ray",
     }.items():
@@ -377,6 +455,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         if given.tables:
             tables(Path(name))
+        elif given.connections:
+            connections()
         elif given.sizes:
             sizes()
         elif given.ray:

@@ -53,8 +53,8 @@ HOLD_SECONDS = 10.0
 """Seconds for which a shard stays needed after `ShardCache.keep`, which readers call every second (up to 6 seconds late
 on a heavily oversubscribed machine)."""
 
-Fetch = Callable[[BinaryIO], None]
-"""Function that writes the bytes of a shard into a file."""
+Fetch = Callable[[BinaryIO], "int | None"]
+"""Function that writes the bytes of a shard into a file. It returns their CRC-32, or None if it has not computed it."""
 
 _NAME = re.compile(r"[0-9a-f]{40}-(\d+)\.(shard|part)")
 
@@ -200,7 +200,7 @@ class ShardCache:
                 # Not "wb", which truncates: where locks have no effect, another machine may be writing the same bytes.
                 # Leftovers of a dead process are overwritten.
                 with open(part, "r+b") as file:
-                    fetch(file)
+                    checksum = fetch(file)
                     written = file.tell()
                     file.flush()
                     os.fsync(file.fileno())
@@ -209,7 +209,7 @@ class ShardCache:
                         raise ShardError(text)
                     if not os.path.samestat(os.fstat(file.fileno()), os.stat(part)):
                         return  # the locks were deleted, and another process downloads this shard as well
-                seal(part, path)
+                seal(part, path, checksum)
                 self.fetched += 1
                 return
             except BaseException as error:
@@ -333,9 +333,9 @@ def checksum_path(path: Path) -> Path:
     return path.with_suffix(".sum")
 
 
-def seal(part: Path, path: Path) -> None:
+def seal(part: Path, path: Path, checksum: int | None = None) -> None:
     """Rename a finished download to ``path``, and store its checksum."""
-    checksum = _checksum(part)
+    checksum = _checksum(part) if checksum is None else checksum
     checksum_path(path).touch()  # shards without this file are evicted first
     os.replace(part, path)
     _note(path, checksum)

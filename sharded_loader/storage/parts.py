@@ -19,7 +19,8 @@ from __future__ import annotations
 import os
 import re
 import uuid
-from collections.abc import Mapping
+import zlib
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -84,22 +85,40 @@ def is_same(tag: str, other: str) -> bool | None:
     return None if not tag or not other or kind != other_kind else tag == other
 
 
-def read(system: Any, path: str, begin: int, end: int, stat: Stat | None, seconds: float) -> tuple[bytes, str]:
+def read(
+    system: Any, path: str, begin: int, end: int, stat: Stat | None, seconds: float, landing: Landing | None = None
+) -> tuple[bytes, str]:
     """Read a byte range through fsspec; return it with the tag of the answer, which is empty except for HTTP.
 
-    Only asynchronous file systems can be interrupted after ``seconds``. Without ``stat``, any version will do.
+    Only asynchronous file systems can be interrupted after ``seconds``. Without ``stat``, any version will do. HTTP
+    bodies go to the ``landing`` chunk by chunk, so that each is copied once; then the returned bytes are empty.
     """
     how: dict[str, Any] = {"timeout": seconds} if getattr(system, "async_impl", False) else {}
     if not how or "http" not in (system.protocol if isinstance(system.protocol, tuple) else (system.protocol,)):
         return system.cat_file(path, start=begin, end=end, **how), ""
     seen: list[Any] = []
 
-    async def look(answer: object) -> None:
+    async def look(answer: Any) -> None:
         seen.append(answer)
+        if landing is None or answer.status != 206:
+            return
+        try:
+            check_answer(answer.status, answer.headers, begin, end, stat)
+            if stat is not None and is_same(stat.tag, tag_of(answer.headers)) is False:
+                return
+            async for chunk in answer.content.iter_any():
+                landing.take(chunk)
+        except BaseException:
+            answer.close()  # aiohttp does not, so early
+            raise
 
     how.update(headers={**system.kwargs.get("headers", {}), "Accept-Encoding": "identity"}, raise_for_status=look)
     try:
         found = system.cat_file(path, start=begin, end=end, **how)
+    except BaseException:
+        if landing is not None:
+            landing.is_over = True
+        raise
     finally:
         for answer in seen:
             check_answer(answer.status, answer.headers, begin, end, stat)
@@ -110,6 +129,59 @@ def read(system: Any, path: str, begin: int, end: int, stat: Stat | None, second
             _note_whole_files(shown(path).rpartition("/")[0])
         found = found[begin:end]
     return found, tag_of(seen[0].headers) if seen else ""  # no answer: the range came from fsspec's cache
+
+
+class NotWritten(Exception):
+    """Raised if a file here cannot be written to, by the `OSError` that is its cause."""
+
+
+class Landing:
+    """Place of a byte range in a file, for one attempt to read it. Chunks are written as they come.
+
+    ``write`` is called with a position in the file and bytes. ``checksum`` is the CRC-32 of all bytes so far. Once the
+    attempt ``is_over``, nothing is written: fsspec's thread may go on for a while with a request that was given up.
+    """
+
+    is_over = False
+
+    def __init__(self, write: Callable[[int, bytes], object], begin: int, end: int) -> None:
+        self._write, self.at, self._end = write, begin, end
+        self.checksum = 0
+
+    def take(self, chunk: bytes) -> None:
+        if self.is_over or len(chunk) > self._end - self.at:
+            raise BadResponse(f"more bytes came than were asked for, up to {self._end:,}")
+        try:
+            self._write(self.at, chunk)
+        except OSError as error:
+            raise NotWritten from error
+        self.at += len(chunk)
+        self.checksum = zlib.crc32(chunk, self.checksum)
+
+
+def joined(first: int, second: int, nbytes: int) -> int:
+    """Return the CRC-32 of two byte strings in a row, from their own ones and the length of the second.
+
+    Each byte that follows multiplies a CRC by x^8, as a polynomial over GF(2) with the lowest power in the highest bit.
+
+    Example:
+        >>> joined(zlib.crc32(b"some "), zlib.crc32(b"bytes"), 5) == zlib.crc32(b"some bytes")
+        True
+    """
+    power = 1 << 31 - 8
+    while nbytes:
+        first = _product(first, power) if nbytes & 1 else first
+        power, nbytes = _product(power, power), nbytes >> 1
+    return first ^ second
+
+
+def _product(first: int, second: int) -> int:
+    """Multiply two polynomials modulo that of CRC-32."""
+    product = 0
+    for power in range(32):
+        product ^= second if first << power & 1 << 31 else 0
+        second = second >> 1 ^ (0xEDB88320 if second & 1 else 0)
+    return product
 
 
 _whole_files: dict[str, object] = {}
@@ -147,7 +219,8 @@ def bind_credentials(url: str, options: Options) -> Options:
             super().__init__(method, url, **how)
 
     given = options.get(kind, {}) if chain else options  # chained file systems have options by protocol
-    given = {**given, "client_kwargs": {"request_class": Request, **given.get("client_kwargs", {})}}
+    defaults = {"request_class": Request, "read_bufsize": 1 << 18}  # of 64 KB, reading pauses after each 128 KB
+    given = {**given, "client_kwargs": {**defaults, **given.get("client_kwargs", {})}}
     return {**options, kind: given} if chain else given
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import io
 import pickle
 import random
 import warnings
+import zlib
 from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
@@ -16,12 +18,14 @@ from typing import Any
 import fsspec
 import pytest
 from fsspec.implementations.http import HTTPFileSystem
+from hypothesis import given
+from hypothesis import strategies as st
 from shards import Served, closed, serves, tar  # noqa: F401
 
 from sharded_loader import ShardCache, ShardDataset
-from sharded_loader.storage import stores
+from sharded_loader.storage import parts, stores
 from sharded_loader.storage.files import ShardError, Stat
-from sharded_loader.storage.parts import is_same, tag_of, with_tags
+from sharded_loader.storage.parts import BadResponse, Landing, is_same, joined, tag_of, with_tags
 from sharded_loader.storage.stores import ObjectStore
 
 OLD = random.Random(1).randbytes(500_000)
@@ -218,6 +222,84 @@ def test_a_server_that_lies_is_asked_again_and_named(served: Served, monkeypatch
         store.ranges(url, [100], [110], stat)
     served.lie = None
     assert store.ranges(url, [100], [110], stat) == [OLD[100:110]]
+
+
+WHOLE: dict[str, tuple[Callable[[int, bytes, str | None], tuple[int, bytes, str | None]], str]] = {
+    "a short body": (lambda _, content, part: (206, content[:-5], part), "where .* were asked for"),
+    "more bytes": (lambda _, content, part: (206, content + b"more", part), "more bytes came than were asked for"),
+    "other bytes": (lambda _, content, part: (206, content, "7-9/500000"), "asked for.*says that it sends"),
+    "a page of an error": (lambda _, content, part: (200, b"<html>" * 90, None), "540 bytes came for the whole"),
+    "nothing to send": (lambda _, content, part: (204, b"", None), "0 bytes came where"),
+}
+
+
+@pytest.mark.parametrize("lie", WHOLE)
+def test_a_file_is_fetched_whole_or_not_at_all_whatever_the_server_says(
+    served: Served, monkeypatch: pytest.MonkeyPatch, lie: str
+) -> None:
+    """Chunks of a bad answer may be in the file already. Those of the next attempt replace them."""
+    monkeypatch.setattr(stores, "PIECE", 150_000)
+    store, url, stat = known(served)
+    lying, message = WHOLE[lie]
+    left = [1, 1]
+    served.lie = lambda *answer: lying(*answer) if left and left.pop() else answer
+    file = io.BytesIO()
+    assert store.fetch(url, file, stat) == zlib.crc32(OLD) and file.getvalue() == OLD and store.retries == 2
+    monkeypatch.setattr(stores, "TRIES", 2)
+    served.lie = lying
+    with pytest.raises(ShardError, match=rf"a\.bin.*{message}"):
+        store.fetch(url, io.BytesIO(), stat)
+
+
+def test_a_file_that_cannot_be_written_is_no_fault_of_the_server(served: Served) -> None:
+    class Full(io.BytesIO):
+        def write(self, content: Any) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    store, url, stat = known(served)
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        store.fetch(url, Full(), stat)
+    assert type(caught.value) is OSError and caught.value.errno == errno.ENOSPC and store.retries == 0
+
+
+def test_an_attempt_that_was_given_up_writes_nothing_more(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, kept, landings = HTTPFileSystem._cat_file, [1], list[Landing]()
+
+    async def fails_once(*arguments: Any, **named: Any) -> bytes:
+        found: bytes = await reads(*arguments, **named)
+        if kept and kept.pop():
+            raise TimeoutError("it took too long")
+        return found
+
+    class Noted(Landing):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            landings.append(self)
+
+    monkeypatch.setattr(parts, "Landing", Noted)
+    monkeypatch.setattr(HTTPFileSystem, "_cat_file", fails_once)
+    store, url, stat = known(served)
+    assert fetched(store, url, stat) == OLD and store.retries == 1
+    assert [landing.is_over for landing in landings] == [True, False]
+    with pytest.raises(BadResponse):
+        landings[0].take(b"late")
+
+
+def test_bytes_of_another_version_never_reach_the_file(served: Served) -> None:
+    store, url, stat = known(served)
+    replace(served)
+    file = io.BytesIO()
+    with pytest.raises(ShardError, match=r"a\.bin has changed since"):
+        store.fetch(url, file, stat)
+    assert file.getvalue() == b""
+
+
+@given(st.lists(st.binary(max_size=100), max_size=5))
+def test_checksums_of_pieces_are_joined_to_that_of_the_file(pieces: list[bytes]) -> None:
+    found = 0
+    for piece in pieces:
+        found = joined(found, zlib.crc32(piece), len(piece))
+    assert found == zlib.crc32(b"".join(pieces))
 
 
 def test_a_server_that_ignores_ranges_is_named_once_and_sends_the_right_bytes(served: Served, caplog: Any) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import types
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -212,7 +213,7 @@ def test_a_cache_fetches_about_what_the_best_rule_does(tmp_path: Path, monkeypat
     ]
     cache = ShardCache(tmp_path, room)
     shards = pretended(cache, 48)
-    monkeypatch.setattr(shards.store, "fetch", lambda url, file, stat, **_: file.write(b"a"))
+    monkeypatch.setattr(shards.store, "fetch", lambda url, file, stat, **_: file.write(b"a") and zlib.crc32(b"a"))
 
     def of(epoch: int, number: int) -> list[int] | None:
         return epochs[epoch][number] if number < len(epochs[epoch]) else None
