@@ -318,7 +318,9 @@ class ObjectStore:
                     system = url_to_fs(url, skip_instance_cache=True, **parts.bind_credentials(url, options))[0]
                 except Exception as error:  # no such protocol, its library is missing, no connection
                     said = files.redacted(f"{type(error).__name__}: {error}", options)
-                    raise ShardError(f"{shown(url)}: {said}. Check the URL, and storage_options=") from None
+                    package = error.name if isinstance(error, ImportError) else None
+                    advice = f"pip install {package}" if package else "Check the URL, and storage_options="
+                    raise ShardError(f"{shown(url)}: {said}. {advice}") from None
                 if url.startswith("s3://"):
                     system.retries = 1  # attempts, not retries
                 self._systems[key] = system

@@ -248,7 +248,7 @@ def test_a_state_of_another_mixture_is_rejected_and_changes_nothing():
         ({"sources": []}, ValueError, "it was one of 0 datasets"),
         ({"sources": None}, ValueError, "its 'sources' is None; it must be a list"),
         ({"sources": [{}, {}]}, ValueError, "its 'sources' has no 'pass'"),
-        (None, TypeError, "the state is None, NoneType; it must be a dict"),
+        (None, TypeError, "the state is None, a NoneType; it must be a dict"),
     ],
 )
 def test_a_state_that_does_not_fit_a_mixture_in_order_is_rejected_and_changes_nothing(change, error, said):

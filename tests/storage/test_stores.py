@@ -119,6 +119,16 @@ def test_a_url_that_no_file_system_can_be_made_for_is_named(url: str) -> None:
         ShardDataset(url, storage_options={"secret": "Error"}).close()
 
 
+@pytest.mark.filterwarnings("ignore:.*Until then, shards are indexed one by one")
+def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def url_to_fs(*_: object, **__: object) -> None:
+        raise ModuleNotFoundError("No module named 'fetch'", name="fetch")
+
+    monkeypatch.setattr("fsspec.core.url_to_fs", url_to_fs)
+    with pytest.raises(ShardError, match="No module named 'fetch'. pip install fetch"):
+        ShardDataset(["http://127.0.0.1/a.tar"])
+
+
 def test_braces_of_what_is_missing_or_with_too_many_names_are_an_error(tmp_path: Path) -> None:
     (tmp_path / "0-a.txt").write_text("0\n")
     with pytest.raises(FileNotFoundError, match=r"1-a\.txt: the shard is missing"):
