@@ -407,7 +407,7 @@ Measured (2 workers, 2 cores, medians of 8 epochs in turns; CPU time of the main
     16 numbers                        51, 113        42, 100        43, 104       40, 99
 """
 
-GROUP_BYTES = 16 << 20
+MAX_BYTES = 16 << 20
 """Memory of the batches in one message, unless one batch is larger."""
 
 MAX_GROUP = 64
@@ -445,11 +445,7 @@ class Grouping:
     """
 
     def __init__(
-        self,
-        seconds: float = GROUP_SECONDS,
-        most: int = MAX_GROUP,
-        most_bytes: int = GROUP_BYTES,
-        patient: bool = False,
+        self, seconds: float = GROUP_SECONDS, most: int = MAX_GROUP, most_bytes: int = MAX_BYTES, patient: bool = False
     ) -> None:
         self._seconds, self._most, self._most_bytes, self._patient = seconds, most, most_bytes, patient
         self.mean = seconds
