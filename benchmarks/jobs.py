@@ -3,7 +3,7 @@
     jobs_data       files of a job, from fixed seeds, in a temporary folder
     jobs_loaders    torch, the drop-in and ours; `jobs_others`: the specialists, each in its own format
     jobs_child      one contender does one job, in a process of its own
-    here            rounds, the memory of all its processes, kills -> `jobs.json`, `jobs.md`, and `jobs.png`
+    here            rounds, the memory of all its processes, kills -> `jobs.json` and `jobs.md`
 
 Each contender reads its epochs without a step, is killed (SIGKILL) in the middle of one more, and goes on in a new
 process. Then it reads them with a step of fixed length: a sleep that leaves the processor free as a GPU does,
@@ -54,7 +54,7 @@ from benchmarks.range_server import serving
 Row = dict[str, Any]
 
 WORKERS = 2
-TIMEOUT = 300.0
+TIMEOUT = 600.0
 """Seconds that a contender may take for one run."""
 
 PAUSE, GRACE = 0.2, 1.0
@@ -344,7 +344,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--contenders", default=",".join(CONTENDERS), help="likewise")
     parser.add_argument("--step", type=float, help="milliseconds; by default as long as the tutorial's batch takes")
     parser.add_argument("--scale", type=float, default=1.0, help="how many samples, as a multiple")
-    parser.add_argument("--out", type=Path, help="folder for jobs.json, jobs.md and jobs.png")
+    parser.add_argument("--out", type=Path, help="folder for jobs.json and jobs.md")
     given = parser.parse_args(arguments)
     names, contenders = given.only.split(","), given.contenders.split(",")
     unknown = {*names} - {*KINDS} | {*contenders} - {*CONTENDERS}
@@ -352,7 +352,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join([*KINDS, *CONTENDERS])}")
     rounds, scale, step = given.rounds, given.scale, None if given.step is None else given.step / 1e3
     if given.quick:
-        rounds, scale, contenders = 1, 0.1 * scale, [one for one in contenders if one in (TUTORIAL, TUNED, OUR_NAME)]
+        rounds, scale, contenders = 1, 0.1 * scale, [one for one in contenders if one in (TUTORIAL, OUR_NAME)]
     about = f"{datetime.date.today()}, {os.cpu_count()} cores, {rounds} rounds, {scale:g} of the samples"
     rows = []
     for row in measure(names, contenders, rounds, scale, step):

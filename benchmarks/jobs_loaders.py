@@ -232,6 +232,8 @@ def read_by_index(job: Job, own: Path, is_tuned: bool) -> Any:
     decode = jobs.decode_fast if is_tuned else jobs.decode_plainly
     if job.name == jobs.TEXT:
         return text_of(job, own).with_format("numpy" if is_tuned else "torch")
+    if job.name in (jobs.TABLE, jobs.PACKED):
+        return table_of(job) if job.name == jobs.TABLE else Rows(job)
     reads = {
         jobs.SPEECH: functools.partial(jobs.read_speech, job),
         jobs.DETECTION: functools.partial(picture, job, decode),
@@ -306,6 +308,7 @@ STREAMS: dict[str, Any] = {jobs.PACKED: (Greedy, rows_of), jobs.REMOTE: (OfServe
 def of_torch(is_tuned: bool, package: str, job: Job, own: Path, workers: int) -> Opened:
     """torch's loader or one that is used like it."""
     make: Any = importlib.import_module(package).DataLoader
+    is_drop_in, size = package != TORCH, job.kind.batch_size
     own.mkdir(exist_ok=True)
     options: dict[str, Any] = {"num_workers": workers, "collate_fn": COLLATE.get(job.name)}
     if is_tuned:
@@ -313,37 +316,40 @@ def of_torch(is_tuned: bool, package: str, job: Job, own: Path, workers: int) ->
     if job.name == jobs.REMOTE or (job.name == jobs.PACKED and not is_tuned):
         kind, options["collate_fn"] = STREAMS[job.name]
         options["num_workers"] = 8 if is_tuned else workers
-        data = type(kind.__name__, (kind, importlib.import_module("torch.utils.data").IterableDataset), {})(job)
-        return of_loader(make(data, job.kind.batch_size, **options), package != "torch.utils.data")
-    lengths = np.load(job.path("lengths.npy")) if job.name in (jobs.PACKED, jobs.SPEECH) else None
-    size = job.kind.batch_size
-    if job.name == jobs.TABLE:
-        data: Any = table_of(job)
-        if is_tuned:  # tensors are read in bulk, here: workers would copy what is in memory already
-            options = {"num_workers": 0, "collate_fn": same}
-    elif job.name == jobs.PACKED:
-        data, options["collate_fn"] = Rows(job), same
-    else:
-        data = read_by_index(job, own, is_tuned)
-    if not is_tuned or (package != "torch.utils.data" and job.name not in (jobs.TABLE, jobs.PACKED, jobs.SPEECH)):
-        sampler = None
-        if job.name == jobs.SPEECH:
-            from torch.utils.data import DistributedSampler
+        stream = type(kind.__name__, (kind, importlib.import_module(TORCH).IterableDataset), {})(job)
+        return of_loader(make(stream, size, **options), is_drop_in)
+    data = read_by_index(job, own, is_tuned)
+    if is_tuned and (job.name in PLANNED or not is_drop_in):
+        return of_order(make, data, job, options)
+    if job.name != jobs.SPEECH:
+        return of_loader(make(data, size, shuffle=True, **options), is_drop_in)
+    rank, ranks = rank_here()
+    sampler = importlib.import_module(TORCH).DistributedSampler(data, ranks, rank, shuffle=True, seed=SEED)
+    return of_loader(make(data, size, sampler=sampler, **options), is_drop_in, sampler)
 
-            rank, ranks = rank_here()
-            sampler = DistributedSampler(data, ranks, rank, shuffle=True, seed=SEED)
-        loader = make(data, size, shuffle=sampler is None, sampler=sampler, **options)
-        return of_loader(loader, package != "torch.utils.data", sampler)
-    batches: Any = functools.partial(shuffled, job.count, size)
-    if job.name == jobs.SPEECH:
-        batches = functools.partial(in_buckets, lengths, size)
-    if job.name == jobs.PACKED:
-        batches = functools.lru_cache(2)(functools.partial(packed, lengths.tolist()))  # type: ignore[union-attr]
+
+TORCH = "torch.utils.data"
+
+PLANNED = (jobs.TABLE, jobs.PACKED, jobs.SPEECH)
+"""Jobs whose tuned form has batches of its own, so the drop-in gets them, too."""
+
+
+def of_order(make: Any, data: Any, job: Job, options: dict[str, Any]) -> Opened:
+    """torch's loader over batches that are planned before, and that begin anywhere."""
+    size, batches = job.kind.batch_size, functools.partial(shuffled, job.count, job.kind.batch_size)
+    if job.name in (jobs.PACKED, jobs.SPEECH):
+        lengths = np.load(job.path("lengths.npy"))
+        plan = functools.partial(in_buckets, lengths, size)
+        if job.name == jobs.PACKED:
+            plan = functools.partial(packed, lengths.tolist())
+        batches = functools.lru_cache(2)(plan)  # type: ignore[assignment]
     order = Order(batches)
-    if job.name in (jobs.SPEECH, jobs.TEXT) or job.name in (jobs.PICTURES, jobs.LARGE, jobs.DETECTION):
-        loader = make(data, batch_sampler=order, **options)
+    if job.name == jobs.TABLE:  # tensors are read in bulk, here: workers would copy what is in memory already
+        options = {}
+    if job.name in (jobs.TABLE, jobs.PACKED):
+        loader = make(data, None, sampler=order, **{**options, "collate_fn": same})
     else:
-        loader = make(data, None, sampler=order, **options)
+        loader = make(data, batch_sampler=order, **options)
 
     def begin(epoch: int) -> Iterator[Any]:
         order.epoch = epoch
@@ -476,8 +482,8 @@ OURS: dict[str, Callable[[Job, Path], Any]] = {
 TUTORIAL, TUNED, OUR_NAME = "torch tutorial", "torch tuned", "ours"
 
 CONTENDERS = {
-    TUTORIAL: Contender(functools.partial(of_torch, False, "torch.utils.data"), ("torch",)),
-    TUNED: Contender(functools.partial(of_torch, True, "torch.utils.data"), ("torch",)),
+    TUTORIAL: Contender(functools.partial(of_torch, False, TORCH), ("torch",)),
+    TUNED: Contender(functools.partial(of_torch, True, TORCH), ("torch",)),
     "drop-in": Contender(functools.partial(of_torch, True, "sharded_loader.torch"), ("torch",)),
     OUR_NAME: Contender(ours),
 }

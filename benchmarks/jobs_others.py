@@ -34,7 +34,7 @@ from benchmarks.jobs_loaders import SEED, Contender, Opened, picture, rank_here,
 from benchmarks.ranks_tokens import without_operators
 
 PICTURES = (jobs.PICTURES, jobs.LARGE, jobs.DETECTION)
-PER_SHARD, BUFFER = 256, 1000
+PER_SHARD, BUFFER = 64, 1000
 
 
 def decoded(job: Job, raw: bytes, boxes: str, number: int) -> Any:
@@ -194,7 +194,7 @@ def spdl(job: Job, own: Path, workers: int) -> Opened:
 
     torch.set_num_threads(1)
     size = job.kind.batch_size
-    scale = f"scale={round(SCALED * jobs.SHORT)}:{jobs.SHORT},format=pix_fmts=rgb24"
+    scale = spdl.io.get_video_filter_desc(scale_width=round(SCALED * jobs.SHORT), scale_height=jobs.SHORT)
 
     def load(number: int) -> Any:
         path = str(jobs.picture_path(job.folder, number))
@@ -263,6 +263,7 @@ def write_packed(job: Job, folder: Path) -> None:
 
 def trl(job: Job, own: Path, workers: int) -> Opened:
     """TRL: the dataset is packed when the run begins, as its trainer does, and found in a file after a kill."""
+    kept = without_operators()  # transformers imports torchvision
     import datasets
     import torch
     from trl.data_utils import pack_dataset
@@ -273,6 +274,7 @@ def trl(job: Job, own: Path, workers: int) -> Opened:
     rows = pack_dataset(data, jobs.TOKENS, "bfd", {"cache_file_name": str(own / "rows.arrow")}).with_format("numpy")
     options: dict[str, Any] = {"num_workers": workers, "persistent_workers": True, "collate_fn": unpacked}
     loader = torch.utils.data.DataLoader(rows, jobs.ROWS, shuffle=True, **options)
+    del kept
     return Opened(lambda _: iter(loader))
 
 
