@@ -19,7 +19,7 @@ by default as long as the tutorial's loader takes for a batch.
     samples         whether each sample came once, and what it was, in each epoch
 
 Contenders of a round follow each other in another order each time, so that a slow minute does not hit the same one.
-A row says what is not installed.
+A row says what is not installed. A run of some jobs keeps the rows that `jobs.json` has of others.
 """
 
 from __future__ import annotations
@@ -276,7 +276,9 @@ def table(name: str, rows: Sequence[Row]) -> str:
     step = max((row["step"] for row in mine), default=0.0)
     heads = ["first", *(f"epoch {number + 1}" for number in range(epochs)), "epoch 2 with step", "utilisation"]
     heads += ["memory + files, MB", "kill", "samples"]
-    lines = [f"**{name}**: {kind.title}; {count:,} samples, step {1e3 * step:.1f} ms", ""]
+    loads = [row["load"] for row in mine if row.get("load") is not None]
+    busy = f", load average {min(loads):.0f} to {max(loads):.0f}" if loads else ""
+    lines = [f"**{name}**: {kind.title}; {count:,} samples, step {1e3 * step:.1f} ms{busy}", ""]
     lines += [f"| contender | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
     for contender in dict.fromkeys(row["contender"] for row in sorted(mine, key=rank_of)):
         lines.append(line_of(contender, [row for row in mine if row["contender"] == contender], epochs))
@@ -327,8 +329,12 @@ def tables(rows: Sequence[Row], about: str) -> list[str]:
 
 
 def write(rows: Sequence[Row], folder: Path, about: str) -> None:
-    """Write `jobs.json`, and the tables between the two lines of `jobs.md`."""
-    (folder / "jobs.json").write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+    """Write `jobs.json`, and the tables between the two lines of `jobs.md`; other jobs keep the rows they had."""
+    path, here = folder / "jobs.json", {row["job"] for row in rows}
+    kept = json.loads(path.read_text())["rows"] if path.exists() else []
+    rows = [*(row for row in kept if row["job"] not in here), *rows]
+    rows.sort(key=lambda row: list(KINDS).index(row["job"]))
+    path.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
     text = "\n\n".join(tables(rows, about))
     page = folder / "jobs.md"
     before = page.read_text().partition(BEGIN)[0] if page.exists() else "# Whole jobs\n\n"

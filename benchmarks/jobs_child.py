@@ -68,23 +68,14 @@ class Tally:
     def __init__(self, job: Any) -> None:
         import numpy as np
 
-        self.job, self.counts, self.content = job, np.zeros(job.count, np.int64), 0
+        self.job, self.counts, self.content, self.add = job, np.zeros(job.count, np.int64), 0, np.add.at
 
     def see(self, batch: Any) -> int:
         """Take a batch; return its number of samples."""
         ids = self.job.ids(batch)
-        for number in ids.tolist() if len(ids) < 64 else ():
-            self.counts[number] += 1
-        if len(ids) >= 64:
-            self.counts += self.bincount(ids)
+        self.add(self.counts, ids, 1)
         self.content = (self.content + self.job.content(batch)) % MODULUS
         return len(ids)
-
-    def bincount(self, ids: Any) -> Any:
-        """How often each number is in a large batch."""
-        import numpy as np
-
-        return np.bincount(ids, minlength=self.job.count)
 
 
 def verdict(counts: Any, content: int, total: int | None) -> str:
@@ -143,18 +134,15 @@ def work(team: Alone, contender: str, folder: str, own: str, workers: int, step:
 
 def be_killed(team: Alone, job: Any, opened: Any, kept: Path, batches: int) -> None:
     """Read half of an epoch, keep the state, and wait for the parent to kill this process."""
-    done, tally = 0, Tally(job)
-    for batch in opened.batches(job.kind.epochs):
-        done += 1
+    epoch, done, tally, state = job.kind.epochs, 0, Tally(job), None
+    reading = opened.batches(epoch)  # until the end: workers read on
+    for done, batch in enumerate(reading, 1):
         tally.see(batch)
-        state = opened.state and opened.state(job.kind.epochs, done)
+        state = opened.state and opened.state(epoch, done)
         if done >= batches // 2:
             break
-    kept.write_text(
-        json.dumps(
-            {"state": state, "done": done, "counts": tally.counts.tolist(), "epoch": job.kind.epochs}, default=_plain
-        )
-    )
+    before = {"state": state, "done": done, "counts": tally.counts.tolist(), "epoch": epoch}
+    kept.write_text(json.dumps(before, default=_plain))
     team.say(ready=time.perf_counter() - BEGAN)
     threading.Event().wait()
 
