@@ -344,7 +344,7 @@ KINDS = {
     SPEECH: Kind(f"ragged speech in buckets, {RANKS} ranks of one machine", make_speech, 4000, 16, content=_sum),
     TABLE: Kind("a Parquet table", make_table, 1_000_000, 1024, content=_labels, needs="pyarrow", smallest=1024),
     REMOTE: Kind(
-        "shards behind 20 ms and 50 MB/s, cache for half", make_shards, 16 * 1024, 256, content=of_noise, smallest=2048
+        "shards behind 20 ms and 50 MB/s, cache for half", make_shards, 16 * 1024, 256, content=of_noise, smallest=4096
     ),
     TEXT: Kind("a Hugging Face dataset with a map", make_text, 50_000, 32, content=_sum, needs="datasets"),
     DETECTION: Kind("detection, ragged boxes", make_detection, 3000, 16, content=of_boxes),
