@@ -5,7 +5,7 @@
     Mosaic, litdata     shards of JPEGs; decoded by their dataset, read by their loader, which has a state
     webdataset          tar files of JPEGs, a buffer of 1,000 samples to shuffle
     Grain               `MapDataset` over the files, `mp_prefetch`; its iterator has a state
-    SPDL                a pipeline of threads that decodes and scales with FFmpeg
+    SPDL                a pipeline of threads; its own decoder needs FFmpeg's libraries, so this is the tuned torch's
     TurboLoader         a tar file of JPEGs, its own decoder and crops
     TRL                 rows packed beforehand (`pack_dataset`, bfd) and its flattening of positions
     lhotse              cuts of WAV files, `DynamicBucketingSampler`
@@ -187,32 +187,21 @@ def grain(job: Job, own: Path, workers: int) -> Opened:
 
 
 def spdl(job: Job, own: Path, workers: int) -> Opened:
-    """SPDL: threads, FFmpeg's decoder, and its filter that scales."""
-    import spdl.io
+    """SPDL: threads that decode."""
     import spdl.pipeline
     import torch
 
     torch.set_num_threads(1)
-    size = job.kind.batch_size
-    scale = spdl.io.get_video_filter_desc(scale_width=round(SCALED * jobs.SHORT), scale_height=jobs.SHORT)
-
-    def load(number: int) -> Any:
-        path = str(jobs.picture_path(job.folder, number))
-        image = spdl.io.to_numpy(spdl.io.load_image(path, filter_desc=scale))
-        return jobs.crop(image, np.random.default_rng()), number
 
     def begin(epoch: int) -> Iterator[Any]:
         order = np.random.default_rng((SEED, epoch)).permutation(job.count).tolist()
-        builder = spdl.pipeline.PipelineBuilder().add_source(order).pipe(load, concurrency=workers)
-        pipeline = builder.aggregate(size).pipe(stacked).add_sink(4).build(num_threads=workers)
+        builder = spdl.pipeline.PipelineBuilder().add_source(order)
+        builder = builder.pipe(Reads(job).__getitem__, concurrency=workers).aggregate(job.kind.batch_size)
+        pipeline = builder.pipe(collate_of(job) or stacked).add_sink(4).build(num_threads=workers)
         with pipeline.auto_stop():
             yield from pipeline
 
     return Opened(begin)
-
-
-SCALED = 4 / 3
-"""Width of a picture divided by its height."""
 
 
 def write_tar(job: Job, folder: Path) -> None:
@@ -375,7 +364,7 @@ CONTENDERS = {
     "litdata": Contender(or_served("litdata", litdata), ("torch", "litdata"), SERVES),
     "webdataset": Contender(or_served("webdataset", webdataset), ("torch", "webdataset"), SERVES),
     "Grain": Contender(grain, ("grain",), PICTURES),
-    "SPDL": Contender(spdl, ("torch", "spdl.io"), LOCAL),
+    "SPDL": Contender(spdl, ("torch", "spdl"), PICTURES),
     "TurboLoader": Contender(turbo, ("turboloader",), LOCAL),
     "TRL": Contender(trl, ("torch", "trl"), (jobs.PACKED,)),
     "lhotse": Contender(lhotse, ("torch", "lhotse"), (jobs.SPEECH,)),
