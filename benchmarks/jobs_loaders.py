@@ -428,9 +428,9 @@ def _packed(job: Job, own: Path) -> Any:
 
 
 def _speech(job: Job, own: Path) -> Any:
-    from sharded_loader import FixedBucketSampler, SimpleDataset, batchify
+    from sharded_loader import SimpleDataset, SortedBucketSampler, batchify
 
-    order = FixedBucketSampler(np.load(job.path("lengths.npy")), job.kind.batch_size, shuffle=True, seed=SEED)
+    order = SortedBucketSampler(np.load(job.path("lengths.npy")), job.kind.batch_size, shuffle=True, seed=SEED)
     collate = batchify.Tuple(batchify.Pad(), batchify.Stack(), batchify.Stack())
     options = {"batch_sampler": order, "collate_fn": collate, "num_replicas": "auto"}
     return SimpleDataset(range(job.count)).transform(functools.partial(jobs.read_speech, job)), options
