@@ -360,6 +360,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.quick:
         rounds, scale, contenders = 1, 0.1 * scale, [one for one in contenders if one in (TUTORIAL, OUR_NAME)]
     about = f"{datetime.date.today()}, {os.cpu_count()} cores, {rounds} rounds, {scale:g} of the samples"
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # what was started ends, too
     rows = []
     for row in measure(names, contenders, rounds, scale, step):
         rows.append(row)
