@@ -275,8 +275,8 @@ def tree_pss() -> int:
     return total
 
 
-def descendants() -> list[int]:
-    """All living processes below this one (Linux)."""
+def descendants(root: int | None = None) -> list[int]:
+    """All living processes below this one, or below another (Linux)."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -287,7 +287,7 @@ def descendants() -> list[int]:
             if state != "Z":
                 children.setdefault(int(parent), []).append(int(entry.name))
     found: list[int] = []
-    todo = [os.getpid()]
+    todo = [os.getpid() if root is None else root]
     while todo:
         below = children.get(todo.pop(), [])
         found += below
