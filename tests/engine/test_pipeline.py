@@ -13,7 +13,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from conftest import ahead
+from conftest import PROCESS_POOLS, ahead, make_pool
 
 from sharded_loader import ShardedDataLoader
 from sharded_loader.base.errors import LoaderClosedError
@@ -372,6 +372,7 @@ def test_the_bytes_of_a_message_are_bounded_too() -> None:
     assert [grouping.note(10e-6, nbytes) for nbytes in (100, 101, 1001)] == [10, 9, 1]
 
 
+@pytest.mark.skipif("fork" not in PROCESS_POOLS, reason="the worker has this clock by fork")
 @pytest.mark.parametrize("seconds", [1e-6, 1.0])
 def test_only_cheap_batches_travel_several_to_a_message(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count(0.0, seconds)  # each look at it takes so long
@@ -383,7 +384,7 @@ def test_only_cheap_batches_travel_several_to_a_message(seconds: float, monkeypa
             sizes.append(len(pickle.loads(options["content"])))
         send(link, kind, *given, **options)
 
-    with ahead(ShardedDataLoader(range(800), 4, num_workers=1), False) as loader:
+    with ahead(ShardedDataLoader(range(800), 4, pool=make_pool("fork", 1)), False) as loader:
         list(loader)
         assert (loader.pool.group == 1) is (seconds == 1.0)
         monkeypatch.setattr(Link, "send", spy)

@@ -147,12 +147,13 @@ def test_epochs_are_torchs_with_persistent_workers_of_every_kind(method: str, da
     assert found[0] == found[1]
 
 
+class Longer(Parts):
+    def __len__(self) -> int:
+        return 3
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_iterable_data_that_is_longer_than_it_says_warns_as_torchs(workers: int) -> None:
-    class Longer(Parts):
-        def __len__(self) -> int:
-            return 3
-
     said = []
     for kind in (DataLoader, TORCHS):
         loader = kind(Longer(), batch_size=1, num_workers=workers)
@@ -271,8 +272,9 @@ def test_what_cannot_be_read_is_rejected_when_it_is_read_as_torch_does(name: str
 def test_mocks_are_read_as_torch_reads_them(spec: Any, workers: int) -> None:
     dataset = MagicMock(spec=spec)
     dataset.__len__.return_value, dataset.__getitem__.side_effect = 2, lambda index: index * 10
+    forks = {"multiprocessing_context": "fork"} if workers else {}  # a mock cannot be pickled
     for kind in (DataLoader, TORCHS):
-        assert [batch.tolist() for batch in kind(dataset, num_workers=workers)] == [[0], [10]]
+        assert [batch.tolist() for batch in kind(dataset, num_workers=workers, **forks)] == [[0], [10]]
         collate_fn = Mock(return_value="batch")
         assert list(kind(Rows(), 11, collate_fn=collate_fn)) == ["batch"]
         assert len(collate_fn.call_args.args[0]) == 11

@@ -70,7 +70,7 @@ def asks(through: str = "multiprocess") -> bool:
     while frame is not None:
         if (name := frame.f_code.co_filename).startswith((PACKAGE, TESTS)) and name != __file__:
             return name.startswith(PACKAGE)
-        if "site-packages" in name and f"{os.sep}{through}{os.sep}" not in name:
+        if "-packages" in name and f"{os.sep}{through}{os.sep}" not in name:
             return False
         frame = frame.f_back
     return False

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import make_pool
 from programs import run_forked, run_script
 from simulated import KIND, Machine, SimulatedStreams
 
@@ -190,7 +191,12 @@ EXPECTED = [reference(data) for data in MANY.values()]
 def loader_of(kind: str, dataset: Any, **options: Any) -> Any:
     """A loader of batches of four. ``kind`` says how it reads, and which face it has."""
     face = DataLoader if kind.startswith("drop-in") else ShardedDataLoader
-    workers = {} if kind.endswith("inline") else {"num_workers": 2, "thread_pool": kind.endswith("threads")}
+    workers: dict[str, Any] = {} if kind.endswith("inline") else {"num_workers": 2}
+    if kind.endswith("threads"):
+        workers["thread_pool"] = True
+    elif workers:  # forked processes have what a test has replaced
+        forked = {"pool": make_pool("fork", 2)}
+        workers = forked if face is ShardedDataLoader else workers | {"multiprocessing_context": "fork"}
     return face(dataset, 4, **workers, **options)
 
 
