@@ -86,7 +86,7 @@ def test_the_tables_have_the_medians_and_say_who_is_ahead() -> None:
 
 @pytest.mark.slow
 def test_a_row_has_every_figure(tmp_path: Path) -> None:
-    make(SPEECH, tmp_path, 0)
+    make(SPEECH, tmp_path, 0.05)
     rows = list(jobs.rows_of(load(tmp_path), [TUTORIAL, OUR_NAME], 1, 0.001))
     assert len(rows) == 4
     for row in rows:
