@@ -26,10 +26,11 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 PORT = 8123
 PATHS = {
-    "images": ("images", {}),
-    "language model, 8 processes": ("language-model", {}),
+    "images": ("images", "pillow", {}),
+    "language model, 8 processes": ("language-model", "", {}),
     "object store, 2 machines": (
         "several-machines",
+        "aiohttp",
         {
             'ShardDataset("shards/': f'ShardDataset("http://127.0.0.1:{PORT}/shards/',
             '.tar")': '.tar", cache=ShardCache("cache", "1 GB"))',
@@ -37,7 +38,7 @@ PATHS = {
         },
     ),
 }
-"""By the name of a path: its recipe, and what the page tells its reader to change in the program."""
+"""By the name of a path: its recipe, the package that it needs, and what to change in the program."""
 
 
 class Watch(NamedTuple):
@@ -51,7 +52,7 @@ class Watch(NamedTuple):
 
 def measure(name: str, folder: Path) -> Watch:
     """Take the steps of a path in an empty folder, and return their seconds."""
-    recipe, changes = PATHS[name]
+    recipe, package, changes = PATHS[name]
     page = (ROOT / f"docs/recipes/{recipe}.md").read_text(encoding="utf-8")
     program, data = (textwrap.dedent(block) for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL))
     for old, new in changes.items():
@@ -69,9 +70,9 @@ def measure(name: str, folder: Path) -> Watch:
         [["python", "data.py"]],
         _commands(page),
     ]
-    if changes:
+    if package:
         constraints = str(clone / "constraints.txt")
-        steps.insert(2, [["python", "-m", "pip", "install", "-qq", "-c", constraints, "aiohttp"]])
+        steps.insert(2, [["python", "-m", "pip", "install", "-qq", "-c", constraints, package]])
     (folder / "data.py").write_text(data, encoding="utf-8")
     (folder / "train.py").write_text(program, encoding="utf-8")
     with _served(folder) if changes else tempfile.TemporaryDirectory():
@@ -82,8 +83,8 @@ def measure(name: str, folder: Path) -> Watch:
             if any(codes):
                 raise SystemExit(f"{name}: {shlex.join(commands[0])} has failed")
             seconds.append(time.perf_counter() - began)
-    first, demo, *package, second, last = seconds
-    return Watch(first, demo + sum(package), second, last)
+    first, demo, *installed, second, last = seconds
+    return Watch(first, demo + sum(installed), second, last)
 
 
 def _commands(page: str) -> list[list[str]]:
