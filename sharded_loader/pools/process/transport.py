@@ -376,7 +376,7 @@ class ProcessTransport(Transport[ProcessWorker]):
             return  # a forked child has the object, but not the workers
         workers = [*self.workers, *self.draining]
         steps: list[Any] = [worker.link.close for worker in workers]  # this ends the workers
-        steps += [worker.slots.clear for worker in workers]
+        steps += [clear for worker in workers for clear in (worker.slots.clear, worker.unread.clear)]
         # Meanwhile free the memory: 150 MB take as long as the end of a process. Workers have their own mappings.
         steps += [functools.partial(setattr, self, "published", None), self.arena.close, self.stop_workers]
         steps += [one.close for one in (*(self.waker or ()), self.heartbeat) if one is not None]
