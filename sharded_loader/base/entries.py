@@ -164,7 +164,7 @@ def differences(saved: T, now: T, **words: str) -> dict[str, str]:
 def check_version(state: object, advice: str, unnumbered: int | None = None) -> None:
     """Raise a TypeError or ValueError unless ``state`` is a state that this version of the library can read.
 
-    ``unnumbered`` is the version of states without the entry; None: they are none.
+    ``unnumbered`` is the version of states that lack the entry; with None, such a state is an error.
     """
     if not isinstance(state, Mapping):
         raise TypeError(f"the state is {brief(state)}, {an(type(state))}; it must be a dict: {advice}")

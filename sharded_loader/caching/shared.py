@@ -149,7 +149,7 @@ Found = TypeVar("Found")
 
 
 def join_first(names: Iterable[str], join: Callable[[Opened], Found | None]) -> Found | None:
-    """Return what ``join`` makes of the first of these files that is what it looks for; None if there is none."""
+    """Return the result of ``join`` for the first file that it accepts, or None."""
     for name in names:
         with contextlib.suppress(OSError):  # its process has ended, or runs on another machine
             fd = os.open(name, os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))

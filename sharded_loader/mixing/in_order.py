@@ -416,7 +416,7 @@ class Windows(Iterator[Any]):
         return self._items.pop()
 
     def _start(self) -> bool:
-        """Begin to yield the next window. Return False if there is none."""
+        """Start the next window. Return False after the last one."""
         self._fill(len(self._names))
         if not self._read:
             return False

@@ -85,7 +85,7 @@ class ShardDataset(Dataset):
             hosts of ``urls``.
         decode: ``"cpu"`` or ``"cuda"`` decodes the fields of tar samples that end in ``jpg``, ``jpeg``, ``png`` or
             ``webp``, as `ImageRecordDataset` does.
-        size: with ``decode="cpu"``, as in `ImageFolderDataset`; it resizes each of these fields, masks too.
+        size: as in `ImageFolderDataset`, with ``decode="cpu"``. It applies to all decoded fields, including masks.
 
     Attributes:
         retries: number of requests of this process that were retried.

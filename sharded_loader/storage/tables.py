@@ -392,7 +392,7 @@ def _arrow_list_values(column: Any) -> Any:
 
 
 _SERIES = {"iloc": _pandas_values, "to_pylist": _arrow_values, "null_count": _polars_values}
-"""How a column is converted, by a method that only that library's columns have."""
+"""Conversions of columns, by a method that only the columns of one library have."""
 
 
 def _check_complete(name: str, missing: int, dtype: object, fill: str) -> None:

@@ -152,7 +152,7 @@ def _members(file: ShardFile) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
 
 
 def kind_of(file: ShardFile) -> str:
-    """Return what a file is by its first bytes, one of `SIGNS`; empty if it is none of them."""
+    """Return the kind of file that the first bytes show, from `SIGNS`, or an empty text."""
     [begin] = file.ranges([0], [min(file.size, 6)])
     return next((name for sign, name in SIGNS.items() if begin.startswith(sign)), "")
 
