@@ -206,7 +206,7 @@ def several(ranks: int, request: dict[str, Any]) -> None:
     while any(process.is_alive() for process in processes) or not queue.empty():
         try:
             event = queue.get(timeout=0.2)
-        except Exception:
+        except Empty:
             if any(process.exitcode for process in processes):
                 sys.exit("a rank has failed")
             continue
