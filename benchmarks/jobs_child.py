@@ -26,6 +26,7 @@ import sys  # noqa: E402
 import threading  # noqa: E402
 import warnings  # noqa: E402
 from pathlib import Path  # noqa: E402
+from queue import Empty  # noqa: E402
 from typing import Any  # noqa: E402
 
 MODULUS = 1 << 64
