@@ -245,6 +245,12 @@ class Machine:
         self.contexts.add(self.numbered(device))
         return self.numbered(device)
 
+    def fail(self) -> None:
+        """A kernel fails, while no thread stands between the query of an event and what follows from its answer."""
+        for background in [*self.backgrounds]:
+            background.wait(SOON)
+        self.has_failed = True
+
     def check(self) -> None:
         """After a kernel has failed, each call about an event raises."""
         if self.has_failed:
