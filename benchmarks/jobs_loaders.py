@@ -401,15 +401,17 @@ def _pictures(job: Job, own: Path) -> Any:
 
 def _of_folder(folder: Any, job: Job, index: int) -> Any:
     """A picture of an `ImageFolderDataset` that scales, with the number in its name."""
-    image, number = np.asarray(folder[index][0]), int(Path(folder.items[index][0]).stem)
-    image = np.ascontiguousarray(image.transpose(1, 2, 0)) if image.shape[0] == 3 else image
+    image, number = folder[index][0].numpy(), int(Path(folder.items[index][0]).stem)
     return (image, number) if job.name != jobs.DETECTION else (image, boxes_of(job)[number], number)
 
 
 def _crop(image: Any, number: int) -> Any:
     from sharded_loader import sample_rng
 
-    return jobs.crop(image, sample_rng()), number
+    rng, (height, width), side = sample_rng(), image.shape[1:], jobs.CROP
+    top, left = rng.integers(height - side + 1), rng.integers(width - side + 1)
+    square = image[:, top : top + side, left : left + side]
+    return (square[:, :, ::-1] if rng.random() < 0.5 else square), number
 
 
 def _detection(job: Job, own: Path) -> Any:

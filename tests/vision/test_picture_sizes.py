@@ -107,13 +107,14 @@ def test_the_shape_is_that_of_resize(stored: tuple[int, int], size: Any, shape: 
     ],
 )
 def test_no_more_is_decoded_than_the_size_needs(size: Any, computed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    resize, seen = Image.Image.resize, []
-    data = saved(smooth(1000, 750))
+    resize, seen = torch.nn.functional.interpolate, []
     monkeypatch.setattr(
-        Image.Image, "resize", lambda image, *args, **how: seen.append(image.size) or resize(image, *args, **how)
+        torch.nn.functional,
+        "interpolate",
+        lambda planes, *args, **how: seen.append(planes.shape) or resize(planes, *args, **how),
     )
-    decoded(data, size)
-    assert seen == [computed]
+    decoded(saved(smooth(1000, 750)), size)
+    assert seen == [(1, 3, *computed[::-1])]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -128,7 +129,7 @@ def test_values_are_those_of_resizing_the_whole_picture(kind: str, flag: int, si
     difference = np.abs(found.astype(int) - expected)
     assert difference.mean() < 2.5 and np.quantile(difference, 0.99) <= 12
     if not kind.startswith("large"):  # and so not scaled by the decoder
-        assert difference.max() == 0
+        assert difference.max() <= 1  # torch rounds otherwise than Pillow
 
 
 def test_16_bits_keep_the_upper_8() -> None:
