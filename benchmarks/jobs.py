@@ -49,6 +49,7 @@ from benchmarks.child import descendants
 from benchmarks.jobs_data import KINDS, RANKS, REMOTE, SPEECH, Job, load
 from benchmarks.jobs_loaders import OUR_NAME, TUNED, TUTORIAL
 from benchmarks.jobs_others import CONTENDERS
+from benchmarks.pictures import draw_jobs
 from benchmarks.range_server import serving
 
 Row = dict[str, Any]
@@ -339,6 +340,18 @@ def write(rows: Sequence[Row], folder: Path, about: str) -> None:
     page = folder / "jobs.md"
     before = page.read_text().partition(BEGIN)[0] if page.exists() else "# Whole jobs\n\n"
     page.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}\n")
+    draw_jobs(seconds_of(rows), folder / "jobs.png")
+
+
+def seconds_of(rows: Sequence[Row]) -> dict[str, dict[str, tuple[float, float]]]:
+    """Of each job and contender, the medians of epochs 1 and 2."""
+    found: dict[str, dict[str, tuple[float, float]]] = {}
+    for row in sorted(rows, key=rank_of):
+        mine = [one for one in rows if (one["job"], one["contender"]) == (row["job"], row["contender"])]
+        times = [median([one for one in mine if not one["step"] and "why" not in one], "epochs", at) for at in (0, 1)]
+        if times[0] is not None and times[1] is not None:
+            found.setdefault(row["job"], {})[row["contender"]] = times[0], times[1]
+    return {name: found[name] for name in KINDS if name in found}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -2,11 +2,12 @@
 
 draw_chart(records, path)     every loader beside torch, one line for each workload that is a rate
 draw_panels(records, path)    every workload in a panel of its own
+draw_jobs(figures, path)      epochs 1 and 2 of whole jobs, each in a panel of its own
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,35 @@ def draw_panels(records: Sequence[Record], path: Path) -> bool:
     for axes, name in zip(figure.subplots(rows, columns, squeeze=False).flat, names, strict=False):
         _draw_panel(axes, records, WORKLOADS[name])
     for axes in figure.axes[len(names) :]:
+        axes.set_visible(False)
+    figure.savefig(path, dpi=90, facecolor="white")
+    return True
+
+
+def draw_jobs(figures: Mapping[str, Mapping[str, tuple[float, float]]], path: Path) -> bool:
+    """One panel per job: seconds of epochs 1 and 2 of each contender. False without matplotlib, or without figures."""
+    figure = _figure(WIDTH, 2.6 * -(-len(figures) // 2)) if figures else None
+    if figure is None:
+        return False
+    panels = figure.subplots(-(-len(figures) // 2), 2, squeeze=False).flat
+    for axes, (job, seconds) in zip(panels, figures.items(), strict=False):
+        names = list(seconds)[::-1]
+        for epoch, colours in enumerate((("#c6d5ea", "#fbcf9f"), ("tab:blue", "tab:orange"))):
+            places = [place + (0.2, -0.2)[epoch] for place in range(len(names))]
+            shades = [colours["ours" in name] for name in names]
+            axes.barh(places, [seconds[name][epoch] for name in names], 0.4, color=shades)
+        axes.set_yticks(range(len(names)), names)
+        all_seconds = [one for pair in seconds.values() for one in pair]
+        low, high = min(all_seconds) / 2, max(all_seconds) * 1.2
+        ticks = [tick for power in (0.01, 0.1, 1, 10, 100) for tick in (power, 3 * power) if low <= tick <= high]
+        axes.set_xscale("log")
+        axes.set_xlim(low, high)
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.minorticks_off()
+        axes.set_title(job, fontsize=10)
+        axes.tick_params(labelsize=8)
+        axes.set_xlabel("seconds of epochs 1 (pale) and 2, less is better", fontsize=8)
+    for axes in figure.axes[len(figures) :]:
         axes.set_visible(False)
     figure.savefig(path, dpi=90, facecolor="white")
     return True
