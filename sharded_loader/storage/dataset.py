@@ -463,6 +463,11 @@ class Shards:
         make = partial(self._make_index, shard, in_parts)
         return self._indexes.of(self.format.name, self.urls[shard], self.stats[shard], make)
 
+    def index_ahead(self, shard: int) -> None:
+        """Save the index of a cached shard out of an index file, which takes a worker up to three requests."""
+        if self.urls[shard] in self._entries and not self.stats[shard].tag.startswith(UNKNOWN):
+            self._index(shard, in_parts=False)
+
     def _make_index(self, shard: int, in_parts: bool) -> Index:
         entry = self._entries.get(self.urls[shard])
         index = None if entry is None else indexes.read_index(self.store, entry)

@@ -212,6 +212,8 @@ class ReadAhead:
             return shard in self._plan.needed and not self._stopped.is_set()
 
         self._cache.prepare(url, stat, lambda to: fetch(url, to, stat, is_waited_for=not self._has_first), is_wanted)
+        if is_wanted():
+            self._shards.index_ahead(shard)
 
     def _let_go(self, shard: int, again: int | None) -> None:
         self._cache.let_go(*self._versions[shard], again)

@@ -88,7 +88,9 @@ def plan(ahead: ReadAhead) -> Any:
 def pretended(cache: Any, count: int) -> Any:
     """Shards of one byte each. The URL of a shard is its number."""
     urls, stats = list(map(str, range(count))), [Stat(1, str(shard)) for shard in range(count)]
-    return types.SimpleNamespace(cache=cache, store=ObjectStore(), urls=urls, stats=stats)
+    return types.SimpleNamespace(
+        cache=cache, store=ObjectStore(), urls=urls, stats=stats, index_ahead=lambda shard: None
+    )
 
 
 def test_it_goes_as_far_as_there_is_room() -> None:
@@ -349,6 +351,20 @@ def test_an_index_that_is_no_sample_is_the_error_of_its_batch(tmp_path: Path, se
     with ShardedDataLoader(dataset, 3, sampler=SequentialSampler(6, start=SHARDS * LENGTH)) as loader:
         with pytest.raises(IndexError, match="240"):
             next(iter(loader))
+
+
+def test_workers_do_not_wait_for_indexes_out_of_an_index_file(tmp_path: Path, served: Served) -> None:
+    written = make(served, tmp_path, shards=20).write_index(tmp_path / "shards.index")
+    served.files["/shards.index"] = Path(written).read_bytes()
+    cache, folder = ShardCache(tmp_path / "cache", "1 GB"), tmp_path / "others"
+    dataset = ShardDataset(f"{served.url}/shards.index", cache=cache, index_folder=folder)
+    with ShardedDataLoader(dataset.transform(number), 10) as loader:
+        batches = iter(loader)
+        next(batches)  # of the first shard
+        until(lambda: len(list(folder.glob("*.arrays"))) == SHARDS)
+        before = len(served.asked)
+        assert len(list(batches)) == SHARDS * LENGTH // 10 - 1
+        assert len(served.asked) == before
 
 
 @pytest.mark.parametrize(("shards", "kept"), [(20, SHARDS), (5, 0)])
