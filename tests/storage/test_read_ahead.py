@@ -355,7 +355,7 @@ def test_an_index_that_is_no_sample_is_the_error_of_its_batch(tmp_path: Path, se
 
 def test_workers_do_not_wait_for_indexes_out_of_an_index_file(tmp_path: Path, served: Served) -> None:
     written = make(served, tmp_path, shards=20).write_index(tmp_path / "shards.index")
-    served.files["/shards.index"] = Path(written).read_bytes()
+    served.files = {**served.files, "/shards.index": Path(written).read_bytes()}
     cache, folder = ShardCache(tmp_path / "cache", "1 GB"), tmp_path / "others"
     dataset = ShardDataset(f"{served.url}/shards.index", cache=cache, index_folder=folder)
     with ShardedDataLoader(dataset.transform(number), 10) as loader:
