@@ -67,7 +67,8 @@ def pins(monkeypatch: pytest.MonkeyPatch) -> Pins:
         monkeypatch.setattr(module, "accelerators", lambda: devices)
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     monkeypatch.setattr(torch, "get_device_module", lambda kind: pins)
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    for asked in (torch.accelerator, torch.cuda):  # torch's iterator asks one of them; in torch 2.6, the second
+        monkeypatch.setattr(asked, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
     return pins
 

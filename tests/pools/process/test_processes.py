@@ -319,7 +319,8 @@ def test_leaving_the_program_in_mid_epoch_is_silent(method: str, ending: str) ->
 def test_a_proxy_in_the_main_module_is_left_alone(monkeypatch: pytest.MonkeyPatch, worker_pool: Any) -> None:
     """Like those of web frameworks: outside of a request, its class cannot be asked for."""
     of_class = property(Mock(side_effect=RuntimeError("working outside of request context")))
-    monkeypatch.setattr(sys.modules["__main__"], "request", type("Proxy", (), {"__class__": of_class})(), raising=False)
+    proxy = type("Proxy", (), {"__class__": of_class})()
+    monkeypatch.setitem(vars(sys.modules["__main__"]), "request", proxy)  # pytest 8.3's setattr asks for the class
     with ShardedDataLoader(range(4), 2, pool=worker_pool) as loader:
         assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
 
