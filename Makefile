@@ -58,11 +58,12 @@ test-pythons:
 # Each process of the tests begins with tests/portable/sitecustomize.py, which takes away what the other system lacks.
 test-portable: $(VENV)/test.stamp
 	$(STANDS_IN)=windows $(BIN)/python -m pytest -m "not slow and not lint" $(PARALLEL) $(PORTABLE) $(PORTABLE_PROMISES)
-	$(STANDS_IN)=macos $(BIN)/python -m pytest -m "not slow and not lint" $(PARALLEL) $(PORTABLE)
+	$(STANDS_IN)=macos $(BIN)/python -m pytest -m "not slow and not lint" $(PARALLEL) $(PORTABLE) tests/promises/test_promises.py
 
 STANDS_IN = PYTHONPATH=$(CURDIR)/tests/portable SHARDED_LOADER_TEST_PORTABLE
 PORTABLE = tests/portable tests/memory/test_codec.py
-PORTABLE_PROMISES = $(addprefix tests/promises/test_,promises.py resume.py)
+PORTABLE_PROMISES = $(addprefix tests/promises/test_,promises.py resume.py recovery.py timeouts.py) \
+	tests/caching/test_store.py tests/text/test_lengths_of.py
 
 test-gpu: $(VENV)/test.stamp
 	$(BIN)/python -m pytest tests/gpu --session-timeout 480

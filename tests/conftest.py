@@ -277,7 +277,7 @@ def make_pool(name: str, num_workers: int = 2, **options: Any) -> Pool:
         return InlinePool()
     if name in ("ray", "thread"):
         return RayPool(num_workers, num_cpus=0, **options) if name == "ray" else ThreadPool(num_workers, **options)
-    return ProcessPool(num_workers, start_method="spawn" if PORTABLE == "windows" else name, **options)
+    return ProcessPool(num_workers, start_method="spawn" if sys.platform == "win32" else name, **options)
 
 
 def made(*args: Any, prefetch_epochs: bool | None = None, **options: Any) -> ShardedDataLoader:

@@ -12,6 +12,9 @@ from typing import Any
 
 import numpy as np
 
+KILL = getattr(signal, "SIGKILL", signal.SIGTERM)
+"""Ends a process at once, also on Windows."""
+
 
 class Boom(Exception):
     """Cannot be made from its args."""
@@ -114,7 +117,7 @@ def leave() -> None:
 
 
 def kill() -> None:
-    os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))  # which ends a process at once on Windows
+    os.kill(os.getpid(), KILL)
 
 
 def crashes() -> None:
@@ -141,7 +144,10 @@ def stops_itself() -> None:
 
 def hangs_with_the_gil() -> None:
     while True:  # a signal, such as the one that asks for stacks, ends one sleep
-        ctypes.PyDLL(None).sleep(30)
+        if hasattr(ctypes, "WinDLL"):
+            ctypes.PyDLL("kernel32").Sleep(30_000)
+        else:
+            ctypes.PyDLL(None).sleep(30)
 
 
 class Fails:

@@ -11,8 +11,9 @@ name in a file system: the kernel frees it with its last holder, even if all are
 serialized by the lock of an empty file per user in the folder for temporary files, which stays. Memory that another
 user owns, or may write to, is ignored.
 
-A file system without locks is an OSError. Without /proc (macOS, Windows), or in another container, each process makes
-its own memory.
+A file system without locks is an OSError. In another container, each process makes its own memory. So does each
+program without /proc (macOS, Windows): its processes share a temporary file. Windows deletes this file with its last
+handle; on macOS a program that is killed leaves it.
 """
 
 from __future__ import annotations
@@ -129,6 +130,10 @@ def open_nameless(label: str) -> Opened:
         fd, _ = open_memory(f"{PREFIX}-{label}", None if backend == "named" else backend)
         os.fchmod(fd, 0o600)
         return Opened(fd, "")
+    if sys.platform == "win32":  # a finalizer cannot delete what is mapped; O_TEMPORARY deletes with the last handle
+        name = os.path.join(tempfile.gettempdir(), f"{PREFIX}-{label}-{os.urandom(8).hex()}")
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_BINARY | os.O_NOINHERIT
+        return Opened(os.open(name, flags | os.O_TEMPORARY, 0o600), name)
     opened = Opened(*tempfile.mkstemp(prefix=f"{PREFIX}-{label}-"))
     weakref.finalize(opened, _remove, opened.name, os.getpid())
     return opened
@@ -138,6 +143,18 @@ def _remove(name: str, pid: int) -> None:
     if pid == os.getpid():  # not in a forked child
         with contextlib.suppress(OSError):
             os.unlink(name)
+
+
+def _open(name: str) -> int:
+    """Open a file that another process may have open."""
+    if sys.platform != "win32":
+        return os.open(name, os.O_RDWR | os.O_CLOEXEC)
+    import _winapi
+    import msvcrt
+
+    # `os.open` fails where the maker may delete (O_TEMPORARY): it shares only the rights to read (1) and write (2).
+    access, share, flags = _winapi.GENERIC_READ | _winapi.GENERIC_WRITE, 1 | 2 | 4, os.O_RDWR | os.O_BINARY
+    return msvcrt.open_osfhandle(_winapi.CreateFile(name, access, share, 0, _winapi.OPEN_EXISTING, 0, 0), flags)
 
 
 def is_own(found: os.stat_result) -> bool:
@@ -152,9 +169,8 @@ def join_first(names: Iterable[str], join: Callable[[Opened], Found | None]) -> 
     """Return the result of ``join`` for the first file that it accepts, or None."""
     for name in names:
         with contextlib.suppress(OSError):  # its process has ended, or runs on another machine
-            fd = os.open(name, os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
-            opened = Opened(fd, name)
-            if is_own(os.fstat(fd)) and (found := join(opened)) is not None:
+            opened = Opened(_open(name), name)
+            if is_own(os.fstat(opened.fd)) and (found := join(opened)) is not None:
                 return found
     return None
 

@@ -614,6 +614,7 @@ def open_file(path: str, header: Header, max_bytes: int) -> Store:
             layout = make_header(opened.fd, header) if is_new else None
     except OSError as error:
         if is_new:
+            del opened  # Windows deletes no open file
             with contextlib.suppress(OSError):
                 os.unlink(path)
         why = f"the cache file cannot be opened ({error.strerror}): give a path that you can write to, with free space"

@@ -96,10 +96,12 @@ def _write(dataset: _Lengths, count: int, path: Path, num_workers: int) -> None:
         np.save(new, np.zeros(count, "<i4"))
         os.replace(new, part)
     lengths = _opened(part, count, "r+")
-    done = count if lengths.all() else int(lengths.argmin())  # the first zero
-    with ShardedDataLoader(dataset, AT_ONCE, sampler=range(done, count), num_workers=num_workers, seed=0) as loader:
-        for batch in loader:
-            lengths[done : done + len(batch)] = batch.numpy()  # NumPy warns if it is to copy a tensor of torch 2.6
-            done += len(batch)
-    del lengths  # Windows renames no file that is mapped
+    try:
+        done = count if lengths.all() else int(lengths.argmin())  # the first zero
+        with ShardedDataLoader(dataset, AT_ONCE, sampler=range(done, count), num_workers=num_workers, seed=0) as loader:
+            for batch in loader:
+                lengths[done : done + len(batch)] = batch.numpy()  # NumPy warns if it is to copy a tensor of torch 2.6
+                done += len(batch)
+    finally:
+        del lengths  # Windows renames no file that is mapped, also by the traceback of an error
     os.replace(part, path)

@@ -7,19 +7,22 @@ other system lacks. The standard library, torch and pytest see the real ones. Ea
 spawned worker. What the package does by another way, such as a fork of ``multiprocess``, an audit hook refuses.
 """
 
+import atexit
 import builtins
 import contextlib
 import errno
+import fcntl
 import importlib
 import itertools
 import os
 import re
 import stat
+import struct
 import sys
 import threading
 import weakref
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 SYSTEM = os.environ.get("SHARDED_LOADER_TEST_PORTABLE", "")
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
@@ -39,12 +42,19 @@ MISSING = {"windows": re.compile(f"{LINUX}|{POSIX}", re.VERBOSE), "macos": re.co
 ABSENT = {"windows": {"fcntl", "resource", "_posixshmem", "termios", "pwd", "grp"}, "macos": set()}
 
 
+own_names = ModuleType.__dict__["__dict__"].__get__  # `vars` shows those of the real one too
+
+
 class StandIn(ModuleType):
     """A module without some names, and with others in place of its own; what else is set or read is the real one's."""
 
     def __init__(self, real: ModuleType, **own: object) -> None:
         super().__init__(real.__name__, real.__doc__)
-        self.__dict__.update(own, real_one=real)
+        own_names(self).update(own, real_one=real)
+
+    @property
+    def __dict__(self) -> dict[str, object]:
+        return {name: getattr(self, name) for name in dir(self)}
 
     def __getattr__(self, name: str) -> object:
         if MISSING[SYSTEM].fullmatch(f"{self.real_one.__name__}.{name}"):
@@ -52,10 +62,10 @@ class StandIn(ModuleType):
         return getattr(self.real_one, name)
 
     def __setattr__(self, name: str, value: object) -> None:
-        super().__setattr__(name, value) if name in self.__dict__ else setattr(self.real_one, name, value)
+        super().__setattr__(name, value) if name in own_names(self) else setattr(self.real_one, name, value)
 
     def __delattr__(self, name: str) -> None:
-        super().__delattr__(name) if name in self.__dict__ else delattr(self.real_one, name)
+        super().__delattr__(name) if name in own_names(self) else delattr(self.real_one, name)
 
     def __dir__(self) -> list[str]:
         return [name for name in dir(self.real_one) if hasattr(self, name)]
@@ -180,6 +190,95 @@ def pipes(connection: ModuleType) -> None:
     connection.Connection._send_bytes, connection.wait = _send_bytes, wait_for_some
 
 
+TEMPORARY = 1 << 40
+"""``O_TEMPORARY``: the system deletes the file with its last handle. Its sticky bit says so here."""
+
+folders: set[str] = set()
+"""Where this process has made such files."""
+
+
+def open_file(path: str, flags: int, mode: int = 0o777, **options: object) -> int:
+    """``os.open`` of Windows, which shares the right to delete only with who has it too."""
+    if flags & TEMPORARY:
+        folders.add(os.path.dirname(path))
+        fd = os.open(path, flags & ~TEMPORARY | os.O_CLOEXEC, mode, **options)
+        os.fchmod(fd, stat.S_IMODE(os.fstat(fd).st_mode) | stat.S_ISVTX)
+        return fd
+    if asks() and is_temporary(path):
+        raise PermissionError(errno.EACCES, "another process may delete the file", path)
+    return os.open(path, flags, mode, **options)
+
+
+def is_temporary(path: str) -> bool:
+    with contextlib.suppress(OSError):
+        return stat.S_ISREG(found := os.stat(path).st_mode) and bool(found & stat.S_ISVTX)
+    return False
+
+
+def sweep(folder: str, ending: str = "") -> None:
+    """Delete the temporary files in a folder whose last handle is closed, or is that of a process that ends."""
+    with looking(), contextlib.suppress(OSError):
+        names = [one.path for one in os.scandir(folder) if one.name.startswith("sharded_loader-")]
+        if found := set(filter(is_temporary, names)):
+            for pid in set(filter(str.isdigit, os.listdir("/proc"))) - {ending}:
+                with contextlib.suppress(OSError):
+                    for fd in os.listdir(f"/proc/{pid}/fd"):
+                        with contextlib.suppress(OSError):
+                            found.discard(os.readlink(f"/proc/{pid}/fd/{fd}"))
+            for path in found:
+                os.unlink(path)
+
+
+@atexit.register
+def end() -> None:
+    for folder in folders:
+        sweep(folder, ending=f"{os.getpid()}")
+
+
+def list_folder(path: str = ".") -> list[str]:
+    if isinstance(path, (str, os.PathLike)) and not HIDDEN.match(os.fspath(path)):
+        sweep(os.fspath(path))
+    return os.listdir(path)
+
+
+def create_file(path: str, access: int, share: int, *others: int) -> int:
+    """``CreateFile`` of Windows."""
+    if is_temporary(path):
+        sweep(os.path.dirname(path))
+        if not share & 4:
+            raise PermissionError(errno.EACCES, "another process may delete the file", path)
+    return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+
+
+FAR = 1 << 43
+"""Linux has files of up to 16 TB, and lets nobody seek further."""
+
+positions: dict[int, int] = {}
+
+
+def seek(fd: int, offset: int, how: int) -> int:
+    if how == os.SEEK_SET:
+        positions[fd] = offset
+    return offset if how == os.SEEK_SET and offset >= FAR else os.lseek(fd, offset, how)
+
+
+def lock(fd: int, mode: int, nbytes: int) -> None:
+    """``msvcrt.locking``: a lock of this handle, from its position on."""
+    of_handle = struct.pack("hhqqi", mode, os.SEEK_SET, positions[fd], nbytes, 0)
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, of_handle)
+    except BlockingIOError:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES)) from None
+
+
+OF_WINDOWS = {
+    "_winapi": SimpleNamespace(CreateFile=create_file, GENERIC_READ=1 << 31, GENERIC_WRITE=1 << 30, OPEN_EXISTING=3),
+    "msvcrt": SimpleNamespace(
+        locking=lock, LK_NBLCK=fcntl.F_WRLCK, LK_UNLCK=fcntl.F_UNLCK, open_osfhandle=lambda handle, flags: handle
+    ),
+}
+
+
 class Names:
     """``shm_open`` of macOS: at most 31 characters."""
 
@@ -198,7 +297,10 @@ def stand_in(real: ModuleType) -> object:
         return StandIn(real, platform="win32" if windows else "darwin")
     if name == "os":
         path = StandIn(real.path, isdir=unless_hidden(real.path.isdir), exists=unless_hidden(real.path.exists))
-        return StandIn(real, name="nt" if windows else real.name, path=path)
+        if windows:
+            calls = {"open": open_file, "listdir": list_folder, "lseek": seek}
+            return StandIn(real, name="nt", path=path, O_BINARY=0, O_NOINHERIT=0, O_TEMPORARY=TEMPORARY, **calls)
+        return StandIn(real, path=path)
     if name == "mmap":
         return StandIn(real, mmap=mapped(real))
     if name == "_posixshmem":
@@ -222,6 +324,8 @@ def importing(name, names=None, locals=None, fromlist=(), level=0, _import=built
     ours = level == 0 and str((names or {}).get("__file__", "")).startswith((PACKAGE, TESTS))
     if ours and name in ABSENT[SYSTEM] and names["__file__"].startswith(PACKAGE):
         raise ModuleNotFoundError(f"No module named {name!r} on {SYSTEM}", name=name)
+    if ours and SYSTEM == "windows" and name in OF_WINDOWS and names["__file__"].startswith(PACKAGE):
+        return OF_WINDOWS[name]
     module = _import(name, names, locals, fromlist, level)
     if ours and (top := name.partition(".")[0]) in STOOD_IN and (top == name or not fromlist):
         if top not in found:

@@ -22,7 +22,7 @@ import pytest
 
 from sharded_loader import lengths_of
 from sharded_loader.base import limits, system
-from sharded_loader.caching import shared
+from sharded_loader.caching import shared, store
 from sharded_loader.engine.messages import Job, Task
 from sharded_loader.memory import segments
 from sharded_loader.pools.process import link as wire
@@ -194,6 +194,20 @@ def test_a_lock_of_windows_moves_no_reader_s_position_and_is_waited_for(monkeypa
         asked.clear()
         with pytest.raises(PermissionError):
             shared.set_lock(file.fileno(), True, byte=1000, block=False)
+
+
+def test_memory_in_a_file_is_deleted_with_its_last_holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows deletes no file that is mapped, so who made it cannot delete it; and nobody else would do so later."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(shared, "HAS_LINKS", False)
+    made = store.Session(100)
+    joined = pickle.loads(pickle.dumps(made))
+    joined.sound[50] = 7
+    assert made.sound[50] == 7 and len(os.listdir(tmp_path)) == 1
+    del made
+    assert joined.sound[50] == 7
+    del joined
+    assert os.listdir(tmp_path) == []
 
 
 PROGRAM = """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import METHODS, PROCESS_POOLS, SPAWN_FIRST, ahead, covering, make_pool, until
-from failures import Fails, crashes, exit_, kill, leave, nothing, raise_lookup, raise_unpicklable
+from failures import KILL, Fails, crashes, exit_, kill, leave, nothing, raise_lookup, raise_unpicklable
 from inside import transport_of, zygote_pids
 from programs import without_notices
 from recovery_samples import BadStart, DiesWhileSending, ReadyToDie, loader_arguments, until_the_end, values_of
@@ -31,15 +30,11 @@ from sharded_loader.pools.deaths import IDLE_DEATHS
 from sharded_loader.pools.process import link, transport
 from sharded_loader.pools.process.transport import ProcessTransport, ProcessWorker
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="kills processes by signals")
-
 PHASES = ("reading", "__getitems__", "get_batch", "batchify_fn", "encoding")
 NAMED = PHASES[:3]
-DEATHS: dict[Callable[[], Any], tuple[int, str]] = {
-    leave: (3, "exit code 3"),
-    kill: (-9, "SIGKILL"),
-    crashes: (-11, "SIGSEGV"),
-}
+DEATHS: dict[Callable[[], Any], tuple[int, str]] = {leave: (3, "exit code 3")}
+if hasattr(os, "fork"):  # Windows has no signals that end a process
+    DEATHS |= {kill: (-9, "SIGKILL"), crashes: (-11, "SIGSEGV")}
 HOWS = (raise_lookup, raise_unpicklable, exit_, *DEATHS)
 BATCH_SIZE = 5
 BAD = 3  # the batch of sample 17
@@ -162,9 +157,9 @@ def test_a_zygote_that_is_killed_is_not_missed_and_made_again_for_the_next_worke
         for number, batch in enumerate(loader):
             found.append(values_of(batch))
             if number in (1, 30):
-                os.kill(zygote_pids(pool)[0], signal.SIGKILL)
+                os.kill(zygote_pids(pool)[0], KILL)
             if number in (10, 20, 30):  # at the second death the next zygote is made
-                os.kill(pool.pids[number == 20], signal.SIGKILL)
+                os.kill(pool.pids[number == 20], KILL)
     assert found == whole
 
 
@@ -178,7 +173,7 @@ def test_what_a_worker_had_sent_when_it_was_killed_is_not_read_again(method: str
         (worker,) = transport_of(pool).workers
         # It has read what is in flight, and sent it.
         assert until(lambda: len(path.read_text().split()) == 3 and worker.heartbeat[SAMPLE] == IDLE)
-        os.kill(worker.pid, signal.SIGKILL)
+        os.kill(worker.pid, KILL)
         assert until(lambda: not lives(worker.pid))
         seen += [int(batch) for batch in batches]
         assert loader.stats().replaced_workers == 1
@@ -202,7 +197,7 @@ def test_a_slot_is_free_only_when_its_writer_is_over(method: str, monkeypatch: p
             for number, batch in enumerate(loader):
                 assert batch[:, 0].tolist() == [2 * number, 2 * number + 1]
                 if number in (5, 6):
-                    os.kill(pool.pids[number % 2], signal.SIGKILL)
+                    os.kill(pool.pids[number % 2], KILL)
     assert all(over for _, over in freed)
 
 
@@ -212,7 +207,7 @@ def test_replacements_come_from_the_zygote_and_see_the_dataset_as_it_was() -> No
         before = np.concatenate([np.asarray(batch) for batch in loader])
         data.value = 2
         for pid in pool.pids:
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, KILL)
         after = np.concatenate([np.asarray(batch) for batch in loader])
         (parent,) = zygote_pids(pool)
     for rows in (before, after):
@@ -236,7 +231,7 @@ def kills_of_starting(pool: ProcessPool, times: int) -> Iterator[Callable[[], in
                 if len(killed) < times and not worker.ready and worker.pid not in seen:
                     seen.add(worker.pid)
                     with contextlib.suppress(ProcessLookupError):
-                        os.kill(worker.pid, signal.SIGKILL)
+                        os.kill(worker.pid, KILL)
                         killed.append(worker.pid)
 
     thread = threading.Thread(target=run)
@@ -258,7 +253,7 @@ def test_a_storm_that_hits_workers_while_they_start_does_not_end_the_pool(method
                 loader.set_epoch(0)
                 iterator = iter(loader)
                 for pid in pool.pids:
-                    os.kill(pid, signal.SIGKILL)
+                    os.kill(pid, KILL)
                 assert until_the_end(iterator) == (whole, [])
 
 
@@ -278,7 +273,7 @@ def test_a_replacement_that_ends_by_itself_is_given_up_soon(how: Any, tmp_path: 
         next(iterator)
         broken.touch()
         for pid in pool.pids:
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, KILL)
         with pytest.raises(WorkerDiedError, match="had not begun to read"):
             list(iterator)
         assert fail.count in (3, 4)
@@ -311,6 +306,7 @@ def test_a_batch_whose_sending_always_fails_is_one_error(tmp_path: Path, monkeyp
     assert "sending the batch, in epoch 0, batch 0, which has now stopped 3 workers" in str(errors[0])
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows kills nobody for memory")
 @pytest.mark.parametrize(
     ("kills", "text"),
     [(None, "often the kernel"), (0, "own limit was not the cause"), (1, "has struck in this cgroup, 1 x")],

@@ -31,7 +31,7 @@ from sharded_loader.pools import deaths
 from sharded_loader.pools.process import start, transport, worker
 from sharded_loader.torch import DataLoader
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="stops processes by signals")
+STOPS = pytest.mark.skipif(not hasattr(os, "fork"), reason="stops processes by signals")
 
 TIMEOUT = 0.5
 
@@ -155,6 +155,7 @@ def test_a_hang_that_does_not_come_again_is_not_seen(
 
 
 @pytest.mark.slow
+@STOPS
 @METHODS
 def test_a_worker_that_somebody_has_stopped_is_replaced_in_an_epoch_and_between_two(method: str) -> None:
     pool = ProcessPool(2, start_method=method, timeout=TIMEOUT)
@@ -200,6 +201,7 @@ def test_a_trainer_that_is_away_makes_nobody_late(name: str, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+@STOPS
 @pytest.mark.parametrize("method", PROCESS_POOLS)
 def test_a_program_that_is_stopped_makes_nobody_late_or_dead(method: str, tmp_path: Path) -> None:
     """Ctrl-Z and fg: trainer, workers and zygote stand still for longer than the timeout."""
@@ -257,6 +259,7 @@ def test_workers_that_hang_while_they_start_are_one_error(
         assert not pool.started
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="patches how forked workers are killed")
 @pytest.mark.parametrize("ending", ["a timeout", "close"])
 @pytest.mark.costly
 def test_a_worker_that_not_even_a_kill_ends_is_left_behind(
