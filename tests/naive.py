@@ -216,8 +216,8 @@ class NaiveLoader:
         if epoch != self.next_place[0]:
             self.next_place, self.loaded = (epoch, self.begin(epoch)), False
         self.again = True
-        if self.told_by() is None:
-            self.pass_end()  # nobody doubts any more which epoch is next
+        if self.sized and self.told_by() is None:  # otherwise the loader learns in `next` that the epoch is over
+            self.pass_end()
 
     def after(self, epoch: int, done: int) -> tuple[int, int]:
         """Where the next epoch begins: with rollover behind its beginning, if more is done already."""
