@@ -138,7 +138,7 @@ def test_each_rank_has_exactly_its_samples() -> None:
     assert min(counts[f"event: {event}"] for event in ("step", "resume", "rescale", "rest", "set_weights")) > 0
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, 4, 5, 6, 7, 8])
+@pytest.mark.parametrize("seed", [0, 1, 3, 4, 5, 6, 7, 8])
 @pytest.mark.costly
 def test_a_rank_that_has_another_sample_is_a_difference(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def other(track: Track, place: int) -> Any:
