@@ -62,8 +62,8 @@ test-portable: $(VENV)/test.stamp
 
 STANDS_IN = PYTHONPATH=$(CURDIR)/tests/portable SHARDED_LOADER_TEST_PORTABLE
 PORTABLE = tests/portable tests/memory/test_codec.py
-PORTABLE_PROMISES = $(addprefix tests/promises/test_,promises.py resume.py recovery.py timeouts.py) \
-	tests/caching/test_store.py tests/text/test_lengths_of.py
+PORTABLE_PROMISES = tests/caching/test_store.py $(filter-out %/test_fuzz.py %/test_torch.py, \
+	$(wildcard tests/promises/test_*.py tests/leases/test_*.py tests/loader/test_*.py tests/text/test_*.py))
 
 test-gpu: $(VENV)/test.stamp
 	$(BIN)/python -m pytest tests/gpu --session-timeout 480

@@ -279,7 +279,8 @@ def table(name: str, rows: Sequence[Row]) -> str:
     heads += ["memory + files, MB", "kill", "samples"]
     loads = [row["load"] for row in mine if row.get("load") is not None]
     busy = f", load average {min(loads):.0f} to {max(loads):.0f}" if loads else ""
-    lines = [f"**{name}**: {kind.title}; {count:,} samples, step {1e3 * step:.1f} ms{busy}", ""]
+    rounds = len({row["round"] for row in mine})
+    lines = [f"**{name}**: {kind.title}; {count:,} samples, {rounds} rounds, step {1e3 * step:.1f} ms{busy}", ""]
     lines += [f"| contender | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
     for contender in dict.fromkeys(row["contender"] for row in sorted(mine, key=rank_of)):
         lines.append(line_of(contender, [row for row in mine if row["contender"] == contender], epochs))
@@ -372,7 +373,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rounds, scale, step = given.rounds, given.scale, None if given.step is None else given.step / 1e3
     if given.quick:
         rounds, scale, contenders = 1, 0.1 * scale, [one for one in contenders if one in (TUTORIAL, OUR_NAME)]
-    about = f"{datetime.date.today()}, {os.cpu_count()} cores, {rounds} rounds, {scale:g} of the samples"
+    about = f"{datetime.date.today()}, {os.cpu_count()} cores, {scale:g} of the samples"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # what was started ends, too
     rows = []
     for row in measure(names, contenders, rounds, scale, step):

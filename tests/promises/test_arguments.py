@@ -6,6 +6,7 @@ import functools
 import gc
 import inspect
 import itertools
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -439,4 +440,5 @@ def test_a_dataset_that_cannot_be_pickled_works_in_threads_and_forks_and_says_so
             return
         with pytest.raises(TypeError, match=r"dataset\.deep\['lock'\] \(lock\)") as caught:
             next(iter(loader))
-        assert 'start_method="fork"' in str(caught.value) and "thread_pool=True" in str(caught.value)
+        assert ('start_method="fork"' in str(caught.value)) == hasattr(os, "fork")
+        assert "thread_pool=True" in str(caught.value)
