@@ -570,7 +570,7 @@ class CopyStream:
         end, only for the thread; nor for a device that has hung before.
         """
         is_ending, has_hung = program_ends(), self._hung_event is not None
-        for other in () if is_ending else tuple(STILL_READ):
+        for other in [] if is_ending else list(STILL_READ):  # atomic, even without the GIL
             if other is not self and other._drain_with_lock(0.0):
                 STILL_READ.discard(other)
         is_done = not is_ending and self._drain_with_lock(0.0 if has_hung else seconds)

@@ -509,7 +509,8 @@ class Timing:
             self._slow_epoch, self._slow, self._least_slow = scope.task.epoch, [], SAMPLE_SECONDS
         slow = [(place, seconds) for place, seconds in enumerate(scope.durations) if seconds > self._least_slow]
         slow = sorted(slow, key=operator.itemgetter(1), reverse=True)[:KEPT_SAMPLES]
-        self._slow = sorted([*self._slow, *map(operator.itemgetter(1), slow)])[-KEPT_SAMPLES:]
-        if len(self._slow) == KEPT_SAMPLES:
-            self._least_slow = self._slow[0]
+        # Another thread that shares the reader may begin an epoch meanwhile, and empty the list.
+        self._slow = kept = sorted([*self._slow, *map(operator.itemgetter(1), slow)])[-KEPT_SAMPLES:]
+        if len(kept) == KEPT_SAMPLES:
+            self._least_slow = kept[0]
         return tuple(slow)

@@ -408,7 +408,7 @@ class Meter(Observer):
 
     def rows(self) -> list[BatchTimes]:
         """Return the last 1,000 batches delivered, of all epochs, oldest first."""
-        rows = list(self._rows)
+        rows = list(self._rows.copy())  # without the GIL, only the copy is atomic
         times.name_causes(rows)
         return rows
 
@@ -429,7 +429,7 @@ class Meter(Observer):
         if epoch is not None:
             counts = self.epochs.get(epoch)
             return LoaderStats() if counts is None else counts.report(totals)
-        return sum_of([self._sum, *(counts.report(totals) for counts in (self._late, *self._last))])
+        return sum_of([self._sum, *(counts.report(totals) for counts in (self._late, *self._last.copy()))])
 
 
 def held_by_caches(dataset: object) -> tuple[int, int, int]:

@@ -314,8 +314,7 @@ class ThreadPool(WorkerPool):
                 self.notices.record("replaced_workers", text)
 
     def tell_of_wait(self, text: str, task: Task | None) -> None:
-        threads = [thread for shared in self._running for thread in shared.threads]
-        busy = [(thread, one) for thread in threads if (one := thread.task) is not None]
+        busy = [(each, one) for shared in self._running for each in shared.threads if (one := each.task) is not None]
         has = [(thread, one) for thread, one in busy if task and (one.run, one.seq) == (task.run, task.seq)]
         for thread, _ in (has or busy)[:1]:
             frame = sys._current_frames().get(thread.ident or 0)

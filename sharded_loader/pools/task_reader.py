@@ -65,7 +65,9 @@ def _reading_in(frame: FrameType | None) -> str:
     """Describe what a thread reads, from the locals of its frames (no overhead for reading); "": nothing."""
     while frame is not None and frame.f_code is not Reader.read.__code__:
         frame = frame.f_back
-    scope = None if frame is None else frame.f_locals.get("scope")  # the local variable of `Reader.read`
+    # The local variable of `Reader.read`. Without the GIL, looking at another thread's variables may crash Python.
+    has_gil = getattr(sys, "_is_gil_enabled", lambda: True)()
+    scope = frame.f_locals.get("scope") if frame is not None and has_gil else None
     if scope is None:
         return ""
     task, place, now = scope.task, scope.place, host_clock.now()

@@ -188,12 +188,16 @@ def test_an_error_in_place_of_a_batch_is_no_batch_of_the_epoch() -> None:
 
 
 @pytest.mark.slow
-def test_another_thread_can_ask_at_any_time() -> None:
+@pytest.mark.parametrize("epoch", [0, None])
+def test_another_thread_can_ask_at_any_time(epoch: int | None, tmp_path: Path) -> None:
     over = threading.Event()
-    with ShardedDataLoader(range(2000), 2, pool=ThreadPool(2)) as loader, ThreadPoolExecutor(1) as threads:
-        seen = threads.submit(lambda: [counts(loader, 0)[0] for _ in iter(over.is_set, True)])
-        list(loader)
+    with ShardedDataLoader(range(2000), 2, pool=ThreadPool(2)) as loader, ThreadPoolExecutor(2) as threads:
+        next(iterator := iter(loader))  # the trace has at least one batch
+        seen = threads.submit(lambda: [counts(loader, epoch)[0] for _ in iter(over.is_set, True)])
+        traced = threads.submit(lambda: [loader.trace(tmp_path / "trace.json") for _ in iter(over.is_set, True)])
+        list(iterator)
         over.set()
+        traced.result()
     assert seen.result() == sorted(seen.result())
     assert counts(loader, 0) == (1000, 2000), "also after the loader was closed"
 

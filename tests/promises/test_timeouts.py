@@ -23,7 +23,7 @@ from recovery_samples import BadStart, loader_arguments, until_the_end
 from samples import Random, wait_for
 from test_recovery import BAD, BATCH_SIZE, expected
 
-from sharded_loader import InlinePool, ProcessPool, ShardedDataLoader, SimpleDataset, WorkerDiedError
+from sharded_loader import InlinePool, ProcessPool, ShardedDataLoader, SimpleDataset, ThreadPool, WorkerDiedError
 from sharded_loader.base.errors import WorkerTimeoutError
 from sharded_loader.engine import pipeline
 from sharded_loader.engine.heartbeat import IDLE, SAMPLE
@@ -34,6 +34,8 @@ from sharded_loader.torch import DataLoader
 STOPS = pytest.mark.skipif(not hasattr(os, "fork"), reason="stops processes by signals")
 
 TIMEOUT = 0.5
+HAS_GIL = getattr(sys, "_is_gil_enabled", lambda: True)()
+needs_the_gil = pytest.mark.skipif(not HAS_GIL, reason="without it, no thread can see what sample another one reads")
 
 
 @METHODS
@@ -342,6 +344,7 @@ def said(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.
     return Said(tmp_path / "open", capfd)
 
 
+@needs_the_gil
 @covering(pool=["thread", *SEES], timeout=[None, 60])
 def test_one_message_names_the_batch_the_sample_and_the_stack(pool: str, timeout: float | None, said: Said) -> None:
     with ShardedDataLoader(said.sample_5_waits(), 2, pool=make_pool(pool, 2, timeout=timeout)) as loader:
@@ -357,6 +360,7 @@ def test_one_message_names_the_batch_the_sample_and_the_stack(pool: str, timeout
     assert said.text.count("has waited") == said.text.count("in wait_for") == 1
 
 
+@needs_the_gil
 @covering(pool=["thread", *SEES], where=["bulk", "collate", "drop-in"])
 def test_also_of_what_is_no_single_sample_and_of_the_drop_in(pool: str, where: str, said: Said) -> None:
     gate, data = said.gate, said.sample_5_waits()
@@ -394,7 +398,17 @@ def test_a_batch_that_is_held_behind_another_names_that_one(pool: str, said: Sai
     who = "thread 0" if pool == "thread" else r"worker 0 \(pid \d+\)"
     has = rf"(\. No worker has it yet: all are busy, such as {who}|, which {who} has)"
     assert re.search(rf"for epoch 1, batch 0{has}\. Its stack:", said.text)
-    assert "It is reading sample 5 of epoch 0, batch 2" in said.text
+    assert not HAS_GIL or "It is reading sample 5 of epoch 0, batch 2" in said.text
+
+
+def test_without_the_gil_no_thread_looks_at_the_variables_of_another_which_may_crash_python(
+    said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
+    with ShardedDataLoader(said.sample_5_waits(), 2, pool=ThreadPool(2)) as loader:
+        assert len(said.in_epoch(loader)) == 6
+    text = r"batch 2, which thread \d has\. Its stack:\nThe thread that reads \(most recent call last\):\n"
+    assert re.search(text, said.text), said.text
 
 
 @covering(method=SEES)
