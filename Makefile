@@ -62,7 +62,7 @@ test-portable: $(VENV)/test.stamp
 
 STANDS_IN = PYTHONPATH=$(CURDIR)/tests/portable SHARDED_LOADER_TEST_PORTABLE
 PORTABLE = tests/portable tests/memory/test_codec.py
-PORTABLE_PROMISES = tests/caching/test_store.py $(filter-out %/test_fuzz.py %/test_torch.py, \
+PORTABLE_PROMISES = tests/caching/test_store.py $(filter-out %/test_fuzz.py, \
 	$(wildcard tests/promises/test_*.py tests/leases/test_*.py tests/loader/test_*.py tests/text/test_*.py))
 
 test-gpu: $(VENV)/test.stamp

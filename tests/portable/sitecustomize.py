@@ -308,6 +308,8 @@ def stand_in(real: ModuleType) -> object:
     if name == "multiprocess" and windows:
         for library in ("multiprocess", "multiprocessing"):
             pipes(importlib.import_module(f"{library}.connection"))
+            context = importlib.import_module(f"{library}.context")
+            context._default_context._default_context = context._concrete_contexts["spawn"]
         return StandIn(real, get_all_start_methods=lambda: ["spawn"])
     return StandIn(real)
 
