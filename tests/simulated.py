@@ -42,7 +42,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sharded_loader.devices.background import Background
+from sharded_loader.devices.background import Background, Later
 
 KIND = "privateuseone"  # which torch leaves to others
 # Of a device: cycles per second, bytes per second of a copy to it, bytes of memory.
@@ -499,6 +499,25 @@ def rows_of(tensor: torch.Tensor) -> np.ndarray:
     """The memory of a tensor in rows of bytes, as a device knows it: it is not held."""
     memory = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
     return np.ndarray((len(tensor), tensor.nbytes // max(1, len(tensor))), np.uint8, memory)
+
+
+def rest_beside_the_caller(monkeypatch: Any) -> None:
+    """A thread waits for the device only while the main thread waits for it: so time passes in one place."""
+    waits, is_made, rest = threading.Event(), Later.is_made, SimulatedStreams.rest
+
+    def noted(later: Later, seconds: float) -> bool:
+        waits.set()
+        try:
+            return is_made(later, seconds)
+        finally:
+            waits.clear()
+
+    def rest_then(streams: "SimulatedStreams", seconds: float) -> None:
+        assert threading.current_thread() is threading.main_thread() or waits.wait(60)
+        rest(streams, seconds)
+
+    monkeypatch.setattr(Later, "is_made", noted)
+    monkeypatch.setattr(SimulatedStreams, "rest", rest_then)
 
 
 class SimulatedStreams:

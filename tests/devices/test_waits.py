@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from conftest import HostClock
 from devices_samples import copies_on, streams_on
-from simulated import Machine, SimulatedStreams
+from simulated import Machine, SimulatedStreams, rest_beside_the_caller
 
 from sharded_loader import ShardedDataLoader, SimpleDataset
 from sharded_loader.devices.background import Later
@@ -54,7 +54,10 @@ def firsts(batches: Any) -> list[float]:
     return [batch[0, 0].item() for batch in batches]
 
 
-def test_to_wait_for_the_device_is_not_to_wait_for_data(machine: Machine, clock: HostClock) -> None:
+def test_to_wait_for_the_device_is_not_to_wait_for_data(
+    machine: Machine, clock: HostClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rest_beside_the_caller(monkeypatch)
     with ShardedDataLoader(np.zeros((64, 1000)), 4, device=machine.devices[0]) as loader:
         for _ in loader:  # the device does nothing until the host has to wait for it
             pass

@@ -19,14 +19,13 @@ import pytest
 import torch
 from conftest import made, until
 from injection import InterruptAt, TimeIsUp, next_interrupted
-from simulated import Machine, SimulatedStreams
+from simulated import Machine, rest_beside_the_caller
 from torch.utils.data import Subset, TensorDataset
 
 from sharded_loader import ArrayDataset, Placement, ShardedDataLoader, SimpleDataset, SubsetDataset
 from sharded_loader import resident as module
 from sharded_loader.base.errors import LoaderClosedError
 from sharded_loader.devices.accelerator import Streams
-from sharded_loader.devices.background import Later
 from sharded_loader.devices.copies import HOST_AHEAD, PendingCopy
 from sharded_loader.devices.placement import Placer
 from sharded_loader.engine.messages import Job, Task
@@ -235,15 +234,12 @@ def test_a_host_that_runs_ahead_holds_pinned_memory_of_few_batches(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The device does nothing until the host waits for it, and the thread waits no shorter than the caller."""
-    waits, is_made, rest = threading.Event(), Later.is_made, SimulatedStreams.rest
-    monkeypatch.setattr(Later, "is_made", lambda later, seconds: (waits.set(), is_made(later, seconds))[1])
-    monkeypatch.setattr(SimulatedStreams, "rest", lambda *how: (waits.wait(60), rest(*how))[1])
+    rest_beside_the_caller(monkeypatch)
     with kept(machine, np.arange(N), 2, 0.01) as loader:
         batches = iter(loader)
         for _ in range(HOST_AHEAD):
             next(batches)
         assert machine.blocked == 0
-        waits.clear()
         next(batches)
         assert machine.blocked > 0
         assert loader._placement.clock.behind > 0
