@@ -336,7 +336,8 @@ def write(rows: Sequence[Row], folder: Path, about: str) -> None:
     kept = json.loads(path.read_text())["rows"] if path.exists() else []
     rows = [*(row for row in kept if row["job"] not in here), *rows]
     rows.sort(key=lambda row: list(KINDS).index(row["job"]))
-    path.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+    lines = ",\n".join(json.dumps({name: rounded(value) for name, value in row.items()}) for row in rows)
+    path.write_text(f'{{"about": {json.dumps(about)}, "rows": [\n{lines}\n]}}\n')
     text = "\n\n".join(tables(rows, about))
     page = folder / "jobs.md"
     before = page.read_text().partition(BEGIN)[0] if page.exists() else "# Whole jobs\n\n"
@@ -389,7 +390,7 @@ def rounded(value: Any) -> Any:
     """A figure with few digits."""
     if isinstance(value, list):
         return [rounded(one) for one in value]
-    return float(f"{value:.3g}") if isinstance(value, float) else value
+    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 if __name__ == "__main__":

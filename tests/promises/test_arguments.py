@@ -266,7 +266,7 @@ def test_a_loader_has_at_most_24_arguments_and_40_public_attributes_beside_those
         *("pin_memory", "prefetch", "thread_pool"),
     ]  # Gluon's, in their places
     public = {name for name in dir(ShardedDataLoader) if not name.startswith("_")}
-    of_torch = inspect.signature(torch.utils.data.DataLoader).parameters.keys()
+    of_torch = inspect.signature(torch.utils.data.DataLoader).parameters.keys() | {"in_order"}  # since 2.6
     assert len(public - of_torch) + 4 <= 40, "dataset, sampler, batch_size and num_workers are ours, too"
 
 
