@@ -9,6 +9,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,6 +68,8 @@ def pins(monkeypatch: pytest.MonkeyPatch) -> Pins:
         monkeypatch.setattr(module, "accelerators", lambda: devices)
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     monkeypatch.setattr(torch, "get_device_module", lambda kind: pins)
+    if not hasattr(torch, "accelerator"):  # before 2.6
+        monkeypatch.setattr(torch, "accelerator", SimpleNamespace(is_available=1, current_accelerator=1), raising=False)
     for asked in (torch.accelerator, torch.cuda):  # torch's iterator asks one of them; in torch 2.6, the second
         monkeypatch.setattr(asked, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
