@@ -71,7 +71,8 @@ def on_config(config: Any) -> Any:
 @event_priority(100)
 def on_files(files: Any, config: Any) -> Any:
     """Add what lies outside docs/."""
-    for path in [*notebooks(), BENCHMARKS, *linked(BENCHMARKS), CHANGELOG]:
+    jobs = BENCHMARKS.with_name("jobs.md")
+    for path in sorted({*notebooks(), BENCHMARKS, *linked(BENCHMARKS), *linked(jobs), CHANGELOG}):
         name = path.relative_to(ROOT).as_posix()
         files.append(File(name, str(ROOT), config.site_dir, config.use_directory_urls))
     return files
