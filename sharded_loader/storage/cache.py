@@ -142,17 +142,22 @@ class ShardCache:
         advice = "give a larger max_bytes, or a folder that no other program cleans"
         raise ShardError(f"{shown(url)} was deleted from {self.folder} at once, by others: {advice}")
 
-    def prepare(self, url: str, stat: Stat, fetch: Fetch, is_wanted: Callable[[], bool]) -> None:
-        """Prefetch a shard, unless that would evict needed ones. ``is_wanted`` is asked again with the lock held."""
+    def prepare(self, url: str, stat: Stat, fetch: Fetch, is_wanted: Callable[[], bool]) -> bool:
+        """Prefetch a shard, unless that would evict needed ones. Return True if it is in the cache and was wanted.
+
+        ``is_wanted`` is asked again with the lock held.
+        """
         path = self._path(url, stat)
         if not path.exists() and not self.read_only:  # in a read-only folder, `open` reports it
             with self._naming_folder(url), self._lock(_lock_name(path.name)):
                 if is_wanted() and not path.exists():
                     self._fetch(path, url, stat, fetch, is_ahead=True)
-        if is_wanted():  # also if a worker has fetched it meanwhile
-            self.keep(url, stat)
-            if not is_wanted():  # the reader moved on between both calls
-                self.let_go(url, stat)
+        if not is_wanted():
+            return False
+        is_there = self.keep(url, stat)  # also if a worker has fetched it meanwhile
+        if not is_wanted():  # the reader moved on between both calls
+            self.let_go(url, stat)
+        return is_there
 
     def keep(self, url: str, stat: Stat) -> bool:
         """Protect a shard from eviction for `HOLD_SECONDS` seconds. Return True if it is in the cache."""

@@ -4,8 +4,8 @@ One thread of a `ReadAhead` looks at the order of the coming batches and moves t
 
     looked at  -->  requested, as far as their shards fit into the cache  -->  passed by the user
 
-Others download requested shards, with about `MAX_REQUESTS` requests in total. The shards of the first batch come alone;
-until the user has that batch, only `EARLY_DOWNLOADS` more are downloaded at a time.
+Others download requested shards, and save their indexes, with about `MAX_REQUESTS` requests in total. The shards of the
+first batch come alone; until the user has that batch, only `EARLY_DOWNLOADS` more are downloaded at a time.
 
 The cache is told which shards are needed (they stay), and when a passed shard is needed next, in this epoch or the
 following one. So it can evict the shard that is needed last, which is optimal (L. A. Belady, 1966). If all shards fit,
@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from sharded_loader.extend.tools import host_clock, processes_here, warn
 from sharded_loader.storage.stores import CONNECTIONS, MAX_REQUESTS, PIECE
@@ -211,8 +211,10 @@ class ReadAhead:
         def is_wanted() -> bool:
             return shard in self._plan.needed and not self._stopped.is_set()
 
-        self._cache.prepare(url, stat, lambda to: fetch(url, to, stat, is_waited_for=not self._has_first), is_wanted)
-        if is_wanted():
+        def download(to: BinaryIO) -> int | None:
+            return fetch(url, to, stat, is_waited_for=not self._has_first)
+
+        if self._cache.prepare(url, stat, download, is_wanted):
             self._shards.index_ahead(shard)
 
     def _let_go(self, shard: int, again: int | None) -> None:
