@@ -16,7 +16,6 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import inspect
 import json
 import os
 import tarfile
@@ -392,9 +391,7 @@ def ours(job: Job, own: Path, workers: int) -> Opened:
 def _pictures(job: Job, own: Path) -> Any:
     from sharded_loader import ImageFolderDataset, SimpleDataset
 
-    read: Any = functools.partial(picture, job, jobs.decode_fast)
-    if "size" in inspect.signature(ImageFolderDataset.__init__).parameters:
-        read = functools.partial(_of_folder, ImageFolderDataset(job.path("pictures"), size=jobs.SHORT), job)
+    read = functools.partial(_of_folder, ImageFolderDataset(job.path("pictures"), size=jobs.SHORT), job)
     decoded = SimpleDataset(range(job.count)).transform(read).cache(path=own / "it.cache")
     return (decoded if job.name == jobs.DETECTION else decoded.transform(_crop, seeded=True)), {}
 

@@ -52,7 +52,7 @@ MOST_PIXELS = 1 << 26
 """Pixels of the largest picture that is made by resizing, or decoded by a GPU. Of larger ones, Pillow warns."""
 
 _ORIENTATION = 0x112
-"""A tag of EXIF, and a filter of Pillow that averages all pixels where it makes a picture smaller."""
+"""A tag of EXIF."""
 
 
 def pack(header: IRHeader | tuple[int, object, int, int], s: bytes) -> bytes:
