@@ -432,13 +432,8 @@ def _match(table: Int64s, bounds: Int64s) -> Int64s:
         found = np.searchsorted(bounds[:, 0], table[:, 0], side="left").astype(np.int64)
     else:
         found = np.full(len(table), len(bounds), dtype=np.int64)
-        least = np.full(len(table), np.iinfo(np.int64).max, dtype=np.int64)
-        for bucket, bound in enumerate(bounds):
-            spare = bound - table
-            padding = spare.sum(axis=1)
-            better = (spare >= 0).all(axis=1) & (padding < least)
-            found[better] = bucket
-            least[better] = padding[better]
+        for bucket in np.argsort(bounds.sum(axis=1), kind="stable")[::-1].tolist():  # that of least padding is last
+            found[(table <= bounds[bucket]).all(axis=1)] = bucket
     outside = np.flatnonzero(found == len(bounds))
     if outside.size:
         sample = int(outside[0])
