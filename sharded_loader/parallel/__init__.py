@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -31,7 +31,7 @@ import torch
 from sharded_loader import default_batchify_fn
 from sharded_loader.extend import DeviceLike
 from sharded_loader.extend.data import children, is_dataclass_instance, is_numbers, map_leaves, rebuild, to_torch
-from sharded_loader.extend.engine import device_list
+from sharded_loader.extend.engine import device_list, shard_sizes
 from sharded_loader.extend.tools import an, brief, check_int
 
 
@@ -74,8 +74,7 @@ def split_data(data: object, num_slice: int, batch_axis: int = 0, even_split: bo
             f"data with shape {shapes[0][0]} cannot be evenly split into {num_slice} slices along axis {batch_axis}. "
             f"Use a batch size that's multiple of {num_slice} or set even_split=False to allow uneven parts."
         )
-    each, larger = divmod(size, num_slice)
-    bounds = [each * i + min(i, larger) for i in range(num_slice + 1)]
+    bounds = accumulate(shard_sizes(size, num_slice), initial=0)
     return [_slice_rows(tree, begin, end, batch_axis) for begin, end in pairwise(bounds)]
 
 
@@ -246,7 +245,5 @@ def ranks_of_mesh(mesh: Any) -> tuple[int, int]:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise ValueError("this process is not in the mesh: make no loader here, or give num_replicas and rank")
-    replicas, rank = 1, 0
-    for place in chosen:
-        replicas, rank = replicas * mesh.size(place), rank * mesh.size(place) + coordinate[place]
-    return int(replicas), int(rank)
+    sizes, own = [mesh.size(place) for place in chosen], tuple(coordinate[place] for place in chosen)
+    return int(np.prod(sizes)), int(np.ravel_multi_index(own, sizes))
