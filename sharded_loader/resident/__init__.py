@@ -259,10 +259,9 @@ class ResidentPool(InlinePool):
         streams = copies.streams
         try:
             with streams.current():
-                hosts = rows.columns.values()
-                shapes = [core.to_torch(host[:0]).new_empty((count, *host.shape[1:]), device="meta") for host in hosts]
-                columns = [streams.empty_like(shape) for shape in shapes]
-                step = max(1, LOADED_AT_ONCE * count // max(1, sum(shape.nbytes for shape in shapes)))
+                kinds = [core.to_torch(host[:0]) for host in rows.columns.values()]
+                columns = [streams.empty((count, *kind.shape[1:]), dtype=kind.dtype) for kind in kinds]
+                step = max(1, LOADED_AT_ONCE * count // max(1, sum(column.nbytes for column in columns)))
                 for begin in range(0, count, step):
                     fields = _read(rows, np.arange(begin, min(begin + step, count)), core.new_array)
                     for column, host in zip(columns, fields, strict=True):
