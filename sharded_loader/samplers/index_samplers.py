@@ -413,9 +413,9 @@ class _Line:
             self._order = shuffle(count, *key)
             return
         order = shuffled(len(lengths), *key)
-        self._begins = _sums(lengths[order])
+        self._begins: Int64s = np.append(0, np.cumsum(lengths[order]))
         # Difference between the index and the position in the line, per shard.
-        self._shifts = _sums(lengths)[order] - self._begins[:-1]
+        self._shifts = (np.cumsum(lengths) - lengths)[order] - self._begins[:-1]
 
     def shard(self, positions: Int64s) -> Int64s:
         return positions // self._size if self._size else np.searchsorted(self._begins, positions, side="right") - 1
@@ -441,10 +441,6 @@ class _Line:
             return int(inverted(self._order, np.array([shard]))[0]) * self._size + within
         places = index - self._shifts
         return int(places[(places >= self._begins[:-1]) & (places < self._begins[1:])][0])
-
-
-def _sums(lengths: Int64s) -> Int64s:
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
 
 
 # -- each sample several times -----------------------------------------------------------------------------------------
