@@ -234,11 +234,9 @@ def sortable(keys: Any) -> npt.NDArray[Any]:
             keys = np.asarray(keys)  # indexing a pandas Series would use its labels
         except (TypeError, RuntimeError):  # a tensor on a device, or of a dtype unknown to NumPy
             keys = list(keys)
-    if len(keys) == 0:
-        return np.zeros(0, dtype=np.int64)
     advice = "shuffle with RandomSampler or ShardShuffleSampler, which take none, or sort each file when you write it"
     check_fits(16 * len(keys), f"to sort, all {len(keys):,} keys and their order have to be in memory", advice)
-    if isinstance(keys, np.ndarray) or isinstance(keys[0], int | float | np.number):
+    if len(keys) == 0 or isinstance(keys, np.ndarray) or isinstance(keys[0], int | float | np.number):
         array = np.asarray(keys)
         # Distinct integers beyond 2**53 may be equal as float64: these are ranked by Python comparison.
         exact = array.dtype.kind in "iub" or isinstance(keys, np.ndarray)

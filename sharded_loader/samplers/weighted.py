@@ -121,9 +121,7 @@ class WeightedRandomSampler(IndexSampler):
 
     @property
     def weights(self) -> Any:
-        if "weights" in vars(self):  # a subclass has an attribute of its own
-            return vars(self)["weights"]
-        return self._history.now
+        return vars(self)["weights"] if "weights" in vars(self) else self._history.now  # a subclass may have its own
 
     @weights.setter
     def weights(self, weights: Any) -> None:
