@@ -65,15 +65,12 @@ def split_data(data: object, num_slice: int, batch_axis: int = 0, even_split: bo
             raise ValueError(f"data with shape {shape} has no axis {batch_axis}: choose another batch_axis")
         size = shapes[0][0][shapes[0][1]]
         if shape[axis] != size:
-            raise ValueError(
-                f"parts of the batch have different lengths along axis {batch_axis}: shapes {shapes[0][0]} and "
-                f"{shape}: split only what has one row per sample"
-            )
+            text = f"different lengths along axis {batch_axis}: shapes {shapes[0][0]} and {shape}"
+            raise ValueError(f"parts of the batch have {text}: split only what has one row per sample")
     if even_split and size % num_slice:
-        raise ValueError(
-            f"data with shape {shapes[0][0]} cannot be evenly split into {num_slice} slices along axis {batch_axis}. "
-            f"Use a batch size that's multiple of {num_slice} or set even_split=False to allow uneven parts."
-        )
+        text = f"data with shape {shapes[0][0]} cannot be evenly split into {num_slice} slices along axis {batch_axis}"
+        advice = f"Use a batch size that's multiple of {num_slice} or set even_split=False to allow uneven parts."
+        raise ValueError(f"{text}. {advice}")
     bounds = accumulate(shard_sizes(size, num_slice), initial=0)
     return [_slice_rows(tree, begin, end, batch_axis) for begin, end in pairwise(bounds)]
 
@@ -195,10 +192,8 @@ def _joined(trees: list[Any], device: torch.device) -> object:
         return None
     odd = next((tree for tree in trees if _form(tree) != _form(first)), first)
     if odd is not first or children(first) is None:
-        raise ValueError(
-            f"{brief(first)} and {brief(odd)} cannot be joined: give tensors, arrays, numbers, or a structure of them, "
-            f"the same one for all shards"
-        )
+        advice = "give tensors, arrays, numbers, or a structure of them, the same one for all shards"
+        raise ValueError(f"{brief(first)} and {brief(odd)} cannot be joined: {advice}")
     columns = zip(*(children(tree) or () for tree in trees), strict=True)
     return rebuild(first, [_joined(list(column), device) for column in columns])
 
@@ -238,10 +233,8 @@ def ranks_of_mesh(mesh: Any) -> tuple[int, int]:
     if not chosen and mesh.ndim == 1 and names[0] not in MODEL_DIMS:
         chosen = [0]
     if not chosen:
-        raise ValueError(
-            f"mesh has the dimensions {', '.join(map(repr, names))}, and none is known as one of data parallelism "
-            f"({', '.join(DATA_DIMS)}): give that dimension, mesh=mesh[name]"
-        )
+        text = f"mesh has the dimensions {', '.join(map(repr, names))}, and none is known as one of data parallelism"
+        raise ValueError(f"{text} ({', '.join(DATA_DIMS)}): give that dimension, mesh=mesh[name]")
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise ValueError("this process is not in the mesh: make no loader here, or give num_replicas and rank")

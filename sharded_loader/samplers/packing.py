@@ -376,10 +376,8 @@ class _PackTable(Table):
         known, step = self._sampler.known(self._epoch), self._sampler.at_once
         n = bisect_right(known, (row, 1 << 62)) - 1
         if self._epoch == EVERY and row - known[n][0] > FARTHEST:
-            raise ValueError(
-                f"PackSampler cannot be resumed at row {row:,}, or begin there: it would pack all rows from "
-                f"{known[n][0]:,} on. Is the number of the epoch right?"
-            )
+            text = f"PackSampler cannot be resumed at row {row:,}, or begin there: it would pack all rows from"
+            raise ValueError(f"{text} {known[n][0]:,} on. Is the number of the epoch right?")
         while True:
             before, window = known[n]
             if window >= self._end or (n + 1 < len(known) and known[n + 1][1] - window <= step):
@@ -614,10 +612,8 @@ def fields_of(document: Any, names: Sequence[str], what: str, number: int = 0) -
                 break
     if not size or "input_ids" not in arrays:
         shapes = {name: (one.shape, one.dtype.name) for name, one in arrays.items()}
-        advice = (
-            "give token ids (1-D, at least one), or a mapping with 'input_ids' and perhaps as many 'labels', no text"
-        )
-        raise BatchifyError(f"{what.format(number)} {brief(document)}, with {shapes}", advice)
+        advice = "give token ids (1-D, at least one), or a mapping with 'input_ids' and perhaps as many 'labels'"
+        raise BatchifyError(f"{what.format(number)} {brief(document)}, with {shapes}", f"{advice}, no text")
     return arrays
 
 
