@@ -113,9 +113,7 @@ class PackSampler(Sampler[list[int]]):
         limits: Mapping[str, int] | None = None,
         multiple: int = 1,
     ) -> None:
-        if not (
-            (tokens is None) == (limits is not None) == isinstance(lengths, Mapping) == isinstance(limits, Mapping)
-        ):
+        if len({tokens is None, limits is not None, isinstance(lengths, Mapping), isinstance(limits, Mapping)}) > 1:
             text = "PackSampler packs to tokens=, or to several limits=, where both limits and lengths are dicts"
             raise TypeError(f"{text}: {_LIMITS}")
         given: Any = {"tokens": lengths} if limits is None else lengths
