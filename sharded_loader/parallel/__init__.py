@@ -56,7 +56,9 @@ def split_data(data: object, num_slice: int, batch_axis: int = 0, even_split: bo
         [3, 3, 2, 2]
     """
     num_slice = check_int("num_slice", num_slice, 1, "give the number of slices", ValueError)
-    tree = _as_batch(data)
+    if isinstance(data, (list, tuple)) and not hasattr(data, "_fields") and data and is_numbers(data):
+        data = default_batchify_fn(data)  # one array, as in default batchify
+    tree = to_torch(data)
     shapes = list(_row_shapes(tree, batch_axis))
     if not shapes:
         raise ValueError(f"{an(type(data))} has no rows to split: give tensors, arrays, or a structure of them")
@@ -73,13 +75,6 @@ def split_data(data: object, num_slice: int, batch_axis: int = 0, even_split: bo
         raise ValueError(f"{text}. {advice}")
     bounds = accumulate(shard_sizes(size, num_slice), initial=0)
     return [_slice_rows(tree, begin, end, batch_axis) for begin, end in pairwise(bounds)]
-
-
-def _as_batch(data: object) -> object:
-    """The batch with tensors; a list of numbers is one array, as in default batchify."""
-    if isinstance(data, (list, tuple)) and not hasattr(data, "_fields") and data and is_numbers(data):
-        return to_torch(default_batchify_fn.assemble(data, np.empty))
-    return to_torch(data)
 
 
 def _is_row_list(tree: object) -> TypeGuard[list[object]]:
