@@ -76,12 +76,7 @@ class CostSampler(Sampler[int]):
     _ranks = 1
 
     def __init__(
-        self,
-        costs: Costs,
-        batch_size: int,
-        length: int,
-        seed: int | None = None,
-        whole_steps: bool = False,
+        self, costs: Costs, batch_size: int, length: int, seed: int | None = None, whole_steps: bool = False
     ) -> None:
         self.costs = self._work(checked_costs(costs, length))
         self._batch_size = check_int("batch_size", batch_size, 1, "give the number of samples in a batch")
