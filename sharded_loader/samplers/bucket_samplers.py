@@ -186,12 +186,8 @@ class FixedBucketSampler(NumberedBatches):
           batch_size=[2, 2]
     """
 
-    decided_by = (
-        ("lengths", "_members"),
-        ("buckets", "_counts"),
-        ("batch sizes", "bucket_batch_sizes"),
-        *underscored("shuffle", "last_batch"),
-    )
+    _sizes = (("buckets", "_counts"), ("batch sizes", "bucket_batch_sizes"))
+    decided_by = (("lengths", "_members"), *_sizes, *underscored("shuffle", "last_batch"))
     fixed = ("bucket_keys",)
     cut_by, sized_by = ("buckets", "batch sizes"), ("_batch_size", "bucket_batch_sizes")
     _buckets = (("bucket_keys", "bucket_keys"), ("bucket_batch_sizes", "bucket_batch_sizes"))
