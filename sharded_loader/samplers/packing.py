@@ -600,15 +600,13 @@ def fields_of(document: Any, names: Sequence[str], what: str, number: int = 0) -
     """
     fields = document if isinstance(document, Mapping) else {"input_ids": document}
     arrays: dict[str, Array] = {}
-    size = 0
+    size, are_alike = 0, True
     for name in names:
         if (given := fields.get(name)) is not None:
             arrays[name] = array = as_array(() if isinstance(given, (str, bytes)) else given)
             size = size or array.size
-            if array.shape != (size,) or array.dtype.kind not in "iu":
-                size = 0
-                break
-    if not size or "input_ids" not in arrays:
+            are_alike = are_alike and array.shape == (size,) and array.dtype.kind in "iu"
+    if not (size and are_alike and "input_ids" in arrays):
         shapes = {name: (one.shape, one.dtype.name) for name, one in arrays.items()}
         advice = "give token ids (1-D, at least one), or a mapping with 'input_ids' and perhaps as many 'labels'"
         raise BatchifyError(f"{what.format(number)} {brief(document)}, with {shapes}", f"{advice}, no text")
