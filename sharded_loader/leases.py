@@ -106,10 +106,9 @@ class RankState:
 
 def load(order: orders.MapOrder, states: list[Any]) -> tuple[list[Share], Any]:
     """Return this rank's shares from the states of all ranks, or its own, and the state of the newest epoch."""
-    own, *was = (
-        replace(signature, num_replicas=None, step_ranks=None, sampler_length=None)  # they may change
-        for signature in (order.signature(order.next_epoch), *(orders.parse(one)[1] for one in states))
-    )
+    signatures = [order.signature(order.next_epoch), *(orders.parse(one)[1] for one in states)]
+    # What is None here may change.
+    own, *was = (replace(one, num_replicas=None, step_ranks=None, sampler_length=None) for one in signatures)
     phrases = [*orders.differences(was[0], own), *orders.other_arguments(was[0], own)]
     if phrases or any(other != was[0] for other in was):
         text = f"load_state_dict: leases of other batches: {', '.join(phrases) or 'the states are of different runs'}"

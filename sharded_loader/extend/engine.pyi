@@ -36,6 +36,7 @@ from sharded_loader.engine.reader import KEPT_SAMPLES as KEPT_SAMPLES
 from sharded_loader.engine.reader import BatchScope as BatchScope
 from sharded_loader.engine.split import check_shares as check_shares
 from sharded_loader.engine.split import is_sharded as is_sharded
+from sharded_loader.engine.split import plain_index as plain_index
 from sharded_loader.engine.split import plain_indices as plain_indices
 from sharded_loader.engine.split import shard_sizes as shard_sizes
 from sharded_loader.engine.split import split_batch as split_batch

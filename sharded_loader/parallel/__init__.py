@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -31,7 +31,7 @@ import torch
 from sharded_loader import default_batchify_fn
 from sharded_loader.extend import DeviceLike
 from sharded_loader.extend.data import children, is_dataclass_instance, is_numbers, map_leaves, rebuild, to_torch
-from sharded_loader.extend.engine import device_list
+from sharded_loader.extend.engine import device_list, shard_sizes
 from sharded_loader.extend.tools import an, brief, check_int
 
 
@@ -56,7 +56,9 @@ def split_data(data: object, num_slice: int, batch_axis: int = 0, even_split: bo
         [3, 3, 2, 2]
     """
     num_slice = check_int("num_slice", num_slice, 1, "give the number of slices", ValueError)
-    tree = _as_batch(data)
+    if isinstance(data, (list, tuple)) and not hasattr(data, "_fields") and data and is_numbers(data):
+        data = default_batchify_fn(data)  # one array, as in default batchify
+    tree = to_torch(data)
     shapes = list(_row_shapes(tree, batch_axis))
     if not shapes:
         raise ValueError(f"{an(type(data))} has no rows to split: give tensors, arrays, or a structure of them")
@@ -65,25 +67,14 @@ def split_data(data: object, num_slice: int, batch_axis: int = 0, even_split: bo
             raise ValueError(f"data with shape {shape} has no axis {batch_axis}: choose another batch_axis")
         size = shapes[0][0][shapes[0][1]]
         if shape[axis] != size:
-            raise ValueError(
-                f"parts of the batch have different lengths along axis {batch_axis}: shapes {shapes[0][0]} and "
-                f"{shape}: split only what has one row per sample"
-            )
+            text = f"different lengths along axis {batch_axis}: shapes {shapes[0][0]} and {shape}"
+            raise ValueError(f"parts of the batch have {text}: split only what has one row per sample")
     if even_split and size % num_slice:
-        raise ValueError(
-            f"data with shape {shapes[0][0]} cannot be evenly split into {num_slice} slices along axis {batch_axis}. "
-            f"Use a batch size that's multiple of {num_slice} or set even_split=False to allow uneven parts."
-        )
-    each, larger = divmod(size, num_slice)
-    bounds = [each * i + min(i, larger) for i in range(num_slice + 1)]
+        text = f"data with shape {shapes[0][0]} cannot be evenly split into {num_slice} slices along axis {batch_axis}"
+        advice = f"Use a batch size that's multiple of {num_slice} or set even_split=False to allow uneven parts."
+        raise ValueError(f"{text}. {advice}")
+    bounds = accumulate(shard_sizes(size, num_slice), initial=0)
     return [_slice_rows(tree, begin, end, batch_axis) for begin, end in pairwise(bounds)]
-
-
-def _as_batch(data: object) -> object:
-    """The batch with tensors; a list of numbers is one array, as in default batchify."""
-    if isinstance(data, (list, tuple)) and not hasattr(data, "_fields") and data and is_numbers(data):
-        return to_torch(default_batchify_fn.assemble(data, np.empty))
-    return to_torch(data)
 
 
 def _is_row_list(tree: object) -> TypeGuard[list[object]]:
@@ -196,10 +187,8 @@ def _joined(trees: list[Any], device: torch.device) -> object:
         return None
     odd = next((tree for tree in trees if _form(tree) != _form(first)), first)
     if odd is not first or children(first) is None:
-        raise ValueError(
-            f"{brief(first)} and {brief(odd)} cannot be joined: give tensors, arrays, numbers, or a structure of them, "
-            f"the same one for all shards"
-        )
+        advice = "give tensors, arrays, numbers, or a structure of them, the same one for all shards"
+        raise ValueError(f"{brief(first)} and {brief(odd)} cannot be joined: {advice}")
     columns = zip(*(children(tree) or () for tree in trees), strict=True)
     return rebuild(first, [_joined(list(column), device) for column in columns])
 
@@ -239,14 +228,10 @@ def ranks_of_mesh(mesh: Any) -> tuple[int, int]:
     if not chosen and mesh.ndim == 1 and names[0] not in MODEL_DIMS:
         chosen = [0]
     if not chosen:
-        raise ValueError(
-            f"mesh has the dimensions {', '.join(map(repr, names))}, and none is known as one of data parallelism "
-            f"({', '.join(DATA_DIMS)}): give that dimension, mesh=mesh[name]"
-        )
+        text = f"mesh has the dimensions {', '.join(map(repr, names))}, and none is known as one of data parallelism"
+        raise ValueError(f"{text} ({', '.join(DATA_DIMS)}): give that dimension, mesh=mesh[name]")
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise ValueError("this process is not in the mesh: make no loader here, or give num_replicas and rank")
-    replicas, rank = 1, 0
-    for place in chosen:
-        replicas, rank = replicas * mesh.size(place), rank * mesh.size(place) + coordinate[place]
-    return int(replicas), int(rank)
+    sizes, own = [mesh.size(place) for place in chosen], tuple(coordinate[place] for place in chosen)
+    return int(np.prod(sizes)), int(np.ravel_multi_index(own, sizes))

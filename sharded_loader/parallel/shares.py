@@ -121,7 +121,6 @@ def make_shares(dataset: object, batch_size: Any, batch_sampler: object, names: 
         advice = "give the number of samples in a step of all ranks. True is for a batch_sampler="
         batch_size = check_int("global_batch", size, 1, advice)
     elif size not in (None, True, samples := getattr(batch_sampler, "samples_in_batch", None)):
-        raise ValueError(
-            f"global_batch is {size!r}, but the {given} makes batches of {samples}: give global_batch=True"
-        )
+        text = f"global_batch is {size!r}, but the {given} makes batches of {samples}"
+        raise ValueError(f"{text}: give global_batch=True")
     return Shares(batch_size, size is not None, micro)

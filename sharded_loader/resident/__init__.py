@@ -137,10 +137,8 @@ def make_resident(
     is_auto = isinstance(resident, str) and resident == "auto"
     is_share = isinstance(resident, float | np.floating) and 0 < resident <= 1
     if not (is_share or is_auto or resident is True):
-        raise ValueError(
-            f'resident is {resident!r}; it must be True, False, "auto", or a fraction of the rows: a float above 0, '
-            f"at most 1.0, such as 0.6"
-        )
+        text = f'resident is {resident!r}; it must be True, False, "auto", or a fraction of the rows'
+        raise ValueError(f"{text}: a float above 0, at most 1.0, such as 0.6")
     try:
         _check_rows(f"resident={resident!r}", dataset, placement.devices, batchify_fn)
     except (TypeError, ValueError):
@@ -159,18 +157,14 @@ def _check_rows(this: str, dataset: object, devices: object, batchify_fn: object
     if batchify_fn is not None:
         raise ValueError(f"{this} gathers batches on the device, where collate_fn cannot run: leave it out")
     if (rows := as_rows(dataset)) is None:
-        raise TypeError(
-            f"{this} keeps rows of arrays on the devices, and this dataset reads something else: {brief(dataset)}. "
-            f"Give an array, a TensorDataset, an ArrayDataset or a part of one. Apply a transform before, or to "
-            f"the batch; or leave resident out"
-        )
+        text = f"{this} keeps rows of arrays on the devices, and this dataset reads something else: {brief(dataset)}"
+        advice = "Give an array, a TensorDataset, an ArrayDataset or a part of one. Apply a transform before"
+        raise TypeError(f"{text}. {advice}, or to the batch; or leave resident out")
     for name, column in rows.columns.items():
         if not (core.is_column(column) or (core.is_gathered(column) and core.torch_has(column.dtype))):
             dtype = f" of {column.dtype}" if hasattr(column, "dtype") else ""
-            raise TypeError(
-                f"{this}: column {name!r} is {an(type(column))}{dtype}, which a device cannot hold: "
-                f"give arrays or tensors of numbers, or leave resident out"
-            )
+            text = f"{this}: column {name!r} is {an(type(column))}{dtype}, which a device cannot hold"
+            raise TypeError(f"{text}: give arrays or tensors of numbers, or leave resident out")
 
 
 class _OnDevice(NamedTuple):
@@ -259,10 +253,9 @@ class ResidentPool(InlinePool):
         streams = copies.streams
         try:
             with streams.current():
-                hosts = rows.columns.values()
-                shapes = [core.to_torch(host[:0]).new_empty((count, *host.shape[1:]), device="meta") for host in hosts]
-                columns = [streams.empty_like(shape) for shape in shapes]
-                step = max(1, LOADED_AT_ONCE * count // max(1, sum(shape.nbytes for shape in shapes)))
+                kinds = [core.to_torch(host[:0]) for host in rows.columns.values()]
+                columns = [streams.empty((count, *kind.shape[1:]), dtype=kind.dtype) for kind in kinds]
+                step = max(1, LOADED_AT_ONCE * count // max(1, sum(column.nbytes for column in columns)))
                 for begin in range(0, count, step):
                     fields = _read(rows, np.arange(begin, min(begin + step, count)), core.new_array)
                     for column, host in zip(columns, fields, strict=True):

@@ -186,12 +186,8 @@ class FixedBucketSampler(NumberedBatches):
           batch_size=[2, 2]
     """
 
-    decided_by = (
-        ("lengths", "_members"),
-        ("buckets", "_counts"),
-        ("batch sizes", "bucket_batch_sizes"),
-        *underscored("shuffle", "last_batch"),
-    )
+    _sizes = (("buckets", "_counts"), ("batch sizes", "bucket_batch_sizes"))
+    decided_by = (("lengths", "_members"), *_sizes, *underscored("shuffle", "last_batch"))
     fixed = ("bucket_keys",)
     cut_by, sized_by = ("buckets", "batch sizes"), ("_batch_size", "bucket_batch_sizes")
     _buckets = (("bucket_keys", "bucket_keys"), ("bucket_batch_sizes", "bucket_batch_sizes"))
@@ -245,26 +241,24 @@ class FixedBucketSampler(NumberedBatches):
             raise ValueError(f"{text}: give one number for each of bucket_keys, without ratio and use_average_length")
         bucket_of = _match(table, keys)
         counts = np.bincount(bucket_of, minlength=len(keys))
-        members = np.split(np.argsort(bucket_of, kind="stable"), np.cumsum(counts)[:-1])
         shown: list[Key] = keys[:, 0].tolist() if is_single else list(map(tuple, keys.tolist()))
-        used: list[int] = np.flatnonzero(counts).tolist()
-        if len(used) < len(keys):
-            unused = [key for key, count in zip(shown, counts, strict=True) if not count]
+        self.bucket_keys = [key for key, count in zip(shown, counts, strict=True) if count]
+        if unused := [key for key, count in zip(shown, counts, strict=True) if not count]:
             warnings.warn(f"Some buckets are empty and will be removed. Unused bucket keys={unused}", stacklevel=2)
-        self.bucket_keys = [shown[bucket] for bucket in used]
-        self._members: list[Int64s] = [members[bucket] for bucket in used]
+        keys, counts = keys[counts > 0], counts[counts > 0]
+        members: list[Int64s] = np.split(np.argsort(bucket_of, kind="stable"), np.cumsum(counts)[:-1])
+        self._members = members[: len(keys)]  # without samples there is none
         if use_average_length and ratio > 0:
             warnings.warn(f"ratio={ratio} is not used, because use_average_length is set", stacklevel=2)
         if by_key is not None:
-            self.bucket_batch_sizes = [by_key[tuple(key)] for key in keys[used].tolist()]
+            self.bucket_batch_sizes = [by_key[tuple(key)] for key in keys.tolist()]
         elif use_average_length:
-            lengths_in = (table[members] for members in self._members)
+            lengths_in = (table[places] for places in self._members)
             self.bucket_batch_sizes = [max(int(sizes[0] / (part.mean() + part.std())), 1) for part in lengths_in]
         else:
-            scales = keys[used].sum(axis=1).tolist()
-            self.bucket_batch_sizes = [
-                max(int(max(scales) / one * float(ratio) * sizes[0]), sizes[0]) for one in scales
-            ]
+            size, scales = sizes[0], keys.sum(axis=1).tolist()
+            largest = max(scales, default=0)
+            self.bucket_batch_sizes = [max(int(largest / one * float(ratio) * size), size) for one in scales]
 
     @property
     def plan(self) -> list[int]:
@@ -354,10 +348,9 @@ class FixedBucketSampler(NumberedBatches):
 
     def stats(self) -> str:
         """Return a multi-line summary: samples and batches in total; key, samples and batch size of each bucket."""
-        first = (
-            f"{type(self).__name__}:\n  sample_num={sum(self._counts)}, batch_num={self._batches(self.epoch).sum()}\n"
-        )
-        return f"{first}  key={self.bucket_keys}\n  cnt={self._counts}\n  batch_size={self.bucket_batch_sizes}"
+        samples, batches = sum(self._counts), self._batches(self.epoch).sum()
+        first = f"{type(self).__name__}:\n  sample_num={samples}, batch_num={batches}"
+        return f"{first}\n  key={self.bucket_keys}\n  cnt={self._counts}\n  batch_size={self.bucket_batch_sizes}"
 
 
 class GroupedBatchSampler(FixedBucketSampler):
@@ -406,7 +399,7 @@ class GroupedBatchSampler(FixedBucketSampler):
             sizes = [batch_size[kind] for kind in kinds]
         groups: dict[str, Any] = {"num_shards": num_shards, "last_group": last_group, "last_batch": last_batch}
         super().__init__(numbers + 1, sizes, None, range(1, len(kinds) + 1), shuffle=shuffle, seed=seed, **groups)
-        vars(self)["bucket_keys"], self.dataset_length = kinds, len(numbers)
+        vars(self)["bucket_keys"] = kinds
 
     def _shuffler(self) -> Callable[[Int64s, Int64s, Int64s], Int64s]:
         # A rank may meet many kinds for the first time: computing whole shuffles would be too slow.
@@ -432,13 +425,8 @@ def _match(table: Int64s, bounds: Int64s) -> Int64s:
         found = np.searchsorted(bounds[:, 0], table[:, 0], side="left").astype(np.int64)
     else:
         found = np.full(len(table), len(bounds), dtype=np.int64)
-        least = np.full(len(table), np.iinfo(np.int64).max, dtype=np.int64)
-        for bucket, bound in enumerate(bounds):
-            spare = bound - table
-            padding = spare.sum(axis=1)
-            better = (spare >= 0).all(axis=1) & (padding < least)
-            found[better] = bucket
-            least[better] = padding[better]
+        for bucket in np.argsort(bounds.sum(axis=1), kind="stable")[::-1].tolist():  # that of least padding is last
+            found[(table <= bounds[bucket]).all(axis=1)] = bucket
     outside = np.flatnonzero(found == len(bounds))
     if outside.size:
         sample = int(outside[0])

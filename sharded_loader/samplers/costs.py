@@ -76,12 +76,7 @@ class CostSampler(Sampler[int]):
     _ranks = 1
 
     def __init__(
-        self,
-        costs: Costs,
-        batch_size: int,
-        length: int,
-        seed: int | None = None,
-        whole_steps: bool = False,
+        self, costs: Costs, batch_size: int, length: int, seed: int | None = None, whole_steps: bool = False
     ) -> None:
         self.costs = self._work(checked_costs(costs, length))
         self._batch_size = check_int("batch_size", batch_size, 1, "give the number of samples in a batch")
@@ -138,8 +133,7 @@ class _CostSteps:
         whole = positions[: np.searchsorted(positions, self._count * self._size)]
         last = positions[len(whole) :] - self._count * self._size
         places = self._whole(self._places(whole) if len(whole) else whole)
-        found: Int64s = self._order[np.concatenate([places, self._rest[last]])]
-        return found
+        return self._order.take(np.concatenate([places, self._rest[last]]))
 
     def _whole(self, places: Int64s) -> Int64s:
         """Convert places among the samples of whole steps to places among all."""
@@ -148,22 +142,18 @@ class _CostSteps:
 
     def _places(self, positions: Int64s) -> Int64s:
         """Return places among the samples of whole steps."""
-        size, ranks, width = self._size, self._ranks, self._tuple
-        step, within = np.divmod(positions, size)
+        step, within = np.divmod(positions, self._size)
         steps, here = np.unique(step, return_inverse=True)
-        tuples = self._tuples_of(steps)
-        row, rank = np.divmod(within, ranks)
-        rank = (rank + self._turned(steps)[here]) % ranks
-        rank = np.where(self._reversed_rows(tuples)[here, row], ranks - 1 - rank, rank)
-        level, member = np.divmod(row * ranks + rank, width)
+        tuples = np.stack([level * self._count + order(steps) for level, order in enumerate(self._tuples)], axis=1)
+        row, rank = np.divmod(within, self._ranks)
+        turned = self._shuffles(np.zeros_like(steps), np.full_like(steps, self._ranks), -1 - steps)
+        return self._chosen(tuples, here, row, (rank + turned[here]) % self._ranks)
+
+    def _chosen(self, tuples: Int64s, here: Int64s, row: Int64s, rank: Int64s) -> Int64s:
+        """Return the places of the samples that ranks have in rows of steps. ``tuples`` has shape (steps, levels)."""
+        rank = np.where(self._reversed_rows(tuples)[here, row], self._ranks - 1 - rank, rank)
+        level, member = np.divmod(row * self._ranks + rank, self._tuple)
         return self._members(tuples[here, level], member)
-
-    def _tuples_of(self, steps: Int64s) -> Int64s:
-        return np.stack([level * self._count + tuples(steps) for level, tuples in enumerate(self._tuples)], axis=1)
-
-    def _turned(self, steps: Int64s) -> Int64s:
-        """Return by how many ranks each step is turned."""
-        return self._shuffles(np.zeros_like(steps), np.full_like(steps, self._ranks), -1 - steps)
 
     def _members(self, number: Int64s, member: Int64s) -> Int64s:
         """Return the places of members of tuples."""
@@ -172,7 +162,7 @@ class _CostSteps:
         return found
 
     def _reversed_rows(self, tuples: Int64s) -> npt.NDArray[np.bool_]:
-        """Return which rows of each step are reversed. ``tuples`` has shape (steps, levels)."""
+        """Return which rows of each step are reversed; see `_chosen`."""
         rows, width = self._size // self._ranks, self._tuple
         ends = np.arange(rows)[:, None] * self._ranks + np.array([0, self._ranks - 1])
         number = tuples[:, ends // width]
@@ -270,16 +260,11 @@ class _JointSteps(_CostSteps):
         number = np.repeat(np.arange(len(sizes)), sizes - self._tuple)
         return np.sort(edges[number] + (shift + np.arange(count)) % sizes[number])
 
-    def _places(self, positions: Int64s) -> Int64s:
-        step, within = np.divmod(positions, self._size)
-        steps, here = np.unique(step, return_inverse=True)
+    def _chosen(self, tuples: Int64s, here: Int64s, row: Int64s, rank: Int64s) -> Int64s:
         level, member = np.divmod(np.arange(self._size), self._tuple)
-        places = self._members(self._tuples_of(steps)[:, level].ravel(), np.tile(member, len(steps)))
-        costs = self._costs[self._order[self._whole(places)]]
-        chosen = assigned(costs.reshape(len(steps), self._size, -1), self._ranks)
-        row, rank = np.divmod(within, self._ranks)
-        rank = (rank + self._turned(steps)[here]) % self._ranks
-        found: Int64s = places.reshape(len(steps), -1)[here, chosen[here, row, rank]]
+        places = self._members(tuples[:, level].ravel(), np.tile(member, len(tuples)))
+        costs = self._costs[self._order[self._whole(places)]].reshape(len(tuples), self._size, -1)
+        found: Int64s = places.reshape(len(tuples), -1)[here, assigned(costs, self._ranks)[here, row, rank]]
         return found
 
 

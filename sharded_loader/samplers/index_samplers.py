@@ -19,20 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sharded_loader.extend import Int64s, Selection, Table, WrapperSampler
+from sharded_loader.extend import order as orders
 from sharded_loader.extend.data import as_dataset, taken
-from sharded_loader.extend.order import (
-    MAX_LENGTH,
-    IndexSampler,
-    check_length,
-    checksum_of,
-    len_epoch,
-    parts,
-    repeated_index,
-    resolve_seed,
-    shuffle,
-    shuffled,
-    table_of,
-)
 from sharded_loader.extend.tools import brief, check_fits, check_int
 from sharded_loader.samplers.bijections import Bijections
 from sharded_loader.samplers.inverse import found_in, inverted, positions_of
@@ -56,7 +44,7 @@ def underscored(*names: str) -> tuple[tuple[str, str], ...]:
     return tuple((name, f"_{name}") for name in names)
 
 
-class _ListedSampler(IndexSampler):
+class _ListedSampler(orders.IndexSampler):
     """Base class of samplers of given indices, in order or in a permutation."""
 
     _indices: Selection
@@ -95,18 +83,18 @@ class SubsetRandomSampler(_ListedSampler):
     decided_by = (("indices", "_indices"),)
 
     def __init__(self, indices: Numbers, seed: int | None = None) -> None:
-        if isinstance(indices, range) and len(indices[: MAX_LENGTH + 1]) > MAX_LENGTH:
+        if isinstance(indices, range) and len(indices[: orders.MAX_LENGTH + 1]) > orders.MAX_LENGTH:
             raise ValueError(f"SubsetRandomSampler shuffles up to 2**62 samples, got {indices}: give a shorter range")
         advice = "give a list of sample indices (np.flatnonzero(mask) for a mask)"
         if not isinstance(indices, range):
             indices = integers("indices", indices, "a 1-D sequence of integers", advice).astype(np.int64)
         super().__init__(indices)
         # Part of the key, so that different subsets of equal size are not shuffled alike by one seed.
-        self._checksum = checksum_of(self._indices)
-        self.seed = resolve_seed(seed)
+        self._checksum = orders.checksum_of(self._indices)
+        self.seed = orders.resolve_seed(seed)
 
     def _permutation(self, epoch: int) -> Callable[[Int64s], Int64s]:
-        return shuffle(self._length, self.seed, "subset", self._checksum, epoch)
+        return orders.shuffle(self._length, self.seed, "subset", self._checksum, epoch)
 
 
 class FilterSampler(_ListedSampler):
@@ -131,7 +119,7 @@ class FilterSampler(_ListedSampler):
         super().__init__(np.array(kept, dtype=np.int64))
 
 
-class IntervalSampler(IndexSampler):
+class IntervalSampler(orders.IndexSampler):
     """Every ``interval``-th index; with ``rollover`` again from 1, from 2, ... until all have come.
 
     Args:
@@ -152,7 +140,7 @@ class IntervalSampler(IndexSampler):
     shown = (("total", "_length"), *decided_by)
 
     def __init__(self, length: int, interval: int, rollover: bool = True) -> None:
-        self._length = check_length(length)
+        self._length = orders.check_length(length)
         self._interval = check_int("interval", interval, 1, "give the stride between two indices")
         if self._interval > self._length > 0:
             raise ValueError(f"interval is {interval}, more than the {length} samples: give an interval up to length")
@@ -204,7 +192,7 @@ class SplitSampler(_ListedSampler):
     def __init__(
         self, length: int, num_parts: int = 1, part_index: int = 0, *, shuffle: bool = True, seed: int | None = None
     ) -> None:
-        self._total = check_length(length)
+        self._total = orders.check_length(length)
         parts = check_int("num_parts", num_parts, 1, "give how many parts the dataset is split into")
         part = check_int("part_index", part_index, 0, "parts count from 0")
         if part >= parts:
@@ -215,13 +203,13 @@ class SplitSampler(_ListedSampler):
         begin = size * part + min(part, longer)
         super().__init__(range(begin, begin + size + (part < longer)))
         self._num_parts, self._part_index, self._shuffle = parts, part, bool(shuffle)
-        self.seed = resolve_seed(seed) if shuffle or seed is not None else None
+        self.seed = orders.resolve_seed(seed) if shuffle or seed is not None else None
 
     def _permutation(self, epoch: int) -> Callable[[Int64s], Int64s] | None:
         if not self._shuffle:
             return None
         # The part is in the key, so that parts of equal size are not shuffled alike.
-        return shuffle(self._length, self.seed, "split sampler", self._part_index, epoch, "order", 0)
+        return orders.shuffle(self._length, self.seed, "split sampler", self._part_index, epoch, "order", 0)
 
 
 # -- sorted by keys ----------------------------------------------------------------------------------------------------
@@ -234,11 +222,9 @@ def sortable(keys: Any) -> npt.NDArray[Any]:
             keys = np.asarray(keys)  # indexing a pandas Series would use its labels
         except (TypeError, RuntimeError):  # a tensor on a device, or of a dtype unknown to NumPy
             keys = list(keys)
-    if len(keys) == 0:
-        return np.zeros(0, dtype=np.int64)
     advice = "shuffle with RandomSampler or ShardShuffleSampler, which take none, or sort each file when you write it"
     check_fits(16 * len(keys), f"to sort, all {len(keys):,} keys and their order have to be in memory", advice)
-    if isinstance(keys, np.ndarray) or isinstance(keys[0], int | float | np.number):
+    if len(keys) == 0 or isinstance(keys, np.ndarray) or isinstance(keys[0], int | float | np.number):
         array = np.asarray(keys)
         # Distinct integers beyond 2**53 may be equal as float64: these are ranked by Python comparison.
         exact = array.dtype.kind in "iub" or isinstance(keys, np.ndarray)
@@ -282,7 +268,7 @@ class SortedSampler(_ListedSampler):
 # -- shards in shuffled order, a few at a time -------------------------------------------------------------------------
 
 
-class ShardShuffleSampler(IndexSampler):
+class ShardShuffleSampler(orders.IndexSampler):
     """Shuffle shards, then the samples of ``window`` shards at a time.
 
     While a batch is read, only ``window`` shards per lane have to be at hand, and each shard is needed during one short
@@ -323,7 +309,7 @@ class ShardShuffleSampler(IndexSampler):
         self._count, known = len(array), array[:1] if array.strides == (0,) else array  # of np.broadcast_to
         if known.min(initial=0) < 0:
             raise ValueError(f"lengths[{int(known.argmin())}] is {known.min()}: a shard has 0 samples or more")
-        if self._count and known.mean(dtype=np.float64) * self._count > MAX_LENGTH:
+        if self._count and known.mean(dtype=np.float64) * self._count > orders.MAX_LENGTH:
             raise ValueError(f"the lengths sum to more than 2**62 samples: {advice}")
         self.window = check_int("window", window, 1, "give how many shards are mixed")
         self.lanes = check_int("lanes", lanes, 1, "give a number that your numbers of ranks divide, such as 64")
@@ -332,7 +318,7 @@ class ShardShuffleSampler(IndexSampler):
         self._lengths: Int64s = known[: 1 if self._size else None].astype(np.int64)
         self._length = self._size * self._count or int(self._lengths.sum())
         self._signature = f"EqualShards({self._length}, {self._size})" if self._size else self._lengths
-        self.seed = resolve_seed(seed)
+        self.seed = orders.resolve_seed(seed)
 
     def _order(self, epoch: int) -> Callable[[Int64s], Int64s]:
         line, mix = self._shuffles(epoch)
@@ -410,12 +396,12 @@ class _Line:
     def __init__(self, lengths: Int64s, size: int, count: int, *key: Hashable) -> None:
         self._size = size
         if size:
-            self._order = shuffle(count, *key)
+            self._order = orders.shuffle(count, *key)
             return
-        order = shuffled(len(lengths), *key)
-        self._begins = _sums(lengths[order])
+        order = orders.shuffled(len(lengths), *key)
+        self._begins: Int64s = np.append(0, np.cumsum(lengths[order]))
         # Difference between the index and the position in the line, per shard.
-        self._shifts = _sums(lengths)[order] - self._begins[:-1]
+        self._shifts = (np.cumsum(lengths) - lengths)[order] - self._begins[:-1]
 
     def shard(self, positions: Int64s) -> Int64s:
         return positions // self._size if self._size else np.searchsorted(self._begins, positions, side="right") - 1
@@ -441,10 +427,6 @@ class _Line:
             return int(inverted(self._order, np.array([shard]))[0]) * self._size + within
         places = index - self._shifts
         return int(places[(places >= self._begins[:-1]) & (places < self._begins[1:])][0])
-
-
-def _sums(lengths: Int64s) -> Int64s:
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
 
 
 # -- each sample several times -----------------------------------------------------------------------------------------
@@ -486,11 +468,11 @@ class RepeatedSampler(WrapperSampler[int]):
 
     def epoch_table(self, epoch: int) -> Table:
         self._check()
-        return _Copied(table_of(self.sampler, epoch, self.seed), self.copies)
+        return _Copied(orders.table_of(self.sampler, epoch, self.seed), self.copies)
 
     def len_epoch(self, epoch: int) -> int:
         self._check()
-        return self.copies * len_epoch(self.sampler, epoch)
+        return self.copies * orders.len_epoch(self.sampler, epoch)
 
     def positions_of(self, index: Any, epoch: int) -> list[int]:
         found = positions_of(self.sampler, index, epoch)
@@ -512,7 +494,7 @@ class _Copied(Table):
 
     def upto(self, begin: int, end: int) -> int:
         copies = self._copies
-        return min(end, copies * self._table.upto(begin // copies, parts(end, copies, cut=False)))
+        return min(end, copies * self._table.upto(begin // copies, orders.parts(end, copies, cut=False)))
 
     def at(self, positions: Int64s) -> list[Any]:
         places, which = np.unique(positions // self._copies, return_inverse=True)
@@ -521,7 +503,7 @@ class _Copied(Table):
         found = self._table.at(places[len(known) :]) if len(places) > len(known) else []
         items = known + (found.tolist() if isinstance(found, np.ndarray) else found)
         self._last = int(places[-1]), items[-1]
-        kinds, copies = [int, *map(repeated_index, range(1, self._copies))], positions % self._copies
+        kinds, copies = [int, *map(orders.repeated_index, range(1, self._copies))], positions % self._copies
         try:
             return [kinds[copy](items[place]) for place, copy in zip(which.tolist(), copies.tolist(), strict=True)]
         except (TypeError, ValueError):

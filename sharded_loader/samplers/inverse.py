@@ -13,7 +13,6 @@ the sample, before the position that the loader continued from (ValueError).
 
 from __future__ import annotations
 
-import operator
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -24,6 +23,7 @@ import numpy as np
 
 from sharded_loader import BatchSampler, RandomSampler, SequentialSampler
 from sharded_loader.extend import Int64s
+from sharded_loader.extend.engine import plain_index
 from sharded_loader.extend.order import Bijection, MapOrder, has_weights, len_epoch, nested, parts
 from sharded_loader.extend.tools import an, check_int, fast_method
 from sharded_loader.samplers.bijections import unmixed
@@ -109,7 +109,7 @@ class SamplePlace(NamedTuple):
 def places_of(order: MapOrder, mixture: Any, index: Any, number: object) -> list[SamplePlace]:
     """Return the places of an index in an epoch of a loader, ascending; see `Instruments.when`."""
     number, length = check_int("epoch", number, 0, "epochs count from 0"), order.dataset_length
-    index = tuple(map(_plain, index)) if isinstance(index, tuple) else _plain(index)
+    index = tuple(map(plain_index, index)) if isinstance(index, tuple) else plain_index(index)
     source, targets = order.epoch(number).source, [index]
     if mixture is not None:
         if not (isinstance(index, tuple) and len(index) == 2):
@@ -139,11 +139,6 @@ def places_of(order: MapOrder, mixture: Any, index: Any, number: object) -> list
     found = [one for one in found if not any(one.step in skipped for skipped in source.skips)]
     is_cut = order.order_ranks() != order.replicas()  # global batches
     return sorted(place for one in found for place in (_in_shares(order, one) if is_cut else [one]))
-
-
-def _plain(index: Any) -> Any:
-    """Return the integer that an index is, such as one of NumPy or torch, or anything else unchanged."""
-    return operator.index(index) if hasattr(index, "__index__") and not getattr(index, "ndim", 0) else index
 
 
 def _in_shares(order: MapOrder, one: SamplePlace) -> list[SamplePlace]:

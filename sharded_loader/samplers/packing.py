@@ -113,9 +113,7 @@ class PackSampler(Sampler[list[int]]):
         limits: Mapping[str, int] | None = None,
         multiple: int = 1,
     ) -> None:
-        if not (
-            (tokens is None) == (limits is not None) == isinstance(lengths, Mapping) == isinstance(limits, Mapping)
-        ):
+        if len({tokens is None, limits is not None, isinstance(lengths, Mapping), isinstance(limits, Mapping)}) > 1:
             text = "PackSampler packs to tokens=, or to several limits=, where both limits and lengths are dicts"
             raise TypeError(f"{text}: {_LIMITS}")
         given: Any = {"tokens": lengths} if limits is None else lengths
@@ -376,10 +374,8 @@ class _PackTable(Table):
         known, step = self._sampler.known(self._epoch), self._sampler.at_once
         n = bisect_right(known, (row, 1 << 62)) - 1
         if self._epoch == EVERY and row - known[n][0] > FARTHEST:
-            raise ValueError(
-                f"PackSampler cannot be resumed at row {row:,}, or begin there: it would pack all rows from "
-                f"{known[n][0]:,} on. Is the number of the epoch right?"
-            )
+            text = f"PackSampler cannot be resumed at row {row:,}, or begin there: it would pack all rows from"
+            raise ValueError(f"{text} {known[n][0]:,} on. Is the number of the epoch right?")
         while True:
             before, window = known[n]
             if window >= self._end or (n + 1 < len(known) and known[n + 1][1] - window <= step):
@@ -604,20 +600,16 @@ def fields_of(document: Any, names: Sequence[str], what: str, number: int = 0) -
     """
     fields = document if isinstance(document, Mapping) else {"input_ids": document}
     arrays: dict[str, Array] = {}
-    size = 0
+    size, are_alike = 0, True
     for name in names:
         if (given := fields.get(name)) is not None:
             arrays[name] = array = as_array(() if isinstance(given, (str, bytes)) else given)
             size = size or array.size
-            if array.shape != (size,) or array.dtype.kind not in "iu":
-                size = 0
-                break
-    if not size or "input_ids" not in arrays:
+            are_alike = are_alike and array.shape == (size,) and array.dtype.kind in "iu"
+    if not (size and are_alike and "input_ids" in arrays):
         shapes = {name: (one.shape, one.dtype.name) for name, one in arrays.items()}
-        advice = (
-            "give token ids (1-D, at least one), or a mapping with 'input_ids' and perhaps as many 'labels', no text"
-        )
-        raise BatchifyError(f"{what.format(number)} {brief(document)}, with {shapes}", advice)
+        advice = "give token ids (1-D, at least one), or a mapping with 'input_ids' and perhaps as many 'labels'"
+        raise BatchifyError(f"{what.format(number)} {brief(document)}, with {shapes}", f"{advice}, no text")
     return arrays
 
 

@@ -194,10 +194,8 @@ class WeightedRandomSampler(IndexSampler):
         for epochs in list(_READERS):
             if not hasattr(epochs, "order"):
                 if any(getattr(one, "_weights", None) is self._weights for one in nested(epochs.sampler)):
-                    text = f"a loader with keep= or on_error='refill' reads {brief(epochs)}"
-                    raise TypeError(
-                        f"{text}, and cannot follow changes of its weights: make another sampler and loader"
-                    )
+                    text = f"a loader with keep= or on_error='refill' reads {brief(epochs)}, and cannot follow changes"
+                    raise TypeError(f"{text} of its weights: make another sampler and loader")
                 continue
             samplers = epochs.order.sampling.samplers
             for depth, one in enumerate(samplers if not epochs.pipeline.closed else ()):

@@ -166,8 +166,7 @@ class PackStream(in_order.InOrder):
         if self.max_documents is not None:
             columns["documents"], limits["documents"] = np.ones_like(lengths), self.max_documents
         seed = derive_key(self.seed, "pack stream rows", *key)
-        window = max(1, len(lengths))
-        sampler = PackSampler(columns, limits=limits, window=window, shuffle=self.shuffle, seed=seed)
+        sampler = PackSampler(columns, limits=limits, window=max(1, len(lengths)), shuffle=self.shuffle, seed=seed)
         return [[pieces[number] for number in row] for row in sampler.iter_epoch(0)]
 
     def __repr__(self) -> str:
