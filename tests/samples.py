@@ -318,6 +318,20 @@ def halves(samples: Sequence[Any]) -> dict[str, Any]:
     return {"half": batch, "names": [str(sample) for sample in samples]}
 
 
+class Large(Numbers):
+    """Samples of 600 KB."""
+
+    def __getitem__(self, index: int) -> Any:
+        return np.ones(150_000, np.float32)
+
+
+def page_faults(samples: Sequence[Any]) -> int:
+    """A batchify function that gives the page faults of its process so far."""
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
 class Noting(Numbers):
     """A file has the numbers that were read."""
 

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import multiprocessing
 import os
+import platform
 import re
 import signal
 import subprocess
@@ -26,7 +27,7 @@ from injection import InterruptAt
 from multiprocess import spawn
 from programs import run_script
 from refusing import in_child
-from samples import StartsAndDies
+from samples import Large, StartsAndDies, page_faults
 
 from sharded_loader import ProcessPool, RayPool, ShardedDataLoader, SimpleDataset, ThreadPool, sample_rng
 from sharded_loader.base import limits
@@ -458,3 +459,13 @@ def test_without_proc_psutil_is_asked(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(limits.own_bytes, "__defaults__", (tmp_path,))
     with pytest.raises(ImportError, match="max_worker_memory needs psutil on this system: pip install psutil"):
         ProcessPool(1, max_worker_memory="1 GB")
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators keep what they like")
+@METHODS
+def test_a_worker_uses_the_memory_of_its_last_samples_again(method: str) -> None:
+    pool = ProcessPool(1, start_method=method)
+    with ShardedDataLoader(Large(160), 16, batchify_fn=page_faults, pool=pool) as loader:
+        faults = np.diff(list(loader))
+    pages = 16 * 600_000 // os.sysconf("SC_PAGE_SIZE")
+    assert faults[-5:].max() < pages // 2, "page faults of a batch"
