@@ -600,13 +600,13 @@ def fields_of(document: Any, names: Sequence[str], what: str, number: int = 0) -
     """
     fields = document if isinstance(document, Mapping) else {"input_ids": document}
     arrays: dict[str, Array] = {}
-    size, are_alike = 0, True
+    size, are_alike = -1, True
     for name in names:
         if (given := fields.get(name)) is not None:
             arrays[name] = array = as_array(() if isinstance(given, (str, bytes)) else given)
-            size = size or array.size
+            size = array.size if size < 0 else size
             are_alike = are_alike and array.shape == (size,) and array.dtype.kind in "iu"
-    if not (size and are_alike and "input_ids" in arrays):
+    if not (size > 0 and are_alike and "input_ids" in arrays):
         shapes = {name: (one.shape, one.dtype.name) for name, one in arrays.items()}
         advice = "give token ids (1-D, at least one), or a mapping with 'input_ids' and perhaps as many 'labels'"
         raise BatchifyError(f"{what.format(number)} {brief(document)}, with {shapes}", f"{advice}, no text")
