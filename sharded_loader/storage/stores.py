@@ -34,7 +34,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from itertools import islice
 from typing import Any, BinaryIO, TypeVar
 
-from sharded_loader.extend.tools import RETRIES, close_session, path_of, write_whole
+from sharded_loader.extend.tools import RETRIES, after_fork, close_session, path_of, write_whole
 from sharded_loader.storage import files, parts
 from sharded_loader.storage.files import Options, ShardError, ShardFile, Stat, Trust, local_path, shown
 
@@ -140,10 +140,8 @@ class ObjectStore:
         if not is_local:
             stats = self._listed(pattern)
         else:
-            folder = begin + "/" if pattern[len(begin)] == "/" else ""
-            names = sorted(glob.glob(pattern[len(folder) :], root_dir=folder or None, recursive=True))
-            paths = [folder + name.replace(os.sep, "/") for name in names]
-            stats = {path: files.local_stat(path) for path in paths if os.path.isfile(path)}
+            names = sorted(glob.glob(glob.escape(begin) + pattern[len(begin) :], recursive=True))
+            stats = {name.replace(os.sep, "/"): files.local_stat(name) for name in names if os.path.isfile(name)}
         if not stats:
             raise files.MissingShardError(f"no files match {shown(pattern)}: check the pattern")
         return stats
@@ -391,18 +389,14 @@ _live: weakref.WeakSet[ObjectStore] = weakref.WeakSet()
 _inherited_systems: list[dict[object, Any]] = []
 
 
-def _after_fork_in_child() -> None:
+@after_fork
+def _keep_inherited_systems() -> None:
     """Keep inherited file systems alive in a forked child.
 
     Garbage collection would close their connections, which removes them from the selector that the child shares with
-    its
-    parent: the parent's requests would hang.
+    its parent: the parent's requests would hang.
     """
     _inherited_systems.extend(store._systems for store in list(_live))
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def is_pattern(url: str) -> bool:
