@@ -231,6 +231,17 @@ class RecordFile:
         pieces = list(map(file.read, sizes, offsets))
         return pieces if list(map(len, pieces)) == sizes else list(map(file.bytes_at, offsets, sizes))
 
+    def index(self, path: str, key_type: Callable[[str], Key]) -> tuple[list[Key], list[int]]:
+        """Return keys and offsets of the index at ``path``, or if it is missing, 0, 1, 2, ... and those of a scan.
+
+        The file is watched from now on.
+        """
+        self.watch()
+        if os.path.exists(path):
+            return load_index(path, key_type)
+        offsets = self.scan()
+        return [key_type(str(number)) for number in range(len(offsets))], offsets
+
     def watch(self) -> None:
         """Remember this version of the file for `check`."""
         stable_stat(self.path)
