@@ -34,7 +34,7 @@ import numpy as np
 
 from sharded_loader.extend import Array
 from sharded_loader.extend.engine import chosen_backend
-from sharded_loader.extend.tools import MAP_OPTIONS, PREFIX, after_fork, open_memory
+from sharded_loader.extend.tools import MAP_OPTIONS, PREFIX, after_fork, is_owned, open_memory
 from sharded_loader.recordio.positioned import LOCK_POLL, lock_at, read_at, seek_lock, write_at
 
 if sys.platform != "win32":
@@ -43,14 +43,12 @@ if sys.platform != "win32":
 _file_lock = threading.RLock()
 """Held around each `locked`, and while closing such a file, because closing drops all locks of this process."""
 
-_has_lock = False
-
 
 @after_fork
 def _begin_afresh() -> None:
     """Reset the lock in a forked child, where the thread that held it is gone."""
-    global _file_lock, _has_lock
-    _file_lock, _has_lock = threading.RLock(), False
+    global _file_lock
+    _file_lock = threading.RLock()
 
 
 LOCKED_BYTE = 1 << 60
@@ -68,20 +66,15 @@ def locked(fd: int) -> Iterator[bool]:
         ...     alone, nested
         (True, False)
     """
-    global _has_lock
+    if is_owned(_file_lock):
+        yield False
+        return
     with _file_lock:
-        if _has_lock:
-            yield False
-            return
-        _has_lock = True
+        set_lock(fd, True)
         try:
-            set_lock(fd, True)
-            try:
-                yield True
-            finally:
-                set_lock(fd, False)
+            yield True
         finally:
-            _has_lock = False
+            set_lock(fd, False)
 
 
 def set_lock(fd: int, is_taken: bool, byte: int = LOCKED_BYTE, block: bool = True) -> None:
