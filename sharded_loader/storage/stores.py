@@ -99,7 +99,6 @@ class ObjectStore:
         self._begin()
 
     def _begin(self) -> None:
-        self._pid = os.getpid()
         self._systems: dict[object, Any] = {}
         self._fast: dict[object, parts.FastS3] = {}
         self._lock = threading.Lock()
@@ -119,8 +118,7 @@ class ObjectStore:
         with self._lock:
             systems, self._systems = self._systems, {}
         for system in systems.values():
-            if os.getpid() == self._pid:
-                close_session(system)
+            close_session(system)
 
     def limit_options(self, urls: Iterable[str]) -> None:
         """Restrict the options to the hosts of these URLs and of earlier calls."""
@@ -303,8 +301,6 @@ class ObjectStore:
         """Return the file system of a URL, and its path there."""
         from fsspec.core import url_to_fs
 
-        if os.getpid() != self._pid:
-            self._begin()
         key, options = self._access(url)
         with self._lock:
             if key not in self._systems:
@@ -390,13 +386,15 @@ _inherited_systems: list[dict[object, Any]] = []
 
 
 @after_fork
-def _keep_inherited_systems() -> None:
-    """Keep inherited file systems alive in a forked child.
+def _begin_afresh() -> None:
+    """In a forked child, let each store open file systems of its own, and keep the inherited ones alive.
 
     Garbage collection would close their connections, which removes them from the selector that the child shares with
     its parent: the parent's requests would hang.
     """
-    _inherited_systems.extend(store._systems for store in list(_live))
+    for store in list(_live):
+        _inherited_systems.append(store._systems)
+        store._begin()
 
 
 def is_pattern(url: str) -> bool:
