@@ -30,8 +30,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from itertools import islice
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any, BinaryIO, TypeVar
 
 from sharded_loader.extend.tools import RETRIES, after_fork, close_session, path_of, write_whole
@@ -222,34 +221,26 @@ class ObjectStore:
         as many requests. Raises `ShardError` if the file is another version.
         """
         piece = min(PIECE, max(LEAST_PIECE, -(-stat.size // CONNECTIONS))) if is_waited_for else PIECE
-        begins, all_are_sure, lock = iter(range(0, stat.size, piece)), True, threading.Lock()
-        running: dict[Future[tuple[int, bool]], int] = {}
-        checksums: dict[int, int] = {}  # of the pieces, by where they begin
+        spans = [(begin, min(begin + piece, stat.size)) for begin in range(0, stat.size, piece)]
+        lock = threading.Lock()
 
         def write(at: int, chunk: bytes) -> None:
             with lock:
                 file.seek(at)
                 file.write(chunk)
 
-        threads = ThreadPoolExecutor(max(1, min(-(-stat.size // piece), CONNECTIONS)))
+        threads = ThreadPoolExecutor(CONNECTIONS)
         try:
-            while True:
-                for begin in islice(begins, CONNECTIONS - len(running)):  # bounds the memory
-                    end = min(begin + piece, stat.size)
-                    running[threads.submit(self._part, url, begin, end, stat, write=write)] = begin
-                if not running:
-                    break
-                for done in wait(running, return_when=FIRST_COMPLETED).done:
-                    begin = running.pop(done)
-                    checksums[begin], is_sure = done.result()
-                    all_are_sure = all_are_sure and is_sure
+            running = [threads.submit(self._part, url, *span, stat, write=write) for span in spans]
+            wait(running, return_when=FIRST_EXCEPTION)
         finally:
             threads.shutdown(cancel_futures=True)
+        answers = [one.result() for one in running]  # before one that was cancelled comes the one that failed
         file.seek(0, os.SEEK_END)
-        self._check_version(url, stat, all_are_sure)
+        self._check_version(url, stat, all(is_sure for _, is_sure in answers))
         found = 0
-        for begin in sorted(checksums):
-            found = parts.joined(found, checksums[begin], min(piece, stat.size - begin))
+        for (begin, end), (checksum, _) in zip(spans, answers, strict=True):
+            found = parts.joined(found, checksum, end - begin)
         return found
 
     def _check_version(self, url: str, stat: Stat | None, are_sure: bool) -> None:
