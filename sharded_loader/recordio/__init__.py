@@ -264,10 +264,10 @@ class MXIndexedRecordIO(MXRecordIO):
         A key that exists, contains a tab or line end, or is changed by ``key_type`` (5.7 to 5) is a ValueError. Also
         raises what `write` does.
         """
-        file = self._opened("write")
+        file: Writer = self._opened("write")
         file.check()
         with self._turn:
-            offset = int(file.offset)
+            offset = file.offset
             try:
                 key = self.key_type(idx)
                 why = f"it was written before, at offset {self.idx[key]}" if key in self.idx else ""

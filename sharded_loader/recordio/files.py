@@ -9,7 +9,7 @@ Flag 0 is a whole record. Payloads that contain the magic at a multiple of 4 are
 1, 2, ..., 2, 3, and the magic is dropped. So the magic at a multiple of 4 always begins a part.
 
 `RecordFile` owns one descriptor per process and uses positioned reads, so threads share it. It closes with its last
-reference. `Writer` uses one unbuffered ``os.write`` per record and index line: a killed writer leaves at most its last
+reference. `Writer` writes each record and index line at once, unbuffered: a killed writer leaves at most its last
 record incomplete, and a forked child has nothing buffered to write twice.
 
 `read_records` merges records that are at most `GAP` bytes apart into one read. Sizes are guessed from the index;
@@ -36,7 +36,7 @@ import numpy as np
 
 from sharded_loader.extend import Int64s
 from sharded_loader.extend.tools import warn
-from sharded_loader.recordio.positioned import BINARY, PositionedFile, checksums, stable_stat
+from sharded_loader.recordio.positioned import BINARY, PositionedFile, checksums, stable_stat, write_at
 
 MAGIC_NUMBER = 0xCED7230A
 _MAGIC = struct.pack("<I", MAGIC_NUMBER)
@@ -371,13 +371,10 @@ class Writer:
     def write(self, data: bytes) -> None:
         """Append all of ``data``, or nothing if an exception is raised (a full disk, Ctrl-C)."""
         self.check()
-        rest = memoryview(data)
         try:
-            while rest:
-                rest = rest[os.write(self._fd, rest) :]
+            write_at(self._fd, data, self.offset)
         except BaseException:
             os.ftruncate(self._fd, self.offset)
-            os.lseek(self._fd, self.offset, os.SEEK_SET)
             raise
         self.offset += len(data)
 
