@@ -142,7 +142,7 @@ def _remove(name: str, pid: int) -> None:
 def _open(name: str) -> int:
     """Open a file that another process may have open."""
     if sys.platform != "win32":
-        return os.open(name, os.O_RDWR | os.O_CLOEXEC)
+        return os.open(name, os.O_RDWR)
     import _winapi
     import msvcrt
 

@@ -41,9 +41,6 @@ SIGNS = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x
 SIGNS |= {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 """First bytes of files that are compressed, or texts of another encoding."""
 
-_Span = tuple[int, int, int]
-"""Offset and size of a member, and the checksum of its header."""
-
 
 class Tar:
     """Format of ``.tar`` shards."""
@@ -55,7 +52,8 @@ class Tar:
         """Read all headers, once."""
         keys: dict[str, tuple[int, str]] = {}
         extensions: dict[str, int] = {}
-        members: dict[tuple[int, int], _Span] = {}  # by sample and extension number
+        # Offset, size and checksum of the header of each member, by the numbers of its sample and extension.
+        members: dict[tuple[int, int], tuple[int, int, int]] = {}
         for member, header in _members(file):
             folder, slash, base = member.name.rpartition("/")
             key, dot, extension = base.partition(".")
