@@ -27,7 +27,7 @@ import io
 import os
 import stat
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import Any, BinaryIO, TypeVar
@@ -150,23 +150,20 @@ def read_record(source: _Source, begin: int) -> tuple[bytes, int]:
         offset = end
 
 
-def scan_records(source: _Source, stream: BinaryIO, offsets: list[int] | None = None) -> list[int]:
-    """Append the offset of each record to ``offsets``, and return that list.
+def scan_records(source: _Source, stream: BinaryIO) -> Iterator[int]:
+    """Yield the offset of each record; that of a damaged one before its `RecordIOError`.
 
-    ``stream`` is the file from its beginning, with a large buffer. After a `RecordIOError`, the last offset is that of
-    the damaged record.
+    ``stream`` is the file from its beginning, with a large buffer.
     """
-    offsets = [] if offsets is None else offsets
     begin = offset = 0
     size = source.refresh_size()
     while begin < size:
         if offset == begin:
-            offsets.append(begin)
+            yield begin
         stream.seek(offset)
         flag, _, offset = _part(source, stream.read(HEAD_SIZE), offset, begin, size)
         if flag in (_WHOLE, _LAST):
             begin = offset
-    return offsets
 
 
 def _part(source: _Source, head: bytes, offset: int, begin: int, size: int) -> tuple[int, int, int]:
@@ -283,7 +280,8 @@ class RecordFile:
         offsets: list[int] = []
         try:
             with open(self.path, "rb") as stream:
-                scan_records(self._open(), stream, offsets)
+                for offset in scan_records(self._open(), stream):
+                    offsets.append(offset)
         except RecordIOError as error:
             if not error.offset:
                 raise

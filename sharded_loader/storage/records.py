@@ -50,7 +50,7 @@ class RecordIO:
     def index(self, file: ShardFile) -> Index:
         try:
             with file.stream() as stream:
-                offsets = scan_records(RecordBytes(file.name, file.size), stream)
+                offsets = list(scan_records(RecordBytes(file.name, file.size), stream))
         except RecordIOError as error:
             raise ShardError(str(error)) from None
         return {"offsets": np.array([*offsets, file.size], np.int64), "length": np.array(len(offsets))}
