@@ -591,10 +591,7 @@ def make_header(fd: int, header: Header) -> Layout:
 
 def read_layout(fd: int) -> Layout | None:
     """Read the header; None if the store is not complete."""
-    head = read_at(fd, _HEAD.size, 0)
-    if len(head) < _HEAD.size:
-        return None
-    magic, size, found = _HEAD.unpack(head)
+    magic, size, found = _HEAD.unpack(read_at(fd, _HEAD.size, 0).ljust(_HEAD.size, b"\0"))
     text = read_at(fd, size, _TEXT) if magic == MAGIC and size < 1 << 30 else b""
     values = json.loads(text) if text and zlib.crc32(text) == found else ()
     return Layout(Header(*values), size) if len(values) == len(Header._fields) else None

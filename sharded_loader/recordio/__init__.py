@@ -106,12 +106,11 @@ class MXRecordIO(Closable):
 
     def reset(self) -> None:
         """Return to the first record; a writer empties its file, as MXNet's does."""
+        file = self._opened("write" if self.writable else "read")
         if self.writable:
-            self._opened("write").check()
+            file.check()
             self.open()
-        else:
-            self._opened("read")
-            self._position = 0
+        self._position = 0
 
     def read(self) -> bytes | None:
         """Return the next record, or None after the last one. A damaged record is a `RecordIOError`, at each call."""
@@ -141,10 +140,8 @@ class MXRecordIO(Closable):
 
     def tell(self) -> int:
         """Return the offset of the next record to write, or to `read`."""
-        if self.writable:
-            return int(self._opened("write").offset)
-        self._opened("read")
-        return self._position
+        file = self._opened("write" if self.writable else "read")
+        return int(file.offset) if self.writable else self._position
 
     def _opened(self, verb: str) -> Any:
         self._reset_after_fork()
