@@ -185,8 +185,7 @@ class ObjectStore:
 
     def beginning(self, url: str, nbytes: int) -> bytes:
         """Return up to ``nbytes`` first bytes of a file of any version, with one request."""
-        content: bytes = self._part(url, 0, nbytes, None, may_end=True)[0]
-        return content
+        return bytes(self._part(url, 0, nbytes, None, may_end=True)[0])
 
     def write(self, url: str, content: bytes) -> None:
         """Write a file atomically."""
@@ -348,10 +347,8 @@ class ObjectStore:
                 said = str(error) if isinstance(error, parts.BadResponse) else f"{type(error).__name__}: {error}"
                 message, headers = files.redacted(said, [self._options, self.trust]), getattr(error, "headers", None)
                 found = files.missing_or_forbidden(shown(url), error, message)
-                if found is None and isinstance(error, _PERMANENT_ERRORS):
-                    found = ShardError(f"{shown(url)}: {message}")
-                if found is not None:
-                    raise found from None
+                if found is not None or isinstance(error, _PERMANENT_ERRORS):
+                    raise found or ShardError(f"{shown(url)}: {message}") from None
         advice = "Check the server, and the network between this machine and the server"
         raise ShardError(f"{shown(url)}: {message} (tried {TRIES} times). {advice}")
 
