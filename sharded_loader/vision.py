@@ -18,9 +18,9 @@ Workers import no torch for ``decode="cuda"``. The decoders read host memory, an
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.util
 import os
+import pkgutil
 import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -99,17 +99,19 @@ _MISSING = (
 )
 
 
-def _installed_decoder(kind: str) -> str:
-    """Return the key of the first decoder that can be imported."""
+def first_importable(names: Iterable[str], missing: str) -> str:
+    """Return the first of these names, such as ``json:loads``, that can be imported.
+
+    If there is none, raise an ImportError: ``missing``, whose ``{}`` stands for the reasons.
+    """
     reasons = []
-    for name in DECODERS[kind]:
-        module, _, attribute = name.partition(":")
+    for name in names:
         try:
-            getattr(importlib.import_module(module), attribute)
+            pkgutil.resolve_name(name)
             return name
         except (ImportError, AttributeError, OSError, RuntimeError) as error:  # also if a shared library is missing
-            reasons.append(f"{module}: {error}".partition("\n")[0])
-    raise ImportError(_MISSING.format(kind, "; ".join(reasons)))
+            reasons.append(f"{name.partition(':')[0]}: {error}".partition("\n")[0])
+    raise ImportError(missing.format("; ".join(reasons)))
 
 
 _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
@@ -321,7 +323,7 @@ class PictureDecoder:
             raise ImportError(f"decode={decode!r} needs Pillow: pip install pillow")
         self._flag, self._size, self._is_lazy = flag, size, decode != "cpu"
         has_device = self._is_lazy and any(device.type == decode for device in core.accelerators())
-        self._decoder = _installed_decoder(decode) if has_device else ""
+        self._decoder = first_importable(DECODERS[decode], _MISSING.format(decode, "{}")) if has_device else ""
 
     def __call__(self, data: bytes, name: str) -> Any:
         """Return the sample for a picture; a ValueError names it if it does not decode."""

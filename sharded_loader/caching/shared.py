@@ -19,6 +19,7 @@ handle; on macOS a program that is killed leaves it.
 from __future__ import annotations
 
 import contextlib
+import glob
 import mmap
 import os
 import sys
@@ -33,7 +34,7 @@ import numpy as np
 
 from sharded_loader.extend import Array
 from sharded_loader.extend.engine import chosen_backend
-from sharded_loader.extend.tools import MAP_OPTIONS, PREFIX, after_fork, open_memory
+from sharded_loader.extend.tools import MAP_OPTIONS, PREFIX, after_fork, is_owned, open_memory
 from sharded_loader.recordio.positioned import LOCK_POLL, lock_at, read_at, seek_lock, write_at
 
 if sys.platform != "win32":
@@ -42,14 +43,12 @@ if sys.platform != "win32":
 _file_lock = threading.RLock()
 """Held around each `locked`, and while closing such a file, because closing drops all locks of this process."""
 
-_has_lock = False
-
 
 @after_fork
 def _begin_afresh() -> None:
     """Reset the lock in a forked child, where the thread that held it is gone."""
-    global _file_lock, _has_lock
-    _file_lock, _has_lock = threading.RLock(), False
+    global _file_lock
+    _file_lock = threading.RLock()
 
 
 LOCKED_BYTE = 1 << 60
@@ -67,20 +66,15 @@ def locked(fd: int) -> Iterator[bool]:
         ...     alone, nested
         (True, False)
     """
-    global _has_lock
+    if is_owned(_file_lock):
+        yield False
+        return
     with _file_lock:
-        if _has_lock:
-            yield False
-            return
-        _has_lock = True
+        set_lock(fd, True)
         try:
-            set_lock(fd, True)
-            try:
-                yield True
-            finally:
-                set_lock(fd, False)
+            yield True
         finally:
-            _has_lock = False
+            set_lock(fd, False)
 
 
 def set_lock(fd: int, is_taken: bool, byte: int = LOCKED_BYTE, block: bool = True) -> None:
@@ -148,7 +142,7 @@ def _remove(name: str, pid: int) -> None:
 def _open(name: str) -> int:
     """Open a file that another process may have open."""
     if sys.platform != "win32":
-        return os.open(name, os.O_RDWR | os.O_CLOEXEC)
+        return os.open(name, os.O_RDWR)
     import _winapi
     import msvcrt
 
@@ -203,14 +197,11 @@ def tally(counts: Array, *numbers: int) -> Array:
 
 
 def links_of(label: str) -> Iterator[str]:
-    """Yield the names by which this process can open memory that processes of this user hold under a label."""
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):  # it has ended
-            if os.stat(f"/proc/{pid}").st_uid == os.getuid():
-                for number in os.listdir(f"/proc/{pid}/fd"):
-                    with contextlib.suppress(OSError):
-                        if label in os.readlink(name := f"/proc/{pid}/fd/{number}"):
-                            yield name
+    """Yield the names by which this process can open memory that processes hold under a label."""
+    for name in glob.iglob("/proc/[0-9]*/fd/*"):  # without those that this user may not see
+        with contextlib.suppress(OSError):  # the process has ended
+            if label in os.readlink(name):
+                yield name
 
 
 def meet(label: str, join: Callable[[Opened], Found | None], make: Callable[[str], Found]) -> Found:

@@ -65,7 +65,7 @@ from sharded_loader.extend import Array
 from sharded_loader.extend.data import NUMPY_NAMES, as_numpy, dtype_name, exact, is_plain, is_tensor
 from sharded_loader.extend.engine import aligned
 from sharded_loader.extend.tools import SMALL, Limit, an, blake2b, bytes_of_text, free_bytes, logger
-from sharded_loader.recordio.positioned import read_at, write_at
+from sharded_loader.recordio.positioned import BINARY, read_at, write_at
 
 VERSION = 1
 """Version of the layout. Files of other versions are rejected."""
@@ -218,8 +218,7 @@ def _leaf(value: Any) -> tuple[Any, ...] | None:
 def _tensor(array: Array, name: str) -> object:
     import torch
 
-    tensor = torch.from_numpy(array)
-    return tensor if name in NUMPY_NAMES else tensor.view(getattr(torch, name))
+    return torch.from_numpy(array).view(getattr(torch, name))  # NumPy has the dtype, or integers of its size
 
 
 _BUILD: dict[str, Callable[..., object]] = {
@@ -592,10 +591,7 @@ def make_header(fd: int, header: Header) -> Layout:
 
 def read_layout(fd: int) -> Layout | None:
     """Read the header; None if the store is not complete."""
-    head = read_at(fd, _HEAD.size, 0)
-    if len(head) < _HEAD.size:
-        return None
-    magic, size, found = _HEAD.unpack(head)
+    magic, size, found = _HEAD.unpack(read_at(fd, _HEAD.size, 0).ljust(_HEAD.size, b"\0"))
     text = read_at(fd, size, _TEXT) if magic == MAGIC and size < 1 << 30 else b""
     values = json.loads(text) if text and zlib.crc32(text) == found else ()
     return Layout(Header(*values), size) if len(values) == len(Header._fields) else None
@@ -603,10 +599,9 @@ def read_layout(fd: int) -> Layout | None:
 
 def open_file(path: str, header: Header, max_bytes: int) -> Store:
     """Open the store in a file, and create it if absent."""
-    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
     is_new = False
     try:
-        opened = Opened(os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o600), path)
+        opened = Opened(os.open(path, os.O_RDWR | os.O_CREAT | BINARY | getattr(os, "O_NOFOLLOW", 0), 0o600), path)
         is_mine = is_own(os.fstat(opened.fd))
         with locked(opened.fd):
             head = read_at(opened.fd, len(MAGIC), 0)

@@ -37,6 +37,7 @@ from sharded_loader.base.notices import logger as logger
 from sharded_loader.base.notices import warn as warn
 from sharded_loader.base.private import blake2b as blake2b
 from sharded_loader.base.private import close_session as close_session
+from sharded_loader.base.private import is_owned as is_owned
 from sharded_loader.base.private import is_thread_of_others as is_thread_of_others
 from sharded_loader.base.private import path_of as path_of
 from sharded_loader.base.system import LOCAL_RANKS as LOCAL_RANKS

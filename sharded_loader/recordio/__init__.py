@@ -106,20 +106,18 @@ class MXRecordIO(Closable):
 
     def reset(self) -> None:
         """Return to the first record; a writer empties its file, as MXNet's does."""
+        file = self._opened("write" if self.writable else "read")
         if self.writable:
-            self._opened("write").check()
+            file.check()
             self.open()
-        else:
-            self._opened("read")
-            self._position = 0
+        self._position = 0
 
     def read(self) -> bytes | None:
         """Return the next record, or None after the last one. A damaged record is a `RecordIOError`, at each call."""
-        file = self._opened("read")
+        file: RecordFile = self._opened("read")
         with self._turn:
             if self._position == file.size:
                 return None
-            record: bytes
             record, self._position = file.read(self._position)
             return record
 
@@ -142,10 +140,8 @@ class MXRecordIO(Closable):
 
     def tell(self) -> int:
         """Return the offset of the next record to write, or to `read`."""
-        if self.writable:
-            return int(self._opened("write").offset)
-        self._opened("read")
-        return self._position
+        file = self._opened("write" if self.writable else "read")
+        return int(file.offset) if self.writable else self._position
 
     def _opened(self, verb: str) -> Any:
         self._reset_after_fork()
@@ -214,28 +210,20 @@ class MXIndexedRecordIO(MXRecordIO):
 
     def open(self) -> None:
         super().open()
+        self.idx: dict[Any, int] = {}
+        self.keys: list[Any] = []
         try:
-            self._open_index()
+            if self.writable:
+                self._index_writer = Writer(self._path_of_index)
+            else:
+                self.keys, offsets = self._opened("read").index(self._path_of_index, self.key_type)
+                self.idx = dict(zip(self.keys, offsets, strict=True))
+            if len(self.idx) < len(self.keys):
+                text = "keys occur more than once: read_idx gives the last record of a key, as MXNet does"
+                warn(f"{self.idx_path}: {len(self.keys) - len(self.idx)} {text}")
         except BaseException:
             self.close()
             raise
-
-    def _open_index(self) -> None:
-        self.idx: dict[Any, int] = {}
-        self.keys: list[Any] = []
-        if self.writable:
-            self._index_writer = Writer(self._path_of_index)
-            return
-        if os.path.exists(self._path_of_index):
-            self.keys, offsets = files.load_index(self._path_of_index, self.key_type)
-        else:
-            offsets = self._opened("read").scan()
-            self.keys = [self.key_type(str(number)) for number in range(len(offsets))]
-        self._opened("read").watch()
-        self.idx = dict(zip(self.keys, offsets, strict=True))
-        if len(self.idx) < len(self.keys):
-            text = "keys occur more than once: read_idx gives the last record of a key, as MXNet does"
-            warn(f"{self.idx_path}: {len(self.keys) - len(self.idx)} {text}")
 
     def close(self) -> None:
         super().close()
@@ -262,8 +250,7 @@ class MXIndexedRecordIO(MXRecordIO):
             KeyError: The key is unknown. Negative numbers are ordinary keys.
             RecordIOError: The record is damaged, or the file was replaced or rewritten. It may grow.
         """
-        record: bytes
-        file = self._opened("read")
+        file: RecordFile = self._opened("read")
         record, self._position = file.read(self._offset(idx))
         file.check()
         return record
@@ -274,10 +261,10 @@ class MXIndexedRecordIO(MXRecordIO):
         A key that exists, contains a tab or line end, or is changed by ``key_type`` (5.7 to 5) is a ValueError. Also
         raises what `write` does.
         """
-        file = self._opened("write")
+        file: Writer = self._opened("write")
         file.check()
         with self._turn:
-            offset = int(file.offset)
+            offset = file.offset
             try:
                 key = self.key_type(idx)
                 why = f"it was written before, at offset {self.idx[key]}" if key in self.idx else ""
@@ -331,15 +318,11 @@ class RecordFileDataset(Closable, Dataset):
     def __init__(self, filename: str | os.PathLike[str]) -> None:
         self.filename = os.fspath(filename)
         self._file = RecordFile(self.filename)
-        self._file.watch()
         idx_path = os.path.splitext(self.filename)[0] + ".idx"
-        if os.path.exists(idx_path):
-            _, offsets = files.load_index(idx_path, str)
-            if not offsets and self._file.size:
-                text = f"{self.filename} has {self._file.size} bytes: delete the .idx to have it rebuilt"
-                raise ValueError(f"{idx_path} is empty, {text}")
-        else:
-            offsets = self._file.scan()
+        _, offsets = self._file.index(idx_path, str)
+        if not offsets and self._file.size:  # a scan would have found a record, or raised an error
+            text = f"{self.filename} has {self._file.size} bytes: delete the .idx to have it rebuilt"
+            raise ValueError(f"{idx_path} is empty, {text}")
         self._offsets = np.array(offsets, dtype=np.int64)
         self._sizes = files.guessed_sizes(self._offsets, self._file.size)
 
@@ -347,8 +330,7 @@ class RecordFileDataset(Closable, Dataset):
         return len(self._offsets)
 
     def __getitem__(self, index: int) -> bytes:
-        number = checked_index(index, len(self))
-        record: bytes = self._file.read(int(self._offsets[number]))[0]
+        record, _ = self._file.read(int(self._offsets[checked_index(index, len(self))]))
         self._file.check()
         return record
 

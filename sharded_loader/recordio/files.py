@@ -9,7 +9,7 @@ Flag 0 is a whole record. Payloads that contain the magic at a multiple of 4 are
 1, 2, ..., 2, 3, and the magic is dropped. So the magic at a multiple of 4 always begins a part.
 
 `RecordFile` owns one descriptor per process and uses positioned reads, so threads share it. It closes with its last
-reference. `Writer` uses one unbuffered ``os.write`` per record and index line: a killed writer leaves at most its last
+reference. `Writer` writes each record and index line at once, unbuffered: a killed writer leaves at most its last
 record incomplete, and a forked child has nothing buffered to write twice.
 
 `read_records` merges records that are at most `GAP` bytes apart into one read. Sizes are guessed from the index;
@@ -27,7 +27,7 @@ import io
 import os
 import stat
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import Any, BinaryIO, TypeVar
@@ -36,7 +36,7 @@ import numpy as np
 
 from sharded_loader.extend import Int64s
 from sharded_loader.extend.tools import warn
-from sharded_loader.recordio.positioned import BINARY, PositionedFile, checksums, stable_stat
+from sharded_loader.recordio.positioned import BINARY, PositionedFile, checksums, stable_stat, write_at
 
 MAGIC_NUMBER = 0xCED7230A
 _MAGIC = struct.pack("<I", MAGIC_NUMBER)
@@ -150,23 +150,20 @@ def read_record(source: _Source, begin: int) -> tuple[bytes, int]:
         offset = end
 
 
-def scan_records(source: _Source, stream: BinaryIO, offsets: list[int] | None = None) -> list[int]:
-    """Append the offset of each record to ``offsets``, and return that list.
+def scan_records(source: _Source, stream: BinaryIO) -> Iterator[int]:
+    """Yield the offset of each record; that of a damaged one before its `RecordIOError`.
 
-    ``stream`` is the file from its beginning, with a large buffer. After a `RecordIOError`, the last offset is that of
-    the damaged record.
+    ``stream`` is the file from its beginning, with a large buffer.
     """
-    offsets = [] if offsets is None else offsets
     begin = offset = 0
     size = source.refresh_size()
     while begin < size:
         if offset == begin:
-            offsets.append(begin)
+            yield begin
         stream.seek(offset)
         flag, _, offset = _part(source, stream.read(HEAD_SIZE), offset, begin, size)
         if flag in (_WHOLE, _LAST):
             begin = offset
-    return offsets
 
 
 def _part(source: _Source, head: bytes, offset: int, begin: int, size: int) -> tuple[int, int, int]:
@@ -231,6 +228,17 @@ class RecordFile:
         pieces = list(map(file.read, sizes, offsets))
         return pieces if list(map(len, pieces)) == sizes else list(map(file.bytes_at, offsets, sizes))
 
+    def index(self, path: str, key_type: Callable[[str], Key]) -> tuple[list[Key], list[int]]:
+        """Return keys and offsets of the index at ``path``, or if it is missing, 0, 1, 2, ... and those of a scan.
+
+        The file is watched from now on.
+        """
+        self.watch()
+        if os.path.exists(path):
+            return load_index(path, key_type)
+        offsets = self.scan()
+        return [key_type(str(number)) for number in range(len(offsets))], offsets
+
     def watch(self) -> None:
         """Remember this version of the file for `check`."""
         stable_stat(self.path)
@@ -272,7 +280,8 @@ class RecordFile:
         offsets: list[int] = []
         try:
             with open(self.path, "rb") as stream:
-                scan_records(self._open(), stream, offsets)
+                for offset in scan_records(self._open(), stream):
+                    offsets.append(offset)
         except RecordIOError as error:
             if not error.offset:
                 raise
@@ -360,13 +369,10 @@ class Writer:
     def write(self, data: bytes) -> None:
         """Append all of ``data``, or nothing if an exception is raised (a full disk, Ctrl-C)."""
         self.check()
-        rest = memoryview(data)
         try:
-            while rest:
-                rest = rest[os.write(self._fd, rest) :]
+            write_at(self._fd, data, self.offset)
         except BaseException:
             os.ftruncate(self._fd, self.offset)
-            os.lseek(self._fd, self.offset, os.SEEK_SET)
             raise
         self.offset += len(data)
 

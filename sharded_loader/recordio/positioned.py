@@ -78,10 +78,8 @@ class PositionedFile:
     def bytes_at(self, offset: int, size: int) -> bytes:
         """Return up to ``size`` bytes from ``offset``; fewer only at the end of the file."""
         data = self.read(size, offset)
-        while len(data) < size:  # signals and network file systems cause short reads
-            more = self.read(size - len(data), offset + len(data))
-            if not more:
-                break
+        # Signals and network file systems cause short reads.
+        while len(data) < size and (more := self.read(size - len(data), offset + len(data))):
             data += more
         return data
 

@@ -62,9 +62,6 @@ COSTLY_BYTES = 32 << 20
 
 Made = TypeVar("Made")
 
-Read = Callable[[ShardFile, Index, Any], list[Any]]
-"""Method of a format that reads rows of a shard."""
-
 
 class ShardDataset(Dataset):
     """Map-style dataset over shards on local disks or in an object store.
@@ -394,8 +391,8 @@ class Shards:
 
     # -- samples ------------------------------------------------------------------------------------------------------
 
-    def read(self, parts: Sequence[tuple[int, object]], read: Read) -> Iterator[Any]:
-        """Yield the results of ``read`` for rows of shards, one shard after the other."""
+    def read(self, parts: Sequence[tuple[int, object]], read: Callable[[ShardFile, Index, Any], Any]) -> Iterator[Any]:
+        """Yield the results of ``read``, a method of the format, for rows of shards, one shard after the other."""
         in_parts = self.excess([shard for shard, _ in parts]) > 0
         for shard, rows in parts:
             for _ in range(TRIES):

@@ -15,7 +15,6 @@ decode, is the error of its sample, with file and time.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +24,7 @@ import numpy as np
 
 from sharded_loader.extend import Array, Dataset
 from sharded_loader.extend.data import checked_index
+from sharded_loader.vision import first_importable
 
 MAX_OPEN = 8
 """Number of videos that a process keeps open."""
@@ -97,20 +97,10 @@ class TorchcodecReader:
         """Do nothing: the decoder closes with its last reference."""
 
 
-READERS: dict[str, Callable[..., Any]] = {"av": AvReader, "torchcodec.decoders": TorchcodecReader}
-"""Readers by the library that they need, the preferred one first."""
+READERS: dict[str, Callable[..., Any]] = {"av": AvReader, "torchcodec.decoders:VideoDecoder": TorchcodecReader}
+"""Readers by what they need of a library, the preferred one first."""
 
-
-def installed_reader() -> str:
-    """Return the key of the first reader whose library can be imported."""
-    reasons = ""
-    for name in READERS:
-        try:
-            importlib.import_module(name)
-            return name
-        except (ImportError, OSError, RuntimeError) as error:  # also if a shared library is missing
-            reasons += f"; {name}: {error}".partition("\n")[0]
-    raise ImportError(f"FrameWindows needs a library that decodes videos{reasons}: pip install av, or torchcodec")
+_MISSING = "FrameWindows needs a library that decodes videos; {}: pip install av, or torchcodec"
 
 
 class FrameWindows(Dataset):
@@ -143,7 +133,8 @@ class FrameWindows(Dataset):
     """
 
     def __init__(self, videos: Sequence[Path | tuple[Path, float, float]], deltas: Sequence[float] = (0,)) -> None:
-        self._deltas, self._library, self._readers = np.array(deltas), installed_reader(), OrderedDict[Any, Any]()
+        self._deltas, self._readers = np.array(deltas), OrderedDict[Any, Any]()
+        self._library = first_importable(READERS, _MISSING)
         is_right = self._deltas.ndim == 1 and len(deltas) > 0 and self._deltas.dtype.kind in "if"
         if isinstance(videos, (str, os.PathLike)) or not (len(videos) and is_right and np.isfinite(self._deltas).all()):
             advice = "give a list of videos, and deltas that are finite numbers, of seconds or of frames, one or more"

@@ -102,15 +102,13 @@ def find_shards(store: ObjectStore, patterns: Iterable[Place], format: str | For
 def _entries_beside(store: ObjectStore, urls: Sequence[str]) -> dict[str, ShardEntry]:
     """Read the index file beside shards, if there is a usable one."""
     place = index_url(urls)
-    if place is None:
-        return {}
     try:
-        return read_entries(store, place)
+        return {} if place is None else read_entries(store, place)
     except (FileNotFoundError, PermissionError):  # S3 answers 403 for missing files where lists are forbidden
-        return {}
+        pass
     except ShardError as error:
         warn(f"{error}. Until then, shards are indexed one by one")
-        return {}
+    return {}
 
 
 def expand_names(url: str) -> list[str]:

@@ -100,14 +100,12 @@ def read(
 
     async def look(answer: Any) -> None:
         seen.append(answer)
-        if landing is None or answer.status != 206:
-            return
         try:
             check_answer(answer.status, answer.headers, begin, end, stat)
-            if stat is not None and is_same(stat.tag, tag_of(answer.headers)) is False:
-                return
-            async for chunk in answer.content.iter_any():
-                landing.take(chunk)
+            is_other = stat is not None and is_same(stat.tag, tag_of(answer.headers)) is False
+            if landing is not None and answer.status == 206 and not is_other:
+                async for chunk in answer.content.iter_any():
+                    landing.take(chunk)
         except BaseException:
             answer.close()  # aiohttp does not, so early
             raise
@@ -119,9 +117,6 @@ def read(
         if landing is not None:
             landing.is_over = True
         raise
-    finally:
-        for answer in seen:
-            check_answer(answer.status, answer.headers, begin, end, stat)
     if seen and seen[0].status == 200:  # servers without range support send the whole file
         if stat is not None and len(found) != stat.size:
             raise BadResponse(f"{len(found):,} bytes came for the whole file, which has {stat.size:,}")

@@ -50,7 +50,7 @@ class RecordIO:
     def index(self, file: ShardFile) -> Index:
         try:
             with file.stream() as stream:
-                offsets = scan_records(RecordBytes(file.name, file.size), stream)
+                offsets = list(scan_records(RecordBytes(file.name, file.size), stream))
         except RecordIOError as error:
             raise ShardError(str(error)) from None
         return {"offsets": np.array([*offsets, file.size], np.int64), "length": np.array(len(offsets))}
@@ -127,14 +127,13 @@ class MDS:
         samples = []
         for row, begin, end, data in _samples_at(file, index, rows):
             try:
-                values = _cut(data, fixed)
-                sample = {name: decode(value) for name, decode, value in zip(names, decoders, values, strict=True)}
+                columns = zip(names, decoders, _cut(data, fixed), strict=True)
+                samples.append({name: decode(value) for name, decode, value in columns})
             except ImportError:
                 raise
             except Exception as error:  # a decoder may raise anything
                 problem = f"{file.name} is damaged: sample {row}, bytes {begin} to {end}, cannot be read"
                 raise ShardError(f"{problem} ({type(error).__name__}: {error}). Copy it again") from error
-            samples.append(sample)
         return samples
 
 

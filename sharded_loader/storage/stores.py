@@ -30,11 +30,10 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from itertools import islice
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any, BinaryIO, TypeVar
 
-from sharded_loader.extend.tools import RETRIES, close_session, path_of, write_whole
+from sharded_loader.extend.tools import RETRIES, after_fork, close_session, path_of, write_whole
 from sharded_loader.storage import files, parts
 from sharded_loader.storage.files import Options, ShardError, ShardFile, Stat, Trust, local_path, shown
 
@@ -99,7 +98,6 @@ class ObjectStore:
         self._begin()
 
     def _begin(self) -> None:
-        self._pid = os.getpid()
         self._systems: dict[object, Any] = {}
         self._fast: dict[object, parts.FastS3] = {}
         self._lock = threading.Lock()
@@ -119,8 +117,7 @@ class ObjectStore:
         with self._lock:
             systems, self._systems = self._systems, {}
         for system in systems.values():
-            if os.getpid() == self._pid:
-                close_session(system)
+            close_session(system)
 
     def limit_options(self, urls: Iterable[str]) -> None:
         """Restrict the options to the hosts of these URLs and of earlier calls."""
@@ -140,10 +137,8 @@ class ObjectStore:
         if not is_local:
             stats = self._listed(pattern)
         else:
-            folder = begin + "/" if pattern[len(begin)] == "/" else ""
-            names = sorted(glob.glob(pattern[len(folder) :], root_dir=folder or None, recursive=True))
-            paths = [folder + name.replace(os.sep, "/") for name in names]
-            stats = {path: files.local_stat(path) for path in paths if os.path.isfile(path)}
+            names = sorted(glob.glob(glob.escape(begin) + pattern[len(begin) :], recursive=True))
+            stats = {name.replace(os.sep, "/"): files.local_stat(name) for name in names if os.path.isfile(name)}
         if not stats:
             raise files.MissingShardError(f"no files match {shown(pattern)}: check the pattern")
         return stats
@@ -190,8 +185,7 @@ class ObjectStore:
 
     def beginning(self, url: str, nbytes: int) -> bytes:
         """Return up to ``nbytes`` first bytes of a file of any version, with one request."""
-        content: bytes = self._part(url, 0, nbytes, None, may_end=True)[0]
-        return content
+        return bytes(self._part(url, 0, nbytes, None, may_end=True)[0])
 
     def write(self, url: str, content: bytes) -> None:
         """Write a file atomically."""
@@ -226,34 +220,26 @@ class ObjectStore:
         as many requests. Raises `ShardError` if the file is another version.
         """
         piece = min(PIECE, max(LEAST_PIECE, -(-stat.size // CONNECTIONS))) if is_waited_for else PIECE
-        begins, all_are_sure, lock = iter(range(0, stat.size, piece)), True, threading.Lock()
-        running: dict[Future[tuple[int, bool]], int] = {}
-        checksums: dict[int, int] = {}  # of the pieces, by where they begin
+        spans = [(begin, min(begin + piece, stat.size)) for begin in range(0, stat.size, piece)]
+        lock = threading.Lock()
 
         def write(at: int, chunk: bytes) -> None:
             with lock:
                 file.seek(at)
                 file.write(chunk)
 
-        threads = ThreadPoolExecutor(max(1, min(-(-stat.size // piece), CONNECTIONS)))
+        threads = ThreadPoolExecutor(CONNECTIONS)
         try:
-            while True:
-                for begin in islice(begins, CONNECTIONS - len(running)):  # bounds the memory
-                    end = min(begin + piece, stat.size)
-                    running[threads.submit(self._part, url, begin, end, stat, write=write)] = begin
-                if not running:
-                    break
-                for done in wait(running, return_when=FIRST_COMPLETED).done:
-                    begin = running.pop(done)
-                    checksums[begin], is_sure = done.result()
-                    all_are_sure = all_are_sure and is_sure
+            running = [threads.submit(self._part, url, *span, stat, write=write) for span in spans]
+            wait(running, return_when=FIRST_EXCEPTION)
         finally:
             threads.shutdown(cancel_futures=True)
+        answers = [one.result() for one in running]  # before one that was cancelled comes the one that failed
         file.seek(0, os.SEEK_END)
-        self._check_version(url, stat, all_are_sure)
+        self._check_version(url, stat, all(is_sure for _, is_sure in answers))
         found = 0
-        for begin in sorted(checksums):
-            found = parts.joined(found, checksums[begin], min(piece, stat.size - begin))
+        for (begin, end), (checksum, _) in zip(spans, answers, strict=True):
+            found = parts.joined(found, checksum, end - begin)
         return found
 
     def _check_version(self, url: str, stat: Stat | None, are_sure: bool) -> None:
@@ -305,8 +291,6 @@ class ObjectStore:
         """Return the file system of a URL, and its path there."""
         from fsspec.core import url_to_fs
 
-        if os.getpid() != self._pid:
-            self._begin()
         key, options = self._access(url)
         with self._lock:
             if key not in self._systems:
@@ -363,10 +347,8 @@ class ObjectStore:
                 said = str(error) if isinstance(error, parts.BadResponse) else f"{type(error).__name__}: {error}"
                 message, headers = files.redacted(said, [self._options, self.trust]), getattr(error, "headers", None)
                 found = files.missing_or_forbidden(shown(url), error, message)
-                if found is None and isinstance(error, _PERMANENT_ERRORS):
-                    found = ShardError(f"{shown(url)}: {message}")
-                if found is not None:
-                    raise found from None
+                if found is not None or isinstance(error, _PERMANENT_ERRORS):
+                    raise found or ShardError(f"{shown(url)}: {message}") from None
         advice = "Check the server, and the network between this machine and the server"
         raise ShardError(f"{shown(url)}: {message} (tried {TRIES} times). {advice}")
 
@@ -391,18 +373,16 @@ _live: weakref.WeakSet[ObjectStore] = weakref.WeakSet()
 _inherited_systems: list[dict[object, Any]] = []
 
 
-def _after_fork_in_child() -> None:
-    """Keep inherited file systems alive in a forked child.
+@after_fork
+def _begin_afresh() -> None:
+    """In a forked child, let each store open file systems of its own, and keep the inherited ones alive.
 
     Garbage collection would close their connections, which removes them from the selector that the child shares with
-    its
-    parent: the parent's requests would hang.
+    its parent: the parent's requests would hang.
     """
-    _inherited_systems.extend(store._systems for store in list(_live))
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+    for store in list(_live):
+        _inherited_systems.append(store._systems)
+        store._begin()
 
 
 def is_pattern(url: str) -> bool:

@@ -17,7 +17,6 @@ in a sample, links, sparse files. Tar has no checksums of members' bytes or long
 from __future__ import annotations
 
 import posixpath
-import struct
 import tarfile
 import zlib
 from collections.abc import Iterator
@@ -38,18 +37,9 @@ NON_FILE_TYPES = (b"V", b"D", b"N", b"A")
 """Types of members that are not files: GNU volume labels, directory and long-name lists, Solaris access control
 lists."""
 
-_DAMAGE = (
-    *(tarfile.TarError, ValueError, ArithmeticError, LookupError),
-    *(TypeError, AttributeError, EOFError, MemoryError, RecursionError, struct.error),
-)
-"""Exceptions of tarfile for damaged headers."""
-
 SIGNS = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 SIGNS |= {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 """First bytes of files that are compressed, or texts of another encoding."""
-
-_Span = tuple[int, int, int]
-"""Offset and size of a member, and the checksum of its header."""
 
 
 class Tar:
@@ -62,7 +52,8 @@ class Tar:
         """Read all headers, once."""
         keys: dict[str, tuple[int, str]] = {}
         extensions: dict[str, int] = {}
-        members: dict[tuple[int, int], _Span] = {}  # by sample and extension number
+        # Offset, size and checksum of the header of each member, by the numbers of its sample and extension.
+        members: dict[tuple[int, int], tuple[int, int, int]] = {}
         for member, header in _members(file):
             folder, slash, base = member.name.rpartition("/")
             key, dot, extension = base.partition(".")
@@ -142,7 +133,9 @@ def _members(file: ShardFile) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
                 yield member, stream.read(BLOCK)
                 end = tar.offset
             _check_end(stream, end, file.size)
-    except _DAMAGE as error:
+    except OSError:  # of reading; those of tarfile are no OSError
+        raise
+    except Exception as error:  # for damaged headers, tarfile raises almost any
         if not end:
             kind, advice = kind_of(file), "give format= if it has another format; otherwise copy or write it again"
             why, advice = (f"it is {kind}", "decompress it") if kind else (error, advice)

@@ -201,17 +201,18 @@ def test_interrupted_writer_leaves_every_finished_record(tmp_path: Path) -> None
 
 
 def test_failed_write_leaves_no_part_of_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    really, steps = os.write, iter([10])
+    call = "pwrite" if hasattr(os, "pwrite") else "write"
+    really, steps = getattr(os, call), iter([10])
 
-    def full_disk(fd: int, data: memoryview) -> int:
+    def full_disk(fd: int, data: memoryview, *where: int) -> Any:
         for size in steps:
-            return really(fd, data[:size])
+            return really(fd, data[:size], *where)
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with MXRecordIO(tmp_path / "a.rec", "w") as file:
         file.write(b"before")
         with monkeypatch.context() as patched:
-            patched.setattr(os, "write", full_disk)
+            patched.setattr(os, call, full_disk)
             with pytest.raises(OSError, match="No space left"):
                 file.write(b"lost" * 9)
         file.write(b"after")

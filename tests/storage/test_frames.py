@@ -206,7 +206,7 @@ def test_torchcodec_is_used_where_it_alone_is_installed(monkeypatch: pytest.Monk
     module.VideoDecoder = VideoDecoder
     for name in ("torchcodec", "torchcodec.decoders"):
         monkeypatch.setitem(sys.modules, name, module)
-    readers = {"no_such_library": Video, "torchcodec.decoders": frames.TorchcodecReader}
+    readers = {"no_such_library": Video, "torchcodec.decoders:VideoDecoder": frames.TorchcodecReader}
     monkeypatch.setattr(frames, "READERS", readers)
     windows = FrameWindows(["a.mp4"], [-0.2, 0.0])
     assert numbers(windows[5]) == [3, 5] and windows[5]["time"] == 1.5
