@@ -17,6 +17,7 @@ in a sample, links, sparse files. Tar has no checksums of members' bytes or long
 from __future__ import annotations
 
 import posixpath
+import struct
 import tarfile
 import zlib
 from collections.abc import Iterator
@@ -36,6 +37,12 @@ block, and up to 2 MB with `tar -b`."""
 NON_FILE_TYPES = (b"V", b"D", b"N", b"A")
 """Types of members that are not files: GNU volume labels, directory and long-name lists, Solaris access control
 lists."""
+
+_DAMAGE = (
+    *(tarfile.TarError, ValueError, ArithmeticError, LookupError),
+    *(TypeError, AttributeError, EOFError, MemoryError, RecursionError, struct.error),
+)
+"""Exceptions of tarfile for damaged headers."""
 
 SIGNS = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 SIGNS |= {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
@@ -133,9 +140,7 @@ def _members(file: ShardFile) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
                 yield member, stream.read(BLOCK)
                 end = tar.offset
             _check_end(stream, end, file.size)
-    except OSError:  # of reading; those of tarfile are no OSError
-        raise
-    except Exception as error:  # for damaged headers, tarfile raises almost any
+    except _DAMAGE as error:
         if not end:
             kind, advice = kind_of(file), "give format= if it has another format; otherwise copy or write it again"
             why, advice = (f"it is {kind}", "decompress it") if kind else (error, advice)
