@@ -27,22 +27,13 @@ from sharded_loader.drop_in import iterator as drop_in
 from sharded_loader.drop_in.collate import batchify_fn_of
 from sharded_loader.drop_in.iterator import LoaderIterator
 from sharded_loader.drop_in.sampler import EpochCount, InOrderSampler, ShuffleSampler
-from sharded_loader.drop_in.state import ADVICE, LoaderState, TorchProgress, TorchSteps, lives_on
+from sharded_loader.drop_in.state import ADVICE, LoaderState, TorchProgress, TorchSteps
 from sharded_loader.drop_in.trainers import rebuilt_by_accelerate, refuse_skipping
 from sharded_loader.extend import NOTHING, Entry, ErrorAction, Pool, Task, reader_for
 from sharded_loader.extend import engine as core
+from sharded_loader.extend import order as orders
 from sharded_loader.extend.data import as_dataset, describe_change, epoch_listeners, fingerprint_of
 from sharded_loader.extend.engine import Batch
-from sharded_loader.extend.order import (
-    announce_epoch,
-    check_skip,
-    has_weights,
-    merged,
-    nested,
-    steps_to_skip,
-    text_if_ranks_repeat,
-    warn_of_done_steps,
-)
 from sharded_loader.extend.tools import an, entries, exclude_from_compilation, refuse_arguments, warn
 from sharded_loader.instruments.auto import Tuner
 from sharded_loader.instruments.report import Instruments
@@ -183,7 +174,7 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
             self._sharded = 0
             self._given_order = {"shuffle": shuffle or False, "sampler": sampler, "batch_sampler": batch_sampler}
         self._scales_prefetch = prefetch_factor is None
-        self._progress = TorchProgress(EpochCount(), check_skip(skip))
+        self._progress = TorchProgress(EpochCount(), orders.check_skip(skip))
         self._progress.requests.listen(epoch_listeners(dataset) if persistent_workers else [])
         self.skip = list(self._progress.given_skip)
         self._memory = drop_in.DeviceMemory()
@@ -212,13 +203,13 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         if self.num_workers and self._tuner is None:
             self.check_worker_number_rationality()
         if not isinstance(self.dataset, IterableDataset):
-            text = text_if_ranks_repeat(nested(self._index_sampler))
+            text = orders.text_if_ranks_repeat(orders.nested(self._index_sampler))
             if text is not None:
                 self._meter.notices.record("ranks", f"{text}give sampler=DistributedSampler(dataset) to share it out")
         state = self._progress.state_to_begin(self._index_sampler)
         iterator = LoaderIterator(self, state)
         if state is not None and self._progress.is_of_fabric:
-            announce_epoch(self._index_sampler, state.epoch_to_begin)
+            orders.announce_epoch(self._index_sampler, state.epoch_to_begin)
         return iterator
 
     @property
@@ -245,16 +236,12 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         promised = reads.promised()
         return super().__iter__() if promised is None else promised
 
-    @property
+    @_TORCHS.multiprocessing_context.getter  # type: ignore[attr-defined, untyped-decorator]
     def multiprocessing_context(self) -> Any:
         """As torch's. Accelerate reads it when it builds torch's loader from this one."""
         if isinstance(self.dataset, IterableDataset):
             refuse_skipping(self)
         return super().multiprocessing_context
-
-    @multiprocessing_context.setter
-    def multiprocessing_context(self, context: Any) -> None:
-        _TORCHS.multiprocessing_context.fset(self, context)  # type: ignore[attr-defined]
 
     @property
     def _is_accelerate_prepared(self) -> bool:
@@ -400,11 +387,8 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         Raises:
             TypeError, ValueError: The argument is not a state of such a loader.
         """
-        reads = self._reads
-        if strict:
-            reads.load_state_dict(state_dict, skip=skip)
-        else:
-            need_sharded(reads, "strict=False").load_state_dict(state_dict, False, skip)
+        reads = self._reads if strict else need_sharded(self._reads, "strict=False")
+        reads.load_state_dict(state_dict, strict, skip)
         if isinstance(reads, ShardedDataLoader):
             self._show_sharded(reads)
 
@@ -551,7 +535,7 @@ class TorchReading(TorchSteps, Generic[Batch]):
     def set_epoch(self, epoch: int) -> None:
         loader = self._loader
         loader._progress.set_epoch(epoch)
-        announce_epoch(loader._index_sampler, epoch)
+        orders.announce_epoch(loader._index_sampler, epoch)
         for one in epoch_listeners(loader.dataset, nearest=True):
             one.set_epoch(epoch)
 
@@ -600,10 +584,7 @@ class TorchReading(TorchSteps, Generic[Batch]):
             raise TypeError("datapipes are read by torch's own workers, which have no state_dict()")
         else:
             if (run := progress.known_run()) is None:
-                # Fix the epoch now, so that the state is that of the coming epoch.
-                iterator = loader._get_iterator()
-                if lives_on(loader):
-                    loader._iterator = iterator
+                _TORCHS.__iter__(loader)  # fixes the epoch now, so that the state is that of the coming epoch
                 run = progress.known_run()
                 assert run is not None  # the iterator waits
             state, progress.data = run.state_dict(loader), progress.data or fingerprint_of(loader.dataset)
@@ -612,7 +593,8 @@ class TorchReading(TorchSteps, Generic[Batch]):
         state["_version"] = entries.VERSION
         return {**state, "_skip": list(map(list, loader.skip))} if loader.skip else state
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], skip: Sequence[tuple[int, int]] | None) -> None:
+    def load_state_dict(self, state_dict: Any, strict: bool, skip: Any) -> None:
+        """Load a state; ``strict`` is True, because only the order of `ShardedDataLoader` takes others."""
         loader, progress, advice = self._loader, self._loader._progress, ADVICE
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"the state is {an(type(state_dict))}; give what state_dict() has returned")
@@ -622,21 +604,21 @@ class TorchReading(TorchSteps, Generic[Batch]):
         state = entries.from_state(LoaderState, state_dict, advice)
         entries.read_entry(state_dict, kind, entries.anything, advice)
         state.check_length(core.length(loader.dataset), loader.sampler)
-        given = merged(progress.given_skip, check_skip(skip))
-        saved = entries.read_entry({"_skip": (), **state_dict}, "_skip", steps_to_skip, advice)
+        given = orders.merged(progress.given_skip, orders.check_skip(skip))
+        saved = entries.read_entry({"_skip": (), **state_dict}, "_skip", orders.steps_to_skip, advice)
         self.check_skip(given)
         if given and state.sampler is not None:
             before = progress.steps.before(state.epoch or 0, self.length)
-            warn_of_done_steps(given, saved, before + state.sampler.yielded)
+            orders.warn_of_done_steps(given, saved, before + state.sampler.yielded)
         if change := describe_change(state_dict.get("_data"), fingerprint_of(loader.dataset)):
             warn(
                 f"the state was saved with other data: {change}. The loader continues at this position in its own "
                 f"data. Load the original data. If you mean the change, ignore this LoaderWarning"
             )
-        progress.given_skip, loader.skip = given, list(merged(given, saved))
+        progress.given_skip, loader.skip = given, list(orders.merged(given, saved))
         # A later `set_epoch` decides, as at the end of an epoch.
         progress.load(copy.deepcopy(dict(state_dict)), state.epoch_to_begin)
-        for one in filter(has_weights, nested(loader._index_sampler)):
+        for one in filter(orders.has_weights, orders.nested(loader._index_sampler)):
             one.adopt((state.sampler and state.sampler.weights) or {})
         sampler, shuffle = loader.sampler, state.sampler and state.sampler.shuffle
         if isinstance(sampler, ShuffleSampler):

@@ -64,11 +64,7 @@ class Stack(Batchify):
         if all(isinstance(sample, (str, bytes)) for sample in samples):
             return list(samples)
         if all(isinstance(sample, Mapping) for sample in samples):
-            if len(set(map(frozenset, samples))) > 1:
-                raise unlike(samples, frozenset, "keys", "give every sample the same keys")
-            columns = [[sample[key] for sample in samples] for key in samples[0]]
-            fields = in_fields(samples[0], "[{!r}]", repeat(self.assemble), columns, empty)
-            return dict(zip(samples[0], fields, strict=True))
+            return _by_key(samples, samples[0], self.assemble, empty, "give every sample the same keys")
         try:
             return stack(samples, empty, self._dtype)
         except BatchifyError as error:
@@ -83,6 +79,14 @@ class Stack(Batchify):
 
     def __repr__(self) -> str:
         return f"Stack({'' if self._dtype is None else self._dtype.name})"
+
+
+def _by_key(samples: Samples, keys: Iterable[Any], make: Assemble, empty: Empty, advice: str) -> dict[Any, Any]:
+    """The batch of each of these keys, by one function, if all samples have the same keys."""
+    if len(set(map(frozenset, samples))) > 1:
+        raise unlike(samples, frozenset, "keys", advice)
+    columns = ([sample[key] for sample in samples] for key in keys)
+    return dict(zip(keys, in_fields(keys, "[{!r}]", repeat(make), columns, empty), strict=True))
 
 
 class List(Batchify):
@@ -103,7 +107,7 @@ class List(Batchify):
 class _FieldWise(Batchify):
     """Base: each field of the samples goes through its own function.
 
-    Subclasses write `_problem`, which says what is wrong with a sample, and perhaps `_joined`, which makes the batch of
+    Subclasses write `_problem`, which says what is wrong with a sample, and `assemble`, which joins the batches of the
     fields.
     """
 
@@ -111,28 +115,24 @@ class _FieldWise(Batchify):
     _problem: Callable[[object], str | None]
 
     def __init__(self, fns: Mapping[Any, BatchifyFn], label: str) -> None:
-        name = type(self).__name__
         for key, fn in fns.items():
             if not callable(fn):
                 what = f"the function of field {key!r} is {fn!r}, which is not callable"
-                raise ValueError(f"{name}: {what}: give functions")
+                raise ValueError(f"{type(self).__name__}: {what}: give functions")
         self._fns = dict(fns)
         self._makes = list(map(assembler, fns.values()))
         self._label = label  # how errors name a field
 
-    def assemble(self, samples: Samples, empty: Empty) -> Any:
-        """The batch as NumPy arrays in memory from ``empty``."""
+    def _in_fields(self, samples: Samples, empty: Empty) -> list[Any]:
+        """The batch of each field, in the order of the functions."""
         check_not_empty(samples)
         for position, sample in enumerate(samples):
             if (problem := self._problem(sample)) is not None:
                 raise BatchifyError(f"sample {position} of the batch {problem}", self._advice)
-        return self._joined(in_fields(self._fns, self._label, self._makes, self._columns(samples), empty))
+        return in_fields(self._fns, self._label, self._makes, self._columns(samples), empty)
 
     def _columns(self, samples: Samples) -> Iterable[Samples]:
         return map(list, zip(*samples, strict=True))
-
-    def _joined(self, fields: list[Any]) -> Any:
-        return dict(zip(self._fns, fields, strict=True))
 
 
 class Tuple(_FieldWise):
@@ -167,15 +167,16 @@ class Tuple(_FieldWise):
             )
         super().__init__(dict(enumerate(fns)), "[{}]")
 
+    def assemble(self, samples: Samples, empty: Empty) -> Any:
+        """The batch as NumPy arrays in memory from ``empty``."""
+        return tuple(self._in_fields(samples, empty))
+
     def _problem(self, sample: object) -> str | None:
         if not isinstance(sample, (list, tuple)):  # a string or an array has a length too, but no fields
             return f"is {an(type(sample))}, and Tuple has {len(self._fns)} functions"
         if len(sample) != len(self._fns):
             return f"has {len(sample)} fields, and Tuple has {len(self._fns)} functions"
         return None
-
-    def _joined(self, fields: list[Any]) -> Any:
-        return tuple(fields)
 
     def __repr__(self) -> str:
         return f"Tuple({', '.join(map(repr, self._fns.values()))})"
@@ -222,22 +223,17 @@ class Dict(_FieldWise):
         if not (rest in (None, "keep", "drop") or callable(rest)):
             raise ValueError(f"Dict(rest={rest!r}): give 'keep', 'drop', a function, or None to reject other keys")
         super().__init__(fn_dict, "[{!r}]")
-        self._rest = rest
-        self._make_rest: Assemble | None = None
-        if rest is not None and rest != "drop":
-            self._make_rest = assembler(default_batchify_fn if rest == "keep" else rest)
+        of_rest = default_batchify_fn if rest == "keep" else rest
+        self._rest, self._make_rest = rest, assembler(of_rest) if callable(of_rest) else None
 
     def assemble(self, samples: Samples, empty: Empty) -> Any:
         """The batch as NumPy arrays in memory from ``empty``."""
-        batch = super().assemble(samples, empty)
+        batch = dict(zip(self._fns, self._in_fields(samples, empty), strict=True))
         if self._make_rest is None:
             return batch
-        if len(set(map(frozenset, samples))) > 1:
-            raise unlike(samples, frozenset, "keys", "give every sample the same keys, or write Dict(..., rest='drop')")
         keys = [key for key in samples[0] if key not in self._fns]
-        columns = [[sample[key] for sample in samples] for key in keys]
-        fields = in_fields(keys, self._label, repeat(self._make_rest), columns, empty)
-        return batch | dict(zip(keys, fields, strict=True))
+        advice = "give every sample the same keys, or write Dict(..., rest='drop')"
+        return batch | _by_key(samples, keys, self._make_rest, empty, advice)
 
     def _problem(self, sample: object) -> str | None:
         if not isinstance(sample, Mapping):
@@ -293,13 +289,14 @@ class NamedTuple(_FieldWise):
         super().__init__({name: given[name] for name in fields}, ".{}")
         self._container: Any = container
 
+    def assemble(self, samples: Samples, empty: Empty) -> Any:
+        """The batch as NumPy arrays in memory from ``empty``."""
+        return self._container._make(self._in_fields(samples, empty))
+
     def _problem(self, sample: object) -> str | None:
         if type(sample) is self._container:
             return None
         return f"is {an(type(sample))}, not {an(self._container)}"
-
-    def _joined(self, fields: list[Any]) -> Any:
-        return self._container._make(fields)
 
     def __repr__(self) -> str:
         return f"NamedTuple({self._container.__name__}, {self._fns!r})"

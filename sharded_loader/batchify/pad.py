@@ -21,7 +21,7 @@ import numpy as np
 
 from sharded_loader.extend import Array, Batchify, BatchifyError, Dtype, Empty, Samples
 from sharded_loader.extend import data as core
-from sharded_loader.extend.tools import call_of, check_int
+from sharded_loader.extend.tools import call_of, check_choice, check_int
 
 _SMALL_ROW = 16 * 1024  # bytes
 
@@ -108,11 +108,9 @@ class Pad(Batchify):
                 f"Pad(max_length={max_length}, round_to={round_to}): padded samples would be longer than max_length: "
                 "give a max_length that is a multiple of round_to"
             )
-        if truncate not in ("end", "start"):
-            raise ValueError(f"Pad(truncate={truncate!r}): give 'end' or 'start', the end that is cut off")
         if not isinstance(mask, bool):
             raise TypeError(f"Pad(mask={mask!r}): give True to get the mask of the padded batch, or False")
-        self._truncate, self._mask = truncate, mask
+        self._truncate, self._mask = check_choice("truncate", truncate, ("end", "start"), "Pad"), mask
         # Gluon's own default is None, which meant 0 and a warning.
         self._pad_val = 0 if pad_val is None else pad_val
         self._ret_length = ret_length
@@ -151,8 +149,6 @@ class Pad(Batchify):
             if padded is None:
                 padded = empty((len(samples), *shape), dtype)
                 _write(padded, samples, fill, axis, lengths)
-        if not (self._ret_length or self._mask):
-            return padded
         made = [padded]
         if self._ret_length:
             counts = empty((len(samples), *np.shape(lengths[0])), np.dtype(np.int32))
@@ -160,7 +156,7 @@ class Pad(Batchify):
             made.append(counts)
         if self._mask:
             made.append(_mask(lengths, shape if axis is None else shape[axis : axis + 1], empty))
-        return tuple(made)
+        return tuple(made) if made[1:] else padded
 
     def _cut(self, samples: Samples) -> Samples:
         """The samples, cut to ``max_length``."""

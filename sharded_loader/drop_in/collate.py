@@ -27,7 +27,7 @@ from sharded_loader.extend import data as core
 _NUMBERS = {int: np.dtype(np.int64), float: np.dtype(np.float64), bool: np.dtype(bool)}
 
 
-class Collate:
+class Collate(Batchify):
     """``default_collate`` as a function of this library.
 
     Example:
@@ -51,14 +51,15 @@ class Collate:
                     return core.TensorBatch(fields if is_row else fields[0])
             except (BatchifyError, IndexError, OverflowError, ValueError):
                 pass  # leave the error to torch's function
+        from torch.utils.data import default_collate
+        from torch.utils.data._utils.collate import collate, default_collate_fn_map
+
         try:
-            return self(samples)
+            return default_collate(list(samples))
         except TypeError:
             own = _own_functions(next(iter(samples), None), empty)
             if not own:
                 raise
-        from torch.utils.data._utils.collate import collate, default_collate_fn_map
-
         return collate(list(samples), collate_fn_map={**default_collate_fn_map, **own})
 
     def bulk_of(self, dataset: object) -> core.Gather | None:
@@ -81,11 +82,6 @@ class Collate:
             return batch if batch is core.NOT_IN_BULK else core.TensorBatch(batch)
 
         return read
-
-    def __call__(self, samples: Sequence[object]) -> Any:
-        from torch.utils.data import default_collate
-
-        return default_collate(list(samples))
 
 
 def _own_functions(sample: object, empty: Empty) -> dict[Any, Callable[..., Any]]:
@@ -149,7 +145,7 @@ _TYPES = 7
 """Number of entries in torch's unmodified table of functions."""
 
 
-class Assembled:
+class Assembled(Batchify):
     def __init__(self, batchify_fn: Batchify) -> None:
         self._assemble = core.assembler(batchify_fn)
 
@@ -157,10 +153,6 @@ class Assembled:
         batch = self._assemble(samples, empty)
         kinds = set(map(type, batch)) if type(batch) is list else {type(batch)}
         return core.TensorBatch(batch) if kinds == {np.ndarray} else core.to_torch(batch)
-
-    def __call__(self, samples: Sequence[object]) -> Any:
-        batch = self.assemble(samples, np.empty)
-        return batch.to_torch() if type(batch) is core.TensorBatch else batch
 
 
 def _of_one(collate_fn: Callable[[Any], object], samples: Sequence[object]) -> Any:

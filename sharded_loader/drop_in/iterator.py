@@ -37,7 +37,7 @@ from sharded_loader.drop_in import sampler as samplers
 from sharded_loader.drop_in.pinning import Pinner
 from sharded_loader.drop_in.sampler import Points, SamplerStart, Skips, TorchEpoch
 from sharded_loader.drop_in.state import LoaderState, TorchRun, TorchSteps, check_data, job_of, lives_on, stream_epoch
-from sharded_loader.extend import Job, PartPoint, Pipeline, Pool, Run, Task
+from sharded_loader.extend import PartPoint, Pipeline, Pool, Run, Task
 from sharded_loader.extend import engine as core
 from sharded_loader.extend.data import TensorBatch, epoch_listeners, is_stateful, to_torch
 from sharded_loader.extend.order import nested
@@ -157,11 +157,15 @@ def _close_arenas(left: list[core.ArenaInUse]) -> None:
 
 
 class Engine:
-    """Pool, pipeline and placement of an iterator, which owns this.
+    """Pool, pipeline and placement of an iterator, which owns this, and its ``run``, known from the start.
 
     ``length`` is the dataset's, whose copies the workers get; ``views`` are the workers that the user has seen, by
-    handle.
+    handle. An `EpochIterator` uses it in place of `loader.epochs.Epochs` and its `Progress`.
     """
+
+    run: TorchRun
+    current_run: Run | None = None
+    sources = None  # batches come alone
 
     def __init__(self, loader: Loader, pins: bool, kind: str | None) -> None:
         self.length = None if isinstance(loader.dataset, IterableDataset) else core.length(loader.dataset)
@@ -199,26 +203,16 @@ class Engine:
         self.pipeline.close()
         self.placement.closer()()
 
-
-class OneRun:
-    """Stand-in for `loader.epochs.Epochs` and its `Progress`, for an iterator whose run is known from the start."""
-
-    current_run: Run | None = None
-    sources = None  # batches come alone
-
-    def __init__(self, pipeline: Pipeline, placement: core.Placer, run: Run, job: Job) -> None:
-        self.pipeline, self.placement, self._run, self._job = pipeline, placement, run, job
-
     @property
-    def progress(self) -> OneRun:
+    def progress(self) -> Engine:
         """A property, because an object that holds itself would wait for the garbage collector."""
         return self
 
     def choose(self) -> Run:
-        return self._run
+        return self.run
 
-    def open(self, run: Run, iterator: object) -> None:
-        self.pipeline.open(run, self._job)
+    def open(self, run: TorchRun, iterator: object) -> None:
+        self.pipeline.open(run, run.job)
 
     def begun(self, *_: object) -> None:
         """Do nothing, and say no."""
@@ -251,8 +245,6 @@ class LoaderIterator(_BaseDataLoaderIter):
             if datasets and datasets[-1] is not None and is_stateful(dataset):
                 dataset.load_state_dict(copy.deepcopy(datasets[-1]))
         super().__init__(loader)
-        if self._start is not None:
-            self._start.put_back()  # torch's constructor has asked for items that may not be used
         if drawn is not None:
             self._base_seed = drawn
         if not draws:
@@ -275,8 +267,6 @@ class LoaderIterator(_BaseDataLoaderIter):
             core.warn_of_length(self._dataset, self._engine.length, self._engine.pool.notices, then)
         self._plan(loader, None)
         super()._reset(loader, first_iter)
-        if self._start is not None:
-            self._start.put_back()
         self._begin(loader, None, self._sampler_iter, self.run)
 
     def _plan(self, loader: Loader, state: LoaderState | None) -> int | None:
@@ -330,6 +320,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             epochs = (getattr(one, "epoch", None) for one in epoch_listeners(loader.dataset, nearest=True))
             of_epoch = next((number for number in epochs if isinstance(number, int)), None)
         else:
+            start.put_back()  # torch's iterator has asked for items that may not be used
             # As in torch, a worker has the dataset as it was when the worker started.
             job, at_start = replace(job, keeps_state=is_stateful(self._dataset)), points
             if saved is not None and saved.sampler is not None:  # otherwise workers keep their datasets
@@ -344,9 +335,8 @@ class LoaderIterator(_BaseDataLoaderIter):
         self._num_yielded = 0 if state is None or is_new else state.yielded
         at: dict[str, Any] = {"points_at_start": points, "unread": unread, "epoch_of_dataset": of_epoch}
         at |= {"base_seed": drawn, "yielded": self._num_yielded}
-        self.run = TorchRun(next(_numbers), epoch=epoch, job=job, **at)
-        one_run: Any = OneRun(self._engine.pipeline, self._engine.placement, self.run, job)
-        self._inner = core.EpochIterator(one_run, loader._meter)
+        self.run = self._engine.run = TorchRun(next(_numbers), epoch=epoch, job=job, **at)
+        self._inner = core.EpochIterator(cast(Any, self._engine), loader._meter)
         if workers == 0:
             self._prime(is_new)
         # The loader changes with the first `next`: an iterator that reads nothing has no effect.

@@ -277,9 +277,9 @@ class SamplerStart:
         self._has_begun = False  # the draws for the first item may have been made
         self._note()
 
-    def _set_counted(self) -> None:
+    def _set_counted(self, done: int = 0) -> None:
         for sampler, epoch in self._counted:
-            sampler.epoch = epoch
+            sampler.epoch = epoch + done
 
     def put_back(self) -> None:
         """Undo that samplers without a state count on when asked for items: they do so with the first item."""
@@ -355,8 +355,7 @@ class SamplerStart:
             pass_on(error)
             items = raising(error)
         if not self.resumes:
-            for one, epoch in self._counted:
-                one.epoch = epoch + 1
+            self._set_counted(1)
         return items
 
     def _of_named_epoch(self, items: Iterator[Any]) -> Iterator[Any]:
@@ -394,27 +393,25 @@ class SamplerStart:
     @contextlib.contextmanager
     def started(self, mark: core.Checkpoint | None) -> Iterator[tuple[Iterator[Any], Any]]:
         """Yield the items, and the object with the sampler's state or None; see `sampling.third_party.Start`."""
+        if mark is not None and self.shuffle is not None and self.state.shuffle is not None:
+            self.shuffle.load_begin_state(self.state.shuffle)
         if mark is None:
             items = self.first(self._asked)
             yield items, self.stateful or (items if is_stateful(items) else None)
-            return
-        if self.shuffle is not None and self.state.shuffle is not None:
-            self.shuffle.load_begin_state(self.state.shuffle)
-        if mark.state is not None and self.stateful is not None:
-            if mark.finished or not mark.items:
-                self._load_between(mark.state)
-                yield iter(() if mark.finished else self.sampler), self.stateful
-            else:
-                yield core.loaded(self.sampler, self.stateful, copy.deepcopy(mark.state))
-            return
-        saved = (self.state.rng if self._draws else None) or [[]]
-        with torch.random.fork_rng(devices=[]):
-            _set_all(self._sources, saved[0])
-            items, stateful = core.loaded(self.sampler, self.stateful, copy.deepcopy(mark.state))
-            if mark.state is None or stateful is None:
-                _set_all(self._sources, saved[-1])
-                items = self.first(items)
-            yield items, stateful
+        elif mark.state is None or self.stateful is None:
+            saved = (self.state.rng if self._draws else None) or [[]]
+            with torch.random.fork_rng(devices=[]):
+                _set_all(self._sources, saved[0])
+                items, stateful = core.loaded(self.sampler, self.stateful, copy.deepcopy(mark.state))
+                if mark.state is None or stateful is None:
+                    _set_all(self._sources, saved[-1])
+                    items = self.first(items)
+                yield items, stateful
+        elif mark.finished or not mark.items:
+            self._load_between(mark.state)
+            yield iter(() if mark.finished else self.sampler), self.stateful
+        else:
+            yield core.loaded(self.sampler, self.stateful, copy.deepcopy(mark.state))
 
 
 # -- one epoch ---------------------------------------------------------------------------------------------------------

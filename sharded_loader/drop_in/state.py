@@ -375,12 +375,11 @@ class TorchSteps(core.KnownSteps):
         return replace(self.job, seed=seed, base_seed=None, keeps_state=False, sets_epoch=is_told)
 
     def in_epoch(self, epoch: int) -> AbstractContextManager[None]:
-        progress, count = self._loader._progress, self._loader._progress.count
+        progress, request = self._loader._progress, self._loader._progress.count.request
         live = None if progress.current_run is None else progress.live.get(progress.current_run.number)
-        set_epoch = None if count.request is None else epoch_setter(self.dataset)
+        set_epoch, named = (None, 0) if request is None else (epoch_setter(self.dataset), request[1])
         reads = live is not None and not live._shutdown and live._num_workers and live._engine.pool.shares_dataset
-        back = lambda: 0 if count.request is None else count.request[1]  # noqa: E731
-        return core.in_epoch(set_epoch, epoch, back, [progress.epoch] if reads else ())
+        return core.in_epoch(set_epoch, epoch, lambda: named, [progress.epoch] if reads else ())
 
     def samples_of(self, epoch: int, step: int) -> list[Any]:
         step = check_int("step", step, 0, "steps count from 0 in each epoch")

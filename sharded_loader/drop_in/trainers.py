@@ -12,7 +12,9 @@ another library rebuilds the loader. Neither library is imported here.
 
 from __future__ import annotations
 
+import itertools
 import sys
+import traceback
 from types import FrameType
 from typing import Any
 
@@ -21,13 +23,8 @@ from sharded_loader.extend.tools import warn
 
 def called_by(function: str, package: str) -> FrameType | None:
     """Return the frame of a function at most seven calls above the caller, or None."""
-    if package not in sys.modules:
-        return None
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(7):
-        frame = None if frame is None else frame.f_back
-        if frame is None:
-            return None
+    stack = traceback.walk_stack(sys._getframe(1)) if package in sys.modules else ()
+    for frame, _ in itertools.islice(stack, 1, 8):
         if frame.f_code.co_name == function and str(frame.f_globals.get("__name__")).startswith(package):
             return frame
     return None

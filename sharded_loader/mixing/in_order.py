@@ -154,8 +154,6 @@ class Source:
         if self._iterator is None:
             return self._point
         point = SourcePoint(self.passes, self.taken)
-        if is_indexed(self._opened):
-            return point
         if self._iterator is not self._opened and core.is_stateful(self._iterator):
             return replace(point, iterator=self._iterator.state_dict())
         return replace(point, dataset=self._opened.state_dict()) if self._has_own_state else point
@@ -184,7 +182,7 @@ class Source:
                 "give the data that it was saved with"
             )
         self._opened, self._iterator = dataset, iterator
-        self._has_own_state = self._has_own_state and core.is_stateful(dataset)
+        self._has_own_state = self._has_own_state and not is_indexed(dataset) and core.is_stateful(dataset)
 
 
 @dataclass(frozen=True)
@@ -275,21 +273,18 @@ class InterleavedIterable(InOrder):
         # `place` counts the samples of all workers, if they all have read equally many.
         while (place := position * parts + part) < end:
             source = sources[schedule.owner(position, place)]
-            has_dropped_out = stop == EACH and source.passes
-            sample = END if has_dropped_out else source.read()
-            if sample is END and not has_dropped_out:
-                if not source.taken and stop != EACH:
-                    raise no_samples(source.name, source.dataset)
-                is_last = all(one.passes or one is source for one in sources)
-                if stop == FIRST or (is_last and stop in (ALL, EACH)):
-                    break
-                source.start_over()
-                if stop != EACH:
-                    continue
-            position += 1
-            if sample is not END:
+            if stop == EACH and source.passes:  # it has dropped out
+                position += 1
+            elif (sample := source.read()) is not END:
+                position += 1
                 self._last = state
                 yield sample
+            elif not source.taken and stop != EACH:
+                raise no_samples(source.name, source.dataset)
+            elif stop == FIRST or (stop in (ALL, EACH) and all(one.passes or one is source for one in sources)):
+                break
+            else:
+                source.start_over()
         if self._last is state:
             self._last = None
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from sharded_loader import ConcatDataset
 from sharded_loader.extend import Array, Dataset, Indices, Int64s, Table
-from sharded_loader.extend.data import Mixture, announce_epoch, checked_index, checked_indices, mixture_of
+from sharded_loader.extend.data import Mixture, announce_epoch, checked_index, checked_indices, mixture_of, nested
 from sharded_loader.extend.order import BLOCK, WEIGHTS_SET, IndexSampler
 from sharded_loader.extend.tools import an, brief, check_int, refuse_arguments
 from sharded_loader.mixing import in_order
@@ -131,8 +131,7 @@ def interleave(
         )
     if not all(indexed):
         return in_order.InterleavedIterable(given, Plan(changes, seed, level), stop)
-    is_read = [any(change.weights[number] for change in changes) for number in range(len(given))]
-    sizes = [len(one) if read else 0 for one, read in zip(given, is_read, strict=True)] if stop == EACH else None
+    sizes = list(map(len, given)) if stop == EACH else None
     return (ShuffledDataset if shuffle else InterleavedDataset)(given, Plan(changes, seed, level, sizes), stop)
 
 
@@ -288,8 +287,7 @@ def has_shuffled(dataset: object) -> bool:
         >>> has_shuffled(interleave([[1], [2]], shuffle=True).take(1)), has_shuffled([1])
         (True, False)
     """
-    inside = dataset._inside if isinstance(dataset, Dataset) else ()
-    return isinstance(dataset, ShuffledDataset) or any(map(has_shuffled, inside))
+    return any(isinstance(one, ShuffledDataset) for one in nested(dataset))
 
 
 # -- in a loader ------------------------------------------------------------------------------------------------------

@@ -85,10 +85,8 @@ def whole_numbers(weights: Any, count: int, name: str = "interleave", place: str
         raise ValueError(f"{text}: give at least one dataset such a weight, and at most {MOST:,}, or join some first")
     total = sum(found)
     shares = [weight / total for weight in found]
-    period = math.lcm(*(share.denominator for share in shares))
-    if period <= MOST:
-        return [int(share * period) for share in shares]
-    counts = apportioned(MOST, [share * MOST for share in shares])  # ties go to the earlier source
+    size = min(MOST, math.lcm(*(share.denominator for share in shares)))
+    counts = apportioned(size, [share * size for share in shares])  # exact below MOST; ties go to the earlier source
     for i, share in enumerate(shares):
         if share and not counts[i]:  # positive weights stay positive
             counts[counts.index(max(counts))] -= 1
@@ -201,24 +199,21 @@ class Schedule:
         return found
 
     def at_many(self, positions: Int64s) -> tuple[Int64s, Int64s]:
-        slots, sources = positions % CIRCLE, self.owners(positions)
-        begins, ends = self._bounds[:, sources]
-        numbers: Int64s = positions // CIRCLE * (ends - begins) + self._before(slots, sources) + self._offset[sources]
-        return sources, numbers
+        sources = self.owners(positions)
+        return sources, self._before(positions, sources)
 
     def counts(self, position: int) -> Int64s:
         """Return the number of samples of each source before a position."""
-        period, slot = divmod(position, CIRCLE)
         sources = np.arange(len(self.weights))
-        counts: Int64s = self._before(np.full(len(sources), slot), sources) + self._offset
-        counts += period * (self._bounds[1] - self._bounds[0])
-        return counts
+        return self._before(np.full(len(sources), position), sources)
 
-    def _before(self, slots: Int64s, sources: Int64s) -> Int64s:
-        """Return how many of the first ``slots`` positions belong to each source."""
-        shifts = self._start + CIRCLE - self._bounds[:, sources]
+    def _before(self, positions: Int64s, sources: Int64s) -> Int64s:
+        """Return the number of samples of a source before a position, for many pairs of them."""
+        slots, bounds = positions % CIRCLE, self._bounds[:, sources]
+        shifts = self._start + CIRCLE - bounds
         sums = _floor_sum(self._step, np.stack([slots, slots]).astype(np.uint64), shifts.astype(np.uint64))
-        before: Int64s = (sums[0] - sums[1]).astype(np.int64)  # both are exact modulo 2^64
+        within = (sums[0] - sums[1]).astype(np.int64)  # both are exact modulo 2^64
+        before: Int64s = positions // CIRCLE * (bounds[1] - bounds[0]) + within + self._offset[sources]
         return before
 
 
@@ -230,7 +225,8 @@ class Plan:
     Args:
         changes: from `changes_of`.
         seed, level: as for `Schedule`.
-        sizes: number of samples of each source, after which it drops out; by default none does.
+        sizes: number of samples of each source, after which it drops out; by default none does. A source without a
+            weight at any position is never read.
 
     Attributes:
         sources: sources with a weight at some position; methods count only these.
@@ -252,8 +248,7 @@ class Plan:
         self.is_fixed = len(changes) == 1 and sizes is None
         whole = [number for one in changes for number in (one.begin, *one.weights)]
         self.weights = changes[0].weights if self.is_fixed else whole
-        has_weight = np.array([one.weights for one in changes]).any(axis=0)
-        self.sources: list[int] = np.flatnonzero(has_weight | (np.array(sizes or 0) > 0)).tolist()
+        self.sources: list[int] = np.flatnonzero(np.any([one.weights for one in changes], axis=0)).tolist()
         self._limits = np.array([FAR if sizes is None else sizes[number] for number in self.sources], np.int64)
         if sizes is not None and len(sizes) > MOST_EACH_ONCE:
             raise ValueError(

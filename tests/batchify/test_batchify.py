@@ -120,7 +120,7 @@ REFUSED = [
     (lambda: Pad(max_length=0), r"max_length=0\) must be at least 1.*give a positive int"),
     (lambda: Pad(max_length=2.5), "max_length=2.5.*give a positive int", TypeError),
     (lambda: Pad(max_length=10, round_to=8), "max_length=10, round_to=8.*multiple of round_to"),
-    (lambda: Pad(max_length=4, truncate="left"), "truncate='left'.*'end' or 'start'"),
+    (lambda: Pad(max_length=4, truncate="left"), "truncate is 'left'.*choose 'end' or 'start'"),
     (lambda: Pad(mask=1), "mask=1.*True", TypeError),
     (lambda: Pad(max_length=4)([1, 2]), "no axis 0.*Stack"),
     (lambda: Pad(2, max_length=4)([np.zeros((1, 2))]), "no axis 2"),
