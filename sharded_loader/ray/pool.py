@@ -221,7 +221,7 @@ class RayPool(SupervisedPool[ActorWorker]):
         self.submit(tuple(waiting))
         return results
 
-    def _take(self, worker: ActorWorker, what: Call | str, future: Future[Any], results: list[Result]) -> None:
+    def _take(self, worker: ActorWorker, what: Call, future: Future[Any], results: list[Result]) -> None:
         """Process a call that has ended."""
         error = future.exception()
         if what == "where":

@@ -27,7 +27,6 @@ import queue
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 from sharded_loader.extend import Death, Job, Task, Transport, Worker
@@ -46,41 +45,31 @@ ANSWER_SECONDS = 1.0
 """Seconds to wait for an actor to write its stacks."""
 
 
-@dataclass(eq=False)
-class Call:
-    """A pending call of an actor with its tasks. ``alone``: the actor gets no other tasks meanwhile."""
-
-    tasks: list[Task]
-    alone: bool
+Call = list[Task] | str
+"""A call of an actor: the tasks of a group, or the name of another method."""
 
 
 class ActorWorker(Worker):
     """One actor, with Ray's handle ``actor``; ``listen`` is `RayTransport.listen`.
 
     Attributes:
-        calls: pending calls, oldest first.
+        is_alone: it reads a task that was sent alone, and gets no other tasks meanwhile.
         begun: its reply to `begin`; None until ready.
         heartbeat: last known heartbeat; while ``asked``, a newer one is requested.
         failed: it could not begin, and is not replaced.
     """
 
-    def __init__(self, number: int, actor: Any, listen: Callable[[Any, ActorWorker, Call | str], None]) -> None:
+    def __init__(self, number: int, actor: Any, listen: Callable[[Any, ActorWorker, Call], None]) -> None:
         super().__init__(number)
         self.actor, self._listen = actor, listen
-        self.calls: list[Call] = []
         self.begun: Begun | None = None
         self.heartbeat: Sequence[int] = UNUSED
-        self.asked = self.failed = False
+        self.is_alone = self.asked = self.failed = False
 
     @property
     def who(self) -> str:
         said = self.begun
         return super().who + ("" if said is None else f" (pid {said.pid} on {said.host})")
-
-    @property
-    def is_alone(self) -> bool:
-        """True if it reads a task that was sent alone."""
-        return any(call.alone for call in self.calls)
 
     def control(self, name: str, *arguments: object) -> Any:
         """Call a method of the actor in its second thread."""
@@ -88,7 +77,7 @@ class ActorWorker(Worker):
 
     def where(self) -> Sequence[int] | None:
         """Return the last known heartbeat, and request a new one. None while the actor starts, or is idle."""
-        if not self.ready or not self.calls:
+        if not self.ready or not self.tasks:
             return None
         if not self.asked:
             self.asked = True
@@ -107,14 +96,12 @@ class ActorWorker(Worker):
         ray.wait([self.control("stacks")], timeout=ANSWER_SECONDS)  # one that holds the GIL cannot write them
         cluster.stop([self.actor])
 
-    def end_call(self, call: Call | str) -> list[Task]:
-        """Remove a call that has ended, and return its tasks."""
-        if not isinstance(call, Call) or call not in self.calls:
+    def end_call(self, call: Call) -> list[Task]:
+        """Remove the tasks of a call that has ended, and return them."""
+        if isinstance(call, str):
             return []
-        self.calls.remove(call)
-        for task in call.tasks:
-            self.tasks.pop((task.run, task.seq), None)
-        return call.tasks
+        self.is_alone = False
+        return [task for task in call if self.tasks.pop((task.run, task.seq), None) is not None]
 
 
 Followed = tuple[int, object, Callable[[], "int | None"]]
@@ -171,8 +158,8 @@ class FetchAhead:
 
 Bell = queue.SimpleQueue[None]
 
-Event = tuple[ActorWorker, "Call | str", "Future[Any]"]
-"""A call that has ended: its actor, the call (or its name, if it was not a group), and its outcome."""
+Event = tuple[ActorWorker, Call, "Future[Any]"]
+"""A call that has ended: its actor, the call, and its outcome."""
 
 
 class Absence:
@@ -269,7 +256,7 @@ class RayTransport(Transport[ActorWorker]):
     def _begin(self, worker: ActorWorker) -> None:
         self.listen(worker.actor.begin.remote(self._published), worker, "begin")
 
-    def listen(self, ref: Any, worker: ActorWorker, what: Call | str) -> None:
+    def listen(self, ref: Any, worker: ActorWorker, what: Call) -> None:
         """Turn the end of a call into an `Event`."""
         ref.future().add_done_callback(functools.partial(_note, self.events, self.bell, worker, what))
 
@@ -315,16 +302,15 @@ class RayTransport(Transport[ActorWorker]):
         if worker is None:
             return None
         self._holders[task.lane] = worker
-        return None if worker.is_alone or (alone and worker.calls) else worker
+        return None if worker.is_alone or (alone and worker.tasks) else worker
 
     def send(self, worker: ActorWorker, tasks: Sequence[tuple[Task, object]], *, alone: bool) -> None:
         """Send tasks to an actor in one call, each with its `fields_of`."""
         content = pickle.dumps([(task.run, task.seq, fields) for task, fields in tasks], protocol=5)
-        call = Call([task for task, _ in tasks], alone)
-        worker.calls.append(call)
-        worker.tasks.update({(task.run, task.seq): task for task in call.tasks})
+        worker.is_alone = alone
+        worker.tasks.update({(task.run, task.seq): task for task, _ in tasks})
         progress = self.ahead.progress_for(worker, self.workers)
-        self.listen(worker.actor.read.remote(content, *progress), worker, call)
+        self.listen(worker.actor.read.remote(content, *progress), worker, [task for task, _ in tasks])
 
     def drain(self, worker: ActorWorker) -> None:
         cluster.stop(self.actors, worker.actor)
@@ -334,14 +320,14 @@ class RayTransport(Transport[ActorWorker]):
 
     def explain_death(self, worker: ActorWorker, error: BaseException | None) -> Death:
         said = worker.begun or Begun(0, "", "")
-        first = next(iter(worker.calls), None)
+        tasks = list(worker.tasks.values())
         heartbeat: Sequence[int] | None = None
-        if first is None:
+        if not tasks:
             heartbeat = UNUSED
-        elif worker.hung and any(is_at(worker.heartbeat, task) for task in worker.tasks.values()):
+        elif worker.hung and any(is_at(worker.heartbeat, task) for task in tasks):
             heartbeat = worker.heartbeat
-        elif first.alone:
-            heartbeat = first.tasks[0].run, first.tasks[0].seq, 0, IN_BATCH
+        elif worker.is_alone:
+            heartbeat = tasks[0].run, tasks[0].seq, 0, IN_BATCH
         has_gone = error is not None and cluster.is_of_node(error)
         death = Death(worker.number, said.pid, None, None, said.host, cluster.cause_of(error), worker.hung, heartbeat)
         return death._replace(
@@ -378,7 +364,7 @@ class RayTransport(Transport[ActorWorker]):
         return None if self.ready else self._absence.error()
 
 
-def _note(events: deque[Event], bell: Bell, worker: ActorWorker, what: Call | str, future: Future[Any]) -> None:
+def _note(events: deque[Event], bell: Bell, worker: ActorWorker, what: Call, future: Future[Any]) -> None:
     """Record the end of a call; runs in a thread of Ray's."""
     events.append((worker, what, future))
     if bell.empty():

@@ -22,7 +22,7 @@ from sharded_loader.pools.supervised import decode_result
 from sharded_loader.ray import actor, cluster
 from sharded_loader.ray.actor import Begun, LoaderActor
 from sharded_loader.ray.cluster import Lent, cause_of, check_wanted, stop, stop_from_anywhere
-from sharded_loader.ray.transport import ActorWorker, Call, RayTransport
+from sharded_loader.ray.transport import ActorWorker, RayTransport
 from sharded_loader.sampling.epoch import Ahead
 
 NODE, HOST = "node", "10.0.0.1"
@@ -65,8 +65,7 @@ def task(seq: int, lane: int | None = None) -> Task:
 
 
 def give(worker: ActorWorker, *seqs: int, alone: bool = False) -> None:
-    tasks = [task(seq) for seq in seqs]
-    worker.calls.append(Call(tasks, alone))
+    worker.is_alone = alone
     worker.tasks.update({(0, seq): task(seq) for seq in seqs})
 
 
@@ -106,7 +105,7 @@ def test_a_call_that_has_ended_takes_its_tasks_along(transport: Transport) -> No
     worker = transport.workers[0]
     give(worker, 1, 2)
     give(worker, 3)
-    assert [one.seq for one in worker.end_call(worker.calls[0])] == [1, 2]
+    assert [one.seq for one in worker.end_call([task(1), task(2)])] == [1, 2]
     assert list(worker.tasks) == [(0, 3)]
     assert worker.end_call("begin") == []
 
@@ -180,7 +179,7 @@ def test_what_a_dead_actor_read_is_known_if_it_read_one_task_alone(transport: Tr
     death = transport.explain_death(worker, KILLED)
     assert (death.heartbeat, death.is_of_machine, death.is_final) == (None, False, False)
     assert str(death) == "worker 0 (pid 70 on 10.0.0.1) died: SYSTEM_ERROR: It exited."
-    worker.end_call(worker.calls[0])
+    worker.end_call([task(4), task(5)])
     give(worker, 4, alone=True)
     assert transport.explain_death(worker, KILLED).heartbeat == (0, 4, 0, IN_BATCH)
 
