@@ -162,39 +162,6 @@ Event = tuple[ActorWorker, Call, "Future[Any]"]
 """A call that has ended: its actor, the call, and its outcome."""
 
 
-class Absence:
-    """The time without any ready actor, and its warnings. ``wanted``, ``start_timeout``: of the `RayPool`."""
-
-    def __init__(self, wanted: cluster.Wanted, start_timeout: float) -> None:
-        self._wanted, self._start_timeout = wanted, start_timeout
-        self.begin()
-
-    def begin(self) -> None:
-        """Start the clock; no actor has been ready."""
-        self.since, self._is_told, self._had_one = host_clock.now(), False, False
-
-    def end(self) -> None:
-        """An actor is ready."""
-        self._is_told, self._had_one = False, True
-
-    def error(self) -> Exception | None:
-        """Return the error that ends the pool after ``start_timeout`` without any actor. Warns once before that."""
-        passed = host_clock.now() - self.since
-        if passed > PATIENCE and not self._is_told:
-            self._is_told = True
-            fate = f"after {PATIENCE:g} s no worker has begun, perhaps for want of room (start_timeout="
-            fate += f"{self._start_timeout:g})"
-            if self._had_one:
-                fate = "all workers have ended, and there is no room for others. The loader goes on when there is"
-            logger.warning("RayPool: %s: %s", fate, cluster.what_there_is(self._wanted))
-        if passed > self._start_timeout and not self._had_one:
-            return TimeoutError(
-                f"no worker could start within {self._start_timeout:g} s (start_timeout=): "
-                f"{cluster.what_there_is(self._wanted)}. Ask for less (num_cpus=, resources=), or add nodes"
-            )
-        return None
-
-
 class RayTransport(Transport[ActorWorker]):
     """Ray actors, and the calls to them.
 
@@ -203,8 +170,11 @@ class RayTransport(Transport[ActorWorker]):
         events: calls that have ended; `bell` rings for each.
     """
 
+    _absent_since = 0.0  # when an actor was last requested while no other was ready
+    _had_one = _is_told = False  # an actor has been ready; the present lack of any has been reported
+
     def __init__(self, num_workers: int, wanted: cluster.Wanted, start_timeout: float) -> None:
-        self.num_workers, self._wanted, self._absence = num_workers, wanted, Absence(wanted, start_timeout)
+        self.num_workers, self._wanted, self._start_timeout = num_workers, wanted, start_timeout
         self.events: deque[Event] = deque()
         self.bell: Bell = queue.SimpleQueue()
         self.actors: list[Any] = []
@@ -245,7 +215,7 @@ class RayTransport(Transport[ActorWorker]):
         import ray
 
         if not any(worker.ready for worker in self.workers if worker.number != number):
-            self._absence.since = host_clock.now()
+            self._absent_since = host_clock.now()
         threads = max(1, int(self._wanted["num_cpus"]))
         actor = ray.remote(**self._wanted)(LoaderActor).remote(number, self.num_workers, threads)
         self.actors.append(actor)
@@ -263,7 +233,7 @@ class RayTransport(Transport[ActorWorker]):
     def has_begun(self, worker: ActorWorker, said: Begun) -> None:
         """Record that an actor has its job, and give it its share of the lanes."""
         worker.begun, ready = said, self.ready
-        self._absence.end()
+        self._had_one, self._is_told = True, False
         share = -(-len(self._holders) // max(1, len(ready)))
         for one in ready:
             for lane in [lane for lane, holder in self._holders.items() if holder is one][share:]:
@@ -280,7 +250,7 @@ class RayTransport(Transport[ActorWorker]):
         # Calls in flight may still end, without an event. A step that waits in an outer frame continues.
         self.bell.put(None)
         self.events, self.bell = deque(), queue.SimpleQueue()
-        self._absence.begin()
+        self._had_one = self._is_told = False
 
     def closer(self) -> Callable[[], None]:
         """Return a function that stops the actors, without a reference to this object."""
@@ -358,10 +328,26 @@ class RayTransport(Transport[ActorWorker]):
         return any(not worker.ready and not worker.failed for worker in self.workers)
 
     def look(self) -> Exception | None:
-        """Return the error that ends the pool, for what causes no event: no ready actor, or no Ray."""
+        """Return the error that ends the pool, for what causes no event: no ready actor, or no Ray.
+
+        Without an actor, it warns after `PATIENCE`. Only if there never was one, that ends the pool.
+        """
         if self._session != cluster.session():
             return RuntimeError("Ray was shut down while the loader read: make the loader after ray.init()")
-        return None if self.ready else self._absence.error()
+        passed = 0.0 if self.ready else host_clock.now() - self._absent_since
+        if passed > PATIENCE and not self._is_told:
+            self._is_told = True
+            fate = f"after {PATIENCE:g} s no worker has begun, perhaps for want of room (start_timeout="
+            fate += f"{self._start_timeout:g})"
+            if self._had_one:
+                fate = "all workers have ended, and there is no room for others. The loader goes on when there is"
+            logger.warning("RayPool: %s: %s", fate, cluster.what_there_is(self._wanted))
+        if passed > self._start_timeout and not self._had_one:
+            return TimeoutError(
+                f"no worker could start within {self._start_timeout:g} s (start_timeout=): "
+                f"{cluster.what_there_is(self._wanted)}. Ask for less (num_cpus=, resources=), or add nodes"
+            )
+        return None
 
 
 def _note(events: deque[Event], bell: Bell, worker: ActorWorker, what: Call, future: Future[Any]) -> None:
