@@ -252,12 +252,11 @@ class RayPool(SupervisedPool[ActorWorker]):
         """Append the results of a group, over its memory."""
         replies, places, memory, rest = group
         buffers = self._lent.buffers(places, memory, rest)
-        content, now, found = memoryview(replies), host_clock.now(), []
+        content, now, made = memoryview(replies), host_clock.now(), list[Result]()
         while len(content):
             reply = unpack_reply(content)
             content = reply[5]
-            found.append((reply, [next(buffers) for _ in range(reply[3])]))
-        made = [self._result(reply, its, tasks.get(reply[:2])) for reply, its in found]
+            made.append(self._result(reply, [next(buffers) for _ in range(reply[3])], tasks.get(reply[:2])))
         # Times are by another machine's clock; the last batch of the group has ended about now.
         late = now - max((one.began + one.seconds for one in made if one.began), default=now)
         results += [replace(one, began=one.began + late) if one.began else one for one in made]

@@ -298,12 +298,9 @@ class RayTransport(Transport[ActorWorker]):
             heartbeat = worker.heartbeat
         elif worker.is_alone:
             heartbeat = tasks[0].run, tasks[0].seq, 0, IN_BATCH
-        has_gone = error is not None and cluster.is_of_node(error)
-        death = Death(worker.number, said.pid, None, None, said.host, cluster.cause_of(error), worker.hung, heartbeat)
-        return death._replace(
-            is_of_machine=has_gone or bool(said.node and said.node not in cluster.alive()),
-            is_final=bool(getattr(error, "actor_init_failed", False)),
-        )
+        cause, is_final = cluster.cause_of(error), bool(getattr(error, "actor_init_failed", False))
+        has_gone = cluster.is_of_node(error) or (said.node != "" and said.node not in cluster.alive())
+        return Death(worker.number, said.pid, None, None, said.host, cause, worker.hung, heartbeat, has_gone, is_final)
 
     def release(self, worker: ActorWorker) -> None:
         cluster.stop(self.actors, worker.actor)
