@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 from sharded_loader.extend import Empty, Job, PoolBroken, Register, Result, SupervisedPool, Task
 from sharded_loader.extend.engine import HELD, Grouping, check_timeout, decode, decode_error, fields_of, unpack_reply
-from sharded_loader.extend.tools import Location, add_note, as_batch_error, check_int, host_clock
+from sharded_loader.extend.tools import add_note, as_batch_error, check_int, host_clock
 from sharded_loader.ray import cluster
 from sharded_loader.ray.actor import Begun, Group
 from sharded_loader.ray.transport import LOOK_SECONDS, ActorWorker, Call, RayTransport
@@ -261,13 +261,12 @@ class RayPool(SupervisedPool[ActorWorker]):
         late = now - max((one.began + one.seconds for one in made if one.began), default=now)
         results += [replace(one, began=one.began + late) if one.began else one for one in made]
 
-    def _failed(self, task: Task, error: BaseException) -> Result:
+    def _failed(self, task: Task, error: Any) -> Result:
         """Return the error of a batch that Ray could not deliver."""
-        failure = as_batch_error(error, "while Ray brought the batch")
+        failure = task.error(error, "while Ray brought the batch")
         has = f"The object store of this node has {cluster.store_bytes():,} bytes"
         text = f"Ray could not bring this batch. {has}: if it is full, start Ray with a larger object_store_memory"
         add_note(failure, f"sharded_loader: {text}")
-        Location(task.epoch, task.seq).note(failure, samples=task.shards[0])
         self.deaths.resolve(task.run, task.seq)
         return Result(task.run, task.seq, error=failure)
 

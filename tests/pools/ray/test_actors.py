@@ -7,6 +7,7 @@ import queue
 import sys
 import threading
 import types
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -216,6 +217,22 @@ def test_an_actor_that_hung_was_in_the_task_that_it_has_said(transport: Transpor
     worker.hung, worker.heartbeat = True, [0, 4, 0, 1]
     [given_up] = supervisor.replace(worker, KILLED)
     assert (given_up.seq, given_up.error.index) == (4, 41)  # type: ignore[union-attr]
+
+
+def test_a_batch_that_ray_cannot_bring_is_an_error_with_the_size_of_the_object_store(
+    transport: Transport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor, worker = supervised(transport, 3), transport.workers[0]
+    monkeypatch.setattr(cluster, "is_of_call", lambda error: True)
+    monkeypatch.setattr(cluster, "store_bytes", lambda: 1000)
+    give(worker, 3)
+    future: Future[Any] = Future()
+    future.set_exception(MemoryError("full"))
+    transport.events.append((worker, [task(3)], future))
+    [result] = supervisor.wait(block=False)
+    assert isinstance(result.error, MemoryError) and result.seq == 3 and worker.tasks == {}
+    notes = "\n".join(result.error.__notes__)
+    assert "in epoch 0, batch 3" in notes and "The object store of this node has 1,000 bytes" in notes
 
 
 def test_actors_that_cannot_be_made_break_the_pool_with_the_remedy(transport: Transport) -> None:
