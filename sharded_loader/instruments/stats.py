@@ -327,7 +327,6 @@ class Meter(Observer):
     def __init__(self, dataset: Any = None, max_skipped: int | None = None) -> None:
         super().__init__(dataset, max_skipped)
         self.mixture = mixture_of(dataset)
-        self.epochs: dict[int, Counts] = {}
         self._last = deque([Counts()])  # of the last iterators
         self._sum, self._late = LoaderStats(), Counts()  # of earlier iterators; `_late`: what they still add
         self._late.ended = Totals()
@@ -341,7 +340,6 @@ class Meter(Observer):
         self._last[-1].ended = counts.began
         self._last[-1].add_up()
         counts.number = epoch
-        self.epochs[epoch] = counts
         self._last.append(counts)
         if len(self._last) > self.KEPT_TIMES:
             old = self._last[-self.KEPT_TIMES - 1]
@@ -352,8 +350,6 @@ class Meter(Observer):
         if len(self._last) > self.KEPT_EPOCHS:
             old = self._last.popleft()
             self._sum = sum_of([self._sum, old.report()])
-            if self.epochs.get(old.number) is old:
-                del self.epochs[old.number]
             old.__dict__ = self._late.__dict__  # its iterator may still be alive and add to it
 
     def step(self, counts: Counts, entry: Entry, stamps: Stamps, pipeline: Pipeline) -> None:
@@ -427,7 +423,7 @@ class Meter(Observer):
         """Return the statistics of one epoch or all; zeros if no batch was delivered."""
         totals = self.totals()
         if epoch is not None:
-            counts = self.epochs.get(epoch)
+            counts = next((one for one in reversed(self._last.copy()) if one.number == epoch), None)
             return LoaderStats() if counts is None else counts.report(totals)
         return sum_of([self._sum, *(counts.report(totals) for counts in (self._late, *self._last.copy()))])
 
