@@ -201,11 +201,10 @@ def trace_of(rows: Sequence[BatchTimes], name: str) -> dict[str, object]:
             add("X", name, lane, first, dur=(last - first) / 1000, args=args)
 
     add("M", "process_name", NEXT, args={"name": name})
-    lanes = {NEXT: "next()"}
+    add("M", "thread_name", NEXT, args={"name": "next()"})
     for worker in sorted({row.worker for row in rows if row.began}):
-        lanes[FIRST_WORKER + worker] = f"worker {worker}" if worker >= 0 else "main process"
-    for lane, title in lanes.items():
-        add("M", "thread_name", lane, args={"name": title})
+        title = f"worker {worker}" if worker >= 0 else "main process"
+        add("M", "thread_name", FIRST_WORKER + worker, args={"name": title})
     batches = [(row, {"epoch": row.epoch, "step": row.step, "samples": max(0, row.samples)}) for row in rows]
     for row, about in batches:
         waited = {"waited_seconds": row.waited, "placing_seconds": row.placing, "cause": row.cause}

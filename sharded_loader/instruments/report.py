@@ -162,12 +162,11 @@ class Instruments:
             >>> found.slowest, found.stats[0].samples
             (None, 10)
         """
-        distributed, stats = process_group(), self.stats()
-        ranks, rank = (distributed.get_world_size(group), distributed.get_rank()) if distributed else (1, 0)
-        found: list[Any] = [(rank, (stats, platform.node()))]
+        distributed, own = process_group(), (self.stats(), platform.node())
+        found: list[Any] = [(0, own)]
         if distributed:
-            own, found = found[0], [None] * ranks
-            distributed.all_gather_object(found, own, group)
+            found = [None] * distributed.get_world_size(group)
+            distributed.all_gather_object(found, (distributed.get_rank(), own), group)
         for rank, (stats, _) in found:
             if not stats.batches:
                 raise RuntimeError(

@@ -248,13 +248,12 @@ def sum_of(parts: Sequence[LoaderStats]) -> LoaderStats:
     """Add up statistics."""
     columns = zip(*map(_numbers_of, parts), strict=True)
     numbers: dict[str, Any] = dict(zip(NUMBERS, map(sum, columns), strict=True))
+    slow = chain.from_iterable(part.slowest for part in parts)
     return LoaderStats(
         **numbers,
         sources=tuple(map(sum, zip_longest(*(part.sources for part in parts), fillvalue=0))),
         causes={name: sum(part.causes[name] for part in parts) for name in CAUSES},
-        slowest=tuple(
-            nlargest(KEPT_SAMPLES, chain.from_iterable(part.slowest for part in parts), attrgetter("seconds"))
-        ),
+        slowest=tuple(nlargest(KEPT_SAMPLES, slow, attrgetter("seconds"))),
         _timed=sum((part._timed for part in parts if part._timed.num_workers), Histograms()),
         _share=parts[-1]._share,
     )
