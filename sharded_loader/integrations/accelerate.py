@@ -150,16 +150,14 @@ class RankBatches(BatchSamplerShard):  # type: ignore[misc]
         size, inside = self.batch_size, self.batch_sampler
         if size is None:  # batches of any size
             return -1
-        replicas = 1 if self.split_batches else int(self.num_processes)
         try:
-            batches, last = len_epoch(inside, epoch), int(size)
-            if getattr(inside, "last_batch", None) != "rollover":
+            samples = int(size) * len_epoch(inside, epoch)
+            if getattr(inside, "last_batch", None) != "rollover":  # the last batch may be short
                 sampler = getattr(inside, "sampler", None)
-                samples = len(dataset) if sampler is None else len_epoch(sampler, epoch)
-                last = min(last, samples - (batches - 1) * last)
+                samples = min(samples, len(dataset) if sampler is None else len_epoch(sampler, epoch))
         except TypeError:  # they have no lengths
             return -1
-        return ((batches - 1) % replicas * int(size) + last) % (replicas * int(size))
+        return samples % (int(size) * (1 if self.split_batches else int(self.num_processes)))
 
 
 @dataclass
