@@ -315,7 +315,7 @@ class Meter(Observer):
     A batch is counted once, in its epoch, and totals are summed on request: half the cost of counting it twice.
     """
 
-    tune: Callable[[Meter, Pipeline | None, float], None]
+    tune: Callable[[Meter, Pipeline, float], None]
     tune_at = math.inf
 
     times = True
