@@ -114,9 +114,9 @@ class Histograms:
         # `numpy.add.at` takes ten times as long.
         counted = np.bincount(places.ravel(), np.repeat(weights, _ROWS), made._counts.size)
         made._counts[:] = counted.reshape(made._counts.shape)
+        made._sums[:] = (np.arange(made.num_workers)[:, None] == workers) @ (values * weights)
         for worker in set(workers.tolist()):
-            own = workers == worker
-            made._sums[worker], made._longest[worker] = (values * weights)[own].sum(0), values[own].max(0)
+            made._longest[worker] = values[workers == worker].max(0)
         return self + made
 
     def stages(self) -> dict[str, StageTimes]:
