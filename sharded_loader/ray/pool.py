@@ -162,26 +162,31 @@ class RayPool(SupervisedPool[ActorWorker]):
     def submit(self, tasks: Sequence[Task]) -> None:
         transport, suspects = self._transport, self.deaths.crash_suspects
         unsent = defaultdict[ActorWorker, list[tuple[Task, object]]](list)
+        filling: ActorWorker | None = None
         held: set[int] = set()  # lanes with a waiting task, which later ones must not overtake
         for task in tasks:
-            alone = (task.run, task.seq) in suspects
-            worker = None if task.lane in held else transport.choose(task, self.group, alone=alone)
-            if worker is None:
-                if task.lane is not None:
-                    held.add(task.lane)
+            alone, lane = (task.run, task.seq) in suspects, task.lane
+            if lane is None and not alone:
+                if filling is None or len(unsent[filling]) == 0:  # its group is full
+                    filling = transport.choose(task, self.group, alone=False)
+                worker = filling
+            else:
+                worker = None if lane in held else transport.choose(task, self.group, alone=alone)
+            if worker is None or (alone and unsent[worker]):
+                if lane is not None:
+                    held.add(lane)
                 self.requeued.append(task)
                 continue
             try:
-                fields = fields_of(task, forked=False)
+                unsent[worker].append((task, fields_of(task, forked=False)))
             except Exception as raised:
                 self._reject(task, raised)
                 continue
-            worker.tasks[task.run, task.seq] = task  # from now on `choose` counts it
-            unsent[worker].append((task, fields))
             if alone or len(unsent[worker]) >= self.group:
                 transport.send(worker, unsent.pop(worker), alone=alone)
         for worker, group in unsent.items():
-            transport.send(worker, group, alone=False)
+            if group:
+                transport.send(worker, group, alone=False)
         self._count_room()
 
     def follow(self, run: int, ahead: object, position: Callable[[], int | None]) -> None:

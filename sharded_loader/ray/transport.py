@@ -275,9 +275,10 @@ class RayTransport(Transport[ActorWorker]):
         return None if worker.is_alone or (alone and worker.tasks) else worker
 
     def send(self, worker: ActorWorker, tasks: Sequence[tuple[Task, object]], *, alone: bool) -> None:
-        """Send tasks of an actor to it in one call, each with its `fields_of`."""
+        """Send tasks to an actor in one call, each with its `fields_of`."""
         content = pickle.dumps([(task.run, task.seq, fields) for task, fields in tasks], protocol=5)
         worker.is_alone = alone
+        worker.tasks.update({(task.run, task.seq): task for task, _ in tasks})
         progress = self.ahead.progress_for(worker, self.workers)
         self.listen(worker.actor.read.remote(content, *progress), worker, [task for task, _ in tasks])
 
