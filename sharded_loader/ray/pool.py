@@ -167,6 +167,7 @@ class RayPool(SupervisedPool[ActorWorker]):
         for task in tasks:
             alone, lane = (task.run, task.seq) in suspects, task.lane
             if lane is None and not alone:
+                # Chosen for a whole group: a worker for each task would cut groups into small calls, 2 ms of CPU each.
                 if filling is None or len(unsent[filling]) == 0:  # its group is full
                     filling = transport.choose(task, self.group, alone=False)
                 worker = filling
