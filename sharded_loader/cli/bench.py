@@ -22,12 +22,12 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from warnings import catch_warnings, simplefilter
 
 import click
@@ -36,9 +36,6 @@ from sharded_loader import LoaderWarning
 from sharded_loader.cli import output
 from sharded_loader.cli.output import CannotRun, Steps, ms_text, say_error
 from sharded_loader.extend.tools import cores_for_workers
-
-if TYPE_CHECKING:
-    from sharded_loader import ShardedDataLoader
 
 ROUNDS = 5
 """Of only three rounds on a busy machine, the median is often a disturbed one."""
@@ -181,7 +178,7 @@ def measure(
     return row
 
 
-def _without_end(loader: ShardedDataLoader[object]) -> Iterator[object]:
+def _without_end(loader: Iterable[object]) -> Iterator[object]:
     """Yield the batches of one epoch after another."""
     why = "it gives no samples: give a dataset that has some"
     while True:

@@ -13,7 +13,6 @@ from sharded_loader.base.described import Described as Described
 from sharded_loader.base.described import an as an
 from sharded_loader.base.described import brief as brief
 from sharded_loader.base.described import call_of as call_of
-from sharded_loader.base.errors import Location as Location
 from sharded_loader.base.errors import add_note as add_note
 from sharded_loader.base.errors import as_batch_error as as_batch_error
 from sharded_loader.base.errors import notes_of as notes_of

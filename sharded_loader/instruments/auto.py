@@ -176,9 +176,8 @@ class Tuner:
         self._starts = math.inf  # deadline for workers to start; inf: started
         self._memory, self._each = (0, 1 << 30), SMALL  # bytes that were free, with how many workers; bytes of one
 
-    def look(self, meter: Meter, pipeline: Pipeline | None, now: float) -> None:
+    def look(self, meter: Meter, pipeline: Pipeline, now: float) -> None:
         """Observe the step that ended at ``now``. A change takes effect in the next step."""
-        assert pipeline is not None  # set within a step
         pool, scheduler, before = pipeline.pool, pipeline.scheduler, self._before
         setting = Setting(pool.num_workers, scheduler.per_worker if scheduler.scale_by_group else 0)
         gap, self._looked, meter.tune_at = now - self._looked, now, now + STARTING

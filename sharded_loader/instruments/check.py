@@ -15,9 +15,8 @@ import contextlib
 import itertools
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +30,12 @@ from sharded_loader.extend.engine import KnownSteps, publish
 from sharded_loader.extend.order import LEFT_OUT, WEIGHTS_SET, differences, other_arguments, parse, seeded_globals
 from sharded_loader.extend.tools import blake2b, brief, check_int, is_from_outside
 
-GLOBALS: dict[str, Callable[[], object]] = {
-    "Python's random": random.getstate,
-    "NumPy's global generator": np.random.get_state,
-    "torch's global generator": torch.get_rng_state,
+GLOBALS: dict[str, Any] = {
+    "Python's random": random,
+    "NumPy's global generator": np.random,
+    "torch's global generator": torch.default_generator,
 }
+"""What has the state of each global generator; see `_state_of`."""
 
 DIGITS = len(LEFT_OUT)
 
@@ -145,13 +145,13 @@ def _read_there(
 
 def _why(steps: KnownSteps, index: object, number: int, same_here: bool) -> str:
     """Explain why a sample differs. ``same_here``: two reads in this process agree."""
-    own = {path: partial(_state_of, one) for path, one in generators(steps.dataset, "dataset")}
+    known = GLOBALS | dict(generators(steps.dataset, "dataset"))
     with seeded_globals(1):
-        before = {name: exact(state()) for name, state in (GLOBALS | own).items()}
+        before = {name: exact(_state_of(one)) for name, one in known.items()}
         first = digest_of_read(lambda: steps.sample(index, number))
-        drawn = [name for name, state in (GLOBALS | own).items() if exact(state()) != before[name]]
+        drawn = [name for name, one in known.items() if exact(_state_of(one)) != before[name]]
     is_random = first != steps.digest(index, number)
-    if sources := [name for name in drawn if (name in own) is is_random]:
+    if sources := [name for name in drawn if (name not in GLOBALS) is is_random]:
         advice = "Draw from sample_rng(), or use dataset.transform(fn, seeded=True)"
         return f"Each draws from {' and '.join(sources)}. {advice}"
     if not is_random and same_here:

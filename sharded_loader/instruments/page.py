@@ -155,12 +155,10 @@ def _waits(rows: Sequence[BatchTimes]) -> str:
     edges = np.linspace(rows[0].asked, rows[-1].taken, COLUMNS + 1)
     below, paths, width = np.zeros(COLUMNS), [], 1000 / COLUMNS
     for cause in CAUSES:
-        waits = np.array([(row.asked, row.waited) for row in rows if row.cause == cause])
+        waits = np.array([(row.asked, row.asked + row.waited) for row in rows if row.cause == cause])
         if len(waits):
-            ends = waits[:, 1].cumsum()
-            stamps = np.maximum.accumulate(np.stack([waits[:, 0], waits.sum(1)], 1).ravel())
-            reached = np.interp(edges, stamps, np.stack([ends - waits[:, 1], ends], 1).ravel())
-            tall = 1000 * np.diff(reached) / np.diff(edges)
+            overlaps = np.minimum(waits[:, 1], edges[1:, None]) - np.maximum(waits[:, 0], edges[:-1, None])
+            tall = 1000 * overlaps.clip(0.0).sum(1) / np.diff(edges)
             below += tall
             tops = [(width * x, 1000 - below[x], tall[x]) for x in range(COLUMNS) if tall[x] > 0]
             bars = "".join(f"M{x:.1f} {y:.1f}h{width:.1f}v{h:.1f}h-{width:.1f}z" for x, y, h in tops)
@@ -201,11 +199,10 @@ def trace_of(rows: Sequence[BatchTimes], name: str) -> dict[str, object]:
             add("X", name, lane, first, dur=(last - first) / 1000, args=args)
 
     add("M", "process_name", NEXT, args={"name": name})
-    lanes = {NEXT: "next()"}
+    add("M", "thread_name", NEXT, args={"name": "next()"})
     for worker in sorted({row.worker for row in rows if row.began}):
-        lanes[FIRST_WORKER + worker] = f"worker {worker}" if worker >= 0 else "main process"
-    for lane, title in lanes.items():
-        add("M", "thread_name", lane, args={"name": title})
+        title = f"worker {worker}" if worker >= 0 else "main process"
+        add("M", "thread_name", FIRST_WORKER + worker, args={"name": title})
     batches = [(row, {"epoch": row.epoch, "step": row.step, "samples": max(0, row.samples)}) for row in rows]
     for row, about in batches:
         waited = {"waited_seconds": row.waited, "placing_seconds": row.placing, "cause": row.cause}

@@ -14,7 +14,6 @@ import json
 import os
 import platform
 import time
-from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,9 +58,9 @@ class Instruments:
 
     _meter: Meter
 
-    @abstractmethod
     def _given(self) -> Mapping[str, Any]:
         """Return the arguments of the loader, by name."""
+        raise NotImplementedError
 
     def _inspected(self) -> tuple[KnownSteps, int, Pool]:
         """Return the loader's steps, its epoch number, and its pool."""
@@ -162,12 +161,11 @@ class Instruments:
             >>> found.slowest, found.stats[0].samples
             (None, 10)
         """
-        distributed, stats = process_group(), self.stats()
-        ranks, rank = (distributed.get_world_size(group), distributed.get_rank()) if distributed else (1, 0)
-        found: list[Any] = [(rank, (stats, platform.node()))]
+        distributed, own = process_group(), (self.stats(), platform.node())
+        found: list[Any] = [(0, own)]
         if distributed:
-            own, found = found[0], [None] * ranks
-            distributed.all_gather_object(found, own, group)
+            found = [None] * distributed.get_world_size(group)
+            distributed.all_gather_object(found, (distributed.get_rank(), own), group)
         for rank, (stats, _) in found:
             if not stats.batches:
                 raise RuntimeError(

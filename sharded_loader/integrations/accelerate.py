@@ -147,19 +147,16 @@ class RankBatches(BatchSamplerShard):  # type: ignore[misc]
         """
         if self.drop_last:
             return 0
-        size, inside = self.batch_size, self.batch_sampler
-        if size is None:  # batches of any size
-            return -1
-        replicas = 1 if self.split_batches else int(self.num_processes)
+        inside = self.batch_sampler
         try:
-            batches, last = len_epoch(inside, epoch), int(size)
-            if getattr(inside, "last_batch", None) != "rollover":
+            size = int(self.batch_size)
+            samples = size * len_epoch(inside, epoch)
+            if getattr(inside, "last_batch", None) != "rollover":  # the last batch may be short
                 sampler = getattr(inside, "sampler", None)
-                samples = len(dataset) if sampler is None else len_epoch(sampler, epoch)
-                last = min(last, samples - (batches - 1) * last)
-        except TypeError:  # they have no lengths
+                samples = min(samples, len(dataset) if sampler is None else len_epoch(sampler, epoch))
+        except TypeError:  # batches of any size (None), or samplers without lengths
             return -1
-        return ((batches - 1) % replicas * int(size) + last) % (replicas * int(size))
+        return samples % (size if self.split_batches else size * int(self.num_processes))
 
 
 @dataclass

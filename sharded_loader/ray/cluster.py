@@ -153,7 +153,7 @@ def stop(actors: list[Any], only: object = None) -> None:
             actors.remove(actor)
 
 
-def is_of_node(error: BaseException) -> bool:
+def is_of_node(error: BaseException | None) -> bool:
     """Return True if an actor died with its node: its raylet, which reports the exit of processes, is silent."""
     import ray
 

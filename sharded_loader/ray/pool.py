@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 from sharded_loader.extend import Empty, Job, PoolBroken, Register, Result, SupervisedPool, Task
 from sharded_loader.extend.engine import HELD, Grouping, check_timeout, decode, decode_error, fields_of, unpack_reply
-from sharded_loader.extend.tools import Location, add_note, as_batch_error, check_int, host_clock
+from sharded_loader.extend.tools import add_note, as_batch_error, check_int, host_clock
 from sharded_loader.ray import cluster
 from sharded_loader.ray.actor import Begun, Group
 from sharded_loader.ray.transport import LOOK_SECONDS, ActorWorker, Call, RayTransport
@@ -167,6 +167,7 @@ class RayPool(SupervisedPool[ActorWorker]):
         for task in tasks:
             alone, lane = (task.run, task.seq) in suspects, task.lane
             if lane is None and not alone:
+                # Chosen for a whole group: a worker for each task would cut groups into small calls, 2 ms of CPU each.
                 if filling is None or len(unsent[filling]) == 0:  # its group is full
                     filling = transport.choose(task, self.group, alone=False)
                 worker = filling
@@ -221,7 +222,7 @@ class RayPool(SupervisedPool[ActorWorker]):
         self.submit(tuple(waiting))
         return results
 
-    def _take(self, worker: ActorWorker, what: Call | str, future: Future[Any], results: list[Result]) -> None:
+    def _take(self, worker: ActorWorker, what: Call, future: Future[Any], results: list[Result]) -> None:
         """Process a call that has ended."""
         error = future.exception()
         if what == "where":
@@ -252,23 +253,21 @@ class RayPool(SupervisedPool[ActorWorker]):
         """Append the results of a group, over its memory."""
         replies, places, memory, rest = group
         buffers = self._lent.buffers(places, memory, rest)
-        content, now, found = memoryview(replies), host_clock.now(), []
+        content, now, made = memoryview(replies), host_clock.now(), list[Result]()
         while len(content):
             reply = unpack_reply(content)
             content = reply[5]
-            found.append((reply, [next(buffers) for _ in range(reply[3])]))
-        made = [self._result(reply, its, tasks.get(reply[:2])) for reply, its in found]
+            made.append(self._result(reply, [next(buffers) for _ in range(reply[3])], tasks.get(reply[:2])))
         # Times are by another machine's clock; the last batch of the group has ended about now.
         late = now - max((one.began + one.seconds for one in made if one.began), default=now)
         results += [replace(one, began=one.began + late) if one.began else one for one in made]
 
-    def _failed(self, task: Task, error: BaseException) -> Result:
+    def _failed(self, task: Task, error: Any) -> Result:
         """Return the error of a batch that Ray could not deliver."""
-        failure = as_batch_error(error, "while Ray brought the batch")
+        failure = task.error(error, "while Ray brought the batch")
         has = f"The object store of this node has {cluster.store_bytes():,} bytes"
         text = f"Ray could not bring this batch. {has}: if it is full, start Ray with a larger object_store_memory"
         add_note(failure, f"sharded_loader: {text}")
-        Location(task.epoch, task.seq).note(failure, samples=task.shards[0])
         self.deaths.resolve(task.run, task.seq)
         return Result(task.run, task.seq, error=failure)
 

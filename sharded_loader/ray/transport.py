@@ -27,7 +27,6 @@ import queue
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 from sharded_loader.extend import Death, Job, Task, Transport, Worker
@@ -46,41 +45,31 @@ ANSWER_SECONDS = 1.0
 """Seconds to wait for an actor to write its stacks."""
 
 
-@dataclass(eq=False)
-class Call:
-    """A pending call of an actor with its tasks. ``alone``: the actor gets no other tasks meanwhile."""
-
-    tasks: list[Task]
-    alone: bool
+Call = list[Task] | str
+"""A call of an actor: the tasks of a group, or the name of another method."""
 
 
 class ActorWorker(Worker):
     """One actor, with Ray's handle ``actor``; ``listen`` is `RayTransport.listen`.
 
     Attributes:
-        calls: pending calls, oldest first.
+        is_alone: it reads a task that was sent alone, and gets no other tasks meanwhile.
         begun: its reply to `begin`; None until ready.
         heartbeat: last known heartbeat; while ``asked``, a newer one is requested.
         failed: it could not begin, and is not replaced.
     """
 
-    def __init__(self, number: int, actor: Any, listen: Callable[[Any, ActorWorker, Call | str], None]) -> None:
+    def __init__(self, number: int, actor: Any, listen: Callable[[Any, ActorWorker, Call], None]) -> None:
         super().__init__(number)
         self.actor, self._listen = actor, listen
-        self.calls: list[Call] = []
         self.begun: Begun | None = None
         self.heartbeat: Sequence[int] = UNUSED
-        self.asked = self.failed = False
+        self.is_alone = self.asked = self.failed = False
 
     @property
     def who(self) -> str:
         said = self.begun
         return super().who + ("" if said is None else f" (pid {said.pid} on {said.host})")
-
-    @property
-    def is_alone(self) -> bool:
-        """True if it reads a task that was sent alone."""
-        return any(call.alone for call in self.calls)
 
     def control(self, name: str, *arguments: object) -> Any:
         """Call a method of the actor in its second thread."""
@@ -88,7 +77,7 @@ class ActorWorker(Worker):
 
     def where(self) -> Sequence[int] | None:
         """Return the last known heartbeat, and request a new one. None while the actor starts, or is idle."""
-        if not self.ready or not self.calls:
+        if not self.ready or not self.tasks:
             return None
         if not self.asked:
             self.asked = True
@@ -107,14 +96,12 @@ class ActorWorker(Worker):
         ray.wait([self.control("stacks")], timeout=ANSWER_SECONDS)  # one that holds the GIL cannot write them
         cluster.stop([self.actor])
 
-    def end_call(self, call: Call | str) -> list[Task]:
-        """Remove a call that has ended, and return its tasks."""
-        if not isinstance(call, Call) or call not in self.calls:
+    def end_call(self, call: Call) -> list[Task]:
+        """Remove the tasks of a call that has ended, and return them."""
+        if isinstance(call, str):
             return []
-        self.calls.remove(call)
-        for task in call.tasks:
-            self.tasks.pop((task.run, task.seq), None)
-        return call.tasks
+        self.is_alone = False
+        return [task for task in call if self.tasks.pop((task.run, task.seq), None) is not None]
 
 
 Followed = tuple[int, object, Callable[[], "int | None"]]
@@ -171,41 +158,8 @@ class FetchAhead:
 
 Bell = queue.SimpleQueue[None]
 
-Event = tuple[ActorWorker, "Call | str", "Future[Any]"]
-"""A call that has ended: its actor, the call (or its name, if it was not a group), and its outcome."""
-
-
-class Absence:
-    """The time without any ready actor, and its warnings. ``wanted``, ``start_timeout``: of the `RayPool`."""
-
-    def __init__(self, wanted: cluster.Wanted, start_timeout: float) -> None:
-        self._wanted, self._start_timeout = wanted, start_timeout
-        self.begin()
-
-    def begin(self) -> None:
-        """Start the clock; no actor has been ready."""
-        self.since, self._is_told, self._had_one = host_clock.now(), False, False
-
-    def end(self) -> None:
-        """An actor is ready."""
-        self._is_told, self._had_one = False, True
-
-    def error(self) -> Exception | None:
-        """Return the error that ends the pool after ``start_timeout`` without any actor. Warns once before that."""
-        passed = host_clock.now() - self.since
-        if passed > PATIENCE and not self._is_told:
-            self._is_told = True
-            fate = f"after {PATIENCE:g} s no worker has begun, perhaps for want of room (start_timeout="
-            fate += f"{self._start_timeout:g})"
-            if self._had_one:
-                fate = "all workers have ended, and there is no room for others. The loader goes on when there is"
-            logger.warning("RayPool: %s: %s", fate, cluster.what_there_is(self._wanted))
-        if passed > self._start_timeout and not self._had_one:
-            return TimeoutError(
-                f"no worker could start within {self._start_timeout:g} s (start_timeout=): "
-                f"{cluster.what_there_is(self._wanted)}. Ask for less (num_cpus=, resources=), or add nodes"
-            )
-        return None
+Event = tuple[ActorWorker, Call, "Future[Any]"]
+"""A call that has ended: its actor, the call, and its outcome."""
 
 
 class RayTransport(Transport[ActorWorker]):
@@ -216,8 +170,11 @@ class RayTransport(Transport[ActorWorker]):
         events: calls that have ended; `bell` rings for each.
     """
 
+    _absent_since = 0.0  # when an actor was last requested while no other was ready
+    _had_one = _is_told = False  # an actor has been ready; the present lack of any has been reported
+
     def __init__(self, num_workers: int, wanted: cluster.Wanted, start_timeout: float) -> None:
-        self.num_workers, self._wanted, self._absence = num_workers, wanted, Absence(wanted, start_timeout)
+        self.num_workers, self._wanted, self._start_timeout = num_workers, wanted, start_timeout
         self.events: deque[Event] = deque()
         self.bell: Bell = queue.SimpleQueue()
         self.actors: list[Any] = []
@@ -258,7 +215,7 @@ class RayTransport(Transport[ActorWorker]):
         import ray
 
         if not any(worker.ready for worker in self.workers if worker.number != number):
-            self._absence.since = host_clock.now()
+            self._absent_since = host_clock.now()
         threads = max(1, int(self._wanted["num_cpus"]))
         actor = ray.remote(**self._wanted)(LoaderActor).remote(number, self.num_workers, threads)
         self.actors.append(actor)
@@ -269,14 +226,14 @@ class RayTransport(Transport[ActorWorker]):
     def _begin(self, worker: ActorWorker) -> None:
         self.listen(worker.actor.begin.remote(self._published), worker, "begin")
 
-    def listen(self, ref: Any, worker: ActorWorker, what: Call | str) -> None:
+    def listen(self, ref: Any, worker: ActorWorker, what: Call) -> None:
         """Turn the end of a call into an `Event`."""
         ref.future().add_done_callback(functools.partial(_note, self.events, self.bell, worker, what))
 
     def has_begun(self, worker: ActorWorker, said: Begun) -> None:
         """Record that an actor has its job, and give it its share of the lanes."""
         worker.begun, ready = said, self.ready
-        self._absence.end()
+        self._had_one, self._is_told = True, False
         share = -(-len(self._holders) // max(1, len(ready)))
         for one in ready:
             for lane in [lane for lane, holder in self._holders.items() if holder is one][share:]:
@@ -293,7 +250,7 @@ class RayTransport(Transport[ActorWorker]):
         # Calls in flight may still end, without an event. A step that waits in an outer frame continues.
         self.bell.put(None)
         self.events, self.bell = deque(), queue.SimpleQueue()
-        self._absence.begin()
+        self._had_one = self._is_told = False
 
     def closer(self) -> Callable[[], None]:
         """Return a function that stops the actors, without a reference to this object."""
@@ -315,16 +272,15 @@ class RayTransport(Transport[ActorWorker]):
         if worker is None:
             return None
         self._holders[task.lane] = worker
-        return None if worker.is_alone or (alone and worker.calls) else worker
+        return None if worker.is_alone or (alone and worker.tasks) else worker
 
     def send(self, worker: ActorWorker, tasks: Sequence[tuple[Task, object]], *, alone: bool) -> None:
         """Send tasks to an actor in one call, each with its `fields_of`."""
         content = pickle.dumps([(task.run, task.seq, fields) for task, fields in tasks], protocol=5)
-        call = Call([task for task, _ in tasks], alone)
-        worker.calls.append(call)
-        worker.tasks.update({(task.run, task.seq): task for task in call.tasks})
+        worker.is_alone = alone
+        worker.tasks.update({(task.run, task.seq): task for task, _ in tasks})
         progress = self.ahead.progress_for(worker, self.workers)
-        self.listen(worker.actor.read.remote(content, *progress), worker, call)
+        self.listen(worker.actor.read.remote(content, *progress), worker, [task for task, _ in tasks])
 
     def drain(self, worker: ActorWorker) -> None:
         cluster.stop(self.actors, worker.actor)
@@ -334,20 +290,17 @@ class RayTransport(Transport[ActorWorker]):
 
     def explain_death(self, worker: ActorWorker, error: BaseException | None) -> Death:
         said = worker.begun or Begun(0, "", "")
-        first = next(iter(worker.calls), None)
+        tasks = list(worker.tasks.values())
         heartbeat: Sequence[int] | None = None
-        if first is None:
+        if not tasks:
             heartbeat = UNUSED
-        elif worker.hung and any(is_at(worker.heartbeat, task) for task in worker.tasks.values()):
+        elif worker.hung and any(is_at(worker.heartbeat, task) for task in tasks):
             heartbeat = worker.heartbeat
-        elif first.alone:
-            heartbeat = first.tasks[0].run, first.tasks[0].seq, 0, IN_BATCH
-        has_gone = error is not None and cluster.is_of_node(error)
-        death = Death(worker.number, said.pid, None, None, said.host, cluster.cause_of(error), worker.hung, heartbeat)
-        return death._replace(
-            is_of_machine=has_gone or bool(said.node and said.node not in cluster.alive()),
-            is_final=bool(getattr(error, "actor_init_failed", False)),
-        )
+        elif worker.is_alone:
+            heartbeat = tasks[0].run, tasks[0].seq, 0, IN_BATCH
+        cause, is_final = cluster.cause_of(error), bool(getattr(error, "actor_init_failed", False))
+        has_gone = cluster.is_of_node(error) or (said.node != "" and said.node not in cluster.alive())
+        return Death(worker.number, said.pid, None, None, said.host, cause, worker.hung, heartbeat, has_gone, is_final)
 
     def release(self, worker: ActorWorker) -> None:
         cluster.stop(self.actors, worker.actor)
@@ -372,13 +325,29 @@ class RayTransport(Transport[ActorWorker]):
         return any(not worker.ready and not worker.failed for worker in self.workers)
 
     def look(self) -> Exception | None:
-        """Return the error that ends the pool, for what causes no event: no ready actor, or no Ray."""
+        """Return the error that ends the pool, for what causes no event: no ready actor, or no Ray.
+
+        Without an actor, it warns after `PATIENCE`. Only if there never was one, that ends the pool.
+        """
         if self._session != cluster.session():
             return RuntimeError("Ray was shut down while the loader read: make the loader after ray.init()")
-        return None if self.ready else self._absence.error()
+        passed = 0.0 if self.ready else host_clock.now() - self._absent_since
+        if passed > PATIENCE and not self._is_told:
+            self._is_told = True
+            fate = f"after {PATIENCE:g} s no worker has begun, perhaps for want of room (start_timeout="
+            fate += f"{self._start_timeout:g})"
+            if self._had_one:
+                fate = "all workers have ended, and there is no room for others. The loader goes on when there is"
+            logger.warning("RayPool: %s: %s", fate, cluster.what_there_is(self._wanted))
+        if passed > self._start_timeout and not self._had_one:
+            return TimeoutError(
+                f"no worker could start within {self._start_timeout:g} s (start_timeout=): "
+                f"{cluster.what_there_is(self._wanted)}. Ask for less (num_cpus=, resources=), or add nodes"
+            )
+        return None
 
 
-def _note(events: deque[Event], bell: Bell, worker: ActorWorker, what: Call | str, future: Future[Any]) -> None:
+def _note(events: deque[Event], bell: Bell, worker: ActorWorker, what: Call, future: Future[Any]) -> None:
     """Record the end of a call; runs in a thread of Ray's."""
     events.append((worker, what, future))
     if bell.empty():

@@ -18,8 +18,10 @@ from hypothesis import strategies as st
 from samples import NoLength
 from torch.utils.data import DataLoader, Subset
 
-from sharded_loader import ArrayDataset, RandomSampler, ShardedDataLoader, interleave, sample_rng
-from sharded_loader.engine.pipeline import Run
+from sharded_loader import ArrayDataset, InlinePool, RandomSampler, ShardedDataLoader, interleave, sample_rng
+from sharded_loader.engine.messages import Result, Task
+from sharded_loader.engine.pipeline import Entry, Pipeline, Run
+from sharded_loader.engine.split import Split
 from sharded_loader.instruments.stats import Counts, Meter
 from sharded_loader.mixing.schedule import CIRCLE, MOST, MOST_OFF, STEPS, Plan, Schedule, changes_of, whole_numbers
 
@@ -651,8 +653,9 @@ def test_what_an_iterator_of_an_old_epoch_reads_is_counted_too(monkeypatch):
     meter, old = Meter(planned()), Counts()
     for epoch, counts in enumerate((old, Counts())):
         meter.begin(epoch, counts)
+    entry = Entry(0, Task(0, 0, 0, 0, ([0, 1], [2]), True), Result(0, 0, samples=3))
     for _ in range(2):
-        meter.add_sources(old, [[0, 1], [2]])
+        meter.step(old, entry, (0.0, 0.0, 0.0, 0.0, False), Pipeline(InlinePool(), Split()))
     assert sum(meter.stats().sources) == 6
 
 

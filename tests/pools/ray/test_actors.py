@@ -7,6 +7,7 @@ import queue
 import sys
 import threading
 import types
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from sharded_loader.pools.supervised import decode_result
 from sharded_loader.ray import actor, cluster
 from sharded_loader.ray.actor import Begun, LoaderActor
 from sharded_loader.ray.cluster import Lent, cause_of, check_wanted, stop, stop_from_anywhere
-from sharded_loader.ray.transport import ActorWorker, Call, RayTransport
+from sharded_loader.ray.transport import ActorWorker, RayTransport
 from sharded_loader.sampling.epoch import Ahead
 
 NODE, HOST = "node", "10.0.0.1"
@@ -65,8 +66,7 @@ def task(seq: int, lane: int | None = None) -> Task:
 
 
 def give(worker: ActorWorker, *seqs: int, alone: bool = False) -> None:
-    tasks = [task(seq) for seq in seqs]
-    worker.calls.append(Call(tasks, alone))
+    worker.is_alone = alone
     worker.tasks.update({(0, seq): task(seq) for seq in seqs})
 
 
@@ -106,7 +106,7 @@ def test_a_call_that_has_ended_takes_its_tasks_along(transport: Transport) -> No
     worker = transport.workers[0]
     give(worker, 1, 2)
     give(worker, 3)
-    assert [one.seq for one in worker.end_call(worker.calls[0])] == [1, 2]
+    assert [one.seq for one in worker.end_call([task(1), task(2)])] == [1, 2]
     assert list(worker.tasks) == [(0, 3)]
     assert worker.end_call("begin") == []
 
@@ -180,7 +180,7 @@ def test_what_a_dead_actor_read_is_known_if_it_read_one_task_alone(transport: Tr
     death = transport.explain_death(worker, KILLED)
     assert (death.heartbeat, death.is_of_machine, death.is_final) == (None, False, False)
     assert str(death) == "worker 0 (pid 70 on 10.0.0.1) died: SYSTEM_ERROR: It exited."
-    worker.end_call(worker.calls[0])
+    worker.end_call([task(4), task(5)])
     give(worker, 4, alone=True)
     assert transport.explain_death(worker, KILLED).heartbeat == (0, 4, 0, IN_BATCH)
 
@@ -217,6 +217,22 @@ def test_an_actor_that_hung_was_in_the_task_that_it_has_said(transport: Transpor
     worker.hung, worker.heartbeat = True, [0, 4, 0, 1]
     [given_up] = supervisor.replace(worker, KILLED)
     assert (given_up.seq, given_up.error.index) == (4, 41)  # type: ignore[union-attr]
+
+
+def test_a_batch_that_ray_cannot_bring_is_an_error_with_the_size_of_the_object_store(
+    transport: Transport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor, worker = supervised(transport, 3), transport.workers[0]
+    monkeypatch.setattr(cluster, "is_of_call", lambda error: True)
+    monkeypatch.setattr(cluster, "store_bytes", lambda: 1000)
+    give(worker, 3)
+    future: Future[Any] = Future()
+    future.set_exception(MemoryError("full"))
+    transport.events.append((worker, [task(3)], future))
+    [result] = supervisor.wait(block=False)
+    assert isinstance(result.error, MemoryError) and result.seq == 3 and worker.tasks == {}
+    notes = "\n".join(result.error.__notes__)
+    assert "in epoch 0, batch 3" in notes and "The object store of this node has 1,000 bytes" in notes
 
 
 def test_actors_that_cannot_be_made_break_the_pool_with_the_remedy(transport: Transport) -> None:
