@@ -568,10 +568,8 @@ class TorchReading(TorchSteps, Generic[Batch]):
     def __len__(self) -> int:
         loader, parts = self._loader, self.parts
         if parts > 1 and (loader.batch_size or 1) > 1:
-            raise TypeError(
-                f"the loader has no length: {an(type(loader.dataset).__name__)} decides how many samples each of its "
-                f"{parts} parts has. Give streams=1, or steps_per_epoch="
-            )
+            text = f"the loader has no length: {an(type(loader.dataset).__name__)} decides how many samples"
+            raise TypeError(f"{text} each of its {parts} parts has. Give streams=1, or steps_per_epoch=")
         whole = _TORCHS.__len__(loader)
         left_out = self.left_out(loader._progress.epoch) if loader.skip else ()
         return whole - sum(len(range(whole)[one.start : one.stop]) for one in left_out)

@@ -172,7 +172,5 @@ def check_version(state: object, advice: str, unnumbered: int | None = None) -> 
         raise ValueError(f"the state has no 'version', its keys are {brief(sorted(map(str, state)))}: {advice}")
     version = read_entry({"version": unnumbered, **state}, "version", integer(1), advice)
     if version > VERSION:
-        raise ValueError(
-            f"the state is of version {brief(version)}, this sharded_loader reads up to version {VERSION}: update "
-            f"sharded_loader, or begin with set_epoch({brief(state.get('epoch', '...'))})"
-        )
+        text = f"the state is of version {brief(version)}, this sharded_loader reads up to version {VERSION}"
+        raise ValueError(f"{text}: update sharded_loader, or begin with set_epoch({brief(state.get('epoch', '...'))})")

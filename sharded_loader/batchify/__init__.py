@@ -71,11 +71,9 @@ class Stack(Batchify):
             first = samples[0]
             if not isinstance(first, tuple) or is_numbers(first):
                 raise
-            raise BatchifyError(
-                f"samples are tuples of {len(first)} fields, and Stack takes bare values ({error.problem})",
-                f"give a function for each field, Tuple({', '.join(['Stack()'] * min(len(first), 4))}), or leave "
-                "batchify_fn out",
-            ) from None
+            text = f"samples are tuples of {len(first)} fields, and Stack takes bare values ({error.problem})"
+            each = f"Tuple({', '.join(['Stack()'] * min(len(first), 4))})"
+            raise BatchifyError(text, f"give a function for each field, {each}, or leave batchify_fn out") from None
 
     def __repr__(self) -> str:
         return f"Stack({'' if self._dtype is None else self._dtype.name})"
@@ -161,10 +159,8 @@ class Tuple(_FieldWise):
     def __init__(self, fn: BatchifyFn | Sequence[BatchifyFn], *args: BatchifyFn) -> None:
         fns: Sequence[Any] = fn if isinstance(fn, (list, tuple)) else (fn, *args)
         if fns is fn and args:
-            raise ValueError(
-                f"Tuple was given a list of functions and {len(args)} more beside it: "
-                "write Tuple(a, b, c) or Tuple([a, b, c])"
-            )
+            text = f"Tuple was given a list of functions and {len(args)} more beside it"
+            raise ValueError(f"{text}: write Tuple(a, b, c) or Tuple([a, b, c])")
         super().__init__(dict(enumerate(fns)), "[{}]")
 
     def assemble(self, samples: Samples, empty: Empty) -> Any:
@@ -282,10 +278,8 @@ class NamedTuple(_FieldWise):
         if isinstance(given, (list, tuple)) and len(given) == len(fields):
             given = dict(zip(fields, given, strict=True))
         if not isinstance(given, Mapping) or set(given) != set(fields):
-            raise ValueError(
-                f"NamedTuple was given {fn_info!r} for the fields of {container.__name__}: give a dict, list or tuple "
-                f"with exactly one function for each of {list(fields)}"
-            )
+            text = f"NamedTuple was given {fn_info!r} for the fields of {container.__name__}"
+            raise ValueError(f"{text}: give a dict, list or tuple with exactly one function for each of {list(fields)}")
         super().__init__({name: given[name] for name in fields}, ".{}")
         self._container: Any = container
 

@@ -104,10 +104,8 @@ class Pad(Batchify):
         self._round_to = _int_or_none("round_to", round_to, "a positive int, or None for no rounding")
         self._max_length = _int_or_none("max_length", max_length, "a positive int, or None for no limit")
         if (self._max_length or 0) % (self._round_to or 1):
-            raise ValueError(
-                f"Pad(max_length={max_length}, round_to={round_to}): padded samples would be longer than max_length: "
-                "give a max_length that is a multiple of round_to"
-            )
+            text = f"Pad(max_length={max_length}, round_to={round_to}): padded samples would be longer than max_length"
+            raise ValueError(f"{text}: give a max_length that is a multiple of round_to")
         if not isinstance(mask, bool):
             raise TypeError(f"Pad(mask={mask!r}): give True to get the mask of the padded batch, or False")
         self._truncate, self._mask = check_choice("truncate", truncate, ("end", "start"), "Pad"), mask
@@ -123,10 +121,8 @@ class Pad(Batchify):
         shape: tuple[int, ...]
         lengths: Sequence[Any]
         if isinstance(samples[0], tuple) and not core.is_numbers(samples[0]):
-            raise BatchifyError(
-                f"samples are tuples of {len(samples[0])} fields, and Pad takes bare sequences",
-                "say what to do with each field: Tuple(Pad(), Stack()) for sequences and labels",
-            )
+            text = f"samples are tuples of {len(samples[0])} fields, and Pad takes bare sequences"
+            raise BatchifyError(text, "say what to do with each field: Tuple(Pad(), Stack()) for sequences and labels")
         if core.are_tensors(set(map(type, samples))) and not core.numpy_can(samples):
             _check_tensors(samples)
             samples = self._cut(samples)
@@ -176,10 +172,8 @@ class Pad(Batchify):
             axis += len(first)
         axes = set(range(len(first))) if axis is None else {axis}
         if not axes or not axes <= set(range(len(first))):
-            raise BatchifyError(
-                f"samples of shape {first} have no axis {'' if axis is None else f'{self._axis} '}to pad",
-                "use Stack for numbers, or pad along an axis that they have",
-            )
+            text = f"samples of shape {first} have no axis {'' if axis is None else f'{self._axis} '}to pad"
+            raise BatchifyError(text, "use Stack for numbers, or pad along an axis that they have")
         sizes = list(zip(*shapes, strict=False))  # by axis
         alike = (len(set(sizes[i])) == 1 for i in range(len(first)) if i not in axes)
         if len(set(map(len, shapes))) > 1 or not all(alike):
@@ -199,10 +193,8 @@ class Pad(Batchify):
         except (TypeError, ValueError, OverflowError):
             exact = False
         if not exact:
-            raise BatchifyError(
-                f"pad_val={self._pad_val!r} does not fit samples of dtype {dtype}",
-                "choose another pad_val, or a dtype that holds both: Pad(dtype=...)",
-            )
+            text = f"pad_val={self._pad_val!r} does not fit samples of dtype {dtype}"
+            raise BatchifyError(text, "choose another pad_val, or a dtype that holds both: Pad(dtype=...)")
         return value
 
     def _new_tensor(self, tensors: Samples, shape: tuple[int, ...], empty: Empty) -> Any:

@@ -77,10 +77,8 @@ class StoredDataset(ReadOnce):
         if not isinstance(key, (str, type(None))):
             raise TypeError(f"cache(key={key!r}): give a text, such as the version of your decoder")
         if core.epoch_setter(dataset) is not None:
-            raise ValueError(
-                f"cache(...) keeps samples for all epochs, and {brief(dataset)} has set_epoch, so they depend on the "
-                "epoch: cache the datasets inside it"
-            )
+            text = f"cache(...) keeps samples for all epochs, and {brief(dataset)} has set_epoch"
+            raise ValueError(f"{text}, so they depend on the epoch: cache the datasets inside it")
         self._length = len(dataset)
         first, job = self._first_sample() if self._length else None, job_of_ranks()
         text = re.sub(" at 0x[0-9a-fA-F]+", "", brief(dataset))  # the same in all processes
@@ -101,19 +99,16 @@ class StoredDataset(ReadOnce):
             held = ", ".join(path for path, _ in islice(core.generators(self._dataset, "dataset"), 3))
             drawn = f"the generator of {held}" if held else "something of its own: two reads give two samples"
         if drawn:
-            raise ValueError(
-                f"cache(...) keeps samples for all epochs, and sample 0 draws from {drawn}: move the transform that "
-                "draws behind the cache, dataset.cache(...).transform(fn)"
-            )
+            text = f"cache(...) keeps samples for all epochs, and sample 0 draws from {drawn}"
+            advice = "move the transform that draws behind the cache, dataset.cache(...).transform(fn)"
+            raise ValueError(f"{text}: {advice}")
         return samples[0]
 
     def _checked(self) -> int:
         length = len(self._dataset)
         if length != self._length:
-            raise ValueError(
-                f"{brief(self._dataset)} has {length} samples, and had {self._length} when it was cached: call "
-                "cache(...) again after a change"
-            )
+            text = f"{brief(self._dataset)} has {length} samples, and had {self._length} when it was cached"
+            raise ValueError(f"{text}: call cache(...) again after a change")
         return length
 
     @property

@@ -336,10 +336,9 @@ class GroupReads(ReadOnce):
         drawn = drawn_since(before) if before else []
         reads = int(tally(self._shelf.counts, 0, len(indices), 1)[2])
         if reads > 1 and drawn:  # the first read may import a library, which may draw
-            raise ValueError(
-                f"GroupReads reads the samples of many batches at once, and {brief(self._dataset)} draws from "
-                f"{', '.join(drawn)}: move the transform that draws behind it, GroupReads(...).transform(fn)"
-            )
+            text = f"GroupReads reads the samples of many batches at once, and {brief(self._dataset)} draws from"
+            advice = "move the transform that draws behind it, GroupReads(...).transform(fn)"
+            raise ValueError(f"{text} {', '.join(drawn)}: {advice}")
         return samples
 
     def __repr__(self) -> str:

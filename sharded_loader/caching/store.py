@@ -166,11 +166,9 @@ def _flat(value: object, path: tuple[object, ...], leaves: list[Array]) -> Node:
         return [type(value).__name__, [_flat(part, (path, number), leaves) for number, part in enumerate(parts)]]
     if type(value) is int:
         return ["big", str(value)]
-    raise TypeError(
-        f"{f'field {_shown(path)} of the sample' if path else 'the sample'} is {_described(value)}, which a cache "
-        "cannot store: make it an array, a tensor, a number, a string, bytes, or a dict, list or tuple of these, "
-        "before cache(...)"
-    )
+    where = f"field {_shown(path)} of the sample" if path else "the sample"
+    advice = "make it an array, a tensor, a number, a string, bytes, or a dict, list or tuple of these"
+    raise TypeError(f"{where} is {_described(value)}, which a cache cannot store: {advice}, before cache(...)")
 
 
 def _shown(path: tuple[Any, ...]) -> str:
@@ -615,10 +613,8 @@ def open_file(path: str, header: Header, max_bytes: int) -> Store:
         why = f"the cache file cannot be opened ({error.strerror}): give a path that you can write to, with free space"
         raise type(error)(error.errno, why, path) from None
     if not is_mine:
-        raise PermissionError(
-            f"the cache file {path} belongs to another user, or other users may write to it: give a path in a folder "
-            "of your own"
-        )
+        text = f"the cache file {path} belongs to another user, or other users may write to it"
+        raise PermissionError(f"{text}: give a path in a folder of your own")
     if layout is None and head != MAGIC:
         raise CacheMismatchError(f"{path} is there, and is no cache of samples: give another path")
     return Store(opened, layout or _checked_layout(opened.fd, path, header), max_bytes, path)

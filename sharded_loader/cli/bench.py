@@ -295,7 +295,5 @@ def _import(where: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if not f"{name}.".startswith(f"{error.name}."):  # neither the module nor a package that contains it
             raise
-        raise CannotRun(
-            f"there is no module {error.name!r} in {folder} or among the installed ones: "
-            f"change to the folder that contains it, or write path/to/file.py:NAME"
-        ) from None
+        text = f"there is no module {error.name!r} in {folder} or among the installed ones"
+        raise CannotRun(f"{text}: change to the folder that contains it, or write path/to/file.py:NAME") from None

@@ -194,15 +194,11 @@ def listed(result: Any, count: int) -> list[Any]:
     """Check the result of ``__getitems__`` and return it as a list of ``count`` samples."""
     is_list = hasattr(result, "__iter__") or hasattr(result, "__getitem__")
     if not is_list or isinstance(result, (dict, UserDict, set, frozenset, str, bytes)):
-        raise TypeError(
-            f"__getitems__ returned {an(type(result))}: return a list of samples, one per index, in the order of "
-            "the indices"
-        )
+        text = f"__getitems__ returned {an(type(result))}"
+        raise TypeError(f"{text}: return a list of samples, one per index, in the order of the indices")
     if len(samples := list(result)) != count:
-        raise ValueError(
-            f"__getitems__ was asked for {count} samples and returned {len(samples)}: return one sample per index, in "
-            "the order of the indices"
-        )
+        text = f"__getitems__ was asked for {count} samples and returned {len(samples)}"
+        raise ValueError(f"{text}: return one sample per index, in the order of the indices")
     return samples
 
 

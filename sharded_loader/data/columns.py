@@ -71,10 +71,8 @@ def as_column(value: object, name: str) -> Any:
             f"ArrayDataset(**table, y=more) with more columns, or one array of all its values, such as table.to_numpy()"
         )
     if is_masked(value):
-        raise ValueError(
-            f"{name} is a masked array with masked values, and batches have no mask: fill them, "
-            "x.filled(0), or give the mask as a column of its own, ArrayDataset(x=x.data, mask=np.ma.getmaskarray(x))"
-        )
+        text = f"{name} is a masked array with masked values, and batches have no mask: fill them, x.filled(0), or give"
+        raise ValueError(f"{text} the mask as a column of its own, ArrayDataset(x=x.data, mask=np.ma.getmaskarray(x))")
     is_series = hasattr(kind, "to_numpy") and any(hasattr(kind, one) for one in ("iloc", "to_pylist", "null_count"))
     is_array = hasattr(kind, "__array__") and not isinstance(value, np.ndarray) and not is_tensor(value)
     if is_series or (has_rows(value) and (is_array or not hasattr(value, "__len__"))):
@@ -100,10 +98,8 @@ def as_dataset(value: object, owner: str, needs_length: bool = True) -> Any:
     ``needs_length=False``, third-party objects may have a ``shape`` of another meaning and no length.
     """
     if is_table(value):
-        raise TypeError(
-            f"{owner} was given {an(type(value))}, which is indexed by the names of its columns: give "
-            f"ArrayDataset(table), whose samples are dicts of its columns"
-        )
+        text = f"{owner} was given {an(type(value))}, which is indexed by the names of its columns"
+        raise TypeError(f"{text}: give ArrayDataset(table), whose samples are dicts of its columns")
     column = value if isinstance(value, (Mapping, np.ndarray)) else as_column(value, f"{owner}: the dataset")
     has_own_rows = hasattr(value, "__len__") or not (needs_length or hasattr(value, "__array__"))
     is_wrapped = column is not value and hasattr(column, "array")  # in `storage.tables.ArrayRows`
@@ -123,8 +119,6 @@ def is_dataset(value: object) -> bool:
 def check_dataset(value: object, owner: str) -> Any:
     """Return a dataset as `as_dataset` does, and raise a TypeError for objects that cannot be indexed."""
     if not is_dataset(value):
-        raise TypeError(
-            f"{owner} needs an object with __getitem__ and __len__, not {an(type(value))}: "
-            "read a stream into a list, or give a dataset that can be indexed"
-        )
+        text = f"{owner} needs an object with __getitem__ and __len__, not {an(type(value))}"
+        raise TypeError(f"{text}: read a stream into a list, or give a dataset that can be indexed")
     return as_dataset(value, owner)

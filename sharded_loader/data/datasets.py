@@ -142,10 +142,8 @@ class Dataset:
         """
         torch_kind = getattr(sys.modules.get("torch.utils.data"), "Sampler", ())  # avoids importing torch
         if not (hasattr(type(sampler), "iter_epoch") or isinstance(sampler, torch_kind)):
-            raise TypeError(
-                f"Invalid sampler type: {type(sampler)}. Expected a Sampler of sharded_loader or torch; for a list of "
-                "indices use SubsetDataset(dataset, indices)"
-            )
+            text = f"Invalid sampler type: {type(sampler)}. Expected a Sampler of sharded_loader or"
+            raise TypeError(f"{text} torch; for a list of indices use SubsetDataset(dataset, indices)")
         # An __iter__ overridden in a subclass takes precedence over an inherited iter_epoch.
         is_pure = fast_method(type(sampler), "iter_epoch", ["__iter__"]) is not None
         with contextlib.suppress(TypeError, NotImplementedError):  # the sampler has no length
@@ -245,10 +243,8 @@ class Dataset:
             [11, 22]
         """
         if seeded and not lazy:
-            raise ValueError(
-                "transform(lazy=False, seeded=True): what is computed once, now, has no epoch to be seeded by: "
-                "choose one of the two"
-            )
+            text = "transform(lazy=False, seeded=True): what is computed once, now, has no epoch to be seeded by"
+            raise ValueError(f"{text}: choose one of the two")
         transformed = TransformDataset(self, fn, seeded)
         return transformed if lazy else SimpleDataset(list(transformed))
 
@@ -737,10 +733,8 @@ class ArrayDataset(Dataset):
 
     def __init__(self, *arrays: Any, **columns: Any) -> None:
         if arrays and columns:
-            raise TypeError(
-                f"ArrayDataset was given {len(arrays)} positional columns and the named columns {list(columns)}: "
-                "name all columns or none"
-            )
+            text = f"ArrayDataset was given {len(arrays)} positional columns and the named columns {list(columns)}"
+            raise TypeError(f"{text}: name all columns or none")
         if len(arrays) == 1:
             table = named_columns(arrays[0])
             if table is not None:
@@ -751,18 +745,14 @@ class ArrayDataset(Dataset):
         for name, given in labelled.items():
             labelled[name] = column = as_column(given, f"ArrayDataset: column {name}")
             if not is_dataset(column) or (hasattr(column, "ndim") and column.ndim == 0):
-                raise TypeError(
-                    f"ArrayDataset: column {name} is {an(type(column))} without a length: give arrays, "
-                    "tensors, lists or datasets"
-                )
+                text = f"ArrayDataset: column {name} is {an(type(column))} without a length"
+                raise TypeError(f"{text}: give arrays, tensors, lists or datasets")
         (first, column), *others = labelled.items()
         self._length = len(column)
         for name, other in others:
             if len(other) != self._length:
-                raise ValueError(
-                    f"All arrays must have the same length; {first} has length {self._length} while {name} has "
-                    f"{len(other)}: cut them to one length"
-                )
+                text = f"All arrays must have the same length; {first} has length {self._length}"
+                raise ValueError(f"{text} while {name} has {len(other)}: cut them to one length")
         self._names: tuple[str, ...] | None = tuple(columns) if columns else None
         self._columns: tuple[Any, ...] = tuple(labelled.values())
 

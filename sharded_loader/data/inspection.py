@@ -463,7 +463,5 @@ class DataIdentity:
             if current != digest and read(index, epoch, seed) == current:  # reproducible
                 change = f"the digest of sample {index} was {digest}, and is {current}"
         if change:
-            raise ValueError(
-                f"load_state_dict: the state was saved with other data: {change}. Load the original data. If you mean "
-                f"the change, call load_state_dict(state, strict=False)"
-            )
+            text = f"load_state_dict: the state was saved with other data: {change}. Load the original data"
+            raise ValueError(f"{text}. If you mean the change, call load_state_dict(state, strict=False)")

@@ -407,10 +407,8 @@ class CopyStream:
         pending.staged, pending.made, pending.targets = [], [pending.batch], []
         here = filter(self.streams.holds, _tensors_in(pending.batch))
         if not all(_is_recorded(tensor) or tensor.layout is torch.jagged for tensor in here):
-            raise TypeError(
-                "device_transform has returned a sparse or nested tensor, whose memory torch cannot guard while "
-                "another stream uses it: return dense tensors"
-            )
+            text = "device_transform has returned a sparse or nested tensor, whose memory torch"
+            raise TypeError(f"{text} cannot guard while another stream uses it: return dense tensors")
 
     def _place_leaf(self, pending: PendingCopy, leaf: Any) -> Any:
         """Return the device tensor for a plain tensor, a wrapper for an object that moves itself, or the leaf."""
@@ -447,10 +445,8 @@ class CopyStream:
     def _await_enqueued(self, enqueued: Later, pending: PendingCopy) -> None:
         began, timeout = host_clock.now(), self._clock.timeout
         if not enqueued.is_made(timeout):
-            raise TimeoutError(
-                f"device_transform has not returned for {timeout:g} s, the timeout of the pool. Its thread cannot be "
-                f"ended, and later batches wait for it, too: look at what it does (py-spy dump)"
-            )
+            text = f"device_transform has not returned for {timeout:g} s, the timeout of the pool. Its thread cannot be"
+            raise TimeoutError(f"{text} ended, and later batches wait for it, too: look at what it does (py-spy dump)")
         enqueued.wait()
         self._clock.behind += min(pending.behind, host_clock.now() - began)
 

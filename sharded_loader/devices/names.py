@@ -80,10 +80,8 @@ def device_list(devices: object) -> list[torch.device]:
 
 def _find_all(devices: object, hint: str = "") -> list[torch.device]:
     if isinstance(devices, int):
-        raise ValueError(
-            f"devices={devices!r}: an int alone could be an index or a count; give a list such as [0, 1], "
-            f'or "auto" for all{hint}'
-        )
+        text = f"devices={devices!r}: an int alone could be an index or a count"
+        raise ValueError(f'{text}; give a list such as [0, 1], or "auto" for all{hint}')
     if isinstance(devices, str) and devices == "auto":
         found = accelerators() or [torch.device("cpu")]
         if len(found) > 1 and (ranks := os.environ.get("LOCAL_WORLD_SIZE", "1")) != "1":
@@ -94,10 +92,8 @@ def _find_all(devices: object, hint: str = "") -> list[torch.device]:
             )
         return found
     if isinstance(devices, (str, torch.device)) or not isinstance(devices, Sequence):
-        raise TypeError(
-            f'devices is {str(devices)!r}, and must be a list: give one such as ["cuda:0", "cuda:1"], '
-            f'or "auto" for all{hint}'
-        )
+        text = f"devices is {str(devices)!r}, and must be a list"
+        raise TypeError(f'{text}: give one such as ["cuda:0", "cuda:1"], or "auto" for all{hint}')
     if not devices:
         raise ValueError('devices is empty; name at least one, or give "auto"')
     return [find_device(one) for one in devices]

@@ -66,10 +66,8 @@ def check_arguments(loader: Loader) -> None:
     if loader.start_method and loader.multiprocessing_context is not None:
         raise ValueError("start_method and multiprocessing_context set the same thing: leave out one of them")
     if loader.max_worker_memory is not None and (loader.num_workers == 0 or _uses_threads(loader)):
-        raise ValueError(
-            f"max_worker_memory={loader.max_worker_memory!r} needs worker processes on this machine: give num_workers= "
-            f"without thread_pool, or leave max_worker_memory out"
-        )
+        text = f"max_worker_memory={loader.max_worker_memory!r} needs worker processes on this machine"
+        raise ValueError(f"{text}: give num_workers= without thread_pool, or leave max_worker_memory out")
     _process_pool(loader, max(1, loader.num_workers))
     for one in () if isinstance(loader.dataset, IterableDataset) else nested(loader._index_sampler):
         if hasattr(one, "check_dataset") and hasattr(loader.dataset, "__len__"):
@@ -245,6 +243,8 @@ class LoaderIterator(_BaseDataLoaderIter):
             if datasets and datasets[-1] is not None and is_stateful(dataset):
                 dataset.load_state_dict(copy.deepcopy(datasets[-1]))
         super().__init__(loader)
+        if self._start is not None:
+            self._start.put_back()  # torch's constructor has asked for items that may not be used
         if drawn is not None:
             self._base_seed = drawn
         if not draws:
@@ -267,6 +267,8 @@ class LoaderIterator(_BaseDataLoaderIter):
             core.warn_of_length(self._dataset, self._engine.length, self._engine.pool.notices, then)
         self._plan(loader, None)
         super()._reset(loader, first_iter)
+        if self._start is not None:
+            self._start.put_back()
         self._begin(loader, None, self._sampler_iter, self.run)
 
     def _plan(self, loader: Loader, state: LoaderState | None) -> int | None:
@@ -320,7 +322,6 @@ class LoaderIterator(_BaseDataLoaderIter):
             epochs = (getattr(one, "epoch", None) for one in epoch_listeners(loader.dataset, nearest=True))
             of_epoch = next((number for number in epochs if isinstance(number, int)), None)
         else:
-            start.put_back()  # torch's iterator has asked for items that may not be used
             # As in torch, a worker has the dataset as it was when the worker started.
             job, at_start = replace(job, keeps_state=is_stateful(self._dataset)), points
             if saved is not None and saved.sampler is not None:  # otherwise workers keep their datasets

@@ -91,10 +91,8 @@ class LoaderState:
         what = f"read the epoch to its end from torch.utils.data.Subset(dataset, range({was}))"
         if now < was:
             what = f"samples {now} to {was - 1} are missing: give them back"
-        raise ValueError(
-            f"the state cannot be resumed: the dataset had {was} samples, and has {now}: {what}, or begin an epoch "
-            f"with all samples, without the state: set_epoch({(self.epoch or 0) + 1})"
-        )
+        text = f"the state cannot be resumed: the dataset had {was} samples, and has {now}: {what}, or begin an"
+        raise ValueError(f"{text} epoch with all samples, without the state: set_epoch({(self.epoch or 0) + 1})")
 
 
 @dataclass(eq=False, kw_only=True)
@@ -435,10 +433,8 @@ class TorchSteps(core.KnownSteps):
             number, known = run.epoch.number, run.epoch.drawn.start.state
         kept = zip(samplers.keep_epochs(self._sampler), (known and known.epochs) or (), strict=False)
         if {named for one, named in kept if not isinstance(one, InOrderSampler)} - {number}:
-            raise ValueError(
-                f"epoch {epoch} cannot be looked up: the sampler's epochs do not have the loader's numbers. Call "
-                f"loader.set_epoch(epoch) before each epoch"
-            )
+            text = f"epoch {epoch} cannot be looked up: the sampler's epochs do not have the loader's numbers"
+            raise ValueError(f"{text}. Call loader.set_epoch(epoch) before each epoch")
 
     def length(self, epoch: int) -> int:
         return orders.len_epoch(self._sampler, epoch)

@@ -81,10 +81,10 @@ def rebuilt_by_accelerate(function: str) -> bool:
 def refuse_skipping(loader: object) -> None:
     """Raise a TypeError if Accelerate is about to read iterable data with torch's loader, in another order."""
     if rebuilt_by_accelerate("skip_first_batches"):
+        text = "skip_first_batches() of Accelerate, which transformers' Trainer calls to resume, would read the"
+        advice = "pass the loader through prepare() of sharded_loader.integrations.accelerate first"
         raise TypeError(
-            f"skip_first_batches() of Accelerate, which transformers' Trainer calls to resume, would read the iterable "
-            f"data of this {type(loader).__name__} with torch's loader, in another order: pass the loader through "
-            f"prepare() of sharded_loader.integrations.accelerate first"
+            f"{text} iterable data of this {type(loader).__name__} with torch's loader, in another order: {advice}"
         )
 
 

@@ -283,10 +283,8 @@ class Pipeline:
         is_inner = self.is_open_step and self.pool.waiting
         if self.is_open_step and not is_inner:
             if is_nested:
-                raise RuntimeError(
-                    "next() was called inside next() of the same loader, by a signal handler or a sampler, while the "
-                    "loader was at work: set a flag there, and call next() in your loop"
-                )
+                text = "next() was called inside next() of the same loader, by a signal handler or a sampler, while"
+                raise RuntimeError(f"{text} the loader was at work: set a flag there, and call next() in your loop")
             self._rollback()
         self.is_open_step = True
         if self.dropped:
@@ -516,10 +514,8 @@ class Pipeline:
     def check_open(self) -> None:
         """Raise if the loader cannot be used. Takes no lock: in a forked child no thread would release it."""
         if os.getpid() != self.pid:
-            raise RuntimeError(
-                f"this loader was made in process {self.pid}, and this is its forked child {os.getpid()}, which has "
-                f"no workers: make a loader in the child"
-            )
+            text = f"this loader was made in process {self.pid}, and this is its forked child {os.getpid()}"
+            raise RuntimeError(f"{text}, which has no workers: make a loader in the child")
         if self.closed:
             raise errors.LoaderClosedError()
 

@@ -125,10 +125,8 @@ class Pool(ABC):
 
     def resize(self, num_workers: int) -> None:
         """Change the number of workers. A pool that cannot raises a TypeError."""
-        raise TypeError(
-            f"{type(self).__name__} cannot change its number of workers: give the loader a ThreadPool, a ProcessPool "
-            f"or a RayPool (num_workers= makes one)"
-        )
+        text = f"{type(self).__name__} cannot change its number of workers"
+        raise TypeError(f"{text}: give the loader a ThreadPool, a ProcessPool or a RayPool (num_workers= makes one)")
 
     def adopt(self) -> None:  # noqa: B027
         """Apply the `wanted` number of workers. The pipeline calls this in a step, between two other verbs."""

@@ -101,10 +101,8 @@ def check_shares(weights: Any, num_shards: int) -> list[float]:
         raise ValueError(f"there are {len(numbers)} weights for {num_shards} shards: give one weight per shard")
     for shard, weight in enumerate(numbers):
         if not math.isfinite(weight) or weight < 0:
-            raise ValueError(
-                f"the weight of shard {shard} is {weight}: weights are finite and at least 0, like [2, 1] for a "
-                "device that is twice as fast as the other"
-            )
+            text = f"the weight of shard {shard} is {weight}: weights are finite and at least 0"
+            raise ValueError(f"{text}, like [2, 1] for a device that is twice as fast as the other")
     positive = [shard for shard, weight in enumerate(numbers) if weight]
     if not positive:
         raise ValueError(f"all {num_shards} weights are zero, so no shard could get a sample: make one positive")

@@ -227,10 +227,8 @@ def read_fingerprint(path: Path) -> Fingerprint:
 def first_difference(one: Fingerprint, other: Fingerprint) -> int | None:
     """Return the first step that differs, or None. Raises ValueError if the epochs are different."""
     if one.epoch != other.epoch:
-        raise ValueError(
-            f"one fingerprint is of epoch {one.epoch}, and the other of epoch {other.epoch}: call "
-            f"loader.fingerprint(epoch) with the same epoch in both runs"
-        )
+        text = f"one fingerprint is of epoch {one.epoch}, and the other of epoch {other.epoch}"
+        raise ValueError(f"{text}: call loader.fingerprint(epoch) with the same epoch in both runs")
     pieces = ([run.steps[i : i + DIGITS] for i in range(0, len(run.steps), DIGITS)] for run in (one, other))
     differs = (step for step, (was, now) in enumerate(itertools.zip_longest(*pieces)) if was != now)
     return next(differs, None)

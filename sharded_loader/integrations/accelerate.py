@@ -85,11 +85,9 @@ class Prepared:
             left, self._skips = self._skip(self._skips), 0
             batches = super().__iter__()  # type: ignore[misc]
             if (passed := sum(1 for _ in islice(batches, left))) < left:
-                raise ValueError(
-                    f"{left} batches were to be left out, but the epoch has only {passed}: the checkpoint is in a "
-                    f"later epoch. Trainer cannot know this without a length: give the loader steps_per_epoch=, or the "
-                    f"dataset a __len__"
-                )
+                text = f"{left} batches were to be left out, but the epoch has only {passed}: the checkpoint is in a"
+                advice = "give the loader steps_per_epoch=, or the dataset a __len__"
+                raise ValueError(f"{text} later epoch. Trainer cannot know this without a length: {advice}")
             batch = next(batches, nothing)
             while batch is not nothing:
                 # The position that the user knows: the batch ahead is not handed out.
@@ -244,10 +242,8 @@ def prepare(loader: Any, accelerator: Any, device_placement: bool | None = None)
         warnings.warn(f"dispatch_batches=True has no effect here: {same}", stacklevel=2)
     on_device = accelerator.device_placement if device_placement is None else device_placement
     if not isinstance(loader, DataLoader | ShardedDataLoader):
-        raise TypeError(
-            f"prepare() takes a ShardedDataLoader or a sharded_loader.torch.DataLoader, not {an(type(loader))}: "
-            f"give that to accelerator.prepare()"
-        )
+        text = f"prepare() takes a ShardedDataLoader or a sharded_loader.torch.DataLoader, not {an(type(loader))}"
+        raise TypeError(f"{text}: give that to accelerator.prepare()")
     if not isinstance(loader, Prepared):
         make: Any = _prepare_drop_in if isinstance(loader, DataLoader) else _prepare_sharded
         loader = make(loader, accelerator, on_device)

@@ -201,10 +201,8 @@ def dataset_given(dataset: Any, has_sampler: bool = False) -> Any:
     refuse_class("the dataset", dataset)
     refuse_async_iterable(dataset)
     if isinstance(dataset, Iterator) and kind.__module__ in ("builtins", "itertools"):
-        raise TypeError(
-            f"the dataset is {an(kind)}, which can be read once, and every epoch reads it from its beginning: "
-            f"give the function that makes it, or an object whose __iter__ does"
-        )
+        text = f"the dataset is {an(kind)}, which can be read once, and every epoch reads it from its beginning"
+        raise TypeError(f"{text}: give the function that makes it, or an object whose __iter__ does")
     if isinstance(dataset, AbstractSet):
         raise TypeError(f"the dataset is {an(kind)}, whose order is not defined: give sorted(dataset)")
     if is_stream(dataset):
@@ -258,18 +256,14 @@ def placement_given(device: object, devices: object) -> tuple[Any, Any, Placemen
 
 def check_evaluate(evaluate: object, on_error: object) -> None:
     if evaluate and on_error in ("skip", "replace"):
-        raise ValueError(
-            f"evaluate=True counts each sample once, and on_error={on_error!r} leaves samples out: leave it out, or "
-            f"give a function (SampleError) -> sample"
-        )
+        text = f"evaluate=True counts each sample once, and on_error={on_error!r} leaves samples out"
+        raise ValueError(f"{text}: leave it out, or give a function (SampleError) -> sample")
 
 
 def refuse_streams(streams: object, dataset: object) -> None:
     if streams is not None:
-        raise ValueError(
-            f"streams={streams!r} is for iterable data, and the dataset, {an(type(dataset))}, is read by index: "
-            f"leave it out. A batch may come from anywhere in the dataset"
-        )
+        text = f"streams={streams!r} is for iterable data, and the dataset, {an(type(dataset))}, is read by index"
+        raise ValueError(f"{text}: leave it out. A batch may come from anywhere in the dataset")
 
 
 def collate_function(batchify_fn: object, collate_fn: object) -> Any:
@@ -313,10 +307,8 @@ def action_and_limit(on_error: Any) -> tuple[Any, int | None]:
     """Return the action for a sample that fails, and the maximum number per epoch (None: unlimited)."""
     given = on_error if isinstance(on_error, OnError) else OnError(on_error)
     if not callable(given.action) and given.action not in ("raise", "skip", "replace", "refill"):
-        raise ValueError(
-            f'on_error is {given.action!r}; it must be "raise", "skip", "replace", "refill", or a callable '
-            f"(SampleError) -> sample"
-        )
+        text = f'on_error is {given.action!r}; it must be "raise", "skip", "replace"'
+        raise ValueError(f'{text}, "refill", or a callable (SampleError) -> sample')
     return given.action, given.limit
 
 
@@ -359,10 +351,8 @@ def make_pool(
     options = {name: value for name, value in given.items() if value is not None}
     if isinstance(pool, Pool):
         if (count and not is_auto) or thread_pool or options:
-            raise ValueError(
-                f"pool={pool!r} has its own workers: leave out num_workers and thread_pool, and give "
-                f"{' and '.join(given)} to the pool"
-            )
+            text = f"pool={pool!r} has its own workers: leave out num_workers and thread_pool"
+            raise ValueError(f"{text}, and give {' and '.join(given)} to the pool")
         return pool
     kind = _kind_of_pool(pool, count, thread_pool)
     if kind == "inline":
@@ -397,10 +387,8 @@ def claim(pool: Pool, pipeline: Pipeline) -> None:
     owner = owners.get(pool)
     other = None if owner is None else owner()
     if other is not None and not other.is_shut:
-        raise ValueError(
-            f"{pool!r} belongs to another loader, which is not closed: make a pool for each, {pool!r}, or call close() "
-            f"on that loader first"
-        )
+        text = f"{pool!r} belongs to another loader, which is not closed"
+        raise ValueError(f"{text}: make a pool for each, {pool!r}, or call close() on that loader first")
     if owner is not None:
         pool.close()  # a loader that was collected has ended the workers, and left the rest
     owners[pool] = weakref.ref(pipeline)

@@ -447,10 +447,9 @@ class Epochs:
         """Use other ranks from the next batch on, also for iterators in progress; an error changes nothing."""
         order, progress = self.order, self.progress
         if isinstance(order, StreamOrder):
-            raise TypeError(
-                "rescale needs a dataset that is read by index: the parts of iterable data belong to ranks. Save the "
-                "states of all ranks, and load them as a list into loaders of the new ranks"
-            )
+            text = "rescale needs a dataset that is read by index: the parts of iterable data belong to ranks"
+            advice = "Save the states of all ranks, and load them as a list into loaders of the new ranks"
+            raise TypeError(f"{text}. {advice}")
 
         def change(*_: int) -> None:
             resumes, state = progress.now is At.LOADED, progress.state()

@@ -840,10 +840,8 @@ class ShardedDataLoader(Instruments, Leasing[Batch], Generic[Batch]):
         self.close()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(
-            "a ShardedDataLoader has workers and memory of its own, and can be neither pickled nor copied: "
-            "make it from the same arguments where it is needed; state_dict() holds its position"
-        )
+        text = "a ShardedDataLoader has workers and memory of its own, and can be neither pickled nor copied"
+        raise TypeError(f"{text}: make it from the same arguments where it is needed; state_dict() holds its position")
 
 
 def call_all(*functions: Callable[[], Any]) -> None:

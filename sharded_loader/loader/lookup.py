@@ -48,10 +48,8 @@ def in_epoch(
         return
     for other in reading:
         if other != epoch:
-            raise RuntimeError(
-                f"cannot read in epoch {epoch} while threads read epoch {other}: the dataset, which "
-                f"has set_epoch and is shared by them, can be in one epoch only; finish that epoch first"
-            )
+            text = f"cannot read in epoch {epoch} while threads read epoch {other}: the dataset, which has set_epoch"
+            raise RuntimeError(f"{text} and is shared by them, can be in one epoch only; finish that epoch first")
     set_epoch(epoch)
     try:
         yield

@@ -212,10 +212,8 @@ class ReplyPickler(pickle.Pickler):
         elif is_plain_tensor(obj):
             return reduce_tensor(obj)
         elif is_tensor(obj) and obj.requires_grad:
-            raise ValueError(
-                "a batch holds a tensor that requires grad, which cannot leave its process: "
-                "call .detach() on it in the dataset or in collate_fn"
-            )
+            text = "a batch holds a tensor that requires grad, which cannot leave its process"
+            raise ValueError(f"{text}: call .detach() on it in the dataset or in collate_fn")
         return NotImplemented
 
 
@@ -392,10 +390,8 @@ def resolve_class(module: str, qualname: str, tracker: str | None, address: int)
         named = [cls for cls in _all_classes() if cls.__qualname__ == qualname and cls.__module__ == module]
         resolved = next((cls for cls in named if id(cls) == address), named[0] if len(named) == 1 else resolved)
         if not isinstance(resolved, type):
-            raise AttributeError(
-                f"class {module}.{qualname}, used by a worker process, does not exist in this one: "
-                f"define it at the top level of a module"
-            )
+            text = f"class {module}.{qualname}, used by a worker process, does not exist in this one"
+            raise AttributeError(f"{text}: define it at the top level of a module")
         _searched_classes[module, qualname, address] = resolved
     return resolved
 

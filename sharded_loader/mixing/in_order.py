@@ -177,10 +177,8 @@ class Source:
             elif point.dataset is None:
                 skipped = sum(1 for _ in islice(iterator, self.taken))
         if skipped < self.taken:
-            raise ValueError(
-                f"{self.name}, {an(type(dataset))}, has {skipped} samples, and the state was saved after {self.taken}: "
-                "give the data that it was saved with"
-            )
+            text = f"{self.name}, {an(type(dataset))}, has {skipped} samples, and the state was"
+            raise ValueError(f"{text} saved after {self.taken}: give the data that it was saved with")
         self._opened, self._iterator = dataset, iterator
         self._has_own_state = self._has_own_state and not is_indexed(dataset) and core.is_stateful(dataset)
 
@@ -327,10 +325,8 @@ class InterleavedIterable(InOrder):
         if not differences and len(position.sources) != len(self._schedule.sources):
             differences.append(f"it was one of {len(position.sources)} datasets")
         if differences:
-            raise ValueError(
-                f"interleave: the state is that of another mixture: {', '.join(differences)}. Make the mixture with "
-                "the same arguments"
-            )
+            text = f"interleave: the state is that of another mixture: {', '.join(differences)}"
+            raise ValueError(f"{text}. Make the mixture with the same arguments")
         if position.epoch != self._epoch:
             self.set_epoch(position.epoch)
         self._loaded, self._last = position, None

@@ -125,10 +125,9 @@ def interleave(
     indexed = list(map(in_order.is_indexed, given))
     if not all(indexed) and (shuffle or (stop == EACH and len(changes) > 1)):
         number = indexed.index(False)
-        raise TypeError(
-            f"interleave: datasets[{number}], {an(type(given[number]))}, is read in its own order only. shuffle=True, "
-            "and each_once with a schedule, need datasets that are read by index. Shuffle that dataset itself"
-        )
+        text = f"interleave: datasets[{number}], {an(type(given[number]))}, is read in its own order only"
+        why = "shuffle=True, and each_once with a schedule, need datasets that are read by index"
+        raise TypeError(f"{text}. {why}. Shuffle that dataset itself")
     if not all(indexed):
         return in_order.InterleavedIterable(given, Plan(changes, seed, level), stop)
     sizes = list(map(len, given)) if stop == EACH else None
@@ -273,10 +272,8 @@ def _length(schedule: Plan, sizes: list[int], stop: str | int) -> float:
     lasts = [schedule.position(size - 1, source) for source, size in enumerate(sizes)]
     if math.inf in lasts:
         number = schedule.sources[lasts.index(math.inf)]
-        raise ValueError(
-            f'interleave(stop="{ALL}"): datasets[{number}] has the weight 0 at the end of the schedule, '
-            "before its last sample was read: give it a weight there, or another stop"
-        )
+        text = f'interleave(stop="{ALL}"): datasets[{number}] has the weight 0 at the end of the schedule'
+        raise ValueError(f"{text}, before its last sample was read: give it a weight there, or another stop")
     return max(lasts) + 1
 
 
@@ -392,11 +389,10 @@ def sampler_of(dataset: Any, sampler: Any, is_given: bool, rolls_over: bool) -> 
     if not isinstance(mixture, InterleavedDataset) or not mixture.is_planned:
         mixture = None
     if rolls_over and (has_shuffled(dataset) if mixture is None else any(map(has_shuffled, mixture._inside))):
-        raise ValueError(
-            "interleave(shuffle=True) inside another dataset, or under a sampler, with steps_per_epoch or rollover: "
-            "the mixture would begin another order before all of its samples were read. Give the loader the mixture "
-            "itself without a sampler, or leave out steps_per_epoch and rollover"
-        )
+        text = "interleave(shuffle=True) inside another dataset, or under a sampler, with steps_per_epoch or rollover"
+        why = "the mixture would begin another order before all of its samples were read"
+        advice = "Give the loader the mixture itself without a sampler, or leave out steps_per_epoch and rollover"
+        raise ValueError(f"{text}: {why}. {advice}")
     if mixture is None:
         return sampler
     planned = MixtureSampler(mixture)

@@ -251,10 +251,8 @@ class Plan:
         self.sources: list[int] = np.flatnonzero(np.any([one.weights for one in changes], axis=0)).tolist()
         self._limits = np.array([FAR if sizes is None else sizes[number] for number in self.sources], np.int64)
         if sizes is not None and len(sizes) > MOST_EACH_ONCE:
-            raise ValueError(
-                f"interleave: {len(sizes)} datasets, of which each drops out at its end: give up to {MOST_EACH_ONCE}, "
-                "or join some first, with ConcatDataset"
-            )
+            text = f"interleave: {len(sizes)} datasets, of which each drops out at its end"
+            raise ValueError(f"{text}: give up to {MOST_EACH_ONCE}, or join some first, with ConcatDataset")
         self.length = None if sizes is None else int(self._limits.sum())
         self.changes: list[Change] = []
         self._segments: list[Schedule] = []
@@ -266,10 +264,9 @@ class Plan:
         twin = copy.copy(self)
         for number in np.flatnonzero(weights).tolist():
             if number not in self.sources:
-                raise ValueError(
-                    f"datasets[{number}] had the weight 0 when the mixture was made, and is never read: give it a "
-                    f"weight there, if only from a far sample on: weights=[(0, [1, 0]), ({FAR - 1}, [1, 1])]"
-                )
+                text = f"datasets[{number}] had the weight 0 when the mixture was made, and is never read"
+                advice = f"if only from a far sample on: weights=[(0, [1, 0]), ({FAR - 1}, [1, 1])]"
+                raise ValueError(f"{text}: give it a weight there, {advice}")
         twin.changes = [one for one in self.changes if one.begin < begin]
         twin._segments = [one for one in self._segments if one.begin < begin]
         twin._add_segments(Change(begin, weights), FAR)
@@ -291,10 +288,8 @@ class Plan:
         sources = np.flatnonzero(weights)
         if not len(sources):
             number = self.sources[int(np.argmax(counts < self._limits))]
-            raise ValueError(
-                f"interleave: at sample {begin}, only datasets with the weight 0 have samples left, such as "
-                f"datasets[{number}]: give it a weight there, as each sample is to come once"
-            )
+            text = f"interleave: at sample {begin}, only datasets with the weight 0 have samples left, such as"
+            raise ValueError(f"{text} datasets[{number}]: give it a weight there, as each sample is to come once")
         schedule = Schedule(weights.tolist(), self.seed, self.level, begin, counts)
         self._segments.append(schedule)
         if self.length is not None:

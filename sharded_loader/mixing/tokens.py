@@ -212,10 +212,8 @@ class TokenWindows(Dataset):
         _check(part.tokens)
         if self._vocab_size is not None and (block.max() >= self._vocab_size or block.min() < 0):
             found = block[(block >= self._vocab_size) | (block < 0)][0]
-            raise ValueError(
-                f"{part.name} has the token id {found}, and vocab_size is {self._vocab_size:,}: it was written with "
-                f"another dtype than {block.dtype}, or by another tokenizer"
-            )
+            text = f"{part.name} has the token id {found}, and vocab_size is {self._vocab_size:,}"
+            raise ValueError(f"{text}: it was written with another dtype than {block.dtype}, or by another tokenizer")
         return block
 
     def _array(self, tokens: _TokenFile | Array) -> Array:

@@ -385,10 +385,8 @@ def fields_of(task: Task, *, forked: bool) -> bytes | tuple[Any, ...]:
             return bytes(cloudpickle.dumps(task.fields, protocol=5))
     except Exception as error:
         pass_on(error)
-        raise TypeError(
-            f"the indices of a batch cannot be sent to a worker process ({error}): let the sampler yield integers "
-            f"or strings, or read with threads (thread_pool=True)"
-        ) from error
+        text = f"the indices of a batch cannot be sent to a worker process ({error}): let the sampler yield"
+        raise TypeError(f"{text} integers or strings, or read with threads (thread_pool=True)") from error
 
 
 def decode_result(

@@ -67,10 +67,9 @@ def check_address(address: object) -> str | None:
     if address is not None and not isinstance(address, str):
         raise TypeError(f'address is {address!r}; it must be a string such as "auto" or "10.0.0.1:6379", or None')
     if address is not None and address.startswith(CLIENT):
-        raise ValueError(
-            f"address is {address!r}, which is Ray Client: this process would have no object store, and batches could "
-            f'not come through it. Start this program on a node of the cluster, with address="auto"'
-        )
+        text = f"address is {address!r}, which is Ray Client: this process would have no object store, and batches"
+        advice = 'Start this program on a node of the cluster, with address="auto"'
+        raise ValueError(f"{text} could not come through it. {advice}")
     return address
 
 
@@ -89,10 +88,8 @@ def connect(address: str | None) -> None:
     if not ray.is_initialized():
         ray.init(address=address)
     elif address not in (None, "auto", "local", joined := ray.get_runtime_context().gcs_address):
-        raise ValueError(
-            f"address is {address!r}, and this process has joined the cluster {joined}: leave out address, or call "
-            f"ray.shutdown() first"
-        )
+        text = f"address is {address!r}, and this process has joined the cluster {joined}"
+        raise ValueError(f"{text}: leave out address, or call ray.shutdown() first")
 
 
 def session() -> str | None:
@@ -209,10 +206,8 @@ def check_wanted(num_cpus: Any, resources: Any, runtime_env: Any, scheduling_str
         if value is not None and not isinstance(value, dict):
             raise TypeError(f"{name} is {value!r}; it must be a dict, or None")
     if scheduling_strategy is None:
-        raise TypeError(
-            "scheduling_strategy is None. Inside a placement group that captures, Ray would then place no worker: give "
-            '"SPREAD", "DEFAULT" or a strategy object'
-        )
+        text = "scheduling_strategy is None. Inside a placement group that captures, Ray would then place no worker"
+        raise TypeError(f'{text}: give "SPREAD", "DEFAULT" or a strategy object')
     wanted = {"num_cpus": float(num_cpus), "resources": dict(resources or {}), "runtime_env": runtime_env}
     wanted |= {"scheduling_strategy": scheduling_strategy, "concurrency_groups": {"control": 1}}
     wanted |= {"max_restarts": 0, "max_task_retries": 0}
@@ -245,10 +240,9 @@ def put(value: object, parts: dict[str, Any]) -> Any:
         return ray.put((encoded.pickled, buffers))
     except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as full:
         nbytes = len(encoded.pickled) + sum(buffer.nbytes for buffer in buffers)
-        raise MemoryError(
-            f"the dataset or its order has {nbytes:,} bytes, and Ray's object store on this node {store_bytes():,}: "
-            f"start Ray with a larger object_store_memory, or let the dataset open its data in the worker"
-        ) from full
+        text = f"the dataset or its order has {nbytes:,} bytes, and Ray's object store on this node {store_bytes():,}"
+        advice = "start Ray with a larger object_store_memory, or let the dataset open its data in the worker"
+        raise MemoryError(f"{text}: {advice}") from full
 
 
 class _Writable:

@@ -282,10 +282,9 @@ def joined(url: str, names: Iterable[str], trust: Trust = False) -> list[str]:
             full, is_own = f"{folder}/{name}", True
         if trust is not True and (leaves or not (is_own or trusted(full, trust))):
             how = True if leaves else (host_of(full) or os.path.dirname(full)).rstrip("/") + "/"
-            raise ShardError(
-                f"{shown(url)} names {shown(name)!r}. A file may name only what lies below its own folder, and URLs "
-                f"of its own host or bucket. If you trust this name, give ShardDataset(..., trust={how!r})"
-            )
+            rule = "A file may name only what lies below its own folder, and URLs of its own host or bucket"
+            advice = f"If you trust this name, give ShardDataset(..., trust={how!r})"
+            raise ShardError(f"{shown(url)} names {shown(name)!r}. {rule}. {advice}")
         found.append(full)
     return found
 

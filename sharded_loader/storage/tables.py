@@ -397,7 +397,5 @@ _SERIES = {"iloc": _pandas_values, "to_pylist": _arrow_values, "null_count": _po
 
 def _check_complete(name: str, missing: int, dtype: object, fill: str) -> None:
     if missing:
-        raise ValueError(
-            f"{name} has {missing} missing values, which an array of {dtype} cannot hold: fill them, {fill}, or give "
-            "a column of its own that says which values are missing"
-        )
+        text = f"{name} has {missing} missing values, which an array of {dtype} cannot hold"
+        raise ValueError(f"{text}: fill them, {fill}, or give a column of its own that says which values are missing")

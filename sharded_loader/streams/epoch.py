@@ -267,8 +267,6 @@ def length_of_epoch(dataset: Any, own: StreamSignature) -> int:
     try:
         length = len(dataset)
     except (TypeError, NotImplementedError):
-        raise TypeError(
-            f"the loader has no length: the number of batches of {kind} is only known at its end. Give "
-            f"steps_per_epoch=, or the dataset a __len__"
-        ) from None
+        text = f"the loader has no length: the number of batches of {kind} is only known at its end"
+        raise TypeError(f"{text}. Give steps_per_epoch=, or the dataset a __len__") from None
     return length // own.batch_size if own.last_batch == "discard" else -(-length // own.batch_size)

@@ -57,10 +57,8 @@ class StreamOrder(Order[StreamSignature]):
     ) -> None:
         self._size = check_int("batch_size", batch_size, 1, "give the number of samples in a batch")
         if last_batch not in (None, "keep", "discard"):
-            raise ValueError(
-                f'last_batch is {last_batch!r}; for iterable data it must be "keep" or "discard". With '
-                f"steps_per_epoch= no batch is short"
-            )
+            text = f'last_batch is {last_batch!r}; for iterable data it must be "keep" or "discard"'
+            raise ValueError(f"{text}. With steps_per_epoch= no batch is short")
         super().__init__(last_batch, **given)
         self._given = None if streams is None else check_int("streams", streams, 1, "give the number of parts")
         self.is_bound = streams is not None

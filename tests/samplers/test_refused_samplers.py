@@ -171,7 +171,11 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: Pack(8)([5]), BAD, f"{OF_DOCUMENT}is"),
     (lambda: Pack(8)(["text"]), BAD, f"{OF_DOCUMENT}is 'text', with .* no text"),
     (lambda: Pack(8)([{"text": "a"}]), BAD, f"{OF_DOCUMENT}is <dict .*, with {{}}: .*'input_ids'"),
-    (lambda: Pack(8)([{"input_ids": np.zeros(0, int), "labels": [1]}]), BAD, r"'input_ids': \(\(0,\).*: give token ids"),
+    (
+        lambda: Pack(8)([{"input_ids": np.zeros(0, int), "labels": [1]}]),
+        BAD,
+        r"'input_ids': \(\(0,\).*: give token ids",
+    ),
     (lambda: Pack(8)([{"input_ids": [1, 2], "labels": [1]}]), BAD, r"'input_ids': \(\(2,\).*'labels': \(\(1,\)"),
     (
         lambda: read_packed([[*range(9)], [1, 2], [1, 2]], [9, 2, 3], 4, tokens=4, long="cut", rows=9),

@@ -274,10 +274,8 @@ class ProcessTransport(Transport[ProcessWorker]):
 
     def launch(self, number: int, job: Job) -> ProcessWorker:
         if multiprocess.current_process().daemon:
-            raise RuntimeError(
-                "this is a worker process, which may have none of its own: give the loader that the dataset makes "
-                "num_workers=0, or threads (thread_pool=True)"
-            )
+            text = "this is a worker process, which may have none of its own: give the loader that the dataset makes"
+            raise RuntimeError(f"{text} num_workers=0, or threads (thread_pool=True)")
         if self.start_method == "fork" and not can_pass_descriptors() and self._is_up:
             # A zygote could not receive the worker's end of the pipe, so there is none.
             start.warn(f"this system does not pass descriptors between processes; {_AS_IT_IS_NOW}")

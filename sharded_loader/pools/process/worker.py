@@ -51,9 +51,9 @@ CHECK_SHARE = 50
 `private_bytes` 17 ms at 740 MB."""
 
 KEPT_BLOCK = (32 << 20) - 2 * mmap.PAGESIZE
-"""Bytes of a block that is allocated and freed at the start, its pages untouched: glibc then keeps freed blocks of up to
-this size, and twice as much at the end of its heap. Else each batch of samples that wait for their ``collate_fn`` goes
-back to the kernel, which clears the pages of the next one: 1,920 pictures of 600 KB per second, now 4,800."""
+"""Bytes of a block that is allocated and freed at the start, its pages untouched: glibc then keeps freed blocks of up
+to this size, and twice as much at the end of its heap. Else the samples of each batch that wait for ``collate_fn`` go
+back to the kernel, which clears the pages of the next ones: 1,920 pictures of 600 KB per second, now 4,800."""
 
 GRACE = 0.3
 """Seconds between end-of-file and the end of a worker in user code."""
