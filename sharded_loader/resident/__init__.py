@@ -46,8 +46,9 @@ import numpy as np
 import torch
 
 from sharded_loader import ArrayDataset, InlinePool
-from sharded_loader.extend import Empty, Int64s, Result, engine
+from sharded_loader.extend import Empty, Int64s, Result
 from sharded_loader.extend import data as core
+from sharded_loader.extend import engine as placing
 from sharded_loader.extend.tools import an, brief, host_clock, pass_on
 
 RESERVE = 0.25
@@ -114,7 +115,7 @@ def as_rows(dataset: Any) -> Rows | None:
 
 
 def make_resident(
-    resident: object, dataset: object, batchify_fn: object, placement: engine.Placer, has_workers: bool
+    resident: object, dataset: object, batchify_fn: object, placement: placing.Placer, has_workers: bool
 ) -> ResidentPool | None:
     """The pool that ``resident=`` of a `Placement` asks for; None: none.
 
@@ -160,7 +161,7 @@ def _check_rows(this: str, dataset: object, devices: object, batchify_fn: object
 class _OnDevice(NamedTuple):
     """The first ``kept`` rows of each column on one device, in memory of the stream ``owner_stream``."""
 
-    copies: engine.CopyStream
+    copies: placing.CopyStream
     owner_stream: object
     columns: list[torch.Tensor]
     kept: int
@@ -177,7 +178,7 @@ class ResidentPool(InlinePool):
         least: of those rows. If fewer fit, none are kept.
     """
 
-    def __init__(self, dataset: object, placement: engine.Placer, share: float, insists: bool, least: float) -> None:
+    def __init__(self, dataset: object, placement: placing.Placer, share: float, insists: bool, least: float) -> None:
         super().__init__()
         self._dataset, self._devices, self._placement = dataset, placement.devices or [], placement
         self._share, self._insists, self._least = share, insists, least
@@ -187,7 +188,7 @@ class ResidentPool(InlinePool):
         # with its fields, or with the indices on the device. The next one is last.
         self._ahead: dict[int, tuple[object, list[tuple[bytes, Any]]]] = {}
         self._together = 1
-        self.background = engine.Background("sharded_loader-order")
+        self.background = placing.Background("sharded_loader-order")
         self.empty = placement.empty
 
     # -- the rows -------------------------------------------------------------------------------------------
@@ -223,7 +224,7 @@ class ResidentPool(InlinePool):
         self._on, self._ahead = {}, {}
         self.background.close()
 
-    def _fitting(self, rows: Rows, streams: engine.Streams) -> int:
+    def _fitting(self, rows: Rows, streams: placing.Streams) -> int:
         """How many rows a device is to keep."""
         nbytes = sum(math.prod(column.shape[1:]) * column.itemsize for column in rows.columns.values())
         wanted, memory = min(rows.length, max(1, round(self._share * rows.length))), memory_of(streams)
@@ -236,7 +237,7 @@ class ResidentPool(InlinePool):
             _warn(streams, f"{wanted * nbytes:,} bytes of columns, room for {room:,}", count)
         return count if count >= self._least * wanted else 0
 
-    def _load(self, rows: Rows, copies: engine.CopyStream, count: int) -> _OnDevice | None:
+    def _load(self, rows: Rows, copies: placing.CopyStream, count: int) -> _OnDevice | None:
         """Copy the first rows to a device, unless it has no memory for them; none are asked for if none fit."""
         if not count:
             return None
@@ -251,7 +252,7 @@ class ResidentPool(InlinePool):
                     for column, host in zip(columns, fields, strict=True):
                         load_rows(streams, column[begin : begin + step], core.to_torch(host))
                 return _OnDevice(copies, streams.caller_stream(), columns, count)
-        except engine.OUT_OF_MEMORY as error:
+        except placing.OUT_OF_MEMORY as error:
             reason = str(error).partition("\n")[0]
         _give_up(streams, reason)  # not done above: the error's traceback holds the columns that have found room
         return None
@@ -273,7 +274,7 @@ class ResidentPool(InlinePool):
             numbered, samples = enumerate(zip(self._devices, found, strict=False)), sum(map(len, found))
             shards = [self._gather(rows, samples, number, *shard) for number, shard in numbered]
         except Exception as raised:
-            failure = engine.placement_error(task, raised, "while the batch was gathered")
+            failure = placing.placement_error(task, raised, "while the batch was gathered")
             return (Result(task.run, task.seq, error=failure),)
         batch = shards if task.sharded else shards[0]
         return (Result(task.run, task.seq, batch, samples, seconds=host_clock.now() - began, began=began),)
@@ -283,8 +284,8 @@ class ResidentPool(InlinePool):
         at = self._on.get(device)  # None too where `load` was interrupted
         if at is not None:
             try:
-                return engine.PendingCopy(rows.as_batch(self._next(at, rows, step, number, where)))
-            except engine.OUT_OF_MEMORY as error:
+                return placing.PendingCopy(rows.as_batch(self._next(at, rows, step, number, where)))
+            except placing.OUT_OF_MEMORY as error:
                 reason = str(error).partition("\n")[0]
             streams = at.copies.streams
             at = self._on[device] = None  # not done above, as in `_load`
@@ -339,11 +340,11 @@ class ResidentPool(InlinePool):
         return fields
 
 
-def _sent(streams: engine.Streams, numbers: Int64s) -> torch.Tensor:
+def _sent(streams: placing.Streams, numbers: Int64s) -> torch.Tensor:
     """Numbers of rows on a device, in memory of the caller's stream: it is used again after what that stream does."""
     host = torch.from_numpy(numbers)
     places = streams.empty_like(host)
-    return streams.copy(places, engine.pinned_copy(streams, host, host.stride()))
+    return streams.copy(places, placing.pinned_copy(streams, host, host.stride()))
 
 
 def _gathered(at: _OnDevice, places: torch.Tensor) -> list[torch.Tensor]:
@@ -386,14 +387,14 @@ def _read(rows: Rows, where: Int64s, empty: Empty) -> list[Any]:
     return core.gather_rows(list(rows.columns.values()), rows.find(where), empty)
 
 
-def _give_up(streams: engine.Streams, reason: str) -> None:
+def _give_up(streams: placing.Streams, reason: str) -> None:
     """A device had no memory: it keeps no rows."""
     with streams.current():
         streams.empty_cache()
     _warn(streams, reason)
 
 
-def _warn(streams: engine.Streams, reason: str, count: int = 0) -> None:
+def _warn(streams: placing.Streams, reason: str, count: int = 0) -> None:
     what = f"keeps {count:,} rows only ({reason}): it is sent the others"
     what = what if count else f"does not keep the data ({reason}): it is sent batches"
     warnings.warn(f"{streams.device} {what}", stacklevel=4)
@@ -405,7 +406,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Rows are gathered as numbers of these types: not every torch has a kernel for unsigned numbers and 8-bit floats."""
 
 
-def load_rows(streams: engine.Streams, target: torch.Tensor, host: torch.Tensor) -> None:
+def load_rows(streams: placing.Streams, target: torch.Tensor, host: torch.Tensor) -> None:
     """Copy to memory on the device, for use by any stream: the host waits for it."""
     target.copy_(host)
     streams.caller_stream().record_event().synchronize()
@@ -446,7 +447,7 @@ def put_rows(column: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> 
     column.view(words).index_copy_(0, places, rows.view(words))
 
 
-def memory_of(streams: engine.Streams) -> tuple[int, int] | None:
+def memory_of(streams: placing.Streams) -> tuple[int, int] | None:
     """Bytes that torch can still use on a device, and all its bytes; None if the device does not tell."""
     module: Any = torch.get_device_module(streams.device)
     if not hasattr(module, "mem_get_info"):  # some accelerators, and old versions of torch

@@ -52,8 +52,8 @@ CHECK_SHARE = 50
 
 KEPT_BLOCK = (32 << 20) - 2 * mmap.PAGESIZE
 """Bytes of a block that is allocated and freed at the start, its pages untouched: glibc then keeps freed blocks of up
-to this size, and twice as much at the end of its heap. Else the samples of each batch that wait for ``collate_fn`` go
-back to the kernel, which clears the pages of the next ones: 1,920 pictures of 600 KB per second, now 4,800."""
+to this size, and twice as much at the end of its heap. Otherwise the memory of samples goes back to the kernel after
+each ``collate_fn``, and is cleared for the next ones: 1,920 pictures of 600 KB per second, now 4,800."""
 
 GRACE = 0.3
 """Seconds between end-of-file and the end of a worker in user code."""
