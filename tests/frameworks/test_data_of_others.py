@@ -500,6 +500,7 @@ def test_they_move_on_the_copy_stream(machine: Any, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(type(own), "to", noted)
     monkeypatch.setattr(copies, "_stage", lambda leaf: leaf)  # these pin themselves, which needs an accelerator
     copies.begin([own, torch.arange(100_000)])
+    machine.run(0)  # what was begun is enqueued
     assert asked == [copies._stream.name]
     machine.finish()
     copies.drain()
