@@ -238,7 +238,7 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
 
     @_TORCHS.multiprocessing_context.getter  # type: ignore[attr-defined, untyped-decorator]
     def multiprocessing_context(self) -> Any:
-        """As torch's. Accelerate reads it when it builds torch's loader from this one."""
+        """As torch's, with its setter. Accelerate reads it when it builds torch's loader from this one."""
         if isinstance(self.dataset, IterableDataset):
             refuse_skipping(self)
         return super().multiprocessing_context

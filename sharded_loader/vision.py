@@ -100,9 +100,10 @@ _MISSING = (
 
 
 def first_importable(names: Iterable[str], missing: str) -> str:
-    """Return the first of these names, such as ``json:loads``, that can be imported.
+    """Return the first name that can be imported, such as ``json:loads``.
 
-    If there is none, raise an ImportError: ``missing``, whose ``{}`` stands for the reasons.
+    Raises:
+        ImportError: None can be imported. The message is ``missing``, with the reasons in place of its ``{}``.
     """
     reasons = []
     for name in names:

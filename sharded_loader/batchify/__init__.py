@@ -80,7 +80,7 @@ class Stack(Batchify):
 
 
 def _by_key(samples: Samples, keys: Iterable[Any], make: Assemble, empty: Empty, advice: str) -> dict[Any, Any]:
-    """The batch of each of these keys, by one function, if all samples have the same keys."""
+    """Batchify the values of each key with ``make``. Raise a BatchifyError if the samples have different keys."""
     if len(set(map(frozenset, samples))) > 1:
         raise unlike(samples, frozenset, "keys", advice)
     columns = ([sample[key] for sample in samples] for key in keys)

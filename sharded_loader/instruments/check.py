@@ -35,7 +35,7 @@ GLOBALS: dict[str, Any] = {
     "NumPy's global generator": np.random,
     "torch's global generator": torch.default_generator,
 }
-"""What has the state of each global generator; see `_state_of`."""
+"""Global random generators, by their names in messages; `_state_of` reads their states."""
 
 DIGITS = len(LEFT_OUT)
 

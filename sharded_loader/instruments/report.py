@@ -14,7 +14,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,14 +57,8 @@ class Instruments:
     """Reporting methods of a loader, over its `Meter`."""
 
     _meter: Meter
-
-    def _given(self) -> Mapping[str, Any]:
-        """Return the arguments of the loader, by name."""
-        raise NotImplementedError
-
-    def _inspected(self) -> tuple[KnownSteps, int, Pool]:
-        """Return the loader's steps, its epoch number, and its pool."""
-        raise NotImplementedError
+    _given: Callable[[], Mapping[str, Any]]  # the arguments of the loader, by name
+    _inspected: Callable[[], tuple[KnownSteps, int, Pool]]  # its steps, the number of its epoch, and its pool
 
     def _replicas(self) -> tuple[int, int]:
         with contextlib.suppress(ValueError):  # incomplete environment variables must not prevent a report

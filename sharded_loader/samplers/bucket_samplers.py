@@ -247,7 +247,7 @@ class FixedBucketSampler(NumberedBatches):
             warnings.warn(f"Some buckets are empty and will be removed. Unused bucket keys={unused}", stacklevel=2)
         keys, counts = keys[counts > 0], counts[counts > 0]
         members: list[Int64s] = np.split(np.argsort(bucket_of, kind="stable"), np.cumsum(counts)[:-1])
-        self._members = members[: len(keys)]  # without samples there is none
+        self._members = members[: len(keys)]  # for no buckets, np.split gives one part
         if use_average_length and ratio > 0:
             warnings.warn(f"ratio={ratio} is not used, because use_average_length is set", stacklevel=2)
         if by_key is not None:

@@ -234,7 +234,7 @@ class ObjectStore:
             wait(running, return_when=FIRST_EXCEPTION)
         finally:
             threads.shutdown(cancel_futures=True)
-        answers = [one.result() for one in running]  # before one that was cancelled comes the one that failed
+        answers = [one.result() for one in running]  # a failed part comes before the cancelled ones
         file.seek(0, os.SEEK_END)
         self._check_version(url, stat, all(is_sure for _, is_sure in answers))
         found = 0
