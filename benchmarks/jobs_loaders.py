@@ -393,7 +393,7 @@ def _pictures(job: Job, own: Path) -> Any:
 
     read = functools.partial(_of_folder, ImageFolderDataset(job.path("pictures"), size=jobs.SHORT), job)
     decoded = SimpleDataset(range(job.count)).transform(read).cache(path=own / "it.cache")
-    return (decoded if job.name == jobs.DETECTION else decoded.transform(_crop, seeded=True)), {}
+    return (decoded if job.name == jobs.DETECTION else decoded.transform(_crop)), {}
 
 
 def _of_folder(folder: Any, job: Job, index: int) -> Any:

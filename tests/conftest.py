@@ -520,9 +520,11 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     from sharded_loader import resident
     from sharded_loader.devices import copies, names, placement
+    from sharded_loader.extend import engine
 
     made = simulated.Machine()
-    monkeypatch.setattr(names, "accelerators", lambda: made.devices)
+    for module in (engine, names):  # engine looks its names up once, so the real one first
+        monkeypatch.setattr(module, "accelerators", lambda: made.devices)
     monkeypatch.setattr(placement, "streams_of", made.streams_of)
     monkeypatch.setattr(placement, "indexed", lambda device: device)
     monkeypatch.setattr(copies, "Background", made.background)

@@ -157,7 +157,6 @@ def decoder_of(machine: Machine, rejects: Any = ()) -> Any:
 @pytest.fixture
 def gpu(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Machine:
     """The simulated device, with a decoder; ``decode=KIND`` stands for "cuda"."""
-    monkeypatch.setattr(engine, "accelerators", lambda: machine.devices)
     monkeypatch.setitem(vision.DECODERS, KIND, {"json:loads": decoder_of(machine)})
     return machine
 
