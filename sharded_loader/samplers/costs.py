@@ -44,6 +44,8 @@ Floats = npt.NDArray[np.float64]
 Plan = tuple[Int64s, int, Int64s, Int64s]
 """Samples in a line of similar ones; levels of a step; the first tuple that each is mixed with, and how many are."""
 
+MOST_CALLS = 1 << 30
+"""Samples for which a function returns the costs, at most: several minutes, and 32 GB."""
 MAX_LEVELS = 8
 """Maximum tuples per step. More make steps more alike, but tuples smaller, so that fewer ranks share one."""
 MAX_COST_RATIO = 1.05
@@ -373,6 +375,9 @@ def sampler_of(
 
 def checked_costs(costs: Costs, length: int) -> Floats:
     """Return the costs as float64, shape (length,) or (length, columns). TypeError or ValueError: they are invalid."""
+    if callable(costs) and length > MOST_CALLS:
+        text = f"the dataset has {length:,} samples, and a function of the index would be called for each, for days"
+        raise ValueError(f"costs={costs!r}: {text}: give an array, or a smaller dataset")
     given: Any = [costs(index) for index in range(length)] if callable(costs) else costs
     try:
         columns = [*given.values()] if isinstance(given, Mapping) else None

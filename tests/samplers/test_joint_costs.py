@@ -199,6 +199,12 @@ def test_wrong_costs_are_refused_in_words(costs: Any, error: Any, message: str, 
         kind(range(4), 2, costs=costs())
 
 
+@pytest.mark.parametrize("kind", [ShardedDataLoader, DataLoader])
+def test_a_function_is_not_called_for_days(kind: Any) -> None:
+    with pytest.raises(ValueError, match="10,000,000,000 samples, and a function of the index"):
+        kind(range(10**10), 2, costs=lambda index: index + 1)
+
+
 def test_neighbours_are_alike_and_ranks_exchange_until_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = np.rint(loads(4096)).astype(np.int64)
     line = costs[similar_order(costs, borders(4096, 256), costs.mean(axis=0))].astype(float).reshape(-1, 16, 2)
