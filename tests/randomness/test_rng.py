@@ -12,7 +12,8 @@ import sys
 import threading
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -300,6 +301,40 @@ class Holder(threading.Thread):
         with seeded_globals(3):
             self.has_them.set()
             self.go_on.wait()
+
+
+def numpy_state() -> tuple[Any, ...]:
+    name, words, *rest = np.random.get_state()
+    return name, words.tobytes(), *rest
+
+
+def test_numpy_goes_on_whatever_was_drawn_between_and_inside() -> None:
+    """Normal numbers come in pairs, and the second one is kept beside the words of the generator."""
+    choices = random.Random(0)
+    draws: list[Callable[[], object]] = [np.random.rand, np.random.randn, lambda: np.random.randn(2), lambda: None]
+    np.random.seed(5)
+    for _ in range(500):
+        choices.choice(draws)()
+        expected = numpy_state()
+        with seeded_globals(choices.getrandbits(64), whole=choices.random() < 0.5):
+            choices.choice(draws)()
+            with seeded_globals(1) if choices.random() < 0.2 else nullcontext():
+                choices.choice(draws)()
+        assert numpy_state() == expected
+
+
+@pytest.mark.skipif(not hasattr(np.random, "set_bit_generator"), reason="new in NumPy 1.24")
+def test_another_generator_in_the_place_of_numpys_own_goes_on() -> None:
+    own = np.random.get_bit_generator()
+    try:
+        for generator in (np.random.MT19937(1), own):
+            np.random.set_bit_generator(generator)
+            expected = numpy_state()
+            with seeded_globals(1):
+                np.random.rand()
+            assert numpy_state() == expected and np.random.get_bit_generator() is generator
+    finally:
+        np.random.set_bit_generator(own)
 
 
 def test_the_generators_are_seeded_for_one_thread_at_a_time() -> None:
