@@ -58,12 +58,15 @@ def listed(module: str, file: str) -> tuple[list[str], Callable[[], list[str]], 
         if home_of[name] == module:  # a module of this package
             return importlib.import_module(f"{module}.{name}")
         collecting = gc.isenabled()
-        gc.disable()  # to look at all that torch has left takes 100 ms, as long as this import
+        gc.disable()  # a collection of all that torch has left takes 100 ms, as long as this import
         try:
             value = getattr(__import__(home_of[name], fromlist=[name]), name)
         finally:
             if collecting:
                 gc.enable()
+            if gc.get_count()[2] and not gc.get_freeze_count():
+                gc.freeze()  # makes all objects old, so that it does not come with the next import instead
+                gc.unfreeze()
         setattr(sys.modules[module], name, value)
         return value
 

@@ -38,3 +38,19 @@ def test_nothing_is_imported_before_it_is_used() -> None:
     ours = [name for name in found if name.startswith("sharded_loader.")]
     assert ours == ["sharded_loader.extend", "sharded_loader.extend.data", "sharded_loader.extend.engine"]
     assert "numpy" not in found
+
+
+@pytest.mark.parametrize("is_collecting", [True, False])
+def test_an_import_leaves_the_garbage_collector_as_it_was(is_collecting: bool) -> None:
+    """A full collection, which takes 100 ms after torch, waits until much has been made."""
+    program = f"""
+import gc, torch
+{"" if is_collecting else "gc.disable()"}
+full = []
+gc.callbacks.append(lambda phase, about: full.append(phase) if about["generation"] == 2 else None)
+from sharded_loader import ImageFolderDataset, ShardedDataLoader
+from sharded_loader.torch import DataLoader
+print(gc.isenabled(), full, gc.get_freeze_count())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{is_collecting} [] 0\n"
