@@ -213,7 +213,7 @@ def _saved_numpy() -> Callable[[], None]:
     If nobody has drawn from it since the last time, both take 6 us instead of 145: NumPy copies each word in Python.
     """
     global _known
-    generator = np.random.get_state.__self__._bit_generator  # type: ignore[attr-defined]
+    generator: Any = getattr(np.random, "get_bit_generator", lambda: None)()  # from NumPy 1.24 on
     memory = _words_of(generator)
     words = b"" if memory is None else memory.raw
     if memory is None or _known is None or _known[0] is not generator or _known[1] != words:
