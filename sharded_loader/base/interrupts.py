@@ -42,8 +42,7 @@ def uninterrupted() -> Iterator[None]:
 
     _pending_signals.append(pending)
     try:
-        for number in before:
-            signal.signal(number, note)
+        set_handlers(dict.fromkeys(before, note))
         yield
     finally:
         _pending_signals.pop()
@@ -53,12 +52,13 @@ def uninterrupted() -> Iterator[None]:
                     while pending:
                         number, frame = pending.popitem()
                         calls.callback(before[number], number, frame)
-                _restore_handlers(before)
+                set_handlers(before)
             finally:
-                _restore_handlers(before)  # again, in case a handler has raised meanwhile
+                set_handlers(before)  # again, in case a handler has raised meanwhile
 
 
-def _restore_handlers(handlers: dict[int, Any]) -> None:
+def set_handlers(handlers: dict[int, Any]) -> None:
+    """Handle each of these signals from now on as given."""
     for number, handler in handlers.items():
         signal.signal(number, handler)
 

@@ -249,12 +249,10 @@ def integer(name: str, default: int, *, least: int, advice: str, environ: Mappin
         ValueError: the environment variable RANK is 'abc'; it must be an integer of at least 0: unset it
     """
     given = environ.get(name)
-    try:
+    with contextlib.suppress(ValueError):
         number = int((given or "").strip() or default)
         if number >= least:
             return number
-    except ValueError:
-        pass
     raise ValueError(
         f"the environment variable {name} is {given!r}; it must be an integer of at least {least}: {advice}"
     )

@@ -233,11 +233,7 @@ def batch_reader(dataset: object) -> Gather | None:
     method = bulk_method(dataset, "get_batch")
     if method is None or hasattr(method, "takes_empty"):
         return method  # type: ignore[no-any-return]
-
-    def read(indices: object, empty: Empty) -> Any:
-        return call_with_empty(method, copy_indices(indices), empty)
-
-    return read
+    return lambda indices, empty: call_with_empty(method, copy_indices(indices), empty)
 
 
 def gather(dataset: object, indices: Indices, empty: Empty) -> Any:

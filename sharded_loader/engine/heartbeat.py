@@ -31,10 +31,6 @@ UNUSED = 0, 0, 0, IDLE
 Heartbeat = MutableSequence[int]
 
 
-def new_heartbeat() -> Heartbeat:
-    return list(UNUSED)
-
-
 def heartbeat_in(memory: Any, number: int) -> Any:
     """Return the heartbeat of worker ``number`` in shared memory."""
     size = WORDS * 8

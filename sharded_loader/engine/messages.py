@@ -117,11 +117,20 @@ class PartIndices(Sequence[Any]):
 
     def cut(self, sizes: Iterable[int]) -> list[PartIndices]:
         """Divide the rows into shards of the given sizes. Empty shards are left out."""
-        ends = list(accumulate(sizes, initial=0))
-        return [self[begin:end] for begin, end in pairwise(ends) if begin < end]
+        return cut(self, sizes)
 
     def __reduce__(self) -> Any:
         return PartIndices, (self.part, self.places)
+
+
+def cut(items: Any, sizes: Iterable[int]) -> list[Any]:
+    """Return the consecutive parts of a sequence that have these sizes; those of size 0 are left out.
+
+    Example:
+        >>> cut("abcd", [3, 0, 1])
+        ['abc', 'd']
+    """
+    return [items[begin:end] for begin, end in pairwise(accumulate(sizes, initial=0)) if begin < end]
 
 
 class BatchTimes(SimpleNamespace):

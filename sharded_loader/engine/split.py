@@ -20,7 +20,7 @@ import numpy as np
 
 from sharded_loader.base.checks import check_int
 from sharded_loader.data.datasets import apportioned
-from sharded_loader.engine.messages import Task
+from sharded_loader.engine.messages import Task, cut
 from sharded_loader.randomness.rng import RepeatedIndex
 
 
@@ -45,8 +45,7 @@ class Split:
             return task
         indices = task.shards[0]
         if type(indices) is np.ndarray and self.costs is None:  # parts of the same memory
-            ends = np.cumsum(shard_sizes(len(indices), self.num_shards, self.weights))
-            shards = [shard for shard in np.split(indices, ends[:-1]) if len(shard)]
+            shards = cut(indices, shard_sizes(len(indices), self.num_shards, self.weights))
         else:
             shards = split_batch(indices, self.num_shards, self.weights, self.costs)
         if not shards:
@@ -195,13 +194,7 @@ def split_batch(
     batch = indices.tolist() if isinstance(indices, np.ndarray) else [plain_index(index) for index in indices]
     if costs is not None:
         return _split_by_cost(batch, num_shards, weights, costs)
-    shards = []
-    begin = 0
-    for size in shard_sizes(len(batch), num_shards, weights):
-        if size:
-            shards.append(batch[begin : begin + size])
-            begin += size
-    return shards
+    return cut(batch, shard_sizes(len(batch), num_shards, weights))
 
 
 def _split_by_cost(

@@ -126,15 +126,13 @@ class ReusedMemory:
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes < LEAST_BYTES or dtype.hasobject:
             return np.empty(shape, dtype)
-        return np.ndarray(shape, dtype, self._lend(_rounded(nbytes)))
-
-    def clear(self) -> None:
-        """Release the free blocks; borrowed ones are released with their last holder."""
-        self._leases, self._free = Leases(), {}
-
-    def _lend(self, size: int) -> Array:
-        self._calls += 1
-        self._find_ended()
+        self._calls, size = self._calls + 1, _rounded(nbytes)
+        for block in self._leases.ended():
+            self._free.setdefault(len(block), []).append((self._calls, block))
+        for blocks in list(self._free.values()):
+            with contextlib.suppress(IndexError):
+                while self._calls - blocks[0][0] > KEPT:
+                    blocks.pop(0)
         try:
             _, block = self._free[size].pop()  # the most recent one may still be in the core's cache
         except (KeyError, IndexError):
@@ -142,16 +140,11 @@ class ReusedMemory:
         # A separate array per lease: NumPy makes it the base of all its views.
         memory = np.frombuffer(block, np.uint8)
         self._leases.lend(memory, block)
-        return memory
+        return np.ndarray(shape, dtype, memory)
 
-    def _find_ended(self) -> None:
-        """Move released blocks to the free lists, and free those unused for `KEPT` calls."""
-        for block in self._leases.ended():
-            self._free.setdefault(len(block), []).append((self._calls, block))
-        for blocks in list(self._free.values()):
-            with contextlib.suppress(IndexError):
-                while self._calls - blocks[0][0] > KEPT:
-                    blocks.pop(0)
+    def clear(self) -> None:
+        """Release the free blocks; borrowed ones are released with their last holder."""
+        self._leases, self._free = Leases(), {}
 
 
 def _rounded(nbytes: int) -> int:

@@ -135,17 +135,13 @@ def publish(job: object, **parts: object) -> codec.Encoded:
 
 def share(encoded: codec.Encoded, number: int) -> tuple[codec.Encoded, Segment | None]:
     """Move the buffers of a published job to a segment; return both. None: nothing large, or no room for a segment."""
-    places, end = [], 0
-    for buffer in encoded.buffers:
-        start = -(-end // codec.ALIGNMENT) * codec.ALIGNMENT
-        end = start + buffer.nbytes
-        places.append((start, buffer.nbytes))
-    if end >= SHARED_BYTES and free_bytes().nbytes > end + end // 4:
+    nbytes = sum(codec.aligned(buffer.nbytes) for buffer in encoded.buffers)
+    if nbytes >= SHARED_BYTES and free_bytes().nbytes > nbytes + nbytes // 4:
         with contextlib.suppress(OSError):  # the pipe is slower, but works
-            segment = create(number, end)
-            for (start, _), buffer in zip(places, encoded.buffers, strict=True):
-                segment.mapping[start : start + buffer.nbytes] = buffer
-            return encoded._replace(places=tuple(places), buffers=()), segment
+            segment = create(number, nbytes)
+            slot = codec.SlotWriter(np.frombuffer(segment.mapping, np.uint8))
+            places = tuple((slot.place(buffer), buffer.nbytes) for buffer in encoded.buffers)
+            return encoded._replace(places=places, buffers=()), segment
     return encoded, None
 
 

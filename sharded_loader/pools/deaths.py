@@ -182,10 +182,6 @@ class Death(NamedTuple):
     def who(self) -> str:
         return f"worker {self.worker} (pid {self.pid}{self.host and f' on {self.host}'})"
 
-    @property
-    def fate(self) -> str:
-        return f"{self.who} made no progress for too long (timeout), and was killed" if self.hung else str(self)
-
     def __str__(self) -> str:
         return f"{self.who} died: {self.cause or describe_exit(self.exitcode, self.oom_kills)}"
 
@@ -200,15 +196,11 @@ class Death(NamedTuple):
         return _stopped_too_many(self._error, self.who, str(self), task, heartbeat, tries, "", ", which it may end too")
 
     def error_in_start(self) -> WorkerDiedError:
-        fate, how = f"{self}.", "It had not begun to read: it died while it started"
-        if self.hung:
-            fate = f"{self.who} hung for minutes and was killed."
-            how = "It had not begun to read: it hung while it started"
-        more = "its own output on stderr may say more"
-        if self.cause:
-            more = f"it raised {self.cause.splitlines()[-1]}"
+        fate, how = (f"{self.who} hung for minutes and was killed", "hung") if self.hung else (str(self), "died")
+        more = f"it raised {self.cause.splitlines()[-1]}" if self.cause else "its own output on stderr may say more"
         error = self._error(
-            f"{fate} {how}, unpickled the dataset or ran worker_init_fn, and so did those before it; {more}"
+            f"{fate}. It had not begun to read: it {how} while it started, unpickled the dataset or ran "
+            f"worker_init_fn, and so did those before it; {more}"
         )
         error.__cause__ = WorkerTraceback(self.cause) if self.cause else None
         return error

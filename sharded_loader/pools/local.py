@@ -37,7 +37,7 @@ from sharded_loader.base.interrupts import ENDING_SECONDS, program_ends
 from sharded_loader.base.system import write_to_stderr
 from sharded_loader.batching.protocol import Empty
 from sharded_loader.data.inspection import warn_of_open_file
-from sharded_loader.engine.heartbeat import BEGINNING, IDLE, RUN, SAMPLE, SEQ, new_heartbeat
+from sharded_loader.engine.heartbeat import BEGINNING, IDLE, RUN, SAMPLE, SEQ, UNUSED
 from sharded_loader.engine.messages import NOTHING, Job, Result, Task
 from sharded_loader.engine.pool import Pool, PoolBroken, WorkerPool
 from sharded_loader.engine.reader import Reader
@@ -100,7 +100,7 @@ class _Thread(threading.Thread):
         self.shared = shared
         self.number = number
         self.init = init
-        self.heartbeat = new_heartbeat()
+        self.heartbeat = list(UNUSED)
         self.task: Task | None = None
         self.abandoned = False
 

@@ -289,7 +289,8 @@ class SupervisedPool(WorkerPool, Generic[W]):
                 transport.launch_as(worker.number, self._job)
             self.take_back(worker.tasks.values())
         if not is_draining:
-            self.notices.record("replaced_workers", f"{death.fate}. Another worker has its place")
+            fate = f"{death.who} made no progress for too long (timeout), and was killed" if death.hung else death
+            self.notices.record("replaced_workers", f"{fate}. Another worker has its place")
         return results
 
     def give_up_worker(self, worker: W, error: Exception) -> list[Result]:

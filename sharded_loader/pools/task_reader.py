@@ -30,7 +30,7 @@ from sharded_loader.base.imports import call_after_import
 from sharded_loader.base.notices import is_ours
 from sharded_loader.base.system import is_on, write_to_stderr
 from sharded_loader.batching.protocol import Array
-from sharded_loader.engine.heartbeat import BEGINNING, RUN, SAMPLE, SENDING, SEQ, SHARD, Heartbeat, new_heartbeat, phase
+from sharded_loader.engine.heartbeat import BEGINNING, RUN, SAMPLE, SENDING, SEQ, SHARD, UNUSED, Heartbeat, phase
 from sharded_loader.engine.messages import Job, Result, Task, pack_reply, pack_result, task_of
 from sharded_loader.engine.reader import Reader, plain_indices
 from sharded_loader.memory.codec import Encoded, End, HostParts, Movers, SlotWriter, encode, encode_error, host_parts
@@ -116,7 +116,7 @@ class TaskReader:
         self._number = number
         self._num_workers = num_workers
         self.name = name
-        self.heartbeat: Heartbeat = new_heartbeat()
+        self.heartbeat: Heartbeat = list(UNUSED)
         self.job: Job | None = None
         self.cancelled: set[int] = set()
         self._reader: Reader | None = None

@@ -199,23 +199,20 @@ class PaddedTable(WrapperTable):
     """
 
     def __init__(self, table: Table, length: int, begin: int, total: int, replicas: int = 0) -> None:
-        self._table, self._length, self._begin, self._total = table, length, begin, total
+        self._table, self._filled, self._begin, self._length = table, length, begin, total
         self._replicas = replicas
         self._last: Any = None  # the last item read, in a list or array
 
-    def upto(self, begin: int, end: int) -> int:
-        return min(end, self._total)
-
     def at(self, positions: Indices) -> Any:
-        within = positions[: np.searchsorted(positions, self._length)]
+        within = positions[: np.searchsorted(positions, self._filled)]
         if len(within) or self._last is None:
             first = int(positions[0])
             # A rank without items repeats its last one, or the first of all; rank 0 has its own table.
             if replicas := self._replicas:
-                first = max(first - parts(first + 1 - self._length, replicas, cut=False) * replicas, 0)
+                first = max(first - parts(first + 1 - self._filled, replicas, cut=False) * replicas, 0)
             items = self._table.at(within if len(within) else np.array([first if replicas else self._begin]))
             if len(items) < max(len(within), 1):
-                text = f"the sampler yielded fewer items than its length, {self._length}, says"
+                text = f"the sampler yielded fewer items than its length, {self._filled}, says"
                 raise ValueError(f"{text}: correct its __len__, or do without evaluate=True")
             self._last = items[-1:]
         padding = [self._last] * (len(positions) - len(within))
@@ -428,7 +425,7 @@ class EndlessTable(Table):
     """One rank's items of ``count`` steps of a segment; ``open`` returns the table of an epoch when it is needed."""
 
     def __init__(self, open: Callable[[int], Table], segment: EpochSegment, rank: int, count: int, name: str) -> None:
-        self._open, self._segment, self._rank, self._count, self._name = open, segment, rank, count, name
+        self._open, self._segment, self._rank, self._length, self._name = open, segment, rank, count, name
         self._epoch = -1  # no epoch is open
         self._items: Table
         self._strided: Table
@@ -436,9 +433,6 @@ class EndlessTable(Table):
     @property
     def block(self) -> int:
         return 1 if self._epoch < 0 else self._items.block
-
-    def upto(self, begin: int, end: int) -> int:
-        return min(end, self._count)
 
     def at(self, positions: Indices) -> Any:
         found = []

@@ -226,17 +226,12 @@ def read_twice(read: Callable[[int], Found], sampler: object, epoch: int) -> Fou
     with seeded_globals(2):
         again = read(2)
     if bytes_of([found]) != bytes_of([again]):
-        raise not_reproducible(sampler, epoch)
+        raise ValueError(
+            f"epoch {epoch} cannot be looked up: the sampler, {an(type(sampler))}, yields other indices when it is "
+            f"read again. It draws from a global generator, or goes on from the epoch before: make its order depend "
+            f"on set_epoch(epoch) alone, or write down the indices while you train"
+        )
     return found
-
-
-def not_reproducible(sampler: object, epoch: int) -> ValueError:
-    """Return the error for an epoch that a third-party sampler does not reproduce."""
-    return ValueError(
-        f"epoch {epoch} cannot be looked up: the sampler, {an(type(sampler))}, yields other indices when it is read "
-        f"again. It draws from a global generator, or goes on from the epoch before: make its order depend on "
-        f"set_epoch(epoch) alone, or write down the indices while you train"
-    )
 
 
 def check_reproduced(sampler: object, checkpoint: Checkpoint, items: int, checksum: int) -> None:

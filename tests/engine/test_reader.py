@@ -20,7 +20,7 @@ from sharded_loader.base.errors import notes_of
 from sharded_loader.batching.protocol import BatchifyError
 from sharded_loader.engine import heartbeat as beats
 from sharded_loader.engine import messages
-from sharded_loader.engine.heartbeat import IN_BATCHIFY, IN_BULK, ONE_BY_ONE, SAMPLE, SHARD, UNUSED, new_heartbeat
+from sharded_loader.engine.heartbeat import IN_BATCHIFY, IN_BULK, ONE_BY_ONE, SAMPLE, SHARD, UNUSED
 from sharded_loader.engine.messages import NOTHING, BatchTimes, Job, PartBatch, PartIndices, PartPoint, Result, Task
 from sharded_loader.engine.reader import BatchScope, Reader
 from sharded_loader.memory.codec import SlotWriter, decode, encode
@@ -352,7 +352,7 @@ def test_nothing_is_done_for_a_sample_but_to_read_it() -> None:
 
 @pytest.mark.usefixtures("host_time")  # on a busy machine, a cheap sample may take long
 def test_the_heartbeat_says_where_the_reader_is() -> None:
-    heartbeat, seen = new_heartbeat(), []
+    heartbeat, seen = list(UNUSED), []
 
     def look(samples: list[Any] | None = None) -> Any:
         seen.append((heartbeat[SHARD], heartbeat[SAMPLE]))
@@ -385,7 +385,7 @@ def test_the_heartbeat_says_where_the_reader_is() -> None:
 
 
 def test_a_probe_notes_each_sample_that_is_otherwise_read_in_bulk() -> None:
-    heartbeat = new_heartbeat()
+    heartbeat = list(UNUSED)
     for kind in (InItems, InBatches):
         seen: list[Any] = []
 
@@ -505,7 +505,7 @@ TASK = Task(4, 5, 0, 0, ([70, 80], [90]), True)
 
 
 def test_a_heartbeat_is_at_the_task_of_its_run_and_number_until_it_is_idle() -> None:
-    assert not beats.is_at(new_heartbeat(), Task(0, 0, 0, 0, ([1],), False))
+    assert not beats.is_at(list(UNUSED), Task(0, 0, 0, 0, ([1],), False))
     assert beats.is_at([4, 5, 0, beats.BEGINNING], TASK)
     assert not any(beats.is_at(at, TASK) for at in ([4, 6, 0, 0], [3, 5, 0, 0], [4, 5, 0, beats.IDLE]))
 

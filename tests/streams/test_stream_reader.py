@@ -11,7 +11,7 @@ from refusing import in_child
 from stream_samples import GoOn, Own, Parts, Stateful, WithStatefulRows
 from torch.utils.data import get_worker_info
 
-from sharded_loader.engine.heartbeat import IN_BATCHIFY, SAMPLE, SHARD, new_heartbeat
+from sharded_loader.engine.heartbeat import IN_BATCHIFY, SAMPLE, SHARD, UNUSED
 from sharded_loader.engine.messages import NOTHING, Job, PartBatch, PartIndices, PartPoint, Stream, Task
 from sharded_loader.engine.reader import Reader
 from sharded_loader.pools.task_reader import reader_for
@@ -122,7 +122,7 @@ def test_a_part_in_which_an_interruption_has_struck_is_opened_again():
 
 
 def test_the_heartbeat_says_where_the_reader_is():
-    heartbeat, seen = new_heartbeat(), []
+    heartbeat, seen = list(UNUSED), []
 
     def look(part, place):
         seen.append((heartbeat[SHARD], heartbeat[SAMPLE]))

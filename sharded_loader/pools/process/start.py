@@ -56,7 +56,7 @@ from multiprocess.context import SpawnProcess
 
 from sharded_loader.base import private
 from sharded_loader.base.errors import describe_exit
-from sharded_loader.base.interrupts import python_handlers, should_stop, uninterrupted
+from sharded_loader.base.interrupts import python_handlers, set_handlers, should_stop, uninterrupted
 from sharded_loader.base.system import after_fork, can_pass_descriptors
 from sharded_loader.engine.messages import Job
 from sharded_loader.pools.process import spawned, worker
@@ -308,8 +308,7 @@ def _serve(control: socket.socket, theirs: socket.socket, job: Job) -> None:
 
     def work(number: int, num_workers: int, fd: int, held: int) -> None:
         control.close()
-        for signal_number, handler in handlers.items():
-            signal.signal(signal_number, handler)
+        set_handlers(handlers)
         worker.main(Connection(fd), number, num_workers, job, held=held)
 
     def fork(number: int, num_workers: int, descriptors: list[int]) -> int:
@@ -356,8 +355,7 @@ def _ignore_signals() -> dict[int, Any]:
     """
     signal.set_wakeup_fd(-1)
     handlers: dict[int, Any] = dict.fromkeys(python_handlers(), signal.SIG_DFL)
-    for number in (*handlers, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
+    set_handlers(dict.fromkeys((*handlers, signal.SIGINT), signal.SIG_IGN))
     if signal.signal(signal.SIGCHLD, signal.SIG_DFL) is signal.SIG_IGN and signal.SIGCHLD not in handlers:
         handlers[signal.SIGCHLD] = signal.SIG_IGN  # the user's choice, as for spawned workers
     return handlers

@@ -41,7 +41,7 @@ from sharded_loader.base import host_clock
 from sharded_loader.base.interrupts import uninterrupted
 from sharded_loader.base.limits import oom_kills
 from sharded_loader.base.system import PORTABLE, can_pass_descriptors, open_pidfd, write_to_stderr
-from sharded_loader.engine.heartbeat import IDLE, SAMPLE, WORDS, Heartbeat, heartbeat_in, new_heartbeat
+from sharded_loader.engine.heartbeat import IDLE, SAMPLE, UNUSED, WORDS, Heartbeat, heartbeat_in
 from sharded_loader.engine.messages import Job, Task
 from sharded_loader.memory import publish
 from sharded_loader.memory.arena import Arena
@@ -96,7 +96,7 @@ class ProcessWorker(Worker):
         self.slots: dict[tuple[int, int], Slot | None] = {}
         self.unread: list[Segment | None] = []  # of jobs sent: a name is gone with the last that has the memory open
         self.row = -1  # row on the heartbeat
-        self.heartbeat: Heartbeat = new_heartbeat()
+        self.heartbeat: Heartbeat = list(UNUSED)
         self.has_grown = False  # above its memory limit
         self.has_ended = False  # known to have ended but not replaced, or killed because it stalled
         self._released = False

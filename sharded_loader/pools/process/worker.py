@@ -35,7 +35,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from sharded_loader.base import host_clock
-from sharded_loader.base.interrupts import python_handlers
+from sharded_loader.base.interrupts import python_handlers, set_handlers
 from sharded_loader.base.private import end_compiling, limit_to_one_thread
 from sharded_loader.base.system import ONE_THREAD, after_fork, is_readable, why_refused
 from sharded_loader.engine.heartbeat import IDLE, SAMPLE, heartbeat_in
@@ -277,9 +277,7 @@ def main(
     end_compiling()
     # Inherited handlers belong to the main process: here SIGTERM ends the process.
     signal.set_wakeup_fd(-1)
-    for number_of_signal in python_handlers():
-        signal.signal(number_of_signal, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    set_handlers({**dict.fromkeys(python_handlers(), signal.SIG_DFL), signal.SIGINT: signal.SIG_IGN})
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     try:
