@@ -210,7 +210,7 @@ _known: tuple[Any, bytes] | None = None
 def _saved_numpy() -> Callable[[], None]:
     """Return a function that restores the state of NumPy's global generator.
 
-    If nobody has drawn from it since the last time, both take 6 us instead of 145: NumPy copies each word in Python.
+    Without draws since the last time, both take 6 us instead of 145: NumPy copies each word in Python.
     """
     global _known
     generator: Any = getattr(np.random, "get_bit_generator", lambda: None)()  # from NumPy 1.24 on

@@ -207,7 +207,7 @@ def decode_image(payload: bytes, iscolor: int, name: str, advice: str = "", size
         stored = image.size
         if size is not None:
             image.draft(None, (max(size),) * 2 if isinstance(size, tuple) else (size, size))
-        pixels = _decoded_fast(image, payload, iscolor)
+        pixels = decode_upright_jpeg(image, payload, iscolor)
         if pixels is None:
             image.load()
     except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, struct.error, ... on bad bytes
@@ -220,9 +220,9 @@ def decode_image(payload: bytes, iscolor: int, name: str, advice: str = "", size
     return pixels if size is None else _resized(pixels, name, stored, size)
 
 
-def _decoded_fast(image: Any, payload: bytes, iscolor: int) -> Pixels | None:
+def decode_upright_jpeg(image: Any, payload: bytes, iscolor: int) -> Pixels | None:
     """Return the pixels of an upright JPEG from simplejpeg, or None: Pillow treats all others, and finds the errors."""
-    if image.format != "JPEG" or image.mode != {1: "RGB", 0: "L"}.get(iscolor) or (decode := _simplejpeg()) is None:
+    if image.format != "JPEG" or image.mode != {1: "RGB", 0: "L"}.get(iscolor) or (decode := fast_decoder()) is None:
         return None
     with contextlib.suppress(Exception):
         if image.getexif().get(_ORIENTATION, 1) == 1:
@@ -233,7 +233,7 @@ def _decoded_fast(image: Any, payload: bytes, iscolor: int) -> Pixels | None:
 
 
 @functools.cache
-def _simplejpeg() -> Any:
+def fast_decoder() -> Any:
     with contextlib.suppress(ImportError, OSError):
         from simplejpeg import decode_jpeg
 

@@ -47,7 +47,7 @@ def result(decode: Callable[[], Any]) -> str | tuple[tuple[int, ...], str, bytes
 
 @pytest.mark.filterwarnings("ignore")  # Pillow's, of damaged files
 def test_pixels_and_errors_are_those_of_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
-    rng, taken, decode = np.random.default_rng(0), list[bool](), images._decoded_fast
+    rng, taken, decode = np.random.default_rng(0), list[bool](), images.decode_upright_jpeg
 
     def counted(*arguments: Any) -> Any:
         pixels = decode(*arguments)
@@ -62,9 +62,9 @@ def test_pixels_and_errors_are_those_of_pillow(monkeypatch: pytest.MonkeyPatch) 
                 def decoded(flag: int = flag, size: Any = size, data: bytes = data) -> Any:
                     return images.decode_image(data, flag, "it", size=size)
 
-                monkeypatch.setattr(images, "_decoded_fast", counted)
+                monkeypatch.setattr(images, "decode_upright_jpeg", counted)
                 found = result(decoded)
-                monkeypatch.setattr(images, "_decoded_fast", lambda *_: None)
+                monkeypatch.setattr(images, "decode_upright_jpeg", lambda *_: None)
                 assert found == result(decoded), (number, flag, size)
     assert 200 < sum(taken) < len(taken) - 200
 
@@ -72,14 +72,14 @@ def test_pixels_and_errors_are_those_of_pillow(monkeypatch: pytest.MonkeyPatch) 
 def test_an_image_of_this_size_is_decoded_at_a_reduced_one(monkeypatch: pytest.MonkeyPatch) -> None:
     file, seen = io.BytesIO(), list[tuple[int, ...]]()
     Image.effect_noise((1001, 801), 50).convert("RGB").save(file, "JPEG")
-    decode = images._simplejpeg()
+    decode = images.fast_decoder()
 
     def watched(*arguments: Any, **named: Any) -> Any:
         pixels = decode(*arguments, **named)
         seen.append(pixels.shape)
         return pixels
 
-    monkeypatch.setattr(images, "_simplejpeg", lambda: watched)
+    monkeypatch.setattr(images, "fast_decoder", lambda: watched)
     for size in (150, 400, 500):
         assert images.decode_image(file.getvalue(), 1, "it", size=size).shape[0] == size
     assert seen == [(201, 251, 3), (401, 501, 3), (801, 1001, 3)]
