@@ -15,6 +15,7 @@ import gc
 import importlib
 import os
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -57,16 +58,18 @@ def listed(module: str, file: str) -> tuple[list[str], Callable[[], list[str]], 
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         if home_of[name] == module:  # a module of this package
             return importlib.import_module(f"{module}.{name}")
-        collecting = gc.isenabled()
-        gc.disable()  # a collection of all that torch has left takes 100 ms, as long as this import
+        # A collection of what torch has left takes 100 ms, as long as this import. Other threads may fork meanwhile.
+        is_put_off = gc.isenabled() and threading.active_count() == 1
         try:
+            if is_put_off:
+                gc.disable()
             value = getattr(__import__(home_of[name], fromlist=[name]), name)
         finally:
-            if collecting:
+            if is_put_off:
                 gc.enable()
-            if gc.get_count()[2] and gc.get_freeze_count() < 1000:  # not the user's; Python 3.12 begins with 375
-                gc.freeze()  # makes all objects old, so that it does not come with the next import instead
-                gc.unfreeze()
+                if gc.get_count()[2] and gc.get_freeze_count() < 1000:  # not the user's; Python 3.12 begins with 375
+                    gc.freeze()  # makes all objects old, so that it does not come with the next import instead
+                    gc.unfreeze()
         setattr(sys.modules[module], name, value)
         return value
 

@@ -30,13 +30,6 @@ from sharded_loader.extend.engine import KnownSteps, publish
 from sharded_loader.extend.order import LEFT_OUT, WEIGHTS_SET, differences, other_arguments, parse, seeded_globals
 from sharded_loader.extend.tools import blake2b, brief, check_int, is_from_outside
 
-GLOBALS: dict[str, Any] = {
-    "Python's random": random,
-    "NumPy's global generator": np.random,
-    "torch's global generator": torch.default_generator,
-}
-"""Global random generators, by their names in messages; `_state_of` reads their states."""
-
 DIGITS = len(LEFT_OUT)
 
 
@@ -145,13 +138,15 @@ def _read_there(
 
 def _why(steps: KnownSteps, index: object, number: int, same_here: bool) -> str:
     """Explain why a sample differs. ``same_here``: two reads in this process agree."""
-    known = GLOBALS | dict(generators(steps.dataset, "dataset"))
+    shared: dict[str, Any] = {"Python's random": random, "NumPy's global generator": np.random}  # imported only here
+    shared["torch's global generator"] = torch.default_generator
+    known = shared | dict(generators(steps.dataset, "dataset"))
     with seeded_globals(1):
         before = {name: exact(_state_of(one)) for name, one in known.items()}
         first = digest_of_read(lambda: steps.sample(index, number))
         drawn = [name for name, one in known.items() if exact(_state_of(one)) != before[name]]
     is_random = first != steps.digest(index, number)
-    if sources := [name for name in drawn if (name not in GLOBALS) is is_random]:
+    if sources := [name for name in drawn if (name not in shared) is is_random]:
         advice = "Draw from sample_rng(), or use dataset.transform(fn, seeded=True)"
         return f"Each draws from {' and '.join(sources)}. {advice}"
     if not is_random and same_here:

@@ -16,7 +16,7 @@ import platform
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from sharded_loader.extend import BatchTimes, Pool
 from sharded_loader.extend.data import mixture_of
@@ -24,11 +24,9 @@ from sharded_loader.extend.engine import KnownSteps, process_group, resolve_repl
 from sharded_loader.extend.order import MapOrder
 from sharded_loader.extend.tools import check_int, write_whole
 from sharded_loader.instruments import page
+from sharded_loader.instruments.check import Fingerprint, LoaderCheck, check_loader, fingerprint_of_epoch
 from sharded_loader.instruments.stats import LoaderStats, Meter
 from sharded_loader.samplers.inverse import SamplePlace, places_of
-
-if TYPE_CHECKING:
-    from sharded_loader.instruments.check import Fingerprint, LoaderCheck
 
 
 class RankStats(NamedTuple):
@@ -223,8 +221,6 @@ class Instruments:
             >>> str(loader.fingerprint(epoch=0)), loader.fingerprint(0).steps
             ('33aedb4a09a1b621', '8d3898173fc69c89')
         """
-        from sharded_loader.instruments.check import fingerprint_of_epoch  # 10 ms, not before a first batch
-
         steps, now, _ = self._inspected()
         return fingerprint_of_epoch(steps, now if epoch is None else epoch)
 
@@ -287,8 +283,6 @@ class Instruments:
             All are the same each time.
             The pickled dataset has ... bytes.
         """
-        from sharded_loader.instruments.check import check_loader
-
         steps, now, pool = self._inspected()
         return check_loader(steps, now, samples, pool)
 

@@ -85,7 +85,7 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -184,17 +184,18 @@ def _torch_state() -> npt.NDArray[Any] | None:
 def seeded_globals(key: int, *, whole: bool = True) -> Iterator[None]:
     """Seed the global generators (`seed_globals`) inside the block and restore them; one thread at a time."""
     with _lock:
-        python_state, restore_numpy = random.getstate(), _saved_numpy()
+        python_state, numpy = random.getstate(), _SavedNumpy()
         generator = getattr(sys.modules.get("torch"), "default_generator", None)
         torch_state = generator and generator.get_state()
 
         def restore() -> None:
             random.setstate(python_state)
-            restore_numpy()
+            numpy.restore()
             if generator is not None:
                 generator.set_state(torch_state)
 
         try:
+            numpy.take()
             seed_globals(key, whole=whole)
             yield
             restore()
@@ -203,43 +204,46 @@ def seeded_globals(key: int, *, whole: bool = True) -> Iterator[None]:
             raise
 
 
-_known: tuple[Any, bytes] | None = None
-"""NumPy's global generator, and its words when it held no second half of a pair of normal numbers, its other state."""
+class _SavedNumpy:
+    """The state of NumPy's global generator: words, and perhaps the second half of a pair of normal numbers.
 
-
-def _saved_numpy() -> Callable[[], None]:
-    """Return a function that restores the state of NumPy's global generator.
-
-    Without draws since the last time, both take 6 us instead of 145: NumPy copies each word in Python.
+    `take` draws that half, so `restore` has to follow. Both take 6 us, and NumPy's own functions, which copy each word
+    in Python, 145.
     """
-    global _known
-    generator: Any = getattr(np.random, "get_bit_generator", lambda: None)()  # from NumPy 1.24 on
-    memory = _words_of(generator)
-    words = b"" if memory is None else memory.raw
-    if memory is None or _known is None or _known[0] is not generator or _known[1] != words:
-        state: Any = np.random.get_state(legacy=False)
-        known = memory is not None and not state["has_gauss"] and words == _as_bytes(state["state"])
-        _known = (generator, words) if known else None
-        if not known:
-            return partial(np.random.set_state, state)
 
-    def restore() -> None:
-        np.random.seed(0)  # drops the second half of a pair
-        with generator.lock:
-            memory.raw = words
+    def __init__(self) -> None:
+        self._generator: Any = getattr(np.random, "get_bit_generator", lambda: None)()  # from NumPy 1.24 on
+        is_known = type(self._generator) is np.random.MT19937 and _has_known_layout()
+        self._memory = _words_of(self._generator) if is_known else None
+        self._saved: Any = np.random.get_state(legacy=False) if self._memory is None else self._memory.raw
+        self._drawn, self._after = list[float](), None
 
-    return restore
+    def take(self) -> None:
+        if self._memory is not None:
+            self._drawn.extend(map(np.random.standard_normal, (None,)))  # in C: Ctrl-C cannot come between
+            self._after = self._memory.raw
+
+    def restore(self) -> None:
+        if self._memory is None:
+            np.random.set_state(self._saved)
+        elif self._drawn:  # otherwise Ctrl-C came before `take`
+            self._after = self._after or self._memory.raw  # None: Ctrl-C came in `take`
+            vars(np.random)["set_bit_generator"](self._generator)  # drops a half, and what the user has put there
+            with self._generator.lock:
+                self._memory.raw = self._saved
+            if self._after == self._saved:  # the half was all that was drawn
+                np.random.set_state({**np.random.get_state(legacy=False), "has_gauss": 1, "gauss": self._drawn[0]})
 
 
 def _words_of(generator: Any) -> Any:
-    """Return the memory of a Mersenne Twister of NumPy, 624 words and a position, as an array of ``ctypes``."""
-    if type(generator) is not np.random.MT19937:  # the user has replaced it
-        return None
+    """Return the memory of a Mersenne Twister of NumPy: 624 words and a position."""
     return (ctypes.c_char * (4 * 625)).from_address(generator.ctypes.state_address)
 
 
-def _as_bytes(state: dict[str, Any]) -> bytes:
-    return np.append(state["key"], state["pos"]).astype(np.uint32).tobytes()
+@cache
+def _has_known_layout() -> bool:
+    state: Any = (generator := np.random.MT19937(7)).state["state"]
+    return np.array_equal(np.frombuffer(_words_of(generator), np.uint32), [*state["key"], state["pos"]])
 
 
 @contextmanager

@@ -234,7 +234,7 @@ def decode_upright_jpeg(image: Any, payload: bytes, iscolor: int) -> Pixels | No
 
 @functools.cache
 def fast_decoder() -> Any:
-    with contextlib.suppress(ImportError, OSError):
+    with contextlib.suppress(Exception):  # such as a ValueError: it was built for another NumPy
         from simplejpeg import decode_jpeg
 
         return decode_jpeg

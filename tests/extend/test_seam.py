@@ -54,3 +54,18 @@ print(full, [gc.isenabled(), gc.get_freeze_count() // 1000] == state)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "[] True\n"
+
+
+def test_beside_another_thread_which_may_fork_the_collector_is_left_alone() -> None:
+    program = """
+import gc, threading
+over, calls = threading.Event(), []
+threading.Thread(target=over.wait).start()
+for name in ("disable", "freeze"):
+    setattr(gc, name, lambda name=name: calls.append(name))
+from sharded_loader import ShardedDataLoader
+over.set()
+print(calls, gc.isenabled())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "[] True\n"

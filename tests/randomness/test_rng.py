@@ -323,6 +323,20 @@ def test_numpy_goes_on_whatever_was_drawn_between_and_inside() -> None:
         assert numpy_state() == expected
 
 
+def test_words_that_come_again_may_have_another_half() -> None:
+    """After one normal number and after two, the words are the same. A block with the key of the one around it, too."""
+    for count in (2, 1, 2, 0):
+        np.random.seed(0)
+        np.random.randn(count)
+        expected = numpy_state()
+        with seeded_globals(5):
+            within = numpy_state()
+            with seeded_globals(5):
+                pass
+            assert numpy_state() == within
+        assert numpy_state() == expected
+
+
 @pytest.mark.skipif(not hasattr(np.random, "set_bit_generator"), reason="new in NumPy 1.24")
 def test_another_generator_in_the_place_of_numpys_own_goes_on() -> None:
     own = np.random.get_bit_generator()
@@ -332,6 +346,7 @@ def test_another_generator_in_the_place_of_numpys_own_goes_on() -> None:
             expected = numpy_state()
             with seeded_globals(1):
                 np.random.rand()
+                np.random.set_bit_generator(np.random.MT19937(3))
             assert numpy_state() == expected and np.random.get_bit_generator() is generator
     finally:
         np.random.set_bit_generator(own)
