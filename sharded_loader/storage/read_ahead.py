@@ -182,8 +182,7 @@ class ReadAhead:
         self._requests: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         pieces = -(-(self._total_bytes // max(1, len(sizes))) // PIECE)  # of a mean shard
         at_once = MAX_REQUESTS // max(1, min(pieces, CONNECTIONS))
-        threads = at_once + at_once // 2  # a third of them wait for the disk, or save an index
-        self._threads = [threading.Thread(target=self._fetch_all, daemon=True) for _ in range(threads)]
+        self._threads = [threading.Thread(target=self._fetch_all, daemon=True) for _ in range(at_once)]
         self._threads.append(threading.Thread(target=self._run, name="sharded_loader-read-ahead", daemon=True))
 
     def start(self) -> None:

@@ -220,7 +220,6 @@ class ObjectStore:
         as many requests. Raises `ShardError` if the file is another version.
         """
         piece = min(PIECE, max(LEAST_PIECE, -(-stat.size // CONNECTIONS))) if is_waited_for else PIECE
-        piece = max(1, -(-stat.size // max(1, -(-stat.size // piece))))  # equal pieces arrive together
         spans = [(begin, min(begin + piece, stat.size)) for begin in range(0, stat.size, piece)]
         lock = threading.Lock()
 
