@@ -58,7 +58,7 @@ def uninterrupted() -> Iterator[None]:
 
 
 def set_handlers(handlers: dict[int, Any]) -> None:
-    """Handle each of these signals from now on as given."""
+    """Install signal handlers, by the number of the signal."""
     for number, handler in handlers.items():
         signal.signal(number, handler)
 

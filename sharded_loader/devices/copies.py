@@ -415,7 +415,8 @@ class CopyStream:
         leaf = to_torch(leaf)
         if _is_plain(leaf):
             # Small tensors are packed once the whole batch has been seen.
-            return self._allocate(pending, [leaf], [_is_small(leaf)])[0]
+            is_small = 0 < leaf.nbytes <= SMALL and leaf.is_contiguous() and not (leaf.is_conj() or leaf.is_neg())
+            return self._allocate(pending, [leaf], [is_small])[0]
         if type(leaf) is HostValue:
             return leaf.value
         if has_method(leaf, "to") and getattr(leaf, "device", None) != self.streams.device:
@@ -660,11 +661,6 @@ def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:
 def _is_recorded(tensor: torch.Tensor) -> bool:
     """Return True if torch can record this tensor, which excludes sparse and nested ones."""
     return tensor.layout is torch.strided and not tensor.is_nested
-
-
-def _is_small(leaf: torch.Tensor) -> bool:
-    """Return True if a plain tensor is packed with others."""
-    return 0 < leaf.nbytes <= SMALL and leaf.is_contiguous() and not (leaf.is_conj() or leaf.is_neg())
 
 
 def _is_plain(leaf: Any) -> bool:

@@ -215,7 +215,7 @@ class _SavedNumpy:
         self._generator: Any = getattr(np.random, "get_bit_generator", lambda: None)()  # from NumPy 1.24 on
         is_known = type(self._generator) is np.random.MT19937 and _has_known_layout()
         self._memory = _words_of(self._generator) if is_known else None
-        self._saved: Any = np.random.get_state(legacy=False) if self._memory is None else self._memory.raw
+        self._saved: Any = np.random.get_state() if self._memory is None else self._memory.raw
         self._drawn, self._after = list[float](), None
 
     def take(self) -> None:
@@ -242,7 +242,8 @@ def _words_of(generator: Any) -> Any:
 
 @cache
 def _has_known_layout() -> bool:
-    state: Any = (generator := np.random.MT19937(7)).state["state"]
+    generator = np.random.MT19937(7)
+    state: Any = generator.state["state"]
     return np.array_equal(np.frombuffer(_words_of(generator), np.uint32), [*state["key"], state["pos"]])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from sharded_loader.recordio import images
 
 Image = pytest.importorskip("PIL.Image")
 pytestmark = pytest.mark.frameworks
-SIZES = (None, 40, 100, 300, (30, 200))
+SIZES = (None, 1, 40, 100, 300, (30, 200))
 
 
 def jpeg(rng: np.random.Generator, number: int) -> bytes:
@@ -58,10 +59,7 @@ def test_pixels_and_errors_are_those_of_pillow(monkeypatch: pytest.MonkeyPatch) 
         data = jpeg(rng, number)
         for flag in (-1, 0, 1):
             for size in SIZES if flag >= 0 else (None,):
-
-                def decoded(flag: int = flag, size: Any = size, data: bytes = data) -> Any:
-                    return images.decode_image(data, flag, "it", size=size)
-
+                decoded = functools.partial(images.decode_image, data, flag, "it", size=size)
                 monkeypatch.setattr(images, "decode_upright_jpeg", counted)
                 found = result(decoded)
                 monkeypatch.setattr(images, "decode_upright_jpeg", lambda *_: None)
@@ -83,3 +81,16 @@ def test_an_image_of_this_size_is_decoded_at_a_reduced_one(monkeypatch: pytest.M
     for size in (150, 400, 500):
         assert images.decode_image(file.getvalue(), 1, "it", size=size).shape[0] == size
     assert seen == [(201, 251, 3), (401, 501, 3), (801, 1001, 3)]
+
+
+@pytest.mark.parametrize("side", range(1, 18))
+def test_tiny_images_of_which_several_scales_give_one_size_are_equal_too(
+    monkeypatch: pytest.MonkeyPatch, side: int
+) -> None:
+    file = io.BytesIO()
+    Image.fromarray(np.random.default_rng(side).integers(0, 255, (side, side, 3), np.uint8)).save(file, "JPEG")
+    for size in range(1, 6):
+        found = images.decode_image(file.getvalue(), 1, "it", size=size)
+        with monkeypatch.context() as patch:
+            patch.setattr(images, "fast_decoder", lambda: None)
+            assert np.array_equal(found, images.decode_image(file.getvalue(), 1, "it", size=size))
