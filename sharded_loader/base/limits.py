@@ -39,10 +39,10 @@ class Limit(NamedTuple):
     what: str
 
 
-def processes_here() -> int:
-    """Return the number of processes that share this machine's memory (LOCAL_WORLD_SIZE; ValueError if invalid)."""
+def processes_here(environ: Mapping[str, str] = os.environ) -> int:
+    """Return the number of ranks that share this machine (LOCAL_WORLD_SIZE; ValueError if invalid)."""
     advice = "torchrun sets it to the number of processes on this machine; unset it, or give ProcessPool(max_bytes=...)"
-    return integer("LOCAL_WORLD_SIZE", 1, least=1, advice=advice)
+    return integer("LOCAL_WORLD_SIZE", 1, least=1, advice=advice, environ=environ)
 
 
 def free_bytes(root: Path = Path("/")) -> Limit:
@@ -166,21 +166,14 @@ def cores_for_workers() -> int:
     return math.ceil(min(usable_cores(), core_limit() or math.inf))
 
 
-def ranks_here(environ: Mapping[str, str] = os.environ) -> int:
-    """Return the number of ranks on this machine (LOCAL_WORLD_SIZE); 1 if it is not a number."""
-    given = environ.get("LOCAL_WORLD_SIZE", "").strip()
-    return max(1, int(given)) if given.isdecimal() else 1
-
-
 def ranks_on_cores(environ: Mapping[str, str] = os.environ) -> int:
     """Return the number of ranks that share this one's cores; 1 if this rank is bound to cores of its own."""
-    return ranks_here(environ) if usable_cores() == os.cpu_count() else 1
+    return processes_here(environ) if usable_cores() == os.cpu_count() else 1
 
 
 def warn_of_workers(workers: int, environ: Mapping[str, str] = os.environ) -> None:
     """Warn about more than two worker processes per core, counting ``workers`` for each rank on this machine."""
-    cores, ranks = cores_for_workers(), ranks_on_cores(environ)
-    if workers > FEW and workers * ranks > 2 * cores:
+    if workers > FEW and workers * (ranks := ranks_on_cores(environ)) > 2 * (cores := cores_for_workers()):
         each = f", in each of {ranks} ranks on this machine," if ranks > 1 else ""
         warn(
             f"{workers} worker processes{each} share {cores} core{'s' * (cores > 1)}. They take turns, and each takes "

@@ -28,7 +28,6 @@ from sharded_loader.base.limits import core_limit as core_limit
 from sharded_loader.base.limits import cores_for_workers as cores_for_workers
 from sharded_loader.base.limits import free_bytes as free_bytes
 from sharded_loader.base.limits import processes_here as processes_here
-from sharded_loader.base.limits import ranks_here as ranks_here
 from sharded_loader.base.limits import ranks_on_cores as ranks_on_cores
 from sharded_loader.base.limits import usable_cores as usable_cores
 from sharded_loader.base.notices import RETRIES as RETRIES

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from sharded_loader.extend import Pipeline
 from sharded_loader.extend.engine import PER_WORKER
-from sharded_loader.extend.tools import SMALL, cores_for_workers, free_bytes, logger, ranks_here, ranks_on_cores
+from sharded_loader.extend.tools import SMALL, cores_for_workers, free_bytes, logger, processes_here, ranks_on_cores
 from sharded_loader.instruments.stats import LoaderStats, Meter
 
 START = 2
@@ -211,7 +211,7 @@ class Tuner:
 
     def _most(self, setting: Setting, cores: int) -> int:
         """Return the number of worker processes that fit into memory, judged by the last ones that started."""
-        free, (before, were) = free_bytes().nbytes // ranks_here(), self._memory
+        free, (before, were) = free_bytes().nbytes // processes_here(), self._memory
         if setting.workers > were:
             self._each = max(SMALL, (before - free) // (setting.workers - were))
         self._memory = free, setting.workers
