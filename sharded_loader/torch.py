@@ -525,7 +525,7 @@ class TorchReading(TorchSteps, Generic[Batch]):
 
     def _end_persistent_workers(self) -> None:
         if isinstance(self._loader._iterator, LoaderIterator):
-            self._loader._iterator._shutdown_workers()
+            self._loader._iterator.end(self._loader)
             self._loader._iterator = None
 
     @property

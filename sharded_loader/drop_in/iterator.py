@@ -115,7 +115,13 @@ def _collated(shard: object) -> Any:
 
 
 class DeviceMemory:
-    """Copy streams and pinned memory of the workers, kept from epoch to epoch: pinning memory takes time."""
+    """Copy streams and pinned memory of the workers, kept from epoch to epoch: pinning memory takes time.
+
+    Attributes:
+        engine: That of an iterator that is over, with spawned workers, which wait for the dataset of the next one.
+    """
+
+    engine: Engine | None = None
 
     def __init__(self) -> None:
         self._placement: core.Placer | None = None
@@ -163,17 +169,18 @@ class Engine:
 
     run: TorchRun
     current_run: Run | None = None
+    length: int | None = None
     sources = None  # batches come alone
+    renews = False  # the workers have the dataset of the iterator before
 
     def __init__(self, loader: Loader, pins: bool, kind: str | None) -> None:
-        self.length = None if isinstance(loader.dataset, IterableDataset) else core.length(loader.dataset)
         devices, sharded = core.find_devices(loader.device, loader.devices)
         pinner, self._memory = None, loader._memory
         if pins and devices is None:
             pin = partial(_utils.pin_memory.pin_memory, device=kind)
             pinner = Pinner(torch.device(kind or core.accelerators()[0]).type, loader.num_workers > 0, pin)
         self.placement = as_collated(None, pinner) if devices is None else self._memory.placement(devices)
-        self.pool = make_pool(loader)
+        self.pool, self.asked = make_pool(loader), loader.num_workers
         self.pool.notices = loader._meter.notices
         self._memory.lend(self.pool, self.placement)
         self.pipeline = Pipeline(self.pool, core.make_split(devices, sharded, loader.num_shards))
@@ -210,7 +217,8 @@ class Engine:
         return self.run
 
     def open(self, run: TorchRun, iterator: object) -> None:
-        self.pipeline.open(run, run.job)
+        self.pipeline.open(run, run.job, renew=self.renews)
+        self.renews = False
 
     def begun(self, *_: object) -> None:
         """Do nothing, and say no."""
@@ -252,7 +260,11 @@ class LoaderIterator(_BaseDataLoaderIter):
                 samplers.set_generator(generator, saved)
             torch.set_rng_state(before)
         self._is_stream = isinstance(loader.dataset, IterableDataset)
-        self._engine, self._shutdown = Engine(loader, self._pin_memory, self._pin_memory_device), False
+        kept, loader._memory.engine = loader._memory.engine, None
+        if kept is None or kept.asked != loader.num_workers:
+            kept = Engine(loader, self._pin_memory, self._pin_memory_device)
+        self._engine = kept
+        self._engine.length, self._shutdown = None if self._is_stream else core.length(dataset), False
         self._begin(loader, state, self._sampler_iter if loader.num_workers == 0 else None)
         if drawn is not None:  # other iterators that begin at this state draw the same
             loader._progress.rng_at_load = torch.get_rng_state()
@@ -365,8 +377,7 @@ class LoaderIterator(_BaseDataLoaderIter):
     def _make_again(self, loader: Loader) -> None:
         """Start over as if the iterator were created now."""
         self._waits = loader, (None, self)  # matches no state: after an interruption the next `next` does it again
-        self._shutdown_workers()
-        self._engine.close()
+        self.end(loader)
         self.__init__(loader, loader._progress.state_to_begin(loader._index_sampler))  # type: ignore[misc]
         if lives_on(loader):
             loader._iterator = self
@@ -453,6 +464,16 @@ class LoaderIterator(_BaseDataLoaderIter):
         if isinstance(engine.pool, ProcessPool) and not self._shutdown and not engine.pool.started:
             engine.pipeline.start(self.run.job)
         return engine.shown() or list(engine.views.values())
+
+    def end(self, loader: Loader) -> None:
+        """End the workers, or keep them for the next iterator, if it can send them another dataset."""
+        engine = self._engine
+        if isinstance(pool := engine.pool, ProcessPool) and pool.start_method != "fork" and pool.workers:
+            self._shutdown = engine.renews = True
+            loader._memory.engine = engine
+            return
+        self._shutdown_workers()
+        engine.close()
 
     def _shutdown_workers(self) -> None:
         """End the workers. Safe to call twice."""

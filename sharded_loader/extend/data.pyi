@@ -51,6 +51,7 @@ from sharded_loader.data.bulk import bulk_method as bulk_method
 from sharded_loader.data.bulk import checked_index as checked_index
 from sharded_loader.data.bulk import checked_indices as checked_indices
 from sharded_loader.data.bulk import gather_rows as gather_rows
+from sharded_loader.data.bulk import is_awaited as is_awaited
 from sharded_loader.data.bulk import is_gathered as is_gathered
 from sharded_loader.data.bulk import part_of as part_of
 from sharded_loader.data.bulk import read_many as read_many

@@ -136,16 +136,16 @@ class TaskReader:
         return None
 
     def take(self, job: Job) -> None:
-        """Read this job from now on. ``worker_init_fn`` is called with the first one, and may raise anything."""
-        first, self.job = self.job is None, job
+        """Read this job from now on. ``worker_init_fn`` is called, which may change the dataset, and raise anything."""
+        self.job = job
         base, number = job.base_seed, self._number
         key = derive_key(job.seed, "worker_init_fn", number)
         # A derived key rather than seed + number, which worker 1 of one run would share with worker 0 of the next.
         seed = key & 0x7FFFFFFFFFFFFFFF if base is None else base + number
         call_after_import("torch", lambda: _tell_torch(number, self._num_workers, seed, job))
-        if first and base is not None:
+        if base is not None:
             seed_as_torch(base, number)
-        if first and job.worker_init_fn is not None:
+        if job.worker_init_fn is not None:
             if base is None:
                 seed_globals(key)
             job.worker_init_fn(number)

@@ -11,6 +11,7 @@ import itertools
 import multiprocessing
 import os
 import pickle
+import random
 import sys
 import threading
 import types
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import METHODS, _processes, here, remains, until
+from conftest import METHODS, PROCESS_POOLS, SPAWNED, _descendants, _processes, here, remains, until
 from drop_in_samples import SEEDS, TORCHS, Counting, Order, Parts, Reads, Seeds, Shared, assert_same, flat, plain
 from failures import Boom, boom, kill, leave
 from samples import Bad
@@ -305,6 +306,65 @@ def test_persistent_workers_begin_again_in_the_middle_of_an_epoch(dataset: Any) 
         batches = iter(loader)
         assert [next(batches).tolist() for _ in range(count)] == expected[:count]
     assert plain(loader) == expected
+
+
+class Told(torch.utils.data.Dataset[Any]):
+    """A sample shows what the dataset was told, in the main process and in `tell`, and random numbers."""
+
+    epoch, init = 0, (-1, -1)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        return index, self.epoch, self.init, torch.rand(()).item(), np.random.rand(), random.random()
+
+
+class ToldParts(Told, torch.utils.data.IterableDataset[Any]):
+    """The same in parts, one for each worker."""
+
+    def __iter__(self) -> Any:
+        info: Any = get_worker_info()
+        return iter([(index, self.epoch, self.init) for index in range(info.id, len(self), info.num_workers)])
+
+
+def tell(number: int) -> None:
+    info: Any = get_worker_info()
+    info.dataset.init = number, info.dataset.epoch
+
+
+@SPAWNED
+@pytest.mark.parametrize("kind", [Told, ToldParts])
+def test_persistent_workers_that_were_spawned_live_on_when_they_get_another_dataset(kind: Any, method: str) -> None:
+    """To start one takes seconds. Otherwise all is as with forked ones, which are new."""
+
+    def read(method: str) -> tuple[set[int], list[Any]]:
+        torch.manual_seed(1)
+        order: Any = {} if kind is ToldParts else {"shuffle": True}
+        workers = {"num_workers": 2, "persistent_workers": True, "start_method": method, "worker_init_fn": tell}
+        data = kind()
+        loader, found, pids = DataLoader(data, 2, collate_fn=list, **order, **workers), list[Any](), set[int]()
+        for epoch in (None, 3, 4):
+            if epoch is not None:
+                data.set_epoch(epoch)
+            found += loader
+            pids |= {*_descendants()}
+        found += itertools.islice(loader, 2)  # broken off
+        state = loader.state_dict()
+        data.set_epoch(9)
+        found += itertools.islice(loader, 2)
+        loader.load_state_dict(state)
+        found += loader
+        return pids | {*_descendants()}, found
+
+    helpers = {*_descendants()}
+    pids, batches = read(method)
+    assert len(pids - helpers) == 2
+    if "fork" in PROCESS_POOLS:
+        assert batches == read("fork")[1]
 
 
 @METHODS

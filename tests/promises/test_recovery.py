@@ -181,8 +181,23 @@ def test_what_a_worker_had_sent_when_it_was_killed_is_not_read_again(method: str
     assert sorted(map(int, path.read_text().split())) == seen
 
 
+class DiesOnce(Filled):
+    """The first process that reads sample 13 dies, while it has a slot to write to."""
+
+    def __init__(self, die: Callable[[], None]) -> None:
+        super().__init__(24, 20_000)
+        self.die = die
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 13:
+            self.die()
+        return super().__getitem__(index)
+
+
 @METHODS
-def test_a_slot_is_free_only_when_its_writer_is_over(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slot_is_free_only_when_its_writer_is_over(
+    method: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     freed: list[tuple[int, bool]] = []
 
     def watched(self: ProcessTransport, worker: ProcessWorker) -> None:
@@ -191,14 +206,10 @@ def test_a_slot_is_free_only_when_its_writer_is_over(method: str, monkeypatch: p
 
     free_slots = ProcessTransport.free_slots
     monkeypatch.setattr(ProcessTransport, "free_slots", watched)
-    pool = ProcessPool(2, start_method=method, restarts=100)
-    with ShardedDataLoader(Filled(24, 20_000), 2, pool=pool) as loader:
-        while not any(slots for slots, _ in freed):  # a worker that has written everything dies without slots
-            for number, batch in enumerate(loader):
-                assert batch[:, 0].tolist() == [2 * number, 2 * number + 1]
-                if number in (5, 6):
-                    os.kill(pool.pids[number % 2], KILL)
-    assert all(over for _, over in freed)
+    data = DiesOnce(Fails(kill, tmp_path / "count", times=1))
+    with ShardedDataLoader(data, 2, pool=make_pool(method)) as loader:
+        assert [batch[:, 0].tolist() for batch in loader] == [[2 * number, 2 * number + 1] for number in range(12)]
+        assert any(slots for slots, _ in freed) and all(over for _, over in freed)
 
 
 def test_replacements_come_from_the_zygote_and_see_the_dataset_as_it_was() -> None:

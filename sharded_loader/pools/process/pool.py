@@ -73,7 +73,7 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
         num_workers: number of processes.
         start_method: ``"fork"``, ``"forkserver"`` or ``"spawn"``. None: the method set with
             ``multiprocessing.set_start_method``, otherwise fork on Linux and spawn elsewhere.
-        worker_init_fn: function called once in each worker, with its number, before it reads.
+        worker_init_fn: function called in each worker, with its number, before it reads; again with a changed dataset.
         timeout: seconds that a worker may spend on one sample without progress; None: no limit. After that the pool
             kills the worker, and another one builds the batch again. Only time in which `next` waits for a batch
             counts. A starting worker has at least ten minutes.

@@ -373,11 +373,11 @@ def test_the_time_to_write_a_batch_is_measured_from_the_end_of_its_reading(host_
     assert times is not None and times.write == 3.0
 
 
-def test_worker_init_fn_is_called_with_the_first_job_only() -> None:
+def test_worker_init_fn_is_called_with_each_job_whose_dataset_it_may_change() -> None:
     called: list[int] = []
     reader = reader_of(range(3), worker_init_fn=called.append)
     reader.take(Job(range(4), None, 7, worker_init_fn=called.append))
-    assert called == [0]
+    assert called == [0, 0]
     assert reader.read(0, 0, fields(0, 3), None)[0].batch.tolist() == [3]
 
 
