@@ -54,7 +54,7 @@ NAMES = {
 }
 """By module: the names that this library uses."""
 
-SLOW_TO_IMPORT = ("lightning.pytorch.loops", "lightning.fabric.wrappers", "accelerate.state")
+SLOW_TO_IMPORT = ("lightning.pytorch.loops", "lightning.fabric.wrappers", "accelerate.state", "torch._dynamo")
 
 ON_OBJECTS = {"_initializing", "_mmap"}
 """Instances have them, and their classes do not."""

@@ -100,6 +100,7 @@ def test_random_numbers_behind_it_are_those_of_plain_reading(pool: str) -> None:
     assert read(dataset(GroupReads(Videos(), WINDOW)), 2, pool) == read(dataset(Plain()), 2, pool)
 
 
+@pytest.mark.costly(3)
 @pytest.mark.parametrize("max_bytes", [0, 1, 700, 3000, "20 kB"])
 @pytest.mark.parametrize("pool", ["inline", "thread", "fork"])
 def test_too_little_memory_costs_reads_and_nothing_else(pool: str, max_bytes: int | str) -> None:

@@ -336,6 +336,7 @@ def tell(number: int) -> None:
     info.dataset.init = number, info.dataset.epoch
 
 
+@pytest.mark.costly
 @SPAWNED
 @pytest.mark.parametrize("kind", [Told, ToldParts])
 def test_persistent_workers_that_were_spawned_live_on_when_they_get_another_dataset(kind: Any, method: str) -> None:

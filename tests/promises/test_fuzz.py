@@ -34,7 +34,7 @@ def test_random_loaders_do_what_a_naive_one_does(part: int) -> None:
 
 @pytest.mark.parametrize("part", [pytest.param(part, marks=MANY if part else pytest.mark.costly) for part in range(6)])
 def test_random_loaders_that_are_disturbed_do_what_a_naive_one_does(part: int) -> None:
-    for case in range(20 if part else 4):
+    for case in range(20 if part else 2):
         run.run_case(1_000_000 * (part > 0) + 20 * part + case, "faults", processes=part > 0)
 
 

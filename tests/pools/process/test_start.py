@@ -456,6 +456,7 @@ STEPS = {
 
 
 @linux
+@pytest.mark.costly(8)
 @pytest.mark.filterwarnings("ignore:the process that workers are forked from:RuntimeWarning")
 @pytest.mark.parametrize(
     "step, event",
