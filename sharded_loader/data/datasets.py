@@ -26,7 +26,6 @@ import os
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from fractions import Fraction
 from functools import partial
 from inspect import iscoroutinefunction
 from itertools import accumulate
@@ -479,17 +478,20 @@ def split_sizes(length: int, parts: list[Any]) -> list[int]:
     total = math.fsum(parts)
     if abs(total - 1) > 1e-6:
         raise ValueError(f"split({parts}): the ratios sum to {total:g}: make them sum to 1, or give sizes (ints)")
+    from fractions import Fraction  # with `decimal`: 3 ms
+
     exact = [Fraction(float(part)) for part in parts]
     return apportioned(length, [part * length / sum(exact) for part in exact], digits=9)
 
 
-def apportioned(total: int, shares: Sequence[Fraction], digits: int | None = None) -> list[int]:
-    """Round exact shares to integers that sum to ``total``.
+def apportioned(total: int, shares: Sequence[Any], digits: int | None = None) -> list[int]:
+    """Round exact shares (`Fraction`) to integers that sum to ``total``.
 
     The largest remainders are rounded up; of equal ones, the earlier. ``digits`` limits the decimal places of
     remainders that count (with 9, 0.29 * 100 is a whole 29); None: all.
 
     Example:
+        >>> from fractions import Fraction
         >>> apportioned(10, [Fraction(10, 3)] * 3)
         [4, 3, 3]
     """

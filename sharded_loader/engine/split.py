@@ -12,7 +12,6 @@ import math
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
@@ -151,6 +150,8 @@ def _apportion(n: int, weights: tuple[float, ...]) -> tuple[int, ...]:
     positive = [shard for shard, weight in enumerate(weights) if weight]
     if n < len(positive):
         return tuple(int(shard in positive[:n]) for shard in range(len(weights)))
+    from fractions import Fraction  # with `decimal`: 3 ms
+
     # 0.7 means seven tenths, not the nearest binary fraction: str() returns the decimal number.
     exact = [Fraction(str(weight)) for weight in weights]
     shares = [n * weight / sum(exact) for weight in exact]

@@ -20,7 +20,6 @@ Source of the idea: Plumber (MLSys 2022) and DS-Analyzer (VLDB 2021), which ask 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -269,7 +268,7 @@ def slow_worker(workers: Mapping[int, WorkerTimes]) -> tuple[int, float] | None:
     if len(known) < 2:
         return None
     slowest = max(known, key=lambda number: known[number])
-    others = median(seconds for number, seconds in known.items() if number != slowest)
+    others = float(np.median([seconds for number, seconds in known.items() if number != slowest]))
     return (slowest, others) if known[slowest] >= SLOWER * others else None
 
 
