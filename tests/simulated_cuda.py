@@ -230,8 +230,9 @@ def install(gpus: int = 1) -> None:
     torch._C._cuda_hasPrimaryContext = lambda index: machine.devices[index] in machine.contexts
     torch._assert_async = lambda value: setattr(machine, "has_failed", machine.has_failed or not value.cpu())
     accelerator = {"is_available": True, "current_accelerator": torch.device("cuda"), "current_device_index": 0}
-    for name, value in {**accelerator, "set_device_index": None}.items():
-        setattr(torch.accelerator, name, lambda *_, value=value, **__: value)
+    if hasattr(torch, "accelerator"):  # which torch has since 2.6
+        for name, value in {**accelerator, "set_device_index": None}.items():
+            setattr(torch.accelerator, name, lambda *_, value=value, **__: value)
 
 
 def pytest_configure(config: Any) -> None:

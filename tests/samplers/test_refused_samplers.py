@@ -83,7 +83,8 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: TokenWindows(np.arange(9), 2.5), TypeError, "length must be an integer"),  # type: ignore[arg-type]
     # buckets
     (lambda: fixed([3, 0]), ValueError, r"lengths\[1\] is 0"),
-    (lambda: fixed([[1, 2], [3]]), ValueError, "rows of different sizes"),
+    # NumPy 1.23 makes an array of objects.
+    (lambda: fixed([[1, 2], [3]]), ValueError, r"rows of different sizes|shape \(2,\) and dtype object"),
     (lambda: fixed([1], last_group="x"), ValueError, "'keep', 'discard' or 'overlap'"),
     (lambda: fixed([1], num_shards=-1), ValueError, "num_shards must be at least 0"),
     (lambda: fixed([1], num_buckets=None), ValueError, "neither num_buckets nor bucket_keys"),
