@@ -9,6 +9,7 @@ import itertools
 import logging
 import math
 import mmap
+import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
 import re
@@ -505,9 +506,11 @@ def remains(threads: set[threading.Thread], descriptors: dict[int, str], shared_
 
 @functools.cache
 def start_helpers() -> None:
-    """Start the forkserver and the resource trackers once, so that no test is blamed for their descriptors."""
+    """Start the forkservers and the resource trackers once, so that no test is blamed for their descriptors."""
     if "forkserver" in PROCESS_POOLS:
         start_forkserver()
+    if multiprocessing.get_all_start_methods()[0] == "forkserver":  # as since Python 3.14, for torch too
+        multiprocessing.forkserver.ensure_running()
     if os.name == "posix" or PORTABLE:
         multiprocess.resource_tracker.ensure_running()
         multiprocessing.resource_tracker.ensure_running()
