@@ -9,7 +9,6 @@ import itertools
 import logging
 import math
 import mmap
-import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
 import re
@@ -510,7 +509,9 @@ def start_helpers() -> None:
     if "forkserver" in PROCESS_POOLS:
         start_forkserver()
     if multiprocessing.get_all_start_methods()[0] == "forkserver":  # as since Python 3.14, for torch too
-        multiprocessing.forkserver.ensure_running()
+        from multiprocessing.forkserver import ensure_running  # fails where there is none
+
+        ensure_running()
     if os.name == "posix" or PORTABLE:
         multiprocess.resource_tracker.ensure_running()
         multiprocessing.resource_tracker.ensure_running()
