@@ -48,6 +48,12 @@ if TYPE_CHECKING:
 
 _numbers = itertools.count()
 
+_OF_ENGINE = (
+    *("num_workers", "thread_pool", "multiprocessing_context", "start_method", "worker_init_fn", "timeout", "restarts"),
+    *("max_bytes", "max_worker_memory", "prefetch_factor", "pin_memory", "pin_memory_device"),
+    *("device", "devices", "num_shards"),
+)
+
 
 def check_arguments(loader: Loader) -> None:
     """Reject arguments that torch's constructor accepts, but that fail at the first batch (ValueError, TypeError)."""
@@ -115,13 +121,7 @@ def _collated(shard: object) -> Any:
 
 
 class DeviceMemory:
-    """Copy streams and pinned memory of the workers, kept from epoch to epoch: pinning memory takes time.
-
-    Attributes:
-        engine: That of an iterator that is over, with spawned workers, which wait for the dataset of the next one.
-    """
-
-    engine: Engine | None = None
+    """Copy streams and pinned memory of the workers, kept from epoch to epoch: pinning memory takes time."""
 
     def __init__(self) -> None:
         self._placement: core.Placer | None = None
@@ -180,7 +180,7 @@ class Engine:
             pin = partial(_utils.pin_memory.pin_memory, device=kind)
             pinner = Pinner(torch.device(kind or core.accelerators()[0]).type, loader.num_workers > 0, pin)
         self.placement = as_collated(None, pinner) if devices is None else self._memory.placement(devices)
-        self.pool, self.asked = make_pool(loader), loader.num_workers
+        self.pool, self.asked = make_pool(loader), _asked(loader)
         self.pool.notices = loader._meter.notices
         self._memory.lend(self.pool, self.placement)
         self.pipeline = Pipeline(self.pool, core.make_split(devices, sharded, loader.num_shards))
@@ -260,8 +260,8 @@ class LoaderIterator(_BaseDataLoaderIter):
                 samplers.set_generator(generator, saved)
             torch.set_rng_state(before)
         self._is_stream = isinstance(loader.dataset, IterableDataset)
-        kept, loader._memory.engine = loader._memory.engine, None
-        if kept is None or kept.asked != loader.num_workers:
+        kept, loader._progress.engine = loader._progress.engine, None
+        if kept is None or kept.asked != _asked(loader):
             kept = Engine(loader, self._pin_memory, self._pin_memory_device)
         self._engine = kept
         self._engine.length, self._shutdown = None if self._is_stream else core.length(dataset), False
@@ -372,7 +372,8 @@ class LoaderIterator(_BaseDataLoaderIter):
     def is_stale(self, loader: Loader) -> bool:
         """Return True if persistent workers have exited, or hold copies of the dataset from another epoch."""
         is_requested, pool = loader._progress.requests.take() is not None, self._engine.pool
-        return self._shutdown or (is_requested and (self._is_stream or not pool.shares_dataset) and pool.started)
+        has_copies = pool.started and not self._engine.renews and (self._is_stream or not pool.shares_dataset)
+        return self._shutdown or (is_requested and has_copies)
 
     def _make_again(self, loader: Loader) -> None:
         """Start over as if the iterator were created now."""
@@ -468,9 +469,12 @@ class LoaderIterator(_BaseDataLoaderIter):
     def end(self, loader: Loader) -> None:
         """End the workers, or keep them for the next iterator, if it can send them another dataset."""
         engine = self._engine
+        if self._shutdown:  # another iterator may have the engine
+            return
         if isinstance(pool := engine.pool, ProcessPool) and pool.start_method != "fork" and pool.workers:
+            engine.pipeline.drop(self.run.number)
             self._shutdown = engine.renews = True
-            loader._memory.engine = engine
+            loader._progress.engine = engine
             return
         self._shutdown_workers()
         engine.close()
@@ -480,6 +484,11 @@ class LoaderIterator(_BaseDataLoaderIter):
         if not self._shutdown:
             self._shutdown = True
             self._engine.shut_down()
+
+
+def _asked(loader: Loader) -> list[object]:
+    """Return what an engine depends on; one of another process has no workers."""
+    return [os.getpid(), *(getattr(loader, name) for name in _OF_ENGINE)]
 
 
 def start_of(loader: Loader, state: LoaderState | None) -> SamplerStart:

@@ -38,7 +38,7 @@ from sharded_loader.extend.data import DataIdentity, epoch_setter
 from sharded_loader.extend.tools import check_int, entries, refuse_async_iterable, refuse_class
 
 if TYPE_CHECKING:
-    from sharded_loader.drop_in.iterator import LoaderIterator
+    from sharded_loader.drop_in.iterator import Engine, LoaderIterator
     from sharded_loader.torch import DataLoader
 
     Loader = DataLoader[Any]
@@ -183,6 +183,7 @@ class TorchProgress(core.Place):
         rng_at_load: State of torch's default generator when a state was loaded.
         following: Draws of the epoch after the resumed one.
         is_of_fabric: The state is loaded under Lightning's Fabric, which names epochs from 0 on.
+        engine: That of an iterator that is over, with spawned workers, which wait for the dataset of the next one.
     """
 
     current_run: TorchRun | None = None
@@ -193,6 +194,7 @@ class TorchProgress(core.Place):
     following: list[int] | None = None
     is_of_fabric = False
     data: str | None = None
+    engine: Engine | None = None
 
     def __init__(self, count: EpochCount, given_skip: tuple[tuple[int, int], ...]) -> None:
         super().__init__(count)

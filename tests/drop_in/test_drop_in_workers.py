@@ -26,6 +26,7 @@ import torch
 from conftest import METHODS, PROCESS_POOLS, SPAWNED, _descendants, _processes, here, remains, until
 from drop_in_samples import SEEDS, TORCHS, Counting, Order, Parts, Reads, Seeds, Shared, assert_same, flat, plain
 from failures import Boom, boom, kill, leave
+from refusing import in_child
 from samples import Bad
 from torch.utils.data import get_worker_info
 
@@ -366,6 +367,36 @@ def test_persistent_workers_that_were_spawned_live_on_when_they_get_another_data
     assert len(pids - helpers) == 2
     if "fork" in PROCESS_POOLS:
         assert batches == read("fork")[1]
+
+
+@SPAWNED
+def test_workers_that_wait_for_another_dataset_belong_to_one_iterator(method: str) -> None:
+    """Others have workers of their own, and so do a changed loader and a forked process."""
+    data, workers = Told(), {"num_workers": 1, "prefetch_factor": 1, "start_method": method}
+    collate = lambda samples: (*samples, os.getpid())  # noqa: E731
+    loader: Any = DataLoader(data, 2, collate_fn=collate, persistent_workers=True, **workers)
+    assert len(list(loader)) == 6
+    first = iter(loader)
+    data.set_epoch(1)
+    second = iter(loader)
+    next(second)
+    state = loader.state_dict()
+    data.set_epoch(2)
+    assert next(first)[0][:2] == (0, 2)
+    assert [batch[0][:2] for batch in second] == [(index, 1) for index in range(2, 12, 2)]
+    loader.load_state_dict(state)
+    waiting = iter(loader)
+    data.set_epoch(3)
+    assert iter(loader) is waiting  # its workers get this one, too
+    loader.load_state_dict(state)
+    if hasattr(os, "fork"):
+        assert in_child(lambda: next(iter(loader))[0][:2]) == "(2, 3)"
+    loader.worker_init_fn = tell
+    sample, _, pid = next(iter(loader))
+    assert sample[:3] == (2, 3, (0, 3)) and pid in _descendants()
+    loader.load_state_dict(state)
+    loader = first = second = waiting = None
+    assert until(lambda: pid not in _descendants(), 10), "it waits for the garbage collector"
 
 
 @METHODS
