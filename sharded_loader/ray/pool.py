@@ -77,7 +77,7 @@ class RayPool(SupervisedPool[ActorWorker]):
             death over a group of batches does not count, because any of them may be the cause.
         timeout: seconds without progress on one sample, after which its worker is killed and the batch read again.
             None: never.
-        worker_init_fn: called with the worker's number, once in each, before it reads.
+        worker_init_fn: called with the worker's number in each, before it reads; again with a changed dataset.
         max_bytes: bytes of this node's object store that you may hold; beyond it, batches are copied. Default: a
             quarter.
         start_timeout: seconds to wait for the first worker.
