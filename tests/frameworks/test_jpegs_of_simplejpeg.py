@@ -13,6 +13,7 @@ import pytest
 from sharded_loader.recordio import images
 
 Image = pytest.importorskip("PIL.Image")
+pytest.importorskip("simplejpeg")  # without it, Pillow would be compared with itself
 pytestmark = pytest.mark.frameworks
 SIZES = (None, 1, 40, 100, 300, (30, 200))
 
