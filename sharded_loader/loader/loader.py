@@ -171,12 +171,13 @@ class ShardedDataLoader(Instruments, Leasing[Batch], Generic[Batch]):
             0. True with a ``batch_sampler``, whose batches (or rows) are then those of all ranks. ``micro_batch``: the
             maximum number of samples in a micro-batch. Each batch is a list of micro-batches on one device, as many on
             all ranks (with ``micro_batch=1``, a share that is one sample smaller has one less). Options of the
-            pool: ``worker_init_fn``, called by each worker when it starts, and ``timeout``, the seconds before a
-            stalled worker is an error. ``persistent_workers`` has no effect: workers live as long as the loader.
-            ``keep``, a function of a sample, read by index: if it returns False, the next sample of the order takes the
-            place, so that batches stay full. The order is then read in parts, without an end: of each ``streams``
-            positions, a part has one, and a state has one number per part. ``seed`` is by default 0, and
-            ``steps_per_epoch`` the number of full batches that the order has without ``keep``.
+            pool: ``worker_init_fn``, called by each worker process when it gets the dataset, and by each thread when it
+            starts, and ``timeout``, the seconds before a stalled worker is an error. ``persistent_workers`` has no
+            effect: workers live as long as the loader. ``keep``, a function of a sample, read by index: if it returns
+            False, the next sample of the order takes the place, so that batches stay full. The order is then read in
+            parts, without an end: of each ``streams`` positions, a part has one, and a state has one number per part.
+            ``seed`` is by default 0, and ``steps_per_epoch`` the number of full batches that the order has without
+            ``keep``.
 
     Attributes:
         arguments: Arguments of the loader, by name, to create another one like it. Read-only.
