@@ -6,7 +6,8 @@
     WorkerView(handle)                                worker process as torch's iterator shows it
 
 An iterator owns its workers, as in torch. They start with the first ``next`` and end with the epoch. With
-``persistent_workers`` they live as long as the iterator, which the loader then keeps and resets for each epoch.
+``persistent_workers`` they live as long as the iterator, which the loader then keeps and resets for each epoch. If
+their datasets are out of date, it makes another iterator: forked workers end, spawned ones are sent the changed one.
 
 Worker failures are raised as torch raises them: a dead worker and a timeout are a RuntimeError in torch's words, with
 this library's error as its cause.
@@ -53,6 +54,7 @@ _OF_ENGINE = (
     *("max_bytes", "max_worker_memory", "prefetch_factor", "pin_memory", "pin_memory_device"),
     *("device", "devices", "num_shards"),
 )
+"""Arguments that an `Engine` depends on: if one has changed, workers that wait are not used again."""
 
 
 def check_arguments(loader: Loader) -> None:

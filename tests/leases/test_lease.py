@@ -178,7 +178,7 @@ def test_2000_open_of_10_to_the_9_take_2_kb() -> None:
     loader, rng = loader_of(range(10**9), 1, seed=0), random.Random(0)
     loader.load_state_dict(loader.state_dict() | {"samples": 10**9 - 12_000})
     opened = some(loader, 2_000)
-    for _ in range(4_000):
+    for _ in range(8_000):
         opened.pop(rng.randrange(len(opened))).done()
         opened += some(loader, 1)
     text = json.dumps(loader.state_dict())

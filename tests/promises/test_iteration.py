@@ -586,7 +586,7 @@ def test_threads_that_break_off_and_threads_that_go_on_do_not_disturb_each_other
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
 def test_a_fork_while_other_threads_make_pools_keeps_what_is_lent() -> None:
     """What the library does before a fork is done although the set of pools changes meanwhile."""
-    in_threads(lambda number: [ProcessPool(1) if number else transport._before_fork() for _ in range(300)])
+    in_threads(lambda number: [ProcessPool(1) if number else transport._before_fork() for _ in range(1000)])
 
 
 def test_threads_remember_only_the_runs_that_are_alive() -> None:
