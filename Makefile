@@ -32,7 +32,7 @@ PARALLEL = -n logical --maxprocesses 4 --dist worksteal
 export PYTHONDONTWRITEBYTECODE =
 PIP = PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq -c constraints.txt
 
-.PHONY: help demo test test-changed test-all test-pythons test-portable test-gpu test-frameworks test-ray test-stores lint docs test-docs test-lowest test-wheel dist clean
+.PHONY: help demo test test-changed test-all test-pythons test-portable test-gpu test-frameworks test-ray test-stores lint lint-types lint-tests docs test-docs test-lowest test-wheel dist clean
 
 help:
 	@sed -n "s/^#   //p" Makefile
@@ -106,10 +106,15 @@ test-lowest:
 	$(MAKE) $(LOWEST)/lowest.stamp VENV=$(LOWEST)
 	$(LOWEST)/bin/python -m pytest -m "not slow" tests/promises/test_promises.py tests/pools tests/storage tests/batching tests/memory
 
-lint: $(VENV)/test.stamp
+# Side by side with `make -j2 lint`: mypy keeps one core busy for as long as the tests take.
+lint: lint-types lint-tests
+
+lint-types: $(VENV)/test.stamp
+	$(BIN)/mypy
+
+lint-tests: $(VENV)/test.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/python -m pytest -m lint $(PARALLEL) $(LINTED)
 
 LINTED = $(addprefix tests/,docs tutorials base/test_private.py test_rules.py test_structure.py)

@@ -21,6 +21,7 @@ from benchmarks.remote_loaders import Noise, write
 from sharded_loader import SequentialSampler, ShardShuffleSampler
 
 
+@pytest.mark.costly(2)
 @pytest.mark.parametrize("name", [UNCACHED, OURS, "cache, file", PART, LIMIT])
 def test_our_ways_give_the_same_samples(name: str, tmp_path: Path) -> None:
     make("rows", tmp_path, 64)

@@ -80,6 +80,7 @@ def noisy(sample: Any) -> Any:
     return sample | {"noise": sample_rng().random(2), "other": random.random()}
 
 
+@pytest.mark.costly
 @covering(pool=POOLS, kind=(Videos, InOrder))
 def test_batches_are_those_of_plain_reading_and_each_group_is_read_once_in_a_window(pool: str, kind: Any) -> None:
     grouped = GroupReads(kind(), batches=WINDOW)
@@ -92,6 +93,7 @@ def test_batches_are_those_of_plain_reading_and_each_group_is_read_once_in_a_win
     assert samples == 2 * COUNT or pool != "inline"
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("pool", POOLS)
 def test_random_numbers_behind_it_are_those_of_plain_reading(pool: str) -> None:
     def dataset(base: Any) -> Any:
@@ -100,7 +102,7 @@ def test_random_numbers_behind_it_are_those_of_plain_reading(pool: str) -> None:
     assert read(dataset(GroupReads(Videos(), WINDOW)), 2, pool) == read(dataset(Plain()), 2, pool)
 
 
-@pytest.mark.costly(3)
+@pytest.mark.costly
 @pytest.mark.parametrize("max_bytes", [0, 1, 700, 3000, "20 kB"])
 @pytest.mark.parametrize("pool", ["inline", "thread", "fork"])
 def test_too_little_memory_costs_reads_and_nothing_else(pool: str, max_bytes: int | str) -> None:
@@ -109,6 +111,7 @@ def test_too_little_memory_costs_reads_and_nothing_else(pool: str, max_bytes: in
     assert grouped.counts[2] <= 20_000 and grouped.reads > 2 * GROUPS
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("pool", ["inline", "fork"])
 def test_states_resume_in_the_middle_of_a_window_on_other_ranks(pool: str) -> None:
     def numbers(grouped: bool, ranks: int, state: Any, steps: int | None) -> Any:
@@ -155,6 +158,7 @@ def test_two_loaders_at_once_get_their_own_batches() -> None:
 # -- errors and deaths -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("on_error", ["raise", "skip", "replace"])
 @pytest.mark.parametrize("pool", ["inline", "thread", "fork"])
 def test_a_bad_sample_fails_in_its_own_batch_alone(pool: str, on_error: str) -> None:

@@ -197,7 +197,7 @@ def test_a_sample_that_its_writer_could_not_count_is_counted_by_the_next_one(pat
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="forks")
-@pytest.mark.costly(2)
+@pytest.mark.costly
 @pytest.mark.parametrize("seed", range(6))
 def test_processes_killed_at_random_leave_only_whole_samples(path: Path | None, seed: int) -> None:
     store, rng = make(path, length=3000, max_bytes="60 MB"), random.Random(seed)

@@ -50,6 +50,7 @@ def begin(machine: Machine, pool: Pool, count: int, size: int = 32, **options: A
 # -- interruptions --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("in_arena", [True, False])
 def test_an_interruption_at_every_line_of_a_registration_leaves_nothing_registered(
     machine: Machine, in_arena: bool

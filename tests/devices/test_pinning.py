@@ -64,6 +64,7 @@ def raising(error: Exception) -> Callable[..., Any]:
     return fail
 
 
+@pytest.mark.costly(3)
 @pytest.mark.parametrize(
     ("code", "runtime", "message"),
     [

@@ -56,6 +56,7 @@ def rows(page: str) -> list[str]:
 SYMPTOMS = rows("guides/troubleshooting.md")
 
 
+@pytest.mark.lint
 def test_a_symptom_is_what_the_code_says() -> None:
     assert len(SYMPTOMS) > 30
     assert [cell for cell in SYMPTOMS if not re.fullmatch("`[^`]+`", cell) or not is_said(cell.strip("`"))] == []

@@ -60,6 +60,7 @@ def rest_of(batches: Any) -> list[Any]:
 PARTS = Parts(lambda number, count: range(number, LENGTH, count))
 
 
+@pytest.mark.costly(4)
 @pytest.mark.parametrize("seed", [5, None])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", GIVEN)

@@ -369,6 +369,7 @@ def test_persistent_workers_that_were_spawned_live_on_when_they_get_another_data
         assert batches == read("fork")[1]
 
 
+@pytest.mark.slow
 @SPAWNED
 def test_workers_that_wait_for_another_dataset_belong_to_one_iterator(method: str) -> None:
     """Others have workers of their own, and so do a changed loader and a forked process."""

@@ -41,6 +41,7 @@ def test_nothing_is_imported_before_it_is_used() -> None:
     assert "numpy" not in found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="each case needs torch's garbage, and torch an import of 3 s")
 def test_an_import_leaves_the_garbage_collector_as_it_was() -> None:
     """A full collection, which takes 100 ms after torch, waits until much has been made."""

@@ -312,7 +312,7 @@ def restless(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
     return numbers
 
 
-@pytest.mark.costly(2)
+@pytest.mark.costly
 @pytest.mark.parametrize("pool", ["thread", "process"])
 @pytest.mark.parametrize("kind", ["map", "parts"])
 def test_batches_states_and_errors_are_those_of_any_number(pool: Any, kind: str, restless: list[int]) -> None:

@@ -174,6 +174,7 @@ def test_indices_of_a_mixture_are_pairs() -> None:
     assert sorted(pair for lease in rest_of(loader) for pair in lease.indices)[:2] == [(0, 0), (0, 1)]
 
 
+@pytest.mark.slow
 def test_2000_open_of_10_to_the_9_take_2_kb() -> None:
     loader, rng = loader_of(range(10**9), 1, seed=0), random.Random(0)
     loader.load_state_dict(loader.state_dict() | {"samples": 10**9 - 12_000})

@@ -323,7 +323,9 @@ class ToldRows(Dataset[int]):
         {"num_workers": 2, "start_method": "fork", "seed": 1},
         {"num_workers": 2, "thread_pool": True, "persistent_workers": True},
         {"num_workers": 2, "persistent_workers": True, "start_method": "fork"},
-        {"num_workers": 2, "persistent_workers": True, "start_method": "spawn", "seed": 1},
+        pytest.param(
+            {"num_workers": 2, "persistent_workers": True, "start_method": "spawn", "seed": 1}, marks=pytest.mark.slow
+        ),
     ],
     ids=str,
 )

@@ -501,6 +501,7 @@ HOLDS = {
 }
 
 
+@pytest.mark.costly(4)
 @pytest.mark.parametrize("how", HOLDS)
 def test_what_is_held_in_any_way_is_not_used_again(how, arena):
     empty = ReusedMemory()

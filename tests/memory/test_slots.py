@@ -141,7 +141,7 @@ CHILDREN = {
 }
 
 
-@pytest.mark.costly(2)
+@pytest.mark.costly
 @pytest.mark.skipif("fork" not in PROCESS_POOLS, reason="no fork")
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("how", CHILDREN)

@@ -101,7 +101,7 @@ def state_of(loaders: list[Any]) -> Any:
     return states[0]
 
 
-@pytest.mark.costly(12)
+@pytest.mark.costly(4)
 @pytest.mark.parametrize("name", ORDERS)
 def test_any_number_of_ranks_takes_the_steps_of_one_process(name: str) -> None:
     whole = joined(1, ORDERS[name]())
@@ -113,7 +113,7 @@ def test_any_number_of_ranks_takes_the_steps_of_one_process(name: str) -> None:
         assert loaders[-1].fingerprint(1).steps == whole[0].fingerprint(1).steps
 
 
-@pytest.mark.costly(12)
+@pytest.mark.costly(4)
 @pytest.mark.parametrize("name", ORDERS)
 def test_a_state_loads_on_any_number_of_ranks_and_rescale_goes_on_with_the_same_steps(name: str) -> None:
     steps = read(joined(1, ORDERS[name]()))
@@ -136,6 +136,7 @@ def test_a_state_loads_on_any_number_of_ranks_and_rescale_goes_on_with_the_same_
         assert [*found, *here, *iter(lambda: step(loaders, iterators), [])] == steps  # noqa: B023
 
 
+@pytest.mark.slow
 def test_a_thousand_ranks_have_the_samples_of_one_process_in_their_turn() -> None:
     one = ShardedDataLoader(range(9000), global_batch=4100, shuffle=True, seed=3)
     many = ShardedDataLoader(range(9000), global_batch=4100, shuffle=True, seed=3, num_replicas=1000, rank=4)

@@ -582,6 +582,7 @@ def test_threads_that_break_off_and_threads_that_go_on_do_not_disturb_each_other
         assert in_threads(work) == [count] * THREADS
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("threads_that_take_turns_often")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
 def test_a_fork_while_other_threads_make_pools_keeps_what_is_lent() -> None:

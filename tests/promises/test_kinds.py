@@ -57,6 +57,7 @@ def test_the_trainers_generators_are_left_alone(kind: str, pool: str) -> None:
         assert drawn() == expected
 
 
+@pytest.mark.costly(6)
 @covering(2, kind=KINDS, saves=POOLS, loads=POOLS)
 def test_a_state_after_any_batch_goes_on_exactly_in_any_pool(kind: str, saves: str, loads: str) -> None:
     one, states = KINDS[kind], []
@@ -81,6 +82,7 @@ def test_a_state_after_any_batch_goes_on_exactly_in_any_pool(kind: str, saves: s
             assert found
 
 
+@pytest.mark.costly(6)
 @covering(2, kind=KINDS, pool=POOLS[:3])
 def test_an_epoch_that_is_set_is_that_epoch_and_the_next_one_follows(kind: str, pool: str) -> None:
     whole = KINDS[kind].epochs(4)
@@ -224,6 +226,7 @@ def test_a_batch_that_cannot_be_made_costs_that_batch_only(kind: str, pool: str)
     assert numbers_of(places) == [one.batches[0], None, *one.batches[2:]]
 
 
+@pytest.mark.costly(4)
 @covering(2, kind=KINDS, method=PROCESS_POOLS, how=["a sample", "somebody"])
 def test_whoever_is_killed_no_batch_is_lost_and_nothing_drawn_changes(
     kind: str, method: str, how: str, tmp_path: Path
@@ -242,6 +245,7 @@ def test_whoever_is_killed_no_batch_is_lost_and_nothing_drawn_changes(
     assert fail is None or fail.count > 1
 
 
+@pytest.mark.costly(6)
 @covering(2, kind=KINDS, method=PROCESS_POOLS, prefetch=[1, 20], workers=[1, 2], bad=range(3))
 def test_a_sample_that_kills_every_worker_is_one_error_that_names_it(
     kind: str, method: str, prefetch: int, workers: int, bad: int

@@ -229,7 +229,7 @@ def test_ranks_share_the_order_in_turns(kind: str, replicas: int) -> None:
     assert found == whole[: len(found)]
 
 
-@pytest.mark.costly(5)
+@pytest.mark.costly(2)
 @pytest.mark.parametrize("kind", SHARED)
 def test_a_state_goes_on_after_any_step_on_other_ranks_too(kind: str) -> None:
     whole = in_turns(kind, [shared(kind, 2, rank) for rank in range(2)], 4)

@@ -429,6 +429,7 @@ def test_too_long_a_record_is_refused_and_any_other_is_written(tmp_path: Path, m
 # -- threads and processes ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("positioned", [True, False], ids=["pread", "lock and seek"])
 def test_threads_share_one_open_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, positioned: bool) -> None:
     if not positioned:

@@ -100,6 +100,7 @@ def test_one_rank_has_the_whole_row_with_shifted_labels() -> None:
     assert list(PackSampler([7, 5, 11], 16, multiple=1, seed=0)) == list(PackSampler([7, 5, 11], 16, seed=0))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", [ShardedDataLoader, DataLoader])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_groups_of_ranks_read_the_same_rows_through_workers_and_resume(kind: Any, workers: int) -> None:

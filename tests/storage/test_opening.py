@@ -208,7 +208,7 @@ def test_sizes_come_from_a_list_of_the_folder_if_it_may_be_read(memory: Any, mon
 # -- one index file ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.costly(3)
+@pytest.mark.costly
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_with_an_index_file_opening_is_one_request(served: Served, tmp_path: Path, suffix: str) -> None:
     urls = fill(served, tmp_path, suffix)

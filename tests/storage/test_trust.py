@@ -152,7 +152,7 @@ def test_nothing_that_is_read_is_unpickled() -> None:
     assert loaded(content) is None
 
 
-@pytest.mark.costly(2)
+@pytest.mark.costly
 @pytest.mark.parametrize("method", POOLS)
 def test_credentials_go_to_the_host_they_are_for(served: Served, other: Served, tmp_path: Path, method: str) -> None:
     served.files["/a.txt"], other.files["/b.txt"] = b"0\n1\n", b"2\n3\n"

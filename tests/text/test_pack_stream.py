@@ -232,6 +232,7 @@ def test_random_numbers_belong_to_the_document_and_not_to_its_row(steps: int | N
 # -- resume ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("source", SOURCES)
 def test_an_iterator_continues_after_any_row_from_a_small_state(source: str) -> None:
     expected = list(map(plain, SOURCES[source]()))
@@ -246,6 +247,7 @@ def test_an_iterator_continues_after_any_row_from_a_small_state(source: str) -> 
     assert set(iter(SOURCES["by index"]()).state_dict()) == {"version", "packing", "epoch", "window", "row"}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("source", SOURCES)
 def test_one_three_and_eight_ranks_continue_from_each_others_states(source: str) -> None:
     def loader(ranks: int, rank: int) -> ShardedDataLoader[Any]:

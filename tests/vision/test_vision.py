@@ -280,6 +280,7 @@ def test_a_device_transform_gets_decoded_pictures(gpu: Machine, tmp_path: Path) 
     assert sum(shapes, [])[:22] == [picture[:3] for picture in EXPECTED]  # the next epoch follows
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", ["processes", "drop-in processes"])
 def test_a_run_resumes_in_the_middle(gpu: Machine, kind: str, tmp_path: Path) -> None:
     dataset, seen, again = DATASETS["folder"](tmp_path, MANY, KIND), Seen(gpu), Seen(gpu)

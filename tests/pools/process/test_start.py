@@ -456,7 +456,7 @@ STEPS = {
 
 
 @linux
-@pytest.mark.costly(8)
+@pytest.mark.costly(4)
 @pytest.mark.filterwarnings("ignore:the process that workers are forked from:RuntimeWarning")
 @pytest.mark.parametrize(
     "step, event",
