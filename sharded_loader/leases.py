@@ -33,6 +33,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain
+from operator import index
 from typing import Any, Generic
 
 import numpy as np
@@ -64,7 +65,7 @@ def pack(numbers: Iterable[int]) -> str:
 
 def unpack(what: str, text: Any, advice: str) -> set[int]:
     try:
-        return set(accumulate(json.loads(zlib.decompress(base64.b85decode(text)))))
+        return set(map(index, accumulate(json.loads(zlib.decompress(base64.b85decode(text))))))
     except (ValueError, TypeError, zlib.error) as error:
         raise ValueError(f"{what} is {brief(text)}, which is damaged ({error}): {advice}") from None
 
@@ -98,6 +99,14 @@ class RankState:
         saved.list_of(saved.dict_of(Share)), write=lambda shares: [*map(saved.to_state, shares)]
     )
 
+    def check(self, share: Share, total: int) -> None:
+        """Raise a ValueError if a share has other numbers than those of its epoch's ``total`` batches."""
+        if share.next >= total + self.ranks or not all(0 <= number < min(share.next, total) for number in share.open):
+            text = f"open batches {brief(sorted(share.open))} and next batch {share.next} of rank {self.rank}"
+            raise ValueError(
+                f"load_state_dict: {text} are not of the {total} batches of epoch {share.epoch}: {_ADVICE}"
+            )
+
     def share(self, epoch: int, total: int) -> Share:
         """Return the share of any epoch, which has ``total`` batches: one that is over, or has not begun, too."""
         found = next((one for one in (*self.earlier, self.current) if one.epoch == epoch), None)
@@ -114,6 +123,9 @@ def load(order: orders.MapOrder, states: list[Any]) -> tuple[list[Share], Any]:
         text = f"load_state_dict: leases of other batches: {', '.join(phrases) or 'the states are of different runs'}"
         raise ValueError(f"{text}. The number of ranks may change, but nothing else")
     found = [saved.read_entry(one, "leases", saved.dict_of(RankState), _ADVICE) for one in states]
+    for rank_state in found:
+        for share in (*rank_state.earlier, rank_state.current):
+            rank_state.check(share, total_of(order.source(share.epoch), share.epoch))
     ranks, given = found[0].ranks, sorted((one.rank, one.ranks) for one in found)
     if given == [(rank, ranks) for rank in range(ranks)]:
         shares = [*merged(order, found, *order.replicas())]
@@ -135,8 +147,8 @@ def merged(order: orders.MapOrder, found: list[RankState], replicas: int, rank: 
     for epoch in sorted({*range(min(currents), newest + 1), *(share.epoch for one in found for share in one.earlier)}):
         total = total_of(order.source(epoch), epoch)
         shares = [one.share(epoch, total) for one in found]
-        begin = max(share.next for share in shares) if epoch == newest else total
-        behind = (range(share.next, min(begin, total), len(found)) for share in shares)
+        begin = min(max(share.next for share in shares), total) if epoch == newest else total
+        behind = (range(share.next, begin, len(found)) for share in shares)
         undone = sorted(chain(*behind, *(share.open for share in shares)))
         yield Share(epoch, begin + rank, set(undone[rank::replicas]))
 

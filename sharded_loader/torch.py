@@ -104,7 +104,7 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
     Source of the idea: ``torch.utils.data.DataLoader``, and ``StatefulDataLoader`` of torchdata.
     """
 
-    _sharded: ShardedDataLoader[Batch] | int | None = None  # its first epoch, until it is created
+    _sharded: ShardedDataLoader[Batch] | tuple[int, Any] | None = None  # until it is created: its epoch, and changes
     _given_order: dict[str, Any]  # `shuffle`, `sampler` and `batch_sampler`, if the order is not torch's
     skip: Sequence[tuple[int, int]] = ()  # torchdata's subclass has a constructor that calls no other
 
@@ -171,7 +171,7 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         self._tuner = Tuner(self._meter) if is_auto else None  # finds the number of workers
         refills = core.action_and_limit(on_error)[0] == "refill"
         if refills or any(given[name] is not None and given[name] is not False for name in SHARDED):
-            self._sharded = 0
+            self._sharded = 0, ()
             self._given_order = {"shuffle": shuffle or False, "sampler": sampler, "batch_sampler": batch_sampler}
         self._scales_prefetch = prefetch_factor is None
         self._progress = TorchProgress(EpochCount(), orders.check_skip(skip))
@@ -217,8 +217,12 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         """Object that reads: in torch's order, or in that of `ShardedDataLoader`. Each copy of a loader has its own."""
         if self._sharded is None:
             return TorchReading(self)
-        if isinstance(self._sharded, int):
-            epoch, self._sharded = self._sharded, make_sharded(self)
+        if isinstance(self._sharded, tuple):
+            (epoch, grown), self._sharded = self._sharded, make_sharded(self)
+            if grown:  # `grow` and `without` of the loader that this one is a copy of
+                order: Any = self._sharded._order
+                order.sampling.grown = grown
+                order.resize(order.dataset_length)
             self._sharded.set_epoch(epoch)
             self._show_sharded(self._sharded)
         return self._sharded
@@ -493,7 +497,8 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         own: dict[str, Any] = {"_meter": meter, "_memory": drop_in.DeviceMemory(), "_iterator": None}
         own |= {"_tuner": self._tuner and Tuner(meter), "_progress": copy.copy(self._progress)}
         if isinstance(reads := self._reads, ShardedDataLoader):
-            own |= {"_sharded": reads.epoch, "seed": reads.seed}
+            grown = getattr(getattr(reads._order, "sampling", None), "grown", ())
+            own |= {"_sharded": (reads.epoch, grown), "seed": reads.seed}
         return {**self.__dict__, **own}
 
 

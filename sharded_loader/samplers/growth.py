@@ -75,8 +75,11 @@ class GrownSampler(IndexSampler):
 
     def __init__(self, sampler: RandomSampler | SequentialSampler, grown: Grown) -> None:
         self._sampler, self._changes, self._length = sampler, changes_of(grown), len(sampler)
-        self.seed = sampler.seed
+        self.seed, self._given = sampler.seed, (sampler, grown)
         self._chain = lru_cache(maxsize=2)(self._make_chain)
+
+    def __reduce__(self) -> Any:
+        return GrownSampler, self._given
 
     def _order(self, epoch: int) -> Callable[[Int64s], Int64s]:
         return self._chain(epoch).at

@@ -1,8 +1,10 @@
 """``loader.lease()``: each batch is finished once per epoch, in any order, whatever is killed, on any ranks."""
 
+import base64
 import json
 import random
 import threading
+import zlib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -359,6 +361,13 @@ def changed(state: Any, **leases: Any) -> Any:
     return {**state, "leases": {**state["leases"], **leases}}
 
 
+def with_open(state: Any, numbers: list[float], next: int = 2) -> Any:
+    """A state whose share of epoch 0 is another one."""
+    steps = json.dumps(np.diff(numbers, prepend=0).tolist())
+    text = base64.b85encode(zlib.compress(steps.encode())).decode()
+    return changed(state, current={"epoch": 0, "next": next, "open": text})
+
+
 WRONG_STATES: dict[str, tuple[Callable[[list[Any]], Any], str]] = {
     "one of two": (lambda states: states[:1], r"there were 2 ranks, and here are the states of ranks \[0\]"),
     "alone": (lambda states: states[1], "load a list of the states of all 2"),
@@ -372,6 +381,13 @@ WRONG_STATES: dict[str, tuple[Callable[[list[Any]], Any], str]] = {
         lambda states: [changed(one, current={"epoch": 0, "next": 0, "open": "?"}) for one in states],
         "damaged",
     ),
+    "open beyond": (
+        lambda states: [with_open(one, [1, 900]) for one in states],
+        r"\[1, 900\].* are not of the 8 batches",
+    ),
+    "open before": (lambda states: [with_open(one, [-3]) for one in states], r"\[-3\].* are not of the 8 batches"),
+    "open parts": (lambda states: [with_open(one, [0.5]) for one in states], "damaged"),
+    "next beyond": (lambda states: [with_open(one, [0], next=900) for one in states], "next batch 900 of rank 0"),
     "other ranks": (lambda states: [states[0], changed(states[1], ranks=3)], r"there were 2 ranks"),
 }
 

@@ -1,6 +1,8 @@
 """``loader.grow`` and ``loader.without``: the dataset changes between two steps, and each sample still comes once."""
 
+import copy
 import json
+import pickle
 from typing import Any
 
 import numpy as np
@@ -294,6 +296,15 @@ def test_the_drop_in_grows_too() -> None:
     for change in ("grow", "without"):
         with pytest.raises(TypeError, match=f"{change} needs the order of ShardedDataLoader"):
             getattr(DataLoader(range(10), 2), change)([1])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
+def test_a_copy_of_the_drop_in_leaves_out_what_was_left_out(copied: Any) -> None:
+    loader = DataLoader(range(8), batch_size=2, shuffle=True, seed=1, num_replicas=1)  # type: ignore[arg-type]
+    loader.without([1, 2])
+    other = copied(copied(loader))
+    assert sorted(flat(other)) == [0, 3, 4, 5, 6, 7]
+    assert flat(copied(loader)) == flat(loader) and flat(copied(loader)) == flat(loader)
 
 
 def test_ranks_leave_after_the_dataset_has_grown() -> None:
