@@ -113,9 +113,13 @@ def _replace_lock() -> None:
 
 def seed_as_torch(base_seed: int, worker: int) -> None:
     """Seed ``random`` and NumPy as torch's loader does in a worker, given its base seed; torch gets the sum of both."""
+
+    def seed_numpy() -> None:
+        module = sys.modules["numpy.random"]
+        module.seed(module.SeedSequence([worker, base_seed & 0xFFFFFFFF, base_seed >> 32, 0]).generate_state(4))
+
     random.seed(base_seed + worker)
-    words = np.random.SeedSequence([worker, base_seed & 0xFFFFFFFF, base_seed >> 32, 0])
-    np.random.seed(words.generate_state(4))
+    call_after_import("numpy.random", seed_numpy)  # the import takes 10 ms and 3 MB, in each worker
 
 
 def seed_globals(key: int, *, whole: bool = True) -> None:

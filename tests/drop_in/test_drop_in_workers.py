@@ -26,6 +26,7 @@ import torch
 from conftest import METHODS, PROCESS_POOLS, SPAWNED, _descendants, _processes, here, remains, until
 from drop_in_samples import SEEDS, TORCHS, Counting, Order, Parts, Reads, Seeds, Shared, assert_same, flat, plain
 from failures import Boom, boom, kill, leave
+from programs import run_script
 from refusing import in_child
 from samples import Bad
 from torch.utils.data import get_worker_info
@@ -611,3 +612,35 @@ class ToldHowFar(Parts):
 def test_iterable_data_may_have_what_other_libraries_give_it(make: Any, kind: Any, num_workers: int) -> None:
     loader = make(kind(lambda number, count: range(6)), batch_size=4, num_workers=num_workers)
     assert plain(loader) == [[0, 1, 2, 3], [4, 5]]
+
+
+@pytest.mark.slow
+def test_numpy_draws_as_in_torchs_workers_however_late_they_import_it(tmp_path: Path) -> None:
+    run_script(
+        tmp_path / "script.py",
+        """
+        import sys
+        import torch
+        from sharded_loader.torch import DataLoader
+
+        class Draws:
+            def __len__(self):
+                return 8
+
+            def __getitem__(self, index):
+                was_there = "numpy.random" in sys.modules
+                if index < 4:
+                    return was_there, 0.0
+                from numpy import random
+                return was_there, random.rand()
+
+        def of(make):
+            torch.manual_seed(1)
+            return [sample for batch in make(Draws(), num_workers=2, collate_fn=list) for sample in batch]
+
+        ours, theirs = of(DataLoader), of(torch.utils.data.DataLoader)
+        assert "numpy.random" not in sys.modules
+        assert [number for _, number in ours] == [number for _, number in theirs]
+        assert [was_there for was_there, _ in ours] == [False] * 4 + [False, False, True, True]
+        """,
+    )
