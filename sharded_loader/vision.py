@@ -403,7 +403,7 @@ class ImageFolderDataset(Dataset):
     """Map-style dataset over a folder with a subfolder for each class: ``dataset[i]`` is (picture, label).
 
     Pictures are as in `ImageRecordDataset`, labels are ints. Files that do not end in ``.jpg``, ``.jpeg``, ``.png`` or
-    ``.webp`` are ignored, and so are names that begin with a dot.
+    ``.webp`` are ignored, and so are deeper folders and names that begin with a dot.
 
     Args:
         root: path of the folder.

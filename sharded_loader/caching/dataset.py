@@ -27,7 +27,7 @@ from sharded_loader.caching.store import MISSING, Node, Path, batched, open_stor
 from sharded_loader.extend import Array, Cache, Empty, Indices
 from sharded_loader.extend import data as core
 from sharded_loader.extend.order import SampleScope, reading
-from sharded_loader.extend.tools import LOCAL_RANKS, brief
+from sharded_loader.extend.tools import LOCAL_RANKS, add_note, brief
 
 KEPT = SampleScope(0, 0, is_cached=True)
 """Scope while a sample is read that several batches get: drawing random numbers is an error."""
@@ -99,7 +99,12 @@ class StoredDataset(ReadOnce):
         moved, samples = [], []
         for _ in range(2):
             before = global_states()
-            samples.append(self._read([0])[0])
+            try:
+                samples.append(self._read([0])[0])
+            except Exception as error:
+                advice = "If it is broken, leave it out: dataset[1:].cache(...)"
+                add_note(error, f"sharded_loader: raised as cache(...) read sample 0. {advice}")
+                raise
             moved.append(drawn_since(before))
         drawn = ", ".join(name for name in moved[0] if name in moved[1])
         if not drawn and core.exact(samples[0]) != core.exact(samples[1]):

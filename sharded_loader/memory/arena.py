@@ -412,7 +412,7 @@ class Arena:
                     raise MemoryError(text) from error
                 if not self._warned:
                     self._warned = True
-                    warnings.warn(f"{text}. Until then batches go through the pipe, which is slower", stacklevel=2)
+                    warnings.warn(f"{text}. Meanwhile, batches go through the pipe, which is slower", stacklevel=2)
                 return None
 
 

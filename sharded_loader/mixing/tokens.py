@@ -284,6 +284,6 @@ def _described(path: str, dtype: np.dtype[Any], offset: int = 0, length: int | N
     if not stat.S_ISREG(found.st_mode) or found.st_size <= offset:
         raise ValueError(f"{path} is empty, or no file: give files of token ids")
     if length is None and (found.st_size - offset) % dtype.itemsize:
-        raise ValueError(f"{path} has {found.st_size:,} bytes, no whole number of {dtype}: it was cut. Copy it again")
+        raise ValueError(f"{path} has {found.st_size:,} bytes, no whole number of {dtype}: another dtype, or cut")
     length = (found.st_size - offset) // dtype.itemsize if length is None else length
     return _TokenFile(path, dtype.str, offset, length, found.st_size, tag_of(found), platform.node())

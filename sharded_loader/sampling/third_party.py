@@ -241,7 +241,7 @@ def check_reproduced(sampler: object, checkpoint: Checkpoint, items: int, checks
     found = f"other indices in epoch {checkpoint.epoch} than the {checkpoint.items} before the state was saved"
     if items < checkpoint.items:
         found = f"only {items} items in epoch {checkpoint.epoch}, where it had yielded {checkpoint.items}"
-    advice = "Make it with the same arguments and seed as then, or give it state_dict() and load_state_dict()"
+    advice = "Make it with the same batch size, arguments and seed, or give it state_dict() and load_state_dict()"
     raise ValueError(f"the state cannot be resumed: the sampler, {an(type(sampler))}, yields {found}. {advice}")
 
 

@@ -22,6 +22,7 @@ from torch.utils.data import Subset
 
 import sharded_loader
 from sharded_loader import ShardedDataLoader, SimpleDataset, interleave, sample_generator, sample_rng
+from sharded_loader.base.errors import notes_of
 from sharded_loader.caching import shared
 from sharded_loader.caching.dataset import StoredDataset
 from sharded_loader.data.bulk import NOT_IN_BULK, as_bulk
@@ -196,6 +197,17 @@ DRAWS: dict[str, tuple[Callable[[Any], Any], str]] = {
 def test_what_is_random_below_the_cache_is_named(wrap: Callable[[Any], Any], text: str, bounds: list[str]) -> None:
     with pytest.raises(ValueError, match=text):
         wrap(SimpleDataset(Files("image"))).cache(*bounds)
+
+
+def test_a_cache_says_that_it_reads_sample_0_and_what_to_do_if_it_is_broken() -> None:
+    def decode(index: int) -> int:
+        return 10 // index
+
+    files = SimpleDataset(range(4)).transform(decode)
+    with pytest.raises(ZeroDivisionError) as caught:
+        files.cache()
+    assert notes_of(caught.value)[-1].endswith("read sample 0. If it is broken, leave it out: dataset[1:].cache(...)")
+    assert list(files[1:].cache()) == [10, 5, 3]
 
 
 LATE: dict[str, tuple[Callable[[int], Any], type[Exception], str]] = {

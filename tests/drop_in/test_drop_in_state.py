@@ -345,6 +345,11 @@ OTHER_DATA: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
         lambda: {"sampler": DATA[::-1]},
         "the sampler, a BatchSampler, yields other indices in epoch 0 than the 2 before",
     ),
+    "other batches": (
+        lambda: {"batch_size": 2},
+        lambda: {"batch_size": 4},
+        "Make it with the same batch size, arguments and seed",
+    ),
     "fewer": (
         lambda: {"batch_sampler": [[1], [2], [3]], "batch_size": 1},
         lambda: {"batch_sampler": [[1]], "batch_size": 1},

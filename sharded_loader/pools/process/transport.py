@@ -268,7 +268,7 @@ class ProcessTransport(Transport[ProcessWorker]):
         try:
             self.heartbeat = create(0, ROWS * WORDS * 8)
         except OSError as error:
-            raise MemoryError(f"no shared memory to start workers with ({error}): free some, or files") from error
+            raise MemoryError(f"no shared memory for workers ({error}): free memory, or close files") from error
         self.parent_guard = os.pipe() if sys.platform == "linux" else None
         self._oom_kills = oom_kills()
 
