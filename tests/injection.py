@@ -68,11 +68,11 @@ class InterruptAt:
 
 
 def _leaves_a_block(name: str, before: int, line: int) -> bool:
-    """Whether the line runs no call at which a real Ctrl-C could strike before the block's end: ``try:``, or the first
-    line of a ``with`` block, which comes once more before ``__exit__`` is called.
+    """Whether the line runs no call at which a real Ctrl-C could strike before the block's end: ``try:``, the first
+    line of a ``with`` block, which comes once more before ``__exit__`` is called, and those that hand out a batch.
     """
     text, text_before = linecache.getline(name, line), linecache.getline(name, before)
-    if text.strip() == "try:":
+    if text.strip().startswith(("try:", "if error is None:", "return batch  #")):
         return True
     deeper = len(text_before) - len(text_before.lstrip()) > len(text) - len(text.lstrip())
     return text.lstrip().startswith("with ") and line < before and deeper

@@ -74,8 +74,7 @@ def should_stop() -> bool:
 
 def python_handlers() -> dict[int, Any]:
     """Return the signal handlers of this process that are Python callables, by signal number."""
-    handlers = {number: getsignal(number) for number in _SIGNALS}
-    return {number: handler for number, handler in handlers.items() if callable(handler)}
+    return {number: handler for number in _SIGNALS if callable(handler := getsignal(number))}
 
 
 _handler_codes: set[CodeType | None] = set()

@@ -134,8 +134,7 @@ def _group_memory(folder: Path, version: int) -> Limit:
     # The page cache counts as used but is reclaimable, including its active part, which dominates when every
     # epoch reads the same files. In v1 only the "total_" values include child groups.
     stat = dict(line.split(maxsplit=1) for line in (folder / "memory.stat").read_text().splitlines())
-    for key in ("inactive_file", "active_file"):
-        used -= int(stat.get(f"total_{key}", stat.get(key, 0)))
+    used -= sum(int(stat.get(f"total_{key}", stat.get(key, 0))) for key in ("inactive_file", "active_file"))
     return Limit(max(0, limit - max(0, used)), f"the memory limit of cgroup {folder}")
 
 
@@ -151,8 +150,7 @@ def usable_cores() -> int:
 
 def core_limit(root: Path = Path("/")) -> float | None:
     """Return the CPU quota of the cgroups around this process, in cores; None without a limit."""
-    shares = _read_groups(root, "cpu", _group_quota)
-    return min((share for share in shares if share > 0), default=None)
+    return min((share for share in _read_groups(root, "cpu", _group_quota) if share > 0), default=None)
 
 
 def _group_quota(folder: Path, version: int) -> float:

@@ -135,9 +135,7 @@ def children(tree: object) -> list[Any] | None:
         return list(tree)
     if isinstance(tree, Mapping):
         return [tree[key] for key in tree.keys()]  # noqa: SIM118 - a TensorDict iterates over its rows
-    if is_dataclass_instance(tree):
-        return [getattr(tree, name) for name in field_names(tree)]
-    return None
+    return [getattr(tree, name) for name in field_names(tree)] if is_dataclass_instance(tree) else None
 
 
 def rebuild(template: Any, parts: Samples) -> Any:

@@ -30,9 +30,7 @@ def accelerators() -> list[torch.device]:
     if accelerator is not None and accelerator.is_available():
         kind = accelerator.current_accelerator().type
         return [torch.device(kind, i) for i in range(accelerator.device_count())]
-    if torch.backends.mps.is_available():
-        return [torch.device("mps", 0)]
-    return []
+    return [torch.device("mps", 0)] if torch.backends.mps.is_available() else []
 
 
 def find_device(name: object) -> torch.device:

@@ -436,7 +436,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         if self._shutdown:
             raise StopIteration
         try:
-            data = next(self._inner)
+            data = self._inner.__next__()  # no `next`: a Ctrl-C behind that call would lose the batch
         except StopIteration:
             run, dataset = self.run, cast(Any, self._dataset)
             is_unread = self._num_workers == 0 and run.job.keeps_state and 0 < run.epoch.first == run.delivered

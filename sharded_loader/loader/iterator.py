@@ -83,38 +83,44 @@ class EpochIterator(Iterator[Batch]):
                     return next(self)
             finally:
                 self._range = name
-        for is_capturing in self._placement.capture_probes:
-            if is_capturing():
-                self._placement.check_not_capturing()
+        self._placement.check_not_capturing()
         pipeline, clock = self._pipeline, self._placement.clock
         if os.getpid() != pipeline.pid:
             pipeline.check_open()  # before the lock: in a forked child no thread would release it
         is_nested = pipeline.is_open_step and is_owned(pipeline.lock)
-        with pipeline.lock:
-            run = self.run
-            if run is not None and pipeline.closed:
-                pipeline.check_open()  # raises: another loader may have the pool
-            delivered, current_run = 0 if run is None else run.delivered, self._progress.current_run
-            for record in clock.records.values():
-                with contextlib.suppress(RuntimeError):  # the device is broken: the batch says so
-                    record()
-            clock.calls += 1  # now, so that what was interrupted before does not count
-            try:
-                if self._last_ended is None:
-                    self._counts = self._observer.counts()
-                clock.times = self._counts
-                if run is None:
-                    self._choose_run()
-                batch, error = self._step(is_nested)
-                if error is None:
-                    return batch  # type: ignore[no-any-return]
-                if run is None and self._is_first and not isinstance(error, StopIteration):
-                    self._go_back_to_choose()  # nothing was handed out, not even an error in a batch's place
-            except BaseException as raised:
-                self._go_back(run, delivered, current_run)
-                if pipeline.closed and isinstance(raised, Exception) and not is_from_outside(raised):
-                    raise LoaderClosedError from None  # closed in the middle of the step
-                raise
+        is_read = False
+        try:
+            with pipeline.lock:
+                run = self.run
+                if run is not None and pipeline.closed:
+                    pipeline.check_open()  # raises: another loader may have the pool
+                delivered, current_run = 0 if run is None else run.delivered, self._progress.current_run
+                for record in clock.records.values():
+                    with contextlib.suppress(RuntimeError):  # the device is broken: the batch says so
+                        record()
+                clock.calls += 1  # now, so that what was interrupted before does not count
+                try:
+                    if self._last_ended is None:
+                        self._counts = self._observer.counts()
+                    clock.times = self._counts
+                    if run is None:
+                        self._choose_run()
+                    batch, error = self._step(is_nested)
+                    if run is None and self._is_first and error is not None and not isinstance(error, StopIteration):
+                        self._go_back_to_choose()  # nothing was handed out, not even an error in a batch's place
+                except BaseException as raised:
+                    self._go_back(run, delivered, current_run)
+                    if pipeline.closed and isinstance(raised, Exception) and not is_from_outside(raised):
+                        raise LoaderClosedError from None  # closed in the middle of the step
+                    raise
+                is_read = True
+        except BaseException:
+            if is_read:  # a Ctrl-C as the lock was released; behind it there is no call at which one could come
+                with pipeline.lock:
+                    self._go_back(run, delivered, current_run)
+            raise
+        if error is None:
+            return batch  # type: ignore[no-any-return]
         try:
             raise error
         finally:

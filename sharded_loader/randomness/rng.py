@@ -113,13 +113,12 @@ def _replace_lock() -> None:
 
 def seed_as_torch(base_seed: int, worker: int) -> None:
     """Seed ``random`` and NumPy as torch's loader does in a worker, given its base seed; torch gets the sum of both."""
-
-    def seed_numpy() -> None:
-        module = sys.modules["numpy.random"]
-        module.seed(module.SeedSequence([worker, base_seed & 0xFFFFFFFF, base_seed >> 32, 0]).generate_state(4))
-
     random.seed(base_seed + worker)
-    call_after_import("numpy.random", seed_numpy)  # the import takes 10 ms and 3 MB, in each worker
+    words = [worker, base_seed & 0xFFFFFFFF, base_seed >> 32, 0]
+    # If the user's code imports it, or has: the import takes 10 ms and 3 MB, in each worker.
+    call_after_import(
+        "numpy.random", lambda: (found := sys.modules["numpy.random"]).seed(found.SeedSequence(words).generate_state(4))
+    )
 
 
 def seed_globals(key: int, *, whole: bool = True) -> None:
@@ -626,6 +625,4 @@ def shuffle(length: int, *key: Hashable) -> Callable[[Indices], Indices]:
         >>> shuffle(10**15, 7, "order")(np.array([0, 10**14])) < 10**15
         array([ True,  True])
     """
-    if length <= IN_MEMORY:
-        return shuffled(length, *key).take
-    return Bijection(length, *key)
+    return shuffled(length, *key).take if length <= IN_MEMORY else Bijection(length, *key)

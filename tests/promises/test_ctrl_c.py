@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import linecache
 import random
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,6 +27,7 @@ from sharded_loader import ShardedDataLoader, ThreadPool
 from sharded_loader.engine.pool import Pool
 from sharded_loader.randomness import rng
 from sharded_loader.randomness.rng import reading
+from sharded_loader.torch import DataLoader
 
 
 def shards_of(pool: Pool, step: int) -> tuple[ShardedDataLoader, Iterator[Any]]:
@@ -204,6 +207,40 @@ class Interrupts(HasPlace):
                 self.armed = False
                 signal.raise_signal(signal.SIGINT)
             yield index
+
+
+@pytest.mark.parametrize("kind", [ShardedDataLoader, DataLoader])
+@pytest.mark.parametrize("pool", ["inline", "thread"])
+def test_a_ctrl_c_as_any_c_function_returns_loses_no_batch(kind: Any, pool: str) -> None:
+    """Also as the lock is released, and as the drop-in gets the batch: the lines that `InterruptAt` cannot stop at."""
+    left = 0
+
+    def interrupt(frame: Any, event: str, function: Any) -> None:
+        nonlocal left
+        left -= event == "c_return" and frame.f_code.co_filename.endswith(("/iterator.py", "/pipeline.py"))
+        if left == 0:
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGINT)
+
+    is_thread = pool == "thread"
+    loader = kind(range(100_000), 1, num_workers=int(is_thread), thread_pool=is_thread)
+    iterator, done = iter(loader), 0
+    for number in itertools.count(1):
+        left = number
+        try:
+            sys.setprofile(interrupt)
+            batch = next(iterator)
+        except KeyboardInterrupt:
+            batch = None
+        finally:
+            sys.setprofile(None)
+        done += batch is not None and batch.tolist() == [done]
+        assert getattr(loader, "position", done) == done, number  # what a state would have
+        assert [next(iterator).tolist() for _ in range(2)] == [[done], [done + 1]], number
+        done += 2
+        if left > 0:
+            break
+    assert number > 10
 
 
 @pytest.mark.parametrize("prefetch", [1, 3])

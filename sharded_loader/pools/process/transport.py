@@ -175,9 +175,7 @@ class ProcessWorker(Worker):
                 os.close(self.sentinel)
 
     def where(self) -> Sequence[int] | None:
-        if not self.ready:
-            return ()
-        return self.heartbeat if self.tasks else None
+        return () if not self.ready else self.heartbeat if self.tasks else None
 
     def cancel(self, run: int) -> None:
         self.link.send(CANCEL, run)  # it also answers tasks that it drops
