@@ -83,12 +83,13 @@ class EpochIterator(Iterator[Batch]):
                     return next(self)
             finally:
                 self._range = name
-        self._placement.check_not_capturing()
-        pipeline, clock = self._pipeline, self._placement.clock
+        for is_capturing in self._placement.capture_probes:
+            if is_capturing():
+                self._placement.check_not_capturing()
+        pipeline, clock, is_read = self._pipeline, self._placement.clock, False
         if os.getpid() != pipeline.pid:
             pipeline.check_open()  # before the lock: in a forked child no thread would release it
         is_nested = pipeline.is_open_step and is_owned(pipeline.lock)
-        is_read = False
         try:
             with pipeline.lock:
                 run = self.run
@@ -100,9 +101,8 @@ class EpochIterator(Iterator[Batch]):
                         record()
                 clock.calls += 1  # now, so that what was interrupted before does not count
                 try:
-                    if self._last_ended is None:
-                        self._counts = self._observer.counts()
-                    clock.times = self._counts
+                    counts = self._observer.counts() if self._last_ended is None else self._counts
+                    clock.times = self._counts = counts
                     if run is None:
                         self._choose_run()
                     batch, error = self._step(is_nested)
