@@ -157,8 +157,8 @@ class ProcessWorker(Worker):
                 self.wait(max(0.0, self._killed_at + KILLED_GRACE - host_clock.now()))
                 if self.is_alive():
                     self.slots.clear()  # it may still write there
-                    fate = "It is abandoned: a disk or a network keeps it in the kernel, or the machine is very busy"
-                    write_to_stderr(f"sharded_loader: {self.who} was killed {KILLED_GRACE:g} s ago and lives. {fate}\n")
+                    why = "a disk or a network keeps it in the kernel, or the machine is very busy"
+                    write_to_stderr(f"sharded_loader: {self.who} was killed and does not end: {why}. It is abandoned\n")
                     self.process.close()  # closes the sentinel
                     return
             self.process.join()
