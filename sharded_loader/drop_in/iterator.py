@@ -423,8 +423,8 @@ class LoaderIterator(_BaseDataLoaderIter):
         return self.__next__()
 
     def __next__(self) -> Any:
-        # torch's method costs 5 to 9 us: it records each batch for a profiler, and checks the length of iterable data.
-        if self._is_stream or core.profiler_enabled():
+        # torch's method costs 5 to 9 us: it records each batch for a profiler, and checks a length that was asked for.
+        if self._IterableDataset_len_called is not None or core.profiler_enabled():
             return super().__next__()
         data = self._next_data()
         self._num_yielded += 1

@@ -209,21 +209,31 @@ class Interrupts(HasPlace):
             yield index
 
 
+SEEN = "/iterator.py", "/pipeline.py", "/dataloader.py", "/profiler.py"
+"""Modules on the way of a batch, torch's too."""
+
+
+class Stream(torch_data.IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(100_000))
+
+
+@pytest.mark.parametrize("data", [range(100_000), Stream()], ids=type)
 @pytest.mark.parametrize("kind", [ShardedDataLoader, DataLoader])
 @pytest.mark.parametrize("pool", ["inline", "thread"])
-def test_a_ctrl_c_as_any_c_function_returns_loses_no_batch(kind: Any, pool: str) -> None:
+def test_a_ctrl_c_as_any_c_function_returns_loses_no_batch(kind: Any, data: Any, pool: str) -> None:
     """Also as the lock is released, and as the drop-in gets the batch: the lines that `InterruptAt` cannot stop at."""
     left = 0
 
     def interrupt(frame: Any, event: str, function: Any) -> None:
         nonlocal left
-        left -= event == "c_return" and frame.f_code.co_filename.endswith(("/iterator.py", "/pipeline.py"))
+        left -= event == "c_return" and frame.f_code.co_filename.endswith(SEEN)
         if left == 0:
             sys.setprofile(None)
             signal.raise_signal(signal.SIGINT)
 
     is_thread = pool == "thread"
-    loader = kind(range(100_000), 1, num_workers=int(is_thread), thread_pool=is_thread)
+    loader = kind(data, 1, num_workers=int(is_thread), thread_pool=is_thread)
     iterator, done = iter(loader), 0
     for number in itertools.count(1):
         left = number
