@@ -105,15 +105,15 @@ class EpochIterator(Iterator[Batch]):
                     clock.times = self._counts = counts
                     if run is None:
                         self._choose_run()
-                    batch, error = self._step(is_nested)
+                    batch, error, is_read = *self._step(is_nested), True
                     if run is None and self._is_first and error is not None and not isinstance(error, StopIteration):
                         self._go_back_to_choose()  # nothing was handed out, not even an error in a batch's place
                 except BaseException as raised:
+                    is_read = False
                     self._go_back(run, delivered, current_run)
                     if pipeline.closed and isinstance(raised, Exception) and not is_from_outside(raised):
                         raise LoaderClosedError from None  # closed in the middle of the step
                     raise
-                is_read = True
         except BaseException:
             if is_read:  # a Ctrl-C as the lock was released; behind it there is no call at which one could come
                 with pipeline.lock:
