@@ -211,8 +211,9 @@ def meet(label: str, join: Callable[[Opened], Found | None], make: Callable[[str
     a time; if it raises, the next process calls its own.
 
     Example:
-        >>> one = meet("doctest", lambda opened: None, open_nameless)
-        >>> other = meet("doctest", lambda opened: opened, open_nameless)
+        >>> label = f"example-{os.getpid()}"
+        >>> one = meet(label, lambda opened: None, open_nameless)
+        >>> other = meet(label, lambda opened: opened, open_nameless)
         >>> os.path.sameopenfile(one.fd, other.fd)
         True
     """

@@ -88,7 +88,8 @@ def plan(ahead: ReadAhead) -> Any:
 def pretended(cache: Any, count: int) -> Any:
     """Shards of one byte each. The URL of a shard is its number."""
     urls, stats = list(map(str, range(count))), [Stat(1, str(shard)) for shard in range(count)]
-    return types.SimpleNamespace(cache=cache, store=ObjectStore(), urls=urls, stats=stats)
+    parts = {"cache": cache, "store": ObjectStore(), "urls": urls, "stats": stats}
+    return types.SimpleNamespace(**parts, index_ahead=lambda shard: None)  # they have no index
 
 
 def test_it_goes_as_far_as_there_is_room() -> None:
