@@ -38,6 +38,7 @@ from sharded_loader.drop_in import sampler as samplers
 from sharded_loader.drop_in.pinning import Pinner
 from sharded_loader.drop_in.sampler import Points, SamplerStart, Skips, TorchEpoch
 from sharded_loader.drop_in.state import LoaderState, TorchRun, TorchSteps, check_data, job_of, lives_on, stream_epoch
+from sharded_loader.drop_in.trainers import length_was_asked
 from sharded_loader.extend import PartPoint, Pipeline, Pool, Run, Task
 from sharded_loader.extend import engine as core
 from sharded_loader.extend.data import TensorBatch, epoch_listeners, is_stateful, to_torch
@@ -424,7 +425,7 @@ class LoaderIterator(_BaseDataLoaderIter):
 
     def __next__(self) -> Any:
         # torch's method costs 5 to 9 us: it records each batch for a profiler, and checks a length that was asked for.
-        if self._IterableDataset_len_called is not None or core.profiler_enabled():
+        if (self._is_stream and length_was_asked(self)) or core.profiler_enabled():
             return super().__next__()
         data = self._next_data()
         self._num_yielded += 1

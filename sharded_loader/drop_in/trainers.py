@@ -4,6 +4,7 @@
     fetched_by_lightning()                           batches that Lightning has fetched but not trained on
     name_epoch(order, 3)                             an epoch that Lightning names for iterable data
     refuse_skipping(loader)                          Accelerate would read the data in another order
+    length_was_asked(iterator)                       torch's own bookkeeping: its iterator checks a length
 
 The names are not public, as in `base.private`: each use says what happens without them, and the same tests cover them.
 The core looks up three of these functions by name: to save states, to follow Lightning's ``set_epoch``, and before
@@ -55,6 +56,11 @@ def name_epoch(order: Any, epoch: int) -> None:
             f"Lightning goes on with epoch {epoch}, but it has read the first batch of epoch {order.last.number}: "
             f"it loads no position at the end of an epoch. Give the loader steps_per_epoch="
         )
+
+
+def length_was_asked(iterator: object) -> bool:
+    """Return True if torch's iterator compares its batches with a length. Without the name: True."""
+    return getattr(iterator, "_IterableDataset_len_called", 0) is not None
 
 
 def counted_by_fabric(epoch: int) -> bool:
