@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from sharded_loader.base.described import brief
+
 CLOSE = 0.72
 """Minimum similarity for suggesting an argument: shm_size and batch_size have 0.67, data and dataset 0.73."""
 
@@ -58,6 +60,35 @@ def bytes_of_text(
     if match is None or unit is None or is_fraction or isinstance(text, bool) or float(match[1]) * unit < least:
         raise ValueError(f"{name} is {text!r}: give {allowed}, or a text such as '100 GB' or '20 GiB'")
     return int(float(match[1]) * unit)
+
+
+def check_function(name: str, given: object, kind: str, required: bool = False) -> None:
+    """Raise a TypeError unless ``given`` is a function, described by ``kind``, that is not async; or not required.
+
+    Example:
+        >>> async def halve(sample): return sample / 2
+        >>> check_function("filter(fn)", halve, "of a sample")
+        Traceback (most recent call last):
+        TypeError: filter(fn) is async: it gives coroutine objects, and the loader does not await them there. ...
+    """
+    if not callable(given) and (required or given is not None):
+        raise TypeError(f"{name} is {brief(given)}; it must be a function {kind}")
+    if is_async(given):
+        raise not_awaited(name, "coroutine")
+
+
+def is_async(function: object) -> bool:
+    """Return True for an ``async def``, and for an object whose ``__call__`` is one."""
+    return any(map(inspect.iscoroutinefunction, (function, type(function).__call__ if callable(function) else None)))
+
+
+def not_awaited(name: str, given: str) -> TypeError:
+    """Return the error about a function that gives objects of the type ``given``."""
+    return TypeError(
+        f"{name} is async: it gives {given} objects, and the loader does not await them there. Write it with def "
+        f"instead of async def. Only __getitem__, __getitems__ and functions of dataset.transform() are awaited, where "
+        f"they are written as an async def"
+    )
 
 
 def refuse_class(name: str, given: object) -> None:

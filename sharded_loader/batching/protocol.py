@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from sharded_loader.base.checks import fast_method
+from sharded_loader.base.checks import fast_method, not_awaited
 from sharded_loader.base.system import after_fork
 
 Dtype = np.dtype[Any]
@@ -107,11 +107,7 @@ def refuse_async(values: Samples, what: str) -> None:
         for value in values:
             if type(value) is CoroutineType:
                 value.close()  # otherwise Python warns that it was never awaited
-        raise TypeError(
-            f"{what} is async: it gives {type(values[0]).__name__} objects, and the loader does not await them there. "
-            f"Write it with def instead of async def. Only __getitem__, __getitems__ and functions of "
-            f"dataset.transform() are awaited, where they are written as an async def"
-        )
+        raise not_awaited(what, type(values[0]).__name__)
 
 
 ASYNC = (CoroutineType, AsyncGeneratorType)

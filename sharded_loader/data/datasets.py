@@ -27,14 +27,13 @@ import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from inspect import iscoroutinefunction
 from itertools import accumulate
 from types import CoroutineType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sharded_loader.base.checks import fast_method
+from sharded_loader.base.checks import check_function, fast_method, is_async
 from sharded_loader.base.described import an, brief, briefs
 from sharded_loader.base.imports import provided
 from sharded_loader.base.limits import check_fits
@@ -98,6 +97,7 @@ class Dataset:
             >>> list(SimpleDataset(range(10)).filter(lambda x: x % 3 == 0))
             [0, 3, 6, 9]
         """
+        check_function("the function of filter()", fn, "of a sample", required=True)
         chosen = [index for index, sample in enumerate(bulk.each_sample(self)) if fn(sample)]
         return SubsetDataset(self, np.array(chosen, np.int64))
 
@@ -257,6 +257,7 @@ class Dataset:
             >>> list(ArrayDataset([1, 2], [10, 20]).transform_first(lambda a: -a))
             [(-1, 10), (-2, 20)]
         """
+        check_function("the function of transform_first()", fn, "of a sample's first field", required=True)
         return self.transform(partial(_apply_to_first, fn), lazy, seeded)
 
     def __iter__(self) -> Iterator[Any]:
@@ -521,7 +522,7 @@ class TransformDataset(Wrapper):
         if not callable(fn):
             raise TypeError(f"transform was given {fn!r}, which is not callable: give a function of a sample")
         self._fn = fn
-        self._is_async = iscoroutinefunction(fn) or iscoroutinefunction(type(fn).__call__)
+        self._is_async = is_async(fn)
         if self._is_async and seeded:
             raise TypeError(
                 f"transform({fn!r}, seeded=True): an async def cannot be seeded: draw from sample_rng() there"

@@ -25,7 +25,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sharded_loader.base.checks import check_int
+from sharded_loader.base.checks import check_function, check_int
 from sharded_loader.base.described import call_of
 from sharded_loader.base.notices import Notices
 from sharded_loader.base.system import write_to_stderr
@@ -235,8 +235,7 @@ def check_num_workers(num_workers: object) -> int:
 
 
 def check_init_fn(worker_init_fn: object) -> None:
-    if worker_init_fn is not None and not callable(worker_init_fn):
-        raise TypeError(f"worker_init_fn is {worker_init_fn!r}; it must be a function of the worker's number")
+    check_function("worker_init_fn", worker_init_fn, "of the worker's number")
 
 
 def check_timeout(timeout: object) -> float | None:

@@ -4,6 +4,7 @@ from sharded_loader.base import entries as entries
 from sharded_loader.base import host_clock as host_clock
 from sharded_loader.base.checks import bytes_of_text as bytes_of_text
 from sharded_loader.base.checks import check_choice as check_choice
+from sharded_loader.base.checks import check_function as check_function
 from sharded_loader.base.checks import check_int as check_int
 from sharded_loader.base.checks import fast_method as fast_method
 from sharded_loader.base.checks import refuse_arguments as refuse_arguments

@@ -16,7 +16,7 @@ from typing import Any, Generic, Literal
 import torch
 from typing_extensions import TypedDict, TypeVar
 
-from sharded_loader.base.checks import check_int, refuse_arguments, refuse_async_iterable, refuse_class
+from sharded_loader.base.checks import check_function, check_int, refuse_arguments, refuse_async_iterable, refuse_class
 from sharded_loader.base.described import an
 from sharded_loader.base.imports import names_of, provided
 from sharded_loader.base.notices import logger
@@ -107,7 +107,8 @@ class OnError:
             `TooManySkippedError`. None: unlimited.
 
     Raises:
-        ValueError, TypeError: ``limit`` is not an integer from 0, or goes with ``"raise"``, which skips nothing.
+        ValueError, TypeError: ``action`` is unknown. ``limit`` is not an integer from 0, or goes with ``"raise"``,
+            which skips nothing.
 
     Example:
         >>> from sharded_loader import ShardedDataLoader
@@ -118,6 +119,11 @@ class OnError:
     limit: int | None = None
 
     def __post_init__(self) -> None:
+        if callable(self.action):
+            check_function("on_error", self.action, "(SampleError) -> sample")
+        elif self.action not in ("raise", "skip", "replace", "refill"):
+            text = f'on_error is {self.action!r}; it must be "raise", "skip", "replace"'
+            raise ValueError(f'{text}, "refill", or a callable (SampleError) -> sample')
         if self.limit is None:
             return
         if self.action == "raise":
@@ -269,8 +275,7 @@ def refuse_streams(streams: object, dataset: object) -> None:
 def collate_function(batchify_fn: object, collate_fn: object) -> Any:
     """Return the collate function given by either name. None stands for the default, which can also read in bulk."""
     given = one_of("batchify_fn", batchify_fn, "collate_fn", collate_fn)
-    if given is not None and not callable(given):
-        raise TypeError(f"the collate function is {given!r}; it must be a function of a list of samples")
+    check_function("the collate function", given, "of a list of samples")
     if isinstance(given, type) and issubclass(given, Batchify):
         raise TypeError(f"the collate function is the class {given.__name__}; give an object: {given.__name__}()")
     return None if given is default_batchify_fn else given
@@ -282,8 +287,7 @@ def transform_of(
     """Return the transform for ``device_transform`` and ``host_fields``, or None if neither is given."""
     fn: Any = options.device_transform
     given: Any = options.host_fields
-    if fn is not None and not callable(fn):
-        raise TypeError(f"device_transform is {fn!r}; it must be a function of a batch, or of a batch and a generator")
+    check_function("device_transform", fn, "of a batch, or of a batch and a generator")
     several = isinstance(given, Iterable) and not isinstance(given, (str, bytes))
     fields = [] if given is None else list(given) if several else [given]
     for field in fields:
@@ -306,9 +310,6 @@ def transform_of(
 def action_and_limit(on_error: Any) -> tuple[Any, int | None]:
     """Return the action for a sample that fails, and the maximum number per epoch (None: unlimited)."""
     given = on_error if isinstance(on_error, OnError) else OnError(on_error)
-    if not callable(given.action) and given.action not in ("raise", "skip", "replace", "refill"):
-        text = f'on_error is {given.action!r}; it must be "raise", "skip", "replace"'
-        raise ValueError(f'{text}, "refill", or a callable (SampleError) -> sample')
     return given.action, given.limit
 
 

@@ -22,7 +22,7 @@ from sharded_loader.extend import Sampler
 from sharded_loader.extend.data import Mixture, announce_epoch, is_stream, nested
 from sharded_loader.extend.engine import BatchScope, resolve_replicas
 from sharded_loader.extend.order import Bijection, SampleScope, reading
-from sharded_loader.extend.tools import brief, entries, pass_on
+from sharded_loader.extend.tools import check_function, entries, pass_on
 from sharded_loader.mixing.in_order import InOrder, held, this_worker
 
 MOST_LOST = 100_000
@@ -54,8 +54,7 @@ class Refill(InOrder):
     """
 
     def __init__(self, dataset: Any, keep: Any, leaves_out: bool, seed: Any, shuffle: Any, sampler: Any) -> None:
-        if keep is not None and not callable(keep):
-            raise TypeError(f"keep is {brief(keep)}; it must be a function of a sample that returns False to reject it")
+        check_function("keep", keep, "of a sample that returns False to reject it")
         has_no_order = is_stream(dataset) or any(isinstance(inner, Mixture) for inner in nested(dataset))
         if has_no_order or (sampler is not None and (shuffle or not isinstance(sampler, Sampler))):
             text = (

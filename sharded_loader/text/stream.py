@@ -24,7 +24,7 @@ import numpy as np
 from sharded_loader.extend import Array
 from sharded_loader.extend.data import announce_epoch
 from sharded_loader.extend.order import Bijection, derive_key, parts
-from sharded_loader.extend.tools import add_note, brief, call_of, check_choice, check_int, entries
+from sharded_loader.extend.tools import add_note, call_of, check_choice, check_function, check_int, entries
 from sharded_loader.mixing import in_order
 from sharded_loader.mixing.in_order import BEGINNING, SourcePoint
 from sharded_loader.samplers.packing import IGNORED, Pack, PackSampler, fields_of
@@ -115,8 +115,7 @@ class PackStream(in_order.InOrder):
     ) -> None:
         dataset, self.is_indexed = in_order.check_source(dataset, _DATA), in_order.is_indexed(dataset)
         super().__init__((), () if self.is_indexed else (dataset,))
-        if tokenize is not None and not callable(tokenize):
-            raise TypeError(f"tokenize is {brief(tokenize)}; it must be a function of a document -> token ids")
+        check_function("tokenize", tokenize, "of a document -> token ids")
         self.tokens = check_int("tokens", tokens, 1, "give the number of tokens in a row")
         self.rows = check_int("rows", rows, 1, "give the number of rows in a batch")
         usual = min(max(self.tokens // 8, 1024), 16384)

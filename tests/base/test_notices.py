@@ -108,8 +108,9 @@ def test_an_epoch_that_loses_all_samples_is_one_clear_warning(made, workers):
     assert len(caught) == 1
 
 
-def test_a_limit_is_a_number_and_needs_an_action():
+def test_the_action_is_known_and_a_limit_is_a_number_and_needs_an_action():
     for given, text in (
+        (("drop",), "on_error is 'drop'; it must be"),
         (("raise", 3), 'needs the action "skip", "replace"'),
         (("skip", "1%"), "limit must be an integer, got '1%'"),
         (("skip", -1), "limit must be at least 0, got -1"),

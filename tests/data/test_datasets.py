@@ -87,6 +87,8 @@ BAD = [
     *((lambda wrong=wrong: wrong + ten(), TypeError, "unsupported operand") for wrong in (1, 0.0, False, None)),
     (lambda: ten().cache(-1), ValueError, "give 0 or more, a share of what is free"),
     (lambda: ten().transform(3), TypeError, "not callable"),
+    (lambda: ten().transform_first(None), TypeError, r"transform_first\(\) is None; it must be a function"),
+    (lambda: ten().filter(None), TypeError, r"filter\(\) is None; it must be a function of a sample"),
     (lambda: ten().transform(add_one, lazy=False, seeded=True), ValueError, "has no epoch to be seeded by"),
     (lambda: ten().sample(torch.utils.data.BatchSampler(range(4), 2, False)), TypeError, "single indices"),
     (lambda: SubsetDataset("abc", [3]), IndexError, "3 samples"),

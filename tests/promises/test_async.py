@@ -10,6 +10,7 @@ import threading
 import warnings
 from collections.abc import AsyncIterator, Callable
 from contextlib import closing, suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,13 @@ from conftest import POOLS, covering, make_pool, until
 
 from sharded_loader import (
     InlinePool,
+    OnError,
+    PackStream,
+    Placement,
     ShardedDataLoader,
     SimpleDataset,
     SubsetDataset,
+    ThreadPool,
     WorkerTimeoutError,
     sample_rng,
     sample_seed,
@@ -470,10 +475,10 @@ async def collated(samples: list[int]) -> list[int]:
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "generator": (Yields(), {}, "dataset[index]"),
-    "field": (SimpleDataset([(1, 2), (3, 4)]).transform_first(collated), {}, "a field of the samples"),
+    "field": (SimpleDataset([(1, 2), (3, 4)]).transform(lambda a, b: (collated([a]), b)), {}, "a field of the samples"),
     "stream": (Stream(), {}, "the dataset"),
     "coroutine": (Coroutine(), {}, "the dataset"),
-    "collate": (SimpleDataset(range(8)), {"collate_fn": collated}, "collate_fn"),
+    "collate": (SimpleDataset(range(8)), {"collate_fn": collated}, "the collate function"),
 }
 
 
@@ -493,6 +498,36 @@ def test_other_async_methods_are_an_error_at_the_first_batch(case: str, kind: st
         assert "found <class 'coroutine'>" in str(caught.value)
     else:
         assert f"{where} is async" in str(caught.value) and "def instead of async def" in str(caught.value)
+
+
+TEN = SimpleDataset(range(10))
+
+TAKEN: dict[str, Callable[[Any], object]] = {
+    "filter": TEN.filter,
+    "transform_first": TEN.transform_first,
+    "keep": lambda fn: ShardedDataLoader(TEN, 2, keep=fn),
+    "collate_fn": lambda fn: ShardedDataLoader(TEN, 2, collate_fn=fn),
+    "on_error": lambda fn: ShardedDataLoader(TEN, 2, on_error=fn),
+    "OnError": OnError,
+    "worker_init_fn": lambda fn: ShardedDataLoader(TEN, 2, num_workers=1, worker_init_fn=fn),
+    "of a pool": lambda fn: ThreadPool(1, worker_init_fn=fn),
+    "device_transform": lambda fn: ShardedDataLoader(TEN, 2, device=Placement("cpu", device_transform=fn)),
+    "tokenize": lambda fn: PackStream(TEN, 8, 2, tokenize=fn),
+    "collate_fn of the drop-in": lambda fn: DataLoader(TEN, 2, collate_fn=fn),
+    "worker_init_fn of the drop-in": lambda fn: DataLoader(TEN, 2, num_workers=1, worker_init_fn=fn),
+    "on_error of the drop-in": lambda fn: DataLoader(TEN, 2, on_error=fn),
+}
+
+
+class Awaited:
+    async def __call__(self, given: Any) -> Any:
+        return given
+
+
+@covering(given=TAKEN, function=[collated, Awaited(), partial(collated)])
+def test_an_async_function_is_refused_where_it_would_not_be_awaited(given: str, function: Any) -> None:
+    with pytest.raises(TypeError, match="is async: it gives coroutine objects"):
+        TAKEN[given](function)
 
 
 @pytest.mark.parametrize("make", [ShardedDataLoader, DataLoader])
