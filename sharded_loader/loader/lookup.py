@@ -161,7 +161,7 @@ class LookUp(KnownSteps):
             return look_up(order, epoch, step, rank)
 
     def _task_of(self, found: MapEpoch, step: int) -> Task:
-        task = found.task(step)
+        task = found.task(int(step))  # it may be an array or a tensor
         if isinstance(task, Exception):
             raise task
         assert isinstance(task, Task)  # a looked-up epoch leaves no step out

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from sharded_loader.extend import Int64s, Selection, Table, WrapperSampler
 from sharded_loader.extend import order as orders
 from sharded_loader.extend.data import as_dataset, taken
-from sharded_loader.extend.tools import brief, check_fits, check_int
+from sharded_loader.extend.tools import brief, check_fits, check_function, check_int
 from sharded_loader.samplers.bijections import Bijections
 from sharded_loader.samplers.inverse import found_in, inverted, positions_of
 
@@ -115,6 +115,7 @@ class FilterSampler(_ListedSampler):
 
     def __init__(self, fn: Callable[[Any], Any], dataset: Any) -> None:
         dataset = as_dataset(dataset, "FilterSampler")
+        check_function("the function of FilterSampler", fn, "of a sample", required=True)
         kept = [index for index in range(len(dataset)) if fn(dataset[index])]
         super().__init__(np.array(kept, dtype=np.int64))
 

@@ -74,6 +74,8 @@ def test_the_indices_and_the_batch_of_a_step_are_those_that_come(order: str, ran
     past = [[loader.indices(epoch, step) for step in range(len(read[epoch]))] for epoch in range(3)]
     assert past == read
     assert plain(loader.batch(1, len(read[1]) - 1)) == read[1][-1]
+    for number in (np.int64, np.array, torch.tensor):
+        assert loader.indices(number(1), number(0)) == plain(loader.batch(number(1), number(0))) == read[1][0]
     for epoch in range(3):
         with pytest.raises(IndexError, match=f"epoch {epoch} has no step {len(read[epoch])}"):
             loader.indices(epoch, len(read[epoch]))

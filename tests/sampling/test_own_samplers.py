@@ -462,6 +462,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: auto(environ={"WORLD_SIZE": "2", "RANK": "-1"}), ValueError, "RANK is '-1'.*at least 0"),
     (lambda: auto(environ={"RANK": "3"}), ValueError, "RANK is 3, but WORLD_SIZE is missing: set both"),
     # shards
+    (lambda: FilterSampler(None, range(9)), TypeError, "FilterSampler is None; it must be a function of a sample"),
     (lambda: check_shares([1], 2), ValueError, "1 weights for 2 shards: give one weight per shard"),
     (lambda: check_shares([1, -1], 2), ValueError, "weight of shard 1 is -1"),
     (lambda: check_shares([1, float("nan")], 2), ValueError, "weight of shard 1 is nan"),
