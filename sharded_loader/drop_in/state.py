@@ -408,7 +408,7 @@ class TorchSteps(core.KnownSteps):
         if isinstance(self.dataset, IterDataPipe | MapDataPipe):
             raise TypeError("datapipes are read by torch's own workers: which samples a step has is not known")
         if isinstance(self.dataset, IterableDataset):
-            raise TypeError(stream_order(loader, 0).text_of_step(epoch, steps.start))
+            raise stream_order(loader, 0).no_steps()
         if len(steps) > 1:
             self.length(epoch)  # rejects an endless sampler
         self._check_by_number(epoch)

@@ -156,7 +156,7 @@ class LookUp(KnownSteps):
         """Return an epoch positioned at the step; the samplers are restored."""
         order = self.order
         if isinstance(order, StreamOrder):
-            raise TypeError(order.text_of_step(epoch, step))
+            raise order.no_steps()
         with order.undisturbed(but=self.dataset):
             return look_up(order, epoch, step, rank)
 
@@ -174,7 +174,7 @@ class LookUp(KnownSteps):
     def checksums(self, epoch: int) -> list[str]:
         order = self.order
         if isinstance(order, StreamOrder):
-            raise TypeError(order.text_of_step(epoch, 0))
+            raise order.no_steps()
         with order.undisturbed(but=self.dataset):
             return checksums(order, epoch)
 

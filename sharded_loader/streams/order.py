@@ -136,17 +136,10 @@ class StreamOrder(Order[StreamSignature]):
         points = {part: point for part, point in self._shared.progress.items() if point.batches <= counts.get(part, 0)}
         return Position(epoch, 0, None, counts, points)
 
-    def text_of_step(self, epoch: object, step: object) -> str:
-        """Return the error text for a step that cannot be looked up, with the part that it should come from."""
-        epoch = check_int("epoch", epoch, 0, "epochs count from 0")
-        step = check_int("step", step, 0, "steps count from 0")
-        parts = self.signature().parts_of_rank()
-        turn, place = divmod(step + epoch * (self.steps or 0), len(parts))
-        return (
-            f"the dataset, {an(type(self._dataset))}, is iterable data: which samples a step has is known when it is "
-            f"read. Unless a part has ended before, step {step} of epoch {epoch} is batch {turn} of part "
-            f"{parts[place]} of {self.parts}: to read it again, load a state that was saved before it"
-        )
+    def no_steps(self) -> TypeError:
+        """Return the error for a step that is to be looked up."""
+        text = f"the dataset, {an(type(self._dataset))}, is iterable data: which samples a step has is known when it is"
+        return TypeError(f"{text} read. To read a step again, load a state that was saved before it")
 
     def add_skip(self, skip: object) -> None:
         if skip is not None:
