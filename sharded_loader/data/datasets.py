@@ -524,9 +524,8 @@ class TransformDataset(Wrapper):
         self._fn = fn
         self._is_async = is_async(fn)
         if self._is_async and seeded:
-            raise TypeError(
-                f"transform({fn!r}, seeded=True): an async def cannot be seeded: draw from sample_rng() there"
-            )
+            text = f"transform({fn!r}, seeded=True): an async def cannot be seeded"
+            raise TypeError(f"{text}: draw from sample_rng() there")
         self._level = seeding.next_level(dataset, TransformDataset) if seeded else None
 
     def __getitem__(self, index: Any) -> Any:

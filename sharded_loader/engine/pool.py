@@ -234,8 +234,7 @@ def check_num_workers(num_workers: object) -> int:
     return check_int("num_workers", num_workers, 1, f"InlinePool() has no workers{hint}")
 
 
-def check_init_fn(worker_init_fn: object) -> None:
-    check_function("worker_init_fn", worker_init_fn, "of the worker's number")
+check_init_fn = functools.partial(check_function, "worker_init_fn", kind="of the worker's number")
 
 
 def check_timeout(timeout: object) -> float | None:

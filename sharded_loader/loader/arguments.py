@@ -124,13 +124,11 @@ class OnError:
         elif self.action not in ("raise", "skip", "replace", "refill"):
             text = f'on_error is {self.action!r}; it must be "raise", "skip", "replace"'
             raise ValueError(f'{text}, "refill", or a callable (SampleError) -> sample')
-        if self.limit is None:
-            return
-        if self.action == "raise":
-            raise ValueError(
-                'limit needs the action "skip", "replace" or a function: with "raise" no sample is skipped'
-            )
-        check_int("limit", self.limit, 0, "give the number of samples in an epoch that may be skipped, or None")
+        if self.limit is not None:
+            check_int("limit", self.limit, 0, "give the number of samples in an epoch that may be skipped, or None")
+            if self.action == "raise":
+                text = 'limit needs the action "skip", "replace" or a function'
+                raise ValueError(f'{text}: with "raise" no sample is skipped')
 
 
 class OtherNames(TypedDict, Generic[Batch], total=False):
