@@ -23,7 +23,7 @@ import functools
 import operator
 import random
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import suppress
 from functools import reduce
@@ -169,8 +169,8 @@ def rebuild(template: Any, parts: Samples) -> Any:
         # A copy preserves what the constructor may not accept: a defaultdict's factory, extra attributes.
         rebuilt = _copy(template)
         if isinstance(plain, dict):
-            # Like torch, bypass the ``__setitem__`` of a user's dict, which may validate its values.
-            rebuilt.update(plain)
+            # Like torch, bypass the ``__setitem__`` of a user's dict, which may validate its values. A Counter adds.
+            (dict if isinstance(template, Counter) else kind).update(rebuilt, plain)
         else:
             for position, part in enumerate(plain):
                 rebuilt[position] = part

@@ -211,8 +211,8 @@ class ReplyPickler(pickle.Pickler):
             return reduce_array(obj)
         elif is_plain_tensor(obj):
             return reduce_tensor(obj)
-        elif is_tensor(obj) and obj.requires_grad:
-            text = "a batch holds a tensor that requires grad, which cannot leave its process"
+        elif is_tensor(obj) and not obj.is_leaf:
+            text = "a batch holds a tensor with a gradient function, which cannot leave its process"
             raise ValueError(f"{text}: call .detach() on it in the dataset or in collate_fn")
         return NotImplemented
 

@@ -5,7 +5,7 @@ import pickle
 import subprocess
 import sys
 import threading
-from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections import Counter, OrderedDict, UserDict, defaultdict, namedtuple
 from collections.abc import Mapping
 from typing import Any
 from unittest import mock
@@ -199,6 +199,13 @@ def test_mappings_of_the_users_become_what_torch_makes_of_them(make, pool, devic
         options = {"num_workers": int(pool != "inline"), "thread_pool": pool == "thread", "device": device}
         [batch] = loader(samples, 2, **options)
         assert type(batch) is type(wanted) and repr(dict(batch)) == repr(dict(wanted))
+
+
+def test_a_counter_has_its_counts_and_not_their_sums():
+    batch = default_batchify_fn([Counter(a=1), Counter(a=3)])
+    assert type(batch) is Counter and batch["a"].tolist() == [1, 3]
+    counts = Counter(a=np.array([1, 3]))
+    assert next(iter(ShardedDataLoader([0], 1, collate_fn=lambda samples: counts)))["a"].tolist() == [1, 3]
 
 
 def test_a_class_that_only_copies_samples_keeps_its_attributes():

@@ -196,6 +196,14 @@ def test_a_batch_is_torchs_also_behind_the_pipe_of_a_worker(kind: str, in_tuples
 
 # -- functions of the user's --------------------------------------------------------------------------------
 
+
+@pytest.mark.parametrize("loader", [DataLoader, ShardedDataLoader])
+def test_gradients_flow_to_a_batch_that_a_workers_collate_fn_made_for_that(loader: Any) -> None:
+    [batch] = loader([1.0, 2.0], 2, num_workers=1, collate_fn=lambda samples: torch.tensor(samples, requires_grad=True))
+    batch.square().sum().backward()
+    assert batch.grad.tolist() == [2, 4]
+
+
 IN_TORCHS_TABLE = [np.ones(2), 1, 2.5, torch.ones(2), "a", True, torch.ones(2).as_subclass(Marked)]
 
 

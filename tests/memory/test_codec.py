@@ -391,13 +391,19 @@ def test_empty_is_numpy_s(dtype, shape):
         array[...] = np.zeros(shape, dtype)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [torch.Tensor.requires_grad_, torch.nn.Parameter, lambda t: t.requires_grad_() * 2, torch.Tensor.to_sparse],
-)
-def test_a_tensor_that_requires_grad_is_refused_with_advice(change):
-    with pytest.raises(ValueError, match=r"requires grad.*\.detach\(\)"):
+@pytest.mark.parametrize("change", [lambda t: t * 2, torch.Tensor.to_sparse])
+def test_a_tensor_with_a_gradient_function_is_refused_with_advice(change):
+    with pytest.raises(ValueError, match=r"gradient function.*\.detach\(\)"):
         encode({"x": [change(torch.ones(3).requires_grad_())]})
+
+
+@pytest.mark.parametrize("change", [torch.Tensor.requires_grad_, torch.nn.Parameter])
+@pytest.mark.parametrize("size", [3, 10_000])
+def test_a_leaf_that_requires_grad_is_one_behind_the_pipe_too(change, size):
+    leaf = change(torch.ones(2, size).t())
+    found, again = through([leaf, leaf], None)
+    assert found is again and type(found) is type(leaf) and found.is_leaf and found.requires_grad
+    assert torch.equal(found, leaf) and found.stride() == leaf.stride()
 
 
 @pytest.mark.parametrize("fails", [False, True])
