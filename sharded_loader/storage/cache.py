@@ -175,7 +175,8 @@ class ShardCache:
         return path.exists()
 
     def _path(self, url: str, stat: Stat) -> Path:
-        name = hashlib.sha256("\0".join((url, str(stat.size), stat.tag)).encode()).hexdigest()[:40]
+        key = "\0".join((url, str(stat.size), stat.tag)).encode(errors="surrogatepass")
+        name = hashlib.sha256(key).hexdigest()[:40]
         return self.folder / f"{name}-{stat.size}.shard"
 
     def _open_cached(self, path: Path, url: str, stat: Stat, is_locked: bool) -> LocalFile | None:

@@ -85,8 +85,8 @@ class Indexes:
         self._unsaved: dict[Path, Index] = {}  # indexes of shards without a tag; pickled to the workers
 
     def path(self, name: str, url: str, stat: Stat) -> Path:
-        key = "\0".join((str(VERSION), name, url, str(stat.size), stat.tag))
-        return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()[:40]}.arrays"
+        key = "\0".join((str(VERSION), name, url, str(stat.size), stat.tag)).encode(errors="surrogatepass")
+        return self._folder / f"{hashlib.sha256(key).hexdigest()[:40]}.arrays"
 
     def of(self, name: str, url: str, stat: Stat, make: Callable[[], Index]) -> Index:
         """Return the index of a shard, calling ``make`` if none is saved."""

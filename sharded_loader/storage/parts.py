@@ -39,6 +39,10 @@ UNKNOWN = "unknown "
 """Prefix of the tag that a dataset invents for a file whose server sends none."""
 
 
+SLOWEST = 20_000
+"""Bytes per second below which a request is abandoned."""
+
+
 class Changed(Exception):
     """Raised if the file is another version now."""
 
@@ -90,10 +94,12 @@ def read(
 ) -> tuple[bytes, str]:
     """Read a byte range through fsspec; return it with the tag of the answer, which is empty except for HTTP.
 
-    Only asynchronous file systems can be interrupted after ``seconds``. Without ``stat``, any version will do. HTTP
-    bodies go to the ``landing`` chunk by chunk, so that each is copied once; then the returned bytes are empty.
+    Only asynchronous file systems can be interrupted, ``seconds`` after the time that `SLOWEST` allows. Without
+    ``stat``, any version will do. HTTP bodies go to the ``landing`` chunk by chunk, so that each is copied once; then
+    the returned bytes are empty.
     """
-    how: dict[str, Any] = {"timeout": seconds} if getattr(system, "async_impl", False) else {}
+    limit = seconds + (end - begin) / SLOWEST
+    how: dict[str, Any] = {"timeout": limit} if getattr(system, "async_impl", False) else {}
     if not how or "http" not in (system.protocol if isinstance(system.protocol, tuple) else (system.protocol,)):
         return system.cat_file(path, start=begin, end=end, **how), ""
     seen: list[Any] = []
@@ -190,10 +196,11 @@ def _note_whole_files(folder: str) -> None:
     logger.warning(text + "Give the dataset a ShardCache, or let the server answer ranges", folder)
 
 
-def bind_credentials(url: str, options: Options) -> Options:
+def bind_credentials(url: str, options: Options, seconds: float) -> Options:
     """Return options for fsspec that keep an HTTP server's credentials from other hosts after a redirect.
 
-    By itself, aiohttp drops only some headers, and neither the session's password nor its cookies.
+    By itself, aiohttp drops only some headers, and neither the session's password nor its cookies. Its requests fail
+    after ``seconds`` in which nothing comes; by itself, any takes up to 5 minutes.
     """
     http = re.match(r"(?:(.*)::)?((https?)://.*)", url)
     if http is None:
@@ -214,7 +221,8 @@ def bind_credentials(url: str, options: Options) -> Options:
             super().__init__(method, url, **how)
 
     given = options.get(kind, {}) if chain else options  # chained file systems have options by protocol
-    defaults = {"request_class": Request, "read_bufsize": 1 << 18}  # of 64 KB, reading pauses after each 128 KB
+    defaults: dict[str, Any] = {"timeout": aiohttp.ClientTimeout(sock_connect=seconds, sock_read=seconds)}
+    defaults |= {"request_class": Request, "read_bufsize": 1 << 18}  # of 64 KB, reading pauses after each 128 KB
     given = {**given, "client_kwargs": {**defaults, **given.get("client_kwargs", {})}}
     return {**options, kind: given} if chain else given
 
@@ -287,7 +295,8 @@ class FastS3:
 
         FastS3._used_in = os.getpid()
         plain = str(self._settings.get("endpoint_url", "")).startswith("http://")
-        limits = {"timeout": f"{seconds:.0f}s", "connect_timeout": f"{min(seconds, 5):.0f}s", "allow_http": plain}
+        limits = {"read_timeout": f"{seconds:.0f}s", "connect_timeout": f"{min(seconds, 5):.0f}s", "allow_http": plain}
+        limits["timeout"] = "1h"  # of a whole request
         return S3Store(name, client_options=limits, retry_config={"max_retries": 0}, **self._settings)
 
 

@@ -45,7 +45,7 @@ LONGEST_WAIT = 60.0
 """Maximum seconds to wait for ``Retry-After``."""
 
 STALL = 30.0
-"""Seconds without an answer before a request is abandoned."""
+"""Seconds in which nothing comes before a request is abandoned."""
 
 PIECE = 8 << 20
 """Bytes per request for a whole file."""
@@ -299,7 +299,7 @@ class ObjectStore:
                     config = {"retries": {"total_max_attempts": 1}, **options.get("config_kwargs", {})}
                     options = {**options, "config_kwargs": config}
                 try:
-                    system = url_to_fs(url, skip_instance_cache=True, **parts.bind_credentials(url, options))[0]
+                    system = url_to_fs(url, skip_instance_cache=True, **parts.bind_credentials(url, options, STALL))[0]
                 except Exception as error:  # no such protocol, its library is missing, no connection
                     said = files.redacted(f"{type(error).__name__}: {error}", options)
                     package = error.name if isinstance(error, ImportError) else None

@@ -369,6 +369,8 @@ def _arrow_values(column: Any, name: str) -> Any:
     arrow_type = column.type
     if hasattr(arrow_type, "index_type"):  # to_numpy() of a chunked dictionary array fills nulls with values
         return _arrow_values(column.cast(arrow_type.value_type), name)
+    if hasattr(arrow_type, "run_end_type") or "month_day_nano_interval" in str(arrow_type):
+        return column.to_pylist()  # to_numpy() of the latter kills the process
     if getattr(arrow_type, "num_fields", 0):
         return _arrow_list_values(column)
     array = column.to_numpy(zero_copy_only=False)

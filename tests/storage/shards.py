@@ -112,6 +112,7 @@ class Served:
     truncate: int = 0
     stalls: int = 0
     stall: float = 0.0  # seconds
+    pace: float = 0.0  # seconds before each tenth of the bytes
     status: int = 503  # of failures
     refuses: int = 0  # the status of all answers, those without bytes too; 0: the server does not refuse
     moved: dict[str, str] = field(default_factory=dict)  # where it redirects to, by path
@@ -200,7 +201,10 @@ def serving() -> Iterator[Served]:
             self.head(status, len(sent), part, **(served.headers if with_bytes else {}))
             if with_bytes:
                 served.after()
-                self.wfile.write(sent)
+                step = max(1, -(-len(sent) // 10)) if served.pace else len(sent) or 1
+                for at in range(0, len(sent), step):
+                    threading.Event().wait(served.pace)
+                    self.wfile.write(sent[at : at + step])
             return None
 
     server = Server(Handler)

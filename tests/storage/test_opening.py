@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -477,6 +478,18 @@ def test_another_shard_has_another_index(tmp_path: Path, changed: Any, monkeypat
         monkeypatch.setattr(module, "VERSION", module.VERSION + 1)
     indexes.of(*(changed or ("tar", "s3://b/a.tar", STAT)), make)
     assert make.call_count == 2
+
+
+def test_names_and_tags_need_not_be_utf_8(served: Served, tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"\xff.txt")
+    try:
+        path.write_text("here\n")
+    except OSError:
+        pytest.skip("names of files are UTF-8 here")
+    served.files, served.tag = {"/a.txt": b"there\n"}, "\xe9"
+    remote = ShardDataset(f"{served.url}/a.txt", cache=ShardCache(tmp_path / "cache", "1 MB"))
+    assert list(remote) == ["there"]
+    assert list(ShardDataset(tmp_path / "*.txt", index_folder=tmp_path)) == ["here"]
 
 
 @pytest.mark.parametrize("damage", ["", "nonsense", "cut", "a byte"])

@@ -7,6 +7,7 @@ import gzip
 import io
 import pickle
 import random
+import socket
 import warnings
 import zlib
 from collections.abc import Callable
@@ -331,6 +332,22 @@ def test_redirects_are_followed(served: Served) -> None:
     served.fail, served.headers = 1000, {"Location": f"{served.url}/moved.bin"}
     with pytest.raises(ShardError, match=r"moved\.bin: TooManyRedirects"):
         store.ranges(f"{served.url}/moved.bin", [100], [110], stat)
+
+
+def test_a_slow_answer_is_awaited_as_long_as_bytes_come(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "STALL", 1.0)
+    served.pace = 0.15
+    store, url, stat = known(served)
+    assert fetched(store, url, stat) == OLD and store.retries == 0
+
+
+def test_a_server_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "STALL", 0.2)
+    monkeypatch.setattr(stores, "TRIES", 2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/a.bin"
+        with pytest.raises(ShardError, match=r"a\.bin: .*Timeout.*tried 2 times"):
+            ObjectStore().stat(url)
 
 
 @pytest.mark.slow

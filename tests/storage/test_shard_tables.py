@@ -15,7 +15,7 @@ from conftest import POOLS, make_pool
 from mutations import Subject, assert_noticed
 from shards import Served, closed, read_rows, serves  # noqa: F401
 
-from sharded_loader import ShardDataset, ShardedDataLoader, ShardShuffleSampler
+from sharded_loader import ArrayDataset, ShardDataset, ShardedDataLoader, ShardShuffleSampler
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.data.bulk import NOT_IN_BULK, as_bulk
 from sharded_loader.storage import tables
@@ -283,6 +283,20 @@ def test_a_batch_of_columns_is_the_default_batch_of_its_samples(tmp_path: Path, 
         batches = outcome(lambda: list(loader))
     expected = outcome(lambda: [default_batchify_fn([dataset[i] for i in order[j : j + 4]]) for j in range(0, 16, 4)])
     assert batches[0] == expected[0] and (batches == expected or issubclass(batches[0], Exception))
+
+
+@pytest.mark.parametrize("format", ["arrow", "stream"])
+def test_columns_that_pyarrow_makes_no_arrays_of_are_objects_of_python(tmp_path: Path, format: str) -> None:
+    """To ask pyarrow 26 for an array of calendar intervals ends the process."""
+    spans: list[Any] = [pyarrow.MonthDayNano([i, 0, 1]) for i in range(8)]
+    runs = pyarrow.RunEndEncodedArray.from_arrays(pyarrow.array([3, 8], pyarrow.int32()), pyarrow.array(["a", "b"]))
+    columns = {"span": spans, "spans": [[span] * 2 for span in spans], "holed": [None, *spans[1:]], "run": runs}
+    columns["pair"] = pyarrow.array(columns["spans"], pyarrow.list_(pyarrow.month_day_nano_interval(), 2))
+    table = pyarrow.table(columns)
+    write_table(table, tmp_path / "a.arrow", format, 4)
+    dataset = ShardDataset(tmp_path / "a.arrow", index_folder=tmp_path)
+    assert list(dataset) == table.to_pylist()
+    assert list(ArrayDataset(table)) == table.to_pylist()
 
 
 def written(path: Path, format: str, null: Any = None, columns: Any = None) -> ShardDataset:

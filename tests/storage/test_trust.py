@@ -200,7 +200,7 @@ def test_a_redirect_takes_no_credentials_along(served: Served, other: Served, tm
 
 
 def test_a_redirect_from_https_to_http_is_an_error() -> None:
-    chained = bind_credentials("simplecache::https://host/a.tar", {"https": {"headers": {}}, "x": 1})
+    chained = bind_credentials("simplecache::https://host/a.tar", {"https": {"headers": {}}, "x": 1}, 30.0)
     assert chained["x"] == 1 and chained["https"]["headers"] == {}
     request = chained["https"]["client_kwargs"]["request_class"]
     with pytest.raises(aiohttp.InvalidURL, match="without encryption"):
