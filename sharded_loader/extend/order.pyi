@@ -29,6 +29,7 @@ from sharded_loader.sampling.own import LAST_BATCH as LAST_BATCH
 from sharded_loader.sampling.own import BatchSampler as BatchSampler
 from sharded_loader.sampling.own import IndexSampler as IndexSampler
 from sharded_loader.sampling.own import check_length as check_length
+from sharded_loader.sampling.own import with_seed as with_seed
 from sharded_loader.sampling.state import SUM as SUM
 from sharded_loader.sampling.state import WEIGHTS_SET as WEIGHTS_SET
 from sharded_loader.sampling.state import Checkpoint as Checkpoint

@@ -42,7 +42,6 @@ from sharded_loader.loader.epochs import At, Epochs
 from sharded_loader.loader.iterator import EpochIterator
 from sharded_loader.loader.lookup import LookUp
 from sharded_loader.pools.process.pool import ProcessPool
-from sharded_loader.sampling.base import resolve_seed
 from sharded_loader.sampling.order import MapOrder
 from sharded_loader.sampling.own import takes_order
 from sharded_loader.streams.order import StreamOrder
@@ -176,8 +175,7 @@ class ShardedDataLoader(Instruments, Leasing[Batch], Generic[Batch]):
             effect: workers live as long as the loader. ``keep``, a function of a sample, read by index: if it returns
             False, the next sample of the order takes the place, so that batches stay full. The order is then read in
             parts, without an end: of each ``streams`` positions, a part has one, and a state has one number per part.
-            ``seed`` is by default 0, and ``steps_per_epoch`` the number of full batches that the order has without
-            ``keep``.
+            ``steps_per_epoch`` is by default the number of full batches that the order has without ``keep``.
 
     Attributes:
         arguments: Arguments of the loader, by name, to create another one like it. Read-only.
@@ -249,8 +247,7 @@ class ShardedDataLoader(Instruments, Leasing[Batch], Generic[Batch]):
         last, keep, shares = arguments.last_batch_of(last_batch, names.get("drop_last")), names.get("keep"), None
         size = batch_size = getattr(dataset, "rows", None) if batch_size is None and is_stream(dataset) else batch_size
         if keep is not None or action == "refill":
-            seed = resolve_seed(seed) if num_replicas is None else seed
-            refilled, order_given = provided("dataset", "refill"), (keep, action == "refill", seed, shuffle, sampler)
+            refilled, order_given = provided("dataset", "refill"), (keep, action == "refill", shuffle, sampler)
             ranks, shuffle, sampler = (num_replicas, rank), False, None
             dataset, steps_per_epoch = refilled(dataset, order_given, batch_size, steps_per_epoch, ranks)
             action = "raise" if action == "refill" else action

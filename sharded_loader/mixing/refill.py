@@ -13,6 +13,7 @@ ValueError, which says how many samples it has read.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -21,7 +22,7 @@ import numpy as np
 from sharded_loader.extend import Sampler
 from sharded_loader.extend.data import Mixture, announce_epoch, is_stream, nested
 from sharded_loader.extend.engine import BatchScope, resolve_replicas
-from sharded_loader.extend.order import Bijection, SampleScope, reading
+from sharded_loader.extend.order import Bijection, SampleScope, reading, with_seed
 from sharded_loader.extend.tools import check_function, entries, pass_on
 from sharded_loader.mixing.in_order import InOrder, held, this_worker
 
@@ -50,10 +51,12 @@ class Refill(InOrder):
     Args:
         keep: function of a sample; None: all are kept.
         leaves_out: leave out samples that fail.
-        seed, shuffle, sampler: of the order.
+        shuffle, sampler: of the order. Its seed is that of the loader that reads it.
     """
 
-    def __init__(self, dataset: Any, keep: Any, leaves_out: bool, seed: Any, shuffle: Any, sampler: Any) -> None:
+    seed = 0
+
+    def __init__(self, dataset: Any, keep: Any, leaves_out: bool, shuffle: Any, sampler: Any) -> None:
         check_function("keep", keep, "of a sample that returns False to reject it")
         has_no_order = is_stream(dataset) or any(isinstance(inner, Mixture) for inner in nested(dataset))
         if has_no_order or (sampler is not None and (shuffle or not isinstance(sampler, Sampler))):
@@ -66,7 +69,7 @@ class Refill(InOrder):
         if not self.length:
             raise ValueError("the dataset has no samples, so that no batch can be full: give some")
         self.keep, self.leaves_out, self._held = keep, leaves_out, held(dataset)
-        self.seed, self.shuffle, self.sampler = seed or 0, shuffle, sampler
+        self.shuffle, self.sampler = shuffle, sampler
         for one in () if sampler is None else nested(sampler):
             if hasattr(one, "read_in_parts"):
                 one.read_in_parts(self)
@@ -86,7 +89,10 @@ class Refill(InOrder):
         return Bijection(self.length, self.seed, "refill", epoch) if self.shuffle else np.asarray
 
     def __iter__(self) -> Iterator[Any]:
-        return _Samples(self)
+        twin = copy.copy(self)
+        if (scope := reading.get()) is not None:
+            twin.seed, twin.sampler = scope.seed, with_seed(self.sampler, scope.seed)
+        return _Samples(twin)
 
     def __repr__(self) -> str:
         order = f"seed={self.seed}" if self.shuffle else "in order" if self.sampler is None else repr(self.sampler)

@@ -14,6 +14,7 @@ from conftest import POOLS, make_pool
 from sharded_loader import (
     OnError,
     RandomSampler,
+    RepeatedSampler,
     ShardedDataLoader,
     TooManySkippedError,
     WeightedRandomSampler,
@@ -175,7 +176,7 @@ def test_what_does_not_fit_is_refused(given: dict[str, Any], kind: Any, text: st
 def test_a_state_of_another_order_is_refused() -> None:
     found = loader(ORDERS["shuffled"])
     values(found, 3)
-    for other in (loader(ORDERS["shuffled"], seed=4), loader(ORDERS["shuffled"], dataset=Damaged(range(96)))):
+    for other in (loader(ORDERS["sampler"]), loader(ORDERS["shuffled"], dataset=Damaged(range(96)))):
         other.load_state_dict(found.state_dict())
         with pytest.raises(ValueError, match="the state is that of another order: it was Refill of 97 samples, seed=3"):
             values(other)
@@ -195,3 +196,25 @@ def test_an_order_without_a_seed_is_that_of_the_seed_that_the_loader_shows() -> 
     first, other = (ShardedDataLoader(range(200), 8, shuffle=True, keep=keep) for _ in range(2))
     read = values(first)
     assert read == values(ShardedDataLoader(**first.arguments, seed=first.seed)) != values(other)
+
+
+WITHOUT_SEED: dict[str, Any] = {
+    "shuffle": lambda: {"shuffle": True},
+    "sampler": lambda: {"sampler": RandomSampler(200)},
+    "sampler inside": lambda: {"sampler": RepeatedSampler(1, WeightedRandomSampler(np.ones(200), 200, False))},
+}
+
+
+@pytest.mark.parametrize("order", WITHOUT_SEED)
+@pytest.mark.parametrize("kind", [ShardedDataLoader, DataLoader])
+def test_without_a_seed_ranks_share_one_order_and_another_program_goes_on_in_it(kind: Any, order: str) -> None:
+    def make(**named: Any) -> Any:
+        return kind(range(200), 8, keep=keep, **WITHOUT_SEED[order](), **named)
+
+    ranks = [make(num_replicas=2, rank=rank, steps_per_epoch=2) for rank in range(2)]
+    assert len({index for rank in ranks for batch in values(rank) for index in batch}) == 32
+    first = iter(loader := make())
+    next(first)
+    other, state = make(), json.loads(json.dumps(loader.state_dict()))
+    other.load_state_dict(state)
+    assert values(other) == values(first)
