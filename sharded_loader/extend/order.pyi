@@ -14,6 +14,7 @@ from sharded_loader.randomness.rng import seeded_globals as seeded_globals
 from sharded_loader.randomness.rng import shuffle as shuffle
 from sharded_loader.randomness.rng import shuffled as shuffled
 from sharded_loader.sampling.base import EVERY as EVERY
+from sharded_loader.sampling.base import DrawnSeed as DrawnSeed
 from sharded_loader.sampling.base import announce_epoch as announce_epoch
 from sharded_loader.sampling.base import for_ranks as for_ranks
 from sharded_loader.sampling.base import is_own as is_own
@@ -29,7 +30,7 @@ from sharded_loader.sampling.own import LAST_BATCH as LAST_BATCH
 from sharded_loader.sampling.own import BatchSampler as BatchSampler
 from sharded_loader.sampling.own import IndexSampler as IndexSampler
 from sharded_loader.sampling.own import check_length as check_length
-from sharded_loader.sampling.own import with_seed as with_seed
+from sharded_loader.sampling.own import with_seeds as with_seeds
 from sharded_loader.sampling.state import SUM as SUM
 from sharded_loader.sampling.state import WEIGHTS_SET as WEIGHTS_SET
 from sharded_loader.sampling.state import Checkpoint as Checkpoint

@@ -22,7 +22,8 @@ import numpy as np
 from sharded_loader.extend import Sampler
 from sharded_loader.extend.data import Mixture, announce_epoch, is_stream, nested
 from sharded_loader.extend.engine import BatchScope, resolve_replicas
-from sharded_loader.extend.order import Bijection, SampleScope, reading, with_seed
+from sharded_loader.extend.order import Bijection, DrawnSeed, SampleScope, reading, with_seeds
+from sharded_loader.extend.order import nested as samplers_in
 from sharded_loader.extend.tools import check_function, entries, pass_on
 from sharded_loader.mixing.in_order import InOrder, held, this_worker
 
@@ -70,7 +71,7 @@ class Refill(InOrder):
             raise ValueError("the dataset has no samples, so that no batch can be full: give some")
         self.keep, self.leaves_out, self._held = keep, leaves_out, held(dataset)
         self.shuffle, self.sampler = shuffle, sampler
-        for one in () if sampler is None else nested(sampler):
+        for one in samplers_in(sampler):
             if hasattr(one, "read_in_parts"):
                 one.read_in_parts(self)
 
@@ -90,8 +91,10 @@ class Refill(InOrder):
 
     def __iter__(self) -> Iterator[Any]:
         twin = copy.copy(self)
-        if (scope := reading.get()) is not None:
-            twin.seed, twin.sampler = scope.seed, with_seed(self.sampler, scope.seed)
+        if (scope := reading.get()) is not None:  # its seed takes the place of those that were drawn
+            drawn = (isinstance(getattr(one, "seed", None), DrawnSeed) for one in samplers_in(self.sampler))
+            seeds = [scope.seed if one else None for one in drawn]
+            twin.seed, twin.sampler = scope.seed, with_seeds(self.sampler, seeds)
         return _Samples(twin)
 
     def __repr__(self) -> str:

@@ -370,12 +370,6 @@ def with_seeds(sampler: Any, seeds: Sequence[int | None]) -> Any:
     return twin
 
 
-def with_seed(sampler: Any, seed: int) -> Any:
-    """Return the sampler with a seed in the place of those that were drawn."""
-    drawn = (isinstance(getattr(one, "seed", None), DrawnSeed) for one in nested(sampler))
-    return with_seeds(sampler, [seed if one else None for one in drawn])
-
-
 def _check_arguments(args: Sampling) -> None:
     sampler, batch_sampler, last_batch, shuffle = args.sampler, args.batch_sampler, args.last_batch, args.shuffle
     if isinstance(batch_sampler, int):

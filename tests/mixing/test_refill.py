@@ -182,9 +182,10 @@ def test_a_state_of_another_order_is_refused() -> None:
             values(other)
 
 
-def test_weights_do_not_change_while_a_filter_reads_the_sampler() -> None:
+@pytest.mark.parametrize("outer", [lambda sampler: sampler, lambda sampler: RepeatedSampler(2, sampler)])
+def test_weights_do_not_change_while_a_filter_reads_the_sampler(outer: Any) -> None:
     sampler = WeightedRandomSampler(np.ones(40), 40, seed=1)
-    filtered = ShardedDataLoader(range(40), 4, sampler=sampler, keep=keep)
+    filtered = ShardedDataLoader(range(40), 4, sampler=outer(sampler), keep=keep)
     with pytest.raises(TypeError, match="keep= or on_error='refill'.*cannot follow changes"):
         sampler.update([1], [2])
     assert set(sampler.weights) == {1}
