@@ -75,7 +75,7 @@ def as_column(value: object, name: str) -> Any:
         raise ValueError(f"{text} the mask as a column of its own, ArrayDataset(x=x.data, mask=np.ma.getmaskarray(x))")
     is_series = hasattr(kind, "to_numpy") and any(hasattr(kind, one) for one in ("iloc", "to_pylist", "null_count"))
     is_array = hasattr(kind, "__array__") and not isinstance(value, np.ndarray) and not is_tensor(value)
-    if is_series or (has_rows(value) and (is_array or not hasattr(value, "__len__"))):
+    if is_series or ((is_array or not hasattr(value, "__len__")) and has_rows(value)):
         return provided("column", "values")(value, name)
     return value
 

@@ -19,6 +19,7 @@ from typing_extensions import TypedDict, TypeVar
 from sharded_loader.base.checks import check_function, check_int, refuse_arguments, refuse_async_iterable, refuse_class
 from sharded_loader.base.described import an
 from sharded_loader.base.imports import names_of, provided
+from sharded_loader.base.interrupts import pass_on
 from sharded_loader.base.notices import logger
 from sharded_loader.batching.default import Batchify, default_batchify_fn
 from sharded_loader.batching.protocol import elide
@@ -183,9 +184,11 @@ def prefetch_of(prefetch: object, prefetch_factor: object, num_workers: int) -> 
 
 def length(dataset: Any, *, needed: bool = False) -> int | None:
     """Return the number of samples, or None if there is no length: an error that names the cause if ``needed``."""
+    missing: tuple[type[Exception], ...] = (TypeError, NotImplementedError) if needed else (Exception,)
     try:
         return len(dataset)
-    except (TypeError, NotImplementedError) as error:
+    except missing as error:
+        pass_on(error)
         if needed and hasattr(type(dataset), "__len__"):
             raise TypeError(
                 f"the dataset, {an(type(dataset))}, has no length: its __len__ raised {type(error).__name__}: "

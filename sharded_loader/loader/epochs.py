@@ -260,11 +260,7 @@ class Progress(Place):
 
 def warn_of_length(dataset: object, known: int | None, notices: Notices, then: str) -> None:
     """Warn if a dataset's length differs from the known one. ``then`` states the consequence and the remedy."""
-    try:
-        now = None if known is None else length(dataset)
-    except Exception as error:  # the reader raises it
-        pass_on(error)
-        return
+    now = None if known is None else length(dataset)
     if now is not None and now != known:
         notices.warn("length", f"the dataset has {now} samples, and had {known} when the loader last looked. {then}")
 
@@ -440,7 +436,7 @@ class Epochs:
         """Send the changed dataset to the workers before the next epoch."""
         self.stale = True
         self.known.forget()
-        self.order.resize(length(self.dataset))
+        self.order.resize(length(self.dataset, needed=self.order.dataset_length is not None))
         self.pipeline.split.costs = self.order.shard_costs
 
     def rescale(self, num_replicas: object, rank: object, batch_size: object) -> None:

@@ -280,6 +280,40 @@ def test_mocks_are_read_as_torch_reads_them(spec: Any, workers: int) -> None:
         assert len(collate_fn.call_args.args[0]) == 11
 
 
+class Unopened(Dataset[int]):
+    """Its file is opened by the first read in a worker, and until then only what was not asked for fails."""
+
+    def __getitem__(self, index: int) -> int:
+        self.count = 4
+        return index
+
+    def __len__(self) -> int:
+        return self.count
+
+    @property
+    def shape(self) -> Any:
+        raise RuntimeError("the file is not open")
+
+
+@pytest.mark.parametrize("kind", [DataLoader, ShardedDataLoader])
+def test_a_sampler_is_enough_for_a_dataset_whose_length_and_shape_cannot_be_told_yet(kind: Any) -> None:
+    loader = kind(Unopened(), 2, sampler=[3, 1, 2], num_workers=1)
+    assert next(iter(loader)).tolist() == [3, 1]
+    loader.load_state_dict(loader.state_dict())
+    assert [batch.tolist() for batch in loader] == [[2]]
+    with pytest.raises(AttributeError, match="count"):
+        kind(Unopened(), 2, shuffle=True)
+
+
+def test_a_length_that_cannot_be_told_any_more_is_its_own_error() -> None:
+    dataset = Unopened()
+    dataset.count = 4
+    loader = ShardedDataLoader(dataset, 2)
+    del dataset.count
+    with pytest.raises(AttributeError, match="count"):
+        loader.refresh()
+
+
 class ToldStream(IterableDataset[int]):
     """A sample that shows which epoch the dataset was told of."""
 
