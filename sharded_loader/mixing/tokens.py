@@ -267,7 +267,7 @@ def _tokens_of(given: object, dtype: DTypeLike | None, documents: Any) -> tuple[
 def _file(path: str, dtype: DTypeLike | None) -> _TokenFile:
     if path.endswith(".npy"):
         try:
-            array = np.load(path, mmap_mode="r")
+            array = np.lib.format.open_memmap(path, mode="r")
         except (ValueError, EOFError) as error:
             raise ValueError(f"{path} is not a complete .npy file ({error}): copy or write it again") from None
         if array.ndim != 1:

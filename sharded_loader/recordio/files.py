@@ -113,10 +113,11 @@ class _Descriptor(PositionedFile):
     __slots__ = ("path", "pid", "size")
 
     def __init__(self, path: str) -> None:
+        self.fd = -1
+        if not stat.S_ISREG(mode := os.stat(path).st_mode):  # Linux opens a folder, and a named pipe waits for a writer
+            raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, "it is not a file", path)
         super().__init__(path)
         self.path, self.pid = path, os.getpid()
-        if stat.S_ISDIR(self.stat().st_mode):  # Linux fails only at the first read, without naming the path
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
         self.refresh_size()
 
     def refresh_size(self) -> int:

@@ -83,7 +83,8 @@ def _opened(path: Path, count: int, mode: Any) -> npt.NDArray[np.int32]:
         lengths: npt.NDArray[np.int32] = np.load(path, mmap_mode=mode if count else None)
     except (ValueError, EOFError):
         lengths = np.empty((0, 0), np.int32)
-    if lengths.shape != (count,):
+    is_right = getattr(lengths, "shape", None) == (count,) and lengths.dtype == np.int32
+    if not is_right or (mode == "r" and not lengths.all()):  # zeros: the power failed before it was on disk
         text = f"lengths_of: {path} is no file of {count} lengths, one for each document of the dataset"
         raise ValueError(f"{text}: give the dataset that the file was made from, another path, or delete the file")
     return lengths

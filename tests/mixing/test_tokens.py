@@ -202,6 +202,8 @@ def test_bad_files_are_errors_when_the_dataset_is_made(tmp_path: Path) -> None:
     np.save(tmp_path / "cut.npy", np.zeros(40, np.uint16))
     os.truncate(tmp_path / "cut.npy", 150)
     (tmp_path / "none.npy").write_bytes(b"")
+    np.savez(tmp_path / "archive.npz", np.zeros(40, np.uint16))
+    (tmp_path / "archive.npz").rename(tmp_path / "archive.npy")
     for name, more, kind, text in [
         ("missing.bin", {"dtype": "uint16"}, FileNotFoundError, "missing.bin"),
         ("odd.bin", {}, TypeError, "give dtype="),
@@ -212,6 +214,7 @@ def test_bad_files_are_errors_when_the_dataset_is_made(tmp_path: Path) -> None:
         ("floats.npy", {}, TypeError, "float64"),
         ("cut.npy", {}, ValueError, "cut.npy is not a complete .npy file"),
         ("none.npy", {}, ValueError, "none.npy is not a complete .npy file"),
+        ("archive.npy", {}, ValueError, "archive.npy is not a complete .npy file"),
     ]:
         with pytest.raises(kind, match=text):
             TokenWindows(tmp_path / name, 4, **more)  # type: ignore[arg-type]

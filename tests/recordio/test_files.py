@@ -297,6 +297,8 @@ def test_missing_empty_and_foreign_files(tmp_path: Path) -> None:
     for read in (read_all, RecordFileDataset):
         with pytest.raises(OSError, match=r"folder\.rec"):  # on Windows a PermissionError
             read(tmp_path / "folder.rec")
+        with pytest.raises(OSError, match="it is not a file"):  # a named pipe would wait for a writer
+            read(os.devnull)
     (tmp_path / "empty.rec").touch()
     assert read_all(tmp_path / "empty.rec") == []
     with RecordFileDataset(tmp_path / "empty.rec") as dataset:

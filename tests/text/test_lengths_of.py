@@ -117,5 +117,12 @@ def test_files_of_other_data_are_refused(tmp_path: Path) -> None:
         path.write_text(content)
         with pytest.raises(ValueError, match="is no file of 1000 lengths"):
             lengths_of(TEXTS, path)
+    archive = tmp_path / "archive.npz"
+    np.savez(archive, np.ones(1000, np.int32))
+    np.save(tmp_path / "floats.npy", np.ones(1000))
+    np.save(path, np.append(np.ones(500, np.int32), np.zeros(500, np.int32)))  # the power failed before all was on disk
+    for other in (archive, tmp_path / "floats.npy", path):
+        with pytest.raises(ValueError, match=rf"{other.name} is no file of 1000 lengths"):
+            lengths_of(TEXTS, other)
     with pytest.raises(TypeError, match="lengths_of needs an object with __getitem__ and __len__"):
         lengths_of(iter(TEXTS), tmp_path / "other.npy")
