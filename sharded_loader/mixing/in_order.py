@@ -25,7 +25,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any, Final
 
 from sharded_loader.extend import data as core
@@ -107,6 +106,10 @@ class SourcePoint:
     dataset: object = entries.entry(entries.anything, default=None)
     iterator: object = entries.entry(entries.anything, default=None)
 
+    def is_read_again(self, dataset: object) -> bool:
+        """Return True if the dataset has to be read up to the point."""
+        return self.taken > 0 and self.dataset is None is self.iterator and not is_indexed(dataset)
+
 
 BEGINNING: SourcePoint = SourcePoint(0, 0)
 """Point before the first sample."""
@@ -156,10 +159,14 @@ class Source:
         point = SourcePoint(self.passes, self.taken)
         if self._iterator is not self._opened and core.is_stateful(self._iterator):
             return replace(point, iterator=self._iterator.state_dict())
-        return replace(point, dataset=self._opened.state_dict()) if self._has_own_state else point
+        has_state = self._has_own_state and core.is_stateful(self._opened)
+        return replace(point, dataset=self._opened.state_dict()) if has_state else point
 
-    def open(self) -> None:
-        """Open the dataset at the point. Raise a ValueError if it has fewer samples than when the state was saved."""
+    def open(self, enter: Callable[[int], object] = int) -> None:
+        """Open the dataset at the point. Raise a ValueError if it has fewer samples than when the state was saved.
+
+        ``enter`` is called before each sample that is read again, with its place.
+        """
         point, dataset, skipped = self._point, self.dataset, self.taken
         if point.dataset is not None:
             dataset = copy.copy(dataset)
@@ -171,11 +178,15 @@ class Source:
             indices = range(first + self.taken * step, len(dataset), step)
             iterator: Any = (dataset[index] for index in indices)
         else:
+            enter(0)
             iterator = iter(core.iterable_of(dataset, lambda: self._worker))
             if point.iterator is not None:
                 iterator.load_state_dict(point.iterator)
             elif point.dataset is None:
-                skipped = sum(1 for _ in islice(iterator, self.taken))
+                skipped = 0
+                while skipped < self.taken and next(iterator, END) is not END:
+                    skipped += 1
+                    enter(skipped)
         if skipped < self.taken:
             text = f"{self.name}, {an(type(dataset))}, has {skipped} samples, and the state was"
             raise ValueError(f"{text} saved after {self.taken}: give the data that it was saved with")
@@ -306,11 +317,18 @@ class InterleavedIterable(InOrder):
         if epoch != self._epoch:
             self._epoch, self._loaded, self._last = epoch, None, None
 
+    def _position(self) -> _MixPosition:
+        return self._loaded or self._beginning() if self._last is None else self._last()
+
+    @property
+    def is_lossy(self) -> bool:
+        """True if a dataset has to be read again: a loader then reads all again, and each sample draws what it drew."""
+        datasets = map(self._inside.__getitem__, self._schedule.sources)
+        return any(map(SourcePoint.is_read_again, self._position().sources, datasets))
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the most recently active iterator; see `interleave`."""
-        position = self._loaded or self._beginning()
-        position = position if self._last is None else self._last()
-        return {"version": entries.VERSION, **entries.to_state(position)}
+        return {"version": entries.VERSION, **entries.to_state(self._position())}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Let the next iteration continue at a saved position.
@@ -425,9 +443,7 @@ class Windows(Iterator[Any]):
         try:
             while len(self._read) < count:
                 name = self._names[len(self._read)]
-                if outer is not None:
-                    place = self.scope_of(name, outer, part)
-                    reading.set(SampleScope(outer.seed, *place, outer.owners, outer.is_cached))
+                self._enter(name, outer, part)
                 try:
                     sample = self.read(name)
                 except Exception as error:
@@ -438,6 +454,11 @@ class Windows(Iterator[Any]):
                 self._read.append(sample)
         finally:
             reading.set(outer)
+
+    def _enter(self, name: int, outer: Any, part: int) -> None:
+        if outer is not None:
+            place = self.scope_of(name, outer, part)
+            reading.set(SampleScope(outer.seed, *place, outer.owners, outer.is_cached))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as a small dict, without samples."""
@@ -451,7 +472,13 @@ class Windows(Iterator[Any]):
         if found := entries.differences(at, self._at):
             raise ValueError(f"{self._name}: the state is that of another one: {', '.join(found.values())}")
         self._begin_at(at)
-        self._source.open()  # raises here, not in place of a sample
+        outer, part = reading.get(), part_here()
+        try:
+            if at.source != BEGINNING:  # otherwise with the first sample, whose random numbers it may draw
+                # Raises here, not in place of a sample.
+                self._source.open(lambda name: self._enter(name, outer, part))
+        finally:
+            reading.set(outer)
         for _ in range(at.given):
             if self._advance() is END or self._at is not at:
                 text = f"{self._name}: the dataset, {an(type(self._dataset))}, has fewer samples"

@@ -146,7 +146,7 @@ class OpenPart(Part):
                 self.items = iter(items)
         finally:
             here.part = before
-        self.is_stateful = is_stateful(dataset) or is_stateful(self.items)
+        self.is_stateful = state is not None or is_stateful(dataset) or is_stateful(self.items)
         self.next_sample = self.items.__next__
 
     def set_current(self) -> Part | None:
@@ -164,7 +164,8 @@ class OpenPart(Part):
         if self._last_state is not None or not self.is_stateful:
             return self._last_state
         # A dataset that is its own iterator has one state: the iterator's.
-        return None if self.items is self.dataset else _state_of(self.dataset), _state_of(self.items)
+        states = None if self.items is self.dataset else _state_of(self.dataset), _state_of(self.items)
+        return None if states[0] is None is states[1] else states
 
 
 def _state_of(obj: Any) -> Any:

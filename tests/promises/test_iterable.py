@@ -40,11 +40,12 @@ from stream_samples import (
     values,
 )
 
-from sharded_loader import ShardedDataLoader, ThreadPool, interleave, sample_rng
+from sharded_loader import PackStream, ShardedDataLoader, ShuffleBuffer, ThreadPool, interleave, sample_rng
 from sharded_loader.base.errors import WorkerTimeoutError, notes_of
 from sharded_loader.engine.messages import Job, Result, Task
 from sharded_loader.engine.pool import Pool
 from sharded_loader.pools.task_reader import reader_for
+from sharded_loader.torch import DataLoader
 
 
 def read_with_errors(loader: Any) -> tuple[list[Any], list[Any]]:
@@ -541,6 +542,46 @@ def test_what_the_global_generators_draw_is_the_same_after_going_on(method: str)
         rest = go_on(Draws(), save_after(Draws(), count, pool=method), method, workers=1)
         assert next(rest) == whole[count:]
         rest.close()
+
+
+def with_draws(part: int, parts: int) -> Iterator[Any]:
+    return (number + float(sample_rng().random()) for number in range(part, 14, parts))
+
+
+def shuffled_when_begun(part: int, parts: int) -> Iterator[Any]:
+    return iter(sample_rng().permutation(range(part, 14, parts)).tolist())
+
+
+def a_random_half(part: int, parts: int) -> Iterator[Any]:
+    return (number for number in range(part, 28, parts) if sample_rng().random() < 0.5)
+
+
+HOLDERS: dict[str, Callable[[Any], Any]] = {
+    "mixture": lambda stream: interleave([stream, WithStatefulRows([9, 9]), stream], [2, 1, 1]),
+    "mixture of mixtures": lambda stream: interleave([interleave([stream, range(8)], seed=1), stream]),
+    "buffer": lambda stream: ShuffleBuffer(stream, 4),
+    "buffer of a mixture": lambda stream: ShuffleBuffer(interleave([range(8), stream]), 3),
+    "mixture of buffers": lambda stream: interleave([ShuffleBuffer(stream, 3), range(8)]),
+    "packed": lambda stream: PackStream(stream, 3, window=4, tokenize=lambda number: [int(100 * number)]),
+}
+
+
+@pytest.mark.costly(3)
+@pytest.mark.parametrize("stream", [with_draws, shuffled_when_begun, a_random_half])
+@pytest.mark.parametrize("kind", [ShardedDataLoader, DataLoader])
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_what_is_read_again_inside_a_mixture_a_buffer_or_rows_draws_what_it_drew(
+    holder: str, kind: Any, stream: Any
+) -> None:
+    def make() -> Any:
+        return kind(HOLDERS[holder](stream), 2, streams=2, seed=3, collate_fn=repr)
+
+    whole, batches = list(make()), iter(loader := make())
+    for count in range(len(whole)):
+        other, state = make(), json.loads(json.dumps(loader.state_dict()))
+        other.load_state_dict(state)
+        assert list(other) == whole[count:], count
+        assert next(batches) == whole[count]
 
 
 def test_a_state_goes_on_where_parts_had_failed() -> None:
