@@ -483,7 +483,7 @@ class Epochs:
     def new_run(self, epoch: Epoch) -> Run:
         is_known = self.order.stream is not None or any(map(has_weights, nested(self.order.sampler)))
         if not is_known and not isinstance(self.dataset, Mapping):
-            epoch.limit = length(self.dataset)
+            epoch.limit = length(self.dataset, needed=self.order.dataset_length is not None)
         return Run(next(self._numbers), epoch)
 
     def job_now(self) -> Job:
