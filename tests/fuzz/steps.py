@@ -430,8 +430,8 @@ class Case(Program):
         batches = pair.loader.batch_sampler
         inner = [pair.loader.sampler, batches, getattr(batches, "sampler", None)]
         told = self.rng.choice([pair.loader, *(one for one in inner if callable(getattr(one, "set_epoch", None)))])
-        if pair.naive.may_be_over and epoch == now + 1:
-            return  # it depends on what was read whether this is the epoch that is next anyway
+        if pair.naive.may_be_over and epoch in (now, now + 1):
+            return  # it depends on what was read which of the two is next anyway
         self.note(f"{epoch} on the {type(told).__name__}")
         told.set_epoch(epoch)
         pair.naive.set_epoch(epoch)
