@@ -187,7 +187,7 @@ class SamplerState:
     yielded: int = entries.entry(entries.integer(0))
     checksum: int = entries.entry(entries.integer(0))
     rank: int | None = entries.entry(entries.anything, default=None)
-    shuffle: dict[str, Any] | None = entries.entry(entries.anything, default=None)
+    shuffle: dict[str, Any] | None = entries.entry(entries.optional(entries.instance(dict, "a dict")), default=None)
     rng: list[list[str]] | None = entries.entry(entries.anything, default=None)
     epochs: list[int] | None = entries.entry(entries.anything, default=None)
     ahead: list[int] | None = entries.entry(entries.anything, default=None)

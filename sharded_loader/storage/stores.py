@@ -416,7 +416,7 @@ def pause(number: int, headers: Mapping[str, str] | None) -> float:
     """
     asked = str((headers or {}).get("Retry-After", ""))
     backoff: float = min(LONGEST_PAUSE, PAUSE * 2 ** (number - 1)) * random.uniform(0.5, 1)
-    return max(min(float(asked), LONGEST_WAIT) if asked.isdigit() else 0.0, backoff)
+    return max(min(float(asked), LONGEST_WAIT) if asked.isdecimal() else 0.0, backoff)
 
 
 def _reason(error: Exception) -> Exception:

@@ -310,6 +310,11 @@ NO_STATE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         for name in ("_num_yielded", "_iterator_finished", "_base_seed", "_sampler")
     },
     "of iterable data": (lambda: DataLoader(Shared()).state_dict(), ValueError, "the state has no '_sampler'"),
+    "whose order is no dict": (
+        lambda: {**(state := DataLoader(range(3)).state_dict()), "_sampler": {**state["_sampler"], "shuffle": "3"}},
+        ValueError,
+        "its 'shuffle' is '3'; it must be a dict",
+    ),
     "of data with indices": (lambda: DataLoader(range(3)).state_dict(), ValueError, "the state has no '_stream'"),
 }
 

@@ -365,7 +365,7 @@ def test_a_server_that_asks_for_a_pause_gets_it(served: Served, monkeypatch: pyt
     # Not of the module itself: threads of other tests may sleep too.
     monkeypatch.setattr(stores, "time", SimpleNamespace(sleep=pauses.append))
     store, url = ObjectStore(), f"{served.url}/a.bin"
-    for said, least, most in (("7", 7, 7), ("9999", 60, 60), ("soon", 0, 0.2), ("-5", 0, 0.2)):
+    for said, least, most in (("7", 7, 7), ("9999", 60, 60), ("soon", 0, 0.2), ("-5", 0, 0.2), ("\xc2\xb2", 0, 0.2)):
         served.fail, served.status, served.headers = 1, status, {"Retry_After": said}
         assert store.ranges(url, [100], [110]) == [OLD[100:110]]
         assert least <= pauses.pop() <= most, said
