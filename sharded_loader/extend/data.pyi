@@ -46,6 +46,7 @@ from sharded_loader.data.bulk import Gather as Gather
 from sharded_loader.data.bulk import are_rows as are_rows
 from sharded_loader.data.bulk import arrays_of as arrays_of
 from sharded_loader.data.bulk import as_bulk as as_bulk
+from sharded_loader.data.bulk import await_value as await_value
 from sharded_loader.data.bulk import bulk as bulk
 from sharded_loader.data.bulk import bulk_method as bulk_method
 from sharded_loader.data.bulk import checked_index as checked_index

@@ -176,7 +176,7 @@ class Source:
         if is_indexed(dataset):
             first, step = self._worker
             indices = range(first + self.taken * step, len(dataset), step)
-            iterator: Any = (dataset[index] for index in indices)
+            iterator: Any = (core.await_value(dataset[index]) for index in indices)
         else:
             enter(0)
             iterator = iter(core.iterable_of(dataset, lambda: self._worker))

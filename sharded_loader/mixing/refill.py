@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from sharded_loader.extend import Sampler
-from sharded_loader.extend.data import Mixture, announce_epoch, is_stream, nested
+from sharded_loader.extend.data import Mixture, announce_epoch, await_value, is_stream, nested
 from sharded_loader.extend.engine import BatchScope, resolve_replicas
 from sharded_loader.extend.order import Bijection, DrawnSeed, SampleScope, reading, with_seeds
 from sharded_loader.extend.order import nested as samplers_in
@@ -116,7 +116,7 @@ class _Samples(Iterator[Any]):
                 index = self._following()
                 reading.set(outer and SampleScope(outer.seed, self._epoch, index, outer.owners, outer.is_cached))
                 try:
-                    sample = self._dataset[index]
+                    sample = await_value(self._dataset[index])
                     if refill.keep is None or refill.keep(sample):
                         return sample
                 except Exception as error:

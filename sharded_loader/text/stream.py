@@ -22,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 
 from sharded_loader.extend import Array
-from sharded_loader.extend.data import announce_epoch
+from sharded_loader.extend.data import announce_epoch, await_value
 from sharded_loader.extend.order import Bijection, derive_key, parts
 from sharded_loader.extend.tools import add_note, call_of, check_choice, check_function, check_int, entries
 from sharded_loader.mixing import in_order
@@ -212,7 +212,7 @@ class PackedRows(in_order.Windows):
         return self._at.epoch, name if self._stream.is_indexed else (self._part, name)
 
     def read(self, name: int) -> Any:
-        document = self._dataset[name] if self._stream.is_indexed else self._source.read()
+        document = await_value(self._dataset[name]) if self._stream.is_indexed else self._source.read()
         return document if document is in_order.END else self._stream.pieces_of(document)
 
     def items_of(self, read: list[Any]) -> list[Any]:

@@ -24,10 +24,12 @@ from sharded_loader import (
     PackStream,
     Placement,
     ShardedDataLoader,
+    ShuffleBuffer,
     SimpleDataset,
     SubsetDataset,
     ThreadPool,
     WorkerTimeoutError,
+    interleave,
     sample_rng,
     sample_seed,
 )
@@ -117,6 +119,25 @@ STACKS: dict[str, Callable[[Any], Any]] = {
 def test_all_is_what_ordinary_methods_read_in_the_same_order(name: str, pool: str, kinds: Any) -> None:
     later, direct = (STACKS[name](kind()) for kind in kinds)
     assert epochs(later, make_pool(pool)) == epochs(direct, InlinePool())
+
+
+@pytest.mark.parametrize("kind", [ShardedDataLoader, DataLoader])
+def test_samples_that_fill_up_batches_are_mixed_or_packed_are_awaited(kind: Any) -> None:
+    def read(dataset: Any, **named: Any) -> Any:
+        return [*kind(dataset, 2, collate_fn=str, **named)]
+
+    later, direct = Store(), Direct()
+    for named in (
+        {"keep": lambda sample: sample[1] < 1, "seed": 3},
+        {"on_error": "refill", "shuffle": True, "seed": 3},
+    ):
+        assert read(later, **named) == read(direct, **named)
+    for make in (
+        lambda rows: interleave([rows, lambda: iter(range(40))]),
+        lambda rows: ShuffleBuffer(rows, 4),
+        lambda rows: PackStream(rows, 4, tokenize=lambda sample: [int(9 * sample[1])]),
+    ):
+        assert read(make(later), seed=3, streams=1) == read(make(direct), seed=3, streams=1)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
