@@ -451,7 +451,7 @@ class DrawnItems:
         except Exception as error:
             self.is_open = is_from_outside(error)
             raise
-        self.length = core.known_length(self.start.sampler, epoch)
+        self.length = core.known_length(self.start.sampler, epoch, announce=False)
         self.has_ended = self.is_open = False
 
     def again(self) -> None:
@@ -641,7 +641,7 @@ class TorchEpoch(Epoch):
         one = self.drawn.start.sampler
         # Only torch's own class: subclasses may choose batches differently, or lack these attributes.
         cuts = type(one) is BatchSampler and one.drop_last and self.drawn.has_ended
-        return ((core.known_length(one.sampler, 0) or 0) % one.batch_size if cuts else 0), ""
+        return ((core.known_length(one.sampler, 0, announce=False) or 0) % one.batch_size if cuts else 0), ""
 
     def points_after(self, delivered: int) -> dict[int, PartPoint]:
         """Return the position of each worker after ``delivered`` batches, with the state of its dataset."""

@@ -80,25 +80,33 @@ def table_of(sampler: Any, epoch: int, seed: int) -> Table:
     return LazyTable(partial(sampler.iter_epoch, epoch))
 
 
-def len_epoch(sampler: Any, epoch: int) -> int:
-    """Return the number of items in an epoch of any sampler. TypeError if its ``__len__`` is missing or fails."""
+def len_epoch(sampler: Any, epoch: int, announce: bool = True) -> int:
+    """Return the number of items in an epoch of any sampler. TypeError if its ``__len__`` is missing or fails.
+
+    A third-party sampler is told the epoch meanwhile, unless ``announce`` is False.
+    """
     if is_own(sampler):
         return int(sampler.len_epoch(epoch))
     text = f"the sampler, {an(type(sampler))}, has no length"
     if not hasattr(type(sampler), "__len__"):
         raise TypeError(f"{text}: give its class a __len__ that returns the number of items in an epoch")
+    told = [one for one in nested(sampler) if announce and callable(getattr(one, "set_epoch", None))]
+    told = [one for one in told if getattr(one, "epoch", None) != epoch]  # it is, in a loop that asks in each step
     try:
-        return len(sampler)
+        with undisturbed(told):
+            for one in told:
+                one.set_epoch(epoch)
+            return len(sampler)
     except Exception as error:  # third-party samplers raise any error if a length is unknown
         raise TypeError(f"{text}: its __len__ raised {type(error).__name__}: {error}") from error
 
 
-def known_length(sampler: object, epoch: int) -> int | None:
+def known_length(sampler: object, epoch: int, announce: bool = True) -> int | None:
     """Return `len_epoch`, or None if it is unknown or would take a pass over the data."""
     if getattr(sampler, "counts_by_pass", False):
         return None
     try:
-        return len_epoch(sampler, epoch)
+        return len_epoch(sampler, epoch, announce)
     except (TypeError, NotImplementedError):
         return None
 

@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 import torch
 import torch.utils.data as torch_data
-from samples import Foreign, GluonStyle, NoLength
+from samples import ByEpoch, Foreign, GluonStyle, NoLength
 
 from sharded_loader import BatchSampler, RandomSampler, Sampler, ShardedBatchSampler, ShardedDataLoader
 from sharded_loader.sampling.base import is_own
 from sharded_loader.sampling.state import Checkpoint
 from sharded_loader.sampling.tables import BLOCK
 from sharded_loader.sampling.third_party import LIST_BLOCK, ListSampler, len_epoch, table_of
+from sharded_loader.torch import DataLoader
 
 
 def iter_epoch(sampler: Any, epoch: int, seed: int, start: int = 0) -> Iterator[Any]:
@@ -408,3 +409,32 @@ def test_a_sampler_of_another_library_may_have_ranks_of_its_own() -> None:
     theirs.ranks = 4
     loader = ShardedDataLoader(range(4), batch_sampler=theirs, num_replicas=2, rank=1)
     assert [batch.tolist() for batch in loader] == [[2, 3]] and "step_ranks" not in loader.state_dict()
+
+
+class Curriculum(ByEpoch):
+    """Has six more samples in each epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        super().set_epoch(epoch)
+        self.length = 6 + 6 * epoch
+
+
+@pytest.mark.parametrize("kind", [ShardedDataLoader, DataLoader])
+def test_an_epoch_of_a_sampler_that_grows_has_its_own_length_and_a_resume_loses_nothing_of_it(kind: Any) -> None:
+    def made() -> Any:
+        return kind(range(30), batch_size=4, sampler=Curriculum(6), drop_last=True)
+
+    loader = made()
+    for epoch in range(3):
+        loader.set_epoch(epoch)
+        assert len(loader) == (6 + 6 * epoch) // 4
+        states = [(batch, loader.state_dict()) for batch in loader]
+    for step, (_, state) in enumerate(states[:-1]):
+        resumed = made()
+        resumed.load_state_dict(state)
+        assert torch.equal(torch.stack(list(resumed)), torch.stack([batch for batch, _ in states[step + 1 :]]))
+
+
+def test_an_evaluation_counts_every_sample_of_a_sampler_that_grows() -> None:
+    loader = ShardedDataLoader(range(30), 4, sampler=Curriculum(6), evaluate=True)
+    assert [sum(real for _, real in loader) for _ in range(3)] == [6, 12, 18]
