@@ -78,8 +78,7 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         start_method: Start method of worker processes; instead of ``multiprocessing_context``.
         thread_pool: Whether workers are threads instead of processes.
         restarts: Number of workers that a batch may kill before it is an error. None: 3, or 0 with ``timeout``.
-        max_bytes: Limit of shared memory for batches, in bytes.
-        max_worker_memory: Memory limit of a worker process; see `ProcessPool`.
+        max_bytes, max_worker_memory: Limits of shared memory and of each worker process; see `ProcessPool`.
         streams: Number of parts of iterable data; see `ShardedDataLoader`. None: one per worker, as in torch.
         skip: Steps to leave out, as batches of the sampler, whose length must be known; see `ShardedDataLoader`.
         num_replicas, rank, mesh: Number of ranks, and this rank; see `ShardedDataLoader`. With one of these or the next
@@ -136,7 +135,7 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         start_method: Literal["fork", "forkserver", "spawn"] | None = None,
         thread_pool: bool = False,
         restarts: int | None = None,
-        max_bytes: int | None = None,
+        max_bytes: int | str | None = None,
         max_worker_memory: int | str | None = None,
         streams: int | None = None,
         skip: Sequence[tuple[int, int]] | None = None,

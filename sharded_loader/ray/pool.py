@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 from sharded_loader.extend import Empty, Job, PoolBroken, Register, Result, SupervisedPool, Task
 from sharded_loader.extend.engine import HELD, Grouping, check_timeout, decode, decode_error, fields_of, unpack_reply
-from sharded_loader.extend.tools import add_note, as_batch_error, check_int, host_clock
+from sharded_loader.extend.tools import add_note, as_batch_error, bytes_of_text, host_clock
 from sharded_loader.ray import cluster
 from sharded_loader.ray.actor import Begun, Group
 from sharded_loader.ray.transport import LOOK_SECONDS, ActorWorker, Call, RayTransport
@@ -78,8 +78,8 @@ class RayPool(SupervisedPool[ActorWorker]):
         timeout: seconds without progress on one sample, after which its worker is killed and the batch read again.
             None: never.
         worker_init_fn: called with the worker's number in each, before it reads; again with a changed dataset.
-        max_bytes: bytes of this node's object store that you may hold; beyond it, batches are copied. Default: a
-            quarter.
+        max_bytes: bytes of this node's object store that you may hold, or a text such as ``"2 GB"``; beyond it, batches
+            are copied. Default: a quarter.
         start_timeout: seconds to wait for the first worker.
 
     Attributes:
@@ -114,15 +114,13 @@ class RayPool(SupervisedPool[ActorWorker]):
         restarts: int = 3,
         timeout: float | None = None,
         worker_init_fn: Callable[[int], object] | None = None,
-        max_bytes: int | None = None,
+        max_bytes: int | str | None = None,
         start_timeout: float = 600,
     ) -> None:
         grouping = Grouping(GROUP_SECONDS, MAX_GROUP, most_bytes=GROUP_BYTES, patient=True)
         super().__init__(num_workers, worker_init_fn, timeout, restarts, grouping)
         self.address = cluster.check_address(address)
-        if max_bytes is not None:
-            max_bytes = check_int("max_bytes", max_bytes, 0, "bytes of the object store, or None")
-        self.max_bytes = max_bytes
+        self.max_bytes = None if max_bytes is None else bytes_of_text(max_bytes, 0, "0 or more")
         if start_timeout is None:
             raise TypeError("start_timeout is None; it must be a number of seconds")
         self.start_timeout = check_timeout(start_timeout) or start_timeout

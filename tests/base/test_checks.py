@@ -21,6 +21,7 @@ from sharded_loader import (
 from sharded_loader.base import entries
 from sharded_loader.base.checks import bytes_of_text, refuse_arguments
 from sharded_loader.base.described import brief, call_of
+from sharded_loader.torch import DataLoader
 
 
 def test_sizes_are_numbers_or_texts_and_zero_is_enough_for_samples_but_not_for_shards(tmp_path):
@@ -28,6 +29,8 @@ def test_sizes_are_numbers_or_texts_and_zero_is_enough_for_samples_but_not_for_s
     assert [bytes_of_text(one) for one in given] == [5, 5, 5, 1000, 2 << 20, 500_000_000, 3 * 10**12, 7]
     assert bytes_of_text(0, 0) == 0
     assert SimpleDataset([1]).cache(0)[0] == 1
+    assert [ProcessPool(1, max_bytes=one).max_bytes for one in ("2 MiB", 7, None)] == [2 << 20, 7, None]
+    assert len(list(DataLoader([1], num_workers=1, max_bytes="2 MiB"))) == 1
     with pytest.raises(ValueError, match="above 0"):
         ShardCache(tmp_path, 0)
     with pytest.raises((TypeError, ValueError), match="bucket_len_step must be above 0, got 2"):
@@ -38,7 +41,8 @@ def test_sizes_are_numbers_or_texts_and_zero_is_enough_for_samples_but_not_for_s
     "bad", ["50 %", "", "GB", "5 apples", "1e9", "-1 GB", -1, True, [1], float("inf"), float("nan")]
 )
 def test_another_size_gets_advice(tmp_path, bad):
-    for make in (lambda: ShardCache(tmp_path, bad), lambda: SimpleDataset([1]).cache(bad)):
+    pools: list[Any] = [lambda: ProcessPool(1, max_bytes=bad), lambda: DataLoader([1], num_workers=1, max_bytes=bad)]
+    for make in (lambda: ShardCache(tmp_path, bad), lambda: SimpleDataset([1]).cache(bad), *pools):
         with pytest.raises(ValueError, match="max_bytes is .*give .*, or a text such as '100 GB'"):
             make()
 

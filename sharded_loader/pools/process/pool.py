@@ -37,7 +37,7 @@ from typing import Literal
 
 import numpy as np
 
-from sharded_loader.base.checks import bytes_of_text, check_int
+from sharded_loader.base.checks import bytes_of_text
 from sharded_loader.base.errors import as_exception
 from sharded_loader.base.limits import own_bytes, processes_here, warn_of_workers
 from sharded_loader.base.notices import logger
@@ -79,8 +79,9 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
             counts. A starting worker has at least ten minutes.
         restarts: number of workers that a batch may kill before `next` raises `WorkerDiedError` or `WorkerTimeoutError`
             instead of the batch. 0 and 1: at the first death.
-        max_bytes: limit of the shared memory for batches, in bytes. None: a quarter of the free memory at the first
-            epoch, divided by LOCAL_WORLD_SIZE. Above the limit, the loader copies batches out of shared memory.
+        max_bytes: limit of the shared memory for batches, in bytes, or a text such as ``"2 GB"``. None: a quarter of
+            the free memory at the first epoch, divided by LOCAL_WORLD_SIZE. Above the limit, the loader copies batches
+            out of shared memory.
         max_worker_memory: private memory limit of a worker, in bytes, or a text such as ``"2 GB"``; None: no limit. A
             worker above it is replaced between two batches, so a leak cannot fill the machine.
             ``stats().recycled_workers`` counts these.
@@ -109,16 +110,14 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
         worker_init_fn: Callable[[int], object] | None = None,
         timeout: float | None = None,
         restarts: int = 3,
-        max_bytes: int | None = None,
+        max_bytes: int | str | None = None,
         max_worker_memory: int | str | None = None,
     ) -> None:
         super().__init__(num_workers, worker_init_fn, timeout, restarts, Grouping())
         chosen_backend()  # both read the environment: report errors there now rather than in mid-epoch
         if max_bytes is None:
             processes_here()
-        else:
-            max_bytes = check_int("max_bytes", max_bytes, 0, "bytes of shared memory, or None")
-        self.max_bytes = max_bytes
+        self.max_bytes = None if max_bytes is None else bytes_of_text(max_bytes, 0, "0 or more")
         self.max_worker_memory: int | None = None
         if max_worker_memory is not None:
             self.max_worker_memory = bytes_of_text(max_worker_memory, name="max_worker_memory")
@@ -127,7 +126,7 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
             except ImportError as error:
                 raise ImportError("max_worker_memory needs psutil on this system: pip install psutil") from error
         self.start_method = choose_start_method(start_method)
-        self._transport = ProcessTransport(self.num_workers, self.start_method, max_bytes)
+        self._transport = ProcessTransport(self.num_workers, self.start_method, self.max_bytes)
         self._poller: wire.Poller | None = None  # keeps the workers alive, and is replaced with them
         self._empty_waits = 0  # consecutive waits without a message
         self._is_late = True  # the program waits for a batch

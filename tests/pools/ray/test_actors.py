@@ -454,7 +454,7 @@ def as_if_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"timeout": 0}, ValueError, "timeout"),
         ({"start_timeout": None}, TypeError, "start_timeout"),
         ({"start_timeout": -1}, ValueError, "timeout"),
-        ({"max_bytes": "1 GB"}, TypeError, "max_bytes"),
+        ({"max_bytes": "1 apple"}, ValueError, "max_bytes"),
         ({"worker_init_fn": 7}, TypeError, "worker_init_fn"),
     ],
 )
