@@ -19,6 +19,7 @@ import sharded_loader
 from benchmarks.drawing import drawing
 from sharded_loader.batching.default import Batchify
 from sharded_loader.engine.pool import Pool
+from sharded_loader.pools.process.link import SLOT_BYTES
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -66,6 +67,10 @@ def test_a_symptom_is_what_the_code_says() -> None:
 def test_messages_that_are_quoted_elsewhere_are_those_of_the_code() -> None:
     spans = [span for text in PAGES.values() for span in re.findall("`([^`\n]+)`", text)]
     assert [span for span in spans if "…" in span and span != "…" and not is_said(span)] == []
+
+
+def test_batches_that_go_through_a_pipe_are_as_small_as_the_memory_guide_says() -> None:
+    assert f"Batches of less than {SLOT_BYTES >> 10} KB go through a pipe" in PAGES["guides/memory.md"]
 
 
 # -- reference ----------------------------------------------------------------------------------------------
