@@ -486,6 +486,24 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         """
         need_sharded(self._reads, "without").without(indices)
 
+    def refresh(self) -> None:
+        """Send the dataset, which has changed, to the workers before the next epoch; see `ShardedDataLoader.refresh`.
+
+        Raises:
+            TypeError: As `rescale`; in torch's order, only ``persistent_workers`` have an old copy.
+
+        Example:
+            >>> data = [1, 2]
+            >>> loader = DataLoader(data, 2, num_replicas=1)
+            >>> data.append(3)
+            >>> loader.refresh()
+            >>> len(loader)
+            2
+        """
+        inner = need_sharded(self._reads, "refresh")
+        inner.refresh()
+        self._show_sharded(inner)
+
     # -- copies ---------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:

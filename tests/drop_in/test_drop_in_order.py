@@ -166,6 +166,19 @@ def test_weights_change_while_it_is_read_and_a_state_has_them(workers: int) -> N
     assert rest_of(resumed) == rest_of(one) == rest_of(other)
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_changed_dataset_reaches_workers_that_live_as_long_as_the_loader(workers: int) -> None:
+    data = [1, 2]
+    loader = DataLoader(data, 2, num_replicas=1, num_workers=workers)  # type: ignore[arg-type]
+    assert rest_of(loader) == [[1, 2]]
+    data[:] = [3, 4, 5]
+    loader.refresh()
+    assert len(loader) == len(loader.batch_sampler) == 2
+    assert rest_of(loader) == [[3, 4], [5]]
+    with pytest.raises(TypeError, match="refresh needs the order of ShardedDataLoader"):
+        DataLoader(range(2)).refresh()
+
+
 def test_set_epoch_of_the_loader_and_of_its_sampler_count() -> None:
     given: dict[str, Any] = {"shuffle": True, "seed": 1, "num_replicas": 2, "rank": 0}
     loader, expected = (make(range(LENGTH), SIZE, **given) for make in (DataLoader, ShardedDataLoader))
