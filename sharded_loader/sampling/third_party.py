@@ -91,6 +91,7 @@ def len_epoch(sampler: Any, epoch: int, announce: bool = True) -> int:
     if not hasattr(type(sampler), "__len__"):
         raise TypeError(f"{text}: give its class a __len__ that returns the number of items in an epoch")
     told = [one for one in nested(sampler) if announce and callable(getattr(one, "set_epoch", None))]
+    told = [one for one in told if getattr(one, "epoch", None) != epoch]  # it is, in a loop that asks in each step
     try:
         with undisturbed(told):
             for one in told:
