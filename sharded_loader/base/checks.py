@@ -86,8 +86,7 @@ def not_awaited(name: str, given: str) -> TypeError:
     """Return the error about a function that gives objects of the type ``given``."""
     return TypeError(
         f"{name} is async: it gives {given} objects, and the loader does not await them there. Write it with def "
-        f"instead of async def. Only __getitem__, __getitems__ and functions of dataset.transform() are awaited, where "
-        f"they are written as an async def"
+        f"instead of async def. Awaited are an async def __getitem__ or __getitems__, and one for dataset.transform()"
     )
 
 

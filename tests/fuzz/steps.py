@@ -81,9 +81,10 @@ class Pair:
             self.drop(0)
 
     def both(self, verb: str) -> None:
-        """``refresh`` or ``close``, of those that have it: the naive loader and torch's have not."""
+        """``refresh`` or ``close``, of those that have it: the naive loader and torch's order have not."""
         for loader in (self.loader, self.naive):
-            getattr(loader, verb, lambda: None)()
+            if not (verb == "refresh" and isinstance(loader, torch.utils.data.DataLoader)):
+                getattr(loader, verb, lambda: None)()
 
     def close(self) -> None:
         if not isinstance(self.naive, NaiveLoader):
