@@ -31,7 +31,7 @@ from sharded_loader.extend import Int64s, Position, reader_for
 from sharded_loader.extend.data import digest_of_read, mixture_of, takes_arrays
 from sharded_loader.extend.engine import At, dataset_given, length
 from sharded_loader.extend.order import Bijection, IndexSampler, MapOrder, seeded_globals, shuffle
-from sharded_loader.extend.tools import an, brief
+from sharded_loader.extend.tools import an, brief, uninterrupted
 from sharded_loader.samplers.inverse import inverted
 
 SMALL = 2**16
@@ -115,11 +115,12 @@ class GrownSampler(IndexSampler):
             epochs.known.forget(dataset)
             return now, []
 
-        _replan(epochs, "grow", change)
-        if epochs.pipeline.pool.started or epochs.pipeline.runs:
-            epochs.pipeline.start(epochs.job_now())  # to the running workers: they read the rest
-        else:
-            epochs.stale = True
+        with uninterrupted():  # halfway, the order would not be that of the dataset
+            _replan(epochs, "grow", change)
+            if epochs.pipeline.pool.started or epochs.pipeline.runs:
+                epochs.pipeline.start(epochs.job_now())  # to the running workers: they read the rest
+            else:
+                epochs.stale = True
 
     @staticmethod
     def without(epochs: Any, indices: Iterable[int]) -> None:
@@ -133,7 +134,8 @@ class GrownSampler(IndexSampler):
                 raise IndexError(f"{text}: give indices of some, but not all: {brief(sorted(removed))}")
             return before, sorted(removed - gone)
 
-        _replan(epochs, "without", change)
+        with uninterrupted():
+            _replan(epochs, "without", change)
 
     @staticmethod
     @contextmanager

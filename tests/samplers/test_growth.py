@@ -3,11 +3,14 @@
 import copy
 import json
 import pickle
+import sys
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import pytest
 from conftest import POOLS, make_pool
+from injection import InterruptAt
 
 from sharded_loader import (
     ArrayDataset,
@@ -319,3 +322,34 @@ def test_ranks_leave_after_the_dataset_has_grown() -> None:
             loader.rescale(2, rank)
     seen += flat(batch for iterator in batches[:2] for batch in iterator)
     assert sorted({*seen}) == list(range(42)) and len(seen) - 42 < 2
+
+
+CHANGES = {"grow": lambda loader: loader.grow(range(30)), "without": lambda loader: loader.without([3, 7, 11])}
+LINES = ("growth.py", "epochs.py", "order.py", "own.py", "epoch.py", "pipeline.py", "loader.py", "lookup.py")
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_ctrl_c_in_a_change_leaves_all_of_it_or_nothing(change: str) -> None:
+    def changed(line: int) -> tuple[list[Any], bool]:
+        """State and rest of an epoch that was changed until a line, and whether there is such a line."""
+        loader = loader_of(range(20), batch_size=2)
+        batches = iter(loader)
+        early, interrupt = [next(batches).tolist() for _ in range(2)], InterruptAt(line, LINES)
+        with suppress(KeyboardInterrupt):
+            before = sys.gettrace()
+            sys.settrace(interrupt)
+            try:
+                CHANGES[change](loader)
+            finally:
+                sys.settrace(before)
+        return [early, loader.state_dict(), len(loader), [batch.tolist() for batch in batches]], interrupt.fired
+
+    nothing, everything = changed(1)[0], changed(10**9)[0]
+    assert nothing != everything
+    seen, line, fired = [nothing], 1, True
+    while fired:
+        line += 23
+        found, fired = changed(line)
+        assert found in (nothing, everything), line
+        seen.append(found)
+    assert len(seen) > 5
