@@ -159,7 +159,7 @@ def test_a_shuffle_changes_no_turn_and_is_another_one_for_each_dataset_but_the_s
     assert [10 * source + index for source, index in mixed] == [12, 0, 3, 11, 4, 1, 10, 2]  # runs are resumed
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(plans(), st.data())
 def test_bulk_reads_give_what_single_ones_give(case, data):
     sizes, changes, seed = case
