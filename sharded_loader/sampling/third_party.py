@@ -93,7 +93,7 @@ def len_epoch(sampler: Any, epoch: int, announce: bool = True) -> int:
     told = [one for one in nested(sampler) if announce and callable(getattr(one, "set_epoch", None))]
     told = [one for one in told if getattr(one, "epoch", None) != epoch]  # it is, in a loop that asks in each step
     try:
-        with undisturbed(told):
+        with undisturbed(nested(sampler) if told else ()):
             for one in told:
                 one.set_epoch(epoch)
             return len(sampler)

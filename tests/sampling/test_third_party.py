@@ -438,3 +438,25 @@ def test_an_epoch_of_a_sampler_that_grows_has_its_own_length_and_a_resume_loses_
 def test_an_evaluation_counts_every_sample_of_a_sampler_that_grows() -> None:
     loader = ShardedDataLoader(range(30), 4, sampler=Curriculum(6), evaluate=True)
     assert [sum(real for _, real in loader) for _ in range(3)] == [6, 12, 18]
+
+
+class Forwarding:
+    """Tells its inner sampler what it is told, as samplers of trainers do, and shows no epoch."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def set_epoch(self, epoch: int) -> None:
+        self.sampler.set_epoch(epoch)
+
+    def __iter__(self) -> Any:
+        return iter(self.sampler)
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+
+def test_a_length_that_is_asked_for_leaves_inner_samplers_as_they_are() -> None:
+    inner = torch_data.DistributedSampler(range(8), 1, 0)  # type: ignore[arg-type]
+    inner.set_epoch(3)
+    assert len_epoch(Forwarding(inner), 5) == 8 and inner.epoch == 3
