@@ -456,7 +456,18 @@ class Forwarding:
         return len(self.sampler)
 
 
-def test_a_length_that_is_asked_for_leaves_inner_samplers_as_they_are() -> None:
-    inner = torch_data.DistributedSampler(range(8), 1, 0)  # type: ignore[arg-type]
+class Counting(torch_data.DistributedSampler[int]):
+    """Counts the calls of set_epoch."""
+
+    calls = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        super().set_epoch(epoch)
+        self.calls += 1
+
+
+@pytest.mark.parametrize("epoch", [3, 5])
+def test_a_length_that_is_asked_for_leaves_inner_samplers_as_they_are(epoch: int) -> None:
+    inner = Counting(range(8), 1, 0)  # type: ignore[arg-type]
     inner.set_epoch(3)
-    assert len_epoch(Forwarding(inner), 5) == 8 and inner.epoch == 3
+    assert len_epoch(Forwarding(inner), epoch) == 8 and (inner.epoch, inner.calls) == (3, 1)
