@@ -33,7 +33,7 @@ import sys
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain, islice, repeat
 from typing import Any, TypeVar
@@ -43,6 +43,7 @@ import numpy as np
 from sharded_loader.base.checks import fast_method
 from sharded_loader.base.described import an
 from sharded_loader.base.errors import as_batch_error
+from sharded_loader.base.interrupts import uninterrupted
 from sharded_loader.data.inspection import is_stateful
 from sharded_loader.engine.epoch_requests import last_requests, restore_requests
 from sharded_loader.engine.order import process_group
@@ -93,7 +94,7 @@ def len_epoch(sampler: Any, epoch: int, announce: bool = True) -> int:
     told = [one for one in nested(sampler) if announce and callable(getattr(one, "set_epoch", None))]
     told = [one for one in told if getattr(one, "epoch", None) != epoch]  # it is, in a loop that asks in each step
     try:
-        with undisturbed(nested(sampler) if told else ()):
+        with uninterrupted() if told else nullcontext(), undisturbed(nested(sampler) if told else ()):
             for one in told:
                 one.set_epoch(epoch)
             return len(sampler)
