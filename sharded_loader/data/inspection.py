@@ -89,8 +89,8 @@ def is_stateful(obj: Any) -> bool:
     """Return True if ``state_dict()`` and ``load_state_dict()`` of an object restore it exactly; see `_is_lossy`."""
     if not all(callable(getattr(obj, name, None)) for name in ("state_dict", "load_state_dict")):
         return False
-    # A mixture says itself if it is; a mock has every attribute.
-    if _is_lossy(obj) or getattr(obj, "is_lossy", False) or hasattr(obj, "no_such_attribute"):
+    # A mixture knows whether its state suffices; a mock has every attribute.
+    if _is_lossy(obj) or getattr(obj, "needs_full_replay", False) or hasattr(obj, "no_such_attribute"):
         return False
     # MosaicML's and litdata's StreamingDataset require the position, which only their own loaders pass.
     function: Any = getattr(obj.state_dict, "__func__", None)

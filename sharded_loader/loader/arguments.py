@@ -184,6 +184,7 @@ def prefetch_of(prefetch: object, prefetch_factor: object, num_workers: int) -> 
 
 def length(dataset: Any, *, needed: bool = False) -> int | None:
     """Return the number of samples, or None if there is no length: an error that names the cause if ``needed``."""
+    # A dataset with a sampler may have no length yet, whatever its __len__ raises: torch never asks for it.
     missing: tuple[type[Exception], ...] = (TypeError, NotImplementedError) if needed else (Exception,)
     try:
         return len(dataset)

@@ -321,8 +321,8 @@ class InterleavedIterable(InOrder):
         return self._loaded or self._beginning() if self._last is None else self._last()
 
     @property
-    def is_lossy(self) -> bool:
-        """True if a dataset has to be read again: a loader then reads all again, and each sample draws what it drew."""
+    def needs_full_replay(self) -> bool:
+        """True if a dataset has to be read again. Loaders then replay the whole mixture, with its random numbers."""
         datasets = map(self._inside.__getitem__, self._schedule.sources)
         return any(map(SourcePoint.is_read_again, self._position().sources, datasets))
 

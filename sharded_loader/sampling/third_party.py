@@ -33,7 +33,7 @@ import sys
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import chain, islice, repeat
 from typing import Any, TypeVar
@@ -84,19 +84,20 @@ def table_of(sampler: Any, epoch: int, seed: int) -> Table:
 def len_epoch(sampler: Any, epoch: int, announce: bool = True) -> int:
     """Return the number of items in an epoch of any sampler. TypeError if its ``__len__`` is missing or fails.
 
-    A third-party sampler is told the epoch meanwhile, unless ``announce`` is False.
+    With ``announce``, ``set_epoch`` is called on third-party samplers first, and undone afterwards.
     """
     if is_own(sampler):
         return int(sampler.len_epoch(epoch))
     text = f"the sampler, {an(type(sampler))}, has no length"
     if not hasattr(type(sampler), "__len__"):
         raise TypeError(f"{text}: give its class a __len__ that returns the number of items in an epoch")
-    told = [one for one in nested(sampler) if announce and callable(getattr(one, "set_epoch", None))]
-    told = [one for one in told if getattr(one, "epoch", None) != epoch]  # it is, in a loop that asks in each step
+    listeners = [one for one in nested(sampler) if callable(getattr(one, "set_epoch", None))]
     try:
-        with uninterrupted() if told else nullcontext(), undisturbed(nested(sampler) if told else ()):
-            for one in told:
-                one.set_epoch(epoch)
+        # Copying the attributes takes long for large lists, and a training loop may ask at each step.
+        if not announce or all(getattr(one, "epoch", None) == epoch for one in listeners):
+            return len(sampler)
+        with uninterrupted(), undisturbed(nested(sampler)):
+            announce_epoch(sampler, epoch)
             return len(sampler)
     except Exception as error:  # third-party samplers raise any error if a length is unknown
         raise TypeError(f"{text}: its __len__ raised {type(error).__name__}: {error}") from error

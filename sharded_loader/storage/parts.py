@@ -94,7 +94,7 @@ def read(
 ) -> tuple[bytes, str]:
     """Read a byte range through fsspec; return it with the tag of the answer, which is empty except for HTTP.
 
-    Only asynchronous file systems can be interrupted, ``seconds`` after the time that `SLOWEST` allows. Without
+    Only asynchronous file systems can be interrupted: after ``seconds``, plus the transfer time at `SLOWEST`. Without
     ``stat``, any version will do. HTTP bodies go to the ``landing`` chunk by chunk, so that each is copied once; then
     the returned bytes are empty.
     """

@@ -334,9 +334,10 @@ def test_redirects_are_followed(served: Served) -> None:
         store.ranges(f"{served.url}/moved.bin", [100], [110], stat)
 
 
+@pytest.mark.slow
 def test_a_slow_answer_is_awaited_as_long_as_bytes_come(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "STALL", 1.0)
-    served.pace = 0.15
+    monkeypatch.setattr(stores, "STALL", 5.0)
+    served.pace = 0.7  # ten times: longer than a stall altogether
     store, url, stat = known(served)
     assert fetched(store, url, stat) == OLD and store.retries == 0
 
