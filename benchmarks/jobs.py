@@ -32,6 +32,7 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import statistics
@@ -127,8 +128,9 @@ def events(request: Row, watch: list[Watch]) -> Iterator[Row]:
                         yield event
             if process.wait() != 0:
                 errors.seek(0)
-                said = [line for line in errors.read().splitlines() if line.strip()] or ["nothing"]
-                yield {"why": f"failed: {said[-1]}" if timer.is_alive() else f"more than {TIMEOUT:.0f} s"}
+                said = re.findall(r"^([\w.]+(?:Error|Exception|Exit)): (.{,60})", errors.read(), re.MULTILINE)
+                why = "failed: {}: {}".format(*said[-1]) if said else f"failed: exit status {process.returncode}"
+                yield {"why": why if timer.is_alive() else f"more than {TIMEOUT:.0f} s"}
         finally:
             timer.cancel()
             watch[-1].ended.set()

@@ -261,17 +261,24 @@ def table_of(job: Job) -> Any:
     return torch.utils.data.TensorDataset(torch.from_numpy(floats), *rest)
 
 
+def shared_number() -> Any:
+    """An epoch that workers which live on see as well: a plain attribute would stay as it was at their start."""
+    import torch
+
+    return torch.zeros(1, dtype=torch.int64).share_memory_()
+
+
 class Greedy:
     """Rows of documents in a random order, each row filled until the next document does not fit."""
 
     def __init__(self, job: Job) -> None:
-        self.documents, self.epoch = jobs.Documents(job), 0
+        self.documents, self.epoch = jobs.Documents(job), shared_number()
 
     def __iter__(self) -> Iterator[Any]:
         from torch.utils.data import get_worker_info
 
         info, row, used = get_worker_info(), list[Any](), 0
-        order = np.random.default_rng((SEED, self.epoch)).permutation(len(self.documents))
+        order = np.random.default_rng((SEED, int(self.epoch))).permutation(len(self.documents))
         for document in order[info.id :: info.num_workers].tolist():
             tokens = self.documents[document]
             if used + len(tokens) > jobs.TOKENS:
@@ -287,12 +294,12 @@ class OfServer:
 
     def __init__(self, job: Job) -> None:
         self.urls = [f"{job.url}/data/tar/{shard:03}.tar" for shard in range(job.count // jobs.SHARD)]
-        self.epoch = 0
+        self.epoch = shared_number()
 
     def __iter__(self) -> Iterator[Any]:
         from torch.utils.data import get_worker_info
 
-        info, rng = get_worker_info(), np.random.default_rng((SEED, self.epoch))
+        info, rng = get_worker_info(), np.random.default_rng((SEED, int(self.epoch)))
         for shard in rng.permutation(len(self.urls))[info.id :: info.num_workers].tolist():
             with urllib.request.urlopen(self.urls[shard]) as answer, tarfile.open(fileobj=answer, mode="r|") as tar:
                 samples = [(member.name, tar.extractfile(member).read()) for member in tar]  # type: ignore[union-attr]
@@ -364,7 +371,7 @@ def of_loader(loader: Any, keeps: bool, sampler: Any = None) -> Opened:
         if sampler is not None:
             sampler.set_epoch(epoch)
         elif hasattr(loader.dataset, "epoch"):
-            loader.dataset.epoch = epoch
+            loader.dataset.epoch.fill_(epoch)
         return iter(loader)
 
     if not keeps:

@@ -391,8 +391,8 @@ class StreamReader(Reader):
         return ValueError(
             f"the epoch cannot go on after a resume or a lost worker: part {part.number} of the dataset, {an(kind)}, "
             f"yields {others}. Its samples must be the same each time it is read, in every pool: draw random numbers "
-            f"from sample_rng(), not from the modules random, numpy.random and torch, or give the dataset state_dict() "
-            f"and load_state_dict()"
+            f"from sample_rng(), not from the modules random, numpy.random and torch, set attributes before its "
+            f"workers start, or give the dataset state_dict() and load_state_dict()"
         )
 
 
