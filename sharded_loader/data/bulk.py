@@ -402,10 +402,6 @@ def gather_rows(columns: Sequence[Any], indices: Int64s, empty: Empty) -> list[A
         [array([3, 1]), ['d', 'b']]
     """
     count = len(indices)
-    rows: Int64s | slice = indices
-    # The first comparison rules out most shuffled batches: 0.2 us.
-    if count and int(indices[-1]) - int(indices[0]) == count - 1 and (indices[1:] - indices[:-1] == 1).all():
-        rows = slice(int(indices[0]), int(indices[-1]) + 1)
     fields = []
     for column in columns:
         if type(column) in _ARRAYS and column.ndim and column.dtype.kind in NUMBERS:  # `is_gathered`, inlined
@@ -421,12 +417,12 @@ def gather_rows(columns: Sequence[Any], indices: Int64s, empty: Empty) -> list[A
         else:
             fields.append(_gather_other_rows(column, indices, empty))
             continue
-        if rows is indices and out.dtype == column.dtype:
+        if out.dtype == column.dtype and column.flags.c_contiguous and column.flags.aligned:
             # The indices are checked, so "clip" changes nothing, while the default mode "raise" buffers the output
             # (256 rows of 3x32x32 uint8 out of 50,000: 77 us against 53).
             column.take(indices, 0, out, "clip")
         else:
-            out[...] = column[rows]  # one copy: 20 us for 256 contiguous rows, against 24 with take
+            out[...] = column[indices]  # take would copy the whole column first: a view with axes in another order
     return fields
 
 

