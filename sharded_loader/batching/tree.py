@@ -44,7 +44,7 @@ TORCH_TAKES = {np.dtype(name).num for name in _TORCH_HAS}
 
 _ARRAYS, _FLAT = {np.ndarray}, {list, tuple, dict}
 
-ATOMS: frozenset[type] = frozenset({str, bytes, int, float, bool, complex, type(None)})
+ATOMS: frozenset[type] = frozenset({str, bytes, int, float, bool, complex, type(None), np.str_, np.bytes_})
 """Types of leaves that hold no arrays."""
 
 

@@ -4,10 +4,10 @@
     Collate().bulk_of(dataset)         -> function that reads whole batches of tensors or of a cache
     batchify_fn_of(collate_fn, ...)    -> batchify function of this library for a ``collate_fn``
 
-Arrays, tensors, numbers, and tuples and lists of them are stacked into memory from ``empty``. torch's own function
-collates everything else: other types and shapes, samples that cannot be collated, and all samples if the program has
-changed ``default_collate_fn_map``. Only that function makes this module import torch. What it rejects may have a class
-with ``assemble_samples(samples, empty)``, which then makes its part of the batch.
+Arrays, tensors, numbers, and dicts, tuples and lists of them are stacked into memory from ``empty``. torch's own
+function collates everything else: other types and shapes, samples that cannot be collated, and all samples if the
+program has changed ``default_collate_fn_map``. Only that function makes this module import torch. What it rejects may
+have a class with ``assemble_samples(samples, empty)``, which then makes its part of the batch.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,9 @@ from sharded_loader.caching.store import fits_columns
 from sharded_loader.extend import Batchify, BatchifyError, Empty
 from sharded_loader.extend import data as core
 
-_NUMBERS = {int: np.dtype(np.int64), float: np.dtype(np.float64), bool: np.dtype(bool)}
+_SCALARS = [np.dtype(char) for char in "?bBhilefdFD"]
+_NUMBERS = {int: np.dtype(np.int64), float: np.dtype(float), bool: np.dtype(bool)} | {dt.type: dt for dt in _SCALARS}
+"""Types of numbers, and the dtypes of their batches."""
 
 
 class Collate(Batchify):
@@ -38,19 +41,11 @@ class Collate(Batchify):
 
     def assemble(self, samples: Sequence[object], empty: Empty) -> Any:
         """Return the batch, its arrays in memory from ``empty``."""
-        if not _is_changed():
-            types = set(map(type, samples))
-            is_row = types <= {tuple} or types <= {list}
-            try:
-                if is_row:
-                    columns = zip(*samples, strict=True)
-                    fields = [_stacked(column, set(map(type, column)), empty) for column in columns]
-                else:
-                    fields = [_stacked(samples, types, empty)]
-                if fields and not any(field is None for field in fields):
-                    return core.TensorBatch(fields if is_row else fields[0])
-            except (BatchifyError, IndexError, OverflowError, ValueError):
-                pass  # leave the error to torch's function
+        try:
+            if samples and not _is_changed() and (found := _collated(samples, empty)) is not None:
+                return core.TensorBatch(found)
+        except (BatchifyError, IndexError, KeyError, OverflowError, ValueError):
+            pass  # leave the error to torch's function
         from torch.utils.data import default_collate
         from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
@@ -100,8 +95,9 @@ def _own_functions(sample: object, empty: Empty) -> dict[Any, Callable[..., Any]
     return found
 
 
-def _stacked(column: Sequence[Any], types: set[type], empty: Empty) -> Any:
-    """Return the values as one array or tensor, or None if torch's function has to collate them."""
+def _collated(column: Sequence[Any], empty: Empty) -> Any:
+    """Return the batch of these values, or None if torch's function has to collate them."""
+    types = set(map(type, column))
     if len(types) != 1:
         return None
     [kind] = types
@@ -112,10 +108,19 @@ def _stacked(column: Sequence[Any], types: set[type], empty: Empty) -> Any:
         return core.stack_arrays(column, empty) if dtype.isnative else None
     if kind in _NUMBERS:
         return np.array(column, _NUMBERS[kind])
-    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
-    if kind is tensor and core.is_plain(column) and len(set(map(core.dtype_of, column))) == 1:
-        return None if any(tensor.requires_grad for tensor in column) else core.stack_tensors(column, empty)
-    return None
+    if kind is str or kind is bytes:
+        return column
+    if kind is getattr(sys.modules.get("torch"), "Tensor", None):
+        is_one_kind = core.is_plain(column) and len(set(map(core.dtype_of, column))) == 1
+        return core.stack_tensors(column, empty) if is_one_kind else None  # an error if one requires grad
+    is_named = hasattr(kind, "_fields") and issubclass(kind, tuple)
+    if kind not in (dict, tuple, list) and not is_named:
+        return None
+    parts = [list(map(itemgetter(key), column)) for key in column[0]] if kind is dict else zip(*column, strict=True)
+    fields = [_collated(part, empty) for part in parts]
+    if not fields or any(field is None for field in fields):
+        return None
+    return dict(zip(column[0], fields, strict=True)) if kind is dict else kind(*fields) if is_named else fields
 
 
 def _is_collated(node: object) -> bool:
@@ -135,14 +140,20 @@ def _is_changed() -> bool:
     collate: Any = sys.modules.get("torch.utils.data._utils.collate")
     if collate is None:
         return False
-    functions, tensor = collate.default_collate_fn_map, sys.modules["torch"].Tensor
-    found = functions.get(np.ndarray), functions.get(int), functions.get(float), functions.get(tensor)
-    own = collate.collate_numpy_array_fn, collate.collate_int_fn, collate.collate_float_fn, collate.collate_tensor_fn
-    return len(functions) != _TYPES or found != own
+    own = {kind: getattr(collate, f"collate_{name}_fn") for kind, name in _TYPES.items()}
+    own[sys.modules["torch"].Tensor] = collate.collate_tensor_fn
+    return bool(collate.default_collate_fn_map != own)
 
 
-_TYPES = 7
-"""Number of entries in torch's unmodified table of functions."""
+_TYPES: dict[Any, str] = {
+    np.ndarray: "numpy_array",
+    (np.bool_, np.number, np.object_): "numpy_scalar",
+    float: "float",
+    int: "int",
+    str: "str",
+    bytes: "str",
+}
+"""torch's unmodified table of functions, but for tensors."""
 
 
 class Assembled(Batchify):
