@@ -410,9 +410,8 @@ def gather_rows(columns: Sequence[Any], indices: Int64s, empty: Empty) -> list[A
         elif is_column(column):
             # NumPy instead of index_select, which wakes torch's threads: 840 us on two busy cores against 78 in one
             # thread (256 rows of 3x32x32 uint8).
-            dtype, column = column.dtype, as_numpy(column)
-            held, tensor = empty_tensor((count, *column.shape[1:]), dtype, empty)
-            out = as_numpy(tensor) if held is None else held
+            held, tensor = empty_tensor((count, *column.shape[1:]), column.dtype, empty)
+            out, column = as_numpy(tensor) if held is None else held, as_numpy(column)
             fields.append(tensor)
         else:
             fields.append(_gather_other_rows(column, indices, empty))

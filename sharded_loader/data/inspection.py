@@ -333,6 +333,7 @@ def _as_array(value: Any, whole: bool) -> Any:
 
 def _excerpt(value: Any) -> Any:
     """Return an excerpt of a large value, or the value itself."""
+    value = tree.as_numpy(value) if tree.is_column(value) else value  # 600 KB: 68 us instead of 128
     if isinstance(value, str | bytes):
         return value[:MAX_CHARACTERS]
     if isinstance(value, list | tuple) and len(value) > MAX_ITEMS:
