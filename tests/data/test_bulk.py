@@ -1,6 +1,7 @@
 """Reading in bulk changes nothing but the time: the batch is that of the samples, and its lists may be changed."""
 
 import sys
+import tracemalloc
 import types
 from typing import Any
 
@@ -422,6 +423,29 @@ def test_rows_are_gathered_into_one_piece_of_memory_for_each_column(where):
     for row, column in zip(rows, columns, strict=True):
         assert row.tolist() == [column[i].tolist() for i in where]
     assert rows[1].dtype.isnative
+
+
+WIDE = np.zeros((50_000, 4, 8), np.float32)
+VIEWS = {
+    "transposed": WIDE.transpose(0, 2, 1),
+    "Fortran": np.asfortranarray(WIDE),
+    "some columns": WIDE[:, :, :5],
+    "every second": WIDE[::2],
+    "unaligned": np.zeros(50_000, [("a", "u1"), ("b", "<f4", (32,))])["b"],
+    "tensor": torch.from_numpy(WIDE).permute(0, 2, 1),
+}
+
+
+@pytest.mark.parametrize("where", [range(8), range(0, 800, 100)], ids=["in order", "apart"])
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_batch_of_a_view_copies_its_rows_and_not_the_whole_column(name, where):
+    dataset = TensorDataset(VIEWS[name]) if name == "tensor" else ArrayDataset(VIEWS[name])
+    tracemalloc.start()
+    try:
+        as_bulk(dataset)(list(where), np.empty)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20  # the column: 6 MB
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("wrap", ["bare", "Subset", "ours of ours", "random_split"])

@@ -226,9 +226,15 @@ def test_the_memory_comes_from_who_asks() -> None:
         given.append(np.empty(shape, dtype))
         return given[-1]
 
-    batch = Collate().assemble([(np.ones(2), torch.ones(3), 1)] * 2, empty)
-    assert type(batch) is TensorBatch
-    assert [array.shape for array in given] == [(2, 2), (2, 3)]
+    for sample in (
+        (np.ones(2), torch.ones(3), 1),
+        {"x": np.ones(2), "more": [torch.ones(3), {"y": np.float32(1)}], "name": "a"},
+        Pair(np.ones(2), (torch.ones(3), b"a", np.int64(1))),
+    ):
+        given.clear()
+        batch = Collate().assemble([sample] * 2, empty)
+        assert type(batch) is TensorBatch
+        assert [array.shape for array in given] == [(2, 2), (2, 3)]
 
 
 class Text:
