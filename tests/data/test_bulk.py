@@ -436,13 +436,12 @@ VIEWS = {
 }
 
 
-@pytest.mark.parametrize("where", [range(8), range(0, 800, 100)], ids=["in order", "apart"])
 @pytest.mark.parametrize("name", VIEWS)
-def test_a_batch_of_a_view_copies_its_rows_and_not_the_whole_column(name, where):
+def test_a_batch_of_a_view_copies_its_rows_and_not_the_whole_column(name):
     dataset = TensorDataset(VIEWS[name]) if name == "tensor" else ArrayDataset(VIEWS[name])
     tracemalloc.start()
     try:
-        as_bulk(dataset)(list(where), np.empty)
+        as_bulk(dataset)([3, 1, 40_000], np.empty)
         assert tracemalloc.get_traced_memory()[1] < 1 << 20  # the column: 6 MB
     finally:
         tracemalloc.stop()
