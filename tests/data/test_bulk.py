@@ -441,7 +441,7 @@ def test_a_batch_of_a_view_copies_its_rows_and_not_the_whole_column(name):
     dataset = TensorDataset(VIEWS[name]) if name == "tensor" else ArrayDataset(VIEWS[name])
     tracemalloc.start()
     try:
-        as_bulk(dataset)([3, 1, 40_000], np.empty)
+        as_bulk(dataset)([3, 1, 20_000], np.empty)
         assert tracemalloc.get_traced_memory()[1] < 1 << 20  # the column: 6 MB
     finally:
         tracemalloc.stop()
