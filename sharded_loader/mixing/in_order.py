@@ -258,7 +258,7 @@ class InterleavedIterable(InOrder):
         super().__init__(datasets, (one for one in map(datasets.__getitem__, schedule.sources) if not is_indexed(one)))
         self._schedule, self.stop = schedule, stop
         self.counts_all = not schedule.is_fixed or isinstance(stop, int)
-        self._epoch: object = 0
+        self.epoch: object = 0
         self._loaded: _MixPosition | None = None  # start of the next iteration
         self._last: Callable[[], _MixPosition] | None = None  # position of the most recently active iteration
 
@@ -314,8 +314,8 @@ class InterleavedIterable(InOrder):
         """Pass the epoch on to the datasets, and drop a loaded position of another epoch."""
         for dataset in self._inside:
             core.announce_epoch(dataset, epoch)
-        if epoch != self._epoch:
-            self._epoch, self._loaded, self._last = epoch, None, None
+        if epoch != self.epoch:
+            self.epoch, self._loaded, self._last = epoch, None, None
 
     def _position(self) -> _MixPosition:
         return self._loaded or self._beginning() if self._last is None else self._last()
@@ -345,14 +345,14 @@ class InterleavedIterable(InOrder):
         if differences:
             text = f"interleave: the state is that of another mixture: {', '.join(differences)}"
             raise ValueError(f"{text}. Make the mixture with the same arguments")
-        if position.epoch != self._epoch:
+        if position.epoch != self.epoch:
             self.set_epoch(position.epoch)
         self._loaded, self._last = position, None
 
     def _beginning(self) -> _MixPosition:
         schedule = self._schedule
         sources = (BEGINNING,) * len(schedule.sources)
-        return _MixPosition(schedule.step, tuple(schedule.weights), schedule.seed, self.stop, self._epoch, 0, sources)
+        return _MixPosition(schedule.step, tuple(schedule.weights), schedule.seed, self.stop, self.epoch, 0, sources)
 
     def __repr__(self) -> str:
         return f"interleave({brief(self._inside)}, weights={brief(self._schedule.weights)}, stop={self.stop!r})"

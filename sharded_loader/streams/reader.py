@@ -321,7 +321,7 @@ class StreamReader(Reader):
             is_batch = bool(samples) and not (ended and stream.drops_last and len(samples) < sum(map(len, shards)))
             count, total = point.batches + (failed or is_batch), len(samples) + base + failed
             checked = point.checksum
-            if samples and not opened.is_stateful:
+            if samples and (not opened.is_stateful or hasattr(type(opened.dataset), "needs_full_replay")):
                 first = None if type(samples[0]) is BadSample else samples[0]
                 checked = zlib.crc32(sampled(first).encode(), checked)
             opened.point = PartPoint(count, passes, total, checked, ended, asked=opened.asked)

@@ -584,6 +584,29 @@ def test_what_is_read_again_inside_a_mixture_a_buffer_or_rows_draws_what_it_drew
         assert next(batches) == whole[count]
 
 
+class InTheOrderOfTheEpoch(torch.utils.data.IterableDataset[int]):
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(np.random.default_rng(self.epoch).permutation(20).tolist())
+
+
+@pytest.mark.parametrize("of", ["loader", "dataset"])
+@pytest.mark.parametrize("kind", [ShardedDataLoader, DataLoader])
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_a_stream_inside_is_read_again_in_the_order_of_its_epoch(holder: str, kind: Any, of: str) -> None:
+    first, other = (kind(HOLDERS[holder](InTheOrderOfTheEpoch()), 2, seed=3, collate_fn=repr) for _ in range(2))
+    (first if of == "loader" else first.dataset).set_epoch(2)
+    batches = iter(first)
+    for _ in range(3):
+        next(batches)
+    other.load_state_dict(first.state_dict())
+    assert list(other) == list(batches)
+
+
 def test_a_state_goes_on_where_parts_had_failed() -> None:
     for kind, at in itertools.product((Parts, GoOn), [(0, 0), (3, 5)]):
         dataset = kind(before=At(raise_lookup, *at))
@@ -600,16 +623,17 @@ def test_a_state_goes_on_where_parts_had_failed() -> None:
                     next(iterator)
 
 
+@pytest.mark.parametrize("is_mixed", [False, True])
 @pytest.mark.parametrize("pool", ["inline", "thread", "fork"])
-def test_a_dataset_whose_samples_change_is_one_error_that_names_it(pool: str) -> None:
-    state = save_after(Changing(), 2, streams=1)
-    with loader_of(Changing(), pool, streams=1, prefetch=8) as loader:
+def test_a_dataset_whose_samples_change_is_one_error_that_names_it(pool: str, is_mixed: bool) -> None:
+    first, other = (interleave([Changing()]) if is_mixed else Changing() for _ in range(2))
+    name = "an InterleavedIterable" if is_mixed else "a Changing"
+    state = save_after(first, 2, streams=1)
+    with loader_of(other, pool, streams=1, prefetch=8) as loader:
         loader.load_state_dict(state)
         iterator = iter(loader)
-        with pytest.raises(
-            ValueError,
-            match="cannot go on after a resume or a lost worker: part 0 of the dataset, a Changing, yields other",
-        ):
+        text = f"cannot go on after a resume or a lost worker: part 0 of the dataset, {name}, yields other"
+        with pytest.raises(ValueError, match=text):
             next(iterator)
         assert list(iterator) == []
         assert len(list(loader)) == 5
