@@ -529,6 +529,17 @@ def test_wrong_numbers_change_nothing() -> None:
             assert loader.num_workers == 2
 
 
+@pytest.mark.parametrize("pool", ["inline", "thread"])
+def test_a_pool_whose_loader_was_collected_reads_the_data_of_the_next_one(pool: str) -> None:
+    one = make_pool(pool, 1)
+    for start in (0, 10):
+        loader = ShardedDataLoader(range(start, start + 4), 2, pool=one)
+        assert next(iter(loader)).tolist() == [start, start + 1]
+        del loader
+        gc.collect()
+    one.close()
+
+
 def test_a_pool_without_workers_or_that_was_closed_says_so_until_another_loader_has_it() -> None:
     with pytest.raises(TypeError, match="InlinePool cannot change its number of workers: give the loader a ThreadPool"):
         InlinePool().resize(2)
