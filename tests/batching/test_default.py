@@ -512,13 +512,17 @@ def test_tensors_of_odd_kinds_stack_or_are_refused_with_advice():
     sparse, labelled = torch.eye(2).to_sparse(), torch.ones(2).as_subclass(type("Labelled", (torch.Tensor,), {}))
     assert default_batchify_fn([sparse, sparse]).is_sparse
     assert type(default_batchify_fn([labelled, labelled])) is type(labelled)
-    meta = torch.zeros(2, device="meta")
-    assert default_batchify_fn([meta, meta]).shape == (2, 2)
     for sample in (torch.nested.nested_tensor([torch.ones(2)]), torch.eye(3).to_sparse_csr()):
         with pytest.raises(ValueError, match="List"):
             default_batchify_fn([sample, sample])
     with pytest.raises(ValueError, match=r"\(2,\) \(sample 0 of the batch\), \(3,\) \(sample 1 of the batch\)"):
         default_batchify_fn([torch.ones(2), torch.ones(3)])
+
+
+@pytest.mark.last
+def test_tensors_without_memory_stack():
+    meta = torch.zeros(2, device="meta")
+    assert default_batchify_fn([meta, meta]).shape == (2, 2)
 
 
 @pytest.mark.parametrize("switch", [torch.enable_grad, torch.no_grad, torch.inference_mode])

@@ -118,7 +118,7 @@ def test_states_resume_in_the_middle_of_a_window_on_other_ranks(pool: str) -> No
         loaders, found = [], []
         for rank in range(ranks):
             dataset = GroupReads(Videos(), WINDOW) if grouped else Plain()
-            options = {"num_replicas": ranks, "rank": rank, "pool": make_pool(pool)}
+            options = {"num_replicas": ranks, "rank": rank, "pool": make_pool(pool if grouped else "inline")}
             loaders.append(ShardedDataLoader(dataset, BATCH, shuffle=True, seed=3, **options))
             if state is not None:
                 loaders[-1].load_state_dict(state, strict=False)

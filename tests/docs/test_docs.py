@@ -64,6 +64,7 @@ def test_a_symptom_is_what_the_code_says() -> None:
     assert not is_said("the loader is ajar")
 
 
+@pytest.mark.lint
 def test_messages_that_are_quoted_elsewhere_are_those_of_the_code() -> None:
     spans = [span for text in PAGES.values() for span in re.findall("`([^`\n]+)`", text)]
     assert [span for span in spans if "…" in span and span != "…" and not is_said(span)] == []

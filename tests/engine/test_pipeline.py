@@ -260,6 +260,19 @@ def test_in_any_order_a_step_blocks_only_while_no_batch_is_finished() -> None:
     assert blocked == [True, False, False, False]
 
 
+def test_a_step_asks_the_pool_while_fewer_than_two_finished_batches_wait_and_blocks_only_without_one() -> None:
+    run, pipeline, pool = started(prefetch=6)
+    finished, blocked = iter([3, 1]), []
+
+    def wait(block: bool = True) -> list[Result]:
+        blocked.append(block)
+        return [Result(task.run, task.seq, task.seq) for task in (pool.tasks.pop(0) for _ in range(next(finished)))]
+
+    pool.wait = wait  # type: ignore[method-assign]
+    for batch, asked in enumerate([[True], [True], [True, False]]):
+        assert (step(pipeline, run), blocked) == (batch, asked)
+
+
 @pytest.mark.parametrize("ends", ["its iterator is gone", "the pool is broken"])
 def test_copies_under_way_of_batches_that_nobody_gets_any_more_are_dropped(ends: str) -> None:
     run, pipeline, pool = started()

@@ -253,10 +253,16 @@ def test_stages_and_workers_are_told_with_quantiles_of_the_drop_in_too() -> None
 def test_of_cheap_batches_few_are_measured_and_stand_for_all() -> None:
     with ShardedDataLoader(range(40_000), 4) as loader:
         list(loader)
-        stats, measured = loader.stats(), [one for one in rows_of(loader) if one.processor >= 0]
+        stats, measured = loader.stats(), [one for one in rows_of(loader) if one.weight]
     check_sum(stats)
     assert len(measured) < 1000 or stats.stages["read"].p50 > 1e-3  # if this machine is busy
     assert stats.batches == 10_000 and 5_000 < stats.workers[-1].batches <= 10_000
+
+
+def test_the_first_batch_alone_waits_for_workers_to_start() -> None:
+    with ShardedDataLoader(range(6), 2, num_workers=1, thread_pool=True) as loader:
+        assert sum(1 for _ in range(2) for _ in loader) == 6
+        assert [one.step for one in rows_of(loader) if one.starts] == [0, 0]
 
 
 def batch(wait_began: float = 0.0, wait_ended: float = 0.0, **known: Any) -> BatchTimes:

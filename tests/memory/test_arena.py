@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import warnings
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -172,16 +173,17 @@ def no_descriptors():
 
 @posix
 @pytest.mark.parametrize("have", [False, True])
-def test_without_descriptors_batches_go_through_the_pipe_until_there_are_some(have, request, new):
+def test_without_descriptors_batches_go_through_the_pipe_until_there_are_some(have, request, monkeypatch, new):
     arena = new(1 << 30)
     if have:
         take(arena, 1000)
+    monkeypatch.setattr(arena_module, "create", tries := Mock(wraps=arena_module.create))
     raised = request.getfixturevalue("no_descriptors")
     expected = r"bytes of shared memory wanted, .*limit of \d+ of open files .*ulimit -n.*through the pipe"
     with pytest.warns(UserWarning, match=expected) as seen:
         for _ in range(3 * PAUSE):
             assert arena.take(16 << 20) is None
-    assert len(seen) == 1
+    assert len(seen) == 1 and tries.call_count == 3
     raised()
     while arena.take(16 << 20) is None:
         assert arena._take_count < 5 * PAUSE

@@ -506,6 +506,16 @@ class Prefixed(ValueError):
         super().__init__(f"text: {text}")
 
 
+class Longer(Exception):
+    """Made again from its arguments, it would have one more, and the same text."""
+
+    def __init__(self, *args):
+        super().__init__(*args, "more")
+
+    def __str__(self):
+        return "the same"
+
+
 class EmptyNew(Exception):
     """Its ``__new__`` does not keep the arguments."""
 
@@ -560,6 +570,7 @@ def sent(error):
         SystemExit(3),
         OwnNew(code=7),
         Prefixed("x"),
+        Longer(1),
         EmptyNew(1, 2),
         ModuleNotFoundError("No module named 'x'", name="x"),
         ValueError(np.arange(100_000)),

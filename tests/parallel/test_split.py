@@ -72,6 +72,7 @@ class Copies(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.last
 def test_each_slice_goes_straight_to_its_device():
     meta = torch.device("meta")
     with Copies() as copies:
@@ -118,6 +119,7 @@ def test_gradients_flow_back_to_each_shard():
     assert [shard.grad.tolist() for shard in shards] == [[1.0, 2.0], 3.0]
 
 
+@pytest.mark.last
 def test_each_result_goes_straight_to_the_one_device():
     with Copies() as copies:
         joined = gather([torch.ones(3), torch.ones(2), torch.ones(1, device="meta")], torch.device("meta"))

@@ -336,6 +336,15 @@ def test_a_worker_that_dies_between_batches_again_and_again_breaks_the_pool(pool
     assert (pool.transport.workers, pool.seqs) == ([], [])
 
 
+def test_a_batch_that_comes_settles_the_deaths_before_it(pool: Pool) -> None:
+    reply = 0, 3, 0, 0, memoryview(encode(Result(0, 3)).pickled), memoryview(b""), None
+    for _ in range(2):
+        for _ in range(IDLE_DEATHS - 1):
+            pool.kill(0)
+        pool._result(reply, [], None)
+    assert not pool.deaths.unresolved
+
+
 @pytest.mark.parametrize("said", [{}, {"is_final": True}])
 def test_workers_that_cannot_start_break_the_pool(said: dict[str, Any]) -> None:
     pool = Pool(restarts=2)

@@ -403,6 +403,31 @@ def test_another_number_of_workers_changes_nothing_else(method: str, dataset: st
         assert loader.stats().replaced_workers == 0
 
 
+class Awaiting(torch.utils.data.IterableDataset[int]):
+    """Two parts, of which the first one has to wait for the end of the other one."""
+
+    def __init__(self) -> None:
+        self.has_ended = threading.Event()
+
+    def __iter__(self) -> Iterator[int]:
+        info = torch.utils.data.get_worker_info()
+        assert info is not None
+        for number in range(4):
+            if info.id == 0 and number == 1:
+                assert self.has_ended.wait(120)
+            yield 10 * info.id + number
+        if info.id == 1:
+            self.has_ended.set()
+
+
+def test_a_part_is_read_by_one_thread_also_when_there_are_more() -> None:
+    with ShardedDataLoader(Awaiting(), 1, streams=2, pool=ThreadPool(1), prefetch=12) as loader:
+        batches = iter(loader)
+        assert next(batches).item() == 0
+        loader.pool.resize(2)
+        assert [batch.item() for batch in batches] == [10, 1, 11, 2, 12, 3, 13]
+
+
 @pytest.mark.parametrize("method", ["thread", *PROCESS_POOLS[:1]])
 def test_one_worker_is_enough_while_slow_batches_are_in_flight(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = itertools.count()  # each look at the clock takes a second, so every batch is slow
@@ -527,6 +552,17 @@ def test_wrong_numbers_change_nothing() -> None:
             with pytest.raises((ValueError, TypeError), match=f"num_workers must be {text}"):
                 loader.pool.resize(count)
             assert loader.num_workers == 2
+
+
+@pytest.mark.parametrize("pool", ["inline", "thread"])
+def test_a_pool_whose_loader_was_collected_reads_the_data_of_the_next_one(pool: str) -> None:
+    one = make_pool(pool, 1)
+    for start in (0, 10):
+        loader = ShardedDataLoader(range(start, start + 4), 2, pool=one)
+        assert next(iter(loader)).tolist() == [start, start + 1]
+        del loader
+        gc.collect()
+    one.close()
 
 
 def test_a_pool_without_workers_or_that_was_closed_says_so_until_another_loader_has_it() -> None:

@@ -74,6 +74,7 @@ def labels_in_the_code() -> Iterator[str]:
                 yield texts[0] + " of batchify_fn"
 
 
+@pytest.mark.lint
 def test_every_use_of_a_key_has_a_label_of_its_own() -> None:
     table = (rng.__doc__ or "").partition("who draws")[2]
     listed = re.findall(r"^    ([a-z_](?: ?[a-z_]+)*)  +\S", table, re.MULTILINE)

@@ -264,6 +264,11 @@ def slowest(steps: list[list[list[int]]]) -> float:
     return float((work.max(axis=1) / work.mean(axis=1)).mean())
 
 
+def test_ranks_enlarge_a_sorted_bucket_as_often_as_they_are_up_to_64_times() -> None:
+    sampler = SortedBucketSampler(np.arange(10_000), 2, mult=4)
+    assert [sampler.for_ranks(ranks).plan for ranks in (1, 2, 3, 100)] == [8, 16, 24, 600]  # whole steps: 3 of 200
+
+
 @pytest.mark.parametrize("kind", BUCKETS)
 @pytest.mark.parametrize("replicas", [2, 8])
 def test_in_each_step_all_ranks_have_batches_of_one_bucket(kind: str, replicas: int) -> None:

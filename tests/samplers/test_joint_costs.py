@@ -163,9 +163,11 @@ def test_columns_are_given_in_many_ways_and_one_column_is_todays_order() -> None
         assert type(one) is CostSampler and list(one) == list(CostSampler(text, 5, 50, seed=1))
 
 
-def test_the_order_of_one_column_is_that_of_earlier_releases() -> None:
-    sampler = CostSampler(np.arange(1, 1001) * 7919 % 997 + 1, 8, 1000, seed=3).for_ranks(4)
-    assert zlib.crc32(np.array(list(sampler.iter_epoch(2)), "<i8").tobytes()) == 1978858073
+def test_the_orders_of_one_column_and_of_two_are_those_of_earlier_releases() -> None:
+    one = CostSampler(np.arange(1, 1001) * 7919 % 997 + 1, 8, 1000, seed=3)
+    two = JointCostSampler(np.arange(2000).reshape(1000, 2) * 7919 % 997, 8, 1000, seed=3)
+    for sampler, known in ((one, 1978858073), (two, 3355890006)):
+        assert zlib.crc32(np.array(list(sampler.for_ranks(4).iter_epoch(2)), "<i8").tobytes()) == known
 
 
 def test_the_shards_of_a_batch_have_equal_work_too() -> None:

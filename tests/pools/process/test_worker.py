@@ -13,6 +13,7 @@ from functools import partial
 from multiprocessing import connection
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import multiprocess
 import numpy as np
@@ -21,6 +22,7 @@ from conftest import until
 from failures import Boom, boom
 from samples import Bad, Gate
 
+from sharded_loader.base import limits
 from sharded_loader.engine.heartbeat import IDLE, SAMPLE, SENDING
 from sharded_loader.engine.messages import Job, Result, Stream, Task, unpack_reply
 from sharded_loader.engine.reader import Reader
@@ -309,6 +311,18 @@ def test_a_worker_above_its_limit_says_so_after_its_start_and_after_its_first_ba
     assert said[:2] == [(wire.GROWN, 0), (wire.GROWN, 1)]
 
 
+def test_what_a_worker_shares_does_not_count_until_it_has_more_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "CHECK_SHARE", 0.0)  # exactly, each time
+    monkeypatch.setattr(limits, "own_bytes", Mock(side_effect=[120, 95, 140]))
+    monkeypatch.setattr(limits, "private_bytes", Mock(side_effect=[70, 101]))
+    trainer = Trainer(range(8), max_memory=100)
+    trainer.send_tasks(task(0, 0), task(1, 1))
+    while (message := trainer.message()).kind != wire.GROWN:
+        assert message.kind == RESULTS
+    trainer.close()
+    assert (message.run, message.seq) == (101, 2)
+
+
 def test_indices_that_cannot_be_read_are_the_error_of_their_batch(trainer: Trainer) -> None:
     trainer.send_tasks((0, 0, None, b"no pickle"), task(1, 1))
     broken, good = trainer.results(2)
@@ -325,6 +339,8 @@ def test_a_segment_that_cannot_be_opened_is_told_and_batches_go_through_the_pipe
     trainer.send_tasks((0, 0, Slot(0, 0, 4096), fields(0, 1)))
     assert trainer.results(1)[0].samples == 1
     assert "worker 4 (pid " in (text := capfd.readouterr().err) and "through the pipe, which is slower" in text
+    trainer.link.send(wire.JOB)  # whose own segment would have a negative number
+    assert trainer.answer()[0] == wire.READY
 
 
 def test_a_job_comes_in_a_message_and_one_that_cannot_be_unpickled_is_the_answer() -> None:
