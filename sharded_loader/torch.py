@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch.utils.data
 from torch.utils.data import BatchSampler, IterableDataset, IterDataPipe, MapDataPipe
 
-from sharded_loader import Lease, OnError, ShardedDataLoader
+from sharded_loader import Lease, LoaderWarning, OnError, ShardedDataLoader
 from sharded_loader.drop_in import iterator as drop_in
 from sharded_loader.drop_in.collate import batchify_fn_of
 from sharded_loader.drop_in.iterator import LoaderIterator
@@ -72,14 +72,16 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         timeout: Time limit for each sample, in seconds. 0: none.
         seed: Seed for the order of ``shuffle=True``, for `sample_rng`, and for the global generators, which workers
             seed for each batch: nothing depends on the number of workers. None: as in torch.
-        on_error: ``"raise"``, ``"skip"``, ``"replace"``, a function or an `OnError`; see `ShardedDataLoader`.
+        on_error: ``"raise"``, ``"skip"``, ``"replace"``, ``"refill"``, a function or an `OnError`; see
+            `ShardedDataLoader`.
         device: Device that the loader copies each batch to.
         devices, num_shards: Several devices, or the number of shards: each batch is a list; see `ShardedDataLoader`.
         start_method: Start method of worker processes; instead of ``multiprocessing_context``.
         thread_pool: Whether workers are threads instead of processes.
         restarts: Number of workers that a batch may kill before it is an error. None: 3, or 0 with ``timeout``.
         max_bytes, max_worker_memory: Limits of shared memory and of each worker process; see `ProcessPool`.
-        streams: Number of parts of iterable data; see `ShardedDataLoader`. None: one per worker, as in torch.
+        streams: Number of parts of iterable data, or with ``keep`` of the order; see `ShardedDataLoader`. None: one per
+            worker, as in torch.
         skip: Steps to leave out, as batches of the sampler, whose length must be known; see `ShardedDataLoader`.
         num_replicas, rank, mesh: Number of ranks, and this rank; see `ShardedDataLoader`. With one of these or the next
             seven arguments, or with ``on_error="refill"``, the loader reads as a `ShardedDataLoader` does: its order,
@@ -106,6 +108,7 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
     _sharded: ShardedDataLoader[Batch] | tuple[int, Any] | None = None  # until it is created: its epoch, and changes
     _given_order: dict[str, Any]  # `shuffle`, `sampler` and `batch_sampler`, if the order is not torch's
     skip: Sequence[tuple[int, int]] = ()  # torchdata's subclass has a constructor that calls no other
+    thread_pool = False
 
     def __init__(
         self,
@@ -196,6 +199,11 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
             # Lightning can rebuild.
             made.set_epoch = self.sampler.set_epoch  # type: ignore[attr-defined]
 
+    def check_worker_number_rationality(self) -> None:
+        """Warn of more worker processes than cores, as torch does. More threads than cores are no mistake."""
+        if not drop_in.uses_threads(self):
+            super().check_worker_number_rationality()
+
     def _get_iterator(self) -> Any:
         if isinstance(self.dataset, IterDataPipe | MapDataPipe):
             return super()._get_iterator()  # datapipes are bound to torch's own workers
@@ -253,6 +261,7 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
             warnings.warn(
                 "accelerator.prepare() makes a PyTorch DataLoader of this loader, so crashed workers end the program "
                 "and seed= has no effect. Call prepare(loader, accelerator) of sharded_loader.integrations.accelerate",
+                LoaderWarning,
                 stacklevel=6,
             )
         return False

@@ -88,7 +88,7 @@ def _by_key(samples: Samples, keys: Iterable[Any], make: Assemble, empty: Empty,
 
 
 class List(Batchify):
-    """Leave the samples apart, as a list of them.
+    """Return the samples as a list, without joining them.
 
     Example:
         >>> List()(["a", "b"])

@@ -112,7 +112,7 @@ class StoredDataset(ReadOnce):
             drawn = f"the generator of {held}" if held else "something of its own: two reads give two samples"
         if drawn:
             text = f"cache(...) keeps samples for all epochs, and sample 0 draws from {drawn}"
-            advice = "move the transform that draws behind the cache, dataset.cache(...).transform(fn)"
+            advice = "move the transform that draws after the cache, dataset.cache(...).transform(fn)"
             raise ValueError(f"{text}: {advice}")
         return samples[0]
 

@@ -169,10 +169,10 @@ class GroupReads(ReadOnce):
     """The samples of a dataset, read by group: those of the next batches that share a group are read together, once.
 
     Loaders wrap a dataset with ``group_of`` in it; wrap it yourself before transforms, and for other limits. Batches
-    and errors stay what they are. Random steps come behind it: ``GroupReads(dataset).transform(augment)``. All workers
+    and errors do not change. Random steps come after it: ``GroupReads(dataset).transform(augment)``. All workers
     of a loader share what is read, and each rank has its own. Groups are prefetched in the order of ``shuffle=`` or
-    this library's samplers. With another library's sampler, in the drop-in, and on other machines (`RayPool`), samples
-    are grouped within a batch.
+    this library's samplers. With another library's sampler, in torch's order (the drop-in), and on other machines
+    (`RayPool`), samples are grouped within a batch.
 
     Args:
         dataset: has ``group_of(index)``: the video, chunk, row group or archive of a sample, as an int, a text, or a
@@ -337,7 +337,7 @@ class GroupReads(ReadOnce):
         reads = int(tally(self._shelf.counts, 0, len(indices), 1)[2])
         if reads > 1 and drawn:  # the first read may import a library, which may draw
             text = f"GroupReads reads the samples of many batches at once, and {brief(self._dataset)} draws from"
-            advice = "move the transform that draws behind it, GroupReads(...).transform(fn)"
+            advice = "move the transform that draws after it, GroupReads(...).transform(fn)"
             raise ValueError(f"{text} {', '.join(drawn)}: {advice}")
         return samples
 

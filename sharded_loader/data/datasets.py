@@ -189,7 +189,7 @@ class Dataset:
     def cache(
         self, max_bytes: int | str | None = None, path: str | os.PathLike[str] | None = None, key: str | None = None
     ) -> StoredDataset:
-        """Read each sample once and store it. Put random steps behind the cache: ``.cache(...).transform(augment)``.
+        """Read each sample once and store it. Put random steps after the cache: ``.cache(...).transform(augment)``.
 
         All workers and loaders share one copy, and so do all ranks on this machine (on Linux; elsewhere with ``path``).
         With ``path``, later runs reuse it.

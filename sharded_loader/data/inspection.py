@@ -33,7 +33,6 @@ import re
 import sys
 import threading
 import types
-import warnings
 import zlib
 from collections.abc import Callable, Mapping
 from enum import Enum
@@ -48,6 +47,7 @@ from sharded_loader.base.described import brief
 from sharded_loader.base.errors import text_of
 from sharded_loader.base.interrupts import pass_on
 from sharded_loader.base.limits import private_bytes
+from sharded_loader.base.notices import warn
 from sharded_loader.base.private import blake2b
 from sharded_loader.batching import tree
 from sharded_loader.data.seeding import epoch_setter
@@ -198,12 +198,10 @@ def warn_of_open_file(dataset: object, kind: str) -> None:
     if path is None:
         return
     own = "threading.local()" if kind == "threads" else "os.getpid()"
-    warnings.warn(
+    warn(
         f"{path} is an open file, and the workers are {kind}, which share its position: they may read each other's "
         f"data, and give wrong samples. Open it in __getitem__, once for each worker (see {own}), or read with "
-        f"os.pread, which uses no position",
-        RuntimeWarning,
-        stacklevel=2,
+        f"os.pread, which uses no position"
     )
 
 

@@ -26,7 +26,6 @@ import ctypes
 import functools
 import mmap
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -254,11 +253,10 @@ class Registrar:
                 self._undos[address], REGISTERED[address] = undo, address + nbytes
                 return undo
         self._rejected = True
-        warnings.warn(
+        warn(
             f"{nbytes:,} bytes of shared memory could not be pinned ({reason}): batches are copied once more on "
             f"their way to the device. Free host memory, raise the memory limit of the container, or give the loader "
-            f"less with ProcessPool(max_bytes=). WSL and confidential computing allow little pinned memory, or none",
-            stacklevel=2,
+            f"less with ProcessPool(max_bytes=). WSL and confidential computing allow little pinned memory, or none"
         )
         return None
 

@@ -53,7 +53,6 @@ import itertools
 import math
 import os
 import threading
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -65,6 +64,7 @@ import torch
 from sharded_loader.base import host_clock
 from sharded_loader.base.errors import add_note, notes_of
 from sharded_loader.base.interrupts import ENDING_SECONDS, program_ends, should_stop
+from sharded_loader.base.notices import warn
 from sharded_loader.batching.protocol import BatchifyError
 from sharded_loader.batching.tree import ATOMS, TORCH_TAKES, children, has_method, is_plain, map_leaves, to_torch
 from sharded_loader.devices.accelerator import NOTHING, REGISTERED, Streams, note_late, pinned_copy, pinned_empty
@@ -579,11 +579,10 @@ class CopyStream:
         self._hung_event = next((queue[0][0] for queue in (self.in_use, self._moved) if queue), None)
         STILL_READ.add(self)
         if not (is_ending or has_hung or should_stop()):
-            warnings.warn(
+            warn(
                 f"{self.streams.device} has not done its copies within {CLOSING_SECONDS:g} s: a kernel or a "
                 f"collective may hang. The pinned memory that the copies read stays as it is until they are done. "
-                f"Look for a rank that has died, or that takes other steps than the others",
-                stacklevel=2,
+                f"Look for a rank that has died, or that takes other steps than the others"
             )
         return False
 

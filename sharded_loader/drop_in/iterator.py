@@ -68,13 +68,13 @@ def check_arguments(loader: Loader) -> None:
     if loader.seed is not None:
         loader.seed = check_int("seed", loader.seed, -math.inf, "give an integer, or None")
     core.make_split(*core.find_devices(loader.device, loader.devices), loader.num_shards)
-    if loader.streams is not None:
+    if loader.streams is not None and loader._sharded is None:  # which takes them with ``keep`` too
         check_int("streams", loader.streams, 1, "give the number of parts, or None for one per worker")
         if not isinstance(loader.dataset, IterableDataset):
             core.refuse_streams(loader.streams, loader.dataset)
     if loader.start_method and loader.multiprocessing_context is not None:
         raise ValueError("start_method and multiprocessing_context set the same thing: leave out one of them")
-    if loader.max_worker_memory is not None and (loader.num_workers == 0 or _uses_threads(loader)):
+    if loader.max_worker_memory is not None and (loader.num_workers == 0 or uses_threads(loader)):
         text = f"max_worker_memory={loader.max_worker_memory!r} needs worker processes on this machine"
         raise ValueError(f"{text}: give num_workers= without thread_pool, or leave max_worker_memory out")
     _process_pool(loader, max(1, loader.num_workers))
@@ -90,14 +90,14 @@ def make_pool(loader: Loader) -> Pool:
             raise AssertionError("a DataLoader without workers requires timeout == 0")  # the type is torch's
         return InlinePool()
     timeout, count = loader.timeout or None, loader.num_workers if loader._tuner is None else loader._tuner.workers
-    if _uses_threads(loader):
+    if uses_threads(loader):
         return ThreadPool(count, worker_init_fn=loader.worker_init_fn, timeout=timeout)
     pool = _process_pool(loader, count)
     pool.workers_last = loader.persistent_workers or loader._sharded is not None
     return pool
 
 
-def _uses_threads(loader: Loader) -> bool:
+def uses_threads(loader: Loader) -> bool:
     """Return True if workers are threads: by ``thread_pool``, or by a context whose processes are threads (MONAI's)."""
     process: object = getattr(loader.multiprocessing_context, "Process", None)
     return loader.thread_pool or (isinstance(process, type) and issubclass(process, threading.Thread))

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
@@ -37,7 +36,7 @@ from sharded_loader.drop_in.trainers import begin_loader, called_by, end_loader,
 from sharded_loader.extend.data import is_stream
 from sharded_loader.extend.engine import placement_given
 from sharded_loader.extend.order import announce_epoch, len_epoch, nested
-from sharded_loader.extend.tools import an
+from sharded_loader.extend.tools import an, warn
 from sharded_loader.torch import DataLoader
 
 
@@ -239,7 +238,7 @@ def prepare(loader: Any, accelerator: Any, device_placement: bool | None = None)
             module.skip_first_batches = _skip_first_batches
     if accelerator.dispatch_batches and accelerator.num_processes > 1:
         same = "each rank reads the data itself, and gets the same batches as if rank 0 had sent them"
-        warnings.warn(f"dispatch_batches=True has no effect here: {same}", stacklevel=2)
+        warn(f"dispatch_batches=True has no effect here: {same}")
     on_device = accelerator.device_placement if device_placement is None else device_placement
     if not isinstance(loader, DataLoader | ShardedDataLoader):
         text = f"prepare() takes a ShardedDataLoader or a sharded_loader.torch.DataLoader, not {an(type(loader))}"

@@ -54,7 +54,7 @@ INSTEAD = {
     "auto_reload": "leave it out, or set loader.prefetch_epochs: worker processes prefetch the next epoch",
     "prefetch_epochs": "set loader.prefetch_epochs instead",
     "max_skipped": 'write on_error=OnError("skip", limit=) instead',
-    "max_worker_memory": "write pool=ProcessPool(n, max_worker_memory=) instead",
+    **{name: f"write pool=ProcessPool(n, {name}=) instead" for name in ("max_bytes", "max_worker_memory", "restarts")},
     **dict.fromkeys(
         ("shard_weights", "resident", "device_transform", "host_fields"),
         "give it to Placement instead: device=Placement(device, ...), or devices=Placement(devices, ...)",
@@ -103,7 +103,8 @@ class OnError:
     """Treatment of samples that raise an error, with a limit: a value of ``on_error=``.
 
     Args:
-        action: ``"skip"``, ``"replace"`` or a function ``(SampleError) -> sample``, as the loader's ``on_error``.
+        action: ``"skip"``, ``"replace"``, ``"refill"`` or a function ``(SampleError) -> sample``, as the loader's
+            ``on_error``.
         limit: Maximum number of samples skipped or replaced per epoch in this process; the next one raises
             `TooManySkippedError`. None: unlimited.
 

@@ -397,9 +397,7 @@ class ShardedDataLoader(Instruments, Leasing[Batch], Generic[Batch]):
 
     @property
     def device_prefetch(self) -> int:
-        """Number of batches copied to the accelerators in advance, from the next batch on: 2, or 0 without
-        accelerators.
-        """
+        """Number of batches copied to accelerators in advance, from the next batch on: 2, or 0 without any."""
         return self._placement.ahead
 
     @device_prefetch.setter

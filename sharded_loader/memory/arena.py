@@ -35,7 +35,6 @@ import errno
 import math
 import mmap
 import os
-import warnings
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -45,6 +44,7 @@ import numpy as np
 
 from sharded_loader.base import limits, system
 from sharded_loader.base.interrupts import uninterrupted
+from sharded_loader.base.notices import warn
 from sharded_loader.batching.protocol import Array, Empty
 from sharded_loader.memory.codec import ALIGNMENT, MOVES, SIZE, aligned
 from sharded_loader.memory.segments import Segment, Slot, create
@@ -412,7 +412,7 @@ class Arena:
                     raise MemoryError(text) from error
                 if not self._warned:
                     self._warned = True
-                    warnings.warn(f"{text}. Meanwhile, batches go through the pipe, which is slower", stacklevel=2)
+                    warn(f"{text}. Meanwhile, batches go through the pipe, which is slower")
                 return None
 
 

@@ -420,7 +420,7 @@ def key_parts(scope: SampleScope, label: str, index: object = None) -> tuple[Any
     """Return the parts of the key of the current sample or ``index``; ValueError if there is none, or it is cached."""
     if scope.is_cached:
         text = f"{_DRAWS[label]} is called below cache(...) or GroupReads(...), which read a sample for several batches"
-        raise ValueError(f"{text}: move the transform that draws behind it, such as dataset.cache(...).transform(fn)")
+        raise ValueError(f"{text}: move the transform that draws after it, such as dataset.cache(...).transform(fn)")
     if index is None:
         index = scope.index if scope.items is None else scope.indices[scope.place]
         if index is NO_SAMPLE:

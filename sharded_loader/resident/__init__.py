@@ -37,7 +37,6 @@ Source of the idea: pytorch#11372, which asks for it; flodl, which keeps a fract
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -49,7 +48,7 @@ from sharded_loader import ArrayDataset, InlinePool
 from sharded_loader.extend import Empty, Int64s, Result
 from sharded_loader.extend import data as core
 from sharded_loader.extend import engine as placing
-from sharded_loader.extend.tools import an, brief, host_clock, pass_on
+from sharded_loader.extend.tools import an, brief, host_clock, pass_on, warn
 
 RESERVE = 0.25
 """Of a device's memory, left for the model and what it computes."""
@@ -397,7 +396,7 @@ def _give_up(streams: placing.Streams, reason: str) -> None:
 def _warn(streams: placing.Streams, reason: str, count: int = 0) -> None:
     what = f"keeps {count:,} rows only ({reason}): it is sent the others"
     what = what if count else f"does not keep the data ({reason}): it is sent batches"
-    warnings.warn(f"{streams.device} {what}", stacklevel=4)
+    warn(f"{streams.device} {what}")
 
 
 # -- what the device does ----------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ constructors.
 from __future__ import annotations
 
 import operator
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import islice
@@ -18,7 +17,7 @@ import numpy as np
 
 from sharded_loader.extend import Int64s
 from sharded_loader.extend.order import LAST_BATCH, parts
-from sharded_loader.extend.tools import Described, check_choice, check_int
+from sharded_loader.extend.tools import Described, check_choice, check_int, warn
 from sharded_loader.samplers.batch_samplers import NumberedBatches, kinds_of, length_table
 from sharded_loader.samplers.bijections import Bijections
 from sharded_loader.samplers.index_samplers import Numbers, underscored
@@ -232,7 +231,7 @@ class FixedBucketSampler(NumberedBatches):
             limits = (longest[0], shortest[0]) if is_single else (longest, shortest)
             bucket_keys = bucket_scheme(*limits, num_buckets)
         elif bucket_keys is not None and num_buckets not in (None, _DEFAULT_BUCKETS):
-            warnings.warn(f"num_buckets={num_buckets} is not used, because bucket_keys are given", stacklevel=2)
+            warn(f"num_buckets={num_buckets} is not used, because bucket_keys are given")
         rows = _rows([] if bucket_keys is None else bucket_keys, table.shape[1])
         keys = np.array(sorted(set(rows)), np.int64).reshape(-1, table.shape[1])
         by_key = dict(zip(rows, sizes, strict=False)) if np.ndim(batch_size) else None
@@ -244,12 +243,12 @@ class FixedBucketSampler(NumberedBatches):
         shown: list[Key] = keys[:, 0].tolist() if is_single else list(map(tuple, keys.tolist()))
         self.bucket_keys = [key for key, count in zip(shown, counts, strict=True) if count]
         if unused := [key for key, count in zip(shown, counts, strict=True) if not count]:
-            warnings.warn(f"Some buckets are empty and will be removed. Unused bucket keys={unused}", stacklevel=2)
+            warn(f"Some buckets are empty and will be removed. Unused bucket keys={unused}")
         keys, counts = keys[counts > 0], counts[counts > 0]
         members: list[Int64s] = np.split(np.argsort(bucket_of, kind="stable"), np.cumsum(counts)[:-1])
         self._members = members[: len(keys)]  # for no buckets, np.split gives one part
         if use_average_length and ratio > 0:
-            warnings.warn(f"ratio={ratio} is not used, because use_average_length is set", stacklevel=2)
+            warn(f"ratio={ratio} is not used, because use_average_length is set")
         if by_key is not None:
             self.bucket_batch_sizes = [by_key[tuple(key)] for key in keys.tolist()]
         elif use_average_length:

@@ -447,7 +447,6 @@ class Pack(Batchify):
         media: names of fields of a document that are joined along their first axis, such as ``("pixel_values",
             "image_grid_thw")``: arrays of shape (patches, values) and (images, 3). Documents without pictures have
             arrays of length 0, None, or no such field.
-
         context: rank and size of a group whose ranks share each row, or a `DeviceMesh` with the dimension ``"cp"``. The
             batch is the part of this rank. Pass ``PackSampler(..., multiple=2 * size)``.
 
@@ -459,8 +458,7 @@ class Pack(Batchify):
         - ``position_ids``: 0, 1, 2, ... in each document; 0 in padding.
         - ``segment_ids``: number of the document in its row, from 1; 0 in padding.
         - ``labels``: the document's labels, or its tokens; -100 in padding and at the first token of each document.
-        They
-          are not shifted, because models of transformers do that.
+          They are not shifted, because models of transformers do that.
         - ``cu_seqlens``: int32, shape (documents + 1,): where each document begins in ``input_ids[segment_ids > 0]``,
           and the end of the last one.
         - each field of ``media``: of all documents in the order of ``input_ids``, as Qwen2-VL takes it; left out if no

@@ -274,8 +274,7 @@ class ShardDataset(Dataset):
         """Write the indexes of all shards to one file, which later datasets open with one small request.
 
         A dataset finds ``shards.index`` beside its shards, or can be made from the file's URL alone. Run it again after
-        adding
-        or replacing shards: only those are read.
+        adding or replacing shards: only those are read.
 
         Args:
             url: destination, ending in ``.index``; by default ``shards.index`` in the innermost common folder of the

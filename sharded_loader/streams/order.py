@@ -81,7 +81,7 @@ class StreamOrder(Order[StreamSignature]):
         """Number of parts."""
         replicas, given = self.replicas()[0], self._given
         if given is not None and given < replicas:
-            raise ValueError(f"streams is {given}, but there are {replicas} ranks, and each needs a part")
+            raise ValueError(f"streams is {given}, but there are {replicas} ranks, and each needs a part: give more")
         known = known_parts(self._dataset) if given is None else None
         if known is None:
             return replicas * max(1, self._workers) if given is None else given

@@ -15,10 +15,12 @@ from samples import Drawing
 
 import sharded_loader
 from sharded_loader import (
+    FixedBucketSampler,
     LoaderWarning,
     OnError,
     ProcessPool,
     ShardedDataLoader,
+    SimpleDataset,
     TooManySkippedError,
     interleave,
     sample_rng,
@@ -53,6 +55,17 @@ def test_the_first_of_a_kind_is_a_line_of_the_logger_as_a_warning_and_the_others
             notices.record(kind, f"about {kind}")
     assert levels(caplog, "skipped") == [logging.WARNING, logging.INFO] and levels(caplog, "slow") == [logging.WARNING]
     assert notices.counts["skipped_samples"] == 2
+
+
+def test_one_category_has_all_warnings(tmp_path):
+    dataset = SimpleDataset(range(4))
+    with (tmp_path / "numbers").open("w+b") as dataset.file, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.simplefilter("ignore", LoaderWarning)
+        loader = ShardedDataLoader(dataset, 2, num_workers=1, thread_pool=True, pin_memory=True)
+        assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
+        loader.close()
+        FixedBucketSampler([1, 2], 1, num_buckets=3, bucket_keys=[2])
 
 
 def test_a_warning_names_the_line_of_the_users_program():

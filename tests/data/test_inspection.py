@@ -152,7 +152,7 @@ def numbers(tmp_path):
 @pytest.mark.parametrize("pool", [lambda: ProcessPool(2, start_method="fork"), lambda: ThreadPool(2)])
 def test_workers_that_share_an_open_file_are_warned_of(numbers, pool):
     numbers.read = int  # not of its file: what threads would read is a matter of luck
-    warned = pytest.warns(RuntimeWarning, match=r"dataset\.file is an open file.*share its position.*os\.pread")
+    warned = pytest.warns(LoaderWarning, match=r"dataset\.file is an open file.*share its position.*os\.pread")
     with warned as caught, ShardedDataLoader(numbers, 5, pool=pool()) as loader:
         list(loader)
         list(loader)
@@ -168,7 +168,7 @@ def test_a_single_worker_may_have_an_open_file_until_others_join_it(numbers, poo
         if pool is not None:
             next(iter(loader))
             pool.resize(2)
-            with pytest.warns(RuntimeWarning, match=r"dataset\.file is an open file.*share its position"):
+            with pytest.warns(LoaderWarning, match=r"dataset\.file is an open file.*share its position"):
                 pool.adopt()
 
 

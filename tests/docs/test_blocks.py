@@ -33,12 +33,12 @@ README = blocks(ROOT / "README.md", "python")
 SCRIPTS = [block for block in README if is_script(block)]
 SKETCHES = [block for block in README if not is_script(block)]
 APART = ("import ray\n", "import pyarrow\n", "import ArrayRecordReader")
-"""What blocks with other libraries import: test_machines_page.py and test_shards_page.py run them."""
+"""What blocks with other libraries import: pools/ray/test_cluster.py and storage/test_storage_dataset.py run them."""
 
 DOCS = {
     f"{page.relative_to(ROOT / 'docs').with_suffix('').as_posix()}-{number}": block
     for page in sorted((ROOT / "docs").rglob("*.md"))
-    # Run below, and by test_command_page.py.
+    # Run below, and by cli/test_main.py.
     if page.name not in ("integrations.md", "command.md") and page.parent.name != "recipes"
     for number, block in enumerate(blocks(page, "python"))
     if not any(line in block for line in APART)

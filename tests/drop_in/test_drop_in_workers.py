@@ -15,6 +15,7 @@ import random
 import sys
 import threading
 import types
+import warnings
 from collections.abc import Callable
 from multiprocessing.context import BaseContext, SpawnContext
 from pathlib import Path
@@ -499,6 +500,15 @@ def test_a_batch_without_a_good_sample_is_left_out_with_a_warning() -> None:
 def test_batches_on_the_host_are_the_same(workers: int, given: dict[str, Any]) -> None:
     squares = Reads(lambda i: (np.full(3, i, np.float32), torch.tensor([i, i**2]), i), 17)
     assert_same(list(DataLoader(squares, 4, num_workers=workers, **given)), list(DataLoader(squares, 4)))
+
+
+def test_more_threads_than_cores_are_no_mistake() -> None:
+    many = 2 * (os.cpu_count() or 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(list(DataLoader(range(6), 2, num_workers=many, thread_pool=True))) == 3
+        with pytest.raises(UserWarning, match="worker processes"):
+            DataLoader(range(6), 2, num_workers=many)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

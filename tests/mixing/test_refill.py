@@ -199,6 +199,17 @@ def test_an_order_without_a_seed_is_that_of_the_seed_that_the_loader_shows() -> 
     assert read == values(ShardedDataLoader(**first.arguments, seed=first.seed)) != values(other)
 
 
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 2, "thread_pool": True}], ids=str)
+@pytest.mark.parametrize("filtered", [{"keep": keep}, {"on_error": "refill"}], ids=str)
+def test_the_drop_in_reads_an_order_in_as_many_parts(filtered: Any, workers: Any) -> None:
+    one, other = (
+        kind(range(40), 4, streams=3, seed=1, **filtered, **workers) for kind in (ShardedDataLoader, DataLoader)
+    )
+    assert values(one) == values(other)
+    with pytest.raises(ValueError, match="streams=3 is for iterable data"):
+        DataLoader(range(40), 4, streams=3, num_replicas=1)
+
+
 WITHOUT_SEED: dict[str, Any] = {
     "shuffle": lambda: {"shuffle": True},
     "sampler": lambda: {"sampler": RandomSampler(200)},

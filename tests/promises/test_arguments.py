@@ -155,6 +155,8 @@ REFUSED: list[tuple[Any, Any, str]] = [
     (named("prefetch_epochs"), TypeError, "set loader.prefetch_epochs instead"),
     (named("max_skipped"), TypeError, r'write on_error=OnError\("skip", limit=\) instead'),
     (named("max_worker_memory"), TypeError, r"write pool=ProcessPool\(n, max_worker_memory=\) instead"),
+    (named("max_bytes"), TypeError, r"write pool=ProcessPool\(n, max_bytes=\) instead"),
+    (named("restarts"), TypeError, r"write pool=ProcessPool\(n, restarts=\) instead"),
     (named("shard_weights"), TypeError, r"device=Placement\(device, ...\), or devices=Placement\(devices, ...\)"),
     *((named(name), TypeError, "give it to Placement") for name in ("resident", "device_transform", "host_fields")),
     (named("pin_device_id"), TypeError, "device"),

@@ -28,7 +28,7 @@ from programs import run_script
 from refusing import CALLS, ERRORS, FCNTL, can_refuse, in_child, refuse
 from samples import Random, StartsAndDies
 
-from sharded_loader import ArrayDataset, ProcessPool, ShardedDataLoader, SimpleDataset, WorkerDiedError
+from sharded_loader import ArrayDataset, LoaderWarning, ProcessPool, ShardedDataLoader, SimpleDataset, WorkerDiedError
 from sharded_loader.base import system
 from sharded_loader.pools.process import transport, worker
 
@@ -210,7 +210,7 @@ def test_a_worker_is_replaced_in_a_program_that_reaps_all_children(method: str, 
             reap_all(reaper)
         pool = ProcessPool(2, start_method=method)
         with warnings.catch_warnings(), ShardedDataLoader(range(400), 4, pool=pool) as loader:
-            warnings.simplefilter("error", RuntimeWarning)
+            warnings.simplefilter("error", LoaderWarning)
             iterator = iter(loader)
             # The zygote is made behind the first batch.
             got = [*next(iterator).tolist(), *next(iterator).tolist()]
@@ -276,7 +276,7 @@ def test_the_trainer_s_signal_handlers_run_in_the_trainer_alone(tmp_path: Path) 
             signal.signal(number, lambda *_: (tmp_path / str(os.getpid())).touch())
         pool = ProcessPool(2, start_method="fork")
         with warnings.catch_warnings(), ShardedDataLoader(range(40), 4, pool=pool) as loader:
-            warnings.simplefilter("error", RuntimeWarning)
+            warnings.simplefilter("error", LoaderWarning)
             iterator = iter(loader)
             # The zygote is made behind the first batch.
             got = [*next(iterator).tolist(), *next(iterator).tolist()]
@@ -464,7 +464,7 @@ def read_and_lose_a_worker(method: str) -> tuple[list[float], int]:
 
 @seccomp
 @covering(1, method=PROCESS_POOLS, call=REFUSED, error=ERRORS)
-@pytest.mark.filterwarnings("ignore:this system does not pass descriptors:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:this system does not pass descriptors")
 @pytest.mark.costly(4)
 def test_a_refused_call_changes_no_batch_and_no_worker_is_lost(method: str, call: str, error: str) -> None:
     def work() -> object:

@@ -80,8 +80,8 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
         restarts: number of workers that a batch may kill before `next` raises `WorkerDiedError` or `WorkerTimeoutError`
             instead of the batch. 0 and 1: at the first death.
         max_bytes: limit of the shared memory for batches, in bytes, or a text such as ``"2 GB"``. None: a quarter of
-            the free memory at the first epoch, divided by LOCAL_WORLD_SIZE. Above the limit, the loader copies batches
-            out of shared memory.
+            the memory that is free when it is first needed, divided by LOCAL_WORLD_SIZE. Above the limit, batches go
+            through a pipe, which is slower.
         max_worker_memory: private memory limit of a worker, in bytes, or a text such as ``"2 GB"``; None: no limit. A
             worker above it is replaced between two batches, so a leak cannot fill the machine.
             ``stats().recycled_workers`` counts these.

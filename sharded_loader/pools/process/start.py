@@ -44,7 +44,6 @@ import socket
 import struct
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -54,7 +53,7 @@ import multiprocess
 from multiprocess import forkserver, popen_fork, process, resource_tracker, spawn, util
 from multiprocess.context import SpawnProcess
 
-from sharded_loader.base import private
+from sharded_loader.base import notices, private
 from sharded_loader.base.errors import describe_exit
 from sharded_loader.base.interrupts import python_handlers, set_handlers, should_stop, uninterrupted
 from sharded_loader.base.system import after_fork, can_pass_descriptors
@@ -93,7 +92,7 @@ def choose_start_method(start_method: str | None) -> str:
         falls_back = start_method == "forkserver" and not can_pass_descriptors()
     if falls_back:
         text = 'this system does not pass descriptors between processes, as a forkserver must: start_method="spawn"'
-        warnings.warn(f"{text} is used instead", RuntimeWarning, stacklevel=3)
+        notices.warn(f"{text} is used instead")
         return "spawn"
     return start_method
 
@@ -162,8 +161,8 @@ def _started(process: Any) -> Any:
 def warn(text: str) -> None:
     """Emit a warning that costs no batch even if the user turns warnings into errors."""
     try:
-        warnings.warn(text, RuntimeWarning, stacklevel=2)
-    except RuntimeWarning:
+        notices.warn(text)
+    except notices.LoaderWarning:
         print(f"sharded_loader: {text}", file=sys.stderr, flush=True)
 
 

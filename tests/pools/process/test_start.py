@@ -26,7 +26,7 @@ from conftest import ahead
 from recovery_samples import values_of
 from samples import Parents, Random
 
-from sharded_loader import ProcessPool, ShardedDataLoader, SimpleDataset
+from sharded_loader import LoaderWarning, ProcessPool, ShardedDataLoader, SimpleDataset
 from sharded_loader.base.system import ONE_THREAD
 from sharded_loader.engine.heartbeat import IDLE, SAMPLE, heartbeat_in
 from sharded_loader.engine.messages import Job
@@ -168,7 +168,7 @@ def test_if_the_zygote_cannot_be_forked_a_warning_says_so_and_reading_goes_on(mo
     with ShardedDataLoader(range(40), 4, pool=pool) as loader:
         iterator = iter(loader)
         got = [next(iterator)]
-        with monkeypatch.context() as here, pytest.warns(RuntimeWarning, match="could not be forked .*as it is now"):
+        with monkeypatch.context() as here, pytest.warns(LoaderWarning, match="could not be forked .*as it is now"):
             here.setattr(start, "Zygote", refuse)
             got.append(next(iterator))
         with warnings.catch_warnings():
@@ -262,7 +262,7 @@ def test_if_the_zygote_is_gone_the_worker_is_forked_directly(monkeypatch: pytest
     monkeypatch.setattr(start, "Zygote", lambda *_: zygote)
     owner = ProcessTransport(1, "fork", None)
     owner._is_up = True  # the first workers do not come from a zygote
-    with pytest.warns(RuntimeWarning, match="as it is now") as caught:
+    with pytest.warns(LoaderWarning, match="as it is now") as caught:
         owner.workers.append(owner.launch(0, Job(range(3), None, 0)))
     assert closed == [True] and len(caught) == 1
     assert owner.workers[0].is_alive() and owner.zygote is None
@@ -287,7 +287,7 @@ def test_zygotes_that_are_killed_one_after_the_other_change_nothing(monkeypatch:
         left[0] = 2  # one for each worker
         for pid in pool.pids:
             os.kill(pid, signal.SIGKILL)
-        with pytest.warns(RuntimeWarning, match=r"that workers are forked from \(pid \d+\) died: killed by SIGKILL"):
+        with pytest.warns(LoaderWarning, match=r"that workers are forked from \(pid \d+\) died: killed by SIGKILL"):
             got += iterator
             while left[0]:  # until the kernel has got round to a worker
                 list(loader)
@@ -381,7 +381,7 @@ def test_a_default_timeout_of_sockets_does_not_end_the_zygote() -> None:
     try:
         pool = forked()
         with ahead(ShardedDataLoader(range(40), 4, pool=pool), False) as loader, warnings.catch_warnings():
-            warnings.simplefilter("error", RuntimeWarning)
+            warnings.simplefilter("error", LoaderWarning)
             list(loader)
             first = zygote_process(pool).pid
             kill_a_worker(pool)
@@ -457,7 +457,7 @@ STEPS = {
 
 @linux
 @pytest.mark.costly(4)
-@pytest.mark.filterwarnings("ignore:the process that workers are forked from:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:the process that workers are forked from")
 @pytest.mark.parametrize(
     "step, event",
     [
@@ -521,7 +521,7 @@ def test_a_ctrl_c_while_the_system_is_asked_for_descriptors_leaves_none(monkeypa
 def test_a_process_that_cannot_be_forked_leaves_no_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     before, pool = open_descriptors(), ProcessPool(2, start_method="fork")
     monkeypatch.setattr(os, "fork", Mock(side_effect=BlockingIOError(errno.EAGAIN, "too many processes")))
-    with pytest.warns(RuntimeWarning, match="too many processes"):
+    with pytest.warns(LoaderWarning, match="too many processes"):
         transport_of(pool).make_zygote(JOB)
     with pytest.raises(BlockingIOError):
         pool._start(JOB)
