@@ -169,6 +169,11 @@ def rebuild(template: Any, parts: Samples) -> Any:
         # A copy preserves what the constructor may not accept: a defaultdict's factory, extra attributes.
         rebuilt = _copy(template)
         if isinstance(plain, dict):
+            own = getattr(rebuilt, "__dict__", {})
+            if not isinstance(template, dict):  # a copy shares the dict in which the class keeps its items
+                own.update({name: copy.copy(held) for name, held in own.items() if isinstance(held, dict)})
+            # A class may keep its items as attributes, too.
+            own.update({name: plain[name] for name in own.keys() & plain if own[name] is template[name]})
             # Like torch, bypass the ``__setitem__`` of a user's dict, which may validate its values. A Counter adds.
             (dict if isinstance(template, Counter) else kind).update(rebuilt, plain)
         else:
@@ -189,8 +194,7 @@ def _copy(template: object) -> Any:
         is_failed = is_dataclass_instance(template) and not isinstance(error, TypeError)
         if is_from_outside(error) or not (is_failed or isinstance(template, dict)):
             raise
-    kind: Any = type(template)
-    blank = kind.__new__(kind)
+    blank: Any = type(template).__new__(type(template))
     getattr(blank, "__dict__", {}).update(getattr(template, "__dict__", {}))  # empty for classes with slots
     return blank
 
@@ -502,8 +506,7 @@ def numpy_dtype(dtype: object) -> Dtype | None:
         >>> numpy_dtype(torch.float32), numpy_dtype(torch.bfloat16)
         (dtype('float32'), None)
     """
-    name = dtype_name(dtype)
-    return np.dtype(name) if name in NUMPY_NAMES else None
+    return np.dtype(name) if (name := dtype_name(dtype)) in NUMPY_NAMES else None
 
 
 def as_numpy(tensor: torch.Tensor) -> Array:
@@ -517,15 +520,13 @@ def as_numpy(tensor: torch.Tensor) -> Array:
     if numpy_dtype(tensor.dtype) is not None:
         return tensor.numpy()
     torch: Any = sys.modules["torch"]
-    array: Array = tensor.view(getattr(torch, f"int{8 * tensor.dtype.itemsize}")).numpy()
-    return array
+    return tensor.view(getattr(torch, f"int{8 * tensor.dtype.itemsize}")).numpy()
 
 
 def empty_tensor(shape: tuple[int, ...], dtype: torch.dtype, empty: Empty) -> tuple[Array | None, torch.Tensor]:
     """Create a host tensor over memory from ``empty``; return the array (None if NumPy lacks the dtype) and it."""
     torch: Any = sys.modules["torch"]
-    numpy_equivalent = numpy_dtype(dtype)
-    if numpy_equivalent is not None:
+    if (numpy_equivalent := numpy_dtype(dtype)) is not None:
         array = empty(shape, numpy_equivalent)
         return array, torch.from_numpy(array)
     # bfloat16, float8, complex32: memory of integers of the same size.

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter, OrderedDict, UserDict, defaultdict, namedtuple
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 from unittest import mock
 
@@ -19,7 +19,7 @@ from hypothesis import assume, given
 from hypothesis.extra import numpy as npst
 from samples import halves
 
-from sharded_loader import ShardedDataLoader, SimpleDataset, empty
+from sharded_loader import ShardedDataLoader, SimpleDataset, empty, split_data
 from sharded_loader.batchify import List, Pad, Stack, Tuple, default_batchify_fn
 from sharded_loader.batching import default
 from sharded_loader.batching.default import COPIED_AT_ONCE, COPIED_BYTES, JOINED_BYTES, DefaultBatchify
@@ -206,6 +206,58 @@ def test_a_counter_has_its_counts_and_not_their_sums():
     assert type(batch) is Counter and batch["a"].tolist() == [1, 3]
     counts = Counter(a=np.array([1, 3]))
     assert next(iter(ShardedDataLoader([0], 1, collate_fn=lambda samples: counts)))["a"].tolist() == [1, 3]
+
+
+class AsAttributes(dict):
+    def __init__(self, **items):
+        super().__init__(items)
+        self.__dict__ = self
+
+
+def test_items_that_are_attributes_too_are_those_of_the_batch():
+    for loader in (ShardedDataLoader, DataLoader):
+        [batch] = loader(range(2), 2, collate_fn=lambda samples: AsAttributes(x=np.array(samples)), device="cpu")
+        assert type(batch) is AsAttributes and batch.x is batch["x"] and batch.x.tolist() == [0, 1]
+    batch = default_batchify_fn([AsAttributes(x=1.0, n=7), AsAttributes(x=2.0, n=7)])
+    assert (batch.x.tolist(), batch.n.tolist()) == ([1, 2], [7, 7])
+
+
+class Held(MutableMapping):
+    """Keeps its items in an attribute, which a copy shares."""
+
+    def __init__(self, **items):
+        self.items_held = items
+
+    def __getitem__(self, key):
+        return self.items_held[key]
+
+    def __setitem__(self, key, value):
+        self.items_held[key] = value
+
+    def __delitem__(self, key):
+        del self.items_held[key]
+
+    def __iter__(self):
+        return iter(self.items_held)
+
+    def __len__(self):
+        return len(self.items_held)
+
+
+@pytest.mark.parametrize("given", [{}, {"num_workers": 1, "thread_pool": True}])
+def test_the_samples_of_a_mapping_are_left_as_they_are(given):
+    samples = [Held(x=1), Held(x=2)]
+    with ShardedDataLoader(samples, 2, **given) as loader:
+        for _ in range(2):
+            [batch] = loader
+            assert type(batch) is Held and batch["x"].tolist() == [1, 2]
+    assert [dict(sample) for sample in samples] == [{"x": 1}, {"x": 2}]
+
+
+def test_shards_of_a_mapping_are_apart():
+    whole = Held(x=torch.arange(4))
+    assert [shard["x"].tolist() for shard in split_data(whole, 2)] == [[0, 1], [2, 3]]
+    assert whole["x"].tolist() == [0, 1, 2, 3]
 
 
 def test_a_class_that_only_copies_samples_keeps_its_attributes():
