@@ -36,6 +36,7 @@ from sharded_loader.extend.data import bulk, checked_index, elide
 from sharded_loader.extend.tools import check_int
 from sharded_loader.recordio import RecordFileDataset
 from sharded_loader.recordio.images import MOST_PIXELS, Size, decode_image, unpack
+from sharded_loader.recordio.positioned import regular
 
 if TYPE_CHECKING:
     import torch
@@ -462,7 +463,7 @@ class ImageFolderDataset(Dataset):
 
     def __getitem__(self, index: int) -> Any:
         path, label = self.items[checked_index(index, len(self))]
-        with open(path, "rb") as file:
+        with open(regular(path), "rb") as file:
             return self._decode(file.read(), path), label
 
     def __repr__(self) -> str:

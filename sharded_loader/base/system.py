@@ -43,8 +43,8 @@ PREFIX = "sharded_loader"
 ALLOCATED_AT_ONCE = 32 << 20
 """Bytes per `posix_fallocate` (8 ms)."""
 
-_NO_SPACE = {getattr(errno, name) for name in ("ENOSPC", "ENOMEM", "EDQUOT", "EFBIG", "EIO") if hasattr(errno, name)}
-"""Allocation errors that mean a lack of space; all others mean that the call is not supported."""
+NO_SPACE = (errno.ENOSPC, errno.ENOMEM, getattr(errno, "EDQUOT", errno.ENOSPC))
+"""Error numbers of a full disk, memory or quota."""
 
 
 def write_to_stderr(text: str) -> None:
@@ -125,7 +125,7 @@ def allocate(fd: int, nbytes: int) -> None:
         try:
             os.posix_fallocate(fd, offset, size)
         except OSError as error:
-            if error.errno in _NO_SPACE:
+            if error.errno in (*NO_SPACE, errno.EFBIG, errno.EIO):  # others mean that the call is not supported
                 raise
             _write_zeros(fd, offset, size)
 
@@ -202,7 +202,7 @@ def why_refused(error: OSError) -> str:
 
             limit = f" of {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}"
         return f"the limit{limit} of open files is reached ({error}): raise it (ulimit -n), or close some"
-    if error.errno in (errno.ENOSPC, errno.ENOMEM):
+    if error.errno in NO_SPACE:
         return (
             f"the system call failed ({error}); with SHARDED_LOADER_MEMORY=shm, or where the system has no "
             f"memfd_create, the size of the /dev/shm mount is the limit: enlarge it (docker run --shm-size), or use "

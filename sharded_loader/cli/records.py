@@ -12,7 +12,6 @@ output, a folder that cannot be written to, a shard that cannot be indexed.
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 import warnings
 from pathlib import Path
@@ -39,6 +38,7 @@ def pack(folder: Path, out: Path, force: bool, quiet: bool) -> None:
     Each sub-folder is a class. The classes get the numbers 0, 1, 2 ... in the order of their names.
     """
     from sharded_loader import recordio
+    from sharded_loader.recordio.positioned import regular
 
     if out.suffix != ".rec":
         raise CannotRun(f"{out}: give a name that ends in .rec, so that readers find the index beside it")
@@ -51,11 +51,12 @@ def pack(folder: Path, out: Path, force: bool, quiet: bool) -> None:
             with recordio.MXIndexedRecordIO(idx, rec, "w") as packed:
                 for key, (path, label) in enumerate(files):
                     try:
-                        packed.write_idx(key, recordio.pack((0, label, key, 0), path.read_bytes()))
+                        packed.write_idx(key, recordio.pack((0, label, key, 0), regular(path).read_bytes()))
                     except ValueError as error:  # too large for a record, or a label that does not fit
                         raise CannotRun(f"{path}: {error}") from None
                     steps.update(key + 1)
-            for file in (idx, rec):
+            out.with_suffix(".idx").unlink(missing_ok=True)  # killed at any moment, no index is left of other records
+            for file in (rec, idx):
                 file.replace(out.with_name(file.name))
     if not quiet:
         size = output.size_text(out.stat().st_size)
@@ -69,8 +70,17 @@ def find_folder(folder: Path) -> tuple[list[tuple[Path, int]], list[str]]:
 
     Files beside sub-folders, and names that begin with a dot, are ignored.
     """
-    walked = [Path(at, one).relative_to(folder) for at, _, files in os.walk(folder, followlinks=True) for one in files]
-    paths = sorted(path for path in walked if not any(part.startswith(".") for part in path.parts))
+    from sharded_loader.recordio.positioned import walk
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    paths = sorted(
+        Path(at, one).relative_to(folder)
+        for at, files in walk(str(folder), refuse)
+        for one in files
+        if not one.startswith(".")
+    )
     paths = [path for path in paths if len(path.parts) > 1] or paths
     if not paths:
         raise CannotRun(f"{folder} has no files: give a folder with a sub-folder of files for each class")

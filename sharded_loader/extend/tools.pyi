@@ -41,6 +41,7 @@ from sharded_loader.base.private import is_thread_of_others as is_thread_of_othe
 from sharded_loader.base.private import path_of as path_of
 from sharded_loader.base.system import LOCAL_RANKS as LOCAL_RANKS
 from sharded_loader.base.system import MAP_OPTIONS as MAP_OPTIONS
+from sharded_loader.base.system import NO_SPACE as NO_SPACE
 from sharded_loader.base.system import PREFIX as PREFIX
 from sharded_loader.base.system import after_fork as after_fork
 from sharded_loader.base.system import open_memory as open_memory

@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import errno
 import math
 import mmap
 import os
@@ -401,7 +400,7 @@ class Arena:
             try:
                 return create(len(self.segments), size)
             except OSError as error:
-                full = error.errno in (errno.ENOSPC, errno.ENOMEM)
+                full = error.errno in system.NO_SPACE
                 if full and size > least:
                     size = max(least, _pages(size // 2))
                     continue

@@ -27,7 +27,7 @@ from numpy.typing import ArrayLike, DTypeLike
 from sharded_loader.extend import Array, Dataset, Empty, Indices, Int64s
 from sharded_loader.extend.data import bulk, checked_index, checked_indices, new_array
 from sharded_loader.extend.tools import an, check_int, refuse_arguments
-from sharded_loader.recordio.positioned import is_rewritten, stable_stat, tag_of
+from sharded_loader.recordio.positioned import is_rewritten, regular, stable_stat, tag_of
 
 OPEN = 64
 """Maximum number of mapped files per process. Each holds a descriptor."""
@@ -267,7 +267,7 @@ def _tokens_of(given: object, dtype: DTypeLike | None, documents: Any) -> tuple[
 def _file(path: str, dtype: DTypeLike | None) -> _TokenFile:
     if path.endswith(".npy"):
         try:
-            array = np.lib.format.open_memmap(path, mode="r")
+            array = np.lib.format.open_memmap(regular(path), mode="r")
         except (ValueError, EOFError) as error:
             raise ValueError(f"{path} is not a complete .npy file ({error}): copy or write it again") from None
         if array.ndim != 1:

@@ -22,10 +22,8 @@ Files that are read by offsets are watched: it is an error if they are replaced 
 
 from __future__ import annotations
 
-import errno
 import io
 import os
-import stat
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -36,7 +34,7 @@ import numpy as np
 
 from sharded_loader.extend import Int64s
 from sharded_loader.extend.tools import warn
-from sharded_loader.recordio.positioned import BINARY, PositionedFile, checksums, stable_stat, write_at
+from sharded_loader.recordio.positioned import BINARY, PositionedFile, checksums, regular, stable_stat, write_at
 
 MAGIC_NUMBER = 0xCED7230A
 _MAGIC = struct.pack("<I", MAGIC_NUMBER)
@@ -114,8 +112,6 @@ class _Descriptor(PositionedFile):
 
     def __init__(self, path: str) -> None:
         self.fd = -1
-        if not stat.S_ISREG(mode := os.stat(path).st_mode):  # Linux opens a folder, and a named pipe waits for a writer
-            raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, "it is not a file", path)
         super().__init__(path)
         self.path, self.pid = path, os.getpid()
         self.refresh_size()
@@ -236,7 +232,11 @@ class RecordFile:
         """
         self.watch()
         if os.path.exists(path):
-            return load_index(path, key_type)
+            keys, places = load_index(path, key_type)
+            if repeated := int((np.diff(np.sort(np.array(places, np.int64), kind="stable")) == 0).sum()):
+                text = f"{repeated} lines name a record that another line names, which is read for each of them"
+                warn(f"{path}: {text}: if that is not meant, it is damaged. Copy it again, or delete it")
+            return keys, places
         offsets = self.scan()
         return [key_type(str(number)) for number in range(len(offsets))], offsets
 
@@ -417,7 +417,7 @@ def index_line(key: object, offset: int) -> str:
 def load_index(path: str, key_type: Callable[[str], Key]) -> tuple[list[Key], list[int]]:
     """Return keys and offsets, in the order of the lines."""
     keys, offsets = [], []
-    with open(path, encoding="utf-8", errors="surrogateescape", newline="\n") as file:
+    with open(regular(path), encoding="utf-8", errors="surrogateescape", newline="\n") as file:
         for number, line in enumerate(file, 1):
             key, _, offset = line.rstrip("\r\n").partition("\t")
             try:

@@ -5,12 +5,15 @@ File systems with timestamps of a server may reveal changes only seconds later (
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import islice
 from typing import Any
 
 BINARY = getattr(os, "O_BINARY", 0)
@@ -59,6 +62,29 @@ def _seek_and(call: Callable[[int, Any], Any], fd: int, value: object, offset: i
         return call(fd, value)
 
 
+def regular(path: Any) -> Any:
+    """Return a path, or raise OSError if it is not that of a file: a named pipe would wait for a writer."""
+    if not stat.S_ISREG(mode := os.stat(path).st_mode):
+        raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, "it is not a file", path)
+    return path
+
+
+def walk(
+    folder: str, onerror: Callable[[OSError], object] | None = None, above: frozenset[str] = frozenset()
+) -> Iterator[tuple[str, list[str]]]:
+    """Yield each folder from this one on, and the names of its files. Hidden folders are left out, links are followed.
+
+    Raises OSError for a link that leads back to a folder that it is in. ``onerror`` is that of `os.walk`.
+    """
+    if (real := os.path.realpath(folder)) in above:
+        raise OSError(errno.ELOOP, "this link leads back to a folder that it is in", folder)
+    for at, folders, files in islice(os.walk(folder, onerror=onerror), 1):
+        yield at, files
+        for name in folders:
+            if not name.startswith("."):
+                yield from walk(os.path.join(at, name), onerror, above | {real})
+
+
 class PositionedFile:
     """File open for reading, which threads may share. It closes with its last reference; a reading thread holds one.
 
@@ -69,7 +95,7 @@ class PositionedFile:
 
     def __init__(self, path: str) -> None:
         self.fd = -1
-        self.fd = os.open(path, os.O_RDONLY | BINARY)
+        self.fd = os.open(regular(path), os.O_RDONLY | BINARY)
         self.read: Callable[[int, int], bytes] = partial(getattr(os, "pread", read_at), self.fd)
 
     def stat(self) -> os.stat_result:

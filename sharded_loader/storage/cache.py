@@ -32,7 +32,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from sharded_loader.extend.tools import bytes_of_text, host_clock, logger, refuse_arguments
+from sharded_loader.extend.tools import NO_SPACE, bytes_of_text, host_clock, logger, refuse_arguments
 from sharded_loader.recordio.positioned import lock_at
 from sharded_loader.storage.files import LocalFile, ShardError, Stat, shown
 
@@ -199,9 +199,9 @@ class ShardCache:
         """Download a shard, with its lock held. If the disk runs full, evict others and retry once."""
         (self.folder / "locks").mkdir(parents=True, exist_ok=True)  # another program may have deleted the folder
         part = path.with_suffix(".part")
-        for may_try_again in (True, False):
+        for is_full in (False, True):
             try:
-                if not self._make_room(part, url, stat.size, is_ahead):
+                if not self._make_room(part, url, stat.size, is_ahead, is_full):
                     return
                 # Not "wb", which truncates: where locks have no effect, another machine may be writing the same bytes.
                 # Leftovers of a dead process are overwritten.
@@ -225,19 +225,22 @@ class ShardCache:
                     return  # the download or the folder was deleted: `open` retries
                 if type(error) is not OSError:  # our own errors are subclasses
                     raise
-                if error.errno != errno.ENOSPC or not may_try_again or not self._files():
+                if error.errno not in NO_SPACE or is_full or not self._files():
                     said = f"{shown(url)} cannot be written to {self.folder} ({error}): free some space"
                     raise ShardError(said) from None
 
-    def _make_room(self, part: Path, url: str, size: int, is_ahead: bool) -> bool:
-        """Evict shards until ``size`` bytes fit, and reserve them. Return False if a prefetch does not fit."""
+    def _make_room(self, part: Path, url: str, size: int, is_ahead: bool, is_full: bool) -> bool:
+        """Evict shards until ``size`` bytes fit, and reserve them. Return False if a prefetch does not fit.
+
+        ``is_full``: as many bytes go as come, because the free space of the disk does not show a quota.
+        """
         if size > self.max_bytes:
             raise ShardError(f"{shown(url)} has {size:,} bytes, and {self.limit_text}: give a larger max_bytes")
         until = host_clock.now() + DELETE_SECONDS
         while True:
             with self._lock("room"):
                 found, now, is_waiting, stuck = self._files(), time.time(), False, ""
-                missing = self._excess_bytes(found, size)
+                missing = max(self._excess_bytes(found, size), size * is_full)
                 # No system calls if there is room: each may wait 5 ms for the GIL.
                 files = sorted((_last_used(self.folder / name), name) for name in found) if missing > 0 else []
                 if is_ahead and missing > 0:

@@ -19,6 +19,7 @@ Errors are a `ShardError` that names the shard, also a FileNotFoundError or Perm
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import threading
@@ -27,8 +28,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
+from itertools import count
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, BinaryIO, NoReturn, TypeVar
 
 import numpy as np
 
@@ -431,10 +433,7 @@ class Shards:
                 file, index, _ = self._open.pop(key)  # move to the end
                 self._open[key] = file, index, now
                 return file, index
-            for other, (held, _, last) in list(self._open.items()):  # the new shard may need their disk space
-                is_idle = last < now - IDLE_SECONDS and self.paths[other[0]] is None
-                if is_idle and isinstance(held, LocalFile) and held.is_deleted:
-                    del self._open[other]
+        self._close_deleted(now - IDLE_SECONDS)
         # Slow, so without the lock. For remote shards, index first: the file may be downloading meanwhile.
         index = self._index(shard, in_parts) if self.paths[shard] is None else {}
         file = self._file(shard, in_parts)
@@ -450,6 +449,13 @@ class Shards:
             while len(self._open) > MAX_OPEN:
                 self._open.popitem(last=False)  # not closed: readers may still use it
         return file, index
+
+    def _close_deleted(self, before: float) -> None:
+        """Close shards that the cache has deleted, last read ``before``: a new one may need their disk space."""
+        with self._lock:
+            for key, (held, _, last) in list(self._open.items()):
+                if last < before and self.paths[key[0]] is None and isinstance(held, LocalFile) and held.is_deleted:
+                    del self._open[key]
 
     # -- indexes ------------------------------------------------------------------------------------------------------
 
@@ -525,7 +531,14 @@ class Shards:
             return LocalFile(path)
         if self.cache is None or in_parts:
             return RemoteFile(self.store, url, stat)
-        return self.cache.open(url, stat, lambda file: self.store.fetch(url, file, stat, is_waited_for=True))
+        tries = count()
+
+        def fetch(file: BinaryIO) -> int:
+            if next(tries):  # the disk was full
+                self._close_deleted(math.inf)
+            return self.store.fetch(url, file, stat, is_waited_for=True)
+
+        return self.cache.open(url, stat, fetch)
 
 
 _SINCE = "when the dataset was made: make the dataset again"

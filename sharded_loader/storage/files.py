@@ -14,12 +14,13 @@ import os
 import re
 import stat
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence, ValuesView
 from itertools import chain
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-from sharded_loader.recordio.positioned import PositionedFile, stable_stat, tag_of
+from sharded_loader.recordio.positioned import PositionedFile, stable_stat, tag_of, walk
 
 
 class Stat(NamedTuple):
@@ -78,10 +79,9 @@ class LocalFile(ShardFile):
         try:
             self._file = PositionedFile(path)
         except OSError as error:
-            found = missing_or_forbidden(self.name, error, str(error.strerror))
-            if found is None:
-                raise
-            raise found from error
+            why = str(error.strerror)
+            found = missing_or_forbidden(self.name, error, why)
+            raise found or ShardError(f"{self.name} cannot be opened: {why}") from error
         self._opened_stat = self._file.stat()
         self.size = self._opened_stat.st_size
 
@@ -126,6 +126,16 @@ def local_stat(path: str) -> Stat:
     if not stat.S_ISREG(found.st_mode):
         raise ShardError(f"{path} is not a file: give the names of shards, or a pattern such as {path}/*.tar")
     return _stat_of(found)
+
+
+def check_loops(folder: str) -> None:
+    """Raise `ShardError` for a link in or below a folder that leads back to a folder that it is in."""
+    try:
+        deque(walk(folder), 0)
+    except OSError as error:
+        raise ShardError(
+            f"{error.filename}: {error.strerror}. Remove this link, or give a pattern without **"
+        ) from None
 
 
 def _stat_of(found: os.stat_result) -> Stat:
@@ -197,7 +207,7 @@ def missing_or_forbidden(name: str, error: Exception, said: str) -> ShardError |
         advice = "Check its name. If it was moved or deleted, put it back, or make the dataset again without it"
         return MissingShardError(f"{name}: the shard is missing ({said}). {advice}")
     if isinstance(error, PermissionError) or status in (401, 403):
-        advice = "Check its permissions, or storage_options="
+        advice = "Check its permissions, storage_options=, and whether a signed URL has expired"
         return ForbiddenShardError(f"{name}: this process may not read the shard ({said}). {advice}")
     return None
 
@@ -223,6 +233,16 @@ def host_of(url: str) -> str | None:
     """
     found = re.match(r"([^/]*://)(?:[^/?#\\\s]*@)?([^/?#\\\s]*)(?=[/?#]|$)", url)
     return found and found[1] + found[2]
+
+
+def without_ip(url: str) -> str:
+    """Return a URL without an IPv6 address, whose ``[`` would make it a pattern, and whose ``::`` a chain.
+
+    Example:
+        >>> without_ip("http://[::1]:80/a.tar")
+        'http://ip:80/a.tar'
+    """
+    return re.sub(r"(?<=://)\[[0-9a-fA-F:.]*\]", "ip", url)
 
 
 Options = Mapping[str, Any]
@@ -269,15 +289,16 @@ def joined(url: str, names: Iterable[str], trust: Trust = False) -> list[str]:
     folder = url.partition("?")[0].rpartition("/")[0] if url.startswith("http") else url.rpartition("/")[0]
     folder = normal(folder + "/") if is_here else folder
     for name in names:
-        is_url = "://" in name or "::" in name  # :: chains file systems
+        is_chain = "::" in without_ip(name)  # of file systems
+        is_url = "://" in name or is_chain
         path = local_path(name) if is_here or is_url or os.path.isabs(name) else None
         leaves = re.search(r"[\0-\x1f]|(?<![^/\\])\.\.(?![^/\\?#;])", unquote(unquote(name))) is not None
-        if path is not None and "::" not in path:
+        if path is not None and not is_chain:
             full = os.path.normpath(os.path.join(folder if is_here else "", path)).replace(os.sep, "/")
             leaves = any(sign < " " for sign in path)
             is_own = is_here and trusted(full, {folder: {}}) is not None
         elif is_url:
-            full, is_own = name, "::" not in name and host is not None and host_of(name) == host
+            full, is_own = name, not is_chain and host is not None and host_of(name) == host
         else:
             full, is_own = f"{folder}/{name}", True
         if trust is not True and (leaves or not (is_own or trusted(full, trust))):

@@ -24,6 +24,7 @@ import numpy as np
 
 from sharded_loader.extend import Array, Dataset
 from sharded_loader.extend.data import checked_index
+from sharded_loader.recordio.positioned import regular
 from sharded_loader.vision import first_importable
 
 MAX_OPEN = 8
@@ -40,7 +41,7 @@ class AvReader:
     def __init__(self, path: str, index: Index | None) -> None:
         import av
 
-        self._container, self.decoded = av.open(path), 0
+        self._container, self.decoded = av.open(regular(path)), 0
         self._stream = self._container.streams.video[0]
         self._stream.codec_context.thread_count = 1
         self.index = index or self._scan()
@@ -81,7 +82,7 @@ class TorchcodecReader:
     def __init__(self, path: str, index: Index | None) -> None:
         from torchcodec.decoders import VideoDecoder
 
-        self._decoder = VideoDecoder(path, num_ffmpeg_threads=1)
+        self._decoder = VideoDecoder(regular(path), num_ffmpeg_threads=1)
         known = self._decoder.metadata
         times = known.begin_stream_seconds + np.arange(known.num_frames) / known.average_fps
         self.index: Index = times, np.arange(0), np.arange(0)

@@ -34,7 +34,7 @@ import numpy.typing as npt
 
 from sharded_loader.extend import Int64s, Notices
 from sharded_loader.extend.tools import logger, write_whole
-from sharded_loader.recordio.positioned import lock_at
+from sharded_loader.recordio.positioned import lock_at, regular
 from sharded_loader.storage.files import ShardError, ShardFile, Stat, joined, local_path, shown
 from sharded_loader.storage.parts import UNKNOWN, is_same
 from sharded_loader.storage.stores import ObjectStore
@@ -124,7 +124,7 @@ def default_folder() -> Path:
 def load(path: Path) -> Index | None:
     """Read an index; return None if it is missing or damaged."""
     try:
-        return loaded(path.read_bytes())
+        return loaded(regular(path).read_bytes())
     except OSError:
         return None
 

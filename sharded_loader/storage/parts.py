@@ -119,9 +119,11 @@ def read(
     how.update(headers={**system.kwargs.get("headers", {}), "Accept-Encoding": "identity"}, raise_for_status=look)
     try:
         found = system.cat_file(path, start=begin, end=end, **how)
-    except BaseException:
+    except BaseException as error:
         if landing is not None:
             landing.is_over = True
+        if getattr(error, "status", 0) == 416:
+            return b"", tag_of(seen[0].headers)
         raise
     if seen and seen[0].status == 200:  # servers without range support send the whole file
         if stat is not None and len(found) != stat.size:
@@ -233,11 +235,13 @@ _PLAIN = ("Accept", "Accept-Encoding", "Range", "User-Agent")
 
 def check_answer(status: int, headers: Mapping[str, str], begin: int, end: int, stat: Stat | None) -> None:
     """Check the byte range of an HTTP answer: `Changed` for another file size, `BadResponse` for another range."""
-    if status == 416:
+    if status == 416 and (begin or stat is not None):  # otherwise the file is empty
         raise Changed(f"it has no bytes {begin:,} to {end:,} any more (HTTP 416)")
     coding = headers.get("Content-Encoding", "identity")
     if status in (200, 206) and coding not in ("identity", ""):
         raise BadResponse(f"the server sends it compressed (Content-Encoding: {coding}), so no part of it can be read")
+    if status < 400 and status not in (200, 206):  # a redirect to nowhere, for one
+        raise BadResponse(f"an answer without bytes came (HTTP {status})")
     if status == 206:
         said = headers.get("Content-Range", "")
         match = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", said)

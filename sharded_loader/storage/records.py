@@ -213,6 +213,9 @@ _DECODERS: dict[str, Callable[[bytes], object]] = {
 PIECE = 1 << 20
 """Bytes to search for line ends at a time."""
 
+HOLE = bytes(512)
+"""Zeros that no text contains: of a copy that was interrupted, or a disk that lost power."""
+
 
 class Lines:
     """Format of text files; a sample is a line without its line end."""
@@ -227,6 +230,9 @@ class Lines:
         found, offset = [np.zeros(1, dtype)], 0
         with file.stream() as stream:
             while piece := stream.read(PIECE):
+                if (hole := piece.find(HOLE)) >= 0:
+                    text = "zeros are there in place of text: it is damaged, or only a part of it was copied"
+                    raise ShardError(f"{file.name}, offset {offset + hole}: {text}. Copy it again")
                 found.append((np.flatnonzero(np.frombuffer(piece, np.uint8) == 10) + (offset + 1)).astype(dtype))
                 offset += len(piece)
         offsets = np.concatenate(found)

@@ -21,6 +21,7 @@ a store. Errors are a `ShardError`; neither their messages nor their causes cont
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob
 import os
 import random
@@ -34,6 +35,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any, BinaryIO, TypeVar
 
 from sharded_loader.extend.tools import RETRIES, after_fork, close_session, path_of, write_whole
+from sharded_loader.recordio.positioned import regular
 from sharded_loader.storage import files, parts
 from sharded_loader.storage.files import Options, ShardError, ShardFile, Stat, Trust, local_path, shown
 
@@ -137,6 +139,8 @@ class ObjectStore:
         if not is_local:
             stats = self._listed(pattern)
         else:
+            if "**" in pattern:  # glob would give each file 40 times, or as good as never end
+                files.check_loops(begin)
             names = sorted(glob.glob(glob.escape(begin) + pattern[len(begin) :], recursive=True))
             stats = {name.replace(os.sep, "/"): files.local_stat(name) for name in names if os.path.isfile(name)}
         if not stats:
@@ -174,11 +178,16 @@ class ObjectStore:
     def stat(self, url: str) -> Stat:
         """Return the version of a file."""
         system, path = self._open(url)
-        found = _stat_of(self._with_retries(url, lambda: system.info(path)))
+        how = {"timeout": 2 * STALL} if url.startswith("http") else {}  # other systems take no such argument
+        found = _stat_of(self._with_retries(url, lambda: system.info(path, **how)))
         if found.size < 0:
             raise ShardError(f"{shown(url)}: the server does not say how large it is, so no part of it can be read")
-        if not found.tag and found.size and url.startswith("http"):  # fsspec before 2025.12 leaves out Last-Modified
-            return found._replace(tag=self._with_retries(url, lambda: parts.read(system, path, 0, 1, None, STALL))[1])
+        if url.startswith("http") and not (found.size and found.tag):
+            # Some servers answer HEAD as if all files were empty, and fsspec before 2025.12 leaves out Last-Modified.
+            content, tag = self._with_retries(url, lambda: parts.read(system, path, 0, 1, None, STALL))
+            if content and not found.size:
+                raise ShardError(f"{shown(url)}: the server says that it has 0 bytes (HEAD), and sends some (GET)")
+            return found._replace(tag=found.tag or tag)
         return found
 
     # -- bytes --------------------------------------------------------------------------------------------------------
@@ -191,8 +200,10 @@ class ObjectStore:
         """Write a file atomically."""
         path = local_path(url)
         if path is not None:
-            write_whole(path, content)
-            return
+            try:
+                return write_whole(path, content)
+            except OSError as error:
+                raise ShardError(f"{path} cannot be written ({error}): free space, or give another name") from None
         system, there = self._open(url)
         self._with_retries(url, lambda: system.pipe_file(there, content))
 
@@ -267,6 +278,8 @@ class ObjectStore:
         fast_s3 = self._fast[self._access(url)[0]]
 
         def read() -> tuple[Any, bool]:
+            if "://" not in url:
+                regular(url)
             landing = None if write is None else parts.Landing(write, begin, end)
             fast = fast_s3.read(path, begin, end, STALL) if url.startswith("s3://") else None
             found, tag = fast or parts.read(system, path, begin, end, stat, STALL, landing)
@@ -299,7 +312,8 @@ class ObjectStore:
                     config = {"retries": {"total_max_attempts": 1}, **options.get("config_kwargs", {})}
                     options = {**options, "config_kwargs": config}
                 try:
-                    system = url_to_fs(url, skip_instance_cache=True, **parts.bind_credentials(url, options, STALL))[0]
+                    bound, plain = parts.bind_credentials(url, options, STALL), files.without_ip(url)
+                    system = url_to_fs(plain, skip_instance_cache=True, **bound)[0]
                 except Exception as error:  # no such protocol, its library is missing, no connection
                     said = files.redacted(f"{type(error).__name__}: {error}", options)
                     package = error.name if isinstance(error, ImportError) else None
@@ -344,10 +358,12 @@ class ObjectStore:
                 raise failed.__cause__ or failed from None
             except Exception as raised:
                 error = _reason(raised)
-                said = str(error) if isinstance(error, parts.BadResponse) else f"{type(error).__name__}: {error}"
+                text = str(error) or "the answer took too long, or broke off"
+                said = text if isinstance(error, parts.BadResponse) else f"{type(error).__name__}: {text}"
                 message, headers = files.redacted(said, [self._options, self.trust]), getattr(error, "headers", None)
                 found = files.missing_or_forbidden(shown(url), error, message)
-                if found is not None or isinstance(error, _PERMANENT_ERRORS):
+                is_permanent = isinstance(error, _PERMANENT_ERRORS) or getattr(error, "errno", 0) == errno.EINVAL
+                if found is not None or is_permanent:
                     raise found or ShardError(f"{shown(url)}: {message}") from None
         advice = "Check the server, and the network between this machine and the server"
         raise ShardError(f"{shown(url)}: {message} (tried {TRIES} times). {advice}")
@@ -392,7 +408,8 @@ def is_pattern(url: str) -> bool:
         >>> is_pattern("s3://bucket/train-*.tar"), is_pattern("https://host/a.tar?key=1")
         (True, False)
     """
-    return any(sign in url for sign in ("*[" if re.match("https?:", url) else "*?["))  # ? begins a query there
+    signs = "*[" if re.match("https?:", url) else "*?["  # ? begins a query there
+    return any(sign in files.without_ip(url) for sign in signs)
 
 
 def existing_prefix(path: str, signs: str) -> str:

@@ -45,7 +45,7 @@ _DAMAGE = (
 """Exceptions of tarfile for damaged headers."""
 
 SIGNS = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
-SIGNS |= {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
+SIGNS |= {b"PK\3\4": "zip", b"\x04\x22\x4d\x18": "lz4", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 """First bytes of files that are compressed, or texts of another encoding."""
 
 
@@ -151,7 +151,9 @@ def _members(file: ShardFile) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
 
 def kind_of(file: ShardFile) -> str:
     """Return the kind of file that the first bytes show, from `SIGNS`, or an empty text."""
-    [begin] = file.ranges([0], [min(file.size, 6)])
+    [begin] = file.ranges([0], [min(file.size, 14)])
+    if file.name.startswith("http") and begin.lower().startswith((b"<!doctype html", b"<html>")):
+        raise ShardError(f"{file.name} is a web page: see what it says, such as an error, or a form to log in")
     return next((name for sign, name in SIGNS.items() if begin.startswith(sign)), "")
 
 

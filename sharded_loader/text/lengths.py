@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from sharded_loader import ShardedDataLoader
 from sharded_loader.extend.data import check_dataset
-from sharded_loader.recordio.positioned import lock_at
+from sharded_loader.recordio.positioned import lock_at, regular
 from sharded_loader.text.stream import tokenised
 
 AT_ONCE = 256
@@ -80,7 +80,7 @@ def lengths_of(
 
 def _opened(path: Path, count: int, mode: Any) -> npt.NDArray[np.int32]:
     try:
-        lengths: npt.NDArray[np.int32] = np.load(path, mmap_mode=mode if count else None)
+        lengths: npt.NDArray[np.int32] = np.load(regular(path), mmap_mode=mode if count else None)
     except (ValueError, EOFError):
         lengths = np.empty((0, 0), np.int32)
     is_right = getattr(lengths, "shape", None) == (count,) and lengths.dtype == np.int32
@@ -94,7 +94,11 @@ def _write(dataset: _Lengths, count: int, path: Path, num_workers: int) -> None:
     """Write the file, from where an earlier process has stopped."""
     part, new = Path(f"{path}.part"), Path(f"{path}.new.npy")
     if not part.exists():
-        np.save(new, np.zeros(count, "<i4"))
+        try:
+            np.save(new, np.zeros(count, "<i4"))
+        except OSError as error:
+            new.unlink(missing_ok=True)
+            raise OSError(f"{new} cannot be written ({error}): free some space, or give another path") from None
         os.replace(new, part)
     lengths = _opened(part, count, "r+")
     try:

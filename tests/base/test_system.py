@@ -61,7 +61,7 @@ def test_without_descriptors_memory_is_not_looked_for_elsewhere_and_without_memf
 
 
 @linux
-@pytest.mark.parametrize("name", ["ENOSYS", "EPERM", "EOPNOTSUPP", "EINVAL", "ENOSPC", "ENOMEM"])
+@pytest.mark.parametrize("name", ["ENOSYS", "EPERM", "EOPNOTSUPP", "EINVAL", "ENOSPC", "ENOMEM", "EDQUOT", "EIO"])
 def test_memory_is_set_aside_without_posix_fallocate_too_unless_there_is_none(monkeypatch, name):
     number = getattr(errno, name)
     monkeypatch.setattr(os, "posix_fallocate", refused(number))
@@ -69,7 +69,7 @@ def test_memory_is_set_aside_without_posix_fallocate_too_unless_there_is_none(mo
     nbytes = system.ALLOCATED_AT_ONCE + 3 * mmap.PAGESIZE
     os.ftruncate(fd, nbytes)
     try:
-        if number in (errno.ENOSPC, errno.ENOMEM):
+        if name in ("ENOSPC", "ENOMEM", "EDQUOT", "EIO"):
             with pytest.raises(OSError, match=os.strerror(number)):
                 system.allocate(fd, nbytes)
         else:

@@ -91,6 +91,44 @@ def test_a_full_disk_or_too_large_a_file_is_one_line_and_leaves_nothing(monkeypa
     assert os.listdir(".") == ["pictures"]
 
 
+@pytest.mark.parametrize("moves", [0, 1])
+def test_no_index_of_other_records_is_left_wherever_the_process_ends(moves: int, monkeypatch: Any) -> None:
+    packed()
+    Path("pictures/dog/2.jpg").write_bytes(b"two")
+    replace, left = Path.replace, list(range(moves))
+
+    def move(self: Path, target: Path) -> Path:
+        if not left:
+            raise KeyboardInterrupt
+        left.pop()
+        return replace(self, target)
+
+    with monkeypatch.context() as patch, pytest.raises((KeyboardInterrupt, SystemExit)):
+        patch.setattr(Path, "replace", move)
+        raise SystemExit(main(["records", "pack", "pictures", "out.rec", "--force"]))
+    with RecordFileDataset("out.rec") as records:
+        assert len(records) == 3 + moves
+
+
+def test_links_are_followed_but_not_in_a_circle_and_no_folder_is_left_out(monkeypatch: Any, capsys: Any) -> None:
+    os.symlink("../pictures/dog", "pictures/wolf")
+    assert packed().exists() and len(RecordFileDataset("out.rec")) == 4
+    os.symlink("..", "pictures/dog/back")
+    assert main(["records", "pack", "pictures", "out.rec", "--force"]) == 2
+    assert "dog/back: this link leads back to a folder that it is in" in capsys.readouterr().err
+    os.unlink("pictures/dog/back")
+    scan = os.scandir
+
+    def refuse(path: Any) -> Any:
+        if str(path).endswith("dog"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert main(["records", "pack", "pictures", "out.rec", "--force"]) == 2
+    assert "pictures/dog: Permission denied" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("number", [0, 1, 2])
 @pytest.mark.parametrize("kind", ["other bytes", "cut"])
 def test_damage_is_named_with_its_offset(number: int, kind: str, capsys: pytest.CaptureFixture[str]) -> None:

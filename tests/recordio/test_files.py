@@ -273,6 +273,17 @@ def test_duplicate_keys_in_a_file_are_told_and_lose_nothing(tmp_path: Path) -> N
         assert list(dataset) == [b"a", b"b", b"c"]
 
 
+def test_an_index_that_names_a_record_twice_is_told(tmp_path: Path) -> None:
+    """So is one that was cut within an offset, if another record begins at what is left of it."""
+    offsets = write(tmp_path / "a.rec", [bytes(112)] * 11)
+    assert offsets[10] == 1200
+    (tmp_path / "a.idx").write_text("".join(f"{key}\t{offset}\n" for key, offset in enumerate(offsets[:11]))[:-2])
+    for read in (lambda path: MXIndexedRecordIO(path.with_suffix(".idx"), path, "r"), RecordFileDataset):
+        with pytest.warns(UserWarning, match=r"a\.idx: 1 lines name a record that another line names") as caught:
+            read(tmp_path / "a.rec").close()
+        assert caught[0].filename == __file__
+
+
 def test_dataset_counts_from_both_ends_and_no_further(tmp_path: Path) -> None:
     write(tmp_path / "a.rec", [b"a", b"b"])
     with RecordFileDataset(tmp_path / "a.rec") as dataset:

@@ -123,6 +123,7 @@ class Served:
     headers: dict[str, str] = field(default_factory=dict)  # of answers with bytes and of failures; _ in place of -
     lie: Callable[[int, bytes, str | None], tuple[int, bytes, str | None]] | None = None
     """Takes the status, the bytes, and which they are ("0-9/500", or None), and gives others."""
+    size: int | None = None  # of all files, as answers without bytes say; None: the right one
     after: Callable[[], Any] = lambda: None  # called when the bytes of an answer are decided, before they are sent
     knows_parts: bool = True  # else it always sends the whole file
     lock: Any = field(default_factory=threading.Lock)
@@ -198,7 +199,8 @@ def serving() -> Iterator[Served]:
             status, part = (206, f"{begin}-{end - 1}/{size}") if asked else (200, None)
             if with_bytes and served.lie is not None:
                 status, sent, part = served.lie(status, sent, part)
-            self.head(status, len(sent), part, **(served.headers if with_bytes else {}))
+            said = len(sent) if with_bytes or served.size is None else served.size
+            self.head(status, said, part, **(served.headers if with_bytes else {}))
             if with_bytes:
                 served.after()
                 step = max(1, -(-len(sent) // 10)) if served.pace else len(sent) or 1

@@ -189,7 +189,10 @@ def test_without_a_decoder_the_error_says_what_to_install(monkeypatch: pytest.Mo
         FrameWindows([steady()])
 
 
-def test_torchcodec_is_used_where_it_alone_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchcodec_is_used_where_it_alone_is_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.mp4").touch()
+
     class VideoDecoder:
         """Frame 7 comes late."""
 

@@ -22,7 +22,17 @@ from conftest import POOLS, make_pool
 from hypothesis import strategies as st
 from shards import Served, closed, number, serves, tar_of_numbers, write_mds, write_tar  # noqa: F401
 
-from sharded_loader import LoaderWarning, ShardCache, ShardDataset, ShardedDataLoader
+from sharded_loader import (
+    ImageFolderDataset,
+    LoaderWarning,
+    RecordFileDataset,
+    ShardCache,
+    ShardDataset,
+    ShardedDataLoader,
+    TokenWindows,
+    lengths_of,
+)
+from sharded_loader.cli import main
 from sharded_loader.recordio import MXRecordIO
 from sharded_loader.storage import dataset as dataset_module
 from sharded_loader.storage import indexes as indexes_module
@@ -524,3 +534,53 @@ def test_texts_come_back(texts: list[str], data: st.DataObject) -> None:
     if texts:
         which = data.draw(st.lists(st.integers(0, len(texts) - 1)))
         assert decode_texts(encode_texts(texts), which) == [texts[i] for i in which]
+
+
+def open_picture(path: Path) -> Any:
+    return ImageFolderDataset(path.parent.parent)[0]
+
+
+def open_index_of_records(path: Path) -> Any:
+    with MXRecordIO(str(path.with_suffix(".rec")), "w") as file:
+        file.write(b"record")
+    return RecordFileDataset(path.with_suffix(".rec"))
+
+
+def open_replaced_shard(path: Path) -> Any:
+    os.rename(path, pipe := path.with_name("pipe"))
+    path.write_text("one line\n")
+    dataset = ShardDataset(path, index_folder=path.parent / "indexes")
+    os.replace(pipe, path)
+    return dataset[0]
+
+
+def open_beside(path: Path) -> Any:
+    """The index file beside shards is not read."""
+    (path.parent / "a.txt").write_text("one line\n")
+    with pytest.warns(LoaderWarning, match="it is not a file"):
+        assert len(ShardDataset(path.parent / "a.txt", index_folder=path.parent / "indexes")) == 1
+    return ShardDataset(path, index_folder=path.parent / "indexes")
+
+
+PIPES: dict[str, Callable[[Path], Any]] = {
+    "class/a.jpg": open_picture,
+    "a.idx": open_index_of_records,
+    "a.txt": open_replaced_shard,
+    "shards.index": open_beside,
+    "tokens.npy": lambda path: TokenWindows(path, 4),
+    "lengths.npy": lambda path: lengths_of([[1]], path),
+    "packed/a.jpg": lambda path: main(["records", "pack", str(path.parent), str(path.parent.parent / "a.rec")]),
+}
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", PIPES)
+def test_a_named_pipe_in_place_of_a_file_is_an_error(name: str, tmp_path: Path, capsys: Any) -> None:
+    """To open it would wait for a writer."""
+    path = tmp_path / "data" / name
+    path.parent.mkdir(parents=True)
+    os.mkfifo(path)
+    with pytest.raises(OSError, match=rf"it is not a file.*{path.name}|{path.name}.*it is not a file"):
+        if PIPES[name](path) == 2:  # of a command
+            raise OSError(capsys.readouterr().err)

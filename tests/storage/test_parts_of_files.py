@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import gzip
 import io
@@ -24,7 +25,7 @@ from hypothesis import strategies as st
 from shards import Served, closed, serves, tar  # noqa: F401
 
 from sharded_loader import ShardCache, ShardDataset
-from sharded_loader.storage import parts, stores
+from sharded_loader.storage import files, parts, stores
 from sharded_loader.storage.files import ShardError, Stat
 from sharded_loader.storage.parts import BadResponse, Landing, is_same, joined, tag_of, with_tags
 from sharded_loader.storage.stores import ObjectStore
@@ -201,7 +202,8 @@ LIES: dict[str, tuple[Callable[[int, bytes, str | None], tuple[int, bytes, str |
     "a page of an error": (lambda _, content, part: (200, b"<html>" * 90, None), "540 bytes came for the whole"),
     "a short body": (lambda _, content, part: (206, content[:5], part), "5 bytes came where 10 were asked for"),
     "no body": (lambda _, content, part: (206, b"", part), "0 bytes came where 10 were asked for"),
-    "nothing to send": (lambda _, content, part: (204, b"", None), "0 bytes came where 10 were asked for"),
+    "nothing to send": (lambda _, content, part: (204, b"", None), "an answer without bytes came .HTTP 204"),
+    "a redirect to nowhere": (lambda _, content, part: (302, b"", None), "an answer without bytes came .HTTP 302"),
     "no such range": (lambda _, content, part: (416, b"", None), "has changed.*HTTP 416"),
     "bad request": (lambda _, content, part: (400, b"", None), "400"),
 }
@@ -230,7 +232,7 @@ WHOLE: dict[str, tuple[Callable[[int, bytes, str | None], tuple[int, bytes, str 
     "more bytes": (lambda _, content, part: (206, content + b"more", part), "more bytes came than were asked for"),
     "other bytes": (lambda _, content, part: (206, content, "7-9/500000"), "asked for.*says that it sends"),
     "a page of an error": (lambda _, content, part: (200, b"<html>" * 90, None), "540 bytes came for the whole"),
-    "nothing to send": (lambda _, content, part: (204, b"", None), "0 bytes came where"),
+    "nothing to send": (lambda _, content, part: (204, b"", None), "an answer without bytes came"),
 }
 
 
@@ -381,6 +383,45 @@ def test_a_server_that_describes_no_file_says_why(
     with pytest.raises(error, match=r"a\.bin") as caught:
         ObjectStore().stat(f"{served.url}/a.bin")
     assert isinstance(caught.value, error) and (status == 404 or str(status) in str(caught.value))
+
+
+def test_a_file_that_is_empty_only_by_its_description_is_an_error(served: Served, tmp_path: Path) -> None:
+    """Some web frameworks answer HEAD without bytes, and say how many those are. A text would have no lines."""
+    served.files.update({"/full.txt": b"one line\n", "/empty.txt": b""})
+    served.size = 0
+    with pytest.raises(ShardError, match=r"full\.txt: the server says that it has 0 bytes \(HEAD\), and sends some"):
+        ShardDataset(f"{served.url}/full.txt", index_folder=tmp_path)
+    for status in (200, 416):
+        served.lie = lambda *answer, status=status: (status, b"", None)
+        assert len(ShardDataset(f"{served.url}/empty.txt", index_folder=tmp_path)) == 0
+
+
+def test_a_web_page_is_no_text(served: Served, tmp_path: Path) -> None:
+    """A portal answers every request with one, those for a description too."""
+    served.files["/a.txt"] = b"<!DOCTYPE html>\n<title>Log in</title>\n"
+    with pytest.raises(ShardError, match=r"a\.txt is a web page: see what it says"):
+        len(ShardDataset(f"{served.url}/a.txt", index_folder=tmp_path))
+
+
+def test_a_server_may_have_an_address_with_colons(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Which fsspec takes for a chain of file systems."""
+    monkeypatch.setattr(HTTPFileSystem, "info", lambda self, path, **how: {"name": path, "size": 3, "ETag": "one"})
+    url = "http://[::1]:80/a.txt"
+    assert ObjectStore().find(url) == {url: Stat(3, "one")}
+    assert files.joined("http://[::1]:80/list.json", [url]) == [url]
+    with pytest.raises(ShardError, match="may name only"):
+        files.joined("http://[::1]:80/list.json", ["http://[::1]:80/a::file:///b"])
+
+
+def test_a_description_that_trickles_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def trickle(self: Any, path: str, **options: Any) -> None:
+        await asyncio.sleep(600)
+
+    monkeypatch.setattr(HTTPFileSystem, "_info", trickle)
+    monkeypatch.setattr(stores, "STALL", 0.05)
+    monkeypatch.setattr(stores, "TRIES", 1)
+    with pytest.raises(ShardError, match=r"a\.bin: FSTimeoutError: the answer took too long, or broke off \(tried"):
+        ObjectStore().stat("http://host/a.bin")
 
 
 def test_a_list_of_a_web_server_says_no_sizes(served: Served) -> None:

@@ -215,6 +215,8 @@ def test_the_index_is_kept_and_takes_four_bytes_for_a_line(tmp_path: Path, monke
     [
         (gzip.compress(b"a\nb\n", mtime=0), " is gzip, no plain text: decompress it"),
         (b"\x28\xb5\x2f\xfd" + bytes(50), " is zstd, no plain text"),
+        (b"PK\3\4" + bytes(50), " is zip, no plain text"),
+        (b"one\ntwo\n" + bytes(4096), ", offset 8: zeros are there in place of text: .*only a part of it was copied"),
         ("a\nb".encode("utf-16"), " is UTF-16, no plain text: decompress it, or write it as UTF-8"),
         (b"one\ntwo\ngr\xfcn\n", r", line 3, offset 10: this is not UTF-8 .*Convert the file"),
     ],

@@ -23,10 +23,12 @@ import pytest
 from shards import Served, closed, place_of, serves, tar, tar_of_numbers  # noqa: F401
 
 from sharded_loader import ShardDataset
+from sharded_loader.extend.tools import NO_SPACE
 from sharded_loader.storage import cache as cache_module
 from sharded_loader.storage import dataset as dataset_module
 from sharded_loader.storage.cache import ShardCache
 from sharded_loader.storage.files import LocalFile, ShardError, Stat
+from sharded_loader.storage.stores import ObjectStore
 
 SIZE = 1000
 
@@ -313,6 +315,44 @@ def test_a_disk_that_fills_up_under_way_has_the_cache_delete_its_own(tmp_path: P
 
     cache.open(*named(3), writes(b"x" * SIZE, calls, fill)).close()
     assert len(calls) == 2 and cache.evicted == 1 and cache.used_bytes == 2 * SIZE
+
+
+@pytest.mark.parametrize("number", NO_SPACE)
+def test_shards_go_when_a_quota_is_full_that_the_free_space_does_not_show(tmp_path: Path, number: int) -> None:
+    cache, calls = ShardCache(tmp_path, "1 GB"), list[int]()
+    for shard in (1, 2):
+        put(cache, shard)
+    cache.keep(*named(2))
+
+    def fill() -> None:
+        if cache.evicted == 0:
+            raise OSError(number, os.strerror(number))
+
+    cache.open(*named(3), writes(b"x" * SIZE, calls, fill)).close()
+    assert len(calls) == 2 and cache.evicted == 1 and kept(cache, 1, 2, 3) == [False, True, True]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it looks at the open files")
+def test_an_open_shard_that_was_deleted_gives_its_room_to_one_that_finds_the_disk_full(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetch = ObjectStore.fetch
+
+    def fetch_if_two_fit(self: ObjectStore, *args: Any, **options: Any) -> int:
+        links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+        if sum(".shard" in os.readlink(link) for link in links if os.path.islink(link)) >= 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return fetch(self, *args, **options)
+
+    monkeypatch.setattr(ObjectStore, "fetch", fetch_if_two_fit)
+    served.files = {f"/{number}.tar": tar_of_numbers(range(number, number + 1)) for number in range(4)}
+    cache = ShardCache(tmp_path / "cache", "1 GB")
+    dataset = ShardDataset([f"{served.url}/{number}.tar" for number in range(4)], cache=cache, index_folder=tmp_path)
+    assert len(dataset) == 4
+    dataset.close()
+    shutil.rmtree(tmp_path / "cache")
+    for number in (0, 1, 2, 3, 0):
+        assert dataset[number]["txt"] == b"%d" % number
 
 
 def test_shards_go_when_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import io
 import itertools
@@ -380,3 +381,24 @@ def test_a_url_is_shown_without_what_it_hides_and_options_without_their_values()
     options = {"key": "AKIA1234", "client": {"headers": [("Authorization", "Bearer abcdef")]}, "anon": False, "n": "ab"}
     text = "403 for AKIA1234 with Bearer abcdef at https://u:p@h/x?sig=9, see https://h/y?z (ab)"
     assert redacted(text, options) == "403 for *** with *** at https://h/x see https://h/y (ab)"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="links need a permission there")
+def test_a_link_that_leads_back_gives_no_shard_twice(tmp_path: Path) -> None:
+    (tmp_path / "data" / "a").mkdir(parents=True)
+    (tmp_path / "other").mkdir()
+    for name in ("data/a/a.txt", "other/b.txt"):
+        (tmp_path / name).write_text(f"{name}\n")
+    (tmp_path / "data" / "link").symlink_to(tmp_path / "other")
+    (tmp_path / "data" / "broken").symlink_to(tmp_path / "none")
+    pattern = f"{tmp_path}/data/**/*.txt"
+    assert list(ShardDataset(pattern, index_folder=tmp_path / "indexes")) == ["data/a/a.txt", "other/b.txt"]
+    (tmp_path / "other" / "back").symlink_to(tmp_path / "data")
+    with pytest.raises(ShardError, match=r"link/back: this link leads back to a folder that it is in\. Remove"):
+        ShardDataset(pattern, index_folder=tmp_path / "indexes")
+
+
+def test_an_index_file_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "write_whole", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    with pytest.raises(ShardError, match=r"a\.index cannot be written \(.*No space left on device\): free space"):
+        ObjectStore().write(str(tmp_path / "a.index"), b"")

@@ -105,6 +105,19 @@ def test_a_document_without_tokens_is_an_error_that_names_it(tmp_path: Path) -> 
     assert lengths_of(texts, tmp_path / "lengths.npy", tokenize=words)[300] == 1
 
 
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(path: Path, array: Any) -> None:
+        path.touch()
+        raise OSError("1000 requested and 5 written")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "save", fill)
+        with pytest.raises(OSError, match=r"lengths\.npy\.new\.npy cannot be written \(1000 requested and 5 written\)"):
+            lengths_of(TEXTS, tmp_path / "lengths.npy", tokenize=words)
+    assert listed(tmp_path) == ["lengths.npy.lock"]
+    assert lengths_of(TEXTS, tmp_path / "lengths.npy", tokenize=words).tolist() == EXPECTED
+
+
 def test_files_of_other_data_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "lengths.npy"
     lengths_of(TEXTS, path, tokenize=words)
