@@ -200,7 +200,7 @@ def test_an_order_without_a_seed_is_that_of_the_seed_that_the_loader_shows() -> 
 
 
 @pytest.mark.parametrize("workers", [{}, {"num_workers": 2, "thread_pool": True}], ids=str)
-@pytest.mark.parametrize("filtered", [{"keep": keep}, {"on_error": "refill"}], ids=str)
+@pytest.mark.parametrize("filtered", [{"keep": keep}, {"on_error": "refill"}], ids=["keep", "refill"])
 def test_the_drop_in_reads_an_order_in_as_many_parts(filtered: Any, workers: Any) -> None:
     one, other = (
         kind(range(40), 4, streams=3, seed=1, **filtered, **workers) for kind in (ShardedDataLoader, DataLoader)
