@@ -15,7 +15,7 @@ def run_script(path: Path, text: str, *arguments: str, **options: Any) -> subpro
     """Run a user's script in a process of its own; it must end well and print nothing to stderr but notices."""
     path.write_text(textwrap.dedent(text))
     done = subprocess.run(
-        [sys.executable, str(path), *arguments], capture_output=True, text=True, timeout=100, check=False, **options
+        [sys.executable, str(path), *arguments], capture_output=True, text=True, timeout=300, check=False, **options
     )
     assert (done.returncode, without_notices(done.stderr)) == (0, ""), done
     return done

@@ -153,7 +153,7 @@ def test_spawned_workers_find_the_classes_of_a_file_in_another_folder(tmp_path: 
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert "Use num_workers=2" in done.stdout

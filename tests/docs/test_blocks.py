@@ -98,7 +98,7 @@ def test_blocks_of_the_documentation_run_as_they_stand(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         encoding="utf-8",
-        timeout=100,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == "", "written by a worker"

@@ -265,7 +265,7 @@ def test_large_batches_flow_and_are_held_in_a_container_with_a_small_mount(metho
         [*mount, *given],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
         check=False,
         env=os.environ | {"SHARDED_LOADER_MEMORY": memory},
     )

@@ -379,7 +379,7 @@ def test_a_storm_changes_nothing(method: str, kind: str, tmp_path: Path) -> None
         env=environment,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=300,
         check=False,
     )
     assert (done.returncode, done.stdout, without_notices(done.stderr)) == (0, "the same\n", "")

@@ -347,7 +347,7 @@ def test_a_module_that_is_run_as_a_program_is_a_script_too(tmp_path: Path) -> No
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
         check=False,
     )
     assert (done.returncode, done.stdout, without_notices(done.stderr)) == (0, "read __mp_main__\n", ""), done

@@ -49,7 +49,11 @@ ORDERS: dict[str, Callable[[], dict[str, Any]]] = {
     "interval once": lambda: {"batch_size": 2, "sampler": IntervalSampler(LENGTH, 4, rollover=False)},
     "split": lambda: {"batch_size": 2, "sampler": SplitSampler(LENGTH, 3, 1, seed=4)},
     "split in order": lambda: {"batch_size": 2, "sampler": SplitSampler(LENGTH, 3, 1, shuffle=False)},
-    "shards": lambda: {"batch_size": 2, "sampler": ShardShuffleSampler([5, 0, 7, 3, 8], 2, lanes=5, seed=4)},
+    "shards": lambda: {"batch_size": 2, "sampler": ShardShuffleSampler([5, 0, 7, 3, 8], 2, lanes=3, seed=4)},
+    "small shards": lambda: {
+        "batch_size": 2,
+        "sampler": ShardShuffleSampler([2, 0, 3, 1, 4, 2, 3, 1, 2, 5], 1, lanes=5, seed=4),
+    },
     "equal shards": lambda: {"batch_size": 2, "sampler": ShardShuffleSampler([11, 11], lanes=2, seed=4)},
     "sorted": lambda: {"batch_size": 2, "sampler": SortedSampler([n * 7 % LENGTH for n in range(LENGTH)])},
     "repeated": lambda: {"batch_size": 4, "shuffle": True, "sampler": RepeatedSampler(3)},

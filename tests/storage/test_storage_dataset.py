@@ -209,6 +209,6 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "shards.md"
 @pytest.mark.parametrize("name", ["ArrayRecord", "Lance"])
 def test_a_format_over_another_library_reads_its_files(name: str, tmp_path: Path) -> None:
     [block] = [block for block in blocks(PAGE, "python") if f"class {name}:" in block]
-    done = subprocess.run([sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == promised(block)

@@ -499,6 +499,22 @@ def test_whatever_happens_in_a_launch_it_leaves_nothing(step: str, event: str, m
 
 
 @linux
+@linux
+def test_a_zygote_keeps_no_descriptors_of_the_workers_that_it_has_forked() -> None:
+    pool = forked(restarts=9)
+    pool.start(JOB)
+    owner = transport_of(pool)
+    owner.make_zygote(JOB)
+    zygote, found = psutil.Process(zygote_process(pool).pid), set[int]()
+    for _ in range(3):
+        owner.workers[0].ready = True
+        kill_a_worker(pool)
+        pool.replace(owner.workers[0])
+        found.add(zygote.num_fds())
+    pool.close()
+    assert len(found) == 1
+
+
 def test_a_ctrl_c_while_the_system_is_asked_for_descriptors_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
     receive, struck = socket.recv_fds, list[bool]()
 
