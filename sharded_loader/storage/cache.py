@@ -324,9 +324,10 @@ def _lock_name(name: str) -> str:
 
 def _last_used(path: Path) -> float:
     try:
-        return os.stat(checksum_path(path) if path.suffix == ".shard" else path).st_mtime
+        found = os.stat(checksum_path(path) if path.suffix == ".shard" else path).st_mtime
     except FileNotFoundError:
         return 0.0
+    return found if found < time.time() + 2 * HOLD_SECONDS else 0.0  # later: the clock was put back
 
 
 def _delete(path: Path) -> None:

@@ -319,7 +319,7 @@ def reading(folder: Path) -> Iterator[Callable[[], int]]:
             mine.touch()
             for other in folder.iterdir():
                 with suppress(FileNotFoundError):  # the other reader has just ended
-                    lives = time.time() - other.stat().st_mtime < DEAD_SECONDS
+                    lives = abs(time.time() - other.stat().st_mtime) < DEAD_SECONDS  # or the clock was put back
                     found += lives and other != mine
                     if not lives:
                         other.unlink()

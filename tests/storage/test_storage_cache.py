@@ -28,6 +28,7 @@ from sharded_loader.storage import cache as cache_module
 from sharded_loader.storage import dataset as dataset_module
 from sharded_loader.storage.cache import ShardCache
 from sharded_loader.storage.files import LocalFile, ShardError, Stat
+from sharded_loader.storage.read_ahead import reading
 from sharded_loader.storage.stores import ObjectStore
 
 SIZE = 1000
@@ -353,6 +354,22 @@ def test_an_open_shard_that_was_deleted_gives_its_room_to_one_that_finds_the_dis
     shutil.rmtree(tmp_path / "cache")
     for number in (0, 1, 2, 3, 0):
         assert dataset[number]["txt"] == b"%d" % number
+
+
+def test_a_clock_that_is_put_back_keeps_no_shard_for_long(tmp_path: Path) -> None:
+    cache, later = ShardCache(tmp_path, 2 * SIZE), 1 << 32  # in 2106
+    for shard in (1, 2):
+        put(cache, shard)
+    for path in tmp_path.glob("*.sum"):
+        os.utime(path, (later, later))
+    kept(cache, 2)
+    assert cache.prepare(*named(3), writes(b"x" * SIZE), lambda: True)
+    assert kept(cache, 1, 2, 3) == [False, True, True]
+    with reading(tmp_path / "readers") as count, reading(tmp_path / "readers") as other:
+        other()
+        [path] = (tmp_path / "readers").iterdir()
+        os.utime(path, (later, later))
+        assert count() == 1
 
 
 def test_shards_go_when_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
