@@ -25,6 +25,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -33,7 +34,7 @@ import torch
 from torch.utils.data import IterableDataset, _utils
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from sharded_loader import InlinePool, ProcessPool, ThreadPool, WorkerDiedError, WorkerTimeoutError
+from sharded_loader import InlinePool, LoaderClosedError, ProcessPool, ThreadPool, WorkerDiedError, WorkerTimeoutError
 from sharded_loader.drop_in import sampler as samplers
 from sharded_loader.drop_in.pinning import Pinner
 from sharded_loader.drop_in.sampler import Points, SamplerStart, Skips, TorchEpoch
@@ -253,7 +254,8 @@ class LoaderIterator(_BaseDataLoaderIter):
             datasets = state.sampler.datasets
             if datasets and datasets[-1] is not None and is_stateful(dataset):
                 dataset.load_state_dict(copy.deepcopy(datasets[-1]))
-        super().__init__(loader)
+        with _where_drawn(loader):
+            super().__init__(loader)
         if self._start is not None:
             self._start.put_back()  # torch's constructor has asked for items that may not be used
         if drawn is not None:
@@ -281,7 +283,8 @@ class LoaderIterator(_BaseDataLoaderIter):
             then = "Persistent workers still have the old one: leave out persistent_workers, or make a new loader"
             core.warn_of_length(self._dataset, self._engine.length, self._engine.pool.notices, then)
         self._plan(loader, None)
-        super()._reset(loader, first_iter)
+        with _where_drawn(loader):
+            super()._reset(loader, first_iter)
         if self._start is not None:
             self._start.put_back()
         self._begin(loader, None, self._sampler_iter, self.run)
@@ -449,6 +452,10 @@ class LoaderIterator(_BaseDataLoaderIter):
             raise
         except (WorkerDiedError, WorkerTimeoutError) as error:
             raise in_torchs_words(error, self._timeout) from error
+        except LoaderClosedError:
+            if self._shutdown:  # another thread, which shares the iterator, has seen the end
+                raise StopIteration from None
+            raise
         self.run.yielded += 1
         return data
 
@@ -492,6 +499,12 @@ class LoaderIterator(_BaseDataLoaderIter):
 def _asked(loader: Loader) -> list[object]:
     """Return what an engine depends on; one of another process has no workers."""
     return [os.getpid(), *(getattr(loader, name) for name in _OF_ENGINE)]
+
+
+def _where_drawn(loader: Loader) -> AbstractContextManager[Any]:
+    """Return a context in which torch's iterator can draw its seed, although it does so on the default device."""
+    device = torch.device("cpu") if loader.generator is None else loader.generator.device
+    return nullcontext() if torch.empty(0).device == device else device
 
 
 def start_of(loader: Loader, state: LoaderState | None) -> SamplerStart:

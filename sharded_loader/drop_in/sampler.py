@@ -81,14 +81,14 @@ class ShuffleSampler(RandomSampler):
         # torch accepts seeds in this range only.
         is_torchs = epoch == 0 and -(1 << 63) <= seed < 1 << 64
         generator.manual_seed(seed if is_torchs else core.derive_key(seed, "shuffle", epoch) >> 65)
-        yield torch.randperm(len(self.data_source), generator=generator).tolist()
+        yield torch.randperm(len(self.data_source), generator=generator, device="cpu").tolist()
 
     def _decided(self) -> tuple[int, int]:
         """Return the seed and the number that decide the next epoch; number 0 is torch's order."""
         if self.seed is not None:
             return self.seed, self.epoch
         if self._next is None:
-            drawn = int(torch.empty((), dtype=torch.int64).random_().item())  # always, to advance the generator
+            drawn = draw_seed()  # always, to advance the generator
             self._next, self._expected = (drawn if self._expected is None else self._expected, 0), None
         return self._next
 
@@ -123,7 +123,7 @@ class ShuffleSampler(RandomSampler):
         if "generator" in state:
             if self.generator is None:
                 self.generator = torch.Generator()
-            self.generator.set_state(torch.tensor(state["generator"], dtype=torch.uint8))
+            self.generator.set_state(torch.tensor(state["generator"], dtype=torch.uint8, device="cpu"))
         if "seed" in state:
             self.seed, self.epoch = state["seed"], state["epoch"]
         self._next, self.is_named = tuple(state["next"]) if "next" in state else None, False
@@ -221,11 +221,16 @@ def set_generator(generator: torch.Generator, state: str) -> None:
     generator.set_state(torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8))
 
 
+def draw_seed(generator: torch.Generator | None = None) -> int:
+    """Draw a seed as torch does, from its default generator or another one, whatever the default device is."""
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator).item())
+
+
 def next_draws(count: int) -> list[int]:
     """Return the next numbers that torch's default generator will give to loaders and samplers."""
     generator = torch.Generator()
     generator.set_state(torch.get_rng_state())
-    return [int(torch.empty((), dtype=torch.int64).random_(generator=generator).item()) for _ in range(count)]
+    return [draw_seed(generator) for _ in range(count)]
 
 
 class SamplerStart:

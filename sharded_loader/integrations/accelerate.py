@@ -382,6 +382,6 @@ def _same_order(batch_sampler: object, replicas: int) -> torch.Generator | None:
         if isinstance(one, RandomSampler) and replicas > 1:
             if one.generator is None:
                 one.generator = torch.Generator()
-                one.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+                one.generator.manual_seed(int(torch.empty((), dtype=torch.int64, device="cpu").random_().item()))
             return one.generator  # type: ignore[no-any-return]
     return None

@@ -69,10 +69,11 @@ class Sources:
             found = [part] * len(places)
             if isinstance(self._dataset, in_order.InterleavedIterable) and stream is not None:
                 found = self._dataset.sources_at(places, part, stream.parts)
-            return torch.tensor(found), torch.tensor(places)
+            return torch.tensor(found, device="cpu"), torch.tensor(places, device="cpu")
         indices = np.array(plain_indices(given))
         if self._mixture is not None:
-            source, index = torch.tensor(self._mixture.pairs(indices, task.epoch)).T
+            source, index = torch.tensor(self._mixture.pairs(indices, task.epoch), device="cpu").T
             return source, index
         is_key = indices.dtype.kind not in "iu"
-        return torch.zeros(len(indices), dtype=torch.int64), indices.tolist() if is_key else torch.from_numpy(indices)
+        source = torch.zeros(len(indices), dtype=torch.int64, device="cpu")
+        return source, indices.tolist() if is_key else torch.from_numpy(indices)

@@ -51,6 +51,26 @@ def test_the_epoch_can_be_set_on_the_loader_and_on_its_batch_sampler(copied: boo
             assert plain(loader) == epochs[epoch]
 
 
+@pytest.mark.parametrize("given", [{}, {"seed": 3}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}])
+def test_the_default_device_of_torch_changes_no_order(given: dict[str, Any]) -> None:
+    """Under a default device of "cuda", torch's own loader cannot shuffle."""
+
+    def epochs() -> list[Any]:
+        torch.manual_seed(4)
+        loader = DataLoader(range(9), 3, shuffle=True, **given)
+        first = [plain(loader), plain(loader)]
+        again = DataLoader(range(9), 3, shuffle=True, **given)
+        again.load_state_dict(loader.state_dict())
+        return [*first, plain(again), torch.rand(1, device="cpu").item()]
+
+    expected = epochs()
+    torch.set_default_device("meta")
+    try:
+        assert epochs() == expected and torch.empty(0).device.type == "meta"
+    finally:
+        torch.set_default_device(None)
+
+
 @pytest.mark.parametrize("seed", [0, 7, 2**63 - 1, -3, 2**63, 2**64 - 1, 2**70])
 def test_an_epoch_is_a_function_of_the_seed_and_its_number(seed: int) -> None:
     sampler = ShuffleSampler(range(30), seed=seed)

@@ -14,6 +14,7 @@ import pickle
 import random
 import sys
 import threading
+import traceback
 import types
 import warnings
 from collections.abc import Callable
@@ -35,6 +36,7 @@ from torch.utils.data import get_worker_info
 from sharded_loader import ShardedDataLoader, WorkerDiedError, WorkerTimeoutError
 from sharded_loader.drop_in.iterator import WorkerView, make_pool
 from sharded_loader.drop_in.trainers import called_by, counted_by_fabric, fetched_by_lightning, refuse_skipping
+from sharded_loader.loader.iterator import EpochIterator
 from sharded_loader.pools.process import transport
 from sharded_loader.torch import DataLoader
 
@@ -533,6 +535,37 @@ def test_an_empty_batch_is_an_error_in_its_place(workers: Any, on_error: Any, nu
     assert len(next(batches)) == 1 and not list(batches)
     if on_error != "replace":  # an own function may take it
         assert list(DataLoader(range(5), collate_fn=list, **options)) == [[0, 1], [], [2]]
+
+
+@pytest.mark.parametrize("given", [{}, {"num_workers": 1, "thread_pool": True}], ids=str)
+def test_every_thread_that_shares_an_iterator_sees_its_end(given: dict[str, Any]) -> None:
+    gate, ends = threading.Event(), list[Any]()
+
+    def waits_for_a_batch(thread: threading.Thread) -> bool:
+        stack = traceback.walk_stack(sys._current_frames().get(thread.ident or 0))
+        return any(frame.f_code is EpochIterator.__next__.__code__ for frame, _ in stack)
+
+    class Waits(Changing):
+        def __getitem__(self, index: int) -> int:
+            gate.wait(10)
+            return index
+
+    batches = iter(DataLoader(Waits(), 2, **given))
+
+    def read() -> None:
+        try:
+            ends.append([batch.tolist() for batch in batches])
+        except Exception as error:
+            ends.append(error)
+
+    threads = [threading.Thread(target=read) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    assert until(lambda: all(waits_for_a_batch(thread) for thread in threads))
+    gate.set()
+    for thread in threads:
+        thread.join()
+    assert sorted(sum(ends, [])) == [[0, 1], [2, 3], [4, 5]]
 
 
 # -- what Lightning and Accelerate do is seen from the functions that have called a loader -----------------------------

@@ -171,6 +171,18 @@ def test_a_mixture_whose_order_is_known_only_where_it_is_read_is_an_error() -> N
     assert next((source.source.tolist(), source.index.tolist()) for _, source in buffered) == ([0, 0], [0, 1])
 
 
+@pytest.mark.parametrize("kind", ["mixture", "arrays", "one", "parts"])
+def test_sources_are_in_host_memory_whatever_the_default_device_of_torch(kind: str) -> None:
+    others: dict[str, Callable[[], Any]] = {"one": lambda: range(9), "parts": lambda: lambda part, parts: range(9)}
+    loader: Any = ShardedDataLoader({**DATASETS, **others}[kind](), 4, with_source=True, seed=0)
+    torch.set_default_device("meta")
+    try:
+        _, source = next(iter(loader))
+    finally:
+        torch.set_default_device(None)
+    assert source.source.device.type == source.index.device.type == "cpu"
+
+
 def test_the_drop_in_gives_sources_too() -> None:
     loader = DataLoader(Named(0, 5), batch_size=2, shuffle=True, seed=1, with_source=True)  # type: ignore[arg-type]
     assert sorted(index for batch, source in loader if in_dataset(batch, source) is None for index in source.index) == [
