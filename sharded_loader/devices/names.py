@@ -10,12 +10,12 @@ list the devices that this process can see. Looking creates no context on any de
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Sequence
 
 import torch
 
 from sharded_loader.base.described import an
+from sharded_loader.base.notices import warn
 from sharded_loader.base.system import LOCAL_RANKS
 
 DeviceLike = str | int | torch.device
@@ -83,10 +83,9 @@ def _find_all(devices: object, hint: str = "") -> list[torch.device]:
     if isinstance(devices, str) and devices == "auto":
         found = accelerators() or [torch.device("cpu")]
         if len(found) > 1 and (ranks := os.environ.get("LOCAL_WORLD_SIZE", "1")) != "1":
-            warnings.warn(
+            warn(
                 f'devices="auto" means all {len(found)} accelerators, and each of the {ranks} processes on this '
-                f"machine (LOCAL_WORLD_SIZE) would use all of them: give device=local_rank for one each",
-                stacklevel=4,
+                f"machine (LOCAL_WORLD_SIZE) would use all of them: give device=local_rank for one each"
             )
         return found
     if isinstance(devices, (str, torch.device)) or not isinstance(devices, Sequence):
@@ -108,11 +107,10 @@ def warn_of_rank(name: torch.device, found: torch.device) -> None:
     rank, source = _local_rank()
     if rank and count > 1:
         own = rank % count
-        warnings.warn(
+        warn(
             f'device="{name.type}" means {found}, the current device of this process, but {source}: several processes '
             f"would share {found}. Call torch.{name.type}.set_device({own}) before the first batch, or give "
-            f'device="{name.type}:{own}". To use {found} on purpose, give device="{found}"',
-            stacklevel=3,
+            f'device="{name.type}:{own}". To use {found} on purpose, give device="{found}"'
         )
 
 

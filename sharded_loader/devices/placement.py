@@ -21,7 +21,6 @@ import functools
 import itertools
 import mmap
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,6 +30,7 @@ import torch
 from sharded_loader.base import host_clock
 from sharded_loader.base.errors import Location, as_batch_error
 from sharded_loader.base.imports import provided
+from sharded_loader.base.notices import warn
 from sharded_loader.batching.protocol import Empty
 from sharded_loader.batching.tree import ATOMS, TensorBatch, has_method, map_leaves, to_torch
 from sharded_loader.devices import accelerator
@@ -109,7 +109,7 @@ class Placer:
             self._pinner = provided("pinner", "thread")(can_pin[0], in_background)
         elif pin_memory and (devices is None or not kinds):
             why = "torch has no pinned memory on mps, a Mac" if kinds else "this process sees no accelerator to copy to"
-            warnings.warn(f"pin_memory=True has no effect: {why}", stacklevel=3)
+            warn(f"pin_memory=True has no effect: {why}")
         self._on_host = all(device.type == "cpu" for device in devices or ())
         self._is_passthrough = self._on_host and self._pinner is None and transform is None
         self.is_plain = self._is_passthrough and in_host_memory is to_torch
