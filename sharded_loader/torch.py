@@ -56,6 +56,15 @@ SHARDED = (
 _TORCHS_ARGUMENTS = tuple(inspect.signature(_TORCHS).parameters)
 """Before torch 2.6 without ``in_order``."""
 
+_INSTEAD = {
+    "max_skipped": core.INSTEAD["max_skipped"],
+    "last_batch": 'write drop_last=True instead of "discard"',
+    "batchify_fn": "write collate_fn= instead",
+    "prefetch": "write prefetch_factor= instead, the number per worker",
+    "pool": "write num_workers=, and start_method= or thread_pool=True, instead",
+}
+"""Arguments of `ShardedDataLoader` that have another name in torch, and the replacement."""
+
 
 class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
     """torch's ``DataLoader`` with this library's engine.
@@ -156,7 +165,7 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         **unknown: NoReturn,
     ) -> None:
         given = dict(locals())
-        refuse_arguments("DataLoader", unknown, type(self).__init__, {"max_skipped": core.INSTEAD["max_skipped"]})
+        refuse_arguments("DataLoader", unknown, type(self).__init__, _INSTEAD)
         if not hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset):  # an array with a shape
             dataset = as_dataset(dataset, "DataLoader", needs_length=sampler is None and batch_sampler is None)
         is_auto, workers = core.number_of_workers(num_workers)

@@ -93,6 +93,17 @@ def forget_child(started: object) -> None:
     getattr(process, "_children", set()).discard(started)
 
 
+def become_worker(name: str) -> None:
+    """Tell ``multiprocessing`` that this process is a worker. Programs ask it whether they are the main process.
+
+    Without the name: ``parent_process()`` is None. A worker is no daemon there: samples may start processes.
+    """
+    from multiprocessing import process
+
+    process.current_process().name = name
+    process._parent_process = SimpleNamespace(name="MainProcess", pid=os.getppid())  # type: ignore[attr-defined]
+
+
 def become_child(name: str, authkey: bytes, folder: str, tracker: int | None) -> None:
     """Set name, authentication key and daemon flag in a spawned worker, as ``multiprocess`` does."""
     from multiprocess import process, resource_tracker

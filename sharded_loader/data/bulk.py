@@ -394,8 +394,12 @@ def is_gathered(array: Any) -> bool:
     return type(array) in _ARRAYS and array.ndim > 0 and array.dtype.kind in NUMBERS
 
 
-def gather_rows(columns: Sequence[Any], indices: Int64s, empty: Empty) -> list[Any]:
+def gather_rows(
+    columns: Sequence[Any], indices: Int64s, empty: Empty, names: Sequence[object] | None = None
+) -> list[Any]:
     """Return the rows of each column at checked indices, each written once into memory from ``empty``.
+
+    ``names`` are the columns' names in errors. Default: their positions, if there are several.
 
     Example:
         >>> gather_rows([np.arange(5), ["a", "b", "c", "d", "e"]], np.array([3, 1]), np.empty)
@@ -414,7 +418,9 @@ def gather_rows(columns: Sequence[Any], indices: Int64s, empty: Empty) -> list[A
             out, column = as_numpy(tensor) if held is None else held, as_numpy(column)
             fields.append(tensor)
         else:
-            fields.append(_gather_other_rows(column, indices, empty))
+            at, label = len(fields), "[{!r}]" if names or len(columns) > 1 else ""
+            make = partial(_gather_other_rows, indices)
+            fields += in_fields([names[at] if names else at], label, [make], [column], empty)
             continue
         if out.dtype == column.dtype and column.flags.c_contiguous and column.flags.aligned:
             # The indices are checked, so "clip" changes nothing, while the default mode "raise" buffers the output
@@ -425,7 +431,7 @@ def gather_rows(columns: Sequence[Any], indices: Int64s, empty: Empty) -> list[A
     return fields
 
 
-def _gather_other_rows(column: Any, indices: Int64s, empty: Empty) -> Any:
+def _gather_other_rows(indices: Int64s, column: Any, empty: Empty) -> Any:
     """Return the rows of a column that does not lie in plain memory."""
     if is_tensor(column) and type(column).__getitem__ is sys.modules["torch"].Tensor.__getitem__:
         check_no_grad([column])

@@ -799,7 +799,8 @@ class ArrayDataset(Dataset):
             >>> ArrayDataset(np.arange(5), np.arange(5) * 10).get_batch([4, 0])
             [array([4, 0]), array([40,  0])]
         """
-        return self.as_batch(bulk.gather_rows(self._columns, bulk.checked_indices(indices, self._length), empty))
+        rows = bulk.checked_indices(indices, self._length)
+        return self.as_batch(bulk.gather_rows(self._columns, rows, empty, self._names))
 
     def as_batch(self, fields: list[Any]) -> Any:
         """Build a batch from ``fields``, one per column, in the dataset's order.

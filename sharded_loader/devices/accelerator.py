@@ -116,8 +116,7 @@ class Streams:
 
     def pin(self, host: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
         """Copy into pinned memory with these strides. Torch reuses the memory when the copies from it are done."""
-        pinned = torch.empty_strided(host.shape, stride, dtype=host.dtype, device="cpu", pin_memory=True)
-        return pinned.copy_(host)
+        return torch.empty_strided(host.shape, stride, dtype=host.dtype, device="cpu", pin_memory=True).copy_(host)
 
     def pinned_bytes(self, nbytes: int) -> torch.Tensor:
         """Allocate pinned memory."""

@@ -63,6 +63,10 @@ INSTEAD = {
 """Arguments of other loaders (PyTorch, torchdata, MXNet), and their replacements here."""
 
 
+FLAGS = {"shuffle", "pin_memory", "thread_pool", "evaluate", "drop_last", "persistent_workers", "with_source"}
+"""Arguments that are True or False."""
+
+
 @dataclass(frozen=True)
 class Placement:
     """Options of batches on devices: a value of ``device=`` or ``devices=``.
@@ -152,8 +156,15 @@ class OtherNames(TypedDict, Generic[Batch], total=False):
 def refuse_names(names: Iterable[str], init: Callable[..., None]) -> None:
     """Reject keywords that are neither arguments of a loader's constructor nor in `OtherNames`."""
     known = OtherNames.__annotations__
-    unknown = [name for name in names if name not in known]
-    refuse_arguments("ShardedDataLoader", unknown, init, INSTEAD, known)
+    refuse_arguments("ShardedDataLoader", [name for name in names if name not in known], init, INSTEAD, known)
+
+
+def check_flags(given: Mapping[str, Any]) -> None:
+    """Reject texts where a bool is expected: "False" would count as True. And a class or function as ``shuffle``."""
+    for name in given.keys() & FLAGS:
+        if isinstance(given[name], str) or callable(given[name]):
+            advice = " An order of your own is a sampler=" if name == "shuffle" else ""
+            raise TypeError(f"{name} is {given[name]!r}; it must be True or False.{advice}")
 
 
 def one_of(name: str, value: object, alias: str, other: object) -> Any:

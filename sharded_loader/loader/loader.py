@@ -235,6 +235,7 @@ class ShardedDataLoader(Instruments, Leasing[Batch], Generic[Batch]):
         **names: Unpack[OtherNames[Batch]],
     ) -> None:
         arguments.refuse_names(names, type(self).__init__)
+        arguments.check_flags({**locals(), **names})
         dataset = arguments.dataset_given(dataset, sampler is not None or batch_sampler is not None)
         action, limit = arguments.action_and_limit(on_error)
         batchify_fn = arguments.collate_function(batchify_fn, names.get("collate_fn"))

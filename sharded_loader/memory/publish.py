@@ -108,8 +108,7 @@ class Publisher(cloudpickle.Pickler):  # type: ignore[misc]
         storage = tensor.untyped_storage()
         key = storage.data_ptr(), storage.nbytes()
         if key not in self._storages:  # the array keeps the storage alive, and its address unique
-            raw = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
-            self._storages[key] = raw
+            self._storages[key] = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
         layout = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
         return codec.rebuild_tensor, (self._storages[key], dtype_name(tensor.dtype), *layout)
 

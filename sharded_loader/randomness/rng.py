@@ -174,8 +174,7 @@ def seed_torch(generator: torch.Generator, key: int) -> None:
 @cache
 def _torch_state() -> npt.NDArray[Any] | None:
     """Return the state of a torch generator seeded with 0; None if this version of torch has another layout."""
-    generator = sys.modules["torch"].Generator()
-    state: npt.NDArray[Any] = generator.manual_seed(0).get_state().numpy().copy()
+    state: npt.NDArray[Any] = sys.modules["torch"].Generator().manual_seed(0).get_state().numpy().copy()
     # NumPy's Mersenne Twister derives the same words from a 32-bit seed.
     expected = np.random.RandomState(0).get_state(legacy=False)["state"]["key"]
     if state.nbytes < WORD_BYTES.stop or not np.array_equal(state[WORD_BYTES].view(np.uint64), expected):
@@ -288,8 +287,7 @@ def derive_key(*parts: Hashable) -> int:
     """
     if not _PLAIN.issuperset(map(type, parts)):
         parts = _canonical(parts)
-    digest = blake2b(repr(parts).encode(), digest_size=16).digest()
-    return int.from_bytes(digest, "little")
+    return int.from_bytes(blake2b(repr(parts).encode(), digest_size=16).digest(), "little")
 
 
 _PLAIN = {int, str, bytes}
@@ -364,8 +362,7 @@ def philox(*parts: Hashable) -> np.random.Generator:
     """Return a fresh NumPy generator keyed by ``parts`` (6 us)."""
     key = derive_key(*parts)
     # Two words, because NumPy converts a big integer in Python, 1.5 us slower.
-    words = np.array((key & 0xFFFFFFFFFFFFFFFF, key >> 64), dtype=np.uint64)
-    return np.random.Generator(np.random.Philox(key=words))
+    return np.random.Generator(np.random.Philox(key=np.array((key & 0xFFFFFFFFFFFFFFFF, key >> 64), dtype=np.uint64)))
 
 
 NO_SAMPLE: Any = object()

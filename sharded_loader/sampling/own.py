@@ -388,8 +388,6 @@ def _check_arguments(args: Sampling) -> None:
     elif args.batch_size is None:
         text = "batch_size must be specified unless batch_sampler is specified. For single samples, as in torch with"
         raise ValueError(f"{text} batch_size=None: from sharded_loader.torch import DataLoader")
-    elif isinstance(shuffle, str) or callable(shuffle):
-        raise TypeError(f"shuffle is {shuffle!r}; it must be True or False. An order of your own is a sampler=")
     elif shuffle and not takes_order(sampler):
         raise ValueError("shuffle must not be specified if sampler is specified: the sampler decides the order")
     elif sampler is not None:

@@ -247,8 +247,7 @@ class StridedTable(WrapperTable):
         if wanted[-1] < end:
             return self._table.at(wanted)
         # Only the last item can lie past the end.
-        found = [self._table.at(part) for part in (wanted[:-1], wanted[-1:] % end) if len(part)]
-        return concatenated(found)
+        return concatenated([self._table.at(part) for part in (wanted[:-1], wanted[-1:] % end) if len(part)])
 
 
 class BatchedTable(Table):

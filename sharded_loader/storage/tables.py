@@ -350,7 +350,11 @@ def _pandas_values(series: Any, name: str) -> Any:
     # Nullable and Arrow dtypes have a matching NumPy dtype, which to_numpy() uses only if nothing is missing.
     dtype = getattr(getattr(series, "dtype", None), "numpy_dtype", None)
     if dtype is None or np.dtype(dtype).kind not in NUMBERS:
-        return series.to_numpy()
+        values = series.to_numpy()
+        missing = np.asarray(series.isna()) if values.dtype == object else np.zeros(0, bool)
+        if missing.any() and set(map(type, values[~missing])) == {str}:
+            return np.where(missing, None, values)  # a text that is missing is None, as in a Parquet file
+        return values
     _check_complete(name, int(series.isna().sum()), np.dtype(dtype), "series.fillna(0)")
     return series.to_numpy(dtype)
 

@@ -142,5 +142,4 @@ def _parse(state: Any) -> tuple[Position, StreamSignature]:
     if any(len(column) != len(numbers) for column in (given, *columns)):
         raise ValueError(f"{where} is wrong: its lists have different lengths: {_ADVICE}")
     counts = dict(zip(numbers, given, strict=True))
-    points = dict(zip(numbers, map(PartPoint, *columns), strict=True))
-    return Position(epoch, batches, None, counts, points), signature
+    return Position(epoch, batches, None, counts, dict(zip(numbers, map(PartPoint, *columns), strict=True))), signature

@@ -31,6 +31,7 @@ NAMES = {
     "importlib.machinery": "ModuleSpec._initializing",
     "threading": "_DummyThread",
     "multiprocessing.popen_spawn_posix": "_DupFd",
+    "multiprocessing.process": "_parent_process",
     "multiprocessing.reduction": "ForkingPickler._extra_reducers",
     "multiprocess.forkserver": "_forkserver._preload_modules _forkserver._forkserver_pid",
     "multiprocess.popen_fork": "Popen._launch.__code__",

@@ -168,6 +168,8 @@ def test_real_pandas():
         with pytest.raises(ValueError, match="1 missing values"):
             ArrayDataset(pd.Series([1, None], dtype=dtype))
     assert first(ArrayDataset(pd.Series(["u", "v"], dtype="category"))) == ["u", "v"]
+    for dtype in (object, "string", "category"):
+        assert first(ArrayDataset(pd.Series(["u", None, "v"], dtype=dtype))) == ["u", None, "v"]
     for refused in (SimpleDataset, lambda d: ShardedDataLoader(d, 2), lambda d: ArrayDataset([0] * 6, d)):
         with pytest.raises(TypeError, match=r"DataFrame.*ArrayDataset\(table\)"):
             refused(frame)

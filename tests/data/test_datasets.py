@@ -113,7 +113,9 @@ BAD = [
     (lambda: ArrayDataset(np.zeros(12)).get_batch([-13]), IndexError, "12 samples"),
     (lambda: ArrayDataset(np.zeros(12)).get_batch([0.5]), TypeError, "integers"),
     (lambda: (ArrayDataset(x=[1]) + ArrayDataset(y=[2])).get_batch([0, 1]), ValueError, "different keys"),
-    (lambda: sum(ArrayDataset(np.zeros((3, n))) for n in (2, 4)).get_batch([1, 4]), ValueError, "different shapes"),
+    (lambda: ArrayDataset(x=[1, 2], note=["a", 0.5]).get_batch([0, 1]), ValueError, r"float.* in field \['note'\]:"),
+    (lambda: ArrayDataset([1, 2], ["a", 0.5]).get_batch([0, 1]), ValueError, r"float in sample 1, in field \[1\]:"),
+    (lambda: ArrayDataset(["a", 0.5]).get_batch([0, 1]), ValueError, "float in sample 1: make"),
 ]
 
 

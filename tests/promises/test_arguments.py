@@ -35,6 +35,7 @@ from sharded_loader.data.datasets import Dataset
 from sharded_loader.devices import placement
 from sharded_loader.engine.pool import Pool
 from sharded_loader.loader.arguments import OtherNames
+from sharded_loader.torch import DataLoader as DropIn
 
 
 def nothing(number: int) -> None:
@@ -122,6 +123,10 @@ REFUSED: list[tuple[Any, Any, str]] = [
     ({"dataset": Path("train")}, TypeError, "Path 'train', not an object that reads samples"),
     ({"shuffle": "yes"}, TypeError, "shuffle is 'yes'; it must be True or False"),
     ({"shuffle": RandomSampler}, TypeError, "sampler="),
+    *(
+        ({name: "False", "num_workers": 1}, TypeError, f"{name} is 'False'; it must be True or False")
+        for name in ("pin_memory", "thread_pool", "evaluate", "drop_last", "persistent_workers", "with_source")
+    ),
     ({"sampler": "random"}, TypeError, "sampler must be a sampler .* got 'random' of type str"),
     ({"sampler": RandomSampler}, TypeError, r"the class RandomSampler itself: give an object"),
     ({"pool": ProcessPool}, ValueError, r"a pool object, such as ProcessPool\("),
@@ -247,6 +252,20 @@ def test_all_wrong_names_are_told_at_once_each_with_its_advice() -> None:
         assert advice in line
     with pytest.raises(TypeError, match="has no argument 'zzz'; see help"):
         make(zzz=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("last_batch", "drop_last"),
+        ("batchify_fn", "collate_fn"),
+        ("prefetch", "prefetch_factor"),
+        ("pool", "start_method"),
+    ],
+)
+def test_the_drop_in_gives_torchs_spelling_of_our_arguments(name: str, said: str) -> None:
+    with pytest.raises(TypeError, match=f"DataLoader has no argument '{name}': write .*{said}="):
+        DropIn([1, 2], **{name: None})  # type: ignore[arg-type]
 
 
 def test_every_argument_of_torchs_loader_is_one_of_ours_or_gives_our_spelling() -> None:

@@ -206,12 +206,18 @@ def test_global_generators_are_seeded_by_the_batch_whenever_they_are_imported(me
 @posix
 @pytest.mark.parametrize("method", PROCESS_POOLS)
 def test_multiprocess_in_a_worker_finds_itself_in_a_child_process(method: str) -> None:
+    """And Python's own `multiprocessing`, which is asked by programs that do something in the main process only."""
     import multiprocess
 
     def asks(index: int) -> object:
+        import logging
+        import multiprocessing
+
         from multiprocess import current_process
 
-        current = current_process()
+        current, record = current_process(), logging.LogRecord("", 0, "", 0, "", None, None)
+        names = {current.name, multiprocessing.current_process().name, record.processName}
+        assert multiprocessing.parent_process() is not None and len(names) == 1
         return {"name": current.name, "daemon": current.daemon, "key": bytes(current.authkey).hex()}
 
     dataset, pool = SimpleDataset([0]).transform(asks), ProcessPool(1, start_method=method)

@@ -54,6 +54,9 @@ import numpy as np
 from sharded_loader.base.system import PORTABLE, after_fork
 from sharded_loader.memory.segments import Segment
 
+NAME = "sharded_loader-worker"
+"""Prefix of the process names of workers, before their numbers."""
+
 CHUNK = 65536
 """Bytes per read: two batches that go through the pipe, or hundreds of small ones."""
 

@@ -59,10 +59,7 @@ from sharded_loader.base.interrupts import python_handlers, set_handlers, should
 from sharded_loader.base.system import after_fork, can_pass_descriptors
 from sharded_loader.engine.messages import Job
 from sharded_loader.pools.process import spawned, worker
-from sharded_loader.pools.process.link import send_descriptors
-
-NAME = "sharded_loader-worker"
-"""Prefix of the process names of workers, before their numbers."""
+from sharded_loader.pools.process.link import NAME, send_descriptors
 
 SLOW = 10
 """Seconds before a warning about a fork without an answer. A fork takes 10 ms per GB of the process."""
@@ -367,8 +364,8 @@ _HAS_INTERPRETER = sys.platform != "win32" and not getattr(sys, "frozen", False)
 
 # The path comes first: it may be needed to find this library.
 _PROGRAM = (
-    "import pickle, sys; orders = pickle.load(open({pipe}, 'rb')); sys.path = orders['sys_path']; "
-    "from sharded_loader.pools.process.spawned import main; main(orders)"
+    "import pickle, sys; pipe = open({pipe}, 'rb'); orders = pickle.load(pipe); pipe.close(); "
+    "sys.path = orders['sys_path']; from sharded_loader.pools.process.spawned import main; main(orders)"
 )
 
 
@@ -393,8 +390,7 @@ def start_forkserver(modules: Iterable[str] = ()) -> None:
         forkserver.set_forkserver_preload([spawned.__name__])
     resource_tracker.ensure_running()  # as above
     wanted = sorted(set(modules) - {"__main__", "__mp_main__"})
-    request = {"modules": [worker.__name__, "threadpoolctl", *wanted], "path": sys.path}
-    os.environ[spawned.PRELOAD] = json.dumps(request)
+    os.environ[spawned.PRELOAD] = json.dumps({"modules": [worker.__name__, "threadpoolctl", *wanted], "path": sys.path})
     try:
         with starting_worker():
             forkserver.ensure_running()

@@ -49,7 +49,7 @@ from sharded_loader.memory.codec import Encoded
 from sharded_loader.memory.segments import Segment, Slot, create
 from sharded_loader.pools.deaths import Death
 from sharded_loader.pools.process import start
-from sharded_loader.pools.process.link import CANCEL, GUARD, HEARTBEAT, JOB, LEAVE, STACKS, Link
+from sharded_loader.pools.process.link import CANCEL, GUARD, HEARTBEAT, JOB, LEAVE, NAME, STACKS, Link
 from sharded_loader.pools.process.worker import STACKS_SIGNAL, find_libraries
 from sharded_loader.pools.process.worker import main as work
 from sharded_loader.pools.supervised import Transport, Worker
@@ -319,8 +319,7 @@ class ProcessTransport(Transport[ProcessWorker]):
             if self.zygote is not None:
                 return self.zygote.fork(number, self.num_workers, theirs), link
             if forks:
-                name = f"{start.NAME}-{number}"
-                return start.start_forked(name, work, theirs, number, self.num_workers, job), link
+                return start.start_forked(f"{NAME}-{number}", work, theirs, number, self.num_workers, job), link
             return start.spawn_worker(number, self.num_workers, self.start_method, theirs), link
         except BaseException:
             link.close()

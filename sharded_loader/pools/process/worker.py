@@ -36,14 +36,14 @@ import numpy as np
 
 from sharded_loader.base import host_clock
 from sharded_loader.base.interrupts import python_handlers, set_handlers
-from sharded_loader.base.private import end_compiling, limit_to_one_thread
+from sharded_loader.base.private import become_worker, end_compiling, limit_to_one_thread
 from sharded_loader.base.system import ONE_THREAD, after_fork, is_readable, why_refused
 from sharded_loader.engine.heartbeat import IDLE, SAMPLE, heartbeat_in
 from sharded_loader.engine.messages import GROUP_SECONDS, Job
 from sharded_loader.memory.codec import Array, decode
 from sharded_loader.memory.segments import attach
 from sharded_loader.pools.process import link as wire
-from sharded_loader.pools.process.link import Link, Message
+from sharded_loader.pools.process.link import NAME, Link, Message
 from sharded_loader.pools.task_reader import TaskReader, write_stacks
 
 CHECK_SHARE = 50
@@ -243,8 +243,7 @@ class WorkerThreads:
 
     def _answer_task(self, run: int, seq: int, slot: tuple[int, int, int] | None, fields: object) -> None:
         """Answer a task. The reply is sent at once if the main process may wait for it."""
-        memory = self._memory_at(slot)
-        reply, encoded, _ = self._reader.answer(run, seq, fields, memory, self._larger_slot)
+        reply, encoded, _ = self._reader.answer(run, seq, fields, self._memory_at(slot), self._larger_slot)
         with self._sending:
             self._replies.append(reply)
             self._places.extend(encoded.places)
@@ -274,6 +273,7 @@ def main(
     link = Link(conn, blocks=True)
     if held is not None:
         close_in_children(held)
+    become_worker(f"{NAME}-{number}")
     end_compiling()
     # Inherited handlers belong to the main process: here SIGTERM ends the process.
     signal.set_wakeup_fd(-1)

@@ -402,6 +402,15 @@ class Garbage:
             file.write(f"{os.getpid()}\n")
 
 
+def test_a_spawned_worker_leaves_no_open_file_that_python_warns_of(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(start.private, "interpreter_flags", lambda: ["-W", "default"])
+    with ShardedDataLoader(ALL, 20, pool=ProcessPool(1, start_method="spawn")) as loader:
+        assert numbers(loader) == ALL
+    assert "ResourceWarning" not in capfd.readouterr().err
+
+
 def test_workers_leave_the_garbage_of_the_main_process_alone(tmp_path: Path) -> None:
     """It may be a connection. Its end would wait for a thread that is not there, or close that of the main process."""
     gc.disable()
