@@ -34,7 +34,7 @@ from sharded_loader.extend import engine as core
 from sharded_loader.extend import order as orders
 from sharded_loader.extend.data import as_dataset, describe_change, epoch_listeners, fingerprint_of
 from sharded_loader.extend.engine import Batch
-from sharded_loader.extend.tools import an, entries, exclude_from_compilation, refuse_arguments, warn
+from sharded_loader.extend.tools import an, entries, exclude_from_compilation, refuse_arguments, uninterrupted, warn
 from sharded_loader.instruments.auto import Tuner
 from sharded_loader.instruments.report import Instruments
 from sharded_loader.instruments.stats import Meter
@@ -409,9 +409,11 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
             TypeError, ValueError: The argument is not a state of such a loader.
         """
         reads = self._reads if strict else need_sharded(self._reads, "strict=False")
-        reads.load_state_dict(state_dict, strict, skip)
-        if isinstance(reads, ShardedDataLoader):
-            self._show_sharded(reads)
+        try:
+            reads.load_state_dict(state_dict, strict, skip)
+        finally:  # a Ctrl-C may take effect behind the load
+            if isinstance(reads, ShardedDataLoader):
+                self._show_sharded(reads)
 
     # -- the order of `ShardedDataLoader` -------------------------------------------------------------------
 
@@ -434,11 +436,12 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
             [tensor([4, 5, 6, 7])]
         """
         inner, order = need_sharded(self._reads, "rescale"), self._given_order
-        inner.rescale(num_replicas, rank, batch_size)
-        vars(self).update(num_replicas=num_replicas, rank=rank, mesh=None)
-        if order["batch_sampler"] is not None:
-            self._given_order = {**order, "batch_sampler": inner.batch_sampler}
-        self._show_sharded(inner)
+        with uninterrupted():
+            inner.rescale(num_replicas, rank, batch_size)
+            vars(self).update(num_replicas=num_replicas, rank=rank, mesh=None)
+            if order["batch_sampler"] is not None:
+                self._given_order = {**order, "batch_sampler": inner.batch_sampler}
+            self._show_sharded(inner)
 
     @property
     def share(self) -> float:
@@ -492,9 +495,11 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
             TypeError, ValueError, RuntimeError: As `rescale`, and as `ShardedDataLoader.grow`.
         """
         inner = need_sharded(self._reads, "grow")
-        inner.grow(dataset)
-        vars(self)["dataset"] = inner.dataset
-        self._show_sharded(inner)
+        try:
+            inner.grow(dataset)
+        finally:  # a Ctrl-C may take effect behind it
+            vars(self)["dataset"] = inner.dataset
+            self._show_sharded(inner)
 
     def without(self, indices: Iterable[int]) -> None:
         """Leave out the samples ``indices`` from the next batch on; see `ShardedDataLoader.without`.
@@ -573,11 +578,12 @@ class TorchReading(TorchSteps, Generic[Batch]):
         return self._loader._memory.ready_event()
 
     def set_epoch(self, epoch: int) -> None:
-        loader = self._loader
-        loader._progress.set_epoch(epoch)
-        orders.announce_epoch(loader._index_sampler, epoch)
-        for one in epoch_listeners(loader.dataset, nearest=True):
-            one.set_epoch(epoch)
+        loader, listeners = self._loader, [*epoch_listeners(self._loader.dataset, nearest=True)]
+        with uninterrupted():  # halfway, the dataset would be in another epoch than the sampler
+            loader._progress.set_epoch(epoch)
+            orders.announce_epoch(loader._index_sampler, epoch)
+            for one in listeners:
+                one.set_epoch(epoch)
 
     def read(self, index: Any, epoch: int) -> Any:
         if self._loader._progress.current_run is None and isinstance(self._loader.dataset, IterableDataset):
@@ -640,7 +646,7 @@ class TorchReading(TorchSteps, Generic[Batch]):
         entries.check_version(numbered, advice)
         kind = "_stream" if isinstance(loader.dataset, IterableDataset) else "_sampler"
         state = entries.from_state(LoaderState, state_dict, advice)
-        entries.read_entry(state_dict, kind, entries.anything, advice)
+        entries.read_entry(state_dict, kind, entries.instance(Mapping, "a dict"), advice)
         state.check_length(core.length(loader.dataset), loader.sampler)
         given = orders.merged(progress.given_skip, orders.check_skip(skip))
         saved = entries.read_entry({"_skip": (), **state_dict}, "_skip", orders.steps_to_skip, advice)
@@ -653,17 +659,21 @@ class TorchReading(TorchSteps, Generic[Batch]):
                 f"the state was saved with other data: {change}. The loader continues at this position in its own "
                 f"data. Load the original data. If you mean the change, ignore this LoaderWarning"
             )
-        progress.given_skip, loader.skip = given, list(orders.merged(given, saved))
-        # A later `set_epoch` decides, as at the end of an epoch.
-        progress.load(copy.deepcopy(dict(state_dict)), state.epoch_to_begin)
-        for one in filter(orders.has_weights, orders.nested(loader._index_sampler)):
-            one.adopt((state.sampler and state.sampler.weights) or {})
-        sampler, shuffle = loader.sampler, state.sampler and state.sampler.shuffle
-        if isinstance(sampler, ShuffleSampler):
-            sampler.is_named, sampler.seed = False, (shuffle or {}).get("seed", sampler.seed)
-        for one in epoch_listeners(loader.dataset, nearest=True) if state.epoch_of_dataset is not None else ():
-            one.set_epoch(state.epoch_of_dataset)
-        self._end_persistent_workers()  # their datasets and generators are out of date
+        copied, listeners = copy.deepcopy(dict(state_dict)), list[Any]()
+        if state.epoch_of_dataset is not None:
+            listeners = [*epoch_listeners(loader.dataset, nearest=True)]
+        with uninterrupted():  # halfway, an epoch would begin elsewhere
+            progress.given_skip, loader.skip = given, list(orders.merged(given, saved))
+            # A later `set_epoch` decides, as at the end of an epoch.
+            progress.load(copied, state.epoch_to_begin)
+            for one in filter(orders.has_weights, orders.nested(loader._index_sampler)):
+                one.adopt((state.sampler and state.sampler.weights) or {})
+            sampler, shuffle = loader.sampler, state.sampler and state.sampler.shuffle
+            if isinstance(sampler, ShuffleSampler):
+                sampler.is_named, sampler.seed = False, (shuffle or {}).get("seed", sampler.seed)
+            for one in listeners:
+                one.set_epoch(state.epoch_of_dataset)
+            self._end_persistent_workers()  # their datasets and generators are out of date
 
 
 # -- the order of `ShardedDataLoader` ----------------------------------------------------------------------------------

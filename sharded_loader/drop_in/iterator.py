@@ -331,14 +331,20 @@ class LoaderIterator(_BaseDataLoaderIter):
         if before is not None:
             points = before.points_at_start if self._waits is not None else before.after()
         epoch: TorchEpoch | core.StreamEpoch
-        unread, of_epoch = set[int](), None
+        unread, told, request = set[int](), loader._progress.listeners, loader._progress.count.request
+        if start is None or told is None:
+            told = loader._progress.listeners = [*epoch_listeners(loader.dataset)]
+        # What the datasets say, nearest first, because one inside may have been told alone; else the loader's own call.
+        epochs = [None if request is None or not told else request[1]]
+        epochs += [getattr(one, name, None) for one in told for name in ("_epoch", "epoch")]
+        of_epoch = next((number for number in reversed(epochs) if isinstance(number, int)), None)
+        if start is not None and request is None and not of_epoch:
+            of_epoch = None  # nobody has told it
         if start is None:
             behind = {} if before is None else {part: points[part] for part in before.unread & points.keys()}
             epoch = stream_epoch(loader, job.seed, state, behind)
             unread = {part for part, point in epoch.at_beginning().points.items() if point.ended}
             job = replace(job, stream=epoch.stream._replace(sets_epoch=False))
-            epochs = (getattr(one, "epoch", None) for one in epoch_listeners(loader.dataset, nearest=True))
-            of_epoch = next((number for number in epochs if isinstance(number, int)), None)
         else:
             # As in torch, a worker has the dataset as it was when the worker started.
             job, at_start = replace(job, keeps_state=is_stateful(self._dataset)), points

@@ -58,7 +58,8 @@ class LoaderState:
         finished: The user has seen the end of the epoch.
         base_seed: Base seed of the workers' generators.
         epoch: Number of the epoch.
-        epoch_of_dataset: Attribute ``epoch`` of an iterable dataset, or of one inside it.
+        epoch_of_dataset: Epoch that the dataset, or one inside it, was told: its attribute ``epoch``, or the last
+            ``set_epoch`` of the loader.
         generator: State of the loader's generator.
         next_draws: After the last batch, the draws of the next epoch: for the loader and for its sampler.
         sampler: Sampler of map-style data.
@@ -70,7 +71,9 @@ class LoaderState:
     finished: bool = entries.entry(entries.true_or_false, name="_iterator_finished")
     base_seed: int = entries.entry(entries.integer(), name="_base_seed")
     epoch: int | None = entries.entry(entries.optional(entries.integer()), name="_epoch", default=None)
-    epoch_of_dataset: int | None = entries.entry(entries.anything, name="_epoch_of_dataset", default=None)
+    epoch_of_dataset: int | None = entries.entry(
+        entries.optional(entries.integer()), name="_epoch_of_dataset", default=None
+    )
     generator: str | None = entries.entry(entries.anything, name="_generator", default=None)
     next_draws: list[int] | None = entries.entry(entries.anything, name="_next", default=None)
     sampler: SamplerState | None = entries.entry(
@@ -104,7 +107,7 @@ class TorchRun(Run):
         points_at_start: Part of iterable data, or worker -> its position after the previous epoch, if the workers live
             on.
         unread: Parts of iterable data that had ended in a loaded state: no worker has read them.
-        epoch_of_dataset: Attribute ``epoch`` of an iterable dataset when the epoch began.
+        epoch_of_dataset: As in `LoaderState`, when the epoch began.
     """
 
     epoch: TorchEpoch | core.StreamEpoch
@@ -184,6 +187,7 @@ class TorchProgress(core.Place):
         following: Draws of the epoch after the resumed one.
         is_of_fabric: The state is loaded under Lightning's Fabric, which names epochs from 0 on.
         engine: That of an iterator that is over, with spawned workers, which wait for the dataset of the next one.
+        listeners: Datasets with ``set_epoch``, nearest first, once they were looked for.
     """
 
     current_run: TorchRun | None = None
@@ -195,6 +199,7 @@ class TorchProgress(core.Place):
     is_of_fabric = False
     data: str | None = None
     engine: Engine | None = None
+    listeners: list[Any] | None = None
 
     def __init__(self, count: EpochCount, given_skip: tuple[tuple[int, int], ...]) -> None:
         super().__init__(count)

@@ -24,13 +24,14 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from enum import Enum
 from functools import partial
 from typing import Any
 
 from sharded_loader.base.imports import provided
-from sharded_loader.base.interrupts import pass_on
+from sharded_loader.base.interrupts import pass_on, uninterrupted
 from sharded_loader.base.notices import Notices
 from sharded_loader.base.private import is_owned
 from sharded_loader.data.bulk import takes_arrays
@@ -174,9 +175,10 @@ class Progress(Place):
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the next one; a position loaded in another epoch is dropped."""
-        self._order.set_epoch(epoch)
-        self._order.asked = True
-        self._loaded()
+        with uninterrupted():
+            self._order.set_epoch(epoch)
+            self._order.asked = True
+            self._loaded()
 
     def begin(self) -> Epoch:
         """Return the epoch that begins now. A ValueError if the dataset's length differs from that of the loaded
@@ -205,15 +207,13 @@ class Progress(Place):
 
     def at(self) -> tuple[int, int]:
         """Return the epoch and the number of batches delivered in it."""
-        run = self.run()
-        if run is not None:
+        if (run := self.run()) is not None:
             return run.epoch.number, run.epoch.batches(run.delivered)
         return self._order.next_epoch, self.coming().first if self.now is At.LOADED else 0
 
     def length(self) -> int:
         """Return the number of batches in the epoch of `at`."""
-        run = self.run()
-        if run is not None and run.epoch.resumed:
+        if (run := self.run()) is not None and run.epoch.resumed:
             return run.epoch.length()
         return self.coming().length() if self.now is At.LOADED else self._order.length(self.at()[0])
 
@@ -317,9 +317,8 @@ class Epochs:
     def open(self, run: Run, iterator: Any) -> None:
         """Have the pool read an iterator's run, within a step of the pipeline."""
         run.epoch.opened_by(iterator)
-        pool, resident = self._workers, self.resident
-        if resident is not None and resident.load(again=self.stale):
-            pool = resident
+        resident = self.resident
+        pool = resident if resident is not None and resident.load(again=self.stale) else self._workers
         if pool.shares_dataset:
             self.placement.create_streams()
             self._tell_epoch(run)
@@ -344,7 +343,7 @@ class Epochs:
         pipeline, progress, order = self.pipeline, self.progress, self.order
         if is_owned(pipeline.lock):
             raise RuntimeError("the order cannot be changed inside next() of the same loader: do it in your loop")
-        with pipeline.lock:
+        with pipeline.lock, uninterrupted():  # halfway, the runs would not be of the order
             current = progress.run()
             epoch = progress.coming() if current is None else current.epoch
             assert isinstance(order, MapOrder) and isinstance(epoch, MapEpoch)  # only its order can be changed
@@ -444,8 +443,7 @@ class Epochs:
         order, progress = self.order, self.progress
         if isinstance(order, StreamOrder):
             text = "rescale needs a dataset that is read by index: the parts of iterable data belong to ranks"
-            advice = "Save the states of all ranks, and load them as a list into loaders of the new ranks"
-            raise TypeError(f"{text}. {advice}")
+            raise TypeError(f"{text}. Save the states of all ranks, and load them as a list into loaders of new ranks")
 
         def change(*_: int) -> None:
             resumes, state = progress.now is At.LOADED, progress.state()
@@ -462,14 +460,15 @@ class Epochs:
         if not self.job.keep_batch:
             self.job, self.stale = replace(self.job, keep_batch=True), True
 
-    def load(self, state: Any, strict: bool, skip: Any, digest: Callable[..., str]) -> None:
+    def load(self, state: Any, strict: bool, skip: Any, digest: Callable[..., str], doing: ExitStack) -> None:
         """Continue at the position of a state, of these data if ``strict``; see `Progress.load` and
-        `KnownSteps.digest`.
+        `KnownSteps.digest`. Signals are deferred, within ``doing``, as soon as the state is known to fit.
         """
 
         def check() -> None:
             if strict:
                 self.known.check(state[0] if isinstance(state, list | tuple) else state, digest)
+            doing.enter_context(uninterrupted())  # no sample is read any more
 
         with provided("sampler", "grown").loading(self.order, state):
             self.stale |= self.progress.load(state, strict, skip, check)  # a changed seed must reach the workers

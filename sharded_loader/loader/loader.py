@@ -13,6 +13,7 @@ libraries look for. Anything that decides the samples or their order is read-onl
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
@@ -26,6 +27,7 @@ import numpy.typing as npt
 import torch
 
 from sharded_loader.base.imports import provided
+from sharded_loader.base.interrupts import uninterrupted
 from sharded_loader.base.limits import warn_of_workers
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.data.bulk import Indexed
@@ -545,8 +547,8 @@ class ShardedDataLoader(Instruments, Leasing[Batch], Generic[Batch]):
             [[4, 5, 6, 7], [8, 9]]
         """
         self._pipeline.check_open()
-        with self._taking_leases(state) as position:
-            self._epochs.load(position, strict, skip, self._known_steps.digest)
+        with contextlib.ExitStack() as doing, self._taking_leases(state) as position:
+            self._epochs.load(position, strict, skip, self._known_steps.digest, doing)
 
     # -- what it has done ----------------------------------------------------------------------------------
 
@@ -755,14 +757,15 @@ class ShardedDataLoader(Instruments, Leasing[Batch], Generic[Batch]):
             [tensor([4, 5, 6, 7])]
         """
         self._pipeline.check_open()
-        self._epochs.rescale(num_replicas, rank, batch_size)
-        given = {**self._arguments, "num_replicas": num_replicas, "rank": rank}
-        given.pop("mesh", None)
-        if given.get("batch_sampler") is not None:
-            given["batch_sampler"] = self._order.batch_sampler
-        elif batch_size is not None:
-            given["batch_size"] = self._batch_size = batch_size
-        self._arguments = MappingProxyType(given)
+        with uninterrupted():
+            self._epochs.rescale(num_replicas, rank, batch_size)
+            given = {**self._arguments, "num_replicas": num_replicas, "rank": rank}
+            given.pop("mesh", None)
+            if given.get("batch_sampler") is not None:
+                given["batch_sampler"] = self._order.batch_sampler
+            elif batch_size is not None:
+                given["batch_size"] = self._batch_size = batch_size
+            self._arguments = MappingProxyType(given)
 
     def grow(self, dataset: Any = None) -> None:
         """Take in samples that were appended to the dataset, from the next batch on; loops in progress go on.
@@ -791,8 +794,11 @@ class ShardedDataLoader(Instruments, Leasing[Batch], Generic[Batch]):
             >>> list(batches)
             [tensor([2, 3]), tensor([4, 5]), tensor([6, 7])]
         """
-        provided("sampler", "grown").grow(self._epochs, self._known_steps, dataset)
-        self._arguments = MappingProxyType({**self._arguments, "dataset": self.dataset})
+
+        def grown() -> None:
+            self._arguments = MappingProxyType({**self._arguments, "dataset": self.dataset})
+
+        provided("sampler", "grown").grow(self._epochs, self._known_steps, dataset, grown)
 
     def without(self, indices: Iterable[int]) -> None:
         """Leave out samples from the next batch on, in this epoch and all later ones; loops in progress go on.
@@ -825,10 +831,7 @@ class ShardedDataLoader(Instruments, Leasing[Batch], Generic[Batch]):
             ...     next(iter(loader))
             tensor([0, 1])
         """
-        self._pipeline.close()
-        self._placement.closer()()
-        self._epochs.forget()
-        self._closer.detach()
+        call_all(self._pipeline.close, self._placement.closer(), self._epochs.forget, self._closer.detach)
 
     def __enter__(self) -> Self:
         return self

@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
@@ -99,28 +99,37 @@ class GrownSampler(IndexSampler):
     # -- in a loader ----------------------------------------------------------------------------------------
 
     @staticmethod
-    def grow(epochs: Any, steps: Any, given: Any) -> None:
-        """Take in the samples that were appended; see `ShardedDataLoader.grow`."""
-        dataset = epochs.dataset if given is None else dataset_given(given)
+    def grow(epochs: Any, steps: Any, given: Any, then: Callable[[], None]) -> None:
+        """Take in the samples that were appended, and call ``then``; see `ShardedDataLoader.grow`."""
+        dataset, unread = epochs.dataset if given is None else dataset_given(given), list[int]()
 
         def change(before: int) -> tuple[int, list[int]]:
             now = length(dataset, needed=True) or 0
             if now < before:
                 text = f"grow: the dataset has {now} samples, and had {before}"
                 raise ValueError(f"{text}: give the old ones with new ones behind them, or call without(indices)")
-            if 0 < before < now:
-                _check_fields(epochs, steps, dataset, before)
+            if 0 < before < now and not unread:
+                unread.append(before)
+                raise _FieldsUnknown
             epochs.job, epochs.dataset = replace(epochs.job, dataset=dataset), dataset
             steps.dataset, epochs.order.arrays = dataset, epochs.batchify_fn is None and takes_arrays(dataset)
             epochs.known.forget(dataset)
             return now, []
 
-        with uninterrupted():  # halfway, the order would not be that of the dataset
-            _replan(epochs, "grow", change)
-            if epochs.pipeline.pool.started or epochs.pipeline.runs:
-                epochs.pipeline.start(epochs.job_now())  # to the running workers: they read the rest
-            else:
-                epochs.stale = True
+        def take_in() -> None:
+            with uninterrupted():  # halfway, the order would not be that of the dataset
+                _replan(epochs, "grow", change)
+                if epochs.pipeline.pool.started or epochs.pipeline.runs:
+                    epochs.pipeline.start(epochs.job_now())  # to the running workers: they read the rest
+                else:
+                    epochs.stale = True
+                then()
+
+        with suppress(_FieldsUnknown):
+            take_in()
+        if unread:  # a Ctrl-C while samples are read changes nothing
+            _check_fields(epochs, steps, dataset, *unread)
+            take_in()
 
     @staticmethod
     def without(epochs: Any, indices: Iterable[int]) -> None:
@@ -134,8 +143,7 @@ class GrownSampler(IndexSampler):
                 raise IndexError(f"{text}: give indices of some, but not all: {brief(sorted(removed))}")
             return before, sorted(removed - gone)
 
-        with uninterrupted():
-            _replan(epochs, "without", change)
+        _replan(epochs, "without", change)
 
     @staticmethod
     @contextmanager
@@ -156,6 +164,10 @@ class GrownSampler(IndexSampler):
             order.sampling.grown = before
             order.resize(order.dataset_length)
             raise
+
+
+class _FieldsUnknown(Exception):
+    """Two samples must be read before the dataset can grow."""
 
 
 def _check(order: Any, doing: str, is_resident: bool = False) -> None:

@@ -139,7 +139,8 @@ def _parse(state: Any) -> tuple[Position, StreamSignature]:
     where = "the state's 'parts'"
     numbers, given, *columns = (read_entry(parts, name, read, _ADVICE, where) for name, read in _PARTS.items())
     columns[-1] = copy.deepcopy(columns[-1]) or [None] * len(numbers)
-    if any(len(column) != len(numbers) for column in (given, *columns)):
+    pairs = (one is None or (isinstance(one, list | tuple) and len(one) > 1) for one in columns[-1])
+    if any(len(column) != len(numbers) for column in (given, *columns)) or not all(pairs):
         raise ValueError(f"{where} is wrong: its lists have different lengths: {_ADVICE}")
     counts = dict(zip(numbers, given, strict=True))
     return Position(epoch, batches, None, counts, dict(zip(numbers, map(PartPoint, *columns), strict=True))), signature

@@ -233,6 +233,81 @@ def test_set_epoch_after_a_state_from_the_end_of_an_epoch_decides(
     assert repr(list(other)) == order
 
 
+class Tells:
+    """Samples contain the epoch that the dataset was told, by a name of its own or ``epoch``."""
+
+    def __init__(self, name: str, inside: Any = None) -> None:
+        self.name, self.inside = name, inside
+        setattr(self, name, 0)
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> int:
+        return int(index) + 100 * (getattr(self, self.name) if self.inside is None else self.inside[index] // 100)
+
+    def set_epoch(self, epoch: int) -> None:
+        setattr(self, self.name, epoch)
+        if self.inside is not None:
+            self.inside.set_epoch(epoch)
+
+
+class ReadsInside(Shared):
+    """Iterable data that passes the epoch on, and has no attribute with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = Tells("epoch")
+
+    def __iter__(self) -> Iterator[int]:
+        return (number + 100 * self.inside.epoch for number in super().__iter__())
+
+    def set_epoch(self, epoch: int) -> None:
+        self.inside.set_epoch(epoch)
+
+
+HEARS: dict[str, Callable[[], Any]] = {
+    "epoch": lambda: Tells("epoch"),
+    "named otherwise": lambda: Tells("number"),
+    "inside": lambda: Tells("other", Tells("epoch")),
+    "in a part": lambda: Subset(Tells("epoch"), range(12)),  # type: ignore[arg-type]
+    "mixture": lambda: interleave([range(20), range(100, 120)], shuffle=True, seed=1, stop=12),
+    "transformed mixture": lambda: interleave([range(20), range(100, 120)], shuffle=True, stop=12).transform(abs),
+    "iterable": ReadsInside,
+    "mixed iterables": lambda: interleave([ReadsInside(), ReadsInside()]),
+}
+
+
+@covering(kind=HEARS, workers=[0, 1], count=[0, 2, None], persistent=[False, True], told=["loader", "dataset"])
+def test_a_dataset_is_in_the_epoch_that_it_was_told_before_the_state_was_saved(
+    kind: str, workers: int, count: int | None, persistent: bool, told: str
+) -> None:
+    def make() -> DataLoader[Any]:
+        lives_on = persistent and workers > 0
+        return DataLoader(HEARS[kind](), 3, num_workers=workers, persistent_workers=lives_on, seed=1)
+
+    loader = make()
+    listener: Any = loader.dataset if told == "dataset" and kind not in ("named otherwise", "in a part") else loader
+    listener.set_epoch(3)
+    begun = iter(loader)
+    some(begun, count or 0) if count is not None else list(begun)
+    state = json.loads(json.dumps(loader.state_dict()))
+    expected = [plain(begun) if count else plain(loader), plain(loader)]
+    other = make()
+    other.load_state_dict(state)
+    assert [plain(other), plain(other)] == expected
+
+
+def test_a_dataset_that_nobody_has_told_an_epoch_is_not_told_one() -> None:
+    state = DataLoader(Tells("epoch"), 3).state_dict()
+    assert "_epoch_of_dataset" not in state
+    loader = DataLoader(Tells("epoch"), 3)
+    loader.load_state_dict(state)
+    assert loader.dataset.epoch == 0
+    with pytest.raises(ValueError, match="'_epoch_of_dataset' must be an integer"):
+        loader.load_state_dict({**state, "_epoch_of_dataset": "3"})
+
+
 def test_a_state_shows_what_torchdatas_shows() -> None:
     loader = DataLoader(Counting(), 3, snapshot_every_n_steps=5)  # torchdata's argument, which is not needed
     some(iter(loader), 2)
@@ -314,6 +389,11 @@ NO_STATE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: {**(state := DataLoader(range(3)).state_dict()), "_sampler": {**state["_sampler"], "shuffle": "3"}},
         ValueError,
         "its 'shuffle' is '3'; it must be a dict",
+    ),
+    "without a sampler's place": (
+        lambda: {**DataLoader(range(3)).state_dict(), "_sampler": None},
+        ValueError,
+        "the state's '_sampler' is None; it must be a dict",
     ),
     "of data with indices": (lambda: DataLoader(range(3)).state_dict(), ValueError, "the state has no '_stream'"),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import linecache
 import os
 import random
@@ -11,10 +12,12 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.utils.data as torch_data
 from conftest import covering, make_pool
 from injection import PUMP, InterruptAt, next_interrupted
@@ -24,7 +27,8 @@ from programs import run_forked
 from stream_samples import Parts, Stateful, WithStatefulRows, batches_of, values
 from test_resume import SAMPLERS, HasPlace, batches, stream, through_json
 
-from sharded_loader import ShardedDataLoader, ThreadPool
+import sharded_loader
+from sharded_loader import ShardedDataLoader, ThreadPool, WeightedRandomSampler
 from sharded_loader.engine.pool import Pool
 from sharded_loader.randomness import rng
 from sharded_loader.randomness.rng import reading
@@ -292,3 +296,106 @@ def test_a_ctrl_c_while_threads_start_leaves_a_pool_that_starts_again(monkeypatc
             next(iter(loader))
         assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5]]
         assert loader.epoch == 1
+
+
+# -- calls between two steps -------------------------------------------------------------------------------------------
+
+
+class Heard:
+    """A dataset that is told the epoch, and has more samples when it `grow`s."""
+
+    def __init__(self, length: int = 12) -> None:
+        self.length, self.epoch = length, 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return int(index) + 100 * self.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+class InterruptInCalls(InterruptAt):
+    """Before any line of the library, but those that defer signals."""
+
+    def __init__(self, number: int) -> None:
+        modules = {path.name for path in Path(sharded_loader.__file__).parent.rglob("*.py")}
+        super().__init__(number, sorted(modules - {"interrupts.py"}))
+
+
+LOADERS: dict[str, Callable[..., Any]] = {
+    "ShardedDataLoader": functools.partial(ShardedDataLoader, seed=7),
+    "drop-in": DataLoader,
+    "drop-in, seeded": functools.partial(DataLoader, seed=7),
+    "drop-in of ranks": functools.partial(DataLoader, seed=7, num_replicas=1, rank=0),
+}
+SHUFFLED = {"shuffle": True}
+CALLS: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[Any, Any], object]]] = {
+    "load_state_dict": (dict, lambda loader, state: loader.load_state_dict(state)),
+    "load_state_dict of a shuffle": (lambda: SHUFFLED, lambda loader, state: loader.load_state_dict(state)),
+    "load_state_dict, skip": (lambda: SHUFFLED, lambda loader, state: loader.load_state_dict(state, skip=[(15, 15)])),
+    "set_epoch": (lambda: SHUFFLED, lambda loader, state: loader.set_epoch(4)),
+    "state_dict": (lambda: SHUFFLED, lambda loader, state: loader.state_dict()),
+    "rescale": (lambda: SHUFFLED, lambda loader, state: loader.rescale(2, 1, 2)),
+    "grow": (lambda: SHUFFLED, lambda loader, state: loader.grow(Heard(17))),
+    "without": (lambda: SHUFFLED, lambda loader, state: loader.without([1, 2, 5, 7])),
+    "update": (
+        lambda: {"sampler": WeightedRandomSampler([1.0] * 12, 12, seed=2)},
+        lambda loader, state: loader.sampler.update([1, 2, 3], [50.0, 0.0, 70.0]),
+    ),
+}
+ONLY_OF_OUR_ORDER = "rescale", "grow", "without", "update"
+OF_TORCH = "drop-in", "drop-in, seeded"
+
+
+@pytest.mark.parametrize("step", [23, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(1500)])])
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("face", LOADERS)
+@pytest.mark.costly(4)
+def test_a_ctrl_c_in_a_call_leaves_the_loader_as_before_or_as_behind_it(face: str, call: str, step: int) -> None:
+    """Its position, its batches under way and those of the next epochs. The slow cases interrupt at every line."""
+    if call in ONLY_OF_OUR_ORDER and face in OF_TORCH:
+        pytest.skip("torch's order has no such call, or it counts from the next epoch on")
+    arguments, do = CALLS[call]
+
+    def begun(state: Any) -> tuple[Any, Any]:
+        torch.manual_seed(7)
+        loader = LOADERS[face](Heard(), 2, **arguments())
+        if call == "load_state_dict" and state is not None:
+            loader.load_state_dict(begun(None)[0].state_dict())  # a position that another one takes the place of
+        iterator = iter(loader)
+        next(iterator), next(iterator)
+        return loader, iterator
+
+    def seen(loader: Any, iterator: Any) -> list[Any]:
+        torch.manual_seed(8)
+        place = [len(loader), json.dumps(loader.state_dict()), getattr(loader, "epoch", None), len(loader.dataset)]
+        if face not in OF_TORCH:  # where the dataset is told the epoch at once
+            place += batches(iterator)
+        return [*place, *batches(loader), "next", *batches(loader)]
+
+    loader, _ = begun(None)
+    batches(loader)
+    iterator = iter(loader)
+    next(iterator)
+    state = through_json(loader.state_dict())
+    before, behind = begun(state), begun(state)
+    do(behind[0], state)
+    allowed = [seen(*before), seen(*behind)]
+    assert (allowed[0] == allowed[1]) == (call == "state_dict")
+    for line in itertools.count(1, step):
+        loader, iterator = begun(state)
+        interrupt, tracer = InterruptInCalls(line), sys.gettrace()
+        try:
+            sys.settrace(interrupt)
+            do(loader, state)
+        except KeyboardInterrupt:
+            assert interrupt.fired
+        finally:
+            sys.settrace(tracer)
+        assert seen(loader, iterator) in allowed, line
+        if not interrupt.fired:
+            break
+    assert line > 2 * step

@@ -370,6 +370,7 @@ def test_states_that_do_not_belong_together_and_what_is_none_are_rejected():
         *({"parts": {**parts, "given": [1]}}, {"parts": {**parts, "samples": [*parts["samples"], 3]}}),
         *({"parts": {**parts, "number": [0, 1, "2"]}}, {"parts": {**parts, "ended": [False, 1, False]}}),
         *({"parts": {**parts, "number": [0, 1, -2]}}, {"parts": {**parts, "samples": None}}),
+        *({"parts": {**parts, "state": [one, None, None]}} for one in (3, [], {}, [None])),
         *({"parts": None}, {"epoch": -1}, {"epoch": 1.5}, {"batches": "5"}, {"version": 0}),
     ]
     whole = [{**state, **change} for change in damaged]
