@@ -58,7 +58,7 @@ class LoaderState:
         finished: The user has seen the end of the epoch.
         base_seed: Base seed of the workers' generators.
         epoch: Number of the epoch.
-        epoch_of_dataset: Attribute ``epoch`` of an iterable dataset, or of one inside it.
+        epoch_of_dataset: Attribute ``epoch`` of the dataset, or of one inside it.
         generator: State of the loader's generator.
         next_draws: After the last batch, the draws of the next epoch: for the loader and for its sampler.
         sampler: Sampler of map-style data.
@@ -104,7 +104,7 @@ class TorchRun(Run):
         points_at_start: Part of iterable data, or worker -> its position after the previous epoch, if the workers live
             on.
         unread: Parts of iterable data that had ended in a loaded state: no worker has read them.
-        epoch_of_dataset: Attribute ``epoch`` of an iterable dataset when the epoch began.
+        epoch_of_dataset: Attribute ``epoch`` of the dataset when the epoch began.
     """
 
     epoch: TorchEpoch | core.StreamEpoch
@@ -206,7 +206,7 @@ class TorchProgress(core.Place):
         return TorchProgress, (copy.copy(self.count), self.given_skip), kept
 
     def set_epoch(self, epoch: int) -> None:
-        self.waiting, self.is_promised = None, False
+        self.is_promised = False
         self.count.note(epoch)
 
     def load(self, state: dict[str, Any], epoch: int) -> None:
@@ -233,10 +233,11 @@ class TorchProgress(core.Place):
         is_promised, self.is_promised = self.is_promised, False
         return self.waiting if is_promised else None
 
-    def known_run(self) -> TorchRun | None:
+    def known_run(self, loader: Loader) -> TorchRun | None:
         """Return the run whose state is the loader's, or None. A waiting iterator becomes promised."""
         if self.waiting is None or self.run() is not None:
             return self.current_run
+        self.waiting.plan_again(loader)
         self.is_promised = True
         return self.waiting.run
 
@@ -283,7 +284,7 @@ def next_epoch(position: Position) -> Position:
 def stream_order(loader: Loader, seed: int) -> core.StreamOrder:
     order = core.StreamOrder(
         loader.dataset,
-        batch_size=loader.batch_size or 1,
+        batch_size=getattr(loader.batch_sampler, "batch_size", 1),  # programs change it between epochs
         last_batch="discard" if loader.drop_last else None,
         seed=seed,
         streams=loader.streams or max(1, loader.num_workers),
