@@ -627,10 +627,9 @@ class TorchReading(TorchSteps, Generic[Batch]):
         elif isinstance(loader.dataset, IterDataPipe | MapDataPipe):
             raise TypeError("datapipes are read by torch's own workers, which have no state_dict()")
         else:
-            if (run := progress.known_run()) is None:
+            if progress.known_run(loader) is None:
                 _TORCHS.__iter__(loader)  # fixes the epoch now, so that the state is that of the coming epoch
-                run = progress.known_run()
-                assert run is not None  # the iterator waits
+            run: Any = progress.known_run(loader)
             state, progress.data = run.state_dict(loader), progress.data or fingerprint_of(loader.dataset)
             if progress.data is not None:
                 state["_data"] = progress.data

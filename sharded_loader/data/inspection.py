@@ -404,7 +404,7 @@ def _data_bytes(data: Any, depth: int) -> bytes:
         return b"|".join(_item_bytes(data[i], depth + 1) for i in sample_positions(len(data)))
     parts = []
     for name, value in sorted(getattr(data, "__dict__", {}).items()):
-        may_be_column = not name.startswith("_") and isinstance(value, np.ndarray | list | tuple)
+        may_be_column = not name.startswith(("_", "epoch_request")) and isinstance(value, np.ndarray | list | tuple)
         if name in _WRAPPER_ATTRIBUTES or (may_be_column and len(value) == len(data)):
             parts.append(_data_bytes(value, depth + 1))
     return b"/".join(parts) if any(parts) else b""

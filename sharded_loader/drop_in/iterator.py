@@ -125,10 +125,14 @@ def _collated(shard: object) -> Any:
 
 
 class DeviceMemory:
-    """Copy streams and pinned memory of the workers, kept from epoch to epoch: pinning memory takes time."""
+    """Copy streams, memory of batches on the host, and pinned memory of the workers, kept from epoch to epoch.
+
+    New memory takes time: an epoch of 4 batches of 9.6 MB takes 24 ms of CPU time instead of 8 without workers.
+    """
 
     def __init__(self) -> None:
         self._placement: core.Placer | None = None
+        self._on_host: core.Placer | None = None  # its memory only
         self._left: list[core.ArenaInUse] = []  # from pools that have ended
         weakref.finalize(self, _close_arenas, self._left)
 
@@ -143,7 +147,10 @@ class DeviceMemory:
         """Give a new pool memory that a previous one has left, or memory of its own."""
         if isinstance(pool, ProcessPool) and placement is self._placement and self._left:
             pool.take_over(self._left.pop())
-        pool.use_memory(placement.empty, placement.register, pinned=placement.pinned)
+        kept = placement
+        if placement.devices is None:
+            kept = self._on_host = self._on_host or as_collated(None)
+        pool.use_memory(kept.empty, placement.register, pinned=placement.pinned)
 
     def ready_event(self) -> Any:
         return None if self._placement is None else self._placement.ready_event()
@@ -162,6 +169,15 @@ def _close_arenas(left: list[core.ArenaInUse]) -> None:
 
 
 # -- the iterator ------------------------------------------------------------------------------------------------------
+
+
+class InlinePipeline(Pipeline):
+    """Pipeline without workers: as in torch, a forked child may continue."""
+
+    def check_open(self) -> None:
+        if os.getpid() != self.pid:
+            self.pid, self.lock = os.getpid(), threading.RLock()  # the parent's may be held
+        super().check_open()
 
 
 class Engine:
@@ -187,7 +203,8 @@ class Engine:
         self.pool, self.asked = make_pool(loader), _asked(loader)
         self.pool.notices = loader._meter.notices
         self._memory.lend(self.pool, self.placement)
-        self.pipeline = Pipeline(self.pool, core.make_split(devices, sharded, loader.num_shards))
+        kind_of = Pipeline if loader.num_workers else InlinePipeline
+        self.pipeline = kind_of(self.pool, core.make_split(devices, sharded, loader.num_shards))
         core.claim(self.pool, self.pipeline)
         # Without prefetch_factor, enough batches are in flight to fill the messages to the workers.
         self.pipeline.scheduler.scale_by_group = loader._scales_prefetch
@@ -327,9 +344,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         if number is None:
             number = loader._progress.count.next_epoch if state is None or is_new else state.epoch or 0
         job = job_of(loader, self._collate_fn, drawn)
-        points: Points = {}
-        if before is not None:
-            points = before.points_at_start if self._waits is not None else before.after()
+        points: Points = {} if before is None else before.points_at_start if self._waits else before.after()
         epoch: TorchEpoch | core.StreamEpoch
         unread, told, request = set[int](), loader._progress.listeners, loader._progress.count.request
         if start is None or told is None:
@@ -350,7 +365,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             job, at_start = replace(job, keeps_state=is_stateful(self._dataset)), points
             if saved is not None and saved.sampler is not None:  # otherwise workers keep their datasets
                 of_workers = enumerate(saved.sampler.datasets or ())
-                at_start = {i % max(1, workers): PartPoint(state=dataset) for i, dataset in of_workers}
+                at_start = {i % max(1, workers): PartPoint(1, state=dataset) for i, dataset in of_workers}
             epoch = self._sampler_epoch(start, items, at_start, TorchSteps(loader).left_out)
             epoch.takes_turns = loader._tuner is None or job.keeps_state
             if job.keeps_state:
@@ -378,6 +393,8 @@ class LoaderIterator(_BaseDataLoaderIter):
             start.draw_seed()
             if not start.has_set_epoch:
                 epoch.begin()
+            elif start.shuffle is not None and start.shuffle.seed is None:  # no `set_epoch` has an effect
+                epoch.batch(0)
         self._engine.pipeline.scheduler.one_by_one = start.may_draw
         return epoch
 
@@ -398,21 +415,25 @@ class LoaderIterator(_BaseDataLoaderIter):
     def _take_over(self, loader: Loader, asked: Any) -> None:
         """Become the newest iterator of the loader, when the first batch is asked for."""
         progress, (request, pending) = loader._progress, asked
-        is_named = progress.count.request is not request
         is_stale = self.is_stale(loader) if lives_on(loader) else self._shutdown
-        if is_stale or progress.pending is not pending or (is_named and pending is not None):
+        is_named = pending is not None and progress.count.request is not request
+        if is_stale or is_named or progress.pending is not pending:
             self._make_again(loader)
-        elif is_named:
-            self._start = None if self._is_stream else start_of(loader, None)
-            self._begin(loader, None, None, self.run)
+        else:
+            self.plan_again(loader)
         with uninterrupted():
             self._waits, progress.following = None, self._following
             progress.begun(self.run, self)
 
+    def plan_again(self, loader: Loader) -> None:
+        """Plan the epoch that ``set_epoch`` has named since, if any."""
+        if self._waits is not None and self._waits[1][0] is not loader._progress.count.request:
+            self._start = None if self._is_stream else start_of(loader, None)
+            self._begin(loader, None, None, self.run)
+
     def _prime(self, is_new: bool) -> None:
         """Ask a dataset in this process for its iterator and its state, at the same moment as torch."""
-        dataset: Any = self._dataset
-        run, engine = self.run, self._engine
+        dataset, run, engine = cast(Any, self._dataset), self.run, self._engine
         if isinstance(run.epoch, TorchEpoch):
             if run.job.keeps_state and is_new:
                 run.epoch.primed(copy.deepcopy(dataset.state_dict()))

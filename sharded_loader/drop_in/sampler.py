@@ -385,7 +385,7 @@ class SamplerStart:
         named, seeded = self._epochs.named(self.sampler), self.epoch_of_seed()
         if seeded is not None or named is None or self.resumes:
             return counted if seeded is None else seeded
-        self._epochs.next_epoch = named + 1
+        self._epochs.next_epoch += named - counted  # one more only if the epoch has begun: a state may ask
         return named
 
     def set_end(self, state: SamplerState) -> None:

@@ -211,7 +211,7 @@ class TorchProgress(core.Place):
         return TorchProgress, (copy.copy(self.count), self.given_skip), kept
 
     def set_epoch(self, epoch: int) -> None:
-        self.waiting, self.is_promised = None, False
+        self.is_promised = False
         self.count.note(epoch)
 
     def load(self, state: dict[str, Any], epoch: int) -> None:
@@ -238,10 +238,11 @@ class TorchProgress(core.Place):
         is_promised, self.is_promised = self.is_promised, False
         return self.waiting if is_promised else None
 
-    def known_run(self) -> TorchRun | None:
+    def known_run(self, loader: Loader) -> TorchRun | None:
         """Return the run whose state is the loader's, or None. A waiting iterator becomes promised."""
         if self.waiting is None or self.run() is not None:
             return self.current_run
+        self.waiting.plan_again(loader)
         self.is_promised = True
         return self.waiting.run
 
@@ -288,7 +289,7 @@ def next_epoch(position: Position) -> Position:
 def stream_order(loader: Loader, seed: int) -> core.StreamOrder:
     order = core.StreamOrder(
         loader.dataset,
-        batch_size=loader.batch_size or 1,
+        batch_size=getattr(loader.batch_sampler, "batch_size", 1),  # programs change it between epochs
         last_batch="discard" if loader.drop_last else None,
         seed=seed,
         streams=loader.streams or max(1, loader.num_workers),

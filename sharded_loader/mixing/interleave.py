@@ -154,7 +154,7 @@ class InterleavedDataset(Mixture):
     """
 
     shuffles = False
-    _epoch = 0
+    epoch = 0
 
     def __init__(self, datasets: Sequence[Any], schedule: Plan, stop: str | int) -> None:
         parts = [datasets[number] for number in schedule.sources]
@@ -234,7 +234,7 @@ class InterleavedDataset(Mixture):
         return self._dataset[int(self._begins[source] + number % self.sizes[source])]
 
     def _inner(self, indices: Indices) -> Int64s:
-        return self._in_joined(indices, self._epoch)
+        return self._in_joined(indices, self.epoch)
 
     def _in_joined(self, indices: Indices, epoch: int) -> Int64s:
         """Return places in the joined datasets, for positions in an epoch or numbers from `codes`."""
@@ -254,7 +254,7 @@ class ShuffledDataset(InterleavedDataset):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch whose order is read, also for the datasets. A `ShardedDataLoader` does not need it."""
-        self._epoch = check_int("epoch", epoch, 0, "epochs count from 0", ValueError)
+        self.epoch = check_int("epoch", epoch, 0, "epochs count from 0", ValueError)
         announce_epoch(self._dataset, epoch)
 
 

@@ -400,7 +400,7 @@ class StreamReader(Reader):
 class StatefulReader(Reader):
     """Reads a map-style dataset with a ``state_dict``: loads it unless the lane's last batch was read here."""
 
-    _next_batch: tuple[int, int, int] | None = None  # the batch that the dataset's state is at
+    _next_batch = 0, 0, 0  # the batch that the dataset's state is at: the first, as far as known
 
     def _make_batches(self, scope: BatchScope) -> list[Any]:
         part = scope.task.part

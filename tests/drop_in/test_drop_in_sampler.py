@@ -19,6 +19,7 @@ from injection import HANDLERS, InterruptAt, next_interrupted
 from samples import ByEpoch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
 
+from sharded_loader import RandomSampler as RandomSamplerOfEpochs
 from sharded_loader import sample_rng
 from sharded_loader.drop_in.sampler import EpochCount, SamplerStart, ShuffleSampler, TorchEpoch
 from sharded_loader.torch import DataLoader
@@ -230,6 +231,21 @@ def test_set_epoch_may_come_after_iter_and_before_the_first_batch(
     begun = iter(other)
     of(other).set_epoch(epoch)
     assert [indices for indices, _ in rows(begun)] == [indices for indices, _ in seen[-1] + rest]
+
+
+@pytest.mark.parametrize("sampler", [None, RandomSamplerOfEpochs(13, seed=0)], ids=["torch's", "counts its epochs"])
+@pytest.mark.parametrize("kind", TOLD)
+def test_a_state_asked_for_behind_set_epoch_is_that_of_the_iterator_that_waits(kind: str, sampler: Any) -> None:
+    given = {} if sampler is None else {"sampler": sampler, "shuffle": None}
+    first, loader, resumed = (told(kind, batch_size=2, **copy.deepcopy(given)) for _ in range(3))
+    first.set_epoch(2)
+    expected = rows(first)
+    begun = iter(loader)
+    for epoch in (1, 2):
+        loader.state_dict()
+        loader.set_epoch(epoch)
+    resumed.load_state_dict(loader.state_dict())
+    assert rows(begun) == expected == rows(resumed)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

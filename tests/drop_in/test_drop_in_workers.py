@@ -21,12 +21,26 @@ from collections.abc import Callable
 from multiprocessing.context import BaseContext, SpawnContext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from conftest import METHODS, PROCESS_POOLS, SPAWNED, _descendants, _processes, here, remains, until
-from drop_in_samples import SEEDS, TORCHS, Counting, Order, Parts, Reads, Seeds, Shared, assert_same, flat, plain
+from drop_in_samples import (
+    SEEDS,
+    TORCHS,
+    Counting,
+    Order,
+    Parts,
+    Reads,
+    Seeds,
+    Shared,
+    assert_same,
+    flat,
+    plain,
+    seeded,
+)
 from failures import Boom, boom, kill, leave
 from programs import run_script
 from refusing import in_child
@@ -37,6 +51,7 @@ from sharded_loader import ShardedDataLoader, WorkerDiedError, WorkerTimeoutErro
 from sharded_loader.drop_in.iterator import WorkerView, make_pool
 from sharded_loader.drop_in.trainers import called_by, counted_by_fabric, fetched_by_lightning, refuse_skipping
 from sharded_loader.loader.iterator import EpochIterator
+from sharded_loader.memory import arena
 from sharded_loader.pools.process import transport
 from sharded_loader.torch import DataLoader
 
@@ -419,11 +434,13 @@ def test_an_error_of_worker_init_fn_is_raised_and_leaves_no_worker(method: str, 
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_two_iterators_that_are_made_before_they_are_read_have_the_orders_of_torchs(workers: int) -> None:
+@pytest.mark.parametrize("own", [False, True], ids=["default generator", "own generator"])
+def test_two_iterators_that_are_made_before_they_are_read_have_the_orders_of_torchs(workers: int, own: bool) -> None:
     found = []
     for kind in (TORCHS, DataLoader):
         torch.manual_seed(0)
-        loader: Any = kind(range(6), 3, shuffle=True, num_workers=workers)
+        generator = seeded() if own else None
+        loader: Any = kind(range(6), 3, shuffle=True, num_workers=workers, generator=generator)
         pairs = [(one.tolist(), other.tolist()) for one, other in zip(loader, loader, strict=True)]
         late, early = iter(loader), iter(loader)
         rest = [[batch.tolist() for batch in batches] for batches in (early, late, loader)]
@@ -436,6 +453,35 @@ def test_two_iterators_that_are_made_before_they_are_read_have_the_orders_of_tor
     other.load_state_dict(loader.state_dict())  # of the one that was read last
     rest = plain(other)
     assert rest == plain(second) and sorted(sum(rest, seen)) == list(range(6))
+
+
+def test_iterators_of_this_process_leave_the_state_of_the_dataset_as_it_is() -> None:
+    found = []
+    for kind in (TORCHS, DataLoader):
+        loader: Any = kind(Counting(6), 3)
+        late, early = iter(loader), iter(loader)
+        rest = [plain(early), plain(loader)]
+        loader.dataset.reads = 50
+        found.append((rest, plain(late), loader.dataset.reads))
+    assert found[0] == found[1]
+
+
+def test_epochs_of_this_process_use_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = DataLoader([np.zeros(1 << 20, np.uint8)] * 4, 2)
+    assert len(list(loader)) == 2
+    new = Mock(side_effect=AssertionError("new memory"))
+    monkeypatch.setattr(arena.mmap, "mmap", new)
+    assert [len(batch) for batch in loader] == [2, 2]
+    monkeypatch.undo()
+
+
+def test_without_workers_a_forked_child_goes_on() -> None:
+    if not hasattr(os, "fork"):
+        pytest.skip("this platform has no fork")
+    for begun in (iter(DataLoader(range(6), 3)), iter(DataLoader(Shared(6), 3))):
+        assert next(begun).tolist() == [0, 1, 2]
+        for rest in (in_child(lambda begun=begun: plain(begun)), str(plain(begun))):  # type: ignore[misc]
+            assert rest == "[[3, 4, 5]]"
 
 
 # -- how far is read ----------------------------------------------------------------------------------------

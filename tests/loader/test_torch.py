@@ -25,7 +25,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from sharded_loader import OnError, ShardedDataLoader
+from sharded_loader import OnError, ShardedDataLoader, interleave
 from sharded_loader.drop_in.sampler import ShuffleSampler
 from sharded_loader.torch import DataLoader
 
@@ -374,7 +374,34 @@ def test_a_dataset_is_read_in_the_epoch_that_it_was_told_last(wrapped: Any, give
     assert found == [{5}, {5}, {7}, {2}, {3}, {9}, {9}]
     loader.set_epoch(2)
     data.set_epoch(6)
-    assert {int(one) for batch in loader for one in batch} == {6}
+    batches = iter(loader)
+    next(batches)
+    data, dataset = wrapped()
+    other = DataLoader(dataset, 1, **given)
+    other.load_state_dict(loader.state_dict())
+    for rest in (batches, other):
+        assert {int(one) for batch in rest for one in batch} == {6}
+
+
+def test_a_mixture_goes_on_in_the_epoch_of_the_state() -> None:
+    loader, other = (DataLoader(interleave([range(9)] * 2, shuffle=True, seed=1), 5) for _ in range(2))
+    loader.set_epoch(3)
+    batches = iter(loader)
+    next(batches)
+    other.load_state_dict(loader.state_dict())
+    assert [batch.tolist() for batch in other] == [batch.tolist() for batch in batches]
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.costly)])
+@pytest.mark.parametrize("dataset", [range(10), Parts()], ids=["map-style", "iterable"])
+def test_the_batch_sampler_may_get_another_batch_size_between_epochs(dataset: Any, workers: int) -> None:
+    found = []
+    for kind in (TORCHS, DataLoader):
+        loader: Any = kind(dataset, 2, num_workers=workers)
+        batches = [batch.tolist() for batch in loader]
+        loader.batch_sampler.batch_size = 3
+        found.append([batches, [batch.tolist() for batch in loader]])
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("given", [{}, {"num_workers": 2}, {"streams": 4}, {"streams": 4, "batch_size": None}], ids=str)
