@@ -354,7 +354,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         epochs += [getattr(one, name, None) for one in told for name in ("_epoch", "epoch")]
         of_epoch = next((number for number in reversed(epochs) if isinstance(number, int)), None)
         if start is not None and request is None and not of_epoch:
-            of_epoch = None  # nobody has told it
+            of_epoch = None  # it was never told one
         if start is None:
             behind = {} if before is None else {part: points[part] for part in before.unread & points.keys()}
             epoch = stream_epoch(loader, job.seed, state, behind)
