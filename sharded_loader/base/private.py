@@ -101,7 +101,7 @@ def become_worker(name: str) -> None:
     from multiprocessing import process
 
     process.current_process().name = name
-    process._parent_process = SimpleNamespace(name="MainProcess", pid=os.getppid())  # type: ignore[attr-defined]
+    vars(process).update(_parent_process=SimpleNamespace(name="MainProcess", pid=os.getppid()))
 
 
 def become_child(name: str, authkey: bytes, folder: str, tracker: int | None) -> None:
