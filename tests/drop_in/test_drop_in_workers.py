@@ -409,6 +409,8 @@ def test_workers_that_wait_for_another_dataset_belong_to_one_iterator(method: st
     data.set_epoch(3)
     assert iter(loader) is waiting  # its workers get this one, too
     loader.load_state_dict(state)
+    assert data.epoch == 1  # the state's
+    data.set_epoch(3)
     if hasattr(os, "fork"):
         assert in_child(lambda: next(iter(loader))[0][:2]) == "(2, 3)"
     loader.worker_init_fn = tell
