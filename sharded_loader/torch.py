@@ -627,9 +627,10 @@ class TorchReading(TorchSteps, Generic[Batch]):
         elif isinstance(loader.dataset, IterDataPipe | MapDataPipe):
             raise TypeError("datapipes are read by torch's own workers, which have no state_dict()")
         else:
-            if progress.known_run(loader) is None:
+            if (run := progress.known_run(loader)) is None:
                 _TORCHS.__iter__(loader)  # fixes the epoch now, so that the state is that of the coming epoch
-            run: Any = progress.known_run(loader)
+                run = progress.known_run(loader)
+                assert run is not None  # the iterator waits
             state, progress.data = run.state_dict(loader), progress.data or fingerprint_of(loader.dataset)
             if progress.data is not None:
                 state["_data"] = progress.data

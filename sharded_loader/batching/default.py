@@ -32,7 +32,8 @@ class Batchify:
     def __call__(self, samples: Samples) -> Any:
         """Return the batch as torch tensors."""
         # A column of another library may not index like a list: a Series uses its labels.
-        return tree.to_torch(self.assemble(samples if isinstance(samples, (list, tuple)) else list(samples), new_array))
+        values = samples if isinstance(samples, (list, tuple)) else list(samples)
+        return tree.to_torch(self.assemble(values, new_array))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"

@@ -194,7 +194,8 @@ def _copy(template: object) -> Any:
         is_failed = is_dataclass_instance(template) and not isinstance(error, TypeError)
         if is_from_outside(error) or not (is_failed or isinstance(template, dict)):
             raise
-    blank: Any = type(template).__new__(type(template))
+    kind: Any = type(template)
+    blank = kind.__new__(kind)
     getattr(blank, "__dict__", {}).update(getattr(template, "__dict__", {}))  # empty for classes with slots
     return blank
 

@@ -25,7 +25,7 @@ from sharded_loader.caching.store import fits_columns
 from sharded_loader.extend import Batchify, BatchifyError, Empty
 from sharded_loader.extend import data as core
 
-_SCALARS = [np.dtype(char) for char in "?bBhilefdFD"]
+_SCALARS = map(np.dtype, ("?", "i1", "i2", "i4", "i8", "u1", "f2", "f4", "f8", "c8", "c16"))
 _NUMBERS = {int: np.dtype(np.int64), float: np.dtype(float), bool: np.dtype(bool)} | {dt.type: dt for dt in _SCALARS}
 """Types of numbers, and the dtypes of their batches."""
 
@@ -96,7 +96,7 @@ def _own_functions(sample: object, empty: Empty) -> dict[Any, Callable[..., Any]
 
 
 def _collated(column: Sequence[Any], empty: Empty) -> Any:
-    """Return the batch of these values, or None if torch's function has to collate them."""
+    """Collate values of one type; return None for those that only torch's function can collate."""
     types = set(map(type, column))
     if len(types) != 1:
         return None
@@ -140,8 +140,8 @@ def _is_changed() -> bool:
     collate: Any = sys.modules.get("torch.utils.data._utils.collate")
     if collate is None:
         return False
-    own = {kind: getattr(collate, f"collate_{name}_fn") for kind, name in _TYPES.items()}
-    own[sys.modules["torch"].Tensor] = collate.collate_tensor_fn
+    own = {kind: getattr(collate, f"collate_{name}_fn", None) for kind, name in _TYPES.items()}
+    own[sys.modules["torch"].Tensor] = getattr(collate, "collate_tensor_fn", None)
     return bool(collate.default_collate_fn_map != own)
 
 
@@ -153,7 +153,7 @@ _TYPES: dict[Any, str] = {
     str: "str",
     bytes: "str",
 }
-"""torch's unmodified table of functions, but for tensors."""
+"""Types in torch's unmodified table, besides tensors, and the names of their functions: collate_..._fn."""
 
 
 class Assembled(Batchify):

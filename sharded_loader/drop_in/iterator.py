@@ -42,7 +42,7 @@ from sharded_loader.drop_in.state import LoaderState, TorchRun, TorchSteps, chec
 from sharded_loader.drop_in.trainers import length_was_asked
 from sharded_loader.extend import PartPoint, Pipeline, Pool, Run, Task
 from sharded_loader.extend import engine as core
-from sharded_loader.extend.data import TensorBatch, epoch_listeners, is_stateful, to_torch
+from sharded_loader.extend.data import TensorBatch, is_stateful, to_torch
 from sharded_loader.extend.order import nested
 from sharded_loader.extend.tools import check_int, exclude_from_compilation, uninterrupted
 
@@ -346,15 +346,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         job = job_of(loader, self._collate_fn, drawn)
         points: Points = {} if before is None else before.points_at_start if self._waits else before.after()
         epoch: TorchEpoch | core.StreamEpoch
-        unread, told, request = set[int](), loader._progress.listeners, loader._progress.count.request
-        if start is None or told is None:
-            told = loader._progress.listeners = [*epoch_listeners(loader.dataset)]
-        # What the datasets say, nearest first, because one inside may have been told alone; else the loader's own call.
-        epochs = [None if request is None or not told else request[1]]
-        epochs += [getattr(one, name, None) for one in told for name in ("_epoch", "epoch")]
-        of_epoch = next((number for number in reversed(epochs) if isinstance(number, int)), None)
-        if start is not None and request is None and not of_epoch:
-            of_epoch = None  # it was never told one
+        unread, of_epoch = set[int](), loader._progress.epoch_of_dataset(loader.dataset)
         if start is None:
             behind = {} if before is None else {part: points[part] for part in before.unread & points.keys()}
             epoch = stream_epoch(loader, job.seed, state, behind)

@@ -34,7 +34,7 @@ from sharded_loader.drop_in.trainers import counted_by_fabric, fetched_by_lightn
 from sharded_loader.extend import Job, PartPoint, Position, Run
 from sharded_loader.extend import engine as core
 from sharded_loader.extend import order as orders
-from sharded_loader.extend.data import DataIdentity, epoch_setter
+from sharded_loader.extend.data import DataIdentity, epoch_listeners, epoch_setter
 from sharded_loader.extend.tools import check_int, entries, refuse_async_iterable, refuse_class
 
 if TYPE_CHECKING:
@@ -58,8 +58,8 @@ class LoaderState:
         finished: The user has seen the end of the epoch.
         base_seed: Base seed of the workers' generators.
         epoch: Number of the epoch.
-        epoch_of_dataset: Epoch that the dataset, or one inside it, was told: its attribute ``epoch``, or the last
-            ``set_epoch`` of the loader.
+        epoch_of_dataset: Epoch of the dataset, or of one inside it: its attribute ``epoch``, or the argument of the
+            loader's last ``set_epoch``.
         generator: State of the loader's generator.
         next_draws: After the last batch, the draws of the next epoch: for the loader and for its sampler.
         sampler: Sampler of map-style data.
@@ -187,7 +187,7 @@ class TorchProgress(core.Place):
         following: Draws of the epoch after the resumed one.
         is_of_fabric: The state is loaded under Lightning's Fabric, which names epochs from 0 on.
         engine: That of an iterator that is over, with spawned workers, which wait for the dataset of the next one.
-        listeners: Datasets with ``set_epoch``, nearest first, once they were looked for.
+        listeners: The dataset and those inside it that have ``set_epoch``, outermost first; None: not yet searched.
     """
 
     current_run: TorchRun | None = None
@@ -237,6 +237,20 @@ class TorchProgress(core.Place):
         """Return the promised iterator, once."""
         is_promised, self.is_promised = self.is_promised, False
         return self.waiting if is_promised else None
+
+    def epoch_of_dataset(self, dataset: Any) -> int | None:
+        """Return the epoch of the dataset, or of one inside it, for a state; None if it was never set.
+
+        The innermost attribute comes first, because a program may set the epoch of an inner dataset alone.
+        """
+        is_stream, request = isinstance(dataset, IterableDataset), self.count.request
+        if is_stream or self.listeners is None:
+            self.listeners = [*epoch_listeners(dataset)]
+        epochs = [getattr(one, name, None) for one in reversed(self.listeners) for name in ("epoch", "_epoch")]
+        if self.listeners and request is not None:
+            epochs.append(request[1])
+        epoch = next((number for number in epochs if isinstance(number, int)), None)
+        return epoch if epoch or is_stream or request is not None else None  # 0: as it was made
 
     def known_run(self, loader: Loader) -> TorchRun | None:
         """Return the run whose state is the loader's, or None. A waiting iterator becomes promised."""

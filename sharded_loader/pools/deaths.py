@@ -107,7 +107,8 @@ class Deaths:
         killed = not death.hung and (death.exitcode is None or death.exitcode in _FROM_OUTSIDE)
         who = death.worker if killed else -1  # deaths without outside cause count together
         self._start_by_worker[who] += 1
-        return death.is_final or self._start_by_worker[who] >= self._limit * (PROVEN if killed and self._proven else 1)
+        limit = self._limit * (PROVEN if killed and self._proven else 1)
+        return death.is_final or self._start_by_worker[who] >= limit
 
     def begin_starts(self, *, proven: bool) -> None:
         """Reset the start counters: a worker has started (``proven``), or the job has changed."""
