@@ -371,8 +371,7 @@ class Shards:
         """Return the number of bytes to read from a store to compute `lengths`."""
         if not self.scans or "lengths" in vars(self):
             return 0
-        path, name = self._indexes.path, self.format.name
-        return self._size([n for n in self.uncounted() if not path(name, self.urls[n], self.stats[n]).exists()])
+        return self._size([shard for shard in self.uncounted() if not self._is_index_saved(shard)])
 
     def excess(self, shards: Sequence[int]) -> int:
         """Return the total bytes of these shards if the cache cannot hold them together, otherwise 0."""
@@ -467,8 +466,12 @@ class Shards:
 
     def index_ahead(self, shard: int) -> None:
         """Save the index of a cached shard out of an index file, which takes a worker up to three requests."""
-        if self.urls[shard] in self._entries and not self.stats[shard].tag.startswith(UNKNOWN):
+        is_listed = self.urls[shard] in self._entries and not self.stats[shard].tag.startswith(UNKNOWN)
+        if is_listed and not self._is_index_saved(shard):  # reading a saved one takes 4 ms
             self._index(shard, in_parts=False)
+
+    def _is_index_saved(self, shard: int) -> bool:
+        return self._indexes.path(self.format.name, self.urls[shard], self.stats[shard]).exists()
 
     def _make_index(self, shard: int, in_parts: bool) -> Index:
         entry = self._entries.get(self.urls[shard])
