@@ -21,13 +21,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import math
 import os
 import re
 import shutil
 import stat as modes
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -55,6 +56,10 @@ on a heavily oversubscribed machine)."""
 
 Fetch = Callable[[BinaryIO], "int | None"]
 """Function that writes the bytes of a shard into a file. It returns their CRC-32, or None if it has not computed it."""
+
+TIMES_SECONDS = 1.0
+"""Seconds for which the times of last use stay known: reading those of 5,000 shards takes 16 ms, in which no other
+process can make room."""
 
 _NAME = re.compile(r"[0-9a-f]{40}-(\d+)\.(shard|part)")
 
@@ -93,6 +98,8 @@ class ShardCache:
         self.folder, self.max_bytes = Path(folder).absolute(), bytes_of_text(max_bytes)
         self.fetched = self.evicted = 0
         self.read_only = False
+        self._times: dict[str, float] = {}  # name of a file -> its last use, as read since `_read_at`
+        self._read_at = -math.inf
         try:
             (self.folder / "locks").mkdir(parents=True, exist_ok=True)
             with self._lock("room"):
@@ -103,6 +110,9 @@ class ShardCache:
             if not self.read_only:
                 text = f"the cache folder {self.folder} cannot be written to ({error}): give another one"
                 raise ShardError(text) from None
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**vars(self), "_times": {}}
 
     def __repr__(self) -> str:
         return f"ShardCache({str(self.folder)!r}, {self.max_bytes})"
@@ -169,6 +179,7 @@ class ShardCache:
 
     def _touch(self, path: Path, seconds: float) -> bool:
         try:
+            self._times.pop(path.name, None)
             os.utime(checksum_path(path), (seconds, seconds))
         except OSError:
             return False
@@ -191,7 +202,7 @@ class ShardCache:
             file = LocalFile(str(path), f"{shown(url)} (cached as {path})")
         except FileNotFoundError:
             return None
-        if _last_used(path) < time.time():  # keep priorities that lie in the future: a reader needs the shard
+        if self._last_used(path.name) < time.time():  # keep priorities that lie in the future: a reader needs the shard
             self._touch(path, time.time())
         return file
 
@@ -242,7 +253,7 @@ class ShardCache:
                 found, now, is_waiting, stuck = self._files(), time.time(), False, ""
                 missing = max(self._excess_bytes(found, size), size * is_full)
                 # No system calls if there is room: each may wait 5 ms for the GIL.
-                files = sorted((_last_used(self.folder / name), name) for name in found) if missing > 0 else []
+                files = self._by_last_use(found) if missing > 0 else []
                 if is_ahead and missing > 0:
                     old = [name for used, name in files if used <= now and self._may_go(name, part)]
                     if missing > sum(map(found.__getitem__, old)):
@@ -251,7 +262,8 @@ class ShardCache:
                     if missing <= 0:
                         break
                     try:
-                        if not self._may_go(name, part):
+                        is_current = self._times.pop(name, None) == self._last_used(name)
+                        if not is_current or not self._may_go(name, part):
                             is_waiting = True
                             continue
                         _delete(self.folder / name)
@@ -293,6 +305,23 @@ class ShardCache:
             return {}
         return {match[0]: int(match[1]) for match in map(_NAME.fullmatch, names) if match is not None}
 
+    def _by_last_use(self, names: Iterable[str]) -> list[tuple[float, str]]:
+        """Return times of last use in order, with the names. They may be `TIMES_SECONDS` old."""
+        now, times = host_clock.now(), self._times.copy()
+        if now - self._read_at > TIMES_SECONDS:
+            times, self._read_at = {}, now
+        times |= {name: self._last_used(name) for name in names if name not in times}
+        found = sorted([(times[name], name) for name in names])
+        self._times = times  # last, because other threads remove what they change
+        return found
+
+    def _last_used(self, name: str) -> float:
+        try:
+            found = os.stat(f"{self.folder}{os.sep}{name.replace('.shard', '.sum')}").st_mtime
+        except FileNotFoundError:
+            return 0.0
+        return found if found < time.time() + 2 * HOLD_SECONDS else 0.0  # later: the clock was put back
+
     def _is_inside(self, error: OSError) -> bool:
         return str(error.filename).startswith(str(self.folder))
 
@@ -320,14 +349,6 @@ def _warn_of_eviction(limit_text: str) -> None:
 
 def _lock_name(name: str) -> str:
     return str(int(name[:8], 16) % LOCKS)
-
-
-def _last_used(path: Path) -> float:
-    try:
-        found = os.stat(checksum_path(path) if path.suffix == ".shard" else path).st_mtime
-    except FileNotFoundError:
-        return 0.0
-    return found if found < time.time() + 2 * HOLD_SECONDS else 0.0  # later: the clock was put back
 
 
 def _delete(path: Path) -> None:

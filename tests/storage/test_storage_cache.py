@@ -411,6 +411,33 @@ def test_a_shard_that_is_needed_goes_last_and_that_is_said_once(tmp_path: Path, 
     assert "a reader still needs" in said and f"{tmp_path} may take 2,000" in said and "larger max_bytes" in said
 
 
+def test_making_room_does_not_look_at_each_file_of_the_cache_again(tmp_path: Path, monkeypatch: Any) -> None:
+    cache, looked, stat = ShardCache(tmp_path, 50 * SIZE), list[Any](), os.stat
+    monkeypatch.setattr(cache_module, "host_clock", Mock(now=lambda: 0.0))
+    monkeypatch.setattr(os, "stat", lambda path, **how: looked.append(path) or stat(path, **how))
+    for number in range(60):
+        put(cache, number)
+        cache.let_go(*named(number))
+    assert cache.evicted == 10 and cache.used_bytes == 50 * SIZE
+    assert sum(str(path).endswith(".sum") for path in looked) < 50 + 10 * 10  # 50 for each of 10 otherwise
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_a_shard_that_another_process_came_to_need_stays(tmp_path: Path, is_ahead: bool) -> None:
+    cache = ShardCache(tmp_path, 3 * SIZE)
+    for number in (1, 2, 3):
+        put(cache, number)
+        cache.let_go(*named(number), 10 - number)  # 1 goes first
+    put(cache, 4)
+    cache.let_go(*named(4), 1)
+    assert all(kept(ShardCache(tmp_path, 3 * SIZE), 2))
+    if is_ahead:
+        assert cache.prepare(*named(5), writes(b"x" * SIZE), lambda: True)
+    else:
+        put(cache, 5)
+    assert kept(cache, 1, 2, 3, 4, 5) == [False, True, False, True, True]
+
+
 def test_what_is_fetched_ahead_waits_for_what_others_fetch_and_deletes_nothing_needed(tmp_path: Path) -> None:
     cache, calls = ShardCache(tmp_path, 2 * SIZE), list[int]()
     put(cache, 1)
