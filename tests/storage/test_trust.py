@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import pickle
 import warnings
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -150,6 +152,9 @@ def test_nothing_that_is_read_is_unpickled() -> None:
 
     content = dumped({"length": np.array([Evil()], object)})
     assert loaded(content) is None
+    for dtype, shape in (("O", [1]), ("i8,O", [1]), ([["a", "O"]], [1]), ("<i8", [10**15])):
+        crafted = zlib.compress(json.dumps({"length": [dtype, shape]}).encode() + b"\n" + bytes(16))
+        assert loaded(crafted + hashlib.sha256(crafted).digest()) is None, (dtype, shape)
 
 
 @pytest.mark.costly
