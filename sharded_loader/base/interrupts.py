@@ -10,7 +10,7 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
 
@@ -21,14 +21,14 @@ _SIGNALS = tuple(map(int, signal.valid_signals()))  # valid_signals() takes 150 
 
 
 @contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Defer Python signal handlers to the end of the block.
+def uninterrupted() -> Iterator[dict[int, Any]]:
+    """Defer Python signal handlers to the end of the block. Yields the signals that have come, which it may take out.
 
     For the few places where an interrupted step would leak a process or a descriptor. Masking signals is not enough:
     another thread (OpenBLAS starts some) receives them, and Python runs the handlers in the main thread anyway.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield {}
         return
     pending: dict[int, Any] = {}
     before = python_handlers()
@@ -43,7 +43,7 @@ def uninterrupted() -> Iterator[None]:
     _pending_signals.append(pending)
     try:
         set_handlers(dict.fromkeys(before, note))
-        yield
+        yield pending
     finally:
         _pending_signals.pop()
         with contextlib.ExitStack() as calls:  # each handler runs, even if another one raises
@@ -146,3 +146,18 @@ def program_ends() -> bool:
         False
     """
     return _is_exiting.is_set()
+
+
+BEHIND_SECONDS = 0.05
+"""Seconds after which a finalizer, which has nothing left to do, has ended."""
+
+
+def call_all(*functions: Callable[[], Any]) -> None:
+    """Call the functions in turn: a finalizer. Python drops what is raised in one, so signals come again behind it."""
+    with uninterrupted() as pending:
+        for function in functions:
+            function()
+        while pending and not program_ends():
+            me, (number, _) = threading.get_ident(), pending.popitem()
+            send = signal.raise_signal if sys.platform == "win32" else functools.partial(signal.pthread_kill, me)
+            threading.Timer(BEHIND_SECONDS, send, [number]).start()

@@ -293,7 +293,8 @@ def _hash(value: object, seen: dict[int, Any], whole: bool) -> bytes:
     if isinstance(value, str | PathLike):
         text = "text " + (str(value)[folder.end() :] if (folder := _FOLDER.match(str(value))) else str(value))
     elif array is not None and array.dtype.kind in "biufcmMSUV" and not array.dtype.hasobject:
-        array = array.astype(array.dtype.newbyteorder("<"), copy=False)
+        # The bytes behind a long double are anything.
+        array = array.astype("U" if array.dtype.char in "gG" else array.dtype.newbyteorder("<"), copy=False)
         text, content = f"array {array.shape} {array.dtype.str}", array.tobytes()
     elif array is not None:
         parts = [_hash(part, seen, whole) for part in array.ravel().tolist()]

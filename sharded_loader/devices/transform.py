@@ -89,19 +89,14 @@ class BatchTransform:
         """
         if not self._host_fields:
             return shard
-        names, parts = _field_names(shard), children(shard) or []
+        names, parts = _field_names(shard), [*(children(shard) or ())]
         if missing := self._host_fields.difference(names):
-            raise TypeError(
-                f"host_fields has {elide(sorted(map(repr, missing)))}, and the batch is {an(type(shard))} "
-                + (f"with the fields {elide([*map(repr, names)])}" if names else "without fields")
-            )
-        return rebuild(
-            shard,
-            [
-                HostValue(map_leaves(_clone_tensor, to_torch(part))) if name in self._host_fields else part
-                for name, part in zip(names, parts, strict=True)
-            ],
-        )
+            what = f"with the fields {elide([*map(repr, names)])}" if names else "without fields"
+            text = f"host_fields has {elide(sorted(map(repr, missing)))}, and the batch is {an(type(shard))}"
+            raise TypeError(f"{text} {what}")
+        for place in [names.index(name) for name in self._host_fields]:
+            parts[place] = HostValue(map_leaves(_clone_tensor, to_torch(parts[place])))
+        return rebuild(shard, parts)
 
     def apply(self, shard: object, task: Task, number: int, kind: str = "cpu") -> Any:
         """Return the batch that the user's program receives. ``number`` is that of the shard, 0 for a plain batch.

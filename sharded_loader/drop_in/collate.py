@@ -1,7 +1,7 @@
 """torch's ``default_collate`` in bulk: the same batches, at the speed of this library.
 
     Collate().assemble(samples, empty) -> TensorBatch, or the result of ``default_collate``
-    Collate().bulk_of(dataset)         -> function that reads whole batches of tensors or of a cache
+    Collate().bulk_of(dataset)         -> function that reads whole batches of columns or of a cache
     batchify_fn_of(collate_fn, ...)    -> batchify function of this library for a ``collate_fn``
 
 Arrays, tensors, numbers, and dicts, tuples and lists of them are stacked into memory from ``empty``. torch's own
@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from sharded_loader import ArrayDataset
 from sharded_loader.caching.dataset import StoredDataset
 from sharded_loader.caching.store import fits_columns
 from sharded_loader.extend import Batchify, BatchifyError, Empty
@@ -60,7 +61,7 @@ class Collate(Batchify):
     def bulk_of(self, dataset: object) -> core.Gather | None:
         """Return ``gather(indices, empty)``, as of `sharded_loader.data.bulk.as_bulk`, or None if samples must be read.
 
-        Works for a tensor, a ``TensorDataset``, a cache of arrays, or a part of one.
+        Works for a tensor, a ``TensorDataset``, an `ArrayDataset` of arrays and tensors, a cache of them, or a part.
         """
         data: Any = sys.modules.get("torch.utils.data")
         inner = dataset
@@ -68,7 +69,10 @@ class Collate(Batchify):
             inner = part[0]
         is_tensors = data is not None and type(inner) in (data.TensorDataset, sys.modules["torch"].Tensor)
         is_stored = type(inner) is StoredDataset and fits_columns(inner.structure) and _is_collated(inner.structure)
-        gather = core.as_bulk(dataset) if is_tensors or is_stored else None
+        columns: Any = inner.columns if type(inner) is ArrayDataset else ()
+        columns = columns.values() if isinstance(columns, dict) else columns
+        is_columns = bool(columns) and all(map(_is_stacked, columns))
+        gather = core.as_bulk(dataset) if is_tensors or is_stored or is_columns else None
         if gather is None:
             return None
 
@@ -133,6 +137,14 @@ def _is_collated(node: object) -> bool:
         return bool(parts) and all(map(_is_collated, parts))
     is_known = kind in ("array", "scalar", "tensor", "int", "float", "bool")
     return is_known and np.dtype(first).isnative and core.torch_has(np.dtype(first))
+
+
+def _is_stacked(column: Any) -> bool:
+    """Return True if ``default_collate`` turns rows of this column into one array or tensor."""
+    if not core.is_gathered(column):
+        return core.is_column(column)
+    is_known = column.dtype.type in _NUMBERS if column.ndim == 1 else column.dtype.num in core.JOINABLE
+    return is_known and column.dtype.isnative and column.dtype.char not in "gG"
 
 
 def _is_changed() -> bool:

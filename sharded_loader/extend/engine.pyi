@@ -1,5 +1,6 @@
 """The names of this module, one a line. It reads them here, as type checkers and editors do."""
 
+from sharded_loader.base.interrupts import call_all as call_all
 from sharded_loader.devices.accelerator import OUT_OF_MEMORY as OUT_OF_MEMORY
 from sharded_loader.devices.accelerator import Streams as Streams
 from sharded_loader.devices.accelerator import note_rejected as note_rejected
@@ -57,7 +58,6 @@ from sharded_loader.loader.epochs import Place as Place
 from sharded_loader.loader.epochs import warn_of_length as warn_of_length
 from sharded_loader.loader.iterator import EpochIterator as EpochIterator
 from sharded_loader.loader.iterator import profiler_enabled as profiler_enabled
-from sharded_loader.loader.loader import call_all as call_all
 from sharded_loader.loader.lookup import KnownSteps as KnownSteps
 from sharded_loader.loader.lookup import LookUp as LookUp
 from sharded_loader.loader.lookup import in_epoch as in_epoch

@@ -27,7 +27,7 @@ import numpy.typing as npt
 import torch
 
 from sharded_loader.base.imports import provided
-from sharded_loader.base.interrupts import uninterrupted
+from sharded_loader.base.interrupts import call_all, uninterrupted
 from sharded_loader.base.limits import warn_of_workers
 from sharded_loader.batching.default import default_batchify_fn
 from sharded_loader.data.bulk import Indexed
@@ -831,7 +831,8 @@ class ShardedDataLoader(Instruments, Leasing[Batch], Generic[Batch]):
             ...     next(iter(loader))
             tensor([0, 1])
         """
-        call_all(self._pipeline.close, self._placement.closer(), self._epochs.forget, self._closer.detach)
+        for part in (self._pipeline.close, self._placement.closer(), self._epochs.forget, self._closer.detach):
+            part()
 
     def __enter__(self) -> Self:
         return self
@@ -842,9 +843,3 @@ class ShardedDataLoader(Instruments, Leasing[Batch], Generic[Batch]):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         text = "a ShardedDataLoader has workers and memory of its own, and can be neither pickled nor copied"
         raise TypeError(f"{text}: make it from the same arguments where it is needed; state_dict() holds its position")
-
-
-def call_all(*functions: Callable[[], Any]) -> None:
-    """Call the functions in turn: a finalizer, which must not hold the loader."""
-    for function in functions:
-        function()

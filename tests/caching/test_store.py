@@ -280,6 +280,18 @@ def test_damaged_bytes_are_never_samples(tmp_path: Path, seed: int) -> None:
             assert has(store)
 
 
+@pytest.mark.parametrize("index", [4, 5])
+def test_a_place_with_any_damaged_bit_is_that_of_no_sample(tmp_path: Path, index: int) -> None:
+    path = tmp_path / "samples.cache"
+    filled(path)
+    store = make(path)
+    whole = int(store.places[index])
+    for bit in range(64):
+        store.session.sound[:] = 0
+        store.places[index] = whole ^ (1 << bit if bit < 63 else -(1 << 63))
+        assert store.read(index) is MISSING
+
+
 def test_a_damaged_sample_is_said_and_stored_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "samples.cache"
     filled(path)

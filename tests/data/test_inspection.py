@@ -357,6 +357,12 @@ class Color(enum.Enum):
     RED, BLUE = 1, 2
 
 
+def padded(byte):
+    """Long doubles in memory that was filled with a byte, which stays behind each of them."""
+    memory = np.full(3 * np.dtype(np.longdouble).itemsize, byte, np.uint8).view(np.longdouble)
+    return np.multiply(np.arange(3), np.longdouble(0.5), out=memory)
+
+
 # Each row: a sample, an equal one made otherwise, another one.
 DIGESTS = {
     "float": (1.5, 1.5, 1.25),
@@ -368,6 +374,7 @@ DIGESTS = {
     "array": (np.arange(6).reshape(2, 3), np.asfortranarray(np.arange(6).reshape(2, 3)), np.arange(6)),
     "byte order": (np.arange(3), np.arange(3).astype(">i8"), np.arange(3).astype(np.int32)),
     "strides": (np.arange(10)[::2], np.array([0, 2, 4, 6, 8]), np.arange(10)[1::2]),
+    "long doubles": (padded(0), padded(255), padded(0) * 2),
     "scalar": (np.float32(1.5), np.float32(1.5), np.float32(2.5)),
     "objects": (np.array(["a", None], object), np.array(["a", None], object), np.array(["b", None], object)),
     "fields": (np.array([(1, 2.0)], "i4,f8"), np.array([(1, 2.0)], "i4,f8"), np.array([(2, 2.0)], "i4,f8")),

@@ -18,7 +18,7 @@ from hypothesis import example, given
 from torch.utils.data import Subset, TensorDataset, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from sharded_loader import ShardedDataLoader, SimpleDataset
+from sharded_loader import ArrayDataset, ShardedDataLoader, SimpleDataset
 from sharded_loader.batchify import Pad, Stack
 from sharded_loader.batching.tree import TensorBatch
 from sharded_loader.drop_in.collate import Assembled, Collate
@@ -293,6 +293,14 @@ ROWS: dict[str, Callable[[], Any]] = {
     "that is learned": lambda: TensorDataset(torch.arange(10.0, requires_grad=True), torch.arange(10)),
     "conjugate": lambda: TensorDataset(torch.arange(10).to(torch.complex64).conj()),
     "none": lambda: torch.zeros(0, 3),
+    "columns": lambda: ArrayDataset(
+        x=np.arange(30, dtype=np.float32).reshape(10, 3), y=np.arange(10), z=torch.arange(10), t=np.arange(10) % 2 == 0
+    ),
+    "columns by position": lambda: ArrayDataset(np.arange(10, dtype=np.float16), torch.arange(20).reshape(10, 2)),
+    "a column of arrays": lambda: ArrayDataset(np.arange(60, dtype=np.uint8).reshape(10, 6)[:, ::2]),
+    "a part of columns": lambda: Subset(ArrayDataset(np.arange(10), np.arange(10.0)).take(9)[1:], [7, 0, 3]),
+    "columns of unsigned numbers": lambda: ArrayDataset(np.arange(10, dtype=np.uint16), np.arange(10, dtype=np.uint32)),
+    "columns of texts": lambda: ArrayDataset(np.arange(10), [f"text {i}" for i in range(10)]),
 }
 
 
@@ -305,6 +313,8 @@ def test_rows_of_tensors_are_torchs_batches(kind: str, num_workers: int) -> None
     expected = list(torch.utils.data.DataLoader(dataset, 4))
     found = list(DataLoader(dataset, 4, num_workers=num_workers))
     assert_same(found, expected)
+    one_by_one = ("that is learned", "conjugate", "columns of unsigned numbers", "columns of texts")
+    assert (Collate().bulk_of(dataset) is None) == (kind in one_by_one)
 
 
 CACHED: dict[str, tuple[Callable[[int], Any], bool]] = {
@@ -352,7 +362,13 @@ def cached_rows() -> Any:
     return cached
 
 
-@pytest.mark.parametrize("make", [cached_rows, lambda: TensorDataset(torch.arange(8), torch.arange(8))])
+def columns_of_rows() -> Any:
+    return ArrayDataset(np.arange(8), np.arange(8))
+
+
+@pytest.mark.parametrize(
+    "make", [cached_rows, columns_of_rows, lambda: TensorDataset(torch.arange(8), torch.arange(8))]
+)
 def test_rows_are_read_at_once_unless_the_dataset_changes_them(
     make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

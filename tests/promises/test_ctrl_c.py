@@ -11,6 +11,7 @@ import random
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from stream_samples import Parts, Stateful, WithStatefulRows, batches_of, values
 from test_resume import SAMPLERS, HasPlace, batches, stream, through_json
 
 import sharded_loader
-from sharded_loader import ShardedDataLoader, ThreadPool, WeightedRandomSampler
+from sharded_loader import InlinePool, ShardedDataLoader, ThreadPool, WeightedRandomSampler
 from sharded_loader.engine.pool import Pool
 from sharded_loader.randomness import rng
 from sharded_loader.randomness.rng import reading
@@ -399,3 +400,22 @@ def test_a_ctrl_c_in_a_call_leaves_the_loader_as_before_or_as_behind_it(face: st
         if not interrupt.fired:
             break
     assert line > 2 * step
+
+
+@pytest.mark.parametrize("kind", [ShardedDataLoader, DataLoader])
+def test_a_ctrl_c_while_a_dropped_loader_closes_comes_when_it_has_closed(
+    kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = list[bool]()
+
+    def close() -> None:
+        signal.raise_signal(signal.SIGINT)
+        closed.append(True)
+
+    monkeypatch.setattr(InlinePool, "closer", lambda pool: close)
+    with pytest.raises(KeyboardInterrupt):
+        iterator = iter(kind(range(4), 2))
+        next(iterator)
+        del iterator
+        time.sleep(10)
+    assert closed
