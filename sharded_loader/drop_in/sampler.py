@@ -38,7 +38,7 @@ from sharded_loader.extend import NOTHING, Epoch, Nothing, PartPoint, Position, 
 from sharded_loader.extend import order as core
 from sharded_loader.extend.data import is_stateful
 from sharded_loader.extend.engine import EpochRequest, PartBatch, new_request, sampler_error
-from sharded_loader.extend.tools import check_int, entries, is_from_outside, pass_on
+from sharded_loader.extend.tools import an, brief, check_fits, check_int, entries, is_from_outside, pass_on
 
 
 class ShuffleSampler(RandomSampler):
@@ -123,7 +123,7 @@ class ShuffleSampler(RandomSampler):
         if "generator" in state:
             if self.generator is None:
                 self.generator = torch.Generator()
-            self.generator.set_state(torch.tensor(state["generator"], dtype=torch.uint8, device="cpu"))
+            set_generator(self.generator, state["generator"])
         if "seed" in state:
             self.seed, self.epoch = state["seed"], state["epoch"]
         self._next, self.is_named = tuple(state["next"]) if "next" in state else None, False
@@ -165,6 +165,30 @@ class EpochCount:
 # -- how a sampler starts ----------------------------------------------------------------------------------------------
 
 
+def _list_of(read: entries.Reader) -> entries.Reader:
+    """Read a list, as `entries.list_of` does, as a new list."""
+    return lambda what, value, advice: list(entries.list_of(read)(what, value, advice))
+
+
+def pair(what: str, value: Any, advice: str) -> list[int]:
+    """Read a list of two numbers."""
+    found: list[int] = _list_of(entries.integer())(what, value, advice)
+    if len(found) != 2:
+        raise ValueError(f"{what} is {brief(value)}; it must be a list of two numbers: {advice}")
+    return found
+
+
+def _shuffle(what: str, value: Any, advice: str) -> dict[str, Any]:
+    """Read what `ShuffleSampler.begin_state` or ``end_state`` returned."""
+    readers = {"next": pair, "generator": _list_of(entries.integer(0))}
+    readers |= {"seed": entries.integer(), "epoch": entries.integer(0)}
+    given = entries.instance(dict, "a dict")(what, value, advice)
+    found = {name: entries.read_entry(given, name, readers[name], advice, what) for name in given if name in readers}
+    if ("seed" in found) != ("epoch" in found):
+        raise ValueError(f"{what} is {brief(value)}, without seed or epoch: {advice}")
+    return found
+
+
 @dataclass
 class SamplerState:
     """Entries of a state about the sampler and the workers' datasets, under ``_sampler``.
@@ -187,15 +211,17 @@ class SamplerState:
     yielded: int = entries.entry(entries.integer(0))
     checksum: int = entries.entry(entries.integer(0))
     rank: int | None = entries.entry(entries.anything, default=None)
-    shuffle: dict[str, Any] | None = entries.entry(entries.optional(entries.instance(dict, "a dict")), default=None)
-    rng: list[list[str]] | None = entries.entry(entries.anything, default=None)
-    epochs: list[int] | None = entries.entry(entries.anything, default=None)
-    ahead: list[int] | None = entries.entry(entries.anything, default=None)
-    over: bool | None = entries.entry(entries.anything, default=None)
+    shuffle: dict[str, Any] | None = entries.entry(entries.optional(_shuffle), default=None)
+    rng: list[list[str]] | None = entries.entry(entries.optional(_list_of(_list_of(entries.string))), default=None)
+    epochs: list[int] | None = entries.entry(entries.optional(_list_of(entries.integer())), default=None)
+    ahead: list[int] | None = entries.entry(entries.optional(_list_of(entries.integer(0))), default=None)
+    over: bool | None = entries.entry(entries.optional(entries.true_or_false), default=None)
     own: Any = entries.entry(entries.anything, write=copy.deepcopy, name="state", default=None)
-    generators: list[str] | None = entries.entry(entries.anything, default=None)
-    datasets: list[Any] | None = entries.entry(entries.anything, write=copy.deepcopy, default=None)
-    weights: dict[str, str] | None = entries.entry(entries.anything, default=None)
+    generators: list[str] | None = entries.entry(entries.optional(_list_of(entries.string)), default=None)
+    datasets: list[Any] | None = entries.entry(
+        entries.optional(_list_of(entries.anything)), write=copy.deepcopy, default=None
+    )
+    weights: dict[str, str] | None = entries.entry(entries.optional(entries.instance(dict, "a dict")), default=None)
 
 
 _PLAIN = (BatchSampler, SequentialSampler, InOrderSampler, list, tuple, range)
@@ -216,9 +242,14 @@ def generator_state(generator: torch.Generator) -> str:
     return bytes(generator.get_state().numpy()).hex()
 
 
-def set_generator(generator: torch.Generator, state: str) -> None:
-    """Restore a generator from the result of `generator_state`."""
-    generator.set_state(torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8))
+def set_generator(generator: torch.Generator, state: str | list[int]) -> None:
+    """Restore a generator from the result of `generator_state`, or from its bytes as a list."""
+    try:
+        found = bytearray.fromhex(state) if isinstance(state, str) else bytearray(state)
+        generator.set_state(torch.frombuffer(found, dtype=torch.uint8))
+    except (TypeError, ValueError, RuntimeError) as error:
+        text = f"the state of a generator, in the loader's state, is {brief(state)}"
+        raise ValueError(f"{text}: give what state_dict() has returned ({error})") from None
 
 
 def draw_seed(generator: torch.Generator | None = None) -> int:

@@ -74,8 +74,8 @@ class LoaderState:
     epoch_of_dataset: int | None = entries.entry(
         entries.optional(entries.integer()), name="_epoch_of_dataset", default=None
     )
-    generator: str | None = entries.entry(entries.anything, name="_generator", default=None)
-    next_draws: list[int] | None = entries.entry(entries.anything, name="_next", default=None)
+    generator: str | None = entries.entry(entries.optional(entries.string), name="_generator", default=None)
+    next_draws: list[int] | None = entries.entry(entries.optional(samplers.pair), name="_next", default=None)
     sampler: SamplerState | None = entries.entry(
         entries.optional(entries.dict_of(SamplerState)), write=entries.to_state, name="_sampler", default=None
     )
