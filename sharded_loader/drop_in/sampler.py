@@ -77,11 +77,13 @@ class ShuffleSampler(RandomSampler):
             return
         seed, epoch = self._decided()
         self._next, self.epoch = None, self.epoch + 1
+        count, advice = len(self.data_source), "give num_replicas=1, whose shuffle needs none of it"
+        check_fits(48 * count, f"torch's shuffle has all {count:,} indices in memory", advice)
         generator = torch.Generator()
         # torch accepts seeds in this range only.
         is_torchs = epoch == 0 and -(1 << 63) <= seed < 1 << 64
         generator.manual_seed(seed if is_torchs else core.derive_key(seed, "shuffle", epoch) >> 65)
-        yield torch.randperm(len(self.data_source), generator=generator, device="cpu").tolist()
+        yield torch.randperm(count, generator=generator, device="cpu").tolist()
 
     def _decided(self) -> tuple[int, int]:
         """Return the seed and the number that decide the next epoch; number 0 is torch's order."""
@@ -590,7 +592,11 @@ class TorchEpoch(Epoch):
             return None if planned is None else NOTHING
         indices = planned.item if self._batched else (planned.item,)
         if type(indices) is not tuple and not hasattr(indices, "cut"):
-            indices = list(indices)  # a sampler may reuse its list
+            try:
+                indices = list(indices)  # a sampler may reuse its list
+            except TypeError:
+                text = f"epoch {self.number}, batch {seq}: the batch sampler yielded {brief(indices)}"
+                return TypeError(f"{text}, {an(type(indices))}; it must yield lists of indices")
         # With any order, or a changing number of workers, a batch goes to the least busy worker.
         lane: int | None = seq % len(self._turns) if self.takes_turns and not self.any_order else None
         part: PartBatch | None = None

@@ -335,6 +335,8 @@ def check_data(loader: Loader) -> None:
     for name, given in (("sampler", loader.sampler), ("batch_sampler", loader.batch_sampler)):
         if given is not None and not hasattr(given, "__iter__") and not hasattr(given, "__getitem__"):
             raise TypeError(f"{name} is {given!r}; it must be an iterable of indices, or of lists of them")
+    if getattr(loader.sampler, "data_source", None) is loader.dataset:
+        core.length(loader.dataset, needed=True)
     refuse_class("the dataset", loader.dataset)
     refuse_async_iterable(loader.dataset)
     if not any(hasattr(loader.dataset, name) for name in ("__getitem__", "__getitems__", "__iter__")):
