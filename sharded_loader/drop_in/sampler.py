@@ -376,7 +376,9 @@ class SamplerStart:
         """Return the same items, after the sampler has made the draws for its first one."""
         if not self.resumes and self._keep_epochs:
             ahead = int(not self._draws)
-            if any(one.epoch != epoch + ahead for one, epoch in self._counted):  # set_epoch was called since
+            may_be_updated = self._draws and any(map(core.has_weights, core.nested(self.sampler)))
+            # set_epoch was called since, or perhaps update
+            if may_be_updated or any(one.epoch != epoch + ahead for one, epoch in self._counted):
                 self._counted = [(one, one.epoch) for one, _ in self._counted]
                 items = iter(self.sampler)
                 self.put_back()
