@@ -189,6 +189,8 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
         self._progress.requests.listen(epoch_listeners(dataset) if persistent_workers else [])
         self.skip = list(self._progress.given_skip)
         self._memory = drop_in.DeviceMemory()
+        if shuffle and not isinstance(dataset, IterableDataset):
+            core.length(dataset, needed=True)
         is_ours = sampler is None and batch_sampler is None and self._sharded is None
         if is_ours and not isinstance(dataset, IterableDataset):
             # torch does not keep `shuffle`: a sampler takes its place.

@@ -139,7 +139,7 @@ def refuse_arguments(
 
 def check_choice(name: str, value: object, known: Sequence[str], owner: str) -> str:
     """Return ``value`` if it is one of the ``known`` texts; otherwise raise a ValueError that lists them."""
-    if value not in known:
+    if not isinstance(value, str) or value not in known:
         advice = f"{', '.join(map(repr, known[:-1]))} or {known[-1]!r}"
         raise ValueError(f"{name} is {value!r}, which {owner} does not know: choose {advice}")
     return str(value)

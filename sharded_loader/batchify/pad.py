@@ -40,7 +40,7 @@ def to_numpy_dtype(dtype: Any) -> Dtype | None:
         return None
     try:
         return np.dtype(core.dtype_name(dtype) if str(dtype).startswith("torch.") else dtype)
-    except TypeError:
+    except (TypeError, ValueError):
         raise TypeError(f"dtype {dtype!r} is unknown to NumPy: give one that is, or convert the batch after") from None
 
 

@@ -25,7 +25,7 @@ import operator
 import os
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from types import CoroutineType
@@ -582,6 +582,8 @@ class ConcatDataset(Wrapper):
     """
 
     def __init__(self, datasets: Iterable[Any]) -> None:
+        if isinstance(datasets, str | Mapping) or not isinstance(datasets, Iterable):
+            raise TypeError(f"ConcatDataset needs a list of datasets, not {an(type(datasets))}: give [first, second]")
         flat = (part._parts if type(part) is ConcatDataset else [part] for part in datasets)
         self._parts: list[Any] = [check_dataset(part, "ConcatDataset") for parts in flat for part in parts]
         if not self._parts:

@@ -38,7 +38,7 @@ from sharded_loader.extend import NOTHING, Epoch, Nothing, PartPoint, Position, 
 from sharded_loader.extend import order as core
 from sharded_loader.extend.data import is_stateful
 from sharded_loader.extend.engine import EpochRequest, PartBatch, new_request, sampler_error
-from sharded_loader.extend.tools import check_int, entries, is_from_outside, pass_on
+from sharded_loader.extend.tools import an, brief, check_fits, check_int, entries, is_from_outside, pass_on
 
 
 class ShuffleSampler(RandomSampler):
@@ -77,11 +77,13 @@ class ShuffleSampler(RandomSampler):
             return
         seed, epoch = self._decided()
         self._next, self.epoch = None, self.epoch + 1
+        count, advice = len(self.data_source), "give num_replicas=1, whose shuffle needs none of it"
+        check_fits(48 * count, f"torch's shuffle has all {count:,} indices in memory", advice)
         generator = torch.Generator()
         # torch accepts seeds in this range only.
         is_torchs = epoch == 0 and -(1 << 63) <= seed < 1 << 64
         generator.manual_seed(seed if is_torchs else core.derive_key(seed, "shuffle", epoch) >> 65)
-        yield torch.randperm(len(self.data_source), generator=generator, device="cpu").tolist()
+        yield torch.randperm(count, generator=generator, device="cpu").tolist()
 
     def _decided(self) -> tuple[int, int]:
         """Return the seed and the number that decide the next epoch; number 0 is torch's order."""
@@ -123,7 +125,7 @@ class ShuffleSampler(RandomSampler):
         if "generator" in state:
             if self.generator is None:
                 self.generator = torch.Generator()
-            self.generator.set_state(torch.tensor(state["generator"], dtype=torch.uint8, device="cpu"))
+            set_generator(self.generator, state["generator"])
         if "seed" in state:
             self.seed, self.epoch = state["seed"], state["epoch"]
         self._next, self.is_named = tuple(state["next"]) if "next" in state else None, False
@@ -165,6 +167,30 @@ class EpochCount:
 # -- how a sampler starts ----------------------------------------------------------------------------------------------
 
 
+def _list_of(read: entries.Reader) -> entries.Reader:
+    """Read a list, as `entries.list_of` does, as a new list."""
+    return lambda what, value, advice: list(entries.list_of(read)(what, value, advice))
+
+
+def pair(what: str, value: Any, advice: str) -> list[int]:
+    """Read a list of two numbers."""
+    found: list[int] = _list_of(entries.integer())(what, value, advice)
+    if len(found) != 2:
+        raise ValueError(f"{what} is {brief(value)}; it must be a list of two numbers: {advice}")
+    return found
+
+
+def _shuffle(what: str, value: Any, advice: str) -> dict[str, Any]:
+    """Read what `ShuffleSampler.begin_state` or ``end_state`` returned."""
+    readers = {"next": pair, "generator": _list_of(entries.integer(0))}
+    readers |= {"seed": entries.integer(), "epoch": entries.integer(0)}
+    given = entries.instance(dict, "a dict")(what, value, advice)
+    found = {name: entries.read_entry(given, name, readers[name], advice, what) for name in given if name in readers}
+    if ("seed" in found) != ("epoch" in found):
+        raise ValueError(f"{what} is {brief(value)}, without seed or epoch: {advice}")
+    return found
+
+
 @dataclass
 class SamplerState:
     """Entries of a state about the sampler and the workers' datasets, under ``_sampler``.
@@ -187,15 +213,17 @@ class SamplerState:
     yielded: int = entries.entry(entries.integer(0))
     checksum: int = entries.entry(entries.integer(0))
     rank: int | None = entries.entry(entries.anything, default=None)
-    shuffle: dict[str, Any] | None = entries.entry(entries.optional(entries.instance(dict, "a dict")), default=None)
-    rng: list[list[str]] | None = entries.entry(entries.anything, default=None)
-    epochs: list[int] | None = entries.entry(entries.anything, default=None)
-    ahead: list[int] | None = entries.entry(entries.anything, default=None)
-    over: bool | None = entries.entry(entries.anything, default=None)
+    shuffle: dict[str, Any] | None = entries.entry(entries.optional(_shuffle), default=None)
+    rng: list[list[str]] | None = entries.entry(entries.optional(_list_of(_list_of(entries.string))), default=None)
+    epochs: list[int] | None = entries.entry(entries.optional(_list_of(entries.integer())), default=None)
+    ahead: list[int] | None = entries.entry(entries.optional(_list_of(entries.integer(0))), default=None)
+    over: bool | None = entries.entry(entries.optional(entries.true_or_false), default=None)
     own: Any = entries.entry(entries.anything, write=copy.deepcopy, name="state", default=None)
-    generators: list[str] | None = entries.entry(entries.anything, default=None)
-    datasets: list[Any] | None = entries.entry(entries.anything, write=copy.deepcopy, default=None)
-    weights: dict[str, str] | None = entries.entry(entries.anything, default=None)
+    generators: list[str] | None = entries.entry(entries.optional(_list_of(entries.string)), default=None)
+    datasets: list[Any] | None = entries.entry(
+        entries.optional(_list_of(entries.anything)), write=copy.deepcopy, default=None
+    )
+    weights: dict[str, str] | None = entries.entry(entries.optional(entries.instance(dict, "a dict")), default=None)
 
 
 _PLAIN = (BatchSampler, SequentialSampler, InOrderSampler, list, tuple, range)
@@ -216,9 +244,14 @@ def generator_state(generator: torch.Generator) -> str:
     return bytes(generator.get_state().numpy()).hex()
 
 
-def set_generator(generator: torch.Generator, state: str) -> None:
-    """Restore a generator from the result of `generator_state`."""
-    generator.set_state(torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8))
+def set_generator(generator: torch.Generator, state: str | list[int]) -> None:
+    """Restore a generator from the result of `generator_state`, or from its bytes as a list."""
+    try:
+        found = bytearray.fromhex(state) if isinstance(state, str) else bytearray(state)
+        generator.set_state(torch.frombuffer(found, dtype=torch.uint8))
+    except (TypeError, ValueError, RuntimeError) as error:
+        text = f"the state of a generator, in the loader's state, is {brief(state)}"
+        raise ValueError(f"{text}: give what state_dict() has returned ({error})") from None
 
 
 def draw_seed(generator: torch.Generator | None = None) -> int:
@@ -343,7 +376,9 @@ class SamplerStart:
         """Return the same items, after the sampler has made the draws for its first one."""
         if not self.resumes and self._keep_epochs:
             ahead = int(not self._draws)
-            if any(one.epoch != epoch + ahead for one, epoch in self._counted):  # set_epoch was called since
+            may_be_updated = self._draws and any(map(core.has_weights, core.nested(self.sampler)))
+            # set_epoch was called since, or perhaps update
+            if may_be_updated or any(one.epoch != epoch + ahead for one, epoch in self._counted):
                 self._counted = [(one, one.epoch) for one, _ in self._counted]
                 items = iter(self.sampler)
                 self.put_back()
@@ -559,7 +594,11 @@ class TorchEpoch(Epoch):
             return None if planned is None else NOTHING
         indices = planned.item if self._batched else (planned.item,)
         if type(indices) is not tuple and not hasattr(indices, "cut"):
-            indices = list(indices)  # a sampler may reuse its list
+            try:
+                indices = list(indices)  # a sampler may reuse its list
+            except TypeError:
+                text = f"epoch {self.number}, batch {seq}: the batch sampler yielded {brief(indices)}"
+                return TypeError(f"{text}, {an(type(indices))}; it must yield lists of indices")
         # With any order, or a changing number of workers, a batch goes to the least busy worker.
         lane: int | None = seq % len(self._turns) if self.takes_turns and not self.any_order else None
         part: PartBatch | None = None

@@ -74,8 +74,8 @@ class LoaderState:
     epoch_of_dataset: int | None = entries.entry(
         entries.optional(entries.integer()), name="_epoch_of_dataset", default=None
     )
-    generator: str | None = entries.entry(entries.anything, name="_generator", default=None)
-    next_draws: list[int] | None = entries.entry(entries.anything, name="_next", default=None)
+    generator: str | None = entries.entry(entries.optional(entries.string), name="_generator", default=None)
+    next_draws: list[int] | None = entries.entry(entries.optional(samplers.pair), name="_next", default=None)
     sampler: SamplerState | None = entries.entry(
         entries.optional(entries.dict_of(SamplerState)), write=entries.to_state, name="_sampler", default=None
     )
@@ -335,6 +335,8 @@ def check_data(loader: Loader) -> None:
     for name, given in (("sampler", loader.sampler), ("batch_sampler", loader.batch_sampler)):
         if given is not None and not hasattr(given, "__iter__") and not hasattr(given, "__getitem__"):
             raise TypeError(f"{name} is {given!r}; it must be an iterable of indices, or of lists of them")
+    if getattr(loader.sampler, "data_source", None) is loader.dataset:
+        core.length(loader.dataset, needed=True)
     refuse_class("the dataset", loader.dataset)
     refuse_async_iterable(loader.dataset)
     if not any(hasattr(loader.dataset, name) for name in ("__getitem__", "__getitems__", "__iter__")):

@@ -197,17 +197,15 @@ def prefetch_of(prefetch: object, prefetch_factor: object, num_workers: int) -> 
 def length(dataset: Any, *, needed: bool = False) -> int | None:
     """Return the number of samples, or None if there is no length: an error that names the cause if ``needed``."""
     # A dataset with a sampler may have no length yet, whatever its __len__ raises: torch never asks for it.
-    missing: tuple[type[Exception], ...] = (TypeError, NotImplementedError) if needed else (Exception,)
+    missing: tuple[type[Exception], ...] = (TypeError, NotImplementedError, ValueError) if needed else (Exception,)
     try:
         return len(dataset)
     except missing as error:
         pass_on(error)
-        if needed and hasattr(type(dataset), "__len__"):
-            raise TypeError(
-                f"the dataset, {an(type(dataset))}, has no length: its __len__ raised {type(error).__name__}: "
-                f"{error}. Correct it, or give the loader a sampler that knows the indices"
-            ) from error
-        return None
+        if not needed or not hasattr(type(dataset), "__len__"):
+            return None
+        text = f"the dataset, {an(type(dataset))}, has no length: its __len__ raised {type(error).__name__}: {error}"
+        raise TypeError(f"{text}. Correct it, or give the loader a sampler that knows the indices") from error
 
 
 def dataset_given(dataset: Any, has_sampler: bool = False) -> Any:

@@ -20,6 +20,7 @@ Source of the idea: ``mxnet.gluon.utils.split_data`` and ``split_and_load``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
@@ -56,6 +57,7 @@ def split_data(data: object, num_slice: int, batch_axis: int = 0, even_split: bo
         [3, 3, 2, 2]
     """
     num_slice = check_int("num_slice", num_slice, 1, "give the number of slices", ValueError)
+    check_int("batch_axis", batch_axis, -math.inf, "give the number of the axis of the rows")
     if isinstance(data, (list, tuple)) and not hasattr(data, "_fields") and data and is_numbers(data):
         data = default_batchify_fn(data)  # one array, as in default batchify
     tree = to_torch(data)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from functools import lru_cache
 from typing import Any
 
@@ -18,7 +18,15 @@ from sharded_loader.extend.engine import check_shares, is_sharded, split_batch
 from sharded_loader.extend.order import len_epoch, parts, resolve_seed, shuffled, table_of
 from sharded_loader.extend.tools import brief, check_int
 from sharded_loader.samplers.bijections import Bijections
-from sharded_loader.samplers.index_samplers import Numbers, integers, sort_order, sortable, underscored
+from sharded_loader.samplers.index_samplers import (
+    Numbers,
+    check_number,
+    floats,
+    integers,
+    sort_order,
+    sortable,
+    underscored,
+)
 
 BATCHES = 64
 """Batches to compute at once: a call takes 12 us, whatever its size."""
@@ -33,7 +41,7 @@ MOST_RANKS = 64
 class NumberedBatches(Sampler[Any]):
     """Base class of batch samplers with random access. The ranks get similar batches in each step."""
 
-    ranks = 1
+    ranks, yields_batches = 1, True
     _at: Callable[[int], Callable[[Int64s], list[Any]]]
     """Returns a function from positions to batches of an epoch, after computing what the whole epoch needs."""
 
@@ -101,7 +109,7 @@ class ShardedBatchSampler(WrapperSampler[list[list[int]]]):
     """
 
     shown = (("num_shards", "num_shards"), ("weights", "weights"), ("costs", "costs"))
-    _wraps = "batch_sampler"
+    _wraps, yields_batches = "batch_sampler", True
     batch_sampler: Iterable[Any]
 
     def __init__(
@@ -116,9 +124,10 @@ class ShardedBatchSampler(WrapperSampler[list[list[int]]]):
         self.num_shards = check_int("num_shards", num_shards, 1, "give how many shards a batch is split into")
         self.weights = None if weights is None else tuple(check_shares(weights, num_shards))
         # Reading single numbers from a list is several times faster than from an array or a tensor.
-        self.costs = np.asarray(costs).tolist() if hasattr(costs, "__array__") else costs
-        if isinstance(self.costs, Sequence) and self.costs and np.ndim(self.costs) != 1:
-            raise ValueError(f"costs must be 1-D, got shape {np.shape(costs)}: give one number per sample")
+        is_listed = isinstance(costs, Sequence) or hasattr(costs, "__array__")
+        self.costs = floats("costs", costs).tolist() if is_listed else costs
+        if costs is not None and not hasattr(costs, "__getitem__"):
+            raise TypeError(f"costs is {brief(costs)}: give one number per sample, in a list or an array")
         super().__init__(batch_sampler, seed)
 
     def epoch_table(self, epoch: int) -> Table:
@@ -134,6 +143,9 @@ class ShardedBatchSampler(WrapperSampler[list[list[int]]]):
         return getattr(self.batch_sampler, "samples_in_batch", None)
 
     def _split(self, batch: Any, number: int) -> list[list[int]]:
+        if not hasattr(batch, "__len__") or not getattr(batch, "ndim", 1):
+            text = f"batch {number} is {brief(batch)}, no list of indices"
+            raise TypeError(f"{text}: give a batch_sampler, such as BatchSampler(sampler, batch_size)")
         if is_sharded(batch):
             raise ValueError(f"batch {number} is sharded already: give its batch_sampler to the loader as it is")
         if len(batch) == 0:
@@ -193,8 +205,7 @@ class SortedBucketSampler(NumberedBatches):
         self._sort_keys = sortable(sort_keys)
         self.dataset_length = len(self._sort_keys)
         self.batch_size = check_int("batch_size", batch_size, 1, "give the number of samples in a batch")
-        if not mult >= 1:
-            raise ValueError(f"mult must be at least 1, got {mult}: a bucket holds mult * batch_size samples")
+        check_number("mult", mult, "at least 1", lambda number: number >= 1, "a bucket holds mult * batch_size samples")
         self._in_bucket = int(min(mult * batch_size, 2.0**62))
         self._reverse = bool(reverse)
         super().__init__(shuffle, seed)
@@ -339,7 +350,7 @@ class ClassBalancedBatchSampler(Sampler[list[int]]):
     _numbers = (("classes", "classes"), ("samples", "samples"), ("batches", "_batches"), ("repeat", "_repeat"))
     decided_by = (("labels", "_members"), ("sizes of the classes", "_counts"), *_numbers)
     cut_by = ("classes", "samples", "batches")
-    order_version = 2
+    order_version, yields_batches = 2, True
     shown = (("labels", "dataset_length"), *_numbers)
     of_each = "label"
 
@@ -410,6 +421,9 @@ def kinds_of(labels: Any, name: str) -> tuple[list[Any], Int64s]:
             raise ValueError(f"{name} has shape {labels.shape}: give one label per sample, of shape (samples,)")
         labels = labels.tolist()
     try:
+        if isinstance(labels, Mapping | Set):
+            raise TypeError("a dict or set has no order of samples")
+        labels = labels if isinstance(labels, Sequence) else [*labels]
         seen = dict.fromkeys(labels)
     except TypeError as error:
         raise TypeError(f"{name} must be a sequence of hashable labels, one per sample: {error}") from None
@@ -423,11 +437,7 @@ def kinds_of(labels: Any, name: str) -> tuple[list[Any], Int64s]:
 
 def length_table(lengths: object, advice: str) -> Int64s:
     """Convert lengths, of one or several parts per sample, to an int64 array of shape (samples, parts)."""
-    try:
-        array = np.asarray(lengths)
-    except ValueError:
-        raise ValueError("lengths have rows of different sizes: give as many integers for each sample") from None
-    array = integers("lengths", array, "integers of shape (n,) or (n, k)", advice, (1, 2))
+    array = integers("lengths", lengths, "integers of shape (n,) or (n, k)", advice, (1, 2))
     return array.astype(np.int64).reshape(len(array), -1 if array.size else 1)
 
 

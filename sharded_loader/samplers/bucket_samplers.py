@@ -17,10 +17,10 @@ import numpy as np
 
 from sharded_loader.extend import Int64s
 from sharded_loader.extend.order import LAST_BATCH, parts
-from sharded_loader.extend.tools import Described, check_choice, check_int, warn
+from sharded_loader.extend.tools import Described, check_choice, check_function, check_int, refuse_class, warn
 from sharded_loader.samplers.batch_samplers import NumberedBatches, kinds_of, length_table
 from sharded_loader.samplers.bijections import Bijections
-from sharded_loader.samplers.index_samplers import Numbers, underscored
+from sharded_loader.samplers.index_samplers import Numbers, check_number, underscored
 
 
 class BucketScheme(Described):
@@ -111,9 +111,8 @@ class ExpWidthBucket(BucketScheme):
     """
 
     def __init__(self, bucket_len_step: float = 1.1) -> None:
-        if isinstance(bucket_len_step, (str, list)) or not bucket_len_step > 0:
-            advice = "it is the width of a bucket over the width of the one before"
-            raise ValueError(f"bucket_len_step must be above 0, got {bucket_len_step}: {advice}")
+        advice = "it is the width of a bucket over the width of the one before"
+        check_number("bucket_len_step", bucket_len_step, "above 0", lambda step: step > 0, advice)
         self.bucket_len_step = bucket_len_step
 
     def keys(self, longest: int, shortest: int, num_buckets: int) -> list[int]:
@@ -213,13 +212,16 @@ class FixedBucketSampler(NumberedBatches):
             text = f"lengths must be above 0, but lengths[{index}] is {np.asarray(lengths)[index]}"
             raise ValueError(f"{text}: leave that sample out")
         self.dataset_length = len(table)
-        given, advice = np.ravel(batch_size).tolist(), "give the number of samples in a batch"
+        given = batch_size if isinstance(batch_size, Sequence) else np.ravel(batch_size).tolist()
+        advice = "give the number of samples in a batch"
         sizes = [check_int("batch_size", one, 1, advice) for one in given]
         self._batch_size: Any = sizes if np.ndim(batch_size) else sizes[0]
         takes_list = bucket_keys is not None and not ratio and not use_average_length
         self._num_shards = check_int("num_shards", num_shards, 0, "0 gives plain batches, k groups of k batches")
-        if not 0 <= ratio < float("inf"):
-            raise ValueError(f"ratio must be a finite number of at least 0, got {ratio}: give 0 for equal batches")
+        must, is_right = "a finite number of at least 0", lambda number: 0 <= number < float("inf")
+        check_number("ratio", ratio, must, is_right, "give 0 for equal batches")
+        refuse_class("bucket_scheme", bucket_scheme)
+        check_function("bucket_scheme", bucket_scheme, "of lengths and num_buckets, as a BucketScheme", required=True)
         self._last_group = check_choice("last_group", last_group, LAST_GROUP, "FixedBucketSampler")
         self._last_batch = check_choice("last_batch", last_batch, LAST_BATCH, "FixedBucketSampler")
         super().__init__(shuffle, seed)

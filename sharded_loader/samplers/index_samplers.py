@@ -12,7 +12,7 @@ or none if all lengths are equal. Compare the "canonical nodes" of Mosaic's stre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from sharded_loader.extend import Int64s, Selection, Table, WrapperSampler
 from sharded_loader.extend import order as orders
-from sharded_loader.extend.data import as_dataset, taken
+from sharded_loader.extend.data import check_dataset, taken
 from sharded_loader.extend.tools import brief, check_fits, check_function, check_int
 from sharded_loader.samplers.bijections import Bijections
 from sharded_loader.samplers.inverse import found_in, inverted, positions_of
@@ -33,10 +33,36 @@ def integers(
     name: str, values: object, must: str, advice: str, dims: Sequence[int] = (1,), wrong: type[Exception] = ValueError
 ) -> npt.NDArray[Any]:
     """Convert an argument to an array of integers; otherwise raise an error that says what it ``must`` be."""
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError) as error:
+        text = f"{name} must be {must}, got rows of different sizes, or a dtype that NumPy lacks"
+        raise wrong(f"{text}: {advice} ({error})") from None
     if array.ndim not in dims or (array.size and array.dtype.kind not in "iu"):
         raise wrong(f"{name} must be {must}, got shape {array.shape} and dtype {array.dtype}: {advice}")
     return array
+
+
+def floats(name: str, values: Any, dims: Sequence[int] = (1,)) -> npt.NDArray[np.float64]:
+    """Convert numbers of samples, also in a tensor of any device and dtype, to float64, or raise a ValueError."""
+    advice = "give one number per sample"
+    try:
+        array = np.asarray(values.detach().cpu().double() if hasattr(values, "detach") else values, np.float64)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} must be numbers: {advice} ({error})") from None
+    if array.ndim not in dims:
+        raise ValueError(f"{name} must be 1-D, got shape {array.shape}: {advice}")
+    return array
+
+
+def check_number(name: str, value: Any, must: str, is_right: Callable[[Any], bool], advice: str) -> None:
+    """Raise a ValueError unless a number is right, and a TypeError for anything that is no number."""
+    try:
+        wrong = None if is_right(value) else ValueError
+    except (TypeError, ValueError, RuntimeError):  # no number, or several
+        wrong = TypeError
+    if wrong is not None:
+        raise wrong(f"{name} must be {must}, got {value!r}: {advice}")
 
 
 def underscored(*names: str) -> tuple[tuple[str, str], ...]:
@@ -114,7 +140,7 @@ class FilterSampler(_ListedSampler):
     decided_by = (("indices", "_indices"),)
 
     def __init__(self, fn: Callable[[Any], Any], dataset: Any) -> None:
-        dataset = as_dataset(dataset, "FilterSampler")
+        dataset = check_dataset(dataset, "FilterSampler")
         check_function("the function of FilterSampler", fn, "of a sample", required=True)
         kept = [index for index in range(len(dataset)) if fn(dataset[index])]
         super().__init__(np.array(kept, dtype=np.int64))
@@ -217,7 +243,17 @@ class SplitSampler(_ListedSampler):
 
 
 def sortable(keys: Any) -> npt.NDArray[Any]:
-    """Convert comparable keys of any kind to a numeric array of the same order."""
+    """Convert comparable keys of any kind to a numeric array of the same order; a TypeError if they are none."""
+    try:
+        if isinstance(keys, Mapping | Set):
+            raise TypeError("a dict or set has no order of samples")
+        return _sortable(keys)
+    except TypeError as error:
+        text = f"sort_keys is {brief(keys)}, whose items cannot be sorted"
+        raise TypeError(f"{text}: give comparable keys, one per sample, in a list or an array ({error})") from error
+
+
+def _sortable(keys: Any) -> npt.NDArray[Any]:
     if not isinstance(keys, np.ndarray) and hasattr(keys, "__array__"):
         try:
             keys = np.asarray(keys)  # indexing a pandas Series would use its labels

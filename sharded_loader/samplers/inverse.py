@@ -54,7 +54,9 @@ def found_in(items: Any, indices: Any) -> Int64s:
         (array([3]), array([0, 2]))
     """
     if isinstance(items, range):
-        return np.array(sorted(items.index(index) for index in indices if index in items), np.int64)
+        # A range compares each of its items with a subclass of int, such as the index of a copy.
+        numbers = (int(index) if isinstance(index, int) else index for index in indices)
+        return np.array(sorted(items.index(number) for number in numbers if number in items), np.int64)
     return np.flatnonzero(np.isin(items, indices))
 
 

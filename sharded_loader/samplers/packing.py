@@ -487,7 +487,7 @@ class Pack(Batchify):
 
     def __init__(self, tokens: int, pad_id: int = 0, media: Sequence[str] = (), context: Any = None) -> None:
         self._tokens = check_int("tokens", tokens, 1, "give the number of tokens in a row")
-        if isinstance(media, str) or not all(isinstance(name, str) for name in media):
+        if isinstance(media, str) or not (isinstance(media, Iterable) and all(isinstance(name, str) for name in media)):
             raise TypeError(f"media is {media!r}: give names of fields, such as ('pixel_values', 'image_grid_thw')")
         self._media = tuple(media)
         self._context = None if context is None else context_of(context, self._tokens)

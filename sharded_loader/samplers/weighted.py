@@ -37,7 +37,7 @@ from sharded_loader.extend.order import BLOCK, WEIGHTS_SET, BatchSampler, IndexS
 from sharded_loader.extend.tools import brief, check_fits, check_int, fast_method
 from sharded_loader.samplers.batch_samplers import ShardedBatchSampler
 from sharded_loader.samplers.bijections import uniforms, uniforms_at
-from sharded_loader.samplers.index_samplers import Numbers, RepeatedSampler, integers, underscored
+from sharded_loader.samplers.index_samplers import Numbers, RepeatedSampler, floats, integers, underscored
 
 Floats = npt.NDArray[np.float64]
 
@@ -86,9 +86,7 @@ class WeightedRandomSampler(IndexSampler):
     def __init__(self, weights: Numbers, num_samples: int, replacement: bool = True, seed: int | None = None) -> None:
         count, advice = operator.length_hint(weights), "mix groups of samples by weight, with interleave"
         check_fits(16 * count, f"there are {count:,} weights", advice)
-        array = np.asarray(weights, np.float64).copy()  # yours may change
-        if array.ndim != 1:
-            raise ValueError(f"weights must be 1-D, got shape {array.shape}: give one number per sample")
+        array = floats("weights", weights).copy()  # yours may change
         self._length = check_int("num_samples", num_samples, 0, "give how many indices an epoch draws")
         self._weights, self._replacement = array, bool(replacement)
         self._check(array)
@@ -165,7 +163,7 @@ class WeightedRandomSampler(IndexSampler):
         """
         advice = "give the numbers of samples in the dataset"
         found = integers("indices", _on_host(indices), "a 1-D sequence of integers", advice).astype(np.int64)
-        numbers = np.asarray(_on_host(values), np.float64)
+        numbers = floats("values", values, (0, 1))
         if numbers.shape not in ((), found.shape):
             text = f"there are {len(found)} indices, and values of shape {numbers.shape}"
             raise ValueError(f"{text}: give one number for each index, or one for all")

@@ -376,7 +376,7 @@ def _check_range(indices: Sequence[Any], limit: int | None, where: str) -> None:
     try:
         if max(indices) < limit and min(indices) >= -limit:
             return
-    except TypeError:
+    except (TypeError, ValueError, RuntimeError):
         return  # keys that are not numbers: left to the dataset
     bad = next(index for index in indices if not -limit <= index < limit)
     advice = "give the sampler this dataset's length, or call loader.refresh() if the dataset has changed its length"

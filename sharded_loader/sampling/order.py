@@ -243,7 +243,9 @@ class MapOrder(Order[Signature]):
         first = MapEpoch(self.source(position.epoch), position.epoch, position).first
         is_known = not (saved.shift or _steps_differ(saved, own) or other_arguments(saved, own))
         if (before.epoch, before.first) < (position.epoch, first):
-            is_known = is_known and before.is_known
+            # After a short batch in mid-epoch, because the dataset has grown, steps begin elsewhere.
+            cut = position.epoch == before.epoch and before.position and before.position.done % own.items_in_step
+            is_known = is_known and before.is_known and (self.rolls_over or not cut)
         self._resume = replace(before, epoch=position.epoch, first=first, position=position, is_known=is_known)
         if self.given_skip:
             done = self._count.before(position.epoch, self._length_with_skipped) + first
@@ -256,7 +258,7 @@ class MapOrder(Order[Signature]):
         self.resize(length)
         if position.done:
             self.goes_on(position, replace(saved, sampler_arguments=self.signature(position.epoch).sampler_arguments))
-            self._resume = replace(self._resume, is_known=is_known)
+            self._resume = replace(self._resume, is_known=is_known and self._resume.is_known)
 
     # -- replicas -------------------------------------------------------------------------------------------
 

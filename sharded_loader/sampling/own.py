@@ -139,6 +139,7 @@ class BatchSampler(WrapperSampler[list[int]]):
 
     decided_by = (("batch_size", "batch_size"), ("last_batch", "last_batch"))
     cut_by = sized_by = ("batch_size",)
+    yields_batches = True
     sampler: Iterable[Any]
 
     def __init__(
@@ -381,8 +382,7 @@ def _check_arguments(args: Sampling) -> None:
             raise ValueError(f"{text}: it decides all of that. drop_last is torch's name for last_batch")
         base.check_sampler(batch_sampler, "batch_sampler")
     elif getattr(sampler, "yields_batches", False):
-        kind = type(sampler).__name__
-        raise TypeError(f"sampler is a {kind}, which yields batches: give it as batch_sampler=, without batch_size")
+        raise TypeError(f"sampler is a {type(sampler).__name__}, which yields batches: give it as batch_sampler= alone")
     elif last_batch not in (None, *LAST_BATCH):
         raise ValueError(f'last_batch is {last_batch!r}; it must be "keep", "discard" or "rollover"')
     elif args.batch_size is None:

@@ -33,7 +33,7 @@ def test_sizes_are_numbers_or_texts_and_zero_is_enough_for_samples_but_not_for_s
     assert len(list(DataLoader([1], num_workers=1, max_bytes="2 MiB"))) == 1
     with pytest.raises(ValueError, match="above 0"):
         ShardCache(tmp_path, 0)
-    with pytest.raises((TypeError, ValueError), match="bucket_len_step must be above 0, got 2"):
+    with pytest.raises((TypeError, ValueError), match="bucket_len_step must be above 0, got '2'"):
         ExpWidthBucket("2")
 
 

@@ -83,6 +83,10 @@ BAD = [
     (lambda: ArrayDataset(np.array(3)), TypeError, "without a length"),
     (lambda: ArrayDataset(image=[1], label=[1, 2]), ValueError, "image has length 1 while label has 2"),
     (lambda: ConcatDataset([]), ValueError, "no datasets: give at least one"),
+    *(
+        (lambda given=given: ConcatDataset(given), TypeError, "ConcatDataset needs a list of datasets, not an?")
+        for given in (3, None, "ab", {"a": [1]})
+    ),
     (lambda: ten() + 3, TypeError, "unsupported operand"),
     *((lambda wrong=wrong: wrong + ten(), TypeError, "unsupported operand") for wrong in (1, 0.0, False, None)),
     (lambda: ten().cache(-1), ValueError, "give 0 or more, a share of what is free"),

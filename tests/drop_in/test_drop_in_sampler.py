@@ -21,6 +21,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
 
 from sharded_loader import RandomSampler as RandomSamplerOfEpochs
 from sharded_loader import sample_rng
+from sharded_loader.base import limits
 from sharded_loader.drop_in.sampler import EpochCount, SamplerStart, ShuffleSampler, TorchEpoch
 from sharded_loader.torch import DataLoader
 
@@ -134,6 +135,30 @@ class PutsBack(Reads):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         torch.set_rng_state(state["generator"])
+
+
+@pytest.mark.parametrize("given", [{}, {"num_replicas": 1}], ids=["torch's order", "ours"])
+def test_what_is_no_batch_and_a_length_that_is_none_are_errors_that_say_so(given: dict[str, Any]) -> None:
+    for batches in ([1, 2], [[0], None], torch.tensor([1, 2])):
+        loader: Any = DataLoader(range(4), batch_sampler=batches, **given)
+        with pytest.raises(TypeError, match=r"batch [01]: the batch sampler yielded .*; it must yield lists"):
+            list(loader)
+    for sampler in ([[0, 1], [2]], torch.tensor([[0, 1], [2, 3]]), BatchSampler(range(4), 2, False)):
+        with pytest.raises(TypeError) as caught:
+            list(DataLoader([*range(4)], 2, sampler=sampler, **given))
+        assert "(several indices: give the sampler as batch_sampler=)" in caught.value.__notes__[0]
+    for length in (-1, "5", None):
+        data: Any = type("Data", (), {"__len__": lambda _, length=length: length, "__getitem__": lambda _, n: n})()
+        for shuffle in (False, True):
+            with pytest.raises(TypeError, match="the dataset, a Data, has no length: its __len__ raised"):
+                list(DataLoader(data, 2, shuffle=shuffle, **given))
+
+
+def test_an_order_that_does_not_fit_into_memory_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "free_bytes", lambda: limits.Limit(10**9, "the machine's memory"))
+    with pytest.raises(MemoryError, match="all 1,000,000,000 indices in memory.* give num_replicas=1"):
+        next(iter(DataLoader(range(10**9), shuffle=True)))
+    assert len(next(iter(DataLoader(range(10**9), 3, shuffle=True, num_replicas=1)))) == 3
 
 
 @pytest.mark.parametrize("asks_first", [False, True])

@@ -390,6 +390,30 @@ NO_STATE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "its 'shuffle' is '3'; it must be a dict",
     ),
+    **{
+        f"with the sampler's {name} {bad!r}": (
+            lambda name=name, bad=bad: {  # type: ignore[misc]
+                **(state := DataLoader(range(3)).state_dict()),
+                "_sampler": {**state["_sampler"], name: bad},
+            },
+            ValueError,
+            f"the state's '_sampler' is wrong: its '{name}'.*give what state_dict",
+        )
+        for name, bad in (
+            *(("rng", bad) for bad in (-1, "00", [3], [[3]])),
+            *(("epochs", bad) for bad in (5, ["a"], [None])),
+            *(("generators", bad) for bad in (5, [5])),
+            *(("ahead", 5), ("ahead", [-1]), ("over", 1), ("datasets", 3), ("weights", [])),
+            *(("shuffle", {"next": bad}) for bad in (None, [1], ["a", 0], 7)),
+            *(("shuffle", bad) for bad in ({"seed": 1}, {"seed": "1", "epoch": 0}, {"seed": 1, "epoch": -1})),
+            *(("shuffle", {"generator": bad}) for bad in (None, "00", ["a"])),
+        )
+    },
+    "with one draw too few": (
+        lambda: {**DataLoader(range(3)).state_dict(), "_next": [1]},
+        ValueError,
+        r"the state's '_next' is \[1\]; it must be a list of two numbers",
+    ),
     "without a sampler's place": (
         lambda: {**DataLoader(range(3)).state_dict(), "_sampler": None},
         ValueError,
@@ -406,6 +430,24 @@ def test_what_is_no_state_is_an_error_and_changes_nothing(kind: str) -> None:
     with pytest.raises(error, match=said):
         loader.load_state_dict(make())
     assert sum(plain(loader), []) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("damage", ["x", "", "00"])
+def test_a_damaged_state_of_a_generator_is_an_error_that_says_so(damage: str) -> None:
+    def loader() -> Any:
+        return DataLoader(range(8), sampler=RandomSampler(range(8)), generator=seeded())
+
+    read = loader()
+    next(iter(read))
+    state = read.state_dict()
+    for changed in (
+        {**state, "_generator": damage, "_iterator_finished": True},
+        {**state, "_sampler": {**state["_sampler"], "rng": [[damage]]}},
+    ):
+        other = loader()
+        other.load_state_dict(changed)
+        with pytest.raises(ValueError, match="the state of a generator, .*, is .*: give what state_dict"):
+            next(iter(other))
 
 
 OTHER_DATA: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {

@@ -132,6 +132,7 @@ def test_each_result_goes_straight_to_the_one_device():
     [
         (lambda: split_data(X, 0), ValueError, "num_slice"),
         (lambda: split_data(X, 2, 5), ValueError, "no axis 5"),
+        (lambda: split_data(X, 2, "0"), TypeError, "batch_axis must be an integer, got '0'"),
         (lambda: split_data({"a": X, "b": X[:3]}, 1), ValueError, "different lengths"),
         (lambda: split_data(3, 1), ValueError, "no rows"),
         (lambda: split_and_load(X[:0], ["cpu"]), ValueError, "no rows"),

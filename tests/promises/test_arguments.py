@@ -424,8 +424,9 @@ def test_what_has_an_index_but_no_length_needs_a_sampler() -> None:
         make(dataset=half())
 
 
-@pytest.mark.parametrize("error", [TypeError("unknown yet"), NotImplementedError("unknown yet")])
-def test_a_dataset_that_says_it_has_no_length_needs_a_sampler_and_tells_the_cause(error: Exception) -> None:
+@pytest.mark.parametrize("kind", [TypeError, NotImplementedError, ValueError])
+def test_a_dataset_that_says_it_has_no_length_needs_a_sampler_and_tells_the_cause(kind: type[Exception]) -> None:
+    error = kind("unknown yet")
     with pytest.raises(TypeError, match=f"its __len__ raised {type(error).__name__}: unknown yet.*sampler"):
         make(dataset=Named(error))
     with make(dataset=Named(error), sampler=[3, 1, 2]) as loader:

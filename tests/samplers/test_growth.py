@@ -151,6 +151,20 @@ def test_before_the_first_batch_and_at_the_end_of_an_epoch() -> None:
     assert sorted(flat(batches)) == [12, 13, 14] and sorted(early) == list(range(12))
 
 
+def test_steps_around_a_short_batch_in_mid_epoch_are_those_that_were_read_or_an_error() -> None:
+    data = [0]
+    loader = loader_of(data, batch_size=2, shuffle=False)
+    batches = iter(loader)
+    read = [next(batches).tolist()]
+    for more in ([1, 2, 3], [4, 5]):
+        data += more
+        loader.grow()
+        read.append(next(batches).tolist())
+    assert read == [[0], [1, 2], [3, 4]] and loader.indices(0, 1) == [3, 4]
+    with pytest.raises(ValueError, match="step 0 of epoch 0 was read by other ranks, or in other batches"):
+        loader.indices(0, 0)
+
+
 def test_a_loader_that_goes_back_has_the_epochs_as_they_were() -> None:
     loader = loader_of(range(10))
     before = flat(loader)

@@ -6,13 +6,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from sharded_loader import (
+    BatchSampler,
     BoundedBudgetSampler,
     BucketScheme,
     ClassBalancedBatchSampler,
     ConstWidthBucket,
     ExpWidthBucket,
+    FilterSampler,
     FixedBucketSampler,
     GroupedBatchSampler,
     IntervalSampler,
@@ -21,11 +24,15 @@ from sharded_loader import (
     RandomSampler,
     RepeatedSampler,
     SequentialSampler,
+    ShardedBatchSampler,
     ShardedDataLoader,
     ShardShuffleSampler,
     ShuffleBuffer,
     SortedBucketSampler,
+    SortedSampler,
+    SubsetRandomSampler,
     TokenWindows,
+    WeightedRandomSampler,
 )
 from sharded_loader.batchify import Pack
 from sharded_loader.engine.order import resolve_replicas
@@ -110,6 +117,44 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
         for scheme in (ConstWidthBucket(), LinearWidthBucket(), ExpWidthBucket(), TooShort())
         for number in (0, 2.5, "many", True)
     ),
+    (lambda: fixed([1], ratio="x"), TypeError, "ratio must be a finite number of at least 0, got 'x'"),
+    (lambda: fixed([1], ratio=-1), ValueError, "ratio must be a finite number"),
+    (lambda: fixed([1], bucket_scheme="linear"), TypeError, "bucket_scheme is 'linear'; it must be a function"),
+    (lambda: fixed([1], bucket_scheme=ConstWidthBucket), TypeError, "bucket_scheme is the class ConstWidthBucket"),
+    (lambda: FixedBucketSampler([1], [[1], [2, 3]], bucket_keys=[1]), TypeError, "batch_size must be an integer"),
+    (lambda: SortedBucketSampler([1], 2, "2"), TypeError, "mult must be at least 1, got '2'"),  # type: ignore[arg-type]
+    # keys, indices and weights
+    *(
+        (partial(make, keys), TypeError, "sort_keys is .*give comparable keys, one per sample")
+        for make in (SortedSampler, partial(SortedBucketSampler, batch_size=2))
+        for keys in (None, 3, {0: 5, 1: 3}, {1, 2}, [1, "a"], [None, None], iter([1]), np.array(3))
+    ),
+    (lambda: SubsetRandomSampler([[1], [2, 3]]), ValueError, "indices must be a 1-D sequence"),
+    (lambda: FilterSampler(bool, 5), TypeError, "FilterSampler needs an object with __getitem__"),
+    *(
+        (partial(WeightedRandomSampler, weights, 1), ValueError, "weights must be")
+        for weights in ("ab", {1: 2}, [1, "a"], [[1], [2, 3]], 5, np.array(5))
+    ),
+    (lambda: WeightedRandomSampler([1], 1).update([0], "a"), ValueError, "values must be numbers"),
+    # shards of a batch
+    (lambda: list(ShardedBatchSampler([1, 2], 2)), TypeError, "batch 0 is 1, no list of indices: give a batch_sampler"),
+    (lambda: list(ShardedBatchSampler(torch.arange(2), 2)), TypeError, "batch 0 is .*, no list of indices"),
+    (lambda: ShardedBatchSampler([[0]], 2, costs=5), TypeError, "costs is 5: give one number per sample"),
+    (lambda: ShardedBatchSampler([[0]], 2, costs=["a"]), ValueError, "costs must be numbers"),
+    (lambda: ShardedBatchSampler([[0]], 2, costs=[[1], [2, 3]]), ValueError, "costs must be"),
+    *(
+        (
+            partial(ShardedDataLoader, range(4), 2, sampler=sampler),
+            TypeError,
+            "yields batches: give it as batch_sampler=",
+        )
+        for sampler in (
+            BatchSampler(RandomSampler(4), 2),
+            FixedBucketSampler([1] * 4, 2, num_buckets=1),
+            ClassBalancedBatchSampler([0] * 4, 1, 2),
+            ShardedBatchSampler([[0]], 2),
+        )
+    ),
     # costs
     (lambda: costly([1, 2]), ValueError, "the dataset has 4 samples: give one number for each"),
     (lambda: costly(np.ones((1, 4))), ValueError, "shape"),
@@ -133,6 +178,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: ClassBalancedBatchSampler([], 1, 1), ValueError, "the labels have 0 classes"),
     (lambda: ClassBalancedBatchSampler([[1], [2]], 1, 1), TypeError, "labels must be a sequence of hashable"),
     (lambda: ClassBalancedBatchSampler(None, 1, 1), TypeError, "labels must be a sequence"),  # type: ignore[arg-type]
+    (lambda: GroupedBatchSampler({0: 1, 1: 2}, 2), TypeError, "by must be a sequence of .*: a dict or set has no"),  # type: ignore[arg-type]
     (lambda: ClassBalancedBatchSampler(np.eye(3), 1, 1), ValueError, r"labels has shape \(3, 3\)"),
     # copies
     (lambda: RepeatedSampler(RandomSampler(4)), TypeError, "copies must be an integer"),  # type: ignore[arg-type]
@@ -164,6 +210,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: pack(9, long="split"), ValueError, "long is 'split', which PackSampler does not know: choose 'error', "),
     (lambda: pack(9, last_batch="rollover"), ValueError, "choose 'keep' or 'discard'"),
     (lambda: Pack(8, pad_id=None), TypeError, "pad_id must be an integer"),  # type: ignore[arg-type]
+    (lambda: Pack(8, media=None), TypeError, "media is None: give names of fields"),  # type: ignore[arg-type]
     (lambda: Pack(3)(DOCUMENTS), ValueError, 'sample 2 of the batch has 4 tokens, and a row has 3: .*long="cut"'),
     (lambda: Pack(8)([]), ValueError, "a batch of no samples"),
     (lambda: Pack(8)([[1], []]), BAD, r"sample 1 of the batch is \[\], with .*\(0,\).*: give token ids"),
@@ -209,6 +256,15 @@ def test_what_does_not_fit_a_sampler_is_refused_in_words(call: Any, error: Any, 
     with pytest.raises(error) as caught:
         call()
     assert caught.match(message)
+
+
+def test_kinds_of_a_generator_and_weights_of_any_dtype_of_torch_are_taken() -> None:
+    assert sorted(map(sorted, GroupedBatchSampler(iter([0, 1, 0]), 2, seed=0))) == [[0, 2], [1]]  # type: ignore[arg-type]
+    sampler = WeightedRandomSampler(torch.tensor([0, 3], dtype=torch.bfloat16), 2, seed=0)  # type: ignore[arg-type]
+    sampler.update([0, 1], torch.tensor([1, 0], dtype=torch.bfloat16))
+    assert list(sampler) == [0, 0]
+    sampler.update([0, 1], torch.tensor(2.0))
+    assert sampler.weights.tolist() == [2, 2]
 
 
 def test_a_refresh_with_a_dataset_of_another_length_is_refused() -> None:

@@ -236,6 +236,24 @@ def test_in_torchs_order_an_update_holds_from_the_next_epoch_on_and_is_in_states
     assert "weights" not in made(0)[1].state_dict()["_sampler"]
 
 
+@pytest.mark.parametrize("replacement", [True, False])
+def test_weights_set_before_the_first_batch_hold_for_the_epoch_in_torchs_order_too(replacement: bool) -> None:
+    def made() -> Any:
+        sampler = WeightedRandomSampler([50, 1, 1, 1], 4, replacement, seed=3)
+        return sampler, DataLoader(range(4), batch_sampler=BatchSampler(sampler, 2), collate_fn=list)
+
+    sampler, loader = made()
+    batches = iter(loader)
+    sampler.update([0, 3], [1, 50])
+    read = [next(batches)]
+    state = json.loads(json.dumps(loader.state_dict()))
+    read += batches
+    assert read == [loader.indices(0, step) for step in range(2)]
+    _, other = made()
+    other.load_state_dict(state)
+    assert list(other) == read[1:]
+
+
 def test_the_drop_in_with_ranks_follows_from_the_next_batch_on() -> None:
     sampler = WeightedRandomSampler(FIRST, 12, seed=1)
     loader = DataLoader(range(LENGTH), 2, sampler=sampler, num_replicas=2, rank=0, collate_fn=list)

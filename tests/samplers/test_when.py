@@ -120,6 +120,11 @@ def test_a_sample_of_a_mixture_is_found_by_dataset_and_index(mixture: str, given
         assert [place for epoch in range(2) for place in made[0].when(index, epoch)] == read.get(index, [])
 
 
+def test_the_index_of_a_copy_is_found_without_a_search() -> None:
+    loader = ShardedDataLoader(range(10**12), 2, shuffle=True, seed=1, sampler=RepeatedSampler(2))
+    assert [(found.step, found.place) for found in loader.when(loader.indices(0, 3)[1])] == [(3, 0), (3, 1)]
+
+
 def test_weights_that_are_set_move_the_later_places() -> None:
     mixed = interleave([range(9), range(100, 114)], stop=40, shuffle=True, seed=3)
     loader = ShardedDataLoader(mixed, 4, collate_fn=list)

@@ -142,7 +142,7 @@ def test_another_seed_of_a_given_sampler_is_refused_and_batches_are_not_taken_fo
         over(RandomSampler(20, seed=2)).load_state_dict(state_of(over(RandomSampler(20, seed=1))))
     sampler = BatchSampler(RandomSampler(20, seed=1), 4)
     with pytest.raises(ValueError, match="batch_size was None, and is 4"):
-        ShardedDataLoader(range(20), 4, sampler=sampler).load_state_dict(state_of(over(sampler)), strict=False)
+        ShardedDataLoader(range(20), 4, sampler=sampler.sampler).load_state_dict(state_of(over(sampler)), strict=False)
     for strict in (True, False):
         with pytest.raises(ValueError, match="a step of all ranks had 4 samples, and has 5"):
             larger = over({"costs": range(1, 21), "batch_size": 5})
