@@ -183,7 +183,7 @@ class Location(NamedTuple):
         where = [f"{name} {at}" for name, at in zip(self._fields, self[:3], strict=False) if at is not None]
         if sample is not None:
             is_batch = isinstance(sample[0], list) or getattr(sample[0], "ndim", 0) > 0
-            where.append(f"sample {sample[0]!r}" + " (several indices: give the sampler as batch_sampler=)" * is_batch)
+            where.append(f"sample {sample[0]!r}" + " (several indices: batches need batch_sampler=)" * is_batch)
         elif uncollatable is not None:
             where.append(f"sample {uncollatable[1]!r} (it does not fit sample {uncollatable[0]!r})")
         if self.worker is not None:

@@ -148,16 +148,12 @@ def program_ends() -> bool:
     return _is_exiting.is_set()
 
 
-BEHIND_SECONDS = 0.05
-"""Seconds after which a finalizer, which has nothing left to do, has ended."""
-
-
 def call_all(*functions: Callable[[], Any]) -> None:
     """Call the functions in turn: a finalizer. Python drops what is raised in one, so signals come again behind it."""
+    send = getattr(signal, "pthread_kill", lambda _, number: signal.raise_signal(number))
     with uninterrupted() as pending:
         for function in functions:
             function()
         while pending and not program_ends():
-            me, (number, _) = threading.get_ident(), pending.popitem()
-            send = signal.raise_signal if sys.platform == "win32" else functools.partial(signal.pthread_kill, me)
-            threading.Timer(BEHIND_SECONDS, send, [number]).start()
+            # The finalizer has nothing left to do, and has ended by then.
+            threading.Timer(0.05, send, [threading.get_ident(), pending.popitem()[0]]).start()

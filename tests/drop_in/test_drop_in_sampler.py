@@ -146,7 +146,7 @@ def test_what_is_no_batch_and_a_length_that_is_none_are_errors_that_say_so(given
     for sampler in ([[0, 1], [2]], torch.tensor([[0, 1], [2, 3]]), BatchSampler(range(4), 2, False)):
         with pytest.raises(TypeError) as caught:
             list(DataLoader([*range(4)], 2, sampler=sampler, **given))
-        assert "(several indices: give the sampler as batch_sampler=)" in caught.value.__notes__[0]
+        assert "(several indices: batches need batch_sampler=)" in caught.value.__notes__[0]
     for length in (-1, "5", None):
         data: Any = type("Data", (), {"__len__": lambda _, length=length: length, "__getitem__": lambda _, n: n})()
         for shuffle in (False, True):
