@@ -273,10 +273,12 @@ class LoaderIterator(_BaseDataLoaderIter):
                 dataset.load_state_dict(copy.deepcopy(datasets[-1]))
         with _where_drawn(loader):
             super().__init__(loader)
+        skipped, items = self._num_yielded, self._sampler_iter if loader.num_workers == 0 else None
         if self._start is not None:
             self._start.put_back()  # torch's constructor has asked for items that may not be used
-        if drawn is not None:
-            self._base_seed = drawn
+            if skipped:  # SpeechBrain resumes so: it has patched torch's constructor
+                items, self._start.shuffle = (item for item in self._sampler_iter), None
+        self._base_seed = self._base_seed if drawn is None else drawn
         if not draws:
             if generator is not None and saved is not None:
                 samplers.set_generator(generator, saved)
@@ -287,7 +289,8 @@ class LoaderIterator(_BaseDataLoaderIter):
             kept = Engine(loader, self._pin_memory, self._pin_memory_device)
         self._engine = kept
         self._engine.length, self._shutdown = None if self._is_stream else core.length(dataset), False
-        self._begin(loader, state, self._sampler_iter if loader.num_workers == 0 else None)
+        self._begin(loader, state, items)
+        self._num_yielded += skipped
         if drawn is not None:  # other iterators that begin at this state draw the same
             loader._progress.rng_at_load = torch.get_rng_state()
 

@@ -18,6 +18,7 @@ from drop_in_samples import DATA, SAMPLERS, TORCHS, Order, Reads, Shared, plain,
 from injection import HANDLERS, InterruptAt, next_interrupted
 from samples import ByEpoch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from sharded_loader import RandomSampler as RandomSamplerOfEpochs
 from sharded_loader import sample_rng
@@ -373,6 +374,33 @@ def test_a_sampler_that_draws_for_each_batch_is_asked_when_torch_asks_it(given: 
 
 
 # -- one epoch of it ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ["shuffle", "ranks", "single"])
+def test_a_patched_constructor_of_torch_may_skip_items(kind: str, workers: int, monkeypatch: Any) -> None:
+    """SpeechBrain resumes so: it reads items of the iterator that torch's constructor has made, and notes how many."""
+    constructor, reset, skip = _BaseDataLoaderIter.__init__, _BaseDataLoaderIter._reset, list[int]()
+
+    def patched(self: Any, loader: Any, *args: Any) -> None:
+        constructor(self, loader, *args)
+        while skip:
+            self._num_yielded = len(list(itertools.islice(self._sampler_iter, skip.pop())))
+
+    monkeypatch.setattr(_BaseDataLoaderIter, "__init__", patched)
+    monkeypatch.setattr(_BaseDataLoaderIter, "_reset", lambda self, loader, first=False: first or reset(self, loader))
+    found = []
+    for loader_class in (TORCHS, DataLoader):
+        torch.manual_seed(5)
+        ranks = {"sampler": DistributedSampler(range(20), 1, 0), "batch_size": None if kind == "single" else 2}
+        given: dict[str, Any] = {"shuffle": True, "batch_size": 2} if kind == "shuffle" else ranks
+        loader = loader_class(range(20), num_workers=workers, persistent_workers=workers > 0, **given)
+        skip.append(3)
+        iterator = iter(loader)
+        first = some(iterator, 1), iterator._num_yielded  # type: ignore[attr-defined]
+        found.append([first, plain(iterator), plain(loader), torch.get_rng_state().tolist()])
+    assert found[0] == found[1]
+    assert found[0][0][1] == 4
 
 
 def test_an_item_is_read_once_and_kept_until_it_is_forgotten() -> None:
