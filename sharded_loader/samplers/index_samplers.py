@@ -58,7 +58,7 @@ def floats(name: str, values: Any, dims: Sequence[int] = (1,)) -> npt.NDArray[np
 def check_number(name: str, value: Any, must: str, is_right: Callable[[Any], bool], advice: str) -> None:
     """Raise a ValueError unless a number is right, and a TypeError for anything that is no number."""
     try:
-        wrong = None if is_right(value) else ValueError
+        wrong: type[Exception] | None = None if is_right(value) else ValueError
     except (TypeError, ValueError, RuntimeError):  # no number, or several
         wrong = TypeError
     if wrong is not None:

@@ -380,7 +380,7 @@ def test_a_sampler_that_draws_for_each_batch_is_asked_when_torch_asks_it(given: 
 @pytest.mark.parametrize("kind", ["shuffle", "ranks", "single"])
 def test_a_patched_constructor_of_torch_may_skip_items(kind: str, workers: int, monkeypatch: Any) -> None:
     """SpeechBrain resumes so: it reads items of the iterator that torch's constructor has made, and notes how many."""
-    constructor, reset, skip = _BaseDataLoaderIter.__init__, _BaseDataLoaderIter._reset, list[int]()
+    constructor, reset, skip = _BaseDataLoaderIter.__init__, vars(_BaseDataLoaderIter)["_reset"], list[int]()
 
     def patched(self: Any, loader: Any, *args: Any) -> None:
         constructor(self, loader, *args)
@@ -397,7 +397,7 @@ def test_a_patched_constructor_of_torch_may_skip_items(kind: str, workers: int, 
         loader = loader_class(range(20), num_workers=workers, persistent_workers=workers > 0, **given)
         skip.append(3)
         iterator = iter(loader)
-        first = some(iterator, 1), iterator._num_yielded  # type: ignore[attr-defined]
+        first = some(iterator, 1), vars(iterator)["_num_yielded"]
         found.append([first, plain(iterator), plain(loader), torch.get_rng_state().tolist()])
     assert found[0] == found[1]
     assert found[0][0][1] == 4

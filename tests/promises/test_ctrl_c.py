@@ -11,7 +11,6 @@ import random
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -417,5 +416,5 @@ def test_a_ctrl_c_while_a_dropped_loader_closes_comes_when_it_has_closed(
         iterator = iter(kind(range(4), 2))
         next(iterator)
         del iterator
-        time.sleep(10)
+        threading.Event().wait(10)
     assert closed
