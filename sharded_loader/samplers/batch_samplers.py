@@ -423,7 +423,7 @@ def kinds_of(labels: Any, name: str) -> tuple[list[Any], Int64s]:
     try:
         if isinstance(labels, Mapping | Set):
             raise TypeError("a dict or set has no order of samples")
-        labels = labels if isinstance(labels, Sequence) else [*labels]
+        labels = labels if isinstance(labels, Sequence) else list(labels)
         seen = dict.fromkeys(labels)
     except TypeError as error:
         raise TypeError(f"{name} must be a sequence of hashable labels, one per sample: {error}") from None
