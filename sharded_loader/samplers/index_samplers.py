@@ -243,7 +243,7 @@ class SplitSampler(_ListedSampler):
 
 
 def sortable(keys: Any) -> npt.NDArray[Any]:
-    """Convert comparable keys of any kind to a numeric array of the same order; a TypeError if they are none."""
+    """Convert keys of any kind to numbers of the same order. Raise a TypeError for keys that cannot be compared."""
     try:
         if isinstance(keys, Mapping | Set):
             raise TypeError("a dict or set has no order of samples")

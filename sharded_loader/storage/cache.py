@@ -112,7 +112,7 @@ class ShardCache:
                 raise ShardError(text) from None
 
     def __getstate__(self) -> dict[str, object]:
-        return {**vars(self), "_times": {}}
+        return {**vars(self), "_times": {}, "_read_at": -math.inf}  # another machine has another clock
 
     def __repr__(self) -> str:
         return f"ShardCache({str(self.folder)!r}, {self.max_bytes})"
