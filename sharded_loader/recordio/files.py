@@ -328,11 +328,11 @@ def read_records(file: RecordFile, offsets: Int64s, sizes: Int64s) -> list[bytes
     buffer = b"".join(file.read_ranges(starts.tolist(), counts.tolist()))
     begins += (counts.cumsum() - counts - starts)[is_first.cumsum() - 1]
     places = np.empty((2, len(order)), np.int64)
-    places[:, order] = begins + HEAD_SIZE, _stored_lengths(buffer, begins, sizes)
-    return [
-        buffer[begin : begin + length] if length >= 0 else file.read(offset)[0]
-        for offset, begin, length in zip(offsets.tolist(), *places.tolist(), strict=True)
-    ]
+    places[:, order] = begins + HEAD_SIZE, begins + HEAD_SIZE + _stored_lengths(buffer, begins, sizes)
+    records = [buffer[begin:end] for begin, end in zip(*places.tolist(), strict=True)]
+    for at in (places[1] < places[0]).nonzero()[0].tolist():
+        records[at] = file.read(int(offsets[at]))[0]
+    return records
 
 
 def _stored_lengths(buffer: bytes, begins: Int64s, sizes: Int64s) -> Int64s:
