@@ -685,7 +685,8 @@ class TorchEpoch(Epoch):
         one = self.drawn.start.sampler
         # Only torch's own class: subclasses may choose batches differently, or lack these attributes.
         cuts = type(one) is BatchSampler and one.drop_last and self.drawn.has_ended
-        return ((core.known_length(one.sampler, 0, announce=False) or 0) % one.batch_size if cuts else 0), ""
+        count = (core.known_length(one.sampler, 0, announce=False) or 0) % one.batch_size if cuts else 0
+        return count, "" if self.drawn.number else "the whole epoch"
 
     def points_after(self, delivered: int) -> dict[int, PartPoint]:
         """Return the position of each worker after ``delivered`` batches, with the state of its dataset."""

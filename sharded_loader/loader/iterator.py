@@ -229,7 +229,7 @@ class EpochIterator(Iterator[Batch]):
         """Count the samples that ``last_batch="discard"`` left out of an epoch; warn if whole parts are among them."""
         count, parts = run.epoch.discarded()
         self._observer.notices.counts["discarded_samples"] += count
-        if parts:
+        if count and parts:
             self._observer.notices.warn(
                 "discarded",
                 f'epoch {run.epoch.number}: last_batch="discard" (drop_last) has left out {count} samples: {parts} had '

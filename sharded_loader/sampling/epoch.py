@@ -225,7 +225,7 @@ class MapEpoch(Epoch):
         if size is None or not source.signature.drops_last or end >= sys.maxsize:
             return 0, ""
         mine = len(range(self._position.done + source.rank, end, source.replicas))
-        return max(0, mine - span.length() * size), ""
+        return max(0, mine - span.length() * size), "" if self.first + span.length() else "the whole epoch"
 
     def _count_skipped(self, begin: int) -> int:
         end = self.first + self._span.length()

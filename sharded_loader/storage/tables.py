@@ -13,7 +13,8 @@ dates and times), lists with nulls Python lists. Types depend on the schema alon
 
 pyarrow's readers crash if two threads share one, so one thread at a time decodes a shard. Files are read, not mapped: a
 truncated mapping would kill the process with SIGBUS. Counting the rows of an Arrow file reads its footer and one small
-column. An Arrow stream has no footer, so it is read once; batches with dictionaries may depend on all earlier ones.
+column, or once all of a file that has none, or whose batches are small (`FAR`). An Arrow stream has no footer, so it is
+read once; batches with dictionaries may depend on all earlier ones.
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ KEPT, KEPT_BYTES = 2, 1 << 30
 
 OBJECT_BYTES = 64
 """Approximate overhead of a Python string or list in a decoded column."""
+
+FAR = 1 << 20
+"""Bytes per record batch above which counting rows seeks; below, a whole read takes fewer requests and less time."""
 
 MAGIC = b"ARROW1"
 """First bytes of an Arrow file that is not a stream."""
@@ -193,15 +197,17 @@ class Arrow(TableFormat):
     def _count_rows(self, file: ShardFile) -> tuple[Any, Index]:
         import pyarrow
 
-        stream, index = file.stream(), Index()
+        stream, index = file.stream().detach(), Index()
         if stream.read(len(MAGIC)) == MAGIC:
-            schema = pyarrow.ipc.open_file(stream).schema
-            small = [number for number, kind in enumerate(schema.types) if pyarrow.types.is_primitive(kind)]
+            opened = pyarrow.ipc.open_file(stream)
+            small = [number for number, kind in enumerate(opened.schema.types) if pyarrow.types.is_primitive(kind)]
             options = pyarrow.ipc.IpcReadOptions(included_fields=(small or [0])[:1], use_threads=False)
+            if not small or file.size < FAR * opened.num_record_batches:
+                stream = file.stream()
             opened = pyarrow.ipc.open_file(stream, options=options)
             counts = [opened.get_batch(number).num_rows for number in range(opened.num_record_batches)]
         else:
-            stream.seek(0)
+            stream = file.stream()
             opened = pyarrow.ipc.open_stream(stream)
             counts, ends = [], [stream.tell()]
             for batch in opened:
@@ -225,11 +231,18 @@ class Arrow(TableFormat):
             for _ in range(number if begins[number] == begins[0] else 0):
                 batches.read_next_batch()
             batch = batches.read_next_batch()
+            self._check_names(file, batch.schema.names)
         else:
             if "table" not in file.kept:
-                file.kept["table"] = pyarrow.ipc.open_file(file.stream().detach())
+                stream = file.stream().detach()
+                opened = pyarrow.ipc.open_file(stream)
+                names = opened.schema.names
+                self._check_names(file, names)
+                if self.columns is not None:  # nothing of the others is read
+                    fields = list(map(names.index, self.columns))
+                    opened = pyarrow.ipc.open_file(stream, options=pyarrow.ipc.IpcReadOptions(included_fields=fields))
+                file.kept["table"] = opened
             batch = file.kept["table"].get_batch(number)
-        self._check_names(file, batch.schema.names)
         return batch if self.columns is None else batch.select(self.columns)
 
 

@@ -124,6 +124,7 @@ def test_opening_reads_no_data_of_any_format(served: Served, tmp_path: Path, suf
     assert cache is None or cache.fetched == 0
     assert ("not counted yet: len() reads" in repr(dataset)) == (suffix in SCANNED)
     assert dataset.lengths.tolist() == [LENGTH] * SHARDS
+    assert bytes_sent(served) <= 1.001 * sum(map(len, served.files.values())), "none is read twice to count"
     assert [content(dataset[number]) == value(number) for number in (TOTAL - 1, 0, 40)] == [True] * 3
     assert repr(dataset).endswith(f"{TOTAL} samples)")
 
