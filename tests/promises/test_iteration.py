@@ -281,6 +281,7 @@ def test_a_torch_dataset_sampler_and_batch_sampler_work_as_they_are(pool: Pool) 
         assert [[part.tolist() for part in batch] for batch in loader] == first
 
 
+@pytest.mark.filterwarnings("ignore:.*the whole epoch had fewer than a batch")
 @pytest.mark.parametrize("last_batch", ["keep", "discard"])
 @pytest.mark.parametrize("length", [0, 3, 10, 11, 12])
 def test_ranks_share_the_order_as_torch_s_distributed_sampler_does(last_batch: str, length: int) -> None:
