@@ -431,7 +431,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         dataset, run, engine = cast(Any, self._dataset), self.run, self._engine
         if isinstance(run.epoch, TorchEpoch):
             if run.job.keeps_state and is_new:
-                run.epoch.primed(copy.deepcopy(dataset.state_dict()))
+                run.epoch.primed(dataset)
             return
         engine.pipeline.start(run.job)
         task, reader = run.epoch.task(run.epoch.first), getattr(engine.pool, "reader", None)

@@ -581,6 +581,7 @@ class TorchEpoch(Epoch):
         # Items delivered beyond one that was not, with in_order=False.
         self._ahead: set[int] = set(state.ahead or ())
         self._keeps_state = keeps_state
+        self._unread: Any = None
         self._points = {**dict.fromkeys(range(lanes), PartPoint()), **points}
         self._turns = [self._points[lane].batches for lane in range(lanes)]  # batches of each worker so far
 
@@ -653,9 +654,9 @@ class TorchEpoch(Epoch):
             self._planned[seq] = self._planned[seq]._replace(point=result.point)
         return result
 
-    def primed(self, state: object) -> None:
-        """Record the state of the dataset in this process, before the first batch."""
-        self._points[0] = PartPoint(state=state)
+    def primed(self, dataset: Any) -> None:
+        """Note the dataset in this process, whose state before the first batch is asked for when the loader's is."""
+        self._unread = dataset
 
     @property
     def tables(self) -> tuple[dict[int, Any], ...]:
@@ -706,6 +707,8 @@ class TorchEpoch(Epoch):
         if start.resumes and not drawn.is_started:
             return Position(self.number, self.first, start.state, {}, points)
         self.begin()
+        if self._unread is not None and points[0].state is None:  # now, as a sampler may share its random numbers
+            points[0] = PartPoint(state=copy.deepcopy(self._unread.state_dict()))
         low = self._low
         ahead = self._ahead | {planned.number for seq, planned in self._planned.items() if seq < delivered}
         while low in ahead:

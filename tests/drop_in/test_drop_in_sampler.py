@@ -138,6 +138,27 @@ class PutsBack(Reads):
         torch.set_rng_state(state["generator"])
 
 
+class Draws(PutsBack):
+    def __getitem__(self, index: int) -> Any:
+        return 1000 * index + int(torch.randint(1000, ()))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("read", [0, 1, 4])
+def test_a_dataset_that_keeps_the_generator_draws_the_same_again(workers: int, read: int) -> None:
+    """Also from a state before the first batch, when the sampler has its seed from the same generator."""
+    loader: Any = DataLoader(Draws(), 5, shuffle=True, num_workers=workers)
+    iterator = iter(loader)
+    states, batches = [loader.state_dict()], []
+    for _ in range(read):
+        batches.append(plain([next(iterator)])[0])
+        states.append(loader.state_dict())
+    batches += plain(iterator)
+    for done, state in enumerate(states):
+        loader.load_state_dict(state)
+        assert plain(loader) == batches[done:]
+
+
 @pytest.mark.parametrize("given", [{}, {"num_replicas": 1}], ids=["torch's order", "ours"])
 def test_what_is_no_batch_and_a_length_that_is_none_are_errors_that_say_so(given: dict[str, Any]) -> None:
     for batches in ([1, 2], [[0], None], torch.tensor([1, 2])):
