@@ -696,7 +696,7 @@ def make_sharded(loader: DataLoader[Any]) -> ShardedDataLoader[Any]:
     batch_size = loader.batch_size if is_ours else None
     wrong = {"generator": loader.generator is not None, "in_order": not loader.in_order}
     for name in (name for name, is_wrong in wrong.items() if is_wrong):
-        text = f"{name} goes with torch's order, and {' and '.join(SHARDED)} with another"
+        text = f"{name} goes with torch's order; {', '.join(SHARDED)} and on_error='refill' have another"
         raise ValueError(f"{text}: {core.INSTEAD[name]}")
     if batch_size is None and loader._given_order["batch_sampler"] is None and loader.global_batch is None:
         raise ValueError("batch_size=None gives single samples, and this order is one of batches: give a batch_size")

@@ -168,11 +168,11 @@ class Shelf(Zeros):
 class GroupReads(ReadOnce):
     """The samples of a dataset, read by group: those of the next batches that share a group are read together, once.
 
-    Loaders wrap a dataset with ``group_of`` in it; wrap it yourself before transforms, and for other limits. Batches
-    and errors do not change. Random steps come after it: ``GroupReads(dataset).transform(augment)``. All workers
-    of a loader share what is read, and each rank has its own. Groups are prefetched in the order of ``shuffle=`` or
-    this library's samplers. With another library's sampler, in torch's order (the drop-in), and on other machines
-    (`RayPool`), samples are grouped within a batch.
+    `ShardedDataLoader` wraps a dataset with ``group_of`` in it; wrap it yourself for the drop-in, before transforms,
+    and for other limits. Batches and errors do not change. Random steps come after it:
+    ``GroupReads(dataset).transform(augment)``. All workers of a loader share what is read, and each rank has its own.
+    Groups are prefetched in the order of ``shuffle=`` or this library's samplers. With another library's sampler, in
+    torch's order (the drop-in), and on other machines (`RayPool`), samples are grouped within a batch.
 
     Args:
         dataset: has ``group_of(index)``: the video, chunk, row group or archive of a sample, as an int, a text, or a

@@ -241,12 +241,13 @@ def dataset_given(dataset: Any, has_sampler: bool = False) -> Any:
 
 def check_stream(dataset: object, **given: object) -> None:
     """Reject arguments that choose an order, such as ``shuffle``, for iterable data."""
-    wrong = [name for name, value in given.items() if value is not None and value is not False]
+    wrong = ", ".join(name for name, value in given.items() if value is not None and value is not False)
+    if wrong and hasattr(dataset, "leaves_out"):  # users do not know the name `Refill`
+        raise ValueError(f"keep= and on_error='refill' read the order in parts: leave out {wrong}, or filter the data")
     if wrong:
         raise ValueError(
-            f"the dataset, {an(type(dataset))}, is iterable data, which comes in its own order: leave out "
-            f"{', '.join(wrong)}. To shuffle it, shuffle its files and give ShuffleBuffer(dataset, size), or give a "
-            f"dataset with __getitem__ and __len__"
+            f"the dataset, {an(type(dataset))}, is iterable data, which comes in its own order: leave out {wrong}. To "
+            f"shuffle it, shuffle its files and give ShuffleBuffer(dataset, size), or give one with __getitem__"
         )
 
 

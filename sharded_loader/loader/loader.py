@@ -251,9 +251,8 @@ class ShardedDataLoader(Instruments, Leasing[Batch], Generic[Batch]):
         size = batch_size = getattr(dataset, "rows", None) if batch_size is None and is_stream(dataset) else batch_size
         if keep is not None or action == "refill":
             refilled, order_given = provided("dataset", "refill"), (keep, action == "refill", shuffle, sampler)
-            ranks, shuffle, sampler = (num_replicas, rank), False, None
-            dataset, steps_per_epoch = refilled(dataset, order_given, batch_size, steps_per_epoch, ranks)
-            action = "raise" if action == "refill" else action
+            dataset, steps_per_epoch = refilled(dataset, order_given, batch_size, steps_per_epoch, (num_replicas, rank))
+            shuffle, sampler, action = False, None, "raise" if action == "refill" else action
         if names.get("global_batch") is not None or names.get("micro_batch") is not None:
             several = devices is not None or num_shards is not None or options.resident is not False
             shares = provided("batch", "shares")(dataset, batch_size, batch_sampler, names, several)

@@ -110,7 +110,7 @@ def make_shares(dataset: object, batch_size: Any, batch_sampler: object, names: 
     """
     size, micro, given = names.get("global_batch"), names.get("micro_batch"), type(batch_sampler).__name__
     if is_stream(dataset):
-        raise ValueError("each rank reads parts of iterable data: leave out global_batch and micro_batch")
+        raise ValueError("each rank reads parts of iterable data, as with keep=: leave out global_batch, micro_batch")
     if micro is not None:
         check_int("micro_batch", micro, 1, "give the maximum number of samples in a micro-batch")
         if is_list:

@@ -224,7 +224,7 @@ def test_what_contradicts_itself_is_the_error_of_the_other_loader(given: dict[st
 
 def test_what_only_torchs_order_has_is_an_error() -> None:
     for name, value in {"generator": torch.Generator(), "in_order": False}.items():
-        with pytest.raises(ValueError, match=f"^{name} goes with torch's order"):
+        with pytest.raises(ValueError, match=f"^{name} goes with torch's order; num_replicas, .*, keep and on_error"):
             DataLoader(range(4), 2, num_replicas=1, **{name: value})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="batch_size=None gives single samples"):
         DataLoader(range(4), None, num_replicas=1)

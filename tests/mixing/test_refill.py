@@ -163,8 +163,13 @@ def test_the_limit_of_failed_samples_holds() -> None:
         ),
         ({"dataset": lambda: iter(range(9))}, TypeError, "Filter iterable data"),
         ({"dataset": []}, ValueError, "has no samples, so that no batch can be full"),
-        ({"batch_sampler": [[1, 2]], "batch_size": None}, ValueError, "leave out batch_sampler"),
-        ({"evaluate": True}, ValueError, "leave out evaluate"),
+        (
+            {"batch_sampler": [[1, 2]], "batch_size": None},
+            ValueError,
+            "^keep= and on_error='refill' read the order in parts: leave out batch_sampler, or filter",
+        ),
+        ({"evaluate": True}, ValueError, "^keep= and on_error='refill' .* leave out evaluate, or filter the data$"),
+        ({"global_batch": 4, "batch_size": None}, ValueError, "as with keep=: leave out global_batch"),
         ({"skip": [(1, 2)]}, TypeError, "skip leaves out steps of a dataset that is read by index"),
     ],
 )

@@ -347,7 +347,7 @@ def test_what_cannot_be_cut_is_refused_where_it_is_met() -> None:
     def stream() -> Iterator[int]:
         return iter(range(4))
 
-    with pytest.raises(ValueError, match="each rank reads parts of iterable data: leave out"):
+    with pytest.raises(ValueError, match="each rank reads parts of iterable data, as with keep=: leave out"):
         ShardedDataLoader(stream, global_batch=4)
     loader = ShardedDataLoader(range(4), batch_sampler=[[[0, 1], [2, 3]]], micro_batch=1)
     with pytest.raises(ValueError, match="epoch 0, batch 0 is a list of shards: leave out micro_batch"):
