@@ -24,9 +24,10 @@ import math
 import operator
 import os
 import sys
+from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
 from types import CoroutineType
 from typing import TYPE_CHECKING, Any
@@ -584,11 +585,13 @@ class ConcatDataset(Wrapper):
     def __init__(self, datasets: Iterable[Any]) -> None:
         if isinstance(datasets, str | Mapping) or not isinstance(datasets, Iterable):
             raise TypeError(f"ConcatDataset needs a list of datasets, not {an(type(datasets))}: give [first, second]")
-        flat = (part._parts if type(part) is ConcatDataset else [part] for part in datasets)
-        self._parts: list[Any] = [check_dataset(part, "ConcatDataset") for parts in flat for part in parts]
+        self._parts: list[Any] = []
+        for one in datasets:  # parts of another one were checked, and `sum` adds one after the other
+            self._parts += one._parts if type(one) is ConcatDataset else [check_dataset(one, "ConcatDataset")]
         if not self._parts:
             raise ValueError("ConcatDataset was given no datasets: give at least one")
-        *self._begins, self._length = accumulate(map(len, self._parts), initial=0)
+        *begins, self._length = accumulate(map(len, self._parts), initial=0)
+        self._begins = array("q", begins)  # NumPy and `bisect` both read it as it is
 
     def __len__(self) -> int:
         return self._length
@@ -603,6 +606,11 @@ class ConcatDataset(Wrapper):
     @property
     def _inside(self) -> Any:
         return self._parts
+
+    @cached_property
+    def _reads(self) -> tuple[str, ...]:
+        # Once: wrappers ask in each batch, and there may be 10,000 parts.
+        return tuple(name for name in bulk.READS[1:] if all(bulk.bulk_method(part, name) for part in self._parts))
 
     def _chunks(self, indices: bulk.Indices) -> list[tuple[Any, bulk.Int64s, bulk.Int64s]]:
         """Group indices by part: the part, the indices in the part, and their positions in the batch."""

@@ -290,6 +290,7 @@ class Counts:
     def __init__(self, began: Totals = Totals()) -> None:
         self.began = began
         self.state: tuple[LoaderStats, list[BatchTimes]] = LoaderStats(), []
+        self._reported: tuple[Any, LoaderStats] = None, LoaderStats()  # the last report, with the facts behind it
 
     def add_up(self) -> None:
         self.state = with_rows(*self.state), []  # one atomic assignment: another thread may read it
@@ -297,8 +298,11 @@ class Counts:
     def report(self, totals: Totals = Totals()) -> LoaderStats:
         """Return the counts so far. ``totals``: from `Meter.totals`."""
         (stats, rows), after = self.state, self.ended or totals
-        stats = with_rows(stats, rows[:])
         counts: dict[str, Any] = {name: getattr(self, name) for name in COUNTED}
+        facts = *counts.values(), self.for_workers, id(self.sources), stats, len(rows), after
+        if facts == self._reported[0]:  # of 1,000 epochs, all but one have ended
+            return self._reported[1]
+        stats = with_rows(stats, rows[:])
         for name in TOTALS:
             counts[name] = counts.get(name, 0) + getattr(after, name) - getattr(self.began, name)
         causes = {**stats.causes, "placing": counts["placing_seconds"]}
@@ -306,7 +310,8 @@ class Counts:
         causes["input"] += (1 - stats._share) * self.for_workers
         causes["main_process"] += max(0.0, counts["waiting_seconds"] - sum(causes.values()))
         sources = () if self.sources is None else tuple(self.sources.tolist())
-        return dataclasses.replace(stats, **counts, causes=causes, sources=sources)
+        self._reported = facts, dataclasses.replace(stats, **counts, causes=causes, sources=sources)
+        return self._reported[1]
 
 
 class Meter(Observer):

@@ -378,8 +378,8 @@ class Epochs:
         dataset.
         """
         pool = self.pipeline.pool
-        shares_epoch = pool.shares_dataset and epoch_setter(self.dataset) is not None
-        if not (self.prefetch_epochs and pool.num_workers) or shares_epoch:
+        # The search for set_epoch comes last: it takes up to 1 ms, and this is asked at each batch.
+        if not (self.prefetch_epochs and pool.num_workers) or (pool.shares_dataset and epoch_setter(self.dataset)):
             return
         if (ahead := self._plan_ahead(None)) is not None:
             self.pipeline.open(ahead, self.job_now())

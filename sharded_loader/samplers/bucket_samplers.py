@@ -247,14 +247,14 @@ class FixedBucketSampler(NumberedBatches):
         if unused := [key for key, count in zip(shown, counts, strict=True) if not count]:
             warn(f"Some buckets are empty and will be removed. Unused bucket keys={unused}")
         keys, counts = keys[counts > 0], counts[counts > 0]
-        members: list[Int64s] = np.split(np.argsort(bucket_of, kind="stable"), np.cumsum(counts)[:-1])
-        self._members = members[: len(keys)]  # for no buckets, np.split gives one part
+        # One array for all buckets, as there may be 100,000.
+        self._members, self._counts = np.argsort(bucket_of, kind="stable").astype(np.int64), counts.astype(np.int64)
         if use_average_length and ratio > 0:
             warn(f"ratio={ratio} is not used, because use_average_length is set")
         if by_key is not None:
             self.bucket_batch_sizes = [by_key[tuple(key)] for key in keys.tolist()]
         elif use_average_length:
-            lengths_in = (table[places] for places in self._members)
+            lengths_in = np.split(table[self._members], np.cumsum(counts)[:-1])[: len(keys)]
             self.bucket_batch_sizes = [max(int(sizes[0] / (part.mean() + part.std())), 1) for part in lengths_in]
         else:
             size, scales = sizes[0], keys.sum(axis=1).tolist()
@@ -266,13 +266,9 @@ class FixedBucketSampler(NumberedBatches):
         """Samples of each bucket that are batched together: those of one step of all ranks."""
         return [size * self._unit for size in self.bucket_batch_sizes]
 
-    @property
-    def _counts(self) -> list[int]:
-        return list(map(len, self._members))
-
     def _at(self, epoch: int) -> Callable[[Int64s], list[Any]]:
         shards, unit = self._num_shards, self._unit
-        buckets, batches = np.arange(len(self._members))[::-1], self._batches(epoch)[::-1]  # the longest first
+        buckets, batches = np.arange(len(self._counts))[::-1], self._batches(epoch)[::-1]  # the longest first
         units = -(-batches // unit)
         count = int(units.sum()) * unit
         order, ends, read = self._order(count // unit, "fixed bucket", epoch), np.cumsum(units), self._reader(epoch)
@@ -297,9 +293,8 @@ class FixedBucketSampler(NumberedBatches):
 
     def _reader(self, epoch: int) -> Callable[[Int64s, Int64s], list[list[int]]]:
         """Return a function from buckets and batch numbers in them to batches of an epoch."""
-        counts, sizes = np.array(self._counts, np.int64), np.array(self.bucket_batch_sizes, np.int64)
+        counts, sizes, members = self._counts, np.array(self.bucket_batch_sizes, np.int64), self._members
         (begins, ends), firsts, place = self._span(epoch), np.cumsum(counts) - counts, self._shuffler()
-        members = np.concatenate([np.zeros(0, np.int64), *self._members])
 
         def read(buckets: Int64s, numbers: Int64s) -> list[list[int]]:
             low = begins[buckets] + numbers * sizes[buckets]
@@ -315,8 +310,8 @@ class FixedBucketSampler(NumberedBatches):
 
     def _shuffler(self) -> Callable[[Int64s, Int64s, Int64s], Int64s]:
         """Return a function that shuffles places within buckets; the third argument numbers the pass over a bucket."""
-        kinds = len(self._counts)
-        order = cache(lambda one: self._order(self._counts[one % kinds], "fixed bucket", one // kinds, one % kinds))
+        kinds, counts = len(self._counts), self._counts.tolist()
+        order = cache(lambda one: self._order(counts[one % kinds], "fixed bucket", one // kinds, one % kinds))
 
         def place(places: Int64s, buckets: Int64s, passes: Int64s) -> Int64s:
             begins = np.flatnonzero(np.diff(passes, prepend=-1))
@@ -332,7 +327,7 @@ class FixedBucketSampler(NumberedBatches):
 
     def _span(self, epoch: int) -> tuple[Int64s, Int64s]:
         """Return begin and end of each bucket's samples in an epoch, counted over all epochs."""
-        counts, steps = np.array(self._counts, np.int64), np.array(self.plan, np.int64)
+        counts, steps = self._counts, np.array(self.plan, np.int64)
         begins, ends = epoch * counts, (epoch + 1) * counts
         if self._last_batch == "rollover":
             return begins // steps * steps, ends // steps * steps
@@ -349,9 +344,10 @@ class FixedBucketSampler(NumberedBatches):
 
     def stats(self) -> str:
         """Return a multi-line summary: samples and batches in total; key, samples and batch size of each bucket."""
-        samples, batches = sum(self._counts), self._batches(self.epoch).sum()
+        samples, batches = self._counts.sum(), self._batches(self.epoch).sum()
         first = f"{type(self).__name__}:\n  sample_num={samples}, batch_num={batches}"
-        return f"{first}\n  key={self.bucket_keys}\n  cnt={self._counts}\n  batch_size={self.bucket_batch_sizes}"
+        counts, sizes = self._counts.tolist(), self.bucket_batch_sizes
+        return f"{first}\n  key={self.bucket_keys}\n  cnt={counts}\n  batch_size={sizes}"
 
 
 class GroupedBatchSampler(FixedBucketSampler):
@@ -404,7 +400,7 @@ class GroupedBatchSampler(FixedBucketSampler):
 
     def _shuffler(self) -> Callable[[Int64s, Int64s, Int64s], Int64s]:
         # A rank may meet many kinds for the first time: computing whole shuffles would be too slow.
-        counts, shuffle = np.array(self._counts, np.int64), Bijections(self.seed, "kinds")
+        counts, shuffle = self._counts, Bijections(self.seed, "kinds")
         return lambda places, buckets, passes: shuffle(places, counts[buckets], passes)
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import operator
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -94,7 +95,9 @@ class GrownSampler(IndexSampler):
         later = [one for one in self._changes if one[:2] > (epoch, 0)]
         gone = {index for one in self._changes if one[:2] <= (epoch, 0) for index in one.removed}
         first = SizeChange(epoch, 0, 0, later[0].before if later else self._length, sorted(gone))
-        return _Chain(self._sampler, [first, *(one for one in later if one.epoch == epoch)])
+        chain = _Chain(self._sampler, [first, *(one for one in later if one.epoch == epoch)])
+        _MADE.append(chain)
+        return chain
 
     # -- in a loader ----------------------------------------------------------------------------------------
 
@@ -231,13 +234,25 @@ is a tuple (begin, end, first, added, order, skipped).
 class _Chain:
     """One epoch: the level of its ordinary order, which takes in all samples at position 0, and those above it."""
 
-    def __init__(self, sampler: RandomSampler | SequentialSampler, changes: Iterable[SizeChange]) -> None:
+    def __init__(self, sampler: RandomSampler | SequentialSampler, changes: list[SizeChange]) -> None:
         self.length, self._levels, is_random = 0, list[Level](), isinstance(sampler, RandomSampler)
-        for epoch, begin, before, after, removed in changes:
+        self._facts, done = (is_random, sampler.seed, changes), 0
+        for known in _MADE.copy():  # mostly, one change was added to those of before
+            kind, seed, made = known._facts
+            if (kind, seed) == self._facts[:2] and done < len(made) and made == changes[: len(made)]:
+                done, self.length, self._levels = len(made), known.length, [*known._levels]
+        for number, (epoch, begin, before, after, removed) in enumerate(changes[done:], done):
             gone = np.array(removed, np.int64)
-            places = np.append(self.positions_of(gone[gone < before]), self.length + gone[gone >= before] - before)
+            old = self.positions_of(gone[gone < before]) if removed else gone
+            places = np.append(old, self.length + gone[gone >= before] - before)
             skipped = places[places >= begin] - begin
-            rest, key = self.length + after - before - len(skipped), (sampler.seed, "grown", epoch, len(self._levels))
+            rest, key = self.length + after - before - len(skipped), (sampler.seed, "grown", epoch, number)
+            if self._levels and self._levels[-1][4] is None and not (is_random and after > before):
+                # Without a shuffle it is one level with the one before: what it skips lies behind its begin.
+                start, end, first, added, _, known = self._levels[-1]
+                skipped = np.sort(np.append(known, _shifted(skipped + begin - start, known)))
+                self._levels[-1], self.length = (start, end, first, added + after - before, None, skipped), rest
+                continue
             order: Any = None
             if is_random and after > before:
                 make = shuffle if rest - begin <= SMALL else Bijection
@@ -252,8 +267,7 @@ class _Chain:
         for begin, end, first, _, order, skipped in reversed(self._levels):
             late = np.flatnonzero((places >= begin) & (found < 0))
             within = places[late] - begin if order is None else order()(places[late] - begin)
-            within += np.searchsorted(skipped - np.arange(len(skipped)), within, side="right")
-            places[late] = begin + within
+            places[late] = begin + _shifted(within, skipped)
             new = late[places[late] >= end]
             found[new] = first + places[new] - end
         return found
@@ -269,3 +283,18 @@ class _Chain:
             moved = inverted(order and order(), within - np.searchsorted(skipped, within))
             places = np.append(places[~late], begin + moved)
         return np.sort(places)
+
+
+_MADE: deque[_Chain] = deque(maxlen=2)
+"""The chains that were made last, of this epoch and the next."""
+
+
+def _shifted(within: Int64s, skipped: Int64s) -> Int64s:
+    """Return the places of items that are counted without the ``skipped`` places.
+
+    Example:
+        >>> _shifted(np.arange(3), np.array([1, 2]))
+        array([0, 3, 4])
+    """
+    found: Int64s = within + np.searchsorted(skipped - np.arange(len(skipped)), within, side="right")
+    return found

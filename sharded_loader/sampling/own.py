@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import islice
 from typing import Any
 
@@ -29,6 +29,9 @@ from sharded_loader.sampling.tables import BLOCK, BatchedTable, Rollover, Stride
 from sharded_loader.sampling.third_party import known_length, len_epoch, name_of, table_of
 
 LAST_BATCH = ("keep", "discard", "rollover")
+
+_kept_shuffle = lru_cache(maxsize=1)(shuffle)
+"""`shuffle`, which keeps the last order, as ``loader.indices`` asks for one step after the other."""
 
 
 def check_length(length: object) -> int:
@@ -107,7 +110,7 @@ class RandomSampler(IndexSampler):
         self.seed = resolve_seed(seed)
 
     def _order(self, epoch: int) -> Callable[[Indices], Indices]:
-        return shuffle(self._length, self.seed, "order", epoch)
+        return _kept_shuffle(self._length, self.seed, "order", epoch)
 
 
 # -- batches -----------------------------------------------------------------------------------------------------------

@@ -14,8 +14,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from sharded_loader.base import entries
 from sharded_loader.base.described import brief
 from sharded_loader.base.entries import anything, entry, instance, integer, list_of, optional, string, true_or_false
@@ -263,13 +261,7 @@ def has_weights(sampler: object) -> bool:
 
 
 def _summary(value: object) -> Any:
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    parts = value if isinstance(value, list) and value and isinstance(value[0], np.ndarray) else [value]
-    checksum = 0
-    for part in parts:
-        checksum = checksum_of(part, checksum)
-    return f"{SUM}{checksum:08x}"
+    return value if value is None or isinstance(value, bool | int | str) else f"{SUM}{checksum_of(value):08x}"
 
 
 def kind_of(sampler: object) -> str:

@@ -57,8 +57,8 @@ def checksum_of(numbers: Any, before: int = 0) -> int:
     """
     if isinstance(numbers, range) and len(numbers) > IN_MEMORY:
         return zlib.crc32(repr(numbers).encode(), before)
-    array = np.asarray(numbers)
-    return zlib.crc32(array.astype("<f8" if array.dtype.kind == "f" else "<i8", copy=False).tobytes(), before)
+    array = np.ascontiguousarray(numbers)
+    return zlib.crc32(array.astype("<f8" if array.dtype.kind == "f" else "<i8", copy=False).data, before)
 
 
 def bytes_of(items: Any) -> bytes:

@@ -378,6 +378,10 @@ class Shards:
         size = self._size(shards)
         return size if self.cache is not None and size > self.cache.max_bytes else 0
 
+    @cached_property
+    def _are_too_many(self) -> bool:
+        return self.excess(range(len(self.urls))) > 0
+
     def _size(self, shards: Sequence[int]) -> int:
         return sum(self.stats[shard].size for shard in shards if self.paths[shard] is None)
 
@@ -460,7 +464,7 @@ class Shards:
 
     def _index(self, shard: int, in_parts: bool | None = None) -> Index:
         if in_parts is None:  # a scan downloads the shards anyway: cache them if all fit
-            in_parts = self.cache is None or not self.scans or self.excess(range(len(self.urls))) > 0
+            in_parts = self.cache is None or not self.scans or self._are_too_many
         make = partial(self._make_index, shard, in_parts)
         return self._indexes.of(self.format.name, self.urls[shard], self.stats[shard], make)
 

@@ -141,6 +141,7 @@ class FrameWindows(Dataset):
             advice = "give a list of videos, and deltas that are finite numbers, of seconds or of frames, one or more"
             raise ValueError(f"FrameWindows({videos!r}, {deltas!r}): {advice}")
         self._indexes, self._episodes = dict[str, Index](), list[tuple[str, int, int]]()
+        self._near = list[float]()  # by episode: the largest distance of a frame to one that is asked for
         for one in videos:
             given, begin, end = one if isinstance(one, tuple) else (one, -np.inf, np.inf)
             path, first, last = os.fspath(given), 0, 0
@@ -154,6 +155,8 @@ class FrameWindows(Dataset):
             if first >= last:
                 raise ValueError(f"FrameWindows: {path} has no frames from {begin} to {end} s")
             self._episodes.append((path, first, last))
+            apart = np.diff(self._indexes[path][0][first:last])
+            self._near.append(0.501 * float(np.median(apart)) if len(apart) else 0.0)
         self._ends = np.cumsum([last - first for _, first, last in self._episodes])
 
     def __len__(self) -> int:
@@ -178,8 +181,9 @@ class FrameWindows(Dataset):
             numbers = (frame + deltas).clip(0, last - first - 1)
             is_pad = numbers != frame + deltas
         else:
-            wanted, near = times[frame] + deltas, 0.501 * np.median(np.diff(times)) if len(times) > 1 else 0.0
-            numbers = np.searchsorted((times[1:] + times[:-1]) / 2, wanted)
+            wanted, near = times[frame] + deltas, self._near[episode]
+            after = np.searchsorted(times, wanted).clip(1, max(1, len(times) - 1))
+            numbers = (after - ((times[after - 1] + times[after % len(times)]) / 2 >= wanted)).clip(0, len(times) - 1)
             is_pad = (wanted < times[0] - near) | (wanted > times[-1] + near)
             for at in np.flatnonzero(~is_pad & (np.abs(times[numbers] - wanted) > near))[:1].tolist():
                 asked, found = f"{wanted[at]:.3f} s ({times[frame]:.3f} {deltas[at]:+})", f"{times[numbers[at]]:.3f} s"

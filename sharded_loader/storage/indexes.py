@@ -208,9 +208,9 @@ def decode_texts(array: npt.NDArray[np.uint8], which: Iterable[int] | None = Non
     raw = array.view(np.uint8).data if array.dtype.itemsize == 1 else b""  # of no texts: ValueError
     count = int(np.frombuffer(raw[:8], "<i8")[0])
     base = 8 * (count + 2)
-    ends = np.frombuffer(raw[8:base], "<i8") + base
+    ends = np.frombuffer(raw[8:base], "<i8")
     where = np.arange(count) if which is None else np.array(list(which), np.int64)
-    places = zip(ends[where].tolist(), ends[where + 1].tolist(), strict=True)
+    places = zip((base + ends[where]).tolist(), (base + ends[where + 1]).tolist(), strict=True)
     return [str(raw[begin:end], "utf-8", "surrogateescape") for begin, end in places]
 
 

@@ -19,6 +19,7 @@ from sharded_loader.engine.messages import Result
 from sharded_loader.engine.pipeline import Entry, Pipeline
 from sharded_loader.engine.pool import Pool
 from sharded_loader.engine.split import Split
+from sharded_loader.instruments import stats
 from sharded_loader.instruments.stats import Counts, LoaderStats, Meter
 from sharded_loader.instruments.times import CAUSES, STAGES, StageTimes, WorkerTimes
 from sharded_loader.torch import DataLoader
@@ -316,3 +317,15 @@ def test_of_the_users_batch_sampler_nothing_is_counted_as_discarded(drop_last: b
     loader = DataLoader(range(5), batch_sampler=Rest())
     assert [batch.tolist() for batch in loader] == [[2, 3]]
     assert loader.stats().discarded_samples == 0
+
+
+def test_epochs_that_have_ended_are_not_summed_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = ShardedDataLoader(range(4), 2)
+    for _ in range(50):
+        assert len(list(loader)) == 2
+    assert loader.stats().batches == 100
+    summed, with_rows = list[Any](), stats.with_rows
+    monkeypatch.setattr(stats, "with_rows", lambda *given: summed.append(given) or with_rows(*given))
+    assert len(list(loader)) == 2
+    assert loader.stats().batches == 102 and loader.stats(50).batches == 2
+    assert len(summed) < 10  # with 1,000 epochs, it took 70 ms

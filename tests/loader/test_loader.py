@@ -32,6 +32,7 @@ from sharded_loader import (
 )
 from sharded_loader.base import imports
 from sharded_loader.data.seeding import MAX_SEARCHED, _datasets_in, epoch_listeners, epoch_setter, reachable
+from sharded_loader.loader import epochs
 from sharded_loader.torch import DataLoader
 
 
@@ -337,6 +338,16 @@ def test_the_search_for_datasets_with_set_epoch_is_bounded() -> None:
     many.held = [[Around([Around(number)]) for number in range(100)] for _ in range(100)]  # type: ignore[assignment]
     assert sum(1 for _ in reachable(many, _datasets_in, most=MAX_SEARCHED)) <= MAX_SEARCHED
     assert epoch_setter(many) is None
+
+
+def test_threads_that_do_not_read_ahead_do_not_search_for_set_epoch_at_each_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    searched = list[Any]()
+    monkeypatch.setattr(epochs, "epoch_setter", lambda data: searched.append(data) or epoch_setter(data))
+    with ShardedDataLoader(range(40), 2, pool=ThreadPool(1), prefetch=20) as loader:
+        assert not loader.prefetch_epochs and len(list(loader)) == 20
+    assert len(searched) < 10  # it was asked in each `next` once the epoch was planned: up to 25 ms in large datasets
 
 
 # -- what a loader tells about itself, and what can be set ------------------------------------------------------------

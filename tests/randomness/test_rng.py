@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import threading
+import tracemalloc
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -519,3 +520,28 @@ def test_the_order_is_the_same_in_every_release() -> None:
     assert windows.tolist() == [784, 937, 747, 31]
     # The order of `SubsetRandomSampler` over long ranges, and saved states, depend on their checksums.
     assert checksum_of(range(0, 10**12, 2)) == zlib.crc32(b"range(0, 1000000000000, 2)")
+
+
+def test_a_checksum_is_that_of_64_bit_numbers_in_c_order_and_copies_none_of_them() -> None:
+    table = np.arange(12.0).reshape(3, 4)
+    for numbers in (
+        table,
+        table.T,
+        table[:, ::2],
+        table[::-1],
+        table[:0],
+        table.astype(">i4"),
+        np.float32(3),
+        [],
+        [True],
+    ):
+        array = np.asarray(numbers)
+        expected = array.astype("<f8" if array.dtype.kind == "f" else "<i8").tobytes()
+        assert checksum_of(numbers) == zlib.crc32(expected)
+    many = np.arange(10**6)
+    tracemalloc.start()
+    try:
+        checksum_of(many)
+        assert tracemalloc.get_traced_memory()[1] < 10**6  # it was 8 MB
+    finally:
+        tracemalloc.stop()

@@ -26,6 +26,7 @@ from sharded_loader import (
 )
 from sharded_loader.samplers.batch_samplers import kinds_of
 from sharded_loader.samplers.costs import CostSampler
+from sharded_loader.sampling.state import arguments_of
 
 
 def ranks_of(replicas: int, make: Callable[..., ShardedDataLoader[Any]], state: Any = None) -> list[Any]:
@@ -438,3 +439,9 @@ def test_costs_may_be_a_function_and_the_sampler_is_shown() -> None:
     data += range(50, 70)
     by_function.refresh()
     assert sorted(index for batch in by_function for index in batch.tolist()) == data
+
+
+def test_a_state_says_the_same_of_many_kinds_as_before() -> None:
+    sums = dict(arguments_of([GroupedBatchSampler(np.arange(4000) % 1000, 2, seed=1)]))
+    assert sums["GroupedBatchSampler.lengths"] == "crc32 0bc5da0a"
+    assert sums["GroupedBatchSampler.buckets"] == "crc32 e8ed267a"  # it was summed up kind by kind

@@ -24,6 +24,7 @@ from sharded_loader import (
     ShardedDataLoader,
     interleave,
 )
+from sharded_loader.samplers import growth
 from sharded_loader.torch import DataLoader
 
 
@@ -367,3 +368,29 @@ def test_a_ctrl_c_in_a_change_leaves_all_of_it_or_nothing(change: str) -> None:
         assert found in (nothing, everything), line
         seen.append(found)
     assert len(seen) > 5
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_one_sample_after_the_other_is_left_out_without_looking_up_those_before_again(
+    shuffle: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_up, inverted = list[int](), growth.inverted
+
+    def counted(order: Any, indices: Any) -> Any:
+        looked_up.append(len(indices))
+        return inverted(order, indices)
+
+    monkeypatch.setattr(growth, "inverted", counted)
+    loader = loader_of(range(600), batch_size=2, shuffle=shuffle, seed=11)
+    batches, read, removed = iter(loader), list[int](), list[int]()
+    for _ in range(60):
+        read += next(batches).tolist()
+        removed.append(next(index for index in range(599, 0, -1) if index not in {*read, *removed}))
+        looked_up.clear()
+        loader.without(removed[-1:])
+    assert len(looked_up) < 20  # it was hundreds, and the time of one more grew with their square
+    assert sorted([*read, *flat(batches), *removed]) == list(range(600))
+    again = loader_of(range(600), batch_size=2, shuffle=shuffle, seed=11)
+    growth._MADE.clear()
+    again.load_state_dict(through_json(loader.state_dict()))
+    assert [again.indices(0, step) for step in (30, 70, 200)] == [loader.indices(0, step) for step in (30, 70, 200)]

@@ -306,3 +306,13 @@ def test_a_file_that_is_cut_is_named_with_the_time(suffix: str, words: str, tmp_
     (tmp_path / "b.mp4").write_text("no video")
     with pytest.raises(ValueError, match=r"b\.mp4 cannot be read as a video"):
         FrameWindows([tmp_path / "b.mp4"])
+
+
+def test_a_window_does_not_look_at_all_frames_of_its_video(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = np.arange(20_000) / 25
+    dataset = FrameWindows([path_of(times, 100_000)], [-0.5, 0.0, 0.02, 7.0])
+    monkeypatch.setattr(np, "diff", None)  # of 2.6 million frames, it took 40 ms for each sample
+    monkeypatch.setattr(np, "median", None)
+    sample = dataset[0]
+    assert sample["frames"][:, 0, 0, 0].tolist() == [0, 0, 0, 175] and sample["is_pad"].tolist() == [True, *[False] * 3]
+    assert dataset[19_999]["is_pad"].tolist() == [False, False, False, True]

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -215,6 +216,20 @@ def test_sizes_come_from_a_list_of_the_folder_if_it_may_be_read(memory: Any, mon
     dataset = ShardDataset(urls)
     assert requests(dataset) == (2 if may_list else 42)  # one for the index file, which is not there
     assert list(dataset) == numbers(80)
+
+
+def test_whether_all_shards_fit_the_cache_is_asked_once(memory: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    added, size_of = list[int](), dataset_module.Shards._size
+
+    def counted(shards: Any, which: Any) -> int:
+        added.append(len(which))
+        return size_of(shards, which)
+
+    monkeypatch.setattr(dataset_module.Shards, "_size", counted)
+    cache = ShardCache(tmp_path / "cache", "1 MB")
+    dataset = ShardDataset(lines(memory, 30), cache=cache, index_folder=tmp_path / "indexes")
+    assert list(dataset) == numbers(60)
+    assert added.count(30) < 3  # once for each shard: with 10,000, 8 s
 
 
 # -- one index file ----------------------------------------------------------------------------------------------------
@@ -535,6 +550,16 @@ def test_texts_come_back(texts: list[str], data: st.DataObject) -> None:
     if texts:
         which = data.draw(st.lists(st.integers(0, len(texts) - 1)))
         assert decode_texts(encode_texts(texts), which) == [texts[i] for i in which]
+
+
+def test_one_of_many_texts_does_not_take_the_memory_of_all() -> None:
+    texts = encode_texts(list(map(str, range(200_000))))
+    tracemalloc.start()
+    try:
+        assert decode_texts(texts, [7, 199_999]) == ["7", "199999"]
+        assert tracemalloc.get_traced_memory()[1] < 200_000  # it was 1.6 MB in each read
+    finally:
+        tracemalloc.stop()
 
 
 def open_picture(path: Path) -> Any:
