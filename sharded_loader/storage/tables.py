@@ -162,7 +162,7 @@ class Parquet(TableFormat):
         return np.array(counts, np.int64), {"footer": np.frombuffer(tail, np.uint8)}
 
     def _read_group(self, file: ShardFile, index: Index, number: int) -> Any:
-        if "table" not in file.kept:
+        if (opened := file.kept.get("table")) is None:
             from pyarrow import parquet
 
             metadata = parquet.read_metadata(io.BytesIO(b"PAR1" + index["footer"].tobytes()))
@@ -171,7 +171,7 @@ class Parquet(TableFormat):
             opened = parquet.ParquetFile(stream, metadata=metadata, page_checksum_verification=True)
             self._check_names(file, opened.schema_arrow.names)
             file.kept["table"] = opened
-        return file.kept["table"].read_row_group(number, self.columns, use_threads=False)
+        return opened.read_row_group(number, self.columns, use_threads=False)
 
 
 def _footer(file: ShardFile) -> bytes:
@@ -226,9 +226,9 @@ class Arrow(TableFormat):
                 batches.read_next_batch()
             batch = batches.read_next_batch()
         else:
-            if "table" not in file.kept:
-                file.kept["table"] = pyarrow.ipc.open_file(file.stream().detach())
-            batch = file.kept["table"].get_batch(number)
+            if (opened := file.kept.get("table")) is None:  # another thread may close the file
+                opened = file.kept["table"] = pyarrow.ipc.open_file(file.stream().detach())
+            batch = opened.get_batch(number)
         self._check_names(file, batch.schema.names)
         return batch if self.columns is None else batch.select(self.columns)
 
