@@ -29,7 +29,7 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain
@@ -384,21 +384,30 @@ class Leasing(Generic[Batch]):
         pipeline.check_open()
         with pipeline.lock:
             if self._leases is None:
-                order, self._leases = self._checked_order(), Ledger(pipeline)
-                order.make_epoch = self._leases.epoch
+                ledger = Ledger(pipeline)
+                self._checked_order().make_epoch, self._leases = ledger.epoch, ledger
             ledger = self._leases
-        with ledger.turn:
-            if self._lease_iterator is None:
-                self._checked_order()
-                self._lease_iterator = LeaseIterator(epochs, self._meter)
-            found, iterator = self._again(ledger, ledger.loaded), self._lease_iterator
-            if found is None and not (iterator.run and iterator.run.ended):
-                found = next(iterator, None)
-            found = found or self._again(ledger, ledger.back)
-            if found is None:
-                ledger.end(iterator.run)
-                self._lease_iterator = None
-            return found
+        found: Lease[Batch] | None = None
+        try:
+            with ledger.turn:
+                if self._lease_iterator is None:
+                    self._checked_order()
+                    self._lease_iterator = LeaseIterator(epochs, self._meter)
+                iterator = self._lease_iterator
+                found = self._again(ledger, ledger.loaded)
+                if found is None and not (iterator.run and iterator.run.ended):
+                    with suppress(StopIteration):
+                        found = iterator.__next__()  # no `next`: a Ctrl-C behind that call would lose the lease
+                if found is None:
+                    found = self._again(ledger, ledger.back)
+                if found is None:
+                    ledger.end(iterator.run)
+                    self._lease_iterator = None
+        except BaseException:
+            if found is not None:  # a Ctrl-C: the next call hands it out
+                ledger.loaded.appendleft((found._share, found._number))
+            raise
+        return found
 
     def _again(self, ledger: Ledger, queue: deque[tuple[Share, int]]) -> Lease[Batch] | None:
         """Return the first lease that comes again, read here."""
@@ -407,15 +416,16 @@ class Leasing(Generic[Batch]):
             order: Any = self._epochs.order
             epoch = LeaseEpoch(ledger, share, share.source or order.source(share.epoch), [number])
             try:
-                batch = self._known_steps.batch_of(epoch, 0)
+                batch, dataset = self._known_steps.batch_of(epoch, 0), self._known_steps.dataset
+                lease = None if batch is NOTHING else Lease(batch, epoch.task(0), epoch, dataset)
             except Exception as error:
                 queue.popleft()
                 name = f"{share.epoch}-{number * epoch.size}"
                 add_note(error, f"sharded_loader: raised for lease {name}, which stays open")
                 raise
-            queue.popleft()
-            if batch is not NOTHING:
-                return Lease(batch, epoch.task(0), epoch, self._known_steps.dataset)
+            del queue[0]  # no call, as in `lease`
+            if lease is not None:
+                return lease
             with ledger.lock:
                 share.open.discard(number)
         return None

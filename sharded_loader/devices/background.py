@@ -110,10 +110,10 @@ class Background:
         if self._thread is None:
             with uninterrupted():
                 args = self._calls, prepare
-                self._thread = threading.Thread(target=_make_all, args=args, name=self._name, daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=_make_all, args=args, name=self._name, daemon=True)
+                thread.start()  # the limit of threads is an error, also of the next call
                 self._end = weakref.finalize(self, self._calls.put, None)
-                self._end.atexit = False
+                self._thread, self._end.atexit = thread, False
         self._last = later
         self._calls.put(later)
         return later

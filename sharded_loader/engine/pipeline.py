@@ -143,9 +143,8 @@ class Run:
     def rollback(self) -> None:
         """Discard what is in flight. It is planned again from `delivered`."""
         self.exhausted = False
-        for entry in list(self.window):
-            for copy in entry.begun or ():
-                copy.drop()
+        for copy in [copy for entry in list(self.window) for copy in entry.begun or ()]:
+            copy.drop()
         self.window.clear()
         self.waiting.clear()
         self.awaited.clear()
@@ -369,8 +368,7 @@ class Pipeline:
 
     def _drop_runs(self) -> None:
         while self.dropped:
-            run = self.runs.pop(self.dropped.popleft(), None)
-            if run is not None:
+            if (run := self.runs.pop(self.dropped.popleft(), None)) is not None:
                 run.rollback()
                 if self.pool.started:
                     self.pool.cancel(run.number)
@@ -572,7 +570,5 @@ class Observer:
             for note in (note for note in errors.notes_of(error) if note.endswith(errors.HAS_ENDED)):
                 self.notices.warn(note, f"{note} (in {where}; {why})")
             self.notices.record("skipped_samples", f"on_error skipped or replaced sample {index!r} in {where}: {why}")
-        count, limit = before + len(skipped), self.max_skipped
-        if limit is None or count <= limit:
-            return None
-        return errors.TooManySkippedError(count, limit, where, *skipped[-1])
+        count, most = before + len(skipped), self.max_skipped
+        return None if most is None or count <= most else errors.TooManySkippedError(count, most, where, *skipped[-1])

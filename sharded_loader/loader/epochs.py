@@ -101,9 +101,9 @@ class Place:
 
     @property
     def now(self) -> At:
-        run, coming = self.current_run, self._order.next_epoch
-        if self.pending is not None:
-            if self.keeps or self.pending.epoch == coming:
+        run, coming, pending = self.current_run, self._order.next_epoch, self.pending
+        if pending is not None:  # a signal handler that asks for a state may drop it meanwhile
+            if self.keeps or pending.epoch == coming:
                 return At.LOADED
             self.pending = None  # dropped for good, even if its epoch comes back
         if run is None or run.ended:
@@ -414,17 +414,17 @@ class Epochs:
 
     def _take_kept(self, point: RollbackPoint) -> Run | None:
         """Return the kept run if it is the one that begins now; otherwise drop it."""
-        kept, self._kept = self._kept, None
-        if kept is None:
+        if self._kept is None:
             return None
-        run, order, opening = kept
+        run, order, opening = self._kept  # until it is taken or dropped: a Ctrl-C must not leave it to nobody
         is_wanted = run.rollback_point == point and not self.stale and run.dead is None
         is_wanted = is_wanted and order in (None, (self.order.facts(run.epoch.number), self.pipeline.split.weights))
         # An error of the thread is raised when the epoch begins, if it still occurs.
         if is_wanted and (opening is None or not isinstance(opening.wait(), Exception)):
-            run.is_ahead = False
+            self._kept, run.is_ahead = None, False
             return run
         self._drop(run)
+        self._kept = None
         return None
 
     def _drop(self, run: Run) -> None:

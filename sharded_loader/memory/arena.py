@@ -250,8 +250,7 @@ class Arena:
         wanted = max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT  # a call of `aligned` less
         slot = self._reuse(self.returned[worker], wanted) or self._carve(wanted)
         if slot is None:
-            if self._children:
-                self._release_children()
+            self._release_children()
             if waiting > sum(map(len, self.returned.values())) and self._grow(wanted):
                 return self._carve(wanted)
             for returned in sorted(self.returned.values(), key=len, reverse=True):
@@ -313,6 +312,7 @@ class Arena:
         Returns:
             A descriptor for this process to close after the fork; None if there is nothing to hold.
         """
+        self._release_children()  # or the program, which may fork many, would run out of descriptors
         arrays = [array for lease in list(self._borrowed.values()) if (array := lease()) is not None]
         if not arrays:
             return None
@@ -325,19 +325,20 @@ class Arena:
         return writer
 
     def _release_children(self) -> None:
-        """Release what children that have ended held."""
+        """Release what children that have ended held. Thread-safe."""
         for child in [child for child in self._children if system.is_readable(child[0])]:
-            self._children.remove(child)
-            os.close(child[0])
-            child[1].clear()
+            with contextlib.suppress(ValueError):  # another thread has released it
+                self._children.remove(child)
+                os.close(child[0])
+                child[1].clear()
 
     def close_descriptors(self) -> None:
-        """Close the main process's descriptors in a forked child."""
+        """Close the main process's descriptors in a forked child, which holds nothing for children of its own."""
         for segment in self.segments:
             segment.close_descriptor()
         for reader, _ in self._children:
             os.close(reader)
-        self._children = []
+        self._children, self._borrowed = [], {}
 
     def close(self) -> None:
         """Close all segments. Memory under borrowed batches stays mapped until they die."""

@@ -200,16 +200,15 @@ def undisturbed(samplers: Iterable[object], but: object = None) -> Iterator[None
     Inside, random generators, lists, dicts, sets and arrays among the attributes are copies, except the object ``but``
     (the dataset). State kept elsewhere (a file, a nested object, compiled code) is not protected.
     """
-    attribute_dicts = [getattr(sampler, "__dict__", None) for sampler in samplers]
-    originals = [(attributes, dict(attributes)) for attributes in attribute_dicts if isinstance(attributes, dict)]
+    found: list[Any] = [vars(sampler) for sampler in samplers if isinstance(getattr(sampler, "__dict__", None), dict)]
+    originals: list[Any] = [*map(dict, found)]
+    restore = chain(map(dict.clear, found), map(dict.update, found, originals))
     try:
-        for attributes, before in originals:
+        for attributes, before in zip(found, originals, strict=True):
             attributes.update((name, _copy_if_mutable(value)) for name, value in before.items() if value is not but)
         yield
     finally:
-        for attributes, before in originals:
-            attributes.clear()
-            attributes.update(before)
+        deque(restore, 0)  # one call, in C: no Ctrl-C comes between
 
 
 def _copy_if_mutable(value: Any) -> Any:

@@ -34,7 +34,7 @@ class Stat(NamedTuple):
 
 
 class ShardFile(ABC):
-    """Base class of files with random access.
+    """Base class of files with random access. Its descriptor closes with its last reference: a thread may read.
 
     Attributes:
         name: name in error messages.
@@ -114,10 +114,6 @@ class LocalFile(ShardFile):
             advice = "Copy it again. If it is to be so, make the dataset again"
             raise ShardError(f"{self.name} {found_text}: it is shorter than when it was indexed. {advice}")
         return found
-
-    def close(self) -> None:
-        super().close()
-        self._file.close()
 
 
 def local_stat(path: str) -> Stat:

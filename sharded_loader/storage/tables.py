@@ -166,7 +166,7 @@ class Parquet(TableFormat):
         return np.array(counts, np.int64), {"footer": np.frombuffer(tail, np.uint8)}
 
     def _read_group(self, file: ShardFile, index: Index, number: int) -> Any:
-        if "table" not in file.kept:
+        if (opened := file.kept.get("table")) is None:
             from pyarrow import parquet
 
             metadata = parquet.read_metadata(io.BytesIO(b"PAR1" + index["footer"].tobytes()))
@@ -175,7 +175,7 @@ class Parquet(TableFormat):
             opened = parquet.ParquetFile(stream, metadata=metadata, page_checksum_verification=True)
             self._check_names(file, opened.schema_arrow.names)
             file.kept["table"] = opened
-        return file.kept["table"].read_row_group(number, self.columns, use_threads=False)
+        return opened.read_row_group(number, self.columns, use_threads=False)
 
 
 def _footer(file: ShardFile) -> bytes:
@@ -233,7 +233,7 @@ class Arrow(TableFormat):
             batch = batches.read_next_batch()
             self._check_names(file, batch.schema.names)
         else:
-            if "table" not in file.kept:
+            if (opened := file.kept.get("table")) is None:  # another thread may close the file
                 stream = file.stream().detach()
                 opened = pyarrow.ipc.open_file(stream)
                 names = opened.schema.names
@@ -242,7 +242,7 @@ class Arrow(TableFormat):
                     fields = list(map(names.index, self.columns))
                     opened = pyarrow.ipc.open_file(stream, options=pyarrow.ipc.IpcReadOptions(included_fields=fields))
                 file.kept["table"] = opened
-            batch = file.kept["table"].get_batch(number)
+            batch = opened.get_batch(number)
         return batch if self.columns is None else batch.select(self.columns)
 
 

@@ -8,6 +8,7 @@ import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -61,6 +62,18 @@ def test_a_new_thread_is_prepared_once_and_a_failure_to_do_so_is_an_error_of_the
         background.submit(lambda: 1, prepare).wait()
     assert [background.submit(lambda: 2, prepare).wait() for _ in range(3)] == [2, 2, 2]
     assert prepared == ["copies"] * 2
+    assert background.close()
+
+
+def test_the_limit_of_threads_is_an_error_of_each_call_until_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    background = Background("copies")
+    monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="new thread"):
+            background.submit(list)
+    assert background.close()
+    monkeypatch.undo()
+    assert background.submit(list).wait() == []
     assert background.close()
 
 

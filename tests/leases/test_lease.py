@@ -1,8 +1,12 @@
 """``loader.lease()``: each batch is finished once per epoch, in any order, whatever is killed, on any ranks."""
 
 import base64
+import itertools
 import json
+import os
 import random
+import signal
+import sys
 import threading
 import zlib
 from collections import Counter
@@ -230,6 +234,40 @@ def test_threads_share_the_leases_of_a_loader() -> None:
         for thread in threads:
             thread.join()
         assert sorted(name for name in found if name.startswith("0-")) == sorted(f"0-{n}" for n in range(LENGTH))
+
+
+@pytest.mark.parametrize("before", ["nothing", "a state", "again"])
+def test_a_ctrl_c_as_any_c_function_returns_loses_no_lease(before: str) -> None:
+    left, files = 0, ("leases.py", "iterator.py", "pipeline.py")
+
+    def interrupt(frame: Any, event: str, function: Any) -> None:
+        nonlocal left
+        left -= event == "c_return" and os.path.basename(frame.f_code.co_filename) in files
+        if left == 0:
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGINT)
+
+    for number in itertools.count(1):
+        with loader_of() as loader:
+            done = some(loader, 8 if before == "again" else 2)
+            if before == "again":
+                done.pop(3).again()
+            elif before == "a state":
+                loader.load_state_dict(state_of(loader))
+                done = []
+            left, found = number, None
+            try:
+                sys.setprofile(interrupt)
+                found = loader.lease()
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.setprofile(None)
+            done += [] if found is None else [found]
+            assert sorted(names(done + rest_of(loader))) == sorted(NAMES), number
+        if left > 0:
+            break
+    assert number > 5
 
 
 class ByEpoch(Dataset):

@@ -12,6 +12,7 @@ import warnings
 from unittest.mock import Mock
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from calls import calls_of
@@ -302,6 +303,18 @@ def test_what_is_lent_at_a_fork_is_used_again_when_the_child_has_ended(arena):
     os.close(ends.pop())
     assert before in [take(arena, 1 << 16) for _ in range(200)]
     assert arena.hold_for_child() is None and arena.lent == 0
+
+
+@posix
+def test_children_that_have_ended_cost_no_descriptors_while_what_was_lent_lives_on(arena):
+    lent = lend(arena, take(arena, 1 << 16))
+    before = psutil.Process().num_fds()
+    for _ in range(20):
+        os.close(arena.hold_for_child())  # as after the fork, and a child that ends at once
+    assert psutil.Process().num_fds() <= before + 1
+    arena.close_descriptors()
+    assert arena.hold_for_child() is None  # in a child: nothing there reads those ends
+    del lent
 
 
 @posix

@@ -81,9 +81,10 @@ def test_the_memory_of_a_job_has_its_name_until_each_worker_has_read_it(monkeypa
     assert descriptor is None or not os.path.exists(f"/proc/self/fd/{descriptor}")
 
 
-def test_a_thread_that_wakes_the_program_while_another_does_so_has_nothing_to_do() -> None:
+@pytest.mark.parametrize("error", [ValueError("concurrent send_bytes() calls"), TypeError("the handle is None")])
+def test_a_thread_that_wakes_the_program_while_another_does_so_or_closes_has_nothing_to_do(error: Exception) -> None:
     owner = ProcessTransport(1, "spawn", None)
-    owner.waker = (Mock(), Mock(send_bytes=Mock(side_effect=ValueError("concurrent send_bytes() calls"))))
+    owner.waker = (Mock(), Mock(send_bytes=Mock(side_effect=error)))
     owner.wake()
     assert owner.waker[1].send_bytes.called
     owner.waker = None

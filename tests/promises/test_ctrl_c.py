@@ -28,7 +28,7 @@ from stream_samples import Parts, Stateful, WithStatefulRows, batches_of, values
 from test_resume import SAMPLERS, HasPlace, batches, stream, through_json
 
 import sharded_loader
-from sharded_loader import InlinePool, ShardedDataLoader, ThreadPool, WeightedRandomSampler
+from sharded_loader import InlinePool, RandomSampler, ShardedDataLoader, ThreadPool, WeightedRandomSampler
 from sharded_loader.engine.pool import Pool
 from sharded_loader.randomness import rng
 from sharded_loader.randomness.rng import reading
@@ -298,6 +298,23 @@ def test_a_ctrl_c_while_threads_start_leaves_a_pool_that_starts_again(monkeypatc
         assert loader.epoch == 1
 
 
+def test_a_ctrl_c_as_an_epoch_begins_leaves_what_was_read_ahead_to_somebody() -> None:
+    nobodys = []
+    for line in itertools.count(1, 3):
+        with ShardedDataLoader(range(12), 4, shuffle=True, pool=ThreadPool(1)) as loader:
+            loader.prefetch_epochs = True
+            assert len(list(loader)) == 3
+            iterator: Any = iter(loader)
+            got, fired = next_interrupted(iterator, line, lambda at: InterruptAt(at, ("epochs.py", "iterator.py")))
+            assert len(got + list(iterator)) == 3
+            kept: Any = loader._epochs._kept
+            owned = [iterator.run, *(kept or ())[:1]]
+            nobodys += [line for run in pipeline_of(loader).runs.values() if run not in owned]
+        if not fired:
+            break
+    assert line > 20 and len(nobodys) <= 1, nobodys  # before a plain ``return``, where no real Ctrl-C comes
+
+
 # -- calls between two steps -------------------------------------------------------------------------------------------
 
 
@@ -399,6 +416,28 @@ def test_a_ctrl_c_in_a_call_leaves_the_loader_as_before_or_as_behind_it(face: st
         if not interrupt.fired:
             break
     assert line > 2 * step
+
+
+def test_a_signal_handler_may_save_a_state_while_a_loaded_position_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    states: list[Any] = []
+    before = signal.signal(signal.SIGINT, lambda *_: states.append(loader.state_dict()))
+    try:
+        for line in itertools.count(1):
+            sampler = RandomSampler(12)
+            loader = ShardedDataLoader(range(12), 4, sampler=sampler, seed=1)
+            next(iter(loader))
+            loader.load_state_dict(loader.state_dict())
+            sampler.set_epoch(5)
+            tracer, tracing = InterruptAt(line, ("epochs.py",)), sys.gettrace()
+            sys.settrace(tracer)
+            state = loader.state_dict()
+            sys.settrace(tracing)
+            if not tracer.fired:
+                break
+            assert states.pop() == state, line
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert line > 5
 
 
 @pytest.mark.parametrize("kind", [ShardedDataLoader, DataLoader])

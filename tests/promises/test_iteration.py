@@ -474,6 +474,25 @@ def test_close_in_a_signal_handler_ends_the_wait(kind: str, tmp_path: Path) -> N
         signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.parametrize("kind", ["thread", "fork"])
+def test_what_a_signal_handler_raises_passes_even_if_it_has_closed_the_loader(kind: str, tmp_path: Path) -> None:
+    loader = ShardedDataLoader(SimpleDataset([tmp_path / "closed"]).transform(wait_for), 1, pool=make_pool(kind))
+
+    def close(*_: Any) -> None:
+        (tmp_path / "closed").touch()
+        loader.close()
+        raise TimeoutError("too slow")
+
+    before = signal.signal(signal.SIGALRM, close)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(TimeoutError, match="too slow"):
+            list(loader)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 @pytest.mark.parametrize(
     "make",
     [

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import signal
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -318,6 +320,33 @@ def test_peek_changes_nothing_in_a_sampler_that_owns_its_generator(kind: str, of
             if len(batches) == 2:
                 looked.peek()
         assert batches == epoch
+
+
+def test_a_ctrl_c_as_any_c_function_returns_leaves_a_sampler_its_attributes() -> None:
+    left = 0
+
+    def interrupt(frame: Any, event: str, function: Any) -> None:
+        nonlocal left
+        left -= event == "c_return" and frame.f_code.co_filename.endswith("third_party.py")
+        if left == 0:
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGINT)
+
+    for number in itertools.count(1):
+        sampler = OWN_STATES["list"]()
+        loader, before = ShardedDataLoader(range(20), 6, sampler=sampler), dict(vars(sampler))
+        left = number
+        try:
+            sys.setprofile(interrupt)
+            loader.peek()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.setprofile(None)
+        assert vars(sampler) == before, number
+        if left > 0:
+            break
+    assert number > 10
 
 
 def test_peek_copies_neither_the_dataset_nor_large_data_of_a_sampler() -> None:

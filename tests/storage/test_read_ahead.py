@@ -253,6 +253,24 @@ def test_its_threads_end(end: str) -> None:
     until(lambda: not set(threading.enumerate()) - before)
 
 
+def test_its_threads_end_if_a_ctrl_c_has_kept_the_last_ones_from_starting(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, start, started = set(threading.enumerate()), threading.Thread.start, list[threading.Thread]()
+    cache = types.SimpleNamespace(max_bytes=1, read_only=True)
+    ahead = ReadAhead(pretended(cache, 3), lambda number: None, lambda: 0, lambda number: None)
+
+    def start_or_not(thread: threading.Thread) -> None:
+        if len(started) == 3:
+            raise KeyboardInterrupt
+        start(thread)
+        started.append(thread)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(threading.Thread, "start", start_or_not)
+        ahead.start()
+    ahead.stop()
+    assert not set(threading.enumerate()) - before
+
+
 SHARDS, LENGTH = 12, 20
 
 

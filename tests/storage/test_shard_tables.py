@@ -76,6 +76,22 @@ def test_threads_share_a_shard(tmp_path: Path, kind: str) -> None:
     assert found == [(index, index) for index in order]
 
 
+class Emptied(dict[str, Any]):
+    """What a file keeps, if another thread closes it all the time."""
+
+    def __setitem__(self, name: str, value: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_thread_reads_on_while_another_closes_the_shard(tmp_path: Path, kind: str) -> None:
+    write(tmp_path / f"a.{kind}", kind)
+    format, file = KINDS[kind](), LocalFile(str(tmp_path / f"a.{kind}"))
+    index = format.index(file)
+    file.kept = Emptied()
+    assert [row["x"] for row in format.read(file, index, [0, 9])] == [0, 9]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_file_that_is_cut_while_it_is_open_is_an_error(tmp_path: Path, kind: str) -> None:
     """A mapped file would end the process with SIGBUS."""

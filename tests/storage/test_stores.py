@@ -346,6 +346,7 @@ def test_parts_and_streams_of_a_file_have_its_bytes(served: Served, tmp_path: Pa
     file.kept["table"] = object()  # what a format keeps goes with the file
     file.close()
     assert not file.kept
+    assert file.ranges([7], [20]) == [CONTENT[7:20]]  # by a thread that was about to read
 
 
 def test_a_file_that_was_cut_is_an_error_that_names_it(tmp_path: Path) -> None:

@@ -183,9 +183,11 @@ class Link:
             except BlockingIOError:
                 break
             except OSError as error:
-                # Temporary: too many descriptors are in flight to workers that have not taken them yet.
-                if error.errno != getattr(errno, "ETOOMANYREFS", None):
+                # Temporary: no memory, or too many descriptors are in flight to workers that have not taken them yet.
+                if error.errno not in (errno.ENOBUFS, errno.ENOMEM, getattr(errno, "ETOOMANYREFS", None)):
                     outbox.clear()
+                elif self._blocks:
+                    raise  # in a worker, which another one replaces
                 break
             if count == data.nbytes:
                 outbox.popleft()

@@ -39,6 +39,7 @@ import numpy as np
 
 from sharded_loader.base.checks import bytes_of_text
 from sharded_loader.base.errors import as_exception
+from sharded_loader.base.interrupts import is_from_outside
 from sharded_loader.base.limits import own_bytes, processes_here, warn_of_workers
 from sharded_loader.base.notices import logger
 from sharded_loader.batching.protocol import Empty
@@ -239,8 +240,8 @@ class ProcessPool(SupervisedPool[ProcessWorker]):
         self.waiting, self._is_late = True, block
         try:
             ready, ended = poller.wait(self._watch.step if block and not self._rejected else 0.0)
-        except (OSError, ValueError):
-            if workers is transport.workers:
+        except (OSError, ValueError) as error:
+            if workers is transport.workers or is_from_outside(error):
                 raise
         self.waiting = False
         if workers is not transport.workers:

@@ -392,7 +392,7 @@ def start_forkserver(modules: Iterable[str] = ()) -> None:
     wanted = sorted(set(modules) - {"__main__", "__mp_main__"})
     os.environ[spawned.PRELOAD] = json.dumps({"modules": [worker.__name__, "threadpoolctl", *wanted], "path": sys.path})
     try:
-        with starting_worker():
+        with uninterrupted(), starting_worker():  # blocking SIGINT runs the handler of one that has just come
             forkserver.ensure_running()
     finally:
         os.environ.pop(spawned.PRELOAD, None)

@@ -335,8 +335,8 @@ class ProcessTransport(Transport[ProcessWorker]):
         """Wake the thread that waits for the workers. May be called from any thread."""
         waker = self.waker
         if waker is not None:
-            # Just closed by another thread; or, on Windows since Python 3.12, another thread wakes it now.
-            with contextlib.suppress(OSError, ValueError):
+            # Just closed by another thread, even in the call; on Windows since Python 3.12, another one wakes it now.
+            with contextlib.suppress(OSError, ValueError, TypeError):
                 waker[1].send_bytes(b"")
 
     # -- workers that end, or stand still -------------------------------------------------------------------

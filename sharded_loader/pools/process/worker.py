@@ -132,7 +132,8 @@ class WorkerThreads:
             self._open_shared(message)
         elif kind == wire.FLUSH:
             # This one must keep reading: where links block, the main process may be sending to it.
-            threading.Thread(target=self._send_replies, daemon=True).start()
+            with contextlib.suppress(RuntimeError):  # the limit of threads: they are sent after the task
+                threading.Thread(target=self._send_replies, daemon=True).start()
         elif kind == wire.TOUCH:
             if (memory := self._memory_at(decode(message.content))) is not None:
                 memory[:: mmap.PAGESIZE] = 0

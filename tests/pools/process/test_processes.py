@@ -35,7 +35,12 @@ from sharded_loader.base.limits import own_bytes, private_bytes
 from sharded_loader.engine.messages import Job
 from sharded_loader.memory import segments
 from sharded_loader.pools.process import link, transport
-from sharded_loader.pools.process.start import choose_start_method, is_starting_worker, starting_worker
+from sharded_loader.pools.process.start import (
+    choose_start_method,
+    is_starting_worker,
+    start_forkserver,
+    starting_worker,
+)
 from sharded_loader.torch import DataLoader
 
 
@@ -182,6 +187,23 @@ def test_a_ctrl_c_while_the_start_method_is_chosen_leaves_no_descriptor() -> Non
         assert len(os.listdir("/dev/fd")) == opened, number
         if not tracer.fired:
             break
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_sigmask"), reason="this platform blocks no signals")
+def test_a_ctrl_c_as_the_forkserver_starts_leaves_the_signal_unblocked(monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = signal.pthread_sigmask
+
+    def with_late_signal(how: int, signals: Any) -> Any:
+        """To block signals runs the handler of one that has just come."""
+        found, handler = mask(how, signals), signal.getsignal(signal.SIGINT)
+        if (how, set(signals)) == (signal.SIG_BLOCK, {signal.SIGINT}) and callable(handler):
+            handler(signal.SIGINT, None)
+        return found
+
+    monkeypatch.setattr(signal, "pthread_sigmask", with_late_signal)
+    with pytest.raises(KeyboardInterrupt):
+        start_forkserver()
+    assert signal.SIGINT not in mask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def test_classes_of_a_function_keep_their_identity(process_pool: ProcessPool) -> None:

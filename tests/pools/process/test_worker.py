@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import signal
 import socket
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterator
 from functools import partial
 from multiprocessing import connection
@@ -108,6 +110,22 @@ def test_descriptors_come_with_their_messages_however_many_are_read_at_once(ends
         assert os.read(reader, 2) == b"x"
         assert os.read(reader, 1) == b""
         os.close(reader)
+
+
+@SOCKET
+@pytest.mark.parametrize("code", [errno.ENOBUFS, errno.ENOMEM])
+def test_for_want_of_memory_a_message_waits_and_a_worker_that_cannot_send_ends(ends: Ends, code: int) -> None:
+    ours, theirs = ends
+    full = Mock(send=Mock(side_effect=OSError(code, os.strerror(code))))
+    ours._socket, whole = full, ours._socket
+    ours.send(CANCEL, 1)
+    ours._socket = whole
+    ours.send(CANCEL, 2)
+    assert [message.run for message in received(theirs, 2)] == [1, 2]
+    theirs._socket, whole = full, theirs._socket
+    with pytest.raises(OSError, match=os.strerror(code)):
+        theirs.send(CANCEL, 3)
+    theirs._socket = whole
 
 
 @SOCKET
@@ -299,6 +317,15 @@ def test_a_finished_batch_is_sent_on_request_while_the_worker_reads_the_next_one
         gate.opened.release()
     assert [result.seq for result in trainer.results(1)] == [2]
     trainer.close()
+
+
+def test_at_the_limit_of_threads_a_worker_that_is_asked_for_its_results_reads_on(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+    trainer.worker._handle(wire.Message(wire.FLUSH, 0, 0, memoryview(b""), deque()))
+    trainer.send_tasks(task(0, 1))
+    assert [result.samples for result in trainer.results(1)] == [1]
 
 
 def test_a_worker_above_its_limit_says_so_after_its_start_and_after_its_first_batch() -> None:
