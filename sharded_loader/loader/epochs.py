@@ -446,14 +446,14 @@ class Epochs:
             raise TypeError(f"{text}. Save the states of all ranks, and load them as a list into loaders of new ranks")
 
         def change(*_: int) -> None:
-            resumes, state = progress.now is At.LOADED, progress.state()
-            goes_on = resumes or order.steps is not None or any(not run.ended for run in progress.live_runs())
+            now, state, is_live = progress.now, progress.state(), any(not run.ended for run in progress.live_runs())
+            goes_on = is_live or now is At.LOADED or order.rolls_over or order.skip
             advice = "Give other ranks, or a batch_size= with which all read as many samples in a step as before"
             doing = "rescale: the position belongs to the ranks before: "
             position = order.rescale(
                 num_replicas, rank, batch_size, lambda: order.load(state, False, doing, advice)[0] if goes_on else None
             )
-            if resumes and position is not None:
+            if position is not None and (now is At.LOADED or (now is At.BEGINNING and not order.steps)):
                 progress.begin_at(position)
 
         self.replan(change)

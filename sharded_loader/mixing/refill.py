@@ -22,7 +22,7 @@ import numpy as np
 from sharded_loader.extend import Sampler
 from sharded_loader.extend.data import Mixture, announce_epoch, await_value, is_stream, nested
 from sharded_loader.extend.engine import BatchScope, resolve_replicas
-from sharded_loader.extend.order import Bijection, DrawnSeed, SampleScope, reading, with_seeds
+from sharded_loader.extend.order import Bijection, DrawnSeed, SampleScope, reading, table_of, with_seeds
 from sharded_loader.extend.order import nested as samplers_in
 from sharded_loader.extend.tools import check_function, entries, pass_on
 from sharded_loader.mixing.in_order import InOrder, held, this_worker
@@ -86,7 +86,7 @@ class Refill(InOrder):
     def indices_of(self, epoch: int) -> Callable[[Any], Any]:
         """Return a function from positions in an epoch to indices."""
         if self.sampler is not None:
-            return self.sampler.epoch_table(epoch).at
+            return table_of(self.sampler, epoch, 0).at
         return Bijection(self.length, self.seed, "refill", epoch) if self.shuffle else np.asarray
 
     def __iter__(self) -> Iterator[Any]:

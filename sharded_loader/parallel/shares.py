@@ -73,7 +73,7 @@ class Shares:
         real = total if counted is None else min(counted, total)
         mine = len(range(turn, real, self.ranks))
         position, sharded = task.position * self.ranks + self.rank, task.sharded or self.micro is not None
-        share = mine, mine * self.ranks / real
+        share = mine, mine * self.ranks / max(real, 1)  # a rank may have padding alone
         return replace(task, position=position, shards=tuple(own), sharded=sharded, share=share)
 
 

@@ -80,7 +80,7 @@ def positions_of(sampler: Any, index: Any, epoch: int) -> list[int]:
         given, order = range(len(sampler)), sampler._order(epoch)
     elif kind is SequentialSampler:
         given = range(sampler._first, sampler._first + len(sampler))
-    elif kind in (range, list, tuple, np.ndarray):
+    elif kind in (range, list, tuple, np.ndarray) and not np.ndim(next(iter(sampler), 0)):  # no batches
         given = sampler
     else:
         text = f"when: no inverse is known of the order of {an(kind)}, so only a search would find the sample"

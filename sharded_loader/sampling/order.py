@@ -96,7 +96,9 @@ class MapOrder(Order[Signature]):
     ) -> None:
         self.sampling = sampling = Sampling(**given)
         self._shares, self._is_global = shares, shares is not None and shares.is_global
-        super().__init__(given["last_batch"], num_replicas, rank, seed, sampling.steps_per_epoch)
+        inner = [getattr(one, "last_batch", getattr(one, "_last_batch", None)) for one in sampling.samplers]
+        last_batch = "rollover" if sampling.steps_per_epoch is not None and "rollover" in inner else given["last_batch"]
+        super().__init__(last_batch, num_replicas, rank, seed, sampling.steps_per_epoch)
         if self._replicas not in (None, (1, 0)):
             third_party.refuse_distributed_sampler(sampling.given)
         self.drops_last |= bool(getattr(sampling.given, "drop_last", False)) and sampling.given_batches
@@ -113,6 +115,8 @@ class MapOrder(Order[Signature]):
         return self.sampling.sampler
 
     def resize(self, length: int | None) -> None:
+        if self.skip:  # the steps of the epochs before stay what they were
+            self._count.before(self.next_epoch, self._length_with_skipped)
         self._count.forget(self.next_epoch)
         self.dataset_length, sampling = length, self.sampling
         sampling.make(length, self.seed, self.order_ranks if self.replicated else None)
@@ -191,8 +195,8 @@ class MapOrder(Order[Signature]):
         if sampling.costs is not None and position.done and saved.items_in_step != own.items_in_step:
             was_step, step = saved.items_in_step, own.items_in_step
             phrases.append(f"a step of all ranks had {was_step} samples, and has {step}: costs= needs it to stay")
-        if saved.skip and self.steps is None and _steps_differ(saved, own):
-            phrases.append("skip= counts steps, and the ranks or the batch size were different")
+        if saved.skip and self.steps is None and (_steps_differ(saved, own) or (was != now and position.epoch)):
+            phrases.append("skip= counts steps, and the ranks, the batch size or the length were different")
         length = own.sampler_length
         if length is None and self.rolls_over:
             length = known_length(sampling.items, position.epoch)
@@ -256,6 +260,7 @@ class MapOrder(Order[Signature]):
         saved, is_known = self.signature(position.epoch), self._resume.is_known
         self.sampling.grown, self._dataset, self._resume = grown, dataset, replace(self._resume, rest=None)
         self.resize(length)
+        self._count.forget(position.epoch)
         if position.done:
             self.goes_on(position, replace(saved, sampler_arguments=self.signature(position.epoch).sampler_arguments))
             self._resume = replace(self._resume, is_known=is_known and self._resume.is_known)
@@ -405,8 +410,8 @@ def _convert_batches(order: MapOrder, position: Position, saved: Signature, cutt
             step_ranks, rest = 1, 0
         cut = for_ranks(cutter, step_ranks)
         twin = for_ranks(cut.resized(before, now), saved.step_ranks or 1)
-        is_other = twin is None or not _cuts_alike(saved, twin) or twin.plan != cut.plan
-        if rest or is_other or (step_ranks > 1 and sampling.evaluate):
+        is_other = rest or twin is None or not _cuts_alike(saved, twin) or twin.plan != cut.plan
+        if is_other or (step_ranks > 1 and sampling.evaluate):
             raise _other_batches_error(saved, sampling)
     own = order.signature(number, _Rest(number, step_ranks, None))
     own_items = for_ranks(sampling.items, 1 if sampling.evaluate else step_ranks)
@@ -523,8 +528,7 @@ def checksums(order: MapOrder, number: object) -> list[str]:
 
     if not by_rank:  # one rank reads the steps of all ranks
         source = order.source(number)
-        size = source.signature.batch_size
-        signature = replace(source.signature, batch_size=size and size * replicas)
+        signature = replace(source.signature, batch_size=(source.signature.batch_size or 0) * replicas or None)
         source = replace(source, signature=signature, replicas=1, rank=0, strided=False)
         return _read_twice(MapEpoch(source, number, None), read)
     epochs = (MapEpoch(order.source(number, rank), number, None) for rank in range(replicas))

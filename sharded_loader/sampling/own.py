@@ -158,11 +158,8 @@ class BatchSampler(WrapperSampler[list[int]]):
         return self.last_batch == "discard"
 
     def epoch_table(self, epoch: int) -> Table:
-        open_epoch = partial(table_of, self.sampler, seed=self.seed)
-        if self.last_batch == "rollover":
-            table = self._epoch_batches(epoch).items(open_epoch, 0, name_of(self.sampler))
-        else:
-            table = open_epoch(epoch)
+        open_epoch, rolls = partial(table_of, self.sampler, seed=self.seed), self.last_batch == "rollover"
+        table = self._epoch_batches(epoch).items(open_epoch, 0, name_of(self.sampler)) if rolls else open_epoch(epoch)
         return BatchedTable(table, self.batch_size, self.drop_last)
 
     def len_epoch(self, epoch: int) -> int:

@@ -491,7 +491,7 @@ def check_skip(skip: Any) -> Ranges:
         ((2, 2), (7, 9))
     """
     try:
-        pairs = [(first, last) for first, last in skip or ()]
+        pairs = sorted((first, last) for first, last in skip or ())
     except (TypeError, ValueError):
         raise TypeError(f"skip is {skip!r}: {_ADVICE}") from None
     ranges = []
@@ -500,7 +500,6 @@ def check_skip(skip: Any) -> Ranges:
         if end < begin:
             raise ValueError(f"skip has {pair!r}, whose last step comes before its first: {_ADVICE}")
         ranges.append((begin, end))
-    ranges.sort()
     for before, after in pairwise(ranges):
         if after[0] <= before[1]:
             raise ValueError(f"skip has {before} and {after}, which overlap: join them, or correct one of them")

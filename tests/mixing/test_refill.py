@@ -15,6 +15,7 @@ from sharded_loader import (
     OnError,
     RandomSampler,
     RepeatedSampler,
+    Sampler,
     ShardedDataLoader,
     TooManySkippedError,
     WeightedRandomSampler,
@@ -83,6 +84,22 @@ def test_batches_are_full_with_the_next_samples_of_the_order(order: str, streams
     found = loader(ORDERS[order], streams=streams, steps_per_epoch=30)
     assert values(found) + values(found) == list(islice(expected(ORDERS[order]["sampler"], streams, 4), 60))
     assert {index % 10 for index, _ in found.skipped} == {3}
+
+
+class Turned(Sampler[int]):
+    """An order of your own, by iterators."""
+
+    def iter_epoch(self, epoch: int, start: int = 0) -> Iterator[int]:
+        return ((number + epoch) % 60 for number in range(start, 60))
+
+    def len_epoch(self, epoch: int) -> int:
+        return 60
+
+
+@pytest.mark.parametrize("streams", [1, 6])
+def test_an_order_that_is_written_as_an_iterator_is_filtered_too(streams: int) -> None:
+    found = loader({"sampler": Turned()}, streams=streams, steps_per_epoch=30)
+    assert values(found) == list(islice(expected(Turned(), streams, 4), 30))
 
 
 @pytest.mark.parametrize("pool", POOLS)

@@ -212,6 +212,13 @@ def test_with_micro_batches_of_one_sample_a_smaller_share_has_one_less() -> None
     assert [[[batch.tolist() for batch in lists] for lists in loader] for loader in loaders] == [[[[0], [2]]], [[[1]]]]
 
 
+def test_an_evaluation_in_micro_batches_may_end_with_padding_alone_on_some_ranks() -> None:
+    given: dict[str, Any] = {"batch_size": 2, "micro_batch": 1, "evaluate": True, "num_replicas": 2}
+    for make in (ShardedDataLoader, DataLoader):
+        last = list(make(range(5), rank=1, **given))[-1]
+        assert ([batch.tolist() for batch in last[0]], last[1]) == ([[3], [3]], 0)
+
+
 @pytest.mark.parametrize("pool", ["inline", "thread", "fork"])
 def test_micro_batches_of_one_rank_are_read_by_any_pool(pool: str) -> None:
     given = {"batch_size": 6, "micro_batch": 4, "pool": make_pool(pool), "device": "cpu"}

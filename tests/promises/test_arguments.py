@@ -21,6 +21,8 @@ from samples import Bad
 from torch.utils.data import DistributedSampler
 
 from sharded_loader import (
+    BatchSampler,
+    FixedBucketSampler,
     InlinePool,
     LoaderClosedError,
     Placement,
@@ -150,6 +152,10 @@ REFUSED: list[tuple[Any, Any, str]] = [
     *(({"steps_per_epoch": steps}, (TypeError, ValueError), "steps_per_epoch") for steps in (0, 2.5)),
     ({"steps_per_epoch": 2, "last_batch": "rollover"}, ValueError, "contradict each other"),
     ({"steps_per_epoch": 2, "drop_last": True}, ValueError, "contradict each other"),
+    *(
+        ({"steps_per_epoch": 2, "batch_size": None, "batch_sampler": batches}, ValueError, "contradict each other")
+        for batches in (BatchSampler(range(8), 3, "rollover"), FixedBucketSampler([1] * 8, 3, last_batch="rollover"))
+    ),
     # names of torch, of others, and of our own that have moved
     (named("generator"), TypeError, "seed"),
     (named("multiprocessing_context"), TypeError, "start_method"),

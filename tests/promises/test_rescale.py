@@ -113,6 +113,36 @@ def test_before_the_first_batch_and_between_epochs() -> None:
     assert loader.state_dict() == fresh.state_dict()
 
 
+@pytest.mark.parametrize(("before", "after"), [(3, 1), (1, 3), (2, 3)])
+def test_with_rollover_ranks_that_stay_and_join_go_on_alike_between_epochs(before: int, after: int) -> None:
+    given = {"dataset": range(5), "last_batch": "rollover", "shuffle": False}
+    ranks = [joined(before, rank, **given) for rank in range(before)]
+    for _ in range(3):
+        while step(ranks):
+            pass
+        ranks = [(loader, iter(loader)) for loader, _ in ranks]
+    state = ranks[0][0].state_dict()
+    for rank, (loader, _) in enumerate(ranks[:after]):
+        loader.rescale(after, rank, 2)
+    stayed = [(loader, iter(loader)) for loader, _ in ranks[:after]]
+    for (loader, stays), rank in zip(stayed, range(after), strict=False):
+        other, joins = joined(after, rank, state, **given)
+        assert (loader.epoch, loader.position) == (other.epoch, other.position)
+        assert next(stays).tolist() == next(joins).tolist()
+
+
+def test_other_steps_with_skip_are_refused_between_epochs_too() -> None:
+    loader, _ = joined(2, 0, skip=[(15, 15)])
+    assert len(list(loader)) == 12
+    for live in (True, False):
+        iterator = iter(loader) if live else None
+        with pytest.raises(ValueError, match="skip= counts steps, and the ranks, the batch size or"):
+            loader.rescale(1, 0)
+        del iterator
+    loader.rescale(1, 0, 4)
+    assert len(list(loader)) == 11
+
+
 def test_after_a_loop_that_was_left_the_position_counts_the_steps_of_the_new_ranks() -> None:
     loader = ShardedDataLoader(range(40), 2, num_replicas=2, rank=0)
     for batch in loader:
@@ -354,6 +384,7 @@ OTHERS: dict[str, Any] = {
         ("packed", 4, 3, 2, 2),
         ("tokens", 60, 70, 1, "up to 96"),
         *((name, 4, 3, 1, "up to 96") for name in ("buckets", "sorted", "kinds")),
+        ("sorted", 2, 4, 3, "up to 96"),
         *((name, 4, 2, 1, "up to 96") for name in ("balanced", "uneven", "budget")),
     ],
 )

@@ -398,7 +398,7 @@ def test_steps_are_left_out_on_other_ranks_with_the_same_steps() -> None:
     one.load_state_dict(saved.state_dict())
     assert one.skip == [(5, 6)] and [len(list(one)) for _ in range(2)] == [4, 2]  # of 4 steps, as on two ranks
     other = skipping()
-    with pytest.raises(ValueError, match="skip= counts steps, and the ranks or the batch size were different"):
+    with pytest.raises(ValueError, match="skip= counts steps, and the ranks, the batch size or the length were"):
         other.load_state_dict(saved.state_dict(), skip=[(0, 1)])
     assert other.skip == []
     other.load_state_dict(skipping().state_dict())
@@ -414,6 +414,35 @@ def test_steps_that_were_done_already_are_a_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", LoaderWarning)
         skipping().load_state_dict(loader.state_dict(), skip=[(3, 4)])
+
+
+@pytest.mark.parametrize("change", ["grow", "without", "refresh"])
+@pytest.mark.parametrize("asks", [False, True])
+def test_steps_are_counted_alike_whether_or_not_the_next_epoch_was_looked_at(change: str, asks: bool) -> None:
+    data = list(range(10))
+    loader = ShardedDataLoader(data, 1, skip=[(12, 12)])
+    if asks:
+        loader.set_epoch(1)
+        assert len(loader) == 9
+        loader.set_epoch(0)
+    batches = iter(loader)
+    read = [next(batches).item() for _ in range(9)]
+    if change == "without":
+        loader.without([9])
+    else:
+        data += range(10, 15)
+        loader.grow() if change == "grow" else loader.refresh()
+    read += [batch.item() for batch in batches]
+    first = {"grow": [*range(12), 13, 14], "without": [*range(9)], "refresh": [*range(10)]}[change]
+    second = {"grow": [*range(15)], "without": [*range(3), *range(4, 9)], "refresh": [0, 1, *range(3, 15)]}[change]
+    assert (read, [batch.item() for batch in loader]) == (first, second)
+
+
+def test_steps_that_are_left_out_do_not_move_in_a_state_over_grown_data() -> None:
+    saved = ShardedDataLoader(range(10), 1, skip=[(15, 15)])
+    list(saved), next(iter(saved))
+    with pytest.raises(ValueError, match="skip= counts steps, and the ranks, the batch size or the length were"):
+        ShardedDataLoader(range(14), 1).load_state_dict(saved.state_dict(), strict=False)
 
 
 def test_steps_are_counted_anew_once_the_dataset_has_grown() -> None:

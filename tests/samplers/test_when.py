@@ -246,6 +246,9 @@ def test_an_order_of_your_own_has_the_inverse_that_you_write() -> None:
         ({"batch_size": 2, "sampler": Reversed(10, seed=0)}, "Reversed"),
         ({"batch_size": 2, "sampler": torch_data.RandomSampler(range(10))}, "RandomSampler"),  # type: ignore[arg-type]
         ({"batch_sampler": FixedBucketSampler(list(range(1, 11)), 2, num_buckets=2, seed=4)}, "FixedBucketSampler"),
+        ({"batch_sampler": [[2, 3], [3, 4]]}, "list"),
+        ({"batch_sampler": [[2, 3], [4]]}, "list"),
+        ({"batch_sampler": np.array([[2, 3], [3, 4]])}, "ndarray"),
     ],
 )
 def test_an_order_without_an_inverse_is_an_error_that_says_where_to_look(given: Any, kind: str) -> None:
