@@ -416,7 +416,7 @@ class Epochs:
         """Return the kept run if it is the one that begins now; otherwise drop it."""
         if self._kept is None:
             return None
-        run, order, opening = self._kept  # until it is taken or dropped: a Ctrl-C must not leave it to nobody
+        run, order, opening = self._kept  # until it is taken or dropped, so that a Ctrl-C does not lose it
         is_wanted = run.rollback_point == point and not self.stale and run.dead is None
         is_wanted = is_wanted and order in (None, (self.order.facts(run.epoch.number), self.pipeline.split.weights))
         # An error of the thread is raised when the epoch begins, if it still occurs.

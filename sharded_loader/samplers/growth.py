@@ -96,7 +96,7 @@ class GrownSampler(IndexSampler):
         gone = {index for one in self._changes if one[:2] <= (epoch, 0) for index in one.removed}
         first = SizeChange(epoch, 0, 0, later[0].before if later else self._length, sorted(gone))
         chain = _Chain(self._sampler, [first, *(one for one in later if one.epoch == epoch)])
-        _MADE.append(chain)
+        MADE.append(chain)
         return chain
 
     # -- in a loader ----------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ class _Chain:
     def __init__(self, sampler: RandomSampler | SequentialSampler, changes: list[SizeChange]) -> None:
         self.length, self._levels, is_random = 0, list[Level](), isinstance(sampler, RandomSampler)
         self._facts, done = (is_random, sampler.seed, changes), 0
-        for known in _MADE.copy():  # mostly, one change was added to those of before
+        for known in MADE.copy():  # mostly, one change was added to those of before
             kind, seed, made = known._facts
             if (kind, seed) == self._facts[:2] and done < len(made) and made == changes[: len(made)]:
                 done, self.length, self._levels = len(made), known.length, [*known._levels]
@@ -249,8 +249,8 @@ class _Chain:
             rest, key = self.length + after - before - len(skipped), (sampler.seed, "grown", epoch, number)
             if self._levels and self._levels[-1][4] is None and not (is_random and after > before):
                 # Without a shuffle it is one level with the one before: what it skips lies behind its begin.
-                start, end, first, added, _, known = self._levels[-1]
-                skipped = np.sort(np.append(known, _shifted(skipped + begin - start, known)))
+                start, end, first, added, _, gaps = self._levels[-1]
+                skipped = np.sort(np.append(gaps, _shifted(skipped + begin - start, gaps)))
                 self._levels[-1], self.length = (start, end, first, added + after - before, None, skipped), rest
                 continue
             order: Any = None
@@ -285,7 +285,7 @@ class _Chain:
         return np.sort(places)
 
 
-_MADE: deque[_Chain] = deque(maxlen=2)
+MADE: deque[_Chain] = deque(maxlen=2)
 """The chains that were made last, of this epoch and the next."""
 
 

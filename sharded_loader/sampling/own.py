@@ -30,7 +30,7 @@ from sharded_loader.sampling.third_party import known_length, len_epoch, name_of
 
 LAST_BATCH = ("keep", "discard", "rollover")
 
-_kept_shuffle = lru_cache(maxsize=1)(shuffle)
+kept_shuffle = lru_cache(maxsize=1)(shuffle)
 """`shuffle`, which keeps the last order, as ``loader.indices`` asks for one step after the other."""
 
 
@@ -110,7 +110,7 @@ class RandomSampler(IndexSampler):
         self.seed = resolve_seed(seed)
 
     def _order(self, epoch: int) -> Callable[[Indices], Indices]:
-        return _kept_shuffle(self._length, self.seed, "order", epoch)
+        return kept_shuffle(self._length, self.seed, "order", epoch)
 
 
 # -- batches -----------------------------------------------------------------------------------------------------------

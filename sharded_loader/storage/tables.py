@@ -197,7 +197,8 @@ class Arrow(TableFormat):
     def _count_rows(self, file: ShardFile) -> tuple[Any, Index]:
         import pyarrow
 
-        stream, index = file.stream().detach(), Index()
+        stream: Any = file.stream().detach()
+        index = Index()
         if stream.read(len(MAGIC)) == MAGIC:
             opened = pyarrow.ipc.open_file(stream)
             small = [number for number, kind in enumerate(opened.schema.types) if pyarrow.types.is_primitive(kind)]

@@ -283,10 +283,10 @@ def test_on_error_counts_for_a_batch_that_is_read_again() -> None:
 
 
 def test_steps_of_one_epoch_are_looked_up_with_one_shuffle() -> None:
-    before = own._kept_shuffle.cache_info().misses
+    before = own.kept_shuffle.cache_info().misses
     loader = ShardedDataLoader(range(100), 10, shuffle=True, seed=977_231)
     steps = [loader.indices(3, step) for step in range(10)]
     assert sorted(sum(steps, [])) == list(range(100))
     assert [loader.batch(3, step).tolist() for step in range(10)] == steps
     assert loader.when(steps[4][2], epoch=3) == [(3, 4, 0, 2)]
-    assert own._kept_shuffle.cache_info().misses == before + 1  # of 4 million samples, each takes 0.2 s
+    assert own.kept_shuffle.cache_info().misses == before + 1  # of 4 million samples, each takes 0.2 s

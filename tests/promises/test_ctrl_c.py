@@ -307,9 +307,8 @@ def test_a_ctrl_c_as_an_epoch_begins_leaves_what_was_read_ahead_to_somebody() ->
             iterator: Any = iter(loader)
             got, fired = next_interrupted(iterator, line, lambda at: InterruptAt(at, ("epochs.py", "iterator.py")))
             assert len(got + list(iterator)) == 3
-            kept: Any = loader._epochs._kept
-            owned = [iterator.run, *(kept or ())[:1]]
-            nobodys += [line for run in pipeline_of(loader).runs.values() if run not in owned]
+            if len(pipeline_of(loader).runs) > 2:  # that of the iterator, and the next one
+                nobodys.append(line)
         if not fired:
             break
     assert line > 20 and len(nobodys) <= 1, nobodys  # before a plain ``return``, where no real Ctrl-C comes

@@ -46,7 +46,8 @@ from sharded_loader.randomness.rng import (
 from sharded_loader.samplers.bijections import FEW, Bijections, uniforms, uniforms_at
 from sharded_loader.sampling.tables import BLOCK, checksum_of
 
-MAKERS = ("derive_key", "philox", "key_parts", "shuffle", "shuffled", "Bijection", "Bijections", "_order")
+MAKERS = ("derive_key", "philox", "key_parts", "shuffle", "kept_shuffle", "shuffled", "Bijection")
+MAKERS += ("Bijections", "_order")
 
 # `SplitSampler` says "order", `ShardShuffleSampler` "short", and `CostSampler` "mixed", behind the label that all their
 # keys have.

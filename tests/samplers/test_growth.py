@@ -391,6 +391,6 @@ def test_one_sample_after_the_other_is_left_out_without_looking_up_those_before_
     assert len(looked_up) < 20  # it was hundreds, and the time of one more grew with their square
     assert sorted([*read, *flat(batches), *removed]) == list(range(600))
     again = loader_of(range(600), batch_size=2, shuffle=shuffle, seed=11)
-    growth._MADE.clear()
+    growth.MADE.clear()
     again.load_state_dict(through_json(loader.state_dict()))
     assert [again.indices(0, step) for step in (30, 70, 200)] == [loader.indices(0, step) for step in (30, 70, 200)]

@@ -219,13 +219,13 @@ def test_sizes_come_from_a_list_of_the_folder_if_it_may_be_read(memory: Any, mon
 
 
 def test_whether_all_shards_fit_the_cache_is_asked_once(memory: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    added, size_of = list[int](), dataset_module.Shards._size
+    added, excess = list[int](), dataset_module.Shards.excess
 
     def counted(shards: Any, which: Any) -> int:
         added.append(len(which))
-        return size_of(shards, which)
+        return excess(shards, which)
 
-    monkeypatch.setattr(dataset_module.Shards, "_size", counted)
+    monkeypatch.setattr(dataset_module.Shards, "excess", counted)
     cache = ShardCache(tmp_path / "cache", "1 MB")
     dataset = ShardDataset(lines(memory, 30), cache=cache, index_folder=tmp_path / "indexes")
     assert list(dataset) == numbers(60)

@@ -9,7 +9,6 @@ import signal
 import socket
 import sys
 import threading
-from collections import deque
 from collections.abc import Iterator
 from functools import partial
 from multiprocessing import connection
@@ -114,18 +113,19 @@ def test_descriptors_come_with_their_messages_however_many_are_read_at_once(ends
 
 @SOCKET
 @pytest.mark.parametrize("code", [errno.ENOBUFS, errno.ENOMEM])
-def test_for_want_of_memory_a_message_waits_and_a_worker_that_cannot_send_ends(ends: Ends, code: int) -> None:
+def test_for_want_of_memory_a_message_waits_and_a_worker_that_cannot_send_ends(
+    ends: Ends, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ours, theirs = ends
     full = Mock(send=Mock(side_effect=OSError(code, os.strerror(code))))
-    ours._socket, whole = full, ours._socket
-    ours.send(CANCEL, 1)
-    ours._socket = whole
+    with monkeypatch.context() as short:
+        short.setattr(ours, "_socket", full)
+        ours.send(CANCEL, 1)
     ours.send(CANCEL, 2)
     assert [message.run for message in received(theirs, 2)] == [1, 2]
-    theirs._socket, whole = full, theirs._socket
-    with pytest.raises(OSError, match=os.strerror(code)):
+    with monkeypatch.context() as short, pytest.raises(OSError, match=os.strerror(code)):
+        short.setattr(theirs, "_socket", full)
         theirs.send(CANCEL, 3)
-    theirs._socket = whole
 
 
 @SOCKET
@@ -323,7 +323,7 @@ def test_at_the_limit_of_threads_a_worker_that_is_asked_for_its_results_reads_on
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
-    trainer.worker._handle(wire.Message(wire.FLUSH, 0, 0, memoryview(b""), deque()))
+    trainer.link.send(wire.FLUSH)
     trainer.send_tasks(task(0, 1))
     assert [result.samples for result in trainer.results(1)] == [1]
 
