@@ -354,6 +354,7 @@ class Meter(Observer):
             stats = old.state[0]
             self._sum = sum_of([self._sum, LoaderStats(slowest=stats.slowest, _timed=stats._timed)])
             old.state = dataclasses.replace(stats, _timed=Histograms(), slowest=()), []
+            old._reported = None, LoaderStats()  # it had the histograms
         if len(self._last) > self.KEPT_EPOCHS:
             old = self._last.popleft()
             self._sum = sum_of([self._sum, old.report()])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,7 @@ from sharded_loader.engine.pool import Pool
 from sharded_loader.engine.split import Split
 from sharded_loader.instruments import stats
 from sharded_loader.instruments.stats import Counts, LoaderStats, Meter
-from sharded_loader.instruments.times import CAUSES, STAGES, StageTimes, WorkerTimes
+from sharded_loader.instruments.times import CAUSES, STAGES, Histograms, StageTimes, WorkerTimes
 from sharded_loader.torch import DataLoader
 from tests.failures import Fails, kill
 from tests.samples import Drawing
@@ -329,3 +330,14 @@ def test_epochs_that_have_ended_are_not_summed_up_again(monkeypatch: pytest.Monk
     assert len(list(loader)) == 2
     assert loader.stats().batches == 102 and loader.stats(50).batches == 2
     assert len(summed) < 10  # with 1,000 epochs, it took 70 ms
+
+
+def test_the_histograms_of_a_few_epochs_are_kept_though_each_epoch_is_asked_for() -> None:
+    def histograms() -> list[Histograms]:
+        return [one for one in gc.get_objects() if type(one) is Histograms and one.num_workers]
+
+    before, loader = histograms(), DataLoader(range(8), 2)  # its first batch of each epoch is measured
+    for epoch in range(4 * Meter.KEPT_TIMES):
+        list(loader)
+        assert loader.stats(epoch).batches == 4
+    assert Meter.KEPT_TIMES <= len(histograms()) - len(before) <= 3 * Meter.KEPT_TIMES
