@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -342,9 +343,10 @@ def test_a_state_is_a_copy() -> None:
     assert kept["_num_yielded"] == 1
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="spawned workers live on")
 @pytest.mark.parametrize("given", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}], ids=str)
 def test_an_iterator_goes_on_when_a_state_is_loaded_and_persistent_workers_end(given: dict[str, Any]) -> None:
-    loader = DataLoader(range(8), 2, **given)
+    loader = DataLoader(range(8), 2, multiprocessing_context="fork" if given else None, **given)
     batches: Any = iter(loader)
     next(batches)
     loader.load_state_dict(loader.state_dict())
