@@ -192,7 +192,7 @@ class ReadAhead:
     def stop(self, timeout: float = 1.0) -> None:
         """End the threads; wait at most ``timeout`` seconds for downloads in progress."""
         self._stopped.set()
-        for _ in self._threads:  # the one that ends the others may not have been started, after a Ctrl-C in `start`
+        for _ in self._threads:  # a Ctrl-C in `start` may have come before the thread that sends these
             self._requests.put(None)
         until = host_clock.now() + timeout
         for thread in self._threads:
