@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -45,7 +45,7 @@ class EpochIterator(Iterator[Batch]):
 
     run: Run | None = None
 
-    def __init__(self, epochs: Epochs, observer: Observer, owner: Sized | None = None) -> None:
+    def __init__(self, epochs: Epochs, observer: Observer, owner: Any = None) -> None:
         self._epochs, self._observer, self._owner = epochs, observer, owner
         self._pipeline, self._placement, self._progress = epochs.pipeline, epochs.placement, epochs.progress
         self._pipeline.scheduler.is_timed = observer.times
@@ -64,7 +64,6 @@ class EpochIterator(Iterator[Batch]):
 
     def __len__(self) -> int:
         """Return the number of batches in the epoch, delivered or not; a TypeError if the sampler has no length."""
-        assert self._owner is not None  # it has a length where a user sees it
         return len(self._owner) if self.run is None else self.run.epoch.length()
 
     def __bool__(self) -> bool:
@@ -83,16 +82,15 @@ class EpochIterator(Iterator[Batch]):
                     return next(self)
             finally:
                 self._range = name
-        for is_capturing in self._placement.capture_probes:
-            if is_capturing():
-                self._placement.check_not_capturing()
-        pipeline, clock, is_read = self._pipeline, self._placement.clock, False
+        if (probes := self._placement.capture_probes) and any(is_capturing() for is_capturing in probes):
+            self._placement.check_not_capturing()
+        pipeline, clock, is_read = self._pipeline, self._placement.clock, None
         if os.getpid() != pipeline.pid:
             pipeline.check_open()  # before the lock: in a forked child no thread would release it
         is_nested = pipeline.is_open_step and is_owned(pipeline.lock)
         try:
             with pipeline.lock:
-                run = self.run
+                run, is_read = self.run, False
                 if run is not None and pipeline.closed:
                     pipeline.check_open()  # raises: another loader may have the pool
                 delivered, current_run = 0 if run is None else run.delivered, self._progress.current_run
@@ -101,8 +99,7 @@ class EpochIterator(Iterator[Batch]):
                         record()
                 clock.calls += 1  # now, so that what was interrupted before does not count
                 try:
-                    counts = self._observer.counts() if self._last_ended is None else self._counts
-                    clock.times = self._counts = counts
+                    clock.times = self._counts = self._observer.counts() if self._last_ended is None else self._counts
                     if run is None:
                         self._choose_run()
                     batch, error, is_read = *self._step(is_nested), True
@@ -115,6 +112,8 @@ class EpochIterator(Iterator[Batch]):
                         raise LoaderClosedError from None  # closed in the middle of the step
                     raise
         except BaseException:
+            if is_read is None and not is_nested and is_owned(pipeline.lock):  # Python 3.14: before the block began
+                pipeline.lock.release()
             if is_read:  # a Ctrl-C as the lock was released; behind it there is no call at which one could come
                 with pipeline.lock:
                     self._go_back(run, delivered, current_run)

@@ -223,7 +223,6 @@ class Stream(torch_data.IterableDataset[int]):
         return iter(range(100_000))
 
 
-@pytest.mark.xfail(sys.version_info >= (3, 14), reason="`with lock` can be interrupted once it has the lock")
 @pytest.mark.parametrize("data", [range(100_000), Stream()], ids=type)
 @pytest.mark.parametrize("kind", [ShardedDataLoader, DataLoader])
 @pytest.mark.parametrize("pool", ["inline", "thread"])
