@@ -182,10 +182,9 @@ def _cloudpickle(table: str) -> Any:
 # -- torch -------------------------------------------------------------------------------------------------------------
 
 
-def find_profiler_enabled() -> Callable[[], bool]:
+def find_profiler_enabled() -> Any:
     """Return the function that tells if torch's profiler is running. Without the name: it returns False."""
-    enabled: Callable[[], bool] = getattr(sys.modules["torch"].autograd, "_profiler_enabled", lambda: False)
-    return enabled
+    return getattr(sys.modules["torch"].autograd, "_profiler_enabled", lambda: False)
 
 
 def skip_compiling(functions: Iterable[FunctionType]) -> None:
@@ -240,8 +239,7 @@ def worker_info(**fields: object) -> Any:
 
 def set_worker_info(**fields: object) -> None:
     """Mark this process as a worker in torch's sense."""
-    module: Any = sys.modules[_TORCH_WORKER]
-    module._worker_info = worker_info(**fields)
+    vars(sys.modules[_TORCH_WORKER])["_worker_info"] = worker_info(**fields)
 
 
 SEED_BYTES, WORD_BYTES = slice(0, 8), slice(24, 24 + 8 * 624)

@@ -56,7 +56,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -109,13 +109,6 @@ LOST: list[Any] = []
 second stream records an event; after such a failure torch cannot, and ends the process (seen on an H200)."""
 
 
-class DeviceTimes(Protocol):
-    """Record that counts the seconds in which devices have waited for data."""
-
-    batches: int
-    device_waiting_seconds: float
-
-
 class Clock:
     """State shared by the iterator and its copy streams, such as who waits for whom.
 
@@ -131,7 +124,7 @@ class Clock:
     def __init__(self) -> None:
         self.ahead, self.timeout = 0, math.inf
         self.behind = 0.0
-        self.times: DeviceTimes | None = None
+        self.times: Any = None  # its `device_waiting_seconds` and `batches` are counted
         self.calls = 0
         self.records: dict[torch.device, Callable[[], Any]] = {}
 
@@ -271,7 +264,7 @@ class CopyStream:
         self._hung_event: Any = None  # the event for which `close` has timed out
         # The event that the next call of ``next`` records, its stream, and the number of calls before.
         self._call_event: tuple[Any, Any, int] | None = None
-        self._waits: deque[tuple[Any, Any, DeviceTimes, int]] = deque()  # events of a call and of its batch, weight
+        self._waits: deque[tuple[Any, Any, Any, int]] = deque()  # events of a call and of its batch, times, weight
         self._free_events: list[Any] = []  # timed events for reuse
 
     def begin(self, batch: Any, transform: Callable[[Any], Any] | None = None) -> PendingCopy:
@@ -465,7 +458,7 @@ class CopyStream:
                 self._moved.append((pending.event, sources))
         pending.staged = []
 
-    def _record_ready(self, times: DeviceTimes, current: Any) -> None:
+    def _record_ready(self, times: Any, current: Any) -> None:
         """Record that the stream has the batch of this ``next``, and make an event for the next call."""
         clock, device = self._clock, self.streams.device
         # This order survives a Ctrl-C: no event is read after it was dropped, or recorded while it waits to be read.

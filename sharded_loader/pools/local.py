@@ -224,7 +224,7 @@ class ThreadPool(WorkerPool):
         super().__init__(num_workers, worker_init_fn, timeout)
         self._watch = Watch(self.timeout)
         self._reader: Reader | None = None  # only while the pool runs
-        self._job: Job | None = None  # as above
+        self._job: Any = None  # as above
         self._running: list[_Shared] = []  # at most one
 
     @property
@@ -252,7 +252,6 @@ class ThreadPool(WorkerPool):
 
     def _have(self, num_workers: int) -> None:
         for shared in self._running:
-            assert self._job is not None  # set while threads run
             if self.num_workers == 1 < num_workers:
                 warn_of_open_file(self._job.dataset, "threads")
             by_lane = self._job.stream is not None

@@ -6,12 +6,14 @@ import functools
 import gc
 import itertools
 import os
+import platform
 import random
 import signal
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -21,6 +23,7 @@ import psutil
 import pytest
 import torch
 from conftest import POOLS, PROCESS_POOLS, covering, make_pool, until
+from programs import run_script
 from recovery_samples import until_the_end
 from refusing import in_child
 from samples import Gate
@@ -642,3 +645,30 @@ def test_more_workers_than_the_heartbeats_have_rows() -> None:
         loader.set_epoch(0)
         changes = {3: 70, 10: 2, 15: 130}
         assert outcomes(loader, lambda step: pool.resize(changes[step]) if step in changes else None) == expected
+
+
+PICTURES = """
+    import platform, resource
+    import numpy as np
+    from sharded_loader import ShardedDataLoader, SimpleDataset
+
+    class Pictures(SimpleDataset):
+        def __getitem__(self, index):
+            return np.full((500, 375, 3), 1, np.uint8)
+
+    with ShardedDataLoader(Pictures(range(512)), 32) as loader:
+        for number, _ in enumerate(loader):
+            if number == 7:
+                before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
+@pytest.mark.parametrize("chosen", ["", "MALLOC_TRIM_THRESHOLD_"])
+def test_memory_of_samples_is_used_again_unless_the_user_has_set_it_otherwise(tmp_path: Path, chosen: str) -> None:
+    """Eight batches of 18 MB: new memory is a page fault per 4 KB, 35,000 in all."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    own |= {chosen: "131072"} if chosen else {}
+    faults = int(run_script(tmp_path / "program.py", PICTURES, env=own).stdout)
+    assert (faults > 10_000) if chosen else (faults < 3_000)
