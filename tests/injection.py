@@ -38,6 +38,34 @@ if hasattr(signal, "SIGALRM"):
 """What is raised, and the handler that raises it, by the name of the signal."""
 
 
+class InterruptAtReturn:
+    """Sends this process a SIGINT as the n-th C function returns to these modules, and keeps the KeyboardInterrupt.
+
+    These are moments between two lines, such as that in which a lock is released.
+    """
+
+    def __init__(self, number: int, modules: Sequence[str]) -> None:
+        self.left, self.modules = number, modules
+
+    @property
+    def fired(self) -> bool:
+        return self.left <= 0
+
+    def __enter__(self) -> "InterruptAtReturn":
+        sys.setprofile(self)
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> bool:
+        sys.setprofile(None)
+        return kind is KeyboardInterrupt
+
+    def __call__(self, frame: FrameType, event: str, function: Any) -> None:
+        self.left -= event == "c_return" and os.path.basename(frame.f_code.co_filename) in self.modules
+        if self.fired:
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGINT)
+
+
 class InterruptAt:
     """Sends this process a signal, with a handler in place, before the n-th line of modules that this thread runs."""
 

@@ -3,10 +3,7 @@
 import base64
 import itertools
 import json
-import os
 import random
-import signal
-import sys
 import threading
 import zlib
 from collections import Counter
@@ -18,6 +15,7 @@ import numpy as np
 import pytest
 from conftest import POOLS, PROCESS_POOLS, covering, make_pool
 from failures import Fails, kill
+from injection import InterruptAtReturn
 from samples import Drawing
 
 import sharded_loader.torch
@@ -238,15 +236,6 @@ def test_threads_share_the_leases_of_a_loader() -> None:
 
 @pytest.mark.parametrize("before", ["nothing", "a state", "again"])
 def test_a_ctrl_c_as_any_c_function_returns_loses_no_lease(before: str) -> None:
-    left, files = 0, ("leases.py", "iterator.py", "pipeline.py")
-
-    def interrupt(frame: Any, event: str, function: Any) -> None:
-        nonlocal left
-        left -= event == "c_return" and os.path.basename(frame.f_code.co_filename) in files
-        if left == 0:
-            sys.setprofile(None)
-            signal.raise_signal(signal.SIGINT)
-
     for number in itertools.count(1):
         with loader_of() as loader:
             done = some(loader, 8 if before == "again" else 2)
@@ -255,17 +244,12 @@ def test_a_ctrl_c_as_any_c_function_returns_loses_no_lease(before: str) -> None:
             elif before == "a state":
                 loader.load_state_dict(state_of(loader))
                 done = []
-            left, found = number, None
-            try:
-                sys.setprofile(interrupt)
+            found = None
+            with InterruptAtReturn(number, ("leases.py", "iterator.py", "pipeline.py")) as interrupt:
                 found = loader.lease()
-            except KeyboardInterrupt:
-                pass
-            finally:
-                sys.setprofile(None)
             done += [] if found is None else [found]
             assert sorted(names(done + rest_of(loader))) == sorted(NAMES), number
-        if left > 0:
+        if not interrupt.fired:
             break
     assert number > 5
 

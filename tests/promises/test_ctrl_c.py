@@ -6,7 +6,6 @@ import functools
 import itertools
 import json
 import linecache
-import os
 import random
 import signal
 import sys
@@ -20,7 +19,7 @@ import pytest
 import torch
 import torch.utils.data as torch_data
 from conftest import covering, make_pool
-from injection import PUMP, InterruptAt, next_interrupted
+from injection import PUMP, InterruptAt, InterruptAtReturn, next_interrupted
 from inside import pipeline_of
 from kinds import loader_of
 from programs import run_forked
@@ -228,32 +227,18 @@ class Stream(torch_data.IterableDataset[int]):
 @pytest.mark.parametrize("pool", ["inline", "thread"])
 def test_a_ctrl_c_as_any_c_function_returns_loses_no_batch(kind: Any, data: Any, pool: str) -> None:
     """Also as the lock is released, and as the drop-in gets the batch: the lines that `InterruptAt` cannot stop at."""
-    left = 0
-
-    def interrupt(frame: Any, event: str, function: Any) -> None:
-        nonlocal left
-        left -= event == "c_return" and os.path.basename(frame.f_code.co_filename) in SEEN
-        if left == 0:
-            sys.setprofile(None)
-            signal.raise_signal(signal.SIGINT)
-
     is_thread = pool == "thread"
     loader = kind(data, 1, num_workers=int(is_thread), thread_pool=is_thread)
     iterator, done = iter(loader), 0
     for number in itertools.count(1):
-        left = number
-        try:
-            sys.setprofile(interrupt)
+        batch = None
+        with InterruptAtReturn(number, SEEN) as interrupt:
             batch = next(iterator)
-        except KeyboardInterrupt:
-            batch = None
-        finally:
-            sys.setprofile(None)
         done += batch is not None and batch.tolist() == [done]
         assert getattr(loader, "position", done) == done, number  # what a state would have
         assert [next(iterator).tolist() for _ in range(2)] == [[done], [done + 1]], number
         done += 2
-        if left > 0:
+        if not interrupt.fired:
             break
     assert number > 10
 

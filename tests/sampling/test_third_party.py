@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import random
-import signal
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.utils.data as torch_data
+from injection import InterruptAtReturn
 from samples import ByEpoch, Foreign, GluonStyle, NoLength
 
 from sharded_loader import BatchSampler, RandomSampler, Sampler, ShardedBatchSampler, ShardedDataLoader
@@ -323,28 +322,13 @@ def test_peek_changes_nothing_in_a_sampler_that_owns_its_generator(kind: str, of
 
 
 def test_a_ctrl_c_as_any_c_function_returns_leaves_a_sampler_its_attributes() -> None:
-    left = 0
-
-    def interrupt(frame: Any, event: str, function: Any) -> None:
-        nonlocal left
-        left -= event == "c_return" and frame.f_code.co_filename.endswith("third_party.py")
-        if left == 0:
-            sys.setprofile(None)
-            signal.raise_signal(signal.SIGINT)
-
     for number in itertools.count(1):
         sampler = OWN_STATES["list"]()
         loader, before = ShardedDataLoader(range(20), 6, sampler=sampler), dict(vars(sampler))
-        left = number
-        try:
-            sys.setprofile(interrupt)
+        with InterruptAtReturn(number, ("third_party.py",)) as interrupt:
             loader.peek()
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.setprofile(None)
         assert vars(sampler) == before, number
-        if left > 0:
+        if not interrupt.fired:
             break
     assert number > 10
 
