@@ -366,7 +366,7 @@ def make_pool(
     if isinstance(pool, Pool):
         if (count and not is_auto) or thread_pool or options:
             text = f"pool={pool!r} has its own workers: leave out num_workers and thread_pool"
-            raise ValueError(f"{text}, and give {' and '.join(options or given)} to the pool")
+            raise ValueError(f"{text}, and give {' and '.join(given)} to the pool")
         return pool
     kind = _kind_of_pool(pool, count, thread_pool)
     if kind == "inline":
