@@ -186,7 +186,7 @@ class DataLoader(Instruments, torch.utils.data.DataLoader[Batch]):
             self._given_order = {"shuffle": shuffle or False, "sampler": sampler, "batch_sampler": batch_sampler}
         self._scales_prefetch = prefetch_factor is None
         self._progress = TorchProgress(EpochCount(), orders.check_skip(skip))
-        self._progress.requests.listen(epoch_listeners(dataset) if persistent_workers else [])
+        self._progress.requests.listen(epoch_listeners(dataset, but=self) if persistent_workers else [])
         self.skip = list(self._progress.given_skip)
         self._memory = drop_in.DeviceMemory()
         if shuffle and not isinstance(dataset, IterableDataset):
@@ -580,7 +580,8 @@ class TorchReading(TorchSteps, Generic[Batch]):
         return self._loader._memory.ready_event()
 
     def set_epoch(self, epoch: int) -> None:
-        loader, listeners = self._loader, [*epoch_listeners(self._loader.dataset, nearest=True)]
+        loader = self._loader
+        listeners = [*epoch_listeners(loader.dataset, nearest=True, but=loader)]
         with uninterrupted():  # halfway, the dataset would be in another epoch than the sampler
             loader._progress.set_epoch(epoch)
             orders.announce_epoch(loader._index_sampler, epoch)
@@ -663,7 +664,7 @@ class TorchReading(TorchSteps, Generic[Batch]):
             )
         copied, listeners = copy.deepcopy(dict(state_dict)), list[Any]()
         if state.epoch_of_dataset is not None:
-            listeners = [*epoch_listeners(loader.dataset, nearest=True)]
+            listeners = [*epoch_listeners(loader.dataset, nearest=True, but=loader)]
         with uninterrupted():  # halfway, an epoch would begin elsewhere
             progress.given_skip, loader.skip = given, list(orders.merged(given, saved))
             # A later `set_epoch` decides, as at the end of an epoch.

@@ -263,25 +263,26 @@ def _is_installed(module: object) -> bool:
 # -- the epoch ---------------------------------------------------------------------------------------------------------
 
 
-def epoch_setter(dataset: object) -> Any:
-    """Return a function that sets the epoch of a dataset and those inside, without notifying listeners; or None."""
-    methods = [getattr(one.set_epoch, "unrecorded", one.set_epoch) for one in epoch_listeners(dataset, nearest=True)]
+def epoch_setter(dataset: object, but: object = None) -> Any:
+    """Return a function that sets the epoch of `epoch_listeners`, without notifying listeners; or None."""
+    methods = [getattr(one.set_epoch, "unrecorded", one.set_epoch) for one in epoch_listeners(dataset, True, but)]
     return (lambda epoch: [method(epoch) for method in methods]) if methods else None
 
 
-def epoch_listeners(dataset: object, nearest: bool = False) -> Iterator[Any]:
+def epoch_listeners(dataset: object, nearest: bool = False, but: object = None) -> Iterator[Any]:
     """Yield the objects with ``set_epoch`` among a dataset and what it holds in attributes, or in lists there.
 
-    With ``nearest``, objects inside another one are skipped, because the outer one passes the epoch on.
+    With ``nearest``, objects inside another one are skipped, because the outer one passes the epoch on. ``but`` and
+    what it holds are skipped: a loader that its dataset holds, or that is its own dataset.
     """
 
     def children(obj: object) -> Children:
-        return iter(()) if nearest and accepts_epoch(obj) else _datasets_in(obj)
+        return iter(()) if obj is but or (nearest and takes_epoch(obj)) else _datasets_in(obj)
 
-    def accepts_epoch(obj: object) -> bool:  # runs no __getattr__ of inner objects
+    def takes_epoch(obj: object) -> bool:  # runs no __getattr__ of inner objects
         return (obj is dataset or hasattr(type(obj), "set_epoch")) and callable(getattr(obj, "set_epoch", None))
 
-    return (one for _, one in reachable(dataset, children, most=MAX_SEARCHED, deepest=8) if accepts_epoch(one))
+    return (obj for _, obj in reachable(dataset, children, "", MAX_SEARCHED, 8) if obj is not but and takes_epoch(obj))
 
 
 def _datasets_in(obj: object) -> Children:

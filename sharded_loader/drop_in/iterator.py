@@ -38,11 +38,20 @@ from sharded_loader import InlinePool, LoaderClosedError, ProcessPool, ThreadPoo
 from sharded_loader.drop_in import sampler as samplers
 from sharded_loader.drop_in.pinning import Pinner
 from sharded_loader.drop_in.sampler import Points, SamplerStart, Skips, TorchEpoch
-from sharded_loader.drop_in.state import LoaderState, TorchRun, TorchSteps, check_data, job_of, lives_on, stream_epoch
+from sharded_loader.drop_in.state import (
+    LoaderState,
+    TorchRun,
+    TorchSteps,
+    check_data,
+    job_of,
+    keeps_state,
+    lives_on,
+    stream_epoch,
+)
 from sharded_loader.drop_in.trainers import length_was_asked
 from sharded_loader.extend import PartPoint, Pipeline, Pool, Run, Task
 from sharded_loader.extend import engine as core
-from sharded_loader.extend.data import TensorBatch, is_stateful, to_torch
+from sharded_loader.extend.data import TensorBatch, to_torch
 from sharded_loader.extend.order import nested
 from sharded_loader.extend.tools import check_int, exclude_from_compilation, uninterrupted
 
@@ -269,7 +278,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         if draws and state is not None and state.sampler is not None and loader.num_workers == 0:
             # The dataset may restore the global generator, so this comes before the next epoch draws its seed.
             datasets = state.sampler.datasets
-            if datasets and datasets[-1] is not None and is_stateful(dataset):
+            if datasets and datasets[-1] is not None and keeps_state(dataset):
                 dataset.load_state_dict(copy.deepcopy(datasets[-1]))
         with _where_drawn(loader):
             super().__init__(loader)
@@ -349,7 +358,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         job = job_of(loader, self._collate_fn, drawn)
         points: Points = {} if before is None else before.points_at_start if self._waits else before.after()
         epoch: TorchEpoch | core.StreamEpoch
-        unread, of_epoch = set[int](), loader._progress.epoch_of_dataset(loader.dataset)
+        unread, of_epoch = set[int](), loader._progress.epoch_of_dataset(loader)
         if start is None:
             behind = {} if before is None else {part: points[part] for part in before.unread & points.keys()}
             epoch = stream_epoch(loader, job.seed, state, behind)
@@ -357,7 +366,7 @@ class LoaderIterator(_BaseDataLoaderIter):
             job = replace(job, stream=epoch.stream._replace(sets_epoch=False))
         else:
             # As in torch, a worker has the dataset as it was when the worker started.
-            job, at_start = replace(job, keeps_state=is_stateful(self._dataset)), points
+            job, at_start = replace(job, keeps_state=keeps_state(self._dataset)), points
             if saved is not None and saved.sampler is not None:  # otherwise workers keep their datasets
                 of_workers = enumerate(saved.sampler.datasets or ())
                 at_start = {i % max(1, workers): PartPoint(1, state=dataset) for i, dataset in of_workers}
@@ -383,7 +392,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         lanes = max(1, self._num_workers)
         if not start.resumes:
             start.begin(items)
-        epoch = TorchEpoch(start, lanes, self._auto_collation, points, is_stateful(self._dataset), left_out)
+        epoch = TorchEpoch(start, lanes, self._auto_collation, points, keeps_state(self._dataset), left_out)
         if self._num_workers > 0 and not start.resumes:  # torch sends its workers the first indices now
             start.draw_seed()
             if not start.has_set_epoch:

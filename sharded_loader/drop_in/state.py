@@ -25,6 +25,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import DataLoader as TorchsLoader
 from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe, RandomSampler, SequentialSampler
 
 from sharded_loader.drop_in import sampler as samplers
@@ -34,7 +35,7 @@ from sharded_loader.drop_in.trainers import counted_by_fabric, fetched_by_lightn
 from sharded_loader.extend import Job, PartPoint, Position, Run
 from sharded_loader.extend import engine as core
 from sharded_loader.extend import order as orders
-from sharded_loader.extend.data import DataIdentity, epoch_listeners, epoch_setter
+from sharded_loader.extend.data import DataIdentity, epoch_listeners, epoch_setter, is_stateful
 from sharded_loader.extend.tools import check_int, entries, refuse_async_iterable, refuse_class
 
 if TYPE_CHECKING:
@@ -238,14 +239,14 @@ class TorchProgress(core.Place):
         is_promised, self.is_promised = self.is_promised, False
         return self.waiting if is_promised else None
 
-    def epoch_of_dataset(self, dataset: Any) -> int | None:
+    def epoch_of_dataset(self, loader: Loader) -> int | None:
         """Return the epoch of the dataset, or of one inside it, for a state; None if it was never set.
 
         The innermost attribute comes first, because a program may set the epoch of an inner dataset alone.
         """
-        is_stream, request = isinstance(dataset, IterableDataset), self.count.request
+        is_stream, request = isinstance(loader.dataset, IterableDataset), self.count.request
         if is_stream or self.listeners is None:
-            self.listeners = [*epoch_listeners(dataset)]
+            self.listeners = [*epoch_listeners(loader.dataset, but=loader)]
         epochs = [getattr(one, name, None) for one in reversed(self.listeners) for name in ("epoch", "_epoch")]
         if self.listeners and request is not None:
             epochs.append(request[1])
@@ -343,6 +344,13 @@ def check_data(loader: Loader) -> None:
         raise TypeError(f"a dataset needs __getitem__, and {type(loader.dataset).__name__} has none")
 
 
+def keeps_state(dataset: object) -> bool:
+    """Return True if workers save the state of map-style data. That of a loader is no state of data: a loader may be
+    its own dataset, as PyTorch Geometric's ``GraphSAINTSampler``.
+    """
+    return not isinstance(dataset, TorchsLoader) and is_stateful(dataset)
+
+
 def lives_on(loader: Loader) -> bool:
     """Return True if the next epoch has the same workers."""
     return loader.persistent_workers and loader.num_workers > 0
@@ -399,7 +407,7 @@ class TorchSteps(core.KnownSteps):
     def in_epoch(self, epoch: int) -> AbstractContextManager[None]:
         progress, request = self._loader._progress, self._loader._progress.count.request
         live = None if progress.current_run is None else progress.live.get(progress.current_run.number)
-        set_epoch, named = (None, 0) if request is None else (epoch_setter(self.dataset), request[1])
+        set_epoch, named = (None, 0) if request is None else (epoch_setter(self.dataset, self._loader), request[1])
         reads = live is not None and not live._shutdown and live._num_workers and live._engine.pool.shares_dataset
         return core.in_epoch(set_epoch, epoch, lambda: named, [progress.epoch] if reads else ())
 

@@ -527,6 +527,55 @@ def test_a_loader_is_copied_in_the_middle_of_an_epoch_too() -> None:
     assert copy.copy(made).name == pickle.loads(pickle.dumps(made)).name == "found"
 
 
+def of_itself(base: Any) -> Any:
+    """A class of loaders that are their own dataset, as PyTorch Geometric's ``GraphSAINTSampler``."""
+
+    class Own(base):  # type: ignore[misc]
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(self, 1, collate_fn=itemgetter(0), **arguments)
+
+        def __len__(self) -> int:
+            return 5
+
+        def __getitem__(self, index: int) -> Any:
+            return index, torch.rand(1)
+
+    return Own
+
+
+@pytest.mark.parametrize("given", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}], ids=str)
+def test_a_loader_may_be_its_own_dataset(given: dict[str, Any]) -> None:
+    found = []
+    for base in (DataLoader, TORCHS)[: 1 if "persistent_workers" in given else 2]:  # torch's end after ten seconds then
+        torch.manual_seed(8)
+        loader = of_itself(base)(shuffle=True, **given)
+        first = copy.copy(loader)  # it has another dataset: the loader that it is a copy of
+        found.append(repr([list(one) for one in (first, loader, loader)]))
+    assert len(set(found)) == 1
+    loader = of_itself(DataLoader)(shuffle=True, **given)
+    loader.set_epoch(3)
+    assert sorted(number for number, _ in loader) == [0, 1, 2, 3, 4]
+    next(iter(loader))
+    other = copy.deepcopy(loader)
+    other.load_state_dict(loader.state_dict())
+    assert len(list(other)) == 4
+
+
+@pytest.mark.parametrize("given", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}], ids=str)
+def test_a_dataset_may_hold_the_loader_that_reads_it(given: dict[str, Any]) -> None:
+    dataset: Any = Rows()
+    dataset.loader = loader = DataLoader(dataset, batch_size=4, shuffle=True, seed=1, **given)
+    expected = [repr(list(loader)) for _ in range(2)]
+    for epoch in (1, 0):
+        loader.set_epoch(epoch)
+        assert repr(list(loader)) == expected[epoch]
+    batches = iter(loader)
+    next(batches)
+    dataset.loader = other = DataLoader(dataset, batch_size=4, shuffle=True, **given)
+    other.load_state_dict(loader.state_dict())
+    assert repr(list(other)) == repr(list(batches))
+
+
 def test_datapipes_are_read_by_torchs_own_workers() -> None:
     from torch.utils.data.datapipes.iter import IterableWrapper
 
