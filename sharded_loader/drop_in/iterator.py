@@ -420,7 +420,7 @@ class LoaderIterator(_BaseDataLoaderIter):
         """Become the newest iterator of the loader, when the first batch is asked for."""
         progress, (request, pending) = loader._progress, asked
         is_stale = self.is_stale(loader) if lives_on(loader) else self._shutdown
-        is_named = pending is not None and progress.count.request is not request
+        is_named = pending is not None and (progress.count.request is not request or self._is_outdated)
         if is_stale or is_named or progress.pending is not pending:
             self._make_again(loader)
         else:
@@ -429,9 +429,14 @@ class LoaderIterator(_BaseDataLoaderIter):
             self._waits, progress.following = None, self._following
             progress.begun(self.run, self)
 
+    @property
+    def _is_outdated(self) -> bool:
+        return self._start is not None and self._start.is_outdated
+
     def plan_again(self, loader: Loader) -> None:
-        """Plan the epoch that ``set_epoch`` has named since, if any."""
-        if self._waits is not None and self._waits[1][0] is not loader._progress.count.request:
+        """Plan the epoch that ``set_epoch`` has named since, if any, and that of samplers that were replaced."""
+        asked = None if self._waits is None else self._waits[1]
+        if asked is not None and (asked[0] is not loader._progress.count.request or self._is_outdated):
             self._start = None if self._is_stream else start_of(loader, None)
             self._begin(loader, None, None, self.run)
 

@@ -313,7 +313,14 @@ class SamplerStart:
         self.state = state if state is not None and self.resumes else SamplerState(0, 0)
         self._asked: Iterator[Any] = iter(())
         self._has_begun = False  # the draws for the first item may have been made
+        self._parts = [*core.nested(sampler)]
         self._note()
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether a sampler inside was replaced, as Accelerate does after it has asked for the loader's state."""
+        now = [*core.nested(self.sampler)]
+        return len(now) != len(self._parts) or any(one is not part for one, part in zip(now, self._parts, strict=True))
 
     def _set_counted(self, done: int = 0) -> None:
         for sampler, epoch in self._counted:

@@ -527,6 +527,16 @@ def test_a_loader_is_copied_in_the_middle_of_an_epoch_too() -> None:
     assert copy.copy(made).name == pickle.loads(pickle.dumps(made)).name == "found"
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sampler_that_is_replaced_after_the_state_was_taken_gives_the_order(workers: int) -> None:
+    """Accelerate takes the state when it wraps a loader, and then replaces the sampler in its batch sampler."""
+    batches: Any = BatchSampler(RandomSampler(range(8)), 4, False)
+    loader = DataLoader(range(8), batch_sampler=batches, num_workers=workers)
+    loader.state_dict()
+    batches.sampler = range(7, -1, -1)
+    assert [batch.tolist() for batch in loader] == [[7, 6, 5, 4], [3, 2, 1, 0]]
+
+
 def of_itself(base: Any) -> Any:
     """A class of loaders that are their own dataset, as PyTorch Geometric's ``GraphSAINTSampler``."""
 
