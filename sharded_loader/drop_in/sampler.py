@@ -318,7 +318,7 @@ class SamplerStart:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether a sampler inside was replaced, as Accelerate does after it has asked for the loader's state."""
+        """True if a sampler inside was replaced. Accelerate does so after it has asked for the loader's state."""
         now = [*core.nested(self.sampler)]
         return len(now) != len(self._parts) or any(one is not part for one, part in zip(now, self._parts, strict=True))
 

@@ -104,8 +104,9 @@ def keep_freed_memory() -> None:
     """Let glibc keep up to 256 MB of freed memory in this process, unless the environment sets its allocator.
 
     By itself it returns the memory of large samples to the system after each batch, and reading the next batch costs a
-    page fault per 4 KB. Measured (4,096 pictures of 560 KB, decoded by Pillow, batches of 64): 5.5 s instead of 8.2
-    inline, 3.9 instead of 5.2 by two threads. Worker processes make as few page faults without it.
+    page fault per 4 KB. Measured (4,096 pictures of 560 KB, decoded by Pillow, batches of 64; two runs, interleaved):
+    inline 6.2 and 7.1 s instead of 9.0 and 9.3, by two threads 3.8 and 4.1 instead of 5.6 and 5.3. Worker processes
+    make as few page faults without it.
     """
     if not any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
