@@ -450,7 +450,10 @@ class LoaderIterator(_BaseDataLoaderIter):
         engine.pipeline.start(run.job)
         task, reader = run.epoch.task(run.epoch.first), getattr(engine.pool, "reader", None)
         if isinstance(task, Task) and isinstance(reader, core.StreamReader) and task.part is not None:
-            run.epoch.primed(task.part.number, reader.prime(task))
+            point = reader.prime(task)
+            if point.state is not None and not point.batches:  # the next pass, after that of the dataset's own state
+                point = point._replace(state=(*point.state[:2], "next"))
+            run.epoch.primed(task.part.number, point)
         elif run.unread == {0}:  # saved after the last batch, before the end was seen
             of_dataset, _ = run.epoch.at_beginning().points[0].state or (None, None)
             if of_dataset is not None:

@@ -110,6 +110,7 @@ class OpenPart(Part):
         busy: a thread is in the middle of a batch.
         next_sample: returns the next sample; StopIteration ends the pass.
         is_stateful: the dataset, or its iterator, has a ``state_dict``.
+        begins_anew: the pass follows one whose state was loaded; a list, empty if not.
     """
 
     is_stateful = busy = False
@@ -129,7 +130,7 @@ class OpenPart(Part):
         dataset: Any = self.dataset
         if self._sets_epoch and (set_epoch := epoch_setter(dataset)) is not None:
             set_epoch(passes)
-        of_dataset, of_items, *begins_anew = state or (None, None)
+        of_dataset, of_items, *self.begins_anew = state or (None, None)
         if of_dataset is not None:
             dataset.load_state_dict(copy.deepcopy(of_dataset))
         before = self.set_current()
@@ -142,7 +143,7 @@ class OpenPart(Part):
             self.items = iter(items)
             if of_items is not None:
                 self.items.load_state_dict(copy.deepcopy(of_items))
-            if begins_anew:  # the state was taken at the end of a pass
+            if self.begins_anew:  # the state was taken at the end of a pass
                 self.items = iter(items)
         finally:
             here.part = before
@@ -287,24 +288,25 @@ class StreamReader(Reader):
             for number, indices in enumerate(shards):
                 heartbeat[SHARD], heartbeat[SAMPLE] = number, ONE_BY_ONE
                 scope.indices, scope.drawn, before = indices, None, len(samples)
-                scope.items = items = iter(range(len(indices)))
-                is_watched = scope.records_samples or scope.is_timed
-                places = scope.watch_items(items) if is_watched else items
                 while not ended:
+                    first = len(samples) - before
+                    scope.items = places = iter(range(first, len(indices)))
+                    if scope.records_samples or scope.is_timed:
+                        places = scope.watch_items(places, first)
                     try:
                         for _ in places:
                             samples.append(next_sample())
                         break
                     except StopIteration:
-                        ended = not stream.endless
-                        if stream.endless:
-                            if len(samples) + base == 0:
+                        is_first = len(samples) + base == 0
+                        # A generator may take up the loaded state only here, and end the old pass.
+                        ended = not stream.endless and not (is_first and opened.begins_anew)
+                        if not ended:
+                            if is_first and not opened.begins_anew:
                                 raise EmptyPartError(_EMPTY.format(opened.number, stream.parts)) from None
-                            passes, base = passes + 1, -len(samples)
+                            passes, base = passes + (not is_first), -len(samples)
                             opened.begin(passes)
                             next_sample = opened.next_sample
-                            scope.items = items = iter(range(len(samples) - before, len(indices)))
-                            places = scope.watch_items(items, len(samples) - before) if is_watched else items
                     except Exception as error:
                         if self._policy.raises or scope.is_for_caller(error):
                             raise
@@ -322,8 +324,8 @@ class StreamReader(Reader):
             count, total = point.batches + (failed or is_batch), len(samples) + base + failed
             checked = point.checksum
             if samples and (not opened.is_stateful or hasattr(type(opened.dataset), "needs_full_replay")):
-                first = None if type(samples[0]) is BadSample else samples[0]
-                checked = zlib.crc32(sampled(first).encode(), checked)
+                sample = None if type(samples[0]) is BadSample else samples[0]
+                checked = zlib.crc32(sampled(sample).encode(), checked)
             opened.point = PartPoint(count, passes, total, checked, ended, asked=opened.asked)
             if ended:
                 opened.end()

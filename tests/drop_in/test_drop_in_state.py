@@ -51,6 +51,25 @@ class StatefulStream(Keeps, Parts):
         self.place = 0
 
 
+class TakesUpLate(Keeps, Parts):
+    """A stream that takes up a loaded state once, with the first sample of a pass, as many generators do."""
+
+    kept = ("place",)
+
+    def __init__(self) -> None:
+        super().__init__(self.samples)
+        self.place, self.loaded = 0, 0
+
+    def samples(self, number: int, count: int) -> Iterator[int]:
+        begin, self.loaded = self.loaded, 0
+        for self.place in range(begin + 1, 12):
+            if self.place % count == number:
+                yield self.place
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded = state["place"]
+
+
 class StatefulItems(Parts):
     """A stream whose iterators have a state."""
 
@@ -63,6 +82,7 @@ DATASETS: dict[str, Callable[[], dict[str, Any]]] = {
     "stream": lambda: {"dataset": Shared()},
     "uneven stream": lambda: {"dataset": Uneven()},
     "stateful stream": lambda: {"dataset": StatefulStream()},
+    "stream that takes up late": lambda: {"dataset": TakesUpLate()},
     "stateful items": lambda: {"dataset": StatefulItems()},
     "mixture": lambda: {"dataset": interleave([range(12), interleave([range(90, 99)] * 2)], [2, 1]), "shuffle": True},
     "mixed streams": lambda: {"dataset": interleave([Shared(), range(90, 99)])},
@@ -530,6 +550,17 @@ def test_the_next_epoch_begins_behind_the_datasets_states() -> None:
     begun = next_epoch(Position(0, 3, None, {0: 3}, {0: ended}))
     assert (begun.done, begun.counts, begun.points[0]) == (0, {0: 0}, PartPoint(state=({"total": 7}, None, "next")))
     assert next_epoch(Position(0, 3, None, {0: 3}, {0: ended._replace(state=None)})).points[0] == PartPoint()
+
+
+def test_an_epoch_after_a_state_is_whole_though_the_stream_takes_the_state_up_with_its_first_sample() -> None:
+    saved = DataLoader(TakesUpLate(), 3)
+    epoch = plain(saved)
+    for _ in range(2):  # from the end of an epoch, and from the beginning of the next one
+        state = json.loads(json.dumps(saved.state_dict()))
+        loaded = DataLoader(TakesUpLate(), 3)
+        loaded.load_state_dict(state)
+        assert [plain(loaded), plain(loaded)] == [epoch, epoch]
+        iter(saved)
 
 
 TOLD: dict[str, Callable[[], dict[str, Any]]] = {
