@@ -110,10 +110,10 @@ class OpenPart(Part):
         busy: a thread is in the middle of a batch.
         next_sample: returns the next sample; StopIteration ends the pass.
         is_stateful: the dataset, or its iterator, has a ``state_dict``.
-        begins_anew: the pass follows one whose state was loaded; a list, empty if not.
+        begins_anew: the pass follows one whose state was loaded.
     """
 
-    is_stateful = busy = False
+    is_stateful = busy = begins_anew = False
     items: Any = None
 
     def __init__(
@@ -130,7 +130,7 @@ class OpenPart(Part):
         dataset: Any = self.dataset
         if self._sets_epoch and (set_epoch := epoch_setter(dataset)) is not None:
             set_epoch(passes)
-        of_dataset, of_items, *self.begins_anew = state or (None, None)
+        of_dataset, of_items, self.begins_anew = (*(state or (None, None)), False)[:3]
         if of_dataset is not None:
             dataset.load_state_dict(copy.deepcopy(of_dataset))
         before = self.set_current()

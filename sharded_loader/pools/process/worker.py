@@ -50,11 +50,6 @@ CHECK_SHARE = 50
 """Pause after a check, as a multiple of its duration: at most 2 % of the worker's time. `own_bytes` takes 40 us,
 `private_bytes` 17 ms at 740 MB."""
 
-KEPT_BLOCK = (32 << 20) - 2 * mmap.PAGESIZE
-"""Bytes of a block that is allocated and freed at the start, its pages untouched: glibc then keeps freed blocks of up
-to this size, and twice as much at the end of its heap. Otherwise the memory of samples goes back to the kernel after
-each ``collate_fn``, and is cleared for the next ones: 1,920 pictures of 600 KB per second, now 4,800."""
-
 GRACE = 0.3
 """Seconds between end-of-file and the end of a worker in user code."""
 
@@ -285,7 +280,9 @@ def main(
         if not limited:
             limit_threads()
         own_progress_lock()
-        np.empty(KEPT_BLOCK, np.uint8)
+        # glibc then keeps freed blocks of up to this size, and twice as much at the end of its heap. Otherwise samples
+        # give their memory back to the kernel after each collate_fn: 1,920 pictures of 600 KB per second, now 4,800.
+        np.empty((32 << 20) - 2 * mmap.PAGESIZE, np.uint8)
         if STACKS_SIGNAL is not None:
             with contextlib.suppress(OSError, RuntimeError):  # the system may deny an alternate stack
                 # Chained to the default action, so that the end of the process tells that they are written.
