@@ -96,10 +96,12 @@ def forget_child(started: object) -> None:
 def become_worker(name: str) -> None:
     """Tell ``multiprocessing`` that this process is a worker. Programs ask it whether they are the main process.
 
-    Without the name: ``parent_process()`` is None. A worker is no daemon there: samples may start processes.
+    Without the name: ``parent_process()`` is None. A worker is no daemon there: samples may start processes. Forks of
+    ``multiprocess`` do not reset what ``multiprocessing`` opened before: connections to a manager, threads of queues.
     """
-    from multiprocessing import process
+    from multiprocessing import process, util
 
+    getattr(util, "_run_after_forkers", list)()
     process.current_process().name = name
     vars(process).update(_parent_process=SimpleNamespace(name="MainProcess", pid=os.getppid()))
 
@@ -109,9 +111,8 @@ def become_child(name: str, authkey: bytes, folder: str, tracker: int | None) ->
     from multiprocess import process, resource_tracker
 
     current: Any = process.current_process()
-    current._name = name
+    current._name, process.ORIGINAL_DIR = name, folder
     current._config.update(authkey=process.AuthenticationString(authkey), daemon=True)
-    process.ORIGINAL_DIR = folder
     resource_tracker._resource_tracker._fd = tracker
 
 

@@ -33,6 +33,7 @@ NAMES = {
     "multiprocessing.popen_spawn_posix": "_DupFd",
     "multiprocessing.process": "_parent_process",
     "multiprocessing.reduction": "ForkingPickler._extra_reducers",
+    "multiprocessing.util": "_run_after_forkers",
     "multiprocess.forkserver": "_forkserver._preload_modules _forkserver._forkserver_pid",
     "multiprocess.popen_fork": "Popen._launch.__code__",
     "multiprocess.popen_spawn_posix": "Popen._launch",
