@@ -227,6 +227,28 @@ def test_multiprocess_in_a_worker_finds_itself_in_a_child_process(method: str) -
     assert found == {"name": "sharded_loader-worker-0", "daemon": True, "key": key}
 
 
+@linux
+def test_forked_workers_use_a_queue_that_the_main_process_has_used() -> None:
+    """It has a thread in the main process, which a fork does not copy."""
+    import multiprocessing
+
+    queue: Any = multiprocessing.get_context("fork").Queue()
+
+    def tells(index: int) -> int:
+        queue.put(index)
+        return index
+
+    queue.put("main")
+    assert queue.get() == "main"
+    dataset, pool, told = SimpleDataset(range(4)).transform(tells), ProcessPool(2, start_method="fork"), set[int]()
+    with ShardedDataLoader(dataset, 1, pool=pool) as loader:
+        list(loader)
+        while len(told) < 4:
+            told.add(queue.get(timeout=30))
+    queue.close()
+    queue.join_thread()
+
+
 SCRIPT = """
 import concurrent.futures, enum, multiprocessing, sys, typing
 from collections import namedtuple
