@@ -276,7 +276,8 @@ class FastHttp:
     """Reader of a web server through `http.client`, in the thread that asks. ``options`` are those of fsspec.
 
     fsspec has to read if there are options besides ``headers``, if the URL has a password, and from a server that has
-    once answered with a redirect, with the whole file, or without a length.
+    once answered with a redirect, with the whole file, or without a length. It also reads all of HTTPS: there, OpenSSL
+    gives 16 KB at a time, and 64 MB took 0.27 to 0.38 s here, where fsspec took 0.20 to 0.34.
 
     Example:
         >>> FastHttp({"client_kwargs": {}}).read("http://host/a.tar", 0, 4, 30.0) is None
@@ -337,9 +338,8 @@ class FastHttp:
         self, address: Any, headers: Mapping[str, str], seconds: float
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
         """Return a connection, and its answer up to the content."""
-        kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
         while True:
-            new = kind(address.raw_host, address.port, timeout=seconds)
+            new = http.client.HTTPConnection(address.raw_host, address.port, timeout=seconds)
             try:
                 connection = self._idle.pop()
             except IndexError:
@@ -359,10 +359,9 @@ class FastHttp:
 
 
 def _wake_at(connection: socket.socket, nbytes: int) -> None:
-    """Let the next wait last until so many bytes have come, where the system can do that without TLS."""
-    if type(connection) is socket.socket:
-        with suppress(OSError):
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
+    """Let the next wait last until so many bytes have come; Windows cannot."""
+    with suppress(OSError):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
 
 
 # -- through obstore ---------------------------------------------------------------------------------------------------

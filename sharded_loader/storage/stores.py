@@ -71,7 +71,7 @@ Result = TypeVar("Result")
 
 _Fast = parts.FastS3 | parts.FastHttp
 
-_FAST: dict[str, type[_Fast]] = {"s3": parts.FastS3, "http": parts.FastHttp, "https": parts.FastHttp}
+_FAST: dict[str, type[_Fast]] = {"s3": parts.FastS3, "http": parts.FastHttp}
 
 Write = Callable[[int, bytes], object]
 """Function that writes bytes at a position of a file."""
