@@ -360,7 +360,9 @@ class LoaderIterator(_BaseDataLoaderIter):
         epoch: TorchEpoch | core.StreamEpoch
         unread, of_epoch = set[int](), loader._progress.epoch_of_dataset(loader)
         if start is None:
-            behind = {} if before is None else {part: points[part] for part in before.unread & points.keys()}
+            last = before if workers else loader._progress.current_run
+            left = points if workers or last is None else last.after()
+            behind = {} if last is None else {part: left[part] for part in last.unread & left.keys()}
             epoch = stream_epoch(loader, job.seed, state, behind)
             unread = {part for part, point in epoch.at_beginning().points.items() if point.ended}
             job = replace(job, stream=epoch.stream._replace(sets_epoch=False))
@@ -451,8 +453,8 @@ class LoaderIterator(_BaseDataLoaderIter):
         task, reader = run.epoch.task(run.epoch.first), getattr(engine.pool, "reader", None)
         if isinstance(task, Task) and isinstance(reader, core.StreamReader) and task.part is not None:
             point = reader.prime(task)
-            if point.state is not None and not point.batches:  # the next pass, after that of the dataset's own state
-                point = point._replace(state=(*point.state[:2], "next"))
+            if point.state is not None and not point.batches:  # it may still be that of the end of the pass before
+                point = point._replace(state=(*point.state[:2], "perhaps"))
             run.epoch.primed(task.part.number, point)
         elif run.unread == {0}:  # saved after the last batch, before the end was seen
             of_dataset, _ = run.epoch.at_beginning().points[0].state or (None, None)

@@ -110,10 +110,10 @@ class OpenPart(Part):
         busy: a thread is in the middle of a batch.
         next_sample: returns the next sample; StopIteration ends the pass.
         is_stateful: the dataset, or its iterator, has a ``state_dict``.
-        begins_anew: the pass follows one whose state was loaded.
+        begins_anew: "next" if the pass of the loaded state is over, "perhaps" if it may be.
     """
 
-    is_stateful = busy = begins_anew = False
+    is_stateful = busy = False
     items: Any = None
 
     def __init__(
@@ -126,7 +126,7 @@ class OpenPart(Part):
         self.next_sample: Callable[[], Any] = _nothing
 
     def begin(self, passes: int, state: Any = None) -> None:
-        """Begin a pass, or resume from a state that `state` has returned. With a third item: begin after that pass."""
+        """Begin a pass, or resume from what `state` has returned. A third item is `begins_anew`."""
         dataset: Any = self.dataset
         if self._sets_epoch and (set_epoch := epoch_setter(dataset)) is not None:
             set_epoch(passes)
@@ -143,7 +143,7 @@ class OpenPart(Part):
             self.items = iter(items)
             if of_items is not None:
                 self.items.load_state_dict(copy.deepcopy(of_items))
-            if self.begins_anew:  # the state was taken at the end of a pass
+            if self.begins_anew == "next":  # the state was taken at the end of a pass
                 self.items = iter(items)
         finally:
             here.part = before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import json
 import os
 import weakref
@@ -68,6 +69,31 @@ class TakesUpLate(Keeps, Parts):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.loaded = state["place"]
+
+
+class CountsPasses(Keeps, Parts):
+    """A stream that counts its passes as they begin; its samples name the pass."""
+
+    kept = ("passes", "place")
+
+    def __init__(self) -> None:
+        super().__init__(self.samples)
+        self.passes, self.place, self.is_loaded = 0, 0, False
+
+    def samples(self, number: int, count: int) -> Iterator[int]:
+        if not self.is_loaded:
+            self.passes, self.place = self.passes + 1, 0
+        self.is_loaded = False
+        return self.rest()
+
+    def rest(self) -> Iterator[int]:
+        while self.place < 11:
+            self.place += 1
+            yield 100 * self.passes + self.place
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.is_loaded = state["passes"] > 0
 
 
 class StatefulItems(Parts):
@@ -561,6 +587,22 @@ def test_an_epoch_after_a_state_is_whole_though_the_stream_takes_the_state_up_wi
         loaded.load_state_dict(state)
         assert [plain(loaded), plain(loaded)] == [epoch, epoch]
         iter(saved)
+
+
+@pytest.mark.parametrize("stream", [TakesUpLate, StatefulStream, CountsPasses])
+def test_the_epochs_after_a_state_are_those_of_a_job_that_goes_on(stream: Any) -> None:
+    whole = DataLoader(stream(), 3)
+    epochs = [plain(whole) for _ in range(4)]
+    for count in range(3):
+        for read in (*range(len(epochs[0]) + 1), None):  # before the end is seen, and after it
+            saved = DataLoader(stream(), 3)
+            for _ in range(count):
+                plain(saved)
+            plain(itertools.islice(iter(saved), read))
+            loaded = DataLoader(stream(), 3)
+            loaded.load_state_dict(json.loads(json.dumps(saved.state_dict())))
+            expected = epochs[count + 1 :] if read is None else [epochs[count][read:], *epochs[count + 1 :]]
+            assert [plain(loaded) for _ in expected] == expected, (count, read)
 
 
 TOLD: dict[str, Callable[[], dict[str, Any]]] = {
