@@ -11,24 +11,18 @@ S3 is read through obstore if possible, for a fifth of s3fs's CPU time. A reques
 - The first request to a bucket failed: obstore looks for credentials and regions in fewer places than s3fs. Later
   errors are raised.
 
-HTTP is not read through obstore: after a redirect, it would send the user's headers to the other host. `FastHttp` reads
-it in the thread that asks, because all requests of fsspec share one thread.
+HTTP stays with fsspec: after a redirect, obstore would send the user's headers to the other host.
 """
 
 from __future__ import annotations
 
-import http.client
 import os
 import re
-import socket
-import time
 import uuid
 import zlib
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from datetime import datetime
 from typing import Any
-from urllib.error import HTTPError
 
 from sharded_loader.extend.tools import logger, warn
 from sharded_loader.storage.files import Options, Stat, shown
@@ -132,19 +126,12 @@ def read(
             return b"", tag_of(seen[0].headers)
         raise
     if seen and seen[0].status == 200:  # servers without range support send the whole file
-        _check_whole(len(found), stat)
+        if stat is not None and len(found) != stat.size:
+            raise BadResponse(f"{len(found):,} bytes came for the whole file, which has {stat.size:,}")
         if len(found) > end - begin:
             _note_whole_files(shown(path).rpartition("/")[0])
         found = found[begin:end]
     return found, tag_of(seen[0].headers) if seen else ""  # no answer: the range came from fsspec's cache
-
-
-def _check_whole(nbytes: int, stat: Stat | None) -> None:
-    if stat is not None and nbytes != stat.size:
-        raise BadResponse(f"{nbytes:,} bytes came for the whole file, which has {stat.size:,}")
-
-
-_MORE = "more bytes came than were asked for, up to {:,}"
 
 
 class NotWritten(Exception):
@@ -166,7 +153,7 @@ class Landing:
 
     def take(self, chunk: bytes) -> None:
         if self.is_over or len(chunk) > self._end - self.at:
-            raise BadResponse(_MORE.format(self._end))
+            raise BadResponse(f"more bytes came than were asked for, up to {self._end:,}")
         try:
             self._write(self.at, chunk)
         except OSError as error:
@@ -265,105 +252,6 @@ def check_answer(status: int, headers: Mapping[str, str], begin: int, end: int, 
             raise Changed(f"it has {int(match[3]):,} bytes, and had {stat.size:,}")
 
 
-# -- through http.client -----------------------------------------------------------------------------------------------
-
-
-AT_ONCE = 1 << 18
-"""Bytes of an HTTP answer for which its thread is woken. Otherwise, threads pass on the GIL for each 29 KB."""
-
-
-class FastHttp:
-    """Reader of a web server through `http.client`, in the thread that asks. ``options`` are those of fsspec.
-
-    fsspec has to read if there are options besides ``headers``, if the URL has a password, and from a server that has
-    once answered with a redirect, with the whole file, or without a length. It also reads all of HTTPS: there, OpenSSL
-    gives 16 KB at a time, and 64 MB took 0.27 to 0.38 s here, where fsspec took 0.20 to 0.34.
-
-    Example:
-        >>> FastHttp({"client_kwargs": {}}).read("http://host/a.tar", 0, 4, 30.0) is None
-        True
-    """
-
-    def __init__(self, options: Options) -> None:
-        own = {"Accept": "*/*", "User-Agent": "sharded_loader", **options.get("headers", {})}
-        self._headers, self._is_usable = {**own, "Accept-Encoding": "identity"}, not set(options) - {"headers"}
-        self._idle: list[http.client.HTTPConnection] = []
-
-    def read(
-        self, url: str, begin: int, end: int, seconds: float, stat: Stat | None = None, landing: Landing | None = None
-    ) -> tuple[bytes, str] | None:
-        """Return a byte range and its tag, as the function `read` does, or None if fsspec has to read it."""
-        from multidict import CIMultiDict
-        from yarl import URL
-
-        address, limit = URL(url), time.monotonic() + seconds + (end - begin) / SLOWEST
-        if not self._is_usable or address.user is not None:
-            return None
-        connection, answer = self._ask(address, {**self._headers, "Range": f"bytes={begin}-{end - 1}"}, seconds)
-        chunks, status, said = list[bytes](), answer.status, answer.headers.items()
-        headers = CIMultiDict((name, text.encode("latin-1").decode("utf-8", "surrogateescape")) for name, text in said)
-        take, tag = chunks.append if landing is None else landing.take, tag_of(headers)
-        left = -1 if answer.length is None else answer.length
-        try:
-            if status >= 400 and status != 416:
-                raise HTTPError(url, status, answer.reason, answer.headers, None)
-            is_plain = left >= 0 and "Location" not in headers
-            if is_plain:
-                check_answer(status, headers, begin, end, stat)
-            if is_plain and status == 200:
-                _check_whole(left, stat)
-                is_plain = begin + left <= end
-            if not is_plain:
-                self._is_usable = False
-                return None
-            if left > end - begin:
-                raise BadResponse(_MORE.format(end))
-            if status == 416 or (stat is not None and is_same(stat.tag, tag) is False):
-                return b"", tag
-            while chunk := answer.read1(AT_ONCE):
-                take(chunk)
-                left -= len(chunk)
-                _wake_at(connection.sock, max(1, min(AT_ONCE, left)))
-                if time.monotonic() > limit:
-                    raise TimeoutError
-        finally:
-            if left or answer.will_close:
-                connection.close()
-            else:
-                answer.close()
-                self._idle.append(connection)
-        return b"".join(chunks), tag
-
-    def _ask(
-        self, address: Any, headers: Mapping[str, str], seconds: float
-    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        """Return a connection, and its answer up to the content."""
-        while True:
-            new = http.client.HTTPConnection(address.raw_host, address.port, timeout=seconds)
-            try:
-                connection = self._idle.pop()
-            except IndexError:
-                connection = new
-            try:
-                connection.request("GET", address.raw_path_qs, headers=headers)
-                return connection, connection.getresponse()
-            except BaseException as error:
-                connection.close()
-                if connection is new or not isinstance(error, ConnectionError):  # the server closes idle ones
-                    raise
-
-    def close(self) -> None:
-        """Close the connections; later requests open new ones."""
-        while self._idle:
-            self._idle.pop().close()
-
-
-def _wake_at(connection: socket.socket, nbytes: int) -> None:
-    """Let the next wait last until so many bytes have come; Windows cannot."""
-    with suppress(OSError):
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
-
-
 # -- through obstore ---------------------------------------------------------------------------------------------------
 
 
@@ -385,7 +273,7 @@ class FastS3:
         self._settings = settings_of(options)
         self._buckets: dict[str, Any] = {}  # None: left to fsspec
 
-    def read(self, path: str, begin: int, end: int, seconds: float, *more: object) -> tuple[bytes, str] | None:
+    def read(self, path: str, begin: int, end: int, seconds: float) -> tuple[bytes, str] | None:
         """Return a byte range of ``"bucket/key"`` and its tag, or None if fsspec has to read it.
 
         obstore's errors are raised once a request to the bucket has succeeded, a FileNotFoundError always.

@@ -126,7 +126,6 @@ class Served:
     size: int | None = None  # of all files, as answers without bytes say; None: the right one
     after: Callable[[], Any] = lambda: None  # called when the bytes of an answer are decided, before they are sent
     knows_parts: bool = True  # else it always sends the whole file
-    drop: Callable[[], None] = lambda: None  # ends the connections
     lock: Any = field(default_factory=threading.Lock)
     url: str = ""
 
@@ -154,10 +153,6 @@ class Server(ThreadingHTTPServer):
 
     def server_close(self) -> None:
         super().server_close()
-        self.drop()
-
-    def drop(self) -> None:
-        """End the connections; the server takes new ones."""
         for connection in self.connections:
             with contextlib.suppress(OSError):  # it has ended
                 connection.shutdown(socket.SHUT_RDWR)
@@ -218,7 +213,6 @@ def serving() -> Iterator[Served]:
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
-        served.drop = server.drop
         served.url = f"http://127.0.0.1:{server.server_address[1]}"
         yield served
     finally:

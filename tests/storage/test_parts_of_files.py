@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import gzip
-import http.client
 import io
 import pickle
 import random
@@ -17,7 +16,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import fsspec
 import pytest
@@ -29,7 +27,7 @@ from shards import Served, closed, serves, tar  # noqa: F401
 from sharded_loader import ShardCache, ShardDataset
 from sharded_loader.storage import files, parts, stores
 from sharded_loader.storage.files import ShardError, Stat
-from sharded_loader.storage.parts import BadResponse, FastHttp, Landing, is_same, joined, tag_of, with_tags
+from sharded_loader.storage.parts import BadResponse, Landing, is_same, joined, tag_of, with_tags
 from sharded_loader.storage.stores import ObjectStore
 
 OLD = random.Random(1).randbytes(500_000)
@@ -213,17 +211,8 @@ ONCE = ("other bytes", "no Content-Range", "a page of an error", "a short body",
 """Those after which the server is asked again."""
 
 
-def through(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if how == "fsspec":
-        monkeypatch.setattr(FastHttp, "read", lambda *_: None)
-
-
-@pytest.mark.parametrize("how", ["http.client", "fsspec"])
 @pytest.mark.parametrize("lie", LIES)
-def test_a_server_that_lies_is_asked_again_and_named(
-    served: Served, monkeypatch: pytest.MonkeyPatch, lie: str, how: str
-) -> None:
-    through(how, monkeypatch)
+def test_a_server_that_lies_is_asked_again_and_named(served: Served, monkeypatch: pytest.MonkeyPatch, lie: str) -> None:
     store, url, stat = known(served)
     lying, message = LIES[lie]
     if lie in ONCE:
@@ -247,13 +236,11 @@ WHOLE: dict[str, tuple[Callable[[int, bytes, str | None], tuple[int, bytes, str 
 }
 
 
-@pytest.mark.parametrize("how", ["http.client", "fsspec"])
 @pytest.mark.parametrize("lie", WHOLE)
 def test_a_file_is_fetched_whole_or_not_at_all_whatever_the_server_says(
-    served: Served, monkeypatch: pytest.MonkeyPatch, lie: str, how: str
+    served: Served, monkeypatch: pytest.MonkeyPatch, lie: str
 ) -> None:
     """Chunks of a bad answer may be in the file already. Those of the next attempt replace them."""
-    through(how, monkeypatch)
     monkeypatch.setattr(stores, "PIECE", 150_000)
     store, url, stat = known(served)
     lying, message = WHOLE[lie]
@@ -293,7 +280,6 @@ def test_an_attempt_that_was_given_up_writes_nothing_more(served: Served, monkey
             landings.append(self)
 
     monkeypatch.setattr(parts, "Landing", Noted)
-    through("fsspec", monkeypatch)
     monkeypatch.setattr(HTTPFileSystem, "_cat_file", fails_once)
     store, url, stat = known(served)
     assert fetched(store, url, stat) == OLD and store.retries == 1
@@ -341,51 +327,11 @@ def test_compressed_answers_are_refused(served: Served, monkeypatch: pytest.Monk
         store.ranges(url, [100], [110], stat)
 
 
-def test_ranges_of_a_web_server_need_no_thread_of_fsspec(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the connections stay open, which the server may have closed in the meantime."""
-    store, url, stat = known(served)
-    with monkeypatch.context() as patched:
-        patched.setattr(HTTPFileSystem, "_cat_file", Mock(side_effect=AssertionError))
-        patched.setattr(stores, "PIECE", 50_000)
-        connections, connect = list[object](), http.client.HTTPConnection.connect
-        counts = lambda one: (connections.append(one), connect(one))  # noqa: E731
-        patched.setattr(http.client.HTTPConnection, "connect", counts)
-        assert fetched(store, url, stat) == OLD and store.ranges(url, [10], [20], stat) == [OLD[10:20]]
-        assert 1 <= len(connections) <= stores.CONNECTIONS
-        served.drop()
-        assert fetched(store, url, stat) == OLD and store.retries == 0
-        assert store.ranges(url, [0], [len(OLD)]) == [OLD]  # which the server sends with status 200
-        store.close()
-        assert store.ranges(url, [10], [20], stat) == [OLD[10:20]]
-
-
-@pytest.mark.parametrize("options", [{"client_kwargs": {}}, {"auth": None}, {"headers": {"X-Key": "k"}}])
-def test_options_of_fsspec_have_their_effect(served: Served, options: dict[str, Any]) -> None:
-    store, url = ObjectStore(options), f"{served.url}/a.bin"
-    served.asked.clear(), served.heard.clear()
-    assert store.ranges(url, [10], [20]) == [OLD[10:20]] and len(served.asked) == 1
-    [heard] = served.heard
-    assert ("aiohttp" in heard) == ("headers" not in options) and ("X-Key: k" in heard) == ("headers" in options)
-
-
-@pytest.mark.parametrize("kind", ["a redirect", "the whole file"])
-def test_a_server_that_has_no_ranges_itself_is_left_to_fsspec(served: Served, kind: str) -> None:
-    if kind == "a redirect":
-        served.moved = {"/moved.bin": f"{served.url}/a.bin"}
-    else:
-        served.knows_parts, served.files["/moved.bin"] = False, OLD
-    store = ObjectStore()
-    for _ in range(2):
-        served.heard.clear()
-        assert store.ranges(f"{served.url}/moved.bin", [100], [110]) == [OLD[100:110]]
-    assert served.heard and all("aiohttp" in one for one in served.heard)
-
-
 def test_redirects_are_followed(served: Served) -> None:
     store, stat = ObjectStore(), Stat(len(OLD), "first")
-    served.moved = {"/moved.bin": f"{served.url}/a.bin"}
+    served.fail, served.status, served.headers = 1, 307, {"Location": f"{served.url}/a.bin"}
     assert store.ranges(f"{served.url}/moved.bin", [100], [110], stat) == [OLD[100:110]]
-    served.moved = {"/moved.bin": f"{served.url}/moved.bin"}
+    served.fail, served.headers = 1000, {"Location": f"{served.url}/moved.bin"}
     with pytest.raises(ShardError, match=r"moved\.bin: TooManyRedirects"):
         store.ranges(f"{served.url}/moved.bin", [100], [110], stat)
 
