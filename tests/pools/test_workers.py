@@ -648,27 +648,36 @@ def test_more_workers_than_the_heartbeats_have_rows() -> None:
 
 
 PICTURES = """
-    import platform, resource
+    import resource
     import numpy as np
     from sharded_loader import ShardedDataLoader, SimpleDataset
+    from sharded_loader.torch import DataLoader
 
     class Pictures(SimpleDataset):
         def __getitem__(self, index):
             return np.full((500, 375, 3), 1, np.uint8)
 
-    with ShardedDataLoader(Pictures(range(512)), 32) as loader:
-        for number, _ in enumerate(loader):
-            if number == 7:
-                before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for number, _ in enumerate({}):
+        if number == 7:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
+LOADERS = {
+    "large batches": "ShardedDataLoader(Pictures(range(512)), 32)",
+    "small batches": "ShardedDataLoader(Pictures(range(512)), 32, batchify_fn=len)",
+    "drop-in": "DataLoader(Pictures(range(512)), 32, collate_fn=len)",
+}
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
-@pytest.mark.parametrize("chosen", ["", "MALLOC_TRIM_THRESHOLD_"])
-def test_memory_of_samples_is_used_again_unless_the_user_has_set_it_otherwise(tmp_path: Path, chosen: str) -> None:
-    """Eight batches of 18 MB: new memory is a page fault per 4 KB, 35,000 in all."""
+@pytest.mark.parametrize(
+    ("kind", "chosen"), [*((kind, "") for kind in LOADERS), ("large batches", "MALLOC_TRIM_THRESHOLD_")]
+)
+def test_memory_of_samples_is_used_again_unless_the_user_has_set_it_otherwise(
+    tmp_path: Path, kind: str, chosen: str
+) -> None:
+    """Eight batches, whose samples have 18 MB each: new memory is a page fault per 4 KB, 35,000 in all."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
     own |= {chosen: "131072"} if chosen else {}
-    faults = int(run_script(tmp_path / "program.py", PICTURES, env=own).stdout)
+    faults = int(run_script(tmp_path / "program.py", PICTURES.format(LOADERS[kind]), env=own).stdout)
     assert (faults > 10_000) if chosen else (faults < 3_000)
