@@ -113,6 +113,15 @@ def uses_threads(loader: Loader) -> bool:
     return loader.thread_pool or (isinstance(process, type) and issubclass(process, threading.Thread))
 
 
+def _call_as_worker(call: Callable[[int], object], count: int, base_seed: int, dataset: object, number: int) -> None:
+    """Call ``worker_init_fn`` in a thread, where ``get_worker_info()`` answers as in torch's worker ``number``."""
+    before = core.set_current_part(core.Part(number, count, base_seed + number, dataset))
+    try:
+        call(number)
+    finally:
+        core.set_current_part(before)
+
+
 def _process_pool(loader: Loader, count: int) -> ProcessPool:
     context = loader.multiprocessing_context
     method: Any = loader.start_method
@@ -296,6 +305,9 @@ class LoaderIterator(_BaseDataLoaderIter):
         kept, loader._progress.engine = loader._progress.engine, None
         if kept is None or kept.asked != _asked(loader):
             kept = Engine(loader, self._pin_memory, self._pin_memory_device)
+            if isinstance(kept.pool, ThreadPool) and (call := loader.worker_init_fn) is not None:
+                seed = int(self._base_seed)
+                kept.pool.worker_init_fn = partial(_call_as_worker, call, loader.num_workers, seed, dataset)
         self._engine = kept
         self._engine.length, self._shutdown = None if self._is_stream else core.length(dataset), False
         self._begin(loader, state, items)

@@ -81,4 +81,6 @@ from sharded_loader.streams.order import NO_SKIP as NO_SKIP
 from sharded_loader.streams.order import StreamOrder as StreamOrder
 from sharded_loader.streams.reader import StreamReader as StreamReader
 from sharded_loader.streams.state import parse as parse
+from sharded_loader.streams.worker_info import Part as Part
 from sharded_loader.streams.worker_info import current_part as current_part
+from sharded_loader.streams.worker_info import set_current_part as set_current_part

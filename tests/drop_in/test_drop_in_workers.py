@@ -95,6 +95,26 @@ def test_seeds_come_from_the_global_generator_where_none_is_given(workers: int) 
     assert_same(*epochs)
 
 
+@pytest.mark.parametrize("persistent", [False, True])
+def test_worker_init_fn_in_a_thread_asks_torch_which_worker_it_is(persistent: bool) -> None:
+    """As that of MONAI does, whose `ThreadDataLoader` may have threads as workers."""
+    told, dataset = list[Any](), list(range(6))
+
+    def init(number: int) -> None:
+        info = get_worker_info()
+        told.append((info.id, info.num_workers, info.seed, info.dataset is dataset))
+
+    loader = DataLoader(dataset, num_workers=2, thread_pool=True, worker_init_fn=init, persistent_workers=persistent)
+    torch.manual_seed(3)
+    seeds = [torch.empty((), dtype=torch.int64).random_().item() for _ in range(1 if persistent else 2)]
+    torch.manual_seed(3)
+    for seed in seeds:
+        told.clear()
+        assert len(list(loader)) == 6
+        assert sorted(told) == [(0, 2, seed, True), (1, 2, seed + 1, True)]
+    assert get_worker_info() is None
+
+
 @METHODS
 def test_worker_init_fn_runs_once_in_each_worker_and_may_change_its_dataset(method: str, tmp_path: Path) -> None:
     noted = tmp_path / "noted"

@@ -105,11 +105,12 @@ def test_one_ctrl_c_in_the_loop_is_one_keyboard_interrupt_and_no_other_output(me
             threading.Timer(0.05, os.killpg, (os.getpgrp(), signal.SIGINT)).start()
             while True:
                 seen.append(next(iterator)[0].item())
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as error:
             print("interrupted", flush=True)
+            in_loop = error.__traceback__.tb_next is None  # outside next: the batch may be lost by the loop itself
         for _ in range(5):
             seen.append(next(iterator)[0].item())
-        assert seen == list(range(0, 4 * len(seen), 4)), seen
+        assert in_loop or seen == list(range(0, 4 * len(seen), 4)), seen
         loader.close()
         print("went on", flush=True)
     """
