@@ -99,9 +99,9 @@ def become_worker(name: str) -> None:
     Without the name: ``parent_process()`` is None. A worker is no daemon there: samples may start processes. Forks of
     ``multiprocess`` do not reset what ``multiprocessing`` opened before: connections to a manager, threads of queues.
     """
-    from multiprocessing import process, util
+    from multiprocessing import process
 
-    getattr(util, "_run_after_forkers", list)()
+    getattr(sys.modules.get("multiprocessing.util"), "_run_after_forkers", list)()
     process.current_process().name = name
     vars(process).update(_parent_process=SimpleNamespace(name="MainProcess", pid=os.getppid()))
 
