@@ -131,6 +131,8 @@ def read(
         if len(found) > end - begin:
             _note_whole_files(shown(path).rpartition("/")[0])
         found = found[begin:end]
+    elif seen and len(found) > end - begin:  # which of them are right is not known
+        raise BadResponse(f"{len(found):,} bytes came where {end - begin:,} were asked for")
     return found, tag_of(seen[0].headers) if seen else ""  # no answer: the range came from fsspec's cache
 
 

@@ -202,12 +202,13 @@ LIES: dict[str, tuple[Callable[[int, bytes, str | None], tuple[int, bytes, str |
     "a page of an error": (lambda _, content, part: (200, b"<html>" * 90, None), "540 bytes came for the whole"),
     "a short body": (lambda _, content, part: (206, content[:5], part), "5 bytes came where 10 were asked for"),
     "no body": (lambda _, content, part: (206, b"", part), "0 bytes came where 10 were asked for"),
+    "more bytes": (lambda _, content, part: (206, b"more" + content, part), "14 bytes came where 10 were asked for"),
     "nothing to send": (lambda _, content, part: (204, b"", None), "an answer without bytes came .HTTP 204"),
     "a redirect to nowhere": (lambda _, content, part: (302, b"", None), "an answer without bytes came .HTTP 302"),
     "no such range": (lambda _, content, part: (416, b"", None), "has changed.*HTTP 416"),
     "bad request": (lambda _, content, part: (400, b"", None), "400"),
 }
-ONCE = ("other bytes", "no Content-Range", "a page of an error", "a short body", "no body")
+ONCE = ("other bytes", "no Content-Range", "a page of an error", "a short body", "no body", "more bytes")
 """Those after which the server is asked again."""
 
 
