@@ -372,8 +372,10 @@ class Writer:
         self.check()
         try:
             write_at(self._fd, data, self.offset)
-        except BaseException:
+        except BaseException as error:
             os.ftruncate(self._fd, self.offset)
+            if isinstance(error, OSError):
+                error.filename = self.path
             raise
         self.offset += len(data)
 
