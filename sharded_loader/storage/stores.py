@@ -10,8 +10,8 @@ switched off: together, one failure would cost up to 150 requests.
 Answers of web servers are written into a fetched file chunk by chunk, in the thread of fsspec, and are summed up there:
 1.7 ms of processor time per MB, all of a cached shard included. To join the chunks, write them in another thread and
 read the file again for its checksum took 2.6 ms. But a cache on a slow disk slows down all requests of the process.
-`http.client` in the threads that ask, tried with 16 connections of 50 MB/s, had 1.15 times the rate over HTTP, and less
-over HTTPS: not worth a second client.
+Reading through `http.client`, in the threads that ask, brought 1.15 times the rate at best (16 connections of 50 MB/s),
+0.9 on a quiet machine, and less over HTTPS.
 
 At first, `CONNECTIONS` requests run in parallel, one more after each answer, up to `MAX_REQUESTS`: small servers drop
 connections beyond their backlog, and each of these would take a second longer.
