@@ -110,7 +110,8 @@ def test_one_ctrl_c_in_the_loop_is_one_keyboard_interrupt_and_no_other_output(me
             in_loop = error.__traceback__.tb_next is None  # outside next: the batch may be lost by the loop itself
         for _ in range(5):
             seen.append(next(iterator)[0].item())
-        assert in_loop or seen == list(range(0, 4 * len(seen), 4)), seen
+        missing = set(range(0, seen[-1], 4)) - set(seen)
+        assert len(missing) <= in_loop and seen == sorted(set(seen)), seen
         loader.close()
         print("went on", flush=True)
     """
